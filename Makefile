@@ -1,0 +1,38 @@
+# make demo: build the environment and tell a story.  make test: build it and pass the tests.
+PYTHON ?= python3
+BIN := .venv/bin
+PROMPT ?= Once upon a time
+
+.PHONY: demo test test-all lint golden clean
+
+demo: .venv/installed
+	$(BIN)/python -m minispec.generate "$(PROMPT)" --stats
+
+test: .venv/tested
+	$(BIN)/python -m pytest -q
+
+test-all: .venv/tested
+	$(BIN)/python -m pytest -q -m "slow or not slow"
+
+lint: .venv/tested
+	$(BIN)/ruff check .
+
+# the committed golden values, made anew by transformers
+golden: .venv/referenced
+	$(BIN)/python tests/make_golden.py
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+.venv/tested: .venv/installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@
+
+.venv/referenced: .venv/tested
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[reference]"
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,28 @@
+"""Plain decoding: one token a pass. What every other method must equal."""
+
+from collections.abc import Iterator
+
+from minispec.cache import KVCache
+from minispec.model import Transformer
+from minispec.sampling import Randomness, Sampling, probs
+from minispec.tree import Step, Tree
+from minispec.verify import accept
+
+
+def autoregressive(model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+                   cache: KVCache | None = None) -> Iterator[Step]:
+    """Draw each token from the target's law after all before it.
+
+    `cache` may hold a prefix of the prompt already.
+    """
+    cache = cache or model.new_cache()
+    tokens = list(prompt)
+    model.prefill(tokens[cache.length:-1], cache)
+    yield Step()
+    while True:
+        tree = Tree.chain(tokens[-1], [])
+        hidden = model(tree.tokens, cache)
+        path, fresh = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
+        cache.commit(path)
+        tokens.append(fresh)
+        yield Step([fresh], tree, path)

@@ -1,0 +1,85 @@
+"""The key-value cache: the only mutable state of a decoding run."""
+
+import torch
+from torch import Tensor
+
+# A pass attends to a multiple of this many rows, so that its shapes rarely change from pass to pass.
+SPAN = 64
+
+
+class KVCache:
+    """Keys and values of every layer, allocated once.
+
+    Rows [0, length) of a sequence are committed. A pass writes its rows behind them as *scratch* and
+    never advances; `commit` and `truncate` alone move the boundary. So the reuse of a prefix, the
+    append of a token, the rollback of a rejected draft and the compaction of an accepted tree path
+    are all these two verbs.
+
+    A batch (data generation) has one length per sequence: right padding is scratch nobody commits.
+    """
+
+    def __init__(self, layers: int, heads: int, head_dim: int, capacity: int, batch: int = 1,
+                 dtype: torch.dtype | None = None, device: torch.device | str | None = None):
+        shape = (layers, batch, capacity, heads, head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)  # K is stored rotated
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.lengths = [0] * batch
+        self.sequence = torch.arange(batch, device=device)[:, None]  # (B, 1), the row index of a write
+        self.row = torch.arange(capacity, device=device)
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def length(self) -> int:
+        """Committed rows of the only sequence."""
+        assert len(self.lengths) == 1, "a batched cache has `lengths`"
+        return self.lengths[0]
+
+    @property
+    def room(self) -> int:
+        """How many scratch rows still fit."""
+        return self.capacity - max(self.lengths)
+
+    def place(self, n: int, depth: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the `n` rows of the next pass go, and what they see.
+
+        Returns slots (B, n), positions (B, n) and the visibility (B, 1, n, span) of cache rows:
+        the committed ones for everybody, scratch row j for row i if `mask[i, j]`.
+        """
+        if n > self.room:
+            raise ValueError(f"{n} more tokens do not fit: the cache holds {self.capacity} and "
+                             f"{max(self.lengths)} are committed")
+        start = torch.tensor(self.lengths, device=self.k.device)[:, None]  # (B, 1)
+        slots = start + self.row[:n]
+        span = min(-(-(max(self.lengths) + n) // SPAN) * SPAN, self.capacity)
+        visible = (self.row[:span] < start)[:, None].repeat(1, n, 1)  # (B, n, span)
+        visible[self.sequence[..., None], self.row[:n, None], slots[:, None]] = mask
+        return slots, start + depth, visible[:, None]
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, span: int) -> tuple[Tensor, Tensor]:
+        """Put k, v (B, n, heads, head_dim) into `slots`; the layer's first `span` rows of each."""
+        self.k[layer, self.sequence, slots] = k
+        self.v[layer, self.sequence, slots] = v
+        return self.k[layer, :, :span], self.v[layer, :, :span]
+
+    def commit(self, path: list[int]) -> None:
+        """Keep scratch rows `path`, in order, right after the committed ones."""
+        start = self.length
+        assert path == sorted(set(path)), "a path descends: its rows are distinct and ascending"
+        if path != list(range(len(path))):  # a chain's rows already lie where they belong
+            rows = torch.tensor(path, device=self.k.device) + start
+            # K was rotated at its depth, which is its final row
+            self.k[:, :, start:start + len(path)] = self.k[:, :, rows]
+            self.v[:, :, start:start + len(path)] = self.v[:, :, rows]
+        self.lengths = [start + len(path)]
+
+    def extend(self, counts: list[int]) -> None:
+        """Commit the first `counts[b]` scratch rows of each sequence b of a batch."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def truncate(self, length: int) -> None:
+        """Forget every row from `length` on."""
+        assert 0 <= length <= self.length
+        self.lengths = [length]

@@ -1,0 +1,23 @@
+"""What a user can get wrong: one line that says what and how to mend it, exit code 2."""
+
+import functools
+import sys
+from collections.abc import Callable
+
+
+class UserError(ValueError):
+    """Wrong input; its message is all the user needs to see."""
+
+
+def command(main: Callable) -> Callable:
+    """A command line's `main`: a UserError ends it with one line and exit code 2, Ctrl-C with 130."""
+    @functools.wraps(main)
+    def wrapped(argv: list[str] | None = None) -> None:
+        try:
+            main(argv)
+        except UserError as error:
+            print(f"minispec: {' '.join(str(error).split())}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            sys.exit(130)
+    return wrapped

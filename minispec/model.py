@@ -1,0 +1,257 @@
+"""One decoder-only transformer for the llama family: llama, mistral, qwen2, qwen3, mimo.
+
+Modules carry the tensor names of Hugging Face checkpoints, so loading is assignment.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minispec.cache import KVCache
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the mathematics of the model depends on; `checkpoint` reads it from a config.json."""
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context: int                    # max_position_embeddings
+    model_type: str = "llama"
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # rope_type llama3, linear or yarn and its parameters
+    tied: bool = True               # lm_head is the embedding
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False           # RMSNorm on each head's q and k, before the rotation
+    bos_id: int | None = None       # begins every text, where the model was trained so
+    eos_ids: tuple[int, ...] = ()   # each ends one
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, the quotient in at least float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+
+
+class Rope(nn.Module):
+    """Rotary position embedding in the half-split form, with llama3, linear and yarn scaling."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        # (head_dim / 2,), no buffer: model.to(bfloat16) must leave it in float32
+        self.frequencies, self.scale = rope_frequencies(config)
+
+    def forward(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin, each (..., n, 1, head_dim), for positions (..., n)."""
+        wide = torch.promote_types(dtype, torch.float32)
+        if self.frequencies.device != position.device:
+            self.frequencies = self.frequencies.to(position.device)
+        angle = position[..., None].to(wide) * self.frequencies.to(wide)
+        angle = torch.cat([angle, angle], -1)[..., None, :]
+        return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
+
+
+def rope_frequencies(config: Config) -> tuple[Tensor, float]:
+    """Angle per position of each pair of dimensions, (head_dim / 2,), and the factor on cos and sin."""
+    d, theta, scaling = config.head_dim, config.rope_theta, config.rope_scaling or {}
+    # always float32, as the checkpoints were trained, and never on the meta device
+    index = torch.arange(0, d, 2, dtype=torch.float32, device="cpu")
+    base = 1.0 / theta ** (index / d)
+    kind, factor = scaling.get("rope_type", "default"), scaling.get("factor", 1.0)
+    if kind == "default":
+        return base, 1.0
+    if kind == "linear":
+        return base / factor, 1.0
+    original = scaling.get("original_max_position_embeddings") or config.context
+    if kind == "llama3":  # long waves stretched, short ones kept, a ramp between
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = original * base / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return keep * base + (1 - keep) * base / factor, 1.0
+    assert kind == "yarn", kind  # Peng et al. 2023 (arXiv 2309.00071)
+
+    def dimension(turns: float) -> float:
+        """Index of the pair that turns this often within the original context."""
+        return d * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d - 1)
+    keep = 1 - ((torch.arange(d // 2, device="cpu") - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return keep * base + (1 - keep) * base / factor, yarn_scale(scaling, factor)
+
+
+def yarn_scale(scaling: dict, factor: float) -> float:
+    """Yarn's temperature, carried by cos and sin (0.1 ln s + 1, or DeepSeek's quotient of two)."""
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if scaling.get("attention_factor") is not None:
+        return scaling["attention_factor"]
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x_i, x_{i + d/2}) by its angle."""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What all layers of one forward pass share."""
+    cos: Tensor                     # (B or 1, n, 1, head_dim)
+    sin: Tensor
+    visible: Tensor | None          # (B or 1, 1, n, keys), None: plain causal
+    cache: KVCache | None = None
+    slots: Tensor | None = None     # (B, n): cache rows to write
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the cache, or over the pass itself."""
+
+    def __init__(self, config: Config, layer: int):
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+
+    def forward(self, x: Tensor, now: Pass) -> Tensor:
+        B, n, _ = x.shape
+        q = self.q_norm(self.q_proj(x).view(B, n, -1, self.head_dim))  # (B, n, heads, head_dim)
+        k = self.k_norm(self.k_proj(x).view(B, n, -1, self.head_dim))
+        v = self.v_proj(x).view(B, n, -1, self.head_dim)
+        q, k = rotate(q, now.cos, now.sin), rotate(k, now.cos, now.sin)
+        if now.cache is not None:
+            k, v = now.cache.write(self.layer, now.slots, k, v, now.visible.shape[-1])
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=now.visible,
+            is_causal=now.visible is None, enable_gqa=q.shape[2] != k.shape[2])  # (B, heads, n, head_dim)
+        return self.o_proj(y.transpose(1, 2).reshape(B, n, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        sizes = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(*sizes, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(*sizes, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(*reversed(sizes), bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, layer: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, now: Pass) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), now)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Body(nn.Module):
+    """Embedding, blocks and final norm: what checkpoints prefix with `model.`."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class Transformer(nn.Module):
+    """`hidden = model(tokens)`, then `model.logits(hidden)`: it knows nothing of speculation."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.model = Body(config)
+        self.rope = Rope(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    def new_cache(self, capacity: int | None = None, batch: int = 1) -> KVCache:
+        """An empty cache, by default as long as the context."""
+        c = self.config
+        return KVCache(c.layers, c.kv_heads, c.head_dim, capacity or c.context, batch, self.dtype, self.device)
+
+    def forward(self, tokens: list[int] | Tensor, cache: KVCache | None = None,
+                depth: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Hidden states after the final norm, (B, n, hidden_size), of tokens (n,) or (B, n).
+
+        The rows follow the cache's committed prefix, which all of them see, and are written behind
+        it as scratch. `depth` (n,) is each row's distance from the first row and `mask` (n, n) says
+        which rows it sees (itself included); absent, the rows are a plain causal continuation.
+        Without a cache there is no prefix.
+        """
+        tokens = torch.as_tensor(tokens, device=self.device)
+        tokens = tokens[None] if tokens.dim() == 1 else tokens  # (B, n)
+        x = self.model.embed_tokens(tokens)
+        now = self.plan(tokens.shape[1], cache, depth, mask)
+        for block in self.model.layers:
+            x = block(x, now)
+        return self.model.norm(x)
+
+    def prefill(self, tokens: list[int], cache: KVCache, block: int = 512) -> None:
+        """Feed and commit `tokens`, a block at a time so that a long prompt needs no n × n mask."""
+        for start in range(0, len(tokens), block):
+            part = tokens[start:start + block]
+            self(part, cache)
+            cache.commit(list(range(len(part))))
+
+    def plan(self, n: int, cache: KVCache | None, depth: Tensor | None, mask: Tensor | None) -> Pass:
+        """Positions and visibility of a pass over `n` rows."""
+        depth = torch.arange(n, device=self.device) if depth is None else depth.to(self.device)
+        mask = mask if mask is None else mask.to(self.device)
+        if cache is None:
+            return Pass(*self.rope(depth[None], self.dtype), mask if mask is None else mask[None, None])
+        if mask is None:
+            mask = torch.ones(n, n, dtype=torch.bool, device=self.device).tril()
+        slots, position, visible = cache.place(n, depth, mask)
+        return Pass(*self.rope(position, self.dtype), visible, cache, slots)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., hidden_size) -> (..., vocab_size)."""
+        return self.lm_head(hidden)

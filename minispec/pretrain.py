@@ -1,0 +1,387 @@
+"""Train a small target, or a draft for it, from text.
+
+    python -m minispec.pretrain --data DIR --out weights/target --steps 3000
+
+Next-token cross-entropy over packed documents; Muon for the matrices, AdamW for the rest; a cosine
+schedule. Everything random follows from `--seed` and the position in the data, so a run resumed from
+its last checkpoint goes on exactly as if it had not stopped. Under `torchrun` each process takes
+its share of every batch.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tokenizers import Tokenizer as BPE
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from minispec.model import Config, Transformer
+
+END = "<|endoftext|>"  # separates documents, and begins the first
+USER, ASSISTANT, END_TURN = "<|user|>", "<|assistant|>", "<|end|>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+
+# kind of text: its files, and its share of a batch
+KINDS = {
+    "stories_en": (["stories_en.txt"], 0.30),
+    "stories_zh": (["stories_zh.txt"], 0.13),
+    "dialogue_en": (["dialogue_en.txt"], 0.15),
+    "dialogue_zh": (["dialogue_zh.txt"], 0.10),
+    "maths": (["gsm8k_train.jsonl"], 0.12),
+    "code": (["mbpp.jsonl", sysconfig.get_paths()["stdlib"]], 0.20),
+}
+WARM_UP = "stories_distilled", "stories_distilled.txt"
+WARM_UP_SHARE, WARM_UP_END = 0.5, 0.3  # half of each batch during the first 30 % of the steps
+HELD_OUT = 50  # every 50th document is never trained on
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+def read_documents(path: Path) -> list[str]:
+    """The documents of one source: a .txt divided by END, a .jsonl of tasks, a tree of Python files."""
+    if path.is_dir():
+        return [piece for file in sorted(path.rglob("*.py")) if not skipped(file.relative_to(path))
+                for piece in code_pieces(file.read_text(encoding="utf-8", errors="ignore"))]
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        return [task(json.loads(line)) for line in text.splitlines() if line.strip()]
+    documents = (d.strip().removesuffix("<|end_story|>") for d in text.split(END))
+    return [turns(d) for d in documents if d]
+
+
+def skipped(file: Path) -> bool:
+    """Installed packages, tests and tables are not the standard library's prose."""
+    return bool({"site-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
+                & set(file.parts))
+
+
+def code_pieces(source: str, size: int = 2000) -> list[str]:
+    """A file cut at its top-level blank lines into pieces of about `size` characters; tables left out."""
+    pieces = [""]
+    for part in source.split("\n\n\n"):
+        if pieces[-1] and len(pieces[-1]) + len(part) > size:
+            pieces.append("")
+        pieces[-1] += ("\n\n\n" if pieces[-1] else "") + part.strip("\n")
+    return [p for p in pieces if p.strip() and len(p) < 10 * size]
+
+
+def task(row: dict) -> str:
+    """A worked maths problem (without its calculator marks) or a small programming task."""
+    if "question" in row:
+        return f"Question: {row['question']}\nAnswer: {re.sub('<<.*?>>', '', row['answer'])}"
+    return "# " + row["text"].strip() + "\n" + row["code"].replace("\r\n", "\n").strip()
+
+
+def turns(document: str) -> str:
+    """Dialogues marked `User: … Assistant: …` get the special tokens of the chat template."""
+    if not re.match("User: |用户：", document):
+        return document
+    parts = re.split(r"^(User: |用户：|Assistant: |助手：)", document, flags=re.M)[1:]
+    roles = [USER if name in ("User: ", "用户：") else ASSISTANT for name in parts[::2]]
+    return "".join(role + text.strip() + END_TURN for role, text in zip(roles, parts[1::2]))
+
+
+def read_corpus(data: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Training and held-out documents per kind; kinds whose files are missing are left out."""
+    sources = {kind: files for kind, (files, _) in KINDS.items()} | {WARM_UP[0]: [WARM_UP[1]]}
+    train, held_out = {}, {}
+    for kind, files in sources.items():
+        paths = [data / name for name in files]  # an absolute name stands for itself
+        documents = [d for path in paths if path.exists() for d in read_documents(path)]
+        if documents:
+            held_out[kind] = documents[::HELD_OUT]
+            train[kind] = [d for i, d in enumerate(documents) if i % HELD_OUT]
+    if not set(train) - {"code"}:
+        raise FileNotFoundError(f"{data} holds none of the files "
+                                f"{', '.join(f for fs in sources.values() for f in fs[:1])}")
+    return train, held_out
+
+
+def train_tokenizer(documents: dict[str, list[str]], size: int, per_kind: int = 2_500_000) -> BPE:
+    """A byte-level BPE of `size` tokens from at most `per_kind` characters of every kind."""
+    bpe = BPE(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END, USER, ASSISTANT, END_TURN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+
+    def sample():
+        for kind in documents:
+            budget = per_kind
+            for document in documents[kind]:
+                if budget > 0:
+                    yield re.sub(r"<\|\w+\|>", "\n", document)
+                budget -= len(document)
+    bpe.train_from_iterator(sample(), trainer)
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A", special_tokens=[(END, bpe.token_to_id(END))])
+    return bpe
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+class Stream:
+    """Documents packed end to end, reshuffled every epoch; `position` is its whole state."""
+
+    def __init__(self, documents: list[list[int]], seed: int):
+        self.documents, self.seed, self.position = documents, seed, 0
+        self.size = sum(map(len, documents))
+        self.epoch, self.tokens = -1, np.empty(0, np.int32)
+
+    def take(self, n: int) -> np.ndarray:
+        """The next `n` tokens."""
+        parts = []
+        while n > 0:
+            epoch, offset = divmod(self.position, self.size)
+            if epoch != self.epoch:
+                order = np.random.default_rng([self.seed, epoch]).permutation(len(self.documents))
+                self.epoch = epoch
+                self.tokens = np.concatenate([np.asarray(self.documents[i], np.int32) for i in order])
+            parts.append(self.tokens[offset:offset + n])
+            self.position += len(parts[-1])
+            n -= len(parts[-1])
+        return np.concatenate(parts)
+
+
+class Batches:
+    """Rows of `context + 1` tokens, each from a kind drawn by its share."""
+
+    def __init__(self, documents: dict[str, list[list[int]]], seed: int):
+        self.streams = {kind: Stream(d, seed) for kind, d in documents.items()}
+        self.seed = seed
+
+    def shares(self, progress: float) -> np.ndarray:
+        """Probability of each stream at this fraction of the run: the warm-up text only early."""
+        early = WARM_UP_SHARE if WARM_UP[0] in self.streams and progress < WARM_UP_END else 0.0
+        real = sum(KINDS[k][1] for k in self.streams if k in KINDS)
+        return np.array([KINDS[k][1] * (1 - early) / real if k in KINDS else early for k in self.streams])
+
+    def take(self, step: int, progress: float, rows: int, context: int) -> Tensor:
+        """The whole batch of a step, (rows, context + 1)."""
+        kinds = np.random.default_rng([self.seed, step]).choice(
+            list(self.streams), size=rows, p=self.shares(progress))
+        return torch.from_numpy(np.stack([self.streams[k].take(context + 1) for k in kinds])).long()
+
+    def state(self) -> dict[str, int]:
+        return {kind: stream.position for kind, stream in self.streams.items()}
+
+    def restore(self, state: dict[str, int]) -> None:
+        for kind, stream in self.streams.items():
+            stream.position = state[kind]
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+class NextToken(nn.Module):
+    """rows (B, T + 1) -> mean cross-entropy in nats."""
+
+    def __init__(self, model: Transformer, dtype: torch.dtype):
+        super().__init__()
+        self.transformer, self.dtype = model, dtype
+
+    def forward(self, rows: Tensor) -> Tensor:
+        with torch.autocast(rows.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            logits = self.transformer.logits(self.transformer(rows[:, :-1]))
+        return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+
+
+def initialise(model: Transformer, seed: int) -> None:
+    """Normal weights of deviation 0.02, those that write to the residual stream 1/√(2·layers) of it."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            std = 0.02
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std /= math.sqrt(2 * model.config.layers)
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def optimizers(model: Transformer) -> list[torch.optim.Optimizer]:
+    """Muon for the blocks' matrices, AdamW for embeddings and norms."""
+    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and ".layers." in n]
+    others = [p for n, p in model.named_parameters() if not (p.dim() == 2 and ".layers." in n)]
+    return [torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
+    """Linear warm-up, then a cosine down to a fiftieth."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+
+
+@torch.no_grad()
+def bits_per_byte(model: Transformer, documents: list[list[int]], sizes: list[int], batch: int = 16) -> float:
+    """Bits to code the documents (BOS first, right-padded to a batch) over their bytes of text."""
+    bits = 0.0
+    order = sorted(range(len(documents)), key=lambda i: len(documents[i]))
+    for start in range(0, len(order), batch):
+        rows = [torch.tensor(documents[i]) for i in order[start:start + batch]]
+        rows = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100).to(model.device)
+        logits = model.logits(model(rows[:, :-1].clamp(min=0))).float()
+        bits += F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
+    return bits / math.log(2) / sum(sizes)
+
+
+def evaluate(model: Transformer, held_out: dict[str, tuple[list[list[int]], list[int]]],
+             most: int | None = None) -> dict[str, float]:
+    """Held-out bits per byte of every kind."""
+    return {kind: round(bits_per_byte(model, tokens[:most], sizes[:most]), 4)
+            for kind, (tokens, sizes) in held_out.items()}
+
+
+def tokenize(bpe: BPE, documents: list[str]) -> list[list[int]]:
+    """Each document with its leading END; a document of the next follows in the packed stream."""
+    return [e.ids for e in bpe.encode_batch(documents)]
+
+
+def clip_held_out(bpe: BPE, documents: list[str], context: int) -> tuple[list[list[int]], list[int]]:
+    """Documents cut to the context, with END behind those that end inside it, and their bytes of text."""
+    rows, sizes = [], []
+    for ids in tokenize(bpe, documents):
+        rows.append((ids + [ids[0]])[:context + 1])
+        sizes.append(len(bpe.decode(rows[-1]).encode()))
+    return rows, sizes
+
+
+@dataclass
+class Trainer:
+    """The state of a run: what a checkpoint holds."""
+    model: Transformer
+    optimizers: list[torch.optim.Optimizer]
+    batches: Batches
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def save(self, path: Path) -> None:
+        state = dict(model=self.model.state_dict(), optimizers=[o.state_dict() for o in self.optimizers],
+                     batches=self.batches.state(), step=self.step, tokens=self.tokens, seconds=self.seconds)
+        torch.save(state, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").replace(path)
+
+    def restore(self, path: Path) -> None:
+        state = torch.load(path, map_location=self.model.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.batches.restore(state["batches"])
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+
+
+def train(trainer: Trainer, args: argparse.Namespace, report) -> None:
+    """Steps until `args.steps`; `report(trainer, loss)` after each."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rows = args.batch_tokens // args.context
+    objective = NextToken(trainer.model, args.dtype)
+    if world > 1:
+        objective = nn.parallel.DistributedDataParallel(objective)
+    if args.compile:
+        objective = torch.compile(objective)
+    while trainer.step < args.steps:
+        begin = time.perf_counter()
+        batch = trainer.batches.take(trainer.step, trainer.step / args.steps, rows, args.context)
+        loss = objective(batch[rank::world].to(trainer.model.device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(trainer.step, args.steps, args.lr)
+            optimizer.step()
+            optimizer.zero_grad()
+        trainer.step += 1
+        trainer.tokens += rows * args.context
+        trainer.seconds += time.perf_counter() - begin
+        report(trainer, loss.item())
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="python -m minispec.pretrain", description=__doc__.split("\n")[0])
+    p.add_argument("--data", type=Path, required=True, help="a folder with the text files of KINDS")
+    p.add_argument("--out", type=Path, required=True, help="the checkpoint directory to write")
+    p.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use (a draft takes its target's)")
+    p.add_argument("--steps", type=int, default=3000)
+    p.add_argument("--batch-tokens", type=int, default=8192)
+    p.add_argument("--context", type=int, default=512)
+    p.add_argument("--layers", type=int, default=14)
+    p.add_argument("--width", type=int, default=192)
+    p.add_argument("--heads", type=int, default=3)
+    p.add_argument("--kv-heads", type=int, default=1)
+    p.add_argument("--ffn", type=int, default=512)
+    p.add_argument("--vocab", type=int, default=8192)
+    p.add_argument("--lr", type=float, default=4e-3)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
+                   help="of the matrix products (bfloat16 is ten times faster where AMX or a GPU is)")
+    p.add_argument("--compile", action="store_true", help="with torch.compile (needs a C++ compiler)")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
+    args = p.parse_args(argv)
+    args.dtype = getattr(torch, args.dtype)
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if "RANK" in os.environ:  # started by torchrun
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    first = not dist.is_initialized() or dist.get_rank() == 0
+
+    documents, held_out = read_corpus(args.data)
+    path = args.tokenizer or args.out / "tokenizer.json"
+    if not path.exists():
+        if first:
+            train_tokenizer(documents, args.vocab).save(str(path))
+        if dist.is_initialized():
+            dist.barrier()
+    bpe = BPE.from_file(str(path))
+    batches = Batches({kind: tokenize(bpe, d) for kind, d in documents.items()}, args.seed)
+    tests = {kind: clip_held_out(bpe, d, args.context) for kind, d in held_out.items()}
+
+    config = Config(args.width, args.ffn, args.layers, args.heads, args.kv_heads,
+                    args.width // args.heads, bpe.get_vocab_size(), args.context)
+    model = Transformer(config)
+    initialise(model, args.seed)
+    model.to(args.device)
+    trainer = Trainer(model, optimizers(model), batches)
+    checkpoint = args.out / "training.pt"
+    if checkpoint.exists():
+        trainer.restore(checkpoint)
+    if first:
+        print(f"{sum(p.numel() for p in model.parameters()):,} parameters;",
+              ", ".join(f"{k} {s.size:,}" for k, s in batches.streams.items()), "tokens")
+    bar = tqdm(total=args.steps, initial=trainer.step, unit="step", disable=not first)
+
+    def report(trainer: Trainer, loss: float) -> None:
+        bar.update()
+        bar.set_postfix(loss=f"{loss:.3f}", tok_s=f"{trainer.tokens / trainer.seconds:.0f}")
+        if first and trainer.step % args.save_every == 0:
+            trainer.save(checkpoint)
+            bar.write(f"step {trainer.step} loss {loss:.3f} held-out {evaluate(model, tests, 32)}")
+
+    train(trainer, args, report)
+    bar.close()
+
+
+if __name__ == "__main__":
+    main()

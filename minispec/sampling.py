@@ -1,0 +1,90 @@
+"""From logits to the law tokens are drawn from, and the injected source of randomness."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minispec.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the model's law is warped: temperature (0: greedy), then top-k (0: off), then top-p (1: off)."""
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self):
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(f"temperature {self.temperature}: must be 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise UserError(f"top-k {self.top_k}: must be 0 (off) or a positive number of tokens")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top-p {self.top_p}: must be above 0 and at most 1 (off)")
+
+
+@dataclass(frozen=True)
+class OneHot(Sequence):
+    """Laws that are certain, kept as their tokens; row i is made dense, (V,), when asked for."""
+    tokens: list[int]
+    size: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> Tensor:
+        law = torch.zeros(self.size)
+        law[self.tokens[i]] = 1.0
+        return law
+
+
+def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
+    """The warped laws (n, V) of logits (n, V), on the host: the one synchronisation of a round.
+
+    At temperature 0 each is one-hot at the argmax. Otherwise the warpers come in the order of
+    transformers and give its laws, ties included. At least float32.
+    """
+    if sampling.temperature == 0:
+        return OneHot(logits.argmax(-1).tolist(), logits.shape[-1])
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    if sampling.top_p < 1:
+        ascending, order = logits.sort()
+        tail = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        tail[..., -1] = False  # the most likely token stays
+        logits = logits.masked_fill(tail.scatter(-1, order, tail), -math.inf)
+    return logits.softmax(-1).cpu()
+
+
+class Randomness(Protocol):
+    """All that is random in decoding. Others: a scripted replay, an exhaustive enumerator."""
+
+    def bernoulli(self, p: float) -> bool:
+        """True with probability `p`."""
+
+    def categorical(self, law: Tensor) -> int:
+        """A token drawn from `law` (V,)."""
+
+
+class Seeded:
+    """Randomness from a seed: the same draws on every machine."""
+
+    def __init__(self, seed: int = 0):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def uniform(self) -> float:
+        return torch.rand((), dtype=torch.float64, generator=self.generator).item()
+
+    def bernoulli(self, p: float) -> bool:
+        return self.uniform() < p
+
+    def categorical(self, law: Tensor) -> int:
+        cumulative = law.double().cumsum(-1)
+        # scaled by the total: rounding must not leave a gap at the end; right: never a token of law 0
+        return int(torch.searchsorted(cumulative, self.uniform() * cumulative[-1], right=True))

@@ -1,0 +1,74 @@
+"""The tree of tokens a round proposes. A chain is an unbranched tree; a lone root proposes nothing."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Node 0 is the root, the last token already emitted; parents come before their children.
+
+    `laws[i]` is the law (V,) that node i was drawn from, None for a deterministic (one-hot) proposal.
+    Siblings are tried in the order of their numbers; one drawn without replacement carries the law
+    renormalised without its earlier siblings.
+    """
+    tokens: list[int]
+    parents: list[int]                                        # -1 for the root
+    laws: list[Tensor | None] = field(default_factory=list)   # empty: all one-hot
+
+    def __post_init__(self):
+        assert self.parents[0] == -1 and all(0 <= p < i for i, p in enumerate(self.parents) if i)
+        assert len(self.tokens) == len(self.parents) and len(self.laws) in (0, len(self.tokens))
+
+    @classmethod
+    def chain(cls, root: int, guess: list[int], laws: list[Tensor | None] | None = None) -> "Tree":
+        """The root followed by `guess`, drawn from `laws` (one each)."""
+        return cls([root, *guess], list(range(-1, len(guess))), [None, *laws] if laws else [])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def law(self, node: int) -> Tensor | None:
+        """The law `node` was drawn from; None: one-hot."""
+        return self.laws[node] if self.laws else None
+
+    def children(self, node: int) -> list[int]:
+        """In the order they are tried."""
+        return [i for i, parent in enumerate(self.parents) if parent == node]
+
+    def tokens_at(self, path: list[int]) -> list[int]:
+        return [self.tokens[i] for i in path]
+
+    @property
+    def depths(self) -> list[int]:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    @property
+    def depth(self) -> Tensor:
+        """Distance of each node from the root, (n,)."""
+        return torch.tensor(self.depths)
+
+    @property
+    def mask(self) -> Tensor:
+        """Which nodes (columns) each node (row) sees: its ancestors and itself, (n, n)."""
+        mask = torch.eye(len(self), dtype=torch.bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                mask[node] |= mask[parent]
+        return mask
+
+
+@dataclass(frozen=True)
+class Step:
+    """One round: the tokens it emitted, the tree it scored, the path it accepted.
+
+    The first step of a method is its prefill: no tokens, no tree.
+    """
+    tokens: list[int] = field(default_factory=list)
+    tree: Tree | None = None
+    path: list[int] = field(default_factory=list)
