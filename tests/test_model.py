@@ -1,0 +1,126 @@
+"""The transformer against transformers, and against itself: cached or not, chain or tree, batch or one."""
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import GOLDEN, SHARED, needs_shared, random_model, random_tokens
+from minispec import load
+from minispec.autoregressive import autoregressive
+from minispec.sampling import Sampling, Seeded
+from minispec.tree import Tree
+
+VARIANTS = sorted(folder.name for folder in GOLDEN.iterdir())
+
+
+def greedy(model, prompt: list[int], n: int) -> list[int]:
+    tokens: list[int] = []
+    for step in autoregressive(model, prompt, Sampling(), Seeded()):
+        tokens += step.tokens
+        if len(tokens) >= n:
+            return tokens[:n]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_greedy_tokens_equal_transformers(variant):
+    golden = load_file(GOLDEN / variant / "golden.safetensors")
+    for dtype, key, tolerance in ((torch.float32, "logits32", 1e-5), (torch.float64, "logits64", 1e-10)):
+        model, _ = load(GOLDEN / variant, dtype=dtype, device="cpu")
+        logits = model.logits(model(golden["tokens"]))[0]
+        assert (logits - golden[key]).abs().max() <= tolerance
+    assert greedy(model, golden["tokens"][:20].tolist(), 64) == golden["greedy"].tolist()
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["tinystories-656k", "stories260k"])
+def test_real_checkpoints_reproduce_their_reference(name):
+    folder = SHARED / "checkpoints" / name
+    model, tokenizer = load(folder, dtype="float64", device="cpu")
+    tensors = load_file(folder / "reference.safetensors")
+    for i, case in enumerate(json.loads((folder / "reference.json").read_text())["cases"]):
+        assert tokenizer.encode(case["prompt"]) == case["prompt_ids"]
+        logits = model.logits(model(tensors[f"{i}.tokens"]))[0]
+        # the reference's norms and angles were computed in float32
+        assert (logits - tensors[f"{i}.logits"]).abs().max() < 5e-5
+        assert greedy(model, case["prompt_ids"], case["new_tokens"]) == case["greedy"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_split_into_passes_gives_the_same_hiddens(seed):
+    rng = random.Random(seed)
+    model = random_model(seed, qk_norm=bool(seed % 2), qkv_bias=bool(seed % 3))
+    tokens = random_tokens(rng.randint(2, 150), seed)
+    whole = model(tokens)
+    cache, parts = model.new_cache(capacity=len(tokens)), []
+    while cache.length < len(tokens):
+        part = tokens[cache.length:cache.length + rng.choice([1, 2, 3, 8, 64, 65])]
+        parts.append(model(part, cache))
+        cache.commit(list(range(len(part))))
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
+
+
+def random_tree(rng: random.Random, n: int, vocab: int = 32) -> Tree:
+    parents = [-1] + [rng.randrange(i) for i in range(1, n)]
+    return Tree([rng.randrange(vocab) for _ in range(n)], parents)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("cached", [True, False])
+def test_each_row_of_a_tree_equals_the_chain_through_its_ancestors(seed, cached):
+    rng = random.Random(seed)
+    model = random_model(seed)
+    prefix = random_tokens(rng.choice([1, 5, 63, 64, 100]), seed) if cached else []
+    tree = random_tree(rng, rng.choice([1, 2, 7, 20, 64]))
+    cache = None
+    if cached:
+        cache = model.new_cache()
+        model.prefill(prefix, cache, block=17)
+    hidden = model(tree.tokens, cache, tree.depth, tree.mask)[0]
+    for node in range(len(tree)):
+        path = [node]
+        while tree.parents[path[0]] >= 0:
+            path.insert(0, tree.parents[path[0]])
+        alone = model(prefix + tree.tokens_at(path))[0, -1]
+        torch.testing.assert_close(hidden[node], alone, rtol=0, atol=1e-10)
+
+
+def test_a_right_padded_batch_equals_its_rows_one_by_one():
+    """Prompts of 1, 5 and 70 tokens prefilled together, then extended each at its own length."""
+    model = random_model()
+    rows = [random_tokens(n, n) for n in (1, 5, 70)]
+    more = torch.tensor([random_tokens(3, 9 + n) for n in range(3)])
+    padded = torch.zeros(3, 70, dtype=torch.long)
+    for i, row in enumerate(rows):
+        padded[i, :len(row)] = torch.tensor(row)
+    cache = model.new_cache(capacity=80, batch=3)
+    model(padded, cache)
+    cache.extend([len(row) for row in rows])
+    for column in range(3):
+        hidden = model(more[:, column:column + 1], cache)
+        cache.extend([1, 1, 1])
+        for i, row in enumerate(rows):
+            alone = model(row + more[i, :column + 1].tolist())[0, -1]
+            torch.testing.assert_close(hidden[i, 0], alone, rtol=0, atol=1e-10)
+
+
+def test_moving_to_half_precision_leaves_the_rotary_frequencies_alone():
+    model = random_model(dtype=torch.float32)
+    before = model.rope.frequencies.clone()
+    model.to(torch.bfloat16)
+    assert model.rope.frequencies.dtype == torch.float32 and torch.equal(model.rope.frequencies, before)
+
+
+@pytest.mark.gpu
+def test_cuda_equals_cpu():
+    model = random_model(dtype=torch.float32)
+    tokens = random_tokens(40)
+    expected = model.logits(model(tokens))
+    on_gpu = model.to("cuda")
+    cache = on_gpu.new_cache()
+    on_gpu.prefill(tokens[:-5], cache)
+    tree = Tree.chain(tokens[-5], tokens[-4:])
+    hidden = on_gpu(tree.tokens, cache, tree.depth, tree.mask)
+    torch.testing.assert_close(on_gpu.logits(hidden).cpu(), expected[:, -5:], rtol=1e-3, atol=1e-3)
