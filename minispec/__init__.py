@@ -1,4 +1,6 @@
-"""The smallest complete, readable and provably lossless LLM decoding acceleration, in plain PyTorch."""
+"""The smallest complete, readable and provably lossless LLM decoding acceleration, in plain
+PyTorch.
+"""
 
 from minispec.checkpoint import load
 from minispec.errors import UserError

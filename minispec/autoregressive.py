@@ -9,15 +9,21 @@ from minispec.tree import Step, Tree
 from minispec.verify import accept
 
 
-def autoregressive(model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-                   cache: KVCache | None = None) -> Iterator[Step]:
+def autoregressive(
+    model: Transformer,
+    prompt: list[int],
+    sampling: Sampling,
+    randomness: Randomness,
+    *,
+    cache: KVCache | None = None,
+) -> Iterator[Step]:
     """Draw each token from the target's law after all before it.
 
     `cache` may hold a prefix of the prompt already.
     """
     cache = cache or model.new_cache()
     tokens = list(prompt)
-    model.prefill(tokens[cache.length:-1], cache)
+    model.prefill(tokens[cache.length : -1], cache)
     yield Step()
     while True:
         tree = Tree.chain(tokens[-1], [])

@@ -3,28 +3,39 @@
 import torch
 from torch import Tensor
 
-# A pass attends to a multiple of this many rows, so that its shapes rarely change from pass to pass.
+# A pass attends to a multiple of this many rows, so that its shapes rarely change from pass to
+# pass.
 SPAN = 64
 
 
 class KVCache:
     """Keys and values of every layer, allocated once.
 
-    Rows [0, length) of a sequence are committed. A pass writes its rows behind them as *scratch* and
-    never advances; `commit` and `truncate` alone move the boundary. So the reuse of a prefix, the
-    append of a token, the rollback of a rejected draft and the compaction of an accepted tree path
-    are all these two verbs.
+    Rows [0, length) of a sequence are committed. A pass writes its rows behind them as *scratch*
+    and never advances; `commit` and `truncate` alone move the boundary. So the reuse of a prefix,
+    the append of a token, the rollback of a rejected draft and the compaction of an accepted tree
+    path are all these two verbs.
 
     A batch (data generation) has one length per sequence: right padding is scratch nobody commits.
     """
 
-    def __init__(self, layers: int, heads: int, head_dim: int, capacity: int, batch: int = 1,
-                 dtype: torch.dtype | None = None, device: torch.device | str | None = None):
+    def __init__(
+        self,
+        layers: int,
+        heads: int,
+        head_dim: int,
+        capacity: int,
+        batch: int = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
         shape = (layers, batch, capacity, heads, head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)  # K is stored rotated
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = [0] * batch
-        self.sequence = torch.arange(batch, device=device)[:, None]  # (B, 1), the row index of a write
+        self.sequence = torch.arange(batch, device=device)[
+            :, None
+        ]  # (B, 1), the row index of a write
         self.row = torch.arange(capacity, device=device)
 
     @property
@@ -49,8 +60,10 @@ class KVCache:
         the committed ones for everybody, scratch row j for row i if `mask[i, j]`.
         """
         if n > self.room:
-            raise ValueError(f"{n} more tokens do not fit: the cache holds {self.capacity} and "
-                             f"{max(self.lengths)} are committed")
+            raise ValueError(
+                f"{n} more tokens do not fit: the cache holds {self.capacity} and "
+                f"{max(self.lengths)} are committed"
+            )
         start = torch.tensor(self.lengths, device=self.k.device)[:, None]  # (B, 1)
         slots = start + self.row[:n]
         span = min(-(-(max(self.lengths) + n) // SPAN) * SPAN, self.capacity)
@@ -58,7 +71,9 @@ class KVCache:
         visible[self.sequence[..., None], self.row[:n, None], slots[:, None]] = mask
         return slots, start + depth, visible[:, None]
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, span: int) -> tuple[Tensor, Tensor]:
+    def write(
+        self, layer: int, slots: Tensor, k: Tensor, v: Tensor, span: int
+    ) -> tuple[Tensor, Tensor]:
         """Put k, v (B, n, heads, head_dim) into `slots`; the layer's first `span` rows of each."""
         self.k[layer, self.sequence, slots] = k
         self.v[layer, self.sequence, slots] = v
@@ -71,8 +86,8 @@ class KVCache:
         if path != list(range(len(path))):  # a chain's rows already lie where they belong
             rows = torch.tensor(path, device=self.k.device) + start
             # K was rotated at its depth, which is its final row
-            self.k[:, :, start:start + len(path)] = self.k[:, :, rows]
-            self.v[:, :, start:start + len(path)] = self.v[:, :, rows]
+            self.k[:, :, start : start + len(path)] = self.k[:, :, rows]
+            self.v[:, :, start : start + len(path)] = self.v[:, :, rows]
         self.lengths = [start + len(path)]
 
     def extend(self, counts: list[int]) -> None:

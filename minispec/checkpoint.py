@@ -24,12 +24,17 @@ FAMILIES = {
     "qwen3": (False, False, True),
     "mimo": (True, False, False),
 }
-ROPE_TYPES = {"default": (), "linear": ("factor",), "yarn": ("factor",),
-              "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 # ---- config --------------------------------------------------------------------------------------
+
 
 def read_json(path: Path) -> dict:
     try:
@@ -42,14 +47,18 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(directory: Path) -> Config:
-    """The Config of a checkpoint directory; whatever would change the mathematics unnoticed is refused."""
+    """The Config of a checkpoint directory; whatever would change the mathematics unnoticed is
+    refused.
+    """
     path = directory / "config.json"
     if not path.exists():
         raise UserError(f"{directory} has no config.json: not a Hugging Face checkpoint directory")
     raw = read_json(path)
     family = raw.get("model_type")
     if family not in FAMILIES:
-        raise UserError(f"{path}: model_type {family!r} is not supported (only {', '.join(FAMILIES)})")
+        raise UserError(
+            f"{path}: model_type {family!r} is not supported (only {', '.join(FAMILIES)})"
+        )
     refuse_unsupported(path, raw)
     bias, tied, qk_norm = FAMILIES[family]
 
@@ -61,7 +70,9 @@ def read_config(directory: Path) -> Config:
     heads = need("num_attention_heads")
     kv_heads = raw.get("num_key_value_heads") or heads
     if heads % kv_heads:
-        raise UserError(f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise UserError(
+            f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+        )
     theta, scaling = read_rope(path, raw)
     generation = directory / "generation_config.json"
     ends = read_json(generation) if generation.exists() else {}
@@ -69,15 +80,27 @@ def read_config(directory: Path) -> Config:
     if family in ("llama", "qwen3", "mimo"):  # the others' code does not ask
         bias = raw.get("attention_bias", bias)
     return Config(
-        hidden_size=need("hidden_size"), intermediate_size=need("intermediate_size"),
-        layers=need("num_hidden_layers"), heads=heads, kv_heads=kv_heads,
-        head_dim=raw.get("head_dim") or need("hidden_size") // heads, vocab_size=need("vocab_size"),
-        context=need("max_position_embeddings"), model_type=family, norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=theta, rope_scaling=scaling, tied=raw.get("tie_word_embeddings", tied), qkv_bias=bias,
+        hidden_size=need("hidden_size"),
+        intermediate_size=need("intermediate_size"),
+        layers=need("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=raw.get("head_dim") or need("hidden_size") // heads,
+        vocab_size=need("vocab_size"),
+        context=need("max_position_embeddings"),
+        model_type=family,
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tied=raw.get("tie_word_embeddings", tied),
+        qkv_bias=bias,
         # llama's attention_bias covers o_proj too, qwen's and mimo's does not
-        o_bias=bias and family in ("llama", "qwen3"), mlp_bias=raw.get("mlp_bias", False),
-        qk_norm=qk_norm, bos_id=raw.get("bos_token_id"),
-        eos_ids=tuple(eos if isinstance(eos, list) else [] if eos is None else [eos]))
+        o_bias=bias and family in ("llama", "qwen3"),
+        mlp_bias=raw.get("mlp_bias", False),
+        qk_norm=qk_norm,
+        bos_id=raw.get("bos_token_id"),
+        eos_ids=tuple(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+    )
 
 
 def refuse_unsupported(path: Path, raw: dict) -> None:
@@ -85,23 +108,33 @@ def refuse_unsupported(path: Path, raw: dict) -> None:
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise UserError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported (only silu)")
     if raw.get("quantization_config"):
-        raise UserError(f"{path}: quantization_config is not supported: use the unquantised checkpoint")
-    windowed = raw.get("sliding_window") and raw.get("use_sliding_window", raw["model_type"] == "mistral")
+        raise UserError(
+            f"{path}: quantization_config is not supported: use the unquantised checkpoint"
+        )
+    windowed = raw.get("sliding_window") and raw.get(
+        "use_sliding_window", raw["model_type"] == "mistral"
+    )
     if windowed or any(kind != "full_attention" for kind in raw.get("layer_types") or []):
-        raise UserError(f"{path}: sliding_window {raw.get('sliding_window')} is not supported "
-                        "(only full attention)")
+        raise UserError(
+            f"{path}: sliding_window {raw.get('sliding_window')} is not supported "
+            "(only full attention)"
+        )
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError(f"{path}: partial_rotary_factor {raw['partial_rotary_factor']} is not supported")
+        raise UserError(
+            f"{path}: partial_rotary_factor {raw['partial_rotary_factor']} is not supported"
+        )
 
 
 def read_rope(path: Path, raw: dict) -> tuple[float, dict | None]:
-    """rope_theta and scaling from either spelling: rope_theta + rope_scaling, or rope_parameters."""
+    """rope_theta and scaling, spelled rope_theta + rope_scaling or rope_parameters."""
     new = raw.get("rope_parameters") or {}
     scaling = dict(new or raw.get("rope_scaling") or {})
     theta = new.get("rope_theta", raw.get("rope_theta", 10000.0))
     kind = scaling.setdefault("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
-        raise UserError(f"{path}: rope type {kind!r} is not supported (only {', '.join(ROPE_TYPES)})")
+        raise UserError(
+            f"{path}: rope type {kind!r} is not supported (only {', '.join(ROPE_TYPES)})"
+        )
     for key in ROPE_TYPES[kind]:
         if not isinstance(scaling.get(key), int | float):
             raise UserError(f"{path}: rope type {kind!r} needs a number as {key!r}")
@@ -110,6 +143,7 @@ def read_rope(path: Path, raw: dict) -> tuple[float, dict | None]:
 
 # ---- tensors -------------------------------------------------------------------------------------
 
+
 def weight_files(directory: Path) -> list[Path]:
     """The files of one checkpoint: single or sharded safetensors, else the same of .bin."""
     for name in ("model.safetensors", "pytorch_model.bin"):
@@ -117,17 +151,23 @@ def weight_files(directory: Path) -> list[Path]:
             return [directory / name]
         index = directory / f"{name}.index.json"
         if index.exists():
-            files = [directory / f for f in sorted(set(read_json(index).get("weight_map", {}).values()))]
+            files = [
+                directory / f for f in sorted(set(read_json(index).get("weight_map", {}).values()))
+            ]
             missing = [f.name for f in files if not f.exists()]
             if missing:
-                raise UserError(f"{directory} lacks {', '.join(missing)}, which {index.name} names: "
-                                "download the shards again")
+                raise UserError(
+                    f"{directory} lacks {', '.join(missing)}, which {index.name} names: "
+                    "download the shards again"
+                )
             return files
     raise UserError(f"{directory} has no weights: neither model.safetensors nor pytorch_model.bin")
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of one file; safetensors are mapped, so a tensor costs memory only when copied."""
+    """(name, tensor) of one file; safetensors are mapped, so a tensor costs memory only when
+    copied.
+    """
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
@@ -135,14 +175,28 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
                     yield name, file.get_tensor(name)
         else:
             yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
-    except (SafetensorError, OSError, RuntimeError, pickle.UnpicklingError, EOFError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read (damaged, truncated, or not only tensors): "
-                        f"{str(error).splitlines()[0]}") from None
+    except (
+        SafetensorError,
+        OSError,
+        RuntimeError,
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+    ) as error:
+        raise UserError(
+            f"{path} cannot be read (damaged, truncated, or not only tensors): "
+            f"{str(error).splitlines()[0]}"
+        ) from None
 
 
-def assign(module: torch.nn.Module, tensors: Iterator[tuple[str, Tensor]], where: str,
-           dtype: torch.dtype, device: torch.device) -> None:
-    """Fill a module made on the meta device, one tensor at a time; every name and shape must fit."""
+def assign(
+    module: torch.nn.Module,
+    tensors: Iterator[tuple[str, Tensor]],
+    where: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Fill a module made on the meta device, tensor by tensor; every name and shape must fit."""
     expected = {name: parameter.shape for name, parameter in module.named_parameters()}
     found, unexpected, misshapen = set(), [], []
     for name, tensor in tensors:
@@ -155,16 +209,25 @@ def assign(module: torch.nn.Module, tensors: Iterator[tuple[str, Tensor]], where
             owner, _, leaf = name.rpartition(".")
             parameter = torch.nn.Parameter(tensor.to(device, dtype), requires_grad=False)
             setattr(module.get_submodule(owner), leaf, parameter)
-    for problem, names in (("lacks", sorted(expected.keys() - found)), ("has unexpected", unexpected),
-                           ("has misshapen", misshapen)):
+    for problem, names in (
+        ("lacks", sorted(expected.keys() - found)),
+        ("has unexpected", unexpected),
+        ("has misshapen", misshapen),
+    ):
         if names:
             more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-            raise UserError(f"{where} {problem} tensors: {', '.join(names[:6])}{more}: "
-                            "its config.json and its weights do not belong together")
+            raise UserError(
+                f"{where} {problem} tensors: {', '.join(names[:6])}{more}: "
+                "its config.json and its weights do not belong together"
+            )
 
 
-def canonical(config: Config, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors under our names: a tied head at either end, no derived or multi-token-prediction ones."""
+def canonical(
+    config: Config, tensors: Iterator[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors under our names: a tied head at either end, no derived or multi-token-prediction
+    ones.
+    """
     seen = False
     for name, tensor in tensors:
         if name.endswith("rotary_emb.inv_freq") or name.startswith("model.mtp_layers."):
@@ -179,32 +242,47 @@ def canonical(config: Config, tensors: Iterator[tuple[str, Tensor]]) -> Iterator
 
 # ---- load and save -------------------------------------------------------------------------------
 
+
 def resolve(source: str | os.PathLike) -> Path:
     """A local directory, or the snapshot of a hub id (downloaded when it is not at hand)."""
     path = Path(source)
     if path.is_dir():
         return path
     name = str(source)
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
+    if (
+        path.exists()
+        or name.count("/") != 1
+        or name.startswith((".", "/", "~"))
+        or name.endswith("/")
+    ):
         raise UserError(f"no such model directory: {name}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
+
     wanted = ["*.json", "*.safetensors", "*.bin", "*.jinja", "*.pt"]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except (OSError, HFValidationError, RuntimeError) as error:
-        raise UserError(f"no directory {name}, and the hub does not give it either "
-                        f"({type(error).__name__}): check the name and the network") from None
+        raise UserError(
+            f"no directory {name}, and the hub does not give it either "
+            f"({type(error).__name__}): check the name and the network"
+        ) from None
 
 
 def pick_device(device: str) -> torch.device:
     """`auto`: cuda, else mps, else cpu."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     if device == "auto":
         device = next(name for name, present in there.items() if present)
     if not there.get(device.split(":")[0], False):
-        raise UserError(f"device {device} is not there: use one of "
-                        f"{', '.join(name for name, present in there.items() if present)}")
+        raise UserError(
+            f"device {device} is not there: use one of "
+            f"{', '.join(name for name, present in there.items() if present)}"
+        )
     return torch.device(device)
 
 
@@ -221,8 +299,9 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def load(source: str | os.PathLike, dtype: str | torch.dtype = "auto",
-         device: str = "auto") -> tuple[Transformer, Tokenizer | None]:
+def load(
+    source: str | os.PathLike, dtype: str | torch.dtype = "auto", device: str = "auto"
+) -> tuple[Transformer, Tokenizer | None]:
     """Model and tokenizer (None where there is no tokenizer.json) of a directory or hub id.
 
     Raises UserError for whatever is missing, damaged or not implemented.
@@ -232,10 +311,14 @@ def load(source: str | os.PathLike, dtype: str | torch.dtype = "auto",
     directory = resolve(source)
     config = read_config(directory)
     files = weight_files(directory)
-    tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
+    tokenizer = (
+        Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
+    )
     if tokenizer and tokenizer.size > config.vocab_size:
-        raise UserError(f"{directory}: the tokenizer has {tokenizer.size} tokens, the embedding only "
-                        f"{config.vocab_size}: they do not belong together")
+        raise UserError(
+            f"{directory}: the tokenizer has {tokenizer.size} tokens, the embedding only "
+            f"{config.vocab_size}: they do not belong together"
+        )
     if tokenizer and tokenizer.bos and config.bos_id is None:
         config = replace(config, bos_id=tokenizer.backend.token_to_id(tokenizer.bos))
     with torch.device("meta"):
@@ -249,35 +332,64 @@ def load(source: str | os.PathLike, dtype: str | torch.dtype = "auto",
 
 def config_json(config: Config, dtype: torch.dtype) -> dict:
     """The config.json that read_config and transformers read."""
-    scaling = config.rope_scaling and {k: v for k, v in config.rope_scaling.items() if k != "rope_theta"}
-    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mimo": "MiMo"}
+    scaling = config.rope_scaling and {
+        k: v for k, v in config.rope_scaling.items() if k != "rope_theta"
+    }
+    names = {
+        "llama": "Llama",
+        "mistral": "Mistral",
+        "qwen2": "Qwen2",
+        "qwen3": "Qwen3",
+        "mimo": "MiMo",
+    }
     raw = {
-        "architectures": [names[config.model_type] + "ForCausalLM"], "model_type": config.model_type,
-        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.context, "rms_norm_eps": config.norm_eps, "hidden_act": "silu",
-        "rope_theta": config.rope_theta, "rope_scaling": scaling, "tie_word_embeddings": config.tied,
-        "attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias, "bos_token_id": config.bos_id,
-        "eos_token_id": list(config.eos_ids) or None, "torch_dtype": str(dtype).removeprefix("torch.")}
+        "architectures": [names[config.model_type] + "ForCausalLM"],
+        "model_type": config.model_type,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": list(config.eos_ids) or None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
     if config.model_type in ("mistral", "qwen2", "mimo"):
         raw["sliding_window"] = None
     return raw
 
 
-def save(model: Transformer, tokenizer: Tokenizer | None, directory: Path,
-         dtype: torch.dtype | None = None) -> None:
-    """Write a directory that `load` and transformers read; each file appears whole or not at all."""
+def save(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    directory: Path,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a directory that `load` and transformers read; the weights appear whole or not."""
     directory.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.dtype
     # `named_parameters` lists a tied weight once, under the embedding's name
-    tensors = {name: p.detach().to("cpu", dtype).contiguous() for name, p in model.named_parameters()}
+    tensors = {
+        name: p.detach().to("cpu", dtype).contiguous() for name, p in model.named_parameters()
+    }
     part = directory / "model.safetensors.part"
     save_file(tensors, part, metadata={"format": "pt"})
     part.replace(directory / "model.safetensors")
     text = json.dumps(config_json(model.config, dtype), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
     ends = {"bos_token_id": model.config.bos_id, "eos_token_id": list(model.config.eos_ids)}
-    (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
+    (directory / "generation_config.json").write_text(
+        json.dumps(ends, indent=2) + "\n", encoding="utf-8"
+    )
     if tokenizer:
         tokenizer.save(directory)

@@ -1,6 +1,7 @@
 """What a user can get wrong: one line that says what and how to mend it, exit code 2."""
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 
@@ -10,7 +11,8 @@ class UserError(ValueError):
 
 
 def command(main: Callable) -> Callable:
-    """A command line's `main`: a UserError ends it with one line and exit code 2, Ctrl-C with 130."""
+    """A command line's `main`: a UserError ends it with one line and code 2, Ctrl-C with 130."""
+
     @functools.wraps(main)
     def wrapped(argv: list[str] | None = None) -> None:
         try:
@@ -20,4 +22,7 @@ def command(main: Callable) -> Callable:
             sys.exit(2)
         except KeyboardInterrupt:
             sys.exit(130)
+        except BrokenPipeError:  # the reader of our output has gone: nothing is left to say
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
     return wrapped

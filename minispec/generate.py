@@ -1,6 +1,6 @@
 """Text from a model by any method: METHODS, stream, decode, and the command line.
 
-    python -m minispec.generate "Once upon a time" --method autoregressive --stats
+python -m minispec.generate "Once upon a time" --method autoregressive --stats
 """
 
 import argparse
@@ -20,96 +20,121 @@ from minispec.checkpoint import load
 from minispec.errors import UserError, command
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, Seeded
-from minispec.tokenizer import Tokenizer
+from minispec.tokenizer import TextStream, Tokenizer
 from minispec.tree import Step
 
 METHODS: dict[str, Callable[..., Iterator[Step]]] = {"autoregressive": autoregressive}
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
-TREE_ROOM = 64      # cache rows beyond the tokens asked for, so that a tree need not shrink at the end
-CHAT_ROOM = 8192    # cache rows of a chat: the context, but no more than this
+TREE_ROOM = 64  # cache rows beyond the tokens asked for, so that a tree need not shrink at the end
+CHAT_ROOM = 8192  # cache rows of a chat: the context, but no more than this
 
 
 @dataclass(frozen=True)
 class Chunk:
     """What one round adds to the output."""
+
     text: str
     tokens: list[int]
     step: Step
 
 
+@dataclass(frozen=True)
+class Ending:
+    """What ends a run: a number of tokens, end tokens, stop strings."""
+
+    max_new_tokens: int = 200
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        if self.max_new_tokens < 0:
+            raise UserError(f"max-new-tokens {self.max_new_tokens}: must not be negative")
+        if "" in self.stop:
+            raise UserError("a stop string must not be empty")
+
+
 class Run:
     """One generation. Iterate over it for Chunks; what was produced so far is always in it.
 
-    EOS, stop strings, lengths, the context limit and the statistics live here and nowhere else, and
-    cut inside an accepted block exactly where plain decoding would have stopped.
+    EOS, stop strings, lengths, the context limit and the statistics live here and nowhere else,
+    and cut inside an accepted block exactly where plain decoding would have stopped.
     """
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer | None, prompt: list[int], method: str,
-                 max_new_tokens: int, sampling: Sampling, randomness: Randomness, stop: tuple[str, ...],
-                 ignore_eos: bool, cache: KVCache | None, options: dict):
-        self.model, self.prompt, self.method, self.stop = model, prompt, method, stop
-        self.eos_ids = () if ignore_eos else model.config.eos_ids
-        self.max_new_tokens = max_new_tokens
-        self.cache = cache or model.new_cache(
-            min(model.config.context, len(prompt) + max_new_tokens + TREE_ROOM))
-        self.cached_tokens = self.cache.length
-        self.limit = min(model.config.context, self.cache.capacity)
-        self.steps = METHODS[method](model, prompt, sampling, randomness, cache=self.cache, **options)
-        self.decoder = tokenizer.stream(prompt) if tokenizer else None
+    def __init__(
+        self,
+        method: str,
+        prompt: list[int],
+        steps: Iterator[Step],
+        cache: KVCache,
+        ending: Ending,
+        eos_ids: tuple[int, ...],
+        decoder: TextStream | None,
+    ):
+        self.method, self.prompt, self.steps, self.cache = method, prompt, steps, cache
+        self.ending, self.decoder = ending, decoder
+        self.eos_ids = () if ending.ignore_eos else eos_ids
+        self.cached_tokens = cache.length
         self.tokens: list[int] = []
         self.text = ""
-        self.held = ""                       # decoded, but maybe the beginning of a stop string
+        self.held = ""  # decoded, but maybe the beginning of a stop string
         self.finish_reason: str | None = None
         self.rounds: list[Step] = []
         self.prefill_seconds = self.decode_seconds = 0.0
+        self.chunks = self.run()
 
     def __iter__(self) -> Iterator[Chunk]:
+        return self.chunks
+
+    @torch.no_grad()
+    def run(self) -> Iterator[Chunk]:
+        """Round after round, each cut where the run ends."""
         begin = time.perf_counter()
-        with torch.no_grad():
-            next(self.steps)  # the prefill
-            self.prefill_seconds = time.perf_counter() - begin
-            if self.max_new_tokens == 0:
-                self.finish_reason = "length"
-            while self.finish_reason is None:
-                begin = time.perf_counter()
-                step = next(self.steps)
-                self.decode_seconds += time.perf_counter() - begin
-                self.rounds.append(step)
-                yield self.take(step)
-        self.close()
+        next(self.steps)  # the prefill
+        self.prefill_seconds = time.perf_counter() - begin
+        if self.ending.max_new_tokens == 0:
+            self.finish("length")
+        while self.finish_reason is None:
+            begin = time.perf_counter()
+            step = next(self.steps)
+            self.decode_seconds += time.perf_counter() - begin
+            self.rounds.append(step)
+            yield self.take(step)
 
     def take(self, step: Step) -> Chunk:
         """Append the step's tokens up to the first that ends the run."""
         before = len(self.tokens), len(self.text)
         for token in step.tokens:
             self.tokens.append(token)
-            self.finish_reason = self.end_after(token)
-            if self.finish_reason:
+            reason = self.end_after(token)
+            if reason:
+                self.finish(reason)
                 break
-        if self.finish_reason and self.finish_reason != "stop":
-            self.text += self.held + (self.decoder.flush() if self.decoder else "")
-        return Chunk(self.text[before[1]:], self.tokens[before[0]:], step)
+        return Chunk(self.text[before[1] :], self.tokens[before[0] :], step)
 
     def end_after(self, token: int) -> str | None:
         """Show the token's text as far as it is safe; the reason to stop here, if there is one."""
         if token in self.eos_ids:
             return "eos"
         self.held += self.decoder.push(token) if self.decoder else ""
-        found = min((at for at in map(self.held.find, self.stop) if at >= 0), default=None)
+        found = min((at for at in map(self.held.find, self.ending.stop) if at >= 0), default=None)
         if found is not None:
-            self.text += self.held[:found]
+            self.text, self.held = self.text + self.held[:found], ""
             return "stop"
-        safe = len(self.held) - longest_overlap(self.held, self.stop)
+        safe = len(self.held) - longest_overlap(self.held, self.ending.stop)
         self.text, self.held = self.text + self.held[:safe], self.held[safe:]
-        if len(self.tokens) == self.max_new_tokens:
+        if len(self.tokens) == self.ending.max_new_tokens:
             return "length"
-        if len(self.prompt) + len(self.tokens) == self.limit:
+        if len(self.prompt) + len(self.tokens) == self.cache.capacity:
             return "context"
         return None
 
-    def close(self) -> None:
-        """Leave in the cache only rows of tokens that were emitted: it serves the next turn."""
+    def finish(self, reason: str) -> None:
+        """End here: show the text held back, and leave in the cache rows of emitted tokens only,
+        so that it serves the next turn."""
+        self.finish_reason = reason
+        if reason != "stop":
+            self.text += self.held + (self.decoder.flush() if self.decoder else "")
         kept = len(self.prompt) + len(self.tokens) - 1
         self.cache.truncate(min(self.cache.length, kept))
 
@@ -119,28 +144,47 @@ class Run:
         passes, new = len(self.rounds), len(self.tokens)
         drafted = sum(len(step.tree) - 1 for step in self.rounds)
         return {
-            "target_passes": passes, "new_tokens": new, "tokens_per_pass": new / passes if passes else 0.0,
-            "drafted": drafted, "accepted": sum(len(step.path) - 1 for step in self.rounds),
-            "acceptance": acceptance(self.rounds), "cached_tokens": self.cached_tokens,
-            "prefill_seconds": self.prefill_seconds, "decode_seconds": self.decode_seconds,
+            "target_passes": passes,
+            "new_tokens": new,
+            "tokens_per_pass": new / passes if passes else 0.0,
+            "drafted": drafted,
+            "accepted": sum(len(step.path) - 1 for step in self.rounds),
+            "acceptance": acceptance(self.rounds),
+            "cached_tokens": self.cached_tokens,
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
             "tokens_per_second": new / self.decode_seconds if self.decode_seconds else 0.0,
             "extra_parameters": 0,
         }
 
     def as_json(self, model_name: str) -> dict:
-        return {"method": self.method, "model": model_name, "prompt_tokens": len(self.prompt),
-                "tokens": self.tokens, "text": self.text, "finish_reason": self.finish_reason,
-                "stats": self.stats}
+        return {
+            "method": self.method,
+            "model": model_name,
+            "prompt_tokens": len(self.prompt),
+            "tokens": self.tokens,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "stats": self.stats,
+        }
 
 
 def longest_overlap(text: str, stops: tuple[str, ...]) -> int:
     """Length of the longest end of `text` that begins one of `stops`."""
-    return max((n for stop in stops for n in range(1, min(len(stop), len(text) + 1))
-                if text.endswith(stop[:n])), default=0)
+    return max(
+        (
+            n
+            for stop in stops
+            for n in range(1, min(len(stop), len(text) + 1))
+            if text.endswith(stop[:n])
+        ),
+        default=0,
+    )
 
 
 def acceptance(rounds: list[Step]) -> dict[str, list[float]]:
-    """Share of accepted drafts at depth 1, 2, …: of the rounds that drafted so deep (unconditional), and
+    """Share of accepted drafts at depth 1, 2, …: of the rounds that drafted so deep
+    (unconditional), and
     of those of them that had accepted the depth before (conditional)."""
     deepest = [max(step.tree.depths) for step in rounds]
     unconditional, conditional = [], []
@@ -152,52 +196,92 @@ def acceptance(rounds: list[Step]) -> dict[str, list[float]]:
     return {"unconditional": unconditional, "conditional": conditional}
 
 
-def as_prompt(model: Transformer, tokenizer: Tokenizer | None, prompt: str | list[int]) -> list[int]:
-    """Token ids of a prompt, checked against the model: ids in range, at least one, room for an answer."""
+def as_prompt(
+    model: Transformer, tokenizer: Tokenizer | None, prompt: str | list[int]
+) -> list[int]:
+    """Token ids of a prompt, checked against the model: ids in range, at least one, room for an
+    answer.
+    """
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise UserError("this model has no tokenizer.json: give the prompt as token ids (--prompt-ids)")
+            raise UserError(
+                "this model has no tokenizer.json: give the prompt as token ids (--prompt-ids)"
+            )
         ids = tokenizer.encode(prompt)
     else:
         ids = list(prompt)
     if not ids and model.config.bos_id is not None:
         ids = [model.config.bos_id]
     if not ids:
-        raise UserError("the prompt is empty, and this model has no BOS token to begin with: give it some text")
+        raise UserError(
+            "the prompt is empty, and this model has no BOS token to begin with: give it some text"
+        )
     wrong = [i for i in ids if not 0 <= i < model.config.vocab_size]
     if wrong:
-        raise UserError(f"prompt id {wrong[0]} is out of range: the vocabulary has {model.config.vocab_size} ids")
+        raise UserError(
+            f"prompt id {wrong[0]} is out of range: "
+            f"the vocabulary has {model.config.vocab_size} ids"
+        )
     if len(ids) >= model.config.context:
-        raise UserError(f"the prompt has {len(ids)} tokens, the context only {model.config.context}: shorten it")
+        raise UserError(
+            f"the prompt has {len(ids)} tokens, the context only {model.config.context}: shorten it"
+        )
     return ids
 
 
-def stream(model: Transformer, tokenizer: Tokenizer | None, prompt: str | list[int],
-           method: str = "autoregressive", *, max_new_tokens: int = 200, temperature: float = 0.0,
-           top_k: int = 0, top_p: float = 1.0, seed: int = 0, randomness: Randomness | None = None,
-           stop: tuple[str, ...] = (), ignore_eos: bool = False, cache: KVCache | None = None,
-           **options) -> Run:
+def stream(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    prompt: str | list[int],
+    method: str = "autoregressive",
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    randomness: Randomness | None = None,
+    stop: tuple[str, ...] = (),
+    ignore_eos: bool = False,
+    cache: KVCache | None = None,
+    **options,
+) -> Run:
     """Begin a run: iterate over it for text as it comes. `options` are the method's own.
 
-    `prompt` is text or token ids. A `cache` given holds a prefix of the prompt's tokens and is left
-    holding those of prompt and output. Raises UserError for what cannot be run.
+    `prompt` is text or token ids. A `cache` given holds the rows of a proper prefix of the prompt
+    and is left holding those of prompt and output; its capacity, at most the context, bounds both.
+    Raises UserError for what cannot be run.
     """
-    if method not in METHODS:
-        raise UserError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
-    if max_new_tokens < 0:
-        raise UserError(f"max-new-tokens {max_new_tokens}: must not be negative")
+    decode_step = method_named(method)
+    ending, sampling = (
+        Ending(max_new_tokens, tuple(stop), ignore_eos),
+        Sampling(temperature, top_k, top_p),
+    )
     if stop and tokenizer is None:
         raise UserError("stop strings need a tokenizer.json, which this model lacks")
-    if any(not s for s in stop):
-        raise UserError("a stop string must not be empty")
-    sampling = Sampling(temperature, top_k, top_p)
     ids = as_prompt(model, tokenizer, prompt)
-    return Run(model, tokenizer, ids, method, max_new_tokens, sampling, randomness or Seeded(seed),
-               tuple(stop), ignore_eos, cache, options)
+    context = model.config.context
+    cache = cache or model.new_cache(min(context, len(ids) + max_new_tokens + TREE_ROOM))
+    assert cache.length < len(ids) and cache.capacity <= context
+    steps = decode_step(model, ids, sampling, randomness or Seeded(seed), cache=cache, **options)
+    decoder = tokenizer.stream(ids) if tokenizer else None
+    return Run(method, ids, steps, cache, ending, model.config.eos_ids, decoder)
 
 
-def decode(model: Transformer, tokenizer: Tokenizer | None, prompt: str | list[int],
-           method: str = "autoregressive", **options) -> Run:
+def method_named(name: str) -> Callable[..., Iterator[Step]]:
+    """The method called so on the command line."""
+    if name not in METHODS:
+        raise UserError(f"unknown method {name!r}: use one of {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def decode(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    prompt: str | list[int],
+    method: str = "autoregressive",
+    **options,
+) -> Run:
     """`stream`, run to its end: .text, .tokens, .finish_reason, .stats."""
     run = stream(model, tokenizer, prompt, method, **options)
     for _ in run:
@@ -207,11 +291,18 @@ def decode(model: Transformer, tokenizer: Tokenizer | None, prompt: str | list[i
 
 # ---- command line --------------------------------------------------------------------------------
 
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="python -m minispec.generate", description=__doc__.split("\n")[0])
-    p.add_argument("prompt", nargs="?", help="text to continue (absent: --prompt-ids, --prompt-file or stdin)")
+    p = argparse.ArgumentParser(
+        prog="python -m minispec.generate", description=__doc__.split("\n")[0]
+    )
+    p.add_argument(
+        "prompt", nargs="?", help="text to continue (absent: --prompt-ids, --prompt-file or stdin)"
+    )
     p.add_argument("--method", default="autoregressive", help=", ".join(METHODS))
-    p.add_argument("--model", default=str(WEIGHTS / "target"), help="checkpoint directory or hub id")
+    p.add_argument(
+        "--model", default=str(WEIGHTS / "target"), help="checkpoint directory or hub id"
+    )
     p.add_argument("--prompt-ids", help="the prompt as token ids: 1,2,3")
     p.add_argument("--prompt-file", help="a UTF-8 file that holds the prompt")
     p.add_argument("--max-new-tokens", type=int, default=200)
@@ -220,11 +311,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--top-p", type=float, default=1.0, help="1 (default): off")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--ignore-eos", action="store_true", help="go on after the model's end tokens")
-    p.add_argument("--stop", action="append", default=[], metavar="S", help="end before this text (repeatable)")
+    p.add_argument(
+        "--stop", action="append", default=[], metavar="S", help="end before this text (repeatable)"
+    )
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, mps")
-    p.add_argument("--dtype", default="auto", help="auto (bfloat16 on a GPU, else float32), float64, float32, "
-                   "bfloat16")
-    p.add_argument("--chat", action="store_true", help="a conversation: one line of standard input per turn")
+    p.add_argument(
+        "--dtype",
+        default="auto",
+        help="auto (bfloat16 on a GPU, else float32), float64, float32, bfloat16",
+    )
+    p.add_argument(
+        "--chat", action="store_true", help="a conversation: one line of standard input per turn"
+    )
     p.add_argument("--stats", action="store_true", help="figures of the run on standard error")
     p.add_argument("--json", action="store_true", help="one JSON object instead of text")
     return p.parse_args(argv)
@@ -232,16 +330,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:
     """The prompt from whichever source was given, exactly one of them."""
-    given = [name for name in ("prompt", "prompt_ids", "prompt_file") if getattr(args, name) is not None]
+    given = [
+        name for name in ("prompt", "prompt_ids", "prompt_file") if getattr(args, name) is not None
+    ]
     if len(given) > 1:
-        raise UserError(f"give one prompt, not {' and '.join('--' + g.replace('_', '-') for g in given)}")
+        raise UserError(
+            f"give one prompt, not {' and '.join('--' + g.replace('_', '-') for g in given)}"
+        )
     if args.prompt is not None:
         return args.prompt
     if args.prompt_ids is not None:
         try:
             return [int(part) for part in args.prompt_ids.split(",") if part.strip()]
         except ValueError:
-            raise UserError(f"--prompt-ids {args.prompt_ids!r}: must be integers between commas: 1,2,3") from None
+            raise UserError(
+                f"--prompt-ids {args.prompt_ids!r}: must be integers between commas: 1,2,3"
+            ) from None
     if args.prompt_file is not None:
         try:
             return Path(args.prompt_file).read_text(encoding="utf-8")
@@ -261,8 +365,8 @@ def show(run: Run, args: argparse.Namespace) -> None:
         for chunk in run:
             if not args.json:
                 print(chunk.text, end="", flush=True)
-    run.finish_reason = run.finish_reason or "interrupted"
-    run.close()
+    if run.finish_reason is None:
+        run.finish("interrupted")
     print(json.dumps(run.as_json(args.model), ensure_ascii=False) if args.json else "", flush=True)
     if args.stats:
         print(describe(run), file=sys.stderr)
@@ -271,9 +375,12 @@ def show(run: Run, args: argparse.Namespace) -> None:
 def describe(run: Run) -> str:
     """The statistics in one line of words."""
     s = run.stats
-    line = (f"{run.method}: {s['new_tokens']} tokens ({run.finish_reason}) in {s['target_passes']} passes, "
-            f"{s['tokens_per_pass']:.2f} a pass, {s['tokens_per_second']:.1f} tokens/s; "
-            f"prompt {len(run.prompt)} tokens, {s['cached_tokens']} of them cached, {s['prefill_seconds']:.3f} s")
+    line = (
+        f"{run.method}: {s['new_tokens']} tokens ({run.finish_reason}) "
+        f"in {s['target_passes']} passes, {s['tokens_per_pass']:.2f} a pass, "
+        f"{s['tokens_per_second']:.1f} tokens/s; prompt {len(run.prompt)} tokens, "
+        f"{s['cached_tokens']} of them cached, {s['prefill_seconds']:.3f} s"
+    )
     if s["drafted"]:
         rates = ", ".join(f"{rate:.2f}" for rate in s["acceptance"]["unconditional"])
         line += f"; {s['accepted']} of {s['drafted']} drafts accepted (by position {rates})"
@@ -285,27 +392,29 @@ def common_prefix(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def chat(model: Transformer, tokenizer: Tokenizer | None, args: argparse.Namespace, options: dict) -> None:
-    """Turns from standard input. The cache stays: a turn feeds only what is new in the conversation."""
+def chat(
+    model: Transformer, tokenizer: Tokenizer | None, args: argparse.Namespace, options: dict
+) -> None:
+    """Turns from standard input. The cache stays: a turn feeds only what is new in the
+    conversation.
+    """
     if tokenizer is None:
         raise UserError("--chat needs a tokenizer.json, which this model lacks")
     cache = model.new_cache(min(model.config.context, CHAT_ROOM))
     messages, held = [], []  # the conversation, and the tokens whose rows the cache holds
-    if args.prompt is not None:
-        turns = iter([args.prompt])
-    else:
-        turns = user_turns()
-    for turn in turns:
+    for turn in user_turns() if args.prompt is None else [args.prompt]:
         messages.append({"role": "user", "content": turn})
         prompt = tokenizer.chat(messages)
         cache.truncate(min(common_prefix(held, prompt), cache.length, len(prompt) - 1))
         if len(prompt) >= cache.capacity:
-            raise UserError(f"the conversation has {len(prompt)} tokens, the context only {cache.capacity}: "
-                            "begin a new one")
+            raise UserError(
+                f"the conversation has {len(prompt)} tokens, the context only {cache.capacity}: "
+                "begin a new one"
+            )
         run = stream(model, tokenizer, prompt, cache=cache, **options)
         show(run, args)
         messages.append({"role": "assistant", "content": run.text.strip()})
-        held = (prompt + run.tokens)[:cache.length]
+        held = (prompt + run.tokens)[: cache.length]
 
 
 def user_turns() -> Iterator[str]:
@@ -323,10 +432,20 @@ def user_turns() -> Iterator[str]:
 @command
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    options = {"method": args.method, "max_new_tokens": args.max_new_tokens, "temperature": args.temperature,
-               "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed, "stop": tuple(args.stop),
-               "ignore_eos": args.ignore_eos}
-    Sampling(args.temperature, args.top_k, args.top_p)  # complains before the weights are read
+    options = {
+        "method": args.method,
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "seed": args.seed,
+        "stop": tuple(args.stop),
+        "ignore_eos": args.ignore_eos,
+    }
+    # complain before the weights are read
+    method_named(args.method)
+    Ending(args.max_new_tokens, tuple(args.stop))
+    Sampling(args.temperature, args.top_k, args.top_p)
     prompt = None if args.chat else read_prompt(args)
     model, tokenizer = load(args.model, args.dtype, args.device)
     if args.chat:

@@ -16,6 +16,7 @@ from minispec.cache import KVCache
 @dataclass(frozen=True)
 class Config:
     """What the mathematics of the model depends on; `checkpoint` reads it from a config.json."""
+
     hidden_size: int
     intermediate_size: int
     layers: int
@@ -23,18 +24,18 @@ class Config:
     kv_heads: int
     head_dim: int
     vocab_size: int
-    context: int                    # max_position_embeddings
+    context: int  # max_position_embeddings
     model_type: str = "llama"
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None  # rope_type llama3, linear or yarn and its parameters
-    tied: bool = True               # lm_head is the embedding
+    tied: bool = True  # lm_head is the embedding
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False           # RMSNorm on each head's q and k, before the rotation
-    bos_id: int | None = None       # begins every text, where the model was trained so
-    eos_ids: tuple[int, ...] = ()   # each ends one
+    qk_norm: bool = False  # RMSNorm on each head's q and k, before the rotation
+    bos_id: int | None = None  # begins every text, where the model was trained so
+    eos_ids: tuple[int, ...] = ()  # each ends one
 
 
 class RMSNorm(nn.Module):
@@ -69,7 +70,9 @@ class Rope(nn.Module):
 
 
 def rope_frequencies(config: Config) -> tuple[Tensor, float]:
-    """Angle per position of each pair of dimensions, (head_dim / 2,), and the factor on cos and sin."""
+    """Angle per position of each pair of dimensions, (head_dim / 2,), and the factor on cos and
+    sin.
+    """
     d, theta, scaling = config.head_dim, config.rope_theta, config.rope_scaling or {}
     # always float32, as the checkpoints were trained, and never on the meta device
     index = torch.arange(0, d, 2, dtype=torch.float32, device="cpu")
@@ -101,8 +104,10 @@ def rope_frequencies(config: Config) -> tuple[Tensor, float]:
 
 def yarn_scale(scaling: dict, factor: float) -> float:
     """Yarn's temperature, carried by cos and sin (0.1 ln s + 1, or DeepSeek's quotient of two)."""
+
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
     if scaling.get("attention_factor") is not None:
         return scaling["attention_factor"]
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
@@ -119,11 +124,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Pass:
     """What all layers of one forward pass share."""
-    cos: Tensor                     # (B or 1, n, 1, head_dim)
+
+    cos: Tensor  # (B or 1, n, 1, head_dim)
     sin: Tensor
-    visible: Tensor | None          # (B or 1, 1, n, keys), None: plain causal
+    visible: Tensor | None  # (B or 1, 1, n, keys), None: plain causal
     cache: KVCache | None = None
-    slots: Tensor | None = None     # (B, n): cache rows to write
+    slots: Tensor | None = None  # (B, n): cache rows to write
 
 
 class Attention(nn.Module):
@@ -152,8 +158,13 @@ class Attention(nn.Module):
         if now.cache is not None:
             k, v = now.cache.write(self.layer, now.slots, k, v, now.visible.shape[-1])
         y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=now.visible,
-            is_causal=now.visible is None, enable_gqa=q.shape[2] != k.shape[2])  # (B, heads, n, head_dim)
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=now.visible,
+            is_causal=now.visible is None,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )  # (B, heads, n, head_dim)
         return self.o_proj(y.transpose(1, 2).reshape(B, n, -1))
 
 
@@ -215,10 +226,17 @@ class Transformer(nn.Module):
     def new_cache(self, capacity: int | None = None, batch: int = 1) -> KVCache:
         """An empty cache, by default as long as the context."""
         c = self.config
-        return KVCache(c.layers, c.kv_heads, c.head_dim, capacity or c.context, batch, self.dtype, self.device)
+        return KVCache(
+            c.layers, c.kv_heads, c.head_dim, capacity or c.context, batch, self.dtype, self.device
+        )
 
-    def forward(self, tokens: list[int] | Tensor, cache: KVCache | None = None,
-                depth: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: list[int] | Tensor,
+        cache: KVCache | None = None,
+        depth: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states after the final norm, (B, n, hidden_size), of tokens (n,) or (B, n).
 
         The rows follow the cache's committed prefix, which all of them see, and are written behind
@@ -237,16 +255,20 @@ class Transformer(nn.Module):
     def prefill(self, tokens: list[int], cache: KVCache, block: int = 512) -> None:
         """Feed and commit `tokens`, a block at a time so that a long prompt needs no n × n mask."""
         for start in range(0, len(tokens), block):
-            part = tokens[start:start + block]
+            part = tokens[start : start + block]
             self(part, cache)
             cache.commit(list(range(len(part))))
 
-    def plan(self, n: int, cache: KVCache | None, depth: Tensor | None, mask: Tensor | None) -> Pass:
+    def plan(
+        self, n: int, cache: KVCache | None, depth: Tensor | None, mask: Tensor | None
+    ) -> Pass:
         """Positions and visibility of a pass over `n` rows."""
         depth = torch.arange(n, device=self.device) if depth is None else depth.to(self.device)
         mask = mask if mask is None else mask.to(self.device)
         if cache is None:
-            return Pass(*self.rope(depth[None], self.dtype), mask if mask is None else mask[None, None])
+            return Pass(
+                *self.rope(depth[None], self.dtype), mask if mask is None else mask[None, None]
+            )
         if mask is None:
             mask = torch.ones(n, n, dtype=torch.bool, device=self.device).tril()
         slots, position, visible = cache.place(n, depth, mask)

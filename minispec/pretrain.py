@@ -3,9 +3,10 @@
     python -m minispec.pretrain --data DIR --out weights/target --steps 3000
 
 Next-token cross-entropy over packed documents; Muon for the matrices, AdamW for the rest; a cosine
-schedule. Everything random follows from `--seed` and the position in the data, so a run resumed from
-its last checkpoint goes on exactly as if it had not stopped. Under `torchrun` each process takes
-its share of every batch.
+schedule. Everything random follows from `--seed` and the position in the data, so a run started
+again with the same --out goes on from its last checkpoint exactly as if it had not stopped. It may
+go on with other --steps or another --context: short rows first train faster. Under `torchrun` each
+process takes its share of every batch.
 """
 
 import argparse
@@ -13,8 +14,10 @@ import json
 import math
 import os
 import re
+import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,14 +30,20 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from minispec.autoregressive import autoregressive
+from minispec.checkpoint import save
+from minispec.errors import UserError, command
 from minispec.model import Config, Transformer
+from minispec.sampling import Sampling, Seeded
+from minispec.tokenizer import Tokenizer
 
 END = "<|endoftext|>"  # separates documents, and begins the first
 USER, ASSISTANT, END_TURN = "<|user|>", "<|assistant|>", "<|end|>"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 # kind of text: its files, and its share of a batch
 KINDS = {
@@ -52,11 +61,18 @@ HELD_OUT = 50  # every 50th document is never trained on
 
 # ---- text ----------------------------------------------------------------------------------------
 
+
 def read_documents(path: Path) -> list[str]:
-    """The documents of one source: a .txt divided by END, a .jsonl of tasks, a tree of Python files."""
+    """The documents of one source: a .txt divided by END, a .jsonl of tasks, a tree of Python
+    files.
+    """
     if path.is_dir():
-        return [piece for file in sorted(path.rglob("*.py")) if not skipped(file.relative_to(path))
-                for piece in code_pieces(file.read_text(encoding="utf-8", errors="ignore"))]
+        return [
+            piece
+            for file in sorted(path.rglob("*.py"))
+            if not skipped(file.relative_to(path))
+            for piece in code_pieces(file.read_text(encoding="utf-8", errors="ignore"))
+        ]
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".jsonl":
         return [task(json.loads(line)) for line in text.splitlines() if line.strip()]
@@ -66,12 +82,16 @@ def read_documents(path: Path) -> list[str]:
 
 def skipped(file: Path) -> bool:
     """Installed packages, tests and tables are not the standard library's prose."""
-    return bool({"site-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
-                & set(file.parts))
+    return bool(
+        {"site-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
+        & set(file.parts)
+    )
 
 
 def code_pieces(source: str, size: int = 2000) -> list[str]:
-    """A file cut at its top-level blank lines into pieces of about `size` characters; tables left out."""
+    """A file cut at its top-level blank lines into pieces of about `size` characters; tables left
+    out.
+    """
     pieces = [""]
     for part in source.split("\n\n\n"):
         if pieces[-1] and len(pieces[-1]) + len(part) > size:
@@ -107,20 +127,28 @@ def read_corpus(data: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]
             held_out[kind] = documents[::HELD_OUT]
             train[kind] = [d for i, d in enumerate(documents) if i % HELD_OUT]
     if not set(train) - {"code"}:
-        raise FileNotFoundError(f"{data} holds none of the files "
-                                f"{', '.join(f for fs in sources.values() for f in fs[:1])}")
+        raise UserError(
+            f"{data} holds none of the files {', '.join(f[0] for f in sources.values())}"
+        )
     return train, held_out
 
 
 def train_tokenizer(documents: dict[str, list[str]], size: int, per_kind: int = 2_500_000) -> BPE:
     """A byte-level BPE of `size` tokens from at most `per_kind` characters of every kind."""
     bpe = BPE(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[END, USER, ASSISTANT, END_TURN],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+        vocab_size=size,
+        special_tokens=[END, USER, ASSISTANT, END_TURN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
 
     def sample():
         for kind in documents:
@@ -129,13 +157,16 @@ def train_tokenizer(documents: dict[str, list[str]], size: int, per_kind: int = 
                 if budget > 0:
                     yield re.sub(r"<\|\w+\|>", "\n", document)
                 budget -= len(document)
+
     bpe.train_from_iterator(sample(), trainer)
     bpe.post_processor = processors.TemplateProcessing(
-        single=f"{END} $A", special_tokens=[(END, bpe.token_to_id(END))])
+        single=f"{END} $A", special_tokens=[(END, bpe.token_to_id(END))]
+    )
     return bpe
 
 
 # ---- batches -------------------------------------------------------------------------------------
+
 
 class Stream:
     """Documents packed end to end, reshuffled every epoch; `position` is its whole state."""
@@ -153,8 +184,10 @@ class Stream:
             if epoch != self.epoch:
                 order = np.random.default_rng([self.seed, epoch]).permutation(len(self.documents))
                 self.epoch = epoch
-                self.tokens = np.concatenate([np.asarray(self.documents[i], np.int32) for i in order])
-            parts.append(self.tokens[offset:offset + n])
+                self.tokens = np.concatenate(
+                    [np.asarray(self.documents[i], np.int32) for i in order]
+                )
+            parts.append(self.tokens[offset : offset + n])
             self.position += len(parts[-1])
             n -= len(parts[-1])
         return np.concatenate(parts)
@@ -171,12 +204,15 @@ class Batches:
         """Probability of each stream at this fraction of the run: the warm-up text only early."""
         early = WARM_UP_SHARE if WARM_UP[0] in self.streams and progress < WARM_UP_END else 0.0
         real = sum(KINDS[k][1] for k in self.streams if k in KINDS)
-        return np.array([KINDS[k][1] * (1 - early) / real if k in KINDS else early for k in self.streams])
+        return np.array(
+            [KINDS[k][1] * (1 - early) / real if k in KINDS else early for k in self.streams]
+        )
 
     def take(self, step: int, progress: float, rows: int, context: int) -> Tensor:
         """The whole batch of a step, (rows, context + 1)."""
         kinds = np.random.default_rng([self.seed, step]).choice(
-            list(self.streams), size=rows, p=self.shares(progress))
+            list(self.streams), size=rows, p=self.shares(progress)
+        )
         return torch.from_numpy(np.stack([self.streams[k].take(context + 1) for k in kinds])).long()
 
     def state(self) -> dict[str, int]:
@@ -188,6 +224,7 @@ class Batches:
 
 
 # ---- training ------------------------------------------------------------------------------------
+
 
 class NextToken(nn.Module):
     """rows (B, T + 1) -> mean cross-entropy in nats."""
@@ -203,7 +240,9 @@ class NextToken(nn.Module):
 
 
 def initialise(model: Transformer, seed: int) -> None:
-    """Normal weights of deviation 0.02, those that write to the residual stream 1/√(2·layers) of it."""
+    """Normal weights of deviation 0.02, those that write to the residual stream 1/√(2·layers) of
+    it.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
@@ -217,8 +256,10 @@ def optimizers(model: Transformer) -> list[torch.optim.Optimizer]:
     """Muon for the blocks' matrices, AdamW for embeddings and norms."""
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and ".layers." in n]
     others = [p for n, p in model.named_parameters() if not (p.dim() == 2 and ".layers." in n)]
-    return [torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)]
+    return [
+        torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
@@ -230,23 +271,27 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> floa
 
 
 @torch.no_grad()
-def bits_per_byte(model: Transformer, documents: list[list[int]], sizes: list[int], batch: int = 16) -> float:
+def bits_per_byte(
+    model: Transformer, documents: list[list[int]], sizes: list[int], batch: int = 16
+) -> float:
     """Bits to code the documents (BOS first, right-padded to a batch) over their bytes of text."""
     bits = 0.0
     order = sorted(range(len(documents)), key=lambda i: len(documents[i]))
     for start in range(0, len(order), batch):
-        rows = [torch.tensor(documents[i]) for i in order[start:start + batch]]
-        rows = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100).to(model.device)
+        rows = [torch.tensor(documents[i]) for i in order[start : start + batch]]
+        rows = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100).to(
+            model.device
+        )
         logits = model.logits(model(rows[:, :-1].clamp(min=0))).float()
         bits += F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
     return bits / math.log(2) / sum(sizes)
 
 
-def evaluate(model: Transformer, held_out: dict[str, tuple[list[list[int]], list[int]]],
-             most: int | None = None) -> dict[str, float]:
+def evaluate(
+    model: Transformer, held_out: dict[str, tuple[list[list[int]], list[int]]]
+) -> dict[str, float]:
     """Held-out bits per byte of every kind."""
-    return {kind: round(bits_per_byte(model, tokens[:most], sizes[:most]), 4)
-            for kind, (tokens, sizes) in held_out.items()}
+    return {kind: round(bits_per_byte(model, *rows), 4) for kind, rows in held_out.items()}
 
 
 def tokenize(bpe: BPE, documents: list[str]) -> list[list[int]]:
@@ -254,11 +299,15 @@ def tokenize(bpe: BPE, documents: list[str]) -> list[list[int]]:
     return [e.ids for e in bpe.encode_batch(documents)]
 
 
-def clip_held_out(bpe: BPE, documents: list[str], context: int) -> tuple[list[list[int]], list[int]]:
-    """Documents cut to the context, with END behind those that end inside it, and their bytes of text."""
+def clip_held_out(
+    bpe: BPE, documents: list[str], context: int
+) -> tuple[list[list[int]], list[int]]:
+    """Documents cut to the context, with END behind those that end inside it, and their bytes of
+    text.
+    """
     rows, sizes = [], []
     for ids in tokenize(bpe, documents):
-        rows.append((ids + [ids[0]])[:context + 1])
+        rows.append((ids + [ids[0]])[: context + 1])
         sizes.append(len(bpe.decode(rows[-1]).encode()))
     return rows, sizes
 
@@ -266,6 +315,7 @@ def clip_held_out(bpe: BPE, documents: list[str], context: int) -> tuple[list[li
 @dataclass
 class Trainer:
     """The state of a run: what a checkpoint holds."""
+
     model: Transformer
     optimizers: list[torch.optim.Optimizer]
     batches: Batches
@@ -274,21 +324,34 @@ class Trainer:
     seconds: float = 0.0
 
     def save(self, path: Path) -> None:
-        state = dict(model=self.model.state_dict(), optimizers=[o.state_dict() for o in self.optimizers],
-                     batches=self.batches.state(), step=self.step, tokens=self.tokens, seconds=self.seconds)
+        state = dict(
+            model=self.model.state_dict(),
+            optimizers=[o.state_dict() for o in self.optimizers],
+            batches=self.batches.state(),
+            step=self.step,
+            tokens=self.tokens,
+            seconds=self.seconds,
+        )
         torch.save(state, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)
 
     def restore(self, path: Path) -> None:
         state = torch.load(path, map_location=self.model.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError:
+            raise UserError(
+                f"{path} is of a model of other sizes: give the same ones, or another --out"
+            ) from None
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.batches.restore(state["batches"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
 
 
-def train(trainer: Trainer, args: argparse.Namespace, report) -> None:
+def train(
+    trainer: Trainer, args: argparse.Namespace, report: Callable[[Trainer, float], None]
+) -> None:
     """Steps until `args.steps`; `report(trainer, loss)` after each."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     rows = args.batch_tokens // args.context
@@ -314,11 +377,117 @@ def train(trainer: Trainer, args: argparse.Namespace, report) -> None:
         report(trainer, loss.item())
 
 
+# ---- the finished model --------------------------------------------------------------------------
+
+
+CARD = """\
+# {parameters:,} parameters
+
+{c.layers} layers of width {c.hidden_size}, {c.heads} heads ({c.kv_heads} for keys and values), \
+vocabulary {c.vocab_size}, context {c.context}. Llama layout, float16. Last command:
+
+    python -m minispec.pretrain {command}
+
+{step} steps, {tokens:,} tokens, {minutes:.0f} minutes of training on {threads} threads ({device}).
+
+| kind | training tokens | seen | held-out bits per byte |
+|---|---|---|---|
+{kinds}
+
+{loops}
+
+## Greedy samples
+
+The first 24 tokens, or fewer, are given.
+
+{samples}
+"""
+
+
+def continuation(model: Transformer, prompt: list[int], n: int, sampling: Sampling) -> list[int]:
+    """At most `n` tokens after the prompt, ending before an end token."""
+    tokens: list[int] = []
+    with torch.no_grad():
+        for step in autoregressive(model, prompt, sampling, Seeded(0)):
+            tokens += step.tokens
+            if tokens and tokens[-1] in model.config.eos_ids:
+                return tokens[:-1]
+            if len(tokens) >= n or len(prompt) + len(tokens) >= model.config.context:
+                return tokens
+
+
+def distinct_4grams(tokens: list[int]) -> float:
+    """Share of different ones among the 4-grams: a model that loops has few, and flatters every
+    draft.
+    """
+    grams = list(zip(*(tokens[i:] for i in range(4))))
+    return len(set(grams)) / max(1, len(grams))
+
+
+def card(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    trainer: Trainer,
+    held_out: dict[str, list[str]],
+    losses: dict[str, float],
+) -> str:
+    """The README.md beside the weights: how they were made, what they reach, what they say."""
+    c, device = model.config, trainer.model.device.type
+    stories = [tokenizer.encode(text)[:10] for text in held_out.get("stories_en", [])[:30]]
+    shares = [distinct_4grams(continuation(model, prompt, 200, Sampling())) for prompt in stories]
+    kinds = "\n".join(
+        f"| {kind} | {s.size:,} | {s.position / s.size:.2f} times | {losses[kind]:.3f} |"
+        for kind, s in trainer.batches.streams.items()
+    )
+    loops = (
+        f"Distinct 4-grams in greedy stories of at most 200 tokens from {len(shares)} held-out "
+        f"beginnings: mean {np.mean(shares):.3f}, least {min(shares):.3f}, "
+        f"{sum(x < 0.7 for x in shares)} below 0.7."
+    )
+    begun = {kind: texts[0] for kind, texts in held_out.items() if kind in KINDS}
+    samples = "\n\n".join(
+        f"{kind}:\n\n```\n{sample(model, tokenizer, text)}\n```"
+        for kind, text in [("story", "Once upon a time"), *begun.items()]
+    )
+    return CARD.format(
+        parameters=sum(p.numel() for p in model.parameters()), c=c, command=" ".join(sys.argv[1:]),
+        step=trainer.step, tokens=trainer.tokens, minutes=trainer.seconds / 60,
+        threads=torch.get_num_threads(), device=device, kinds=kinds,
+        loops=loops if shares else "", samples=samples,
+    )  # fmt: skip
+
+
+def sample(model: Transformer, tokenizer: Tokenizer, text: str) -> str:
+    """A greedy continuation of the text's first 24 tokens, special tokens shown."""
+    prompt = tokenizer.encode(text)[:24]
+    tokens = prompt + continuation(model, prompt, 120, Sampling())
+    return tokenizer.backend.decode(tokens, skip_special_tokens=False)
+
+
+def finish(trainer: Trainer, bpe: BPE, held_out: dict[str, list[str]], out: Path) -> None:
+    """Write the checkpoint directory; it is judged as it is stored, in float16."""
+    tokenizer = Tokenizer(bpe, END, END, CHAT_TEMPLATE)
+    model = trainer.model
+    save(model, tokenizer, out, torch.float16)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.half().float()
+    tests = {kind: clip_held_out(bpe, d, model.config.context) for kind, d in held_out.items()}
+    losses = evaluate(model, tests)
+    (out / "README.md").write_text(
+        card(model, tokenizer, trainer, held_out, losses), encoding="utf-8"
+    )
+    print("held-out bits per byte:", losses)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="python -m minispec.pretrain", description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(
+        prog="python -m minispec.pretrain", description=__doc__.split("\n")[0]
+    )
     p.add_argument("--data", type=Path, required=True, help="a folder with the text files of KINDS")
     p.add_argument("--out", type=Path, required=True, help="the checkpoint directory to write")
-    p.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use (a draft takes its target's)")
+    p.add_argument(
+        "--tokenizer", type=Path, help="a tokenizer.json to use (a draft takes its target's)"
+    )
     p.add_argument("--steps", type=int, default=3000)
     p.add_argument("--batch-tokens", type=int, default=8192)
     p.add_argument("--context", type=int, default=512)
@@ -330,57 +499,114 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--vocab", type=int, default=8192)
     p.add_argument("--lr", type=float, default=4e-3)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
-                   help="of the matrix products (bfloat16 is ten times faster where AMX or a GPU is)")
-    p.add_argument("--compile", action="store_true", help="with torch.compile (needs a C++ compiler)")
+    p.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of the matrix products (bfloat16 is ten times faster where AMX or a GPU is)",
+    )
+    p.add_argument(
+        "--compile", action="store_true", help="with torch.compile (needs a C++ compiler)"
+    )
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
     args = p.parse_args(argv)
+    for name in (
+        "steps",
+        "batch_tokens",
+        "context",
+        "layers",
+        "width",
+        "heads",
+        "kv_heads",
+        "ffn",
+        "vocab",
+    ):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     args.dtype = getattr(torch, args.dtype)
     return args
 
 
+def build(args: argparse.Namespace, bpe: BPE) -> Transformer:
+    """The untrained model of the command line's sizes."""
+    if args.width % args.heads or args.heads % args.kv_heads or args.width // args.heads % 2:
+        raise UserError(
+            f"width {args.width} must be an even multiple of heads {args.heads}, and those a "
+            f"multiple of kv-heads {args.kv_heads}"
+        )
+    ends = (bpe.token_to_id(END), bpe.token_to_id(END_TURN))
+    if None in ends:
+        raise UserError(
+            f"the tokenizer lacks {END} or {END_TURN}: take one that minispec.pretrain trained"
+        )
+    model = Transformer(
+        Config(
+            args.width,
+            args.ffn,
+            args.layers,
+            args.heads,
+            args.kv_heads,
+            args.width // args.heads,
+            bpe.get_vocab_size(),
+            args.context,
+            bos_id=ends[0],
+            eos_ids=ends,
+        )
+    )
+    initialise(model, args.seed)
+    return model.to(args.device)
+
+
+@command
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if args.batch_tokens // args.context % world or args.batch_tokens < args.context:
+        raise UserError(
+            f"batch-tokens {args.batch_tokens} must hold a multiple of {world} rows of "
+            f"--context {args.context}"
+        )
+    args.out.mkdir(parents=True, exist_ok=True)
 
     documents, held_out = read_corpus(args.data)
     path = args.tokenizer or args.out / "tokenizer.json"
-    if not path.exists():
-        if first:
-            train_tokenizer(documents, args.vocab).save(str(path))
-        if dist.is_initialized():
-            dist.barrier()
+    if not path.exists() and rank == 0:
+        train_tokenizer(documents, args.vocab).save(str(path))
+    if world > 1:
+        dist.barrier()
     bpe = BPE.from_file(str(path))
     batches = Batches({kind: tokenize(bpe, d) for kind, d in documents.items()}, args.seed)
-    tests = {kind: clip_held_out(bpe, d, args.context) for kind, d in held_out.items()}
+    tests = {kind: clip_held_out(bpe, d[:32], args.context) for kind, d in held_out.items()}
 
-    config = Config(args.width, args.ffn, args.layers, args.heads, args.kv_heads,
-                    args.width // args.heads, bpe.get_vocab_size(), args.context)
-    model = Transformer(config)
-    initialise(model, args.seed)
-    model.to(args.device)
+    model = build(args, bpe)
     trainer = Trainer(model, optimizers(model), batches)
     checkpoint = args.out / "training.pt"
     if checkpoint.exists():
         trainer.restore(checkpoint)
-    if first:
-        print(f"{sum(p.numel() for p in model.parameters()):,} parameters;",
-              ", ".join(f"{k} {s.size:,}" for k, s in batches.streams.items()), "tokens")
-    bar = tqdm(total=args.steps, initial=trainer.step, unit="step", disable=not first)
+    if rank == 0:
+        print(
+            f"{sum(p.numel() for p in model.parameters()):,} parameters;",
+            ", ".join(f"{k} {s.size:,}" for k, s in batches.streams.items()),
+            "tokens",
+        )
+    bar = tqdm(total=args.steps, initial=trainer.step, unit="step", disable=rank > 0)
 
     def report(trainer: Trainer, loss: float) -> None:
         bar.update()
         bar.set_postfix(loss=f"{loss:.3f}", tok_s=f"{trainer.tokens / trainer.seconds:.0f}")
-        if first and trainer.step % args.save_every == 0:
+        if rank == 0 and (trainer.step % args.save_every == 0 or trainer.step == args.steps):
             trainer.save(checkpoint)
-            bar.write(f"step {trainer.step} loss {loss:.3f} held-out {evaluate(model, tests, 32)}")
+            bar.write(f"step {trainer.step}: held-out bits per byte {evaluate(model, tests)}")
 
     train(trainer, args, report)
     bar.close()
+    if rank == 0:
+        finish(trainer, bpe, held_out, args.out)
+    if world > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

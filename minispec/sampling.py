@@ -13,14 +13,19 @@ from minispec.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the model's law is warped: temperature (0: greedy), then top-k (0: off), then top-p (1: off)."""
+    """How the model's law is warped: temperature (0: greedy), then top-k (0: off), then top-p (1:
+    off).
+    """
+
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
 
     def __post_init__(self):
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"temperature {self.temperature}: must be 0 (greedy) or a positive number")
+            raise UserError(
+                f"temperature {self.temperature}: must be 0 (greedy) or a positive number"
+            )
         if self.top_k < 0:
             raise UserError(f"top-k {self.top_k}: must be 0 (off) or a positive number of tokens")
         if not 0 < self.top_p <= 1:
@@ -30,6 +35,7 @@ class Sampling:
 @dataclass(frozen=True)
 class OneHot(Sequence):
     """Laws that are certain, kept as their tokens; row i is made dense, (V,), when asked for."""
+
     tokens: list[int]
     size: int
 
@@ -86,5 +92,6 @@ class Seeded:
 
     def categorical(self, law: Tensor) -> int:
         cumulative = law.double().cumsum(-1)
-        # scaled by the total: rounding must not leave a gap at the end; right: never a token of law 0
+        # scaled by the total: rounding must not leave a gap at the end; right: never a token of
+        # law 0
         return int(torch.searchsorted(cumulative, self.uniform() * cumulative[-1], right=True))

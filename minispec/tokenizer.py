@@ -15,19 +15,31 @@ from minispec.errors import UserError
 class Tokenizer:
     """A tokenizer.json with what its neighbours say of special tokens and chat."""
 
-    def __init__(self, backend: Backend, bos: str | None = None, eos: str | None = None,
-                 chat_template: str | None = None):
+    def __init__(
+        self,
+        backend: Backend,
+        bos: str | None = None,
+        eos: str | None = None,
+        chat_template: str | None = None,
+    ):
         self.backend, self.bos, self.eos, self.chat_template = backend, bos, eos, chat_template
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja, of which the first must be."""
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja, of which the first
+        must be.
+        """
         try:
             backend = Backend.from_file(str(directory / "tokenizer.json"))
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{directory / 'tokenizer.json'} is not a tokenizer: {error}") from None
-        settings_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-        settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
+        settings_file, template_file = (
+            directory / "tokenizer_config.json",
+            directory / "chat_template.jinja",
+        )
+        settings = (
+            json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
+        )
         template = settings.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = {t["name"]: t["template"] for t in template}.get("default")
@@ -41,10 +53,17 @@ class Tokenizer:
     def save(self, directory: Path) -> None:
         """Write the three as transformers reads them."""
         self.backend.save(str(directory / "tokenizer.json"))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": self.bos, "eos_token": self.eos,
-                    "chat_template": self.chat_template, "clean_up_tokenization_spaces": False}
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self.bos,
+            "eos_token": self.eos,
+            "chat_template": self.chat_template,
+            "clean_up_tokenization_spaces": False,
+        }
         settings = {key: value for key, value in settings.items() if value is not None}
-        (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        (directory / "tokenizer_config.json").write_text(
+            json.dumps(settings, indent=2), encoding="utf-8"
+        )
 
     @property
     def size(self) -> int:
@@ -68,14 +87,25 @@ class Tokenizer:
         if self.chat_template is None:
             raise UserError("this model has no chat template: give it plain text, without --chat")
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        environment.globals.update(raise_exception=refuse, strftime_now=datetime.datetime.now().strftime)
-        environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals.update(
+            raise_exception=refuse, strftime_now=datetime.datetime.now().strftime
+        )
+        environment.filters["tojson"] = lambda x, **options: json.dumps(
+            x, ensure_ascii=False, **options
+        )
         try:
             text = environment.from_string(self.chat_template).render(
-                messages=messages, add_generation_prompt=True, bos_token=self.bos or "", eos_token=self.eos or "")
+                messages=messages,
+                add_generation_prompt=True,
+                bos_token=self.bos or "",
+                eos_token=self.eos or "",
+            )
         except jinja2.TemplateError as error:
-            raise UserError(f"the model's chat template refuses this conversation: {error}") from None
+            raise UserError(
+                f"the model's chat template refuses this conversation: {error}"
+            ) from None
         return self.encode(text, special=False)
 
 
@@ -101,7 +131,7 @@ class TextStream:
         """What is left at the end: an incomplete character, shown as U+FFFD."""
         before = len(self.backend.decode(self.context, skip_special_tokens=True))
         whole = self.backend.decode(self.context + self.tokens, skip_special_tokens=True)[before:]
-        new = whole[len(self.text):] if whole.startswith(self.text) else ""
+        new = whole[len(self.text) :] if whole.startswith(self.text) else ""
         self.text += new
         return new
 
@@ -114,9 +144,11 @@ def content(token: str | dict | None) -> str | None:
 def with_bos(backend: Backend, settings: dict, bos: str | None) -> Backend:
     """Honour `add_bos_token` where the tokenizer.json itself says nothing of it."""
     from tokenizers.processors import TemplateProcessing
+
     if settings.get("add_bos_token") and bos and backend.post_processor is None:
         backend.post_processor = TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
+            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
     return backend
 
 

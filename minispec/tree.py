@@ -1,4 +1,6 @@
-"""The tree of tokens a round proposes. A chain is an unbranched tree; a lone root proposes nothing."""
+"""The tree of tokens a round proposes. A chain is an unbranched tree; a lone root proposes
+nothing.
+"""
 
 from dataclasses import dataclass, field
 
@@ -10,13 +12,14 @@ from torch import Tensor
 class Tree:
     """Node 0 is the root, the last token already emitted; parents come before their children.
 
-    `laws[i]` is the law (V,) that node i was drawn from, None for a deterministic (one-hot) proposal.
-    Siblings are tried in the order of their numbers; one drawn without replacement carries the law
-    renormalised without its earlier siblings.
+    `laws[i]` is the law (V,) that node i was drawn from, None for a deterministic (one-hot)
+    proposal. Siblings are tried in the order of their numbers; one drawn without replacement
+    carries the law renormalised without its earlier siblings.
     """
+
     tokens: list[int]
-    parents: list[int]                                        # -1 for the root
-    laws: list[Tensor | None] = field(default_factory=list)   # empty: all one-hot
+    parents: list[int]  # -1 for the root
+    laws: list[Tensor | None] = field(default_factory=list)  # empty: all one-hot
 
     def __post_init__(self):
         assert self.parents[0] == -1 and all(0 <= p < i for i, p in enumerate(self.parents) if i)
@@ -69,6 +72,7 @@ class Step:
 
     The first step of a method is its prefill: no tokens, no tree.
     """
+
     tokens: list[int] = field(default_factory=list)
     tree: Tree | None = None
     path: list[int] = field(default_factory=list)

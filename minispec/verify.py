@@ -11,11 +11,11 @@ from minispec.tree import Tree
 def accept(target: Sequence[Tensor], tree: Tree, randomness: Randomness) -> tuple[list[int], int]:
     """Walk down the tree as far as the target agrees; the path from node 0, and one fresh token.
 
-    target[i] is the target's law (V,) after node i. Path and fresh token together are distributed as
-    the target's own tokens, whatever was proposed: a child x drawn from q is accepted with
-    probability min(1, p(x) / q(x)), and after a rejection p becomes norm(max(0, p - q)) (Leviathan et
-    al. 2023, algorithm 1; for siblings SpecInfer, algorithm 2). The bonus token and the correction are
-    one draw: from what p has become where the walk stops.
+    target[i] is the target's law (V,) after node i. Path and fresh token together are distributed
+    as the target's own tokens, whatever was proposed: a child x drawn from q is accepted with
+    probability min(1, p(x) / q(x)), and after a rejection p becomes norm(max(0, p - q)) (Leviathan
+    et al. 2023, algorithm 1; for siblings SpecInfer, algorithm 2). The bonus token and the
+    correction are one draw: from what p has become where the walk stops.
     """
     path = [0]
     while True:
@@ -24,7 +24,9 @@ def accept(target: Sequence[Tensor], tree: Tree, randomness: Randomness) -> tupl
             x, q = tree.tokens[child], tree.law(child)
             rest = residual(p, q, x)
             # p = q up to rounding leaves nothing to draw from: as good as accepted
-            if rest is None or randomness.bernoulli(min(1.0, float(p[x]) / (1.0 if q is None else float(q[x])))):
+            if rest is None or randomness.bernoulli(
+                min(1.0, float(p[x]) / (1.0 if q is None else float(q[x])))
+            ):
                 path.append(child)
                 break
             p = rest

@@ -15,8 +15,19 @@ needs_shared = pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not 
 
 def random_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes) -> Transformer:
     """A tiny model with every parameter random, so that no mistake hides behind a one or a zero."""
-    settings = dict(hidden_size=16, intermediate_size=24, layers=2, heads=4, kv_heads=2, head_dim=4,
-                    vocab_size=32, context=256) | changes
+    settings = (
+        dict(
+            hidden_size=16,
+            intermediate_size=24,
+            layers=2,
+            heads=4,
+            kv_heads=2,
+            head_dim=4,
+            vocab_size=32,
+            context=256,
+        )
+        | changes
+    )
     model = Transformer(Config(**settings)).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():

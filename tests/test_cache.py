@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-
 from conftest import random_model, random_tokens
 from test_model import random_tree
 
@@ -13,8 +12,9 @@ def assert_fresh(model, cache, tokens: list[int]) -> None:
     fresh = model.new_cache()
     model.prefill(tokens, fresh)
     for kept, expected in ((cache.k, fresh.k), (cache.v, fresh.v)):
-        torch.testing.assert_close(kept[:, :, :len(tokens)], expected[:, :, :len(tokens)],
-                                   rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            kept[:, :, : len(tokens)], expected[:, :, : len(tokens)], rtol=0, atol=1e-10
+        )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -24,7 +24,7 @@ def test_random_rounds_equal_a_fresh_prefill(seed):
     cache, tokens = model.new_cache(), []
     for _ in range(12):
         if rng.random() < 0.3 and tokens:
-            tokens = tokens[:rng.randint(0, len(tokens))]
+            tokens = tokens[: rng.randint(0, len(tokens))]
             cache.truncate(len(tokens))
         tree = random_tree(rng, rng.randint(1, 12))
         model(tree.tokens, cache, tree.depth, tree.mask)

@@ -1,13 +1,15 @@
-"""The transformer against transformers, and against itself: cached or not, chain or tree, batch or one."""
+"""The transformer against transformers, and against itself: cached or not, chain or tree, batch or
+one.
+"""
 
 import json
 import random
 
 import pytest
 import torch
+from conftest import GOLDEN, SHARED, needs_shared, random_model, random_tokens
 from safetensors.torch import load_file
 
-from conftest import GOLDEN, SHARED, needs_shared, random_model, random_tokens
 from minispec import load
 from minispec.autoregressive import autoregressive
 from minispec.sampling import Sampling, Seeded
@@ -27,7 +29,10 @@ def greedy(model, prompt: list[int], n: int) -> list[int]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_greedy_tokens_equal_transformers(variant):
     golden = load_file(GOLDEN / variant / "golden.safetensors")
-    for dtype, key, tolerance in ((torch.float32, "logits32", 1e-5), (torch.float64, "logits64", 1e-10)):
+    for dtype, key, tolerance in (
+        (torch.float32, "logits32", 1e-5),
+        (torch.float64, "logits64", 1e-10),
+    ):
         model, _ = load(GOLDEN / variant, dtype=dtype, device="cpu")
         logits = model.logits(model(golden["tokens"]))[0]
         assert (logits - golden[key]).abs().max() <= tolerance
@@ -56,7 +61,7 @@ def test_any_split_into_passes_gives_the_same_hiddens(seed):
     whole = model(tokens)
     cache, parts = model.new_cache(capacity=len(tokens)), []
     while cache.length < len(tokens):
-        part = tokens[cache.length:cache.length + rng.choice([1, 2, 3, 8, 64, 65])]
+        part = tokens[cache.length : cache.length + rng.choice([1, 2, 3, 8, 64, 65])]
         parts.append(model(part, cache))
         cache.commit(list(range(len(part))))
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
@@ -94,15 +99,15 @@ def test_a_right_padded_batch_equals_its_rows_one_by_one():
     more = torch.tensor([random_tokens(3, 9 + n) for n in range(3)])
     padded = torch.zeros(3, 70, dtype=torch.long)
     for i, row in enumerate(rows):
-        padded[i, :len(row)] = torch.tensor(row)
+        padded[i, : len(row)] = torch.tensor(row)
     cache = model.new_cache(capacity=80, batch=3)
     model(padded, cache)
     cache.extend([len(row) for row in rows])
     for column in range(3):
-        hidden = model(more[:, column:column + 1], cache)
+        hidden = model(more[:, column : column + 1], cache)
         cache.extend([1, 1, 1])
         for i, row in enumerate(rows):
-            alone = model(row + more[i, :column + 1].tolist())[0, -1]
+            alone = model(row + more[i, : column + 1].tolist())[0, -1]
             torch.testing.assert_close(hidden[i, 0], alone, rtol=0, atol=1e-10)
 
 
@@ -110,7 +115,9 @@ def test_moving_to_half_precision_leaves_the_rotary_frequencies_alone():
     model = random_model(dtype=torch.float32)
     before = model.rope.frequencies.clone()
     model.to(torch.bfloat16)
-    assert model.rope.frequencies.dtype == torch.float32 and torch.equal(model.rope.frequencies, before)
+    assert model.rope.frequencies.dtype == torch.float32 and torch.equal(
+        model.rope.frequencies, before
+    )
 
 
 @pytest.mark.gpu

@@ -1,0 +1,103 @@
+"""Warpers give transformers' laws; randomness is fresh, seeded and unbiased."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import GOLDEN
+
+from minispec import Sampling, UserError
+from minispec.sampling import OneHot, Seeded, probs
+
+
+def plainly(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """The same law in pure Python, token by token."""
+    x = [value / temperature for value in logits]
+    if top_k:
+        least = sorted(x, reverse=True)[min(top_k, len(x)) - 1]
+        x = [v if v >= least else -math.inf for v in x]
+    weights = [math.exp(v - max(x)) for v in x]
+    p = [w / sum(weights) for w in weights]
+    kept, total = set(), 0.0
+    for i in sorted(range(len(p)), key=lambda i: -p[i]):
+        if total < top_p - 1e-12:  # the smallest set that reaches top_p
+            kept.add(i)
+        total += p[i]
+    mass = sum(p[i] for i in kept)
+    return [p[i] / mass if i in kept else 0.0 for i in range(len(p))]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_law_equals_the_plain_definition(seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(5, 17, generator=generator, dtype=torch.float64)
+    temperature, top_k, top_p = (
+        (0.3, 1.0, 2.5)[seed % 3],
+        (0, 1, 5, 40)[seed % 4],
+        (1.0, 0.9, 0.3)[seed % 3],
+    )
+    laws = probs(logits, Sampling(temperature, top_k, top_p))
+    for row, law in zip(logits.tolist(), laws):
+        expected = torch.tensor(plainly(row, temperature, top_k, top_p), dtype=torch.float64)
+        torch.testing.assert_close(law, expected, rtol=0, atol=1e-12)
+
+
+def test_ties_at_the_top_k_boundary_all_stay():
+    law = probs(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), Sampling(1.0, top_k=1))[0]
+    assert law.tolist() == [0.0, 0.5, 0.5, 0.0]
+
+
+def test_temperature_zero_is_one_hot_at_the_argmax():
+    laws = probs(torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]]), Sampling())
+    assert isinstance(laws, OneHot) and laws.tokens == [1, 0]
+    assert laws[0].tolist() == [0.0, 1.0, 0.0] and len(laws) == 2
+
+
+def test_half_precision_logits_give_laws_in_float32():
+    law = probs(torch.randn(1, 9).bfloat16(), Sampling(1.0))[0]
+    assert law.dtype == torch.float32 and abs(law.sum() - 1) < 1e-6
+
+
+WRONG = [
+    {"temperature": -1},
+    {"temperature": math.nan},
+    {"top_k": -1},
+    {"top_p": 0},
+    {"top_p": 1.5},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_impossible_settings_are_refused(wrong):
+    with pytest.raises(UserError, match="must be"):
+        Sampling(**wrong)
+
+
+def test_a_seed_reproduces_and_every_draw_is_fresh():
+    law = torch.full((50,), 0.02)
+    a, b, c = ([r.categorical(law) for _ in range(20)] for r in (Seeded(3), Seeded(3), Seeded(4)))
+    assert a == b != c and len(set(a)) > 10
+
+
+def test_draws_follow_the_law_and_never_leave_its_support():
+    law, r, n = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0]), Seeded(1), 20_000
+    counts = torch.zeros(6)
+    for _ in range(n):
+        counts[r.categorical(law)] += 1
+    assert counts[[0, 2, 5]].sum() == 0
+    assert (counts / n - law).abs().max() < 4 * math.sqrt(0.25 / n)
+    assert abs(sum(r.bernoulli(0.3) for _ in range(n)) / n - 0.3) < 4 * math.sqrt(0.21 / n)
+    assert not any(r.bernoulli(0.0) for _ in range(100)) and all(
+        r.bernoulli(1.0) for _ in range(100)
+    )
+
+
+def test_the_law_equals_transformers_warpers():
+    """Laws committed by tests/make_golden.py, made by transformers' own warpers."""
+    for case in json.loads((GOLDEN.parent / "golden_laws.json").read_text()):
+        law = probs(
+            torch.tensor([case["logits"]], dtype=torch.float64), Sampling(**case["sampling"])
+        )[0]
+        expected = torch.tensor(case["law"], dtype=torch.float64)
+        torch.testing.assert_close(law, expected, rtol=0, atol=1e-12)

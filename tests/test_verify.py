@@ -1,0 +1,134 @@
+"""The one rule of acceptance: exact laws over every random outcome, and its edge cases."""
+
+import random
+
+import pytest
+import torch
+
+from minispec.sampling import OneHot, Seeded
+from minispec.tree import Tree
+from minispec.verify import accept
+
+
+class Enumerator:
+    """Randomness that walks every outcome: a scripted prefix, then first choices, with weights."""
+
+    def __init__(self, script: list[int]):
+        self.script, self.choices, self.weight = script, [], 1.0
+
+    def choose(self, weights: list[float]) -> int:
+        options = [i for i, w in enumerate(weights) if w > 0]
+        at = len(self.choices)
+        pick = self.script[at] if at < len(self.script) else 0
+        self.choices.append((pick, len(options)))
+        self.weight *= weights[options[pick]]
+        return options[pick]
+
+    def bernoulli(self, p: float) -> bool:
+        return self.choose([1 - p, p]) == 1
+
+    def categorical(self, law) -> int:
+        return self.choose((law.double() / law.double().sum()).tolist())
+
+
+def every_outcome(function):
+    """(result, probability) of function(randomness) for every sequence of random choices."""
+    script: list[int] | None = []
+    while script is not None:
+        randomness = Enumerator(script)
+        yield function(randomness), randomness.weight
+        done = randomness.choices
+        while done and done[-1][0] == done[-1][1] - 1:
+            done.pop()
+        script = [pick for pick, _ in done[:-1]] + [done[-1][0] + 1] if done else None
+
+
+def random_law(rng: random.Random, size: int = 4) -> torch.Tensor:
+    weights = torch.tensor(
+        [rng.choice([0.0, rng.random(), rng.random() ** 4]) for _ in range(size)]
+    )
+    weights[rng.randrange(size)] += 0.1
+    return weights.double() / weights.double().sum()
+
+
+def propose(rng: random.Random, kind: str, randomness) -> tuple[Tree, dict]:
+    """A tree of two levels under the root; its laws are fixed by `rng`, its draws random."""
+    tokens, parents, laws = [0], [-1], [None]
+    for parent in (0, 1):
+        law = random_law(rng)
+        for _ in range(2 if kind != "chain" else 1):
+            if kind == "one-hot":
+                tokens.append(rng.randrange(4))
+                laws.append(None)
+            else:
+                tokens.append(randomness.categorical(law))
+                laws.append(law)
+                if kind == "without replacement":
+                    law = law.clone()
+                    law[tokens[-1]] = 0.0
+                    if law.sum() == 0:
+                        parents.append(parent)
+                        break
+                    law = law / law.sum()
+            parents.append(parent)
+    return Tree(tokens, parents, laws)
+
+
+@pytest.mark.parametrize("kind", ["chain", "one-hot", "full law", "without replacement"])
+@pytest.mark.parametrize("seed", range(25))
+def test_the_first_two_tokens_have_the_targets_law(kind, seed):
+    """The token after the root is p(. | root); the one after it, where a child was accepted, is
+    p(. | child's token): laws by context, as a model gives them."""
+    laws = {(): random_law(random.Random(seed))}
+    laws |= {(x,): random_law(random.Random(100 * seed + x)) for x in range(4)}
+    laws |= {
+        (x, y): random_law(random.Random(9 * seed + x + 4 * y)) for x in range(4) for y in range(4)
+    }
+    joint: dict[tuple, float] = {}
+
+    def round_of(randomness):
+        tree = propose(random.Random(seed), kind, randomness)
+        context = [()]
+        for node in range(1, len(tree)):
+            context.append(context[tree.parents[node]] + (tree.tokens[node],))
+        path, fresh = accept([laws[c] for c in context], tree, randomness)
+        emitted = tree.tokens_at(path[1:]) + [fresh]
+        if len(emitted) == 1:  # plain decoding goes on
+            emitted.append(randomness.categorical(laws[tuple(emitted)]))
+        return tuple(emitted[:2])
+
+    for outcome, weight in every_outcome(round_of):
+        joint[outcome] = joint.get(outcome, 0.0) + weight
+    expected = {(x, y): float(laws[()][x] * laws[(x,)][y]) for x in range(4) for y in range(4)}
+    distance = sum(abs(joint.get(k, 0.0) - expected[k]) for k in expected) / 2
+    assert abs(sum(joint.values()) - 1) < 1e-12 and distance < 1e-12
+
+
+def test_greedy_follows_the_argmax_whatever_is_proposed():
+    tree = Tree([9, 5, 3, 7, 8], [-1, 0, 0, 2, 2])
+    #  root -> 3 (node 2) -> 8 (node 4) -> 6
+    path, fresh = accept(OneHot([3, 0, 8, 0, 6], 10), tree, Seeded())
+    assert (path, fresh) == ([0, 2, 4], 6)
+    assert accept(OneHot([4, 0, 8, 0, 6], 10), tree, Seeded()) == ([0], 4)
+
+
+def test_a_draft_from_the_target_itself_is_always_accepted():
+    law = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    for seed in range(200):
+        tree = Tree.chain(0, [seed % 4, (seed // 4) % 4], [law, law])
+        assert accept([law, law, law], tree, Seeded(seed))[0] == [0, 1, 2]
+
+
+def test_rounding_that_leaves_no_residual_accepts():
+    p = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    q = torch.tensor([0.5 + 1e-17, 0.5 + 1e-16], dtype=torch.float64) + 1e-16
+
+    class Never:
+        def bernoulli(self, p):
+            return False
+
+        def categorical(self, law):
+            assert law.sum() > 0
+            return 0
+
+    assert accept([p, p], Tree.chain(0, [1], [q]), Never())[0] == [0, 1]
