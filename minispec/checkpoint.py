@@ -130,7 +130,8 @@ def read_rope(path: Path, raw: dict) -> tuple[float, dict | None]:
     new = raw.get("rope_parameters") or {}
     scaling = dict(new or raw.get("rope_scaling") or {})
     theta = new.get("rope_theta", raw.get("rope_theta", 10000.0))
-    kind = scaling.setdefault("rope_type", scaling.get("type", "default"))
+    scaling.pop("rope_theta", None)
+    kind = scaling.setdefault("rope_type", scaling.pop("type", "default"))
     if kind not in ROPE_TYPES:
         raise UserError(
             f"{path}: rope type {kind!r} is not supported (only {', '.join(ROPE_TYPES)})"
@@ -332,9 +333,6 @@ def load(
 
 def config_json(config: Config, dtype: torch.dtype) -> dict:
     """The config.json that read_config and transformers read."""
-    scaling = config.rope_scaling and {
-        k: v for k, v in config.rope_scaling.items() if k != "rope_theta"
-    }
     names = {
         "llama": "Llama",
         "mistral": "Mistral",
@@ -356,7 +354,7 @@ def config_json(config: Config, dtype: torch.dtype) -> dict:
         "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu",
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
+        "rope_scaling": config.rope_scaling,
         "tie_word_embeddings": config.tied,
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,

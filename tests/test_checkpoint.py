@@ -1,0 +1,222 @@
+"""Every layout a loader meets, and every mistake a user can make with one."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import GOLDEN, random_model, random_tokens
+from safetensors.torch import load_file, save_file
+
+from minispec import UserError, load
+from minispec.checkpoint import read_config, save
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of a golden checkpoint to damage."""
+    return shutil.copytree(GOLDEN / "llama", tmp_path / "model")
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in raw.items() if v is not ...}))
+
+
+def tensors(folder) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def logits(folder) -> torch.Tensor:
+    model, _ = load(folder, "float64", "cpu")
+    return model.logits(model(random_tokens(20)))
+
+
+def refused(folder, match: str, **options) -> None:
+    with pytest.raises(UserError, match=match) as caught:
+        load(folder, **({"device": "cpu"} | options))
+    assert len(str(caught.value)) < 500
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize("variant", sorted(f.name for f in GOLDEN.iterdir()))
+def test_save_then_load_is_the_same_model(variant, tmp_path):
+    model, _ = load(GOLDEN / variant, "float32", "cpu")
+    save(model, None, tmp_path / "copy")
+    assert read_config(tmp_path / "copy") == model.config
+    assert torch.equal(logits(tmp_path / "copy"), logits(GOLDEN / variant))
+
+
+def test_shards_and_bin_files_give_the_same_model(folder, tmp_path):
+    expected, parts = logits(folder), tensors(folder)
+    names = sorted(parts)
+    halves = {"a": names[: len(names) // 2], "b": names[len(names) // 2 :]}
+    for suffix, write in (("safetensors", save_file), ("bin", torch.save)):
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        stem = "model" if suffix == "safetensors" else "pytorch_model"
+        for part, keys in halves.items():
+            write({k: parts[k] for k in keys}, folder / f"{stem}-{part}.{suffix}")
+        index = {k: f"{stem}-{part}.{suffix}" for part, keys in halves.items() for k in keys}
+        (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
+        assert torch.equal(logits(folder), expected)
+        if suffix == "safetensors":
+            (folder / f"{stem}-b.{suffix}").unlink()
+            refused(folder, "lacks model-b.safetensors")
+            (folder / f"{stem}.{suffix}.index.json").unlink()
+    for file in folder.glob("pytorch_model*"):
+        file.unlink()
+    torch.save(parts, folder / "pytorch_model.bin")
+    assert torch.equal(logits(folder), expected)
+
+
+def test_a_tied_head_stored_at_either_end_or_both(folder):
+    expected, parts = logits(folder), tensors(folder)
+    embedding = parts.pop("model.embed_tokens.weight")
+    for stored in (
+        {"lm_head.weight": embedding},
+        {"lm_head.weight": embedding * 0, "model.embed_tokens.weight": embedding},
+    ):
+        save_file(parts | stored, folder / "model.safetensors")
+        assert torch.equal(logits(folder), expected)
+
+
+def test_derived_and_multi_token_prediction_tensors_are_left_out(folder):
+    expected = logits(folder)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+             "model.mtp_layers.0.input_proj.weight": torch.ones(4)}  # fmt: skip
+    save_file(tensors(folder) | extra, folder / "model.safetensors")
+    assert torch.equal(logits(folder), expected)
+
+
+@pytest.mark.parametrize("variant", ["llama-linear", "llama-llama3", "llama-yarn"])
+def test_both_spellings_of_the_rope_keys(variant, tmp_path):
+    old = shutil.copytree(GOLDEN / variant, tmp_path / "old")
+    rope = json.loads((old / "config.json").read_text())["rope_parameters"]
+    theta = rope.pop("rope_theta")
+    rope["type"] = rope.pop("rope_type")
+    edit(old, rope_parameters=..., rope_theta=theta, rope_scaling=rope)
+    assert torch.equal(logits(old), logits(GOLDEN / variant))
+
+
+def test_end_tokens_from_either_file_single_or_many(folder):
+    (folder / "generation_config.json").unlink()
+    for eos, expected in ((7, (7,)), ([3, 5], (3, 5)), (None, ())):
+        edit(folder, eos_token_id=eos)
+        assert read_config(folder).eos_ids == expected
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9, 2]}')
+    assert read_config(folder).eos_ids == (9, 2)
+
+
+def test_absent_keys_take_the_familys_defaults(folder):
+    edit(
+        folder, num_key_value_heads=..., head_dim=None, attention_bias=..., tie_word_embeddings=...
+    )
+    config = read_config(folder)
+    assert (config.kv_heads, config.head_dim, config.tied, config.qkv_bias) == (4, 8, False, False)
+    edit(folder, model_type="qwen2")
+    assert read_config(folder).qkv_bias and not read_config(folder).o_bias
+
+
+def test_loading_in_the_stored_dtype_maps_the_file_and_copies_nothing(tmp_path):
+    model = random_model(dtype=torch.float32, hidden_size=512, intermediate_size=2048, layers=8,
+                         heads=8, kv_heads=8, head_dim=64, vocab_size=4096)  # fmt: skip
+    save(model, None, tmp_path / "big")
+    script = (
+        "import resource, sys, minispec, torch\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "minispec.load(sys.argv[1], sys.argv[2], 'cpu')\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)"
+    )
+    size = (tmp_path / "big" / "model.safetensors").stat().st_size
+    for dtype, bound in (("float32", 0.3), ("float64", 2 * 1.6)):  # float64: one copy
+        arguments = [sys.executable, "-c", script, str(tmp_path / "big"), dtype]
+        grown = int(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
+        assert grown < bound * size
+
+
+# ---- mistakes
+
+
+def test_no_such_directory_or_id(tmp_path, monkeypatch):
+    refused(tmp_path / "nowhere", "no such model directory")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    refused("nobody/nothing-at-all", "the hub does not give it either")
+
+
+def test_a_directory_that_is_no_checkpoint(tmp_path, folder):
+    refused(tmp_path, "no config.json")
+    (folder / "model.safetensors").unlink()
+    refused(folder, "has no weights")
+    (folder / "config.json").write_text("{")
+    refused(folder, "cannot be read as JSON")
+    (folder / "config.json").write_text("[]")
+    refused(folder, "must hold a JSON object")
+
+
+def test_truncated_and_foreign_weight_files(folder):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    for damaged in (data[: len(data) // 2], data[:4], b"", b"not a tensor file at all"):
+        path.write_bytes(damaged)
+        refused(folder, "model.safetensors cannot be read")
+    path.unlink()
+    torch.save({"x": print}, folder / "pytorch_model.bin")  # would run code if it were unpickled
+    refused(folder, "pytorch_model.bin cannot be read")
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(folder):
+    parts, name = tensors(folder), "model.layers.1.mlp.up_proj.weight"
+    path = folder / "model.safetensors"
+    save_file({k: v for k, v in parts.items() if k != name}, path)
+    refused(folder, f"lacks tensors: {name}")
+    save_file(parts | {"model.layers.7.mlp.up_proj.weight": parts[name].clone()}, path)
+    refused(folder, "unexpected tensors: model.layers.7")
+    save_file(parts | {name: parts[name][:5].clone()}, path)
+    refused(folder, r"misshapen tensors: .*up_proj.weight \[5, 32\] instead of \[48, 32\]")
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"model_type": ...}, "model_type None is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ({"rope_parameters": ..., "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "needs a number as 'factor'"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window 4096"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window 8"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_size": "many"}, "hidden_size must be a positive integer"),
+        ({"num_key_value_heads": 3}, "no multiple"),
+    ],
+)
+def test_unsupported_configurations_are_refused_by_name(folder, changes, match):
+    edit(folder, **changes)
+    refused(folder, match)
+
+
+def test_a_tokenizer_larger_than_the_embedding(folder):
+    vocabulary = {chr(0x4E00 + i): i for i in range(65)}
+    data = {
+        "version": "1.0",
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "一"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    refused(folder, "the tokenizer has 65 tokens, the embedding only 64")
+    (folder / "tokenizer.json").write_text("{}")
+    refused(folder, "is not a tokenizer")
+
+
+def test_devices_and_dtypes_that_are_not_there(folder):
+    refused(folder, "device abacus is not there", device="abacus")
+    refused(folder, "dtype int3 is not supported", dtype="int3")
+    if not torch.cuda.is_available():
+        refused(folder, "device cuda is not there: use one of cpu", device="cuda")

@@ -1,0 +1,298 @@
+"""One place ends a run: exactly where plain decoding would have stopped. And the command line."""
+
+import io
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from conftest import GOLDEN, ROOT, random_model, random_tokens
+from test_tokenizer import byte_tokenizer
+
+from minispec import UserError, generate
+from minispec.checkpoint import load, save
+from minispec.generate import decode, stream
+from minispec.tree import Step, Tree
+
+TOKENIZER = byte_tokenizer()
+VOCAB = TOKENIZER.size
+
+
+def byte_model(seed: int = 0, context: int = 256, eos: tuple[int, ...] = ()):
+    return random_model(seed, vocab_size=VOCAB, context=context, bos_id=256, eos_ids=eos)
+
+
+def scripted(text_tokens: list[int], block: int):
+    """A method that emits these tokens, `block` a round, as if all its drafts had been accepted."""
+
+    def method(model, prompt, sampling, randomness, *, cache=None) -> Iterator[Step]:
+        model.prefill(prompt[cache.length : -1], cache)
+        yield Step()
+        tokens, rest = list(prompt), list(text_tokens)
+        while True:
+            new, rest = rest[:block], rest[block:]
+            guess = new[: cache.room][:-1]
+            tree = Tree.chain(tokens[-1], guess)
+            model(tree.tokens, cache, tree.depth, tree.mask)
+            cache.commit(list(range(len(tree))))
+            tokens += new[: cache.room + 1]
+            yield Step(new, tree, list(range(len(tree))))
+
+    return method
+
+
+@pytest.fixture(params=[1, 2, 3, 7])
+def blocks(request, monkeypatch):
+    """Register a scripted method of this block size."""
+
+    def register(tokens):
+        monkeypatch.setitem(generate.METHODS, "scripted", scripted(tokens, request.param))
+
+    return register
+
+
+@pytest.mark.parametrize("offset", range(8))
+@pytest.mark.parametrize("eos", [(256,), (258, 259, 256)])
+def test_an_end_token_ends_at_every_offset_of_a_block(blocks, offset, eos):
+    tokens = TOKENIZER.encode("abcdefghijklmnop")
+    blocks(tokens[:offset] + [256] + tokens[offset:])
+    run = decode(byte_model(eos=eos), TOKENIZER, "x", method="scripted")
+    assert run.tokens == tokens[:offset] + [256]
+    assert (run.text, run.finish_reason) == ("abcdefghijklmnop"[:offset], "eos")
+    assert run.cache.length <= 1 + len(run.tokens) - 1
+    run = decode(byte_model(eos=eos), TOKENIZER, "x", method="scripted", ignore_eos=True,
+                 max_new_tokens=12)  # fmt: skip
+    assert (len(run.tokens), run.finish_reason) == (12, "length")
+
+
+@pytest.mark.parametrize("n", range(16))
+def test_the_number_of_tokens_is_never_overshot(blocks, n):
+    tokens = TOKENIZER.encode("abcdefghijklmnopqrst")
+    blocks(tokens)
+    run = decode(byte_model(), TOKENIZER, "x", method="scripted", max_new_tokens=n)
+    assert run.tokens == tokens[:n] and run.finish_reason == "length"
+    assert run.stats["new_tokens"] == n
+
+
+@pytest.mark.parametrize("stop", ["d", "def", "fgh", "p", "no", "é", "你", "好x"])
+def test_a_stop_string_ends_at_its_last_token_and_is_not_shown(blocks, stop):
+    text = "abcdefghéi你好xnop"
+    tokens = TOKENIZER.encode(text)
+    blocks(tokens)
+    run = stream(byte_model(), TOKENIZER, "x", method="scripted", stop=("zzz", stop))
+    shown = [chunk.text for chunk in run]
+    before = text[: text.index(stop)]
+    assert "".join(shown) == run.text == before and run.finish_reason == "stop"
+    assert run.tokens == tokens[: len((before + stop).encode())]
+
+
+def test_what_might_begin_a_stop_string_is_held_back_and_then_shown(blocks):
+    blocks(TOKENIZER.encode("ababac!!"))
+    run = decode(byte_model(), TOKENIZER, "x", method="scripted", stop=("abac?", "b!"),
+                 max_new_tokens=8)  # fmt: skip
+    assert run.text == "ababac!!" and run.finish_reason == "length"
+
+
+@pytest.mark.parametrize("context", [4, 5, 6, 17])
+def test_the_context_ends_a_run_and_a_prompt_must_leave_room(context):
+    model = byte_model(context=context)
+    run = decode(model, TOKENIZER, "abc", max_new_tokens=100)
+    assert (len(run.tokens), run.finish_reason) == (context - 3, "context")
+    for n in (context, context + 1):
+        with pytest.raises(
+            UserError, match=f"the prompt has {n} tokens, the context only {context}"
+        ):
+            decode(model, TOKENIZER, "a" * n)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_kept_cache_gives_the_same_turn_as_a_fresh_one(seed):
+    """Stopped inside a block or not, what is left in the cache serves the next turn."""
+    rng, model = random.Random(seed), byte_model(seed)
+    first = random_tokens(rng.randint(1, 20), seed, vocab=256)
+    cache = model.new_cache()
+    one = decode(model, TOKENIZER, first, cache=cache, max_new_tokens=rng.randint(0, 9))
+    second = first + one.tokens + random_tokens(rng.randint(1, 5), seed + 1, vocab=256)
+    two = decode(model, TOKENIZER, second, cache=cache, max_new_tokens=20)
+    assert two.cached_tokens == max(0, len(first + one.tokens) - 1)
+    assert two.tokens == decode(model, TOKENIZER, second, max_new_tokens=20).tokens
+
+
+def test_twice_in_a_row_gives_the_same_and_a_seed_decides():
+    model = byte_model()
+    runs = [decode(model, TOKENIZER, "hello", temperature=1.0, seed=s, max_new_tokens=30).tokens
+            for s in (1, 1, 2)]  # fmt: skip
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_plain_decodings_statistics():
+    stats = decode(byte_model(), TOKENIZER, "hello", max_new_tokens=9).stats
+    assert (stats["target_passes"], stats["new_tokens"], stats["tokens_per_pass"]) == (9, 9, 1.0)
+    assert stats["drafted"] == stats["accepted"] == stats["extra_parameters"] == 0
+    assert stats["prefill_seconds"] > 0 and stats["tokens_per_second"] > 0
+
+
+def test_acceptance_by_position_counts_what_it_says():
+    """Depth 1: 2 of 3 accepted. Depth 2: drafted twice, accepted once, where depth 1 had been."""
+    rounds = [
+        Step([5, 6], Tree.chain(0, [5]), [0, 1]),
+        Step([5, 6, 7], Tree.chain(0, [5, 6]), [0, 1, 2]),
+        Step([9], Tree.chain(0, [5, 6]), [0]),
+    ]
+    rates = generate.acceptance(rounds)
+    assert rates == {"unconditional": [2 / 3, 1 / 2], "conditional": [2 / 3, 1.0]}
+
+
+@pytest.mark.parametrize(
+    "prompt, options, match",
+    [
+        ([], {}, "prompt is empty"),
+        ([3, 999], {}, "prompt id 999 is out of range"),
+        ([-1], {}, "prompt id -1 is out of range"),
+        ([1], {"max_new_tokens": -1}, "must not be negative"),
+        ([1], {"method": "magic"}, "unknown method 'magic'"),
+        ([1], {"stop": ("",)}, "must not be empty"),
+        ([1], {"temperature": -0.1}, "temperature"),
+        ("text", {}, "no tokenizer.json"),
+        ([1], {"stop": ("a",)}, "no tokenizer.json|need a tokenizer"),
+    ],
+)
+def test_wrong_input_is_one_clear_line(prompt, options, match):
+    with pytest.raises(UserError, match=match):
+        decode(random_model(), None, prompt, **options)
+
+
+def test_an_empty_prompt_begins_with_bos_where_the_model_has_one():
+    run = decode(byte_model(), TOKENIZER, "", max_new_tokens=3)
+    assert run.prompt == [256] and len(run.tokens) == 3
+
+
+# ---- command line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A byte-level model on disk."""
+    path = tmp_path_factory.mktemp("model")
+    save(byte_model(), TOKENIZER, path)
+    return str(path)
+
+
+def call(*arguments: str) -> None:
+    generate.main([*arguments, "--device", "cpu"])
+
+
+def test_json_is_the_contract(folder, capsys):
+    call("hello", "--model", folder, "--json", "--max-new-tokens", "5", "--dtype", "float64")
+    out = json.loads(capsys.readouterr().out)
+    assert list(out) == [
+        "method",
+        "model",
+        "prompt_tokens",
+        "tokens",
+        "text",
+        "finish_reason",
+        "stats",
+    ]
+    assert set(out["stats"]) >= {
+        "target_passes", "new_tokens", "tokens_per_pass", "drafted", "accepted", "acceptance",
+        "prefill_seconds", "decode_seconds", "tokens_per_second", "extra_parameters",
+    }  # fmt: skip
+    model, tokenizer = load(folder, "float64", "cpu")
+    expected = decode(model, tokenizer, "hello", max_new_tokens=5)
+    assert (out["tokens"], out["prompt_tokens"]) == (expected.tokens, 5)
+    assert (out["text"], out["finish_reason"]) == (expected.text, "length")
+
+
+def test_every_source_of_a_prompt_is_the_same_prompt(folder, capsys, tmp_path, monkeypatch):
+    options = ("--model", folder, "--json", "--max-new-tokens", "4")
+    (tmp_path / "prompt.txt").write_text("héllo", encoding="utf-8")
+    ids = ",".join(map(str, TOKENIZER.encode("héllo")))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("héllo\n"))
+    tokens = []
+    for source in (
+        ["héllo"],
+        ["--prompt-ids", ids],
+        ["--prompt-file", str(tmp_path / "prompt.txt")],
+        [],
+    ):
+        call(*source, *options)
+        tokens.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert tokens == [tokens[0]] * 4
+
+
+def test_text_is_streamed_after_its_prompt_and_figures_go_to_stderr(folder, capsys):
+    call("hello", "--model", folder, "--stats", "--max-new-tokens", "5")
+    out, err = capsys.readouterr()
+    assert out.startswith("hello") and out.endswith("\n") and "5 tokens (length) in 5 passes" in err
+
+
+def test_a_chat_feeds_only_what_is_new(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\nhow are you?\n"))
+    call("--model", folder, "--chat", "--json", "--max-new-tokens", "4", "--dtype", "float64")
+    turns = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(turns) == 2 and turns[0]["stats"]["cached_tokens"] == 0
+    # at least the first prompt; the answer too, as far as its text is encoded in the same tokens
+    assert turns[1]["stats"]["cached_tokens"] >= turns[0]["prompt_tokens"]
+    model, tokenizer = load(folder, "float64", "cpu")
+    answer = turns[0]["text"].strip()
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer},
+                {"role": "user", "content": "how are you?"}]  # fmt: skip
+    fresh = decode(model, tokenizer, tokenizer.chat(messages), max_new_tokens=4)
+    assert turns[1]["tokens"] == fresh.tokens
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        (["x", "--model", "nowhere"], "no such model directory: nowhere"),
+        (["x", "--method", "magic"], "unknown method 'magic'"),
+        (["x", "--max-new-tokens", "-3"], "must not be negative"),
+        (["x", "--top-p", "2"], "top-p 2.0"),
+        (["x", "--prompt-ids", "1"], "give one prompt"),
+        (["--prompt-ids", "1,b"], "must be integers between commas"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (["--prompt-ids", "1,70000"], "70000 is out of range"),
+        (["x" * 300], "the prompt has 300 tokens, the context only 256"),
+        (["x", "--dtype", "int3"], "dtype int3"),
+        (["x", "--stop", ""], "must not be empty"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(folder, arguments, match, capsys):
+    if "--model" not in arguments:
+        arguments = [*arguments, "--model", folder]
+    with pytest.raises(SystemExit) as caught:
+        call(*arguments)
+    err = capsys.readouterr().err
+    assert caught.value.code == 2 and match in err and err.count("\n") == 1
+
+
+def test_ctrl_c_ends_cleanly_with_what_was_produced(folder):
+    command = [sys.executable, "-m", "minispec.generate", "x", "--model", folder, "--json",
+               "--ignore-eos", "--max-new-tokens", "1000000"]  # fmt: skip
+    # a context that lasts: the model's weights do not depend on it
+    config = json.loads(open(f"{folder}/config.json").read())
+    open(f"{folder}/config.json", "w").write(
+        json.dumps(config | {"max_position_embeddings": 10**6})
+    )
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    open(f"{folder}/config.json", "a").close()
+    time.sleep(8)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    open(f"{folder}/config.json", "w").write(json.dumps(config))
+    assert b"Traceback" not in err
+    result = json.loads(out)
+    assert result["finish_reason"] == "interrupted" and len(result["tokens"]) > 0
+
+
+def test_the_golden_models_run_through_the_command_line(capsys):
+    call(
+        "--prompt-ids", "5,6,7", "--model", str(GOLDEN / "qwen3"), "--json", "--max-new-tokens", "3"
+    )
+    out = json.loads(capsys.readouterr().out)
+    assert len(out["tokens"]) == 3 and out["text"] == ""
