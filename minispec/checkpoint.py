@@ -201,12 +201,12 @@ def assign(
     expected = {name: parameter.shape for name, parameter in module.named_parameters()}
     found, unexpected, misshapen = set(), [], []
     for name, tensor in tensors:
+        found.add(name)
         if name not in expected:
             unexpected.append(name)
         elif tensor.shape != expected[name]:
             misshapen.append(f"{name} {list(tensor.shape)} instead of {list(expected[name])}")
         else:
-            found.add(name)
             owner, _, leaf = name.rpartition(".")
             parameter = torch.nn.Parameter(tensor.to(device, dtype), requires_grad=False)
             setattr(module.get_submodule(owner), leaf, parameter)

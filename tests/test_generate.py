@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -103,9 +102,7 @@ def test_the_context_ends_a_run_and_a_prompt_must_leave_room(context):
     run = decode(model, TOKENIZER, "abc", max_new_tokens=100)
     assert (len(run.tokens), run.finish_reason) == (context - 3, "context")
     for n in (context, context + 1):
-        with pytest.raises(
-            UserError, match=f"the prompt has {n} tokens, the context only {context}"
-        ):
+        with pytest.raises(UserError, match=f"has {n} tokens, the context only {context}"):
             decode(model, TOKENIZER, "a" * n)
 
 
@@ -189,15 +186,8 @@ def call(*arguments: str) -> None:
 def test_json_is_the_contract(folder, capsys):
     call("hello", "--model", folder, "--json", "--max-new-tokens", "5", "--dtype", "float64")
     out = json.loads(capsys.readouterr().out)
-    assert list(out) == [
-        "method",
-        "model",
-        "prompt_tokens",
-        "tokens",
-        "text",
-        "finish_reason",
-        "stats",
-    ]
+    keys = "method model prompt_tokens tokens text finish_reason stats"
+    assert list(out) == keys.split()
     assert set(out["stats"]) >= {
         "target_passes", "new_tokens", "tokens_per_pass", "drafted", "accepted", "acceptance",
         "prefill_seconds", "decode_seconds", "tokens_per_second", "extra_parameters",
@@ -210,16 +200,12 @@ def test_json_is_the_contract(folder, capsys):
 
 def test_every_source_of_a_prompt_is_the_same_prompt(folder, capsys, tmp_path, monkeypatch):
     options = ("--model", folder, "--json", "--max-new-tokens", "4")
-    (tmp_path / "prompt.txt").write_text("héllo", encoding="utf-8")
+    file = tmp_path / "prompt.txt"
+    file.write_text("héllo", encoding="utf-8")
     ids = ",".join(map(str, TOKENIZER.encode("héllo")))
     monkeypatch.setattr(sys, "stdin", io.StringIO("héllo\n"))
     tokens = []
-    for source in (
-        ["héllo"],
-        ["--prompt-ids", ids],
-        ["--prompt-file", str(tmp_path / "prompt.txt")],
-        [],
-    ):
+    for source in (["héllo"], ["--prompt-ids", ids], ["--prompt-file", str(file)], []):
         call(*source, *options)
         tokens.append(json.loads(capsys.readouterr().out)["tokens"])
     assert tokens == [tokens[0]] * 4
@@ -271,23 +257,17 @@ def test_mistakes_are_one_line_and_code_2(folder, arguments, match, capsys):
     assert caught.value.code == 2 and match in err and err.count("\n") == 1
 
 
-def test_ctrl_c_ends_cleanly_with_what_was_produced(folder):
-    command = [sys.executable, "-m", "minispec.generate", "x", "--model", folder, "--json",
-               "--ignore-eos", "--max-new-tokens", "1000000"]  # fmt: skip
-    # a context that lasts: the model's weights do not depend on it
-    config = json.loads(open(f"{folder}/config.json").read())
-    open(f"{folder}/config.json", "w").write(
-        json.dumps(config | {"max_position_embeddings": 10**6})
-    )
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    open(f"{folder}/config.json", "a").close()
-    time.sleep(8)
+def test_ctrl_c_ends_cleanly_with_what_was_produced(tmp_path):
+    save(byte_model(context=30_000), TOKENIZER, tmp_path)
+    arguments = ["-m", "minispec.generate", "x", "--model", str(tmp_path), "--stats", "--ignore-eos",
+                 "--max-new-tokens", "29000"]  # fmt: skip
+    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)  # fmt: skip
+    process.stdout.read(20)  # it has begun to speak
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
-    open(f"{folder}/config.json", "w").write(json.dumps(config))
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0 and b"tokens (interrupted) in" in err
     assert b"Traceback" not in err
-    result = json.loads(out)
-    assert result["finish_reason"] == "interrupted" and len(result["tokens"]) > 0
 
 
 def test_the_golden_models_run_through_the_command_line(capsys):

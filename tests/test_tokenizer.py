@@ -104,9 +104,7 @@ def test_save_and_load_keep_everything(tmp_path):
     byte_tokenizer().save(tmp_path)
     again = Tokenizer.from_directory(tmp_path)
     assert (again.bos, again.eos, again.chat_template) == (END, END, CHAT_TEMPLATE)
-    assert again.size == byte_tokenizer().size and again.encode(TEXT) == byte_tokenizer().encode(
-        TEXT
-    )
+    assert again.encode(TEXT) == byte_tokenizer().encode(TEXT)
     (tmp_path / "chat_template.jinja").write_text("from the file")
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     settings["add_bos_token"], settings["bos_token"] = True, {"content": END, "special": True}
