@@ -1,0 +1,166 @@
+"""Training is exact: resumed or not, in one process or two; the corpus is read as documented."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+from minispec import UserError, load, pretrain
+from minispec.generate import decode
+
+SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--ffn", "24", "--vocab", "300",
+         "--context", "32", "--batch-tokens", "128", "--device", "cpu", "--lr", "0.01"]  # fmt: skip
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """Small files of every form; the standard library's place taken by one module."""
+    folder = tmp_path / "data"
+    (folder / "library" / "tests").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    words = "the cat sat on a mat and saw one red bird fly over it".split()
+    stories = [" ".join(rng.choice(words, 30)) for _ in range(120)]
+    (folder / "stories_en.txt").write_text("\n<|endoftext|>\n".join(stories))
+    dialogue = "User: hi there\nAssistant: hello\nUser: a\nb\nAssistant: bye\n<|endoftext|>\n"
+    (folder / "dialogue_en.txt").write_text(dialogue * 60)
+    row = {"question": "What is 2+2?", "answer": "2+2 = <<2+2=4>>4\n#### 4"}
+    (folder / "gsm8k_train.jsonl").write_text((json.dumps(row) + "\n") * 60)
+    (folder / "library" / "a.py").write_text("import os\n\n\ndef f():\n    return 1\n" * 200)
+    (folder / "library" / "tests" / "b.py").write_text("assert True\n")
+    monkeypatch.setitem(pretrain.KINDS, "code", ([str(folder / "library")], 0.2))
+    return folder
+
+
+def run(data, out, steps: int, *more: str) -> dict[str, torch.Tensor]:
+    pretrain.main(["--data", str(data), "--out", str(out), "--steps", str(steps), *SIZES, *more])
+    return torch.load(out / "training.pt", weights_only=True)["model"]
+
+
+def test_the_corpus_is_read_as_documented(data):
+    train, held_out = pretrain.read_corpus(data)
+    assert set(train) == {"stories_en", "dialogue_en", "maths", "code"}
+    assert train["dialogue_en"][0] == (
+        "<|user|>hi there<|end|><|assistant|>hello<|end|><|user|>a\nb<|end|><|assistant|>bye<|end|>"
+    )
+    assert train["maths"][0] == "Question: What is 2+2?\nAnswer: 2+2 = 4\n#### 4"
+    assert len(train["stories_en"]) == 117 and len(held_out["stories_en"]) == 3
+    assert not set(train["stories_en"]) & set(held_out["stories_en"])
+    assert not any("assert True" in d for d in train["code"] + held_out["code"])
+    assert all(len(d) < 5000 for d in train["code"])
+
+
+def test_a_stream_shows_every_document_once_an_epoch_in_fresh_order():
+    documents = [[i] * (i + 1) for i in range(6)]
+    stream = pretrain.Stream(documents, seed=1)
+    epochs = [stream.take(stream.size) for _ in range(3)]
+    assert all(sorted(e) == sorted(sum(documents, [])) for e in epochs)
+    assert not np.array_equal(epochs[0], epochs[1])
+    resumed = pretrain.Stream(documents, seed=1)
+    resumed.position = stream.size + 4
+    assert np.array_equal(resumed.take(30), np.concatenate(epochs[1:])[4:34])
+
+
+def test_warm_up_text_is_seen_early_only():
+    documents = {"stories_en": [[1]], "maths": [[2]], "stories_distilled": [[3]]}
+    batches = pretrain.Batches(documents, seed=0)
+    assert batches.shares(0.1)[2] == 0.5 and batches.shares(0.31)[2] == 0.0
+    assert abs(batches.shares(0.1).sum() - 1) < 1e-12 and abs(batches.shares(0.9).sum() - 1) < 1e-12
+
+
+def test_resumed_training_equals_uninterrupted_training(data, tmp_path):
+    whole = run(data, tmp_path / "whole", 12)
+    run(data, tmp_path / "parts", 12, "--save-every", "5")
+    # what a kill after step 5 leaves: its checkpoint
+    trained = pretrain.Trainer.save
+    stop = RuntimeError("killed")
+
+    def killed(self, path):
+        trained(self, path)
+        if self.step == 5:
+            raise stop
+
+    pretrain.Trainer.save = killed
+    try:
+        with pytest.raises(RuntimeError, match="killed"):
+            run(data, tmp_path / "killed", 12, "--save-every", "5")
+    finally:
+        pretrain.Trainer.save = trained
+    resumed = run(data, tmp_path / "killed", 12, "--save-every", "5")
+    for name in whole:
+        assert torch.equal(whole[name], resumed[name]), name
+
+
+def test_training_learns_and_what_it_writes_loads(data, tmp_path):
+    out = tmp_path / "out"
+    run(data, out, 60)
+    card = (out / "README.md").read_text()
+    assert "60 steps, 7,680 tokens" in card and "held-out bits per byte" in card
+    untrained = run(data, tmp_path / "untrained", 1)
+    model, tokenizer = load(out, "float32", "cpu")
+    assert model.config.eos_ids == (0, 3) and model.config.bos_id == 0
+    held_out = pretrain.read_corpus(data)[1]["stories_en"]
+    rows = pretrain.clip_held_out(tokenizer.backend, held_out, 32)
+    after = pretrain.bits_per_byte(model, *rows)
+    trained = {k: v.clone() for k, v in model.state_dict().items()}
+    model.load_state_dict(untrained)
+    assert after < 0.7 * pretrain.bits_per_byte(model, *rows)
+    model.load_state_dict(trained)
+    run_ = decode(model, tokenizer, tokenizer.chat([{"role": "user", "content": "hi"}]),
+                  max_new_tokens=5)  # fmt: skip
+    assert len(run_.tokens) >= 1
+
+
+def test_bits_per_byte_is_the_plain_sum_over_documents(data, tmp_path):
+    run(data, tmp_path / "out", 2)
+    model, tokenizer = load(tmp_path / "out", "float64", "cpu")
+    texts = ["the cat sat", "a bird", "on the mat and over it, é"]
+    rows, sizes = pretrain.clip_held_out(tokenizer.backend, texts, 32)
+    bits = 0.0
+    for row in rows:
+        laws = model.logits(model(row[:-1]))[0].log_softmax(-1)
+        bits -= sum(laws[i, token].item() for i, token in enumerate(row[1:])) / np.log(2)
+    assert sizes == [len(t.encode()) for t in texts] and rows[0][-1] == rows[0][0] == 0
+    assert abs(pretrain.bits_per_byte(model, rows, sizes) - bits / sum(sizes)) < 1e-5
+
+
+def test_two_processes_train_the_same_model_as_one(data, tmp_path):
+    alone = run(data, tmp_path / "alone", 6)
+    script = tmp_path / "both.py"
+    script.write_text(
+        "import sys\nfrom minispec import pretrain\n"
+        f"pretrain.KINDS['code'] = ([{str(data / 'library')!r}], 0.2)\npretrain.main(sys.argv[1:])\n"
+    )
+    arguments = ["--data", str(data), "--out", str(tmp_path / "both"), "--steps", "6", *SIZES]
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+         "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script), *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, check=True,
+        capture_output=True,
+    )  # fmt: skip
+    both = torch.load(tmp_path / "both" / "training.pt", weights_only=True)["model"]
+    for name in alone:
+        torch.testing.assert_close(both[name], alone[name], rtol=0, atol=2e-4)
+
+
+def test_wrong_input_is_refused(data, tmp_path):
+    def refused(match, *more, folder=data, out="out"):
+        with pytest.raises(SystemExit) as caught:
+            run(folder, tmp_path / out, 2, *more)
+        assert caught.value.code == 2
+        return match
+
+    for match, more in (
+        ("must be at least 1", ["--layers", "0"]),
+        ("even multiple", ["--heads", "3"]),
+        ("must hold a multiple", ["--batch-tokens", "8"]),
+    ):
+        refused(match, *more)
+    run(data, tmp_path / "small", 2)
+    refused("other sizes", "--layers", "3", out="small")
+    with pytest.raises(UserError, match="holds none of the files"):
+        pretrain.read_corpus(tmp_path)
