@@ -19,11 +19,17 @@ from minispec.cache import KVCache
 from minispec.checkpoint import load
 from minispec.errors import UserError, command
 from minispec.model import Transformer
+from minispec.prompt_lookup import prompt_lookup
 from minispec.sampling import Randomness, Sampling, Seeded
+from minispec.speculative import speculative
 from minispec.tokenizer import TextStream, Tokenizer
 from minispec.tree import Step
 
-METHODS: dict[str, Callable[..., Iterator[Step]]] = {"autoregressive": autoregressive}
+METHODS: dict[str, Callable[..., Iterator[Step]]] = {
+    "autoregressive": autoregressive,
+    "speculative": speculative,
+    "prompt-lookup": prompt_lookup,
+}
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
 TREE_ROOM = 64  # cache rows beyond the tokens asked for, so that a tree need not shrink at the end
@@ -62,19 +68,13 @@ class Run:
     """
 
     def __init__(
-        self,
-        method: str,
-        prompt: list[int],
-        steps: Iterator[Step],
-        cache: KVCache,
-        ending: Ending,
-        eos_ids: tuple[int, ...],
-        decoder: TextStream | None,
-    ):
+        self, method: str, prompt: list[int], steps: Iterator[Step], cache: KVCache,
+        ending: Ending, eos_ids: tuple[int, ...], decoder: TextStream | None, extra_parameters: int,
+    ):  # fmt: skip
         self.method, self.prompt, self.steps, self.cache = method, prompt, steps, cache
         self.ending, self.decoder = ending, decoder
         self.eos_ids = () if ending.ignore_eos else eos_ids
-        self.cached_tokens = cache.length
+        self.cached_tokens, self.extra_parameters = cache.length, extra_parameters
         self.tokens: list[int] = []
         self.text = ""
         self.held = ""  # decoded, but maybe the beginning of a stop string
@@ -154,7 +154,7 @@ class Run:
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": new / self.decode_seconds if self.decode_seconds else 0.0,
-            "extra_parameters": 0,
+            "extra_parameters": self.extra_parameters,
         }
 
     def as_json(self, model_name: str) -> dict:
@@ -162,6 +162,7 @@ class Run:
             "method": self.method,
             "model": model_name,
             "prompt_tokens": len(self.prompt),
+            "prompt_ids": self.prompt,
             "tokens": self.tokens,
             "text": self.text,
             "finish_reason": self.finish_reason,
@@ -265,7 +266,13 @@ def stream(
     assert cache.length < len(ids) and cache.capacity <= context
     steps = decode_step(model, ids, sampling, randomness or Seeded(seed), cache=cache, **options)
     decoder = tokenizer.stream(ids) if tokenizer else None
-    return Run(method, ids, steps, cache, ending, model.config.eos_ids, decoder)
+    extra = sum(
+        p.numel()
+        for value in options.values()
+        if isinstance(value, torch.nn.Module)
+        for p in value.parameters()
+    )
+    return Run(method, ids, steps, cache, ending, model.config.eos_ids, decoder, extra)
 
 
 def method_named(name: str) -> Callable[..., Iterator[Step]]:
@@ -303,6 +310,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--model", default=str(WEIGHTS / "target"), help="checkpoint directory or hub id"
     )
+    p.add_argument("--draft", help="speculative: the draft (default: the shipped one)")
+    p.add_argument("--draft-temperature", type=float, help="speculative: default as --temperature")
+    p.add_argument("--k", help="drafts a round: a number, or auto for speculative")
     p.add_argument("--prompt-ids", help="the prompt as token ids: 1,2,3")
     p.add_argument("--prompt-file", help="a UTF-8 file that holds the prompt")
     p.add_argument("--max-new-tokens", type=int, default=200)
@@ -326,6 +336,74 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--stats", action="store_true", help="figures of the run on standard error")
     p.add_argument("--json", action="store_true", help="one JSON object instead of text")
     return p.parse_args(argv)
+
+
+# the flags that belong to some methods only
+FLAGS = {
+    "draft": ("speculative",),
+    "draft_temperature": ("speculative",),
+    "k": ("speculative", "prompt-lookup"),
+}
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Complain of what can be seen to be wrong before the weights are read."""
+    method_named(args.method)
+    Ending(args.max_new_tokens, tuple(args.stop))
+    Sampling(args.temperature, args.top_k, args.top_p)
+    for flag, methods in FLAGS.items():
+        if getattr(args, flag) is not None and args.method not in methods:
+            raise UserError(
+                f"--{flag.replace('_', '-')} is for --method {' or '.join(methods)}, "
+                f"not for {args.method}"
+            )
+    if args.k is not None and not (args.k == "auto" and args.method == "speculative"):
+        try:
+            args.k = int(args.k)
+        except ValueError:
+            raise UserError(f"--k {args.k}: must be a number, or auto for speculative") from None
+        if args.k < 1:
+            raise UserError(f"--k {args.k}: must be at least 1")
+
+
+def method_options(
+    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer | None
+) -> dict:
+    """What the command line gives to the method alone; loads its draft."""
+    options = {} if args.k is None else {"k": args.k}
+    if args.method == "speculative":
+        if args.draft is None and args.model != str(WEIGHTS / "target"):
+            raise UserError(f"{args.model} needs a draft of its own: give one with --draft DIR")
+        name = args.draft or str(WEIGHTS / "draft")
+        draft, its_tokenizer = load(name, model.dtype, str(model.device))
+        check_vocabularies(tokenizer, its_tokenizer, model, draft)
+        options["draft"] = draft
+        if args.draft_temperature is not None:
+            options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
+    return options
+
+
+def check_vocabularies(
+    tokenizer: Tokenizer | None, other: Tokenizer | None, model: Transformer, draft: Transformer
+) -> None:
+    """Refuse a draft whose tokens mean something else; rows of padding do not matter."""
+    if tokenizer and other:
+        ours, theirs = tokenizer.backend.get_vocab(), other.backend.get_vocab()
+        differ = [
+            token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)
+        ]
+        if differ:
+            token = min(differ)
+            raise UserError(
+                f"the draft's vocabulary differs from the target's in {len(differ)} tokens (as "
+                f"{token!r}: {theirs.get(token)} instead of {ours.get(token)}): use a draft with "
+                "the target's tokenizer"
+            )
+    elif model.config.vocab_size != draft.config.vocab_size:
+        raise UserError(
+            f"the draft has {draft.config.vocab_size} tokens, the target {model.config.vocab_size}"
+            ", and without both tokenizers nobody can say that the difference is padding"
+        )
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:
@@ -442,12 +520,10 @@ def main(argv: list[str] | None = None) -> None:
         "stop": tuple(args.stop),
         "ignore_eos": args.ignore_eos,
     }
-    # complain before the weights are read
-    method_named(args.method)
-    Ending(args.max_new_tokens, tuple(args.stop))
-    Sampling(args.temperature, args.top_k, args.top_p)
+    check_flags(args)
     prompt = None if args.chat else read_prompt(args)
     model, tokenizer = load(args.model, args.dtype, args.device)
+    options |= method_options(args, model, tokenizer)
     if args.chat:
         chat(model, tokenizer, args, options)
     else:

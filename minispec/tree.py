@@ -30,6 +30,29 @@ class Tree:
         """The root followed by `guess`, drawn from `laws` (one each)."""
         return cls([root, *guess], list(range(-1, len(guess))), [None, *laws] if laws else [])
 
+    @classmethod
+    def merged(cls, root: int, chains: list[list[int]]) -> "Tree":
+        """The trie of all chains below the root: what they share stands once."""
+        tokens, parents = [root], [-1]
+        child: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        for chain in chains:
+            node = 0
+            for token in chain:
+                if (node, token) not in child:
+                    child[node, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                node = child[node, token]
+        return cls(tokens, parents)
+
+    @classmethod
+    def from_paths(cls, root: int, paths: list[list[int]], candidates: list[list[int]]) -> "Tree":
+        """The tree of rank paths: (0, 2) is the best candidate of depth 1, then the third best of
+        depth 2. `candidates[k]` holds the tokens of depth k + 1, best first."""
+        return cls.merged(
+            root, [[candidates[depth][rank] for depth, rank in enumerate(path)] for path in paths]
+        )
+
     def __len__(self) -> int:
         return len(self.tokens)
 

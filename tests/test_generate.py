@@ -186,7 +186,7 @@ def call(*arguments: str) -> None:
 def test_json_is_the_contract(folder, capsys):
     call("hello", "--model", folder, "--json", "--max-new-tokens", "5", "--dtype", "float64")
     out = json.loads(capsys.readouterr().out)
-    keys = "method model prompt_tokens tokens text finish_reason stats"
+    keys = "method model prompt_tokens prompt_ids tokens text finish_reason stats"
     assert list(out) == keys.split()
     assert set(out["stats"]) >= {
         "target_passes", "new_tokens", "tokens_per_pass", "drafted", "accepted", "acceptance",

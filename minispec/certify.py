@@ -1,0 +1,747 @@
+"""Is this decoder lossless? Ours, proven; anyone's, tested.
+
+    python -m minispec.certify                                  every check of every method here
+    python -m minispec.certify --impl package.module:function   a black box (see `Implementation`)
+    python -m minispec.certify --compare a.jsonl b.jsonl --model DIR     explain two runs
+
+Exact laws are sums over *every* random outcome of the real decoding loops, so a pass is a proof
+for the toy models at hand; the mutants show that each check can fail.
+"""
+
+import argparse
+import importlib
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import models as tokenizer_models
+from torch import Tensor
+
+from minispec import generate
+from minispec.cache import KVCache
+from minispec.checkpoint import load, save
+from minispec.errors import UserError, command
+from minispec.generate import METHODS, decode
+from minispec.model import Config, Transformer
+from minispec.sampling import Randomness, Sampling, Seeded, probs
+from minispec.tokenizer import Tokenizer
+from minispec.tree import Step, Tree
+from minispec.verify import accept
+
+EXACT = 1e-12  # total variation that counts as none, for sums of float64 products
+FALSE_ALARM = 1e-6  # chance that one statistical check fails a correct decoder
+TIE = 1e-3  # a top-2 logit gap below this may be decided by rounding, in float32
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row of the table."""
+
+    check: str
+    case: str
+    passed: bool
+    detail: str
+
+
+Method = Callable[..., Iterator[Step]]
+
+
+# ---- toys ----------------------------------------------------------------------------------------
+
+
+class Toy:
+    """A target whose law is a random function of the exact context, tokens *and* positions.
+
+    It goes through the real cache: a row holds its (token, position), so a stale, missing, shifted
+    or wrongly visible row changes the law at once, and a pass costs microseconds.
+    """
+
+    prefill = Transformer.prefill
+
+    def __init__(self, seed: int, vocab: int = 3, context: int = 32, eos: tuple[int, ...] = ()):
+        self.config = Config(2, 1, 1, 1, 1, 2, vocab, context, bos_id=0, eos_ids=eos)
+        self.device, self.dtype = torch.device("cpu"), torch.float64
+        self.seed, self.memory = seed, {}
+
+    def new_cache(self, capacity: int | None = None, batch: int = 1) -> KVCache:
+        return KVCache(1, 1, 2, capacity or self.config.context, batch, torch.float64)
+
+    def __call__(self, tokens, cache=None, depth=None, mask=None) -> Tensor:
+        n = len(tokens)
+        cache = cache or self.new_cache(n)
+        depth = torch.arange(n) if depth is None else depth
+        mask = torch.ones(n, n, dtype=torch.bool).tril() if mask is None else mask
+        slots, position, visible = cache.place(n, depth, mask)
+        row = torch.stack([torch.tensor(tokens), position[0]], -1).double()[None, :, None]
+        rows, _ = cache.write(0, slots, row, row, visible.shape[-1])
+        rows = [(int(p), int(t)) for t, p in rows[0, :, 0].tolist()]
+        seen = ([r for r, sees in zip(rows, v) if sees] for v in visible[0, 0].tolist())
+        return torch.stack([self.after(tuple(sorted(context))) for context in seen])[None]
+
+    def after(self, context: tuple) -> Tensor:
+        """Logits (vocab,) after a context of (position, token) pairs."""
+        if context not in self.memory:
+            draw = random.Random(repr((self.seed, context)))
+            logits = [2 * draw.gauss(0, 1) for _ in range(self.config.vocab_size)]
+            self.memory[context] = torch.tensor(logits, dtype=torch.float64)
+        return self.memory[context]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class Negated:
+    """An adversarial draft: it likes best what the target likes least."""
+
+    def __init__(self, model: Transformer):
+        self.model = model
+
+    def __getattr__(self, name: str):
+        return getattr(self.model, name)
+
+    def __call__(self, *arguments):
+        return self.model(*arguments)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return -self.model.logits(hidden)
+
+
+def small_model(seed: int, vocab: int = 24, context: int = 128, **changes) -> Transformer:
+    """A tiny random Transformer in float64, none of whose parameters is a one or a zero."""
+    settings = dict(hidden_size=16, intermediate_size=24, layers=2, heads=4, kv_heads=2, head_dim=4)
+    model = Transformer(Config(**(settings | changes), vocab_size=vocab, context=context)).double()
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        p.data.copy_(0.5 * noise + (1.0 if "norm" in name else 0.0))
+        p.requires_grad_(False)
+    return model.eval()
+
+
+# ---- drafted trees of every kind -----------------------------------------------------------------
+
+KINDS = ("one-hot", "with replacement", "without replacement")
+SHAPES = {  # parents
+    "root": [-1], "chain": [-1, 0, 1], "wide": [-1, 0, 0, 0], "deep": [-1, 0, 0, 1, 3],
+    "bushy": [-1, 0, 0, 1, 1, 2],
+}  # fmt: skip
+
+
+def forest(
+    model, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None, draft, shape: list[int], kind: str,
+) -> Iterator[Step]:  # fmt: skip
+    """Decoding by drafted trees of any shape and proposal kind: a method for proofs, not speed."""
+    cache = cache or model.new_cache()
+    tokens = list(prompt)
+    model.prefill(tokens[cache.length : -1], cache)
+    yield Step()
+    while True:
+        tree = grow(draft, tokens, shape[: cache.room], kind, sampling, randomness)
+        hidden = model(tree.tokens, cache, tree.depth, tree.mask)
+        path, fresh = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
+        cache.commit(path)
+        new = tree.tokens_at(path[1:]) + [fresh]
+        tokens += new
+        yield Step(new, tree, path)
+
+
+def grow(
+    draft,
+    tokens: list[int],
+    shape: list[int],
+    kind: str,
+    sampling: Sampling,
+    randomness: Randomness,
+) -> Tree:
+    """A tree of this shape, each child drawn from the draft's law after its parent's path."""
+    nodes, parents, laws, paths = [tokens[-1]], [-1], [None], {0: []}
+    left: dict[int, Tensor] = {}  # what the next child of a node is drawn from
+    names = {0: 0}  # node of the shape -> node of the tree
+    warm = Sampling(sampling.temperature or 1.0, sampling.top_k, sampling.top_p)
+    for node, parent in enumerate(shape[1:], start=1):
+        if parent not in names:
+            continue
+        at = names[parent]
+        if at not in left:
+            left[at] = probs(draft.logits(draft(tokens + paths[at])[0, -1:]), warm)[0]
+        q = left[at]
+        if q.sum() == 0:  # drawn without replacement, and nothing is left
+            continue
+        x = int(q.argmax()) if kind == "one-hot" else randomness.categorical(q)
+        if kind != "with replacement":
+            rest = q.clone()
+            rest[x] = 0.0
+            left[at] = rest / rest.sum() if rest.sum() > 0 else rest
+        names[node] = len(nodes)
+        paths[len(nodes)] = paths[at] + [x]
+        nodes.append(x)
+        parents.append(at)
+        laws.append(None if kind == "one-hot" else q)
+    return Tree(nodes, parents, laws)
+
+
+def bound(name: str, **options) -> Method:
+    """A method with its own arguments given; looked up when called, so that mutants reach it."""
+    return lambda *arguments, **more: METHODS[name](*arguments, **more, **options)
+
+
+def tree_method(draft, shape: str, kind: str) -> Method:
+    return lambda *arguments, **more: forest(
+        *arguments, **more, draft=draft, shape=SHAPES[shape], kind=kind
+    )
+
+
+# ---- exact ---------------------------------------------------------------------------------------
+
+
+class Enumerate:
+    """Randomness that follows a script of choices, then always the first; and its probability."""
+
+    def __init__(self, script: list[int]):
+        self.script, self.choices, self.weight = script, [], 1.0
+
+    def choose(self, weights: list[float]) -> int:
+        options = [i for i, w in enumerate(weights) if w > 0]
+        if len(options) == 1:  # nothing is random here
+            self.weight *= weights[options[0]]
+            return options[0]
+        at = len(self.choices)
+        pick = self.script[at] if at < len(self.script) else 0
+        self.choices.append((pick, len(options)))
+        self.weight *= weights[options[pick]]
+        return options[pick]
+
+    def bernoulli(self, p: float) -> bool:
+        return self.choose([1 - p, p]) == 1
+
+    def categorical(self, law: Tensor) -> int:
+        return self.choose((law.double() / law.double().sum()).tolist())
+
+
+def every_outcome(function: Callable[[Randomness], object]) -> Iterator[tuple[object, float]]:
+    """(result, probability) of function(randomness) for every sequence of random choices."""
+    script: list[int] | None = []
+    while script is not None:
+        randomness = Enumerate(script)
+        yield function(randomness), randomness.weight
+        done = list(randomness.choices)
+        while done and done[-1][0] == done[-1][1] - 1:
+            done.pop()
+        script = [pick for pick, _ in done[:-1]] + [done[-1][0] + 1] if done else None
+
+
+def first_tokens(
+    method: Method, model, prompt: list[int], sampling: Sampling, randomness: Randomness, n: int
+) -> tuple[int, ...]:
+    """The first `n` tokens of a run."""
+    tokens: list[int] = []
+    for step in method(model, prompt, sampling, randomness):
+        tokens += step.tokens
+        if len(tokens) >= n:
+            return tuple(tokens[:n])
+    raise AssertionError("a method does not end")
+
+
+def exact_law(
+    method: Method, model, prompt: list[int], sampling: Sampling, n: int
+) -> dict[tuple[int, ...], float]:
+    """Probability of every sequence of the first `n` tokens."""
+    law: dict[tuple[int, ...], float] = Counter()
+    for tokens, weight in every_outcome(
+        lambda randomness: first_tokens(method, model, prompt, sampling, randomness, n)
+    ):
+        law[tokens] += weight
+    return law
+
+
+def total_variation(a: dict, b: dict) -> float:
+    return sum(abs(a.get(k, 0.0) - b.get(k, 0.0)) for k in a.keys() | b.keys()) / 2
+
+
+SAMPLINGS = {
+    "T=1": Sampling(1.0),
+    "T=0.7 top-k 2": Sampling(0.7, top_k=2),
+    "T=1.5 top-p 0.8": Sampling(1.5, top_p=0.8),
+    "greedy": GREEDY,
+}
+
+
+def exact_cases(target, quick: bool) -> Iterator[tuple[str, Method, Iterable[str], int]]:
+    """(name, method, samplings, tokens) of every proof."""
+    other = Toy(seed=77)
+    everything = ["T=1"] if quick else list(SAMPLINGS)
+    for k in (2,) if quick else (1, 2, 3):
+        yield f"speculative k={k}", bound("speculative", draft=other, k=k), everything, 3
+    greedy_draft = bound("speculative", draft=other, k=2, draft_sampling=GREEDY)
+    yield "speculative, greedy draft", greedy_draft, everything, 3
+    warped = ["T=1.5 top-p 0.8", "T=0.7 top-k 2"]
+    yield "speculative k=2, warped", bound("speculative", draft=other, k=2), warped, 3
+    if not quick:
+        yield "autoregressive", bound("autoregressive"), everything, 3
+        yield "speculative, self", bound("speculative", draft=target, k=2), everything, 3
+        hot = Sampling(2.0)
+        yield (
+            "speculative, hot draft",
+            bound("speculative", draft=other, k=2, draft_sampling=hot),
+            everything,
+            3,
+        )
+    yield "prompt-lookup", bound("prompt-lookup", k=2), everything, 3
+    for shape in ("wide", "deep") if quick else SHAPES:
+        for kind in KINDS:
+            yield (
+                f"tree, {shape}, {kind}",
+                tree_method(other, shape, kind),
+                everything[:2],
+                3 if quick else 2,
+            )
+
+
+def check_exact(quick: bool = False) -> Iterator[Verdict]:
+    """The law of the output, summed over every random outcome, equals plain decoding's."""
+    target, prompt = Toy(seed=5), [1, 0, 2, 1, 0]
+    plain: dict = {}
+    for name, method, samplings, n in exact_cases(target, quick):
+        for label in samplings:
+            if (label, n) not in plain:
+                plain[label, n] = exact_law(
+                    bound("autoregressive"), Toy(seed=5), prompt, SAMPLINGS[label], n
+                )
+            law = exact_law(method, target, prompt, SAMPLINGS[label], n)
+            distance = total_variation(law, plain[label, n])
+            mass = abs(sum(law.values()) - 1)
+            detail = f"TV {distance:.1e} over {len(law)} sequences of {n} tokens"
+            yield Verdict("exact", f"{name}, {label}", max(distance, mass) < EXACT, detail)
+
+
+# ---- greedy, cache, statistical, limits ----------------------------------------------------------
+
+
+def greedy_cases(model, seed: int) -> Iterator[tuple[str, Method]]:
+    other = small_model(seed + 1000)
+    yield "prompt-lookup", bound("prompt-lookup")
+    drafts = (("random", other), ("self", model), ("always wrong", Negated(model)))
+    for name, draft in drafts:
+        for k in (1, 4) if seed else (1, 2, 3, 5, 8, "auto"):
+            yield f"speculative, {name} draft, k={k}", bound("speculative", draft=draft, k=k)
+    for shape in SHAPES:
+        yield f"tree, {shape}", tree_method(other, shape, "one-hot")
+
+
+def check_greedy(quick: bool = False) -> Iterator[Verdict]:
+    """Token identity with plain decoding on random Transformers in float64, twice in a row."""
+    counts, failures = Counter(), {}
+    n = 24
+    for seed in range(1 if quick else 4):
+        model = small_model(seed)
+        prompt = random.Random(seed).choices(range(24), k=1 + 6 * seed)
+        expected = first_tokens(bound("autoregressive"), model, prompt, GREEDY, Seeded(), n)
+        for name, method in greedy_cases(model, seed):
+            counts[name] += 1
+            for _ in range(2):
+                tokens = first_tokens(method, model, prompt, GREEDY, Seeded(), n)
+                if tokens != expected:
+                    failures.setdefault(name, f"seed {seed}: {first_difference(tokens, expected)}")
+    for name, runs in counts.items():
+        detail = failures.get(name, f"{runs} models, {n} tokens, twice")
+        yield Verdict("greedy", name, name not in failures, detail)
+    yield self_draft_accepts_everything()
+
+
+def self_draft_accepts_everything() -> Verdict:
+    """A draft that is the target must have every token accepted, sampled too."""
+    model, refused = small_model(3), 0
+    steps = METHODS["speculative"](model, [1, 2], Sampling(1.0), Seeded(0), draft=model, k=4)
+    for step, _ in zip(steps, range(13)):
+        refused += len(step.tree or ()) - len(step.path)
+    return Verdict(
+        "greedy", "a draft that is the target", refused == 0, f"{refused} tokens refused"
+    )
+
+
+def first_difference(a: Iterable[int], b: Iterable[int]) -> str:
+    a, b = list(a), list(b)
+    at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return f"differs at token {at}: {a[at : at + 3]} instead of {b[at : at + 3]}"
+
+
+def check_cache(quick: bool = False) -> Iterator[Verdict]:
+    """After every round each committed row equals a fresh prefill's, and all but one are there."""
+    model, worst = small_model(7), {}
+    for name, method in greedy_cases(model, 7):
+        cache, tokens, error = model.new_cache(), [3, 1, 4, 1, 5], 0.0
+        for round_, step in enumerate(method(model, tokens, Sampling(1.0), Seeded(1), cache=cache)):
+            tokens = tokens + step.tokens
+            if cache.length != len(tokens) - 1:
+                error = math.inf
+                break
+            fresh = model.new_cache()
+            model.prefill(tokens[:-1], fresh)
+            kept = slice(cache.length)
+            error = max(error, float((cache.k[:, :, kept] - fresh.k[:, :, kept]).abs().max()))
+            error = max(error, float((cache.v[:, :, kept] - fresh.v[:, :, kept]).abs().max()))
+            if round_ == (4 if quick else 8):
+                break
+        worst[name] = error
+    for name, error in worst.items():
+        yield Verdict("cache", name, error < 1e-9, f"largest difference of a row {error:.1e}")
+
+
+def chi_square_p(counts: Counter, law: dict[tuple[int, ...], float]) -> float:
+    """Chance of so large a χ² if the counts were drawn from `law`; rare cells are pooled."""
+    n = sum(counts.values())
+    if any(law.get(k, 0.0) == 0 for k in counts):
+        return 0.0  # something impossible was drawn
+    cells, rare = [], [0.0, 0.0]
+    for key, p in law.items():
+        if n * p >= 5:
+            cells.append((counts[key], n * p))
+        else:
+            rare = [rare[0] + counts[key], rare[1] + n * p]
+    cells += [tuple(rare)] if rare[1] > 0 else []
+    chi2 = sum((seen - expected) ** 2 / expected for seen, expected in cells)
+    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
+    half = torch.tensor(chi2 / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, half)) if len(cells) > 1 else 1.0
+
+
+def check_statistical(quick: bool = False) -> Iterator[Verdict]:
+    """χ² of the first two tokens of many seeded runs of a small Transformer, against their law."""
+    model, draft, prompt = small_model(11, vocab=6), small_model(12, vocab=6), [1, 2, 3, 1, 2]
+    cases = [
+        ("speculative", bound("speculative", draft=draft, k=3)),
+        ("prompt-lookup", bound("prompt-lookup", k=3)),
+        ("tree, deep, without replacement", tree_method(draft, "deep", "without replacement")),
+    ]
+    for name, method in cases[: 1 if quick else None]:
+        for sampling in (
+            (Sampling(1.0, top_p=0.9),) if quick else (Sampling(1.0, top_p=0.9), Sampling(0.8))
+        ):
+            law = exact_law(bound("autoregressive"), model, prompt, sampling, 2)
+            counts = Counter(
+                first_tokens(method, model, prompt, sampling, Seeded(seed), 2)
+                for seed in range(400)
+            )
+            p = chi_square_p(counts, law)
+            detail = (
+                f"p = {p:.3f}, 400 runs (fails a correct decoder once in {1 / FALSE_ALARM:.0e})"
+            )
+            label = f"{name}, T={sampling.temperature} top-p {sampling.top_p}"
+            yield Verdict("statistical", label, p > FALSE_ALARM, detail)
+
+
+def letters(vocab: int) -> Tokenizer:
+    """One letter a token."""
+    words = {chr(97 + i): i for i in range(vocab)}
+    return Tokenizer(Backend(tokenizer_models.WordLevel(words, unk_token="a")))
+
+
+def limit_cases(context: int, draft: Toy) -> Iterator[tuple[str, dict]]:
+    """Ways to end, each at every offset."""
+    for n in range(12):
+        yield f"max-new-tokens {n}", {"max_new_tokens": n}
+    for eos in ((0,), (1,), (2,), (0, 2), ()):
+        yield f"eos {eos}", {"eos": eos, "max_new_tokens": 20}
+    for stop in ("a", "b", "c d", "b a", "a c", "c c b"):
+        yield f"stop {stop!r}", {"stop": (stop,), "max_new_tokens": 20}
+    yield "context", {"max_new_tokens": 3 * context}
+
+
+def check_limits(quick: bool = False) -> Iterator[Verdict]:
+    """Tokens, text and reason to stop equal plain decoding's; the next turn finds a sound cache."""
+    tokenizer, context = letters(3), 24
+    methods = {
+        "speculative": {"draft": Toy(77), "k": 4},
+        "speculative, self": {"draft": Toy(5), "k": 4},
+        "prompt-lookup": {},
+    }
+    for name, options in methods.items():
+        failures, count = [], 0
+        for seed in (5,) if quick else (5, 6, 7):
+            for label, ending in limit_cases(context, Toy(77)):
+                for prompt in ([0], [1, 2, 0, 1, 2, 0]):
+                    count += 1
+                    problem = ends_differently(
+                        Toy(seed, context=context, eos=ending.get("eos", ())), tokenizer, prompt,
+                        name.split(",")[0], {k: v for k, v in ending.items() if k != "eos"}, options,
+                    )  # fmt: skip
+                    if problem:
+                        failures.append(f"{label}: {problem}")
+        detail = failures[0] if failures else f"{count} endings, each with a turn after it"
+        yield Verdict("limits", name, not failures, detail)
+
+
+def ends_differently(
+    model: Toy, tokenizer: Tokenizer, prompt: list[int], method: str, ending: dict, options: dict
+) -> str | None:
+    """What differs from plain decoding in a run that ends so, or in the turn after it."""
+    plain = decode(model, tokenizer, prompt, **ending)
+    cache = model.new_cache()
+    run = decode(model, tokenizer, prompt, method, cache=cache, **ending, **options)
+    for field in ("tokens", "text", "finish_reason"):
+        if getattr(run, field) != getattr(plain, field):
+            return f"{field} {getattr(run, field)!r} instead of {getattr(plain, field)!r}"
+    again = prompt + run.tokens + [1]
+    if len(again) >= model.config.context or run.finish_reason == "context":
+        return None
+    next_turn = decode(model, tokenizer, again, method, cache=cache, max_new_tokens=4, **options)
+    expected = decode(model, tokenizer, again, max_new_tokens=4)
+    return None if next_turn.tokens == expected.tokens else "the next turn's tokens differ"
+
+
+CHECKS = {
+    "exact": check_exact,
+    "greedy": check_greedy,
+    "cache": check_cache,
+    "statistical": check_statistical,
+    "limits": check_limits,
+}
+
+
+def check_mutants() -> Iterator[Verdict]:
+    """Every seeded mistake must make some check fail; a survivor fails the run."""
+    from minispec.mutants import MUTANTS
+
+    for mutant in MUTANTS:
+        order = [mutant.caught_by, *(name for name in CHECKS if name != mutant.caught_by)]
+        with mutant.apply():
+            caught = next(filter(None, (first_failure(CHECKS[name]) for name in order)), None)
+        yield Verdict("mutants", mutant.name, caught is not None, caught or "SURVIVED every check")
+
+
+def first_failure(check: Callable[..., Iterator[Verdict]]) -> str | None:
+    """Where a check fails first, if it does; a crash is a failure too."""
+    try:
+        for verdict in check(quick=True):
+            if not verdict.passed:
+                return f"caught by {verdict.check}: {verdict.case}"
+    except Exception as error:
+        return f"caught by {check.__name__.removeprefix('check_')}: {type(error).__name__}"
+    return None
+
+
+# ---- other implementations -----------------------------------------------------------------------
+
+
+class Implementation(Protocol):
+    """What --impl names: a function over token ids."""
+
+    def __call__(
+        self, checkpoint: str, prompt: list[int], *, max_new_tokens: int, temperature: float,
+        top_k: int, top_p: float, seed: int,
+    ) -> list[int]:  # fmt: skip
+        """The new tokens, an EOS that ends them included, after `prompt` (ids of the checkpoint, a
+        Hugging Face directory of a small llama in float32). temperature 0 is greedy; top_k 0 and
+        top_p 1 are off; equal seeds may give equal, different seeds must give independent draws.
+        Called thousands of times: keep the loaded model between calls."""
+
+
+def load_implementation(name: str) -> Implementation:
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"--impl {name}: cannot be imported ({error}): give package.module:function"
+        ) from None
+    if not callable(found):
+        raise UserError(f"--impl {name}: is not a function")
+    return found
+
+
+def call(impl: Implementation, folder: str, prompt: list[int], seed: int = 0, n: int = 24,
+         sampling: Sampling = GREEDY) -> list[int]:  # fmt: skip
+    """The implementation's tokens; anything but a list of ids is the user's mistake."""
+    try:
+        tokens = impl(
+            folder, list(prompt), max_new_tokens=n, temperature=sampling.temperature,
+            top_k=sampling.top_k, top_p=sampling.top_p, seed=seed,
+        )  # fmt: skip
+    except Exception as error:
+        raise UserError(f"the implementation raised {type(error).__name__}: {error}") from error
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise UserError(f"the implementation must return a list of int, not {str(tokens)[:80]}")
+    return tokens
+
+
+def check_implementation(impl: Implementation) -> Iterator[Verdict]:
+    """Greedy identity, lengths, end tokens, repeated calls, and χ² of sampled runs."""
+    with tempfile.TemporaryDirectory() as temporary:
+        for seed in range(3):
+            folder, model = write_checkpoint(Path(temporary) / str(seed), seed, vocab=24)
+            yield impl_greedy(impl, folder, model, seed)
+        yield impl_lengths(impl, folder, model)
+        yield impl_end(impl, Path(temporary) / "eos")
+        folder, model = write_checkpoint(Path(temporary) / "law", 11, vocab=6)
+        for sampling in (Sampling(1.0), Sampling(1.0, top_p=0.8), Sampling(1.0, top_k=3)):
+            yield impl_law(impl, folder, model, sampling)
+
+
+def write_checkpoint(path: Path, seed: int, vocab: int, eos: tuple[int, ...] = ()):
+    save(small_model(seed, vocab, eos_ids=eos), None, path, torch.float32)
+    return str(path), load(path, "float64", "cpu")[0]
+
+
+def impl_greedy(impl: Implementation, folder: str, model: Transformer, seed: int) -> Verdict:
+    prompts = [random.Random(i).choices(range(24), k=1 + 5 * i) for i in range(6)]
+    ties = 0
+    for prompt in prompts:
+        expected = first_tokens(bound("autoregressive"), model, prompt, GREEDY, Seeded(), 24)
+        for tokens in (call(impl, folder, prompt), call(impl, folder, prompt)):
+            at, gap = divergence(model, prompt, tokens, list(expected))
+            ties += at is not None and gap < TIE
+            if at is not None and gap >= TIE:
+                where = first_difference(tokens, expected)
+                return Verdict("greedy", f"model {seed}", False, f"{where}, top-2 gap {gap:.3f}")
+    return Verdict("greedy", f"model {seed}", True, f"6 prompts, 24 tokens, twice; {ties} ties")
+
+
+def divergence(
+    model: Transformer, prompt: list[int], a: list[int], b: list[int]
+) -> tuple[int | None, float]:
+    """Index of the first difference, and the model's top-2 logit gap there."""
+    at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
+    if at is None:
+        return (None, 0.0) if len(a) == len(b) else (min(len(a), len(b)), math.inf)
+    with torch.no_grad():
+        best = model.logits(model(prompt + a[:at])[0, -1]).topk(2).values
+    return at, float(best[0] - best[1])
+
+
+def impl_lengths(impl: Implementation, folder: str, model: Transformer) -> Verdict:
+    wrong = [n for n in range(12) if len(call(impl, folder, [1, 2, 3], n=n)) != n]
+    detail = f"max_new_tokens {wrong[:4]} not kept" if wrong else "max_new_tokens 0 to 11 kept"
+    return Verdict("limits", "lengths", not wrong, detail)
+
+
+def impl_end(impl: Implementation, path: Path) -> Verdict:
+    """Every token of a greedy run in turn is made the end token."""
+    model, prompt = small_model(2), [3, 1, 4]
+    tokens = first_tokens(bound("autoregressive"), model, prompt, GREEDY, Seeded(), 12)
+    for eos in dict.fromkeys(tokens):
+        folder, _ = write_checkpoint(path / str(eos), 2, vocab=24, eos=(eos,))
+        expected = list(tokens[: tokens.index(eos) + 1])
+        given = call(impl, folder, prompt, n=12)
+        if given != expected:
+            return Verdict("limits", "end token", False, f"{given} instead of {expected}")
+    return Verdict("limits", "end token", True, f"at {len(set(tokens))} offsets")
+
+
+def impl_law(
+    impl: Implementation, folder: str, model: Transformer, sampling: Sampling, runs: int = 400
+) -> Verdict:
+    law = exact_law(bound("autoregressive"), model, [1, 2], sampling, 2)
+    counts = Counter(tuple(call(impl, folder, [1, 2], seed, 2, sampling)) for seed in range(runs))
+    p = chi_square_p(counts, law)
+    name = f"T=1 top-k {sampling.top_k} top-p {sampling.top_p}"
+    return Verdict("statistical", name, p > FALSE_ALARM, f"p = {p:.2g}, {runs} runs")
+
+
+def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
+    """Two files of `generate --json` lines: first divergence, its top-2 gap, tie or bug."""
+    left, right = read_runs(a), read_runs(b)
+    if len(left) != len(right):
+        raise UserError(f"{a} has {len(left)} runs, {b} has {len(right)}: compare the same prompts")
+    for i, (x, y) in enumerate(zip(left, right), start=1):
+        if x["prompt_ids"] != y["prompt_ids"]:
+            raise UserError(f"line {i}: the prompts of {a} and {b} differ")
+        at, gap = divergence(model, x["prompt_ids"], x["tokens"], y["tokens"])
+        if at is None:
+            verdict = Verdict("compare", f"line {i}", True, f"{len(x['tokens'])} tokens, the same")
+        else:
+            what = "a tie" if gap < TIE else "a bug (or not the model of these runs)"
+            where = first_difference(x["tokens"], y["tokens"])
+            verdict = Verdict(
+                "compare", f"line {i}", gap < TIE, f"{where}; top-2 gap {gap:.4g}: {what}"
+            )
+        yield verdict
+
+
+def read_runs(path: Path) -> list[dict]:
+    """The lines of a JSONL file, each with prompt_ids and tokens."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    runs = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            run = json.loads(line)
+            ids = run["prompt_ids"], run["tokens"]
+        except (ValueError, KeyError, TypeError):
+            ids = (None,)
+        if not all(isinstance(x, list) and all(type(i) is int for i in x) for x in ids):
+            raise UserError(
+                f"{path} line {number}: must be a JSON object with lists of ids prompt_ids and tokens"
+            )
+        runs.append(run)
+    return runs
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+def table(verdicts: Iterable[Verdict], quiet: bool) -> list[Verdict]:
+    """Print each verdict as it comes; all of them."""
+    rows = []
+    for v in verdicts:
+        rows.append(v)
+        if not quiet:
+            print(
+                f"{'pass' if v.passed else 'FAIL'}  {v.check:<12}{v.case:<46}{v.detail}", flush=True
+            )
+    return rows
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser(
+        prog="python -m minispec.certify", description=__doc__.split("\n")[0]
+    )
+    p.add_argument("--impl", help="package.module:function, a black box over token ids")
+    p.add_argument(
+        "--compare", nargs=2, type=Path, metavar="JSONL", help="two files of --json runs"
+    )
+    p.add_argument("--model", default=str(generate.WEIGHTS / "target"), help="model of --compare")
+    p.add_argument("--checks", help=f"only these: {','.join([*CHECKS, 'mutants'])}")
+    p.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    args = p.parse_args(argv)
+    begin = time.perf_counter()
+    if args.compare:
+        verdicts = compare(*args.compare, load(args.model, "float64", "cpu")[0])
+    elif args.impl:
+        verdicts = check_implementation(load_implementation(args.impl))
+    else:
+        known = CHECKS | {"mutants": check_mutants}
+        names = args.checks.split(",") if args.checks else list(known)
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise UserError(f"unknown check {unknown[0]!r}: use some of {', '.join(known)}")
+        verdicts = (verdict for name in names for verdict in known[name]())
+    with torch.no_grad():
+        rows = table(verdicts, quiet=args.json)
+    failed = sum(not v.passed for v in rows)
+    seconds = time.perf_counter() - begin
+    if args.json:
+        print(json.dumps({"passed": failed == 0, "seconds": seconds,
+                          "verdicts": [asdict(v) for v in rows]}, ensure_ascii=False))  # fmt: skip
+    else:
+        print(f"{len(rows) - failed} of {len(rows)} passed in {seconds:.0f} s")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Prompt lookup decoding: the text so far is the draft (Saxena 2023). No model at all."""
+
+from collections.abc import Iterator
+
+from minispec.cache import KVCache
+from minispec.errors import UserError
+from minispec.model import Transformer
+from minispec.sampling import Randomness, Sampling, probs
+from minispec.tree import Step, Tree
+from minispec.verify import accept
+
+
+def prompt_lookup(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None, k: int = 10, ngram: int = 3,
+) -> Iterator[Step]:  # fmt: skip
+    """Guess what followed the last n tokens when they last occurred, at most `k` tokens."""
+    if k < 1 or ngram < 1:
+        raise UserError(f"k {k} and ngram {ngram}: must both be at least 1")
+    cache = cache or model.new_cache()
+    tokens = list(prompt)
+    model.prefill(tokens[cache.length : -1], cache)
+    yield Step()
+    while True:
+        tree = Tree.chain(tokens[-1], lookup(tokens, min(k, cache.room - 1), ngram))
+        hidden = model(tree.tokens, cache)
+        path, fresh = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
+        cache.commit(path)
+        new = tree.tokens_at(path[1:]) + [fresh]
+        tokens += new
+        yield Step(new, tree, path)
+
+
+def lookup(tokens: list[int], k: int, ngram: int) -> list[int]:
+    """Up to `k` tokens that followed the latest earlier occurrence of the last n tokens, for the
+    largest n from `ngram` down to 1 that has occurred; as many as there are."""
+    for n in range(min(ngram, len(tokens) - 1), 0, -1):
+        for start in range(len(tokens) - n - 1, -1, -1):
+            if tokens[start : start + n] == tokens[-n:]:
+                return tokens[start + n : start + n + k]
+    return []
