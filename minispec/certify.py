@@ -40,6 +40,7 @@ from minispec.verify import accept
 
 EXACT = 1e-12  # total variation that counts as none, for sums of float64 products
 FALSE_ALARM = 1e-6  # chance that one statistical check fails a correct decoder
+RUNS = 400  # of one statistical check
 TIE = 1e-3  # a top-2 logit gap below this may be decided by rounding, in float32
 GREEDY = Sampling()
 
@@ -278,52 +279,58 @@ SAMPLINGS = {
 }
 
 
-def exact_cases(target, quick: bool) -> Iterator[tuple[str, Method, Iterable[str], int]]:
-    """(name, method, samplings, tokens) of every proof."""
-    other = Toy(seed=77)
-    everything = ["T=1"] if quick else list(SAMPLINGS)
-    for k in (2,) if quick else (1, 2, 3):
-        yield f"speculative k={k}", bound("speculative", draft=other, k=k), everything, 3
-    greedy_draft = bound("speculative", draft=other, k=2, draft_sampling=GREEDY)
-    yield "speculative, greedy draft", greedy_draft, everything, 3
-    warped = ["T=1.5 top-p 0.8", "T=0.7 top-k 2"]
-    yield "speculative k=2, warped", bound("speculative", draft=other, k=2), warped, 3
-    if not quick:
-        yield "autoregressive", bound("autoregressive"), everything, 3
-        yield "speculative, self", bound("speculative", draft=target, k=2), everything, 3
-        hot = Sampling(2.0)
-        yield (
-            "speculative, hot draft",
-            bound("speculative", draft=other, k=2, draft_sampling=hot),
-            everything,
-            3,
-        )
-    yield "prompt-lookup", bound("prompt-lookup", k=2), everything, 3
-    for shape in ("wide", "deep") if quick else SHAPES:
+@dataclass(frozen=True)
+class Proof:
+    """One method on one toy, under some samplings, for the first `n` tokens."""
+
+    name: str
+    method: Method
+    samplings: tuple[str, ...] = tuple(SAMPLINGS)
+    n: int = 3
+    vocab: int = 3
+
+
+def exact_cases(quick: bool) -> Iterator[Proof]:
+    """Small enough to enumerate: deep trees over two tokens, the rest over three."""
+    few, every, n = ("T=1",), tuple(SAMPLINGS), 2 if quick else 3
+    other = Toy(77)
+
+    def speculative(**options) -> Method:
+        return bound("speculative", **({"draft": other, "k": 2} | options))
+
+    yield Proof("speculative k=2", speculative(), every[:3] if quick else every, n)
+    greedy_draft = speculative(draft_sampling=GREEDY)
+    yield Proof("speculative k=2, greedy draft", greedy_draft, few if quick else every, n)
+    yield Proof("prompt-lookup", bound("prompt-lookup", k=2), few if quick else every, n)
+    for shape in ("wide", "chain") if quick else ("root", "chain", "wide"):
         for kind in KINDS:
-            yield (
-                f"tree, {shape}, {kind}",
-                tree_method(other, shape, kind),
-                everything[:2],
-                3 if quick else 2,
-            )
+            samplings = few if quick else (*few, "T=0.7 top-k 2")
+            yield Proof(f"tree, {shape}, {kind}", tree_method(other, shape, kind), samplings, n=2)
+    if quick:
+        return
+    yield Proof("autoregressive", bound("autoregressive"))
+    yield Proof("speculative k=1", speculative(k=1))
+    yield Proof("speculative k=3", speculative(k=3), n=2)
+    yield Proof("speculative k=2, self", speculative(draft=Toy(5)))
+    yield Proof("speculative k=2, hot draft", speculative(draft_sampling=Sampling(2.0)), n=2)
+    for shape in ("deep", "bushy"):
+        for kind in KINDS:
+            method = tree_method(Toy(77, vocab=2), shape, kind)
+            yield Proof(f"tree, {shape}, {kind}", method, few, n=2, vocab=2)
 
 
 def check_exact(quick: bool = False) -> Iterator[Verdict]:
     """The law of the output, summed over every random outcome, equals plain decoding's."""
-    target, prompt = Toy(seed=5), [1, 0, 2, 1, 0]
-    plain: dict = {}
-    for name, method, samplings, n in exact_cases(target, quick):
-        for label in samplings:
-            if (label, n) not in plain:
-                plain[label, n] = exact_law(
-                    bound("autoregressive"), Toy(seed=5), prompt, SAMPLINGS[label], n
-                )
-            law = exact_law(method, target, prompt, SAMPLINGS[label], n)
-            distance = total_variation(law, plain[label, n])
-            mass = abs(sum(law.values()) - 1)
-            detail = f"TV {distance:.1e} over {len(law)} sequences of {n} tokens"
-            yield Verdict("exact", f"{name}, {label}", max(distance, mass) < EXACT, detail)
+    prompt = [1, 0, 1, 1, 0]
+    for proof in exact_cases(quick):
+        for label in proof.samplings:
+            plain, law = (
+                exact_law(method, Toy(5, proof.vocab), prompt, SAMPLINGS[label], proof.n)
+                for method in (bound("autoregressive"), proof.method)
+            )
+            distance = max(total_variation(law, plain), abs(sum(law.values()) - 1))
+            detail = f"TV {distance:.1e} over {len(law)} sequences of {proof.n} tokens"
+            yield Verdict("exact", f"{proof.name}, {label}", distance < EXACT, detail)
 
 
 # ---- greedy, cache, statistical, limits ----------------------------------------------------------
@@ -337,7 +344,7 @@ def greedy_cases(model, seed: int) -> Iterator[tuple[str, Method]]:
         for k in (1, 4) if seed else (1, 2, 3, 5, 8, "auto"):
             yield f"speculative, {name} draft, k={k}", bound("speculative", draft=draft, k=k)
     for shape in SHAPES:
-        yield f"tree, {shape}", tree_method(other, shape, "one-hot")
+        yield f"tree, {shape}", tree_method(model, shape, "one-hot")
 
 
 def check_greedy(quick: bool = False) -> Iterator[Verdict]:
@@ -425,21 +432,15 @@ def check_statistical(quick: bool = False) -> Iterator[Verdict]:
         ("prompt-lookup", bound("prompt-lookup", k=3)),
         ("tree, deep, without replacement", tree_method(draft, "deep", "without replacement")),
     ]
+    sampling = Sampling(1.0, top_p=0.9)
+    law = exact_law(bound("autoregressive"), model, prompt, sampling, 2)
     for name, method in cases[: 1 if quick else None]:
-        for sampling in (
-            (Sampling(1.0, top_p=0.9),) if quick else (Sampling(1.0, top_p=0.9), Sampling(0.8))
-        ):
-            law = exact_law(bound("autoregressive"), model, prompt, sampling, 2)
-            counts = Counter(
-                first_tokens(method, model, prompt, sampling, Seeded(seed), 2)
-                for seed in range(400)
-            )
-            p = chi_square_p(counts, law)
-            detail = (
-                f"p = {p:.3f}, 400 runs (fails a correct decoder once in {1 / FALSE_ALARM:.0e})"
-            )
-            label = f"{name}, T={sampling.temperature} top-p {sampling.top_p}"
-            yield Verdict("statistical", label, p > FALSE_ALARM, detail)
+        counts = Counter(
+            first_tokens(method, model, prompt, sampling, Seeded(seed), 2) for seed in range(RUNS)
+        )
+        p = chi_square_p(counts, law)
+        detail = f"p = {p:.3f}, {RUNS} runs (below {FALSE_ALARM:.0e} fails)"
+        yield Verdict("statistical", f"{name}, T=1 top-p 0.9", p > FALSE_ALARM, detail)
 
 
 def letters(vocab: int) -> Tokenizer:
@@ -448,7 +449,7 @@ def letters(vocab: int) -> Tokenizer:
     return Tokenizer(Backend(tokenizer_models.WordLevel(words, unk_token="a")))
 
 
-def limit_cases(context: int, draft: Toy) -> Iterator[tuple[str, dict]]:
+def limit_cases(context: int) -> Iterator[tuple[str, dict]]:
     """Ways to end, each at every offset."""
     for n in range(12):
         yield f"max-new-tokens {n}", {"max_new_tokens": n}
@@ -470,13 +471,12 @@ def check_limits(quick: bool = False) -> Iterator[Verdict]:
     for name, options in methods.items():
         failures, count = [], 0
         for seed in (5,) if quick else (5, 6, 7):
-            for label, ending in limit_cases(context, Toy(77)):
+            for label, ending in limit_cases(context):
+                model = Toy(seed, context=context, eos=ending.pop("eos", ()))
                 for prompt in ([0], [1, 2, 0, 1, 2, 0]):
                     count += 1
-                    problem = ends_differently(
-                        Toy(seed, context=context, eos=ending.get("eos", ())), tokenizer, prompt,
-                        name.split(",")[0], {k: v for k, v in ending.items() if k != "eos"}, options,
-                    )  # fmt: skip
+                    method = name.split(",")[0]
+                    problem = ends_differently(model, tokenizer, prompt, method, ending, options)
                     if problem:
                         failures.append(f"{label}: {problem}")
         detail = failures[0] if failures else f"{count} endings, each with a turn after it"
@@ -640,14 +640,12 @@ def impl_end(impl: Implementation, path: Path) -> Verdict:
     return Verdict("limits", "end token", True, f"at {len(set(tokens))} offsets")
 
 
-def impl_law(
-    impl: Implementation, folder: str, model: Transformer, sampling: Sampling, runs: int = 400
-) -> Verdict:
+def impl_law(impl: Implementation, folder: str, model: Transformer, sampling: Sampling) -> Verdict:
     law = exact_law(bound("autoregressive"), model, [1, 2], sampling, 2)
-    counts = Counter(tuple(call(impl, folder, [1, 2], seed, 2, sampling)) for seed in range(runs))
+    counts = Counter(tuple(call(impl, folder, [1, 2], seed, 2, sampling)) for seed in range(RUNS))
     p = chi_square_p(counts, law)
     name = f"T=1 top-k {sampling.top_k} top-p {sampling.top_p}"
-    return Verdict("statistical", name, p > FALSE_ALARM, f"p = {p:.2g}, {runs} runs")
+    return Verdict("statistical", name, p > FALSE_ALARM, f"p = {p:.2g}, {RUNS} runs")
 
 
 def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
@@ -685,7 +683,7 @@ def read_runs(path: Path) -> list[dict]:
             ids = (None,)
         if not all(isinstance(x, list) and all(type(i) is int for i in x) for x in ids):
             raise UserError(
-                f"{path} line {number}: must be a JSON object with lists of ids prompt_ids and tokens"
+                f"{path} line {number}: must be an object with prompt_ids and tokens, lists of ids"
             )
         runs.append(run)
     return runs

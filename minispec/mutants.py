@@ -1,2 +1,324 @@
-"""Seeded mistakes: each was made by somebody, and each must be caught by `certify`."""
-MUTANTS = []
+"""Seeded mistakes. Each was made by somebody, and each must be caught by `certify`.
+
+They are also the classic wrong answers: try one with `with mutant.apply(): ...`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from minispec import certify, prompt_lookup, speculative, verify
+from minispec.cache import KVCache
+from minispec.generate import Run
+from minispec.model import Transformer
+from minispec.sampling import OneHot, Sampling, Seeded, probs
+from minispec.tree import Tree
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake: attributes of modules and classes, and what they are replaced by."""
+
+    name: str
+    caught_by: str  # the check tried first
+    patches: tuple[tuple[object, str, object], ...]
+
+    @contextlib.contextmanager
+    def apply(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for owner, attribute, mistake in self.patches:
+                stack.enter_context(mock.patch.object(owner, attribute, mistake))
+            yield
+
+
+def in_accept(mistake) -> tuple:
+    """`accept` replaced wherever it verifies drafts."""
+    return tuple((module, "accept", mistake) for module in (speculative, prompt_lookup, certify))
+
+
+# ---- accept --------------------------------------------------------------------------------------
+
+
+def resample_from_p(p: Tensor, q: Tensor | None, x: int) -> Tensor:
+    """On a mismatch p stays what it was."""
+    return p
+
+
+class Lenient:
+    """Every acceptance made easier by a factor 0.8."""
+
+    def __init__(self, randomness):
+        self.categorical, self.original = randomness.categorical, randomness
+
+    def bernoulli(self, p: float) -> bool:
+        return self.original.bernoulli(min(1.0, p / 0.8))
+
+
+def lenient(target, tree, randomness):
+    return verify.accept(target, tree, Lenient(randomness))
+
+
+def argmax_bonus(target, tree, randomness):
+    path, fresh = verify.accept(target, tree, randomness)
+    return path, int(target[path[-1]].argmax()) if not tree.children(path[-1]) else fresh
+
+
+def law_of_the_child(target, tree, randomness):
+    """Judges a draft by the law after it, not by the law it was drawn to match."""
+    shifted = [target[tree.children(i)[0] if tree.children(i) else i] for i in range(len(tree))]
+    return verify.accept(shifted, tree, randomness)
+
+
+def best_of_independent_paths(target, tree, randomness):
+    """Each path draws its own target tokens; the one that matches longest wins."""
+    leaves = [i for i in range(len(tree)) if not tree.children(i)]
+    best = ([0], None)
+    for leaf in leaves:
+        path = [leaf]
+        while path[0]:
+            path.insert(0, tree.parents[path[0]])
+        for n, node in enumerate(path):
+            y = randomness.categorical(target[node])
+            if n + 1 == len(path) or tree.tokens[path[n + 1]] != y:
+                break
+        if best[1] is None or n + 1 > len(best[0]):
+            best = (path[: n + 1], y)
+    return best
+
+
+def child_of_the_root_only(target, tree, randomness):
+    """Siblings after the first are never tried, but still taken out of p."""
+    p = target[0]
+    for child in tree.children(0):
+        rest = verify.residual(p, tree.law(child), tree.tokens[child])
+        p = p if rest is None else rest
+    return [0], randomness.categorical(p)
+
+
+# ---- proposals -----------------------------------------------------------------------------------
+
+propose, grow = speculative.propose, certify.grow
+
+
+def greedy_draft_with_softmax_law(draft, cache, tokens, k, sampling, randomness, vocabulary):
+    """The argmax of the draft, scored as if it had been drawn from its softmax."""
+    before = cache.length
+    guess, laws = propose(draft, cache, tokens, k, Sampling(), randomness, vocabulary)
+    fresh = draft.new_cache(cache.capacity)
+    hidden = draft((tokens + guess)[: len(tokens) + k], fresh)
+    assert before <= len(tokens)
+    rows = probs(draft.logits(hidden[0]), Sampling(1.0))
+    return guess, [rows[len(tokens) - 1 + i] for i in range(len(guess))]
+
+
+def confident_prefix(draft, cache, tokens, k, sampling, randomness, vocabulary):
+    """Drops what was drawn with little confidence, after it was drawn."""
+    guess, laws = propose(draft, cache, tokens, k, sampling, randomness, vocabulary)
+    for i, (x, q) in enumerate(zip(guess, laws)):
+        if q is not None and q[x] < 0.4:
+            return guess[:i], laws[:i]
+    return guess, laws
+
+
+class Reduced:
+    """Draws from the two likeliest tokens of whatever law it is given."""
+
+    def __init__(self, randomness):
+        self.original, self.bernoulli = randomness, randomness.bernoulli
+
+    def categorical(self, law: Tensor) -> int:
+        kept = torch.zeros_like(law)
+        best = law.topk(2).indices
+        kept[best] = law[best]
+        return self.original.categorical(kept / kept.sum())
+
+
+def reduced_vocabulary(draft, cache, tokens, k, sampling, randomness, vocabulary):
+    """Drawn from a reduced vocabulary, scored with the law over the full one."""
+    return propose(draft, cache, tokens, k, sampling, Reduced(randomness), vocabulary)
+
+
+def candidates_with_softmax_law(draft, tokens, shape, kind, sampling, randomness):
+    """Top-k candidates put to the p / q test of drawn ones."""
+    tree = grow(draft, tokens, shape, kind, sampling, randomness)
+    if kind != "one-hot":
+        return tree
+    return Tree(tree.tokens, tree.parents, full_laws(draft, tokens, tree))
+
+
+def siblings_not_renormalised(draft, tokens, shape, kind, sampling, randomness):
+    """Drawn without replacement, scored with the law of the first draw."""
+    tree = grow(draft, tokens, shape, kind, sampling, randomness)
+    if kind != "without replacement":
+        return tree
+    return Tree(tree.tokens, tree.parents, full_laws(draft, tokens, tree))
+
+
+def full_laws(draft, tokens: list[int], tree: Tree) -> list[Tensor | None]:
+    """The draft's softmax after each node's parent."""
+    paths = {0: []}
+    laws: list[Tensor | None] = [None]
+    for node in range(1, len(tree)):
+        parent = tree.parents[node]
+        paths[node] = paths[parent] + [tree.tokens[node]]
+        hidden = draft(tokens + paths[parent])
+        laws.append(probs(draft.logits(hidden[0, -1:]), Sampling(1.0))[0])
+    return laws
+
+
+# ---- laws, trees, caches, endings ----------------------------------------------------------------
+
+
+def softmax_at_temperature_zero(logits: Tensor, sampling: Sampling):
+    return probs(logits, Sampling(1.0) if sampling.temperature == 0 else sampling)
+
+
+def no_top_k(logits: Tensor, sampling: Sampling):
+    """The result of masked_fill is thrown away."""
+    return probs(logits, Sampling(sampling.temperature, 0, sampling.top_p))
+
+
+def bonus_without_warpers(logits: Tensor, sampling: Sampling):
+    laws = probs(logits, sampling)
+    if isinstance(laws, OneHot) or len(laws) == 1:  # the draft's own laws come one by one
+        return laws
+    return torch.cat([laws[:-1], probs(logits[-1:], Sampling(sampling.temperature))])
+
+
+def pad_is_token_zero(self: Tree, path: list[int]) -> list[int]:
+    return [self.tokens[i] for i in path if self.tokens[i] != 0]
+
+
+def commit_in_place(self: KVCache, path: list[int]) -> None:
+    """The accepted rows are counted, not moved."""
+    self.lengths = [self.length + len(path)]
+
+
+def commit_one_too_many(self: KVCache, path: list[int]) -> None:
+    rows = list(range(max(path) + 1)) if path else []
+    self.lengths = [min(self.length + len(path) + (len(rows) > 1), self.capacity)]
+
+
+def truncate_one_short(self: KVCache, length: int) -> None:
+    """A stale row of a rejected draft stays."""
+    self.lengths = [min(self.length, length + 1)]
+
+
+shared_caches: dict = {}
+
+
+def one_cache_for_all_calls(self, capacity=None, batch=1):
+    """State kept between calls."""
+    key = (id(self), capacity)
+    if key not in shared_caches:
+        shared_caches[key] = original_new_cache[type(self)](self, capacity, batch)
+    return shared_caches[key]
+
+
+original_new_cache = {kind: kind.new_cache for kind in (certify.Toy, Transformer)}
+take = Run.take
+
+
+def end_checked_after_the_block(self: Run, step):
+    """EOS, stops and lengths are looked for at the end of an accepted block only."""
+    before = self.eos_ids, self.ending
+    if len(step.tokens) > 1:
+        self.eos_ids = ()
+        self.ending = type(self.ending)(10**9, (), True)
+    chunk = take(self, step)
+    self.eos_ids, self.ending = before
+    if self.finish_reason is None and len(self.tokens) >= self.ending.max_new_tokens:
+        self.finish("length")
+    if self.finish_reason is None and self.tokens[-1] in self.eos_ids:
+        self.finish("eos")
+    return chunk
+
+
+def end_token_not_seen_inside(self: Run, step):
+    """An EOS that is not the last of its block passes unnoticed."""
+    before = self.eos_ids
+    if step.tokens[-1] not in before:
+        self.eos_ids = ()
+    chunk = take(self, step)
+    self.eos_ids = before
+    return chunk
+
+
+class Stuck(Seeded):
+    """One random number for all draws of a run."""
+
+    def uniform(self) -> float:
+        self.number = getattr(self, "number", None) or super().uniform()
+        return self.number
+
+
+def positions_off_by_one(self: Tree) -> Tensor:
+    return torch.tensor([depth + (depth > 0) for depth in self.depths])
+
+
+def everything_before_is_visible(self: Tree) -> Tensor:
+    return torch.ones(len(self), len(self), dtype=torch.bool).tril()
+
+
+MUTANTS = [
+    Mutant("a rejection resamples from p", "exact", ((verify, "residual", resample_from_p),)),
+    Mutant("acceptance lenient by 0.8", "exact", in_accept(lenient)),
+    Mutant("the bonus is an argmax", "exact", in_accept(argmax_bonus)),
+    Mutant("the bonus has no warpers", "exact", ((speculative, "probs", bonus_without_warpers),)),
+    Mutant("a draft judged by the law after it", "greedy", in_accept(law_of_the_child)),
+    Mutant("independent draws per path", "exact", in_accept(best_of_independent_paths)),
+    Mutant("siblings removed untried", "exact", in_accept(child_of_the_root_only)),
+    Mutant(
+        "a greedy draft with its softmax law",
+        "exact",
+        ((speculative, "propose", greedy_draft_with_softmax_law),),
+    ),
+    Mutant(
+        "top-k candidates with p / q", "exact", ((certify, "grow", candidates_with_softmax_law),)
+    ),
+    Mutant(
+        "siblings without replacement not renormalised",
+        "exact",
+        ((certify, "grow", siblings_not_renormalised),),
+    ),
+    Mutant(
+        "an unlikely draft dropped after its draw",
+        "exact",
+        ((speculative, "propose", confident_prefix),),
+    ),
+    Mutant(
+        "a reduced vocabulary not renormalised",
+        "exact",
+        ((speculative, "propose", reduced_vocabulary),),
+    ),
+    Mutant(
+        "greedy by a ratio of softmaxes",
+        "greedy",
+        ((speculative, "probs", softmax_at_temperature_zero),),
+    ),
+    Mutant("top-k without effect", "exact", ((speculative, "probs", no_top_k),)),
+    Mutant("token 0 taken for padding", "greedy", ((Tree, "tokens_at", pad_is_token_zero),)),
+    Mutant("positions off by one", "greedy", ((Tree, "depth", property(positions_off_by_one)),)),
+    Mutant(
+        "siblings see each other",
+        "greedy",
+        ((Tree, "mask", property(everything_before_is_visible)),),
+    ),
+    Mutant("accepted rows not compacted", "cache", ((KVCache, "commit", commit_in_place),)),
+    Mutant("one row committed too many", "cache", ((KVCache, "commit", commit_one_too_many),)),
+    Mutant("a stale draft row kept", "cache", ((KVCache, "truncate", truncate_one_short),)),
+    Mutant(
+        "state kept between calls",
+        "greedy",
+        tuple((kind, "new_cache", one_cache_for_all_calls) for kind in original_new_cache),
+    ),
+    Mutant(
+        "ends looked for after the block", "limits", ((Run, "take", end_checked_after_the_block),)
+    ),
+    Mutant("EOS not seen inside a block", "limits", ((Run, "take", end_token_not_seen_inside),)),
+    Mutant("one random number for all draws", "statistical", ((certify, "Seeded", Stuck),)),
+]

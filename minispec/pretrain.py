@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec.autoregressive import autoregressive
-from minispec.checkpoint import save
+from minispec.checkpoint import pick_device, save
 from minispec.errors import UserError, command
 from minispec.model import Config, Transformer
 from minispec.sampling import Sampling, Seeded
@@ -350,12 +350,13 @@ class Trainer:
 
 
 def train(
-    trainer: Trainer, args: argparse.Namespace, report: Callable[[Trainer, float], None]
-) -> None:
-    """Steps until `args.steps`; `report(trainer, loss)` after each."""
+    trainer: Trainer, args: argparse.Namespace, objective: nn.Module,
+    report: Callable[[Trainer, float], None],
+) -> None:  # fmt: skip
+    """Steps until `args.steps`: `objective(rows)` is the loss; `report(trainer, loss)` after
+    each."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     rows = args.batch_tokens // args.context
-    objective = NextToken(trainer.model, args.dtype)
     if world > 1:
         objective = nn.parallel.DistributedDataParallel(objective)
     if args.compile:
@@ -479,62 +480,64 @@ def finish(trainer: Trainer, bpe: BPE, held_out: dict[str, list[str]], out: Path
     print("held-out bits per byte:", losses)
 
 
+def training_arguments(
+    p: argparse.ArgumentParser, layers: int, width: int, heads: int, ffn: int, steps: int
+) -> None:
+    """The flags of every training command; `checked` looks at their values."""
+    p.add_argument("--out", type=Path, required=True, help="the checkpoint directory to write")
+    p.add_argument("--steps", type=int, default=steps)
+    p.add_argument("--batch-tokens", type=int, default=8192)
+    p.add_argument("--context", type=int, default=512)
+    p.add_argument("--layers", type=int, default=layers)
+    p.add_argument("--width", type=int, default=width)
+    p.add_argument("--heads", type=int, default=heads)
+    p.add_argument("--kv-heads", type=int, default=1)
+    p.add_argument("--ffn", type=int, default=ffn)
+    p.add_argument("--lr", type=float, default=4e-3)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32",
+        help="of the matrix products (bfloat16 is ten times faster where AMX or a GPU is)",
+    )  # fmt: skip
+    p.add_argument("--compile", action="store_true", help="torch.compile (needs a C++ compiler)")
+    p.add_argument("--device", default="auto")
+    p.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
+
+
+def checked(args: argparse.Namespace) -> argparse.Namespace:
+    """Complain of impossible values; dtype and device become torch's."""
+    sizes = "steps batch_tokens context layers width heads kv_heads ffn save_every"
+    for name in sizes.split():
+        if getattr(args, name) < 1:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} {getattr(args, name)}: must be at least 1")
+    if args.batch_tokens < args.context:
+        raise UserError(
+            f"--batch-tokens {args.batch_tokens} must hold a row of --context {args.context}"
+        )
+    if args.width % args.heads or args.heads % args.kv_heads or args.width // args.heads % 2:
+        raise UserError(
+            f"--width {args.width} must be an even multiple of --heads {args.heads}, "
+            f"and those a multiple of --kv-heads {args.kv_heads}"
+        )
+    args.dtype = getattr(torch, args.dtype)
+    args.device = pick_device(args.device)
+    return args
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
         prog="python -m minispec.pretrain", description=__doc__.split("\n")[0]
     )
-    p.add_argument("--data", type=Path, required=True, help="a folder with the text files of KINDS")
-    p.add_argument("--out", type=Path, required=True, help="the checkpoint directory to write")
-    p.add_argument(
-        "--tokenizer", type=Path, help="a tokenizer.json to use (a draft takes its target's)"
-    )
-    p.add_argument("--steps", type=int, default=3000)
-    p.add_argument("--batch-tokens", type=int, default=8192)
-    p.add_argument("--context", type=int, default=512)
-    p.add_argument("--layers", type=int, default=14)
-    p.add_argument("--width", type=int, default=192)
-    p.add_argument("--heads", type=int, default=3)
-    p.add_argument("--kv-heads", type=int, default=1)
-    p.add_argument("--ffn", type=int, default=512)
-    p.add_argument("--vocab", type=int, default=8192)
-    p.add_argument("--lr", type=float, default=4e-3)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        default="float32",
-        help="of the matrix products (bfloat16 is ten times faster where AMX or a GPU is)",
-    )
-    p.add_argument(
-        "--compile", action="store_true", help="with torch.compile (needs a C++ compiler)"
-    )
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
-    args = p.parse_args(argv)
-    for name in (
-        "steps",
-        "batch_tokens",
-        "context",
-        "layers",
-        "width",
-        "heads",
-        "kv_heads",
-        "ffn",
-        "vocab",
-    ):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
-    args.dtype = getattr(torch, args.dtype)
-    return args
+    p.add_argument("--data", type=Path, required=True, help="a folder with the files of KINDS")
+    p.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use instead of a new one")
+    p.add_argument("--vocab", type=int, default=8192, help="of a new tokenizer")
+    training_arguments(p, layers=14, width=192, heads=3, ffn=512, steps=3000)
+    return checked(p.parse_args(argv))
 
 
 def build(args: argparse.Namespace, bpe: BPE) -> Transformer:
     """The untrained model of the command line's sizes."""
-    if args.width % args.heads or args.heads % args.kv_heads or args.width // args.heads % 2:
-        raise UserError(
-            f"width {args.width} must be an even multiple of heads {args.heads}, and those a "
-            f"multiple of kv-heads {args.kv_heads}"
-        )
     ends = (bpe.token_to_id(END), bpe.token_to_id(END_TURN))
     if None in ends:
         raise UserError(
@@ -562,11 +565,11 @@ def build(args: argparse.Namespace, bpe: BPE) -> Transformer:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if "RANK" in os.environ:  # started by torchrun
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if args.batch_tokens // args.context % world or args.batch_tokens < args.context:
+    if args.batch_tokens // args.context % world:
         raise UserError(
-            f"batch-tokens {args.batch_tokens} must hold a multiple of {world} rows of "
+            f"--batch-tokens {args.batch_tokens} must hold a multiple of {world} rows of "
             f"--context {args.context}"
         )
     args.out.mkdir(parents=True, exist_ok=True)
@@ -601,7 +604,7 @@ def main(argv: list[str] | None = None) -> None:
             trainer.save(checkpoint)
             bar.write(f"step {trainer.step}: held-out bits per byte {evaluate(model, tests)}")
 
-    train(trainer, args, report)
+    train(trainer, args, NextToken(model, args.dtype), report)
     bar.close()
     if rank == 0:
         finish(trainer, bpe, held_out, args.out)

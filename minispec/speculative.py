@@ -37,7 +37,7 @@ def speculative(
     draft_cache = draft.new_cache(cache.capacity)
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)
-    draft.prefill(tokens[:-1], draft_cache)
+    draft.prefill(known(tokens[:-1], draft), draft_cache)
     length = Length(model, draft) if k == "auto" else None
     yield Step()
     while True:
@@ -68,7 +68,7 @@ def propose(
     laws: list[Tensor | None] = []
     while len(guess) < k:
         feed = (tokens + guess)[cache.length :]
-        logits = draft.logits(draft(feed, cache)[0, -1:])[:, :vocabulary]
+        logits = draft.logits(draft(known(feed, draft), cache)[0, -1:])[:, :vocabulary]
         cache.commit(list(range(len(feed))))
         law = probs(logits, sampling)
         if isinstance(law, OneHot):
@@ -79,6 +79,12 @@ def propose(
             guess.append(randomness.categorical(q))
             laws.append(q)
     return guess, laws
+
+
+def known(tokens: list[int], draft: Transformer) -> list[int]:
+    """As the draft sees them: a token that is padding to it is its token 0. What a draft is fed
+    decides how good it is, never what comes out."""
+    return [token if token < draft.config.vocab_size else 0 for token in tokens]
 
 
 class Length:

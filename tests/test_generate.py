@@ -259,8 +259,8 @@ def test_mistakes_are_one_line_and_code_2(folder, arguments, match, capsys):
 
 def test_ctrl_c_ends_cleanly_with_what_was_produced(tmp_path):
     save(byte_model(context=30_000), TOKENIZER, tmp_path)
-    arguments = ["-m", "minispec.generate", "x", "--model", str(tmp_path), "--stats", "--ignore-eos",
-                 "--max-new-tokens", "29000"]  # fmt: skip
+    arguments = ["-m", "minispec.generate", "x", "--model", str(tmp_path), "--stats",
+                 "--ignore-eos", "--max-new-tokens", "29000"]  # fmt: skip
     process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)  # fmt: skip
     process.stdout.read(20)  # it has begun to speak

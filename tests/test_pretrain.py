@@ -133,7 +133,8 @@ def test_two_processes_train_the_same_model_as_one(data, tmp_path):
     script = tmp_path / "both.py"
     script.write_text(
         "import sys\nfrom minispec import pretrain\n"
-        f"pretrain.KINDS['code'] = ([{str(data / 'library')!r}], 0.2)\npretrain.main(sys.argv[1:])\n"
+        f"pretrain.KINDS['code'] = ([{str(data / 'library')!r}], 0.2)\n"
+        "pretrain.main(sys.argv[1:])\n"
     )
     arguments = ["--data", str(data), "--out", str(tmp_path / "both"), "--steps", "6", *SIZES]
     subprocess.run(

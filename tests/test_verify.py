@@ -5,42 +5,10 @@ import random
 import pytest
 import torch
 
+from minispec.certify import every_outcome
 from minispec.sampling import OneHot, Seeded
 from minispec.tree import Tree
 from minispec.verify import accept
-
-
-class Enumerator:
-    """Randomness that walks every outcome: a scripted prefix, then first choices, with weights."""
-
-    def __init__(self, script: list[int]):
-        self.script, self.choices, self.weight = script, [], 1.0
-
-    def choose(self, weights: list[float]) -> int:
-        options = [i for i, w in enumerate(weights) if w > 0]
-        at = len(self.choices)
-        pick = self.script[at] if at < len(self.script) else 0
-        self.choices.append((pick, len(options)))
-        self.weight *= weights[options[pick]]
-        return options[pick]
-
-    def bernoulli(self, p: float) -> bool:
-        return self.choose([1 - p, p]) == 1
-
-    def categorical(self, law) -> int:
-        return self.choose((law.double() / law.double().sum()).tolist())
-
-
-def every_outcome(function):
-    """(result, probability) of function(randomness) for every sequence of random choices."""
-    script: list[int] | None = []
-    while script is not None:
-        randomness = Enumerator(script)
-        yield function(randomness), randomness.weight
-        done = randomness.choices
-        while done and done[-1][0] == done[-1][1] - 1:
-            done.pop()
-        script = [pick for pick, _ in done[:-1]] + [done[-1][0] + 1] if done else None
 
 
 def random_law(rng: random.Random, size: int = 4) -> torch.Tensor:

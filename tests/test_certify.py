@@ -1,0 +1,148 @@
+"""The certifier passes on our methods, catches every mutant, and judges strangers."""
+
+import json
+
+import pytest
+from conftest import ROOT
+
+from minispec import certify, generate
+from minispec.certify import CHECKS, Counter, chi_square_p, first_tokens
+from minispec.checkpoint import load, save
+from minispec.mutants import MUTANTS
+from minispec.sampling import Sampling, Seeded
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_our_methods_pass(name):
+    verdicts = list(CHECKS[name](quick=True))
+    assert verdicts and [v for v in verdicts if not v.passed] == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_every_mutant_is_caught_where_it_is_said_to_be(mutant):
+    with mutant.apply():
+        assert certify.first_failure(CHECKS[mutant.caught_by])
+    # and nothing of it is left
+    assert certify.first_failure(CHECKS["cache"]) is None
+
+
+def test_chi_square_on_fair_and_loaded_counts():
+    law = {(i,): 0.25 for i in range(4)}
+    assert chi_square_p(Counter({(i,): 100 for i in range(4)}), law) == 1.0
+    # χ² = 7.815 at three degrees of freedom: the 5 % quantile of every table
+    p = chi_square_p(Counter({(0,): 127, (1,): 100, (2,): 100, (3,): 73}), law)
+    assert abs(p - 0.0022) < 3e-4  # χ² = 14.58
+    assert chi_square_p(Counter({(9,): 1}), law) == 0.0
+
+
+MODELS: dict = {}
+
+
+def ours(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
+    """A correct implementation: our own speculative decoding behind the black-box signature."""
+    if checkpoint not in MODELS:
+        MODELS[checkpoint] = load(checkpoint, "float64", "cpu")[0]
+    model = MODELS[checkpoint]
+    run = generate.decode(
+        model, None, prompt, "speculative", draft=model, k=2, max_new_tokens=max_new_tokens,
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+    )  # fmt: skip
+    return run.tokens
+
+
+def never_greedy(checkpoint, prompt, **options):
+    return ours(checkpoint, prompt, **(options | {"temperature": 1.0}))
+
+
+def no_top_p(checkpoint, prompt, **options):
+    return ours(checkpoint, prompt, **(options | {"top_p": 1.0}))
+
+
+def too_long(checkpoint, prompt, **options):
+    return ours(checkpoint, prompt, **(options | {"max_new_tokens": options["max_new_tokens"] + 1}))
+
+
+def runs_past_the_end(checkpoint, prompt, *, max_new_tokens, **options):
+    tokens = ours(checkpoint, prompt, max_new_tokens=max_new_tokens, **options)
+    return (tokens + [0] * max_new_tokens)[:max_new_tokens]
+
+
+def verdicts(function) -> dict[str, bool]:
+    result: dict[str, bool] = {}
+    for v in certify.check_implementation(function):
+        result[v.check] = result.get(v.check, True) and v.passed
+    return result
+
+
+def test_a_correct_black_box_passes_and_wrong_ones_fail_where_they_are_wrong(monkeypatch):
+    monkeypatch.setattr(certify, "RUNS", 200)
+    assert verdicts(ours) == {"greedy": True, "limits": True, "statistical": True}
+    assert not verdicts(never_greedy)["greedy"]
+    assert not verdicts(no_top_p)["statistical"]
+    assert not verdicts(too_long)["limits"]
+    assert not verdicts(runs_past_the_end)["limits"]
+
+
+def run(*arguments: str, code: int, capsys) -> str:
+    with pytest.raises(SystemExit) as caught:
+        certify.main(list(arguments))
+    out, err = capsys.readouterr()
+    assert caught.value.code == code, err
+    return err if code == 2 else out
+
+
+def test_json_and_exit_codes(capsys, monkeypatch):
+    out = json.loads(run("--checks", "cache", "--json", code=0, capsys=capsys))
+    assert out["passed"] and {v["check"] for v in out["verdicts"]} == {"cache"}
+    bad = next(m for m in MUTANTS if m.caught_by == "cache")
+    with bad.apply():
+        assert "FAIL" in run("--checks", "cache", code=1, capsys=capsys)
+
+
+def returns_text(checkpoint, prompt, **options):
+    return "hello"
+
+
+def raises(checkpoint, prompt, **options):
+    raise ValueError("no such luck")
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        (["--impl", "no.such.module:f"], "cannot be imported"),
+        (["--impl", "json:nothing"], "cannot be imported"),
+        (["--impl", "json"], "cannot be imported"),
+        (["--impl", "json:__name__"], "is not a function"),
+        (["--impl", "test_certify:returns_text"], "must return a list of int"),
+        (["--impl", "test_certify:raises"], "raised ValueError: no such luck"),
+        (["--checks", "exact,magic"], "unknown check 'magic'"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(arguments, match, capsys):
+    err = run(*arguments, code=2, capsys=capsys)
+    assert match in err and err.count("\n") == 1
+
+
+def test_two_runs_are_compared_token_by_token(tmp_path, capsys):
+    model = certify.small_model(0)
+    save(model, None, tmp_path / "model")
+    tokens = list(
+        first_tokens(certify.bound("autoregressive"), model, [1, 2], Sampling(), Seeded(), 9)
+    )
+    wrong = tokens[:4] + [(tokens[4] + 1) % 24] + tokens[5:]
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    line = {"prompt_ids": [1, 2], "tokens": tokens}
+    a.write_text((json.dumps(line) + "\n") * 2)
+    b.write_text(json.dumps(line) + "\n" + json.dumps(line | {"tokens": wrong}) + "\n")
+    options = ["--model", str(tmp_path / "model")]
+    out = run("--compare", str(a), str(b), *options, code=1, capsys=capsys)
+    assert "line 1" in out and "9 tokens, the same" in out
+    assert "differs at token 4" in out and "top-2 gap" in out and "a bug" in out
+    run("--compare", str(a), str(a), *options, code=0, capsys=capsys)
+    b.write_text(json.dumps(line) + "\n{oops\n")
+    err = run("--compare", str(a), str(b), *options, code=2, capsys=capsys)
+    assert "b.jsonl line 2" in err
+    b.write_text(json.dumps(line))
+    err = run("--compare", str(a), str(b), *options, code=2, capsys=capsys)
+    assert "2 runs" in err and str(ROOT) not in err
