@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= Once upon a time
 
-.PHONY: demo test test-all lint golden clean
+.PHONY: demo test test-all lint certify reference golden clean
 
 demo: .venv/installed
 	$(BIN)/python -m minispec.generate "$(PROMPT)" --stats
@@ -16,6 +16,15 @@ test-all: .venv/tested
 
 lint: .venv/tested
 	$(BIN)/ruff check .
+
+certify: .venv/installed
+	$(BIN)/python -m minispec.certify
+
+# against transformers: same logits, its speed, and the certifier's verdict on it
+reference: .venv/referenced
+	$(BIN)/python -m pytest -q tests/test_reference.py
+	$(BIN)/python tests/speed_of_transformers.py
+	-PYTHONPATH=tests $(BIN)/python -m minispec.certify --impl transformers_assisted:assisted
 
 # the committed golden values, made anew by transformers
 golden: .venv/referenced

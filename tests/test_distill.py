@@ -1,0 +1,119 @@
+"""The target's own text: batched sampling is right, resumable, without near-duplicates."""
+
+import json
+
+import pytest
+import torch
+from conftest import random_model
+from test_generate import TOKENIZER, VOCAB, byte_model
+from test_pretrain import data  # noqa: F401  a small corpus
+
+from minispec import Sampling, UserError, distill, load
+from minispec.checkpoint import save
+from minispec.generate import decode
+from minispec.pretrain import Batches, NextToken
+
+
+def test_a_batch_says_what_each_prompt_says_alone():
+    model = random_model(eos_ids=(5, 9))
+    prompts = [[1], [2, 3, 4], [5, 6, 7, 8, 9, 10, 11]]
+    together = distill.sample_batch(model, prompts, 20, Sampling(), torch.Generator())
+    for prompt, tokens in zip(prompts, together):
+        assert tokens == decode(model, None, prompt, max_new_tokens=20).tokens
+
+
+def test_sampled_batches_follow_the_law_and_their_seed():
+    model = random_model(vocab_size=4, dtype=torch.float32)
+    law = (model.logits(model([1, 2]))[0, -1]).softmax(-1)
+    prompts, draws = [[1, 2]] * 4000, []
+    for seed in (1, 1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        draws.append(distill.sample_batch(model, prompts, 1, Sampling(1.0), generator))
+    assert draws[0] == draws[1] != draws[2]
+    counts = torch.bincount(torch.tensor(draws[0])[:, 0], minlength=4) / 4000
+    assert (counts - law).abs().max() < 4 * (0.25 / 4000) ** 0.5
+
+
+def test_near_duplicates_are_found():
+    duplicates, text = distill.Duplicates(), list(range(40))
+    assert not duplicates.add(text)
+    assert duplicates.add(text) and duplicates.add(text[:30] + [99] * 3)
+    assert not duplicates.add(text[:12] + list(range(100, 130)))
+    assert not duplicates.add([1, 2]) and not duplicates.add([1, 2])  # too short to tell
+
+
+@pytest.fixture
+def target(tmp_path):
+    model = random_model(vocab_size=VOCAB, hidden_size=64, bos_id=256, eos_ids=(256, 259))
+    save(model, TOKENIZER, tmp_path / "target")
+    return tmp_path / "target"
+
+
+def run(*arguments) -> None:
+    distill.main([str(a) for a in arguments])
+
+
+def test_generation_resumes_and_a_draft_learns_from_it(target, data, tmp_path, capsys):  # noqa: F811
+    options = ("--model", target, "--data", data, "--tokens", 20, "--batch", 8, "--device", "cpu")
+    run("generate", *options, "--out", tmp_path / "whole.jsonl", "--documents", 60)
+    run("generate", *options, "--out", tmp_path / "parts.jsonl", "--documents", 20)
+    run("generate", *options, "--out", tmp_path / "parts.jsonl", "--documents", 60)
+    assert (tmp_path / "whole.jsonl").read_text() == (tmp_path / "parts.jsonl").read_text()
+    rows = [json.loads(line) for line in (tmp_path / "whole.jsonl").read_text().splitlines()]
+    assert len(rows) >= 60 and all(0 < len(row["tokens"]) <= 20 for row in rows)
+
+    sizes = ("--layers", 1, "--heads", 2, "--ffn", 8, "--context", 16, "--batch-tokens", 64,
+             "--device", "cpu")  # fmt: skip
+    train = ("draft", "--model", target, "--own", tmp_path / "whole.jsonl", "--steps", 3)
+    with pytest.raises(SystemExit):
+        run(*train, "--out", tmp_path / "draft", *sizes, "--width", 64)
+    assert "at most a tenth" in capsys.readouterr().err
+    for more in ((), ("--soft",)):
+        run(*train, "--out", tmp_path / "draft", *sizes, "--width", 4, *more)
+        draft, tokenizer = load(tmp_path / "draft", "float32", "cpu")
+        assert tokenizer.backend.get_vocab() == TOKENIZER.backend.get_vocab()
+        assert "3 steps, 192 tokens" in (tmp_path / "draft" / "README.md").read_text()
+
+
+def test_soft_labels_are_the_cross_entropy_of_the_laws():
+    target, draft = (random_model(seed, dtype=torch.float32) for seed in (1, 2))
+    rows = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(0))
+    loss = distill.SoftLabels(draft, target, torch.float32)(rows)
+    p = target.logits(target(rows[:, :-1])).softmax(-1)
+    log_q = draft.logits(draft(rows[:, :-1])).log_softmax(-1)
+    torch.testing.assert_close(loss, -(p * log_q).sum(-1).mean())
+
+
+def test_a_draft_trained_on_a_target_agrees_with_it(target, tmp_path):
+    """Hard and soft labels both raise the agreement with a tiny target on its own text."""
+    model, _ = load(target, "float32", "cpu")
+    prompts = [[i] for i in range(64)]
+    answers = distill.sample_batch(model, prompts, 30, Sampling(), torch.Generator())
+    rows = [{"kind": "maths", "prompt": p, "tokens": a} for p, a in zip(prompts, answers)]
+    batches = Batches({"maths": [r["prompt"] + r["tokens"] for r in rows]}, seed=0)
+    for soft in (True, False):
+        draft = byte_model(5).float()
+        for p in draft.parameters():
+            p.requires_grad_(True)
+        before = distill.agreement(draft, model, rows)["maths"]
+        objective = (
+            distill.SoftLabels(draft, model, torch.float32)
+            if soft
+            else NextToken(draft, torch.float32)
+        )
+        optimizer = torch.optim.AdamW(draft.parameters(), lr=0.02)
+        for step in range(100):
+            loss = objective(batches.take(step, 0.5, rows=8, context=31))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        after = distill.agreement(draft, model, rows)["maths"]
+        assert after[0] > before[0] + 0.03 and after[1] > before[1]
+
+
+def test_wrong_input_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is not a file of minispec.distill generate"):
+        distill.read_own(tmp_path / "nothing.jsonl")
+    (tmp_path / "bad.jsonl").write_text("{")
+    with pytest.raises(UserError, match="is not a file"):
+        distill.read_own(tmp_path / "bad.jsonl")
