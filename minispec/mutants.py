@@ -301,11 +301,11 @@ MUTANTS = [
         ((speculative, "probs", softmax_at_temperature_zero),),
     ),
     Mutant("top-k without effect", "exact", ((speculative, "probs", no_top_k),)),
-    Mutant("token 0 taken for padding", "greedy", ((Tree, "tokens_at", pad_is_token_zero),)),
+    Mutant("token 0 taken for padding", "exact", ((Tree, "tokens_at", pad_is_token_zero),)),
     Mutant("positions off by one", "greedy", ((Tree, "depth", property(positions_off_by_one)),)),
     Mutant(
         "siblings see each other",
-        "greedy",
+        "exact",
         ((Tree, "mask", property(everything_before_is_visible)),),
     ),
     Mutant("accepted rows not compacted", "cache", ((KVCache, "commit", commit_in_place),)),
