@@ -16,13 +16,13 @@ from minispec.errors import UserError
 from minispec.model import Config, Transformer
 from minispec.tokenizer import Tokenizer
 
-# What each family leaves unsaid: (q, k, v bias; lm_head tied; q and k norms)
+# What each family leaves unsaid: (q, k, v bias; q and k norms)
 FAMILIES = {
-    "llama": (False, False, False),
-    "mistral": (False, False, False),
-    "qwen2": (True, False, False),
-    "qwen3": (False, False, True),
-    "mimo": (True, False, False),
+    "llama": (False, False),
+    "mistral": (False, False),
+    "qwen2": (True, False),
+    "qwen3": (False, True),
+    "mimo": (True, False),
 }
 ROPE_TYPES = {
     "default": (),
@@ -46,61 +46,103 @@ def read_json(path: Path) -> dict:
     return value
 
 
+class Keys:
+    """The keys of a config.json, each looked up with the type it must have."""
+
+    def __init__(self, path: Path, raw: dict):
+        self.path, self.raw = path, raw
+
+    def wrong(self, key: str, must: str) -> UserError:
+        return UserError(f"{self.path}: {key} must be {must}, not {self.raw.get(key)!r}")
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = default if self.raw.get(key) is None else self.raw[key]
+        if type(value) is not int or value < 1:
+            raise self.wrong(key, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = default if self.raw.get(key) is None else self.raw[key]
+        if type(value) not in (int, float) or not value > 0:
+            raise self.wrong(key, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = default if self.raw.get(key) is None else self.raw[key]
+        if type(value) is not bool:
+            raise self.wrong(key, "true or false")
+        return value
+
+    def mapping(self, key: str) -> dict:
+        value = self.raw.get(key) or {}
+        if not isinstance(value, dict) or any(isinstance(v, dict) for v in value.values()):
+            raise self.wrong(key, "one flat object")
+        return value
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """One token id or a list of them."""
+        value = self.raw.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(i) is not int for i in ids):
+            raise self.wrong(key, "a token id or a list of them")
+        return tuple(ids)
+
+
 def read_config(directory: Path) -> Config:
-    """The Config of a checkpoint directory; whatever would change the mathematics unnoticed is
-    refused.
-    """
+    """The Config of a checkpoint directory; what would change the mathematics is refused."""
     path = directory / "config.json"
     if not path.exists():
         raise UserError(f"{directory} has no config.json: not a Hugging Face checkpoint directory")
     raw = read_json(path)
-    family = raw.get("model_type")
+    keys, family = Keys(path, raw), raw.get("model_type")
     if family not in FAMILIES:
         raise UserError(
             f"{path}: model_type {family!r} is not supported (only {', '.join(FAMILIES)})"
         )
     refuse_unsupported(path, raw)
-    bias, tied, qk_norm = FAMILIES[family]
-
-    def need(key: str) -> int:
-        if not isinstance(raw.get(key), int) or raw[key] < 1:
-            raise UserError(f"{path}: {key} must be a positive integer, not {raw.get(key)!r}")
-        return raw[key]
-
-    heads = need("num_attention_heads")
-    kv_heads = raw.get("num_key_value_heads") or heads
+    heads, hidden = keys.count("num_attention_heads"), keys.count("hidden_size")
+    kv_heads = keys.count("num_key_value_heads", heads)
     if heads % kv_heads:
         raise UserError(
             f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
         )
-    theta, scaling = read_rope(path, raw)
-    generation = directory / "generation_config.json"
-    ends = read_json(generation) if generation.exists() else {}
-    eos = ends.get("eos_token_id", raw.get("eos_token_id"))
+    head_dim = keys.count("head_dim", hidden // heads)
+    if head_dim % 2:
+        raise keys.wrong("head_dim", "even")
+    bias, qk_norm = FAMILIES[family]
     if family in ("llama", "qwen3", "mimo"):  # the others' code does not ask
-        bias = raw.get("attention_bias", bias)
+        bias = keys.flag("attention_bias", bias)
+    theta, scaling = read_rope(keys)
+    bos = keys.ids("bos_token_id")
     return Config(
-        hidden_size=need("hidden_size"),
-        intermediate_size=need("intermediate_size"),
-        layers=need("num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=keys.count("intermediate_size"),
+        layers=keys.count("num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=raw.get("head_dim") or need("hidden_size") // heads,
-        vocab_size=need("vocab_size"),
-        context=need("max_position_embeddings"),
+        head_dim=head_dim,
+        vocab_size=keys.count("vocab_size"),
+        context=keys.count("max_position_embeddings"),
         model_type=family,
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        norm_eps=keys.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        tied=raw.get("tie_word_embeddings", tied),
+        tied=keys.flag("tie_word_embeddings", False),
         qkv_bias=bias,
-        # llama's attention_bias covers o_proj too, qwen's and mimo's does not
+        # attention_bias covers o_proj too, but not in qwen2 and mimo
         o_bias=bias and family in ("llama", "qwen3"),
-        mlp_bias=raw.get("mlp_bias", False),
+        mlp_bias=keys.flag("mlp_bias", False),
         qk_norm=qk_norm,
-        bos_id=raw.get("bos_token_id"),
-        eos_ids=tuple(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+        bos_id=bos[0] if bos else None,
+        eos_ids=read_eos(directory, keys),
     )
+
+
+def read_eos(directory: Path, keys: Keys) -> tuple[int, ...]:
+    """The end tokens that generation_config.json names, else those of config.json."""
+    path = directory / "generation_config.json"
+    ends = Keys(path, read_json(path)).ids("eos_token_id") if path.exists() else ()
+    return ends or keys.ids("eos_token_id")
 
 
 def refuse_unsupported(path: Path, raw: dict) -> None:
@@ -111,35 +153,40 @@ def refuse_unsupported(path: Path, raw: dict) -> None:
         raise UserError(
             f"{path}: quantization_config is not supported: use the unquantised checkpoint"
         )
-    windowed = raw.get("sliding_window") and raw.get(
-        "use_sliding_window", raw["model_type"] == "mistral"
-    )
-    if windowed or any(kind != "full_attention" for kind in raw.get("layer_types") or []):
-        raise UserError(
-            f"{path}: sliding_window {raw.get('sliding_window')} is not supported "
-            "(only full attention)"
-        )
+    window = raw.get("sliding_window")
+    if raw["model_type"] == "mistral":  # absent means 4096 there, and no flag switches it off
+        window = raw.get("sliding_window", 4096)
+    elif not raw.get("use_sliding_window"):
+        window = None
+    if window or any(kind != "full_attention" for kind in raw.get("layer_types") or []):
+        raise UserError(f"{path}: sliding_window {window} is not supported (only full attention)")
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(
             f"{path}: partial_rotary_factor {raw['partial_rotary_factor']} is not supported"
         )
 
 
-def read_rope(path: Path, raw: dict) -> tuple[float, dict | None]:
+def read_rope(keys: Keys) -> tuple[float, dict | None]:
     """rope_theta and scaling, spelled rope_theta + rope_scaling or rope_parameters."""
-    new = raw.get("rope_parameters") or {}
-    scaling = dict(new or raw.get("rope_scaling") or {})
-    theta = new.get("rope_theta", raw.get("rope_theta", 10000.0))
-    scaling.pop("rope_theta", None)
-    kind = scaling.setdefault("rope_type", scaling.pop("type", "default"))
-    if kind not in ROPE_TYPES:
+    old, new = keys.mapping("rope_scaling"), keys.mapping("rope_parameters")
+    if old and new and {k: v for k, v in new.items() if k != "rope_theta"} != old:
+        raise UserError(f"{keys.path}: rope_scaling and rope_parameters contradict each other")
+    scaling = Keys(keys.path, {**(new or old)})
+    theta = scaling.raw.pop("rope_theta", None) or keys.number("rope_theta", 10000.0)
+    kind = scaling.raw.pop("type", None) or scaling.raw.get("rope_type")
+    if scaling.raw and kind is None:
+        raise scaling.wrong("rope_type", f"one of {', '.join(ROPE_TYPES)}")
+    if (kind or "default") not in ROPE_TYPES:
         raise UserError(
-            f"{path}: rope type {kind!r} is not supported (only {', '.join(ROPE_TYPES)})"
+            f"{keys.path}: rope type {kind!r} is not supported (only {', '.join(ROPE_TYPES)})"
         )
+    if (kind or "default") == "default":
+        return float(theta), None
     for key in ROPE_TYPES[kind]:
-        if not isinstance(scaling.get(key), int | float):
-            raise UserError(f"{path}: rope type {kind!r} needs a number as {key!r}")
-    return float(theta), scaling if kind != "default" else None
+        scaling.number(key)
+    if scaling.raw.get("original_max_position_embeddings") is not None:
+        scaling.count("original_max_position_embeddings")
+    return float(theta), scaling.raw | {"rope_type": kind}
 
 
 # ---- tensors -------------------------------------------------------------------------------------
@@ -152,9 +199,8 @@ def weight_files(directory: Path) -> list[Path]:
             return [directory / name]
         index = directory / f"{name}.index.json"
         if index.exists():
-            files = [
-                directory / f for f in sorted(set(read_json(index).get("weight_map", {}).values()))
-            ]
+            names = sorted(set(Keys(index, read_json(index)).mapping("weight_map").values()))
+            files = [directory / str(name) for name in names]
             missing = [f.name for f in files if not f.exists()]
             if missing:
                 raise UserError(
@@ -175,19 +221,19 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
                 for name in file.keys():
                     yield name, file.get_tensor(name)
         else:
-            yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
-    except (
-        SafetensorError,
-        OSError,
-        RuntimeError,
-        pickle.UnpicklingError,
-        EOFError,
-        AttributeError,
-    ) as error:
-        raise UserError(
-            f"{path} cannot be read (damaged, truncated, or not only tensors): "
-            f"{str(error).splitlines()[0]}"
-        ) from None
+            yield from load_pickle(path).items()
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read (damaged, or truncated): {error}") from None
+    except pickle.UnpicklingError:
+        raise UserError(f"{path} holds more than tensors, and code is never unpickled") from None
+
+
+def load_pickle(path: Path) -> dict[str, Tensor]:
+    """A .bin of tensors; those of before torch 1.6 cannot be mapped."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def assign(
@@ -204,8 +250,13 @@ def assign(
         found.add(name)
         if name not in expected:
             unexpected.append(name)
-        elif tensor.shape != expected[name]:
-            misshapen.append(f"{name} {list(tensor.shape)} instead of {list(expected[name])}")
+        elif not isinstance(tensor, Tensor) or tensor.shape != expected[name]:
+            shape = list(getattr(tensor, "shape", ()))
+            misshapen.append(f"{name} {shape} instead of {list(expected[name])}")
+        elif not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise UserError(
+                f"{where}: {name} is stored as {tensor.dtype}: quantised weights are not supported"
+            )
         else:
             owner, _, leaf = name.rpartition(".")
             parameter = torch.nn.Parameter(tensor.to(device, dtype), requires_grad=False)
@@ -231,7 +282,8 @@ def canonical(
     """
     seen = False
     for name, tensor in tensors:
-        if name.endswith("rotary_emb.inv_freq") or name.startswith("model.mtp_layers."):
+        mtp = config.model_type == "mimo" and name.startswith("model.mtp_layers.")
+        if mtp or name.endswith("rotary_emb.inv_freq"):
             continue
         if config.tied and name == "lm_head.weight":
             if seen:  # stored at both ends: the embedding counts
@@ -279,7 +331,9 @@ def pick_device(device: str) -> torch.device:
     }
     if device == "auto":
         device = next(name for name, present in there.items() if present)
-    if not there.get(device.split(":")[0], False):
+    kind, _, index = device.partition(":")
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    if not there.get(kind) or (index and not (index.isdecimal() and int(index) < count)):
         raise UserError(
             f"device {device} is not there: use one of "
             f"{', '.join(name for name, present in there.items() if present)}"
@@ -385,7 +439,8 @@ def save(
     part.replace(directory / "model.safetensors")
     text = json.dumps(config_json(model.config, dtype), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
-    ends = {"bos_token_id": model.config.bos_id, "eos_token_id": list(model.config.eos_ids)}
+    eos = list(model.config.eos_ids) or None
+    ends = {"bos_token_id": model.config.bos_id, "eos_token_id": eos}
     (directory / "generation_config.json").write_text(
         json.dumps(ends, indent=2) + "\n", encoding="utf-8"
     )

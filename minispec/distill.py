@@ -32,12 +32,14 @@ from minispec.pretrain import (
     checked,
     optimizers,
     read_corpus,
+    shown,
     train,
     training_arguments,
 )  # fmt: skip
 from minispec.sampling import OneHot, Sampling, probs
 from minispec.tokenizer import Tokenizer
 
+LONGEST = 24  # tokens of a prompt
 HELD_OUT = 50  # every 50th generated document is for measuring
 
 
@@ -93,7 +95,7 @@ class Duplicates:
 
 
 def beginnings(
-    documents: dict[str, list[str]], tokenizer: Tokenizer, seed: int, longest: int = 24
+    documents: dict[str, list[str]], tokenizer: Tokenizer, seed: int
 ) -> Iterator[tuple[str, list[int]]]:
     """(kind, first tokens of a training document), kinds by their shares, without end."""
     rng = np.random.default_rng(seed)
@@ -102,7 +104,7 @@ def beginnings(
     while True:
         kind = str(rng.choice(kinds, p=shares / shares.sum()))
         document = documents[kind][rng.integers(len(documents[kind]))]
-        yield kind, tokenizer.encode(document[:400])[: rng.integers(4, longest)]
+        yield kind, tokenizer.encode(document[:400])[: rng.integers(4, LONGEST)]
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -110,10 +112,18 @@ def generate(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model, args.dtype, args.device)
     documents, _ = read_corpus(args.data)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    n = min(args.tokens, model.config.context - LONGEST)
+    if n < 1:
+        raise UserError(f"the target's context of {model.config.context} tokens is too short")
     duplicates, kept, batch = Duplicates(), 0, 0
-    for row in read_own(args.out) if args.out.exists() else ():
+    rows = read_own(args.out) if args.out.exists() else []
+    if rows:  # the last batch may have been cut short: it is made again
+        batch = rows[-1]["batch"]
+        rows = [row for row in rows if row["batch"] < batch]
+        args.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for row in rows:
         duplicates.add(row["tokens"])
-        kept, batch = kept + 1, row["batch"] + 1
+        kept += 1
     starts = beginnings(documents, tokenizer, args.seed)
     for _ in range(batch * args.batch):
         next(starts)
@@ -122,13 +132,17 @@ def generate(args: argparse.Namespace) -> None:
         while kept < args.documents:
             kinds, prompts = zip(*(next(starts) for _ in range(args.batch)))
             generator = torch.Generator().manual_seed(args.seed + batch)
-            answers = sample_batch(model, list(prompts), args.tokens, sampling, generator)
+            answers = sample_batch(model, list(prompts), n, sampling, generator)
             lines = []
             for kind, prompt, tokens in zip(kinds, prompts, answers):
                 if not duplicates.add(tokens):
                     row = {"batch": batch, "kind": kind, "prompt": prompt, "tokens": tokens}
                     lines.append(json.dumps(row) + "\n")
-            file.write("".join(lines))  # a batch is written whole
+            if not lines:
+                raise UserError(
+                    f"only {kept} different documents came: raise --temperature or ask for fewer"
+                )
+            file.write("".join(lines))
             file.flush()
             kept, batch = kept + len(lines), batch + 1
             bar.update(len(lines))
@@ -138,7 +152,8 @@ def generate(args: argparse.Namespace) -> None:
 def read_own(path: Path) -> list[dict]:
     """The documents that `generate` wrote."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = path.read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines[:-1]]  # a line cut short by a kill is dropped
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a file of minispec.distill generate: {error}") from None
 
@@ -197,7 +212,9 @@ def draft(args: argparse.Namespace) -> None:
         raise UserError(
             "a draft must have at most a tenth of its target's parameters: make it less wide"
         )
-    trainer = Trainer(model, optimizers(model), Batches(documents, args.seed))
+    labels = "soft labels" if args.soft else "hard labels"
+    batches = Batches(documents, args.seed)
+    trainer = Trainer(model, optimizers(model), batches, objective=labels)
     args.out.mkdir(parents=True, exist_ok=True)
     checkpoint = args.out / "training.pt"
     if checkpoint.exists():
@@ -226,8 +243,9 @@ def draft_card(
 ) -> str:
     """The README.md beside the draft's weights."""
     config = trainer.model.config
+    sizes = {kind: stream.size for kind, stream in trainer.batches.streams.items()}
     kinds = "\n".join(
-        f"| {kind} | {trainer.batches.streams[kind].size:,} | {same:.3f} | {overlap:.3f} |"
+        f"| {kind} | {sizes.get(kind, 0):,} | {same:.3f} | {overlap:.3f} |"
         for kind, (same, overlap) in rates.items()
     )
     return f"""\
@@ -237,7 +255,7 @@ def draft_card(
 keys and values), vocabulary {config.vocab_size}. Llama layout, float16. Trained on the target's own
 output, on {"the target's laws (soft labels)" if args.soft else "its tokens (hard labels)"}:
 
-    python -m minispec.distill {" ".join(sys.argv[1:])}
+    python -m minispec.distill {shown(sys.argv[1:])}
 
 {trainer.step} steps, {trainer.tokens:,} tokens, {trainer.seconds / 60:.0f} minutes of training on
 {torch.get_num_threads()} threads ({trainer.model.device.type}).

@@ -357,6 +357,12 @@ def check_flags(args: argparse.Namespace) -> None:
                 f"--{flag.replace('_', '-')} is for --method {' or '.join(methods)}, "
                 f"not for {args.method}"
             )
+    if args.chat and (args.prompt_ids is not None or args.prompt_file is not None):
+        raise UserError(
+            "--chat takes its turns from standard input, not from --prompt-ids or -file"
+        )
+    if not -(2**63) <= args.seed < 2**63:
+        raise UserError(f"--seed {args.seed}: must fit in 64 bits")
     if args.k is not None and not (args.k == "auto" and args.method == "speculative"):
         try:
             args.k = int(args.k)
@@ -372,7 +378,7 @@ def method_options(
     """What the command line gives to the method alone; loads its draft."""
     options = {} if args.k is None else {"k": args.k}
     if args.method == "speculative":
-        if args.draft is None and args.model != str(WEIGHTS / "target"):
+        if args.draft is None and Path(args.model).resolve() != WEIGHTS / "target":
             raise UserError(f"{args.model} needs a draft of its own: give one with --draft DIR")
         name = args.draft or str(WEIGHTS / "draft")
         draft, its_tokenizer = load(name, model.dtype, str(model.device))
@@ -510,17 +516,17 @@ def user_turns() -> Iterator[str]:
 @command
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
+    check_flags(args)
     options = {
         "method": args.method,
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
         "top_k": args.top_k,
         "top_p": args.top_p,
-        "seed": args.seed,
+        "randomness": Seeded(args.seed),  # one for all turns of a chat
         "stop": tuple(args.stop),
         "ignore_eos": args.ignore_eos,
     }
-    check_flags(args)
     prompt = None if args.chat else read_prompt(args)
     model, tokenizer = load(args.model, args.dtype, args.device)
     options |= method_options(args, model, tokenizer)

@@ -75,7 +75,7 @@ def read_documents(path: Path) -> list[str]:
         ]
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".jsonl":
-        return [task(json.loads(line)) for line in text.splitlines() if line.strip()]
+        return [task(json.loads(line)) for line in text.split("\n") if line.strip()]
     documents = (d.strip().removesuffix("<|end_story|>") for d in text.split(END))
     return [turns(d) for d in documents if d]
 
@@ -322,6 +322,7 @@ class Trainer:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    objective: str = "next token"
 
     def save(self, path: Path) -> None:
         state = dict(
@@ -331,18 +332,22 @@ class Trainer:
             step=self.step,
             tokens=self.tokens,
             seconds=self.seconds,
+            objective=self.objective,
         )
         torch.save(state, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)
 
     def restore(self, path: Path) -> None:
         state = torch.load(path, map_location=self.model.device, weights_only=True)
-        try:
-            self.model.load_state_dict(state["model"])
-        except RuntimeError:
+        shapes = {name: p.shape for name, p in self.model.state_dict().items()}
+        ours = shapes, self.objective, set(self.batches.streams)
+        theirs = {name: p.shape for name, p in state["model"].items()}
+        if ours != (theirs, state.get("objective", self.objective), set(state["batches"])):
             raise UserError(
-                f"{path} is of a model of other sizes: give the same ones, or another --out"
-            ) from None
+                f"{path} is of another training (other sizes, kinds of text or objective): "
+                "give what it was begun with, or another --out"
+            )
+        self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.batches.restore(state["batches"])
@@ -440,7 +445,7 @@ def card(
         f"| {kind} | {s.size:,} | {s.position / s.size:.2f} times | {losses[kind]:.3f} |"
         for kind, s in trainer.batches.streams.items()
     )
-    loops = (
+    loops = shares and (
         f"Distinct 4-grams in greedy stories of at most 200 tokens from {len(shares)} held-out "
         f"beginnings: mean {np.mean(shares):.3f}, least {min(shares):.3f}, "
         f"{sum(x < 0.7 for x in shares)} below 0.7."
@@ -451,11 +456,16 @@ def card(
         for kind, text in [("story", "Once upon a time"), *begun.items()]
     )
     return CARD.format(
-        parameters=sum(p.numel() for p in model.parameters()), c=c, command=" ".join(sys.argv[1:]),
+        parameters=sum(p.numel() for p in model.parameters()), c=c, command=shown(sys.argv[1:]),
         step=trainer.step, tokens=trainer.tokens, minutes=trainer.seconds / 60,
         threads=torch.get_num_threads(), device=device, kinds=kinds,
-        loops=loops if shares else "", samples=samples,
+        loops=loops or "", samples=samples,
     )  # fmt: skip
+
+
+def shown(arguments: list[str]) -> str:
+    """A command line without the folders of the machine it ran on."""
+    return " ".join(Path(a).name if Path(a).is_absolute() else a for a in arguments)
 
 
 def sample(model: Transformer, tokenizer: Tokenizer, text: str) -> str:
@@ -566,6 +576,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
+        if args.device.type == "cuda":
+            args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if args.batch_tokens // args.context % world:
         raise UserError(
@@ -576,6 +588,8 @@ def main(argv: list[str] | None = None) -> None:
 
     documents, held_out = read_corpus(args.data)
     path = args.tokenizer or args.out / "tokenizer.json"
+    if args.tokenizer and not path.exists():
+        raise UserError(f"no such tokenizer: {path}")
     if not path.exists() and rank == 0:
         train_tokenizer(documents, args.vocab).save(str(path))
     if world > 1:

@@ -56,7 +56,9 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
     """
     if sampling.temperature == 0:
         return OneHot(logits.argmax(-1).tolist(), logits.shape[-1])
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # the largest becomes 0 first: a tiny temperature must not make infinities of all
+    logits = (logits - logits.max(-1, keepdim=True).values) / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k).values[..., -1:]
         logits = logits.masked_fill(logits < least, -math.inf)

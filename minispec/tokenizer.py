@@ -2,12 +2,13 @@
 
 import datetime
 import json
+import os
 from pathlib import Path
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
-from tokenizers.decoders import DecodeStream
+from tokenizers.processors import TemplateProcessing
 
 from minispec.errors import UserError
 
@@ -33,18 +34,12 @@ class Tokenizer:
             backend = Backend.from_file(str(directory / "tokenizer.json"))
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{directory / 'tokenizer.json'} is not a tokenizer: {error}") from None
-        settings_file, template_file = (
-            directory / "tokenizer_config.json",
-            directory / "chat_template.jinja",
-        )
-        settings = (
-            json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
-        )
+        settings = read_settings(directory / "tokenizer_config.json")
         template = settings.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = {t["name"]: t["template"] for t in template}.get("default")
-        if template_file.exists():
-            template = template_file.read_text(encoding="utf-8")
+        if (directory / "chat_template.jinja").exists():
+            template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
         bos, eos = (content(settings.get(key)) for key in ("bos_token", "eos_token"))
         backend.no_padding()
         backend.no_truncation()
@@ -72,6 +67,8 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids; `special` adds what the model begins texts with (BOS, if anything)."""
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise UserError("the text is not valid Unicode: give it as UTF-8")
         return self.backend.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: list[int]) -> str:
@@ -114,26 +111,48 @@ class TextStream:
 
     def __init__(self, backend: Backend, prompt: list[int]):
         self.backend = backend
-        # decoders that strip the space of a text's first word must see that this is not the first
-        self.context = prompt[-8:]
-        self.tokens: list[int] = []
-        self.decoder = DecodeStream(ids=self.context, skip_special_tokens=True)
+        # what is decoded before the new tokens: the prompt, later the last tokens shown. Decoders
+        # that strip the space of a text's first word must see that this is not the first
+        self.context, self.tokens = prompt, []
+        self.before = self.decode(prompt)
         self.text = ""
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.backend.decode(tokens, skip_special_tokens=True)
 
     def push(self, token: int) -> str:
         """The characters that `token` completes (maybe none yet)."""
         self.tokens.append(token)
-        new = self.decoder.step(self.backend, token) or ""
-        self.text += new
-        return new
+        whole = self.decode(self.context + self.tokens)
+        if whole.endswith("\ufffd") or whole == self.before:
+            return ""
+        return self.show(whole)
 
     def flush(self) -> str:
         """What is left at the end: an incomplete character, shown as U+FFFD."""
-        before = len(self.backend.decode(self.context, skip_special_tokens=True))
-        whole = self.backend.decode(self.context + self.tokens, skip_special_tokens=True)[before:]
-        new = whole[len(self.text) :] if whole.startswith(self.text) else ""
+        return self.show(self.decode(self.context + self.tokens))
+
+    def show(self, whole: str) -> str:
+        """What `whole` adds to the text shown; its tokens become the context of the next."""
+        # not its length: the U+FFFD of a prompt that ends inside a character becomes the character
+        new = whole[len(os.path.commonprefix([self.before, whole])) :]
         self.text += new
+        self.context, self.tokens = self.tokens, []
+        self.before = self.decode(self.context)
         return new
+
+
+def read_settings(path: Path) -> dict:
+    """tokenizer_config.json, where there is one."""
+    if not path.exists():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{path} must hold a JSON object")
+    return settings
 
 
 def content(token: str | dict | None) -> str | None:
@@ -143,11 +162,12 @@ def content(token: str | dict | None) -> str | None:
 
 def with_bos(backend: Backend, settings: dict, bos: str | None) -> Backend:
     """Honour `add_bos_token` where the tokenizer.json itself says nothing of it."""
-    from tokenizers.processors import TemplateProcessing
-
     if settings.get("add_bos_token") and bos and backend.post_processor is None:
+        bos_id = backend.token_to_id(bos)
+        if bos_id is None:
+            raise UserError(f"tokenizer_config.json: bos_token {bos!r} is not in the vocabulary")
         backend.post_processor = TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+            single=f"{bos} $A", special_tokens=[(bos, bos_id)]
         )
     return backend
 

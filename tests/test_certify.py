@@ -1,6 +1,8 @@
 """The certifier passes on our methods, catches every mutant, and judges strangers."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
@@ -97,6 +99,14 @@ def test_json_and_exit_codes(capsys, monkeypatch):
     bad = next(m for m in MUTANTS if m.caught_by == "cache")
     with bad.apply():
         assert "FAIL" in run("--checks", "cache", code=1, capsys=capsys)
+
+
+@pytest.mark.slow
+def test_the_command_itself_catches_every_mutant():
+    """`python -m` must not check one copy of the module while the mutants patch another."""
+    arguments = [sys.executable, "-m", "minispec.certify", "--checks", "mutants"]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def returns_text(checkpoint, prompt, **options):

@@ -85,12 +85,14 @@ def test_a_tied_head_stored_at_either_end_or_both(folder):
         assert torch.equal(logits(folder), expected)
 
 
-def test_derived_and_multi_token_prediction_tensors_are_left_out(folder):
-    expected = logits(folder)
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
-             "model.mtp_layers.0.input_proj.weight": torch.ones(4)}  # fmt: skip
-    save_file(tensors(folder) | extra, folder / "model.safetensors")
-    assert torch.equal(logits(folder), expected)
+def test_derived_tensors_are_left_out_and_mimos_prediction_layers_too(tmp_path):
+    for variant, extra in (
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("mimo", "model.mtp_layers.0.input_proj.weight"),
+    ):
+        copy = shutil.copytree(GOLDEN / variant, tmp_path / variant)
+        save_file(tensors(copy) | {extra: torch.ones(4)}, copy / "model.safetensors")
+        assert torch.equal(logits(copy), logits(GOLDEN / variant))
 
 
 @pytest.mark.parametrize("variant", ["llama-linear", "llama-llama3", "llama-yarn"])
@@ -108,6 +110,12 @@ def test_end_tokens_from_either_file_single_or_many(folder):
     for eos, expected in ((7, (7,)), ([3, 5], (3, 5)), (None, ())):
         edit(folder, eos_token_id=eos)
         assert read_config(folder).eos_ids == expected
+    edit(folder, eos_token_id="</s>")
+    with pytest.raises(UserError, match="a token id or a list of them"):
+        read_config(folder)
+    edit(folder, eos_token_id=4)
+    (folder / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert read_config(folder).eos_ids == (4,)
     (folder / "generation_config.json").write_text('{"eos_token_id": [9, 2]}')
     assert read_config(folder).eos_ids == (9, 2)
 
@@ -166,7 +174,10 @@ def test_truncated_and_foreign_weight_files(folder):
         refused(folder, "model.safetensors cannot be read")
     path.unlink()
     torch.save({"x": print}, folder / "pytorch_model.bin")  # would run code if it were unpickled
-    refused(folder, "pytorch_model.bin cannot be read")
+    refused(folder, "holds more than tensors")
+    old = GOLDEN.parent / "golden" / "llama" / "model.safetensors"
+    torch.save(load_file(old), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert torch.equal(logits(folder), logits(GOLDEN / "llama"))  # of before torch 1.6
 
 
 def test_missing_extra_and_misshapen_tensors_are_named(folder):
@@ -188,7 +199,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
         ({"rope_parameters": ..., "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "needs a number as 'factor'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor must be a positive number"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window 4096"),
         ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window 8"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
@@ -196,11 +207,36 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": "many"}, "hidden_size must be a positive integer"),
         ({"num_key_value_heads": 3}, "no multiple"),
+        ({"num_key_value_heads": "two"}, "num_key_value_heads must be a positive integer"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"rope_parameters": ..., "rope_theta": "x"}, "rope_theta must be a positive number"),
+        ({"rope_parameters": ..., "rope_scaling": "linear"}, "rope_scaling must be one flat"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "must be one flat object"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "contradict each other"),
+        ({"rope_parameters": {"factor": 4.0}}, "rope_type must be one of"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor must be a positive"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a positive number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"model_type": "mistral", "sliding_window": ...}, "sliding_window 4096"),
+        ({"model_type": "mistral", "sliding_window": 8, "use_sliding_window": False}, "window 8"),
     ],
 )
 def test_unsupported_configurations_are_refused_by_name(folder, changes, match):
     edit(folder, **changes)
     refused(folder, match)
+
+
+def test_quantised_tensors_are_refused(folder):
+    name = "model.layers.1.mlp.up_proj.weight"
+    whole = tensors(folder)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        save_file(whole | {name: whole[name].to(dtype)}, folder / "model.safetensors")
+        refused(folder, f"{name} is stored as {dtype}")
+
+
+def test_a_model_without_end_tokens_is_saved_without_them(tmp_path):
+    save(random_model(), None, tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] is None
 
 
 def test_a_tokenizer_larger_than_the_embedding(folder):
@@ -218,5 +254,6 @@ def test_a_tokenizer_larger_than_the_embedding(folder):
 def test_devices_and_dtypes_that_are_not_there(folder):
     refused(folder, "device abacus is not there", device="abacus")
     refused(folder, "dtype int3 is not supported", dtype="int3")
+    refused(folder, "device cpu:x is not there", device="cpu:x")
     if not torch.cuda.is_available():
         refused(folder, "device cuda is not there: use one of cpu", device="cuda")

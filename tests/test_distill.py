@@ -1,6 +1,7 @@
 """The target's own text: batched sampling is right, resumable, without near-duplicates."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -57,6 +58,8 @@ def test_generation_resumes_and_a_draft_learns_from_it(target, data, tmp_path, c
     options = ("--model", target, "--data", data, "--tokens", 20, "--batch", 8, "--device", "cpu")
     run("generate", *options, "--out", tmp_path / "whole.jsonl", "--documents", 60)
     run("generate", *options, "--out", tmp_path / "parts.jsonl", "--documents", 20)
+    text = (tmp_path / "parts.jsonl").read_text()
+    (tmp_path / "parts.jsonl").write_text(text[:-30])  # killed while writing
     run("generate", *options, "--out", tmp_path / "parts.jsonl", "--documents", 60)
     assert (tmp_path / "whole.jsonl").read_text() == (tmp_path / "parts.jsonl").read_text()
     rows = [json.loads(line) for line in (tmp_path / "whole.jsonl").read_text().splitlines()]
@@ -68,11 +71,17 @@ def test_generation_resumes_and_a_draft_learns_from_it(target, data, tmp_path, c
     with pytest.raises(SystemExit):
         run(*train, "--out", tmp_path / "draft", *sizes, "--width", 64)
     assert "at most a tenth" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(*train, "--out", tmp_path / "whole", *sizes, "--width", 4, "--own", target)
     for more in ((), ("--soft",)):
+        shutil.rmtree(tmp_path / "draft", ignore_errors=True)
         run(*train, "--out", tmp_path / "draft", *sizes, "--width", 4, *more)
         draft, tokenizer = load(tmp_path / "draft", "float32", "cpu")
         assert tokenizer.backend.get_vocab() == TOKENIZER.backend.get_vocab()
         assert "3 steps, 192 tokens" in (tmp_path / "draft" / "README.md").read_text()
+    with pytest.raises(SystemExit):  # soft labels do not go on as hard ones
+        run(*train, "--out", tmp_path / "draft", *sizes, "--width", 4)
+    assert "of another training" in capsys.readouterr().err
 
 
 def test_soft_labels_are_the_cross_entropy_of_the_laws():
@@ -114,6 +123,6 @@ def test_a_draft_trained_on_a_target_agrees_with_it(target, tmp_path):
 def test_wrong_input_is_refused(tmp_path):
     with pytest.raises(UserError, match="is not a file of minispec.distill generate"):
         distill.read_own(tmp_path / "nothing.jsonl")
-    (tmp_path / "bad.jsonl").write_text("{")
+    (tmp_path / "bad.jsonl").write_text("{\n")
     with pytest.raises(UserError, match="is not a file"):
         distill.read_own(tmp_path / "bad.jsonl")

@@ -15,6 +15,7 @@ from test_tokenizer import byte_tokenizer
 from minispec import UserError, generate
 from minispec.checkpoint import load, save
 from minispec.generate import decode, stream
+from minispec.sampling import Seeded
 from minispec.tree import Step, Tree
 
 TOKENIZER = byte_tokenizer()
@@ -232,6 +233,15 @@ def test_a_chat_feeds_only_what_is_new(folder, capsys, monkeypatch):
     assert turns[1]["tokens"] == fresh.tokens
 
 
+def test_the_turns_of_a_sampled_chat_use_fresh_randomness(folder, capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nhi\n"))
+    uniform = Seeded.uniform
+    monkeypatch.setattr(Seeded, "uniform", lambda self: seen.append(uniform(self)) or seen[-1])
+    call("--model", folder, "--chat", "--max-new-tokens", "3", "--temperature", "1", "--seed", "4")
+    assert len(seen) == len(set(seen)) > 4
+
+
 @pytest.mark.parametrize(
     "arguments, match",
     [
@@ -245,6 +255,12 @@ def test_a_chat_feeds_only_what_is_new(folder, capsys, monkeypatch):
         (["--prompt-ids", "1,70000"], "70000 is out of range"),
         (["x" * 300], "the prompt has 300 tokens, the context only 256"),
         (["x", "--dtype", "int3"], "dtype int3"),
+        (["x", "--seed", "9" * 30], "must fit in 64 bits"),
+        (["--chat", "--prompt-file", "nowhere"], "takes its turns from standard input"),
+        (["a\udcff"], "not valid Unicode"),
+        (["x", "--k", "3"], "--k is for --method speculative or prompt-lookup"),
+        (["x", "--method", "prompt-lookup", "--k", "auto"], "--k auto: must be a number"),
+        (["x", "--method", "speculative"], "needs a draft of its own"),
         (["x", "--stop", ""], "must not be empty"),
     ],
 )

@@ -74,7 +74,6 @@ def test_warm_up_text_is_seen_early_only():
 
 def test_resumed_training_equals_uninterrupted_training(data, tmp_path):
     whole = run(data, tmp_path / "whole", 12)
-    run(data, tmp_path / "parts", 12, "--save-every", "5")
     # what a kill after step 5 leaves: its checkpoint
     trained = pretrain.Trainer.save
     stop = RuntimeError("killed")
@@ -148,20 +147,36 @@ def test_two_processes_train_the_same_model_as_one(data, tmp_path):
         torch.testing.assert_close(both[name], alone[name], rtol=0, atol=2e-4)
 
 
-def test_wrong_input_is_refused(data, tmp_path):
-    def refused(match, *more, folder=data, out="out"):
-        with pytest.raises(SystemExit) as caught:
-            run(folder, tmp_path / out, 2, *more)
-        assert caught.value.code == 2
-        return match
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        (["--layers", "0"], "--layers 0: must be at least 1"),
+        (["--heads", "3"], "must be an even multiple"),
+        (["--batch-tokens", "8"], "must hold a row"),
+        (["--tokenizer", "nowhere.json"], "no such tokenizer"),
+        (["--device", "abacus"], "device abacus is not there"),
+    ],
+)
+def test_wrong_input_is_refused(data, tmp_path, arguments, match, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(data, tmp_path / "out", 2, *arguments)
+    assert caught.value.code == 2 and match in capsys.readouterr().err
 
-    for match, more in (
-        ("must be at least 1", ["--layers", "0"]),
-        ("even multiple", ["--heads", "3"]),
-        ("must hold a multiple", ["--batch-tokens", "8"]),
-    ):
-        refused(match, *more)
-    run(data, tmp_path / "small", 2)
-    refused("other sizes", "--layers", "3", out="small")
+
+def test_a_checkpoint_of_another_training_is_refused(data, tmp_path, capsys):
+    run(data, tmp_path / "out", 2)
+    (data / "stories_zh.txt").write_text("a b c\n<|endoftext|>\n" * 9)
+    with pytest.raises(SystemExit):
+        run(data, tmp_path / "out", 3)
+    (data / "stories_zh.txt").unlink()
+    with pytest.raises(SystemExit):
+        run(data, tmp_path / "out", 3, "--layers", "3")
+    assert capsys.readouterr().err.count("of another training") == 2
     with pytest.raises(UserError, match="holds none of the files"):
         pretrain.read_corpus(tmp_path)
+
+
+def test_a_corpus_without_stories_is_enough(data, tmp_path):
+    (data / "stories_en.txt").unlink()
+    run(data, tmp_path / "out", 2)
+    assert "held-out bits per byte" in (tmp_path / "out" / "README.md").read_text()

@@ -43,6 +43,11 @@ def test_the_law_equals_the_plain_definition(seed):
         torch.testing.assert_close(law, expected, rtol=0, atol=1e-12)
 
 
+def test_a_tiny_temperature_is_nearly_greedy():
+    law = probs(torch.tensor([[30.0, 70.0, -5.0]]), Sampling(1e-39))[0]
+    assert law.tolist() == [0.0, 1.0, 0.0]
+
+
 def test_ties_at_the_top_k_boundary_all_stay():
     law = probs(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), Sampling(1.0, top_k=1))[0]
     assert law.tolist() == [0.0, 0.5, 0.5, 0.0]

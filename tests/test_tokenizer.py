@@ -45,6 +45,33 @@ def test_an_incomplete_character_is_held_and_shown_at_the_end():
     assert stream.flush() == "\ufffd"
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_any_tokens_stream_to_their_text_and_nothing_raises(seed):
+    """Random ids, invalid bytes among them, after random prompts."""
+    tokenizers = [byte_tokenizer()]
+    if SHARED.exists():
+        folders = ("tinystories-656k", "stories260k")
+        tokenizers += [Tokenizer.from_directory(SHARED / "checkpoints" / f) for f in folders]
+    rng = random.Random(seed)
+    for tokenizer in tokenizers:
+        prompt, tokens = ([rng.randrange(tokenizer.size) for _ in range(n)] for n in (5, 40))
+        stream = tokenizer.stream(prompt)
+        text = "".join(map(stream.push, tokens)) + stream.flush()
+        if tokenizer is tokenizers[0]:  # bytes: the rest of the whole, after what both share
+            whole = tokenizer.decode(prompt + tokens)
+            assert whole.endswith(text.lstrip("\ufffd")) and "\ufffd" * 41 not in text
+
+
+def test_a_prompt_that_ends_inside_a_character_is_not_repeated():
+    tokenizer = byte_tokenizer()
+    tokens = tokenizer.encode("hello 你好x")
+    for cut in range(1, len(tokens)):
+        stream = tokenizer.stream(tokens[:cut])
+        said = "".join(map(stream.push, tokens[cut:])) + stream.flush()
+        before = tokenizer.decode(tokens[:cut]).rstrip("\ufffd")
+        assert before + said == "hello 你好x"
+
+
 def test_special_tokens_are_not_text():
     tokenizer = byte_tokenizer()
     tokens = tokenizer.encode(f"a{USER}b{END}")
@@ -77,6 +104,8 @@ def test_real_byte_level_vocabularies_stream(tmp_path):
 
 def test_a_conversation_is_rendered_up_to_the_assistants_turn():
     tokenizer = byte_tokenizer()
+    with pytest.raises(UserError, match="not valid Unicode"):
+        tokenizer.encode("a\udcff")
     messages = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "Yo"},
                 {"role": "user", "content": "Bye"}]  # fmt: skip
     text = tokenizer.backend.decode(tokenizer.chat(messages), skip_special_tokens=False)
@@ -111,4 +140,9 @@ def test_save_and_load_keep_everything(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     again = Tokenizer.from_directory(tmp_path)
     assert again.chat_template == "from the file"
+    for wrong, match in (("{", "cannot be read"), ("[]", "must hold"),
+                         ('{"add_bos_token": true, "bos_token": "<no>"}', "not in")):  # fmt: skip
+        (tmp_path / "tokenizer_config.json").write_text(wrong)
+        with pytest.raises(UserError, match=match):
+            Tokenizer.from_directory(tmp_path)
     assert again.encode("a") == [again.backend.token_to_id(END), *byte_tokenizer().encode("a")]
