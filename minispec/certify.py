@@ -305,7 +305,7 @@ def exact_cases(quick: bool) -> Iterator[Proof]:
     yield Proof("prompt-lookup", bound("prompt-lookup", k=2), few if quick else every, n)
     for shape in ("wide", "chain") if quick else ("root", "chain", "wide"):
         for kind in KINDS:
-            samplings = few if quick else (*few, "T=0.7 top-k 2")
+            samplings = few if quick else every
             yield Proof(f"tree, {shape}, {kind}", tree_method(other, shape, kind), samplings, n=2)
     if quick:
         return
@@ -317,6 +317,7 @@ def exact_cases(quick: bool) -> Iterator[Proof]:
         for kind in KINDS:
             method = tree_method(Toy(77, vocab=2), shape, kind)
             yield Proof(f"tree, {shape}, {kind}", method, few, n=2, vocab=2)
+            yield Proof(f"tree, {shape}, {kind}", tree_method(other, shape, kind), every[1:], n=2)
 
 
 def check_exact(quick: bool = False) -> Iterator[Verdict]:
