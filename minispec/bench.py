@@ -86,6 +86,7 @@ def summarise(
         for p, r in zip(plain, runs)
     ]
     a = alpha(runs)
+    k = None if a is None else k
     new, passes = sum(len(r.tokens) for r in runs), sum(len(r.rounds) for r in runs)
     return Row(
         name, statistics.median(ratios), min(ratios), max(ratios), new / passes, a,
