@@ -40,7 +40,7 @@ from minispec.verify import accept
 
 EXACT = 1e-12  # total variation that counts as none, for sums of float64 products
 FALSE_ALARM = 1e-6  # chance that one statistical check fails a correct decoder
-RUNS = 400  # of one statistical check
+RUNS, JOINT = 400, 3  # runs of one statistical check, and the tokens whose joint law it tests
 TIE = 1e-3  # a top-2 logit gap below this may be decided by rounding, in float32
 GREEDY = Sampling()
 
@@ -426,7 +426,7 @@ def chi_square_p(counts: Counter, law: dict[tuple[int, ...], float]) -> float:
 
 
 def check_statistical(quick: bool = False) -> Iterator[Verdict]:
-    """χ² of the first two tokens of many seeded runs of a small Transformer, against their law."""
+    """χ² of the first tokens of many seeded runs of a small Transformer, against their law."""
     model, draft, prompt = small_model(21, vocab=6), small_model(24, vocab=6), [1, 2, 3, 1, 2]
     cases = [
         ("speculative", bound("speculative", draft=draft, k=3)),
@@ -434,10 +434,11 @@ def check_statistical(quick: bool = False) -> Iterator[Verdict]:
         ("tree, deep, without replacement", tree_method(draft, "deep", "without replacement")),
     ]
     sampling = Sampling(1.0, top_p=0.9)
-    law = exact_law(bound("autoregressive"), model, prompt, sampling, 2)
+    law = exact_law(bound("autoregressive"), model, prompt, sampling, JOINT)
     for name, method in cases[: 1 if quick else None]:
         counts = Counter(
-            first_tokens(method, model, prompt, sampling, Seeded(seed), 2) for seed in range(RUNS)
+            first_tokens(method, model, prompt, sampling, Seeded(seed), JOINT)
+            for seed in range(RUNS)
         )
         p = chi_square_p(counts, law)
         detail = f"p = {p:.3f}, {RUNS} runs (below {FALSE_ALARM:.0e} fails)"
@@ -647,8 +648,10 @@ def impl_end(impl: Implementation, path: Path) -> Verdict:
 
 def impl_law(impl: Implementation, folder: str, model: Transformer, sampling: Sampling) -> Verdict:
     prompt = [1, 2, 3, 1, 2]
-    law = exact_law(bound("autoregressive"), model, prompt, sampling, 2)
-    counts = Counter(tuple(call(impl, folder, prompt, seed, 2, sampling)) for seed in range(RUNS))
+    law = exact_law(bound("autoregressive"), model, prompt, sampling, JOINT)
+    counts = Counter(
+        tuple(call(impl, folder, prompt, seed, JOINT, sampling)) for seed in range(RUNS)
+    )
     p = chi_square_p(counts, law)
     name = f"T=1 top-k {sampling.top_k} top-p {sampling.top_p}"
     return Verdict("statistical", name, p > FALSE_ALARM, f"p = {p:.2g}, {RUNS} runs")
