@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minispec.errors import UserError
+from minispec.errors import UserError, read_json
 from minispec.model import Config, Transformer
 from minispec.tokenizer import Tokenizer
 
@@ -34,16 +34,6 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 # ---- config --------------------------------------------------------------------------------------
-
-
-def read_json(path: Path) -> dict:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object")
-    return value
 
 
 class Keys:

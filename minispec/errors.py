@@ -1,9 +1,11 @@
 """What a user can get wrong: one line that says what and how to mend it, exit code 2."""
 
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -26,3 +28,14 @@ def command(main: Callable) -> Callable:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     return wrapped
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object that a file holds."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object")
+    return value

@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
-from minispec.errors import UserError
+from minispec.errors import UserError, read_json
 
 
 class Tokenizer:
@@ -34,7 +34,8 @@ class Tokenizer:
             backend = Backend.from_file(str(directory / "tokenizer.json"))
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{directory / 'tokenizer.json'} is not a tokenizer: {error}") from None
-        settings = read_settings(directory / "tokenizer_config.json")
+        file = directory / "tokenizer_config.json"
+        settings = read_json(file) if file.exists() else {}
         template = settings.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = {t["name"]: t["template"] for t in template}.get("default")
@@ -140,19 +141,6 @@ class TextStream:
         self.context, self.tokens = self.tokens, []
         self.before = self.decode(self.context)
         return new
-
-
-def read_settings(path: Path) -> dict:
-    """tokenizer_config.json, where there is one."""
-    if not path.exists():
-        return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(settings, dict):
-        raise UserError(f"{path} must hold a JSON object")
-    return settings
 
 
 def content(token: str | dict | None) -> str | None:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minispec.model import Config, Transformer
+from minispec.certify import small_model
+from minispec.model import Transformer
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -14,27 +15,9 @@ needs_shared = pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not 
 
 
 def random_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes) -> Transformer:
-    """A tiny model with every parameter random, so that no mistake hides behind a one or a zero."""
-    settings = (
-        dict(
-            hidden_size=16,
-            intermediate_size=24,
-            layers=2,
-            heads=4,
-            kv_heads=2,
-            head_dim=4,
-            vocab_size=32,
-            context=256,
-        )
-        | changes
-    )
-    model = Transformer(Config(**settings)).to(dtype)
-    generator = torch.Generator().manual_seed(seed)
-    for name, p in model.named_parameters():
-        noise = torch.randn(p.shape, generator=generator, dtype=dtype)
-        p.data.copy_(0.4 * noise + (1.0 if "norm" in name else 0.0))
-        p.requires_grad_(False)
-    return model.eval()
+    """The certifier's tiny random Transformer, over 32 tokens and a context of 256."""
+    vocab, context = changes.pop("vocab_size", 32), changes.pop("context", 256)
+    return small_model(seed, vocab, context, **changes).to(dtype)
 
 
 def random_tokens(n: int, seed: int = 0, vocab: int = 32) -> list[int]:
