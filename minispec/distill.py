@@ -248,19 +248,28 @@ def draft_card(
         f"| {kind} | {sizes.get(kind, 0):,} | {same:.3f} | {overlap:.3f} |"
         for kind, (same, overlap) in rates.items()
     )
-    return f"""\
-# A draft of {sum(p.numel() for p in trainer.model.parameters()):,} parameters
+    return DRAFT_CARD.format(
+        parameters=sum(p.numel() for p in trainer.model.parameters()), c=config,
+        labels="the target's laws (soft labels)" if args.soft else "its tokens (hard labels)",
+        command=shown(sys.argv[1:]), step=trainer.step, tokens=trainer.tokens,
+        minutes=trainer.seconds / 60, threads=torch.get_num_threads(),
+        device=trainer.model.device.type, held_out=HELD_OUT, kinds=kinds,
+    )  # fmt: skip
 
-{config.layers} layers of width {config.hidden_size}, {config.heads} heads ({config.kv_heads} for
-keys and values), vocabulary {config.vocab_size}. Llama layout, float16. Trained on the target's own
-output, on {"the target's laws (soft labels)" if args.soft else "its tokens (hard labels)"}:
 
-    python -m minispec.distill {shown(sys.argv[1:])}
+DRAFT_CARD = """\
+# A draft of {parameters:,} parameters
 
-{trainer.step} steps, {trainer.tokens:,} tokens, {trainer.seconds / 60:.0f} minutes of training on
-{torch.get_num_threads()} threads ({trainer.model.device.type}).
+{c.layers} layers of width {c.hidden_size}, {c.heads} heads ({c.kv_heads} for keys and values), \
+vocabulary {c.vocab_size}. Llama layout, float16.
 
-On every {HELD_OUT}th document, never trained on: how often the draft's best token is the target's,
+Trained on the target's own output, on {labels}:
+
+    python -m minispec.distill {command}
+
+{step} steps, {tokens:,} tokens, {minutes:.0f} minutes of training on {threads} threads ({device}).
+
+On every {held_out}th document, never trained on: how often the draft's best token is the target's,
 and Σ min(p, q), the chance that a token drawn from the draft is accepted at temperature 1.
 
 | kind | training tokens | same argmax | Σ min(p, q) |
