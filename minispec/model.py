@@ -127,7 +127,7 @@ class Pass:
 
     cos: Tensor  # (B or 1, n, 1, head_dim)
     sin: Tensor
-    visible: Tensor | None  # (B or 1, 1, n, keys), None: plain causal
+    visible: Tensor | None  # (B or 1, 1, n, keys), 0 or -inf; None: plain causal
     cache: KVCache | None = None
     slots: Tensor | None = None  # (B, n): cache rows to write
 
@@ -266,13 +266,18 @@ class Transformer(nn.Module):
         depth = torch.arange(n, device=self.device) if depth is None else depth.to(self.device)
         mask = mask if mask is None else mask.to(self.device)
         if cache is None:
-            return Pass(
-                *self.rope(depth[None], self.dtype), mask if mask is None else mask[None, None]
-            )
+            visible = mask if mask is None else self.bias(mask)[None, None]
+            return Pass(*self.rope(depth[None], self.dtype), visible)
         if mask is None:
             mask = torch.ones(n, n, dtype=torch.bool, device=self.device).tril()
         slots, position, visible = cache.place(n, depth, mask)
-        return Pass(*self.rope(position, self.dtype), visible, cache, slots)
+        return Pass(*self.rope(position, self.dtype), self.bias(visible), cache, slots)
+
+    def bias(self, visible: Tensor) -> Tensor:
+        """0 where a row sees a key, else -inf: made once a pass, where attention would turn a mask
+        of booleans into this anew in every layer."""
+        zeros = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill_(~visible, -math.inf)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., hidden_size) -> (..., vocab_size)."""
