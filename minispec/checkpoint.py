@@ -267,9 +267,7 @@ def assign(
 def canonical(
     config: Config, tensors: Iterator[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors under our names: a tied head at either end, no derived or multi-token-prediction
-    ones.
-    """
+    """Tensors under our names: a tied head at either end; derived and prediction ones left out."""
     seen = False
     for name, tensor in tensors:
         mtp = config.model_type == "mimo" and name.startswith("model.mtp_layers.")

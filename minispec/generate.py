@@ -200,9 +200,7 @@ def acceptance(rounds: list[Step]) -> dict[str, list[float]]:
 def as_prompt(
     model: Transformer, tokenizer: Tokenizer | None, prompt: str | list[int]
 ) -> list[int]:
-    """Token ids of a prompt, checked against the model: ids in range, at least one, room for an
-    answer.
-    """
+    """Token ids of a prompt: in range, at least one, with room for an answer."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise UserError(
@@ -479,9 +477,7 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 def chat(
     model: Transformer, tokenizer: Tokenizer | None, args: argparse.Namespace, options: dict
 ) -> None:
-    """Turns from standard input. The cache stays: a turn feeds only what is new in the
-    conversation.
-    """
+    """Turns from standard input. The cache stays: a turn feeds only what is new in it."""
     if tokenizer is None:
         raise UserError("--chat needs a tokenizer.json, which this model lacks")
     cache = model.new_cache(min(model.config.context, CHAT_ROOM))

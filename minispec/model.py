@@ -70,9 +70,7 @@ class Rope(nn.Module):
 
 
 def rope_frequencies(config: Config) -> tuple[Tensor, float]:
-    """Angle per position of each pair of dimensions, (head_dim / 2,), and the factor on cos and
-    sin.
-    """
+    """Angle per position of each pair of dimensions, (head_dim / 2,), and a factor."""
     d, theta, scaling = config.head_dim, config.rope_theta, config.rope_scaling or {}
     # always float32, as the checkpoints were trained, and never on the meta device
     index = torch.arange(0, d, 2, dtype=torch.float32, device="cpu")

@@ -106,11 +106,9 @@ propose, grow = speculative.propose, certify.grow
 
 def greedy_draft_with_softmax_law(draft, cache, tokens, k, sampling, randomness, vocabulary):
     """The argmax of the draft, scored as if it had been drawn from its softmax."""
-    before = cache.length
     guess, laws = propose(draft, cache, tokens, k, Sampling(), randomness, vocabulary)
     fresh = draft.new_cache(cache.capacity)
     hidden = draft((tokens + guess)[: len(tokens) + k], fresh)
-    assert before <= len(tokens)
     rows = probs(draft.logits(hidden[0]), Sampling(1.0))
     return guess, [rows[len(tokens) - 1 + i] for i in range(len(guess))]
 

@@ -63,9 +63,7 @@ HELD_OUT = 50  # every 50th document is never trained on
 
 
 def read_documents(path: Path) -> list[str]:
-    """The documents of one source: a .txt divided by END, a .jsonl of tasks, a tree of Python
-    files.
-    """
+    """The documents of a .txt divided by END, a .jsonl of tasks, or a tree of Python files."""
     if path.is_dir():
         return [
             piece
@@ -89,9 +87,7 @@ def skipped(file: Path) -> bool:
 
 
 def code_pieces(source: str, size: int = 2000) -> list[str]:
-    """A file cut at its top-level blank lines into pieces of about `size` characters; tables left
-    out.
-    """
+    """A file cut at top-level blank lines into pieces of about `size` characters; no tables."""
     pieces = [""]
     for part in source.split("\n\n\n"):
         if pieces[-1] and len(pieces[-1]) + len(part) > size:
@@ -240,9 +236,7 @@ class NextToken(nn.Module):
 
 
 def initialise(model: Transformer, seed: int) -> None:
-    """Normal weights of deviation 0.02, those that write to the residual stream 1/√(2·layers) of
-    it.
-    """
+    """Normal weights of deviation 0.02, 1/√(2·layers) of it where they write to the residual."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
@@ -302,9 +296,7 @@ def tokenize(bpe: BPE, documents: list[str]) -> list[list[int]]:
 def clip_held_out(
     bpe: BPE, documents: list[str], context: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Documents cut to the context, with END behind those that end inside it, and their bytes of
-    text.
-    """
+    """Documents cut to the context, END behind those that end inside it; bytes of their text."""
     rows, sizes = [], []
     for ids in tokenize(bpe, documents):
         rows.append((ids + [ids[0]])[: context + 1])
@@ -423,9 +415,7 @@ def continuation(model: Transformer, prompt: list[int], n: int, sampling: Sampli
 
 
 def distinct_4grams(tokens: list[int]) -> float:
-    """Share of different ones among the 4-grams: a model that loops has few, and flatters every
-    draft.
-    """
+    """Share of different ones among the 4-grams: few in a loop, which flatters every draft."""
     grams = list(zip(*(tokens[i:] for i in range(4))))
     return len(set(grams)) / max(1, len(grams))
 

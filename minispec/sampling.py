@@ -13,9 +13,7 @@ from minispec.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the model's law is warped: temperature (0: greedy), then top-k (0: off), then top-p (1:
-    off).
-    """
+    """Warpers in their order: temperature (0: greedy), top-k (0: off), top-p (1: off)."""
 
     temperature: float = 0.0
     top_k: int = 0

@@ -27,9 +27,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja, of which the first
-        must be.
-        """
+        """Read tokenizer.json, and tokenizer_config.json and chat_template.jinja if there."""
         try:
             backend = Backend.from_file(str(directory / "tokenizer.json"))
         except Exception as error:  # the library raises bare Exception
