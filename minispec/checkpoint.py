@@ -300,9 +300,13 @@ def resolve(source: str | os.PathLike) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    wanted = ["*.json", "*.safetensors", "*.bin", "*.jinja", "*.pt"]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        directory = Path(
+            snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"])
+        )
+        if not any(directory.glob("*.safetensors")):  # an old repository
+            directory = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.bin"]))
+        return directory
     except (OSError, HFValidationError, RuntimeError) as error:
         raise UserError(
             f"no directory {name}, and the hub does not give it either "

@@ -147,6 +147,28 @@ def test_loading_in_the_stored_dtype_maps_the_file_and_copies_nothing(tmp_path):
         assert grown < bound * size
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_hub_id_downloads_safetensors_and_only_without_them_bin(suffix, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    source, cache, asked = GOLDEN / "llama", tmp_path / "cache", []
+
+    def snapshot_download(name, allow_patterns):
+        asked.append((name, "*.bin" in allow_patterns))
+        cache.mkdir(exist_ok=True)
+        shutil.copy(source / "config.json", cache)
+        if suffix == "safetensors":
+            shutil.copy(source / "model.safetensors", cache)
+        elif "*.bin" in allow_patterns:
+            torch.save(tensors(source), cache / "pytorch_model.bin")
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert torch.equal(logits("somebody/model"), logits(source))
+    expected = [("somebody/model", False), ("somebody/model", True)]
+    assert asked == expected[: 1 if suffix == "safetensors" else 2]
+
+
 # ---- mistakes
 
 
