@@ -31,7 +31,7 @@ from minispec import generate
 from minispec.cache import KVCache
 from minispec.checkpoint import load, save
 from minispec.errors import UserError, command
-from minispec.generate import METHODS, decode
+from minispec.generate import METHODS, common_prefix, decode
 from minispec.model import Config, Transformer
 from minispec.sampling import Randomness, Sampling, Seeded, probs
 from minispec.tokenizer import Tokenizer
@@ -381,7 +381,7 @@ def self_draft_accepts_everything() -> Verdict:
 
 def first_difference(a: Iterable[int], b: Iterable[int]) -> str:
     a, b = list(a), list(b)
-    at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    at = common_prefix(a, b)
     return f"differs at token {at}: {a[at : at + 3]} instead of {b[at : at + 3]}"
 
 
@@ -617,9 +617,9 @@ def divergence(
     """Index of the first difference, and how far the worse of the two tokens there is below the
     model's best: the top-2 gap, if each run took one of the top two.
     """
-    at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
-    if at is None:
-        return (None, 0.0) if len(a) == len(b) else (min(len(a), len(b)), math.inf)
+    at = common_prefix(a, b)
+    if at == min(len(a), len(b)):
+        return (None, 0.0) if len(a) == len(b) else (at, math.inf)
     if max(a[at], b[at], *prompt, *a[:at]) >= model.config.vocab_size or min(a[at], b[at]) < 0:
         return at, math.inf
     with torch.no_grad():

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from minispec.checkpoint import load, save
 from minispec.errors import UserError, command
-from minispec.model import Transformer
+from minispec.model import Transformer, count_parameters
 from minispec.pretrain import (
     KINDS,
     Batches,
@@ -120,7 +120,9 @@ def generate(args: argparse.Namespace) -> None:
     if rows:  # the last batch may have been cut short: it is made again
         batch = rows[-1]["batch"]
         rows = [row for row in rows if row["batch"] < batch]
-        args.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        part = args.out.with_suffix(".part")
+        part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        part.replace(args.out)
     for row in rows:
         duplicates.add(row["tokens"])
         kept += 1
@@ -206,9 +208,7 @@ def draft(args: argparse.Namespace) -> None:
         if i % HELD_OUT:
             documents.setdefault(row["kind"], []).append(row["prompt"] + row["tokens"])
     model = build(args, tokenizer.backend)
-    if sum(p.numel() for p in model.parameters()) * 10 > sum(
-        p.numel() for p in target.parameters()
-    ):
+    if count_parameters(model) * 10 > count_parameters(target):
         raise UserError(
             "a draft must have at most a tenth of its target's parameters: make it less wide"
         )
@@ -216,20 +216,8 @@ def draft(args: argparse.Namespace) -> None:
     batches = Batches(documents, args.seed)
     trainer = Trainer(model, optimizers(model), batches, objective=labels)
     args.out.mkdir(parents=True, exist_ok=True)
-    checkpoint = args.out / "training.pt"
-    if checkpoint.exists():
-        trainer.restore(checkpoint)
     objective = SoftLabels(model, target, args.dtype) if args.soft else NextToken(model, args.dtype)
-    bar = tqdm(total=args.steps, initial=trainer.step, unit="step")
-
-    def report(trainer: Trainer, loss: float) -> None:
-        bar.update()
-        bar.set_postfix(loss=f"{loss:.3f}", tok_s=f"{trainer.tokens / trainer.seconds:.0f}")
-        if trainer.step % args.save_every == 0 or trainer.step == args.steps:
-            trainer.save(checkpoint)
-
-    train(trainer, args, objective, report)
-    bar.close()
+    train(trainer, args, objective)
     save(model, tokenizer, args.out, torch.float16)
     rates = agreement(load(args.out, "float32", str(args.device))[0], target, measured)
     (args.out / "README.md").write_text(draft_card(trainer, args, rates), encoding="utf-8")
@@ -249,7 +237,7 @@ def draft_card(
         for kind, (same, overlap) in rates.items()
     )
     return DRAFT_CARD.format(
-        parameters=sum(p.numel() for p in trainer.model.parameters()), c=config,
+        parameters=count_parameters(trainer.model), c=config,
         labels="the target's laws (soft labels)" if args.soft else "its tokens (hard labels)",
         command=shown(sys.argv[1:]), step=trainer.step, tokens=trainer.tokens,
         minutes=trainer.seconds / 60, threads=torch.get_num_threads(),

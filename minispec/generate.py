@@ -18,7 +18,7 @@ from minispec.autoregressive import autoregressive
 from minispec.cache import KVCache
 from minispec.checkpoint import load
 from minispec.errors import UserError, command
-from minispec.model import Transformer
+from minispec.model import Transformer, count_parameters
 from minispec.prompt_lookup import prompt_lookup
 from minispec.sampling import Randomness, Sampling, Seeded
 from minispec.speculative import speculative
@@ -184,9 +184,8 @@ def longest_overlap(text: str, stops: tuple[str, ...]) -> int:
 
 
 def acceptance(rounds: list[Step]) -> dict[str, list[float]]:
-    """Share of accepted drafts at depth 1, 2, …: of the rounds that drafted so deep
-    (unconditional), and
-    of those of them that had accepted the depth before (conditional)."""
+    """Share of drafts accepted at depth 1, 2, …: of the rounds that drafted so deep, and
+    (conditional) of those of them that had accepted the depth before."""
     deepest = [max(step.tree.depths) for step in rounds]
     unconditional, conditional = [], []
     for depth in range(1, max(deepest, default=0) + 1):
@@ -264,12 +263,7 @@ def stream(
     assert cache.length < len(ids) and cache.capacity <= context
     steps = decode_step(model, ids, sampling, randomness or Seeded(seed), cache=cache, **options)
     decoder = tokenizer.stream(ids) if tokenizer else None
-    extra = sum(
-        p.numel()
-        for value in options.values()
-        if isinstance(value, torch.nn.Module)
-        for p in value.parameters()
-    )
+    extra = sum(count_parameters(v) for v in options.values() if isinstance(v, torch.nn.Module))
     return Run(method, ids, steps, cache, ending, model.config.eos_ids, decoder, extra)
 
 

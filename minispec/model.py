@@ -280,3 +280,8 @@ class Transformer(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., hidden_size) -> (..., vocab_size)."""
         return self.lm_head(hidden)
+
+
+def count_parameters(module: nn.Module) -> int:
+    """How many numbers it holds; a tied weight counts once."""
+    return sum(p.numel() for p in module.parameters())

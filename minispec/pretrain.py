@@ -33,7 +33,7 @@ from tqdm import tqdm
 from minispec.autoregressive import autoregressive
 from minispec.checkpoint import pick_device, save
 from minispec.errors import UserError, command
-from minispec.model import Config, Transformer
+from minispec.model import Config, Transformer, count_parameters
 from minispec.sampling import Sampling, Seeded
 from minispec.tokenizer import Tokenizer
 
@@ -348,31 +348,54 @@ class Trainer:
 
 def train(
     trainer: Trainer, args: argparse.Namespace, objective: nn.Module,
-    report: Callable[[Trainer, float], None],
+    note: Callable[[], str] | None = None,
 ) -> None:  # fmt: skip
-    """Steps until `args.steps`: `objective(rows)` is the loss; `report(trainer, loss)` after
-    each."""
+    """Steps until `args.steps`, from the checkpoint in --out if there is one; `objective(rows)` is
+    the loss. Every --save-every steps, and in the end, writes the checkpoint and shows `note()`."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    checkpoint = args.out / "training.pt"
+    if checkpoint.exists():
+        trainer.restore(checkpoint)
     rows = args.batch_tokens // args.context
     if world > 1:
         objective = nn.parallel.DistributedDataParallel(objective)
     if args.compile:
         objective = torch.compile(objective)
+    bar = tqdm(total=args.steps, initial=trainer.step, unit="step", disable=rank > 0)
     while trainer.step < args.steps:
-        begin = time.perf_counter()
-        batch = trainer.batches.take(trainer.step, trainer.step / args.steps, rows, args.context)
-        loss = objective(batch[rank::world].to(trainer.model.device))
-        loss.backward()
-        nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
-        for optimizer in trainer.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(trainer.step, args.steps, args.lr)
-            optimizer.step()
-            optimizer.zero_grad()
-        trainer.step += 1
-        trainer.tokens += rows * args.context
-        trainer.seconds += time.perf_counter() - begin
-        report(trainer, loss.item())
+        loss = one_step(trainer, args, objective, rows, rank, world)
+        bar.update()
+        bar.set_postfix(loss=f"{loss:.3f}", tok_s=f"{trainer.tokens / trainer.seconds:.0f}")
+        if rank == 0 and (trainer.step % args.save_every == 0 or trainer.step == args.steps):
+            trainer.save(checkpoint)
+            if note:
+                bar.write(f"step {trainer.step}: {note()}")
+    bar.close()
+
+
+def one_step(
+    trainer: Trainer,
+    args: argparse.Namespace,
+    objective: nn.Module,
+    rows: int,
+    rank: int,
+    world: int,
+) -> float:
+    """One step on this process's share of the batch; its loss."""
+    begin = time.perf_counter()
+    batch = trainer.batches.take(trainer.step, trainer.step / args.steps, rows, args.context)
+    loss = objective(batch[rank::world].to(trainer.model.device))
+    loss.backward()
+    nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(trainer.step, args.steps, args.lr)
+        optimizer.step()
+        optimizer.zero_grad()
+    trainer.step += 1
+    trainer.tokens += rows * args.context
+    trainer.seconds += time.perf_counter() - begin
+    return loss.item()
 
 
 # ---- the finished model --------------------------------------------------------------------------
@@ -446,7 +469,7 @@ def card(
         for kind, text in [("story", "Once upon a time"), *begun.items()]
     )
     return CARD.format(
-        parameters=sum(p.numel() for p in model.parameters()), c=c, command=shown(sys.argv[1:]),
+        parameters=count_parameters(model), c=c, command=shown(sys.argv[1:]),
         step=trainer.step, tokens=trainer.tokens, minutes=trainer.seconds / 60,
         threads=torch.get_num_threads(), device=device, kinds=kinds,
         loops=loops or "", samples=samples,
@@ -590,26 +613,14 @@ def main(argv: list[str] | None = None) -> None:
 
     model = build(args, bpe)
     trainer = Trainer(model, optimizers(model), batches)
-    checkpoint = args.out / "training.pt"
-    if checkpoint.exists():
-        trainer.restore(checkpoint)
     if rank == 0:
         print(
-            f"{sum(p.numel() for p in model.parameters()):,} parameters;",
+            f"{count_parameters(model):,} parameters;",
             ", ".join(f"{k} {s.size:,}" for k, s in batches.streams.items()),
             "tokens",
         )
-    bar = tqdm(total=args.steps, initial=trainer.step, unit="step", disable=rank > 0)
-
-    def report(trainer: Trainer, loss: float) -> None:
-        bar.update()
-        bar.set_postfix(loss=f"{loss:.3f}", tok_s=f"{trainer.tokens / trainer.seconds:.0f}")
-        if rank == 0 and (trainer.step % args.save_every == 0 or trainer.step == args.steps):
-            trainer.save(checkpoint)
-            bar.write(f"step {trainer.step}: held-out bits per byte {evaluate(model, tests)}")
-
-    train(trainer, args, NextToken(model, args.dtype), report)
-    bar.close()
+    objective = NextToken(model, args.dtype)
+    train(trainer, args, objective, lambda: f"held-out bits per byte {evaluate(model, tests)}")
     if rank == 0:
         finish(trainer, bpe, held_out, args.out)
     if world > 1:
