@@ -16,11 +16,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from minispec.checkpoint import load
+from minispec.cost import pass_seconds
 from minispec.errors import UserError, command
 from minispec.generate import WEIGHTS, Run, check_vocabularies, decode
 from minispec.model import Transformer
 from minispec.pretrain import distinct_4grams, read_corpus
-from minispec.speculative import pass_seconds, speedup, tokens_per_pass
+from minispec.speculative import speedup, tokens_per_pass
 from minispec.tokenizer import Tokenizer
 
 # beginnings of our own, for where no held-out text is at hand

@@ -271,7 +271,7 @@ def canonical(
     seen = False
     for name, tensor in tensors:
         mtp = config.model_type == "mimo" and name.startswith("model.mtp_layers.")
-        if mtp or name.endswith("rotary_emb.inv_freq"):
+        if mtp or name.startswith("medusa_head.") or name.endswith("rotary_emb.inv_freq"):
             continue
         if config.tied and name == "lm_head.weight":
             if seen:  # stored at both ends: the embedding counts
@@ -284,8 +284,11 @@ def canonical(
 # ---- load and save -------------------------------------------------------------------------------
 
 
-def resolve(source: str | os.PathLike) -> Path:
-    """A local directory, or the snapshot of a hub id (downloaded when it is not at hand)."""
+def resolve(
+    source: str | os.PathLike, patterns: tuple[str, ...] = ("*.json", "*.jinja", "*.safetensors")
+) -> Path:
+    """A local directory, or the snapshot of a hub id: those of its files that fit `patterns` are
+    downloaded where they are not at hand."""
     path = Path(source)
     if path.is_dir():
         return path
@@ -296,15 +299,13 @@ def resolve(source: str | os.PathLike) -> Path:
         or name.startswith((".", "/", "~"))
         or name.endswith("/")
     ):
-        raise UserError(f"no such model directory: {name}")
+        raise UserError(f"no such directory: {name}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        directory = Path(
-            snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"])
-        )
-        if not any(directory.glob("*.safetensors")):  # an old repository
+        directory = Path(snapshot_download(name, allow_patterns=list(patterns)))
+        if "*.safetensors" in patterns and not any(directory.glob("*.safetensors")):  # an old one
             directory = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.bin"]))
         return directory
     except (OSError, HFValidationError, RuntimeError) as error:

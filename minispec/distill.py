@@ -9,19 +9,37 @@ commands go on where they stopped.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec.checkpoint import load, save
+from minispec.cost import cost_curve, least_seconds
 from minispec.errors import UserError, command
+from minispec.medusa import (
+    BEST,
+    Heads,
+    Ranks,
+    accuracy_of,
+    expected,
+    grow_tree,
+    load_heads,
+    medusa,
+    replayed,
+    save_heads,
+    untrained,
+)
 from minispec.model import Transformer, count_parameters
 from minispec.pretrain import (
     KINDS,
@@ -30,16 +48,18 @@ from minispec.pretrain import (
     Trainer,
     build,
     checked,
+    model_arguments,
     optimizers,
     read_corpus,
     shown,
     train,
     training_arguments,
 )  # fmt: skip
-from minispec.sampling import OneHot, Sampling, probs
+from minispec.sampling import OneHot, Sampling, Seeded, probs
 from minispec.tokenizer import Tokenizer
 
 LONGEST = 24  # tokens of a prompt
+SKIPPED = 50  # held-out texts of a kind that are left to the benchmark
 HELD_OUT = 50  # every 50th generated document is for measuring
 
 
@@ -266,6 +286,270 @@ and Σ min(p, q), the chance that a token drawn from the draft is accepted at te
 """
 
 
+# ---- hidden states -------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def hidden_states(target: Transformer, rows: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
+    """The target's hidden states (n, d) of each row of n tokens; rows of like lengths together."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    states: list[Tensor] = [torch.empty(0)] * len(rows)
+    for start in tqdm(range(0, len(order), 64), desc="hidden states", unit="batch"):
+        part = order[start : start + 64]
+        batch = nn.utils.rnn.pad_sequence([torch.tensor(rows[i]) for i in part], batch_first=True)
+        with torch.autocast(target.device.type, dtype, enabled=dtype != torch.float32):
+            hidden = target(batch.to(target.device))
+        for i, states_of_i in zip(part, hidden):
+            states[i] = states_of_i[: len(rows[i])].to("cpu", dtype, copy=True)
+    return states
+
+
+def stored_states(
+    target: Transformer, rows: list[list[int]], dtype: torch.dtype, file: Path
+) -> list[Tensor]:
+    """`hidden_states`, computed once: read back from `file` where it holds those of the same rows
+    and model."""
+    weights = sum(float(p.double().abs().sum()) for p in target.parameters())
+    key = hashlib.sha256(json.dumps([rows, weights, str(dtype)]).encode()).hexdigest()
+    lengths = [len(row) for row in rows]
+    if file.exists():
+        with safe_open(file, "pt") as stored:
+            if (stored.metadata() or {}).get("key") == key:
+                return list(stored.get_tensor("hidden").split(lengths))
+    states = hidden_states(target, rows, dtype)
+    part = file.with_suffix(".part")
+    save_file({"hidden": torch.cat(states)}, part, metadata={"key": key})
+    part.replace(file)
+    return states
+
+
+# ---- Medusa --------------------------------------------------------------------------------------
+
+
+def labels_of(tokens: list[int], prompt: int, heads: int) -> Tensor:
+    """Head k's label at t is token t + k + 2, -100 where the text has ended; (n, heads).
+
+    Rows of which a label would be a token of the prompt (the first `prompt` ones) have none.
+    """
+    labels = torch.full((len(tokens), heads), -100)
+    for k in range(heads):
+        first = max(prompt - 2, 0)
+        rest = torch.tensor(tokens[first + k + 2 :], dtype=torch.long)
+        labels[first : first + len(rest), k] = rest
+    return labels
+
+
+class Positions:
+    """Positions of all texts that have a label, reshuffled every epoch."""
+
+    def __init__(self, states: list[Tensor], labels: list[Tensor], seed: int):
+        kept = [(each >= 0).any(1) for each in labels]
+        self.hidden = torch.cat([h[some] for h, some in zip(states, kept)])  # (N, d)
+        self.labels = torch.cat([each[some] for each, some in zip(labels, kept)])  # (N, K)
+        self.seed, self.position, self.epoch = seed, 0, -1
+
+    def take(self, step: int, progress: float, rows: int, context: int) -> Tensor:
+        """Indices of the next positions, (rows,); no batch reaches into the next epoch."""
+        epoch, batch = divmod(self.position, max(len(self.hidden) // rows, 1))
+        if epoch != self.epoch:
+            self.epoch = epoch
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self.order = torch.randperm(len(self.hidden), generator=generator)
+        self.position += 1
+        return self.order[batch * rows : (batch + 1) * rows]
+
+    def state(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class HeadsLoss(nn.Module):
+    """Indices of positions -> Σ over heads of 0.8^k · CE_k, in nats (section 2.2.1)."""
+
+    def __init__(self, heads: Heads, target: Transformer, positions: Positions, dtype: torch.dtype):
+        super().__init__()
+        self.heads, self.positions, self.dtype = heads, positions, dtype
+        self.target = [target]  # no parameters of this module
+
+    def forward(self, index: Tensor) -> Tensor:
+        at = index.to(self.positions.hidden.device)
+        hidden = self.positions.hidden[at].to(index.device, torch.float32)
+        labels = self.positions.labels[at].to(index.device)
+        with torch.autocast(index.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            logits = self.heads(hidden, self.target[0])  # (K, B, V)
+        return sum(0.8**k * cross_entropy(row, labels[:, k]) for k, row in enumerate(logits))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the rows that have a label; 0 if none has."""
+    total = F.cross_entropy(logits.float(), labels, reduction="sum")
+    return total / (labels >= 0).sum().clamp(min=1)
+
+
+@torch.no_grad()
+def ranks_of(heads: Heads, target: Transformer, hidden: Tensor, labels: Tensor) -> Tensor:
+    """The rank that each head gives its label, (K, n): BEST for all worse, -1 without a label."""
+    ranks = torch.full(labels.T.shape, -1)
+    for start in range(0, len(hidden), 512):
+        part = slice(start, start + 512)
+        logits = heads(hidden[part].to(target.device, target.dtype), target).cpu()  # (K, b, V)
+        label = labels[part].T[..., None]  # (K, b, 1)
+        above = (logits > logits.gather(-1, label.clamp(min=0))).sum(-1).clamp(max=BEST)
+        ranks[:, part] = above.where(label[..., 0] >= 0, -1)
+    return ranks
+
+
+def medusa_heads(args: argparse.Namespace) -> None:
+    """Train Medusa-1 heads on the frozen target's own documents."""
+    target, tokenizer = load(args.model, "float32", str(args.device))
+    target.requires_grad_(False)
+    rows = [row["prompt"] + row["tokens"] for row in read_own(args.own)]
+    prompts = [len(row["prompt"]) for row in read_own(args.own)]
+    args.out.mkdir(parents=True, exist_ok=True)
+    states = stored_states(target, rows, args.dtype, args.out / "hidden.safetensors")
+    labels = [labels_of(row, prompt, args.heads) for row, prompt in zip(rows, prompts)]
+    learn = [i for i in range(len(rows)) if i % HELD_OUT]
+    positions = Positions([states[i] for i in learn], [labels[i] for i in learn], args.seed)
+    heads = untrained(args.heads, args.layers, target, args.shared).to(args.device)
+    optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    trainer = Trainer(heads, [optimizer], positions, objective="medusa")
+    train(trainer, args, HeadsLoss(heads, target, positions, args.dtype))
+    heads.half().float()  # as they are stored
+    parts = [ranks_of(heads, target, states[i], labels[i]) for i in range(0, len(rows), HELD_OUT)]
+    heads.accuracy = accuracy_of(torch.cat(parts, 1))
+    heads.tree = max(candidates(heads, target), key=lambda tree: tree.speedup).paths
+    save_heads(heads, args.out, args.model, tokenizer, torch.float16)
+    (args.out / "README.md").write_text(medusa_card(trainer, args, heads), encoding="utf-8")
+    print(accuracy_table(heads.accuracy))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tree, and what it should bring here."""
+
+    paths: list[Ranks]
+    tokens: float  # a pass
+    cost: float  # of a round, in passes over one token
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens / self.cost
+
+
+def candidates(heads: Heads, target: Transformer, most: int = 63) -> list[Candidate]:
+    """The trees of 1 to `most` nodes that gain most by the heads' accuracies, each with the cost of
+    its round on this machine: a pass over its nodes and the root, and the heads."""
+    curve = cost_curve(target)
+    one = least_seconds(lambda: target.logits(target([0])).argmax(-1).tolist())
+    hidden = torch.zeros(target.config.hidden_size, dtype=target.dtype, device=target.device)
+    extra = least_seconds(lambda: heads(hidden, target).topk(BEST).indices.tolist()) / one
+    trees = (grow_tree(heads.accuracy, n) for n in range(1, min(most, len(curve) - 2) + 1))
+    return [Candidate(t, expected(heads.accuracy, t), curve[len(t) + 1] + extra) for t in trees]
+
+
+def accuracy_table(accuracy: Tensor) -> str:
+    """Markdown: a row per head, a column per rank."""
+    ranks = range(accuracy.shape[1])
+    names = " | ".join(f"rank {r}" for r in ranks)
+    lines = [f"| head | {names} |", "|---" * len(ranks) + "|---|"]
+    for k, row in enumerate(accuracy.tolist()):
+        lines.append(f"| {k} | " + " | ".join(f"{a:.3f}" for a in row) + " |")
+    return "\n".join(lines)
+
+
+def medusa_card(trainer: Trainer, args: argparse.Namespace, heads: Heads) -> str:
+    """The README.md beside the heads."""
+    return MEDUSA_CARD.format(
+        heads=len(heads), layers=args.layers, parameters=count_parameters(heads),
+        end="the target's lm_head (layout v2)" if heads.shared else "a projection of its own (v1)",
+        command=shown(sys.argv[1:]), step=trainer.step, tokens=trainer.tokens,
+        minutes=trainer.seconds / 60, threads=torch.get_num_threads(), device=args.device.type,
+        held_out=HELD_OUT, table=accuracy_table(heads.accuracy),
+        nodes=len(heads.tree), expected=expected(heads.accuracy, heads.tree),
+    )  # fmt: skip
+
+
+MEDUSA_CARD = """\
+# {heads} Medusa heads
+
+{layers} residual block(s) each and {end}; {parameters:,} parameters of their own, float16.
+
+Medusa-1: the frozen target's own documents, Σ 0.8^k · CE over the tokens it generated.
+
+    python -m minispec.distill {command}
+
+{step} steps over {tokens:,} positions, {minutes:.0f} minutes on {threads} threads ({device}).
+
+How often the head's token of this rank is the token at t + k + 2, on every {held_out}th document
+(never trained on; sampled, as the others):
+
+{table}
+
+The tree beside them has {nodes} nodes; by these accuracies it should give {expected:.2f} tokens a
+pass of text that is sampled so. `python -m minispec.distill tree` measures them anew for other
+text, and picks the nodes for another machine.
+"""
+
+
+@torch.no_grad()
+def tree(args: argparse.Namespace) -> None:
+    """Accuracies of heads on the target's own continuations of held-out beginnings; the tree for
+    them and this machine, written beside the heads; and what it brings, expected and measured."""
+    target, tokenizer = load(args.model, args.dtype, args.device)
+    heads = load_heads(args.heads, target, tokenizer)
+    _, held_out = read_corpus(args.data)
+    if args.kind not in held_out:
+        raise UserError(f"{args.data} has no text of the kind {args.kind}")
+    texts = held_out[args.kind][SKIPPED : SKIPPED + args.documents]
+    prompts = [tokenizer.encode(text[:400])[: args.prompt_tokens] for text in texts]
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    n = min(args.tokens, target.config.context - args.prompt_tokens)
+    answers = sample_batch(target, prompts, n, sampling, torch.Generator().manual_seed(args.seed))
+    rows = [prompt + answer for prompt, answer in zip(prompts, answers)]
+    states = hidden_states(target, rows, torch.float32)
+    ranks = [
+        ranks_of(heads, target, hidden, labels_of(row, len(prompt), len(heads)))
+        for row, prompt, hidden in zip(rows, prompts, states)
+    ]
+    heads.accuracy = accuracy_of(torch.cat(ranks, 1))
+    print(accuracy_table(heads.accuracy))
+    trees = candidates(heads, target)
+    best = max(trees, key=lambda tree: tree.speedup)
+    if args.nodes:
+        best = trees[min(args.nodes, len(trees)) - 1]
+    print("nodes  tokens a pass: expected, along these texts   cost of a round   speedup")
+    for each in trees:
+        if each is best or len(each.paths) in (1, 2, 4, 8, 16, 32, len(trees)):
+            print(f"{len(each.paths):>5}{each.tokens:>25.2f}{along(ranks, each.paths):>19.2f}"
+                  f"{each.cost:>20.2f}{each.tokens / each.cost:>10.2f}")  # fmt: skip
+    heads.tree = best.paths
+    save_heads(heads, Path(args.heads), args.model, tokenizer, torch.float16)
+    runs = [measured(target, prompt, sampling, heads, n) for prompt in prompts[: args.measured]]
+    tokens, passes = map(sum, zip(*runs))
+    print(f"chosen: {len(best.paths)} nodes; expected {best.tokens:.2f} tokens a pass, "
+          f"measured {tokens / passes:.2f} over {len(runs)} prompts")  # fmt: skip
+
+
+def measured(
+    target: Transformer, prompt: list[int], sampling: Sampling, heads: Heads, n: int
+) -> tuple[int, int]:
+    """(tokens, passes) of real decoding, to an end token or about `n` tokens."""
+    tokens: list[int] = []
+    for passes, step in enumerate(medusa(target, prompt, sampling, Seeded(0), heads=heads)):
+        tokens += step.tokens
+        if len(tokens) >= n or set(step.tokens) & set(target.config.eos_ids):
+            return len(tokens), passes
+    raise AssertionError("decoding does not end")
+
+
+def along(ranks: list[Tensor], paths: list[Ranks]) -> float:
+    """Tokens per pass of decoding these very texts."""
+    tokens, passes = map(sum, zip(*(replayed(r[:, (r >= 0).any(0)], paths) for r in ranks)))
+    return tokens / passes
+
+
 # ---- command line --------------------------------------------------------------------------------
 
 
@@ -282,23 +566,49 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     g.add_argument("--batch", type=int, default=64)
     g.add_argument("--temperature", type=float, default=0.6)
     g.add_argument("--top-k", type=int, default=20)
-    g.add_argument("--top-p", type=float, default=1.0)
+    g.add_argument("--top-p", type=float, default=0.95)
     g.add_argument("--seed", type=int, default=0)
     g.add_argument("--dtype", default="auto")
     g.add_argument("--device", default="auto")
+    g.add_argument("--out", type=Path, required=True, help="a .jsonl file, appended to")
     d = commands.add_parser("draft", help="train a draft on that text")
     d.set_defaults(run=draft)
-    d.add_argument("--own", type=Path, required=True, help="what `generate` wrote")
     d.add_argument("--soft", action="store_true", help="learn the target's laws, not its tokens")
-    training_arguments(d, layers=3, width=64, heads=2, ffn=160, steps=1500)
-    g.add_argument("--out", type=Path, required=True, help="a .jsonl file, appended to")
-    for each in (g, d):
+    model_arguments(d, layers=3, width=64, heads=2, ffn=160)
+    training_arguments(d, steps=1500)
+    m = commands.add_parser("medusa", help="train Medusa heads on that text")
+    m.set_defaults(run=medusa_heads)
+    m.add_argument("--heads", type=int, default=4)
+    m.add_argument("--layers", type=int, default=1, help="residual blocks of a head")
+    m.add_argument("--shared", action="store_true", help="end in the target's lm_head (layout v2)")
+    training_arguments(m, steps=2000, batch_tokens=2048, context=1, lr=1e-3)
+    t = commands.add_parser("tree", help="measure Medusa heads, and choose the tree for them")
+    t.set_defaults(run=tree)
+    t.add_argument("--heads", default="weights/medusa", help="their directory; its tree is renewed")
+    t.add_argument("--data", type=Path, required=True, help="the corpus whose held-out text begins")
+    t.add_argument("--kind", default="stories_en")
+    t.add_argument("--documents", type=int, default=100)
+    t.add_argument("--prompt-tokens", type=int, default=16)
+    t.add_argument("--tokens", type=int, default=150)
+    t.add_argument("--temperature", type=float, default=0.0)
+    t.add_argument("--top-k", type=int, default=0)
+    t.add_argument("--top-p", type=float, default=1.0)
+    t.add_argument("--nodes", type=int, help="default: what pays most on this machine")
+    t.add_argument("--measured", type=int, default=10, help="texts that are decoded for real")
+    t.add_argument("--seed", type=int, default=0)
+    t.add_argument("--dtype", default="auto")
+    t.add_argument("--device", default="auto")
+    for each in (d, m):
+        each.add_argument("--own", type=Path, required=True, help="what `generate` wrote")
+    for each in (g, d, m, t):
         each.add_argument("--model", default="weights/target", help="the target")
     args = p.parse_args(argv)
-    if args.command == "draft":
+    if args.command in ("draft", "medusa"):
         return checked(args)
-    if min(args.documents, args.tokens, args.batch) < 1:
-        raise UserError("--documents, --tokens and --batch must be at least 1")
+    counts = "documents", "tokens", "batch", "prompt_tokens", "nodes", "measured"
+    for name in counts:
+        if name in args and getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     return args
 
 

@@ -18,6 +18,16 @@ from minispec.autoregressive import autoregressive
 from minispec.cache import KVCache
 from minispec.checkpoint import load
 from minispec.errors import UserError, command
+from minispec.medusa import (
+    PUBLISHED,
+    Heads,
+    Ranks,
+    grow_tree,
+    load_heads,
+    medusa,
+    medusa_typical,
+    published,
+)
 from minispec.model import Transformer, count_parameters
 from minispec.prompt_lookup import prompt_lookup
 from minispec.sampling import Randomness, Sampling, Seeded
@@ -29,7 +39,10 @@ METHODS: dict[str, Callable[..., Iterator[Step]]] = {
     "autoregressive": autoregressive,
     "speculative": speculative,
     "prompt-lookup": prompt_lookup,
+    "medusa": medusa,
+    "medusa-typical": medusa_typical,
 }
+LOSSY = ("medusa-typical",)  # every other method has the law of plain decoding
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
 TREE_ROOM = 64  # cache rows beyond the tokens asked for, so that a tree need not shrink at the end
@@ -155,6 +168,8 @@ class Run:
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": new / self.decode_seconds if self.decode_seconds else 0.0,
             "extra_parameters": self.extra_parameters,
+            "peak_memory_bytes": peak_memory(self.cache.k.device),
+            "lossless": self.method not in LOSSY,
         }
 
     def as_json(self, model_name: str) -> dict:
@@ -168,6 +183,18 @@ class Run:
             "finish_reason": self.finish_reason,
             "stats": self.stats,
         }
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes held so far: of a GPU's memory, else by this process; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def longest_overlap(text: str, stops: tuple[str, ...]) -> int:
@@ -305,6 +332,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--draft", help="speculative: the draft (default: the shipped one)")
     p.add_argument("--draft-temperature", type=float, help="speculative: default as --temperature")
     p.add_argument("--k", help="drafts a round: a number, or auto for speculative")
+    p.add_argument("--heads", help="medusa: directory, file or hub id (default: the shipped)")
+    p.add_argument("--tree", help="medusa: nodes, a published tree's name, or a JSON file of paths")
     p.add_argument("--prompt-ids", help="the prompt as token ids: 1,2,3")
     p.add_argument("--prompt-file", help="a UTF-8 file that holds the prompt")
     p.add_argument("--max-new-tokens", type=int, default=200)
@@ -335,6 +364,8 @@ FLAGS = {
     "draft": ("speculative",),
     "draft_temperature": ("speculative",),
     "k": ("speculative", "prompt-lookup"),
+    "heads": ("medusa", "medusa-typical"),
+    "tree": ("medusa", "medusa-typical"),
 }
 
 
@@ -370,15 +401,46 @@ def method_options(
     """What the command line gives to the method alone; loads its draft."""
     options = {} if args.k is None else {"k": args.k}
     if args.method == "speculative":
-        if args.draft is None and Path(args.model).resolve() != WEIGHTS / "target":
-            raise UserError(f"{args.model} needs a draft of its own: give one with --draft DIR")
-        name = args.draft or str(WEIGHTS / "draft")
+        name = given_or_shipped(args.draft, "draft", args.model)
         draft, its_tokenizer = load(name, model.dtype, str(model.device))
         check_vocabularies(tokenizer, its_tokenizer, model, draft)
         options["draft"] = draft
         if args.draft_temperature is not None:
             options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
+    if args.method in ("medusa", "medusa-typical"):
+        name = given_or_shipped(args.heads, "heads", args.model)
+        options["heads"] = load_heads(name, model, tokenizer)
+        if args.tree is not None:
+            options["tree"] = read_tree_option(args.tree, options["heads"])
     return options
+
+
+def given_or_shipped(name: str | None, flag: str, model: str) -> str:
+    """What a flag names, else what we ship for our own target."""
+    if name is None and Path(model).resolve() != WEIGHTS / "target":
+        raise UserError(f"{model} needs a {flag} of its own: give one with --{flag} DIR")
+    return name or str(WEIGHTS / {"draft": "draft", "heads": "medusa"}[flag])
+
+
+def read_tree_option(value: str, heads: Heads) -> list[Ranks]:
+    """The paths that --tree means."""
+    if value.isdecimal():
+        if heads.accuracy is None:
+            raise UserError(
+                f"--tree {value}: these heads came without accuracies to grow a tree by: measure "
+                "them with minispec.distill tree"
+            )
+        return grow_tree(heads.accuracy, int(value))
+    if value in PUBLISHED:
+        return published(value)
+    try:
+        paths = json.loads(Path(value).read_text(encoding="utf-8"))
+        return [tuple(path) for path in paths]
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"--tree {value}: neither a number of nodes, nor one of {', '.join(PUBLISHED)}, nor a "
+            f"JSON file of paths like [[0], [0, 0], [1]] ({error})"
+        ) from None
 
 
 def check_vocabularies(
@@ -451,8 +513,9 @@ def show(run: Run, args: argparse.Namespace) -> None:
 def describe(run: Run) -> str:
     """The statistics in one line of words."""
     s = run.stats
+    lossy = "" if s["lossless"] else " (lossy)"
     line = (
-        f"{run.method}: {s['new_tokens']} tokens ({run.finish_reason}) "
+        f"{run.method}{lossy}: {s['new_tokens']} tokens ({run.finish_reason}) "
         f"in {s['target_passes']} passes, {s['tokens_per_pass']:.2f} a pass, "
         f"{s['tokens_per_second']:.1f} tokens/s; prompt {len(run.prompt)} tokens, "
         f"{s['cached_tokens']} of them cached, {s['prefill_seconds']:.3f} s"
@@ -460,6 +523,10 @@ def describe(run: Run) -> str:
     if s["drafted"]:
         rates = ", ".join(f"{rate:.2f}" for rate in s["acceptance"]["unconditional"])
         line += f"; {s['accepted']} of {s['drafted']} drafts accepted (by position {rates})"
+    if s["extra_parameters"]:
+        line += f"; {s['extra_parameters']:,} extra parameters"
+    if s["peak_memory_bytes"]:
+        line += f"; peak memory {s['peak_memory_bytes'] / 2**20:.0f} MiB"
     return line
 
 

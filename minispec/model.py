@@ -250,12 +250,15 @@ class Transformer(nn.Module):
             x = block(x, now)
         return self.model.norm(x)
 
-    def prefill(self, tokens: list[int], cache: KVCache, block: int = 512) -> None:
-        """Feed and commit `tokens`, a block at a time so that a long prompt needs no n × n mask."""
+    def prefill(self, tokens: list[int], cache: KVCache, block: int = 512) -> Tensor:
+        """Feed and commit `tokens`, a block at a time so that a long prompt needs no n × n mask;
+        their hidden states (1, n, hidden_size)."""
+        hidden = [torch.empty(1, 0, self.config.hidden_size, dtype=self.dtype, device=self.device)]
         for start in range(0, len(tokens), block):
             part = tokens[start : start + block]
-            self(part, cache)
+            hidden.append(self(part, cache))
             cache.commit(list(range(len(part))))
+        return torch.cat(hidden[1:] or hidden, 1)
 
     def plan(
         self, n: int, cache: KVCache | None, depth: Tensor | None, mask: Tensor | None

@@ -330,9 +330,10 @@ class Trainer:
         path.with_suffix(".tmp").replace(path)
 
     def restore(self, path: Path) -> None:
-        state = torch.load(path, map_location=self.model.device, weights_only=True)
+        device = next(self.model.parameters()).device
+        state = torch.load(path, map_location=device, weights_only=True)
         shapes = {name: p.shape for name, p in self.model.state_dict().items()}
-        ours = shapes, self.objective, set(self.batches.streams)
+        ours = shapes, self.objective, set(self.batches.state())
         theirs = {name: p.shape for name, p in state["model"].items()}
         if ours != (theirs, state.get("objective", self.objective), set(state["batches"])):
             raise UserError(
@@ -384,7 +385,7 @@ def one_step(
     """One step on this process's share of the batch; its loss."""
     begin = time.perf_counter()
     batch = trainer.batches.take(trainer.step, trainer.step / args.steps, rows, args.context)
-    loss = objective(batch[rank::world].to(trainer.model.device))
+    loss = objective(batch[rank::world].to(args.device))
     loss.backward()
     nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
     for optimizer in trainer.optimizers:
@@ -503,20 +504,27 @@ def finish(trainer: Trainer, bpe: BPE, held_out: dict[str, list[str]], out: Path
     print("held-out bits per byte:", losses)
 
 
-def training_arguments(
-    p: argparse.ArgumentParser, layers: int, width: int, heads: int, ffn: int, steps: int
+def model_arguments(
+    p: argparse.ArgumentParser, layers: int, width: int, heads: int, ffn: int
 ) -> None:
-    """The flags of every training command; `checked` looks at their values."""
-    p.add_argument("--out", type=Path, required=True, help="the checkpoint directory to write")
-    p.add_argument("--steps", type=int, default=steps)
-    p.add_argument("--batch-tokens", type=int, default=8192)
-    p.add_argument("--context", type=int, default=512)
+    """The sizes of a new model."""
     p.add_argument("--layers", type=int, default=layers)
     p.add_argument("--width", type=int, default=width)
     p.add_argument("--heads", type=int, default=heads)
     p.add_argument("--kv-heads", type=int, default=1)
     p.add_argument("--ffn", type=int, default=ffn)
-    p.add_argument("--lr", type=float, default=4e-3)
+
+
+def training_arguments(
+    p: argparse.ArgumentParser, steps: int, batch_tokens: int = 8192, context: int = 512,
+    lr: float = 4e-3,
+) -> None:  # fmt: skip
+    """The flags of every training command; `checked` looks at their values."""
+    p.add_argument("--out", type=Path, required=True, help="the directory to write")
+    p.add_argument("--steps", type=int, default=steps)
+    p.add_argument("--batch-tokens", type=int, default=batch_tokens)
+    p.add_argument("--context", type=int, default=context, help="tokens of a row")
+    p.add_argument("--lr", type=float, default=lr)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32",
@@ -529,16 +537,16 @@ def training_arguments(
 
 def checked(args: argparse.Namespace) -> argparse.Namespace:
     """Complain of impossible values; dtype and device become torch's."""
-    sizes = "steps batch_tokens context layers width heads kv_heads ffn save_every"
-    for name in sizes.split():
-        if getattr(args, name) < 1:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} {getattr(args, name)}: must be at least 1")
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1 and name != "seed":
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if args.batch_tokens < args.context:
         raise UserError(
             f"--batch-tokens {args.batch_tokens} must hold a row of --context {args.context}"
         )
-    if args.width % args.heads or args.heads % args.kv_heads or args.width // args.heads % 2:
+    if "width" in args and (
+        args.width % args.heads or args.heads % args.kv_heads or args.width // args.heads % 2
+    ):
         raise UserError(
             f"--width {args.width} must be an even multiple of --heads {args.heads}, "
             f"and those a multiple of --kv-heads {args.kv_heads}"
@@ -555,7 +563,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--data", type=Path, required=True, help="a folder with the files of KINDS")
     p.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use instead of a new one")
     p.add_argument("--vocab", type=int, default=8192, help="of a new tokenizer")
-    training_arguments(p, layers=14, width=192, heads=3, ffn=512, steps=3000)
+    model_arguments(p, layers=14, width=192, heads=3, ffn=512)
+    training_arguments(p, steps=3000)
     return checked(p.parse_args(argv))
 
 

@@ -3,7 +3,6 @@
 A small draft model proposes K tokens one by one; the target scores them all in one pass.
 """
 
-import time
 from collections.abc import Iterator
 from typing import Literal
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minispec.cache import KVCache
+from minispec.cost import pass_seconds
 from minispec.errors import UserError
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -120,14 +120,3 @@ def tokens_per_pass(alpha: float, gamma: int) -> float:
 def speedup(alpha: float, gamma: int, c: float) -> float:
     """Over plain decoding, theorem 3.8."""
     return tokens_per_pass(alpha, gamma) / (gamma * c + 1)
-
-
-def pass_seconds(model: Transformer, n: int, repeat: int = 5) -> float:
-    """The least time of a pass over `n` tokens, ending on the host."""
-    cache = model.new_cache(max(n, 64))
-    times = []
-    for _ in range(repeat):
-        begin = time.perf_counter()
-        model.logits(model([0] * n, cache)).argmax(-1).tolist()
-        times.append(time.perf_counter() - begin)
-    return min(times)

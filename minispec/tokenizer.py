@@ -1,6 +1,7 @@
 """Text to tokens and back: encode, streaming decode, chat template."""
 
 import datetime
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -63,6 +64,12 @@ class Tokenizer:
     def size(self) -> int:
         """One more than the largest id, added tokens included."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers whose ids mean the same tokens."""
+        vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids; `special` adds what the model begins texts with (BOS, if anything)."""

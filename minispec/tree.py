@@ -3,6 +3,7 @@ nothing.
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -69,24 +70,29 @@ class Tree:
 
     @property
     def depths(self) -> list[int]:
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return depths
+        return layout(tuple(self.parents))[0]
 
     @property
     def depth(self) -> Tensor:
         """Distance of each node from the root, (n,)."""
-        return torch.tensor(self.depths)
+        return layout(tuple(self.parents))[1]
 
     @property
     def mask(self) -> Tensor:
         """Which nodes (columns) each node (row) sees: its ancestors and itself, (n, n)."""
-        mask = torch.eye(len(self), dtype=torch.bool)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                mask[node] |= mask[parent]
-        return mask
+        return layout(tuple(self.parents))[2]
+
+
+@lru_cache(maxsize=256)  # Medusa proposes the same shape every round
+def layout(parents: tuple[int, ...]) -> tuple[list[int], Tensor, Tensor]:
+    """Depths, as a list and a tensor, and the mask, of a tree; shared, so not to be changed."""
+    depths: list[int] = []
+    mask = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return depths, torch.tensor(depths), mask
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def test_a_hub_id_downloads_safetensors_and_only_without_them_bin(suffix, tmp_pa
 
 
 def test_no_such_directory_or_id(tmp_path, monkeypatch):
-    refused(tmp_path / "nowhere", "no such model directory")
+    refused(tmp_path / "nowhere", "no such directory")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     refused("nobody/nothing-at-all", "the hub does not give it either")
 

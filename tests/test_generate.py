@@ -245,7 +245,7 @@ def test_the_turns_of_a_sampled_chat_use_fresh_randomness(folder, capsys, monkey
 @pytest.mark.parametrize(
     "arguments, match",
     [
-        (["x", "--model", "nowhere"], "no such model directory: nowhere"),
+        (["x", "--model", "nowhere"], "no such directory: nowhere"),
         (["x", "--method", "magic"], "unknown method 'magic'"),
         (["x", "--max-new-tokens", "-3"], "must not be negative"),
         (["x", "--top-p", "2"], "top-p 2.0"),

@@ -35,7 +35,8 @@ def test_logits_and_greedy_tokens_equal_transformers(variant):
     ):
         model, _ = load(GOLDEN / variant, dtype=dtype, device="cpu")
         logits = model.logits(model(golden["tokens"]))[0]
-        assert (logits - golden[key]).abs().max() <= tolerance
+        # of the largest logit: other processors sum in other orders
+        assert (logits - golden[key]).abs().max() <= tolerance * golden[key].abs().max()
     assert greedy(model, golden["tokens"][:20].tolist(), 64) == golden["greedy"].tolist()
 
 

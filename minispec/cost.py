@@ -1,0 +1,44 @@
+"""What a pass over n tokens costs on this machine: by this K, a tree or a window is chosen."""
+
+import time
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from minispec.model import Transformer
+
+COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows at which the curve is measured
+
+
+def least_seconds(function: Callable[[], object], repeat: int = 5) -> float:
+    """The least time of several calls; what they compute must end on the host."""
+    times = []
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+@torch.no_grad()
+def pass_seconds(model: Transformer, n: int, repeat: int = 5) -> float:
+    """The least time of a pass over `n` tokens."""
+    cache = model.new_cache(max(n, 64))
+    tokens = [0] * n
+    return least_seconds(lambda: model.logits(model(tokens, cache)).argmax(-1).tolist(), repeat)
+
+
+@lru_cache(maxsize=8)
+def cost_curve(model: Transformer, repeat: int = 5) -> list[float]:
+    """curve[n] = pass(n) / pass(1) for n from 1 to 64, or to the context; measured once a model.
+
+    Measured at powers of two and linear between them; never falling, as more rows cannot cost less.
+    """
+    counts = [n for n in COUNTS if n <= model.config.context]
+    seconds = [pass_seconds(model, n, repeat) for n in counts]
+    curve = [0.0, 1.0]
+    for (m, a), (n, b) in zip(zip(counts, seconds), zip(counts[1:], seconds[1:])):
+        for i in range(m + 1, n + 1):
+            curve.append(max(curve[-1], (a + (b - a) * (i - m) / (n - m)) / seconds[0]))
+    return curve

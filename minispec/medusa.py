@@ -1,0 +1,381 @@
+"""Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the target's own hidden state guess several
+tokens ahead, and one pass verifies a tree of their best candidates.
+
+Head k (from 0) guesses token t + k + 2 from the hidden state at t: the model's own lm_head already
+says t + 1, which is the root of the next tree.
+"""
+
+import heapq
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from minispec.cache import KVCache
+from minispec.checkpoint import assign, read_tensors, resolve, weight_files
+from minispec.errors import UserError, read_json
+from minispec.model import Transformer
+from minispec.sampling import OneHot, Randomness, Sampling, probs
+from minispec.tokenizer import Tokenizer
+from minispec.tree import Step, Tree
+from minispec.verify import accept
+
+BEST = 10  # candidates per head whose accuracy is measured, as many as the published trees use
+Ranks = tuple[int, ...]  # a path: (0, 2) is head 0's best token, then head 1's third best
+
+
+# ---- heads ---------------------------------------------------------------------------------------
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(Wx + b), the identity while W and b are zero."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class Heads(nn.ModuleList):
+    """K heads of some residual blocks and a projection each, named as Medusa's checkpoints are.
+
+    Without projections of their own (`vocab_size` None) they end in the target's lm_head.
+    `tree` and `accuracy` (K, ranks), where known, are what `tree_of` and `grow_tree` work with.
+    """
+
+    def __init__(self, heads: int, layers: int, hidden_size: int, vocab_size: int | None):
+        blocks = ([ResidualBlock(hidden_size) for _ in range(layers)] for _ in range(heads))
+        last = () if vocab_size is None else (hidden_size, vocab_size)
+        super().__init__(
+            nn.Sequential(*each, *([nn.Linear(*last, bias=False)] if last else []))
+            for each in blocks
+        )
+        self.shared = vocab_size is None
+        self.tree: list[Ranks] | None = None
+        self.accuracy: Tensor | None = None
+
+    def forward(self, hidden: Tensor, model: Transformer) -> Tensor:
+        """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm."""
+        out = torch.stack([head(hidden) for head in self])
+        return model.logits(out) if self.shared else out
+
+
+def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> Heads:
+    """Heads that all say what the model's lm_head says: blocks of zeros, projections its copy."""
+    config = model.config
+    new = Heads(heads, layers, config.hidden_size, None if shared else config.vocab_size)
+    for head in new:
+        for part in head:
+            if isinstance(part, ResidualBlock):
+                nn.init.zeros_(part.linear.weight)
+                nn.init.zeros_(part.linear.bias)
+            else:
+                part.weight.data.copy_(model.lm_head.weight)
+    return new
+
+
+# ---- decoding ------------------------------------------------------------------------------------
+
+
+def medusa(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None, heads: Heads, tree: list[Ranks] | None = None,
+) -> Iterator[Step]:  # fmt: skip
+    """Medusa with the lossless rule: greedy or sampled, the output has the target's law.
+
+    `tree` is a list of rank paths, none longer than there are heads; by default the heads' own.
+    """
+    return rounds(model, prompt, sampling, randomness, cache, heads, tree, accept)
+
+
+def medusa_typical(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None, heads: Heads, tree: list[Ranks] | None = None,
+    epsilon: float = 0.09, delta: float = 0.3,
+) -> Iterator[Step]:  # fmt: skip
+    """Medusa with typical acceptance: LOSSY, sampled output does not have the target's law.
+
+    (A greedy law has no entropy, so at temperature 0 the rule accepts what `accept` does.)
+    """
+
+    def rule(laws: Tensor | OneHot, tree: Tree, randomness: Randomness) -> tuple[list[int], int]:
+        path = typical_path(laws, tree, epsilon, delta)
+        return path, randomness.categorical(laws[path[-1]])
+
+    return rounds(model, prompt, sampling, randomness, cache, heads, tree, rule)
+
+
+def rounds(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness,
+    cache: KVCache | None, heads: Heads, tree: list[Ranks] | None,
+    rule: Callable[[Tensor | OneHot, Tree, Randomness], tuple[list[int], int]],
+) -> Iterator[Step]:  # fmt: skip
+    """The loop of both."""
+    paths = complete(tree_of(heads) if tree is None else tree, len(heads), model.config.vocab_size)
+    cache = cache or model.new_cache()
+    tokens = list(prompt)
+    hidden = model.prefill(tokens[cache.length : -1], cache)[0, -1:]  # (1, d), or none
+    yield Step()
+    while True:
+        tree = propose(heads, model, hidden, tokens[-1], paths[: cache.room - 1])
+        hidden = model(tree.tokens, cache, tree.depth, tree.mask)[0]
+        path, fresh = rule(probs(model.logits(hidden), sampling), tree, randomness)
+        cache.commit(path)
+        hidden = hidden[path[-1:]]  # the heads read the accepted node: no second target pass
+        new = tree.tokens_at(path[1:]) + [fresh]
+        tokens += new
+        yield Step(new, tree, path)
+
+
+def propose(
+    heads: Heads, model: Transformer, hidden: Tensor, root: int, paths: list[Ranks]
+) -> Tree:
+    """The tree of the heads' candidates below the newest token; the lone root where no hidden
+    state is at hand, as before the first pass of a prompt of one token."""
+    if not len(hidden) or not paths:
+        return Tree.chain(root, [])
+    most = 1 + max(rank for path in paths for rank in path)
+    depth = max(map(len, paths))
+    candidates = heads(hidden[0], model)[:depth].topk(most).indices.tolist()  # (depth, most)
+    return Tree.from_paths(root, paths, candidates)
+
+
+def typical_path(laws: Tensor | OneHot, tree: Tree, epsilon: float, delta: float) -> list[int]:
+    """The longest path all of whose tokens have p(x) > min(ε, δ · exp(-H(p))); of several, the
+    likeliest. Section 2.3.1 of the paper."""
+    paths, likelihood = {0: [0]}, {0: 1.0}
+    for node in range(1, len(tree)):
+        parent = tree.parents[node]
+        if parent not in paths:
+            continue
+        law = laws[parent]
+        p, entropy = float(law[tree.tokens[node]]), float(torch.special.entr(law).sum())
+        if p > min(epsilon, delta * math.exp(-entropy)):
+            paths[node] = paths[parent] + [node]
+            likelihood[node] = likelihood[parent] * p
+    return max(paths.values(), key=lambda path: (len(path), likelihood[path[-1]]))
+
+
+# ---- trees ---------------------------------------------------------------------------------------
+
+# The trees published with Medusa (FasterDecoding/Medusa, Apache-2.0): how many children each node
+# has, breadth first from the root, in hexadecimal; children have the ranks from 0 on, and what is
+# left out at the end are leaves.
+PUBLISHED = {
+    "mc_sim_7b_63": "aa732111111a3211111002000000100000000002",
+    "vicuna_7b_stage1": "aa743221111932111000020000001000000000000001",
+    "vicuna_7b_stage1_ablation": "aa422111000a4211100003100101000041100000001",
+    "vicuna_7b_stage2": "aa522111100942111000031000100000004110000001",
+    "vicuna_13b_stage1": "aa742211110a42111000021000001000000000001",
+    "vicuna_13b_stage2": "aa421110000a42111000031001010042100000001000000001",
+    "vicuna_33b_stage1": "aa8532211119321100000200000001",
+    "vicuna_33b_stage2": "aa532111100a4211100003100010000000031000000001",
+    "zephyr_stage2": "aa642211100a4211100002100001000000000021",
+}
+
+
+def published(name: str) -> list[Ranks]:
+    """The paths of a published tree."""
+    paths: list[Ranks] = [()]
+    for node, count in enumerate(PUBLISHED[name]):
+        paths += [paths[node] + (rank,) for rank in range(int(count, 16))]
+    return paths[1:]
+
+
+def complete(paths: list[Ranks], depth: int, ranks: int) -> list[Ranks]:
+    """The paths and all their beginnings, each once, parents first; checked against the number of
+    heads (`depth`) and of candidates (`ranks`)."""
+    nodes = {tuple(path[:n]) for path in paths for n in range(1, len(path) + 1)}
+    deepest = max(map(len, nodes), default=0)
+    if deepest > depth:
+        raise UserError(
+            f"the tree is {deepest} deep, but there are only {depth} heads: cut its paths"
+        )
+    wrong = [rank for node in nodes for rank in node if type(rank) is not int or rank < 0]
+    wrong += [rank for node in nodes for rank in node[-1:] if not wrong and rank >= ranks]
+    if wrong:
+        raise UserError(f"the tree's rank {wrong[0]!r}: must be an integer from 0 to {ranks - 1}")
+    return sorted(nodes, key=lambda node: (len(node), node))
+
+
+def tree_of(heads: Heads) -> list[Ranks]:
+    """The tree that came with the heads, else the published one as deep as they go."""
+    if heads.tree is not None:
+        return heads.tree
+    return [path for path in published("mc_sim_7b_63") if len(path) <= len(heads)]
+
+
+def grow_tree(accuracy: Tensor, nodes: int) -> list[Ranks]:
+    """The tree of `nodes` nodes below the root that gains most by `expected`, best node first.
+
+    A node's gain is the product of accuracy[k][r] along its path. It falls from parent to child and
+    from rank to rank, so taking the best node next, then its first child and its next sibling into
+    the queue, is optimal.
+    """
+    a = accuracy.tolist()
+    queue, paths = [(-a[0][0], (0,))], []
+    while queue and len(paths) < nodes:
+        gain, path = heapq.heappop(queue)
+        paths.append(path)
+        depth, rank = len(path) - 1, path[-1]
+        if depth + 1 < len(a):
+            heapq.heappush(queue, (gain * a[depth + 1][0], path + (0,)))
+        if rank + 1 < len(a[depth]) and a[depth][rank] > 0:
+            sibling = gain / a[depth][rank] * a[depth][rank + 1]
+            heapq.heappush(queue, (sibling, path[:-1] + (rank + 1,)))
+    return paths
+
+
+def expected(accuracy: Tensor, paths: list[Ranks]) -> float:
+    """Tokens per pass if heads were right independently: 1 + Σ over nodes of Π a[k][r]."""
+    a = accuracy.tolist()
+    total = 1.0
+    for path in paths:
+        gain = 1.0
+        for depth, rank in enumerate(path):
+            gain *= a[depth][rank]
+        total += gain
+    return total
+
+
+def accuracy_of(ranks: Tensor) -> Tensor:
+    """a[k][r], the share of positions at which head k's rank-r token is right, of those at which it
+    has a label; (K, BEST). `ranks` (K, n) is the true token's rank, BEST for all worse, -1
+    without a label."""
+    labelled = (ranks >= 0).sum(1, keepdim=True).clamp(min=1)
+    return torch.stack([(ranks == r).sum(1) for r in range(BEST)], 1) / labelled
+
+
+def replayed(ranks: Tensor, paths: list[Ranks]) -> tuple[int, int]:
+    """(tokens, passes) of greedy decoding along a text whose tokens have these ranks (K, n)."""
+    nodes, columns = set(paths), [tuple(column) for column in ranks.T.tolist()]
+    at = passes = 0
+    while at < len(columns):
+        length = 0
+        while length < len(ranks) and columns[at][: length + 1] in nodes:
+            length += 1
+        at, passes = at + length + 1, passes + 1
+    return at, passes
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+NAMES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
+PART = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
+
+
+def load_heads(
+    source: str | os.PathLike, model: Transformer, tokenizer: Tokenizer | None = None
+) -> Heads:
+    """The heads of a file, a directory or a hub id, on the model's device and in its type.
+
+    Reads the layouts v1 (projections in the file), v2 (residual blocks only) and Medusa-1.0 (in a
+    full model, under `medusa_head.`). Counts come from the tensors, whatever config.json says.
+    Raises UserError for heads of another hidden size, vocabulary or tokenizer.
+    """
+    path = Path(source)
+    folder = (
+        path.parent
+        if path.is_file()
+        else resolve(source, ("*.json", "*.safetensors", "medusa_lm_head.pt"))
+    )
+    if not path.is_file():
+        path = next((folder / name for name in NAMES if (folder / name).exists()), folder)
+    files = weight_files(path) if path.is_dir() else [path]
+    tensors = {
+        name.removeprefix("medusa_head."): tensor
+        for file in files
+        for name, tensor in read_tensors(file)
+        if path.is_file() or name.startswith("medusa_head.")
+    }
+    if not tensors:
+        raise UserError(f"{source} has no Medusa heads: neither {' nor '.join(NAMES)}, nor a model "
+                        "with medusa_head. tensors")  # fmt: skip
+    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    check_tokenizer(str(source), config, folder, tokenizer)
+    with torch.device("meta"):
+        heads = heads_like(tensors, model, str(source))
+    assign(heads, iter(tensors.items()), str(source), model.dtype, model.device)
+    read_tree(heads, config, str(source))
+    return heads.eval()
+
+
+def heads_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> Heads:
+    """Empty heads with the counts that the names of the tensors tell."""
+    parts = {name: PART.fullmatch(name) for name in tensors}
+    strange = [name for name, part in parts.items() if not part]
+    if strange:
+        raise UserError(f"{where}: {strange[0]} is no tensor of Medusa heads")
+    heads = 1 + max(int(part[1]) for part in parts.values())
+    layers = 1 + max((int(p[2]) for p in parts.values() if p[3] != "weight"), default=-1)
+    last = tensors.get(f"0.{layers}.weight")
+    width = (tensors.get("0.0.linear.weight") if layers else last).shape[-1]
+    config = model.config
+    if width != config.hidden_size:
+        raise UserError(
+            f"{where}: heads of hidden size {width}, but the target's is {config.hidden_size}: "
+            "they belong to another model"
+        )
+    if last is not None and len(last) != config.vocab_size:
+        raise UserError(
+            f"{where}: heads of {len(last)} tokens, but the target has {config.vocab_size}: "
+            "they belong to another model"
+        )
+    return Heads(heads, layers, width, None if last is None else config.vocab_size)
+
+
+def check_tokenizer(where: str, config: dict, folder: Path, tokenizer: Tokenizer | None) -> None:
+    """Refuse heads made with another tokenizer, where they came with theirs or its fingerprint."""
+    theirs = config.get("tokenizer_fingerprint")
+    if (folder / "tokenizer.json").exists():
+        theirs = Tokenizer.from_directory(folder).fingerprint
+    if tokenizer and theirs and theirs != tokenizer.fingerprint:
+        raise UserError(f"{where}: the heads were made with another tokenizer than the target's")
+
+
+def read_tree(heads: Heads, config: dict, where: str) -> None:
+    """The tree and the accuracies beside the heads, if they are there."""
+    try:
+        if config.get("medusa_choices"):
+            heads.tree = [tuple(path) for path in config["medusa_choices"]]
+            complete(heads.tree, len(heads), sys.maxsize)
+        if config.get("medusa_accuracy"):
+            heads.accuracy = torch.tensor(config["medusa_accuracy"], dtype=torch.float64)
+            assert heads.accuracy.shape[0] == len(heads) and heads.accuracy.dim() == 2
+    except (TypeError, ValueError, AssertionError) as error:
+        raise UserError(
+            f"{where}: medusa_choices or medusa_accuracy is malformed: {error}"
+        ) from None
+
+
+def save_heads(
+    heads: Heads, directory: Path, base: str, tokenizer: Tokenizer | None, dtype: torch.dtype
+) -> None:
+    """Write layout v1, or v2 where the projections are shared, that `load_heads` reads."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: p.detach().to("cpu", dtype).contiguous() for name, p in heads.named_parameters()
+    }
+    part = directory / f"{NAMES[0]}.part"
+    save_file(tensors, part, metadata={"format": "pt"})
+    part.replace(directory / NAMES[0])
+    config = {
+        "base_model_name_or_path": base,
+        "medusa_num_heads": len(heads),
+        "medusa_num_layers": sum(isinstance(part, ResidualBlock) for part in heads[0]),
+        "version": "2" if heads.shared else "1",
+        "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
+        "medusa_choices": heads.tree,
+        "medusa_accuracy": heads.accuracy.tolist() if heads.accuracy is not None else None,
+    }
+    (directory / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
