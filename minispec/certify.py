@@ -32,6 +32,7 @@ from minispec.cache import KVCache
 from minispec.checkpoint import load, save
 from minispec.errors import UserError, command
 from minispec.generate import METHODS, common_prefix, decode
+from minispec.medusa import Heads, Ranks, published
 from minispec.model import Config, Transformer
 from minispec.sampling import Randomness, Sampling, Seeded, probs
 from minispec.tokenizer import Tokenizer
@@ -204,6 +205,52 @@ def tree_method(draft, shape: str, kind: str) -> Method:
     )
 
 
+# ---- Medusa's heads and trees --------------------------------------------------------------------
+
+
+class ToyHeads:
+    """Heads over a Toy, whose hidden state is its logits: head k says them rolled by k."""
+
+    tree = None
+
+    def __init__(self, heads: int):
+        self.heads = heads
+
+    def __len__(self) -> int:
+        return self.heads
+
+    def __call__(self, hidden: Tensor, model) -> Tensor:
+        return torch.stack([hidden.roll(k, -1) for k in range(self.heads)])
+
+
+def random_heads(model: Transformer, seed: int, heads: int = 4) -> Heads:
+    """Heads of one residual block and a projection, all random."""
+    config = model.config
+    made = Heads(heads, 1, config.hidden_size, config.vocab_size).to(model.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for p in made.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+        p.requires_grad_(False)
+    return made
+
+
+RANK_TREES = {
+    "single node": [],
+    "chain": [(0, 0, 0)],
+    "wide": [(0,), (1,), (2,)],
+    "deep": [(0, 0, 0, 0), (1, 1), (0, 1)],
+    "64 nodes": published("mc_sim_7b_63"),
+}
+
+
+def every_path(ranks: int, nodes: int) -> list[Ranks]:
+    """The first `nodes` paths over so many ranks, breadth first."""
+    paths: list[Ranks] = [()]
+    for at in range(nodes):
+        paths += [paths[at] + (rank,) for rank in range(ranks)]
+    return paths[1 : nodes + 1]
+
+
 # ---- exact ---------------------------------------------------------------------------------------
 
 
@@ -307,8 +354,14 @@ def exact_cases(quick: bool) -> Iterator[Proof]:
         for kind in KINDS:
             samplings = few if quick else every
             yield Proof(f"tree, {shape}, {kind}", tree_method(other, shape, kind), samplings, n=2)
+    heads = ToyHeads(4)
+    for shape in ("deep",) if quick else ("single node", "chain", "wide", "deep"):
+        method = bound("medusa", heads=heads, tree=RANK_TREES[shape])
+        yield Proof(f"medusa, {shape}", method, few if quick else every, n=2)
     if quick:
         return
+    full = bound("medusa", heads=heads, tree=every_path(3, 63))
+    yield Proof("medusa, 64 nodes", full, few, n=2)
     yield Proof("autoregressive", bound("autoregressive"))
     yield Proof("speculative k=3", speculative(k=3), n=2)
     yield Proof("speculative k=2, self", speculative(draft=Toy(5)))
@@ -346,6 +399,9 @@ def greedy_cases(model, seed: int) -> Iterator[tuple[str, Method]]:
             yield f"speculative, {name} draft, k={k}", bound("speculative", draft=draft, k=k)
     for shape in SHAPES:
         yield f"tree, {shape}", tree_method(model, shape, "one-hot")
+    heads = random_heads(model, seed)
+    for name, paths in RANK_TREES.items():
+        yield f"medusa, {name}", bound("medusa", heads=heads, tree=paths)
 
 
 def check_greedy(quick: bool = False) -> Iterator[Verdict]:
@@ -432,6 +488,7 @@ def check_statistical(quick: bool = False) -> Iterator[Verdict]:
         ("speculative", bound("speculative", draft=draft, k=3)),
         ("prompt-lookup", bound("prompt-lookup", k=3)),
         ("tree, deep, without replacement", tree_method(draft, "deep", "without replacement")),
+        ("medusa", bound("medusa", heads=random_heads(model, 1), tree=RANK_TREES["deep"])),
     ]
     sampling = Sampling(1.0, top_p=0.9)
     law = exact_law(bound("autoregressive"), model, prompt, sampling, JOINT)
@@ -469,6 +526,7 @@ def check_limits(quick: bool = False) -> Iterator[Verdict]:
         "speculative": {"draft": Toy(77), "k": 4},
         "speculative, self": {"draft": Toy(5), "k": 4},
         "prompt-lookup": {},
+        "medusa": {"heads": ToyHeads(3), "tree": every_path(3, 20)},
     }
     for name, options in methods.items():
         failures, count = [], 0

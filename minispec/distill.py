@@ -463,7 +463,7 @@ def medusa_card(trainer: Trainer, args: argparse.Namespace, heads: Heads) -> str
     """The README.md beside the heads."""
     return MEDUSA_CARD.format(
         heads=len(heads), layers=args.layers, parameters=count_parameters(heads),
-        end="the target's lm_head (layout v2)" if heads.shared else "a projection of its own (v1)",
+        end="the target's lm_head (v2)" if heads.projection is None else "a projection (v1)",
         command=shown(sys.argv[1:]), step=trainer.step, tokens=trainer.tokens,
         minutes=trainer.seconds / 60, threads=torch.get_num_threads(), device=args.device.type,
         held_out=HELD_OUT, table=accuracy_table(heads.accuracy),
@@ -502,7 +502,8 @@ def tree(args: argparse.Namespace) -> None:
     _, held_out = read_corpus(args.data)
     if args.kind not in held_out:
         raise UserError(f"{args.data} has no text of the kind {args.kind}")
-    texts = held_out[args.kind][SKIPPED : SKIPPED + args.documents]
+    texts = held_out[args.kind]
+    texts = texts[min(SKIPPED, len(texts) // 2) :][: args.documents]
     prompts = [tokenizer.encode(text[:400])[: args.prompt_tokens] for text in texts]
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     n = min(args.tokens, target.config.context - args.prompt_tokens)

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
-from minispec.checkpoint import assign, read_tensors, resolve, weight_files
+from minispec.checkpoint import read_tensors, resolve, weight_files
 from minispec.errors import UserError, read_json
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -35,52 +35,51 @@ Ranks = tuple[int, ...]  # a path: (0, 2) is head 0's best token, then head 1's 
 # ---- heads ---------------------------------------------------------------------------------------
 
 
-class ResidualBlock(nn.Module):
-    """x + SiLU(Wx + b), the identity while W and b are zero."""
+class Heads(nn.Module):
+    """K heads of L residual blocks x + SiLU(Wx + b) and a projection each, computed side by side.
 
-    def __init__(self, size: int):
-        super().__init__()
-        self.linear = nn.Linear(size, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.silu(self.linear(x))
-
-
-class Heads(nn.ModuleList):
-    """K heads of some residual blocks and a projection each, named as Medusa's checkpoints are.
-
-    Without projections of their own (`vocab_size` None) they end in the target's lm_head.
-    `tree` and `accuracy` (K, ranks), where known, are what `tree_of` and `grow_tree` work with.
+    Blocks begin as the identity. Without projections of their own (`vocab_size` None) the heads
+    end in the target's lm_head. `tree` and `accuracy` (K, ranks) came with them, or are None.
     """
 
     def __init__(self, heads: int, layers: int, hidden_size: int, vocab_size: int | None):
-        blocks = ([ResidualBlock(hidden_size) for _ in range(layers)] for _ in range(heads))
-        last = () if vocab_size is None else (hidden_size, vocab_size)
-        super().__init__(
-            nn.Sequential(*each, *([nn.Linear(*last, bias=False)] if last else []))
-            for each in blocks
-        )
-        self.shared = vocab_size is None
+        super().__init__()
+        self.heads, size = heads, hidden_size
+        self.weight = nn.ParameterList(torch.zeros(heads, size, size) for _ in range(layers))
+        self.bias = nn.ParameterList(torch.zeros(heads, 1, size) for _ in range(layers))
+        own = None if vocab_size is None else nn.Parameter(torch.zeros(heads, vocab_size, size))
+        self.register_parameter("projection", own)
         self.tree: list[Ranks] | None = None
         self.accuracy: Tensor | None = None
 
+    def __len__(self) -> int:
+        return self.heads
+
     def forward(self, hidden: Tensor, model: Transformer) -> Tensor:
         """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm."""
-        out = torch.stack([head(hidden) for head in self])
-        return model.logits(out) if self.shared else out
+        x = hidden.reshape(1, -1, hidden.shape[-1]).expand(self.heads, -1, -1)  # (K, n, d)
+        for weight, bias in zip(self.weight, self.bias):
+            x = x + F.silu(torch.baddbmm(bias, x, weight.mT))
+        logits = model.logits(x) if self.projection is None else x @ self.projection.mT
+        return logits.view(self.heads, *hidden.shape[:-1], -1)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Views of the parameters under the names of Medusa's checkpoints."""
+        for i in range(self.heads):
+            for j, (weight, bias) in enumerate(zip(self.weight, self.bias)):
+                yield f"{i}.{j}.linear.weight", weight[i]
+                yield f"{i}.{j}.linear.bias", bias[i, 0]
+            if self.projection is not None:
+                yield f"{i}.{len(self.weight)}.weight", self.projection[i]
 
 
 def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> Heads:
-    """Heads that all say what the model's lm_head says: blocks of zeros, projections its copy."""
+    """Heads that all say what the model's lm_head says."""
     config = model.config
     new = Heads(heads, layers, config.hidden_size, None if shared else config.vocab_size)
-    for head in new:
-        for part in head:
-            if isinstance(part, ResidualBlock):
-                nn.init.zeros_(part.linear.weight)
-                nn.init.zeros_(part.linear.bias)
-            else:
-                part.weight.data.copy_(model.lm_head.weight)
+    new.to(model.device, model.dtype)
+    if not shared:
+        new.projection.data.copy_(model.lm_head.weight)
     return new
 
 
@@ -216,7 +215,8 @@ def tree_of(heads: Heads) -> list[Ranks]:
 
 
 def grow_tree(accuracy: Tensor, nodes: int) -> list[Ranks]:
-    """The tree of `nodes` nodes below the root that gains most by `expected`, best node first.
+    """The tree of `nodes` nodes below the root that gains most by `expected`, best node first;
+    fewer where no more gain anything.
 
     A node's gain is the product of accuracy[k][r] along its path. It falls from parent to child and
     from rank to rank, so taking the best node next, then its first child and its next sibling into
@@ -224,13 +224,13 @@ def grow_tree(accuracy: Tensor, nodes: int) -> list[Ranks]:
     """
     a = accuracy.tolist()
     queue, paths = [(-a[0][0], (0,))], []
-    while queue and len(paths) < nodes:
+    while queue and queue[0][0] < 0 and len(paths) < nodes:
         gain, path = heapq.heappop(queue)
         paths.append(path)
         depth, rank = len(path) - 1, path[-1]
         if depth + 1 < len(a):
             heapq.heappush(queue, (gain * a[depth + 1][0], path + (0,)))
-        if rank + 1 < len(a[depth]) and a[depth][rank] > 0:
+        if rank + 1 < len(a[depth]):
             sibling = gain / a[depth][rank] * a[depth][rank + 1]
             heapq.heappush(queue, (sibling, path[:-1] + (rank + 1,)))
     return paths
@@ -303,9 +303,8 @@ def load_heads(
                         "with medusa_head. tensors")  # fmt: skip
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     check_tokenizer(str(source), config, folder, tokenizer)
-    with torch.device("meta"):
-        heads = heads_like(tensors, model, str(source))
-    assign(heads, iter(tensors.items()), str(source), model.dtype, model.device)
+    heads = heads_like(tensors, model, str(source)).to(model.device, model.dtype)
+    fill(heads, tensors, str(source))
     read_tree(heads, config, str(source))
     return heads.eval()
 
@@ -319,7 +318,7 @@ def heads_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> He
     heads = 1 + max(int(part[1]) for part in parts.values())
     layers = 1 + max((int(p[2]) for p in parts.values() if p[3] != "weight"), default=-1)
     last = tensors.get(f"0.{layers}.weight")
-    width = (tensors.get("0.0.linear.weight") if layers else last).shape[-1]
+    width = next(tensor for tensor in tensors.values()).shape[-1]
     config = model.config
     if width != config.hidden_size:
         raise UserError(
@@ -334,6 +333,24 @@ def heads_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> He
     return Heads(heads, layers, width, None if last is None else config.vocab_size)
 
 
+def fill(heads: Heads, tensors: dict[str, Tensor], where: str) -> None:
+    """Copy the tensors of a file into the heads; every one must be there and fit."""
+    slots = dict(heads.tensors())
+    misshapen = (n for n, slot in slots.items() if n in tensors and tensors[n].shape != slot.shape)
+    for problem, names in (
+        ("lacks", slots.keys() - tensors.keys()),
+        ("has unexpected", tensors.keys() - slots.keys()),
+        ("has misshapen", misshapen),
+    ):
+        wrong = sorted(names)
+        if wrong:
+            raise UserError(f"{where} {problem} tensors: {', '.join(wrong[:6])}")
+    with torch.no_grad():
+        for name, slot in slots.items():
+            slot.copy_(tensors[name])
+    heads.requires_grad_(False)
+
+
 def check_tokenizer(where: str, config: dict, folder: Path, tokenizer: Tokenizer | None) -> None:
     """Refuse heads made with another tokenizer, where they came with theirs or its fingerprint."""
     theirs = config.get("tokenizer_fingerprint")
@@ -346,10 +363,10 @@ def check_tokenizer(where: str, config: dict, folder: Path, tokenizer: Tokenizer
 def read_tree(heads: Heads, config: dict, where: str) -> None:
     """The tree and the accuracies beside the heads, if they are there."""
     try:
-        if config.get("medusa_choices"):
+        if config.get("medusa_choices") is not None:
             heads.tree = [tuple(path) for path in config["medusa_choices"]]
             complete(heads.tree, len(heads), sys.maxsize)
-        if config.get("medusa_accuracy"):
+        if config.get("medusa_accuracy") is not None:
             heads.accuracy = torch.tensor(config["medusa_accuracy"], dtype=torch.float64)
             assert heads.accuracy.shape[0] == len(heads) and heads.accuracy.dim() == 2
     except (TypeError, ValueError, AssertionError) as error:
@@ -363,17 +380,15 @@ def save_heads(
 ) -> None:
     """Write layout v1, or v2 where the projections are shared, that `load_heads` reads."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: p.detach().to("cpu", dtype).contiguous() for name, p in heads.named_parameters()
-    }
+    tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in heads.tensors()}
     part = directory / f"{NAMES[0]}.part"
     save_file(tensors, part, metadata={"format": "pt"})
     part.replace(directory / NAMES[0])
     config = {
         "base_model_name_or_path": base,
         "medusa_num_heads": len(heads),
-        "medusa_num_layers": sum(isinstance(part, ResidualBlock) for part in heads[0]),
-        "version": "2" if heads.shared else "1",
+        "medusa_num_layers": len(heads.weight),
+        "version": "2" if heads.projection is None else "1",
         "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
         "medusa_choices": heads.tree,
         "medusa_accuracy": heads.accuracy.tolist() if heads.accuracy is not None else None,

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from minispec import certify, prompt_lookup, speculative, verify
+from minispec import certify, medusa, prompt_lookup, speculative, verify
 from minispec.cache import KVCache
 from minispec.generate import Run
 from minispec.model import Transformer
@@ -37,7 +37,8 @@ class Mutant:
 
 def in_accept(mistake) -> tuple:
     """`accept` replaced wherever it verifies drafts."""
-    return tuple((module, "accept", mistake) for module in (speculative, prompt_lookup, certify))
+    modules = speculative, prompt_lookup, medusa, certify
+    return tuple((module, "accept", mistake) for module in modules)
 
 
 # ---- accept --------------------------------------------------------------------------------------
@@ -99,9 +100,22 @@ def child_of_the_root_only(target, tree, randomness):
     return [0], randomness.categorical(p)
 
 
+def padding_matches(target, tree, randomness):
+    """Short paths are padded with token 0, and the padding is compared with an argmax as well."""
+    path, fresh = verify.accept(target, tree, randomness)
+    short = not tree.children(path[-1]) and len(path) <= max(tree.depths)
+    return path, 0 if short and int(target[len(tree) - 1].argmax()) == 0 else fresh
+
+
+def argmax_root(target, tree, randomness):
+    """The next tree's root is the target's best token, under sampling too."""
+    path, _ = verify.accept(target, tree, randomness)
+    return path, int(target[path[-1]].argmax())
+
+
 # ---- proposals -----------------------------------------------------------------------------------
 
-propose, grow = speculative.propose, certify.grow
+propose, grow, propose_ranks = speculative.propose, certify.grow, medusa.propose
 
 
 def greedy_draft_with_softmax_law(draft, cache, tokens, k, sampling, randomness, vocabulary):
@@ -138,6 +152,17 @@ class Reduced:
 def reduced_vocabulary(draft, cache, tokens, k, sampling, randomness, vocabulary):
     """Drawn from a reduced vocabulary, scored with the law over the full one."""
     return propose(draft, cache, tokens, k, sampling, Reduced(randomness), vocabulary)
+
+
+def ranks_with_softmax_law(heads, model, hidden, root, paths):
+    """The heads' best tokens put to the p / q test of drawn ones."""
+    tree = propose_ranks(heads, model, hidden, root, paths)
+    if len(tree) == 1:
+        return tree
+    laws = heads(hidden[0], model).softmax(-1)
+    return Tree(
+        tree.tokens, tree.parents, [laws[depth - 1] if depth else None for depth in tree.depths]
+    )
 
 
 def candidates_with_softmax_law(draft, tokens, shape, kind, sampling, randomness):
@@ -278,6 +303,9 @@ MUTANTS = [
     Mutant(
         "top-k candidates with p / q", "exact", ((certify, "grow", candidates_with_softmax_law),)
     ),
+    Mutant("padding taken for a token", "greedy", ((medusa, "accept", padding_matches),)),
+    Mutant("a root that is always argmax", "exact", ((medusa, "accept", argmax_root),)),
+    Mutant("ranks of heads with p / q", "exact", ((medusa, "propose", ranks_with_softmax_law),)),
     Mutant(
         "siblings without replacement not renormalised",
         "exact",
