@@ -27,12 +27,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models as tokenizer_models
 from torch import Tensor
 
-from minispec import generate
+from minispec import generate, lookahead
 from minispec.cache import KVCache
 from minispec.checkpoint import load, save
 from minispec.errors import UserError, command
 from minispec.generate import METHODS, common_prefix, decode
-from minispec.medusa import Heads, Ranks, published
+from minispec.medusa import Heads, Ranks, complete, published
 from minispec.model import Config, Transformer
 from minispec.sampling import Randomness, Sampling, Seeded, probs
 from minispec.tokenizer import Tokenizer
@@ -243,6 +243,10 @@ RANK_TREES = {
 }
 
 
+# lookahead's window, n-gram and guesses: the least of each, and more
+WNG = (1, 2, 0), (1, 2, 1), (3, 2, 2), (1, 3, 2), (3, 3, 3), (2, 4, 1), (5, 4, 5), (10, 5, 10)
+
+
 def every_path(ranks: int, nodes: int) -> list[Ranks]:
     """The first `nodes` paths over so many ranks, breadth first."""
     paths: list[Ranks] = [()]
@@ -358,8 +362,15 @@ def exact_cases(quick: bool) -> Iterator[Proof]:
     for shape in ("deep",) if quick else ("single node", "chain", "wide", "deep"):
         method = bound("medusa", heads=heads, tree=RANK_TREES[shape])
         yield Proof(f"medusa, {shape}", method, few if quick else every, n=2)
+    for w, n, g in ((1, 2, 1), (3, 3, 3)) if quick else WNG:
+        for pool in (False, True):
+            method = bound("lookahead", window=w, ngram=n, guesses=g, pool_from_prompt=pool)
+            name = f"lookahead W={w} N={n} G={g}{', pool from prompt' if pool else ''}"
+            yield Proof(name, method, few if quick else every, n=3 if n < 4 else 2)
     if quick:
         return
+    yield Proof("jacobi, block 3", bound("jacobi", block=3), n=3)
+    yield Proof("lookahead-auto", bound("lookahead-auto"), few, n=3)
     full = bound("medusa", heads=heads, tree=every_path(3, 63))
     yield Proof("medusa, 64 nodes", full, few, n=2)
     yield Proof("autoregressive", bound("autoregressive"))
@@ -399,6 +410,12 @@ def greedy_cases(model, seed: int) -> Iterator[tuple[str, Method]]:
             yield f"speculative, {name} draft, k={k}", bound("speculative", draft=draft, k=k)
     for shape in SHAPES:
         yield f"tree, {shape}", tree_method(model, shape, "one-hot")
+    for block in (1, 4, 9):
+        yield f"jacobi, block {block}", bound("jacobi", block=block)
+    yield "lookahead-auto", bound("lookahead-auto")
+    for w, n, g in WNG:
+        method = bound("lookahead", window=w, ngram=n, guesses=g, pool_from_prompt=bool(seed % 2))
+        yield f"lookahead, W={w} N={n} G={g}", method
     heads = random_heads(model, seed)
     for name, paths in RANK_TREES.items():
         yield f"medusa, {name}", bound("medusa", heads=heads, tree=paths)
@@ -488,6 +505,7 @@ def check_statistical(quick: bool = False) -> Iterator[Verdict]:
         ("speculative", bound("speculative", draft=draft, k=3)),
         ("prompt-lookup", bound("prompt-lookup", k=3)),
         ("tree, deep, without replacement", tree_method(draft, "deep", "without replacement")),
+        ("lookahead", bound("lookahead", window=3, ngram=3, guesses=3)),
         ("medusa", bound("medusa", heads=random_heads(model, 1), tree=RANK_TREES["deep"])),
     ]
     sampling = Sampling(1.0, top_p=0.9)
@@ -526,6 +544,9 @@ def check_limits(quick: bool = False) -> Iterator[Verdict]:
         "speculative": {"draft": Toy(77), "k": 4},
         "speculative, self": {"draft": Toy(5), "k": 4},
         "prompt-lookup": {},
+        "jacobi": {"block": 4},
+        "lookahead": {"window": 3, "ngram": 3, "guesses": 4, "pool_from_prompt": True},
+        "lookahead-auto": {},
         "medusa": {"heads": ToyHeads(3), "tree": every_path(3, 20)},
     }
     for name, options in methods.items():
@@ -561,12 +582,77 @@ def ends_differently(
     return None if next_turn.tokens == expected.tokens else "the next turn's tokens differ"
 
 
+def check_proposals(quick: bool = False) -> Iterator[Verdict]:
+    """What no output can show, as verification mends it: proposals are what their method says."""
+    seeds = range(1 if quick else 4)
+    for name, problem in (
+        ("lookahead, window", window_problem),
+        ("lookahead, pool", pool_problem),
+        ("medusa, heads", heads_problem),
+    ):
+        wrong = next(filter(None, (problem(seed) for seed in seeds)), None)
+        yield Verdict("proposals", name, wrong is None, wrong or f"{len(seeds)} seeds")
+
+
+def window_problem(seed: int) -> str | None:
+    """Each entry's logits beside a tree must equal a forward over prefix, row and column alone."""
+    rng, model = random.Random(seed), small_model(seed)
+    width, ngram = rng.randint(1, 6), rng.randint(2, 5)
+    tokens = rng.choices(range(24), k=rng.randint(1, 12))
+    ahead, cache = lookahead.Window(tokens, width, ngram), model.new_cache()
+    model.prefill(tokens[:-1], cache)
+    for _ in range(ngram):
+        tree = Tree.merged(tokens[-1], [rng.choices(range(24), k=3) for _ in range(3)])
+        depth, mask = lookahead.beside(tree, ahead)
+        hidden = model(tree.tokens + ahead.tokens, cache, depth, mask)[0]
+        entries = [(r, i) for r, row in enumerate(ahead.rows) for i in range(len(row))]
+        for (r, i), row in zip(entries, hidden[len(tree) :]):
+            column = i + (r == 0)  # column 0 of row 0 is the current token
+            chain = ahead.rows[0][:column] + [each[i] for each in ahead.rows[1 : r + 1]]
+            if (row - model(tokens + chain)[0, -1]).abs().max() > 1e-9:
+                return f"seed {seed}: row {r}, column {column} of W={width} N={ngram}"
+        said = model.logits(hidden[ahead.said_by(len(tree))]).argmax(-1).tolist()
+        ahead.advance(tokens[-1], said)
+    return None
+
+
+def pool_problem(seed: int) -> str | None:
+    """Against a plain list of all n-grams, newest first, read again and again."""
+    rng, pool, grams = random.Random(seed), lookahead.Pool(3), []
+    for _ in range(200):
+        gram = tuple(rng.choices(range(3), k=4))
+        pool.add(gram)
+        grams = [gram] + [g for g in grams if g != gram]
+        for token in range(3):
+            expected = [list(g[1:]) for g in grams if g[0] == token][:3]
+            if pool.after(token) != expected:
+                return f"seed {seed}: {pool.after(token)} instead of {expected}"
+    return None
+
+
+def heads_problem(seed: int) -> str | None:
+    """Each tree must come from the hidden state before the newest token, computed afresh."""
+    model, tokens = small_model(seed), [3, 1, 4]
+    heads, paths = random_heads(model, seed), complete(RANK_TREES["deep"], 4, 24)
+    expected = Tree.chain(0, [])
+    method = bound("medusa", heads=heads, tree=paths)
+    for round_, step in enumerate(method(model, tokens, GREEDY, Seeded())):
+        if round_ and step.tree != expected:
+            return f"seed {seed}, round {round_}: another tree"
+        tokens = tokens + step.tokens
+        best = heads(model(tokens[:-1])[0, -1], model).topk(2).indices.tolist()
+        expected = Tree.from_paths(tokens[-1], paths, best)
+        if round_ == 6:
+            return None
+
+
 CHECKS = {
     "exact": check_exact,
     "greedy": check_greedy,
     "cache": check_cache,
     "statistical": check_statistical,
     "limits": check_limits,
+    "proposals": check_proposals,
 }
 
 

@@ -18,6 +18,7 @@ from minispec.autoregressive import autoregressive
 from minispec.cache import KVCache
 from minispec.checkpoint import load
 from minispec.errors import UserError, command
+from minispec.lookahead import jacobi, lookahead, lookahead_auto
 from minispec.medusa import (
     PUBLISHED,
     Heads,
@@ -41,6 +42,9 @@ METHODS: dict[str, Callable[..., Iterator[Step]]] = {
     "prompt-lookup": prompt_lookup,
     "medusa": medusa,
     "medusa-typical": medusa_typical,
+    "jacobi": jacobi,
+    "lookahead": lookahead,
+    "lookahead-auto": lookahead_auto,
 }
 LOSSY = ("medusa-typical",)  # every other method has the law of plain decoding
 
@@ -334,6 +338,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--k", help="drafts a round: a number, or auto for speculative")
     p.add_argument("--heads", help="medusa: directory, file or hub id (default: the shipped)")
     p.add_argument("--tree", help="medusa: nodes, a published tree's name, or a JSON file of paths")
+    p.add_argument("--block", type=int, help="jacobi: tokens guessed at once")
+    p.add_argument("--window", type=int, help="lookahead: W, columns of the window")
+    p.add_argument("--ngram", type=int, help="lookahead: N; prompt-lookup: the longest match")
+    p.add_argument("--guesses", type=int, help="lookahead: G, guesses verified in a pass")
+    p.add_argument("--pool-from-prompt", action="store_true", default=None,
+                   help="lookahead: prompt and output join the pool")  # fmt: skip
+    p.add_argument("--auto", action="store_true", default=None,
+                   help="lookahead: W, N and G by what pays (lookahead-auto)")  # fmt: skip
     p.add_argument("--prompt-ids", help="the prompt as token ids: 1,2,3")
     p.add_argument("--prompt-file", help="a UTF-8 file that holds the prompt")
     p.add_argument("--max-new-tokens", type=int, default=200)
@@ -366,7 +378,15 @@ FLAGS = {
     "k": ("speculative", "prompt-lookup"),
     "heads": ("medusa", "medusa-typical"),
     "tree": ("medusa", "medusa-typical"),
+    "block": ("jacobi",),
+    "window": ("lookahead",),
+    "ngram": ("lookahead", "prompt-lookup"),
+    "guesses": ("lookahead",),
+    "pool_from_prompt": ("lookahead",),
+    "auto": ("lookahead",),
 }
+# those that a method takes under their own names
+PLAIN = "k", "block", "window", "ngram", "guesses", "pool_from_prompt"
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -380,6 +400,10 @@ def check_flags(args: argparse.Namespace) -> None:
                 f"--{flag.replace('_', '-')} is for --method {' or '.join(methods)}, "
                 f"not for {args.method}"
             )
+    if args.auto:
+        if any(getattr(args, name) is not None for name in ("window", "ngram", "guesses")):
+            raise UserError("--auto chooses --window, --ngram and --guesses itself: give it alone")
+        args.method = "lookahead-auto"
     if args.chat and (args.prompt_ids is not None or args.prompt_file is not None):
         raise UserError(
             "--chat takes its turns from standard input, not from --prompt-ids or -file"
@@ -399,7 +423,7 @@ def method_options(
     args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer | None
 ) -> dict:
     """What the command line gives to the method alone; loads its draft."""
-    options = {} if args.k is None else {"k": args.k}
+    options = {name: getattr(args, name) for name in PLAIN if getattr(args, name) is not None}
     if args.method == "speculative":
         name = given_or_shipped(args.draft, "draft", args.model)
         draft, its_tokenizer = load(name, model.dtype, str(model.device))

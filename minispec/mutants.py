@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from minispec import certify, medusa, prompt_lookup, speculative, verify
+from minispec import certify, lookahead, medusa, prompt_lookup, speculative, verify
 from minispec.cache import KVCache
 from minispec.generate import Run
 from minispec.model import Transformer
@@ -37,7 +37,7 @@ class Mutant:
 
 def in_accept(mistake) -> tuple:
     """`accept` replaced wherever it verifies drafts."""
-    modules = speculative, prompt_lookup, medusa, certify
+    modules = speculative, prompt_lookup, medusa, lookahead, certify
     return tuple((module, "accept", mistake) for module in modules)
 
 
@@ -193,6 +193,47 @@ def full_laws(draft, tokens: list[int], tree: Tree) -> list[Tensor | None]:
     return laws
 
 
+def hidden_of_the_round_before(heads, model, hidden, root, paths):
+    """The heads read what they read a round ago."""
+    before, heads.before = getattr(heads, "before", hidden), hidden
+    return propose_ranks(heads, model, before, root, paths)
+
+
+one_pass, after = lookahead.one_pass, lookahead.Pool.after
+
+
+def guesses_see_the_window(tree, window):
+    depth, mask = beside(tree, window)
+    mask = mask.clone()
+    mask[1 : len(tree), len(tree) :] = True
+    return depth, mask
+
+
+def window_off_by_one(lengths):
+    depth, mask = window_layout(lengths)
+    return depth + 1, mask
+
+
+def warm_up_verified(model, cache, tree, ahead, sampling, randomness):
+    """While the window fills, what its first guess says is emitted."""
+    path, fresh, said = one_pass(model, cache, tree, ahead, sampling, randomness)
+    filling = ahead is not None and len(ahead.rows) < ahead.ngram - 1
+    return path, said[1] if filling and len(said) > 1 else fresh, said
+
+
+def aliased_pool(self, token: int) -> list[list[int]]:
+    """The caller's list is the pool's own, and the caller appends to it."""
+    guesses = after(self, token)
+    if guesses:
+        stored = self.known[token]
+        stored.popitem()
+        stored[tuple(guesses[0] + guesses[-1])] = None
+    return guesses
+
+
+beside, window_layout = lookahead.beside, lookahead.window_layout
+
+
 # ---- laws, trees, caches, endings ----------------------------------------------------------------
 
 
@@ -303,6 +344,19 @@ MUTANTS = [
     Mutant(
         "top-k candidates with p / q", "exact", ((certify, "grow", candidates_with_softmax_law),)
     ),
+    Mutant(
+        "a hidden state of the round before",
+        "proposals",
+        ((medusa, "propose", hidden_of_the_round_before),),
+    ),
+    Mutant("guesses see the window", "exact", ((lookahead, "beside", guesses_see_the_window),)),
+    Mutant(
+        "window positions off by one",
+        "proposals",
+        ((lookahead, "window_layout", window_off_by_one),),
+    ),
+    Mutant("warm-up verified", "greedy", ((lookahead, "one_pass", warm_up_verified),)),
+    Mutant("an aliased pool", "proposals", ((lookahead.Pool, "after", aliased_pool),)),
     Mutant("padding taken for a token", "greedy", ((medusa, "accept", padding_matches),)),
     Mutant("a root that is always argmax", "exact", ((medusa, "accept", argmax_root),)),
     Mutant("ranks of heads with p / q", "exact", ((medusa, "propose", ranks_with_softmax_law),)),

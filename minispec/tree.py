@@ -54,6 +54,10 @@ class Tree:
             root, [[candidates[depth][rank] for depth, rank in enumerate(path)] for path in paths]
         )
 
+    def first(self, n: int) -> "Tree":
+        """Its first `n` nodes: parents come first, so this is a tree."""
+        return self if n >= len(self) else Tree(self.tokens[:n], self.parents[:n], self.laws[:n])
+
     def __len__(self) -> int:
         return len(self.tokens)
 

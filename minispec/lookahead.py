@@ -1,0 +1,322 @@
+"""Jacobi decoding (Santilli et al. 2023) and lookahead decoding (Fu et al. 2024, arXiv 2402.02057):
+several tokens a pass from the target alone, without training and without a second model.
+
+Greedy text is the fixed point of y_i = argmax p(· | y_<i), all i at once. Jacobi decoding iterates
+this map on a block of guessed tokens. Lookahead keeps the trajectory of the iteration: the n-grams
+along it are good guesses later, wherever their first token comes up again.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from minispec.cache import KVCache
+from minispec.cost import cost_curve
+from minispec.errors import UserError
+from minispec.model import Transformer
+from minispec.sampling import Randomness, Sampling, probs
+from minispec.tree import Step, Tree
+from minispec.verify import accept
+
+# ---- Jacobi decoding -----------------------------------------------------------------------------
+
+
+def jacobi(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None, block: int = 8,
+) -> Iterator[Step]:  # fmt: skip
+    """Guess `block` tokens, replace each by what the model says there, until they stay.
+
+    What the model has confirmed leaves the block in front; so every pass settles one token at
+    least, and no Jacobian is anywhere. Under sampling the guesses are drafts like any others.
+    """
+    if block < 1:
+        raise UserError(f"block {block}: must be at least 1")
+    cache = cache or model.new_cache()
+    tokens = list(prompt)
+    model.prefill(tokens[cache.length : -1], cache)
+    guess = from_prompt(prompt, block)
+    yield Step()
+    while True:
+        tree = Tree.chain(tokens[-1], guess[: cache.room - 1])
+        logits = model.logits(model(tree.tokens, cache)[0])
+        path, fresh = accept(probs(logits, sampling), tree, randomness)
+        cache.commit(path)
+        # node i said what follows it: those behind the fresh token's place are the next guess
+        said = logits[len(path) :].argmax(-1).tolist()
+        guess = said + guess[len(said) :]
+        new = tree.tokens_at(path[1:]) + [fresh]
+        tokens += new
+        yield Step(new, tree, path)
+
+
+def from_prompt(prompt: list[int], n: int) -> list[int]:
+    """`n` tokens to begin an iteration with: the prompt's, again and again."""
+    return [prompt[i % len(prompt)] for i in range(n)]
+
+
+# ---- the window ----------------------------------------------------------------------------------
+
+
+class Window:
+    """N - 1 rows of W columns: row r, column i guesses the token at position t + i + r, where t is
+    the current token's. That one is column 0 of row 0 and not stored.
+
+    Row 0 begins with W + N - 3 tokens of the prompt; each of the first N - 2 passes adds a row.
+    """
+
+    def __init__(self, prompt: list[int], width: int, ngram: int):
+        self.ngram = ngram
+        self.rows = [from_prompt(prompt, width + ngram - 3)]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for row in self.rows for token in row]
+
+    @property
+    def layout(self) -> tuple[Tensor, Tensor]:
+        """Distances from the current token (w,), and who sees whom (w, w)."""
+        return window_layout(tuple(map(len, self.rows)))
+
+    def said_by(self, nodes: int) -> list[int]:
+        """The rows of a pass (of `nodes` tree nodes, then the window) that say the next row."""
+        end = nodes + len(self.tokens)
+        last = list(range(end - len(self.rows[-1]), end))
+        return [0, *last] if len(self.rows) == 1 else last
+
+    def advance(self, current: int, said: list[int]) -> list[tuple[int, ...]]:
+        """Take in what the last row says; the n-grams down the columns, if there are enough rows.
+
+        The window moves on by one position, even where the pass accepted several tokens.
+        """
+        if len(self.rows) < self.ngram - 1:
+            self.rows = [row[1:] for row in [*self.rows, said]]
+            return []
+        grams = list(zip([current, *self.rows[0]], *self.rows[1:], said))
+        self.rows = [*self.rows[1:], said]
+        self.rows[0] = self.rows[0][1:]
+        return grams
+
+
+@lru_cache(maxsize=64)
+def window_layout(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Of rows of these lengths: each entry sees row 0 up to its own column, then its column."""
+    at = [(r, i + (r == 0)) for r, length in enumerate(lengths) for i in range(length)]
+    row, column = torch.tensor(at, dtype=torch.long).view(-1, 2).T
+    first_row = (row == 0) & (column <= column[:, None])
+    own_column = (column == column[:, None]) & (row <= row[:, None])
+    return row + column, first_row | own_column
+
+
+def beside(tree: Tree, window: Window | None) -> tuple[Tensor, Tensor]:
+    """Depth and mask of one pass over a tree and a window: blind to each other, but for the root,
+    which is the current token to both."""
+    if window is None:
+        return tree.depth, tree.mask
+    depth, seen = window.layout
+    n, w = len(tree), len(depth)
+    mask = torch.zeros(n + w, n + w, dtype=torch.bool)
+    mask[:n, :n] = tree.mask
+    mask[n:, 0] = True
+    mask[n:, n:] = seen
+    return torch.cat([tree.depth, depth]), mask
+
+
+# ---- the pool ------------------------------------------------------------------------------------
+
+
+class Pool:
+    """N-grams by their first token, of each at most `most` continuations: those seen last."""
+
+    def __init__(self, most: int):
+        self.most = most
+        self.known: dict[int, OrderedDict[tuple[int, ...], None]] = {}
+
+    def add(self, gram: tuple[int, ...]) -> None:
+        rest = self.known.setdefault(gram[0], OrderedDict())
+        rest[gram[1:]] = None
+        rest.move_to_end(gram[1:])
+        while len(rest) > self.most:
+            rest.popitem(last=False)
+
+    def add_all(self, tokens: list[int], n: int, new: int) -> None:
+        """The n-grams of `tokens` that end in one of its last `new`."""
+        for end in range(max(len(tokens) - new + 1, n), len(tokens) + 1):
+            self.add(tuple(tokens[end - n : end]))
+
+    def after(self, token: int) -> list[list[int]]:
+        """What may follow, seen last first."""
+        return [list(rest) for rest in reversed(self.known.get(token, {}))]
+
+
+# ---- lookahead decoding --------------------------------------------------------------------------
+
+
+def lookahead(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None, window: int = 5, ngram: int = 4, guesses: int = 5,
+    pool_from_prompt: bool = False,
+) -> Iterator[Step]:  # fmt: skip
+    """Fu et al. 2024, algorithms 2 to 4: W = `window`, N = `ngram`, G = `guesses`.
+
+    A pass carries the current token, the window, and the pool's continuations of the current token
+    merged into a trie. With `pool_from_prompt` the n-grams of prompt and output join the pool.
+    """
+    check_sizes(window, ngram, guesses)
+    cache = cache or model.new_cache()
+    tokens = list(prompt)
+    model.prefill(tokens[cache.length : -1], cache)
+    ahead, pool = Window(prompt, window, ngram), Pool(guesses)
+    if pool_from_prompt:
+        pool.add_all(tokens, ngram, len(tokens))
+    yield Step()
+    while True:
+        tree = Tree.merged(tokens[-1], pool.after(tokens[-1])).first(cache.room)
+        path, fresh, said = one_pass(model, cache, tree, ahead, sampling, randomness)
+        if said:
+            for gram in ahead.advance(tokens[-1], said):
+                pool.add(gram)
+        new = tree.tokens_at(path[1:]) + [fresh]
+        tokens += new
+        if pool_from_prompt:
+            pool.add_all(tokens, ngram, len(new))
+        yield Step(new, tree, path)
+
+
+def one_pass(
+    model: Transformer, cache: KVCache, tree: Tree, ahead: Window | None, sampling: Sampling,
+    randomness: Randomness,
+) -> tuple[list[int], int, list[int]]:  # fmt: skip
+    """Score, accept and commit: the path, the fresh token, and what the window's last row says
+    (nothing where the window does not fit into the cache any more)."""
+    if ahead and len(tree) + len(ahead.tokens) > cache.room:
+        ahead = None
+    depth, mask = beside(tree, ahead)
+    hidden = model(tree.tokens + (ahead.tokens if ahead else []), cache, depth, mask)[0]
+    n, last = len(tree), ahead.said_by(len(tree)) if ahead else []
+    logits = model.logits(hidden[[*range(n), *last]])  # the rows between say nothing new
+    path, fresh = accept(probs(logits[:n], sampling), tree, randomness)
+    cache.commit(path)
+    return path, fresh, logits[n:].argmax(-1).tolist() if ahead else []
+
+
+def check_sizes(window: int, ngram: int, guesses: int) -> None:
+    for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 0)):
+        if value < least:
+            raise UserError(f"{name} {value}: must be at least {least}")
+
+
+# ---- W, N and G chosen as it goes ----------------------------------------------------------------
+
+WIDTHS = 0, 5, 10, 15
+PERIOD = 32  # passes between two choices of W
+DEBT = 0.03  # what may be lost against plain decoding, as a share of the tokens so far
+RANK = 0.3, 0.15, 0.1, 0.07, 0.05  # prior: chance that the pool's g-th guess begins right
+DEEP = 1.0, 0.6, 0.4, 0.3  # prior: chance that a guess that begins right is right up to depth d + 1
+
+
+def lookahead_auto(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None,
+) -> Iterator[Step]:  # fmt: skip
+    """Lookahead with W, N and G chosen by what passes cost here and how often guesses hit, down to
+    plain decoding where nothing pays. The pool also learns from prompt and output."""
+    cache = cache or model.new_cache()
+    choice = Choice(cost_curve(model))
+    tokens = list(prompt)
+    model.prefill(tokens[cache.length : -1], cache)
+    ngram = len(DEEP) + 1
+    ahead, pool = None, Pool(len(RANK))
+    pool.add_all(tokens, ngram, len(tokens))
+    yield Step()
+    while True:
+        if choice.is_due():
+            width = choice.width()
+            ahead = Window(tokens[-16:], width, ngram) if width else None
+        tree = choice.tree(tokens[-1], pool.after(tokens[-1])).first(cache.room)
+        path, fresh, said = one_pass(model, cache, tree, ahead, sampling, randomness)
+        if said:
+            for gram in ahead.advance(tokens[-1], said):
+                pool.add(gram)
+        choice.observe(tree, path)
+        new = tree.tokens_at(path[1:]) + [fresh]
+        tokens += new
+        pool.add_all(tokens, ngram, len(new))
+        yield Step(new, tree, path)
+
+
+class Choice:
+    """What the next pass should carry: the most tokens for its cost, in passes over one token.
+
+    `curve[n]` is the cost of n tokens. A guess of rank g (seen last: 0) is right up to depth d
+    with probability rank[g] · deep[d], running means that begin at a prior. Chosen from earlier
+    passes only, and never deeper in debt to plain decoding than DEBT allows.
+    """
+
+    def __init__(self, curve: list[float]):
+        self.curve = curve
+        self.rank, self.deep = list(RANK), list(DEEP)
+        self.speed = {w: 1.5 / self.cost(4 * w + 8) if w else 1.0 for w in WIDTHS}  # prior
+        self.now, self.passes = 0, 0  # W, and passes since it was chosen
+        self.tokens, self.spent = 0, 0.0
+        self.since = (0, 0.0)
+
+    def cost(self, n: int) -> float:
+        """Of a pass over the current token and `n` others."""
+        n += 1
+        last = len(self.curve) - 1
+        return self.curve[n] if n <= last else self.curve[last] * n / last
+
+    def affords(self, cost: float, passes: int = 1) -> bool:
+        """Whether so many passes may bring one token each."""
+        return self.spent + passes * (cost - 1) <= self.tokens * (1 + DEBT) + 1
+
+    def is_due(self) -> bool:
+        return self.passes % PERIOD == 0
+
+    def width(self) -> int:
+        """W for the next PERIOD passes: the fastest as far as is known."""
+        if self.passes:
+            tokens, spent = self.tokens - self.since[0], self.spent - self.since[1]
+            self.speed[self.now] = tokens / spent
+        self.since = self.tokens, self.spent
+        ready = [w for w in WIDTHS if w == 0 or self.affords(self.cost(4 * w + 8), PERIOD)]
+        self.now = max(ready, key=lambda w: self.speed[w])
+        return self.now
+
+    def tree(self, root: int, guesses: list[list[int]]) -> Tree:
+        """The guesses' tokens by their chances, as many as pay."""
+        nodes = [
+            (self.rank[g] * self.deep[d], g, d) for g, guess in enumerate(guesses)
+            for d in range(len(guess))
+        ]  # fmt: skip
+        nodes.sort(key=lambda node: -node[0])  # stable: no token before the one it follows
+        window = 4 * self.now
+        best, most, expected = 0, 1 / self.cost(window), 1.0
+        for n, (chance, _, _) in enumerate(nodes, start=1):
+            expected += chance
+            cost = self.cost(window + n)
+            if expected / cost > most and self.affords(cost):
+                best, most = n, expected / cost
+        depth = [0] * len(guesses)
+        for _, g, d in nodes[:best]:
+            depth[g] = d + 1
+        return Tree.merged(root, [guess[:n] for guess, n in zip(guesses, depth)])
+
+    def observe(self, tree: Tree, path: list[int]) -> None:
+        """Count the pass, and learn how good its guesses were."""
+        self.passes += 1
+        self.tokens += len(path)
+        self.spent += self.cost(len(tree) - 1 + 4 * self.now)
+        first = tree.children(0)
+        for g, prior in enumerate(RANK):
+            if g < len(first):
+                self.rank[g] += 0.1 * ((path[1:2] == [first[g]]) - self.rank[g])
+            else:  # untried: forget slowly what it was
+                self.rank[g] += 0.01 * (prior - self.rank[g])
+        if len(path) > 1:
+            for d in range(1, max(tree.depths)):
+                self.deep[d] += 0.1 * ((len(path) > d + 1) - self.deep[d])

@@ -1,0 +1,320 @@
+"""Jacobi and lookahead decoding: the iteration, the window, the pool, and the choice of sizes."""
+
+import random
+
+import pytest
+import torch
+from conftest import GOLDEN, SHARED, needs_shared, random_model, random_tokens
+from test_medusa import count_up
+
+from minispec import UserError, cost, generate, load, lookahead
+from minispec.generate import decode
+from minispec.lookahead import DEEP, PERIOD, RANK, Choice, Pool, Window
+from minispec.tree import Tree
+
+SIZES = [(1, 2, 0), (1, 2, 1), (1, 3, 1), (4, 2, 3), (3, 4, 2), (5, 4, 5), (10, 5, 10)]
+
+
+# ---- Jacobi --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("block", [1, 4, 16])
+def test_every_iteration_settles_a_token_and_the_fixed_point_is_greedy(seed, block):
+    model, prompt = random_model(seed), random_tokens(1 + seed, seed)
+    plain = decode(model, None, prompt, max_new_tokens=50)
+    run = decode(model, None, prompt, "jacobi", block=block, max_new_tokens=50)
+    assert run.tokens == plain.tokens
+    assert len(run.rounds) <= 50 and all(len(step.tokens) >= 1 for step in run.rounds)
+    assert all(len(step.tree) == block + 1 for step in run.rounds[:1])
+
+
+def test_a_guess_is_what_the_model_said_a_pass_ago():
+    """The Jacobi map by hand: y_i ← argmax p(· | y_<i), from the prompt's tokens on."""
+    model, prompt, block = random_model(3), random_tokens(5), 6
+    tokens, guess = list(prompt), lookahead.from_prompt(prompt, block)
+    rounds = decode(model, None, prompt, "jacobi", block=block, max_new_tokens=40).rounds
+    for step in rounds[:-1]:
+        assert step.tree.tokens == [tokens[-1], *guess]
+        said = model.logits(model(tokens + guess))[0, len(tokens) - 1 :].argmax(-1).tolist()
+        settled = len(step.tokens)
+        assert step.tokens == said[:settled]
+        tokens += step.tokens
+        guess = said[settled:] + guess[len(said) - settled :]
+
+
+def test_a_text_that_counts_is_settled_a_block_at_a_time():
+    model, _ = count_up(12, 1)
+    run = decode(model, None, [3, 4, 5], "jacobi", block=4, max_new_tokens=40)
+    assert run.tokens == [(6 + i) % 12 for i in range(40)]
+
+
+# ---- the window ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width, ngram", [(1, 2), (1, 3), (4, 2), (3, 4), (5, 4), (15, 5)])
+def test_the_window_fills_in_n_minus_2_passes_and_then_keeps_its_shape(width, ngram):
+    window = Window([7, 8, 9], width, ngram)
+    assert [len(row) for row in window.rows] == [width + ngram - 3]
+    for filled in range(1, ngram - 1):
+        said = list(range(len(window.said_by(1))))
+        assert window.advance(0, said) == [] and len(window.rows) == filled + 1
+    for _ in range(2 * ngram):
+        assert [len(row) for row in window.rows] == [width - 1] + [width] * (ngram - 2)
+        assert len(window.tokens) == (ngram - 1) * width - 1
+        before, said = [list(row) for row in window.rows], random_tokens(width)
+        grams = window.advance(5, said)
+        assert len(grams) == width and {len(gram) for gram in grams} == {ngram}
+        assert [g[0] for g in grams] == [5, *before[0]] and [g[-1] for g in grams] == said
+        for r in range(1, ngram - 1):
+            assert [g[r] for g in grams] == before[r]
+
+
+def test_a_right_window_s_grams_are_the_text():
+    """Over a text that counts, every n-gram harvested from a settled window counts as well."""
+    model, _ = count_up(12, 1)
+    tokens, window = [3, 4], Window([3, 4], 4, 3)
+    for passes in range(12):
+        depth, mask = lookahead.beside(Tree.chain(tokens[-1], []), window)
+        logits = model.logits(model([tokens[-1], *window.tokens], depth=depth, mask=mask))[0]
+        said = logits[window.said_by(1)].argmax(-1).tolist()
+        grams = window.advance(tokens[-1], said)
+        tokens.append((tokens[-1] + 1) % 12)
+        if passes > 5:
+            # column 0 begins with the true current token, not with what the column says
+            assert all(b == (a + 1) % 12 for gram in grams[1:] for a, b in zip(gram, gram[1:]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_guesses_do_not_depend_on_the_window(seed):
+    model, tokens = random_model(seed), random_tokens(6, seed)
+    cache = model.new_cache()
+    model.prefill(tokens[:-1], cache)
+    tree = Tree.merged(tokens[-1], [[1, 2, 3], [1, 4], [5]])
+    rows = []
+    for filler in (random_tokens(9, seed + 10), random_tokens(9, seed + 20)):
+        window = Window(filler, 4, 4)
+        window.advance(tokens[-1], filler[:6])
+        depth, mask = lookahead.beside(tree, window)
+        rows.append(model(tree.tokens + window.tokens, cache, depth, mask)[0, : len(tree)])
+    alone = model(tree.tokens, cache, tree.depth, tree.mask)[0]
+    assert torch.allclose(rows[0], rows[1]) and torch.allclose(rows[0], alone)
+
+
+# ---- the pool ------------------------------------------------------------------------------------
+
+
+def test_the_pool_keeps_the_last_used_and_nothing_of_it_leaks():
+    pool = Pool(2)
+    for gram in [(1, 2, 3), (1, 4, 5), (2, 2, 2), (1, 2, 3), (1, 6, 7)]:
+        pool.add(gram)
+    assert pool.after(1) == [[6, 7], [2, 3]] and pool.after(2) == [[2, 2]] and pool.after(9) == []
+    pool.after(1)[0].append(99)
+    assert pool.after(1) == [[6, 7], [2, 3]]
+    empty = Pool(0)
+    empty.add((1, 2))
+    assert empty.after(1) == []
+    seeded = Pool(9)
+    seeded.add_all([1, 2, 3, 4], 3, new=4)
+    assert seeded.after(1) == [[2, 3]] and seeded.after(2) == [[3, 4]] and seeded.after(3) == []
+    seeded.add_all([1, 2, 3, 4, 5], 3, new=1)
+    assert seeded.after(3) == [[4, 5]] and seeded.after(1) == [[2, 3]]
+    seeded.add_all([1], 3, new=1)
+
+
+def test_a_trie_accepts_what_separate_chains_would_miss():
+    tree = Tree.merged(0, [[3, 4], [3, 5]])
+    assert len(tree) == 4 and tree.children(1) == [2, 3]
+
+
+# ---- decoding ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("pool", [False, True])
+def test_greedy_tokens_are_plain_decoding_s_twice_in_a_row(size, pool):
+    options = dict(zip(("window", "ngram", "guesses"), size)) | {"pool_from_prompt": pool}
+    for seed in range(3):
+        model, prompt = random_model(seed), random_tokens(1 + 4 * seed, seed)
+        plain = decode(model, None, prompt, max_new_tokens=40)
+        first, second = (
+            decode(model, None, prompt, "lookahead", max_new_tokens=40, **options) for _ in range(2)
+        )
+        assert first.tokens == second.tokens == plain.tokens
+        assert [s.tokens for s in first.rounds] == [s.tokens for s in second.rounds]
+        assert max(len(step.tree) for step in first.rounds) <= 1 + size[2] * (size[1] - 1)
+        if size[2] == 0:
+            assert len(first.rounds) == 40
+
+
+def test_a_full_match_yields_n_tokens():
+    """A model that counts in a circle: once the pool has seen it, every pass yields N."""
+    for ngram in (2, 3, 5):
+        model, _ = count_up(6, 1)
+        run = decode(model, None, [0], "lookahead", window=4, ngram=ngram, guesses=8,
+                     max_new_tokens=60)  # fmt: skip
+        assert run.tokens == [(1 + i) % 6 for i in range(60)]
+        assert {len(step.tokens) for step in run.rounds[12:-1]} == {ngram}
+
+
+def test_the_prompt_s_n_grams_are_guesses_from_the_first_pass_on():
+    model, _ = count_up(6, 1)
+    prompt = [0, 1, 2, 3, 4, 5, 0]
+    run = decode(model, None, prompt, "lookahead", window=2, ngram=3, guesses=2,
+                 pool_from_prompt=True, max_new_tokens=20)  # fmt: skip
+    assert len(run.rounds[0].tokens) == 3
+    without = decode(model, None, prompt, "lookahead", window=2, ngram=3, guesses=2,
+                     max_new_tokens=20)  # fmt: skip
+    assert len(without.rounds[0].tokens) == 1
+
+
+@pytest.mark.parametrize("method", ["lookahead", "lookahead-auto", "jacobi"])
+def test_up_to_the_last_token_of_the_context(method):
+    model = random_model(context=40)
+    plain = decode(model, None, [1, 2], max_new_tokens=1000)
+    run = decode(model, None, [1, 2], method, max_new_tokens=1000)
+    assert run.tokens == plain.tokens and run.finish_reason == plain.finish_reason == "context"
+
+
+@pytest.mark.parametrize("variant", sorted(p.name for p in GOLDEN.iterdir() if p.is_dir()))
+@pytest.mark.parametrize("method", ["jacobi", "lookahead", "lookahead-auto"])
+def test_it_works_unchanged_with_every_family(variant, method):
+    model, _ = load(GOLDEN / variant, "float64", "cpu")
+    plain = decode(model, None, [3, 1, 4], max_new_tokens=24, ignore_eos=True)
+    run = decode(model, None, [3, 1, 4], method, max_new_tokens=24, ignore_eos=True)
+    assert run.tokens == plain.tokens
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["tinystories-656k", "stories260k"])
+@pytest.mark.parametrize("method", ["jacobi", "lookahead", "lookahead-auto"])
+def test_on_real_checkpoints(name, method):
+    model, tokenizer = load(SHARED / "checkpoints" / name, "float64", "cpu")
+    plain = decode(model, tokenizer, "Once upon a time", max_new_tokens=80)
+    run = decode(model, tokenizer, "Once upon a time", method, max_new_tokens=80)
+    assert run.tokens == plain.tokens
+
+
+# ---- sizes chosen as it goes ---------------------------------------------------------------------
+
+
+def auto(model, curve, monkeypatch, prompt, n):
+    monkeypatch.setattr(lookahead, "cost_curve", lambda model: curve)
+    return decode(model, None, prompt, "lookahead-auto", max_new_tokens=n)
+
+
+def test_where_rows_are_dear_and_guesses_wrong_it_is_plain_decoding(monkeypatch):
+    model = random_model(1, vocab_size=200)
+    steep = [0.0] + [float(n) for n in range(1, 65)]  # a pass over n rows costs n passes
+    run = auto(model, steep, monkeypatch, random_tokens(9, vocab=200), 120)
+    assert run.stats["drafted"] == 0 and run.stats["tokens_per_pass"] == 1.0
+
+
+def test_where_rows_are_free_it_opens_the_window(monkeypatch):
+    used = []
+    original = Window.__init__
+    opened = lambda self, *sizes: (used.append(sizes[1]), original(self, *sizes))[1]  # noqa: E731
+    monkeypatch.setattr(Window, "__init__", opened)
+    run = auto(random_model(1), [0.0] + [1.0] * 64, monkeypatch, random_tokens(9), 150)
+    assert used and run.stats["tokens_per_pass"] > 1.1
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("luck", [0.0, 0.2, 0.9])
+def test_it_is_never_deep_in_debt_to_plain_decoding(seed, luck):
+    """Whatever is accepted, passes cost at most DEBT more than the tokens they brought, plus one."""
+    rng = random.Random(seed)
+    curve = [0.0] + [1 + 0.04 * (n - 1) for n in range(1, 65)]
+    choice = Choice(curve)
+    for _ in range(400):
+        if choice.is_due():
+            choice.width()
+        guesses = [rng.choices(range(9), k=4) for _ in range(rng.randint(0, len(RANK)))]
+        tree = choice.tree(0, guesses)
+        path = [0]
+        while tree.children(path[-1]) and rng.random() < luck:
+            path.append(tree.children(path[-1])[0])
+        choice.observe(tree, path)
+        assert choice.spent <= choice.tokens * (1 + lookahead.DEBT) + 1 + 1e-9
+    assert choice.tokens / choice.spent > 0.95
+
+
+def test_guesses_that_hit_get_longer_and_those_that_miss_are_dropped():
+    curve = [0.0] + [1 + 0.05 * (n - 1) for n in range(1, 65)]
+    guesses = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    good, bad = Choice(curve), Choice(curve)
+    for _ in range(60):
+        tree = good.tree(0, guesses)
+        path = [0]
+        while tree.children(path[-1]):
+            path.append(tree.children(path[-1])[0])
+        good.observe(tree, path)
+        bad.observe(bad.tree(0, guesses), [0])
+    assert max(good.tree(0, guesses).depths) == len(DEEP)
+    assert len(bad.tree(0, guesses)) <= 2  # now and then one is tried again
+    assert good.tree(0, []).tokens == [0]
+
+
+def test_the_speed_of_a_width_is_what_was_measured():
+    choice = Choice([0.0] + [1.0] * 64)
+    for width in lookahead.WIDTHS:
+        choice.speed[width] = 1.0
+    choice.speed[5] = 2.0
+    choice.tokens = 10**4  # rich enough for anything
+    choice.passes = 0
+    assert choice.width() == 5
+    for _ in range(PERIOD):
+        choice.observe(Tree.chain(0, []), [0])
+    assert choice.is_due() and choice.width() != 5 and choice.speed[5] == 1.0
+
+
+def test_the_cost_curve_never_falls_and_is_measured_once():
+    model = random_model(context=48)
+    curve = cost.cost_curve(model)
+    assert len(curve) == 33 and curve[1] == 1.0 and curve == sorted(curve)
+    assert cost.cost_curve(model) is curve
+
+
+# ---- wrong input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method, options, message",
+    [
+        ("jacobi", {"block": 0}, "block 0: must be at least 1"),
+        ("lookahead", {"window": 0}, "window 0: must be at least 1"),
+        ("lookahead", {"ngram": 1}, "ngram 1: must be at least 2"),
+        ("lookahead", {"guesses": -1}, "guesses -1: must be at least 0"),
+    ],
+)
+def test_impossible_sizes_are_refused(method, options, message):
+    with pytest.raises(UserError, match=message):
+        decode(random_model(), None, [1, 2], method, **options)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--method", "jacobi", "--window", "3"], "--window is for --method lookahead"),
+        (["--method", "lookahead", "--block", "3"], "--block is for --method jacobi"),
+        (["--auto"], "--auto is for --method lookahead, not for autoregressive"),
+        (["--method", "lookahead", "--auto", "--window", "3"], "give it alone"),
+        (["--method", "lookahead", "--ngram", "1"], "ngram 1: must be at least 2"),
+    ],
+)
+def test_wrong_flags_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["x", *arguments])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["jacobi", "lookahead", "lookahead-auto"])
+def test_on_a_gpu_in_float64_and_bfloat16(method):
+    model = random_model().cuda()
+    plain = decode(model, None, [1, 2, 3], max_new_tokens=40)
+    assert decode(model, None, [1, 2, 3], method, max_new_tokens=40).tokens == plain.tokens
+    run = decode(model.bfloat16(), None, [1, 2, 3], method, max_new_tokens=40)
+    assert len(run.tokens) == 40
