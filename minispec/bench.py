@@ -19,6 +19,7 @@ from minispec.checkpoint import load
 from minispec.cost import pass_seconds
 from minispec.errors import UserError, command
 from minispec.generate import WEIGHTS, Run, check_vocabularies, decode
+from minispec.medusa import load_heads
 from minispec.model import Transformer
 from minispec.pretrain import distinct_4grams, read_corpus
 from minispec.speculative import speedup, tokens_per_pass
@@ -114,6 +115,8 @@ def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(prog="python -m minispec.bench", description=__doc__.split("\n")[0])
     p.add_argument("--model", default=str(WEIGHTS / "target"))
     p.add_argument("--draft", default=str(WEIGHTS / "draft"))
+    p.add_argument("--heads", default=str(WEIGHTS / "medusa"), help="Medusa heads; '' for none")
+    p.add_argument("--methods", help="only these, between commas")
     p.add_argument(
         "--data", type=Path, help="a corpus (see pretrain): its held-out text as prompts"
     )
@@ -141,7 +144,17 @@ def main(argv: list[str] | None = None) -> None:
         f"speculative k={args.k}": {"draft": draft, "k": args.k},
         "speculative k=auto": {"draft": draft, "k": "auto"},
         "prompt-lookup": {},
+        "jacobi": {},
+        "lookahead": {},
+        "lookahead (10,5,10)": {"window": 10, "ngram": 5, "guesses": 10},
+        "lookahead (15,5,15)": {"window": 15, "ngram": 5, "guesses": 15},
+        "lookahead-auto": {},
     }
+    if args.heads:
+        methods["medusa"] = {"heads": load_heads(args.heads, model, tokenizer)}
+    if args.methods:
+        chosen = ["autoregressive", *args.methods.split(",")]
+        methods = {name: each for name, each in methods.items() if name.split()[0] in chosen}
     runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, args.temperature)
     c = pass_seconds(draft, 1) / pass_seconds(model, args.k + 1)
     flat = pass_seconds(model, args.k + 1) / pass_seconds(model, 1)

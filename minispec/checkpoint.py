@@ -281,6 +281,28 @@ def canonical(
         yield name, tensor
 
 
+# ---- tokenizers ----------------------------------------------------------------------------------
+
+
+def read_tokenizer(source: str | os.PathLike) -> Tokenizer:
+    """The tokenizer of a directory or hub id."""
+    directory = resolve(source)
+    if not (directory / "tokenizer.json").exists():
+        raise UserError(f"{source} has no tokenizer.json")
+    return Tokenizer.from_directory(directory)
+
+
+def check_tokenizer(where: str, folder: Path, tokenizer: Tokenizer | None) -> None:
+    """Refuse heads made with another tokenizer, where they came with theirs or its fingerprint."""
+    theirs = None
+    if (folder / "config.json").exists():
+        theirs = read_json(folder / "config.json").get("tokenizer_fingerprint")
+    if (folder / "tokenizer.json").exists():
+        theirs = Tokenizer.from_directory(folder).fingerprint
+    if tokenizer and theirs and theirs != tokenizer.fingerprint:
+        raise UserError(f"{where}: made with another tokenizer than the target's")
+
+
 # ---- load and save -------------------------------------------------------------------------------
 
 

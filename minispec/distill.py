@@ -27,6 +27,7 @@ from tqdm import tqdm
 from minispec.checkpoint import load, save
 from minispec.cost import cost_curve, least_seconds
 from minispec.errors import UserError, command
+from minispec.fastmtp import Head, save_head
 from minispec.medusa import (
     BEST,
     Heads,
@@ -40,14 +41,17 @@ from minispec.medusa import (
     save_heads,
     untrained,
 )
-from minispec.model import Transformer, count_parameters
+from minispec.model import Pass, Transformer, count_parameters
 from minispec.pretrain import (
     KINDS,
     Batches,
     NextToken,
     Trainer,
+    begin_distributed,
     build,
     checked,
+    end_distributed,
+    initialise,
     model_arguments,
     optimizers,
     read_corpus,
@@ -115,16 +119,17 @@ class Duplicates:
 
 
 def beginnings(
-    documents: dict[str, list[str]], tokenizer: Tokenizer, seed: int
+    documents: dict[str, list[str]], tokenizer: Tokenizer, seed: int, most: int = LONGEST
 ) -> Iterator[tuple[str, list[int]]]:
-    """(kind, first tokens of a training document), kinds by their shares, without end."""
+    """(kind, first tokens of a training document), kinds by their shares, without end. At least 4
+    tokens, fewer than `most`."""
     rng = np.random.default_rng(seed)
     kinds = [kind for kind in documents if kind in KINDS]
     shares = np.array([KINDS[kind][1] for kind in kinds])
     while True:
         kind = str(rng.choice(kinds, p=shares / shares.sum()))
         document = documents[kind][rng.integers(len(documents[kind]))]
-        yield kind, tokenizer.encode(document[:400])[: rng.integers(4, LONGEST)]
+        yield kind, tokenizer.encode(document[: 20 * most])[: rng.integers(4, most)]
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -339,30 +344,46 @@ def labels_of(tokens: list[int], prompt: int, heads: int) -> Tensor:
     return labels
 
 
+class Shuffled:
+    """Numbers in an order that changes every epoch; `batches` taken is its whole state."""
+
+    def __init__(self, n: int, seed: int):
+        self.numbers, self.seed = torch.arange(n), seed
+        self.batches, self.epoch = 0, -1
+
+    def choose(self, numbers: list[int]) -> None:
+        """Only these."""
+        self.numbers = torch.tensor(numbers)
+
+    def take(self, rows: int) -> Tensor:
+        """The next `rows` numbers; no batch reaches into the next epoch."""
+        epoch, batch = divmod(self.batches, max(len(self.numbers) // rows, 1))
+        if epoch != self.epoch:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self.epoch = epoch
+            self.order = self.numbers[torch.randperm(len(self.numbers), generator=generator)]
+        self.batches += 1
+        return self.order[batch * rows : (batch + 1) * rows]
+
+
 class Positions:
-    """Positions of all texts that have a label, reshuffled every epoch."""
+    """Positions of all texts that have a label, in a new order every epoch."""
 
     def __init__(self, states: list[Tensor], labels: list[Tensor], seed: int):
         kept = [(each >= 0).any(1) for each in labels]
         self.hidden = torch.cat([h[some] for h, some in zip(states, kept)])  # (N, d)
         self.labels = torch.cat([each[some] for each, some in zip(labels, kept)])  # (N, K)
-        self.seed, self.position, self.epoch = seed, 0, -1
+        self.order = Shuffled(len(self.hidden), seed)
 
     def take(self, step: int, progress: float, rows: int, context: int) -> Tensor:
-        """Indices of the next positions, (rows,); no batch reaches into the next epoch."""
-        epoch, batch = divmod(self.position, max(len(self.hidden) // rows, 1))
-        if epoch != self.epoch:
-            self.epoch = epoch
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            self.order = torch.randperm(len(self.hidden), generator=generator)
-        self.position += 1
-        return self.order[batch * rows : (batch + 1) * rows]
+        """Indices of the next positions, (rows,)."""
+        return self.order.take(rows)
 
     def state(self) -> dict[str, int]:
-        return {"position": self.position}
+        return {"position": self.order.batches}
 
     def restore(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+        self.order.batches = state["position"]
 
 
 class HeadsLoss(nn.Module):
@@ -551,6 +572,219 @@ def along(ranks: list[Tensor], paths: list[Ranks]) -> float:
     return tokens / passes
 
 
+# ---- FastMTP -------------------------------------------------------------------------------------
+
+
+class Documents:
+    """Whole documents, reshuffled every epoch, padded on the right to the longest of all."""
+
+    def __init__(self, rows: list[list[int]], prompts: list[int], states: list[Tensor], seed: int):
+        pad = nn.utils.rnn.pad_sequence
+        self.tokens = pad([torch.tensor(row) for row in rows], batch_first=True)  # (D, T)
+        self.hidden = states
+        self.prompts = torch.tensor(prompts)
+        self.lengths = torch.tensor([len(row) for row in rows])
+        self.order = Shuffled(len(rows), seed)
+
+    def take(self, step: int, progress: float, rows: int, context: int) -> Tensor:
+        """Indices of the next documents, (rows,)."""
+        return self.order.take(rows)
+
+    def state(self) -> dict[str, int]:
+        return {"documents": self.order.batches}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.order.batches = state["documents"]
+
+    def labels(self, index: Tensor, k: int) -> Tensor:
+        """Step k's label at i is token i + k + 1 if that is a generated one, else -100;
+        (B, T - 2)."""
+        at = torch.arange(self.tokens.shape[1] - 2) + k + 1  # (n,)
+        tokens = F.pad(self.tokens[index], (0, k))[:, k + 1 :][:, : len(at)]
+        real = (at < self.lengths[index, None]) & (at >= self.prompts[index, None])
+        return tokens.where(real, -100)
+
+
+class Keys:
+    """Keys and values of all steps so far, in the place of a cache: training needs them all."""
+
+    def __init__(self):
+        self.k, self.v = [], []
+
+    def write(self, layer: int, slots: None, k: Tensor, v: Tensor, span: int):
+        self.k.append(k)
+        self.v.append(v)
+        return torch.cat(self.k, 1), torch.cat(self.v, 1)
+
+
+class MTPLoss(nn.Module):
+    """Indices of documents -> Σ α_k · CE_k, in nats: section 3.2 of the paper.
+
+    Step k at row i reads its own output of the step before (the target's hidden state at first)
+    and the true token i + k. In mode `parallel`, the published code's, it stays at position i and
+    sees what step 1 saw, at its own step. In mode `aligned` it does what drafting with one cache
+    does: it stands at position i + k - 1 and sees step 1 up to row i, then its own earlier steps.
+    """
+
+    def __init__(self, head: Head, target: Transformer, documents: Documents, steps: int,
+                 beta: float, aligned: bool, dtype: torch.dtype):  # fmt: skip
+        super().__init__()
+        self.head, self.documents, self.aligned, self.dtype = head, documents, aligned, dtype
+        self.target = [target]  # no parameters of this module
+        self.weights = step_weights(steps, beta)
+
+    def forward(self, index: Tensor) -> Tensor:
+        hidden, tokens, labels = self.gather(index)
+        with torch.autocast(index.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            logits = self.steps(hidden, tokens)
+        return sum(
+            weight * cross_entropy(each.flatten(0, 1), label.flatten())
+            for weight, each, label in zip(self.weights, logits, labels)
+        )
+
+    @torch.compiler.disable
+    def gather(self, index: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Hidden states (B, T - 2, d), tokens (B, T + steps) and each step's labels."""
+        at, device, documents = index.cpu(), index.device, self.documents
+        n, steps = documents.tokens.shape[1] - 2, len(self.weights)
+        states = [documents.hidden[i][:n] for i in at.tolist()]
+        hidden = torch.stack([F.pad(each, (0, 0, 0, n - len(each))) for each in states])
+        tokens = F.pad(documents.tokens[at], (0, steps))
+        labels = [documents.labels(at, k + 1).to(device) for k in range(steps)]
+        return hidden.to(device, torch.float32), tokens.to(device), labels
+
+    def steps(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+        """Logits (B, n, V) of every step; hidden (B, n, d), tokens (B, n + steps at least)."""
+        target, n, logits = self.target[0], hidden.shape[1], []
+        keys = Keys()
+        for k in range(len(self.weights)):
+            embedded = target.model.embed_tokens(tokens[:, k + 1 : k + 1 + n])
+            hidden = self.head(hidden, embedded, self.plan(n, k, keys))
+            logits.append(target.logits(hidden))
+        return logits
+
+    def plan(self, n: int, k: int, keys: Keys) -> Pass:
+        target = self.target[0]
+        at = torch.arange(n, device=target.device)[None]
+        if not self.aligned:
+            return Pass(*target.rope(at, target.dtype), None)
+        own = torch.eye(n, dtype=torch.bool, device=target.device)
+        visible = torch.cat([own.cumsum(1).bool().mT] + [own] * k, 1)
+        bias = target.bias(visible)[None, None]  # (1, 1, n, (k + 1) n)
+        return Pass(*target.rope(at + k, target.dtype), bias, keys)
+
+
+def step_weights(steps: int, beta: float) -> list[float]:
+    """α_k = β^(k-1) / Σ β^(j-1)."""
+    powers = [beta**k for k in range(steps)]
+    return [p / sum(powers) for p in powers]
+
+
+@torch.no_grad()
+def step_accuracy(loss: MTPLoss, indices: list[int]) -> list[float]:
+    """How often each step's best token is the true one, its input tokens being true as well."""
+    right, count = [0] * len(loss.weights), [0] * len(loss.weights)
+    documents, target = loss.documents, loss.target[0]
+    for i in indices:
+        n = int(documents.lengths[i]) - 2
+        if n < 1:
+            continue
+        tokens = F.pad(documents.tokens[i : i + 1], (0, len(right))).to(target.device)
+        hidden = documents.hidden[i][None, :n].to(target.device, target.dtype)
+        for k, logits in enumerate(loss.steps(hidden, tokens)):
+            label = documents.labels(torch.tensor([i]), k + 1)[:, :n]
+            right[k] += int((logits.argmax(-1).cpu() == label).sum())
+            count[k] += int((label >= 0).sum())
+    return [r / max(c, 1) for r, c in zip(right, count)]
+
+
+def mtp(args: argparse.Namespace) -> None:
+    """Train FastMTP's head on the frozen target's own documents, or on a corpus."""
+    if (args.own is None) == (args.data is None):
+        raise UserError("give either --own, the target's documents, or --data, a corpus")
+    args.device, rank, world = begin_distributed(args)
+    target, tokenizer = load(args.model, "float32", str(args.device))
+    target.requires_grad_(False)
+    own = read_own(args.own) if args.own else corpus_rows(args.data, tokenizer, args)
+    rows = [(row["prompt"] + row["tokens"])[: args.context] for row in own]
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / (f"hidden.{rank}.safetensors" if world > 1 else "hidden.safetensors")
+    states = stored_states(target, rows, args.dtype, file)
+    documents = Documents(rows, [len(row["prompt"]) for row in own], states, args.seed)
+    documents.order.choose([i for i in range(len(rows)) if i % HELD_OUT])
+    head = Head(target.config)
+    initialise(head, args.seed)
+    head.to(args.device)
+    trainer = Trainer(head, head_optimizers(head), documents, objective=f"mtp {args.mode}")
+    loss = MTPLoss(head, target, documents, args.k, args.beta, args.mode == "aligned", args.dtype)
+    train(trainer, args, loss)
+    if rank == 0:
+        for p in head.parameters():
+            p.data = p.data.half().float()  # as they are stored
+        held_out = list(range(0, len(rows), HELD_OUT))
+        rates = {
+            kind: step_accuracy(loss, [i for i in held_out if own[i]["kind"] == kind])
+            for kind in sorted({own[i]["kind"] for i in held_out})
+        }
+        save_head(head, args.out, args.model, tokenizer, torch.float16, loss.weights)
+        (args.out / "README.md").write_text(mtp_card(trainer, args, rates), encoding="utf-8")
+        print({kind: [round(a, 3) for a in each] for kind, each in rates.items()})
+    end_distributed()
+
+
+def head_optimizers(head: Head) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for norms and biases."""
+    matrices = [p for p in head.parameters() if p.dim() == 2]
+    others = [p for p in head.parameters() if p.dim() != 2]
+    return [
+        torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def corpus_rows(data: Path, tokenizer: Tokenizer, args: argparse.Namespace) -> list[dict]:
+    """Documents of a corpus in the form of `generate`'s, kinds by their shares: the control."""
+    documents, _ = read_corpus(data)
+    starts = beginnings(documents, tokenizer, args.seed, args.context)
+    return [
+        {"kind": kind, "prompt": tokens[:1], "tokens": tokens[1:]}
+        for kind, tokens in (next(starts) for _ in range(args.documents))
+    ]
+
+
+def mtp_card(trainer: Trainer, args: argparse.Namespace, rates: dict[str, list[float]]) -> str:
+    """The README.md beside the head."""
+    steps = range(1, args.k + 1)
+    lines = ["| kind | " + " | ".join(f"step {k}" for k in steps) + " |", "|---" * args.k + "|---|"]
+    for kind, each in rates.items():
+        lines.append(f"| {kind} | " + " | ".join(f"{a:.3f}" for a in each) + " |")
+    return MTP_CARD.format(
+        parameters=count_parameters(trainer.model), command=shown(sys.argv[1:]),
+        text="the frozen target's own documents" if args.own else "documents of the corpus",
+        weights=", ".join(f"{w:.3f}" for w in step_weights(args.k, args.beta)), mode=args.mode,
+        step=trainer.step, tokens=trainer.tokens, minutes=trainer.seconds / 60,
+        threads=torch.get_num_threads(), device=args.device.type, held_out=HELD_OUT,
+        table="\n".join(lines),
+    )  # fmt: skip
+
+
+MTP_CARD = """\
+# A FastMTP head of {parameters:,} parameters
+
+One block in MiMo's layout (tensors model.mtp_layers.0.*), float16; embedding and lm_head are the
+target's. Trained on {text}, Σ α_k · CE_k with α = {weights}, mode {mode}.
+
+    python -m minispec.distill {command}
+
+{step} steps, {tokens:,} tokens with padding, {minutes:.0f} minutes on {threads} threads ({device}).
+
+How often each step's best token is the right one, given right tokens before it, on every
+{held_out}th document (never trained on):
+
+{table}
+"""
+
+
 # ---- command line --------------------------------------------------------------------------------
 
 
@@ -583,6 +817,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     m.add_argument("--layers", type=int, default=1, help="residual blocks of a head")
     m.add_argument("--shared", action="store_true", help="end in the target's lm_head (layout v2)")
     training_arguments(m, steps=2000, batch_tokens=2048, context=1, lr=1e-3)
+    f = commands.add_parser("mtp", help="train FastMTP's head on that text")
+    f.set_defaults(run=mtp)
+    f.add_argument("--k", type=int, default=3, help="steps of the head on its own output")
+    f.add_argument("--beta", type=float, default=0.6, help="weight of a step over the one before")
+    f.add_argument("--mode", choices=["aligned", "parallel"], default="aligned")
+    f.add_argument("--own", type=Path, help="what `generate` wrote")
+    f.add_argument("--data", type=Path, help="instead of --own: a corpus, as a control")
+    f.add_argument("--documents", type=int, default=6000, help="with --data: how many")
+    training_arguments(f, steps=1000, batch_tokens=3584, context=224, lr=4e-3)
     t = commands.add_parser("tree", help="measure Medusa heads, and choose the tree for them")
     t.set_defaults(run=tree)
     t.add_argument("--heads", default="weights/medusa", help="their directory; its tree is renewed")
@@ -601,10 +844,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     t.add_argument("--device", default="auto")
     for each in (d, m):
         each.add_argument("--own", type=Path, required=True, help="what `generate` wrote")
-    for each in (g, d, m, t):
+    for each in (g, d, m, f, t):
         each.add_argument("--model", default="weights/target", help="the target")
     args = p.parse_args(argv)
-    if args.command in ("draft", "medusa"):
+    if args.command in ("draft", "medusa", "mtp"):
         return checked(args)
     counts = "documents", "tokens", "batch", "prompt_tokens", "nodes", "measured"
     for name in counts:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
-from minispec.checkpoint import read_tensors, resolve, weight_files
+from minispec.checkpoint import check_tokenizer, read_tensors, resolve, weight_files
 from minispec.errors import UserError, read_json
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -301,11 +301,10 @@ def load_heads(
     if not tensors:
         raise UserError(f"{source} has no Medusa heads: neither {' nor '.join(NAMES)}, nor a model "
                         "with medusa_head. tensors")  # fmt: skip
-    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
-    check_tokenizer(str(source), config, folder, tokenizer)
+    check_tokenizer(str(source), folder, tokenizer)
     heads = heads_like(tensors, model, str(source)).to(model.device, model.dtype)
     fill(heads, tensors, str(source))
-    read_tree(heads, config, str(source))
+    read_tree(heads, folder / "config.json")
     return heads.eval()
 
 
@@ -351,28 +350,18 @@ def fill(heads: Heads, tensors: dict[str, Tensor], where: str) -> None:
     heads.requires_grad_(False)
 
 
-def check_tokenizer(where: str, config: dict, folder: Path, tokenizer: Tokenizer | None) -> None:
-    """Refuse heads made with another tokenizer, where they came with theirs or its fingerprint."""
-    theirs = config.get("tokenizer_fingerprint")
-    if (folder / "tokenizer.json").exists():
-        theirs = Tokenizer.from_directory(folder).fingerprint
-    if tokenizer and theirs and theirs != tokenizer.fingerprint:
-        raise UserError(f"{where}: the heads were made with another tokenizer than the target's")
-
-
-def read_tree(heads: Heads, config: dict, where: str) -> None:
-    """The tree and the accuracies beside the heads, if they are there."""
+def read_tree(heads: Heads, path: Path) -> None:
+    """The tree and the accuracies that config.json holds, if it does."""
+    config = read_json(path) if path.exists() else {}
     try:
         if config.get("medusa_choices") is not None:
-            heads.tree = [tuple(path) for path in config["medusa_choices"]]
+            heads.tree = [tuple(ranks) for ranks in config["medusa_choices"]]
             complete(heads.tree, len(heads), sys.maxsize)
         if config.get("medusa_accuracy") is not None:
             heads.accuracy = torch.tensor(config["medusa_accuracy"], dtype=torch.float64)
             assert heads.accuracy.shape[0] == len(heads) and heads.accuracy.dim() == 2
     except (TypeError, ValueError, AssertionError) as error:
-        raise UserError(
-            f"{where}: medusa_choices or medusa_accuracy is malformed: {error}"
-        ) from None
+        raise UserError(f"{path}: medusa_choices or medusa_accuracy: {error}") from None
 
 
 def save_heads(

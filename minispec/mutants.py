@@ -357,7 +357,7 @@ MUTANTS = [
     ),
     Mutant("warm-up verified", "greedy", ((lookahead, "one_pass", warm_up_verified),)),
     Mutant("an aliased pool", "proposals", ((lookahead.Pool, "after", aliased_pool),)),
-    Mutant("padding taken for a token", "greedy", ((medusa, "accept", padding_matches),)),
+    Mutant("padding taken for a token", "limits", ((medusa, "accept", padding_matches),)),
     Mutant("a root that is always argmax", "exact", ((medusa, "accept", argmax_root),)),
     Mutant("ranks of heads with p / q", "exact", ((medusa, "propose", ranks_with_softmax_law),)),
     Mutant(

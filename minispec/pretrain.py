@@ -593,19 +593,31 @@ def build(args: argparse.Namespace, bpe: BPE) -> Transformer:
     return model.to(args.device)
 
 
-@command
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    if "RANK" in os.environ:  # started by torchrun
-        dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
-        if args.device.type == "cuda":
-            args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+def begin_distributed(args: argparse.Namespace) -> tuple[torch.device, int, int]:
+    """Device, rank and number of processes, where torchrun has started several."""
+    device = args.device
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if args.batch_tokens // args.context % world:
         raise UserError(
             f"--batch-tokens {args.batch_tokens} must hold a multiple of {world} rows of "
             f"--context {args.context}"
         )
+    return device, rank, world
+
+
+def end_distributed() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    args.device, rank, world = begin_distributed(args)
     args.out.mkdir(parents=True, exist_ok=True)
 
     documents, held_out = read_corpus(args.data)
@@ -632,8 +644,7 @@ def main(argv: list[str] | None = None) -> None:
     train(trainer, args, objective, lambda: f"held-out bits per byte {evaluate(model, tests)}")
     if rank == 0:
         finish(trainer, bpe, held_out, args.out)
-    if world > 1:
-        dist.destroy_process_group()
+    end_distributed()
 
 
 if __name__ == "__main__":

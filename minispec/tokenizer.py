@@ -66,6 +66,12 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
+    def special_ids(self) -> list[int]:
+        """Of the tokens that are no text: ends, roles of a chat, and the like."""
+        added = self.backend.get_added_tokens_decoder()
+        return sorted(i for i, token in added.items() if token.special)
+
+    @property
     def fingerprint(self) -> str:
         """Equal for tokenizers whose ids mean the same tokens."""
         vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items())

@@ -38,7 +38,7 @@ def test_a_method_that_differs_from_plain_decoding_is_counted():
 
 def test_the_command_writes_json_and_refuses_nonsense(tmp_path, capsys):
     save(byte_model(), TOKENIZER, tmp_path)
-    options = ["--model", str(tmp_path), "--draft", str(tmp_path), "--device", "cpu"]
+    options = ["--model", str(tmp_path), "--draft", str(tmp_path), "--heads", "", "--device", "cpu"]
     bench.main([*options, "--max-new-tokens", "6", "--json", "--k", "2", "--dtype", "float64"])
     out = json.loads(capsys.readouterr().out)
     rows = {row["method"]: row for row in out["rows"]}

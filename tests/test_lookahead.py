@@ -222,7 +222,7 @@ def test_where_rows_are_free_it_opens_the_window(monkeypatch):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("luck", [0.0, 0.2, 0.9])
 def test_it_is_never_deep_in_debt_to_plain_decoding(seed, luck):
-    """Whatever is accepted, passes cost at most DEBT more than the tokens they brought, plus one."""
+    """Whatever is accepted, passes cost at most DEBT more than their tokens, plus one."""
     rng = random.Random(seed)
     curve = [0.0] + [1 + 0.04 * (n - 1) for n in range(1, 65)]
     choice = Choice(curve)
