@@ -75,8 +75,13 @@ class KVCache:
         self, layer: int, slots: Tensor, k: Tensor, v: Tensor, span: int
     ) -> tuple[Tensor, Tensor]:
         """Put k, v (B, n, heads, head_dim) into `slots`; the layer's first `span` rows of each."""
-        self.k[layer, self.sequence, slots] = k
-        self.v[layer, self.sequence, slots] = v
+        if len(self.lengths) == 1:  # one slice: cheaper than indices
+            rows = slice(self.length, self.length + k.shape[1])
+            self.k[layer, :, rows] = k
+            self.v[layer, :, rows] = v
+        else:
+            self.k[layer, self.sequence, slots] = k
+            self.v[layer, self.sequence, slots] = v
         return self.k[layer, :, :span], self.v[layer, :, :span]
 
     def commit(self, path: list[int]) -> None:

@@ -397,7 +397,7 @@ def load(
     assign(model, canonical(config, tensors), str(directory), kind, place)
     if config.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
-    return model.eval(), tokenizer
+    return model.eval().prepare(), tokenizer
 
 
 def config_json(config: Config, dtype: torch.dtype) -> dict:
@@ -447,7 +447,7 @@ def save(
     dtype = dtype or model.dtype
     # `named_parameters` lists a tied weight once, under the embedding's name
     tensors = {
-        name: p.detach().to("cpu", dtype).contiguous() for name, p in model.named_parameters()
+        name: p.detach().to("cpu", dtype, copy=True) for name, p in model.named_parameters()
     }
     part = directory / "model.safetensors.part"
     save_file(tensors, part, metadata={"format": "pt"})

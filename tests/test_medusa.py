@@ -265,7 +265,7 @@ def test_every_layout_loads_whatever_its_config_counts(tmp_path, layout, layers)
         whole |= {f"medusa_head.{name}": t for name, t in tensors.items()}
         save_file(whole, tmp_path / "model.safetensors")
         again, _ = load(tmp_path, "float64", "cpu")  # the model itself loads without its heads
-        assert torch.equal(again([1, 2]), model([1, 2]))
+        assert torch.allclose(again([1, 2]), model([1, 2]))
     else:
         save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
     loaded = load_heads(source, model)
