@@ -18,12 +18,14 @@ from tqdm import tqdm
 from minispec.checkpoint import load
 from minispec.cost import pass_seconds
 from minispec.errors import UserError, command
+from minispec.fastmtp import load_head
 from minispec.generate import WEIGHTS, Run, check_vocabularies, decode
 from minispec.medusa import load_heads
 from minispec.model import Transformer
-from minispec.pretrain import distinct_4grams, read_corpus
+from minispec.pretrain import KINDS, distinct_4grams, read_corpus
 from minispec.speculative import speedup, tokens_per_pass
 from minispec.tokenizer import Tokenizer
+from minispec.vocabulary import load_vocabulary
 
 # beginnings of our own, for where no held-out text is at hand
 PROMPTS = [
@@ -42,6 +44,7 @@ PROMPTS = [
 class Row:
     """What one method did over all prompts."""
 
+    kind: str
     method: str
     speedup: float
     least: float
@@ -79,7 +82,7 @@ def measure(
 
 
 def summarise(
-    name: str, runs: list[Run], plain: list[Run], k: int | None, c: float, flat: float
+    kind: str, name: str, runs: list[Run], plain: list[Run], k: int | None, c: float, flat: float
 ) -> Row:
     """`k` drafts of a model at the cost `c` each, for the formula, which takes a target pass over
     k + 1 tokens to cost no more than one over 1: here it costs `flat` as much."""
@@ -91,7 +94,7 @@ def summarise(
     k = None if a is None else k
     new, passes = sum(len(r.tokens) for r in runs), sum(len(r.rounds) for r in runs)
     return Row(
-        name, statistics.median(ratios), min(ratios), max(ratios), new / passes, a,
+        kind, name, statistics.median(ratios), min(ratios), max(ratios), new / passes, a,
         tokens_per_pass(a, k) if k else None, speedup(a, k, c) / flat if k else None,
         statistics.mean(distinct_4grams(r.tokens) for r in runs),
         sum(p.tokens != r.tokens for p, r in zip(plain, runs)),
@@ -110,17 +113,49 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def methods_of(
+    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer
+) -> dict[str, dict]:
+    """Row of the table -> the method's options; the first word is the method's name."""
+    draft, its_tokenizer = load(args.draft, args.dtype, args.device)
+    check_vocabularies(tokenizer, its_tokenizer, model, draft)
+    methods = {
+        "autoregressive": {},
+        f"speculative k={args.k}": {"draft": draft, "k": args.k},
+        "speculative k=auto": {"draft": draft, "k": "auto"},
+        "prompt-lookup": {},
+        "jacobi": {},
+        "lookahead (5,4,5)": {"window": 5, "ngram": 4, "guesses": 5},
+        "lookahead (10,5,10)": {"window": 10, "ngram": 5, "guesses": 10},
+        "lookahead (15,5,15)": {"window": 15, "ngram": 5, "guesses": 15},
+        "lookahead-auto": {},
+    }
+    if args.heads:
+        methods["medusa"] = {"heads": load_heads(args.heads, model, tokenizer)}
+    if args.mtp:
+        head, file = load_head(args.mtp, model, tokenizer), Path(args.mtp) / "vocabulary.json"
+        words = load_vocabulary(file, model, tokenizer) if file.exists() else None
+        for name, options in {"k=2": {"k": 2}, "k=3": {"k": 3}, "k=4": {"k": 4},
+                              "k=auto": {"k": "auto"}, "tree 8": {"k": 4, "tree": 8}}.items():  # fmt: skip
+            methods[f"fastmtp {name}"] = {"head": head, "vocabulary": words, **options}
+    if args.methods:
+        chosen = ["autoregressive", *args.methods.split(",")]
+        methods = {name: each for name, each in methods.items() if name.split()[0] in chosen}
+    return methods
+
+
 @command
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(prog="python -m minispec.bench", description=__doc__.split("\n")[0])
     p.add_argument("--model", default=str(WEIGHTS / "target"))
     p.add_argument("--draft", default=str(WEIGHTS / "draft"))
     p.add_argument("--heads", default=str(WEIGHTS / "medusa"), help="Medusa heads; '' for none")
+    p.add_argument("--mtp", default=str(WEIGHTS / "mtp"), help="FastMTP's head; '' for none")
     p.add_argument("--methods", help="only these, between commas")
     p.add_argument(
         "--data", type=Path, help="a corpus (see pretrain): its held-out text as prompts"
     )
-    p.add_argument("--kind", default="stories_en", help="with --data: the kind of text")
+    p.add_argument("--kind", default="stories_en", help="with --data: the kind of text, or all")
     p.add_argument("--prompts", type=int, default=20, help="with --data: how many")
     p.add_argument("--max-new-tokens", type=int, default=150)
     p.add_argument("--temperature", type=float, default=0.0)
@@ -132,40 +167,36 @@ def main(argv: list[str] | None = None) -> None:
     if min(args.prompts, args.max_new_tokens, args.k) < 1:
         raise UserError("--prompts, --max-new-tokens and --k must be at least 1")
     model, tokenizer = load(args.model, args.dtype, args.device)
-    draft, its_tokenizer = load(args.draft, args.dtype, args.device)
     if tokenizer is None:
         raise UserError(f"{args.model} has no tokenizer.json")
-    check_vocabularies(tokenizer, its_tokenizer, model, draft)
-    prompts = PROMPTS
-    if args.data:
-        prompts = held_out_prompts(args.data, args.kind, tokenizer, args.prompts)
-    methods = {
-        "autoregressive": {},
-        f"speculative k={args.k}": {"draft": draft, "k": args.k},
-        "speculative k=auto": {"draft": draft, "k": "auto"},
-        "prompt-lookup": {},
-        "jacobi": {},
-        "lookahead": {},
-        "lookahead (10,5,10)": {"window": 10, "ngram": 5, "guesses": 10},
-        "lookahead (15,5,15)": {"window": 15, "ngram": 5, "guesses": 15},
-        "lookahead-auto": {},
-    }
-    if args.heads:
-        methods["medusa"] = {"heads": load_heads(args.heads, model, tokenizer)}
-    if args.methods:
-        chosen = ["autoregressive", *args.methods.split(",")]
-        methods = {name: each for name, each in methods.items() if name.split()[0] in chosen}
-    runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, args.temperature)
+    methods = methods_of(args, model, tokenizer)
+    draft = methods.get(f"speculative k={args.k}", {}).get("draft", model)
     c = pass_seconds(draft, 1) / pass_seconds(model, args.k + 1)
     flat = pass_seconds(model, args.k + 1) / pass_seconds(model, 1)
-    plain, rows = runs["autoregressive"], []
-    for name, each in runs.items():
-        k = args.k if name == f"speculative k={args.k}" else None
-        rows.append(summarise(name, each, plain, k, c, flat))
+    rows = []
+    for kind in list(KINDS) if args.kind == "all" else [args.kind]:
+        prompts = PROMPTS
+        if args.data:
+            prompts = held_out_prompts(args.data, kind, tokenizer, args.prompts)
+        runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, args.temperature)
+        for name, each in runs.items():
+            k = args.k if name == f"speculative k={args.k}" else None
+            rows.append(summarise(kind, name, each, runs["autoregressive"], k, c, flat))
+        if not args.json:
+            show(rows[-len(runs) :], kind, len(prompts))
     if args.json:
         print(json.dumps({"c": c, "flatness": flat, "rows": [asdict(row) for row in rows]}))
-        return
-    line = "{:<20}{:>18}{:>13}{:>7}{:>31}{:>18}{:>8}"
+    else:
+        print(
+            f"a draft pass costs {c:.2f} of a target pass over {args.k + 1} tokens, "
+            f"which costs {flat:.2f} of one over 1"
+        )
+
+
+def show(rows: list[Row], kind: str, prompts: int) -> None:
+    """One kind's table."""
+    line = "{:<21}{:>18}{:>13}{:>7}{:>31}{:>18}{:>8}"
+    print(f"{kind}, {prompts} prompts")
     print(line.format("method", "speedup", "tokens/pass", "alpha", "formula: tokens/pass, speedup",
                       "distinct 4-grams", "differ"))  # fmt: skip
     for r in rows:
@@ -173,10 +204,7 @@ def main(argv: list[str] | None = None) -> None:
         formula = f"{number(r.predicted_tokens_per_pass)}, {number(r.predicted_speedup)}"
         print(line.format(r.method, spread, number(r.tokens_per_pass), number(r.alpha), formula,
                           number(r.distinct_4grams), r.differing))  # fmt: skip
-    print(
-        f"{len(prompts)} prompts; c = {c:.2f} of a target pass over {args.k + 1} tokens, "
-        f"which costs {flat:.2f} of one over 1"
-    )
+    print(flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ for the toy models at hand; the mutants show that each check can fail.
 
 import argparse
 import importlib
+import inspect
 import json
 import math
 import random
@@ -31,6 +32,7 @@ from minispec import generate, lookahead
 from minispec.cache import KVCache
 from minispec.checkpoint import load, save
 from minispec.errors import UserError, command
+from minispec.fastmtp import Drafter, Head
 from minispec.generate import METHODS, common_prefix, decode
 from minispec.medusa import Heads, Ranks, complete, published
 from minispec.model import Config, Transformer
@@ -38,6 +40,7 @@ from minispec.sampling import Randomness, Sampling, Seeded, probs
 from minispec.tokenizer import Tokenizer
 from minispec.tree import Step, Tree
 from minispec.verify import accept
+from minispec.vocabulary import Compressed, count
 
 EXACT = 1e-12  # total variation that counts as none, for sums of float64 products
 FALSE_ALARM = 1e-6  # chance that one statistical check fails a correct decoder
@@ -123,12 +126,17 @@ def small_model(seed: int, vocab: int = 24, context: int = 128, **changes) -> Tr
     """A tiny random Transformer in float64, none of whose parameters is a one or a zero."""
     settings = dict(hidden_size=16, intermediate_size=24, layers=2, heads=4, kv_heads=2, head_dim=4)
     model = Transformer(Config(**(settings | changes), vocab_size=vocab, context=context)).double()
+    return randomise(model, seed)
+
+
+def randomise(module: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """All parameters random and frozen, norms about 1."""
     generator = torch.Generator().manual_seed(seed)
-    for name, p in model.named_parameters():
+    for name, p in module.named_parameters():
         noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
         p.data.copy_(0.5 * noise + (1.0 if "norm" in name else 0.0))
         p.requires_grad_(False)
-    return model.eval()
+    return module.eval()
 
 
 # ---- drafted trees of every kind -----------------------------------------------------------------
@@ -226,12 +234,7 @@ class ToyHeads:
 def random_heads(model: Transformer, seed: int, heads: int = 4) -> Heads:
     """Heads of one residual block and a projection, all random."""
     config = model.config
-    made = Heads(heads, 1, config.hidden_size, config.vocab_size).to(model.dtype)
-    generator = torch.Generator().manual_seed(seed)
-    for p in made.parameters():
-        p.data.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
-        p.requires_grad_(False)
-    return made
+    return randomise(Heads(heads, 1, config.hidden_size, config.vocab_size).to(model.dtype), seed)
 
 
 RANK_TREES = {
@@ -241,6 +244,39 @@ RANK_TREES = {
     "deep": [(0, 0, 0, 0), (1, 1), (0, 1)],
     "64 nodes": published("mc_sim_7b_63"),
 }
+
+
+# ---- FastMTP's head and languages ----------------------------------------------------------------
+
+
+def random_head(model: Transformer, seed: int) -> Head:
+    """A prediction head for `model`, all random."""
+    return randomise(Head(model.config).to(model.dtype), seed)
+
+
+def switching(model: Transformer) -> Compressed:
+    """Two languages that share only a third of the vocabulary, so that a text switches often."""
+    third = max(model.config.vocab_size // 3, 1)
+    ids = range(model.config.vocab_size)
+    return Compressed(
+        {"low": count([[*ids[: 2 * third]] * 2], [], 99), "high": count([[*ids[third:]]], [], 99)},
+        model,
+    )
+
+
+def mtp_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
+    """Every way to draft."""
+    head, words = random_head(model, seed), switching(model)
+    for k in (1, 2):
+        yield f"k={k}, sampled drafts", {"head": head, "k": k}
+    for k in range(1, 7):
+        yield f"k={k}, argmax drafts", {"head": head, "k": k, "draft_sampling": GREEDY}
+    yield "k=2, compressed", {"head": head, "k": 2, "vocabulary": words}
+    yield "k=2, hot drafts, compressed", {
+        "head": head, "k": 2, "vocabulary": words, "draft_sampling": Sampling(2.0)
+    }  # fmt: skip
+    yield "tree of 1", {"head": head, "k": 2, "tree": 1}
+    yield "tree of 9, compressed", {"head": head, "k": 3, "tree": 9, "vocabulary": words}
 
 
 # lookahead's window, n-gram and guesses: the least of each, and more
@@ -339,6 +375,7 @@ class Proof:
     samplings: tuple[str, ...] = tuple(SAMPLINGS)
     n: int = 3
     vocab: int = 3
+    model: Transformer | None = None  # instead of the toy
 
 
 def exact_cases(quick: bool) -> Iterator[Proof]:
@@ -366,7 +403,12 @@ def exact_cases(quick: bool) -> Iterator[Proof]:
         for pool in (False, True):
             method = bound("lookahead", window=w, ngram=n, guesses=g, pool_from_prompt=pool)
             name = f"lookahead W={w} N={n} G={g}{', pool from prompt' if pool else ''}"
-            yield Proof(name, method, few if quick else every, n=3 if n < 4 else 2)
+            samplings = every if (w, n) == (3, 3) and not quick else few
+            yield Proof(name, method, samplings, n=3 if n < 4 else 2)
+    model = small_model(4, vocab=3, layers=1)
+    for name, options in mtp_options(model, 4):
+        if not quick or "compressed" in name:
+            yield Proof(f"fastmtp, {name}", bound("fastmtp", **options), few, n=2, model=model)
     if quick:
         return
     yield Proof("jacobi, block 3", bound("jacobi", block=3), n=3)
@@ -389,8 +431,9 @@ def check_exact(quick: bool = False) -> Iterator[Verdict]:
     prompt = [1, 0, 1, 1, 0]
     for proof in exact_cases(quick):
         for label in proof.samplings:
+            model = proof.model or Toy(5, proof.vocab)
             plain, law = (
-                exact_law(method, Toy(5, proof.vocab), prompt, SAMPLINGS[label], proof.n)
+                exact_law(method, model, prompt, SAMPLINGS[label], proof.n)
                 for method in (bound("autoregressive"), proof.method)
             )
             distance = max(total_variation(law, plain), abs(sum(law.values()) - 1))
@@ -413,9 +456,13 @@ def greedy_cases(model, seed: int) -> Iterator[tuple[str, Method]]:
     for block in (1, 4, 9):
         yield f"jacobi, block {block}", bound("jacobi", block=block)
     yield "lookahead-auto", bound("lookahead-auto")
-    for w, n, g in WNG:
+    for i, (w, n, g) in enumerate(WNG):
         method = bound("lookahead", window=w, ngram=n, guesses=g, pool_from_prompt=bool(seed % 2))
-        yield f"lookahead, W={w} N={n} G={g}", method
+        if seed in (0, i % 3 + 1):
+            yield f"lookahead, W={w} N={n} G={g}", method
+    for i, (name, options) in enumerate(mtp_options(model, seed)):
+        if seed in (0, i % 3 + 1):
+            yield f"fastmtp, {name}", bound("fastmtp", **options)
     heads = random_heads(model, seed)
     for name, paths in RANK_TREES.items():
         yield f"medusa, {name}", bound("medusa", heads=heads, tree=paths)
@@ -461,7 +508,7 @@ def first_difference(a: Iterable[int], b: Iterable[int]) -> str:
 def check_cache(quick: bool = False) -> Iterator[Verdict]:
     """After every round each committed row equals a fresh prefill's, and all but one are there."""
     model, worst = small_model(7), {}
-    for name, method in greedy_cases(model, 7):
+    for name, method in greedy_cases(model, 0):
         cache, tokens, error = model.new_cache(), [3, 1, 4, 1, 5], 0.0
         for round_, step in enumerate(method(model, tokens, Sampling(1.0), Seeded(1), cache=cache)):
             tokens = tokens + step.tokens
@@ -505,6 +552,7 @@ def check_statistical(quick: bool = False) -> Iterator[Verdict]:
         ("speculative", bound("speculative", draft=draft, k=3)),
         ("prompt-lookup", bound("prompt-lookup", k=3)),
         ("tree, deep, without replacement", tree_method(draft, "deep", "without replacement")),
+        ("fastmtp", bound("fastmtp", head=random_head(model, 2), k=2, vocabulary=switching(model))),
         ("lookahead", bound("lookahead", window=3, ngram=3, guesses=3)),
         ("medusa", bound("medusa", heads=random_heads(model, 1), tree=RANK_TREES["deep"])),
     ]
@@ -589,6 +637,8 @@ def check_proposals(quick: bool = False) -> Iterator[Verdict]:
         ("lookahead, window", window_problem),
         ("lookahead, pool", pool_problem),
         ("medusa, heads", heads_problem),
+        ("fastmtp, head", head_problem),
+        ("fastmtp, drafts and cache", drafts_problem),
     ):
         wrong = next(filter(None, (problem(seed) for seed in seeds)), None)
         yield Verdict("proposals", name, wrong is None, wrong or f"{len(seeds)} seeds")
@@ -644,6 +694,55 @@ def heads_problem(seed: int) -> str | None:
         expected = Tree.from_paths(tokens[-1], paths, best)
         if round_ == 6:
             return None
+
+
+def head_problem(seed: int) -> str | None:
+    """The head against its formula: the hidden state first, norms before, the block, the norm."""
+    model = small_model(seed)
+    head, tokens = random_head(model, seed), random.Random(seed).choices(range(24), k=7)
+    hidden, embedded = model(tokens)[0, :-1], model.model.embed_tokens(torch.tensor(tokens[1:]))
+    drafter = Drafter(head, model, 32, offset=0)
+    outputs = drafter.run(hidden, tokens[1:])
+    d = model.config.hidden_size
+    left, right = head.input_proj.weight[:, :d], head.input_proj.weight[:, d:]
+    x = head.hidden_layernorm(hidden) @ left.T + head.token_layernorm(embedded) @ right.T
+    now = model.plan(len(x), None, None, None)
+    x = x + head.self_attn(head.input_layernorm(x)[None], now)[0]
+    x = x + head.mlp(head.post_attention_layernorm(x))
+    worst = (head.final_layernorm(x) - outputs).abs().max()
+    return f"seed {seed}: outputs differ by {worst:.1e}" if worst > 1e-9 else None
+
+
+def drafts_problem(seed: int) -> str | None:
+    """After every round the head's cache is that of a fresh pass over the committed tokens, and as
+    long as the target's; and drafts are those of fresh passes over all rows."""
+    model, tokens = small_model(seed, vocab=3), [2, 1, 0]  # where drafts are often right
+    head, cache = random_head(model, seed), model.new_cache()
+    rounds = bound("fastmtp", head=head, k=3)(model, tokens, GREEDY, Seeded(), cache=cache)
+    for round_, step in enumerate(rounds):
+        if round_ and step.tree.tokens[1:] != expected:
+            return f"seed {seed}, round {round_}: drafts {step.tree.tokens[1:]}, not {expected}"
+        tokens = tokens + step.tokens
+        kept, fresh = inspect.getgeneratorlocals(rounds)["drafter"], Drafter(head, model, 128, 0)
+        fresh.extend(model(tokens[:-1])[0], tokens[1:])
+        if not kept.cache.length == cache.length == fresh.cache.length:
+            return f"seed {seed}, round {round_}: {kept.cache.length} rows for {cache.length}"
+        rows = slice(cache.length)
+        if (kept.cache.k[:, :, rows] - fresh.cache.k[:, :, rows]).abs().max() > 1e-9:
+            return f"seed {seed}, round {round_}: another row"
+        expected = fresh_drafts(head, model, tokens, 3)
+        if round_ == 12:
+            return None
+
+
+def fresh_drafts(head: Head, model: Transformer, tokens: list[int], k: int) -> list[int]:
+    """Argmax drafts, every row of the head computed anew for each of them."""
+    hidden, drafts = model(tokens[:-1])[0], []
+    for _ in range(k):
+        row = Drafter(head, model, 128, 0).run(hidden, tokens[1:] + drafts)[-1:]
+        drafts.append(int(model.logits(row).argmax()))
+        hidden = torch.cat([hidden, row])
+    return drafts
 
 
 CHECKS = {

@@ -441,18 +441,26 @@ def save(
     tokenizer: Tokenizer | None,
     directory: Path,
     dtype: torch.dtype | None = None,
+    extra: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write a directory that `load` and transformers read; the weights appear whole or not."""
+    """Write a directory that `load` and transformers read; the weights appear whole or not.
+
+    `extra` tensors, a prediction head's, stand in the same file, as MiMo's do.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.dtype
     # `named_parameters` lists a tied weight once, under the embedding's name
     tensors = {
         name: p.detach().to("cpu", dtype, copy=True) for name, p in model.named_parameters()
     }
+    tensors |= {name: t.to("cpu", dtype, copy=True) for name, t in (extra or {}).items()}
     part = directory / "model.safetensors.part"
     save_file(tensors, part, metadata={"format": "pt"})
     part.replace(directory / "model.safetensors")
-    text = json.dumps(config_json(model.config, dtype), indent=2)
+    config = config_json(model.config, dtype)
+    if extra:
+        config["num_nextn_predict_layers"] = 1
+    text = json.dumps(config, indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
     eos = list(model.config.eos_ids) or None
     ends = {"bos_token_id": model.config.bos_id, "eos_token_id": eos}

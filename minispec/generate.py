@@ -18,6 +18,7 @@ from minispec.autoregressive import autoregressive
 from minispec.cache import KVCache
 from minispec.checkpoint import load
 from minispec.errors import UserError, command
+from minispec.fastmtp import fastmtp, load_head
 from minispec.lookahead import jacobi, lookahead, lookahead_auto
 from minispec.medusa import (
     PUBLISHED,
@@ -35,6 +36,7 @@ from minispec.sampling import Randomness, Sampling, Seeded
 from minispec.speculative import speculative
 from minispec.tokenizer import TextStream, Tokenizer
 from minispec.tree import Step
+from minispec.vocabulary import load_vocabulary
 
 METHODS: dict[str, Callable[..., Iterator[Step]]] = {
     "autoregressive": autoregressive,
@@ -45,6 +47,7 @@ METHODS: dict[str, Callable[..., Iterator[Step]]] = {
     "jacobi": jacobi,
     "lookahead": lookahead,
     "lookahead-auto": lookahead_auto,
+    "fastmtp": fastmtp,
 }
 LOSSY = ("medusa-typical",)  # every other method has the law of plain decoding
 
@@ -335,9 +338,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     p.add_argument("--draft", help="speculative: the draft (default: the shipped one)")
     p.add_argument("--draft-temperature", type=float, help="speculative: default as --temperature")
-    p.add_argument("--k", help="drafts a round: a number, or auto for speculative")
-    p.add_argument("--heads", help="medusa: directory, file or hub id (default: the shipped)")
-    p.add_argument("--tree", help="medusa: nodes, a published tree's name, or a JSON file of paths")
+    p.add_argument("--k", help="drafts a round: a number, or auto (speculative, fastmtp)")
+    p.add_argument("--heads", help="medusa, fastmtp: directory, file or hub id (default: shipped)")
+    p.add_argument("--tree", help="nodes; medusa: or a published tree's name, a JSON file of paths")
+    p.add_argument("--vocabulary", help="fastmtp: file of minispec.vocabulary, a .pt, or none")
+    p.add_argument("--vocabulary-size", type=int, help="fastmtp: tokens of a language at most")
     p.add_argument("--block", type=int, help="jacobi: tokens guessed at once")
     p.add_argument("--window", type=int, help="lookahead: W, columns of the window")
     p.add_argument("--ngram", type=int, help="lookahead: N; prompt-lookup: the longest match")
@@ -374,10 +379,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 # the flags that belong to some methods only
 FLAGS = {
     "draft": ("speculative",),
-    "draft_temperature": ("speculative",),
-    "k": ("speculative", "prompt-lookup"),
-    "heads": ("medusa", "medusa-typical"),
-    "tree": ("medusa", "medusa-typical"),
+    "draft_temperature": ("speculative", "fastmtp"),
+    "k": ("speculative", "prompt-lookup", "fastmtp"),
+    "heads": ("medusa", "medusa-typical", "fastmtp"),
+    "tree": ("medusa", "medusa-typical", "fastmtp"),
+    "vocabulary": ("fastmtp",),
+    "vocabulary_size": ("fastmtp",),
     "block": ("jacobi",),
     "window": ("lookahead",),
     "ngram": ("lookahead", "prompt-lookup"),
@@ -410,7 +417,7 @@ def check_flags(args: argparse.Namespace) -> None:
         )
     if not -(2**63) <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed}: must fit in 64 bits")
-    if args.k is not None and not (args.k == "auto" and args.method == "speculative"):
+    if args.k is not None and not (args.k == "auto" and args.method in ("speculative", "fastmtp")):
         try:
             args.k = int(args.k)
         except ValueError:
@@ -425,25 +432,47 @@ def method_options(
     """What the command line gives to the method alone; loads its draft."""
     options = {name: getattr(args, name) for name in PLAIN if getattr(args, name) is not None}
     if args.method == "speculative":
-        name = given_or_shipped(args.draft, "draft", args.model)
+        name = given_or_shipped(args.draft, "draft", args.model, "draft")
         draft, its_tokenizer = load(name, model.dtype, str(model.device))
         check_vocabularies(tokenizer, its_tokenizer, model, draft)
         options["draft"] = draft
-        if args.draft_temperature is not None:
-            options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
+    if args.draft_temperature is not None:
+        options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
     if args.method in ("medusa", "medusa-typical"):
-        name = given_or_shipped(args.heads, "heads", args.model)
+        name = given_or_shipped(args.heads, "heads", args.model, "medusa")
         options["heads"] = load_heads(name, model, tokenizer)
         if args.tree is not None:
             options["tree"] = read_tree_option(args.tree, options["heads"])
+    if args.method == "fastmtp":
+        options |= fastmtp_options(args, model, tokenizer)
     return options
 
 
-def given_or_shipped(name: str | None, flag: str, model: str) -> str:
+def fastmtp_options(
+    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer | None
+) -> dict:
+    """Head, nodes of its tree, and its vocabulary: the one given, or the one beside the head."""
+    name = args.heads
+    if name is None and model.config.model_type == "mimo":  # its checkpoints hold their own
+        name = args.model
+    name = given_or_shipped(name, "heads", args.model, "mtp")
+    options = {"head": load_head(name, model, tokenizer)}
+    if args.tree is not None:
+        if not args.tree.isdecimal():
+            raise UserError(f"--tree {args.tree}: must be a number of nodes for fastmtp")
+        options["tree"] = int(args.tree)
+    beside = Path(name) / "vocabulary.json"
+    file = args.vocabulary or (str(beside) if beside.exists() else "none")
+    if file != "none":
+        options["vocabulary"] = load_vocabulary(file, model, tokenizer, args.vocabulary_size)
+    return options
+
+
+def given_or_shipped(name: str | None, flag: str, model: str, shipped: str) -> str:
     """What a flag names, else what we ship for our own target."""
     if name is None and Path(model).resolve() != WEIGHTS / "target":
         raise UserError(f"{model} needs a {flag} of its own: give one with --{flag} DIR")
-    return name or str(WEIGHTS / {"draft": "draft", "heads": "medusa"}[flag])
+    return name or str(WEIGHTS / shipped)
 
 
 def read_tree_option(value: str, heads: Heads) -> list[Ranks]:

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from minispec import certify, lookahead, medusa, prompt_lookup, speculative, verify
+from minispec import certify, fastmtp, lookahead, medusa, prompt_lookup, speculative, verify
 from minispec.cache import KVCache
 from minispec.generate import Run
 from minispec.model import Transformer
@@ -37,7 +37,7 @@ class Mutant:
 
 def in_accept(mistake) -> tuple:
     """`accept` replaced wherever it verifies drafts."""
-    modules = speculative, prompt_lookup, medusa, lookahead, certify
+    modules = speculative, prompt_lookup, medusa, lookahead, fastmtp, certify
     return tuple((module, "accept", mistake) for module in modules)
 
 
@@ -232,6 +232,60 @@ def aliased_pool(self, token: int) -> list[list[int]]:
 
 
 beside, window_layout = lookahead.beside, lookahead.window_layout
+chain, extend, forward = fastmtp.Drafter.chain, fastmtp.Drafter.extend, fastmtp.Head.forward
+
+
+def token_first(self, hidden, embedded, now):
+    """As DeepSeek-V3 orders them, with a head of MiMo's."""
+    swapped = torch.nn.Linear(*self.input_proj.weight.T.shape, bias=False)
+    halves = self.input_proj.weight.chunk(2, -1)
+    swapped.weight = torch.nn.Parameter(torch.cat(halves[::-1], -1), requires_grad=False)
+    with mock.patch.dict(self._modules, input_proj=swapped):
+        return forward(self, hidden, embedded, now)
+
+
+def hidden_before_the_norm(self, hidden, tokens):
+    """The final norm's weight undone."""
+    return extend(self, hidden / self.model.model.norm.weight, tokens)
+
+
+def stale_rows(self, hidden, tokens):
+    """The drafts' rows stay where they were accepted, with the head's own hidden states."""
+    known = getattr(self, "drafted", 0)
+    keep = min(max(len(tokens) - 1, 0), known)
+    if keep:
+        self.cache.commit(list(range(keep)))
+    return extend(self, hidden[keep:], tokens[keep:])
+
+
+def chain_remembered(self, k, *arguments):
+    length = self.cache.length
+    guess, laws = chain(self, k, *arguments)
+    self.drafted = max(len(guess) - 1, 0) if self.cache.length == length else 0
+    return guess, laws
+
+
+def position_off_by_one(self, *arguments):
+    self.offset += 1
+    drafts = chain(self, *arguments)
+    self.offset -= 1
+    return drafts
+
+
+def law_over_all(self, k, sampling, randomness, vocabulary):
+    """Drawn from the small vocabulary, scored with the softmax over the full one."""
+    laws = []
+
+    class Recorder:
+        full, scatter = vocabulary.full, vocabulary.scatter
+
+        @staticmethod
+        def logits(model, hidden):
+            laws.append(probs(model.logits(hidden), Sampling(1.0))[0])
+            return vocabulary.logits(model, hidden)
+
+    guess, drawn = chain(self, k, sampling, randomness, Recorder)
+    return guess, [law if q is not None else None for q, law in zip(drawn, laws)]
 
 
 # ---- laws, trees, caches, endings ----------------------------------------------------------------
@@ -344,8 +398,15 @@ MUTANTS = [
     Mutant(
         "top-k candidates with p / q", "exact", ((certify, "grow", candidates_with_softmax_law),)
     ),
-    Mutant(
-        "a hidden state of the round before",
+    Mutant("token before hidden", "proposals", ((fastmtp.Head, "forward", token_first),)),
+    Mutant("hidden before the norm", "proposals",
+           ((fastmtp.Drafter, "extend", hidden_before_the_norm),)),
+    Mutant("stale rows of the head", "proposals",
+           ((fastmtp.Drafter, "extend", stale_rows), (fastmtp.Drafter, "chain", chain_remembered))),
+    Mutant("draft positions off by one", "proposals",
+           ((fastmtp.Drafter, "chain", position_off_by_one),)),
+    Mutant("q over the full vocabulary", "exact", ((fastmtp.Drafter, "chain", law_over_all),)),
+    Mutant("a hidden state of the round before",
         "proposals",
         ((medusa, "propose", hidden_of_the_round_before),),
     ),

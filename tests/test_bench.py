@@ -30,15 +30,16 @@ def test_alpha_counts_tried_drafts_only():
 def test_a_method_that_differs_from_plain_decoding_is_counted():
     model = random_model()
     a, b = (decode(model, None, [x], max_new_tokens=5) for x in (1, 2))
-    row = bench.summarise("x", [a, b], [a, a], k=None, c=0.1, flat=1.0)
+    row = bench.summarise("stories_en", "x", [a, b], [a, a], k=None, c=0.1, flat=1.0)
     assert row.differing == 1 and row.tokens_per_pass == 1.0 and row.predicted_speedup is None
-    row = bench.summarise("x", [a], [a], k=3, c=0.1, flat=1.3)
+    row = bench.summarise("stories_en", "x", [a], [a], k=3, c=0.1, flat=1.3)
     assert row.speedup == 1.0 and row.differing == 0
 
 
 def test_the_command_writes_json_and_refuses_nonsense(tmp_path, capsys):
     save(byte_model(), TOKENIZER, tmp_path)
-    options = ["--model", str(tmp_path), "--draft", str(tmp_path), "--heads", "", "--device", "cpu"]
+    options = ["--model", str(tmp_path), "--draft", str(tmp_path), "--heads", "", "--mtp", "",
+               "--device", "cpu"]  # fmt: skip
     bench.main([*options, "--max-new-tokens", "6", "--json", "--k", "2", "--dtype", "float64"])
     out = json.loads(capsys.readouterr().out)
     rows = {row["method"]: row for row in out["rows"]}

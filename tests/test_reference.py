@@ -20,7 +20,9 @@ def test_a_saved_checkpoint_loads_in_transformers(variant, tmp_path):
     tokens = random_tokens(50, vocab=64)
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits
-    torch.testing.assert_close(model.logits(model(tokens)), expected, rtol=0, atol=1e-5)
+    # of the largest logit: processors and joined products sum in other orders
+    atol = 1e-5 * expected.abs().max().item()
+    torch.testing.assert_close(model.logits(model(tokens)), expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("name", ["target", "draft"])
