@@ -64,12 +64,18 @@ class KVCache:
                 f"{n} more tokens do not fit: the cache holds {self.capacity} and "
                 f"{max(self.lengths)} are committed"
             )
-        start = torch.tensor(self.lengths, device=self.k.device)[:, None]  # (B, 1)
-        slots = start + self.row[:n]
         span = min(-(-(max(self.lengths) + n) // SPAN) * SPAN, self.capacity)
-        visible = (self.row[:span] < start)[:, None].repeat(1, n, 1)  # (B, n, span)
+        if len(self.lengths) == 1:  # slices: cheaper than indices
+            start = self.length
+            visible = torch.zeros(1, n, span, dtype=torch.bool, device=self.k.device)
+            visible[:, :, :start] = True
+            visible[:, :, start : start + n] = mask
+            return self.row[None, start : start + n], (start + depth)[None], visible[:, None]
+        starts = torch.tensor(self.lengths, device=self.k.device)[:, None]  # (B, 1)
+        slots = starts + self.row[:n]
+        visible = (self.row[:span] < starts)[:, None].repeat(1, n, 1)  # (B, n, span)
         visible[self.sequence[..., None], self.row[:n, None], slots[:, None]] = mask
-        return slots, start + depth, visible[:, None]
+        return slots, starts + depth, visible[:, None]
 
     def write(
         self, layer: int, slots: Tensor, k: Tensor, v: Tensor, span: int

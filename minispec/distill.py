@@ -664,13 +664,14 @@ class MTPLoss(nn.Module):
         return logits
 
     def plan(self, n: int, k: int, keys: Keys) -> Pass:
+        """Step k's positions, and what it sees."""
         target = self.target[0]
         at = torch.arange(n, device=target.device)[None]
         if not self.aligned:
-            return Pass(*target.rope(at, target.dtype), None)
+            return Pass(*target.rope(at, target.dtype), causal=True)
         own = torch.eye(n, dtype=torch.bool, device=target.device)
-        visible = torch.cat([own.cumsum(1).bool().mT] + [own] * k, 1)
-        bias = target.bias(visible)[None, None]  # (1, 1, n, (k + 1) n)
+        prefix = torch.ones_like(own).tril()
+        bias = target.bias(torch.cat([prefix] + [own] * k, 1))[None, None]  # (1, 1, n, (k + 1) n)
         return Pass(*target.rope(at + k, target.dtype), bias, keys)
 
 

@@ -257,7 +257,7 @@ def load_head(
     with torch.device("meta"):
         head = Head(model.config)
     assign(head, iter(tensors), str(source), model.dtype, model.device)
-    return head.eval()
+    return head.eval().prepare()
 
 
 def head_tensors(head: Head) -> dict[str, Tensor]:

@@ -64,6 +64,16 @@ class Rope(nn.Module):
         super().__init__()
         # (head_dim / 2,), no buffer: model.to(bfloat16) must leave it in float32
         self.frequencies, self.scale = rope_frequencies(config)
+        self.table: tuple[Tensor, Tensor] | None = None  # for positions from 0 on
+
+    def lookup(self, position: Tensor, dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor]:
+        """`forward` of positions below `length`, from a table made once."""
+        known = self.table and self.table[0]
+        if known is None or len(known) < length or known.dtype != dtype or (
+            known.device != position.device
+        ):
+            self.table = self(torch.arange(length, device=position.device), dtype)
+        return self.table[0][position], self.table[1][position]
 
     def forward(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, each (..., n, 1, head_dim), for positions (..., n), as `rotate` wants."""
@@ -154,9 +164,11 @@ class Pass:
 
     cos: Tensor  # (B or 1, n, 1, head_dim)
     sin: Tensor
-    visible: Tensor | None  # (B or 1, 1, n, keys), 0 or -inf; None: plain causal
+    visible: Tensor | None = None  # (B or 1, 1, n, keys), 0 or -inf; None: all, or see `causal`
     cache: KVCache | None = None
     slots: Tensor | None = None  # (B, n): cache rows to write
+    span: int = 0  # cache rows to read
+    causal: bool = False  # each row sees itself and those before it
 
 
 class Attention(nn.Module):
@@ -196,13 +208,13 @@ class Attention(nn.Module):
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
         q, k = rotate(qk, now.cos, now.sin).split([self.heads, self.kv_heads], 2)
         if now.cache is not None:
-            k, v = now.cache.write(self.layer, now.slots, k, v, now.visible.shape[-1])
+            k, v = now.cache.write(self.layer, now.slots, k, v, now.span)
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=now.visible,
-            is_causal=now.visible is None,
+            is_causal=now.causal,
             enable_gqa=q.shape[2] != k.shape[2],
         )  # (B, heads, n, head_dim)
         return self.o_proj(y.transpose(1, 2).reshape(B, n, -1))
@@ -236,6 +248,16 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
+    def prepare(self) -> "Block":
+        """Join and pack weights for inference; converting the block undoes it."""
+        self.self_attn.prepare()
+        self.mlp.prepare()
+        return self
+
+    def _apply(self, *arguments, **options):  # what .to(), .double() and .cuda() go through
+        self.self_attn.qkv = self.mlp.gate_up = None
+        return super()._apply(*arguments, **options)
+
     def forward(self, x: Tensor, now: Pass) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), now)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -268,15 +290,12 @@ class Transformer(nn.Module):
         """Join and pack weights for inference: fewer operators a pass, and flat cost over the rows
         of a draft. The weights must not change any more; converting the model undoes it."""
         for block in self.model.layers:
-            block.self_attn.prepare()
-            block.mlp.prepare()
+            block.prepare()
         self.head = Joined(self.lm_head)
         return self
 
     def _apply(self, *arguments, **options):  # what .to(), .double() and .cuda() go through
         self.head = None
-        for block in self.model.layers:
-            block.self_attn.qkv = block.mlp.gate_up = None
         return super()._apply(*arguments, **options)
 
     @property
@@ -333,12 +352,19 @@ class Transformer(nn.Module):
         depth = torch.arange(n, device=self.device) if depth is None else depth.to(self.device)
         mask = mask if mask is None else mask.to(self.device)
         if cache is None:
-            visible = mask if mask is None else self.bias(mask)[None, None]
-            return Pass(*self.rope(depth[None], self.dtype), visible)
+            cos, sin = self.rope(depth[None], self.dtype)
+            if mask is None:
+                return Pass(cos, sin, causal=True)
+            return Pass(cos, sin, self.bias(mask)[None, None])
+        if n == 1 and len(cache.lengths) == 1 and cache.room:  # one row, which sees everything
+            position = depth[None] + cache.length
+            turned = self.rope.lookup(position, self.dtype, cache.capacity)
+            return Pass(*turned, cache=cache, span=cache.length + 1)
         if mask is None:
             mask = torch.ones(n, n, dtype=torch.bool, device=self.device).tril()
         slots, position, visible = cache.place(n, depth, mask)
-        return Pass(*self.rope(position, self.dtype), self.bias(visible), cache, slots)
+        turned = self.rope.lookup(position, self.dtype, cache.capacity)
+        return Pass(*turned, self.bias(visible), cache, slots, visible.shape[-1])
 
     def bias(self, visible: Tensor) -> Tensor:
         """0 where a row sees a key, else -inf: made once a pass, where attention would turn a mask
