@@ -135,8 +135,8 @@ def methods_of(
     if args.mtp:
         head, file = load_head(args.mtp, model, tokenizer), Path(args.mtp) / "vocabulary.json"
         words = load_vocabulary(file, model, tokenizer) if file.exists() else None
-        for name, options in {"k=2": {"k": 2}, "k=3": {"k": 3}, "k=4": {"k": 4},
-                              "k=auto": {"k": "auto"}, "tree 8": {"k": 4, "tree": 8}}.items():  # fmt: skip
+        chains = {f"k={k}": {"k": k} for k in (2, 3, 4, "auto")}
+        for name, options in (chains | {"tree 8": {"k": 4, "tree": 8}}).items():
             methods[f"fastmtp {name}"] = {"head": head, "vocabulary": words, **options}
     if args.methods:
         chosen = ["autoregressive", *args.methods.split(",")]

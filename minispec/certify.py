@@ -718,6 +718,7 @@ def drafts_problem(seed: int) -> str | None:
     long as the target's; and drafts are those of fresh passes over all rows."""
     model, tokens = small_model(seed, vocab=3), [2, 1, 0]  # where drafts are often right
     head, cache = random_head(model, seed), model.new_cache()
+    expected: list[int] = []
     rounds = bound("fastmtp", head=head, k=3)(model, tokens, GREEDY, Seeded(), cache=cache)
     for round_, step in enumerate(rounds):
         if round_ and step.tree.tokens[1:] != expected:

@@ -450,9 +450,7 @@ def save(
     directory.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.dtype
     # `named_parameters` lists a tied weight once, under the embedding's name
-    tensors = {
-        name: p.detach().to("cpu", dtype, copy=True) for name, p in model.named_parameters()
-    }
+    tensors = {name: p.detach().to("cpu", dtype, copy=True) for name, p in model.named_parameters()}
     tensors |= {name: t.to("cpu", dtype, copy=True) for name, t in (extra or {}).items()}
     part = directory / "model.safetensors.part"
     save_file(tensors, part, metadata={"format": "pt"})

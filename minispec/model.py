@@ -69,8 +69,11 @@ class Rope(nn.Module):
     def lookup(self, position: Tensor, dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor]:
         """`forward` of positions below `length`, from a table made once."""
         known = self.table and self.table[0]
-        if known is None or len(known) < length or known.dtype != dtype or (
-            known.device != position.device
+        if (
+            known is None
+            or len(known) < length
+            or known.dtype != dtype
+            or (known.device != position.device)
         ):
             self.table = self(torch.arange(length, device=position.device), dtype)
         return self.table[0][position], self.table[1][position]

@@ -399,14 +399,24 @@ MUTANTS = [
         "top-k candidates with p / q", "exact", ((certify, "grow", candidates_with_softmax_law),)
     ),
     Mutant("token before hidden", "proposals", ((fastmtp.Head, "forward", token_first),)),
-    Mutant("hidden before the norm", "proposals",
-           ((fastmtp.Drafter, "extend", hidden_before_the_norm),)),
-    Mutant("stale rows of the head", "proposals",
-           ((fastmtp.Drafter, "extend", stale_rows), (fastmtp.Drafter, "chain", chain_remembered))),
-    Mutant("draft positions off by one", "proposals",
-           ((fastmtp.Drafter, "chain", position_off_by_one),)),
+    Mutant(
+        "hidden before the norm",
+        "proposals",
+        ((fastmtp.Drafter, "extend", hidden_before_the_norm),),
+    ),
+    Mutant(
+        "stale rows of the head",
+        "proposals",
+        ((fastmtp.Drafter, "extend", stale_rows), (fastmtp.Drafter, "chain", chain_remembered)),
+    ),
+    Mutant(
+        "draft positions off by one",
+        "proposals",
+        ((fastmtp.Drafter, "chain", position_off_by_one),),
+    ),
     Mutant("q over the full vocabulary", "exact", ((fastmtp.Drafter, "chain", law_over_all),)),
-    Mutant("a hidden state of the round before",
+    Mutant(
+        "a hidden state of the round before",
         "proposals",
         ((medusa, "propose", hidden_of_the_round_before),),
     ),

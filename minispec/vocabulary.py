@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec.checkpoint import load_pickle, read_tokenizer
 from minispec.errors import UserError, command, read_json
-from minispec.model import Transformer
+from minispec.model import Joined, Transformer
 from minispec.tokenizer import Tokenizer
 
 WINDOW = 32  # tokens of the latest text by which its language is known
@@ -58,11 +58,13 @@ class Subset:
         self.ids = ids
         if ids is not None:
             self.index = torch.tensor(ids, device=model.device)
-            self.weight = model.lm_head.weight[self.index]  # W[V_high], (|V_high|, d)
+            rows = nn.Linear(1, 1, bias=False, device="meta")
+            rows.weight = nn.Parameter(model.lm_head.weight[self.index], requires_grad=False)
+            self.rows = Joined(rows)  # W[V_high], (|V_high|, d)
 
     def logits(self, model: Transformer, hidden: Tensor) -> Tensor:
         """(..., d) -> (..., |V_high|)."""
-        return model.logits(hidden) if self.ids is None else hidden @ self.weight.T
+        return model.logits(hidden) if self.ids is None else self.rows(hidden)
 
     def full(self, j: int) -> int:
         """The token that the small vocabulary numbers `j`."""

@@ -157,7 +157,9 @@ def test_parallel_training_keeps_position_and_mask_and_so_differs_from_step_2_on
     tokens = torch.tensor([rows[0] + [0] * 4])
     hidden = documents.hidden[0][None, :7]
     both = [
-        distill.MTPLoss(head, model, documents, 3, 0.6, aligned, torch.float64).steps(hidden, tokens)
+        distill.MTPLoss(head, model, documents, 3, 0.6, aligned, torch.float64).steps(
+            hidden, tokens
+        )
         for aligned in (True, False)
     ]
     assert torch.allclose(both[0][0], both[1][0])
@@ -307,7 +309,11 @@ def test_the_command_counts_a_corpus(target, tmp_path, capsys):  # noqa: F811
     assert set(special) <= set(words.languages["en"].ids) & set(words.languages["zh"].ids)
     (a,) = TOKENIZER.encode("a", special=False)
     assert a in words.languages["en"].ids and a not in words.languages["zh"].ids
-    for wrong in (["--text", "en"], ["--text", "en=nowhere.txt"], ["--text", text[0], "--size", "0"]):
+    for wrong in (
+        ["--text", "en"],
+        ["--text", "en=nowhere.txt"],
+        ["--text", text[0], "--size", "0"],
+    ):
         with pytest.raises(SystemExit) as ended:
             vocabulary.main([*options, *wrong])
         assert ended.value.code == 2
