@@ -508,9 +508,10 @@ How often the head's token of this rank is the token at t + k + 2, on every {hel
 
 {table}
 
-The tree beside them has {nodes} nodes; by these accuracies it should give {expected:.2f} tokens a
-pass of text that is sampled so. `python -m minispec.distill tree` measures them anew for other
-text, and picks the nodes for another machine.
+## The tree
+
+{nodes} nodes; by these accuracies {expected:.2f} tokens a pass of text that is sampled so.
+`python -m minispec.distill tree` measures anew, for other text and another machine.
 """
 
 
@@ -550,8 +551,32 @@ def tree(args: argparse.Namespace) -> None:
     save_heads(heads, Path(args.heads), args.model, tokenizer, torch.float16)
     runs = [measured(target, prompt, sampling, heads, n) for prompt in prompts[: args.measured]]
     tokens, passes = map(sum, zip(*runs))
-    print(f"chosen: {len(best.paths)} nodes; expected {best.tokens:.2f} tokens a pass, "
-          f"measured {tokens / passes:.2f} over {len(runs)} prompts")  # fmt: skip
+    result = (
+        f"chosen: {len(best.paths)} nodes; expected {best.tokens:.2f} tokens a pass, "
+        f"measured {tokens / passes:.2f} over {len(runs)} prompts"
+    )
+    print(result)
+    card = Path(args.heads) / "README.md"
+    if card.exists():
+        kept = card.read_text(encoding="utf-8").split("## The tree")[0]
+        section = TREE_SECTION.format(
+            command=shown(sys.argv[1:]), kind=args.kind, texts=len(texts),
+            table=accuracy_table(heads.accuracy), result=result,
+        )  # fmt: skip
+        card.write_text(kept + section, encoding="utf-8")
+
+
+TREE_SECTION = """\
+## The tree
+
+    python -m minispec.distill {command}
+
+Accuracies along the target's own continuations of {texts} held-out beginnings ({kind}):
+
+{table}
+
+{result}.
+"""
 
 
 def measured(
