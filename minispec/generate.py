@@ -52,7 +52,7 @@ METHODS: dict[str, Callable[..., Iterator[Step]]] = {
 LOSSY = ("medusa-typical",)  # every other method has the law of plain decoding
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
-TREE_ROOM = 512  # cache rows beyond the tokens asked for: a window or tree need not shrink at the end
+TREE_ROOM = 512  # cache rows beyond the tokens asked for: room for the last window or tree
 CHAT_ROOM = 8192  # cache rows of a chat: the context, but no more than this
 
 

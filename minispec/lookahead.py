@@ -197,7 +197,8 @@ def one_pass(
     depth, mask = beside(tree, ahead)
     hidden = model(tree.tokens + (ahead.tokens if ahead else []), cache, depth, mask)[0]
     n, last = len(tree), ahead.said_by(len(tree)) if ahead else []
-    logits = model.logits(hidden[[*range(n), *last]])  # the rows between say nothing new
+    # the rows between say nothing new
+    logits = model.logits(hidden[[*range(n), *last]] if last else hidden[:n])
     path, fresh = accept(probs(logits[:n], sampling), tree, randomness)
     cache.commit(path)
     return path, fresh, logits[n:].argmax(-1).tolist() if ahead else []
@@ -272,7 +273,7 @@ class Choice:
 
     def affords(self, cost: float, passes: int = 1) -> bool:
         """Whether so many passes may bring one token each."""
-        return self.spent + passes * (cost - 1) <= self.tokens * (1 + DEBT) + 1
+        return self.spent + passes * cost <= (self.tokens + passes) * (1 + DEBT)
 
     def is_due(self) -> bool:
         return self.passes % PERIOD == 0
