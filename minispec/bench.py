@@ -60,6 +60,8 @@ class Row:
 def alpha(runs: list[Run]) -> float | None:
     """Accepted drafts over tried ones: a round tries those it accepts and the one it rejects."""
     steps = [step for run in runs for step in run.rounds]
+    if any(len(step.tree) > max(step.tree.depths) + 1 for step in steps):
+        return None  # in a tree a round tries many
     tried = sum(min(len(step.path), len(step.tree) - 1) for step in steps)
     return sum(len(step.path) - 1 for step in steps) / tried if tried else None
 
@@ -140,6 +142,9 @@ def methods_of(
             methods[f"fastmtp {name}"] = {"head": head, "vocabulary": words, **options}
     if args.methods:
         chosen = ["autoregressive", *args.methods.split(",")]
+        unknown = set(chosen) - {name.split()[0] for name in methods}
+        if unknown:
+            raise UserError(f"--methods {min(unknown)}: not one of the benchmark's")
         methods = {name: each for name, each in methods.items() if name.split()[0] in chosen}
     return methods
 

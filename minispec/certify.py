@@ -471,7 +471,7 @@ def greedy_cases(model, seed: int) -> Iterator[tuple[str, Method]]:
 def check_greedy(quick: bool = False) -> Iterator[Verdict]:
     """Token identity with plain decoding on random Transformers in float64, twice in a row."""
     counts, failures = Counter(), {}
-    n = 24
+    n = 12 if quick else 24
     for seed in range(1 if quick else 4):
         model = small_model(seed)
         prompt = random.Random(seed).choices(range(24), k=1 + 6 * seed)
@@ -595,13 +595,18 @@ def check_limits(quick: bool = False) -> Iterator[Verdict]:
         "jacobi": {"block": 4},
         "lookahead": {"window": 3, "ngram": 3, "guesses": 4, "pool_from_prompt": True},
         "lookahead-auto": {},
+        "fastmtp": {"head": random_head(small_model(1, vocab=3, layers=1), 1), "k": 4},
         "medusa": {"heads": ToyHeads(3), "tree": every_path(3, 20)},
     }
     for name, options in methods.items():
         failures, count = [], 0
-        for seed in (5,) if quick else (5, 6, 7):
+        for seed in (5,) if quick or name == "fastmtp" else (5, 6, 7):
             for label, ending in limit_cases(context):
-                model = Toy(seed, context=context, eos=ending.pop("eos", ()))
+                eos = ending.pop("eos", ())
+                if name == "fastmtp":
+                    model = small_model(1, vocab=3, layers=1, context=context, eos_ids=eos)
+                else:
+                    model = Toy(seed, context=context, eos=eos)
                 for prompt in ([0], [1, 2, 0, 1, 2, 0]):
                     count += 1
                     method = name.split(",")[0]

@@ -270,8 +270,7 @@ def canonical(
     """Tensors under our names: a tied head at either end; derived and prediction ones left out."""
     seen = False
     for name, tensor in tensors:
-        mtp = config.model_type == "mimo" and name.startswith("model.mtp_layers.")
-        if mtp or name.startswith("medusa_head.") or name.endswith("rotary_emb.inv_freq"):
+        if name.startswith(("model.mtp_layers.", "medusa_head.")) or name.endswith("inv_freq"):
             continue
         if config.tied and name == "lm_head.weight":
             if seen:  # stored at both ends: the embedding counts

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
 from minispec.model import Transformer
 
+T = TypeVar("T")
 COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows at which the curve is measured
 
 
@@ -29,14 +31,30 @@ def pass_seconds(model: Transformer, n: int, repeat: int = 5) -> float:
     return least_seconds(lambda: model.logits(model(tokens, cache)).argmax(-1).tolist(), repeat)
 
 
-@lru_cache(maxsize=8)
-def cost_curve(model: Transformer, repeat: int = 5) -> list[float]:
-    """curve[n] = pass(n) / pass(1) for n from 1 to 64, or to the context; measured once a model.
+known: WeakKeyDictionary = WeakKeyDictionary()  # model -> what was measured of it
+
+
+def once(model: Transformer, what: object, measure: Callable[[], T]) -> T:
+    """`measure()`, remembered as long as the model lives, where it is and in its type."""
+    place = known.setdefault(model, {})
+    key = what, model.device, model.dtype
+    if key not in place:
+        place[key] = measure()
+    return place[key]
+
+
+def cost_curve(model: Transformer) -> list[float]:
+    """curve[n] = pass(n) / pass(1) for n from 1 to 64, or to the largest power of two in the
+    context; measured once a model.
 
     Measured at powers of two and linear between them; never falling, as more rows cannot cost less.
     """
+    return once(model, "curve", lambda: measured_curve(model))
+
+
+def measured_curve(model: Transformer) -> list[float]:
     counts = [n for n in COUNTS if n <= model.config.context]
-    seconds = [pass_seconds(model, n, repeat) for n in counts]
+    seconds = [pass_seconds(model, n) for n in counts]
     curve = [0.0, 1.0]
     for (m, a), (n, b) in zip(zip(counts, seconds), zip(counts[1:], seconds[1:])):
         for i in range(m + 1, n + 1):

@@ -11,6 +11,7 @@ commands go on where they stopped.
 import argparse
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec.checkpoint import load, save
-from minispec.cost import cost_curve, least_seconds
+from minispec.cost import cost_curve, least_seconds, pass_seconds
 from minispec.errors import UserError, command
 from minispec.fastmtp import Head, save_head
 from minispec.medusa import (
@@ -39,6 +40,7 @@ from minispec.medusa import (
     medusa,
     replayed,
     save_heads,
+    save_tree,
     untrained,
 )
 from minispec.model import Pass, Transformer, count_parameters
@@ -180,9 +182,27 @@ def read_own(path: Path) -> list[dict]:
     """The documents that `generate` wrote."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines[:-1]]  # a line cut short by a kill is dropped
-    except (OSError, ValueError) as error:
+        rows = [json.loads(line) for line in lines[:-1]]  # a line cut short by a kill is dropped
+        for row in rows:
+            assert row["kind"] and row["prompt"] and isinstance(row["tokens"], list)
+        return rows
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise UserError(f"{path} is not a file of minispec.distill generate: {error}") from None
+
+
+def read_training(path: Path) -> list[dict]:
+    """The same, for training: there must be some."""
+    rows = read_own(path)
+    if len(rows) < 2:
+        raise UserError(
+            f"{path} holds {len(rows)} documents: make more with minispec.distill generate"
+        )
+    return rows
+
+
+def one_process(name: str) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"minispec.distill {name} runs in one process: start it without torchrun")
 
 
 # ---- a draft -------------------------------------------------------------------------------------
@@ -225,8 +245,9 @@ def agreement(
 
 def draft(args: argparse.Namespace) -> None:
     """Train a draft on the target's own documents, by its tokens or by its laws."""
+    one_process("draft")
     target, tokenizer = load(args.model, "float32", str(args.device))
-    own = read_own(args.own)
+    own = read_training(args.own)
     measured = own[::HELD_OUT]
     documents: dict[str, list[list[int]]] = {}
     for i, row in enumerate(own):
@@ -314,7 +335,7 @@ def stored_states(
 ) -> list[Tensor]:
     """`hidden_states`, computed once: read back from `file` where it holds those of the same rows
     and model."""
-    weights = sum(float(p.double().abs().sum()) for p in target.parameters())
+    weights = sum(float(p.detach().cpu().double().abs().sum()) for p in target.parameters())
     key = hashlib.sha256(json.dumps([rows, weights, str(dtype)]).encode()).hexdigest()
     lengths = [len(row) for row in rows]
     if file.exists():
@@ -424,10 +445,12 @@ def ranks_of(heads: Heads, target: Transformer, hidden: Tensor, labels: Tensor) 
 
 def medusa_heads(args: argparse.Namespace) -> None:
     """Train Medusa-1 heads on the frozen target's own documents."""
+    one_process("medusa")
     target, tokenizer = load(args.model, "float32", str(args.device))
     target.requires_grad_(False)
-    rows = [row["prompt"] + row["tokens"] for row in read_own(args.own)]
-    prompts = [len(row["prompt"]) for row in read_own(args.own)]
+    own = read_training(args.own)
+    rows = [row["prompt"] + row["tokens"] for row in own]
+    prompts = [len(row["prompt"]) for row in own]
     args.out.mkdir(parents=True, exist_ok=True)
     states = stored_states(target, rows, args.dtype, args.out / "hidden.safetensors")
     labels = [labels_of(row, prompt, args.heads) for row, prompt in zip(rows, prompts)]
@@ -463,9 +486,10 @@ def candidates(heads: Heads, target: Transformer, most: int = 63) -> list[Candid
     """The trees of 1 to `most` nodes that gain most by the heads' accuracies, each with the cost of
     its round on this machine: a pass over its nodes and the root, and the heads."""
     curve = cost_curve(target)
-    one = least_seconds(lambda: target.logits(target([0])).argmax(-1).tolist())
+    best = min(BEST, target.config.vocab_size)
     hidden = torch.zeros(target.config.hidden_size, dtype=target.dtype, device=target.device)
-    extra = least_seconds(lambda: heads(hidden, target).topk(BEST).indices.tolist()) / one
+    extra = least_seconds(lambda: heads(hidden, target).topk(best).indices.tolist())
+    extra /= pass_seconds(target, 1)
     trees = (grow_tree(heads.accuracy, n) for n in range(1, min(most, len(curve) - 2) + 1))
     return [Candidate(t, expected(heads.accuracy, t), curve[len(t) + 1] + extra) for t in trees]
 
@@ -519,7 +543,14 @@ How often the head's token of this rank is the token at t + k + 2, on every {hel
 def tree(args: argparse.Namespace) -> None:
     """Accuracies of heads on the target's own continuations of held-out beginnings; the tree for
     them and this machine, written beside the heads; and what it brings, expected and measured."""
+    if not Path(args.heads).is_dir():
+        raise UserError(f"--heads {args.heads}: must be a directory, where its tree can be written")
     target, tokenizer = load(args.model, args.dtype, args.device)
+    if args.prompt_tokens + args.tokens > target.config.context or args.tokens < 3:
+        raise UserError(
+            f"--prompt-tokens {args.prompt_tokens} and --tokens {args.tokens} must fit in the "
+            f"context of {target.config.context}, and the latter be at least 3"
+        )
     heads = load_heads(args.heads, target, tokenizer)
     _, held_out = read_corpus(args.data)
     if args.kind not in held_out:
@@ -528,7 +559,7 @@ def tree(args: argparse.Namespace) -> None:
     texts = texts[min(SKIPPED, len(texts) // 2) :][: args.documents]
     prompts = [tokenizer.encode(text[:400])[: args.prompt_tokens] for text in texts]
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    n = min(args.tokens, target.config.context - args.prompt_tokens)
+    n = args.tokens
     answers = sample_batch(target, prompts, n, sampling, torch.Generator().manual_seed(args.seed))
     rows = [prompt + answer for prompt, answer in zip(prompts, answers)]
     states = hidden_states(target, rows, torch.float32)
@@ -548,7 +579,7 @@ def tree(args: argparse.Namespace) -> None:
             print(f"{len(each.paths):>5}{each.tokens:>25.2f}{along(ranks, each.paths):>19.2f}"
                   f"{each.cost:>20.2f}{each.tokens / each.cost:>10.2f}")  # fmt: skip
     heads.tree = best.paths
-    save_heads(heads, Path(args.heads), args.model, tokenizer, torch.float16)
+    save_tree(heads, Path(args.heads))
     runs = [measured(target, prompt, sampling, heads, n) for prompt in prompts[: args.measured]]
     tokens, passes = map(sum, zip(*runs))
     result = (
@@ -731,7 +762,7 @@ def mtp(args: argparse.Namespace) -> None:
     args.device, rank, world = begin_distributed(args)
     target, tokenizer = load(args.model, "float32", str(args.device))
     target.requires_grad_(False)
-    own = read_own(args.own) if args.own else corpus_rows(args.data, tokenizer, args)
+    own = read_training(args.own) if args.own else corpus_rows(args.data, tokenizer, args)
     rows = [(row["prompt"] + row["tokens"])[: args.context] for row in own]
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / (f"hidden.{rank}.safetensors" if world > 1 else "hidden.safetensors")
@@ -771,11 +802,15 @@ def head_optimizers(head: Head) -> list[torch.optim.Optimizer]:
 def corpus_rows(data: Path, tokenizer: Tokenizer, args: argparse.Namespace) -> list[dict]:
     """Documents of a corpus in the form of `generate`'s, kinds by their shares: the control."""
     documents, _ = read_corpus(data)
-    starts = beginnings(documents, tokenizer, args.seed, args.context)
-    return [
-        {"kind": kind, "prompt": tokens[:1], "tokens": tokens[1:]}
-        for kind, tokens in (next(starts) for _ in range(args.documents))
-    ]
+    starts, rows, seen = beginnings(documents, tokenizer, args.seed, args.context), [], set()
+    for _ in range(20 * args.documents):
+        kind, tokens = next(starts)
+        if len(rows) == args.documents:
+            break
+        if tuple(tokens[:12]) not in seen:  # no document twice, or held-out ones would be known
+            seen.add(tuple(tokens[:12]))
+            rows.append({"kind": kind, "prompt": tokens[:1], "tokens": tokens[1:]})
+    return rows
 
 
 def mtp_card(trainer: Trainer, args: argparse.Namespace, rates: dict[str, list[float]]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minispec.cache import KVCache
 from minispec.checkpoint import assign, check_tokenizer, read_tensors, resolve, weight_files
-from minispec.cost import cost_curve, least_seconds, pass_seconds
+from minispec.cost import cost_curve, least_seconds, once, pass_seconds
 from minispec.errors import UserError
 from minispec.model import Block, Config, Pass, RMSNorm, Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -81,9 +81,10 @@ class Drafter:
 
     def extend(self, hidden: Tensor, tokens: list[int]) -> None:
         """Take in the target's own hidden states (n, d), each with the token that came after it."""
-        if tokens:
-            self.last = self.run(hidden, tokens)[-1:]
-            self.cache.commit(list(range(len(tokens))))
+        for start in range(0, len(tokens), 512):  # a long prompt needs no n × n mask
+            part = tokens[start : start + 512]
+            self.last = self.run(hidden[start : start + 512], part)[-1:]
+            self.cache.commit(list(range(len(part))))
 
     def chain(
         self, k: int, sampling: Sampling, randomness: Randomness, vocabulary: Subset
@@ -159,6 +160,8 @@ def fastmtp(
     """
     if k != "auto" and k < 1:
         raise UserError(f"k {k}: must be auto or at least 1")
+    if k == "auto" and tree:
+        raise UserError("k auto is for chains: give a tree its depth, as k 4")
     if tree < 0:
         raise UserError(f"tree {tree}: must be 0 (a chain) or a number of nodes")
     cache = cache or model.new_cache()
@@ -199,7 +202,8 @@ class Length:
 
     def __init__(self, drafter: Drafter, words: Compressed):
         self.curve = cost_curve(drafter.model)
-        self.draft = draft_cost(drafter.head, drafter.model, words.pick([]))
+        head, model = drafter.head, drafter.model
+        self.draft = once(model, head, lambda: draft_cost(head, model, words.pick([])))
         self.rate = [0.8, 0.7, 0.65, 0.6, 0.6, 0.6]  # prior
 
     def best(self) -> int:
@@ -214,9 +218,9 @@ class Length:
         return tokens / (self.curve[min(k + 1, len(self.curve) - 1)] + k * self.draft)
 
     def observe(self, tree: Tree, path: list[int]) -> None:
-        tried = max(tree.depths, default=0)
-        for i in range(min(len(path), tried, len(self.rate))):
-            self.rate[i] += 0.05 * ((len(path) > i + 1) - self.rate[i])
+        for i, node in enumerate(path[: len(self.rate)]):
+            if tree.children(node):  # a draft was tried there
+                self.rate[i] += 0.05 * ((len(path) > i + 1) - self.rate[i])
 
 
 def draft_cost(head: Head, model: Transformer, vocabulary: Subset) -> float:

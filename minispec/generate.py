@@ -393,6 +393,7 @@ FLAGS = {
     "auto": ("lookahead",),
 }
 # those that a method takes under their own names
+LOOKAHEAD = "window", "ngram", "guesses", "pool_from_prompt"
 PLAIN = "k", "block", "window", "ngram", "guesses", "pool_from_prompt"
 
 
@@ -408,8 +409,8 @@ def check_flags(args: argparse.Namespace) -> None:
                 f"not for {args.method}"
             )
     if args.auto:
-        if any(getattr(args, name) is not None for name in ("window", "ngram", "guesses")):
-            raise UserError("--auto chooses --window, --ngram and --guesses itself: give it alone")
+        if any(getattr(args, name) is not None for name in LOOKAHEAD):
+            raise UserError("--auto chooses the sizes and the pool itself: give it alone")
         args.method = "lookahead-auto"
     if args.chat and (args.prompt_ids is not None or args.prompt_file is not None):
         raise UserError(
@@ -421,7 +422,7 @@ def check_flags(args: argparse.Namespace) -> None:
         try:
             args.k = int(args.k)
         except ValueError:
-            raise UserError(f"--k {args.k}: must be a number, or auto for speculative") from None
+            raise UserError(f"--k {args.k}: must be a number, or auto") from None
         if args.k < 1:
             raise UserError(f"--k {args.k}: must be at least 1")
 
@@ -462,7 +463,11 @@ def fastmtp_options(
             raise UserError(f"--tree {args.tree}: must be a number of nodes for fastmtp")
         options["tree"] = int(args.tree)
     beside = Path(name) / "vocabulary.json"
+    if Path(name).is_file():
+        beside = Path(name).parent / "vocabulary.json"
     file = args.vocabulary or (str(beside) if beside.exists() else "none")
+    if file == "none" and args.vocabulary_size is not None:
+        raise UserError("--vocabulary-size needs a --vocabulary")
     if file != "none":
         options["vocabulary"] = load_vocabulary(file, model, tokenizer, args.vocabulary_size)
     return options
@@ -471,7 +476,7 @@ def fastmtp_options(
 def given_or_shipped(name: str | None, flag: str, model: str, shipped: str) -> str:
     """What a flag names, else what we ship for our own target."""
     if name is None and Path(model).resolve() != WEIGHTS / "target":
-        raise UserError(f"{model} needs a {flag} of its own: give one with --{flag} DIR")
+        raise UserError(f"{model} needs {shipped} weights of its own: give them with --{flag} DIR")
     return name or str(WEIGHTS / shipped)
 
 

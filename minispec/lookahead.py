@@ -235,8 +235,9 @@ def lookahead_auto(
     yield Step()
     while True:
         if choice.is_due():
-            width = choice.width()
-            ahead = Window(tokens[-16:], width, ngram) if width else None
+            before, width = choice.now, choice.width()
+            if width != before:
+                ahead = Window(tokens[-16:], width, ngram) if width else None
         tree = choice.tree(tokens[-1], pool.after(tokens[-1])).first(cache.room)
         path, fresh, said = one_pass(model, cache, tree, ahead, sampling, randomness)
         if said:
@@ -263,6 +264,7 @@ class Choice:
         self.speed = {w: 1.5 / self.cost(4 * w + 8) if w else 1.0 for w in WIDTHS}  # prior
         self.now, self.passes = 0, 0  # W, and passes since it was chosen
         self.tokens, self.spent = 0, 0.0
+        self.begins: dict[int, int] = {}  # rank of each guess in the last tree -> its first token
         self.since = (0, 0.0)
 
     def cost(self, n: int) -> float:
@@ -305,6 +307,7 @@ class Choice:
         depth = [0] * len(guesses)
         for _, g, d in nodes[:best]:
             depth[g] = d + 1
+        self.begins = {g: guesses[g][0] for g in range(len(guesses)) if depth[g]}
         return Tree.merged(root, [guess[:n] for guess, n in zip(guesses, depth)])
 
     def observe(self, tree: Tree, path: list[int]) -> None:
@@ -312,12 +315,12 @@ class Choice:
         self.passes += 1
         self.tokens += len(path)
         self.spent += self.cost(len(tree) - 1 + 4 * self.now)
-        first = tree.children(0)
+        right = tree.tokens[path[1]] if len(path) > 1 else None
         for g, prior in enumerate(RANK):
-            if g < len(first):
-                self.rank[g] += 0.1 * ((path[1:2] == [first[g]]) - self.rank[g])
+            if g in self.begins:
+                self.rank[g] += 0.1 * ((self.begins[g] == right) - self.rank[g])
             else:  # untried: forget slowly what it was
                 self.rank[g] += 0.01 * (prior - self.rank[g])
-        if len(path) > 1:
-            for d in range(1, max(tree.depths)):
+        for d, node in enumerate(path[1 : len(DEEP)], start=1):
+            if tree.children(node):  # a token was tried there
                 self.deep[d] += 0.1 * ((len(path) > d + 1) - self.deep[d])

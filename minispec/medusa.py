@@ -293,7 +293,7 @@ def load_heads(
         path = next((folder / name for name in NAMES if (folder / name).exists()), folder)
     files = weight_files(path) if path.is_dir() else [path]
     tensors = {
-        name.removeprefix("medusa_head."): tensor
+        str(name).removeprefix("medusa_head."): tensor
         for file in files
         for name, tensor in read_tensors(file)
         if path.is_file() or name.startswith("medusa_head.")
@@ -310,11 +310,16 @@ def load_heads(
 
 def heads_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> Heads:
     """Empty heads with the counts that the names of the tensors tell."""
-    parts = {name: PART.fullmatch(name) for name in tensors}
-    strange = [name for name, part in parts.items() if not part]
+    parts = {name: PART.fullmatch(str(name)) for name in tensors}
+    strange = [
+        name for name, part in parts.items()
+        if not part or not isinstance(tensors[name], Tensor) or not tensors[name].dim()
+    ]  # fmt: skip
     if strange:
         raise UserError(f"{where}: {strange[0]} is no tensor of Medusa heads")
-    heads = 1 + max(int(part[1]) for part in parts.values())
+    heads = len({part[1] for part in parts.values()})
+    if any(int(part[1]) >= heads for part in parts.values()):
+        raise UserError(f"{where}: its heads are not numbered from 0 to {heads - 1}")
     layers = 1 + max((int(p[2]) for p in parts.values() if p[3] != "weight"), default=-1)
     last = tensors.get(f"0.{layers}.weight")
     width = next(tensor for tensor in tensors.values()).shape[-1]
@@ -383,3 +388,11 @@ def save_heads(
         "medusa_accuracy": heads.accuracy.tolist() if heads.accuracy is not None else None,
     }
     (directory / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
+
+
+def save_tree(heads: Heads, directory: Path) -> None:
+    """Renew the tree and the accuracies beside the heads, and nothing else."""
+    path = directory / "config.json"
+    config = read_json(path) if path.exists() else {}
+    config |= {"medusa_choices": heads.tree, "medusa_accuracy": heads.accuracy.tolist()}
+    path.write_text(json.dumps(config) + "\n", encoding="utf-8")

@@ -140,14 +140,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class Joined:
     """Several linear layers of one input as one product, for inference; on a CPU in float32 with
-    weights that oneDNN has packed for few rows, where that pays (from PACKED outputs on)."""
+    weights that oneDNN has packed for few rows, where that pays (from PACKED outputs on: those are
+    held twice)."""
 
     def __init__(self, *parts: nn.Linear):
         self.bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts])
         weight = torch.cat([p.weight for p in parts]) if len(parts) > 1 else parts[0].weight
         self.weight = weight.detach()
         at = 0
-        for part in parts if len(parts) > 1 else ():  # views: the parts take no memory any more
+        for part in parts if len(parts) > 1 else ():  # the parts become views of the whole
             part.weight = nn.Parameter(self.weight[at : at + len(part.weight)], requires_grad=False)
             at += len(part.weight)
         fits = weight.dtype == torch.float32 and weight.device.type == "cpu"
@@ -156,8 +157,8 @@ class Joined:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 8)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is None:
-            return F.linear(x, self.weight, self.bias)
+        if self.packed is None or (x.requires_grad and torch.is_grad_enabled()):
+            return F.linear(x, self.weight, self.bias)  # a packed product has no gradient
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 

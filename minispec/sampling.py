@@ -61,13 +61,10 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
         least = logits.topk(sampling.top_k).values[..., -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
     if sampling.top_p < 1:
-        kept = int(logits.isfinite().sum(-1).max())  # after top-k a few: no need to sort them all
-        ascending, order = (x.flip(-1) for x in logits.topk(kept))
+        ascending, order = logits.sort()
         tail = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         tail[..., -1] = False  # the most likely token stays
-        logits = logits.masked_fill(
-            torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, tail), -math.inf
-        )
+        logits = logits.masked_fill(tail.scatter(-1, order, tail), -math.inf)
     return logits.softmax(-1).cpu()
 
 

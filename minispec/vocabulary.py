@@ -131,6 +131,8 @@ def load_vocabulary(
     """The languages of a file that this module wrote, or FastMTP's list of ids in a .pt; of each
     at most `size` tokens."""
     path = Path(path)
+    if size is not None and size < 1:
+        raise UserError(f"vocabulary size {size}: must be at least 1")
     if not path.exists():
         raise UserError(f"no such vocabulary file: {path}")
     if path.suffix == ".pt":
@@ -138,6 +140,8 @@ def load_vocabulary(
     else:
         languages = read_languages(path, tokenizer)
     for name, language in languages.items():
+        if not language.ids:
+            raise UserError(f"{path}: {name} has no tokens")
         wrong = [i for i in language.ids if not 0 <= i < model.config.vocab_size]
         if wrong:
             raise UserError(

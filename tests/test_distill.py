@@ -126,3 +126,15 @@ def test_wrong_input_is_refused(tmp_path):
     (tmp_path / "bad.jsonl").write_text("{\n")
     with pytest.raises(UserError, match="is not a file"):
         distill.read_own(tmp_path / "bad.jsonl")
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"kind": "code", "prompt": [1], "tokens": [2]}\n', '{"a": 1}\n']
+)
+@pytest.mark.parametrize("command", ["draft", "medusa", "mtp"])
+def test_too_few_or_odd_documents_are_one_line(target, tmp_path, capsys, text, command):
+    (tmp_path / "own.jsonl").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        run(command, "--model", target, "--own", tmp_path / "own.jsonl", "--out", tmp_path / "out",
+            "--device", "cpu", "--steps", 1)  # fmt: skip
+    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1

@@ -25,8 +25,9 @@ from minispec.vocabulary import Compressed, Language, Subset, count, load_vocabu
 # ---- the head and its drafts ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 6, "auto"])
-@pytest.mark.parametrize("tree", [0, 1, 7])
+@pytest.mark.parametrize(
+    "k, tree", [(k, t) for k in range(1, 7) for t in (0, 1, 7)] + [("auto", 0)]
+)
 def test_greedy_tokens_are_plain_decoding_s(k, tree):
     for seed in range(3):
         model, prompt = random_model(seed), random_tokens(1 + 3 * seed, seed)
@@ -192,6 +193,19 @@ def test_the_loss_is_the_paper_s_over_generated_tokens_of_one_document_only():
     loss(torch.tensor([0, 2])).backward()
     assert all(p.grad is not None for p in head.parameters())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_loaded_target_s_packed_weights_let_gradients_through(tmp_path):
+    """lm_head of a loaded model is packed from 1,024 tokens on, and packed products have none."""
+    save(random_model(vocab_size=1100, dtype=torch.float32), None, tmp_path)
+    model, _ = load(tmp_path, "float32", "cpu")
+    assert model.head.packed is not None
+    head, (_, documents) = random_head(model, 0), documents_of(model)
+    documents.hidden = [hidden.detach() for hidden in documents.hidden]
+    for p in head.parameters():
+        p.requires_grad_(True)
+    distill.MTPLoss(head, model, documents, 2, 0.6, True, torch.float32)(torch.arange(3)).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
 
 
 @pytest.mark.parametrize("mode", ["aligned", "parallel"])
@@ -410,7 +424,11 @@ def test_a_missing_or_foreign_tensor_is_an_error(tmp_path):
 
 @pytest.mark.parametrize(
     "options, message",
-    [({"k": 0}, "k 0: must be auto or at least 1"), ({"tree": -1}, "tree -1: must be 0")],
+    [
+        ({"k": 0}, "k 0: must be auto or at least 1"),
+        ({"tree": -1}, "tree -1: must be 0"),
+        ({"k": "auto", "tree": 4}, "k auto is for chains"),
+    ],
 )
 def test_impossible_sizes_are_refused(options, message):
     model = random_model()
@@ -425,6 +443,8 @@ def test_impossible_sizes_are_refused(options, message):
         (["--heads", "nowhere"], "no such directory: nowhere"),
         (["--vocabulary", "nowhere.json"], "no such vocabulary file"),
         (["--k", "many"], "--k many: must be a number"),
+        (["--vocabulary-size", "0"], "vocabulary size 0: must be at least 1"),
+        (["--vocabulary", "none", "--vocabulary-size", "9"], "needs a --vocabulary"),
     ],
 )
 def test_wrong_flags_are_one_line(arguments, message, capsys):

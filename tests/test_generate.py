@@ -260,7 +260,7 @@ def test_the_turns_of_a_sampled_chat_use_fresh_randomness(folder, capsys, monkey
         (["a\udcff"], "not valid Unicode"),
         (["x", "--k", "3"], "--k is for --method speculative or prompt-lookup"),
         (["x", "--method", "prompt-lookup", "--k", "auto"], "--k auto: must be a number"),
-        (["x", "--method", "speculative"], "needs a draft of its own"),
+        (["x", "--method", "speculative"], "needs draft weights of its own"),
         (["x", "--stop", ""], "must not be empty"),
     ],
 )

@@ -10,7 +10,9 @@ from test_medusa import count_up
 from minispec import UserError, cost, generate, load, lookahead
 from minispec.generate import decode
 from minispec.lookahead import DEEP, PERIOD, RANK, Choice, Pool, Window
+from minispec.sampling import OneHot, Seeded
 from minispec.tree import Tree
+from minispec.verify import accept
 
 SIZES = [(1, 2, 0), (1, 2, 1), (1, 3, 1), (4, 2, 3), (3, 4, 2), (5, 4, 5), (10, 5, 10)]
 
@@ -123,8 +125,20 @@ def test_the_pool_keeps_the_last_used_and_nothing_of_it_leaks():
 
 
 def test_a_trie_accepts_what_separate_chains_would_miss():
+    """[3, 4] and [3, 5] where the target says 3, 5, 7: the first 3 must not be a dead end."""
+    says = OneHot([3, 5, 9, 7], 10)  # after the root, 3, 4 and 5
     tree = Tree.merged(0, [[3, 4], [3, 5]])
-    assert len(tree) == 4 and tree.children(1) == [2, 3]
+    assert accept(says, tree, Seeded()) == ([0, 1, 3], 7)
+
+
+def test_a_guess_is_credited_with_its_own_hits():
+    """Guesses 0 and 1 begin alike, so both are right; guess 2 is another child of the root."""
+    choice = Choice([0.0] + [1.0] * 64)
+    tree = choice.tree(0, [[1, 2, 3, 4], [1, 3, 3, 3], [7, 8, 9, 9]])
+    before = list(choice.rank)
+    choice.observe(tree, [0, tree.children(0)[0]])
+    moved = [b - a for a, b in zip(before, choice.rank)]
+    assert moved[0] > 0 and moved[1] > 0 and moved[2] < 0
 
 
 # ---- decoding ------------------------------------------------------------------------------------
@@ -299,6 +313,7 @@ def test_impossible_sizes_are_refused(method, options, message):
         (["--method", "lookahead", "--block", "3"], "--block is for --method jacobi"),
         (["--auto"], "--auto is for --method lookahead, not for autoregressive"),
         (["--method", "lookahead", "--auto", "--window", "3"], "give it alone"),
+        (["--method", "lookahead", "--auto", "--pool-from-prompt"], "give it alone"),
         (["--method", "lookahead", "--ngram", "1"], "ngram 1: must be at least 2"),
     ],
 )

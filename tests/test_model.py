@@ -132,3 +132,24 @@ def test_cuda_equals_cpu():
     tree = Tree.chain(tokens[-5], tokens[-4:])
     hidden = on_gpu(tree.tokens, cache, tree.depth, tree.mask)
     torch.testing.assert_close(on_gpu.logits(hidden).cpu(), expected[:, -5:], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"qk_norm": True}, {"tied": False}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_joined_and_packed_weights_compute_what_the_parts_do(changes, dtype):
+    """The slow oracle of `prepare`: the same model unprepared, for one row and for many."""
+    plain, fast = (
+        random_model(vocab_size=1200, intermediate_size=520, dtype=dtype, **changes)
+        for _ in range(2)
+    )
+    fast.prepare()
+    assert (fast.head.packed is not None) == (dtype == torch.float32)
+    for n in (1, 2, 7, 40):
+        tokens = random_tokens(n)
+        caches = [model.new_cache() for model in (plain, fast)]
+        expected, logits = (m.logits(m(tokens, c)) for m, c in zip((plain, fast), caches))
+        bound = (1e-5 if dtype == torch.float32 else 1e-12) * expected.abs().max()
+        assert (logits - expected).abs().max() <= bound
+    names = [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in fast.named_parameters()] == names
+    assert fast.double().head is None and fast.model.layers[0].self_attn.qkv is None

@@ -106,3 +106,14 @@ def test_the_law_equals_transformers_warpers():
         )[0]
         expected = torch.tensor(case["law"], dtype=torch.float64)
         torch.testing.assert_close(law, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("top_k", [0, 50])
+def test_a_law_does_not_depend_on_the_other_rows_of_its_pass(top_k):
+    """Ties are common in bfloat16, and top-p must cut them alike in every pass."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(60, 500, generator=generator)).bfloat16().float().round(decimals=1)
+    sampling = Sampling(1.0, top_k=top_k, top_p=0.9)
+    together = probs(logits, sampling)
+    for i in range(60):
+        assert torch.equal(probs(logits[i : i + 1], sampling)[0], together[i])
