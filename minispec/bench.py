@@ -22,7 +22,7 @@ from minispec.fastmtp import load_head
 from minispec.generate import WEIGHTS, Run, check_vocabularies, decode
 from minispec.medusa import load_heads
 from minispec.model import Transformer
-from minispec.pretrain import KINDS, distinct_4grams, read_corpus
+from minispec.pretrain import KINDS, distinct_4grams, held_out_prompts
 from minispec.speculative import speedup, tokens_per_pass
 from minispec.tokenizer import Tokenizer
 from minispec.vocabulary import load_vocabulary
@@ -88,27 +88,32 @@ def summarise(
 ) -> Row:
     """`k` drafts of a model at the cost `c` each, for the formula, which takes a target pass over
     k + 1 tokens to cost no more than one over 1: here it costs `flat` as much."""
-    ratios = [
-        (p.decode_seconds / len(p.tokens)) / (r.decode_seconds / len(r.tokens))
-        for p, r in zip(plain, runs)
-    ]
-    a = alpha(runs)
+    speeds, a = ratios(plain, runs), alpha(runs)
     k = None if a is None else k
-    new, passes = sum(len(r.tokens) for r in runs), sum(len(r.rounds) for r in runs)
     return Row(
-        kind, name, statistics.median(ratios), min(ratios), max(ratios), new / passes, a,
+        kind, name, statistics.median(speeds), min(speeds), max(speeds), per_pass(runs), a,
         tokens_per_pass(a, k) if k else None, speedup(a, k, c) / flat if k else None,
         statistics.mean(distinct_4grams(r.tokens) for r in runs),
-        sum(p.tokens != r.tokens for p, r in zip(plain, runs)),
+        differing(plain, runs),
     )  # fmt: skip
 
 
-def held_out_prompts(data: Path, kind: str, tokenizer: Tokenizer, n: int) -> list[list[int]]:
-    """The first 16 tokens of `n` documents that were never trained on."""
-    documents = read_corpus(data)[1].get(kind)
-    if not documents:
-        raise UserError(f"{data} has no text of the kind {kind}")
-    return [tokenizer.encode(document)[:16] for document in documents[:n]]
+def ratios(plain: list[Run], runs: list[Run]) -> list[float]:
+    """Of each prompt, plain decoding's seconds per token over the method's own."""
+    return [
+        (p.decode_seconds / len(p.tokens)) / (r.decode_seconds / len(r.tokens))
+        for p, r in zip(plain, runs)
+    ]
+
+
+def per_pass(runs: list[Run]) -> float:
+    """Tokens per target pass, over all runs."""
+    return sum(len(r.tokens) for r in runs) / sum(len(r.rounds) for r in runs)
+
+
+def differing(plain: list[Run], runs: list[Run]) -> int:
+    """How many runs have other tokens than plain decoding."""
+    return sum(p.tokens != r.tokens for p, r in zip(plain, runs))
 
 
 def number(value: float | None) -> str:
@@ -178,11 +183,11 @@ def main(argv: list[str] | None = None) -> None:
     draft = methods.get(f"speculative k={args.k}", {}).get("draft", model)
     c = pass_seconds(draft, 1) / pass_seconds(model, args.k + 1)
     flat = pass_seconds(model, args.k + 1) / pass_seconds(model, 1)
-    rows = []
-    for kind in list(KINDS) if args.kind == "all" else [args.kind]:
-        prompts = PROMPTS
-        if args.data:
-            prompts = held_out_prompts(args.data, kind, tokenizer, args.prompts)
+    kinds, rows = list(KINDS) if args.kind == "all" else [args.kind], []
+    texts = dict.fromkeys(kinds, PROMPTS)
+    if args.data:
+        texts = held_out_prompts(args.data, kinds, tokenizer, args.prompts)
+    for kind, prompts in texts.items():
         runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, args.temperature)
         for name, each in runs.items():
             k = args.k if name == f"speculative k={args.k}" else None

@@ -3,7 +3,7 @@
 import json
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,6 +235,17 @@ def assign(
 ) -> None:
     """Fill a module made on the meta device, tensor by tensor; every name and shape must fit."""
     expected = {name: parameter.shape for name, parameter in module.named_parameters()}
+    for name, tensor in fitting(expected, tensors, where):
+        owner, _, leaf = name.rpartition(".")
+        parameter = torch.nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+        setattr(module.get_submodule(owner), leaf, parameter)
+
+
+def fitting(
+    expected: dict[str, torch.Size], tensors: Iterable[tuple[str, Tensor]], where: str
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that are expected, in their shapes; in the end an error, if any is missing,
+    unexpected or misshapen."""
     found, unexpected, misshapen = set(), [], []
     for name, tensor in tensors:
         found.add(name)
@@ -248,9 +259,7 @@ def assign(
                 f"{where}: {name} is stored as {tensor.dtype}: quantised weights are not supported"
             )
         else:
-            owner, _, leaf = name.rpartition(".")
-            parameter = torch.nn.Parameter(tensor.to(device, dtype), requires_grad=False)
-            setattr(module.get_submodule(owner), leaf, parameter)
+            yield name, tensor
     for problem, names in (
         ("lacks", sorted(expected.keys() - found)),
         ("has unexpected", unexpected),
@@ -298,6 +307,11 @@ def check_tokenizer(where: str, folder: Path, tokenizer: Tokenizer | None) -> No
         theirs = read_json(folder / "config.json").get("tokenizer_fingerprint")
     if (folder / "tokenizer.json").exists():
         theirs = Tokenizer.from_directory(folder).fingerprint
+    check_fingerprint(where, theirs, tokenizer)
+
+
+def check_fingerprint(where: str, theirs: str | None, tokenizer: Tokenizer | None) -> None:
+    """Refuse what was made with another tokenizer, as far as both are known."""
     if tokenizer and theirs and theirs != tokenizer.fingerprint:
         raise UserError(f"{where}: made with another tokenizer than the target's")
 
@@ -435,6 +449,15 @@ def config_json(config: Config, dtype: torch.dtype) -> dict:
     return raw
 
 
+def write_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a .safetensors file; it appears whole or not."""
+    part = path.with_name(path.name + ".part")
+    save_file(tensors, part, metadata=metadata or {"format": "pt"})
+    part.replace(path)
+
+
 def save(
     model: Transformer,
     tokenizer: Tokenizer | None,
@@ -451,9 +474,7 @@ def save(
     # `named_parameters` lists a tied weight once, under the embedding's name
     tensors = {name: p.detach().to("cpu", dtype, copy=True) for name, p in model.named_parameters()}
     tensors |= {name: t.to("cpu", dtype, copy=True) for name, t in (extra or {}).items()}
-    part = directory / "model.safetensors.part"
-    save_file(tensors, part, metadata={"format": "pt"})
-    part.replace(directory / "model.safetensors")
+    write_tensors(tensors, directory / "model.safetensors")
     config = config_json(model.config, dtype)
     if extra:
         config["num_nextn_predict_layers"] = 1

@@ -21,11 +21,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec.checkpoint import load, save
+from minispec.checkpoint import load, save, write_tensors
 from minispec.cost import cost_curve, least_seconds, pass_seconds
 from minispec.errors import UserError, command
 from minispec.fastmtp import Head, save_head
@@ -53,6 +52,7 @@ from minispec.pretrain import (
     build,
     checked,
     end_distributed,
+    held_out_prompts,
     initialise,
     model_arguments,
     optimizers,
@@ -343,9 +343,7 @@ def stored_states(
             if (stored.metadata() or {}).get("key") == key:
                 return list(stored.get_tensor("hidden").split(lengths))
     states = hidden_states(target, rows, dtype)
-    part = file.with_suffix(".part")
-    save_file({"hidden": torch.cat(states)}, part, metadata={"key": key})
-    part.replace(file)
+    write_tensors({"hidden": torch.cat(states)}, file, {"key": key})
     return states
 
 
@@ -366,45 +364,36 @@ def labels_of(tokens: list[int], prompt: int, heads: int) -> Tensor:
 
 
 class Shuffled:
-    """Numbers in an order that changes every epoch; `batches` taken is its whole state."""
+    """Batches of these numbers, in an order that changes every epoch."""
 
-    def __init__(self, n: int, seed: int):
-        self.numbers, self.seed = torch.arange(n), seed
-        self.batches, self.epoch = 0, -1
+    def __init__(self, numbers: list[int], seed: int):
+        self.numbers, self.seed = torch.tensor(numbers), seed
+        self.taken, self.epoch = 0, -1
 
-    def choose(self, numbers: list[int]) -> None:
-        """Only these."""
-        self.numbers = torch.tensor(numbers)
-
-    def take(self, rows: int) -> Tensor:
-        """The next `rows` numbers; no batch reaches into the next epoch."""
-        epoch, batch = divmod(self.batches, max(len(self.numbers) // rows, 1))
+    def take(self, step: int, progress: float, rows: int, context: int) -> Tensor:
+        """The next numbers, (rows,); no batch reaches into the next epoch."""
+        epoch, batch = divmod(self.taken, max(len(self.numbers) // rows, 1))
         if epoch != self.epoch:
             generator = torch.Generator().manual_seed(self.seed + epoch)
             self.epoch = epoch
             self.order = self.numbers[torch.randperm(len(self.numbers), generator=generator)]
-        self.batches += 1
+        self.taken += 1
         return self.order[batch * rows : (batch + 1) * rows]
+
+    def state(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
 
 
 class Positions:
-    """Positions of all texts that have a label, in a new order every epoch."""
+    """Hidden states (N, d) and labels (N, K) of all positions that have a label."""
 
-    def __init__(self, states: list[Tensor], labels: list[Tensor], seed: int):
+    def __init__(self, states: list[Tensor], labels: list[Tensor]):
         kept = [(each >= 0).any(1) for each in labels]
-        self.hidden = torch.cat([h[some] for h, some in zip(states, kept)])  # (N, d)
-        self.labels = torch.cat([each[some] for each, some in zip(labels, kept)])  # (N, K)
-        self.order = Shuffled(len(self.hidden), seed)
-
-    def take(self, step: int, progress: float, rows: int, context: int) -> Tensor:
-        """Indices of the next positions, (rows,)."""
-        return self.order.take(rows)
-
-    def state(self) -> dict[str, int]:
-        return {"position": self.order.batches}
-
-    def restore(self, state: dict[str, int]) -> None:
-        self.order.batches = state["position"]
+        self.hidden = torch.cat([h[some] for h, some in zip(states, kept)])
+        self.labels = torch.cat([each[some] for each, some in zip(labels, kept)])
 
 
 class HeadsLoss(nn.Module):
@@ -455,10 +444,11 @@ def medusa_heads(args: argparse.Namespace) -> None:
     states = stored_states(target, rows, args.dtype, args.out / "hidden.safetensors")
     labels = [labels_of(row, prompt, args.heads) for row, prompt in zip(rows, prompts)]
     learn = [i for i in range(len(rows)) if i % HELD_OUT]
-    positions = Positions([states[i] for i in learn], [labels[i] for i in learn], args.seed)
+    positions = Positions([states[i] for i in learn], [labels[i] for i in learn])
     heads = untrained(args.heads, args.layers, target, args.shared).to(args.device)
     optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    trainer = Trainer(heads, [optimizer], positions, objective="medusa")
+    batches = Shuffled(list(range(len(positions.hidden))), args.seed)
+    trainer = Trainer(heads, [optimizer], batches, objective="medusa")
     train(trainer, args, HeadsLoss(heads, target, positions, args.dtype))
     heads.half().float()  # as they are stored
     parts = [ranks_of(heads, target, states[i], labels[i]) for i in range(0, len(rows), HELD_OUT)]
@@ -496,11 +486,15 @@ def candidates(heads: Heads, target: Transformer, most: int = 63) -> list[Candid
 
 def accuracy_table(accuracy: Tensor) -> str:
     """Markdown: a row per head, a column per rank."""
-    ranks = range(accuracy.shape[1])
-    names = " | ".join(f"rank {r}" for r in ranks)
-    lines = [f"| head | {names} |", "|---" * len(ranks) + "|---|"]
-    for k, row in enumerate(accuracy.tolist()):
-        lines.append(f"| {k} | " + " | ".join(f"{a:.3f}" for a in row) + " |")
+    ranks = [f"rank {r}" for r in range(accuracy.shape[1])]
+    return markdown("head", ranks, dict(enumerate(accuracy.tolist())))
+
+
+def markdown(corner: str, columns: list[str], rows: dict[object, list[float]]) -> str:
+    """A table of rates."""
+    lines = [f"| {' | '.join([corner, *columns])} |", "|---" * len(columns) + "|---|"]
+    for name, rates in rows.items():
+        lines.append(f"| {name} | " + " | ".join(f"{rate:.3f}" for rate in rates) + " |")
     return "\n".join(lines)
 
 
@@ -552,12 +546,9 @@ def tree(args: argparse.Namespace) -> None:
             f"context of {target.config.context}, and the latter be at least 3"
         )
     heads = load_heads(args.heads, target, tokenizer)
-    _, held_out = read_corpus(args.data)
-    if args.kind not in held_out:
-        raise UserError(f"{args.data} has no text of the kind {args.kind}")
-    texts = held_out[args.kind]
-    texts = texts[min(SKIPPED, len(texts) // 2) :][: args.documents]
-    prompts = [tokenizer.encode(text[:400])[: args.prompt_tokens] for text in texts]
+    prompts = held_out_prompts(
+        args.data, [args.kind], tokenizer, args.documents, args.prompt_tokens, SKIPPED
+    )[args.kind]
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     n = args.tokens
     answers = sample_batch(target, prompts, n, sampling, torch.Generator().manual_seed(args.seed))
@@ -591,7 +582,7 @@ def tree(args: argparse.Namespace) -> None:
     if card.exists():
         kept = card.read_text(encoding="utf-8").split("## The tree")[0]
         section = TREE_SECTION.format(
-            command=shown(sys.argv[1:]), kind=args.kind, texts=len(texts),
+            command=shown(sys.argv[1:]), kind=args.kind, texts=len(prompts),
             table=accuracy_table(heads.accuracy), result=result,
         )  # fmt: skip
         card.write_text(kept + section, encoding="utf-8")
@@ -632,25 +623,14 @@ def along(ranks: list[Tensor], paths: list[Ranks]) -> float:
 
 
 class Documents:
-    """Whole documents, reshuffled every epoch, padded on the right to the longest of all."""
+    """Whole documents, padded on the right to the longest of all."""
 
-    def __init__(self, rows: list[list[int]], prompts: list[int], states: list[Tensor], seed: int):
+    def __init__(self, rows: list[list[int]], prompts: list[int], states: list[Tensor]):
         pad = nn.utils.rnn.pad_sequence
         self.tokens = pad([torch.tensor(row) for row in rows], batch_first=True)  # (D, T)
         self.hidden = states
         self.prompts = torch.tensor(prompts)
         self.lengths = torch.tensor([len(row) for row in rows])
-        self.order = Shuffled(len(rows), seed)
-
-    def take(self, step: int, progress: float, rows: int, context: int) -> Tensor:
-        """Indices of the next documents, (rows,)."""
-        return self.order.take(rows)
-
-    def state(self) -> dict[str, int]:
-        return {"documents": self.order.batches}
-
-    def restore(self, state: dict[str, int]) -> None:
-        self.order.batches = state["documents"]
 
     def labels(self, index: Tensor, k: int) -> Tensor:
         """Step k's label at i is token i + k + 1 if that is a generated one, else -100;
@@ -767,12 +747,12 @@ def mtp(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / (f"hidden.{rank}.safetensors" if world > 1 else "hidden.safetensors")
     states = stored_states(target, rows, args.dtype, file)
-    documents = Documents(rows, [len(row["prompt"]) for row in own], states, args.seed)
-    documents.order.choose([i for i in range(len(rows)) if i % HELD_OUT])
+    documents = Documents(rows, [len(row["prompt"]) for row in own], states)
+    batches = Shuffled([i for i in range(len(rows)) if i % HELD_OUT], args.seed)
     head = Head(target.config)
     initialise(head, args.seed)
     head.to(args.device)
-    trainer = Trainer(head, head_optimizers(head), documents, objective=f"mtp {args.mode}")
+    trainer = Trainer(head, optimizers(head), batches, objective=f"mtp {args.mode}")
     loss = MTPLoss(head, target, documents, args.k, args.beta, args.mode == "aligned", args.dtype)
     train(trainer, args, loss)
     if rank == 0:
@@ -787,16 +767,6 @@ def mtp(args: argparse.Namespace) -> None:
         (args.out / "README.md").write_text(mtp_card(trainer, args, rates), encoding="utf-8")
         print({kind: [round(a, 3) for a in each] for kind, each in rates.items()})
     end_distributed()
-
-
-def head_optimizers(head: Head) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for norms and biases."""
-    matrices = [p for p in head.parameters() if p.dim() == 2]
-    others = [p for p in head.parameters() if p.dim() != 2]
-    return [
-        torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
 
 
 def corpus_rows(data: Path, tokenizer: Tokenizer, args: argparse.Namespace) -> list[dict]:
@@ -815,17 +785,13 @@ def corpus_rows(data: Path, tokenizer: Tokenizer, args: argparse.Namespace) -> l
 
 def mtp_card(trainer: Trainer, args: argparse.Namespace, rates: dict[str, list[float]]) -> str:
     """The README.md beside the head."""
-    steps = range(1, args.k + 1)
-    lines = ["| kind | " + " | ".join(f"step {k}" for k in steps) + " |", "|---" * args.k + "|---|"]
-    for kind, each in rates.items():
-        lines.append(f"| {kind} | " + " | ".join(f"{a:.3f}" for a in each) + " |")
     return MTP_CARD.format(
         parameters=count_parameters(trainer.model), command=shown(sys.argv[1:]),
         text="the frozen target's own documents" if args.own else "documents of the corpus",
         weights=", ".join(f"{w:.3f}" for w in step_weights(args.k, args.beta)), mode=args.mode,
         step=trainer.step, tokens=trainer.tokens, minutes=trainer.seconds / 60,
         threads=torch.get_num_threads(), device=args.device.type, held_out=HELD_OUT,
-        table="\n".join(lines),
+        table=markdown("kind", [f"step {k + 1}" for k in range(args.k)], rates),
     )  # fmt: skip
 
 
@@ -849,6 +815,18 @@ How often each step's best token is the right one, given right tokens before it,
 # ---- command line --------------------------------------------------------------------------------
 
 
+def sampling_arguments(
+    p: argparse.ArgumentParser, temperature: float, top_k: int, top_p: float
+) -> None:
+    """The flags of a command that samples from the target."""
+    p.add_argument("--temperature", type=float, default=temperature)
+    p.add_argument("--top-k", type=int, default=top_k)
+    p.add_argument("--top-p", type=float, default=top_p)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--dtype", default="auto")
+    p.add_argument("--device", default="auto")
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
         prog="python -m minispec.distill", description=__doc__.split("\n")[0]
@@ -860,12 +838,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     g.add_argument("--documents", type=int, default=8000)
     g.add_argument("--tokens", type=int, default=200, help="at most, of one document")
     g.add_argument("--batch", type=int, default=64)
-    g.add_argument("--temperature", type=float, default=0.6)
-    g.add_argument("--top-k", type=int, default=20)
-    g.add_argument("--top-p", type=float, default=0.95)
-    g.add_argument("--seed", type=int, default=0)
-    g.add_argument("--dtype", default="auto")
-    g.add_argument("--device", default="auto")
+    sampling_arguments(g, temperature=0.6, top_k=20, top_p=0.95)
     g.add_argument("--out", type=Path, required=True, help="a .jsonl file, appended to")
     d = commands.add_parser("draft", help="train a draft on that text")
     d.set_defaults(run=draft)
@@ -895,14 +868,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     t.add_argument("--documents", type=int, default=100)
     t.add_argument("--prompt-tokens", type=int, default=16)
     t.add_argument("--tokens", type=int, default=150)
-    t.add_argument("--temperature", type=float, default=0.0)
-    t.add_argument("--top-k", type=int, default=0)
-    t.add_argument("--top-p", type=float, default=1.0)
+    sampling_arguments(t, temperature=0.0, top_k=0, top_p=1.0)
     t.add_argument("--nodes", type=int, help="default: what pays most on this machine")
     t.add_argument("--measured", type=int, default=10, help="texts that are decoded for real")
-    t.add_argument("--seed", type=int, default=0)
-    t.add_argument("--dtype", default="auto")
-    t.add_argument("--device", default="auto")
     for each in (d, m):
         each.add_argument("--own", type=Path, required=True, help="what `generate` wrote")
     for each in (g, d, m, f, t):

@@ -12,11 +12,17 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
-from minispec.checkpoint import assign, check_tokenizer, read_tensors, resolve, weight_files
+from minispec.checkpoint import (
+    assign,
+    check_tokenizer,
+    read_tensors,
+    resolve,
+    weight_files,
+    write_tensors,
+)
 from minispec.cost import cost_curve, least_seconds, once, pass_seconds
 from minispec.errors import UserError
 from minispec.model import Block, Config, Pass, RMSNorm, Transformer
@@ -277,9 +283,7 @@ def save_head(
     steps in the loss."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.to("cpu", dtype).contiguous() for name, t in head_tensors(head).items()}
-    part = directory / "model.safetensors.part"
-    save_file(tensors, part, metadata={"format": "pt"})
-    part.replace(directory / "model.safetensors")
+    write_tensors(tensors, directory / "model.safetensors")
     config = {
         "base_model_name_or_path": base,
         "num_nextn_predict_layers": 1,

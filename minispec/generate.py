@@ -392,9 +392,8 @@ FLAGS = {
     "pool_from_prompt": ("lookahead",),
     "auto": ("lookahead",),
 }
-# those that a method takes under their own names
-LOOKAHEAD = "window", "ngram", "guesses", "pool_from_prompt"
-PLAIN = "k", "block", "window", "ngram", "guesses", "pool_from_prompt"
+LOOKAHEAD = "window", "ngram", "guesses", "pool_from_prompt"  # what --auto chooses
+PLAIN = "k", "block", *LOOKAHEAD  # those that a method takes under their own names
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -462,9 +461,8 @@ def fastmtp_options(
         if not args.tree.isdecimal():
             raise UserError(f"--tree {args.tree}: must be a number of nodes for fastmtp")
         options["tree"] = int(args.tree)
-    beside = Path(name) / "vocabulary.json"
-    if Path(name).is_file():
-        beside = Path(name).parent / "vocabulary.json"
+    folder = Path(name).parent if Path(name).is_file() else Path(name)
+    beside = folder / "vocabulary.json"
     file = args.vocabulary or (str(beside) if beside.exists() else "none")
     if file == "none" and args.vocabulary_size is not None:
         raise UserError("--vocabulary-size needs a --vocabulary")

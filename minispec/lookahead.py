@@ -217,6 +217,7 @@ PERIOD = 32  # passes between two choices of W
 DEBT = 0.03  # what may be lost against plain decoding, as a share of the tokens so far
 RANK = 0.3, 0.15, 0.1, 0.07, 0.05  # prior: chance that the pool's g-th guess begins right
 DEEP = 1.0, 0.6, 0.4, 0.3  # prior: chance that a guess that begins right is right up to depth d + 1
+GUESSED = 8  # tokens of guesses that a pass is supposed to carry when W is chosen
 
 
 def lookahead_auto(
@@ -261,15 +262,15 @@ class Choice:
     def __init__(self, curve: list[float]):
         self.curve = curve
         self.rank, self.deep = list(RANK), list(DEEP)
-        self.speed = {w: 1.5 / self.cost(4 * w + 8) if w else 1.0 for w in WIDTHS}  # prior
-        self.now, self.passes = 0, 0  # W, and passes since it was chosen
+        self.speed = {w: 1.5 / self.cost(GUESSED, w) if w else 1.0 for w in WIDTHS}  # prior
+        self.now, self.passes = 0, 0  # W, and all passes so far
         self.tokens, self.spent = 0, 0.0
         self.begins: dict[int, int] = {}  # rank of each guess in the last tree -> its first token
         self.since = (0, 0.0)
 
-    def cost(self, n: int) -> float:
-        """Of a pass over the current token and `n` others."""
-        n += 1
+    def cost(self, guessed: int, width: int) -> float:
+        """Of a pass over the current token, so many of guesses, and N - 1 rows of a window."""
+        n = 1 + guessed + len(DEEP) * width
         last = len(self.curve) - 1
         return self.curve[n] if n <= last else self.curve[last] * n / last
 
@@ -286,7 +287,7 @@ class Choice:
             tokens, spent = self.tokens - self.since[0], self.spent - self.since[1]
             self.speed[self.now] = tokens / spent
         self.since = self.tokens, self.spent
-        ready = [w for w in WIDTHS if w == 0 or self.affords(self.cost(4 * w + 8), PERIOD)]
+        ready = [w for w in WIDTHS if w == 0 or self.affords(self.cost(GUESSED, w), PERIOD)]
         self.now = max(ready, key=lambda w: self.speed[w])
         return self.now
 
@@ -297,11 +298,10 @@ class Choice:
             for d in range(len(guess))
         ]  # fmt: skip
         nodes.sort(key=lambda node: -node[0])  # stable: no token before the one it follows
-        window = 4 * self.now
-        best, most, expected = 0, 1 / self.cost(window), 1.0
+        best, most, expected = 0, 1 / self.cost(0, self.now), 1.0
         for n, (chance, _, _) in enumerate(nodes, start=1):
             expected += chance
-            cost = self.cost(window + n)
+            cost = self.cost(n, self.now)
             if expected / cost > most and self.affords(cost):
                 best, most = n, expected / cost
         depth = [0] * len(guesses)
@@ -314,7 +314,7 @@ class Choice:
         """Count the pass, and learn how good its guesses were."""
         self.passes += 1
         self.tokens += len(path)
-        self.spent += self.cost(len(tree) - 1 + 4 * self.now)
+        self.spent += self.cost(len(tree) - 1, self.now)
         right = tree.tokens[path[1]] if len(path) > 1 else None
         for g, prior in enumerate(RANK):
             if g in self.begins:

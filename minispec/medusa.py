@@ -16,11 +16,17 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
-from minispec.checkpoint import check_tokenizer, read_tensors, resolve, weight_files
+from minispec.checkpoint import (
+    check_tokenizer,
+    fitting,
+    read_tensors,
+    resolve,
+    weight_files,
+    write_tensors,
+)
 from minispec.errors import UserError, read_json
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -340,18 +346,10 @@ def heads_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> He
 def fill(heads: Heads, tensors: dict[str, Tensor], where: str) -> None:
     """Copy the tensors of a file into the heads; every one must be there and fit."""
     slots = dict(heads.tensors())
-    misshapen = (n for n, slot in slots.items() if n in tensors and tensors[n].shape != slot.shape)
-    for problem, names in (
-        ("lacks", slots.keys() - tensors.keys()),
-        ("has unexpected", tensors.keys() - slots.keys()),
-        ("has misshapen", misshapen),
-    ):
-        wrong = sorted(names)
-        if wrong:
-            raise UserError(f"{where} {problem} tensors: {', '.join(wrong[:6])}")
+    shapes = {name: slot.shape for name, slot in slots.items()}
     with torch.no_grad():
-        for name, slot in slots.items():
-            slot.copy_(tensors[name])
+        for name, tensor in fitting(shapes, tensors.items(), where):
+            slots[name].copy_(tensor)
     heads.requires_grad_(False)
 
 
@@ -375,24 +373,22 @@ def save_heads(
     """Write layout v1, or v2 where the projections are shared, that `load_heads` reads."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in heads.tensors()}
-    part = directory / f"{NAMES[0]}.part"
-    save_file(tensors, part, metadata={"format": "pt"})
-    part.replace(directory / NAMES[0])
+    write_tensors(tensors, directory / NAMES[0])
     config = {
         "base_model_name_or_path": base,
         "medusa_num_heads": len(heads),
         "medusa_num_layers": len(heads.weight),
         "version": "2" if heads.projection is None else "1",
         "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
-        "medusa_choices": heads.tree,
-        "medusa_accuracy": heads.accuracy.tolist() if heads.accuracy is not None else None,
     }
     (directory / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
+    save_tree(heads, directory)
 
 
 def save_tree(heads: Heads, directory: Path) -> None:
-    """Renew the tree and the accuracies beside the heads, and nothing else."""
+    """Renew the tree and the accuracies in config.json, and nothing else."""
     path = directory / "config.json"
     config = read_json(path) if path.exists() else {}
-    config |= {"medusa_choices": heads.tree, "medusa_accuracy": heads.accuracy.tolist()}
+    config["medusa_choices"] = heads.tree
+    config["medusa_accuracy"] = None if heads.accuracy is None else heads.accuracy.tolist()
     path.write_text(json.dumps(config) + "\n", encoding="utf-8")

@@ -129,6 +129,19 @@ def read_corpus(data: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]
     return train, held_out
 
 
+def held_out_prompts(
+    data: Path, kinds: list[str], tokenizer: Tokenizer, n: int, length: int = 16, skip: int = 0
+) -> dict[str, list[list[int]]]:
+    """Of each kind the first `length` tokens of `n` documents that were never trained on; the first
+    `skip` are left out, or half of them where they are few."""
+    held_out = read_corpus(data)[1]
+    missing = [kind for kind in kinds if kind not in held_out]
+    if missing:
+        raise UserError(f"{data} has no text of the kind {missing[0]}")
+    texts = {kind: held_out[kind][min(skip, len(held_out[kind]) // 2) :][:n] for kind in kinds}
+    return {k: [tokenizer.encode(text)[:length] for text in each] for k, each in texts.items()}
+
+
 def train_tokenizer(documents: dict[str, list[str]], size: int, per_kind: int = 2_500_000) -> BPE:
     """A byte-level BPE of `size` tokens from at most `per_kind` characters of every kind."""
     bpe = BPE(models.BPE())
@@ -235,7 +248,7 @@ class NextToken(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
 
 
-def initialise(model: Transformer, seed: int) -> None:
+def initialise(model: nn.Module, seed: int) -> None:
     """Normal weights of deviation 0.02, 1/√(2·layers) of it where they write to the residual."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -246,10 +259,12 @@ def initialise(model: Transformer, seed: int) -> None:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
-def optimizers(model: Transformer) -> list[torch.optim.Optimizer]:
-    """Muon for the blocks' matrices, AdamW for embeddings and norms."""
-    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and ".layers." in n]
-    others = [p for n, p in model.named_parameters() if not (p.dim() == 2 and ".layers." in n)]
+def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the blocks' matrices, AdamW for embeddings, norms and biases."""
+    ends = "embed_tokens.weight", "lm_head.weight"
+    inner = {n: p.dim() == 2 and not n.endswith(ends) for n, p in model.named_parameters()}
+    matrices = [p for n, p in model.named_parameters() if inner[n]]
+    others = [p for n, p in model.named_parameters() if not inner[n]]
     return [
         torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0),
@@ -308,7 +323,7 @@ def clip_held_out(
 class Trainer:
     """The state of a run: what a checkpoint holds."""
 
-    model: Transformer
+    model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     batches: Batches
     step: int = 0

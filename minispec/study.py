@@ -16,33 +16,28 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from minispec.bench import held_out_prompts
+from minispec.bench import differing, per_pass, ratios
 from minispec.checkpoint import load
 from minispec.errors import UserError, command
-from minispec.fastmtp import Head, draft_cost, load_head
+from minispec.fastmtp import draft_cost, load_head
 from minispec.generate import WEIGHTS, Run, acceptance, decode
 from minispec.model import Transformer, count_parameters
-from minispec.pretrain import KINDS
+from minispec.pretrain import KINDS, held_out_prompts
 from minispec.tokenizer import Tokenizer
 from minispec.vocabulary import Compressed, load_vocabulary
-
-
-def tokens_per_pass(runs: list[Run]) -> float:
-    return sum(len(r.tokens) for r in runs) / sum(len(r.rounds) for r in runs)
-
 
 # ---- lookahead's scaling law ---------------------------------------------------------------------
 
 
 def lookahead(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> list[dict]:
     """Tokens per pass over a grid of W = G and N, and the formula fitted to them."""
-    prompts = held_out_prompts(args.data, args.kind, tokenizer, args.prompts)
+    prompts = held_out_prompts(args.data, [args.kind], tokenizer, args.prompts)[args.kind]
     rows = []
     for n, w in tqdm(list(product((3, 4, 5, 6), (1, 2, 4, 8, 16, 32))), unit="size"):
         options = {"window": w, "ngram": n, "guesses": w, "max_new_tokens": args.max_new_tokens}
         runs = [decode(model, tokenizer, prompt, "lookahead", **options) for prompt in prompts]
         flops = 2 * count_parameters(model) * ((n - 1) * 2 * w)
-        rows.append({"N": n, "W": w, "flops": flops, "measured": tokens_per_pass(runs)})
+        rows.append({"N": n, "W": w, "flops": flops, "measured": per_pass(runs)})
     for n in sorted({row["N"] for row in rows}):
         part = [row for row in rows if row["N"] == n]
         alpha, f = fit([(row["W"], row["measured"]) for row in part], n - 1)
@@ -110,8 +105,9 @@ def fastmtp(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) 
     variants.append(("own output, aligned, + vocabulary", variants[-1][1], words))
     cases = list(product(variants, (1, 2, 3)))
     runs: dict[tuple, list[tuple[Run, Run]]] = {}
-    for kind in KINDS:
-        for prompt in tqdm(held_out_prompts(args.data, kind, tokenizer, args.prompts), desc=kind):
+    texts = held_out_prompts(args.data, list(KINDS), tokenizer, args.prompts)
+    for kind, prompts in texts.items():
+        for prompt in tqdm(prompts, desc=kind):
             n = {"max_new_tokens": args.max_new_tokens}
             plain = decode(model, tokenizer, prompt, **n)
             for (name, head, vocabulary), k in cases:
@@ -133,31 +129,16 @@ def fastmtp(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) 
             print(f"| {r['head']} | {r['k']} | {r['kind']} | {r['tau']:.2f} | {rates} | "
                   f"{r['speedup']:.2f} |")  # fmt: skip
     print(f"{sum(r['differing'] for r in rows)} runs differ from plain decoding")
-    for name, vocabulary in (("full", Compressed({}, model)), (f"{args.size} tokens", words)):
-        describe_draft(name, variants[-1][1], model, vocabulary)
     return rows
 
 
 def fastmtp_row(name: str, k: int, kind: str, pairs: list[tuple[Run, Run]]) -> dict:
-    runs = [run for _, run in pairs]
+    """A row of the table from runs of plain decoding and of this head."""
+    plain, runs = map(list, zip(*pairs))
     rates = acceptance([step for run in runs for step in run.rounds])
-    ratios = [
-        (p.decode_seconds / len(p.tokens)) / (r.decode_seconds / len(r.tokens)) for p, r in pairs
-    ]
-    return {"head": name, "k": k, "kind": kind, "tau": tokens_per_pass(runs), **rates,
-            "speedup": statistics.median(ratios),
-            "differing": sum(p.tokens != r.tokens for p, r in pairs)}  # fmt: skip
-
-
-def describe_draft(name: str, head: Head, model: Transformer, words: Compressed) -> None:
-    """Bytes read and FLOPs of one draft step, and its measured cost."""
-    subset = words.pick([])
-    rows = model.config.vocab_size if subset.ids is None else len(subset.ids)
-    numbers = count_parameters(head) + rows * model.config.hidden_size
-    size = model.lm_head.weight.element_size()
-    cost = draft_cost(head, model, subset)
-    print(f"a draft step with the {name} vocabulary ({rows} rows): {numbers * size / 1e6:.2f} MB, "
-          f"{2 * numbers / 1e6:.2f} MFLOP, {cost:.3f} of a pass")  # fmt: skip
+    return {"head": name, "k": k, "kind": kind, "tau": per_pass(runs), **rates,
+            "speedup": statistics.median(ratios(plain, runs)),
+            "differing": differing(plain, runs)}  # fmt: skip
 
 
 # ---- the vocabulary's size and language ----------------------------------------------------------
@@ -168,9 +149,11 @@ def vocabulary(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     head = load_head(WEIGHTS / "mtp", model, tokenizer)
     file = WEIGHTS / "mtp" / "vocabulary.json"
     rows = []
-    print("| text | set | tokens | τ | draft step, of a pass |\n|---|---|---|---|---|")
+    print(
+        "| text | set | tokens | τ | draft step, of a pass | MB read | MFLOP |\n" + "|---" * 7 + "|"
+    )
+    texts = held_out_prompts(args.data, ["stories_en", "stories_zh"], tokenizer, args.prompts)
     for kind, own, other in (("stories_en", "en", "zh"), ("stories_zh", "zh", "en")):
-        prompts = held_out_prompts(args.data, kind, tokenizer, args.prompts)
         for name, size in [("full", 0), *product((own, other), (256, 512, 1024, 2048, 4096))]:
             words = Compressed({}, model)
             if size:
@@ -178,14 +161,17 @@ def vocabulary(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
                 words = Compressed({name: every[name]}, model)
             runs = [
                 decode(model, tokenizer, prompt, "fastmtp", head=head, k=3, vocabulary=words,
-                       max_new_tokens=args.max_new_tokens) for prompt in prompts
+                       max_new_tokens=args.max_new_tokens) for prompt in texts[kind]
             ]  # fmt: skip
             tokens = len(words.languages[name].ids) if size else model.config.vocab_size
             cost = draft_cost(head, model, words.pick([]))
-            rows.append({"kind": kind, "set": name, "tokens": tokens, "cost": cost,
-                         "tau": tokens_per_pass(runs)})  # fmt: skip
-            r = rows[-1]
-            print(f"| {kind} | {name} | {tokens} | {r['tau']:.2f} | {cost:.3f} |", flush=True)
+            numbers = count_parameters(head) + tokens * model.config.hidden_size  # read by a step
+            r = {"kind": kind, "set": name, "tokens": tokens, "tau": per_pass(runs), "cost": cost,
+                 "megabytes": numbers * model.lm_head.weight.element_size() / 1e6,
+                 "mflop": 2 * numbers / 1e6}  # fmt: skip
+            rows.append(r)
+            print(f"| {kind} | {name} | {tokens} | {r['tau']:.2f} | {cost:.3f} | "
+                  f"{r['megabytes']:.2f} | {r['mflop']:.2f} |", flush=True)  # fmt: skip
     return rows
 
 

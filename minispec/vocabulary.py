@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec.checkpoint import load_pickle, read_tokenizer
+from minispec.checkpoint import check_fingerprint, load_pickle, read_tokenizer
 from minispec.errors import UserError, command, read_json
 from minispec.model import Joined, Transformer
 from minispec.tokenizer import Tokenizer
@@ -163,9 +163,7 @@ def published(path: Path) -> Language:
 
 def read_languages(path: Path, tokenizer: Tokenizer | None) -> dict[str, Language]:
     raw = read_json(path)
-    theirs = raw.get("tokenizer_fingerprint")
-    if tokenizer and theirs and theirs != tokenizer.fingerprint:
-        raise UserError(f"{path} was made with another tokenizer than the target's")
+    check_fingerprint(str(path), raw.get("tokenizer_fingerprint"), tokenizer)
     try:
         return {
             name: Language(tuple(map(int, each["ids"])), tuple(map(int, each["counts"])))

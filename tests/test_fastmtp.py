@@ -129,7 +129,7 @@ def test_k_follows_what_was_accepted_and_what_it_costs():
 def documents_of(model, seed: int = 0, sizes=(9, 6, 12)):
     rows = [random_tokens(n, seed + n) for n in sizes]
     states = [model(row)[0] for row in rows]
-    return rows, distill.Documents(rows, [3] * len(rows), states, seed)
+    return rows, distill.Documents(rows, [3] * len(rows), states)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -400,7 +400,7 @@ def test_the_loss_is_the_paper_s_and_its_gradient_spares_the_target():
     rows = [random_tokens(9, seed) for seed in range(5)]
     labels = [distill.labels_of(row, 2, 3) for row in rows]
     states = [model(row)[0] for row in rows]
-    positions = distill.Positions(states, labels, 0)
+    positions = distill.Positions(states, labels)
     heads = random_heads(model, 0, heads=3).float().requires_grad_(True)
     loss = distill.HeadsLoss(heads, model, positions, torch.float32)
     index = torch.arange(len(positions.hidden))
