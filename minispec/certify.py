@@ -552,7 +552,10 @@ def check_statistical(quick: bool = False) -> Iterator[Verdict]:
         ("speculative", bound("speculative", draft=draft, k=3)),
         ("prompt-lookup", bound("prompt-lookup", k=3)),
         ("tree, deep, without replacement", tree_method(draft, "deep", "without replacement")),
-        ("fastmtp", bound("fastmtp", head=random_head(model, 2), k=2, vocabulary=switching(model))),
+        (
+            "fastmtp, k=6",
+            bound("fastmtp", head=random_head(model, 2), k=6, vocabulary=switching(model)),
+        ),
         ("lookahead", bound("lookahead", window=3, ngram=3, guesses=3)),
         ("medusa", bound("medusa", heads=random_heads(model, 1), tree=RANK_TREES["deep"])),
     ]
