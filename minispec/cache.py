@@ -29,18 +29,16 @@ class KVCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        shape = (layers, batch, capacity, heads, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)  # K is stored rotated
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (batch, capacity, heads, head_dim)
+        # of each layer; K is stored rotated
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.lengths = [0] * batch
-        self.sequence = torch.arange(batch, device=device)[
-            :, None
-        ]  # (B, 1), the row index of a write
+        self.capacity = capacity
+        self.device = self.k[0].device
+        # (B, 1), the row index of a write
+        self.sequence = torch.arange(batch, device=device)[:, None]
         self.row = torch.arange(capacity, device=device)
-
-    @property
-    def capacity(self) -> int:
-        return self.k.shape[2]
 
     @property
     def length(self) -> int:
@@ -67,38 +65,39 @@ class KVCache:
         span = min(-(-(max(self.lengths) + n) // SPAN) * SPAN, self.capacity)
         if len(self.lengths) == 1:  # slices: cheaper than indices
             start = self.length
-            visible = torch.zeros(1, n, span, dtype=torch.bool, device=self.k.device)
+            visible = torch.zeros(1, n, span, dtype=torch.bool, device=self.device)
             visible[:, :, :start] = True
             visible[:, :, start : start + n] = mask
             return self.row[None, start : start + n], (start + depth)[None], visible[:, None]
-        starts = torch.tensor(self.lengths, device=self.k.device)[:, None]  # (B, 1)
+        starts = torch.tensor(self.lengths, device=self.device)[:, None]  # (B, 1)
         slots = starts + self.row[:n]
         visible = (self.row[:span] < starts)[:, None].repeat(1, n, 1)  # (B, n, span)
         visible[self.sequence[..., None], self.row[:n, None], slots[:, None]] = mask
         return slots, starts + depth, visible[:, None]
 
     def write(
-        self, layer: int, slots: Tensor, k: Tensor, v: Tensor, span: int
+        self, layer: int, slots: Tensor | None, k: Tensor, v: Tensor, span: int
     ) -> tuple[Tensor, Tensor]:
-        """Put k, v (B, n, heads, head_dim) into `slots`; the layer's first `span` rows of each."""
-        if len(self.lengths) == 1:  # one slice: cheaper than indices
+        """Put k, v (B, n, heads, head_dim) into `slots` (None: right behind the committed rows of
+        the only sequence); the layer's first `span` rows of each."""
+        keys, values = self.k[layer], self.v[layer]
+        if slots is None:
             rows = slice(self.length, self.length + k.shape[1])
-            self.k[layer, :, rows] = k
-            self.v[layer, :, rows] = v
+            keys[:, rows] = k
+            values[:, rows] = v
         else:
-            self.k[layer, self.sequence, slots] = k
-            self.v[layer, self.sequence, slots] = v
-        return self.k[layer, :, :span], self.v[layer, :, :span]
+            keys[self.sequence, slots] = k
+            values[self.sequence, slots] = v
+        return keys[:, :span], values[:, :span]
 
     def commit(self, path: list[int]) -> None:
         """Keep scratch rows `path`, in order, right after the committed ones."""
         start = self.length
         assert path == sorted(set(path)), "a path descends: its rows are distinct and ascending"
         if path != list(range(len(path))):  # a chain's rows already lie where they belong
-            rows = torch.tensor(path, device=self.k.device) + start
-            # K was rotated at its depth, which is its final row
-            self.k[:, :, start : start + len(path)] = self.k[:, :, rows]
-            self.v[:, :, start : start + len(path)] = self.v[:, :, rows]
+            rows = torch.tensor(path, device=self.device) + start
+            for each in (*self.k, *self.v):  # K was rotated at its depth, which is its final row
+                each[:, start : start + len(path)] = each[:, rows]
         self.lengths = [start + len(path)]
 
     def extend(self, counts: list[int]) -> None:

@@ -518,8 +518,8 @@ def check_cache(quick: bool = False) -> Iterator[Verdict]:
             fresh = model.new_cache()
             model.prefill(tokens[:-1], fresh)
             kept = slice(cache.length)
-            error = max(error, float((cache.k[:, :, kept] - fresh.k[:, :, kept]).abs().max()))
-            error = max(error, float((cache.v[:, :, kept] - fresh.v[:, :, kept]).abs().max()))
+            for ours, theirs in zip([*cache.k, *cache.v], [*fresh.k, *fresh.v]):
+                error = max(error, float((ours[:, kept] - theirs[:, kept]).abs().max()))
             if round_ == (4 if quick else 8):
                 break
         worst[name] = error
@@ -708,7 +708,7 @@ def head_problem(seed: int) -> str | None:
     """The head against its formula: the hidden state first, norms before, the block, the norm."""
     model = small_model(seed)
     head, tokens = random_head(model, seed), random.Random(seed).choices(range(24), k=7)
-    hidden, embedded = model(tokens)[0, :-1], model.model.embed_tokens(torch.tensor(tokens[1:]))
+    hidden, embedded = model(tokens)[0, :-1], model.embed(torch.tensor(tokens[1:]))
     drafter = Drafter(head, model, 32, offset=0)
     outputs = drafter.run(hidden, tokens[1:])
     d = model.config.hidden_size
@@ -737,7 +737,7 @@ def drafts_problem(seed: int) -> str | None:
         if not kept.cache.length == cache.length == fresh.cache.length:
             return f"seed {seed}, round {round_}: {kept.cache.length} rows for {cache.length}"
         rows = slice(cache.length)
-        if (kept.cache.k[:, :, rows] - fresh.cache.k[:, :, rows]).abs().max() > 1e-9:
+        if (kept.cache.k[0][:, rows] - fresh.cache.k[0][:, rows]).abs().max() > 1e-9:
             return f"seed {seed}, round {round_}: another row"
         expected = fresh_drafts(head, model, tokens, 3)
         if round_ == 12:

@@ -202,13 +202,14 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of one file; safetensors are mapped, so a tensor costs memory only when
-    copied.
-    """
+    """(name, tensor) of one file, which is mapped anew for each: what was read and copied does
+    not stay in memory."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
-                for name in file.keys():
+                names = list(file.keys())
+            for name in names:
+                with safe_open(path, "pt") as file:
                     yield name, file.get_tensor(name)
         else:
             yield from load_pickle(path).items()
@@ -237,7 +238,7 @@ def assign(
     expected = {name: parameter.shape for name, parameter in module.named_parameters()}
     for name, tensor in fitting(expected, tensors, where):
         owner, _, leaf = name.rpartition(".")
-        parameter = torch.nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+        parameter = torch.nn.Parameter(tensor.to(device, dtype, copy=True), requires_grad=False)
         setattr(module.get_submodule(owner), leaf, parameter)
 
 
@@ -383,12 +384,18 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def load(
-    source: str | os.PathLike, dtype: str | torch.dtype = "auto", device: str = "auto"
+    source: str | os.PathLike,
+    dtype: str | torch.dtype = "auto",
+    device: str = "auto",
+    quantize: str | None = None,
 ) -> tuple[Transformer, Tokenizer | None]:
-    """Model and tokenizer (None where there is no tokenizer.json) of a directory or hub id.
+    """Model and tokenizer (None where there is no tokenizer.json) of a directory or hub id; with
+    `quantize` "int8" its linear layers and a tied embedding hold int8 weights.
 
     Raises UserError for whatever is missing, damaged or not implemented.
     """
+    if quantize not in (None, "int8"):
+        raise UserError(f"quantize {quantize}: only int8 is there")
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     directory = resolve(source)
@@ -410,7 +417,7 @@ def load(
     assign(model, canonical(config, tensors), str(directory), kind, place)
     if config.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
-    return model.eval().prepare(), tokenizer
+    return model.eval().prepare(quantize is not None), tokenizer
 
 
 def config_json(config: Config, dtype: torch.dtype) -> dict:
@@ -467,10 +474,12 @@ def save(
 ) -> None:
     """Write a directory that `load` and transformers read; the weights appear whole or not.
 
-    `extra` tensors, a prediction head's, stand in the same file, as MiMo's do.
+    `extra` tensors, a prediction head's, stand in the same file, as MiMo's do. The model is
+    unprepared afterwards.
     """
     directory.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.dtype
+    model.undo()
     # `named_parameters` lists a tied weight once, under the embedding's name
     tensors = {name: p.detach().to("cpu", dtype, copy=True) for name, p in model.named_parameters()}
     tensors |= {name: t.to("cpu", dtype, copy=True) for name, t in (extra or {}).items()}

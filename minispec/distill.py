@@ -694,7 +694,7 @@ class MTPLoss(nn.Module):
         target, n, logits = self.target[0], hidden.shape[1], []
         keys = Keys()
         for k in range(len(self.weights)):
-            embedded = target.model.embed_tokens(tokens[:, k + 1 : k + 1 + n])
+            embedded = target.embed(tokens[:, k + 1 : k + 1 + n])
             hidden = self.head(hidden, embedded, self.plan(n, k, keys))
             logits.append(target.logits(hidden))
         return logits

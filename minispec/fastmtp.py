@@ -82,7 +82,7 @@ class Drafter:
         model, n = self.model, len(tokens)
         depth = torch.arange(n) if depth is None else depth
         now = model.plan(n, self.cache, depth + self.offset, mask)
-        embedded = model.model.embed_tokens(torch.tensor(tokens, device=model.device))
+        embedded = model.embed(torch.tensor(tokens, device=model.device))
         return self.head(hidden[None], embedded[None], now)[0]
 
     def extend(self, hidden: Tensor, tokens: list[int]) -> None:
@@ -271,7 +271,8 @@ def load_head(
 
 
 def head_tensors(head: Head) -> dict[str, Tensor]:
-    """Under MiMo's names."""
+    """Under MiMo's names; the head is unprepared afterwards."""
+    head.undo()
     return {PREFIX + name: p.detach() for name, p in head.named_parameters()}
 
 

@@ -175,7 +175,7 @@ class Run:
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": new / self.decode_seconds if self.decode_seconds else 0.0,
             "extra_parameters": self.extra_parameters,
-            "peak_memory_bytes": peak_memory(self.cache.k.device),
+            "peak_memory_bytes": peak_memory(self.cache.device),
             "lossless": self.method not in LOSSY,
         }
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minispec.cache import KVCache
 
-PACKED = 1024  # outputs from which oneDNN's packed weights beat plain ones on a CPU
+KEPT = 2**17  # weights up to this size stay plain beside the packed ones, for one row
 
 
 @dataclass(frozen=True)
@@ -139,27 +139,86 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Joined:
-    """Several linear layers of one input as one product, for inference; on a CPU in float32 with
-    weights that oneDNN has packed for few rows, where that pays (from PACKED outputs on: those are
-    held twice)."""
+    """Several linear layers of one input as one product, for inference.
 
-    def __init__(self, *parts: nn.Linear):
+    On a CPU in float32 oneDNN packs the weights, so that the rows of a draft cost little more than
+    one. Small weights stay plain as well, which is faster for one row. Large ones are given up by
+    the layers, which then are on the meta device, until `undo`; but for a `shared` one, which is
+    the embedding too. With `quantize` they are int8 (`quantized`).
+    """
+
+    def __init__(self, *parts: nn.Linear, quantize: bool = False, shared: bool = False):
+        self.parts, self.dtype = parts, parts[0].weight.dtype
         self.bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts])
         weight = torch.cat([p.weight for p in parts]) if len(parts) > 1 else parts[0].weight
-        self.weight = weight.detach()
-        at = 0
-        for part in parts if len(parts) > 1 else ():  # the parts become views of the whole
-            part.weight = nn.Parameter(self.weight[at : at + len(part.weight)], requires_grad=False)
-            at += len(part.weight)
+        self.weight: Tensor | None = weight.detach()  # (out, in)
+        self.packed = self.scale = None
         fits = weight.dtype == torch.float32 and weight.device.type == "cpu"
-        self.packed = None
-        if fits and len(weight) >= PACKED and torch.backends.mkldnn.is_available():
+        if quantize:
+            self.weight, self.scale = quantized(self.weight)
+        elif fits and torch.backends.mkldnn.is_available():
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 8)
+            if weight.numel() > KEPT:
+                self.weight = None
+        if self.packed is None and not quantize:
+            self.share(self.weight)
+        elif self.weight is None or quantize:
+            for part in () if shared and not quantize else parts:
+                empty = torch.empty_like(part.weight, device="meta")
+                part.weight = nn.Parameter(empty, requires_grad=False)
+
+    def share(self, weight: Tensor) -> None:
+        """Give the parts their rows of `weight` as views."""
+        at = 0
+        for part in self.parts:
+            rows = len(part.weight)
+            part.weight = nn.Parameter(weight[at : at + rows], requires_grad=False)
+            at += rows
+
+    def undo(self) -> None:
+        """Give the parts plain weights again: what was quantised stays what that made of it."""
+        if self.packed is not None or self.scale is not None:
+            self.share(self.dense())
+
+    def dense(self) -> Tensor:
+        """The weights that the product stands for, (out, in)."""
+        if self.scale is not None:
+            return self.weight.to(self.dtype) * self.scale.to(self.dtype)[:, None]
+        return self.packed.to_dense() if self.weight is None else self.weight
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Some rows of `dense()`, (..., in)."""
+        if self.scale is None:
+            return self.dense()[ids]
+        return self.weight[ids].to(self.dtype) * self.scale[ids].to(self.dtype)[..., None]
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is None or (x.requires_grad and torch.is_grad_enabled()):
-            return F.linear(x, self.weight, self.bias)  # a packed product has no gradient
+        if x.requires_grad and torch.is_grad_enabled():  # packed products have no gradient
+            return F.linear(x, self.dense(), self.bias)
+        if self.scale is not None:
+            return product_int8(x, self.weight, self.scale, self.bias)
+        if self.packed is None or (self.weight is not None and x.numel() == x.shape[-1]):
+            return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 weights and the scale of each row, in bfloat16 as the CPU's kernel wants it: the nearest
+    multiples of the scale, no further than half of it away."""
+    scale = (weight.abs().amax(1).float() / 126).clamp(min=1e-12).bfloat16()
+    return (weight / scale.to(weight.dtype)[:, None]).round().to(torch.int8), scale
+
+
+def product_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x (..., in) times int8 rows (out, in). On a CPU the kernel takes and gives bfloat16."""
+    out, size = weight.shape
+    fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+    if fits and size % 32 == 0 and out % 16 == 0:
+        rows = x.reshape(-1, size).bfloat16()
+        y = torch._weight_int8pack_mm(rows, weight, scale).to(x.dtype).view(*x.shape[:-1], out)
+    else:
+        y = F.linear(x, weight.to(x.dtype)) * scale.to(x.dtype)
+    return y if bias is None else y + bias
 
 
 @dataclass(frozen=True)
@@ -170,7 +229,7 @@ class Pass:
     sin: Tensor
     visible: Tensor | None = None  # (B or 1, 1, n, keys), 0 or -inf; None: all, or see `causal`
     cache: KVCache | None = None
-    slots: Tensor | None = None  # (B, n): cache rows to write
+    slots: Tensor | None = None  # (B, n): cache rows to write; None: those behind the committed
     span: int = 0  # cache rows to read
     causal: bool = False  # each row sees itself and those before it
 
@@ -193,9 +252,11 @@ class Attention(nn.Module):
             self.q_norm = self.k_norm = None
         self.heads, self.kv_heads = config.heads, config.kv_heads
         self.qkv: Joined | None = None  # of the three projections, once prepared
+        self.out: Joined | None = None
 
-    def prepare(self) -> None:
-        self.qkv = Joined(self.q_proj, self.k_proj, self.v_proj)
+    def prepare(self, quantize: bool) -> None:
+        self.qkv = Joined(self.q_proj, self.k_proj, self.v_proj, quantize=quantize)
+        self.out = Joined(self.o_proj, quantize=quantize)
 
     def project(self, x: Tensor) -> Tensor:
         """q, k and v side by side."""
@@ -221,7 +282,7 @@ class Attention(nn.Module):
             is_causal=now.causal,
             enable_gqa=q.shape[2] != k.shape[2],
         )  # (B, heads, n, head_dim)
-        return self.o_proj(y.transpose(1, 2).reshape(B, n, -1))
+        return (self.out or self.o_proj)(y.transpose(1, 2).reshape(B, n, -1))
 
 
 class MLP(nn.Module):
@@ -232,16 +293,18 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(*sizes, bias=config.mlp_bias)
         self.down_proj = nn.Linear(*reversed(sizes), bias=config.mlp_bias)
         self.gate_up: Joined | None = None  # of both, once prepared
+        self.down: Joined | None = None
 
-    def prepare(self) -> None:
-        self.gate_up = Joined(self.gate_proj, self.up_proj)
+    def prepare(self, quantize: bool) -> None:
+        self.gate_up = Joined(self.gate_proj, self.up_proj, quantize=quantize)
+        self.down = Joined(self.down_proj, quantize=quantize)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_up is not None:
             gate, up = self.gate_up(x).chunk(2, -1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(F.silu(gate) * up)
+        return (self.down or self.down_proj)(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -252,14 +315,24 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def prepare(self) -> "Block":
+    def prepare(self, quantize: bool = False) -> "Block":
         """Join and pack weights for inference; converting the block undoes it."""
-        self.self_attn.prepare()
-        self.mlp.prepare()
+        self.self_attn.prepare(quantize)
+        self.mlp.prepare(quantize)
         return self
 
+    def undo(self) -> None:
+        """Plain layers again."""
+        for part, name in (
+            (self.self_attn, "qkv"), (self.self_attn, "out"), (self.mlp, "gate_up"),
+            (self.mlp, "down"),
+        ):  # fmt: skip
+            if getattr(part, name) is not None:
+                getattr(part, name).undo()
+                setattr(part, name, None)
+
     def _apply(self, *arguments, **options):  # what .to(), .double() and .cuda() go through
-        self.self_attn.qkv = self.mlp.gate_up = None
+        self.undo()
         return super()._apply(*arguments, **options)
 
     def forward(self, x: Tensor, now: Pass) -> Tensor:
@@ -290,25 +363,44 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         self.head: Joined | None = None  # of lm_head, once prepared
 
-    def prepare(self) -> "Transformer":
-        """Join and pack weights for inference: fewer operators a pass, and flat cost over the rows
-        of a draft. The weights must not change any more; converting the model undoes it."""
+    def prepare(self, quantize: bool = False) -> "Transformer":
+        """Join and pack weights for inference, or make them int8: fewer operators a pass, and flat
+        cost over the rows of a draft. The weights must not change any more; converting the model
+        undoes it."""
         for block in self.model.layers:
-            block.prepare()
-        self.head = Joined(self.lm_head)
+            block.prepare(quantize)
+        self.head = Joined(self.lm_head, quantize=quantize, shared=self.config.tied)
+        if self.config.tied:
+            self.model.embed_tokens.weight = self.lm_head.weight
         return self
 
+    def undo(self) -> "Transformer":
+        """Plain layers again; int8 weights become the floats they stand for."""
+        for block in self.model.layers:
+            block.undo()
+        if self.head is not None:
+            self.head.undo()
+            self.head = None
+            if self.config.tied:
+                self.model.embed_tokens.weight = self.lm_head.weight
+        return self
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its linear layers are int8."""
+        return self.head is not None and self.head.scale is not None
+
     def _apply(self, *arguments, **options):  # what .to(), .double() and .cuda() go through
-        self.head = None
+        self.undo()
         return super()._apply(*arguments, **options)
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device
+        return self.model.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype
+        return self.model.norm.weight.dtype
 
     def new_cache(self, capacity: int | None = None, batch: int = 1) -> KVCache:
         """An empty cache, by default as long as the context."""
@@ -333,8 +425,21 @@ class Transformer(nn.Module):
         """
         tokens = torch.as_tensor(tokens, device=self.device)
         tokens = tokens[None] if tokens.dim() == 1 else tokens  # (B, n)
-        x = self.model.embed_tokens(tokens)
-        now = self.plan(tokens.shape[1], cache, depth, mask)
+        return self.layers(tokens, self.plan(tokens.shape[1], cache, depth, mask))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(...) -> (..., hidden_size)."""
+        if self.quantized and self.config.tied:
+            return self.head.rows(tokens)
+        return self.model.embed_tokens(tokens)
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """Rows of lm_head's weights, (..., hidden_size)."""
+        return self.lm_head.weight[ids] if self.head is None else self.head.rows(ids)
+
+    def layers(self, tokens: Tensor, now: Pass) -> Tensor:
+        """From tokens (B, n) to their hidden states (B, n, hidden_size)."""
+        x = self.embed(tokens)
         for block in self.model.layers:
             x = block(x, now)
         return self.model.norm(x)
@@ -368,6 +473,7 @@ class Transformer(nn.Module):
             mask = torch.ones(n, n, dtype=torch.bool, device=self.device).tril()
         slots, position, visible = cache.place(n, depth, mask)
         turned = self.rope.lookup(position, self.dtype, cache.capacity)
+        slots = None if len(cache.lengths) == 1 else slots  # a slice is cheaper than indices
         return Pass(*turned, self.bias(visible), cache, slots, visible.shape[-1])
 
     def bias(self, visible: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class Subset:
         if ids is not None:
             self.index = torch.tensor(ids, device=model.device)
             rows = nn.Linear(1, 1, bias=False, device="meta")
-            rows.weight = nn.Parameter(model.lm_head.weight[self.index], requires_grad=False)
+            rows.weight = nn.Parameter(model.head_rows(self.index), requires_grad=False)
             self.rows = Joined(rows)  # W[V_high], (|V_high|, d)
 
     def logits(self, model: Transformer, hidden: Tensor) -> Tensor:
