@@ -1,29 +1,44 @@
-"""Every method side by side in one process, against plain decoding and against its formula.
+"""Every method side by side in one process, against plain decoding, its formula and the machine's
+floor; and in words, why a method loses where it loses.
 
     python -m minispec.bench [--data DIR]
 
 Each prompt is decoded by every method in turn, so that a noisy machine is noisy for all of them;
 a method's speedup is the median over prompts of plain decoding's seconds per token over its own.
-Output is compared with plain decoding's token by token on the way.
+Greedy output is compared with plain decoding's token by token on the way.
 """
 
 import argparse
 import json
 import statistics
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
+from minispec.advise import advise
 from minispec.checkpoint import load
-from minispec.cost import pass_seconds
+from minispec.cost import cost_curve, floor_seconds, pass_seconds
 from minispec.errors import UserError, command
 from minispec.fastmtp import load_head
-from minispec.generate import WEIGHTS, Run, check_vocabularies, decode
+from minispec.generate import (
+    WEIGHTS,
+    Run,
+    check_vocabularies,
+    compile_parts,
+    decode,
+    peak_memory,
+    stream,
+)
 from minispec.medusa import load_heads
 from minispec.model import Transformer
+from minispec.plots import save_plots
 from minispec.pretrain import KINDS, distinct_4grams, held_out_prompts
+from minispec.questions import answer_questions
+from minispec.replay import SHAPES, bench_shape
 from minispec.speculative import speedup, tokens_per_pass
+from minispec.timing import PARTS, split
 from minispec.tokenizer import Tokenizer
 from minispec.vocabulary import load_vocabulary
 
@@ -38,23 +53,55 @@ PROMPTS = [
     "A little dog sat at the window and waited for the rain to stop.",
     "In a quiet village lived a boy who loved to paint stones.",
 ]
+Runs = dict[str, list[Run]]  # row of the table -> a run per prompt
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one method did over all prompts."""
+    """What one method did over all prompts of a kind at a temperature."""
 
     kind: str
+    temperature: float
     method: str
     speedup: float
     least: float
     most: float
-    tokens_per_pass: float
+    tokens_per_pass: float | None
+    over_floor: float  # seconds per token over those of reading each weight once
+    split: dict[str, float] | None  # of a round, in seconds: draft, target, accept, commit, host
     alpha: float | None  # chance that a draft that was tried is accepted
     predicted_tokens_per_pass: float | None
     predicted_speedup: float | None
     distinct_4grams: float
-    differing: int  # prompts whose tokens are not plain decoding's
+    differing: int | None  # prompts whose tokens are not plain decoding's; None under sampling
+    extra_parameters: int
+    peak_memory_bytes: int | None  # of the process, or of the GPU
+
+    @property
+    def round_cost(self) -> float:
+        """Of a round, in rounds of plain decoding."""
+        return self.tokens_per_pass / self.speedup
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def measure(
+    model: Transformer, tokenizer: Tokenizer, methods: dict[str, dict], prompts: list, n: int,
+    temperature: float,
+) -> Runs:  # fmt: skip
+    """One run per prompt of every method, interleaved; the first prompt also warms up."""
+    runs: Runs = {name: [] for name in methods}
+    for i, prompt in enumerate(tqdm([prompts[0], *prompts], unit="prompt")):
+        for name, options in methods.items():
+            run = decode(
+                model, tokenizer, prompt, name.split()[0], max_new_tokens=n,
+                temperature=temperature, **options,
+            )  # fmt: skip
+            if i:
+                runs[name].append(run)
+    told = [all(run.tokens for run in each) for each in zip(*runs.values())]
+    return {name: [run for run, keep in zip(each, told) if keep] for name, each in runs.items()}
 
 
 def alpha(runs: list[Run]) -> float | None:
@@ -66,49 +113,20 @@ def alpha(runs: list[Run]) -> float | None:
     return sum(len(step.path) - 1 for step in steps) / tried if tried else None
 
 
-def measure(
-    model: Transformer, tokenizer: Tokenizer, methods: dict[str, dict], prompts: list, n: int,
-    temperature: float,
-) -> dict[str, list[Run]]:  # fmt: skip
-    """One run per prompt of every method, interleaved; the first prompt also warms up."""
-    runs: dict[str, list[Run]] = {name: [] for name in methods}
-    for i, prompt in enumerate(tqdm([prompts[0], *prompts], unit="prompt")):
-        for name, options in methods.items():
-            run = decode(
-                model, tokenizer, prompt, name.split()[0], max_new_tokens=n,
-                temperature=temperature, **options,
-            )  # fmt: skip
-            if i and run.tokens:
-                runs[name].append(run)
-    return runs
-
-
-def summarise(
-    kind: str, name: str, runs: list[Run], plain: list[Run], k: int | None, c: float, flat: float
-) -> Row:
-    """`k` drafts of a model at the cost `c` each, for the formula, which takes a target pass over
-    k + 1 tokens to cost no more than one over 1: here it costs `flat` as much."""
-    speeds, a = ratios(plain, runs), alpha(runs)
-    k = None if a is None else k
-    return Row(
-        kind, name, statistics.median(speeds), min(speeds), max(speeds), per_pass(runs), a,
-        tokens_per_pass(a, k) if k else None, speedup(a, k, c) / flat if k else None,
-        statistics.mean(distinct_4grams(r.tokens) for r in runs),
-        differing(plain, runs),
-    )  # fmt: skip
-
-
 def ratios(plain: list[Run], runs: list[Run]) -> list[float]:
     """Of each prompt, plain decoding's seconds per token over the method's own."""
-    return [
-        (p.decode_seconds / len(p.tokens)) / (r.decode_seconds / len(r.tokens))
-        for p, r in zip(plain, runs)
-    ]
+    return [per_token(p) / per_token(r) for p, r in zip(plain, runs)]
 
 
-def per_pass(runs: list[Run]) -> float:
-    """Tokens per target pass, over all runs."""
-    return sum(len(r.tokens) for r in runs) / sum(len(r.rounds) for r in runs)
+def per_token(run: Run) -> float:
+    """Seconds per token, without the prefill."""
+    return run.decode_seconds / len(run.tokens)
+
+
+def per_pass(runs: list[Run]) -> float | None:
+    """Tokens per target pass, over all runs; None for another library's, which does not say."""
+    passes = sum(len(r.rounds) for r in runs)
+    return sum(len(r.tokens) for r in runs) / passes if passes else None
 
 
 def differing(plain: list[Run], runs: list[Run]) -> int:
@@ -116,105 +134,279 @@ def differing(plain: list[Run], runs: list[Run]) -> int:
     return sum(p.tokens != r.tokens for p, r in zip(plain, runs))
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What decides every speedup here."""
+
+    floor: float  # seconds of reading each weight once, at the speed of a copy
+    curve: list[float]  # pass(n) / pass(1)
+    pass_seconds: float  # of one token
+    draft: float | None  # seconds of a draft model's pass over one token
+
+    @classmethod
+    def of(cls, model: Transformer, draft: Transformer | None) -> "Machine":
+        return cls(
+            floor_seconds(model), cost_curve(model), pass_seconds(model, 1),
+            pass_seconds(draft, 1) if draft else None,
+        )  # fmt: skip
+
+    def flat(self, n: int) -> float:
+        """Cost of a pass over n rows, in those over one."""
+        return self.curve[min(n, len(self.curve) - 1)]
+
+
+def summarise(
+    kind: str, name: str, runs: list[Run], plain: list[Run], machine: Machine, k: int | None = None,
+    temperature: float = 0.0, parts: dict[str, float] | None = None,
+) -> Row:  # fmt: skip
+    """`k` drafts of a model, for the paper's formula, which takes a target pass over k + 1 tokens
+    to cost no more than one over 1: here it costs `machine.flat(k + 1)` as much."""
+    speeds, a = ratios(plain, runs), alpha(runs)
+    expected = predicted = None
+    if k and a is not None and machine.draft:
+        flat = machine.flat(k + 1)
+        expected = tokens_per_pass(a, k)
+        predicted = speedup(a, k, machine.draft / (machine.pass_seconds * flat)) / flat
+    stats = runs[0].stats
+    return Row(
+        kind, temperature, name, statistics.median(speeds), min(speeds), max(speeds),
+        per_pass(runs), statistics.median(map(per_token, runs)) / machine.floor, parts, a,
+        expected, predicted, statistics.mean(distinct_4grams(r.tokens) for r in runs),
+        None if temperature else differing(plain, runs), stats["extra_parameters"],
+        peak_memory(runs[0].cache.device),
+    )  # fmt: skip
+
+
+# ---- words and tables ----------------------------------------------------------------------------
+
+
+def reason(row: Row, plain: Row, machine: Machine) -> str:
+    """In words, why the method wins or loses: tokens a pass against what a round costs."""
+    line = (
+        f"{row.method}: {row.tokens_per_pass:.2f} tokens a pass for a round that costs "
+        f"{row.round_cost:.2f} plain ones"
+    )
+    if row.split and plain.split:
+        whole = sum(plain.split.values())
+        costs = {part: row.split[part] / whole for part in PARTS}
+        line += " (" + ", ".join(f"{part} {cost:.2f}" for part, cost in costs.items()) + ")"
+        if row.speedup < 1:
+            grown = {part: costs[part] - plain.split[part] / whole for part in PARTS}
+            line += f": it loses, {BLAME[max(grown, key=grown.get)]}"
+            if row.tokens_per_pass < 1.3:
+                line += "; and hardly a guess is right"
+    return line
+
+
+BLAME = {
+    "draft": "as drafting costs too much",
+    "target": "as a pass over so many rows costs too much on this machine",
+    "accept": "as walking its tree costs too much",
+    "commit": "as moving cache rows costs too much",
+    "host": "as its own work between the passes costs too much",
+}
+
+
 def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def show(rows: list[Row], prompts: int, machine: Machine) -> None:
+    """One kind's table at one temperature, and the reasons."""
+    line = "{:<21}{:>18}{:>12}{:>8}  {:<35}{:>6}{:>13}{:>9}{:>7}{:>9}{:>7}"
+    print(f"\n{rows[0].kind}, {prompts} prompts, temperature {rows[0].temperature:g}")
+    print(line.format("method", "speedup", "tokens/pass", "/floor", " ms: " + " ".join(PARTS),
+                      "alpha", "formula", "distinct", "differ", "extra M", "GiB"))  # fmt: skip
+    for r in rows:
+        spread = f"{r.speedup:.2f} ({r.least:.2f}-{r.most:.2f})"
+        formula = f"{number(r.predicted_tokens_per_pass)}, {number(r.predicted_speedup)}"
+        parts = " ".join(f"{1e3 * r.split[p]:6.2f}" for p in PARTS) if r.split else "-"
+        memory = number(r.peak_memory_bytes and r.peak_memory_bytes / 2**30)
+        print(line.format(
+            r.method, spread, number(r.tokens_per_pass), f"{r.over_floor:.1f}", parts,
+            number(r.alpha), formula, number(r.distinct_4grams),
+            "-" if r.differing is None else r.differing, f"{r.extra_parameters / 1e6:.2f}", memory,
+        ))  # fmt: skip
+    for r in [r for r in rows[1:] if r.tokens_per_pass]:
+        print("  " + reason(r, rows[0], machine))
+    print(flush=True)
+
+
+def show_machine(machine: Machine) -> None:
+    counts = [n for n in (2, 4, 8, 16, 32, 64) if n < len(machine.curve)]
+    print(
+        f"a pass over one token takes {1e3 * machine.pass_seconds:.2f} ms, "
+        f"{machine.pass_seconds / machine.floor:.2f} of its floor (each weight read once, at the "
+        f"speed of a copy, {1e3 * machine.floor:.2f} ms); "
+        "pass(n)/pass(1): " + ", ".join(f"{n}: {machine.flat(n):.2f}" for n in counts)
+    )
+    if machine.draft:
+        print(f"a draft's pass takes {machine.draft / machine.pass_seconds:.2f} of the target's")
+
+
+# ---- the methods ---------------------------------------------------------------------------------
 
 
 def methods_of(
     args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer
 ) -> dict[str, dict]:
     """Row of the table -> the method's options; the first word is the method's name."""
-    draft, its_tokenizer = load(args.draft, args.dtype, args.device)
-    check_vocabularies(tokenizer, its_tokenizer, model, draft)
-    methods = {
-        "autoregressive": {},
-        f"speculative k={args.k}": {"draft": draft, "k": args.k},
-        "speculative k=auto": {"draft": draft, "k": "auto"},
-        "prompt-lookup": {},
-        "jacobi": {},
-        "lookahead (5,4,5)": {"window": 5, "ngram": 4, "guesses": 5},
-        "lookahead (10,5,10)": {"window": 10, "ngram": 5, "guesses": 10},
-        "lookahead (15,5,15)": {"window": 15, "ngram": 5, "guesses": 15},
-        "lookahead-auto": {},
-    }
-    if args.heads:
-        methods["medusa"] = {"heads": load_heads(args.heads, model, tokenizer)}
-    if args.mtp:
+    wanted = args.methods.split(",") if args.methods else None
+    methods = {"autoregressive": {}}
+    for name, options in all_methods(args, model, tokenizer, wanted):
+        methods[name] = options
+    unknown = set(wanted or []) - {name.split()[0] for name in methods}
+    if unknown:
+        raise UserError(f"--methods {min(unknown)}: not one of the benchmark's, or without weights")
+    return methods
+
+
+def all_methods(
+    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, wanted: list[str] | None
+) -> Iterator[tuple[str, dict]]:
+    """Of the methods `wanted` (None: all); only their weights are read."""
+
+    def asked(name: str) -> bool:
+        return wanted is None or name in wanted
+
+    if asked("speculative") and args.draft:
+        draft, its_tokenizer = load(args.draft, args.dtype, args.device, args.quantize)
+        check_vocabularies(tokenizer, its_tokenizer, model, draft)
+        for k in dict.fromkeys((args.k, "auto")):
+            yield f"speculative k={k}", {"draft": draft, "k": k}
+    if asked("prompt-lookup"):
+        yield "prompt-lookup", {}
+    if asked("medusa") and args.heads:
+        yield "medusa", {"heads": load_heads(args.heads, model, tokenizer)}
+    if asked("jacobi"):
+        yield "jacobi", {}
+    if asked("lookahead"):
+        for w, n, g in ((5, 4, 5), (10, 5, 10), (15, 5, 15)):
+            yield f"lookahead ({w},{n},{g})", {"window": w, "ngram": n, "guesses": g}
+    if asked("lookahead-auto"):
+        yield "lookahead-auto", {}
+    if asked("fastmtp") and args.mtp:
         head, file = load_head(args.mtp, model, tokenizer), Path(args.mtp) / "vocabulary.json"
         words = load_vocabulary(file, model, tokenizer) if file.exists() else None
         chains = {f"k={k}": {"k": k} for k in (2, 3, 4, "auto")}
         for name, options in (chains | {"tree 8": {"k": 4, "tree": 8}}).items():
-            methods[f"fastmtp {name}"] = {"head": head, "vocabulary": words, **options}
-    if args.methods:
-        chosen = ["autoregressive", *args.methods.split(",")]
-        unknown = set(chosen) - {name.split()[0] for name in methods}
-        if unknown:
-            raise UserError(f"--methods {min(unknown)}: not one of the benchmark's")
-        methods = {name: each for name, each in methods.items() if name.split()[0] in chosen}
-    return methods
+            yield f"fastmtp {name}", {"head": head, "vocabulary": words, **options}
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="python -m minispec.bench", description=__doc__.split("\n")[0])
+    p.add_argument("--model", default=str(WEIGHTS / "target"))
+    p.add_argument("--draft", default=str(WEIGHTS / "draft"), help="a draft model; '' for none")
+    p.add_argument("--heads", default=str(WEIGHTS / "medusa"), help="Medusa heads; '' for none")
+    p.add_argument("--mtp", default=str(WEIGHTS / "mtp"), help="FastMTP's head; '' for none")
+    p.add_argument("--methods", help="only these, between commas")
+    p.add_argument("--data", type=Path, help="a corpus (see pretrain): its held-out text")
+    p.add_argument("--kind", default="stories_en", help="with --data: the kind of text, or all")
+    p.add_argument("--prompts", type=int, default=20, help="with --data or --questions: how many")
+    p.add_argument("--max-new-tokens", type=int, default=150)
+    p.add_argument("--temperature", default="0,0.7", help="one or several, between commas")
+    p.add_argument("--k", type=int, default=4, help="drafts of the draft model")
+    p.add_argument("--dtype", default="auto")
+    p.add_argument("--device", default="auto")
+    p.add_argument("--quantize", choices=["int8"], help="int8 weights, of target and draft")
+    p.add_argument("--compile", action="store_true", help="passes as compiled graphs")
+    p.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    p.add_argument("--plots", type=Path, help="a folder for PNG pictures (matplotlib)")
+    p.add_argument("--against", choices=["transformers"], help="its generate, plain and assisted")
+    p.add_argument("--advise", action="store_true", help="the K, tree and window to use here")
+    p.add_argument("--questions", type=Path, help="Spec-Bench's question.jsonl")
+    p.add_argument("--answers", type=Path, help="with --questions: a folder for its answer files")
+    p.add_argument("--shape", choices=list(SHAPES), help="random weights of a real model's sizes")
+    p.add_argument("--acceptance", type=float, default=0.8, help="with --shape: of its drafts")
+    return p.parse_args(argv)
+
+
+def check(args: argparse.Namespace) -> list[float]:
+    """Complain before the weights are read; the temperatures."""
+    if min(args.prompts, args.max_new_tokens, args.k) < 1:
+        raise UserError("--prompts, --max-new-tokens and --k must be at least 1")
+    if not 0 <= args.acceptance <= 1:
+        raise UserError(f"--acceptance {args.acceptance}: must be from 0 to 1")
+    if (args.questions is None) != (args.answers is None):
+        raise UserError("--questions FILE and --answers DIR belong together")
+    try:
+        temperatures = [float(part) for part in str(args.temperature).split(",")]
+    except ValueError:
+        temperatures = [-1.0]
+    if not all(0 <= t < float("inf") for t in temperatures):
+        raise UserError(f"--temperature {args.temperature}: must be numbers from 0 on, as 0,0.7")
+    return temperatures
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(prog="python -m minispec.bench", description=__doc__.split("\n")[0])
-    p.add_argument("--model", default=str(WEIGHTS / "target"))
-    p.add_argument("--draft", default=str(WEIGHTS / "draft"))
-    p.add_argument("--heads", default=str(WEIGHTS / "medusa"), help="Medusa heads; '' for none")
-    p.add_argument("--mtp", default=str(WEIGHTS / "mtp"), help="FastMTP's head; '' for none")
-    p.add_argument("--methods", help="only these, between commas")
-    p.add_argument(
-        "--data", type=Path, help="a corpus (see pretrain): its held-out text as prompts"
-    )
-    p.add_argument("--kind", default="stories_en", help="with --data: the kind of text, or all")
-    p.add_argument("--prompts", type=int, default=20, help="with --data: how many")
-    p.add_argument("--max-new-tokens", type=int, default=150)
-    p.add_argument("--temperature", type=float, default=0.0)
-    p.add_argument("--k", type=int, default=4)
-    p.add_argument("--dtype", default="auto")
-    p.add_argument("--device", default="auto")
-    p.add_argument("--json", action="store_true")
-    args = p.parse_args(argv)
-    if min(args.prompts, args.max_new_tokens, args.k) < 1:
-        raise UserError("--prompts, --max-new-tokens and --k must be at least 1")
-    model, tokenizer = load(args.model, args.dtype, args.device)
+    args = parse(argv)
+    temperatures = check(args)
+    if args.shape:
+        return bench_shape(args)
+    model, tokenizer = load(args.model, args.dtype, args.device, args.quantize)
     if tokenizer is None:
         raise UserError(f"{args.model} has no tokenizer.json")
     methods = methods_of(args, model, tokenizer)
-    draft = methods.get(f"speculative k={args.k}", {}).get("draft", model)
-    c = pass_seconds(draft, 1) / pass_seconds(model, args.k + 1)
-    flat = pass_seconds(model, args.k + 1) / pass_seconds(model, 1)
-    kinds, rows = list(KINDS) if args.kind == "all" else [args.kind], []
-    texts = dict.fromkeys(kinds, PROMPTS)
+    if args.compile:
+        compile_parts(model, {k: v for each in methods.values() for k, v in each.items()})
+    if args.questions:
+        return answer_questions(args, model, tokenizer, methods)
+    texts = dict.fromkeys(list(KINDS) if args.kind == "all" else [args.kind], PROMPTS)
     if args.data:
-        texts = held_out_prompts(args.data, kinds, tokenizer, args.prompts)
+        texts = held_out_prompts(args.data, list(texts), tokenizer, args.prompts)
+    if args.advise:
+        return advise(model, tokenizer, methods, texts, args.max_new_tokens)
+    drafts = [options["draft"] for options in methods.values() if "draft" in options]
+    machine = Machine.of(model, drafts[0] if drafts else None)
+    rows = []
     for kind, prompts in texts.items():
-        runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, args.temperature)
-        for name, each in runs.items():
-            k = args.k if name == f"speculative k={args.k}" else None
-            rows.append(summarise(kind, name, each, runs["autoregressive"], k, c, flat))
-        if not args.json:
-            show(rows[-len(runs) :], kind, len(prompts))
-    if args.json:
-        print(json.dumps({"c": c, "flatness": flat, "rows": [asdict(row) for row in rows]}))
-    else:
-        print(
-            f"a draft pass costs {c:.2f} of a target pass over {args.k + 1} tokens, "
-            f"which costs {flat:.2f} of one over 1"
+        for temperature in temperatures:
+            found = table(model, tokenizer, methods, kind, prompts, temperature, machine, args)
+            if not args.json:
+                show(found, len(prompts), machine)
+            rows += found
+    report(args, rows, machine)
+
+
+def table(
+    model: Transformer, tokenizer: Tokenizer, methods: dict[str, dict], kind: str, prompts: list,
+    temperature: float, machine: Machine, args: argparse.Namespace,
+) -> list[Row]:  # fmt: skip
+    """One kind of prompts at one temperature: a row per method, plain decoding's first."""
+    runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, temperature)
+    if args.against and not temperature:
+        from minispec.against import transformers_runs
+
+        runs |= transformers_runs(args, model, runs["autoregressive"])
+    rows = []
+    for name, each in runs.items():
+        parts = None
+        if name in methods:
+            method, n = name.split()[0], args.max_new_tokens
+            run = stream(
+                model, tokenizer, prompts[0], method, max_new_tokens=n, temperature=temperature,
+                **methods[name],
+            )  # fmt: skip
+            parts = split(method, run)
+        k = args.k if name == f"speculative k={args.k}" else None
+        rows.append(
+            summarise(kind, name, each, runs["autoregressive"], machine, k, temperature, parts)
         )
+    return rows
 
 
-def show(rows: list[Row], kind: str, prompts: int) -> None:
-    """One kind's table."""
-    line = "{:<21}{:>18}{:>13}{:>7}{:>31}{:>18}{:>8}"
-    print(f"{kind}, {prompts} prompts")
-    print(line.format("method", "speedup", "tokens/pass", "alpha", "formula: tokens/pass, speedup",
-                      "distinct 4-grams", "differ"))  # fmt: skip
-    for r in rows:
-        spread = f"{r.speedup:.2f} ({r.least:.2f}-{r.most:.2f})"
-        formula = f"{number(r.predicted_tokens_per_pass)}, {number(r.predicted_speedup)}"
-        print(line.format(r.method, spread, number(r.tokens_per_pass), number(r.alpha), formula,
-                          number(r.distinct_4grams), r.differing))  # fmt: skip
-    print(flush=True)
+def report(args: argparse.Namespace, rows: list[Row], machine: Machine) -> None:
+    """JSON or the machine's figures; pictures, if asked for."""
+    if args.json:
+        print(json.dumps({"machine": asdict(machine), "rows": [asdict(row) for row in rows]}))
+    else:
+        show_machine(machine)
+    if args.plots:
+        save_plots(args.plots, rows, machine.curve)
 
 
 if __name__ == "__main__":

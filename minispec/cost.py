@@ -23,6 +23,25 @@ def least_seconds(function: Callable[[], object], repeat: int = 5) -> float:
     return min(times)
 
 
+def copy_bandwidth(device: torch.device, size: int = 2**28) -> float:
+    """Bytes per second, read and written, of copying `size` bytes."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    return 2 * size / least_seconds(lambda: target.copy_(source)[-1].item())
+
+
+def bytes_per_pass(model: Transformer) -> int:
+    """What a pass over one token must read: every weight but an untied embedding."""
+    size = torch.tensor([], dtype=torch.int8 if model.quantized else model.dtype).element_size()
+    parts = *model.model.layers, model.lm_head
+    return size * sum(p.numel() for part in parts for p in part.parameters())
+
+
+def floor_seconds(model: Transformer) -> float:
+    """The least time of a pass over one token at the speed of a copy."""
+    return bytes_per_pass(model) / copy_bandwidth(model.device)
+
+
 @torch.no_grad()
 def pass_seconds(model: Transformer, n: int, repeat: int = 5) -> float:
     """The least time of a pass over `n` tokens."""
@@ -37,7 +56,7 @@ known: WeakKeyDictionary = WeakKeyDictionary()  # model -> what was measured of 
 def once(model: Transformer, what: object, measure: Callable[[], T]) -> T:
     """`measure()`, remembered as long as the model lives, where it is and in its type."""
     place = known.setdefault(model, {})
-    key = what, model.device, model.dtype
+    key = what, model.device, model.dtype, model.quantized, model.compiled is not None
     if key not in place:
         place[key] = measure()
     return place[key]

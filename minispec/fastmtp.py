@@ -7,7 +7,7 @@ position j, and predicts t_{j+2}. Drafting goes on with the head's own output in
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -51,10 +51,19 @@ class Head(Block):
         self.input_proj = nn.Linear(2 * size, size, bias=False)
         self.final_layernorm = RMSNorm(size, eps)
         self.config = config
+        self.compiled: Callable[..., Tensor] | None = None  # `layers` as a graph: compiled.py
 
     def forward(self, hidden: Tensor, embedded: Tensor, now: Pass) -> Tensor:
         """Hidden states (B, n, d) and embedded tokens (B, n, d) -> (B, n, d), which feeds lm_head
         and the next step."""
+        return (self.compiled or self.layers)(hidden, embedded, now)
+
+    def undo(self) -> None:
+        self.compiled = None
+        super().undo()
+
+    def layers(self, hidden: Tensor, embedded: Tensor, now: Pass) -> Tensor:
+        """What `forward` computes, operator by operator."""
         pair = [self.hidden_layernorm(hidden), self.token_layernorm(embedded)]  # hidden first
         return self.final_layernorm(super().forward(self.input_proj(torch.cat(pair, -1)), now))
 

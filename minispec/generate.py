@@ -17,6 +17,7 @@ import torch
 from minispec.autoregressive import autoregressive
 from minispec.cache import KVCache
 from minispec.checkpoint import load
+from minispec.compiled import compile_head, compile_model
 from minispec.errors import UserError, command
 from minispec.fastmtp import fastmtp, load_head
 from minispec.lookahead import jacobi, lookahead, lookahead_auto
@@ -371,6 +372,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--chat", action="store_true", help="a conversation: one line of standard input per turn"
     )
+    p.add_argument("--quantize", choices=["int8"], help="int8 weights, of target and draft")
+    p.add_argument(
+        "--compile", action="store_true", help="passes as compiled graphs: minutes, but only once"
+    )
     p.add_argument("--stats", action="store_true", help="figures of the run on standard error")
     p.add_argument("--json", action="store_true", help="one JSON object instead of text")
     return p.parse_args(argv)
@@ -433,7 +438,7 @@ def method_options(
     options = {name: getattr(args, name) for name in PLAIN if getattr(args, name) is not None}
     if args.method == "speculative":
         name = given_or_shipped(args.draft, "draft", args.model, "draft")
-        draft, its_tokenizer = load(name, model.dtype, str(model.device))
+        draft, its_tokenizer = load(name, model.dtype, str(model.device), args.quantize)
         check_vocabularies(tokenizer, its_tokenizer, model, draft)
         options["draft"] = draft
     if args.draft_temperature is not None:
@@ -446,6 +451,15 @@ def method_options(
     if args.method == "fastmtp":
         options |= fastmtp_options(args, model, tokenizer)
     return options
+
+
+def compile_parts(model: Transformer, options: dict) -> None:
+    """Compile whatever a method runs passes through."""
+    compile_model(model)
+    if "draft" in options:
+        compile_model(options["draft"])
+    if "head" in options:
+        compile_head(options["head"], model)
 
 
 def fastmtp_options(
@@ -641,8 +655,11 @@ def main(argv: list[str] | None = None) -> None:
         "ignore_eos": args.ignore_eos,
     }
     prompt = None if args.chat else read_prompt(args)
-    model, tokenizer = load(args.model, args.dtype, args.device)
-    options |= method_options(args, model, tokenizer)
+    model, tokenizer = load(args.model, args.dtype, args.device, args.quantize)
+    own = method_options(args, model, tokenizer)
+    if args.compile:
+        compile_parts(model, own)
+    options |= own
     if args.chat:
         chat(model, tokenizer, args, options)
     else:

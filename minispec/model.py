@@ -4,6 +4,7 @@ Modules carry the tensor names of Hugging Face checkpoints, so loading is assign
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -153,10 +154,10 @@ class Joined:
         weight = torch.cat([p.weight for p in parts]) if len(parts) > 1 else parts[0].weight
         self.weight: Tensor | None = weight.detach()  # (out, in)
         self.packed = self.scale = None
-        fits = weight.dtype == torch.float32 and weight.device.type == "cpu"
+        fits = weight.device.type == "cpu" and packable(weight.dtype)
         if quantize:
             self.weight, self.scale = quantized(self.weight)
-        elif fits and torch.backends.mkldnn.is_available():
+        elif fits:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 8)
             if weight.numel() > KEPT:
                 self.weight = None
@@ -200,6 +201,14 @@ class Joined:
         if self.packed is None or (self.weight is not None and x.numel() == x.shape[-1]):
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def packable(dtype: torch.dtype) -> bool:
+    """Whether oneDNN's packed products take the type on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    half = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return half or dtype == torch.float32
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -362,6 +371,7 @@ class Transformer(nn.Module):
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.head: Joined | None = None  # of lm_head, once prepared
+        self.compiled: Callable[..., Tensor] | None = None  # `layers` as a graph: compiled.py
 
     def prepare(self, quantize: bool = False) -> "Transformer":
         """Join and pack weights for inference, or make them int8: fewer operators a pass, and flat
@@ -376,6 +386,7 @@ class Transformer(nn.Module):
 
     def undo(self) -> "Transformer":
         """Plain layers again; int8 weights become the floats they stand for."""
+        self.compiled = None
         for block in self.model.layers:
             block.undo()
         if self.head is not None:
@@ -425,7 +436,8 @@ class Transformer(nn.Module):
         """
         tokens = torch.as_tensor(tokens, device=self.device)
         tokens = tokens[None] if tokens.dim() == 1 else tokens  # (B, n)
-        return self.layers(tokens, self.plan(tokens.shape[1], cache, depth, mask))
+        now = self.plan(tokens.shape[1], cache, depth, mask)
+        return (self.compiled or self.layers)(tokens, now)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(...) -> (..., hidden_size)."""

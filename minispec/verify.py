@@ -22,11 +22,11 @@ def accept(target: Sequence[Tensor], tree: Tree, randomness: Randomness) -> tupl
         p = target[path[-1]]
         for child in tree.children(path[-1]):
             x, q = tree.tokens[child], tree.law(child)
-            rest = residual(p, q, x)
+            ratio = float(p[x]) / (1.0 if q is None else float(q[x]))
+            accepted = randomness.bernoulli(min(1.0, ratio))
             # p = q up to rounding leaves nothing to draw from: as good as accepted
-            if rest is None or randomness.bernoulli(
-                min(1.0, float(p[x]) / (1.0 if q is None else float(q[x])))
-            ):
+            rest = None if accepted else residual(p, q, x)
+            if rest is None:
                 path.append(child)
                 break
             p = rest

@@ -1,0 +1,160 @@
+"""Random weights of real models' sizes, with drafts of a chosen acceptance: what the machinery
+gains on this machine, where no trained heads are at hand.
+
+The output is decoded plainly first; then it is decoded again with it as the draft, in which each
+token is spoiled with probability 1 - acceptance. Such drafts cost nothing, so the speedups are what
+a method's own drafting cost is to be taken from.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+
+import torch
+
+from minispec.cache import KVCache
+from minispec.checkpoint import pick_device, pick_dtype
+from minispec.compiled import compile_model
+from minispec.cost import bytes_per_pass, cost_curve, floor_seconds, pass_seconds
+from minispec.generate import peak_memory
+from minispec.model import Config, Transformer
+from minispec.sampling import Randomness, Sampling, Seeded, probs
+from minispec.speculative import tokens_per_pass
+from minispec.tree import Step, Tree
+from minispec.verify import accept
+
+# hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary; the context is cut to 2,048
+SHAPES = {
+    "smollm2-135m": Config(576, 1536, 30, 9, 3, 64, 49152, 2048),
+    "qwen2.5-0.5b": Config(896, 4864, 24, 14, 2, 64, 151936, 2048, "qwen2", qkv_bias=True),
+    "llama-3.2-1b": Config(2048, 8192, 16, 32, 8, 64, 128256, 2048),
+    "llama-2-7b": Config(4096, 11008, 32, 32, 32, 128, 32000, 2048, tied=False),
+}
+CHAINS = 1, 2, 4, 8, 16  # drafts a round
+
+
+def random_weights(
+    config: Config, dtype: torch.dtype, device: torch.device, quantize: bool = False, seed: int = 0
+) -> Transformer:
+    """A prepared model of this size; its text is noise, its passes cost what real ones do."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in list(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        weight = torch.empty(parameter.shape, dtype=dtype, device=device)
+        if weight.dim() == 1:
+            weight.fill_(0.0 if leaf == "bias" else 1.0)
+        else:
+            weight.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+        weight = torch.nn.Parameter(weight, requires_grad=False)
+        setattr(model.get_submodule(owner), leaf, weight)
+    if config.tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model.eval().prepare(quantize)
+
+
+def replayed(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    text: list[int], k: int, acceptance: float, cache: KVCache | None = None,
+) -> Iterator[Step]:  # fmt: skip
+    """Decode with `k` drafts a round from `text`, the output known beforehand, each of them right
+    with the chance `acceptance`."""
+    cache = cache or model.new_cache()
+    tokens, spoil = list(prompt), random.Random(0)
+    model.prefill(tokens[cache.length : -1], cache)
+    yield Step()
+    while True:
+        at = len(tokens) - len(prompt)
+        right = text[at : at + min(k, cache.room - 1)]
+        other = model.config.vocab_size - 1
+        guess = [t if spoil.random() < acceptance else (t + 1) % other for t in right]
+        tree = Tree.chain(tokens[-1], guess)
+        hidden = model(tree.tokens, cache)
+        path, fresh = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
+        cache.commit(path)
+        new = tree.tokens_at(path[1:]) + [fresh]
+        tokens += new
+        yield Step(new, tree, path)
+
+
+@torch.no_grad()
+def decoded(steps: Iterator[Step], n: int) -> tuple[list[int], int, float]:
+    """At least `n` tokens, and the rounds and seconds they took after the prefill."""
+    tokens, rounds = next(steps).tokens[:], 0
+    begin = time.perf_counter()
+    while len(tokens) < n:
+        tokens += next(steps).tokens
+        rounds += 1
+    return tokens, rounds, time.perf_counter() - begin
+
+
+def bench_shape(args: argparse.Namespace) -> None:
+    """The table of one shape: plain decoding against the floor, chains of drafts against it."""
+    device = pick_device(args.device)
+    dtype = pick_dtype(args.dtype, device)
+    before = peak_memory(device) or 0
+    model = random_weights(SHAPES[args.shape], dtype, device, args.quantize is not None)
+    if args.compile:
+        compile_model(model)
+    prompt, n = list(range(100, 116)), args.max_new_tokens
+    capacity = len(prompt) + n + 64
+
+    def run(k: int, text: list[int]) -> tuple[list[int], int, float]:
+        steps = replayed(
+            model, prompt, Sampling(), Seeded(0), text=text, k=k, acceptance=args.acceptance,
+            cache=model.new_cache(capacity),
+        )  # fmt: skip
+        return decoded(steps, n)
+
+    text, _, _ = run(0, [])  # warms up
+    _, rounds, plain = run(0, [])
+    floor, per_round = floor_seconds(model), plain / rounds
+    found = {
+        "shape": args.shape, "dtype": str(dtype).removeprefix("torch."), "device": str(device),
+        "int8": model.quantized, "compiled": model.compiled is not None,
+        "megabytes_per_pass": bytes_per_pass(model) / 1e6, "floor_ms": 1e3 * floor,
+        "pass_ms": 1e3 * pass_seconds(model, 1), "tokens_per_second": 1 / per_round,
+        "curve": {n: cost_curve(model)[n] for n in (2, 4, 8, 16, 32, 64)},
+        "memory_over_weights": None, "acceptance": args.acceptance, "rows": [],
+    }  # fmt: skip
+    peak = peak_memory(device)
+    if peak:
+        found["memory_over_weights"] = (peak - before) / bytes_per_pass(model)
+    for k in CHAINS:
+        tokens, rounds, seconds = run(k, text)
+        found["rows"].append(
+            {"k": k, "tokens_per_pass": len(tokens) / rounds,
+             "expected_tokens_per_pass": tokens_per_pass(args.acceptance, k),
+             "speedup": per_round / (seconds / len(tokens)),
+             "predicted_speedup": tokens_per_pass(args.acceptance, k) / cost_curve(model)[k + 1],
+             "differing": sum(a != b for a, b in zip(tokens, text))}
+        )  # fmt: skip
+    print(json.dumps(found) if args.json else described(found))
+
+
+def described(found: dict) -> str:
+    """The figures as text."""
+    curve = ", ".join(f"{n}: {cost:.2f}" for n, cost in found["curve"].items())
+    kind = ", ".join(
+        [found["dtype"], *(name for name in ("int8", "compiled") if found[name]), found["device"]]
+    )
+    over = found["memory_over_weights"]
+    lines = [
+        f"{found['shape']} ({kind}): {found['megabytes_per_pass']:.0f} MB a pass, read in "
+        f"{found['floor_ms']:.1f} ms at the speed of a copy",
+        f"pass(1) {found['pass_ms']:.1f} ms, {found['pass_ms'] / found['floor_ms']:.2f} of that; "
+        f"pass(n)/pass(1): {curve}",
+        f"plain decoding {found['tokens_per_second']:.1f} tokens/s"
+        + ("" if over is None else f"; making and running it took {over:.2f} times its weights"),
+        f"drafts right with chance {found['acceptance']:g}:",
+        "  k  tokens/pass  expected  speedup  predicted  differ",
+    ]
+    for row in found["rows"]:
+        lines.append(
+            f"{row['k']:>3}{row['tokens_per_pass']:>13.2f}{row['expected_tokens_per_pass']:>10.2f}"
+            f"{row['speedup']:>9.2f}{row['predicted_speedup']:>11.2f}{row['differing']:>8}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,75 @@
+"""Where a run's time goes: draft, target pass, accept, commit, and the host's own work."""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from minispec import fastmtp, medusa, prompt_lookup, speculative
+from minispec.cache import KVCache
+from minispec.generate import METHODS, Run
+from minispec.model import Transformer
+
+PARTS = "draft", "target", "accept", "commit", "host"
+# what proposes, and what takes in the accepted tokens for the next proposal
+DRAFTS = (
+    (speculative, "propose"), (medusa, "propose"), (prompt_lookup, "lookup"),
+    (fastmtp.Drafter, "chain"), (fastmtp.Drafter, "tree"), (fastmtp.Drafter, "extend"),
+)  # fmt: skip
+
+
+class Clock:
+    """Seconds by part; a timed call within another belongs to the outer one."""
+
+    def __init__(self):
+        self.seconds: Counter[str] = Counter()
+        self.busy = False
+
+    def around(self, part: str, function: Callable) -> Callable:
+        def timed(*arguments, **options):
+            if self.busy:
+                return function(*arguments, **options)
+            self.busy, begin = True, time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self.seconds[part] += time.perf_counter() - begin
+                self.busy = False
+
+        return timed
+
+
+@contextmanager
+def timed_parts(method: str) -> Iterator[Clock]:
+    """Within, the parts of `method`'s rounds are timed. On a GPU a part's work may end in the next
+    one, as only `probs` waits for it."""
+    clock, module = Clock(), sys.modules[METHODS[method].__module__]
+    places = [(owner, name, "draft") for owner, name in DRAFTS]
+    places += [(Transformer, "forward", "target"), (Transformer, "logits", "target")]
+    places += [(module, "accept", "accept"), (KVCache, "commit", "commit")]
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+    for (owner, name, part), (_, _, function) in zip(places, kept):
+        setattr(owner, name, clock.around(part, function))
+    try:
+        yield clock
+    finally:
+        for owner, name, function in kept:
+            setattr(owner, name, function)
+
+
+def split(method: str, run: Run) -> dict[str, float] | None:
+    """Seconds per round of a run not begun yet, in each of PARTS; None for a single round.
+
+    The prefill and the first round, in which things are made that stay, are left out.
+    """
+    with timed_parts(method) as clock:
+        for chunk in run:
+            if chunk.step is run.rounds[0]:
+                clock.seconds.clear()
+                first = run.decode_seconds
+    rounds = len(run.rounds) - 1
+    if rounds < 1:
+        return None
+    parts = {part: clock.seconds[part] / rounds for part in PARTS[:-1]}
+    return parts | {"host": (run.decode_seconds - first) / rounds - sum(parts.values())}

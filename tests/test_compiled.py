@@ -1,0 +1,152 @@
+"""Compiled passes compute what the operators do: the same model without graphs is the oracle."""
+
+import random
+
+import pytest
+import torch
+from conftest import random_model, random_tokens
+from test_model import random_tree
+
+from minispec import compiled
+from minispec.certify import random_head
+from minispec.compiled import Compiled, Function, compile_head, compile_model, digest, graphs_on_gpu
+from minispec.errors import UserError
+from minispec.fastmtp import fastmtp
+from minispec.sampling import Sampling, Seeded
+
+
+def first_tokens(steps, n: int) -> list[int]:
+    found: list[int] = []
+    while len(found) < n:
+        found += next(steps).tokens
+    return found[:n]
+
+
+def interpreted(module, whole: bool) -> None:
+    """Graphs that run operator by operator: the plumbing without a compiler."""
+    module.compiled = Compiled(module, (Function(module),) * 2, whole)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_plumbing_equals_the_plain_pass_on_random_rounds(whole, seed):
+    rng = random.Random(seed)
+    plain, graphed = random_model(seed), random_model(seed)
+    interpreted(graphed, whole)
+    caches = plain.new_cache(200), graphed.new_cache(200)
+    prompt = random_tokens(rng.randint(1, 90), seed)  # of more than MOST rows: as ever
+    for model, cache in zip((plain, graphed), caches):
+        model.prefill(prompt, cache)
+    for _ in range(6):
+        tree = random_tree(rng, rng.randint(1, 12))
+        ours, theirs = (
+            model(tree.tokens, cache, tree.depth, tree.mask)
+            for model, cache in zip((graphed, plain), caches[::-1])
+        )
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        node, path = len(tree) - 1, []
+        while node >= 0:
+            path, node = [node, *path], tree.parents[node]
+        for cache in caches:
+            cache.commit(path)
+    for ours, theirs in zip(caches[0].k, caches[1].k):
+        n = caches[0].length
+        torch.testing.assert_close(ours[:, :n], theirs[:, :n], rtol=0, atol=1e-12)
+
+
+def test_fastmtp_through_graphs_says_the_same():
+    model = random_model(1)
+    head, prompt = random_head(model, 3), random_tokens(9)
+    plain = first_tokens(fastmtp(model, prompt, Sampling(), Seeded(0), head=head, k=3), 30)
+    interpreted(model, False)
+    interpreted(head, False)
+    graphed = first_tokens(fastmtp(model, prompt, Sampling(), Seeded(0), head=head, k=3), 30)
+    assert graphed == plain
+
+
+def test_batches_run_as_without_graphs():
+    model = random_model()
+    model.compiled = Compiled(model, (None, None))  # would fail if called
+    cache = model.new_cache(32, batch=2)
+    model(torch.tensor([[1, 2, 3], [4, 5, 6]]), cache)
+    model([1, 2, 3])  # and passes without a cache
+
+
+def test_conversion_drops_the_graphs():
+    model = random_model()
+    interpreted(model, False)
+    assert model.double().compiled is None
+
+
+def test_the_digest_knows_weights_config_and_int8():
+    a, b = random_model(0), random_model(1)
+    assert digest(a) == digest(random_model(0)) != digest(b)
+    float32 = random_model(0).float()
+    before = digest(float32)
+    assert digest(float32.prepare(quantize=True)) != before
+
+
+def test_no_folder_no_compiler_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="XDG_CACHE_HOME"):
+        compile_model(random_model().float())
+
+    def broken(*arguments, **options):
+        raise RuntimeError("no such program: g++")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", broken)
+    model = random_model(0).float()
+    with pytest.raises(UserError, match="C\\+\\+ compiler"):
+        compile_model(model)
+    assert not list(tmp_path.rglob("*.pt2"))
+    model([1, 2, 3], model.new_cache())  # and the model still works
+
+
+def test_gpu_graphs_compute_the_same_where_the_backend_is_eager():
+    """CUDA graphs need a GPU; what is captured does not."""
+    plain, graphed = random_model(2), random_model(2)
+    graphs = graphs_on_gpu(graphed, backend="eager")
+    graphed.compiled = Compiled(graphed, graphs, whole=True)
+    caches = plain.new_cache(40), graphed.new_cache(40)
+    with torch.no_grad():
+        for n in (3, 1, 4, 1, 3):
+            tokens = random_tokens(n, n)
+            ours, theirs = graphed(tokens, caches[1]), plain(tokens, caches[0])
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+            for cache in caches:
+                cache.commit(list(range(n)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [False, True])
+def test_compiled_ahead_of_time(tmp_path, monkeypatch, quantize):
+    """The real thing, with a C++ compiler: a target and a head, chains and trees; then kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = dict(hidden_size=64, intermediate_size=96, head_dim=16, dtype=torch.float32)
+    plain, graphed = (random_model(3, **sizes).prepare(quantize) for _ in range(2))
+    heads = [random_head(plain, 5).float().prepare() for _ in range(2)]
+    compile_model(graphed)
+    compile_head(heads[1], graphed)
+    assert len(list(tmp_path.rglob("*.pt2"))) == 4
+    rng = random.Random(0)
+    caches = plain.new_cache(300), graphed.new_cache(300)
+    with torch.no_grad():
+        for n in (1, 1, 2, 7, 30, 64, 1, 90, 3):
+            tree = random_tree(rng, n)
+            expected = plain(tree.tokens, caches[0], tree.depth, tree.mask)
+            found = graphed(tree.tokens, caches[1], tree.depth, tree.mask)
+            assert (found - expected).abs().max() <= (
+                2e-2 if quantize else 1e-5
+            ) * expected.abs().max()
+            for cache in caches:
+                cache.commit([0])
+    monkeypatch.setattr(compiled, "ahead_of_time", None)  # the second time nothing is compiled
+    compile_model(random_model(3, **sizes).prepare(quantize))
+    prompt = random_tokens(9)
+    said = [
+        first_tokens(fastmtp(m, prompt, Sampling(), Seeded(0), head=h, k=3), 20)
+        for m, h in zip((plain, graphed), heads)
+    ]
+    assert said[0] == said[1]
