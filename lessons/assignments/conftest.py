@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent.parent))  # minispec, and what an assignment gives
 
 
 @dataclass

@@ -141,6 +141,9 @@ def test_the_tree_holds_the_heads_best_tokens(impl):
             "depth d + 1 holds head d's tokens by rank, best first, also in a tree less deep than "
             "there are heads"
         )
+        assert all(tree.law(node) is None for node in range(len(tree))), (
+            "a head's best tokens were not drawn from its softmax: their laws are one-hot, None"
+        )
         assert heads.calls == 1, "the heads read one hidden state, once a round"
 
 
