@@ -56,11 +56,11 @@ def test_each_node_sees_its_ancestors_and_itself(impl):
             for j, sees in enumerate(row):
                 what = "its sibling" if j and parents[j] == parents[i] else "the stranger"
                 assert j in path or not sees, (
-                    f"row {i} sees {what} {j}: the mask must hold ancestors only (parents {parents})"
+                    f"row {i} sees {what} {j}: the mask must hold ancestors only; parents {parents}"
                 )
                 assert j not in path or sees, (
-                    f"row {i} does not see {'itself' if i == j else f'its ancestor {j}'}: "
-                    f"(parents {parents})"
+                    f"row {i} does not see {'itself' if i == j else f'its ancestor {j}'}; "
+                    f"parents {parents}"
                 )
 
 

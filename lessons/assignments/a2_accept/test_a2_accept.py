@@ -20,10 +20,10 @@ def random_law(rng: random.Random, size: int = V) -> torch.Tensor:
     return law / law.sum()
 
 
-def drafted(rng: random.Random, kind: str, children: int, randomness) -> Tree:
-    """`children` drafts below the root, and as many below the first of them."""
+def drafted(rng: random.Random, kind: str, children: int, levels: int, randomness) -> Tree:
+    """`children` drafts below the root and, at two levels, as many below the first of them."""
     tokens, parents, laws = [0], [-1], [None]
-    for parent in (0, 1):
+    for parent in range(levels):
         q = random_law(rng)
         for _ in range(children):
             if q.sum() == 0:  # all of it was drawn
@@ -47,7 +47,7 @@ def distance(accept, seed: int, kind: str, children: int) -> float:
     laws = {context: random_law(rng) for context in contexts}
 
     def first_two(randomness) -> tuple[int, ...]:
-        tree = drafted(random.Random(seed), kind, children, randomness)
+        tree = drafted(random.Random(seed), kind, children, 1 + seed % 2, randomness)
         context = [()]
         for node in range(1, len(tree)):
             context.append(context[tree.parents[node]] + (tree.tokens[node],))
@@ -138,7 +138,7 @@ def test_siblings_have_the_target_s_law(impl, kind):
 def test_the_path_is_a_path(impl):
     rng, randomness = random.Random(0), Seeded(0)
     for _ in range(60):
-        tree = drafted(rng, "with replacement", 3, randomness)
+        tree = drafted(rng, "with replacement", 3, 2, randomness)
         path, fresh = impl.accept([random_law(rng) for _ in tree.tokens], tree, randomness)
         assert path[0] == 0, "the path begins with node 0, which is emitted already"
         steps = all(tree.parents[b] == a for a, b in zip(path, path[1:]))

@@ -229,8 +229,8 @@ def test_typical_acceptance_takes_the_longest_path_that_is_typical_enough(impl):
         right = max(paths.values(), key=lambda found: (len(found[0]), found[1]))[0]
         given = impl.typical_path(laws, tree, epsilon, delta)
         assert given == right, (
-            f"ε={epsilon}, δ={delta}: {given} instead of {right}: p(x) > min(ε, δ exp(-H)) at every "
-            "step, by the law after the parent; the longest such path, then the likeliest"
+            f"ε={epsilon}, δ={delta}: {given} instead of {right}: p(x) > min(ε, δ exp(-H)) at "
+            "every step, by the law after the parent; the longest such path, then the likeliest"
         )
 
 
@@ -238,4 +238,6 @@ def test_typical_acceptance_takes_the_longest_path_that_is_typical_enough(impl):
 def test_a_greedy_law_is_followed(impl):
     tree = Tree([9, 5, 3, 7, 8], [-1, 0, 0, 2, 2])
     path = impl.typical_path(OneHot([3, 0, 8, 0, 6], 10), tree, 0.09, 0.3)
-    assert path == [0, 2, 4], "a one-hot law has no entropy: 0 · log 0 is 0, and only its token stays"
+    assert path == [0, 2, 4], (
+        "a one-hot law has no entropy: 0 · log 0 is 0, and only its token stays"
+    )

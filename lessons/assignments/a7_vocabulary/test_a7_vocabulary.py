@@ -1,4 +1,4 @@
-"""Sets by counting, logits by rows of lm_head, and the certifier on drafts of a small vocabulary."""
+"""Sets by counting, logits by rows of lm_head, the certifier on drafts of a small vocabulary."""
 
 import random
 
@@ -73,18 +73,17 @@ def test_the_certifier_finds_the_target_s_law_exactly(impl):
     model = small_model(4, vocab=3, layers=1)
     head = random_head(model, 4)
     plain = exact_law(autoregressive, model, [1, 0, 1], Sampling(1.0), 2)
-    for ids in ([0, 2], [1, 0]):
-        subset = impl.Subset(model, ids)
-        words = type("Always", (), {"pick": lambda self, tokens: subset})()
+    subset = impl.Subset(model, [2, 0])
+    words = type("Always", (), {"pick": lambda self, tokens: subset})()
 
-        def method(*arguments, **options):
-            return fastmtp(*arguments, head=head, k=2, vocabulary=words, **options)
+    def method(*arguments, **options):
+        return fastmtp(*arguments, head=head, k=2, vocabulary=words, **options)
 
-        d = total_variation(exact_law(method, model, [1, 0, 1], Sampling(1.0), 2), plain)
-        assert d < 1e-12, (
-            f"drafts from tokens {ids} of 3: the output is {d:.3f} (total variation) away from "
-            "the target's law: the scattered law must be the one the draft is drawn from"
-        )
+    d = total_variation(exact_law(method, model, [1, 0, 1], Sampling(1.0), 2), plain)
+    assert d < 1e-12, (
+        f"drafts from tokens [2, 0] of 3: the output is {d:.3f} (total variation) away from the "
+        "target's law: what `scatter` gives must be a law, which the draft is drawn from"
+    )
 
 
 @pytest.mark.points(1, task="lossless")

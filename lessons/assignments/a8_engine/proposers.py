@@ -175,9 +175,7 @@ class Forest(Proposer):
         self.draft, self.shape, self.kind = draft, shape, kind
 
     def propose(self, tokens, room, sampling, randomness):
-        return certify.grow(
-            self.draft, tokens, self.shape[:room], self.kind, sampling, randomness
-        )
+        return certify.grow(self.draft, tokens, self.shape[:room], self.kind, sampling, randomness)
 
 
 PROPOSERS = {

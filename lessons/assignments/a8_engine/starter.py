@@ -1,5 +1,4 @@
-"""Assignment 8, the capstone: one engine for every proposer. Fill in the functions; see README.md.
-"""
+"""Assignment 8: one engine for every proposer. Fill in the functions; see README.md."""
 
 from collections.abc import Iterator
 

@@ -158,9 +158,7 @@ def test_the_certifier_s_black_box_checks(impl, tmp_path, monkeypatch):
     """As `python -m minispec.certify --impl my_solution:black_box`, with fewer runs."""
     monkeypatch.setattr(certify, "RUNS", 100)
     folder, model = certify.write_checkpoint(tmp_path / "greedy", 0, vocab=24)
-    impl.black_box(
-        folder, [1, 2], max_new_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=0
-    )
+    impl.black_box(folder, [1, 2], max_new_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=0)
     law_folder, law_model = certify.write_checkpoint(tmp_path / "law", 21, vocab=6)
     wrong = problem(
         check() for check in (
