@@ -583,8 +583,7 @@ A8 = [
          {"exact", "greedy", "rounds", "limits", "black box"},
          {"accept": mutants.law_of_the_child}),
         ("the bonus has no warpers", {"exact"}, {"probs": mutants.bonus_without_warpers}),
-        ("a kept cache forgotten", {"cache", "rounds", "limits"},
-         {"engine": forgets_the_kept_cache}),
+        ("a kept cache forgotten", {"cache", "rounds"}, {"engine": forgets_the_kept_cache}),
         ("runs past the end", {"black box"}, {"black_box": runs_past_the_end}),
     )
 ]  # fmt: skip
@@ -598,7 +597,7 @@ def case(wrong: Wrong):
     return pytest.param(wrong, id=f"{wrong.assignment}, {wrong.name}", marks=marks)
 
 
-@pytest.mark.parametrize("wrong", map(case, WRONG))
+@pytest.mark.parametrize("wrong", list(map(case, WRONG)))
 def test_a_wrong_answer_loses_the_points_of_its_task(wrong, monkeypatch):
     if wrong.mutant:
         (mutant,) = (m for m in MUTANTS if m.name == wrong.name)
