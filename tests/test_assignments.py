@@ -591,13 +591,19 @@ A8 = [
 WRONG = A1 + A2 + A3 + A4 + A5 + A6 + A7 + A8
 
 
-def case(wrong: Wrong):
-    """The capstone's examiner takes seconds for each."""
-    marks = [pytest.mark.slow] if wrong.assignment == "a8_engine" else []
-    return pytest.param(wrong, id=f"{wrong.assignment}, {wrong.name}", marks=marks)
+def cases() -> list:
+    """One for each set of lost tasks is in the short tests; the capstone's take seconds each."""
+    seen, params = set(), []
+    for wrong in WRONG:
+        kind = wrong.assignment, frozenset(wrong.lost)
+        slow = kind in seen or wrong.assignment == "a8_engine"
+        marks = [pytest.mark.slow] if slow else []
+        params.append(pytest.param(wrong, id=f"{wrong.assignment}, {wrong.name}", marks=marks))
+        seen.add(kind)
+    return params
 
 
-@pytest.mark.parametrize("wrong", list(map(case, WRONG)))
+@pytest.mark.parametrize("wrong", cases())
 def test_a_wrong_answer_loses_the_points_of_its_task(wrong, monkeypatch):
     if wrong.mutant:
         (mutant,) = (m for m in MUTANTS if m.name == wrong.name)
