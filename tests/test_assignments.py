@@ -42,14 +42,16 @@ class Watch:
         self.grades = session.config.grades
 
 
-def grade(assignment: str, impl: str) -> tuple[int, Watch]:
+def grade(assignment: str, impl: str, *more: str) -> tuple[int, Watch]:
     """The exit code of a graded run in this process, and what was seen of it."""
     watch = Watch()
     options = ["-q", "--tb=no", "--no-summary", "--capture=no", "-p", "no:cacheprovider"]
     options += ["-p", "no:unraisableexception"]  # which collects garbage five times at the end
     path = str(FOLDER / assignment)
     # importlib: a second conftest.py must not take the place of the first
-    code = pytest.main([path, f"--impl={impl}", "--import-mode=importlib", *options], [watch])
+    code = pytest.main(
+        [path, f"--impl={impl}", "--import-mode=importlib", *options, *more], [watch]
+    )
     return int(code), watch
 
 
@@ -87,6 +89,40 @@ def test_the_starters_raise_not_implemented_and_nothing_else():
     count = sum(len(tests) for tests in watch.grades.tasks.values())
     assert code == 1 and watch.grades.total[0] == 0 and len(watch.raised) >= count
     assert {type(error) for error in watch.raised} == {NotImplementedError}
+
+
+def test_points_are_for_tests_that_ran_and_passed():
+    assert grade("a2_accept", "minispec", "-k", "greedy")[1].grades.total == (3, 3)
+    assert grade("a2_accept", "starter", "-x")[1].grades.total[0] == 0
+
+
+@pytest.mark.parametrize(
+    "impl, message",
+    [
+        ("nowhere.py", "--impl nowhere.py: no such file"),
+        ("no.such.module", "--impl no.such.module: cannot be imported (ModuleNotFoundError"),
+        ("{tmp}/odd.py", "cannot be imported (SyntaxError"),
+    ],
+)
+def test_an_implementation_that_is_not_there_is_one_line(impl, message, tmp_path, capsys):
+    (tmp_path / "odd.py").write_text("def accept(:")
+    options = [f"--impl={impl.format(tmp=tmp_path)}", "--import-mode=importlib"]
+    code = pytest.main([str(FOLDER / "a2_accept"), *options])
+    err = capsys.readouterr().err.strip()
+    assert code == pytest.ExitCode.USAGE_ERROR and message in err and "\n" not in err
+
+
+def test_a_folder_holds_a_file_per_assignment_and_a_missing_name_is_one_line(tmp_path):
+    (tmp_path / "a2_accept.py").write_text("from minispec.verify import residual")
+    _, watch = grade("a2_accept", str(tmp_path))
+    tests = watch.grades.tasks
+    assert all(t.passed for t in tests["a2_accept", "residual"].values())
+    for graded in tests["a2_accept", "greedy"].values():
+        assert graded.hint == f"{tmp_path / 'a2_accept.py'} has no accept"
+    _, watch = grade("a1_cache_and_mask", str(tmp_path))
+    assert {t.hint for tests in watch.grades.tasks.values() for t in tests.values()} == {
+        f"{tmp_path} has no a1_cache_and_mask.py"
+    }
 
 
 def signatures(module: ModuleType, names: list[str] | None = None) -> dict[str, str]:

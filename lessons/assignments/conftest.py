@@ -19,11 +19,16 @@ sys.path.insert(0, str(HERE.parent.parent))  # minispec, and what an assignment 
 
 @dataclass
 class Graded:
-    """One test: its points, whether it has passed so far, and the first word on what is wrong."""
+    """One test: its points, its runs (one for each parameter) that have not passed yet, and the
+    first word on what is wrong."""
 
     points: int
-    passed: bool = True
+    waiting: int = 0
     hint: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.waiting == 0 and not self.hint
 
 
 @dataclass
@@ -111,12 +116,12 @@ def impl(request) -> Implementation:
     return Implementation(load(file), str(file))
 
 
-def pytest_collection_modifyitems(config, items):
-    for item in items:
+def pytest_collection_finish(session):
+    for item in session.items:
         mark = item.get_closest_marker("points")
         if mark is not None:
-            tests = config.grades.tasks.setdefault(task_of(item), {})
-            tests.setdefault(item.originalname, Graded(*mark.args))
+            tests = session.config.grades.tasks.setdefault(task_of(item), {})
+            tests.setdefault(item.originalname, Graded(*mark.args)).waiting += 1
 
 
 def task_of(item) -> tuple[str, str]:
@@ -126,10 +131,12 @@ def task_of(item) -> tuple[str, str]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    if item.get_closest_marker("points") is not None and not report.passed:
+    if item.get_closest_marker("points") is not None:
         graded = item.config.grades.tasks[task_of(item)][item.originalname]
-        if graded.passed:
-            graded.passed, graded.hint = False, first_line(call)
+        if report.passed:
+            graded.waiting -= report.when == "call"
+        else:
+            graded.hint = graded.hint or first_line(call)
     return report
 
 
