@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= Once upon a time
 
-.PHONY: demo test test-all lint certify reference golden clean
+.PHONY: demo test test-all lint certify reference grade golden clean
 
 demo: .venv/installed
 	$(BIN)/python -m minispec.generate "$(PROMPT)" --stats
@@ -25,6 +25,10 @@ reference: .venv/referenced
 	$(BIN)/python -m pytest -q tests/test_reference.py
 	$(BIN)/python tests/speed_of_transformers.py
 	-PYTHONPATH=tests $(BIN)/python -m minispec.certify --impl transformers_assisted:assisted
+
+# points of an assignment, or of all: make grade IMPL=my_solution.py A=a2_accept
+grade: .venv/tested
+	$(BIN)/python -m pytest -q --tb=no --no-summary lessons/assignments/$(A) $(if $(IMPL),--impl=$(IMPL))
 
 # the committed golden values, made anew by transformers
 golden: .venv/referenced

@@ -1,0 +1,173 @@
+"""Masks by the definition, cache rows that carry their own number, and a model's fresh prefill."""
+
+import random
+
+import pytest
+import torch
+
+from minispec.certify import small_model
+
+SEEDS = range(12)
+
+
+def random_parents(rng: random.Random, n: int) -> tuple[int, ...]:
+    return (-1, *(rng.randrange(i) for i in range(1, n)))
+
+
+def ancestors(parents: tuple[int, ...], node: int) -> list[int]:
+    """The node's path from the root, the node included."""
+    return ([] if parents[node] < 0 else ancestors(parents, parents[node])) + [node]
+
+
+def filled(impl, length: int, seed: int = 0, capacity: int = 23):
+    """A cache full of random rows, `length` of which are committed; and copies of k and v."""
+    cache = impl.KVCache(2, 3, 5, capacity, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    for rows in (cache.k, cache.v):
+        rows.copy_(torch.randn(rows.shape, generator=generator, dtype=torch.float64))
+    cache.lengths = [length]
+    return cache, cache.k.clone(), cache.v.clone()
+
+
+@pytest.mark.points(2, task="depth")
+def test_depth_is_the_distance_from_the_root(impl):
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        parents = random_parents(rng, rng.randint(1, 17))
+        depths, depth, _ = impl.layout(parents)
+        for node in range(len(parents)):
+            expected = len(ancestors(parents, node)) - 1
+            assert depths[node] == expected, (
+                f"parents {parents}: node {node} has depth {expected}, not {depths[node]}: one "
+                "more than its parent, whatever its number"
+            )
+        assert depth.tolist() == list(depths), "the tensor and the list must hold the same depths"
+
+
+@pytest.mark.points(4, task="mask")
+def test_each_node_sees_its_ancestors_and_itself(impl):
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        parents = random_parents(rng, rng.randint(1, 17))
+        mask = impl.layout(parents)[2]
+        assert mask.dtype == torch.bool and mask.shape == (len(parents),) * 2, "(n, n), bool"
+        for i, row in enumerate(mask.tolist()):
+            path = ancestors(parents, i)
+            for j, sees in enumerate(row):
+                what = "its sibling" if j and parents[j] == parents[i] else "the stranger"
+                assert j in path or not sees, (
+                    f"row {i} sees {what} {j}: the mask must hold ancestors only; parents {parents}"
+                )
+                assert j not in path or sees, (
+                    f"row {i} does not see {'itself' if i == j else f'its ancestor {j}'}; "
+                    f"parents {parents}"
+                )
+
+
+@pytest.mark.points(2, task="place")
+def test_rows_go_behind_the_committed_ones_and_stand_at_their_depth(impl):
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        length, n = rng.randint(0, 12), rng.randint(1, 9)
+        cache, *_ = filled(impl, length)
+        parents = random_parents(rng, n)
+        depth = torch.tensor([len(ancestors(parents, i)) - 1 for i in range(n)])
+        slots, positions, _ = cache.place(n, depth, torch.eye(n, dtype=torch.bool))
+        assert slots.tolist() == [list(range(length, length + n))], (
+            f"{length} rows are committed: {n} rows go to {length}, {length + 1}, … one after "
+            f"another, not to {slots.tolist()}"
+        )
+        assert positions.tolist() == [[length + d for d in depth.tolist()]], (
+            "a node's position is length + depth (siblings share it), not its slot"
+        )
+        assert cache.lengths == [length], "a pass never advances: only commit does"
+
+
+@pytest.mark.points(3, task="place")
+def test_rows_see_the_committed_ones_and_what_the_mask_says(impl):
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        length, n = rng.randint(0, 12), rng.randint(1, 9)
+        cache, *_ = filled(impl, length)
+        mask = torch.tensor([[rng.random() < 0.5 for _ in range(n)] for _ in range(n)])
+        visible = cache.place(n, torch.arange(n), mask)[2]
+        span = visible.shape[-1]
+        assert visible.shape[:3] == (1, 1, n) and length + n <= span <= cache.capacity, (
+            f"visible is {tuple(visible.shape)}, not (1, 1, {n}, span)"
+        )
+        seen = visible[0, 0]
+        assert seen[:, :length].all(), "every row sees every committed row"
+        assert torch.equal(seen[:, length : length + n], mask), (
+            "scratch rows see each other as the mask says: column j of it is cache row length + j"
+        )
+        assert not seen[:, length + n :].any(), "rows behind this pass are stale: nobody sees them"
+
+
+@pytest.mark.points(1, task="place")
+def test_a_pass_that_does_not_fit_is_refused(impl):
+    cache, *_ = filled(impl, length=20)
+    eye = torch.eye(4, dtype=torch.bool)
+    cache.place(3, torch.arange(3), eye[:3, :3])
+    with pytest.raises(ValueError):
+        cache.place(4, torch.arange(4), eye)
+
+
+@pytest.mark.points(5, task="commit")
+def test_the_path_s_rows_follow_the_committed_ones(impl):
+    for seed in range(30):
+        rng = random.Random(seed)
+        length = rng.randint(0, 10)
+        path = sorted(rng.sample(range(12), rng.randint(0, 6)))
+        cache, k, v = filled(impl, length, seed)
+        cache.commit(list(path))
+        kept = [*range(length), *(length + row for row in path)]
+        assert cache.lengths == [len(kept)], (
+            f"{length} rows and path {path} make {len(kept)}, not {cache.lengths[0]}: a path's "
+            "length counts, not its last row"
+        )
+        for name, rows, before in (("k", cache.k, k), ("v", cache.v, v)):
+            for at, source in enumerate(kept):
+                assert torch.equal(rows[:, :, at], before[:, :, source]), (
+                    f"{length} committed rows, path {path}: row {at} of {name} must be what row "
+                    f"{source} was, in all layers; a row must be read before it is overwritten"
+                )
+
+
+@pytest.mark.points(2, task="truncate")
+def test_truncate_moves_the_boundary_and_nothing_else(impl):
+    for length in range(9):
+        cache, k, v = filled(impl, length=8)
+        cache.truncate(length)
+        assert cache.lengths == [length], f"truncate({length}) leaves {length} committed rows"
+        assert torch.equal(cache.k, k) and torch.equal(cache.v, v), "no row needs to be changed"
+
+
+@pytest.mark.points(5, task="together")
+def test_after_random_rounds_the_cache_is_a_fresh_prefill_s(impl):
+    """Trees scored, paths committed, tails forgotten: no row may tell the history."""
+    for seed in range(4):
+        rng, model = random.Random(seed), small_model(seed)
+        c = model.config
+        cache = impl.KVCache(c.layers, c.kv_heads, c.head_dim, 64, dtype=torch.float64)
+        tokens: list[int] = []
+        for round_ in range(8):
+            if tokens and rng.random() < 0.3:
+                tokens = tokens[: rng.randint(0, len(tokens))]
+                cache.truncate(len(tokens))
+            parents = random_parents(rng, rng.randint(1, 9))
+            nodes = rng.choices(range(24), k=len(parents))
+            _, depth, mask = impl.layout(parents)
+            model(nodes, cache, depth, mask)
+            path = ancestors(parents, rng.randrange(len(parents)))
+            cache.commit(path)
+            tokens += [nodes[i] for i in path]
+            fresh = model.new_cache()
+            model(tokens, fresh)  # scratch rows, but rows
+            for name in ("k", "v"):
+                kept, right = (getattr(x, name)[:, :, : len(tokens)] for x in (cache, fresh))
+                worst = (kept - right).abs().amax((0, 1, 3, 4))
+                wrong = (worst > 1e-10).nonzero().flatten().tolist()
+                assert cache.length == len(tokens) and not wrong, (
+                    f"seed {seed}, round {round_}: row {wrong[:1]} of {name} is not what a fresh "
+                    f"pass over the {len(tokens)} committed tokens gives"
+                )

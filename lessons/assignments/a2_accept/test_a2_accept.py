@@ -1,0 +1,176 @@
+"""Exact laws: every test sums over all random outcomes of `accept`, by `every_outcome`."""
+
+import random
+
+import pytest
+import torch
+
+from minispec.certify import every_outcome
+from minispec.sampling import OneHot, Seeded
+from minispec.tree import Tree
+
+V = 4  # tokens
+
+
+def random_law(rng: random.Random, size: int = V) -> torch.Tensor:
+    """With zeros now and then, as top-k and top-p leave them."""
+    weights = [rng.choice([0.0, rng.random(), rng.random() ** 4]) for _ in range(size)]
+    weights[rng.randrange(size)] += 0.1
+    law = torch.tensor(weights, dtype=torch.float64)
+    return law / law.sum()
+
+
+def drafted(rng: random.Random, kind: str, children: int, levels: int, randomness) -> Tree:
+    """`children` drafts below the root and, at two levels, as many below the first of them."""
+    tokens, parents, laws = [0], [-1], [None]
+    for parent in range(levels):
+        q = random_law(rng)
+        for _ in range(children):
+            if q.sum() == 0:  # all of it was drawn
+                break
+            one_hot = kind == "one-hot"
+            x = rng.randrange(V) if one_hot else randomness.categorical(q)
+            tokens.append(x)
+            parents.append(parent)
+            laws.append(None if one_hot else q)
+            if kind == "without replacement":
+                q = q.clone()
+                q[x] = 0.0
+                q = q / q.sum() if q.sum() > 0 else q
+    return Tree(tokens, parents, laws)
+
+
+def distance(accept, seed: int, kind: str, children: int) -> float:
+    """Total variation between the first two tokens' law and the target's own."""
+    rng = random.Random(seed)
+    contexts = [()] + [(x,) for x in range(V)] + [(x, y) for x in range(V) for y in range(V)]
+    laws = {context: random_law(rng) for context in contexts}
+
+    def first_two(randomness) -> tuple[int, ...]:
+        tree = drafted(random.Random(seed), kind, children, 1 + seed % 2, randomness)
+        context = [()]
+        for node in range(1, len(tree)):
+            context.append(context[tree.parents[node]] + (tree.tokens[node],))
+        path, fresh = accept([laws[c] for c in context], tree, randomness)
+        tokens = tree.tokens_at(path[1:]) + [fresh]
+        if len(tokens) == 1:  # the next pass is a plain one
+            tokens.append(randomness.categorical(laws[tuple(tokens)]))
+        return tuple(tokens[:2])
+
+    law = {(x, y): float(laws[()][x] * laws[(x,)][y]) for x in range(V) for y in range(V)}
+    for tokens, weight in every_outcome(first_two):
+        law[tokens] -= weight
+    return sum(map(abs, law.values())) / 2
+
+
+@pytest.mark.points(4, task="residual")
+def test_residual_is_what_q_leaves_of_p(impl):
+    for seed in range(20):
+        rng = random.Random(seed)
+        p, q, x = random_law(rng, 7), random_law(rng, 7), rng.randrange(7)
+        before = p.clone(), q.clone()
+        for law, name in ((q, "a drawn draft"), (None, "a one-hot draft")):
+            rest = impl.residual(p, law, x)
+            cut = law if law is not None else torch.eye(7, dtype=torch.float64)[x]
+            left = [max(0.0, float(a) - float(b)) for a, b in zip(p, cut)]
+            if sum(left) == 0:
+                assert rest is None, f"{name}: q covers all of p, so the answer is None"
+                continue
+            assert rest is not None, f"{name}: p - q is positive somewhere, so a law is left"
+            assert abs(float(rest.sum()) - 1) < 1e-12, f"{name}: the residual must sum to 1"
+            wrong = max(abs(float(a) - b / sum(left)) for a, b in zip(rest, left))
+            assert wrong < 1e-12, f"{name}: the residual is norm(max(0, p - q)), not p nor |p - q|"
+        unchanged = torch.equal(p, before[0]) and torch.equal(q, before[1])
+        assert unchanged, "p or q was changed in place: they are the caller's"
+
+
+@pytest.mark.points(1, task="residual")
+def test_residual_of_a_law_that_is_certain_of_x_is_none(impl):
+    for x in range(V):
+        p = torch.eye(V, dtype=torch.float64)[x]
+        for q in (None, p.clone()):
+            assert impl.residual(p, q, x) is None, "p = q leaves nothing: return None, not 0 / 0"
+
+
+@pytest.mark.points(3, task="greedy")
+def test_a_greedy_target_is_followed_token_by_token(impl):
+    """One-hot laws: each step of the path goes to the first child that holds the target's token."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        parents = [-1] + [rng.randrange(i) for i in range(1, 15)]
+        tree, said = Tree([rng.randrange(3) for _ in parents], parents), rng.choices(range(3), k=15)
+        path, fresh = impl.accept(OneHot(said, 3), tree, Seeded(seed))
+        at, expected = 0, []
+        while at is not None:
+            expected.append(at)
+            at = next((c for c in tree.children(at) if tree.tokens[c] == said[at]), None)
+        assert path == expected, (
+            f"path {path} instead of {expected}: a child is accepted if it holds what the target "
+            "says after its parent"
+        )
+        assert fresh == said[path[-1]], "the fresh token is the target's after the path's last node"
+
+
+@pytest.mark.points(6, task="chain")
+@pytest.mark.parametrize("kind", ["one-hot", "drawn"])
+def test_a_chain_has_the_target_s_law(impl, kind):
+    for seed in range(12):
+        d = distance(impl.accept, seed, kind, children=1)
+        assert d < 1e-12, (
+            f"the output is {d:.3f} (total variation) away from the target's law, for {kind} "
+            "drafts: accept x with min(1, p(x) / q(x)), else draw from the residual; bonus and "
+            "correction are both drawn from what p has become"
+        )
+
+
+@pytest.mark.points(6, task="tree")
+@pytest.mark.parametrize("kind", ["one-hot", "with replacement", "without replacement"])
+def test_siblings_have_the_target_s_law(impl, kind):
+    for seed in range(6):
+        d = distance(impl.accept, seed, kind, children=2)
+        assert d < 1e-12, (
+            f"the output is {d:.3f} (total variation) away from the target's law, for two "
+            f"siblings ({kind}): after a rejection the next sibling is judged by the residual"
+        )
+
+
+@pytest.mark.points(1, task="tree")
+def test_the_path_is_a_path(impl):
+    rng, randomness = random.Random(0), Seeded(0)
+    for _ in range(60):
+        tree = drafted(rng, "with replacement", 3, 2, randomness)
+        path, fresh = impl.accept([random_law(rng) for _ in tree.tokens], tree, randomness)
+        assert path[0] == 0, "the path begins with node 0, which is emitted already"
+        steps = all(tree.parents[b] == a for a, b in zip(path, path[1:]))
+        assert steps, f"path {path} of {tree}: each node must be a child of the one before it"
+        assert 0 <= fresh < V and type(fresh) is int, "the fresh token is an int"
+
+
+@pytest.mark.points(1, task="rounding")
+def test_a_draft_that_rounding_leaves_no_residual_for_is_accepted(impl):
+    """q exceeds p by a rounding error everywhere, and the coin says no."""
+
+    class Never:
+        def bernoulli(self, p: float) -> bool:
+            return False
+
+        def categorical(self, law) -> int:
+            assert float(law.sum()) > 0, "a draw from a law of nothing: accept where none is left"
+            return 0
+
+    p = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    path, _ = impl.accept([p, p], Tree.chain(0, [1], [p + 2e-16]), Never())
+    assert path == [0, 1], "where p - q leaves nothing, the draft is as good as accepted"
+
+
+@pytest.mark.points(2, task="chain")
+def test_a_draft_that_is_the_target_is_always_accepted(impl):
+    rng, randomness = random.Random(0), Seeded(0)
+    for _ in range(30):
+        laws = [random_law(rng) for _ in range(4)]
+        tree = Tree.chain(0, [randomness.categorical(law) for law in laws[:3]], laws[:3])
+        path, _ = impl.accept(laws, tree, randomness)
+        assert path == [0, 1, 2, 3], (
+            "a draft whose law is the target's must always be accepted: judge a node by the law "
+            "after its parent"
+        )

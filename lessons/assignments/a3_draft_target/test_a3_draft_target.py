@@ -1,0 +1,219 @@
+"""The certifier's exact laws and greedy identity; the draft against passes without a cache."""
+
+import random
+
+import pytest
+import torch
+
+from minispec.autoregressive import autoregressive
+from minispec.certify import (
+    SAMPLINGS,
+    Negated,
+    Toy,
+    exact_law,
+    first_tokens,
+    small_model,
+    total_variation,
+)
+from minispec.sampling import Sampling, Seeded, probs
+
+GREEDY, WARM = Sampling(), Sampling(0.8, top_k=5)
+
+
+class Recorder(Seeded):
+    """Remembers the laws it drew from, and what came."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.laws, self.drawn = [], []
+
+    def categorical(self, law) -> int:
+        self.laws.append(law.clone())
+        self.drawn.append(super().categorical(law))
+        return self.drawn[-1]
+
+
+def greedy_after(model, tokens: list[int], n: int) -> list[int]:
+    """`n` argmax tokens, without any cache."""
+    more: list[int] = []
+    for _ in range(n):
+        more.append(int(model.logits(model(tokens + more)[0, -1]).argmax()))
+    return more
+
+
+# ---- the text as its own draft -------------------------------------------------------------------
+
+
+@pytest.mark.points(3, task="lookup")
+def test_lookup_finds_the_longest_and_then_the_latest_repeat(impl):
+    for seed in range(60):
+        rng = random.Random(seed)
+        tokens = rng.choices(range(3), k=rng.randint(1, 25))
+        k, ngram = rng.randint(0, 5), rng.randint(1, 4)
+        expected: list[int] = []
+        for n in range(ngram, 0, -1):
+            ends = [e for e in range(n, len(tokens)) if tokens[e - n : e] == tokens[-n:]]
+            if ends:
+                expected = tokens[ends[-1] : ends[-1] + k]
+                break
+        guess = impl.lookup(list(tokens), k, ngram)
+        assert guess == expected, (
+            f"{tokens}, at most {k}, n-grams up to {ngram}: {expected}, not {guess}: the longest "
+            "n-gram that came before, its latest place, and what followed, even if it is short"
+        )
+
+
+# ---- drafting ------------------------------------------------------------------------------------
+
+
+@pytest.mark.points(2, task="propose")
+def test_greedy_drafts_are_the_draft_s_argmax_and_one_hot(impl):
+    for seed in range(4):
+        draft, rng = small_model(seed), random.Random(seed)
+        tokens, k = rng.choices(range(24), k=rng.randint(1, 9)), rng.randint(1, 5)
+        guess, laws = impl.propose(draft, draft.new_cache(), tokens, k, GREEDY, Seeded(), 24)
+        expected = greedy_after(draft, tokens, k)
+        assert guess == expected, f"greedy drafts after {tokens}: {expected}, not {guess}"
+        assert laws == [None] * k, (
+            "an argmax was not drawn from the softmax: its law is one-hot, which is None"
+        )
+
+
+@pytest.mark.points(4, task="propose")
+def test_sampled_drafts_come_with_the_law_they_were_drawn_from(impl):
+    for seed, rows in enumerate((24, 24, 20, 30)):  # the draft's vocabulary; the target's is 24
+        draft, randomness = small_model(seed, vocab=rows), Recorder(seed)
+        tokens = random.Random(seed).choices(range(20), k=5)
+        guess, laws = impl.propose(draft, draft.new_cache(), tokens, 4, WARM, randomness, 24)
+        assert guess == randomness.drawn and len(guess) == 4, (
+            "k = 4 tokens, each what `randomness.categorical` gave: a draft may not be dropped "
+            "after it was drawn"
+        )
+        for i, law in enumerate(laws):
+            known = [t if t < rows else 0 for t in tokens + guess[:i]]
+            logits = draft.logits(draft(known)[0, -1:])[:, :24]
+            right = probs(logits, WARM)[0]
+            right = torch.cat([right, right.new_zeros(24 - len(right))])
+            drawn = randomness.laws[i]
+            assert law.shape == (24,) and torch.equal(law, drawn), (
+                f"draft {i} was drawn from another law than is returned for it"
+            )
+            assert (law - right).abs().max() < 1e-9, (
+                f"draft {i}: the law is the draft's own after its warpers, over the target's tokens"
+            )
+
+
+@pytest.mark.points(2, task="propose")
+def test_drafting_feeds_only_what_the_cache_lacks(impl):
+    for seed in range(4):
+        draft, tokens = small_model(seed), random.Random(seed).choices(range(24), k=8)
+        cache = draft.new_cache()
+        draft(tokens[: 3 + seed], cache)
+        cache.lengths = [3 + seed]
+        guess, _ = impl.propose(draft, cache, tokens, 3, GREEDY, Seeded(), 24)
+        assert guess == greedy_after(draft, tokens, 3), "other drafts from a cache that lags behind"
+        assert cache.length == len(tokens) + 2, (
+            f"after 3 drafts the cache holds the {len(tokens)} tokens and the first two drafts, "
+            f"not {cache.length} rows: the last draft is fed next round, if it is accepted"
+        )
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+
+@pytest.mark.points(6, task="lossless")
+@pytest.mark.parametrize(
+    "label, k", [("T=1", 1), ("T=1", 2), ("T=0.7 top-k 2", 2), ("T=1.5 top-p 0.8", 1)]
+)
+def test_the_certifier_finds_the_target_s_law_exactly(impl, label, k):
+    """Every random outcome of the first tokens, on a target whose law shows every stale row."""
+    model, draft, prompt = Toy(5), Toy(77), [1, 0, 1, 1, 0]
+
+    def method(*arguments, **options):
+        return impl.speculative(*arguments, draft=draft, k=k, **options)
+
+    plain = exact_law(autoregressive, model, prompt, SAMPLINGS[label], 2)
+    law = exact_law(method, model, prompt, SAMPLINGS[label], 2)
+    d = total_variation(law, plain)
+    assert d < 1e-12, (
+        f"{label}, k={k}: the output is {d:.3f} (total variation) away from plain decoding; p is "
+        "judged by the law the draft was drawn from, both with their warpers"
+    )
+
+
+@pytest.mark.points(3, task="lossless")
+def test_greedy_tokens_are_plain_decoding_s(impl):
+    for seed in range(2):
+        model, other = small_model(seed), small_model(seed + 50)
+        prompt = random.Random(seed).choices(range(24), k=1 + 3 * seed)
+        plain = list(first_tokens(autoregressive, model, prompt, GREEDY, Seeded(), 8))
+        for draft, k, warm in (
+            (other, 3, None), (other, 2, Sampling(1.0)), (model, 1, None), (Negated(model), 3, None)
+        ):  # fmt: skip
+            steps = impl.speculative(
+                model, prompt, GREEDY, Seeded(), draft=draft, k=k, draft_sampling=warm
+            )
+            tokens = [t for step, _ in zip(steps, range(9)) for t in step.tokens][:8]
+            assert tokens == plain, f"greedy, k={k}: {tokens} instead of {plain}"
+
+
+@pytest.mark.points(3, task="caches")
+def test_both_caches_follow_the_text(impl):
+    """The target's rows against a fresh pass; the draft's by what it drafts."""
+    for seed in range(3):
+        model, draft = small_model(seed, vocab=4), small_model(seed + 50, vocab=4)
+        cache, tokens = model.new_cache(), [1, 2, 3]
+        steps = impl.speculative(model, tokens, GREEDY, Seeded(), cache=cache, draft=draft, k=3)
+        for round_, step in zip(range(9), steps):
+            if round_:
+                expected = greedy_after(draft, tokens, 3)
+                assert step.tree.tokens == [tokens[-1], *expected], (
+                    f"round {round_}: the tree holds {step.tree.tokens}, but the draft says "
+                    f"{expected} after the text: roll its cache back to the accepted tokens, and "
+                    "catch up after a full match"
+                )
+            else:
+                assert step.tokens == [] and step.tree is None, "the first step is the prefill's"
+            tokens = tokens + step.tokens
+            assert cache.length == len(tokens) - 1, (
+                f"round {round_}: {cache.length} rows for {len(tokens)} tokens: all but the last"
+            )
+            fresh = model.new_cache()
+            model(tokens[:-1], fresh)
+            worst = (cache.k - fresh.k)[:, :, : cache.length].abs().max()
+            assert worst < 1e-9, f"round {round_}: a row of the target's cache is not the text's"
+
+
+@pytest.mark.points(2, task="caches")
+def test_a_draft_that_is_the_target_gives_k_plus_one_tokens_a_pass(impl):
+    model = small_model(1)
+    for k in (1, 4):
+        steps = impl.speculative(model, [1, 2], Sampling(1.0), Seeded(0), draft=model, k=k)
+        counts = [len(step.tokens) for step, _ in zip(steps, range(8))][1:]
+        assert counts == [k + 1] * 7, (
+            f"k={k}: {counts} tokens a round; q = p accepts all k drafts and adds one bonus token"
+        )
+
+
+# ---- what it should bring ------------------------------------------------------------------------
+
+
+@pytest.mark.points(3, task="formula")
+def test_the_expectation_is_the_sum_over_what_may_be_accepted(impl):
+    for alpha in (0.0, 0.1, 0.35, 0.8, 0.999, 1.0):
+        for gamma in (1, 2, 5, 9):
+            expected = sum(alpha**i for i in range(gamma + 1))
+            given = impl.tokens_per_pass(alpha, gamma)
+            assert abs(given - expected) < 1e-9, (
+                f"α={alpha}, γ={gamma}: 1 + α + … + α^γ = {expected:.4f}, not {given:.4f}"
+            )
+
+
+@pytest.mark.points(1, task="formula")
+def test_the_speedup_pays_for_the_drafts(impl):
+    for alpha, gamma, c in ((0.8, 5, 0.1), (0.5, 3, 0.0), (1.0, 4, 0.25), (0.0, 7, 1.0)):
+        expected = sum(alpha**i for i in range(gamma + 1)) / (gamma * c + 1)
+        given = impl.speedup(alpha, gamma, c)
+        assert abs(given - expected) < 1e-9, (
+            f"α={alpha}, γ={gamma}, c={c}: tokens a pass over γc + 1 is {expected:.4f}"
+        )

@@ -1,0 +1,243 @@
+"""Heads by their formula, trees against all trees, and what a seen token is to a head."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from minispec.certify import randomise, small_model
+from minispec.sampling import OneHot
+from minispec.tree import Tree
+
+
+def random_heads(impl, model, seed: int, layers: int, shared: bool):
+    size, vocab = model.config.hidden_size, None if shared else model.config.vocab_size
+    return randomise(impl.Heads(3, layers, size, vocab).double(), seed)
+
+
+def paths_of(tree: Tree) -> dict[tuple[int, ...], int]:
+    """Tokens from below the root to a node -> the node."""
+    paths = {0: ()}
+    for node in range(1, len(tree)):
+        paths[node] = (*paths[tree.parents[node]], tree.tokens[node])
+    assert len(set(paths.values())) == len(paths), "two siblings hold the same token: merge them"
+    return {path: node for node, path in paths.items()}
+
+
+@pytest.mark.points(4, task="heads")
+def test_a_head_is_its_residual_blocks_and_its_projection(impl):
+    for seed, (layers, shared) in enumerate(itertools.product((0, 1, 3), (True, False))):
+        model = small_model(seed)
+        heads = random_heads(impl, model, seed, layers, shared)
+        hidden = model([3, 1, 4, 1, 5])  # (1, 5, d)
+        logits = heads.forward(hidden, model)
+        assert logits.shape == (3, 1, 5, 24), f"(K, ..., V) is (3, 1, 5, 24), not {logits.shape}"
+        for k in range(3):
+            x = hidden
+            for weight, bias in zip(heads.weight, heads.bias):
+                y = x @ weight[k].T + bias[k]
+                x = x + y * y.sigmoid()
+            right = model.logits(x) if shared else x @ heads.projection[k].T
+            assert (logits[k] - right).abs().max() < 1e-9, (
+                f"head {k} of {layers} blocks{', with lm_head' if shared else ''}: each block adds "
+                "SiLU(W x + b) to x, with this head's own W and b; the projection comes last"
+            )
+
+
+@pytest.mark.points(1, task="heads")
+def test_one_hidden_state_gives_one_row_a_head(impl):
+    model = small_model(0)
+    heads = random_heads(impl, model, 0, 1, False)
+    hidden = model([1, 2, 3])[0]
+    one, all_ = heads.forward(hidden[-1], model), heads.forward(hidden, model)
+    assert one.shape == (3, 24) and all_.shape == (3, 3, 24), "(..., d) -> (K, ..., V), any shape"
+    assert (one - all_[:, -1]).abs().max() < 1e-9, "a row's logits depend on its neighbours"
+
+
+@pytest.mark.points(2, task="start")
+def test_untrained_heads_begin_as_the_lm_head(impl):
+    for layers, shared in itertools.product((1, 2), (True, False)):
+        model = small_model(layers)
+        heads = impl.untrained(4, layers, model, shared)
+        assert len(heads) == 4 and len(heads.weight) == layers, "4 heads of the blocks asked for"
+        for name, parts in (("weight", heads.weight), ("bias", heads.bias)):
+            zero = not any(p.detach().any() for p in parts)
+            assert zero, f"a block begins as the identity: its {name} must be 0, the bias as well"
+        assert (heads.projection is None) == shared, "a shared projection is none of its own"
+        assert heads.weight[0].dtype == model.dtype, "in the model's type"
+        if not shared:
+            same = (heads.projection == model.lm_head.weight).all()
+            assert same, "each projection begins as a copy of lm_head"
+            assert heads.projection.data_ptr() != model.lm_head.weight.data_ptr(), (
+                "a copy: training the heads must not change the target's lm_head"
+            )
+
+
+@pytest.mark.points(3, task="labels")
+def test_head_k_says_the_token_at_t_plus_k_plus_2(impl):
+    for seed in range(20):
+        rng = random.Random(seed)
+        tokens = rng.sample(range(100), rng.randint(1, 9))
+        prompt, heads = rng.randint(0, len(tokens)), rng.randint(1, 4)
+        labels = impl.labels_of(list(tokens), prompt, heads)
+        assert labels.shape == (len(tokens), heads), "(positions, heads)"
+        for t, k in itertools.product(range(len(tokens)), range(heads)):
+            at = t + k + 2
+            learns = t + 2 >= prompt and at < len(tokens)
+            right = tokens[at] if learns else -100
+            assert int(labels[t, k]) == right, (
+                f"{tokens}, prompt of {prompt}: head {k} at position {t} has label {right}, not "
+                f"{int(labels[t, k])}: lm_head says t + 1, so head k says t + k + 2; rows with a "
+                "label in the prompt have none"
+            )
+
+
+@pytest.mark.points(3, task="tree")
+def test_rank_paths_pick_candidates_by_depth_and_share_their_beginnings(impl):
+    for seed in range(20):
+        rng = random.Random(seed)
+        candidates = [rng.sample(range(100), 5) for _ in range(4)]
+        chosen = {tuple(rng.choices(range(5), k=rng.randint(1, 4))) for _ in range(6)}
+        nodes = {path[:n] for path in chosen for n in range(1, len(path) + 1)}
+        paths = sorted(nodes, key=lambda path: (len(path), path))
+        tree = impl.from_paths(7, [list(path) for path in paths], candidates)
+        assert tree.tokens[0] == 7 and tree.parents[0] == -1, "node 0 is the root"
+        right = [tuple(candidates[d][r] for d, r in enumerate(path)) for path in paths]
+        found = paths_of(tree)
+        assert set(found) - {()} == set(right), (
+            f"paths {paths}: depth d takes its ranks from candidates[d - 1]; {found} is not {right}"
+        )
+        assert [found[path] for path in right] == list(range(1, len(tree))), "nodes in their order"
+
+
+class RollingHeads:
+    """Head k says the hidden state rolled by k; it counts its calls."""
+
+    def __init__(self, heads: int):
+        self.heads, self.calls = heads, 0
+
+    def __len__(self) -> int:
+        return self.heads
+
+    def __call__(self, hidden, model):
+        self.calls += 1
+        return torch.stack([hidden.roll(k, -1) for k in range(self.heads)])
+
+
+@pytest.mark.points(3, task="propose")
+def test_the_tree_holds_the_heads_best_tokens(impl):
+    for seed in range(10):
+        rng, model = random.Random(seed), small_model(seed, vocab=11)
+        hidden = torch.randn(1, 11, generator=torch.Generator().manual_seed(seed)).double()
+        heads, depth = RollingHeads(4), rng.randint(1, 4)
+        chosen = {tuple(rng.choices(range(4), k=rng.randint(1, depth))) for _ in range(5)}
+        nodes = {path[:n] for path in chosen for n in range(1, len(path) + 1)}
+        tree = impl.propose(heads, model, hidden, 9, sorted(nodes, key=lambda p: (len(p), p)))
+        best = [hidden[0].roll(k).argsort(descending=True).tolist() for k in range(4)]
+        right = {tuple(best[d][r] for d, r in enumerate(path)) for path in nodes}
+        assert tree.tokens[0] == 9 and set(paths_of(tree)) - {()} == right, (
+            "depth d + 1 holds head d's tokens by rank, best first, also in a tree less deep than "
+            "there are heads"
+        )
+        assert all(tree.law(node) is None for node in range(len(tree))), (
+            "a head's best tokens were not drawn from its softmax: their laws are one-hot, None"
+        )
+        assert heads.calls == 1, "the heads read one hidden state, once a round"
+
+
+@pytest.mark.points(1, task="propose")
+def test_without_a_hidden_state_or_paths_the_root_stands_alone(impl):
+    model, some, none = small_model(0), torch.zeros(1, 24).double(), torch.zeros(0, 24).double()
+    for hidden, paths in ((none, [(0,), (1,)]), (some, [])):
+        tree = impl.propose(RollingHeads(2), model, hidden, 5, paths)
+        assert (tree.tokens, tree.parents) == ([5], [-1]), f"only the root, not {tree}"
+
+
+def random_accuracy(seed: int, heads: int = 3, ranks: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(heads, ranks, generator=generator) / ranks).sort(descending=True).values
+
+
+def gain(accuracy: torch.Tensor, path) -> float:
+    return math.prod(float(accuracy[depth, rank]) for depth, rank in enumerate(path))
+
+
+EVERY = [path for n in (1, 2, 3) for path in itertools.product(range(3), repeat=n)]
+
+
+@pytest.mark.points(2, task="expected")
+def test_each_node_adds_the_chance_that_its_path_is_right(impl):
+    for seed in range(10):
+        accuracy = random_accuracy(seed)
+        paths = sorted({p[:n] for p in random.Random(seed).sample(EVERY, 5) for n in (1, 2, 3)})
+        right = 1 + sum(gain(accuracy, path) for path in paths)
+        given = impl.expected(accuracy, paths)
+        assert abs(given - right) < 1e-6, (
+            f"{given:.4f}, not {right:.4f}: one token comes in any case, and each node adds the "
+            "product of the accuracies along its path, inner nodes too"
+        )
+    assert impl.expected(random_accuracy(0), []) == 1.0, "without a tree a pass yields one token"
+
+
+@pytest.mark.points(4, task="grow")
+def test_the_grown_tree_is_the_best_of_all(impl):
+    trees = [
+        paths for paths in itertools.combinations(EVERY, 4)
+        if all(len(p) == 1 or p[:-1] in paths for p in paths)
+    ]  # fmt: skip
+    for seed in range(4):
+        accuracy = random_accuracy(seed)
+        gains = {path: gain(accuracy, path) for path in EVERY}
+        best = max(sum(map(gains.get, paths)) for paths in trees)
+        grown = [tuple(path) for path in impl.grow_tree(accuracy, 4)]
+        assert all(len(p) == 1 or p[:-1] in grown[:i] for i, p in enumerate(grown)), (
+            f"{grown}: a parent must come before its child"
+        )
+        reached = sum(map(gains.get, grown))
+        assert len(grown) == 4 and abs(reached - best) < 1e-6, (
+            f"{grown} gains {reached:.4f}, the best tree of 4 nodes {best:.4f}: take the node of "
+            "the largest product next, whether sibling or child"
+        )
+
+
+@pytest.mark.points(1, task="grow")
+def test_it_stops_where_nothing_is_gained(impl):
+    grown = impl.grow_tree(torch.tensor([[0.5, 0.0, 0.0], [0.5, 0.0, 0.0]]), 9)
+    assert grown == [(0,), (0, 0)], f"a token that is never right gains nothing: not {grown}"
+    whole = impl.grow_tree(random_accuracy(1) + 0.01, 1000)
+    assert len(set(whole)) == len(whole) == 39, "3 heads of 3 ranks have 3 + 9 + 27 nodes"
+
+
+@pytest.mark.points(3, task="typical")
+def test_typical_acceptance_takes_the_longest_path_that_is_typical_enough(impl):
+    for seed in range(30):
+        rng = random.Random(seed)
+        parents = [-1] + [rng.randrange(i) for i in range(1, 12)]
+        tree = Tree([rng.randrange(5) for _ in parents], parents)
+        generator = torch.Generator().manual_seed(seed)
+        laws = (3 * torch.randn(12, 5, generator=generator, dtype=torch.float64)).softmax(-1)
+        epsilon, delta = rng.choice([(0.09, 0.3), (0.3, 0.9), (0.05, 2.0)])
+        paths = {0: ([0], 1.0)}
+        for node, parent in list(enumerate(parents))[1:]:
+            law = laws[parent]
+            entropy = -sum(float(p) * math.log(float(p)) for p in law)
+            p = float(law[tree.tokens[node]])
+            if parent in paths and p > min(epsilon, delta * math.exp(-entropy)):
+                paths[node] = ([*paths[parent][0], node], paths[parent][1] * p)
+        right = max(paths.values(), key=lambda found: (len(found[0]), found[1]))[0]
+        given = impl.typical_path(laws, tree, epsilon, delta)
+        assert given == right, (
+            f"ε={epsilon}, δ={delta}: {given} instead of {right}: p(x) > min(ε, δ exp(-H)) at "
+            "every step, by the law after the parent; the longest such path, then the likeliest"
+        )
+
+
+@pytest.mark.points(1, task="typical")
+def test_a_greedy_law_is_followed(impl):
+    tree = Tree([9, 5, 3, 7, 8], [-1, 0, 0, 2, 2])
+    path = impl.typical_path(OneHot([3, 0, 8, 0, 6], 10), tree, 0.09, 0.3)
+    assert path == [0, 2, 4], (
+        "a one-hot law has no entropy: 0 · log 0 is 0, and only its token stays"
+    )

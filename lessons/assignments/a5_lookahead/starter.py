@@ -1,0 +1,86 @@
+"""Assignment 5: lookahead's window and pool. Fill in the functions; see README.md."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from minispec import lookahead
+from minispec.cache import KVCache
+from minispec.model import Transformer
+from minispec.sampling import Randomness, Sampling
+from minispec.tree import Step, Tree
+
+
+def jacobi(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None, block: int = 8,
+) -> Iterator[Step]:  # fmt: skip
+    """Guess `block` tokens, replace each by what the model says there, until they stay.
+
+    First an empty `Step()` for the prefill, then a Step(new tokens, tree, path) a round, unending.
+    The first guess is the prompt's tokens, again and again (`lookahead.from_prompt`). A round's
+    tree is the chain of the guess; the next guess is what the argmax says behind the new tokens,
+    filled up at its end with the guess's own last tokens. Not graded: the end of the context.
+    """
+    raise NotImplementedError
+
+
+def merged(root: int, chains: list[list[int]]) -> Tree:
+    """The trie of all chains below the root: what they share stands once. Nodes in the order of
+    their first appearance."""
+    raise NotImplementedError
+
+
+def window_layout(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Of a window whose rows are so long: each entry's distance from the current token (w,), and
+    who sees whom (w, w), bool; entries row by row.
+
+    Row r, column i guesses the token at distance i + r. Column 0 of row 0 is the current token,
+    which is not stored: row 0 begins with column 1, all others with column 0. An entry sees row 0
+    up to its own column, then its own column of rows 1 to its own.
+    """
+    raise NotImplementedError
+
+
+def beside(tree: Tree, window: lookahead.Window | None) -> tuple[Tensor, Tensor]:
+    """Depth (n,) and mask (n, n) of one pass over a tree's nodes and, behind them, a window's
+    entries (`window.layout` is their distance and mask): blind to each other, but for the root,
+    which is the current token to both. A window of None is no window."""
+    raise NotImplementedError
+
+
+class Window(lookahead.Window):
+    """`self.rows`, at most N - 1 (N is `self.ngram`), row 0 one entry shorter than the others."""
+
+    def said_by(self, nodes: int) -> list[int]:
+        """The rows of a pass (`nodes` tree nodes, then the window row by row) that say the next
+        row: those of the last row, and while row 0 is alone the current token (pass row 0) too."""
+        raise NotImplementedError
+
+    def advance(self, current: int, said: list[int]) -> list[tuple[int, ...]]:
+        """Take in what the last row says; the n-grams down the columns, if there are enough rows.
+
+        With fewer than N - 1 rows `said` becomes one more and each row loses its first entry.
+        Otherwise column i gives the N-gram (row 0, …, row N - 2, said) at i, `current` being column
+        0 of row 0; then row 0 is row 1 without its first entry, and all others move up.
+        """
+        raise NotImplementedError
+
+
+class Pool:
+    """N-grams by their first token, of each at most `most` continuations: those seen last."""
+
+    def __init__(self, most: int):
+        raise NotImplementedError
+
+    def add(self, gram: tuple[int, ...]) -> None:
+        """Remember it as the latest; of one first token the least recently seen is dropped."""
+        raise NotImplementedError
+
+    def add_all(self, tokens: list[int], n: int, new: int) -> None:
+        """Add the n-grams of `tokens` that end in one of its last `new`, from left to right."""
+        raise NotImplementedError
+
+    def after(self, token: int) -> list[list[int]]:
+        """What may follow, seen last first. The caller may change the lists."""
+        raise NotImplementedError

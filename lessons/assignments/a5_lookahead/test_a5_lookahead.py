@@ -1,0 +1,273 @@
+"""The window against the definition and a model, the pool against a plain list."""
+
+import random
+
+import pytest
+import torch
+
+from minispec import lookahead
+from minispec.autoregressive import autoregressive
+from minispec.certify import Toy, exact_law, first_tokens, small_model, total_variation
+from minispec.sampling import Sampling, Seeded
+from minispec.tree import Tree
+
+GREEDY = Sampling()
+SEEDS = range(12)
+
+
+# ---- Jacobi --------------------------------------------------------------------------------------
+
+
+@pytest.mark.points(2, task="jacobi")
+def test_jacobi_is_lossless(impl):
+    for seed in range(2):
+        model, prompt = small_model(seed), random.Random(seed).choices(range(24), k=1 + 3 * seed)
+        plain = list(first_tokens(autoregressive, model, prompt, GREEDY, Seeded(), 12))
+        for block in (1, 5):
+            steps = impl.jacobi(model, prompt, GREEDY, Seeded(), block=block)
+            tokens = [t for step, _ in zip(steps, range(13)) for t in step.tokens][:12]
+            assert tokens == plain, f"block {block}: {tokens}, plain decoding says {plain}"
+
+    def method(*arguments, **options):
+        return impl.jacobi(*arguments, block=3, **options)
+
+    laws = [exact_law(f, Toy(5), [1, 0, 1], Sampling(1.0), 3) for f in (method, autoregressive)]
+    d = total_variation(*laws)
+    assert d < 1e-12, f"sampled, the output is {d:.3f} away: guesses are one-hot drafts to `accept`"
+
+
+@pytest.mark.points(3, task="jacobi")
+def test_a_guess_is_what_the_model_said_a_pass_ago(impl):
+    for seed in range(3):
+        model, prompt, block = small_model(seed), [3, 1, 4, 1, 5], 4 + seed
+        tokens, guess = list(prompt), [prompt[i % 5] for i in range(block)]
+        steps = impl.jacobi(model, prompt, GREEDY, Seeded(), block=block)
+        assert next(steps).tree is None, "the first step is the prefill's"
+        for round_, step in zip(range(8), steps):
+            assert step.tree.tokens == [tokens[-1], *guess], (
+                f"round {round_}: the guess is {step.tree.tokens[1:]} instead of {guess}: what the "
+                "last pass said behind its new tokens, then the old guess's last tokens"
+            )
+            said = model.logits(model(tokens + guess))[0, len(tokens) - 1 :].argmax(-1).tolist()
+            settled = len(step.tokens)
+            tokens += step.tokens
+            guess = (said[settled:] + guess[len(said) - settled :])[:block]
+
+
+# ---- the trie ------------------------------------------------------------------------------------
+
+
+@pytest.mark.points(3, task="trie")
+def test_what_chains_share_stands_once(impl):
+    for seed in range(30):
+        rng = random.Random(seed)
+        chains = [rng.choices(range(3), k=rng.randint(0, 4)) for _ in range(rng.randint(0, 6))]
+        tree = impl.merged(9, [list(chain) for chain in chains])
+        order = list(dict.fromkeys(
+            tuple(chain[:n]) for chain in chains for n in range(1, len(chain) + 1)
+        ))  # fmt: skip
+        paths = {0: ()}
+        for node in range(1, len(tree)):
+            paths[node] = (*paths[tree.parents[node]], tree.tokens[node])
+        assert tree.tokens[0] == 9 and list(paths.values())[1:] == order, (
+            f"chains {chains}: paths {list(paths.values())[1:]} instead of {order}: siblings with "
+            "the same token are one node, else an accepted token may lead into the shorter chain"
+        )
+
+
+# ---- the window ----------------------------------------------------------------------------------
+
+
+def random_lengths(rng: random.Random) -> tuple[int, ...]:
+    """Row 0, and as many others as have been added, of a window."""
+    width, ngram = rng.randint(1, 5), rng.randint(2, 5)
+    rows = rng.randint(1, ngram - 1)
+    first = width + ngram - 3 - (rows - 1)
+    return (first, *[first + 1] * (rows - 1))
+
+
+def entries(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(row, column) of each."""
+    return [(r, i + (r == 0)) for r, length in enumerate(lengths) for i in range(length)]
+
+
+@pytest.mark.points(2, task="window_layout")
+def test_an_entry_guesses_the_token_at_column_plus_row(impl):
+    for seed in SEEDS:
+        lengths = random_lengths(random.Random(seed))
+        distance, _ = impl.window_layout(lengths)
+        right = [r + i for r, i in entries(lengths)]
+        assert distance.tolist() == right, (
+            f"rows of {lengths}: distances {right}, not {distance.tolist()}: row 0 begins with "
+            "column 1, as its column 0 is the current token"
+        )
+
+
+@pytest.mark.points(4, task="window_layout")
+def test_an_entry_sees_row_0_up_to_its_column_and_then_its_column(impl):
+    for seed in SEEDS:
+        lengths = random_lengths(random.Random(seed))
+        at = entries(lengths)
+        seen = impl.window_layout(lengths)[1]
+        assert seen.shape == (len(at), len(at)) and seen.dtype == torch.bool, "(w, w), bool"
+        for (r, i), row in zip(at, seen.tolist()):
+            right = [(s, j) for s, j in at if (s == 0 and j <= i) or (j == i and s <= r)]
+            found = [entry for entry, sees in zip(at, row) if sees]
+            assert found == right, (
+                f"rows of {lengths}: row {r}, column {i} sees (row, column) {found} instead of "
+                f"{right}: row 0 up to its own column, then down its column to itself"
+            )
+
+
+def passing(impl, rng: random.Random):
+    """A tree, a full window, and what `beside` says of them."""
+    tree = Tree.merged(1, [rng.choices(range(4), k=3) for _ in range(rng.randint(0, 3))])
+    width, ngram = rng.randint(1, 4), rng.randint(2, 5)
+    window = lookahead.Window(rng.choices(range(24), k=5), width, ngram)
+    row = [rng.choices(range(24), k=width) for _ in range(ngram - 1)]
+    window.rows = [row[0][1:], *row[1:]]
+    return tree, window, *impl.beside(tree, window)
+
+
+@pytest.mark.points(4, task="beside")
+def test_tree_and_window_are_blind_to_each_other_but_for_the_root(impl):
+    for seed in SEEDS:
+        tree, window, depth, mask = passing(impl, random.Random(seed))
+        n, (distance, seen) = len(tree), window.layout
+        assert depth.tolist() == tree.depth.tolist() + distance.tolist(), (
+            "depths of the tree's nodes, then the window's distances: both count from the root"
+        )
+        assert mask.shape == (n + len(distance),) * 2, "one row and column for every token"
+        assert torch.equal(mask[:n, :n], tree.mask), "the tree's nodes see each other as before"
+        assert not mask[:n, n:].any(), "a node of the tree sees the window: guesses must not"
+        assert mask[n:, 0].all(), "every entry sees the root, which is the current token"
+        assert not mask[n:, 1:n].any(), "an entry of the window sees a guess of the tree"
+        assert torch.equal(mask[n:, n:], seen), "the window's entries see each other as before"
+    depth, mask = impl.beside(tree, None)
+    assert torch.equal(depth, tree.depth) and torch.equal(mask, tree.mask), "no window: the tree"
+
+
+@pytest.mark.points(2, task="said_by")
+def test_the_last_row_says_the_next_one(impl):
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        lengths, nodes = random_lengths(rng), rng.randint(1, 9)
+        window = impl.Window([1, 2], 3, 4)
+        window.rows = [[0] * length for length in lengths]
+        end = nodes + sum(lengths)
+        right = [0] * (len(lengths) == 1) + list(range(end - lengths[-1], end))
+        assert window.said_by(nodes) == right, (
+            f"{nodes} nodes, rows of {lengths}: pass rows {right}, not {window.said_by(nodes)}: "
+            "column 0 of row 0 is the current token, which is pass row 0"
+        )
+
+
+@pytest.mark.points(5, task="advance")
+def test_the_window_fills_harvests_its_columns_and_moves_up(impl):
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        width, ngram = rng.randint(1, 5), rng.randint(2, 5)
+        window = impl.Window(rng.choices(range(24), k=4), width, ngram)
+        assert [len(row) for row in window.rows] == [width + ngram - 3]
+        for pass_ in range(2 * ngram):
+            before, full = [list(row) for row in window.rows], len(window.rows) == ngram - 1
+            said, current = rng.choices(range(24), k=len(before[-1]) + (len(before) == 1)), 99
+            grams = window.advance(current, list(said))
+            if not full:
+                assert not grams, f"pass {pass_}: {len(before)} rows of {ngram - 1} give no n-gram"
+                moved = [row[1:] for row in [*before, said]]
+            else:
+                columns = [[current, *before[0]], *before[1:], said]
+                right = [tuple(row[i] for row in columns) for i in range(width)]
+                assert [tuple(gram) for gram in grams] == right, (
+                    f"pass {pass_}, W={width}, N={ngram}: n-grams {grams} instead of {right}: down "
+                    "the columns, beginning with the current token"
+                )
+                moved = [*before[1:], said]
+                moved[0] = moved[0][1:]
+            assert [list(row) for row in window.rows] == moved, (
+                f"pass {pass_}: rows {window.rows} instead of {moved}: the window moves by one"
+            )
+
+
+# ---- the pool ------------------------------------------------------------------------------------
+
+
+@pytest.mark.points(4, task="pool")
+def test_the_pool_keeps_what_was_seen_last(impl):
+    for seed in range(6):
+        rng = random.Random(seed)
+        most = rng.randint(0, 4)
+        pool, grams = impl.Pool(most), []
+        for _ in range(100):
+            gram = tuple(rng.choices(range(3), k=3))
+            pool.add(gram)
+            grams = [gram] + [g for g in grams if g != gram]
+            right = [list(g[1:]) for g in grams if g[0] == gram[0]][:most]
+            given = [list(rest) for rest in pool.after(gram[0])]
+            assert given == right, (
+                f"at most {most}: {given} instead of {right}: latest first, each once, and one "
+                "that is seen again becomes the latest"
+            )
+        assert pool.after(99) == [], "nothing is known after a token that was never first"
+
+
+@pytest.mark.points(2, task="pool")
+def test_what_the_caller_does_with_a_guess_leaves_the_pool_alone(impl):
+    pool = impl.Pool(3)
+    pool.add((1, 2, 3))
+    pool.add((1, 4, 5))
+    for _ in range(2):
+        guesses = pool.after(1)
+        assert guesses == [[4, 5], [2, 3]], (
+            f"{guesses}: a caller appended to the list it was given, and the pool changed: give "
+            "copies (this was a bug of the published code)"
+        )
+        guesses[0].append(99)
+        guesses.append([7])
+
+
+@pytest.mark.points(2, task="pool")
+def test_n_grams_of_a_text_that_end_in_its_new_tokens(impl):
+    for seed in range(20):
+        rng = random.Random(seed)
+        tokens = rng.choices(range(4), k=rng.randint(1, 10))
+        n, new = rng.randint(2, 4), rng.randint(0, len(tokens))
+        ends = range(max(n, len(tokens) - new + 1), len(tokens) + 1)
+        one, other = impl.Pool(9), impl.Pool(9)
+        one.add_all(tokens, n, new)
+        for end in ends:
+            other.add(tuple(tokens[end - n : end]))
+        for token in range(4):
+            assert one.after(token) == other.after(token), (
+                f"{tokens}, n={n}, {new} new: after {token} {one.after(token)} instead of "
+                f"{other.after(token)}: each n-gram whose last token is new, from left to right"
+            )
+
+
+# ---- all of it on a model ------------------------------------------------------------------------
+
+
+@pytest.mark.points(4, task="together")
+def test_each_entry_s_logits_are_those_of_its_chain_alone(impl):
+    """Window, trie, layout and mask in one pass, against a pass per entry."""
+    for seed in range(4):
+        rng, model = random.Random(seed), small_model(seed)
+        width, ngram = rng.randint(1, 4), rng.randint(2, 4)
+        tokens = rng.choices(range(24), k=rng.randint(2, 9))
+        window, cache = impl.Window(tokens, width, ngram), model.new_cache()
+        model.prefill(tokens[:-1], cache)
+        for pass_ in range(ngram):
+            tree = impl.merged(tokens[-1], [rng.choices(range(24), k=2) for _ in range(2)])
+            lengths = tuple(map(len, window.rows))
+            view = type("View", (), {"layout": impl.window_layout(lengths), "rows": window.rows})()
+            depth, mask = impl.beside(tree, view)
+            hidden = model(tree.tokens + window.tokens, cache, depth, mask)[0]
+            for (r, i), row in zip(entries(lengths), hidden[len(tree) :]):
+                chain = window.rows[0][:i] + [each[i] for each in window.rows[1 : r + 1]]
+                assert (row - model(tokens + chain)[0, -1]).abs().max() < 1e-9, (
+                    f"pass {pass_}, W={width}, N={ngram}: row {r}, column {i} is not what a pass "
+                    "over prefix, row 0 and its column gives"
+                )
+            said = model.logits(hidden[window.said_by(len(tree))]).argmax(-1).tolist()
+            window.advance(tokens[-1], said)

@@ -1,0 +1,91 @@
+"""Assignment 6: the prediction head, drafting with it, and its loss. Fill in the functions; see
+README.md."""
+
+from torch import Tensor
+
+from minispec import distill, fastmtp
+from minispec.distill import Keys
+from minispec.model import Pass
+from minispec.sampling import Randomness, Sampling
+from minispec.vocabulary import Subset
+
+
+class Head(fastmtp.Head):
+    """A block like the target's, with `hidden_layernorm`, `token_layernorm`, `input_proj` (2d -> d)
+    and `final_layernorm`; its attention and MLP are `minispec.model.Block.forward(self, x, now)`.
+    """
+
+    def forward(self, hidden: Tensor, embedded: Tensor, now: Pass) -> Tensor:
+        """Hidden states (B, n, d) and embedded tokens (B, n, d) -> (B, n, d), which feeds lm_head
+        and the next step. The hidden state comes first in what `input_proj` reads."""
+        raise NotImplementedError
+
+
+class Drafter(fastmtp.Drafter):
+    """The head beside its target. `self.run(hidden, tokens)` gives the head's outputs (n, d) at
+    hidden states (n, d) and a token each, as scratch rows of `self.cache` right behind its
+    committed ones; `self.last` (1, d) is the output at the newest token, None before the first.
+    """
+
+    def extend(self, hidden: Tensor, tokens: list[int]) -> None:
+        """Take in the target's own hidden states (n, d), each with the token that came after it.
+
+        Row j is (h_j, t_{j+1}). Rows are committed, `last` is the last output; n may be 0.
+        """
+        raise NotImplementedError
+
+    def chain(
+        self, k: int, sampling: Sampling, randomness: Randomness, vocabulary: Subset
+    ) -> tuple[list[int], list[Tensor | None]]:
+        """At most `k` drafts, each from the head's law over `vocabulary`; and the laws over the
+        full one (None: one-hot). None at all before the first hidden state.
+
+        The head runs on its own output and its newest draft; logits are `vocabulary.logits(model,
+        hidden)`. Their law's token j is token `vocabulary.full(j)`, and `vocabulary.scatter(law)`
+        is the law over the full vocabulary. The cache and `last` end as they began.
+        """
+        raise NotImplementedError
+
+
+def step_weights(steps: int, beta: float) -> list[float]:
+    """α_k = β^(k-1) / Σ β^(j-1), for k from 1 to `steps`."""
+    raise NotImplementedError
+
+
+class Documents(distill.Documents):
+    """`tokens` (D, T), whole documents padded on the right; `lengths` (D,) of each; `prompts` (D,),
+    how many of its first tokens are a prompt."""
+
+    def labels(self, index: Tensor, k: int) -> Tensor:
+        """Step k's label (from 1) at row i is token i + k + 1 of documents `index` (B,) if that is
+        a token of the document and not of its prompt, else -100; (B, T - 2)."""
+        raise NotImplementedError
+
+
+class MTPLoss(distill.MTPLoss):
+    """Indices of documents -> Σ α_k · CE_k. `self.head`, `self.target[0]`, `self.weights` (the
+    α_k) and `self.aligned` are given, and so is `self.gather`."""
+
+    def forward(self, index: Tensor) -> Tensor:
+        """The loss, in nats. `hidden, tokens, labels = self.gather(index)`: what `steps` reads, and
+        each step's labels (B, n). CE_k is the mean over the rows that have a label, 0 if none."""
+        raise NotImplementedError
+
+    def steps(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+        """Logits (B, n, V) of every step, of hidden states (B, n, d) and tokens (B, n + steps).
+
+        Step k (from 1) at row i reads its own output of the step before (the hidden state at
+        first) and the true token i + k. Gradients flow through all steps.
+        """
+        raise NotImplementedError
+
+    def plan(self, n: int, k: int, keys: Keys) -> Pass:
+        """Positions and visibility of step k + 1 (k from 0), for `Head.forward`'s `now`.
+
+        Not `aligned`: position i, causal, its own keys only. `aligned`, as drafting with one cache
+        does it: position i + k; row i sees step 1's keys up to row i, then of each later step, its
+        own included, those of row i alone. `keys`, given as `Pass.cache`, puts the keys of all
+        steps so far side by side: (k + 1) · n of them. `self.target[0].rope(positions, dtype)`
+        gives cos and sin, `self.target[0].bias(mask)` what `Pass.visible` wants.
+        """
+        raise NotImplementedError

@@ -1,0 +1,284 @@
+"""The head by its formula, drafts by passes without a cache, training by drafting."""
+
+import random
+
+import pytest
+import torch
+
+from minispec import fastmtp
+from minispec.certify import fresh_drafts, random_head, randomise, small_model
+from minispec.sampling import Sampling, Seeded, probs
+from minispec.vocabulary import Subset
+
+GREEDY = Sampling()
+
+
+def random_text(seed: int, least: int = 3) -> list[int]:
+    rng = random.Random(seed)
+    return rng.choices(range(24), k=rng.randint(least, 9))
+
+
+def prepared(impl, model, head, tokens: list[int]):
+    """A drafter that has taken in all but the newest of `tokens`, without its own `extend`."""
+    drafter = impl.Drafter(head, model, 64, 0)
+    drafter.last = drafter.run(model(tokens[:-1])[0], tokens[1:])[-1:]
+    drafter.cache.lengths = [len(tokens) - 1]
+    return drafter
+
+
+def fresh_rows(model, head, tokens: list[int]):
+    """The head's keys and last output over all of a text at once."""
+    drafter = fastmtp.Drafter(head, model, 64, 0)
+    outputs = drafter.run(model(tokens[:-1])[0], tokens[1:])
+    return drafter.cache.k, outputs[-1:]
+
+
+# ---- the head ------------------------------------------------------------------------------------
+
+
+@pytest.mark.points(5, task="head")
+def test_the_head_is_the_formula_s(impl):
+    for seed in range(4):
+        model, tokens = small_model(seed), random_text(seed)
+        head = randomise(impl.Head(model.config).double(), seed)
+        hidden = model(tokens)[:, :-1]  # (1, n, d)
+        embedded = model.model.embed_tokens(torch.tensor([tokens[1:]]))
+        now = model.plan(len(tokens) - 1, None, None, None)
+        d = model.config.hidden_size
+        left, right = head.input_proj.weight[:, :d], head.input_proj.weight[:, d:]
+        x = head.hidden_layernorm(hidden) @ left.T + head.token_layernorm(embedded) @ right.T
+        x = x + head.self_attn(head.input_layernorm(x), now)
+        x = x + head.mlp(head.post_attention_layernorm(x))
+        output = head(hidden, embedded, now)
+        assert output.shape == hidden.shape, f"(B, n, d) -> (B, n, d), not {tuple(output.shape)}"
+        assert (output - head.final_layernorm(x)).abs().max() < 1e-9, (
+            f"seed {seed}: norm both inputs, hidden first in input_proj, the block, the final norm"
+        )
+
+
+# ---- drafting ------------------------------------------------------------------------------------
+
+
+@pytest.mark.points(4, task="extend")
+def test_extending_piece_by_piece_is_one_pass_over_all(impl):
+    for seed in range(6):
+        rng, model, tokens = random.Random(seed), small_model(seed), random_text(seed, 5)
+        head, hidden, at = random_head(model, seed), model(tokens)[0], 0
+        drafter = impl.Drafter(head, model, 64, 0)
+        drafter.extend(hidden[:0], [])
+        assert drafter.last is None and drafter.cache.length == 0, "nothing to take in, no output"
+        while at < len(tokens) - 1:
+            n = min(rng.randint(0, 3), len(tokens) - 1 - at)
+            drafter.extend(hidden[at : at + n], tokens[at + 1 : at + 1 + n])
+            at += n
+        keys, last = fresh_rows(model, head, tokens)
+        assert drafter.cache.length == at, (
+            f"{drafter.cache.length} rows for {at} hidden states: commit each of them"
+        )
+        worst = (drafter.cache.k - keys)[:, :, :at].abs().max()
+        assert worst < 1e-9, "a row is not that of the target's hidden state and its next token"
+        assert (drafter.last - last).abs().max() < 1e-9, "`last` is the output at the newest token"
+
+
+@pytest.mark.points(4, task="chain")
+def test_greedy_drafts_are_those_of_passes_without_a_cache(impl):
+    for seed in range(6):
+        model, tokens, k = small_model(seed), random_text(seed), 1 + seed
+        head = random_head(model, seed)
+        drafter = prepared(impl, model, head, tokens)
+        length, last = drafter.cache.length, drafter.last
+        guess, laws = drafter.chain(k, GREEDY, Seeded(), Subset(model))
+        right = fresh_drafts(head, model, tokens, k)
+        assert guess == right, (
+            f"{guess} instead of {right}: step k reads the head's own output and the draft before, "
+            "one position after it"
+        )
+        assert laws == [None] * k, "an argmax draft is one-hot: its law is None"
+        assert drafter.cache.length == length and drafter.last is last, (
+            "the drafts' rows hold the head's own hidden states: roll the cache back to the text"
+        )
+    empty = impl.Drafter(head, model, 64, 0)
+    assert empty.chain(3, GREEDY, Seeded(), Subset(model)) == ([], []), "no hidden state, no draft"
+
+
+class Recorder(Seeded):
+    """Remembers the laws it drew from, and what came."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.laws, self.drawn = [], []
+
+    def categorical(self, law) -> int:
+        self.laws.append(law.clone())
+        self.drawn.append(super().categorical(law))
+        return self.drawn[-1]
+
+
+@pytest.mark.points(4, task="chain")
+def test_sampled_drafts_carry_the_law_they_were_drawn_from(impl):
+    for seed in range(6):
+        rng, model, tokens = random.Random(seed), small_model(seed), random_text(seed)
+        head, sampling, randomness = random_head(model, seed), Sampling(0.9), Recorder(seed)
+        ids = rng.sample(range(24), 7) if seed else list(range(24))
+        guess, laws = prepared(impl, model, head, tokens).chain(
+            3, sampling, randomness, Subset(model, ids)
+        )
+        assert guess == randomness.drawn and len(guess) == 3, "k = 3 tokens, each as it was drawn"
+        for i, (law, drawn) in enumerate(zip(laws, randomness.laws)):
+            assert torch.equal(law, drawn), (
+                f"draft {i} was drawn from another law than is returned: drawn from a small "
+                "vocabulary, q is the softmax over that vocabulary, 0 elsewhere"
+            )
+            hidden = model(tokens[:-1])[0]
+            for t in range(i + 1):
+                drafter = fastmtp.Drafter(head, model, 64, 0)
+                out = drafter.run(hidden, tokens[1:] + guess[:t])[-1:]
+                hidden = torch.cat([hidden, out])
+            right = torch.zeros(24, dtype=torch.float64)
+            right[ids] = probs(model.logits(out)[:, ids], sampling)[0]
+            assert (law - right).abs().max() < 1e-9, f"draft {i}: not the head's own law"
+
+
+@pytest.mark.points(3, task="rounds")
+def test_after_every_round_the_cache_is_the_text_s(impl):
+    """Draft, accept a few, extend by the target's own hidden states."""
+    for seed in range(4):
+        rng, model, tokens = random.Random(seed), small_model(seed), random_text(seed)
+        head = random_head(model, seed)
+        drafter = impl.Drafter(head, model, 64, 0)
+        drafter.extend(model(tokens[:-1])[0], tokens[1:])
+        for round_ in range(5):
+            guess, _ = drafter.chain(3, GREEDY, Seeded(), Subset(model))
+            new = guess[: rng.randint(0, 3)] + [rng.randrange(24)]
+            hidden = model(tokens + new[:-1])[0, len(tokens) - 1 :]
+            tokens = tokens + new
+            drafter.extend(hidden, new)
+            keys, last = fresh_rows(model, head, tokens)
+            n = len(tokens) - 1
+            assert drafter.cache.length == n, f"round {round_}: {drafter.cache.length} rows for {n}"
+            worst = (drafter.cache.k - keys)[:, :, :n].abs().amax((0, 1, 3, 4))
+            wrong = (worst > 1e-9).nonzero().flatten().tolist()
+            assert not wrong and (drafter.last - last).abs().max() < 1e-9, (
+                f"round {round_}: row {wrong[:1]} is not what a fresh pass gives: accepted drafts' "
+                "rows are made anew from the target's hidden states"
+            )
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@pytest.mark.points(1, task="weights")
+def test_weights_fall_by_beta_and_sum_to_1(impl):
+    for steps, beta in ((1, 0.6), (3, 0.6), (5, 0.25), (4, 1.0)):
+        right = [beta**k / sum(beta**j for j in range(steps)) for k in range(steps)]
+        given = impl.step_weights(steps, beta)
+        assert given == pytest.approx(right), f"K={steps}, β={beta}: {right}, not {given}"
+
+
+def documents_of(kind, model, seed: int):
+    rng = random.Random(seed)
+    rows = [rng.choices(range(24), k=n) for n in (7, 4, 9)]
+    prompts = [rng.randint(0, len(row)) for row in rows]
+    return rows, prompts, kind(rows, prompts, [model(row)[0] for row in rows])
+
+
+@pytest.mark.points(3, task="labels")
+def test_a_label_is_a_generated_token_of_the_same_document(impl):
+    for seed in range(6):
+        model = small_model(0)
+        rows, prompts, documents = documents_of(impl.Documents, model, seed)
+        index = torch.tensor(random.Random(seed).choices(range(3), k=4))
+        for k in range(1, 5):
+            labels = documents.labels(index, k)
+            assert labels.shape == (4, 7), "(B, T - 2): the longest document has T = 9 tokens"
+            for b, d in enumerate(index.tolist()):
+                inside = range(prompts[d], len(rows[d]))
+                right = [rows[d][i + k + 1] if i + k + 1 in inside else -100 for i in range(7)]
+                assert labels[b].tolist() == right, (
+                    f"step {k} of a document of {len(rows[d])} tokens with a prompt of "
+                    f"{prompts[d]}: labels {labels[b].tolist()} instead of {right}"
+                )
+
+
+def loss_of(impl, model, head, aligned: bool, k: int = 3, **given):
+    """The loss of `k` steps, without documents; `given` are methods in the place of its own."""
+    kind = type("Graded", (impl.MTPLoss,), given)
+    return kind(head, model, None, k, 0.6, aligned, torch.float32)
+
+
+@pytest.mark.points(6, task="aligned")
+def test_aligned_training_is_drafting(impl):
+    """Step k at row i is the head extended to i, then run on its own output with true tokens."""
+    for seed in range(3):
+        model, text = small_model(seed), random_text(seed, 6)
+        head, n = random_head(model, seed), len(text) - 2
+        hidden, tokens = model(text)[:, :n], torch.tensor([text + [0] * 4])
+        logits = loss_of(impl, model, head, True, 4).steps(hidden, tokens)
+        assert len(logits) == 4, "one tensor of logits a step"
+        for i in range(n):
+            drafter = fastmtp.Drafter(head, model, 64, 0)
+            out = drafter.run(hidden[0, : i + 1], text[1 : i + 2])[-1:]
+            drafter.cache.lengths = [i + 1]
+            for k in range(4):
+                worst = (model.logits(out)[0] - logits[k][0, i]).abs().max()
+                assert worst < 1e-9, (
+                    f"step {k + 1}, row {i} is not what drafting does: it stands at position "
+                    "i + k - 1 and sees step 1 up to its row, then its own row of later steps"
+                )
+                out = drafter.run(out, [int(tokens[0, i + k + 2])])
+                drafter.cache.lengths = [i + k + 2]
+
+
+@pytest.mark.points(3, task="parallel")
+def test_parallel_training_keeps_position_and_mask(impl):
+    for seed in range(3):
+        model, text = small_model(seed), random_text(seed, 6)
+        head, n = random_head(model, seed), len(text) - 2
+        x, tokens = model(text)[:, :n], torch.tensor([text + [0] * 4])
+        logits = loss_of(impl, model, head, False).steps(x, tokens)
+        for k in range(3):
+            embedded = model.model.embed_tokens(tokens[:, k + 1 : k + 1 + n])
+            x = head(x, embedded, model.plan(n, None, None, None))
+            assert (logits[k] - model.logits(x)).abs().max() < 1e-9, (
+                f"step {k + 1}: the same positions and causal mask as step 1, on its own output "
+                "and the true token i + k"
+            )
+
+
+@pytest.mark.points(1, task="parallel")
+def test_gradients_flow_through_all_steps(impl):
+    model, text = small_model(0), random_text(0, 6)
+    hidden = model(text)[:, :-2].requires_grad_(True)
+    loss = loss_of(impl, model, random_head(model, 0), False)
+    logits = loss.steps(hidden, torch.tensor([text + [0] * 4]))
+    assert logits[2].requires_grad, "step 3 knows nothing of its input: no detach between steps"
+    (gradient,) = torch.autograd.grad(logits[2].sum(), hidden, allow_unused=True)
+    assert gradient is not None and float(gradient.abs().max()) > 0, "no detach between steps"
+
+
+@pytest.mark.points(4, task="loss")
+def test_the_loss_weighs_means_over_labelled_rows(impl):
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        logits = [torch.randn(2, 5, 24, generator=generator) for _ in range(3)]
+        labels = [torch.randint(24, (2, 5), generator=generator) for _ in range(3)]
+        for k, label in enumerate(labels):
+            label[torch.rand(2, 5, generator=generator) < 0.3 * k] = -100
+        if seed == 0:
+            labels[2][:] = -100  # no document is so long
+        hidden = torch.zeros(2, 5, 16)
+        loss = loss_of(
+            impl, small_model(0), None, True,
+            gather=lambda self, index: (hidden, torch.zeros(2, 8, dtype=torch.long), labels),
+            steps=lambda self, hidden, tokens: logits,
+        )  # fmt: skip
+        right = 0.0
+        for weight, each, label in zip((25 / 49, 15 / 49, 9 / 49), logits, labels):
+            logs = each.log_softmax(-1).gather(-1, label.clamp(min=0)[..., None])[..., 0]
+            kept = label >= 0
+            right += weight * float(-logs[kept].mean()) if kept.any() else 0.0
+        given = float(loss.forward(torch.tensor([0, 1])))
+        assert given == pytest.approx(right, abs=1e-5), (
+            f"{given:.4f} instead of {right:.4f}: Σ α_k · CE_k, each CE_k the mean over its own "
+            "rows with a label (0 if there is none), α for K = 3 and β = 0.6"
+        )

@@ -1,0 +1,175 @@
+"""Sets by counting, logits by rows of lm_head, the certifier on drafts of a small vocabulary."""
+
+import random
+
+import pytest
+import torch
+
+from minispec.autoregressive import autoregressive
+from minispec.certify import exact_law, first_tokens, random_head, small_model, total_variation
+from minispec.fastmtp import fastmtp
+from minispec.sampling import Sampling, Seeded
+from minispec.vocabulary import MOST, SURE, WINDOW, Language
+
+
+@pytest.mark.points(3, task="count")
+def test_the_set_is_by_frequency_with_forced_tokens_first(impl):
+    for seed in range(30):
+        rng = random.Random(seed)
+        texts = [rng.choices(range(9), k=rng.randint(0, 12)) for _ in range(rng.randint(0, 4))]
+        forced, size = rng.sample(range(12), rng.randint(0, 3)), rng.randint(1, 12)
+        forced = forced + forced[:1]  # a tokenizer may name one twice
+        flat = [token for text in texts for token in text]
+        others = sorted(set(flat) - set(forced), key=lambda t: (-flat.count(t), t))
+        ids = (list(dict.fromkeys(forced)) + others)[:size]
+        language = impl.count((list(text) for text in texts), list(forced), size)
+        assert tuple(language.ids) == tuple(ids), (
+            f"{texts}, forced {forced}, {size} tokens: {ids} instead of {list(language.ids)}: "
+            "forced ones first, then by count, equal counts by id; no token twice"
+        )
+        assert tuple(language.counts) == tuple(map(flat.count, ids)), "counts, in the ids' order"
+
+
+@pytest.mark.points(3, task="subset")
+def test_the_small_head_is_rows_of_the_full_one(impl):
+    for seed in range(6):
+        rng, model = random.Random(seed), small_model(seed)
+        ids, hidden = rng.sample(range(24), rng.randint(1, 20)), model([1, 2, 3])
+        subset, full = impl.Subset(model, list(ids)), model.logits(hidden)
+        logits = subset.logits(model, hidden)
+        assert logits.shape == (1, 3, len(ids)), f"(..., d) -> (..., {len(ids)}), one a token"
+        assert (logits - full[..., ids]).abs().max() < 1e-9, (
+            f"entry j is the logit of token ids[j], for ids {ids} in their order"
+        )
+        assert [subset.full(j) for j in range(len(ids))] == ids, "full(j) is token ids[j], not j"
+        assert list(subset.ids) == ids, "`ids` is kept"
+        everything = impl.Subset(model)
+        assert torch.allclose(everything.logits(model, hidden), full), "ids None: all of lm_head"
+        assert everything.full(7) == 7 and everything.ids is None, "ids None: j is token j"
+
+
+@pytest.mark.points(2, task="scatter")
+def test_a_small_law_is_0_elsewhere(impl):
+    for seed in range(6):
+        rng, model = random.Random(seed), small_model(seed)
+        ids = rng.sample(range(24), rng.randint(1, 20))
+        generator = torch.Generator().manual_seed(seed)
+        law = torch.rand(len(ids), generator=generator, dtype=torch.float64)
+        law = law / law.sum()
+        right = torch.zeros(24, dtype=torch.float64)
+        right[ids] = law
+        given = impl.Subset(model, list(ids)).scatter(law)
+        assert given.shape == (24,), "a law over the full vocabulary, (V,)"
+        assert torch.equal(given, right), (
+            "token ids[j] has the probability of entry j, all others 0: that is the law a draft "
+            "is drawn from"
+        )
+        assert torch.equal(impl.Subset(model).scatter(right), right), "ids None: as it is"
+
+
+@pytest.mark.points(4, task="lossless")
+def test_the_certifier_finds_the_target_s_law_exactly(impl):
+    """FastMTP drafting with the small vocabulary, its real loop, every random outcome."""
+    model = small_model(4, vocab=3, layers=1)
+    head = random_head(model, 4)
+    plain = exact_law(autoregressive, model, [1, 0, 1], Sampling(1.0), 2)
+    subset = impl.Subset(model, [2, 0])
+    words = type("Always", (), {"pick": lambda self, tokens: subset})()
+
+    def method(*arguments, **options):
+        return fastmtp(*arguments, head=head, k=1, vocabulary=words, **options)
+
+    d = total_variation(exact_law(method, model, [1, 0, 1], Sampling(1.0), 2), plain)
+    assert d < 1e-12, (
+        f"drafts from tokens [2, 0] of 3: the output is {d:.3f} (total variation) away from the "
+        "target's law: what `scatter` gives must be a law, which the draft is drawn from"
+    )
+
+
+@pytest.mark.points(1, task="lossless")
+def test_greedy_text_does_not_depend_on_the_vocabulary(impl):
+    model = small_model(2)
+    plain = first_tokens(autoregressive, model, [3, 1, 4], Sampling(), Seeded(), 12)
+    for ids in ([5], [23, 4, 0, 11], None):
+        subset = impl.Subset(model, ids)
+        words = type("Always", (), {"pick": lambda self, tokens: subset})()
+        steps = fastmtp(
+            model, [3, 1, 4], Sampling(), Seeded(), head=random_head(model, 1), vocabulary=words
+        )
+        tokens = tuple(t for step, _ in zip(steps, range(13)) for t in step.tokens)[:12]
+        assert tokens == plain, f"drafts from tokens {ids}: {tokens} instead of {plain}"
+
+
+def random_languages(rng: random.Random, names: str) -> dict[str, Language]:
+    languages = {}
+    for name in names:
+        ids = rng.sample(range(20), rng.randint(1, 12))
+        languages[name] = Language(tuple(ids), tuple(rng.choice((0, 1, 9, 99)) for _ in ids))
+    return languages
+
+
+@pytest.mark.points(3, task="votes")
+def test_a_token_votes_where_it_is_far_more_frequent_than_anywhere_else(impl):
+    for seed in range(30):
+        rng = random.Random(seed)
+        languages = random_languages(rng, "abc"[: rng.randint(2, 3)])
+        share = {
+            name: {t: n / (sum(each.counts) + 1) for t, n in zip(each.ids, each.counts)}
+            for name, each in languages.items()
+        }
+        right = {}
+        for token in range(20):
+            for name in languages:
+                rest = max(share[other].get(token, 0.0) for other in languages if other != name)
+                if share[name].get(token, 0.0) > SURE * rest:
+                    right[token] = name
+        given = impl.votes(languages)
+        assert given == right, (
+            f"{languages}: {given} instead of {right}: a token votes for the language where its "
+            f"share is more than {SURE} times that in every other"
+        )
+
+
+@pytest.mark.points(1, task="votes")
+def test_one_language_alone_needs_no_votes(impl):
+    assert impl.votes({"a": Language((1, 2), (5, 6))}) == {}, "nothing to tell it from"
+    assert impl.votes({}) == {}
+
+
+def compressed(impl, languages: dict[str, Language], votes: dict[int, str]):
+    words = impl.Compressed(languages, small_model(0))
+    words.votes = votes
+    return words
+
+
+@pytest.mark.points(4, task="spoken")
+def test_the_latest_tokens_tell_the_language(impl):
+    languages = {name: Language((i,), (1,)) for i, name in enumerate("cab")}
+    for seed in range(60):
+        rng = random.Random(seed)
+        known = {token: rng.choice("abc") for token in rng.sample(range(12), 8)}
+        favourites = rng.sample(range(12), rng.randint(1, 12))
+        tokens = rng.choices(favourites, k=rng.randint(0, 3 * WINDOW))
+        found = [known[t] for t in tokens[-WINDOW:] if t in known]
+        right = tuple(sorted(set(found))) or ("a", "b", "c")
+        for name in "abc":
+            if found and found.count(name) >= MOST * len(found):
+                right = (name,)
+        given = compressed(impl, languages, known).spoken(list(tokens))
+        assert given == right, (
+            f"votes {''.join(found)!r} of the last {WINDOW} tokens: {right}, not {given}: one "
+            f"language needs {MOST} of the votes, else all that have some; all where none votes"
+        )
+
+
+@pytest.mark.points(2, task="pick")
+def test_the_subset_is_the_union_of_what_is_spoken(impl):
+    languages = {"a": Language((3, 1, 2), (9, 8, 7)), "b": Language((5, 1), (9, 9))}
+    words = compressed(impl, languages, {})
+    for names, ids in ((("a",), [3, 1, 2]), (("b",), [5, 1]), (("a", "b"), [3, 1, 2, 5])):
+        words.spoken = lambda tokens, names=names: names
+        picked = words.pick([1, 2, 3])
+        assert list(picked.ids) == ids, f"{names}: tokens {ids}, each once, not {picked.ids}"
+        assert words.pick([4]) is picked, "rows of lm_head are copied once, not in every round"
+    none = compressed(impl, {}, {})
+    assert none.pick([1]).ids is None, "where no language is known: the full vocabulary"

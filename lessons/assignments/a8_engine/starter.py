@@ -1,0 +1,39 @@
+"""Assignment 8: one engine for every proposer. Fill in the functions; see README.md."""
+
+from collections.abc import Iterator
+
+from lessons.assignments.a8_engine.proposers import Proposer
+from minispec.cache import KVCache
+from minispec.model import Transformer
+from minispec.sampling import Randomness, Sampling
+from minispec.tree import Step
+
+
+def engine(
+    model: Transformer, proposer: Proposer, prompt: list[int], sampling: Sampling,
+    randomness: Randomness, *, cache: KVCache | None = None,
+) -> Iterator[Step]:  # fmt: skip
+    """Decode without an end by whatever `proposer` proposes: first an empty `Step()` for the
+    prefill, then a Step(new tokens, tree, path) a round.
+
+    `cache` (default: a new one of the model's) may hold a beginning of the prompt already: feed
+    what it lacks. In this order: `proposer.begin` after the prefill; then a round is `propose`,
+    `beside`, one pass over the tree's tokens and those that ride along, `accept` over the tree,
+    `cache.commit`, `learn`. All the room is the cache's. After every round the cache holds all
+    tokens but the last.
+    """
+    raise NotImplementedError
+
+
+def black_box(
+    checkpoint: str, prompt: list[int], *, max_new_tokens: int, temperature: float, top_k: int,
+    top_p: float, seed: int,
+) -> list[int]:  # fmt: skip
+    """Your engine as the certifier wants it (`minispec.certify.Implementation`), with any proposer
+    that needs no weights of its own.
+
+    The new tokens after `prompt`, exactly `max_new_tokens`, or fewer if one of
+    `model.config.eos_ids` comes, which is the last then. `minispec.load(checkpoint, "float64",
+    "cpu")` gives the model (and a tokenizer, here None): called thousands of times, so keep it.
+    """
+    raise NotImplementedError

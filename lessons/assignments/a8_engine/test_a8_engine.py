@@ -1,0 +1,171 @@
+"""The certifier is the examiner: its checks of every method, with your engine in their place."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from lessons.assignments.a8_engine.proposers import PROPOSERS, Forest, Proposer
+from minispec import certify
+from minispec.certify import (
+    Toy,
+    ToyHeads,
+    Verdict,
+    bound,
+    every_path,
+    first_tokens,
+    greedy_cases,
+    random_head,
+    random_heads,
+    small_model,
+)
+from minispec.generate import METHODS
+from minispec.sampling import Sampling, Seeded
+
+GREEDY = Sampling()
+
+
+def as_method(engine: Callable, kind: type[Proposer]) -> Callable:
+    """The engine with one kind of proposer, called as the method of the package is."""
+
+    def method(model, prompt, sampling, randomness, *, cache=None, **options):
+        return engine(model, kind(model, **options), prompt, sampling, randomness, cache=cache)
+
+    return method
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def in_place(impl) -> Iterator[None]:
+    """The certifier and `decode` run the engine, wherever they would run a method of the package.
+    Plain decoding, which all are compared with, stays the package's."""
+    methods = {name: as_method(impl.engine, kind) for name, kind in PROPOSERS.items()}
+    with mock.patch.dict(METHODS, methods):
+        with mock.patch.object(certify, "forest", as_method(impl.engine, Forest)):
+            yield
+
+
+def problem(verdicts: Iterator[Verdict]) -> str | None:
+    """The first that failed, in the certifier's words."""
+    return next((f"{v.check}, {v.case}: {v.detail}" for v in verdicts if not v.passed), None)
+
+
+@pytest.mark.points(10, task="exact")
+def test_the_certifier_s_exact_check(impl, in_place):
+    """Every random outcome, of every proposer: the law of the output is plain decoding's."""
+    wrong = problem(certify.check_exact(quick=True))
+    assert wrong is None, f"the certifier says: {wrong}; the output has another law than the target"
+
+
+@pytest.mark.points(5, task="greedy")
+def test_greedy_tokens_are_plain_decoding_s(impl, in_place):
+    model, prompt = small_model(0), [7]
+    plain = first_tokens(bound("autoregressive"), model, prompt, GREEDY, Seeded(), 10)
+    for name, method in greedy_cases(model, 1):
+        if "auto" not in name:
+            tokens = first_tokens(method, model, prompt, GREEDY, Seeded(), 10)
+            assert tokens == plain, f"{name}: {tokens} instead of {plain}"
+
+
+@pytest.mark.points(5, task="cache")
+def test_the_certifier_s_cache_check(impl, in_place):
+    """After every round each committed row equals a fresh prefill's, and all but one are there."""
+    wrong = problem(certify.check_cache(quick=True))
+    assert wrong is None, (
+        f"the certifier says: {wrong} (inf: another number of rows than all tokens but the last)"
+    )
+
+
+@pytest.mark.points(5, task="rounds")
+def test_every_round_is_that_of_the_package_s_method(impl):
+    """The same random numbers: the same trees, paths and tokens, from a kept cache as well."""
+    model = small_model(3, vocab=6)
+    options = {
+        "speculative": {"draft": small_model(4, vocab=6), "k": 3},
+        "prompt-lookup": {"k": 4},
+        "medusa": {"heads": random_heads(model, 1, 3), "tree": every_path(3, 9)},
+        "jacobi": {"block": 4},
+        "lookahead": {"window": 3, "ngram": 3, "guesses": 3, "pool_from_prompt": True},
+        "fastmtp": {"head": random_head(model, 2), "k": 3},
+    }
+    prompt = [1, 2, 3, 1, 2, 3, 1]
+    for name, kept in itertools.product(PROPOSERS, (0, 4)):
+        runs = []
+        for method in (METHODS[name], as_method(impl.engine, PROPOSERS[name])):
+            cache = model.new_cache()
+            model.prefill(prompt[:kept], cache)
+            steps = method(model, prompt, Sampling(1.0), Seeded(5), cache=cache, **options[name])
+            runs.append([(s.tokens, s.tree, s.path) for s, _ in zip(steps, range(12))])
+        for round_, (right, given) in enumerate(zip(*runs)):
+            same = right[0] == given[0] and right[2] == given[2] and same_tree(right[1], given[1])
+            assert same, (
+                f"{name}, {kept} rows kept, round {round_}: {given} instead of {right}: begin "
+                "after the prefill, learn after the commit from this pass's hidden states"
+            )
+
+
+def same_tree(a, b) -> bool:
+    return a is b is None or (
+        a is not None and b is not None and (a.tokens, a.parents) == (b.tokens, b.parents)
+    )
+
+
+@pytest.mark.points(5, task="limits")
+def test_runs_end_where_plain_decoding_s_do(impl, in_place):
+    """The context's last row, an end token inside a round, and the next turn on the kept cache."""
+    context, tokenizer = 24, certify.letters(3)
+    for method, options in (
+        ("speculative", {"draft": Toy(5), "k": 4}),
+        ("prompt-lookup", {}),
+        ("jacobi", {"block": 4}),
+        ("lookahead", {"window": 3, "ngram": 3, "guesses": 4, "pool_from_prompt": True}),
+        ("medusa", {"heads": ToyHeads(3), "tree": every_path(3, 20)}),
+    ):
+        for eos, ending in (((), {"max_new_tokens": 99}), ((1,), {}), ((), {"max_new_tokens": 7})):
+            model = Toy(5, context=context, eos=eos)
+            for prompt in ([0], [1, 2, 0, 1, 2, 0]):
+                wrong = certify.ends_differently(
+                    model, tokenizer, prompt, method, dict(ending), options
+                )
+                assert wrong is None, (
+                    f"{method}, context {context}, end {eos or ending}: {wrong}: give the "
+                    "proposer the cache's room, and feed only what a kept cache lacks"
+                )
+
+
+@pytest.mark.points(2, task="engine")
+def test_it_is_a_generator_that_begins_with_its_prefill(impl):
+    model = small_model(0)
+    steps = impl.engine(model, Proposer(), [1, 2, 3], GREEDY, Seeded())
+    first = next(steps)
+    assert inspect.isgenerator(steps), "engine is a generator: it yields its steps as they come"
+    assert (first.tokens, first.tree, first.path) == ([], None, []), "an empty Step() comes first"
+    plain = first_tokens(bound("autoregressive"), model, [1, 2, 3], GREEDY, Seeded(), 9)
+    given = tuple(t for step, _ in zip(steps, range(9)) for t in step.tokens)
+    assert given == plain, f"a proposer that proposes nothing is plain decoding: {plain}"
+
+
+@pytest.mark.points(6, task="black box")
+def test_the_certifier_s_black_box_checks(impl, tmp_path, monkeypatch):
+    """As `python -m minispec.certify --impl my_solution:black_box`, with fewer runs."""
+    monkeypatch.setattr(certify, "RUNS", 100)
+    folder, model = certify.write_checkpoint(tmp_path / "greedy", 0, vocab=24)
+    impl.black_box(folder, [1, 2], max_new_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    law_folder, law_model = certify.write_checkpoint(tmp_path / "law", 21, vocab=6)
+    wrong = problem(
+        check() for check in (
+            lambda: certify.impl_greedy(impl.black_box, folder, model, 0),
+            lambda: certify.impl_lengths(impl.black_box, folder, model),
+            lambda: certify.impl_end(impl.black_box, tmp_path / "eos"),
+            lambda: certify.impl_law(impl.black_box, law_folder, law_model, Sampling(1.0, 0, 0.8)),
+        )
+    )  # fmt: skip
+    assert wrong is None, f"the certifier says: {wrong}"

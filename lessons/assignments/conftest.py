@@ -1,0 +1,170 @@
+"""Grades an implementation: pytest lessons/assignments/a2_accept --impl my_solution.py
+
+`@pytest.mark.points(5, task="commit")` gives a test its points. They are earned if the test passes
+for all its parameters, and a table of tasks is printed at the end.
+"""
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent.parent))  # minispec, and what an assignment gives
+
+
+@dataclass
+class Graded:
+    """One test: its points, its runs (one for each parameter) that have not passed yet, and the
+    first word on what is wrong."""
+
+    points: int
+    waiting: int = 0
+    hint: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.waiting == 0 and not self.hint
+
+
+@dataclass
+class Grades:
+    """(assignment, task) -> its tests by name."""
+
+    tasks: dict[tuple[str, str], dict[str, Graded]] = field(default_factory=dict)
+
+    def of(self, task: tuple[str, str]) -> tuple[int, int]:
+        """Points earned, points possible."""
+        tests = self.tasks[task].values()
+        return sum(t.points for t in tests if t.passed), sum(t.points for t in tests)
+
+    @property
+    def total(self) -> tuple[int, int]:
+        earned, possible = zip(*map(self.of, self.tasks)) if self.tasks else ((), ())
+        return sum(earned), sum(possible)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--impl",
+        default="starter",
+        help="what is graded: a module, a .py file, a folder of files named after the assignments, "
+        "`minispec` for the reference; by default the starters",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "points(n, task): what the test is worth, and to which task")
+    config.grades = Grades()
+    name = config.getoption("--impl")
+    if name in ("starter", "minispec") or Path(name).is_dir():
+        return
+    if name.endswith(".py") and not Path(name).is_file():
+        raise pytest.UsageError(f"--impl {name}: no such file")
+    try:
+        config.implementation = load(Path(name)) if name.endswith(".py") else named(name)
+    except Exception as error:  # whatever a student's file raises
+        raise pytest.UsageError(
+            f"--impl {name}: cannot be imported ({type(error).__name__}: {error})"
+        ) from None
+
+
+def load(path: Path) -> ModuleType:
+    """The module in a file, under a name of its own: every assignment has a starter.py."""
+    name = f"{path.resolve().parent.name}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def named(name: str) -> ModuleType:
+    sys.path.insert(0, "")
+    return importlib.import_module(name)
+
+
+class Implementation:
+    """The module that is graded; a name that it lacks fails the test with one line."""
+
+    def __init__(self, module: ModuleType, where: str):
+        self._module, self._where = module, where
+
+    def __getattr__(self, name: str):
+        try:
+            return getattr(self._module, name)
+        except AttributeError:
+            pytest.fail(f"{self._where} has no {name}", pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def impl(request) -> Implementation:
+    """What `--impl` names, for the assignment of this test."""
+    name, folder = request.config.getoption("--impl"), request.path.parent
+    if name == "minispec":
+        return Implementation(load(folder / "reference.py"), name)
+    if name == "starter":
+        return Implementation(load(folder / "starter.py"), name)
+    if not Path(name).is_dir():
+        return Implementation(request.config.implementation, name)
+    file = Path(name) / f"{folder.name}.py"
+    if not file.is_file():
+        pytest.fail(f"{name} has no {file.name}", pytrace=False)
+    return Implementation(load(file), str(file))
+
+
+def pytest_collection_finish(session):
+    for item in session.items:
+        mark = item.get_closest_marker("points")
+        if mark is not None:
+            tests = session.config.grades.tasks.setdefault(task_of(item), {})
+            tests.setdefault(item.originalname, Graded(*mark.args)).waiting += 1
+
+
+def task_of(item) -> tuple[str, str]:
+    return item.path.parent.name, item.get_closest_marker("points").kwargs["task"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if item.get_closest_marker("points") is not None:
+        graded = item.config.grades.tasks[task_of(item)][item.originalname]
+        if report.passed:
+            graded.waiting -= report.when == "call"
+        else:
+            graded.hint = graded.hint or first_line(call)
+    return report
+
+
+def first_line(call: pytest.CallInfo) -> str:
+    """What went wrong, in a line: an assertion's own words, or the kind of exception and its."""
+    words = str(call.excinfo.value).split("\n")[0]
+    plain = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
+    return words if plain and words else f"{call.excinfo.typename}: {words}".rstrip(": ")
+
+
+def pytest_sessionfinish(session, exitstatus):
+    earned, possible = session.config.grades.total
+    if exitstatus == pytest.ExitCode.OK and earned < possible:  # skipped, say
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    grades, before = config.grades, None
+    if not grades.tasks:
+        return
+    terminalreporter.section(f"points of {config.getoption('--impl')}")
+    for task in grades.tasks:
+        assignment, name = task
+        if assignment != before:
+            terminalreporter.write_line(assignment)
+            before = assignment
+        hint = next((t.hint for t in grades.tasks[task].values() if not t.passed), "")
+        earned, possible = grades.of(task)
+        terminalreporter.write_line(f"  {name:<16}{earned:>3} of {possible:<3} {hint}".rstrip())
+    earned, possible = grades.total
+    terminalreporter.write_line(f"{'total':<18}{earned:>3} of {possible}")
