@@ -1,11 +1,14 @@
 """The advisor: which K, tree or window to use on this machine for this kind of text, and the
-speedup to expect. Half of the prompts are the probe, the other half checks the promise."""
+speedup to expect. One setting of each method is the probe; what it promises of the best setting is
+then held against that one's own runs."""
 
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from minispec.cost import cost_curve
+from minispec.errors import UserError
 from minispec.generate import Run, acceptance, decode, stream
 from minispec.medusa import expected, grow_tree
 from minispec.model import Transformer
@@ -29,22 +32,22 @@ class Choice:
 
 @dataclass(frozen=True)
 class Probe:
-    """Runs of one setting, and the seconds of a round's parts (medians over the prompts)."""
+    """Runs of one setting; the seconds of a round's parts, and of a round of plain decoding in
+    turn with it (medians over the prompts)."""
 
     runs: list[Run]
     parts: dict[str, float]
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.parts.values())
+    plain: float
 
     @property
     def tokens_per_pass(self) -> float:
         return sum(len(r.tokens) for r in self.runs) / sum(len(r.rounds) for r in self.runs)
 
-    def with_rows(self, cost: float, draft: float = 1.0) -> float:
-        """Seconds of a round whose pass costs `cost` times this one's, its drafting `draft`."""
-        return self.seconds + (cost - 1) * self.parts["target"] + (draft - 1) * self.parts["draft"]
+    def speedup(self, tokens: float, **times: float) -> float:
+        """Over plain decoding, of rounds that bring `tokens`, and whose parts take so many `times`
+        as long as the probe's."""
+        seconds = sum(times.get(part, 1.0) * taken for part, taken in self.parts.items())
+        return tokens * self.plain / seconds
 
 
 def advise(
@@ -56,17 +59,15 @@ def advise(
     for name, options in methods.items():
         own.setdefault(name.split()[0], options)
     for kind, prompts in texts.items():
-        half = max(len(prompts) // 2, 1)
-        plain = probe(model, tokenizer, "autoregressive", {}, prompts[:half], n)
-        print(f"{kind}: {half} prompts to choose by, {len(prompts) - half} to check")
+        print(f"{kind}, {len(prompts)} prompts")
         found = []
         for method in own:
             choices = list(CHOOSERS.get(method, no_choices)(
-                model, tokenizer, own[method], prompts[:half], n, plain
+                model, tokenizer, own[method], prompts, n
             ))  # fmt: skip
             if choices:
                 best = max(choices, key=lambda c: c.speedup)
-                measured = check(model, tokenizer, best, prompts[half:] or prompts, n)
+                measured = check(model, tokenizer, best, prompts, n)
                 found.append(best)
                 print(
                     f"  {best.method:<12} {best.words:<22} predicted {best.speedup:.2f}, "
@@ -84,29 +85,32 @@ def probe(
     model: Transformer, tokenizer: Tokenizer, method: str, options: dict, prompts: list, n: int
 ) -> Probe:
     """Run `prompts` (the first of them twice: once to warm up), and time the parts."""
-    runs, parts = [], []
+    runs, parts, plain = [], [], []
     for prompt in [prompts[0], *prompts]:
-        run = stream(model, tokenizer, prompt, method, max_new_tokens=n, **options)
-        parts.append(split(method, run))
-        runs.append(run)
-    known = [p for p in parts[1:] if p]
-    return Probe(
-        runs[1:], {name: statistics.median(p[name] for p in known) for name in known[0]}
-    )  # fmt: skip
+        begin = partial(stream, model, tokenizer, prompt, max_new_tokens=n)
+        _, base = split("autoregressive", begin)
+        run, seconds = split(method, partial(begin, method=method, **options))
+        if base and seconds:
+            runs.append(run)
+            parts.append(seconds)
+            plain.append(sum(base.values()))
+    if len(runs) < 2:
+        raise UserError("--advise needs prompts with longer answers")
+    medians = {name: statistics.median(p[name] for p in parts[1:]) for name in parts[0]}
+    return Probe(runs[1:], medians, statistics.median(plain[1:]))
 
 
 def check(model: Transformer, tokenizer: Tokenizer, choice: Choice, prompts: list, n: int) -> float:
-    """The median speedup of a setting over plain decoding, run in turn."""
-    speedups = []
-    for prompt in [prompts[0], *prompts]:
-        plain, run = (
-            decode(model, tokenizer, prompt, method, max_new_tokens=n, **options)
-            for method, options in (("autoregressive", {}), (choice.method, choice.options))
-        )
-        if run.tokens and plain.tokens:
-            a, b = (r.decode_seconds / len(r.tokens) for r in (plain, run))
-            speedups.append(a / b)
-    return statistics.median(speedups[1:] or speedups)
+    """The speedup of a setting over plain decoding, run in turn, over all tokens."""
+    settings, per_token = (("autoregressive", {}), (choice.method, choice.options)), []
+    runs = [
+        [decode(model, tokenizer, prompt, method, max_new_tokens=n, **options)
+         for method, options in settings]
+        for prompt in [prompts[0], *prompts]
+    ]  # fmt: skip
+    for each in zip(*runs[1:]):
+        per_token.append(sum(r.decode_seconds for r in each) / sum(len(r.tokens) for r in each))
+    return per_token[0] / per_token[1]
 
 
 # ---- a method's settings, and what each promises -------------------------------------------------
@@ -115,21 +119,21 @@ def check(model: Transformer, tokenizer: Tokenizer, choice: Choice, prompts: lis
 def chains(method: str):
     """Of K: the drafts accepted at each depth of a long chain say what every shorter one brings."""
 
-    def choices(model, tokenizer, options, prompts, n, plain: Probe) -> Iterator[Choice]:
+    def choices(model, tokenizer, options, prompts, n) -> Iterator[Choice]:
         deep, curve = DEEP[method], cost_curve(model)
         options = {k: v for k, v in options.items() if k != "tree"}
         seen = probe(model, tokenizer, method, options | {"k": deep}, prompts, n)
         rates = acceptance([step for run in seen.runs for step in run.rounds])["unconditional"]
         for k in range(1, len(rates) + 1):
-            seconds = seen.with_rows(curve[k + 1] / curve[deep + 1], k / deep)
-            tokens = 1 + sum(rates[:k])
-            speedup = tokens * plain.seconds / seconds
+            speedup = seen.speedup(
+                1 + sum(rates[:k]), draft=k / deep, target=curve[k + 1] / curve[deep + 1]
+            )
             yield Choice(method, f"k = {k}", options | {"k": k}, speedup)
 
     return choices
 
 
-def trees(model, tokenizer, options, prompts, n, plain: Probe) -> Iterator[Choice]:
+def trees(model, tokenizer, options, prompts, n) -> Iterator[Choice]:
     """Of Medusa's tree: grown from the heads' accuracies, which came with them."""
     heads, curve = options["heads"], cost_curve(model)
     if heads.accuracy is None or heads.tree is None:
@@ -140,18 +144,18 @@ def trees(model, tokenizer, options, prompts, n, plain: Probe) -> Iterator[Choic
     right = seen.tokens_per_pass / expected(heads.accuracy, heads.tree)
     for size in SIZES:
         tree = grow_tree(heads.accuracy, size)
-        seconds = seen.with_rows(curve[min(size + 1, len(curve) - 1)] / curve[rows])
+        grown, cost = (size + 1) / rows, curve[min(size + 1, len(curve) - 1)] / curve[rows]
         tokens = right * expected(heads.accuracy, tree)
-        speedup = tokens * plain.seconds / seconds
+        speedup = seen.speedup(tokens, target=cost, accept=grown, host=grown)
         yield Choice("medusa", f"a tree of {size} nodes", options | {"tree": tree}, speedup)
 
 
-def windows(model, tokenizer, options, prompts, n, plain: Probe) -> Iterator[Choice]:
+def windows(model, tokenizer, options, prompts, n) -> Iterator[Choice]:
     """Of (W, N, G): each tried, as what a pool brings follows from no other size's."""
     for w, ngram, g in WINDOWS:
         sizes = {"window": w, "ngram": ngram, "guesses": g}
         seen = probe(model, tokenizer, "lookahead", sizes, prompts, n)
-        speedup = seen.tokens_per_pass * plain.seconds / seen.seconds
+        speedup = seen.speedup(seen.tokens_per_pass)
         yield Choice("lookahead", f"(W, N, G) = ({w}, {ngram}, {g})", sizes, speedup)
 
 

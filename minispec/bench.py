@@ -13,6 +13,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -386,12 +387,12 @@ def table(
     for name, each in runs.items():
         parts = None
         if name in methods:
-            method, n = name.split()[0], args.max_new_tokens
-            run = stream(
-                model, tokenizer, prompts[0], method, max_new_tokens=n, temperature=temperature,
-                **methods[name],
+            method = name.split()[0]
+            begin = partial(
+                stream, model, tokenizer, prompts[0], method, temperature=temperature,
+                max_new_tokens=args.max_new_tokens, **methods[name],
             )  # fmt: skip
-            parts = split(method, run)
+            _, parts = split(method, begin)
         k = args.k if name == f"speculative k={args.k}" else None
         rows.append(
             summarise(kind, name, each, runs["autoregressive"], machine, k, temperature, parts)

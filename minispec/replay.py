@@ -111,6 +111,7 @@ def bench_shape(args: argparse.Namespace) -> None:
 
     text, _, _ = run(0, [])  # warms up
     _, rounds, plain = run(0, [])
+    peak = peak_memory(device)
     floor, per_round = floor_seconds(model), plain / rounds
     found = {
         "shape": args.shape, "dtype": str(dtype).removeprefix("torch."), "device": str(device),
@@ -120,7 +121,6 @@ def bench_shape(args: argparse.Namespace) -> None:
         "curve": {n: cost_curve(model)[n] for n in (2, 4, 8, 16, 32, 64)},
         "memory_over_weights": None, "acceptance": args.acceptance, "rows": [],
     }  # fmt: skip
-    peak = peak_memory(device)
     if peak:
         found["memory_over_weights"] = (peak - before) / bytes_per_pass(model)
     for k in CHAINS:

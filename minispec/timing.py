@@ -58,18 +58,20 @@ def timed_parts(method: str) -> Iterator[Clock]:
             setattr(owner, name, function)
 
 
-def split(method: str, run: Run) -> dict[str, float] | None:
-    """Seconds per round of a run not begun yet, in each of PARTS; None for a single round.
+def split(method: str, begin: Callable[[], Run]) -> tuple[Run, dict[str, float] | None]:
+    """Run to the end what `begin` begins: the run, and the seconds per round in each of PARTS, None
+    for a single round.
 
     The prefill and the first round, in which things are made that stay, are left out.
     """
     with timed_parts(method) as clock:
+        run = begin()
         for chunk in run:
             if chunk.step is run.rounds[0]:
                 clock.seconds.clear()
                 first = run.decode_seconds
     rounds = len(run.rounds) - 1
     if rounds < 1:
-        return None
+        return run, None
     parts = {part: clock.seconds[part] / rounds for part in PARTS[:-1]}
-    return parts | {"host": (run.decode_seconds - first) / rounds - sum(parts.values())}
+    return run, parts | {"host": (run.decode_seconds - first) / rounds - sum(parts.values())}

@@ -36,6 +36,8 @@ def accept(target: Sequence[Tensor], tree: Tree, randomness: Randomness) -> tupl
 
 def residual(p: Tensor, q: Tensor | None, x: int) -> Tensor | None:
     """norm(max(0, p - q)), where q None is one-hot at x; None if nothing is left."""
+    if q is None and p[x] == 0:
+        return p  # there was nothing to take away: every rejection of greedy decoding
     rest = p.clone()
     if q is None:
         rest[x] = 0.0

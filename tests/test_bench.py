@@ -1,14 +1,23 @@
 """The benchmark counts what it says, compares with plain decoding, and writes its contract."""
 
 import json
+from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 from conftest import random_model
 from test_generate import TOKENIZER, byte_model
 
-from minispec import bench
+from minispec import advise, bench, cost
+from minispec.autoregressive import autoregressive
+from minispec.certify import random_head, random_heads
 from minispec.checkpoint import save
-from minispec.generate import decode
+from minispec.generate import decode, stream
+from minispec.model import count_parameters
+from minispec.replay import SHAPES, decoded, random_weights, replayed
+from minispec.sampling import Sampling, Seeded
+from minispec.timing import PARTS, split
 from minispec.tree import Step, Tree
 
 
@@ -30,24 +39,133 @@ def test_alpha_counts_tried_drafts_only():
 def test_a_method_that_differs_from_plain_decoding_is_counted():
     model = random_model()
     a, b = (decode(model, None, [x], max_new_tokens=5) for x in (1, 2))
-    row = bench.summarise("stories_en", "x", [a, b], [a, a], k=None, c=0.1, flat=1.0)
+    machine = bench.Machine(floor=1e-3, curve=[0.0, 1.0, 1.1], pass_seconds=2e-3, draft=None)
+    row = bench.summarise("stories_en", "x", [a, b], [a, a], machine)
     assert row.differing == 1 and row.tokens_per_pass == 1.0 and row.predicted_speedup is None
-    row = bench.summarise("stories_en", "x", [a], [a], k=3, c=0.1, flat=1.3)
-    assert row.speedup == 1.0 and row.differing == 0
+    row = bench.summarise("stories_en", "x", [a], [a], machine, k=3, temperature=0.7)
+    assert row.speedup == row.round_cost == 1.0 and row.differing is None
+
+
+def test_a_losing_method_is_told_why():
+    machine = bench.Machine(1e-3, [0.0, 1.0], 2e-3, None)
+    model = random_model()
+    run = decode(model, None, [1], max_new_tokens=5)
+    parts = dict.fromkeys(PARTS, 1.0)
+    plain = bench.summarise("x", "autoregressive", [run], [run], machine, parts=parts)
+    for part in PARTS:
+        row = replace(plain, method="slow", speedup=0.5, split=parts | {part: 6.0})
+        assert bench.BLAME[part] in bench.reason(row, plain, machine)
+    assert "loses" not in bench.reason(replace(plain, method="fast", speedup=2.0), plain, machine)
 
 
 def test_the_command_writes_json_and_refuses_nonsense(tmp_path, capsys):
     save(byte_model(), TOKENIZER, tmp_path)
     options = ["--model", str(tmp_path), "--draft", str(tmp_path), "--heads", "", "--mtp", "",
                "--device", "cpu"]  # fmt: skip
-    bench.main([*options, "--max-new-tokens", "6", "--json", "--k", "2", "--dtype", "float64"])
+    short = ["--max-new-tokens", "6", "--k", "2", "--dtype", "float64"]
+    bench.main([*options, *short, "--json", "--plots", str(tmp_path / "plots")])
     out = json.loads(capsys.readouterr().out)
-    rows = {row["method"]: row for row in out["rows"]}
+    assert len(list((tmp_path / "plots").glob("*.png"))) == 3
+    rows = {row["method"]: row for row in out["rows"] if not row["temperature"]}
+    sampled = {row["method"] for row in out["rows"] if row["temperature"] == 0.7}
+    assert sampled == rows.keys() and out["machine"]["curve"][1] == 1.0
+    for row in rows.values():
+        assert set(row["split"]) == set(PARTS) and row["over_floor"] > 0
     assert rows["autoregressive"]["speedup"] == 1.0 and rows["autoregressive"]["alpha"] is None
     assert rows["speculative k=2"]["alpha"] == 1.0  # the draft is the target
     assert rows["speculative k=2"]["predicted_tokens_per_pass"] == 3.0
     assert all(row["differing"] == 0 for row in rows.values())
-    for wrong in (["--k", "0"], ["--draft", "nowhere"], ["--data", str(tmp_path)]):
+    bench.main([*options, *short, "--temperature", "0", "--methods", "lookahead"])
+    text = capsys.readouterr().out
+    assert "tokens a pass for a round that costs" in text and "speculative" not in text
+    for wrong in (
+        ["--k", "0"], ["--draft", "nowhere"], ["--data", str(tmp_path)], ["--temperature", "x"],
+        ["--temperature", "-1"], ["--acceptance", "2"], ["--methods", "medusa"],
+        ["--questions", "nowhere"], ["--questions", "nowhere", "--answers", str(tmp_path)],
+    ):  # fmt: skip
         with pytest.raises(SystemExit) as caught:
             bench.main([*options, *wrong])
         assert caught.value.code == 2 and capsys.readouterr().err.startswith("minispec: ")
+
+
+def test_the_parts_of_a_round_add_up_to_it():
+    """And a part that is slowed down is the one that grows."""
+    model, draft = random_model(), random_model(1)
+    begin = partial(stream, model, None, [1, 2, 3], "speculative", max_new_tokens=40, draft=draft)
+    run, parts = split("speculative", begin)
+    assert run.finish_reason == "length" and min(parts.values()) >= 0
+    assert sum(parts.values()) <= run.decode_seconds / (len(run.rounds) - 1)
+    slow = draft.layers
+    draft.layers = lambda *x: (
+        [torch.linalg.inv(torch.rand(150, 150)) for _ in range(5)] and slow(*x)
+    )
+    _, slower = split("speculative", begin)
+    grown = {part: slower[part] - parts[part] for part in PARTS}
+    assert max(grown, key=grown.get) == "draft"
+    heads = random_heads(model, 0)
+    begin = partial(stream, model, None, [1, 2], "medusa", max_new_tokens=9, heads=heads)
+    assert split("medusa", begin)[1]["accept"] > 0
+
+
+def test_replayed_drafts_are_right_as_often_as_asked_and_change_nothing():
+    model = random_model(vocab_size=500)
+    prompt, sampling = [1, 2, 3], Sampling()
+    text, rounds, _ = decoded(autoregressive(model, prompt, sampling, Seeded(0)), 120)
+    assert rounds == 120
+    for acceptance, least, most in ((0.0, 1.0, 1.0), (0.7, 1.9, 3.6), (1.0, 4.9, 5.0)):
+        steps = replayed(model, prompt, sampling, Seeded(0), text=text, k=4, acceptance=acceptance)
+        tokens, rounds, _ = decoded(steps, 120)
+        assert tokens[:120] == text[:120] and least <= len(tokens) / rounds <= most
+
+
+def test_shapes_have_their_sizes():
+    """In millions of parameters, as their cards say."""
+    for name, millions in (("smollm2-135m", 134.5), ("qwen2.5-0.5b", 494.0),
+                           ("llama-3.2-1b", 1235.8), ("llama-2-7b", 6738.4)):  # fmt: skip
+        with torch.device("meta"):
+            model = bench.Transformer(SHAPES[name])
+        assert abs(count_parameters(model) / 1e6 - millions) < 0.1
+    small = replace(SHAPES["qwen2.5-0.5b"], layers=2, hidden_size=64, intermediate_size=96,
+                    vocab_size=300, heads=4, kv_heads=2, head_dim=16)  # fmt: skip
+    model = random_weights(small, torch.float32, torch.device("cpu"))
+    assert torch.isfinite(model.logits(model([1, 2, 3]))).all()
+    int8 = random_weights(small, torch.float32, torch.device("cpu"), quantize=True)
+    assert 3.5 < cost.bytes_per_pass(model) / cost.bytes_per_pass(int8) < 4.1
+
+
+def test_questions_are_answered_in_spec_benchs_format(tmp_path, capsys):
+    save(byte_model(), TOKENIZER, tmp_path)
+    questions = tmp_path / "questions.jsonl"
+    turns = [["One.", "Two."], ["x" * 5000]]
+    lines = [{"question_id": i, "category": "c", "turns": t} for i, t in enumerate(turns)]
+    questions.write_text("\n".join(map(json.dumps, lines)))
+    bench.main(["--model", str(tmp_path), "--draft", "", "--heads", "", "--mtp", "", "--methods",
+                "prompt-lookup", "--questions", str(questions), "--answers", str(tmp_path / "a"),
+                "--max-new-tokens", "7", "--device", "cpu"])  # fmt: skip
+    out = capsys.readouterr().out
+    assert "1 of 2 questions are longer than the context" in out
+    for name in ("autoregressive", "prompt-lookup"):
+        (line,) = map(json.loads, (tmp_path / "a" / f"{name}.jsonl").read_text().splitlines())
+        (choice,) = line["choices"]
+        assert line["question_id"] == 0 and len(choice["turns"]) == len(choice["wall_time"]) == 2
+        assert sum(choice["accept_lengths"]) >= sum(choice["new_tokens"])
+        assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
+    questions.write_text('{"question_id": 1}')
+    with pytest.raises(SystemExit):
+        bench.main(["--questions", str(questions), "--answers", str(tmp_path)])
+    assert "line 1: needs question_id and turns" in capsys.readouterr().err
+
+
+def test_advice_follows_the_machine(capsys):
+    """A method whose drafts cost nothing gets long ones; one whose passes grow dear gets short."""
+    model = random_model(context=200)
+    head = random_head(model, 0)
+    for curve, least, most in (([0.0, *[1.0] * 64], 1, 6), ([0.0, *range(1, 65)], 1, 1)):
+        cost.known[model] = {}
+        cost.once(model, "curve", lambda curve=curve: curve)
+        choices = list(advise.CHOOSERS["fastmtp"](model, None, {"head": head}, [[1, 2], [3]], 30))
+        assert [c.words for c in choices] == [f"k = {k}" for k in range(1, 7)]
+        best = max(choices, key=lambda c: c.speedup)
+        assert least <= best.options["k"] <= most
+    advise.advise(model, None, {"fastmtp k=2": {"head": head, "k": 2}}, {"x": [[1], [2]]}, 20)
+    assert "predicted" in capsys.readouterr().out
