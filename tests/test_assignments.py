@@ -204,9 +204,9 @@ def stale_rows_visible(self, n, depth, mask):
 
 
 def commit_keys_only(self, path):
-    v = self.v.clone()
+    kept = [v.clone() for v in self.v]
     cache.KVCache.commit(self, path)
-    self.v.copy_(v)
+    self.v = kept
 
 
 A1 = [

@@ -15,7 +15,8 @@ def layout(parents: tuple[int, ...]) -> tuple[list[int], Tensor, Tensor]:
 
 
 class KVCache(cache.KVCache):
-    """Keys and values: `self.k` and `self.v`, (layers, batch, capacity, heads, head_dim).
+    """Keys and values: `self.k` and `self.v`, lists of (batch, capacity, heads, head_dim), one
+    for each layer.
 
     `self.lengths` holds one number a sequence (here there is one sequence, and `self.length` is its
     number): rows [0, length) are committed, those behind them are scratch. Allocation and writing
