@@ -21,7 +21,8 @@ lessons: .venv/lessons
 # their committed outputs, made anew
 lessons-refresh: .venv/lessons
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
-		--ExecutePreprocessor.record_timing=False lessons/*.ipynb
+		--ExecutePreprocessor.record_timing=False \
+		--ExecutePreprocessor.coalesce_streams=True lessons/*.ipynb
 
 lint: .venv/tested
 	$(BIN)/ruff check .
