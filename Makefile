@@ -21,8 +21,8 @@ lessons: .venv/lessons
 # their committed outputs, made anew
 lessons-refresh: .venv/lessons
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
-		--ExecutePreprocessor.record_timing=False \
-		--ExecutePreprocessor.coalesce_streams=True lessons/*.ipynb
+		--ExecutePreprocessor.record_timing=False lessons/*.ipynb
+	$(BIN)/jupyter nbconvert --coalesce-streams --inplace lessons/*.ipynb
 
 lint: .venv/tested
 	$(BIN)/ruff check .
