@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= Once upon a time
 
-.PHONY: demo test test-all lint certify reference grade golden clean
+.PHONY: demo test test-all lessons lessons-refresh lint certify reference grade golden clean
 
 demo: .venv/installed
 	$(BIN)/python -m minispec.generate "$(PROMPT)" --stats
@@ -12,7 +12,17 @@ test: .venv/tested
 	$(BIN)/python -m pytest -q
 
 test-all: .venv/tested
-	$(BIN)/python -m pytest -q -m "slow or not slow"
+	$(BIN)/python -m pytest -q -m "not lessons"
+
+# every notebook, run from a clean state; what fails is an error
+lessons: .venv/lessons
+	$(BIN)/python -m pytest -q -m lessons --durations=0 --durations-min=0.05 tests/test_lessons.py
+
+# their committed outputs, made anew
+lessons-refresh: .venv/lessons
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
+		--ExecutePreprocessor.record_timing=False lessons/*.ipynb
+	$(BIN)/jupyter nbconvert --coalesce-streams --inplace lessons/*.ipynb
 
 lint: .venv/tested
 	$(BIN)/ruff check .
@@ -41,6 +51,10 @@ golden: .venv/referenced
 
 .venv/tested: .venv/installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@
+
+.venv/lessons: .venv/tested
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[lessons]"
 	touch $@
 
 .venv/referenced: .venv/tested

@@ -1,0 +1,126 @@
+"""The notebooks: whole and small as committed; and (marker `lessons`) each runs from a clean state
+without an error, and stops at a mistake put into the package."""
+
+import json
+import re
+
+import pytest
+from conftest import ROOT
+
+LESSONS = ROOT / "lessons"
+NOTEBOOKS = sorted(LESSONS.glob("*.ipynb"))
+TAUGHT = [path for path in NOTEBOOKS if not path.name.startswith("00")]  # 00 is the way in
+SETUP = """\
+import sys
+from pathlib import Path
+
+root = next(
+    p for p in [Path.cwd(), *Path.cwd().parents] if (p / "minispec" / "__init__.py").exists()
+)
+sys.path.insert(0, str(root))
+"""
+MACHINE = re.compile(
+    r"/tmp/|/work/|/home/|/root/|/Users/|[A-Z]:\\\\|ipykernel_|" + re.escape(str(ROOT))
+)
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+each_lesson = pytest.mark.parametrize("path", TAUGHT, ids=lambda path: path.stem)
+
+
+def cells_of(path, kind: str) -> list[dict]:
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == kind]
+
+
+def source(cell: dict) -> str:
+    return "".join(cell["source"])
+
+
+# ---- as committed --------------------------------------------------------------------------------
+
+
+@each_notebook
+def test_it_is_a_notebook_and_small(path):
+    nbformat = pytest.importorskip("nbformat")
+    nbformat.validate(nbformat.read(path, as_version=nbformat.NO_CONVERT))
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) >= (4, 5)
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    assert all(cell["id"] for cell in notebook["cells"])
+    assert path.stat().st_size < 400_000
+
+
+@each_notebook
+def test_it_was_run_from_top_to_bottom_and_is_clean(path):
+    code = cells_of(path, "code")
+    counts = [cell["execution_count"] for cell in code]
+    assert counts == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert outputs
+    for output in outputs:
+        assert output["output_type"] != "error"
+        assert output.get("name") != "stderr", "a warning or a progress bar"
+        found = MACHINE.search(json.dumps(output))
+        assert not found, f"a path of this machine: {found}"
+
+
+@each_notebook
+def test_it_begins_with_a_title_and_finds_the_checkout(path):
+    first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
+    assert first["cell_type"] == "markdown" and source(first).startswith("# ")
+    setup = source(cells_of(path, "code")[0])
+    assert "".join(setup.split()).startswith("".join(SETUP.split()))  # however its lines are cut
+
+
+@each_lesson
+def test_it_has_the_parts_of_a_lesson(path):
+    code, text = (
+        "\n".join(source(cell) for cell in cells_of(path, kind)) for kind in ("code", "markdown")
+    )
+    assert len(cells_of(path, "code")) >= 15
+    assert len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) <= 2500
+    if "from drawing import" in code:  # its helper shows sources
+        code += (LESSONS / "drawing.py").read_text(encoding="utf-8")
+    assert "inspect.getsource" in code
+    assert re.search(r"^\s*assert ", code, re.MULTILINE)
+    assert "arXiv" in text and "<details>" in text
+
+
+# ---- run anew ------------------------------------------------------------------------------------
+
+
+def client(path, extra: str | None = None):
+    """A client that runs the notebook in a fresh kernel; `extra` code comes after its setup."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.read(path, as_version=4)
+    if extra:
+        setup = next(i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code")
+        notebook.cells.insert(setup, nbformat.v4.new_code_cell(f"{SETUP}{extra}"))
+    resources = {"metadata": {"path": str(path.parent)}}
+    return nbclient.NotebookClient(notebook, timeout=300, resources=resources)
+
+
+@pytest.mark.lessons
+@each_notebook
+def test_it_runs(path):
+    client(path).execute()
+
+
+MISTAKES = {  # a lesson, and a line that makes the package wrong: its own checks must stop it
+    "07_self_distillation_and_vocabulary": [
+        "from minispec import distill; distill.step_weights = lambda n, beta: [1 / n] * n",
+        "from minispec.distill import Duplicates; Duplicates.add = lambda self, tokens: False",
+    ],
+    "09_is_it_lossless": [
+        "from minispec import verify; verify.residual = lambda p, q, x: p",
+        "from minispec import certify; certify.total_variation = lambda a, b: 0.0",
+    ],
+}
+
+
+@pytest.mark.lessons
+@pytest.mark.parametrize("name, mistake", [(n, m) for n in MISTAKES for m in MISTAKES[n]])
+def test_it_stops_at_a_mistake(name, mistake):
+    nbclient = pytest.importorskip("nbclient")
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="AssertionError"):
+        client(LESSONS / f"{name}.ipynb", mistake).execute()
