@@ -73,6 +73,7 @@ class Toy:
     """
 
     prefill = Transformer.prefill
+    quantized, compiled = False, None
 
     def __init__(self, seed: int, vocab: int = 3, context: int = 32, eos: tuple[int, ...] = ()):
         self.config = Config(2, 1, 1, 1, 1, 2, vocab, context, bos_id=0, eos_ids=eos)

@@ -344,6 +344,11 @@ class Block(nn.Module):
         self.undo()
         return super()._apply(*arguments, **options)
 
+    def train(self, mode: bool = True) -> "Block":
+        if mode:  # what is joined or packed learns nothing
+            self.undo()
+        return super().train(mode)
+
     def forward(self, x: Tensor, now: Pass) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), now)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -404,6 +409,15 @@ class Transformer(nn.Module):
     def _apply(self, *arguments, **options):  # what .to(), .double() and .cuda() go through
         self.undo()
         return super()._apply(*arguments, **options)
+
+    def train(self, mode: bool = True) -> "Transformer":
+        if mode:  # what is joined or packed learns nothing
+            self.undo()
+        return super().train(mode)
+
+    def load_state_dict(self, *arguments, **options):
+        self.undo()
+        return super().load_state_dict(*arguments, **options)
 
     @property
     def device(self) -> torch.device:

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from minispec import load
 from minispec.autoregressive import autoregressive
+from minispec.generate import decode
+from minispec.model import product_int8, quantized
 from minispec.sampling import Sampling, Seeded
 from minispec.tree import Tree
 
@@ -153,3 +155,70 @@ def test_joined_and_packed_weights_compute_what_the_parts_do(changes, dtype):
     names = [name for name, _ in plain.named_parameters()]
     assert [name for name, _ in fast.named_parameters()] == names
     assert fast.double().head is None and fast.model.layers[0].self_attn.qkv is None
+
+
+LARGE = dict(hidden_size=96, intermediate_size=1500, dtype=torch.float32, tied=False)
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_what_changes_the_weights_undoes_their_packing(quantize):
+    """Weights of this size are given up; whoever trains or converts the model needs them back."""
+    tokens, close = random_tokens(7), 0.1 if quantize else 1e-5  # int8: bfloat16 products
+    for change in (lambda m: m.train(), lambda m: m.double().float(), lambda m: m.undo()):
+        model = random_model(0, **LARGE).prepare(quantize)
+        assert any(p.device.type == "meta" for p in model.parameters())
+        before = model.logits(model(tokens)).detach()
+        change(model)
+        assert model.head is None and all(p.device.type == "cpu" for p in model.parameters())
+        after = model.logits(model(tokens)).detach()
+        assert (after - before).abs().max() <= close * before.abs().max()
+    other = random_model(1, **LARGE)
+    model = random_model(0, **LARGE).prepare(quantize)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model.logits(model(tokens)), other.logits(other(tokens)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_int8_is_the_model_of_the_nearest_multiples_of_a_scale(tied):
+    """In float64 exactly: every product, and the embedding where it is lm_head as well."""
+    model, oracle = (random_model(4, tied=tied, vocab_size=70) for _ in range(2))
+    for name, weight in oracle.named_parameters():
+        if weight.dim() == 2 and (tied or "embed_tokens" not in name):
+            whole, scale = quantized(weight.data)
+            assert (
+                (whole.double() * scale.double()[:, None] - weight)
+                .abs()
+                .le(scale.double()[:, None] * 0.5001)
+                .all()
+            )
+            weight.data = whole.double() * scale.double()[:, None]
+    model.prepare(quantize=True)
+    tokens = random_tokens(9)
+    difference = model.logits(model(tokens)) - oracle.logits(oracle(tokens))
+    assert difference.abs().max() < 1e-12
+    plain = random_model(4, tied=tied, vocab_size=70)
+    assert (plain.logits(plain(tokens)) - oracle.logits(oracle(tokens))).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("method", ["speculative", "prompt-lookup", "lookahead"])
+def test_methods_are_lossless_with_respect_to_the_int8_model(method):
+    for seed in range(4):
+        model = random_model(seed).prepare(quantize=True)
+        options = {"draft": random_model(seed + 9).prepare(quantize=True)}
+        options = options if method == "speculative" else {}
+        prompt = random_tokens(9, seed)
+        plain = decode(model, None, prompt, max_new_tokens=40)
+        assert (
+            decode(model, None, prompt, method, max_new_tokens=40, **options).tokens == plain.tokens
+        )
+
+
+def test_the_int8_kernel_gives_each_row_what_it_gives_it_alone():
+    """So a pass over a draft computes what passes over one token do, as far as its products go."""
+    weight, scale = quantized(torch.randn(48, 64))
+    x = torch.randn(1, 17, 64)
+    whole = product_int8(x, weight, scale, None)
+    for i in range(17):
+        assert torch.equal(product_int8(x[:, i : i + 1], weight, scale, None), whole[:, i : i + 1])
+    odd = product_int8(torch.randn(3, 10), *quantized(torch.randn(7, 10)), None)  # no kernel fits
+    assert odd.shape == (3, 7)

@@ -165,7 +165,8 @@ def test_after_random_rounds_the_cache_is_a_fresh_prefill_s(impl):
             fresh = model.new_cache()
             model(tokens, fresh)  # scratch rows, but rows
             for name in ("k", "v"):
-                kept, right = (getattr(x, name)[:, :, : len(tokens)] for x in (cache, fresh))
+                both = (torch.stack(getattr(x, name)) for x in (cache, fresh))
+                kept, right = (rows[:, :, : len(tokens)] for rows in both)
                 worst = (kept - right).abs().amax((0, 1, 3, 4))
                 wrong = (worst > 1e-10).nonzero().flatten().tolist()
                 assert cache.length == len(tokens) and not wrong, (
