@@ -375,8 +375,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--stats", action="store_true", help="figures of the run on standard error")
     p.add_argument("--json", action="store_true", help="one JSON object instead of text")
     # two flags rather than one with a value: it must never take the prompt for its value
-    p.add_argument("--color", action="store_const", const="brief",
-                   help="green: accepted drafts, magenta: the target's; every other pass underlined")
+    p.add_argument(
+        "--color", action="store_const", const="brief",
+        help="accepted drafts green, the target's own tokens magenta, every other pass underlined",
+    )  # fmt: skip
     p.add_argument("--color=full", dest="color", action="store_const", const="full",
                    help="and the rejected drafts, struck out")  # fmt: skip
     p.add_argument("--html", metavar="FILE", help="a page to step through the run, pass by pass")

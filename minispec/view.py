@@ -199,7 +199,7 @@ def trace(
                 "emitted": len(new),  # fewer than tokens where the run ended among them
                 "texts": texts,
                 "window": step.window,
-                **scored(logits, step, sampling),
+                **scored(logits, step, sampling, facts["stats"]["lossless"]),
             }
         )
     if stream and passes and passes[-1]["texts"]:
@@ -213,14 +213,17 @@ def trace(
     }
 
 
-def scored(logits: Tensor, step: Step, sampling: Sampling) -> dict:
-    """The tree of a step, with its nodes' laws and chances: `laws[i]` is the target's after node i
-    (at temperature 0 the one that greedy takes the best of), p[i] what the law after its parent
-    gives node i, q[i] the proposal's (None: one-hot), chance[i] its chance in `accept`, if tried."""
+def scored(logits: Tensor, step: Step, sampling: Sampling, lossless: bool) -> dict:
+    """The tree of a step with what was decided by: laws[i], the target's after node i (at
+    temperature 0 the one that greedy takes the best of), and its entropy; p[i], what the law after
+    node i's parent gives it; q[i], what its proposal gave it (None: one-hot); chance[i], that of
+    being accepted, where `accept` tried it."""
     tree = step.tree
     laws = probs(logits, sampling)
     shown = laws if sampling.temperature > 0 else probs(logits, Sampling(1.0))
-    chance, drawn = decided(laws, step)
+    # typical acceptance, our lossy rule, decides as `accept` does at temperature 0 only
+    walked = lossless or sampling.temperature == 0
+    chance, drawn = decided(laws, step) if walked else ([None] * len(tree), laws[step.path[-1]])
     best = shown.topk(min(TOP, shown.shape[-1]))
     rows = zip(best.indices.tolist(), best.values.tolist())
     above = [0, *tree.parents[1:]]  # parents, the root's its own: its entries are not shown
