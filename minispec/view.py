@@ -224,13 +224,18 @@ def scored(logits: Tensor, step: Step, sampling: Sampling, lossless: bool) -> di
     # typical acceptance, our lossy rule, decides as `accept` does at temperature 0 only
     walked = lossless or sampling.temperature == 0
     chance, drawn = decided(laws, step) if walked else ([None] * len(tree), laws[step.path[-1]])
-    best = shown.topk(min(TOP, shown.shape[-1]))
-    rows = zip(best.indices.tolist(), best.values.tolist())
+    top = shown.topk(min(TOP, shown.shape[-1])).indices.tolist()
+    listed = []  # of each law: its likeliest tokens, those proposed after the node, the fresh one
+    for i, law in enumerate(shown):
+        more = tree.tokens_at(tree.children(i)) + step.tokens[-1:] * (i == step.path[-1])
+        ids = list(dict.fromkeys(top[i] + more))
+        pairs = zip(ids, law[ids].tolist())
+        listed.append([[x, short(p)] for x, p in pairs if p > 0 or x in more])
     above = [0, *tree.parents[1:]]  # parents, the root's its own: its entries are not shown
     q = [tree.law(i) for i in range(len(tree))]
     return {
         "tree": {"tokens": tree.tokens, "parents": tree.parents, "path": step.path},
-        "laws": [[[x, short(p)] for x, p in zip(ids, ps) if p > 0] for ids, ps in rows],
+        "laws": listed,
         "entropy": [short(h) for h in torch.special.entr(shown).sum(-1).tolist()],
         "p": [short(shown[i, x]) for i, x in zip(above, tree.tokens)],
         "q": [None if law is None else short(law[x]) for law, x in zip(q, tree.tokens)],
