@@ -37,6 +37,7 @@ from minispec.sampling import Randomness, Sampling, Seeded
 from minispec.speculative import speculative
 from minispec.tokenizer import TextStream, Tokenizer
 from minispec.tree import Step
+from minispec.view import Painter, check_writable, write_page
 from minispec.vocabulary import load_vocabulary
 
 METHODS: dict[str, Callable[..., Iterator[Step]]] = {
@@ -378,6 +379,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     p.add_argument("--stats", action="store_true", help="figures of the run on standard error")
     p.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    # two flags rather than one with a value: it must never take the prompt for its value
+    p.add_argument(
+        "--color", action="store_const", const="brief",
+        help="accepted drafts green, the target's own tokens magenta, every other pass underlined",
+    )  # fmt: skip
+    p.add_argument("--color=full", dest="color", action="store_const", const="full",
+                   help="and the rejected drafts, struck out")  # fmt: skip
+    p.add_argument("--html", metavar="FILE", help="a page to step through the run, pass by pass")
     return p.parse_args(argv)
 
 
@@ -420,6 +429,12 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UserError(
             "--chat takes its turns from standard input, not from --prompt-ids or -file"
         )
+    if args.color and args.json:
+        raise UserError("--color is for text: give it without --json")
+    if args.html is not None:
+        if args.chat:
+            raise UserError("--html shows one run: give it without --chat")
+        check_writable(args.html)
     if not -(2**63) <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed}: must fit in 64 bits")
     if args.k is not None and not (args.k == "auto" and args.method in ("speculative", "fastmtp")):
@@ -567,11 +582,15 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
         raise UserError(f"standard input is not UTF-8 text: {error}") from None
 
 
-def show(run: Run, args: argparse.Namespace) -> None:
+def show(run: Run, args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
     """Print a run as it goes; Ctrl-C ends it with what was produced."""
+    color = args.color and tokenizer
+    painter = Painter(tokenizer, run.prompt, args.color == "full") if color else None
     with contextlib.suppress(KeyboardInterrupt):
         for chunk in run:
-            if not args.json:
+            if painter:
+                print(painter.paint(chunk.step, chunk.tokens, chunk.text), end="", flush=True)
+            elif not args.json:
                 print(chunk.text, end="", flush=True)
     if run.finish_reason is None:
         run.finish("interrupted")
@@ -623,7 +642,7 @@ def chat(
                 "begin a new one"
             )
         run = stream(model, tokenizer, prompt, cache=cache, **options)
-        show(run, args)
+        show(run, args, tokenizer)
         messages.append({"role": "assistant", "content": run.text.strip()})
         held = (prompt + run.tokens)[: cache.length]
 
@@ -666,7 +685,11 @@ def main(argv: list[str] | None = None) -> None:
         run = stream(model, tokenizer, prompt, **options)
         if not args.json and isinstance(prompt, str):
             print(prompt, end="")
-        show(run, args)
+        show(run, args, tokenizer)
+        if args.html is not None:
+            sampling = Sampling(args.temperature, args.top_k, args.top_p)
+            facts = run.as_json(args.model)
+            write_page(args.html, model, tokenizer, run.rounds, facts, sampling)
 
 
 if __name__ == "__main__":

@@ -175,6 +175,7 @@ def lookahead(
     yield Step()
     while True:
         tree = Tree.merged(tokens[-1], pool.after(tokens[-1])).first(cache.room)
+        rows = ahead.rows
         path, fresh, said = one_pass(model, cache, tree, ahead, sampling, randomness)
         if said:
             for gram in ahead.advance(tokens[-1], said):
@@ -183,7 +184,7 @@ def lookahead(
         tokens += new
         if pool_from_prompt:
             pool.add_all(tokens, ngram, len(new))
-        yield Step(new, tree, path)
+        yield Step(new, tree, path, rows if said else [])
 
 
 def one_pass(
@@ -240,6 +241,7 @@ def lookahead_auto(
             if width != before:
                 ahead = Window(tokens[-16:], width, ngram) if width else None
         tree = choice.tree(tokens[-1], pool.after(tokens[-1])).first(cache.room)
+        rows = ahead.rows if ahead else []
         path, fresh, said = one_pass(model, cache, tree, ahead, sampling, randomness)
         if said:
             for gram in ahead.advance(tokens[-1], said):
@@ -248,7 +250,7 @@ def lookahead_auto(
         new = tree.tokens_at(path[1:]) + [fresh]
         tokens += new
         pool.add_all(tokens, ngram, len(new))
-        yield Step(new, tree, path)
+        yield Step(new, tree, path, rows if said else [])
 
 
 class Choice:

@@ -103,9 +103,11 @@ def layout(parents: tuple[int, ...]) -> tuple[list[int], Tensor, Tensor]:
 class Step:
     """One round: the tokens it emitted, the tree it scored, the path it accepted.
 
-    The first step of a method is its prefill: no tokens, no tree.
+    The first step of a method is its prefill: no tokens, no tree. `window` holds rows of guesses
+    that the pass carried beside the tree (lookahead); nothing but a view reads it.
     """
 
     tokens: list[int] = field(default_factory=list)
     tree: Tree | None = None
     path: list[int] = field(default_factory=list)
+    window: list[list[int]] = field(default_factory=list)

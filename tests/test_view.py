@@ -1,0 +1,403 @@
+"""What is shown is what happened: laws, chances and texts against their definitions; and the page
+in a real browser, where there is one."""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import random_model, random_tokens
+from test_generate import TOKENIZER, VOCAB, byte_model
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from minispec import Sampling, generate, lookahead, view
+from minispec.certify import random_head, random_heads
+from minispec.checkpoint import save
+from minispec.generate import METHODS, decode, stream
+from minispec.sampling import Seeded, probs
+from minispec.tokenizer import Tokenizer
+from minispec.tree import Step, Tree
+
+ESCAPE = re.compile(r"\x1b\[[\d;]*m")
+STRUCK = re.compile(r"\x1b\[9;31m.*?\x1b\[0m")
+
+
+class Recorder(Seeded):
+    """Remembers the chances it was asked for, and how likely the tokens were that it drew."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.chances, self.drawn = [], []
+
+    def bernoulli(self, p):
+        self.chances.append(p)
+        return super().bernoulli(p)
+
+    def categorical(self, law):
+        token = super().categorical(law)
+        self.drawn.append(float(law[token]))
+        return token
+
+
+def traced(
+    method: str, temperature: float = 0.0, model=None, tokenizer=None, prompt=None, **options
+):
+    """A run and what the page would show of it."""
+    model = model or random_model()
+    run = decode(model, tokenizer, prompt or random_tokens(9), method, max_new_tokens=20,
+                 temperature=temperature, **options)  # fmt: skip
+    facts = run.as_json("model")
+    return run, view.trace(model, tokenizer, run.rounds, facts, Sampling(temperature))
+
+
+def proposing(model) -> dict[str, dict]:
+    """The methods whose trees differ in kind, with small random helpers."""
+    draft = random_model(1)
+    return {
+        "autoregressive": {},
+        "speculative": {"draft": draft, "k": 4},
+        "prompt-lookup": {},
+        "medusa": {"heads": random_heads(model, 1)},
+        "medusa-typical": {"heads": random_heads(model, 1)},
+        "jacobi": {},
+        "lookahead": {},
+        "lookahead-auto": {},
+        "fastmtp": {"head": random_head(model, 1), "k": 3, "tree": 8},
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", list(proposing(random_model())))
+def test_laws_are_those_of_plain_forward_passes(method, temperature):
+    model = random_model()
+    run, data = traced(method, temperature, model, **proposing(model)[method])
+    before, sampling = list(run.prompt), Sampling(temperature or 1.0)
+    for step, now in zip(run.rounds, data["passes"], strict=True):
+        tree = step.tree
+        assert now["rows"] == len(before) - 1 and now["tokens"] == step.tokens
+        laws = []
+        for node in range(len(tree)):
+            above, branch = node, []
+            while above > 0:
+                branch.insert(0, tree.tokens[above])
+                above = tree.parents[above]
+            logits = model.logits(model(before + branch)[0, -1:])
+            laws.append(probs(logits, sampling)[0])
+            ids, chances = zip(*now["laws"][node])
+            assert list(ids[: view.TOP]) == laws[node].topk(view.TOP).indices.tolist()
+            assert list(chances) == pytest.approx(laws[node][list(ids)].tolist(), rel=1e-3)
+            assert {tree.tokens[i] for i in tree.children(node)} <= set(ids)
+            entropy = -(laws[node] * laws[node].log()).sum()
+            assert now["entropy"][node] == pytest.approx(float(entropy), rel=1e-3)
+            if node:
+                p = float(laws[tree.parents[node]][tree.tokens[node]])
+                assert now["p"][node] == pytest.approx(p, rel=1e-3)
+        before += step.tokens
+    assert any(len(step.tree) > 1 for step in run.rounds) == (method != "autoregressive")
+
+
+@pytest.mark.parametrize(
+    "method", ["speculative", "medusa", "prompt-lookup", "lookahead", "jacobi"]
+)
+def test_chances_are_those_the_run_asked_its_randomness_for(method):
+    model, seen = random_model(), Recorder(3)
+    options = proposing(model)[method]
+    run, data = traced(method, 0.8, model, randomness=seen, **options)
+    shown, drawn = [], []
+    for now in data["passes"]:
+        parents, path = now["tree"]["parents"], now["tree"]["path"]
+        for place in path:
+            shown += [now["chance"][i] for i, parent in enumerate(parents) if parent == place
+                      and now["chance"][i] is not None]  # fmt: skip
+        drawn.append(now["drawn"])
+    assert shown == pytest.approx(seen.chances, rel=1e-3) and len(shown) > 3
+    if method != "speculative":  # its draft draws from the same source
+        assert drawn == pytest.approx(seen.drawn, rel=1e-3)
+
+
+def test_greedy_and_typical_decisions():
+    model = random_model()
+    _, data = traced("medusa", 0.0, model, heads=random_heads(model, 1))
+    for now in data["passes"]:
+        for i, chance in enumerate(now["chance"]):
+            assert chance in (None, float(i in now["tree"]["path"]))
+        assert now["laws"][now["tree"]["path"][-1]][0][0] == now["tokens"][-1]
+    _, data = traced("medusa-typical", 0.8, model, heads=random_heads(model, 1))
+    for now in data["passes"]:  # accept's chances are not this rule's
+        assert set(now["chance"]) == {None}
+        law = dict(now["laws"][now["tree"]["path"][-1]])
+        assert law[now["tokens"][-1]] == now["drawn"]
+
+
+@pytest.mark.parametrize("method", ["lookahead", "lookahead-auto"])
+def test_the_window_of_a_step_is_what_its_pass_carried(method, monkeypatch):
+    carried, one_pass = [], lookahead.one_pass
+
+    def recorded(model, cache, tree, ahead, *rest):
+        carried.append(list(ahead.tokens) if ahead else [])
+        return one_pass(model, cache, tree, ahead, *rest)
+
+    monkeypatch.setattr(lookahead, "one_pass", recorded)
+    monkeypatch.setattr(lookahead, "cost_curve", lambda model: [1.0] * 200)  # windows cost nothing
+    run = decode(random_model(), None, random_tokens(9), method, max_new_tokens=60)
+    assert [[x for row in step.window for x in row] for step in run.rounds] == carried
+    assert any(carried)
+
+
+def test_a_run_cut_inside_a_step_shows_what_was_emitted():
+    run, data = traced("speculative", model=random_model(), draft=random_model(), k=6)
+    assert [now["emitted"] for now in data["passes"]] == [7, 7, 6]
+    assert [len(now["tokens"]) for now in data["passes"]] == [7, 7, 7]
+    none = decode(random_model(), None, [1, 2], max_new_tokens=0)
+    facts = none.as_json("model")
+    assert view.trace(random_model(), None, none.rounds, facts, Sampling())["passes"] == []
+
+
+# ---- the text of tokens
+
+
+def test_the_pieces_of_a_byte_level_vocabulary():
+    pieces = [view.piece(TOKENIZER, token) for token in TOKENIZER.encode("a 你\n")]
+    assert pieces == ["a", " ", r"\xe4", r"\xbd", r"\xa0", "\n"]
+    assert view.piece(TOKENIZER, 256) == TOKENIZER.eos
+    assert view.piece(TOKENIZER, 9999) == view.piece(None, 9999) == "#9999"
+    assert view.spelled("Ġä½") == r" \xe4\xbd"
+
+
+def test_the_pieces_of_a_vocabulary_with_byte_fallback_keep_their_spaces():
+    backend = Backend(models.BPE({"▁a": 0, "b": 1, "<0xE4>": 2, "▁": 3, "<": 4}, []))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    tokenizer = Tokenizer(backend)
+    assert [view.piece(tokenizer, i) for i in range(5)] == [" a", "b", r"\xe4", " ", "<"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_page_s_texts_are_the_run_s_text(seed):
+    run, data = traced("prompt-lookup", 1.2, byte_model(), TOKENIZER, "你好你好 x", seed=seed)
+    assert "".join(text for now in data["passes"] for text in now["texts"]) == run.text
+    assert data["prompt"] == "你好你好 x" and data["tokens"] == run.tokens
+    used = {t for now in data["passes"] for t in now["tokens"] + now["tree"]["tokens"]}
+    assert used <= data["pieces"].keys()
+
+
+# ---- in the terminal
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("stop", [(), ("\x00", "e", "ab")])
+def test_without_its_colours_the_text_is_the_run_s(seed, stop, full):
+    """Chunk by chunk, whatever bytes the tokens are; struck drafts come with full only."""
+    model = random_model(seed, vocab_size=VOCAB, bos_id=256, eos_ids=(256,))
+    run = stream(model, TOKENIZER, "你好 ab ab", "prompt-lookup", temperature=1.5, seed=seed,
+                 stop=stop, max_new_tokens=60)  # fmt: skip
+    painter = view.Painter(TOKENIZER, run.prompt, full)
+    for chunk in run:
+        painted = painter.paint(chunk.step, chunk.tokens, chunk.text)
+        assert full or not STRUCK.search(painted)
+        assert ESCAPE.sub("", STRUCK.sub("", painted)) == chunk.text
+
+
+def test_who_and_which_pass_and_what_was_rejected():
+    """The tree: a, then b or c below it, and d beside it; a and c are accepted, then e drawn."""
+    root, a, b, c, d, e = TOKENIZER.encode("xabcde")
+    tree = Tree([root, a, b, d, c, b], [-1, 0, 1, 0, 1, 2])
+    step = Step([a, c, e], tree, [0, 1, 4])
+    brief, full = (view.Painter(TOKENIZER, [root], flag) for flag in (False, True))
+    assert brief.paint(step, step.tokens, "ace") == (
+        "\x1b[32ma\x1b[0m\x1b[32mc\x1b[0m\x1b[35me\x1b[0m"
+    )
+    assert brief.paint(Step([a], Tree.chain(e, []), [0]), [a], "a") == "\x1b[35;4ma\x1b[0m"
+    assert full.paint(step, step.tokens, "ace") == (
+        "\x1b[32ma\x1b[0m\x1b[32mc\x1b[0m\x1b[9;31mbb|d\x1b[0m\x1b[35me\x1b[0m"
+    )
+
+
+def test_a_character_of_three_tokens_comes_whole_and_newlines_end_colours():
+    tokens = TOKENIZER.encode("你\n\nz")
+    painter = view.Painter(TOKENIZER, TOKENIZER.encode("x"))
+    run = [painter.paint(Step([t], Tree.chain(0, []), [0]), [t], text)
+           for t, text in zip(tokens, ["", "", "你", "\n", "\n", "z"])]  # fmt: skip
+    assert run == ["", "", "\x1b[35m你\x1b[0m", "\n", "\n", "\x1b[35;4mz\x1b[0m"]
+    assert view.visible("\n\x1b[2Jé你") == r"↵\x1b[2Jé你"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save(byte_model(), TOKENIZER, path)
+    return str(path)
+
+
+def call(folder, *arguments: str) -> None:
+    generate.main(["--model", folder, "--device", "cpu", "--max-new-tokens", "8", *arguments])
+
+
+def test_the_flag_never_takes_the_prompt_for_its_value(folder, capsys, monkeypatch):
+    call(folder, "full story")
+    plain = capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")  # asked for by name, colours come, to a pipe too
+    for words in (["--color", "full story"], ["full story", "--color"],
+                  ["--color=full", "full story"]):  # fmt: skip
+        call(folder, *words)
+        out = capsys.readouterr().out
+        assert "\x1b[" in out and ESCAPE.sub("", out) == plain
+    call(folder, "--", "--color")
+    assert capsys.readouterr().out.startswith("--color")
+    with pytest.raises(SystemExit) as caught:
+        call(folder, "x", "--color=loud")
+    assert caught.value.code == 2
+
+
+def test_a_chat_is_coloured_too(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nho\n"))
+    call(folder, "--chat", "--color")
+    assert capsys.readouterr().out.count("\x1b[0m") > 2
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        (["x", "--color", "--json"], "give it without --json"),
+        (["--chat", "--html", "page.html"], "give it without --chat"),
+        (["x", "--html", "nowhere/page.html"], "--html nowhere/page.html: cannot be written"),
+        (["x", "--html", "."], "--html .: cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(arguments, match, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "load", lambda *_: pytest.fail("the weights were read"))
+    with pytest.raises(SystemExit) as caught:
+        generate.main(arguments)
+    err = capsys.readouterr().err
+    assert caught.value.code == 2 and match in err and err.count("\n") == 1
+
+
+def test_asking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path):
+    file = tmp_path / "page.html"
+    view.check_writable(str(file))
+    assert not file.exists()
+    file.write_text("before")
+    view.check_writable(str(file))
+    assert file.read_text() == "before"
+
+
+# ---- the page
+
+
+def data_of(page: str) -> dict:
+    blocks = re.findall(r'<script id="trace" type="application/json">(.*?)</script>', page, re.S)
+    assert len(blocks) == 1 and "<" not in blocks[0]
+    return json.loads(blocks[0])
+
+
+def test_the_page_holds_its_data_whatever_the_text(folder, capsys, tmp_path):
+    prompt = "</script><script>alert(1)</script><!-- __TRACE__ & \" ' 你\u2028"
+    call(folder, prompt, "--json", "--html", str(tmp_path / "a.html"))
+    facts = json.loads(capsys.readouterr().out)
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    data = data_of(page)
+    assert {key: data[key] for key in facts} == facts and data["prompt"] == prompt
+    template = view.PAGE.read_text(encoding="utf-8")
+    assert template.count(view.MARK) == 1
+    assert page.count("<script") == template.count("<script") == 2
+
+
+def test_the_page_needs_no_network():
+    template = view.PAGE.read_text(encoding="utf-8")
+    assert "default-src 'none'" in template
+    assert set(re.findall(r"https?://[^\s\"']+", template)) == {"http://www.w3.org/2000/svg"}
+    assert re.findall(r"(?:src|href)=\"([^\"]*)\"", template) == ["data:,"]
+
+
+# every page in frames as wide as a phone and as a desktop; what a reader would do to it
+HARNESS = """<!DOCTYPE html><meta charset="utf-8"><pre id="out"></pre><script>
+const pages = PAGES, out = [];
+function tried(frame, name, width) {
+  const w = frame.contentWindow, d = w.document, $ = id => d.getElementById(id);
+  const key = (name, on = d.body) => on.dispatchEvent(
+    new w.KeyboardEvent("keydown", {key: name, bubbles: true, cancelable: true}));
+  const where = () => $("where").textContent;
+  const touch = (type, x) => { const t = new w.Touch({identifier: 1, target: d.body, clientX: x,
+    clientY: 50}); d.body.dispatchEvent(new w.TouchEvent(type, {bubbles: true,
+    touches: type === "touchstart" ? [t] : [], changedTouches: [t]})); };
+  const seen = {name, width, first: where()};
+  key("ArrowRight"); seen.right = where();
+  touch("touchstart", 200); touch("touchend", 100); seen.swiped = where();
+  touch("touchstart", 100); touch("touchend", 200); key("ArrowLeft"); seen.left = where();
+  key("End"); seen.last = where(); seen.text = $("text").textContent;
+  $("previous").click(); $("slider").value = 1; $("slider").dispatchEvent(new w.Event("input"));
+  seen.slid = where();
+  const nodes = d.querySelectorAll("#tree g[role=button]");
+  nodes[0].dispatchEvent(new w.MouseEvent("click")); seen.law = $("law-note").textContent;
+  const ground = () => w.getComputedStyle(d.body).backgroundColor;
+  const before = ground(); $("theme").click(); seen.theme = before !== ground();
+  seen.nodes = nodes.length; seen.bars = d.querySelectorAll("#law .bar").length;
+  seen.window = !$("window-part").hidden; seen.overflow = d.documentElement.scrollWidth - width;
+  return seen;
+}
+for (const [name, html] of Object.entries(pages)) for (const width of [390, 1280]) {
+  const frame = document.createElement("iframe");
+  frame.style = `width: ${width}px; height: 844px; border: 0`;
+  frame.srcdoc = html;
+  document.body.append(frame);
+  frame.addEventListener("load", () => {
+    frame.contentWindow.addEventListener("error", e => out.push({name, error: e.message}));
+    out.push(tried(frame, name, width));
+    document.getElementById("out").textContent = JSON.stringify(out);
+  });
+}
+</script>"""
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A page of every method on the shipped weights, and their data."""
+    folder, made = tmp_path_factory.mktemp("pages"), {}
+    for method in METHODS:
+        words = ["lookahead", "--auto"] if method == "lookahead-auto" else [method]
+        tree = ["--tree", "8", "--k", "4"] if method == "fastmtp" else []
+        file = folder / f"{method}.html"
+        generate.main(["Once upon a time", "--max-new-tokens", "12", "--method", *words, *tree,
+                       "--html", str(file), "--device", "cpu"])  # fmt: skip
+        made[method] = file.read_text(encoding="utf-8")
+    return made
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+def test_every_method_s_page_in_a_browser(pages, tmp_path):
+    file = tmp_path / "harness.html"
+    embedded = json.dumps(pages).replace("<", r"\u003c")
+    file.write_text(HARNESS.replace("PAGES", embedded, 1), encoding="utf-8")
+    command = [
+        BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+        file.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in done.stderr
+    seen = json.loads(re.search(r'<pre id="out">(.*?)</pre>', done.stdout, re.S)[1]
+                      .replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))  # fmt: skip
+    assert len(seen) == 2 * len(METHODS) and not any("error" in one for one in seen)
+    for one in seen:
+        data = data_of(pages[one["name"]])
+        count, second = len(data["passes"]), data["passes"][1]
+        assert one["first"] == one["left"] == f"pass 1 of {count}"
+        assert one["right"] == one["slid"] == f"pass 2 of {count}"
+        assert (one["swiped"], one["last"]) == (f"pass 3 of {count}", f"pass {count} of {count}")
+        assert one["text"] == data["prompt"] + data["text"]
+        assert one["nodes"] == len(second["tree"]["tokens"]) and one["bars"] >= len(
+            second["laws"][0]
+        )
+        assert one["law"].startswith("node 0,") and one["theme"]
+        assert one["window"] == bool(second["window"]) and one["overflow"] <= 0
