@@ -67,16 +67,13 @@ class Rope(nn.Module):
         self.frequencies, self.scale = rope_frequencies(config)
         self.table: tuple[Tensor, Tensor] | None = None  # for positions from 0 on
 
-    def lookup(self, position: Tensor, dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor]:
+    def lookup(
+        self, position: Tensor | slice, dtype: torch.dtype, length: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """`forward` of positions below `length`, from a table made once."""
         known = self.table and self.table[0]
-        if (
-            known is None
-            or len(known) < length
-            or known.dtype != dtype
-            or (known.device != position.device)
-        ):
-            self.table = self(torch.arange(length, device=position.device), dtype)
+        if known is None or len(known) < length or known.dtype != dtype or known.device != device:
+            self.table = self(torch.arange(length, device=device), dtype)
         return self.table[0][position], self.table[1][position]
 
     def forward(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -484,21 +481,22 @@ class Transformer(nn.Module):
         self, n: int, cache: KVCache | None, depth: Tensor | None, mask: Tensor | None
     ) -> Pass:
         """Positions and visibility of a pass over `n` rows."""
-        depth = torch.arange(n, device=self.device) if depth is None else depth.to(self.device)
-        mask = mask if mask is None else mask.to(self.device)
+        device = self.device
+        if n == 1 and cache is not None and len(cache.lengths) == 1 and cache.room:
+            at = cache.length + (0 if depth is None else int(depth))  # one row, which sees all
+            turned = self.rope.lookup(slice(at, at + 1), self.dtype, cache.capacity, device)
+            return Pass(*(each[None] for each in turned), cache=cache, span=cache.length + 1)
+        depth = torch.arange(n, device=device) if depth is None else depth.to(device)
+        mask = mask if mask is None else mask.to(device)
         if cache is None:
             cos, sin = self.rope(depth[None], self.dtype)
             if mask is None:
                 return Pass(cos, sin, causal=True)
             return Pass(cos, sin, self.bias(mask)[None, None])
-        if n == 1 and len(cache.lengths) == 1 and cache.room:  # one row, which sees everything
-            position = depth[None] + cache.length
-            turned = self.rope.lookup(position, self.dtype, cache.capacity)
-            return Pass(*turned, cache=cache, span=cache.length + 1)
         if mask is None:
-            mask = torch.ones(n, n, dtype=torch.bool, device=self.device).tril()
+            mask = torch.ones(n, n, dtype=torch.bool, device=device).tril()
         slots, position, visible = cache.place(n, depth, mask)
-        turned = self.rope.lookup(position, self.dtype, cache.capacity)
+        turned = self.rope.lookup(position, self.dtype, cache.capacity, device)
         slots = None if len(cache.lengths) == 1 else slots  # a slice is cheaper than indices
         return Pass(*turned, self.bias(visible), cache, slots, visible.shape[-1])
 
