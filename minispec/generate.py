@@ -586,14 +586,18 @@ def show(run: Run, args: argparse.Namespace, tokenizer: Tokenizer | None) -> Non
     """Print a run as it goes; Ctrl-C ends it with what was produced."""
     color = args.color and tokenizer
     painter = Painter(tokenizer, run.prompt, args.color == "full") if color else None
+    shown = 0
     with contextlib.suppress(KeyboardInterrupt):
         for chunk in run:
             if painter:
                 print(painter.paint(chunk.step, chunk.tokens, chunk.text), end="", flush=True)
             elif not args.json:
                 print(chunk.text, end="", flush=True)
+            shown += len(chunk.text)
     if run.finish_reason is None:
         run.finish("interrupted")
+        if not args.json:  # what was held back, as it might have begun a stop string
+            print(run.text[shown:], end="")
     print(json.dumps(run.as_json(args.model), ensure_ascii=False) if args.json else "", flush=True)
     if args.stats:
         print(describe(run), file=sys.stderr)

@@ -286,6 +286,21 @@ def test_ctrl_c_ends_cleanly_with_what_was_produced(tmp_path):
     assert b"Traceback" not in err
 
 
+def test_ctrl_c_shows_what_was_held_back_for_a_stop_string(monkeypatch, capsys):
+    """At the interruption "abc" may still begin the stop string, and is not shown yet."""
+    monkeypatch.setitem(generate.METHODS, "scripted", scripted(TOKENIZER.encode("xyzabc..."), 1))
+    run = stream(byte_model(), TOKENIZER, "x", method="scripted", stop=("abcd",))
+
+    def interrupted(chunks):
+        for _ in range(6):
+            yield next(chunks)
+        raise KeyboardInterrupt
+
+    run.chunks = interrupted(run.chunks)
+    generate.show(run, generate.parse(["x"]), TOKENIZER)
+    assert run.text == "xyzabc" and capsys.readouterr().out == "xyzabc\n"
+
+
 def test_the_golden_models_run_through_the_command_line(capsys):
     call(
         "--prompt-ids", "5,6,7", "--model", str(GOLDEN / "qwen3"), "--json", "--max-new-tokens", "3"
