@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from minispec.cost import cost_curve
+from minispec.cost import cost_curve, curve_at
 from minispec.errors import UserError
 from minispec.generate import Run, acceptance, decode, stream
 from minispec.medusa import expected, grow_tree
@@ -68,14 +68,14 @@ def advise(
             if choices:
                 best = max(choices, key=lambda c: c.speedup)
                 measured = check(model, tokenizer, best, prompts, n)
-                found.append(best)
+                found.append((measured, best))
                 print(
                     f"  {best.method:<12} {best.words:<22} predicted {best.speedup:.2f}, "
                     f"measured {measured:.2f} ({measured / best.speedup - 1:+.0%})",
                     flush=True,
                 )
-        best = max(found, key=lambda c: c.speedup, default=None)
-        if best and best.speedup > 1:
+        measured, best = max(found, key=lambda each: each[0], default=(1.0, None))
+        if measured > 1:
             print(f"  use {best.method} with {best.words}")
         else:
             print("  use plain decoding")
@@ -126,7 +126,9 @@ def chains(method: str):
         rates = acceptance([step for run in seen.runs for step in run.rounds])["unconditional"]
         for k in range(1, len(rates) + 1):
             speedup = seen.speedup(
-                1 + sum(rates[:k]), draft=k / deep, target=curve[k + 1] / curve[deep + 1]
+                1 + sum(rates[:k]),
+                draft=k / deep,
+                target=curve_at(curve, k + 1) / curve_at(curve, deep + 1),
             )
             yield Choice(method, f"k = {k}", options | {"k": k}, speedup)
 
@@ -144,7 +146,8 @@ def trees(model, tokenizer, options, prompts, n) -> Iterator[Choice]:
     right = seen.tokens_per_pass / expected(heads.accuracy, heads.tree)
     for size in SIZES:
         tree = grow_tree(heads.accuracy, size)
-        grown, cost = (size + 1) / rows, curve[min(size + 1, len(curve) - 1)] / curve[rows]
+        grown = (size + 1) / rows
+        cost = curve_at(curve, size + 1) / curve_at(curve, rows)
         tokens = right * expected(heads.accuracy, tree)
         speedup = seen.speedup(tokens, target=cost, accept=grown, host=grown)
         yield Choice("medusa", f"a tree of {size} nodes", options | {"tree": tree}, speedup)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from tqdm import tqdm
 
-from minispec.errors import UserError
 from minispec.generate import Run
 from minispec.model import Transformer
 
@@ -27,10 +26,8 @@ def transformers_runs(
     args: argparse.Namespace, model: Transformer, plain: list[Run]
 ) -> dict[str, list[Theirs]]:
     """`generate`, plain and with --draft as the assistant, on the prompts of `plain`."""
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("--against transformers: install it (the extra `reference`)") from None
+    import transformers
+
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
@@ -52,7 +49,8 @@ def transformers_runs(
 
 @torch.no_grad()
 def generated(target, assistant, run: Run, n: int) -> tuple[list[int], float]:
-    """Greedy tokens after the run's prompt, and the seconds without the prefill's (one token)."""
+    """Greedy tokens after the run's prompt, and the seconds they would take without the prefill:
+    those of all but the first, which comes with it, scaled to all."""
     ids = torch.tensor([run.prompt], device=target.device)
 
     def timed(count: int) -> tuple[list[int], float]:
@@ -65,4 +63,4 @@ def generated(target, assistant, run: Run, n: int) -> tuple[list[int], float]:
 
     _, prefill = timed(1)
     tokens, seconds = timed(n)
-    return tokens, max(seconds - prefill, 1e-9)
+    return tokens, max(seconds - prefill, 1e-9) * len(tokens) / max(len(tokens) - 1, 1)

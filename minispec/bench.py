@@ -14,13 +14,14 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from tqdm import tqdm
 
 from minispec.advise import advise
 from minispec.checkpoint import load
-from minispec.cost import cost_curve, floor_seconds, pass_seconds
+from minispec.cost import cost_curve, curve_at, floor_seconds, pass_seconds
 from minispec.errors import UserError, command
 from minispec.fastmtp import load_head
 from minispec.generate import (
@@ -101,8 +102,7 @@ def measure(
             )  # fmt: skip
             if i:
                 runs[name].append(run)
-    told = [all(run.tokens for run in each) for each in zip(*runs.values())]
-    return {name: [run for run, keep in zip(each, told) if keep] for name, each in runs.items()}
+    return runs
 
 
 def alpha(runs: list[Run]) -> float | None:
@@ -153,7 +153,7 @@ class Machine:
 
     def flat(self, n: int) -> float:
         """Cost of a pass over n rows, in those over one."""
-        return self.curve[min(n, len(self.curve) - 1)]
+        return curve_at(self.curve, n)
 
 
 def summarise(
@@ -181,7 +181,7 @@ def summarise(
 # ---- words and tables ----------------------------------------------------------------------------
 
 
-def reason(row: Row, plain: Row, machine: Machine) -> str:
+def reason(row: Row, plain: Row) -> str:
     """In words, why the method wins or loses: tokens a pass against what a round costs."""
     line = (
         f"{row.method}: {row.tokens_per_pass:.2f} tokens a pass for a round that costs "
@@ -212,7 +212,7 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def show(rows: list[Row], prompts: int, machine: Machine) -> None:
+def show(rows: list[Row], prompts: int) -> None:
     """One kind's table at one temperature, and the reasons."""
     line = "{:<21}{:>18}{:>12}{:>8}  {:<35}{:>6}{:>13}{:>9}{:>7}{:>9}{:>7}"
     print(f"\n{rows[0].kind}, {prompts} prompts, temperature {rows[0].temperature:g}")
@@ -229,7 +229,7 @@ def show(rows: list[Row], prompts: int, machine: Machine) -> None:
             "-" if r.differing is None else r.differing, f"{r.extra_parameters / 1e6:.2f}", memory,
         ))  # fmt: skip
     for r in [r for r in rows[1:] if r.tokens_per_pass]:
-        print("  " + reason(r, rows[0], machine))
+        print("  " + reason(r, rows[0]))
     print(flush=True)
 
 
@@ -331,6 +331,16 @@ def check(args: argparse.Namespace) -> list[float]:
         raise UserError("--prompts, --max-new-tokens and --k must be at least 1")
     if not 0 <= args.acceptance <= 1:
         raise UserError(f"--acceptance {args.acceptance}: must be from 0 to 1")
+    if args.kind != "stories_en" and args.data is None:
+        raise UserError(f"--kind {args.kind} needs --data: the prompts of our own are stories_en")
+    for flag, package in (("plots", "matplotlib"), ("against", "transformers")):
+        if getattr(args, flag) and find_spec(package) is None:
+            raise UserError(f"--{flag} needs {package}: pip install {package}")
+    if args.against and args.quantize:
+        raise UserError("--against transformers compares float weights: leave --quantize out")
+    given = [f for f in ("shape", "questions", "advise") if getattr(args, f)]
+    if len(given) > 1 or (given and (args.plots or args.against)):
+        raise UserError(f"--{given[0]} makes a report of its own: give it alone")
     if (args.questions is None) != (args.answers is None):
         raise UserError("--questions FILE and --answers DIR belong together")
     try:
@@ -339,6 +349,8 @@ def check(args: argparse.Namespace) -> list[float]:
         temperatures = [-1.0]
     if not all(0 <= t < float("inf") for t in temperatures):
         raise UserError(f"--temperature {args.temperature}: must be numbers from 0 on, as 0,0.7")
+    if args.against and 0 not in temperatures:
+        raise UserError("--against transformers is for greedy decoding: --temperature 0")
     return temperatures
 
 
@@ -368,7 +380,7 @@ def main(argv: list[str] | None = None) -> None:
         for temperature in temperatures:
             found = table(model, tokenizer, methods, kind, prompts, temperature, machine, args)
             if not args.json:
-                show(found, len(prompts), machine)
+                show(found, len(prompts))
             rows += found
     report(args, rows, machine)
 

@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import os
 import platform
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,7 +98,9 @@ def compile_head(head: nn.Module, model: Transformer) -> None:
     """The same for a FastMTP head of `model`."""
     size = model.config.hidden_size
     compile_module(
-        head, model, lambda n: [torch.zeros(1, n, size, dtype=model.dtype) for _ in "he"]
+        head,
+        model,
+        lambda n: [torch.zeros(1, n, size, dtype=model.dtype) for _ in ("hidden", "embedded")],
     )
 
 
@@ -139,7 +142,9 @@ def example(
     cos, sin = model.rope(position[None], model.dtype)
     visible = None if n == 1 else torch.zeros(1, 1, n, 128, dtype=model.dtype)
     shape = 1, 128, c.kv_heads, c.head_dim
-    keys, values = ([torch.zeros(shape, dtype=model.dtype) for _ in range(layers)] for _ in "kv")
+    keys, values = (
+        [torch.zeros(shape, dtype=model.dtype) for _ in range(layers)] for _ in ("k", "v")
+    )
     return inputs(n), cos, sin, visible, position, keys, values
 
 
@@ -154,14 +159,15 @@ def ahead_of_time(function: nn.Module, arguments: tuple, path: Path) -> None:
     else:
         shapes = [{1: n}] * len(inputs), {1: n}, {1: n}, {2: n, 3: span}, {0: n}
     shapes += [{1: span}] * len(keys), [{1: span}] * len(values)
-    exported = torch.export.export(function, arguments, dynamic_shapes=shapes, strict=False)
     part, log = path.with_suffix(f".{os.getpid()}.part.pt2"), path.with_suffix(".log")
     with open(log, "w") as out, contextlib.redirect_stderr(out), contextlib.redirect_stdout(out):
         try:
+            exported = torch.export.export(function, arguments, dynamic_shapes=shapes, strict=False)
             torch._inductor.aoti_compile_and_package(
                 exported, package_path=str(part), inductor_configs=dict(OPTIONS)
             )
         except Exception as error:
+            traceback.print_exc(file=out)
             raise UserError(
                 f"--compile failed ({type(error).__name__}; more in {log}): it needs a C++ "
                 "compiler such as g++; go on without --compile, or install one"
@@ -185,7 +191,7 @@ def cache_folder() -> Path:
 
 def digest(module: nn.Module) -> str:
     """What a compiled pass depends on: the weights, the code, torch and the processor."""
-    code = inspect.getsource(model_module) + inspect.getsource(type(module))
+    code = "".join(map(inspect.getsource, (model_module, type(module), Function, Rows)))
     place = torch.__version__, processor(), torch.get_num_threads(), OPTIONS, module.config
     found = hashlib.blake2b((code + repr(place)).encode(), digest_size=12)
     tensors = dict(module.named_parameters())
@@ -217,6 +223,7 @@ def processor() -> str:
 
 def graphs_on_gpu(module: nn.Module, **options) -> tuple[Callable, Callable]:
     """One graph per number of rows, captured when first met; `options` are torch.compile's."""
+    torch._dynamo.config.recompile_limit = 256  # as many numbers of rows and capacities as come
     run = torch.compile(Function(module), dynamic=False, **(options or {"mode": "reduce-overhead"}))
 
     def graph(inputs, cos, sin, visible, slots, keys, values):

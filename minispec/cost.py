@@ -54,12 +54,18 @@ known: WeakKeyDictionary = WeakKeyDictionary()  # model -> what was measured of 
 
 
 def once(model: Transformer, what: object, measure: Callable[[], T]) -> T:
-    """`measure()`, remembered as long as the model lives, where it is and in its type."""
+    """`measure()`, remembered as long as the model lives, on its device, in its type, int8 or not,
+    compiled or not."""
     place = known.setdefault(model, {})
     key = what, model.device, model.dtype, model.quantized, model.compiled is not None
     if key not in place:
         place[key] = measure()
     return place[key]
+
+
+def curve_at(curve: list[float], n: int) -> float:
+    """The cost of `n` rows; of more than the curve knows, the last it knows."""
+    return curve[min(n, len(curve) - 1)]
 
 
 def cost_curve(model: Transformer) -> list[float]:

@@ -39,3 +39,11 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object")
     return value
+
+
+def make_folder(path: Path, flag: str) -> None:
+    """Make the folder that a flag names, if it is not there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be made: {error.strerror}") from None

@@ -62,6 +62,14 @@ class Head(Block):
         self.compiled = None
         super().undo()
 
+    def load_state_dict(self, *arguments, **options):
+        self.undo()
+        return super().load_state_dict(*arguments, **options)
+
+    def state_dict(self, *arguments, **options):
+        self.undo()
+        return super().state_dict(*arguments, **options)
+
     def layers(self, hidden: Tensor, embedded: Tensor, now: Pass) -> Tensor:
         """What `forward` computes, operator by operator."""
         pair = [self.hidden_layernorm(hidden), self.token_layernorm(embedded)]  # hidden first

@@ -160,17 +160,18 @@ class Joined:
                 self.weight = None
         if self.packed is None and not quantize:
             self.share(self.weight)
-        elif self.weight is None or quantize:
-            for part in () if shared and not quantize else parts:
+        elif quantize or (self.weight is None and not shared):
+            for part in parts:
                 empty = torch.empty_like(part.weight, device="meta")
-                part.weight = nn.Parameter(empty, requires_grad=False)
+                part.weight = nn.Parameter(empty, requires_grad=part.weight.requires_grad)
 
     def share(self, weight: Tensor) -> None:
         """Give the parts their rows of `weight` as views."""
         at = 0
         for part in self.parts:
             rows = len(part.weight)
-            part.weight = nn.Parameter(weight[at : at + rows], requires_grad=False)
+            wants = part.weight.requires_grad
+            part.weight = nn.Parameter(weight[at : at + rows], requires_grad=wants)
             at += rows
 
     def undo(self) -> None:
@@ -212,7 +213,8 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 weights and the scale of each row, in bfloat16 as the CPU's kernel wants it: the nearest
     multiples of the scale, no further than half of it away."""
     scale = (weight.abs().amax(1).float() / 126).clamp(min=1e-12).bfloat16()
-    return (weight / scale.to(weight.dtype)[:, None]).round().to(torch.int8), scale
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return (wide / scale.to(wide.dtype)[:, None]).round().to(torch.int8), scale
 
 
 def product_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -415,6 +417,10 @@ class Transformer(nn.Module):
     def load_state_dict(self, *arguments, **options):
         self.undo()
         return super().load_state_dict(*arguments, **options)
+
+    def state_dict(self, *arguments, **options):
+        self.undo()
+        return super().state_dict(*arguments, **options)
 
     @property
     def device(self) -> torch.device:

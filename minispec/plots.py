@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minispec.errors import UserError
+from minispec.errors import make_folder
 
 if TYPE_CHECKING:
     from minispec.bench import Row
@@ -11,14 +11,12 @@ if TYPE_CHECKING:
 
 def save_plots(folder: Path, rows: list["Row"], curve: list[float]) -> None:
     """speedup.png, cost_curve.png and predicted.png in `folder`."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("--plots: install matplotlib") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "--plots")
     for name, draw in (("speedup", speedups), ("cost_curve", cost), ("predicted", predictions)):
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
         draw(axes, rows, curve)
@@ -59,10 +57,11 @@ def cost(axes, rows: list["Row"], curve: list[float]) -> None:
 
 
 def predictions(axes, rows: list["Row"], curve: list[float]) -> None:
-    """Tokens a pass over the cost of the target pass alone bounds each speedup from above; where
-    the paper's formula has a value, it is a filled point."""
+    """From tokens a pass and the time split of one prompt; where the paper's formula has a value,
+    it is a filled point."""
+    plain = {(r.kind, r.temperature): r for r in rows if r.method == "autoregressive" and r.split}
     known = [r for r in rows if r.split and r.method != "autoregressive"]
-    plain = {(r.kind, r.temperature): r for r in rows if r.method == "autoregressive"}
+    known = [r for r in known if (r.kind, r.temperature) in plain]
     bound = []
     for r in known:
         base = plain[r.kind, r.temperature].split

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from minispec.errors import UserError
+from minispec.errors import UserError, make_folder
 from minispec.generate import as_prompt, decode
 from minispec.model import Transformer
 from minispec.tokenizer import Tokenizer
@@ -23,7 +23,12 @@ def read_questions(path: Path) -> list[dict]:
         raise UserError(f"--questions {path} cannot be read: {error}") from None
     for i, line in enumerate(lines, start=1):
         turns = line.get("turns") if isinstance(line, dict) else None
-        if not (turns and all(isinstance(turn, str) for turn in turns) and "question_id" in line):
+        if not (
+            isinstance(turns, list)
+            and turns
+            and all(isinstance(turn, str) for turn in turns)
+            and "question_id" in line
+        ):
             raise UserError(f"--questions {path}, line {i}: needs question_id and turns (texts)")
     return lines
 
@@ -71,9 +76,11 @@ def answer_questions(
     questions = read_questions(args.questions)
     questions = questions[:: max(len(questions) // args.prompts, 1)][: args.prompts]
     temperature = float(str(args.temperature).split(",")[0])
-    args.answers.mkdir(parents=True, exist_ok=True)
+    make_folder(args.answers, "--answers")
     answers: dict[str, list[dict]] = {name: [] for name in methods}
     skipped = 0
+    for name, options in methods.items():  # warm up
+        answer(model, tokenizer, name.split()[0], options, ["A"], args.max_new_tokens, temperature)
     for question in tqdm(questions, unit="question"):
         for name, options in methods.items():
             choice = answer(
