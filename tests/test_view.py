@@ -374,6 +374,7 @@ def pages(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
 def test_every_method_s_page_in_a_browser(pages, tmp_path):
     file = tmp_path / "harness.html"
