@@ -1,6 +1,7 @@
 """Every layout a loader meets, and every mistake a user can make with one."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -153,9 +154,12 @@ def test_loading_and_decoding_take_little_more_memory_than_the_weights(tmp_path)
         "print(memory('VmHWM') - before, memory('VmRSS') - before)\n"
     )
     size = (tmp_path / "big" / "model.safetensors").stat().st_size
-    for quantize, most_peak, most_held in (([], 1.4, 1.4), (["int8"], 1.4, 0.5)):
+    # so that what is freed goes back to the system: what the program holds, not the allocator
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    for quantize, most_peak, most_held in (([], 1.3, 1.2), (["int8"], 1.3, 0.3)):
         arguments = [sys.executable, "-c", script, tmp_path / "big", GOLDEN / "llama", *quantize]
-        out = subprocess.run(list(map(str, arguments)), capture_output=True, text=True, check=True)
+        command = list(map(str, arguments))
+        out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         peak, held = (int(x) / size for x in out.stdout.split())
         assert peak < most_peak and held < most_held, (quantize, peak, held)
 
