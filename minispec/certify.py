@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Protocol
 
@@ -89,16 +90,17 @@ class Toy:
         depth = torch.arange(n) if depth is None else depth
         mask = torch.ones(n, n, dtype=torch.bool).tril() if mask is None else mask
         slots, position, visible = cache.place(n, depth, mask)
-        row = torch.stack([torch.tensor(tokens), position[0]], -1).double()[None, :, None]
+        pairs = list(zip(position[0].tolist(), tokens))
+        row = torch.tensor(pairs, dtype=self.dtype).view(1, n, 1, 2)
         rows, _ = cache.write(0, slots, row, row, visible.shape[-1])
-        rows = [(int(p), int(t)) for t, p in rows[0, :, 0].tolist()]
-        seen = ([r for r, sees in zip(rows, v) if sees] for v in visible[0, 0].tolist())
-        return torch.stack([self.after(tuple(sorted(context))) for context in seen])[None]
+        rows = list(map(tuple, rows[0, :, 0].tolist()))
+        contexts = (sorted(compress(rows, seen)) for seen in visible[0, 0].tolist())
+        return torch.stack([self.after(tuple(context)) for context in contexts])[None]
 
     def after(self, context: tuple) -> Tensor:
         """Logits (vocab,) after a context of (position, token) pairs."""
         if context not in self.memory:
-            draw = random.Random(repr((self.seed, context)))
+            draw = random.Random(repr((self.seed, tuple((int(p), int(t)) for p, t in context))))
             logits = [2 * draw.gauss(0, 1) for _ in range(self.config.vocab_size)]
             self.memory[context] = torch.tensor(logits, dtype=torch.float64)
         return self.memory[context]
@@ -121,6 +123,19 @@ class Negated:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return -self.model.logits(hidden)
+
+
+class Recorder(Seeded):
+    """Remembers the laws it drew from, and what came."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.laws, self.drawn = [], []
+
+    def categorical(self, law: Tensor) -> int:
+        self.laws.append(law.clone())
+        self.drawn.append(super().categorical(law))
+        return self.drawn[-1]
 
 
 def small_model(seed: int, vocab: int = 24, context: int = 128, **changes) -> Transformer:
@@ -417,7 +432,7 @@ def exact_cases(quick: bool) -> Iterator[Proof]:
     full = bound("medusa", heads=heads, tree=every_path(3, 63))
     yield Proof("medusa, 64 nodes", full, few, n=2)
     yield Proof("autoregressive", bound("autoregressive"))
-    yield Proof("speculative k=3", speculative(k=3), n=2)
+    yield Proof("speculative k=3", speculative(k=3, draft=Toy(77, vocab=2)), n=2, vocab=2)
     yield Proof("speculative k=2, self", speculative(draft=Toy(5)))
     yield Proof("speculative k=2, hot draft", speculative(draft_sampling=Sampling(2.0)), n=2)
     for shape in ("deep", "bushy"):

@@ -135,7 +135,7 @@ def test_absent_keys_take_the_familys_defaults(folder):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_loading_and_decoding_take_little_more_memory_than_the_weights(tmp_path):
     """The peak, and what is held after it: in float32 the packed weights, in int8 a quarter."""
-    model = random_model(dtype=torch.float32, hidden_size=512, intermediate_size=2048, layers=8,
+    model = random_model(dtype=torch.float32, hidden_size=512, intermediate_size=2048, layers=4,
                          heads=8, kv_heads=8, head_dim=64, vocab_size=4096)  # fmt: skip
     save(model, None, tmp_path / "big")
     script = (
