@@ -12,7 +12,7 @@ from minispec.errors import UserError
 from minispec.generate import Run, acceptance, decode, stream
 from minispec.medusa import expected, grow_tree
 from minispec.model import Transformer
-from minispec.timing import split
+from minispec.timing import per_pass, per_token, split
 from minispec.tokenizer import Tokenizer
 
 DEEP = {"speculative": 8, "fastmtp": 6}  # drafts a round of the probe
@@ -38,10 +38,6 @@ class Probe:
     runs: list[Run]
     parts: dict[str, float]
     plain: float
-
-    @property
-    def tokens_per_pass(self) -> float:
-        return sum(len(r.tokens) for r in self.runs) / sum(len(r.rounds) for r in self.runs)
 
     def speedup(self, tokens: float, **times: float) -> float:
         """Over plain decoding, of rounds that bring `tokens`, and whose parts take so many `times`
@@ -102,15 +98,14 @@ def probe(
 
 def check(model: Transformer, tokenizer: Tokenizer, choice: Choice, prompts: list, n: int) -> float:
     """The speedup of a setting over plain decoding, run in turn, over all tokens."""
-    settings, per_token = (("autoregressive", {}), (choice.method, choice.options)), []
+    settings = ("autoregressive", {}), (choice.method, choice.options)
     runs = [
         [decode(model, tokenizer, prompt, method, max_new_tokens=n, **options)
          for method, options in settings]
         for prompt in [prompts[0], *prompts]
     ]  # fmt: skip
-    for each in zip(*runs[1:]):
-        per_token.append(sum(r.decode_seconds for r in each) / sum(len(r.tokens) for r in each))
-    return per_token[0] / per_token[1]
+    plain, own = zip(*runs[1:])
+    return per_token(*plain) / per_token(*own)
 
 
 # ---- a method's settings, and what each promises -------------------------------------------------
@@ -143,7 +138,7 @@ def trees(model, tokenizer, options, prompts, n) -> Iterator[Choice]:
     seen = probe(model, tokenizer, "medusa", options, prompts, n)
     rows = 1 + len(heads.tree)
     # what these texts bring, over what the accuracies promised for this tree
-    right = seen.tokens_per_pass / expected(heads.accuracy, heads.tree)
+    right = per_pass(seen.runs) / expected(heads.accuracy, heads.tree)
     for size in SIZES:
         tree = grow_tree(heads.accuracy, size)
         grown = (size + 1) / rows
@@ -158,7 +153,7 @@ def windows(model, tokenizer, options, prompts, n) -> Iterator[Choice]:
     for w, ngram, g in WINDOWS:
         sizes = {"window": w, "ngram": ngram, "guesses": g}
         seen = probe(model, tokenizer, "lookahead", sizes, prompts, n)
-        speedup = seen.speedup(seen.tokens_per_pass)
+        speedup = seen.speedup(per_pass(seen.runs))
         yield Choice("lookahead", f"(W, N, G) = ({w}, {ngram}, {g})", sizes, speedup)
 
 

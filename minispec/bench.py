@@ -40,7 +40,7 @@ from minispec.pretrain import KINDS, distinct_4grams, held_out_prompts
 from minispec.questions import answer_questions
 from minispec.replay import SHAPES, bench_shape
 from minispec.speculative import speedup, tokens_per_pass
-from minispec.timing import PARTS, split
+from minispec.timing import PARTS, per_pass, per_token, split
 from minispec.tokenizer import Tokenizer
 from minispec.vocabulary import load_vocabulary
 
@@ -117,17 +117,6 @@ def alpha(runs: list[Run]) -> float | None:
 def ratios(plain: list[Run], runs: list[Run]) -> list[float]:
     """Of each prompt, plain decoding's seconds per token over the method's own."""
     return [per_token(p) / per_token(r) for p, r in zip(plain, runs)]
-
-
-def per_token(run: Run) -> float:
-    """Seconds per token, without the prefill."""
-    return run.decode_seconds / len(run.tokens)
-
-
-def per_pass(runs: list[Run]) -> float | None:
-    """Tokens per target pass, over all runs; None for another library's, which does not say."""
-    passes = sum(len(r.rounds) for r in runs)
-    return sum(len(r.tokens) for r in runs) / passes if passes else None
 
 
 def differing(plain: list[Run], runs: list[Run]) -> int:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from minispec import model as model_module
 from minispec.cache import KVCache
-from minispec.errors import UserError
+from minispec.errors import UserError, make_folder
 from minispec.model import Joined, Pass, Transformer
 
 MOST = 64  # rows of a compiled pass
@@ -113,14 +113,15 @@ def compile_module(
     if model.device.type == "cuda":
         module.compiled = Compiled(module, graphs_on_gpu(module), whole=True)
         return
-    if not getattr(module, "quantized", False):
+    plain = not getattr(module, "quantized", False)
+    if plain:
         module.undo()  # the graphs pack the weights themselves
     paths = [cache_folder() / f"{digest(module)}-{name}.pt2" for name in ("one", "several")]
     missing = [i for i, path in enumerate(paths) if not path.exists()]
     for i in tqdm(missing, desc="compiling, once", unit="graph", disable=not missing):
         arguments = example(model, inputs, 1 if i == 0 else 5, len(layers_of(module)))
         ahead_of_time(Function(module).eval(), arguments, paths[i])
-    if not getattr(module, "quantized", False):
+    if plain:
         module.prepare()
     graphs = tuple(torch._inductor.aoti_load_package(str(path)) for path in paths)
     module.compiled = Compiled(module, graphs)
@@ -179,13 +180,7 @@ def cache_folder() -> Path:
     """Where graphs are kept between runs."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home) / "minispec" / "graphs"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{folder} cannot be made ({error.strerror}): set XDG_CACHE_HOME to a folder for the "
-            "compiled graphs"
-        ) from None
+    make_folder(folder, "compiled graphs' folder (XDG_CACHE_HOME)")
     return folder
 
 

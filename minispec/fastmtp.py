@@ -23,7 +23,7 @@ from minispec.checkpoint import (
     weight_files,
     write_tensors,
 )
-from minispec.cost import cost_curve, least_seconds, once, pass_seconds
+from minispec.cost import cost_curve, curve_at, least_seconds, once, pass_seconds
 from minispec.errors import UserError
 from minispec.model import Block, Config, Pass, RMSNorm, Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -61,14 +61,6 @@ class Head(Block):
     def undo(self) -> None:
         self.compiled = None
         super().undo()
-
-    def load_state_dict(self, *arguments, **options):
-        self.undo()
-        return super().load_state_dict(*arguments, **options)
-
-    def state_dict(self, *arguments, **options):
-        self.undo()
-        return super().state_dict(*arguments, **options)
 
     def layers(self, hidden: Tensor, embedded: Tensor, now: Pass) -> Tensor:
         """What `forward` computes, operator by operator."""
@@ -238,7 +230,7 @@ class Length:
         for rate in self.rate[:k]:
             chance *= rate
             tokens += chance
-        return tokens / (self.curve[min(k + 1, len(self.curve) - 1)] + k * self.draft)
+        return tokens / (curve_at(self.curve, k + 1) + k * self.draft)
 
     def observe(self, tree: Tree, path: list[int]) -> None:
         for i, node in enumerate(path[: len(self.rate)]):

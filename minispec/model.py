@@ -315,7 +315,33 @@ class MLP(nn.Module):
         return (self.down or self.down_proj)(F.silu(gate) * up)
 
 
-class Block(nn.Module):
+class Prepared(nn.Module):
+    """A module made fit for inference by its `prepare`, which whatever converts, trains, reads or
+    replaces the weights undoes first: what is joined or packed would not follow."""
+
+    def undo(self) -> None:
+        """Plain layers again."""
+        raise NotImplementedError
+
+    def _apply(self, *arguments, **options):  # what .to(), .double() and .cuda() go through
+        self.undo()
+        return super()._apply(*arguments, **options)
+
+    def train(self, mode: bool = True) -> "Prepared":
+        if mode:
+            self.undo()
+        return super().train(mode)
+
+    def load_state_dict(self, *arguments, **options):
+        self.undo()
+        return super().load_state_dict(*arguments, **options)
+
+    def state_dict(self, *arguments, **options):
+        self.undo()
+        return super().state_dict(*arguments, **options)
+
+
+class Block(Prepared):
     def __init__(self, config: Config, layer: int):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -330,7 +356,6 @@ class Block(nn.Module):
         return self
 
     def undo(self) -> None:
-        """Plain layers again."""
         for part, name in (
             (self.self_attn, "qkv"), (self.self_attn, "out"), (self.mlp, "gate_up"),
             (self.mlp, "down"),
@@ -338,15 +363,6 @@ class Block(nn.Module):
             if getattr(part, name) is not None:
                 getattr(part, name).undo()
                 setattr(part, name, None)
-
-    def _apply(self, *arguments, **options):  # what .to(), .double() and .cuda() go through
-        self.undo()
-        return super()._apply(*arguments, **options)
-
-    def train(self, mode: bool = True) -> "Block":
-        if mode:  # what is joined or packed learns nothing
-            self.undo()
-        return super().train(mode)
 
     def forward(self, x: Tensor, now: Pass) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), now)
@@ -363,7 +379,7 @@ class Body(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
 
-class Transformer(nn.Module):
+class Transformer(Prepared):
     """`hidden = model(tokens)`, then `model.logits(hidden)`: it knows nothing of speculation."""
 
     def __init__(self, config: Config):
@@ -404,23 +420,6 @@ class Transformer(nn.Module):
     def quantized(self) -> bool:
         """Whether its linear layers are int8."""
         return self.head is not None and self.head.scale is not None
-
-    def _apply(self, *arguments, **options):  # what .to(), .double() and .cuda() go through
-        self.undo()
-        return super()._apply(*arguments, **options)
-
-    def train(self, mode: bool = True) -> "Transformer":
-        if mode:  # what is joined or packed learns nothing
-            self.undo()
-        return super().train(mode)
-
-    def load_state_dict(self, *arguments, **options):
-        self.undo()
-        return super().load_state_dict(*arguments, **options)
-
-    def state_dict(self, *arguments, **options):
-        self.undo()
-        return super().state_dict(*arguments, **options)
 
     @property
     def device(self) -> torch.device:

@@ -17,7 +17,7 @@ import torch
 from minispec.cache import KVCache
 from minispec.checkpoint import pick_device, pick_dtype
 from minispec.compiled import compile_model
-from minispec.cost import bytes_per_pass, cost_curve, floor_seconds, pass_seconds
+from minispec.cost import bytes_per_pass, cost_curve, curve_at, floor_seconds, pass_seconds
 from minispec.generate import peak_memory
 from minispec.model import Config, Transformer
 from minispec.sampling import Randomness, Sampling, Seeded, probs
@@ -112,13 +112,13 @@ def bench_shape(args: argparse.Namespace) -> None:
     text, _, _ = run(0, [])  # warms up
     _, rounds, plain = run(0, [])
     peak = peak_memory(device)
-    floor, per_round = floor_seconds(model), plain / rounds
+    floor, curve, per_round = floor_seconds(model), cost_curve(model), plain / rounds
     found = {
         "shape": args.shape, "dtype": str(dtype).removeprefix("torch."), "device": str(device),
         "int8": model.quantized, "compiled": model.compiled is not None,
         "megabytes_per_pass": bytes_per_pass(model) / 1e6, "floor_ms": 1e3 * floor,
         "pass_ms": 1e3 * pass_seconds(model, 1), "tokens_per_second": 1 / per_round,
-        "curve": {n: cost_curve(model)[n] for n in (2, 4, 8, 16, 32, 64)},
+        "curve": {n: curve[n] for n in (2, 4, 8, 16, 32, 64)},
         "memory_over_weights": None, "acceptance": args.acceptance, "rows": [],
     }  # fmt: skip
     if peak:
@@ -129,7 +129,7 @@ def bench_shape(args: argparse.Namespace) -> None:
             {"k": k, "tokens_per_pass": len(tokens) / rounds,
              "expected_tokens_per_pass": tokens_per_pass(args.acceptance, k),
              "speedup": per_round / (seconds / len(tokens)),
-             "predicted_speedup": tokens_per_pass(args.acceptance, k) / cost_curve(model)[k + 1],
+             "predicted_speedup": tokens_per_pass(args.acceptance, k) / curve_at(curve, k + 1),
              "differing": sum(a != b for a, b in zip(tokens, text))}
         )  # fmt: skip
     print(json.dumps(found) if args.json else described(found))

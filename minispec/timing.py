@@ -1,4 +1,5 @@
-"""Where a run's time goes: draft, target pass, accept, commit, and the host's own work."""
+"""Where a run's time goes: draft, target pass, accept, commit, and the host's own work; and what a
+token took."""
 
 import sys
 import time
@@ -75,3 +76,14 @@ def split(method: str, begin: Callable[[], Run]) -> tuple[Run, dict[str, float] 
         return run, None
     parts = {part: clock.seconds[part] / rounds for part in PARTS[:-1]}
     return run, parts | {"host": (run.decode_seconds - first) / rounds - sum(parts.values())}
+
+
+def per_token(*runs: Run) -> float:
+    """Seconds per token of all runs, without the prefills."""
+    return sum(r.decode_seconds for r in runs) / sum(len(r.tokens) for r in runs)
+
+
+def per_pass(runs: list[Run]) -> float | None:
+    """Tokens per target pass, over all runs; None for another library's, which does not say."""
+    passes = sum(len(r.rounds) for r in runs)
+    return sum(len(r.tokens) for r in runs) / passes if passes else None

@@ -9,6 +9,7 @@ from minispec.autoregressive import autoregressive
 from minispec.certify import (
     SAMPLINGS,
     Negated,
+    Recorder,
     Toy,
     exact_law,
     first_tokens,
@@ -18,19 +19,6 @@ from minispec.certify import (
 from minispec.sampling import Sampling, Seeded, probs
 
 GREEDY, WARM = Sampling(), Sampling(0.8, top_k=5)
-
-
-class Recorder(Seeded):
-    """Remembers the laws it drew from, and what came."""
-
-    def __init__(self, seed: int):
-        super().__init__(seed)
-        self.laws, self.drawn = [], []
-
-    def categorical(self, law) -> int:
-        self.laws.append(law.clone())
-        self.drawn.append(super().categorical(law))
-        return self.drawn[-1]
 
 
 def greedy_after(model, tokens: list[int], n: int) -> list[int]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minispec import fastmtp
-from minispec.certify import fresh_drafts, random_head, randomise, small_model
+from minispec.certify import Recorder, fresh_drafts, random_head, randomise, small_model
 from minispec.sampling import Sampling, Seeded, probs
 from minispec.vocabulary import Subset
 
@@ -99,19 +99,6 @@ def test_greedy_drafts_are_those_of_passes_without_a_cache(impl):
         )
     empty = impl.Drafter(head, model, 64, 0)
     assert empty.chain(3, GREEDY, Seeded(), Subset(model)) == ([], []), "no hidden state, no draft"
-
-
-class Recorder(Seeded):
-    """Remembers the laws it drew from, and what came."""
-
-    def __init__(self, seed: int):
-        super().__init__(seed)
-        self.laws, self.drawn = [], []
-
-    def categorical(self, law) -> int:
-        self.laws.append(law.clone())
-        self.drawn.append(super().categorical(law))
-        return self.drawn[-1]
 
 
 @pytest.mark.points(4, task="chain")
