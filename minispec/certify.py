@@ -93,14 +93,14 @@ class Toy:
         pairs = list(zip(position[0].tolist(), tokens))
         row = torch.tensor(pairs, dtype=self.dtype).view(1, n, 1, 2)
         rows, _ = cache.write(0, slots, row, row, visible.shape[-1])
-        rows = list(map(tuple, rows[0, :, 0].tolist()))
+        rows = [(int(p), int(t)) for p, t in rows[0, :, 0].tolist()]
         contexts = (sorted(compress(rows, seen)) for seen in visible[0, 0].tolist())
         return torch.stack([self.after(tuple(context)) for context in contexts])[None]
 
     def after(self, context: tuple) -> Tensor:
         """Logits (vocab,) after a context of (position, token) pairs."""
         if context not in self.memory:
-            draw = random.Random(repr((self.seed, tuple((int(p), int(t)) for p, t in context))))
+            draw = random.Random(repr((self.seed, context)))
             logits = [2 * draw.gauss(0, 1) for _ in range(self.config.vocab_size)]
             self.memory[context] = torch.tensor(logits, dtype=torch.float64)
         return self.memory[context]
