@@ -26,7 +26,11 @@ from minispec.errors import UserError, make_folder
 from minispec.model import Joined, Pass, Transformer
 
 MOST = 64  # rows of a compiled pass
-OPTIONS = {"freezing": True, "max_autotune_gemm": True}  # weights packed; the best of two products
+OPTIONS = {
+    "freezing": True,  # weights packed,
+    "cpp.enable_concat_linear": True,  # those of one input joined,
+    "max_autotune_gemm": True,  # and of two products the faster
+}
 
 
 class Rows:
@@ -123,8 +127,7 @@ def compile_module(
         ahead_of_time(Function(module).eval(), arguments, paths[i])
     if plain:
         module.prepare()
-    graphs = tuple(torch._inductor.aoti_load_package(str(path)) for path in paths)
-    module.compiled = Compiled(module, graphs)
+    module.compiled = Compiled(module, tuple(map(opened, paths)))
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
@@ -174,6 +177,17 @@ def ahead_of_time(function: nn.Module, arguments: tuple, path: Path) -> None:
                 "compiler such as g++; go on without --compile, or install one"
             ) from None
     part.replace(path)
+
+
+def opened(path: Path) -> Callable:
+    """A file's graph, called with Function's arguments, which are handed over as they lie."""
+    run = torch._inductor.aoti_load_package(str(path)).loader.run
+
+    def graph(inputs, cos, sin, visible, slots, keys, values):
+        seen = () if visible is None else (visible,)
+        return run([*inputs, cos, sin, *seen, slots, *keys, *values])[0]
+
+    return graph
 
 
 def cache_folder() -> Path:
