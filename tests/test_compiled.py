@@ -138,7 +138,7 @@ def test_compiled_ahead_of_time(tmp_path, monkeypatch, quantize):
             expected = plain(tree.tokens, caches[0], tree.depth, tree.mask)
             found = graphed(tree.tokens, caches[1], tree.depth, tree.mask)
             assert (found - expected).abs().max() <= (
-                2e-2 if quantize else 1e-5
+                2e-2 if quantize else 1e-4
             ) * expected.abs().max()
             for cache in caches:
                 cache.commit([0])
