@@ -12,7 +12,7 @@ from minispec.errors import UserError
 from minispec.generate import Run, acceptance, decode, stream
 from minispec.medusa import expected, grow_tree
 from minispec.model import Transformer
-from minispec.timing import per_pass, per_token, split
+from minispec.timing import per_pass, seconds_per_token, split
 from minispec.tokenizer import Tokenizer
 
 DEEP = {"speculative": 8, "fastmtp": 6}  # drafts a round of the probe
@@ -105,7 +105,7 @@ def check(model: Transformer, tokenizer: Tokenizer, choice: Choice, prompts: lis
         for prompt in [prompts[0], *prompts]
     ]  # fmt: skip
     plain, own = zip(*runs[1:])
-    return per_token(*plain) / per_token(*own)
+    return seconds_per_token(*plain) / seconds_per_token(*own)
 
 
 # ---- a method's settings, and what each promises -------------------------------------------------

@@ -40,7 +40,7 @@ from minispec.pretrain import KINDS, distinct_4grams, held_out_prompts
 from minispec.questions import answer_questions
 from minispec.replay import SHAPES, bench_shape
 from minispec.speculative import speedup, tokens_per_pass
-from minispec.timing import PARTS, per_pass, per_token, split
+from minispec.timing import PARTS, per_pass, seconds_per_token, split
 from minispec.tokenizer import Tokenizer
 from minispec.vocabulary import load_vocabulary
 
@@ -116,7 +116,7 @@ def alpha(runs: list[Run]) -> float | None:
 
 def ratios(plain: list[Run], runs: list[Run]) -> list[float]:
     """Of each prompt, plain decoding's seconds per token over the method's own."""
-    return [per_token(p) / per_token(r) for p, r in zip(plain, runs)]
+    return [seconds_per_token(p) / seconds_per_token(r) for p, r in zip(plain, runs)]
 
 
 def differing(plain: list[Run], runs: list[Run]) -> int:
@@ -160,7 +160,7 @@ def summarise(
     stats = runs[0].stats
     return Row(
         kind, temperature, name, statistics.median(speeds), min(speeds), max(speeds),
-        per_pass(runs), statistics.median(map(per_token, runs)) / machine.floor, parts, a,
+        per_pass(runs), statistics.median(map(seconds_per_token, runs)) / machine.floor, parts, a,
         expected, predicted, statistics.mean(distinct_4grams(r.tokens) for r in runs),
         None if temperature else differing(plain, runs), stats["extra_parameters"],
         peak_memory(runs[0].cache.device),

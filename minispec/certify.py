@@ -69,7 +69,7 @@ Method = Callable[..., Iterator[Step]]
 class Toy:
     """A target whose law is a random function of the exact context, tokens *and* positions.
 
-    It goes through the real cache: a row holds its (token, position), so a stale, missing, shifted
+    It goes through the real cache: a row holds its (position, token), so a stale, missing, shifted
     or wrongly visible row changes the law at once, and a pass costs microseconds.
     """
 
@@ -395,7 +395,7 @@ class Proof:
 
 
 def exact_cases(quick: bool) -> Iterator[Proof]:
-    """Small enough to enumerate: deep trees over two tokens, the rest over three."""
+    """Small enough to enumerate: deep trees and long chains over two tokens, others over three."""
     few, every, n = ("T=1",), tuple(SAMPLINGS), 2 if quick else 3
     other = Toy(77)
 
@@ -432,7 +432,8 @@ def exact_cases(quick: bool) -> Iterator[Proof]:
     full = bound("medusa", heads=heads, tree=every_path(3, 63))
     yield Proof("medusa, 64 nodes", full, few, n=2)
     yield Proof("autoregressive", bound("autoregressive"))
-    yield Proof("speculative k=3", speculative(k=3, draft=Toy(77, vocab=2)), n=2, vocab=2)
+    deep = speculative(k=3, draft=Toy(77, vocab=2))
+    yield Proof("speculative k=3, two tokens", deep, ("T=1", "greedy"), vocab=2)
     yield Proof("speculative k=2, self", speculative(draft=Toy(5)))
     yield Proof("speculative k=2, hot draft", speculative(draft_sampling=Sampling(2.0)), n=2)
     for shape in ("deep", "bushy"):

@@ -13,14 +13,21 @@ T = TypeVar("T")
 COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows at which the curve is measured
 
 
+def least_in_turn(functions: list[Callable[[], object]], turns: int = 5) -> list[float]:
+    """The least time of each function; what they compute must end on the host. They are called in
+    turn, so that a noisy moment spoils a turn of each, and not every call of one."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(turns):
+        for function, its in zip(functions, times):
+            begin = time.perf_counter()
+            function()
+            its.append(time.perf_counter() - begin)
+    return [min(its) for its in times]
+
+
 def least_seconds(function: Callable[[], object], repeat: int = 5) -> float:
     """The least time of several calls; what they compute must end on the host."""
-    times = []
-    for _ in range(repeat):
-        begin = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    return least_in_turn([function], repeat)[0]
 
 
 def copy_bandwidth(device: torch.device, size: int = 2**28) -> float:
@@ -42,12 +49,20 @@ def floor_seconds(model: Transformer) -> float:
     return bytes_per_pass(model) / copy_bandwidth(model.device)
 
 
-@torch.no_grad()
+def one_pass(model: Transformer, n: int) -> Callable[[], object]:
+    """A pass over `n` tokens, to be timed."""
+    cache, tokens = model.new_cache(max(n, 64)), [0] * n
+
+    @torch.no_grad()
+    def run() -> list:
+        return model.logits(model(tokens, cache)).argmax(-1).tolist()
+
+    return run
+
+
 def pass_seconds(model: Transformer, n: int, repeat: int = 5) -> float:
     """The least time of a pass over `n` tokens."""
-    cache = model.new_cache(max(n, 64))
-    tokens = [0] * n
-    return least_seconds(lambda: model.logits(model(tokens, cache)).argmax(-1).tolist(), repeat)
+    return least_seconds(one_pass(model, n), repeat)
 
 
 known: WeakKeyDictionary = WeakKeyDictionary()  # model -> what was measured of it
@@ -72,16 +87,15 @@ def cost_curve(model: Transformer) -> list[float]:
     """curve[n] = pass(n) / pass(1) for n from 1 to 64, or to the largest power of two in the
     context; measured once a model.
 
-    Measured at powers of two, in turn so that a noisy moment meets all of them, and linear between
-    them; never falling, as more rows cannot cost less.
+    Measured at powers of two, in turn, and linear between them; never falling, as more rows cannot
+    cost less.
     """
     return once(model, "curve", lambda: measured_curve(model))
 
 
 def measured_curve(model: Transformer) -> list[float]:
     counts = [n for n in COUNTS if n <= model.config.context]
-    turns = [[pass_seconds(model, n, repeat=2) for n in counts] for _ in range(5)]
-    seconds = [min(each) for each in zip(*turns)]
+    seconds = least_in_turn([one_pass(model, n) for n in counts])
     curve = [0.0, 1.0]
     for (m, a), (n, b) in zip(zip(counts, seconds), zip(counts[1:], seconds[1:])):
         for i in range(m + 1, n + 1):

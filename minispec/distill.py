@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec.checkpoint import load, save, write_tensors
-from minispec.cost import cost_curve, least_seconds, pass_seconds
+from minispec.cost import cost_curve, least_in_turn, one_pass
 from minispec.errors import UserError, command
 from minispec.fastmtp import Head, save_head
 from minispec.medusa import (
@@ -478,10 +478,13 @@ def candidates(heads: Heads, target: Transformer, most: int = 63) -> list[Candid
     curve = cost_curve(target)
     best = min(BEST, target.config.vocab_size)
     hidden = torch.zeros(target.config.hidden_size, dtype=target.dtype, device=target.device)
-    extra = least_seconds(lambda: heads(hidden, target).topk(best).indices.tolist())
-    extra /= pass_seconds(target, 1)
+    extra, whole = least_in_turn(
+        [lambda: heads(hidden, target).topk(best).indices.tolist(), one_pass(target, 1)]
+    )
     trees = (grow_tree(heads.accuracy, n) for n in range(1, min(most, len(curve) - 2) + 1))
-    return [Candidate(t, expected(heads.accuracy, t), curve[len(t) + 1] + extra) for t in trees]
+    return [
+        Candidate(t, expected(heads.accuracy, t), curve[len(t) + 1] + extra / whole) for t in trees
+    ]
 
 
 def accuracy_table(accuracy: Tensor) -> str:

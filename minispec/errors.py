@@ -41,9 +41,9 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def make_folder(path: Path, named_by: str) -> None:
-    """Make the folder that a flag or a variable names, if it is not there."""
+def make_folder(path: Path, flag: str, mend: str = "") -> None:
+    """Make the folder of a flag, if it is not there; `mend` is what to do if it cannot be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{named_by} {path} cannot be made: {error.strerror}") from None
+        raise UserError(f"{flag} {path} cannot be made ({error.strerror}){mend}") from None

@@ -23,7 +23,7 @@ from minispec.checkpoint import (
     weight_files,
     write_tensors,
 )
-from minispec.cost import cost_curve, curve_at, least_seconds, once, pass_seconds
+from minispec.cost import cost_curve, curve_at, least_in_turn, once, one_pass
 from minispec.errors import UserError
 from minispec.model import Block, Config, Pass, RMSNorm, Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -242,11 +242,13 @@ def draft_cost(head: Head, model: Transformer, vocabulary: Subset) -> float:
     """Of one draft, in passes of the target over one token."""
     drafter = Drafter(head, model, 8, offset=0)
     hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
-    with torch.no_grad():
-        draft = least_seconds(
-            lambda: vocabulary.logits(model, drafter.run(hidden, [0])).argmax(-1).tolist()
-        )
-    return draft / pass_seconds(model, 1)
+
+    @torch.no_grad()
+    def one_draft() -> list:
+        return vocabulary.logits(model, drafter.run(hidden, [0])).argmax(-1).tolist()
+
+    draft, target = least_in_turn([one_draft, one_pass(model, 1)])
+    return draft / target
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

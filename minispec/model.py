@@ -6,6 +6,7 @@ Modules carry the tensor names of Hugging Face checkpoints, so loading is assign
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -315,9 +316,10 @@ class MLP(nn.Module):
         return (self.down or self.down_proj)(F.silu(gate) * up)
 
 
-class Prepared(nn.Module):
-    """A module made fit for inference by its `prepare`, which whatever converts, trains, reads or
-    replaces the weights undoes first: what is joined or packed would not follow."""
+class Preparable(nn.Module):
+    """A module that `prepare` makes fit for inference. Its own `.to()`, `.train()`, `state_dict()`
+    and `load_state_dict()` call `undo` first, as joined or packed copies would not follow; who
+    reads its `parameters()` calls it himself."""
 
     def undo(self) -> None:
         """Plain layers again."""
@@ -327,7 +329,7 @@ class Prepared(nn.Module):
         self.undo()
         return super()._apply(*arguments, **options)
 
-    def train(self, mode: bool = True) -> "Prepared":
+    def train(self, mode: bool = True) -> Self:
         if mode:
             self.undo()
         return super().train(mode)
@@ -341,7 +343,7 @@ class Prepared(nn.Module):
         return super().state_dict(*arguments, **options)
 
 
-class Block(Prepared):
+class Block(Preparable):
     def __init__(self, config: Config, layer: int):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -379,7 +381,7 @@ class Body(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
 
-class Transformer(Prepared):
+class Transformer(Preparable):
     """`hidden = model(tokens)`, then `model.logits(hidden)`: it knows nothing of speculation."""
 
     def __init__(self, config: Config):
@@ -404,7 +406,7 @@ class Transformer(Prepared):
             self.model.embed_tokens.weight = self.lm_head.weight
         return self
 
-    def undo(self) -> "Transformer":
+    def undo(self) -> None:
         """Plain layers again; int8 weights become the floats they stand for."""
         self.compiled = None
         for block in self.model.layers:
@@ -414,7 +416,6 @@ class Transformer(Prepared):
             self.head = None
             if self.config.tied:
                 self.model.embed_tokens.weight = self.lm_head.weight
-        return self
 
     @property
     def quantized(self) -> bool:

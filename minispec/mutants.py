@@ -276,7 +276,7 @@ def law_over_all(self, k, sampling, randomness, vocabulary):
     """Drawn from the small vocabulary, scored with the softmax over the full one."""
     laws = []
 
-    class Recorder:
+    class Spy:
         full, scatter = vocabulary.full, vocabulary.scatter
 
         @staticmethod
@@ -284,7 +284,7 @@ def law_over_all(self, k, sampling, randomness, vocabulary):
             laws.append(probs(model.logits(hidden), Sampling(1.0))[0])
             return vocabulary.logits(model, hidden)
 
-    guess, drawn = chain(self, k, sampling, randomness, Recorder)
+    guess, drawn = chain(self, k, sampling, randomness, Spy)
     return guess, [law if q is not None else None for q, law in zip(drawn, laws)]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minispec.cache import KVCache
-from minispec.cost import pass_seconds
+from minispec.cost import least_in_turn, one_pass
 from minispec.errors import UserError
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -96,7 +96,8 @@ class Length:
     """
 
     def __init__(self, model: Transformer, draft: Transformer):
-        self.c = pass_seconds(draft, 1) / pass_seconds(model, 5)
+        own, target = least_in_turn([one_pass(draft, 1), one_pass(model, 5)])
+        self.c = own / target
         self.accepted, self.tried = 3.0, 4.0  # a prior worth four drafts
 
     @property

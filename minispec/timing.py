@@ -78,8 +78,8 @@ def split(method: str, begin: Callable[[], Run]) -> tuple[Run, dict[str, float] 
     return run, parts | {"host": (run.decode_seconds - first) / rounds - sum(parts.values())}
 
 
-def per_token(*runs: Run) -> float:
-    """Seconds per token of all runs, without the prefills."""
+def seconds_per_token(*runs: Run) -> float:
+    """Of all runs together, without the prefills."""
     return sum(r.decode_seconds for r in runs) / sum(len(r.tokens) for r in runs)
 
 

@@ -154,9 +154,9 @@ def test_loading_and_decoding_take_little_more_memory_than_the_weights(tmp_path)
         "print(memory('VmHWM') - before, memory('VmRSS') - before)\n"
     )
     size = (tmp_path / "big" / "model.safetensors").stat().st_size
-    # so that what is freed goes back to the system: what the program holds, not the allocator
+    # large blocks are given back when freed, so RSS is what the program holds, not its allocator
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    for quantize, most_peak, most_held in (([], 1.3, 1.2), (["int8"], 1.3, 0.3)):
+    for quantize, most_peak, most_held in (([], 1.35, 1.25), (["int8"], 1.35, 0.4)):
         arguments = [sys.executable, "-c", script, tmp_path / "big", GOLDEN / "llama", *quantize]
         command = list(map(str, arguments))
         out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -1,6 +1,7 @@
 """Compiled passes compute what the operators do: the same model without graphs is the oracle."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,10 +87,22 @@ def test_the_digest_knows_weights_config_and_int8():
     assert digest(float32.prepare(quantize=True)) != before
 
 
+def test_a_graph_is_handed_its_tensors_in_the_order_of_the_export(monkeypatch):
+    seen = []
+    run = SimpleNamespace(loader=SimpleNamespace(run=lambda tensors: [seen.append(tensors)]))
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: run)
+    graph = compiled.opened("x.pt2")
+    for visible in (None, "visible"):
+        graph(["a", "b"], "cos", "sin", visible, "slots", ["k0", "k1"], ["v0", "v1"])
+        arguments = (["a", "b"], "cos", "sin", visible, "slots", ["k0", "k1"], ["v0", "v1"])
+        flat = [x for x in torch.utils._pytree.tree_leaves(arguments) if x is not None]
+        assert seen.pop() == flat
+
+
 def test_no_folder_no_compiler_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="XDG_CACHE_HOME"):
+    with pytest.raises(UserError, match="set XDG_CACHE_HOME"):
         compile_model(random_model().float())
 
     def broken(*arguments, **options):
@@ -132,6 +145,7 @@ def test_compiled_ahead_of_time(tmp_path, monkeypatch, quantize):
     assert len(list(tmp_path.rglob("*.pt2"))) == 4
     rng = random.Random(0)
     caches = plain.new_cache(300), graphed.new_cache(300)
+    # sums in float32 may be in any order, those of int8 are of bfloat16 numbers
     with torch.no_grad():
         for n in (1, 1, 2, 7, 30, 64, 1, 90, 3):
             tree = random_tree(rng, n)

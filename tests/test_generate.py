@@ -277,17 +277,20 @@ def test_ctrl_c_ends_cleanly_with_what_was_produced(tmp_path):
     save(byte_model(context=30_000), TOKENIZER, tmp_path)
     arguments = ["-m", "minispec.generate", "x", "--model", str(tmp_path), "--stats",
                  "--ignore-eos", "--max-new-tokens", "29000"]  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        # what runs in the background ignores the signal, and so would the child
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
+    # a shell's background jobs ignore Ctrl-C, and their children inherit that
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        process.stdout.read(20)  # it has begun to speak
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE)  # fmt: skip
     finally:
-        process.kill()
+        signal.signal(signal.SIGINT, before)
+    with process:
+        try:
+            process.stdout.read(20)  # it has begun to speak
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 0 and b"tokens (interrupted) in" in err
     assert b"Traceback" not in err
 

@@ -1,6 +1,7 @@
 """Jacobi and lookahead decoding: the iteration, the window, the pool, and the choice of sizes."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -287,6 +288,21 @@ def test_the_cost_curve_never_falls_and_is_measured_once():
     curve = cost.cost_curve(model)
     assert len(curve) == 33 and curve[1] == 1.0 and curve == sorted(curve)
     assert cost.cost_curve(model) is curve
+
+
+def test_a_noisy_moment_does_not_bend_what_is_timed_in_turn(monkeypatch):
+    """Wherever seven of fifteen calls in a row take ten times as long."""
+    clock, calls = 0.0, 0
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: clock)
+
+    def work(seconds: float):
+        nonlocal clock, calls
+        clock += seconds * (10 if noisy <= calls < noisy + 7 else 1)
+        calls += 1
+
+    for noisy in range(15):
+        clock, calls = 0.0, 0
+        assert cost.least_in_turn([partial(work, n) for n in (1.0, 2.0, 4.0)]) == [1.0, 2.0, 4.0]
 
 
 # ---- wrong input ---------------------------------------------------------------------------------

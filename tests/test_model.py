@@ -164,7 +164,9 @@ LARGE = dict(hidden_size=96, intermediate_size=1500, dtype=torch.float32, tied=F
 def test_what_changes_the_weights_undoes_their_packing(quantize):
     """Weights of this size are given up; whoever trains or converts the model needs them back."""
     tokens, close = random_tokens(7), 0.1 if quantize else 1e-5  # int8: bfloat16 products
-    for change in (lambda m: m.train(), lambda m: m.double().float(), lambda m: m.undo()):
+    changes = (lambda m: m.train(), lambda m: m.double().float(), lambda m: m.undo(),
+               lambda m: m.state_dict())  # fmt: skip
+    for change in changes:
         model = random_model(0, **LARGE).prepare(quantize)
         assert any(p.device.type == "meta" for p in model.parameters())
         before = model.logits(model(tokens)).detach()
