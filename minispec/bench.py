@@ -297,7 +297,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--kind", default="stories_en", help="with --data: the kind of text, or all")
     p.add_argument("--prompts", type=int, default=20, help="with --data or --questions: how many")
     p.add_argument("--max-new-tokens", type=int, default=150)
-    p.add_argument("--temperature", default="0,0.7", help="one or several, between commas")
+    p.add_argument("--temperature", help="one or several, between commas (default: 0,0.7)")
     p.add_argument("--k", type=int, default=4, help="drafts of the draft model")
     p.add_argument("--dtype", default="auto")
     p.add_argument("--device", default="auto")
@@ -330,14 +330,24 @@ def check(args: argparse.Namespace) -> list[float]:
     given = [f for f in ("shape", "questions", "advise") if getattr(args, f)]
     if len(given) > 1 or (given and (args.plots or args.against)):
         raise UserError(f"--{given[0]} makes a report of its own: give it alone")
+    for report, flag, why in (
+        ("shape", "methods", "measures chains of drafts"), ("shape", "temperature", "is greedy"),
+        ("advise", "temperature", "is greedy"), ("advise", "json", "prints text"),
+        ("questions", "json", "prints text and writes --answers"),
+    ):  # fmt: skip
+        if getattr(args, report) and getattr(args, flag):
+            raise UserError(f"--{report} {why}: leave --{flag} out")
     if (args.questions is None) != (args.answers is None):
         raise UserError("--questions FILE and --answers DIR belong together")
+    default = "0" if args.questions else "0,0.7"
     try:
-        temperatures = [float(part) for part in str(args.temperature).split(",")]
+        temperatures = [float(part) for part in (args.temperature or default).split(",")]
     except ValueError:
         temperatures = [-1.0]
     if not all(0 <= t < float("inf") for t in temperatures):
         raise UserError(f"--temperature {args.temperature}: must be numbers from 0 on, as 0,0.7")
+    if args.questions and len(temperatures) > 1:
+        raise UserError("--questions is asked at one temperature")
     if args.against and 0 not in temperatures:
         raise UserError("--against transformers is for greedy decoding: --temperature 0")
     return temperatures
@@ -356,7 +366,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.compile:
         compile_parts(model, {k: v for each in methods.values() for k, v in each.items()})
     if args.questions:
-        return answer_questions(args, model, tokenizer, methods)
+        return answer_questions(args, model, tokenizer, methods, temperatures[0])
     texts = dict.fromkeys(list(KINDS) if args.kind == "all" else [args.kind], PROMPTS)
     if args.data:
         texts = held_out_prompts(args.data, list(texts), tokenizer, args.prompts)

@@ -69,13 +69,13 @@ def flat(messages: list[dict[str, str]]) -> str:
 
 
 def answer_questions(
-    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, methods: dict[str, dict]
-) -> None:
+    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, methods: dict[str, dict],
+    temperature: float,
+) -> None:  # fmt: skip
     """Write one file per method into --answers, and print what Spec-Bench's speed report would
     say of them: tokens per second over plain decoding's, tokens per step."""
     questions = read_questions(args.questions)
     questions = questions[:: max(len(questions) // args.prompts, 1)][: args.prompts]
-    temperature = float(str(args.temperature).split(",")[0])
     make_folder(args.answers, "--answers")
     answers: dict[str, list[dict]] = {name: [] for name in methods}
     skipped = 0

@@ -8,6 +8,7 @@ import torch
 from minispec.certify import small_model
 from minispec.model import Transformer
 
+torch.set_num_threads(1)  # tests' tensors are tiny: two threads would only wait for one another
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 SHARED = ROOT.parent / "shared"
