@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from minispec.advise import advise
 from minispec.checkpoint import load
-from minispec.cost import cost_curve, curve_at, floor_seconds, pass_seconds
+from minispec.cost import cost_curve, curve_at, floor_seconds, least_in_turn, one_pass
 from minispec.errors import UserError, command
 from minispec.fastmtp import load_head
 from minispec.generate import (
@@ -135,10 +135,8 @@ class Machine:
 
     @classmethod
     def of(cls, model: Transformer, draft: Transformer | None) -> "Machine":
-        return cls(
-            floor_seconds(model), cost_curve(model), pass_seconds(model, 1),
-            pass_seconds(draft, 1) if draft else None,
-        )  # fmt: skip
+        target, *drafts = least_in_turn([one_pass(m, 1) for m in (model, draft) if m])
+        return cls(floor_seconds(model), cost_curve(model), target, drafts[0] if drafts else None)
 
     def flat(self, n: int) -> float:
         """Cost of a pass over n rows, in those over one."""
