@@ -3,8 +3,9 @@
 import json
 import os
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -233,13 +234,16 @@ def assign(
     where: str,
     dtype: torch.dtype,
     device: torch.device,
+    done: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Fill a module made on the meta device, tensor by tensor; every name and shape must fit."""
+    """Fill a module made on the meta device, tensor by tensor, and call `done` with the name of
+    each; every name and shape must fit."""
     expected = {name: parameter.shape for name, parameter in module.named_parameters()}
     for name, tensor in fitting(expected, tensors, where):
         owner, _, leaf = name.rpartition(".")
         parameter = torch.nn.Parameter(tensor.to(device, dtype, copy=True), requires_grad=False)
         setattr(module.get_submodule(owner), leaf, parameter)
+        done(name)
 
 
 def fitting(
@@ -414,10 +418,9 @@ def load(
     with torch.device("meta"):
         model = Transformer(config)
     tensors = (pair for file in files for pair in read_tensors(file))
-    assign(model, canonical(config, tensors), str(directory), kind, place)
-    if config.tied:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    return model.eval().prepare(quantize is not None), tokenizer
+    done = partial(model.prepare_part, quantize=quantize is not None)
+    assign(model, canonical(config, tensors), str(directory), kind, place, done)
+    return model.eval(), tokenizer
 
 
 def config_json(config: Config, dtype: torch.dtype) -> dict:

@@ -138,6 +138,10 @@ def generate(args: argparse.Namespace) -> None:
     """Append documents to --out until it holds --documents of them."""
     model, tokenizer = load(args.model, args.dtype, args.device)
     documents, _ = read_corpus(args.data)
+    if args.kind:
+        if args.kind not in documents:
+            raise UserError(f"--kind {args.kind}: {args.data} has {', '.join(documents)}")
+        documents = {args.kind: documents[args.kind]}
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     n = min(args.tokens, model.config.context - LONGEST)
     if n < 1:
@@ -190,12 +194,12 @@ def read_own(path: Path) -> list[dict]:
         raise UserError(f"{path} is not a file of minispec.distill generate: {error}") from None
 
 
-def read_training(path: Path) -> list[dict]:
-    """The same, for training: there must be some."""
-    rows = read_own(path)
+def read_training(paths: list[Path]) -> list[dict]:
+    """The same of several files, for training: there must be some."""
+    rows = [row for path in paths for row in read_own(path)]
     if len(rows) < 2:
         raise UserError(
-            f"{path} holds {len(rows)} documents: make more with minispec.distill generate"
+            f"{paths[0]} holds {len(rows)} documents: make more with minispec.distill generate"
         )
     return rows
 
@@ -203,6 +207,14 @@ def read_training(path: Path) -> list[dict]:
 def one_process(name: str) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"minispec.distill {name} runs in one process: start it without torchrun")
+
+
+def plain_target(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
+    """--model as training wants it: frozen, in float32, its weights neither packed nor joined, so
+    that gradients pass and autocast sees them."""
+    target, tokenizer = load(args.model, "float32", str(args.device))
+    target.undo()
+    return target.requires_grad_(False), tokenizer
 
 
 # ---- a draft -------------------------------------------------------------------------------------
@@ -246,7 +258,7 @@ def agreement(
 def draft(args: argparse.Namespace) -> None:
     """Train a draft on the target's own documents, by its tokens or by its laws."""
     one_process("draft")
-    target, tokenizer = load(args.model, "float32", str(args.device))
+    target, tokenizer = plain_target(args)
     own = read_training(args.own)
     measured = own[::HELD_OUT]
     documents: dict[str, list[list[int]]] = {}
@@ -435,8 +447,7 @@ def ranks_of(heads: Heads, target: Transformer, hidden: Tensor, labels: Tensor) 
 def medusa_heads(args: argparse.Namespace) -> None:
     """Train Medusa-1 heads on the frozen target's own documents."""
     one_process("medusa")
-    target, tokenizer = load(args.model, "float32", str(args.device))
-    target.requires_grad_(False)
+    target, tokenizer = plain_target(args)
     own = read_training(args.own)
     rows = [row["prompt"] + row["tokens"] for row in own]
     prompts = [len(row["prompt"]) for row in own]
@@ -453,7 +464,7 @@ def medusa_heads(args: argparse.Namespace) -> None:
     heads.half().float()  # as they are stored
     parts = [ranks_of(heads, target, states[i], labels[i]) for i in range(0, len(rows), HELD_OUT)]
     heads.accuracy = accuracy_of(torch.cat(parts, 1))
-    heads.tree = max(candidates(heads, target), key=lambda tree: tree.speedup).paths
+    heads.tree = max(candidates(heads, target.prepare()), key=lambda tree: tree.speedup).paths
     save_heads(heads, args.out, args.model, tokenizer, torch.float16)
     (args.out / "README.md").write_text(medusa_card(trainer, args, heads), encoding="utf-8")
     print(accuracy_table(heads.accuracy))
@@ -743,8 +754,7 @@ def mtp(args: argparse.Namespace) -> None:
     if (args.own is None) == (args.data is None):
         raise UserError("give either --own, the target's documents, or --data, a corpus")
     args.device, rank, world = begin_distributed(args)
-    target, tokenizer = load(args.model, "float32", str(args.device))
-    target.requires_grad_(False)
+    target, tokenizer = plain_target(args)
     own = read_training(args.own) if args.own else corpus_rows(args.data, tokenizer, args)
     rows = [(row["prompt"] + row["tokens"])[: args.context] for row in own]
     args.out.mkdir(parents=True, exist_ok=True)
@@ -838,6 +848,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     g = commands.add_parser("generate", help="sample the target's own text")
     g.set_defaults(run=generate)
     g.add_argument("--data", type=Path, required=True, help="the corpus that gives the beginnings")
+    g.add_argument("--kind", help="only of this kind (default: all, by their shares)")
     g.add_argument("--documents", type=int, default=8000)
     g.add_argument("--tokens", type=int, default=200, help="at most, of one document")
     g.add_argument("--batch", type=int, default=64)
@@ -859,7 +870,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     f.add_argument("--k", type=int, default=3, help="steps of the head on its own output")
     f.add_argument("--beta", type=float, default=0.6, help="weight of a step over the one before")
     f.add_argument("--mode", choices=["aligned", "parallel"], default="aligned")
-    f.add_argument("--own", type=Path, help="what `generate` wrote")
+    f.add_argument("--own", type=Path, nargs="+", help="what `generate` wrote, in a file or more")
     f.add_argument("--data", type=Path, help="instead of --own: a corpus, as a control")
     f.add_argument("--documents", type=int, default=6000, help="with --data: how many")
     training_arguments(f, steps=1000, batch_tokens=3584, context=224, lr=4e-3)
@@ -875,7 +886,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     t.add_argument("--nodes", type=int, help="default: what pays most on this machine")
     t.add_argument("--measured", type=int, default=10, help="texts that are decoded for real")
     for each in (d, m):
-        each.add_argument("--own", type=Path, required=True, help="what `generate` wrote")
+        each.add_argument("--own", type=Path, nargs="+", required=True,
+                          help="what `generate` wrote, in a file or more")  # fmt: skip
     for each in (g, d, m, f, t):
         each.add_argument("--model", default="weights/target", help="the target")
     args = p.parse_args(argv)

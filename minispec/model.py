@@ -142,8 +142,8 @@ class Joined:
 
     On a CPU in float32 oneDNN packs the weights, so that the rows of a draft cost little more than
     one. Small weights stay plain as well, which is faster for one row. Large ones are given up by
-    the layers, which then are on the meta device, until `undo`; but for a `shared` one, which is
-    the embedding too. With `quantize` they are int8 (`quantized`).
+    the layers, which then are on the meta device, until `undo`; of a `shared` one, which is the
+    embedding too, the `rows` are kept. With `quantize` they are int8 (`quantized`).
     """
 
     def __init__(self, *parts: nn.Linear, quantize: bool = False, shared: bool = False):
@@ -151,20 +151,21 @@ class Joined:
         self.bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts])
         weight = torch.cat([p.weight for p in parts]) if len(parts) > 1 else parts[0].weight
         self.weight: Tensor | None = weight.detach()  # (out, in)
-        self.packed = self.scale = None
+        self.packed = self.scale = self.table = None
         fits = weight.device.type == "cpu" and packable(weight.dtype)
+        large = weight.numel() > KEPT
+        if quantize or (fits and large):
+            for part in parts:
+                empty = torch.empty_like(part.weight, device="meta")
+                part.weight = nn.Parameter(empty, requires_grad=part.weight.requires_grad)
         if quantize:
             self.weight, self.scale = quantized(self.weight)
         elif fits:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 8)
-            if weight.numel() > KEPT:
-                self.weight = None
-        if self.packed is None and not quantize:
+            if large:
+                self.weight, self.table = None, halved(weight.detach()) if shared else None
+        else:
             self.share(self.weight)
-        elif quantize or (self.weight is None and not shared):
-            for part in parts:
-                empty = torch.empty_like(part.weight, device="meta")
-                part.weight = nn.Parameter(empty, requires_grad=part.weight.requires_grad)
 
     def share(self, weight: Tensor) -> None:
         """Give the parts their rows of `weight` as views."""
@@ -188,8 +189,10 @@ class Joined:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Some rows of `dense()`, (..., in)."""
+        if self.table is not None:
+            return F.embedding(ids, self.table).to(self.dtype)
         if self.scale is None:
-            return self.dense()[ids]
+            return F.embedding(ids, self.dense())
         return self.weight[ids].to(self.dtype) * self.scale[ids].to(self.dtype)[..., None]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -210,12 +213,25 @@ def packable(dtype: torch.dtype) -> bool:
     return half or dtype == torch.float32
 
 
+def halved(weight: Tensor) -> Tensor:
+    """The same numbers in half precision, where that holds them exactly, as it does those of a
+    checkpoint that was stored so; else `weight` itself."""
+    for half in (torch.bfloat16, torch.float16):
+        if all(torch.equal(part.to(half).to(part.dtype), part) for part in weight.split(4096)):
+            return weight.to(half)
+    return weight
+
+
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 weights and the scale of each row, in bfloat16 as the CPU's kernel wants it: the nearest
     multiples of the scale, no further than half of it away."""
-    scale = (weight.abs().amax(1).float() / 126).clamp(min=1e-12).bfloat16()
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    return (wide / scale.to(wide.dtype)[:, None]).round().to(torch.int8), scale
+    whole, scales = [], []
+    for rows in weight.split(4096):  # of a large vocabulary, no second copy
+        scale = (rows.abs().amax(1).float() / 126).clamp(min=1e-12).bfloat16()
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        whole.append((wide / scale.to(wide.dtype)[:, None]).round().to(torch.int8))
+        scales.append(scale)
+    return torch.cat(whole), torch.cat(scales)
 
 
 def product_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -401,10 +417,26 @@ class Transformer(Preparable):
         undoes it."""
         for block in self.model.layers:
             block.prepare(quantize)
+        return self.prepare_head(quantize)
+
+    def prepare_head(self, quantize: bool = False) -> "Transformer":
+        """`prepare` for lm_head alone, and an embedding tied to it."""
+        if self.config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
         self.head = Joined(self.lm_head, quantize=quantize, shared=self.config.tied)
         if self.config.tied:
             self.model.embed_tokens.weight = self.lm_head.weight
         return self
+
+    def prepare_part(self, name: str, quantize: bool = False) -> None:
+        """`prepare` for the part whose parameter `name` has come, if that was its last one. Called
+        for each as it is loaded, it saves a second copy of the weights."""
+        if name.startswith("model.layers."):
+            block = self.model.layers[int(name.split(".")[2])]
+            if not any(p.is_meta for p in block.parameters()):
+                block.prepare(quantize)
+        elif name == ("model.embed_tokens.weight" if self.config.tied else "lm_head.weight"):
+            self.prepare_head(quantize)
 
     def undo(self) -> None:
         """Plain layers again; int8 weights become the floats they stand for."""
@@ -458,7 +490,7 @@ class Transformer(Preparable):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(...) -> (..., hidden_size)."""
-        if self.quantized and self.config.tied:
+        if self.head is not None and self.config.tied:
             return self.head.rows(tokens)
         return self.model.embed_tokens(tokens)
 

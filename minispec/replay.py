@@ -49,11 +49,11 @@ def random_weights(
             weight.fill_(0.0 if leaf == "bias" else 1.0)
         else:
             weight.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+            weight.copy_(weight.bfloat16())  # as real checkpoints are stored
         weight = torch.nn.Parameter(weight, requires_grad=False)
         setattr(model.get_submodule(owner), leaf, weight)
-    if config.tied:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    return model.eval().prepare(quantize)
+        model.prepare_part(name, quantize)
+    return model.eval()
 
 
 def replayed(

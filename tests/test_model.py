@@ -180,6 +180,25 @@ def test_what_changes_the_weights_undoes_their_packing(quantize):
     assert torch.equal(model.logits(model(tokens)), other.logits(other(tokens)))
 
 
+@pytest.mark.parametrize("exact", [torch.bfloat16, torch.float16, None])
+def test_a_large_tied_embedding_is_kept_in_half_precision_where_that_is_exact(exact):
+    """Its rows are the very same numbers, and so is what `undo` gives back."""
+    plain, fast = (random_model(0, **(LARGE | {"tied": True}), vocab_size=1400) for _ in range(2))
+    for parameter in (*plain.parameters(), *fast.parameters()):
+        parameter.data = parameter.data.to(exact or torch.float32).float()
+    tokens, all_tokens = random_tokens(9), torch.arange(1400)
+    fast.prepare()
+    assert fast.head.table.dtype == (exact or torch.float32)
+    assert fast.model.embed_tokens.weight.is_meta
+    assert torch.equal(fast.embed(all_tokens), plain.embed(all_tokens))
+    expected = plain.logits(plain(tokens))
+    difference = fast.logits(fast(tokens)) - expected
+    assert difference.abs().max() <= 1e-5 * expected.abs().max()
+    fast.undo()
+    assert fast.lm_head.weight is fast.model.embed_tokens.weight
+    assert torch.equal(fast.logits(fast(tokens)), expected)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_int8_is_the_model_of_the_nearest_multiples_of_a_scale(tied):
     """In float64 exactly: every product, and the embedding where it is lm_head as well."""
