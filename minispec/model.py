@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minispec.cache import KVCache
 
-KEPT = 2**17  # weights up to this size stay plain beside the packed ones, for one row
+SMALL = 2**17  # float32 weights up to this size stay plain: oneDNN's call costs more than it gains
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Joined:
     """Several linear layers of one input as one product, for inference.
 
-    On a CPU in float32 oneDNN packs the weights, so that the rows of a draft cost little more than
-    one. Small weights stay plain as well, which is faster for one row. Large ones are given up by
-    the layers, which then are on the meta device, until `undo`; of a `shared` one, which is the
+    On a CPU oneDNN packs the weights, so that the rows of a draft cost little more than one. The
+    layers give theirs up and are on the meta device until `undo`; of a `shared` one, which is the
     embedding too, the `rows` are kept. With `quantize` they are int8 (`quantized`).
     """
 
@@ -152,9 +151,8 @@ class Joined:
         weight = torch.cat([p.weight for p in parts]) if len(parts) > 1 else parts[0].weight
         self.weight: Tensor | None = weight.detach()  # (out, in)
         self.packed = self.scale = self.table = None
-        fits = weight.device.type == "cpu" and packable(weight.dtype)
-        large = weight.numel() > KEPT
-        if quantize or (fits and large):
+        fits = packable(weight)
+        if quantize or fits:
             for part in parts:
                 empty = torch.empty_like(part.weight, device="meta")
                 part.weight = nn.Parameter(empty, requires_grad=part.weight.requires_grad)
@@ -162,8 +160,7 @@ class Joined:
             self.weight, self.scale = quantized(self.weight)
         elif fits:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 8)
-            if large:
-                self.weight, self.table = None, halved(weight.detach()) if shared else None
+            self.weight, self.table = None, halved(weight.detach()) if shared else None
         else:
             self.share(self.weight)
 
@@ -200,17 +197,18 @@ class Joined:
             return F.linear(x, self.dense(), self.bias)
         if self.scale is not None:
             return product_int8(x, self.weight, self.scale, self.bias)
-        if self.packed is None or (self.weight is not None and x.numel() == x.shape[-1]):
+        if self.packed is None:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
-def packable(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's packed products take the type on this processor."""
-    if not torch.backends.mkldnn.is_available():
+def packable(weight: Tensor) -> bool:
+    """Whether oneDNN's packed products take such weights on this processor, and pay."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    half = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return half or dtype == torch.float32
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 and weight.numel() > SMALL
 
 
 def halved(weight: Tensor) -> Tensor:

@@ -196,8 +196,8 @@ def test_the_loss_is_the_paper_s_over_generated_tokens_of_one_document_only():
 
 
 def test_a_loaded_target_s_packed_weights_let_gradients_through(tmp_path):
-    """lm_head of a loaded model is packed from 1,024 tokens on, and packed products have none."""
-    save(random_model(vocab_size=1100, dtype=torch.float32), None, tmp_path)
+    """lm_head of a loaded model is packed where it is large, and packed products have none."""
+    save(random_model(vocab_size=9000, dtype=torch.float32), None, tmp_path)
     model, _ = load(tmp_path, "float32", "cpu")
     assert model.head.packed is not None
     head, (_, documents) = random_head(model, 0), documents_of(model)

@@ -138,14 +138,16 @@ def test_cuda_equals_cpu():
 
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"qk_norm": True}, {"tied": False}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_joined_and_packed_weights_compute_what_the_parts_do(changes, dtype):
+def test_joined_and_packed_weights_compute_what_the_parts_do(changes, dtype, monkeypatch):
     """The slow oracle of `prepare`: the same model unprepared, for one row and for many."""
+    monkeypatch.setattr("minispec.model.SMALL", 2**12)  # the larger ones are packed
     plain, fast = (
         random_model(vocab_size=1200, intermediate_size=520, dtype=dtype, **changes)
         for _ in range(2)
     )
     fast.prepare()
     assert (fast.head.packed is not None) == (dtype == torch.float32)
+    assert fast.model.layers[0].self_attn.out.packed is None
     for n in (1, 2, 7, 40):
         tokens = random_tokens(n)
         caches = [model.new_cache() for model in (plain, fast)]
