@@ -221,19 +221,38 @@ def plain_target(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
 
 
 class SoftLabels(nn.Module):
-    """rows (B, T + 1) -> cross-entropy of the draft against the target's whole law, in nats."""
+    """Indices of documents -> cross-entropy of the draft against the target's whole laws of the
+    generated tokens, in nats. The target's hidden states are known: only its lm_head runs."""
 
-    def __init__(self, draft: Transformer, target: Transformer, dtype: torch.dtype):
+    def __init__(
+        self, draft: Transformer, target: Transformer, documents: "Documents", dtype: torch.dtype
+    ):
         super().__init__()
-        self.draft, self.dtype = draft, dtype
+        self.draft, self.documents, self.dtype = draft, documents, dtype
         self.target = [target]  # no parameters of this module
 
-    def forward(self, rows: Tensor) -> Tensor:
-        with torch.autocast(rows.device.type, self.dtype, enabled=self.dtype != torch.float32):
+    def forward(self, index: Tensor) -> Tensor:
+        tokens, generated, hidden = self.gather(index)
+        with torch.autocast(index.device.type, self.dtype, enabled=self.dtype != torch.float32):
             with torch.no_grad():
-                law = self.target[0].logits(self.target[0](rows[:, :-1])).float().softmax(-1)
-            logits = self.draft.logits(self.draft(rows[:, :-1]))
-        return F.cross_entropy(logits.float().flatten(0, 1), law.flatten(0, 1))
+                laws = self.target[0].logits(hidden).float().softmax(-1)  # (N, V)
+            logits = self.draft.logits(self.draft(tokens)[generated])
+        return F.cross_entropy(logits.float(), laws, reduction="sum") / max(len(laws), 1)
+
+    @torch.compiler.disable
+    def gather(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens (B, T - 1), which of them a generated one follows, and the target's hidden states
+        (N, d) at these."""
+        at, device, documents = index.cpu(), index.device, self.documents
+        prompts, lengths = documents.prompts[at], documents.lengths[at]
+        tokens = documents.tokens[at, :-1]
+        here = torch.arange(tokens.shape[1]) + 1
+        generated = (here >= prompts[:, None]) & (here < lengths[:, None])
+        parts = zip(at.tolist(), prompts.tolist(), lengths.tolist())
+        hidden = torch.cat(
+            [documents.hidden[i][max(p - 1, 0) : max(n - 1, 0)] for i, p, n in parts]
+        )
+        return tokens.to(device), generated.to(device), hidden.to(device, torch.float32)
 
 
 @torch.no_grad()
@@ -260,36 +279,42 @@ def draft(args: argparse.Namespace) -> None:
     one_process("draft")
     target, tokenizer = plain_target(args)
     own = read_training(args.own)
-    measured = own[::HELD_OUT]
-    documents: dict[str, list[list[int]]] = {}
-    for i, row in enumerate(own):
-        if i % HELD_OUT:
-            documents.setdefault(row["kind"], []).append(row["prompt"] + row["tokens"])
+    learned = {i: own[i]["prompt"] + own[i]["tokens"] for i in range(len(own)) if i % HELD_OUT}
+    texts: dict[str, list[list[int]]] = {}
+    for i, text in learned.items():
+        texts.setdefault(own[i]["kind"], []).append(text)
     model = build(args, tokenizer.backend)
     if count_parameters(model) * 10 > count_parameters(target):
         raise UserError(
             "a draft must have at most a tenth of its target's parameters: make it less wide"
         )
-    labels = "soft labels" if args.soft else "hard labels"
-    batches = Batches(documents, args.seed)
-    trainer = Trainer(model, optimizers(model), batches, objective=labels)
     args.out.mkdir(parents=True, exist_ok=True)
-    objective = SoftLabels(model, target, args.dtype) if args.soft else NextToken(model, args.dtype)
+    if args.soft:
+        rows = [(row["prompt"] + row["tokens"])[: args.context] for row in own]
+        states = stored_states(target, rows, args.dtype, args.out / "hidden.safetensors")
+        documents = Documents(rows, [len(row["prompt"]) for row in own], states)
+        objective = SoftLabels(model, target, documents, args.dtype)
+        batches = Shuffled(list(learned), args.seed)
+    else:
+        objective, batches = NextToken(model, args.dtype), Batches(texts, args.seed)
+    labels = "soft labels" if args.soft else "hard labels"
+    trainer = Trainer(model, optimizers(model), batches, objective=labels)
     train(trainer, args, objective)
     save(model, tokenizer, args.out, torch.float16)
-    rates = agreement(load(args.out, "float32", str(args.device))[0], target, measured)
-    (args.out / "README.md").write_text(draft_card(trainer, args, rates), encoding="utf-8")
+    rates = agreement(load(args.out, "float32", str(args.device))[0], target, own[::HELD_OUT])
+    sizes = {kind: sum(map(len, parts)) for kind, parts in texts.items()}
+    (args.out / "README.md").write_text(draft_card(trainer, args, sizes, rates), encoding="utf-8")
     print(
         "same argmax, Σ min(p, q):", {k: (round(a, 3), round(b, 3)) for k, (a, b) in rates.items()}
     )
 
 
 def draft_card(
-    trainer: Trainer, args: argparse.Namespace, rates: dict[str, tuple[float, float]]
-) -> str:
-    """The README.md beside the draft's weights."""
+    trainer: Trainer, args: argparse.Namespace, sizes: dict[str, int],
+    rates: dict[str, tuple[float, float]],
+) -> str:  # fmt: skip
+    """The README.md beside the draft's weights; `sizes` are the kinds' tokens."""
     config = trainer.model.config
-    sizes = {kind: stream.size for kind, stream in trainer.batches.streams.items()}
     kinds = "\n".join(
         f"| {kind} | {sizes.get(kind, 0):,} | {same:.3f} | {overlap:.3f} |"
         for kind, (same, overlap) in rates.items()
@@ -297,6 +322,7 @@ def draft_card(
     return DRAFT_CARD.format(
         parameters=count_parameters(trainer.model), c=config,
         labels="the target's laws (soft labels)" if args.soft else "its tokens (hard labels)",
+        padding=" with padding" if args.soft else "",
         command=shown(sys.argv[1:]), step=trainer.step, tokens=trainer.tokens,
         minutes=trainer.seconds / 60, threads=torch.get_num_threads(),
         device=trainer.model.device.type, held_out=HELD_OUT, kinds=kinds,
@@ -313,7 +339,8 @@ Trained on the target's own output, on {labels}:
 
     python -m minispec.distill {command}
 
-{step} steps, {tokens:,} tokens, {minutes:.0f} minutes of training on {threads} threads ({device}).
+{step} steps, {tokens:,} tokens{padding}, {minutes:.0f} minutes of training on {threads} threads \
+({device}).
 
 On every {held_out}th document, never trained on: how often the draft's best token is the target's,
 and Σ min(p, q), the chance that a token drawn from the draft is accepted at temperature 1.

@@ -86,12 +86,23 @@ def test_generation_resumes_and_a_draft_learns_from_it(target, data, tmp_path, c
 
 
 def test_soft_labels_are_the_cross_entropy_of_the_laws():
+    """Those of generated tokens alone, in documents of different lengths; one is all prompt."""
     target, draft = (random_model(seed, dtype=torch.float32) for seed in (1, 2))
-    rows = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(0))
-    loss = distill.SoftLabels(draft, target, torch.float32)(rows)
-    p = target.logits(target(rows[:, :-1])).softmax(-1)
-    log_q = draft.logits(draft(rows[:, :-1])).log_softmax(-1)
-    torch.testing.assert_close(loss, -(p * log_q).sum(-1).mean())
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(32, (n,), generator=generator).tolist() for n in (9, 4, 7, 5)]
+    prompts = [3, 1, 7, 2]
+    loss = distill.SoftLabels(draft, target, documents_of(target, rows, prompts), torch.float32)
+    each = []
+    for row, prompt in zip(rows[1:], prompts[1:]):
+        p = target.logits(target(row[:-1]))[0, prompt - 1 :].softmax(-1)
+        log_q = draft.logits(draft(row[:-1]))[0, prompt - 1 :].log_softmax(-1)
+        each.append(-(p * log_q).sum(-1))
+    torch.testing.assert_close(loss(torch.tensor([1, 2, 3])), torch.cat(each).mean())
+    assert loss(torch.tensor([2])) == 0
+
+
+def documents_of(model, rows: list[list[int]], prompts: list[int]) -> distill.Documents:
+    return distill.Documents(rows, prompts, distill.hidden_states(model, rows, torch.float32))
 
 
 def test_a_draft_trained_on_a_target_agrees_with_it(target, tmp_path):
@@ -100,17 +111,19 @@ def test_a_draft_trained_on_a_target_agrees_with_it(target, tmp_path):
     prompts = [[i] for i in range(64)]
     answers = distill.sample_batch(model, prompts, 30, Sampling(), torch.Generator())
     rows = [{"kind": "maths", "prompt": p, "tokens": a} for p, a in zip(prompts, answers)]
-    batches = Batches({"maths": [r["prompt"] + r["tokens"] for r in rows]}, seed=0)
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
+    documents = documents_of(model, texts, [1] * len(texts))
     for soft in (True, False):
         draft = byte_model(5).float()
         for p in draft.parameters():
             p.requires_grad_(True)
         before = distill.agreement(draft, model, rows)["maths"]
-        objective = (
-            distill.SoftLabels(draft, model, torch.float32)
-            if soft
-            else NextToken(draft, torch.float32)
-        )
+        if soft:
+            objective = distill.SoftLabels(draft, model, documents, torch.float32)
+            batches = distill.Shuffled(list(range(len(texts))), seed=0)
+        else:
+            objective = NextToken(draft, torch.float32)
+            batches = Batches({"maths": texts}, seed=0)
         optimizer = torch.optim.AdamW(draft.parameters(), lr=0.02)
         for step in range(100):
             loss = objective(batches.take(step, 0.5, rows=8, context=31))
