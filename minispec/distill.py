@@ -249,9 +249,7 @@ class SoftLabels(nn.Module):
         here = torch.arange(tokens.shape[1]) + 1
         generated = (here >= prompts[:, None]) & (here < lengths[:, None])
         parts = zip(at.tolist(), prompts.tolist(), lengths.tolist())
-        hidden = torch.cat(
-            [documents.hidden[i][max(p - 1, 0) : max(n - 1, 0)] for i, p, n in parts]
-        )
+        hidden = torch.cat([documents.hidden[i][p - 1 : n - 1] for i, p, n in parts])
         return tokens.to(device), generated.to(device), hidden.to(device, torch.float32)
 
 
