@@ -85,6 +85,23 @@ def test_generation_resumes_and_a_draft_learns_from_it(target, data, tmp_path, c
     assert "of another training" in capsys.readouterr().err
 
 
+def test_text_of_one_kind_and_training_on_several_files(target, data, tmp_path, capsys):  # noqa: F811
+    options = ("--model", target, "--data", data, "--tokens", 20, "--batch", 8, "--device", "cpu",
+               "--documents", 60)  # fmt: skip
+    files = tmp_path / "stories.jsonl", tmp_path / "dialogues.jsonl"
+    for kind, file in zip(("stories_en", "dialogue_en"), files):
+        run("generate", *options, "--kind", kind, "--out", file)
+        assert {json.loads(line)["kind"] for line in file.read_text().splitlines()} == {kind}
+    run("draft", "--model", target, "--own", *files, "--out", tmp_path / "draft", "--steps", 2,
+        "--layers", 1, "--width", 4, "--heads", 2, "--ffn", 8, "--context", 16, "--batch-tokens",
+        64, "--device", "cpu")  # fmt: skip
+    card = (tmp_path / "draft" / "README.md").read_text()
+    assert "| stories_en |" in card and "| dialogue_en |" in card
+    with pytest.raises(SystemExit):
+        run("generate", *options, "--kind", "poems", "--out", files[0])
+    assert "--kind poems: " in capsys.readouterr().err
+
+
 def test_soft_labels_are_the_cross_entropy_of_the_laws():
     """Those of generated tokens alone, in documents of different lengths; one is all prompt."""
     target, draft = (random_model(seed, dtype=torch.float32) for seed in (1, 2))
