@@ -98,7 +98,7 @@ def fastmtp(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) 
         "vanilla (one step, corpus)": WEIGHTS / "studies" / "mtp-vanilla",
         "corpus": WEIGHTS / "studies" / "mtp-corpus",
         "own output, parallel": WEIGHTS / "studies" / "mtp-parallel",
-        "own output, aligned": WEIGHTS / "mtp",
+        "own output, aligned": WEIGHTS / "studies" / "mtp-aligned",
     }
     variants = [(name, load_head(path, model, tokenizer), None) for name, path in heads.items()]
     words = load_vocabulary(WEIGHTS / "mtp" / "vocabulary.json", model, tokenizer, args.size)
@@ -146,7 +146,7 @@ def fastmtp_row(name: str, k: int, kind: str, pairs: list[tuple[Run, Run]]) -> d
 
 def vocabulary(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> list[dict]:
     """τ and draft cost against the size of the set, with the other language's as the control."""
-    head = load_head(WEIGHTS / "mtp", model, tokenizer)
+    head = load_head(WEIGHTS / "studies" / "mtp-aligned", model, tokenizer)
     file = WEIGHTS / "mtp" / "vocabulary.json"
     rows = []
     print(
