@@ -367,6 +367,7 @@ class Block(Preparable):
 
     def prepare(self, quantize: bool = False) -> "Block":
         """Join and pack weights for inference; converting the block undoes it."""
+        self.undo()
         self.self_attn.prepare(quantize)
         self.mlp.prepare(quantize)
         return self
@@ -413,6 +414,7 @@ class Transformer(Preparable):
         """Join and pack weights for inference, or make them int8: fewer operators a pass, and flat
         cost over the rows of a draft. The weights must not change any more; converting the model
         undoes it."""
+        self.undo()
         for block in self.model.layers:
             block.prepare(quantize)
         return self.prepare_head(quantize)

@@ -176,6 +176,11 @@ def test_what_changes_the_weights_undoes_their_packing(quantize):
         assert model.head is None and all(p.device.type == "cpu" for p in model.parameters())
         after = model.logits(model(tokens)).detach()
         assert (after - before).abs().max() <= close * before.abs().max()
+    model = random_model(0, **LARGE).prepare(quantize)
+    before = model.logits(model(tokens))
+    model.prepare()  # a second time: floats now
+    assert not model.quantized
+    assert (model.logits(model(tokens)) - before).abs().max() <= close * before.abs().max()
     other = random_model(1, **LARGE)
     model = random_model(0, **LARGE).prepare(quantize)
     model.load_state_dict(other.state_dict())
