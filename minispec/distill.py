@@ -111,13 +111,20 @@ class Duplicates:
     def __init__(self, n: int = 8, share: float = 0.5):
         self.n, self.share, self.seen = n, share, set()
 
+    def grams(self, tokens: list[int]) -> set[tuple[int, ...]]:
+        return {tuple(tokens[i : i + self.n]) for i in range(len(tokens) - self.n + 1)}
+
+    def knows(self, tokens: list[int]) -> bool:
+        """Whether `tokens` is near to what was added."""
+        grams = self.grams(tokens)
+        return len(grams & self.seen) > self.share * len(grams)
+
     def add(self, tokens: list[int]) -> bool:
-        """True if `tokens` is near to what was added before; otherwise it is added."""
-        grams = {tuple(tokens[i : i + self.n]) for i in range(len(tokens) - self.n + 1)}
-        if len(grams & self.seen) > self.share * len(grams):
-            return True
-        self.seen |= grams
-        return False
+        """`knows`; if not, it is added."""
+        known = self.knows(tokens)
+        if not known:
+            self.seen |= self.grams(tokens)
+        return known
 
 
 def beginnings(
@@ -137,7 +144,7 @@ def beginnings(
 def generate(args: argparse.Namespace) -> None:
     """Append documents to --out until it holds --documents of them."""
     model, tokenizer = load(args.model, args.dtype, args.device)
-    documents, _ = read_corpus(args.data)
+    documents = {k: texts for k, texts in read_corpus(args.data)[0].items() if k in KINDS}
     if args.kind:
         if args.kind not in documents:
             raise UserError(f"--kind {args.kind}: {args.data} has {', '.join(documents)}")
@@ -146,17 +153,7 @@ def generate(args: argparse.Namespace) -> None:
     n = min(args.tokens, model.config.context - LONGEST)
     if n < 1:
         raise UserError(f"the target's context of {model.config.context} tokens is too short")
-    duplicates, kept, batch = Duplicates(), 0, 0
-    rows = read_own(args.out) if args.out.exists() else []
-    if rows:  # the last batch may have been cut short: it is made again
-        batch = rows[-1]["batch"]
-        rows = [row for row in rows if row["batch"] < batch]
-        part = args.out.with_suffix(".part")
-        part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        part.replace(args.out)
-    for row in rows:
-        duplicates.add(row["tokens"])
-        kept += 1
+    duplicates, kept, batch = resumed(args.out)
     starts = beginnings(documents, tokenizer, args.seed)
     for _ in range(batch * args.batch):
         next(starts)
@@ -182,6 +179,22 @@ def generate(args: argparse.Namespace) -> None:
     bar.close()
 
 
+def resumed(out: Path) -> tuple[Duplicates, int, int]:
+    """What `out` holds, how many documents, and the next batch; the last one may have been cut
+    short: it is dropped from the file, to be made again."""
+    rows = read_own(out) if out.exists() else []
+    batch = rows[-1]["batch"] if rows else 0
+    if rows:
+        rows = [row for row in rows if row["batch"] < batch]
+        part = out.with_suffix(".part")
+        part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        part.replace(out)
+    duplicates = Duplicates()
+    for row in rows:
+        duplicates.add(row["tokens"])
+    return duplicates, len(rows), batch
+
+
 def read_own(path: Path) -> list[dict]:
     """The documents that `generate` wrote."""
     try:
@@ -195,13 +208,29 @@ def read_own(path: Path) -> list[dict]:
 
 
 def read_training(paths: list[Path]) -> list[dict]:
-    """The same of several files, for training: there must be some."""
-    rows = [row for path in paths for row in read_own(path)]
-    if len(rows) < 2:
+    """The same of several files, for training: there must be some. Every 50th of a file is "held
+    out"."""
+    rows = [
+        row | {"held out": i % HELD_OUT == 0}
+        for path in paths
+        for i, row in enumerate(read_own(path))
+    ]
+    if all(row["held out"] for row in rows):
         raise UserError(
             f"{paths[0]} holds {len(rows)} documents: make more with minispec.distill generate"
         )
     return rows
+
+
+def split(rows: list[dict]) -> tuple[list[int], list[int]]:
+    """The numbers of the rows to learn from; and of those to measure by, which are held out and no
+    near-duplicates of them (greedy documents often are), unless all are."""
+    learn = [i for i, row in enumerate(rows) if not row["held out"]]
+    held_out = [i for i, row in enumerate(rows) if row["held out"]]
+    known = Duplicates()
+    for i in learn:
+        known.seen |= known.grams(rows[i]["tokens"])
+    return learn, [i for i in held_out if not known.knows(rows[i]["tokens"])] or held_out
 
 
 def one_process(name: str) -> None:
@@ -277,10 +306,10 @@ def draft(args: argparse.Namespace) -> None:
     one_process("draft")
     target, tokenizer = plain_target(args)
     own = read_training(args.own)
-    learned = {i: own[i]["prompt"] + own[i]["tokens"] for i in range(len(own)) if i % HELD_OUT}
+    learn, measured = split(own)
     texts: dict[str, list[list[int]]] = {}
-    for i, text in learned.items():
-        texts.setdefault(own[i]["kind"], []).append(text)
+    for i in learn:
+        texts.setdefault(own[i]["kind"], []).append(own[i]["prompt"] + own[i]["tokens"])
     model = build(args, tokenizer.backend)
     if count_parameters(model) * 10 > count_parameters(target):
         raise UserError(
@@ -291,15 +320,17 @@ def draft(args: argparse.Namespace) -> None:
         rows = [(row["prompt"] + row["tokens"])[: args.context] for row in own]
         states = stored_states(target, rows, args.dtype, args.out / "hidden.safetensors")
         documents = Documents(rows, [len(row["prompt"]) for row in own], states)
+        args.context = documents.tokens.shape[1]  # of the longest: no batch is wider
         objective = SoftLabels(model, target, documents, args.dtype)
-        batches = Shuffled(list(learned), args.seed)
+        batches = Shuffled(learn, args.seed)
     else:
         objective, batches = NextToken(model, args.dtype), Batches(texts, args.seed)
     labels = "soft labels" if args.soft else "hard labels"
     trainer = Trainer(model, optimizers(model), batches, objective=labels)
     train(trainer, args, objective)
     save(model, tokenizer, args.out, torch.float16)
-    rates = agreement(load(args.out, "float32", str(args.device))[0], target, own[::HELD_OUT])
+    student = load(args.out, "float32", str(args.device))[0]
+    rates = agreement(student, target, [own[i] for i in measured])
     sizes = {kind: sum(map(len, parts)) for kind, parts in texts.items()}
     (args.out / "README.md").write_text(draft_card(trainer, args, sizes, rates), encoding="utf-8")
     print(
@@ -340,8 +371,9 @@ Trained on the target's own output, on {labels}:
 {step} steps, {tokens:,} tokens{padding}, {minutes:.0f} minutes of training on {threads} threads \
 ({device}).
 
-On every {held_out}th document, never trained on: how often the draft's best token is the target's,
-and Σ min(p, q), the chance that a token drawn from the draft is accepted at temperature 1.
+On every {held_out}th document, not trained on and near to none that was: how often the draft's best
+token is the target's, and Σ min(p, q), the chance that a token drawn from the draft is accepted at
+temperature 1.
 
 | kind | training tokens | same argmax | Σ min(p, q) |
 |---|---|---|---|
@@ -479,7 +511,7 @@ def medusa_heads(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     states = stored_states(target, rows, args.dtype, args.out / "hidden.safetensors")
     labels = [labels_of(row, prompt, args.heads) for row, prompt in zip(rows, prompts)]
-    learn = [i for i in range(len(rows)) if i % HELD_OUT]
+    learn, measured = split(own)
     positions = Positions([states[i] for i in learn], [labels[i] for i in learn])
     heads = untrained(args.heads, args.layers, target, args.shared).to(args.device)
     optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
@@ -487,7 +519,7 @@ def medusa_heads(args: argparse.Namespace) -> None:
     trainer = Trainer(heads, [optimizer], batches, objective="medusa")
     train(trainer, args, HeadsLoss(heads, target, positions, args.dtype))
     heads.half().float()  # as they are stored
-    parts = [ranks_of(heads, target, states[i], labels[i]) for i in range(0, len(rows), HELD_OUT)]
+    parts = [ranks_of(heads, target, states[i], labels[i]) for i in measured]
     heads.accuracy = accuracy_of(torch.cat(parts, 1))
     heads.tree = max(candidates(heads, target.prepare()), key=lambda tree: tree.speedup).paths
     save_heads(heads, args.out, args.model, tokenizer, torch.float16)
@@ -561,13 +593,13 @@ Medusa-1: the frozen target's own documents, Σ 0.8^k · CE over the tokens it g
 {step} steps over {tokens:,} positions, {minutes:.0f} minutes on {threads} threads ({device}).
 
 How often the head's token of this rank is the token at t + k + 2, on every {held_out}th document
-(never trained on; sampled, as the others):
+(not trained on, and near to none that was):
 
 {table}
 
 ## The tree
 
-{nodes} nodes; by these accuracies {expected:.2f} tokens a pass of text that is sampled so.
+{nodes} nodes; by these accuracies {expected:.2f} tokens a pass of such text.
 `python -m minispec.distill tree` measures anew, for other text and another machine.
 """
 
@@ -786,7 +818,8 @@ def mtp(args: argparse.Namespace) -> None:
     file = args.out / (f"hidden.{rank}.safetensors" if world > 1 else "hidden.safetensors")
     states = stored_states(target, rows, args.dtype, file)
     documents = Documents(rows, [len(row["prompt"]) for row in own], states)
-    batches = Shuffled([i for i in range(len(rows)) if i % HELD_OUT], args.seed)
+    learn, measured = split(own)
+    batches = Shuffled(learn, args.seed)
     head = Head(target.config)
     initialise(head, args.seed)
     head.to(args.device)
@@ -796,10 +829,9 @@ def mtp(args: argparse.Namespace) -> None:
     if rank == 0:
         for p in head.parameters():
             p.data = p.data.half().float()  # as they are stored
-        held_out = list(range(0, len(rows), HELD_OUT))
         rates = {
-            kind: step_accuracy(loss, [i for i in held_out if own[i]["kind"] == kind])
-            for kind in sorted({own[i]["kind"] for i in held_out})
+            kind: step_accuracy(loss, [i for i in measured if own[i]["kind"] == kind])
+            for kind in sorted({own[i]["kind"] for i in measured})
         }
         save_head(head, args.out, args.model, tokenizer, torch.float16, loss.weights)
         (args.out / "README.md").write_text(mtp_card(trainer, args, rates), encoding="utf-8")
@@ -817,7 +849,9 @@ def corpus_rows(data: Path, tokenizer: Tokenizer, args: argparse.Namespace) -> l
             break
         if tuple(tokens[:12]) not in seen:  # no document twice, or held-out ones would be known
             seen.add(tuple(tokens[:12]))
-            rows.append({"kind": kind, "prompt": tokens[:1], "tokens": tokens[1:]})
+            held_out = len(rows) % HELD_OUT == 0
+            rows.append({"kind": kind, "prompt": tokens[:1], "tokens": tokens[1:],
+                         "held out": held_out})  # fmt: skip
     return rows
 
 
@@ -844,7 +878,7 @@ target's. Trained on {text}, Σ α_k · CE_k with α = {weights}, mode {mode}.
 {step} steps, {tokens:,} tokens with padding, {minutes:.0f} minutes on {threads} threads ({device}).
 
 How often each step's best token is the right one, given right tokens before it, on every
-{held_out}th document (never trained on):
+{held_out}th document (not trained on, and near to none that was):
 
 {table}
 """

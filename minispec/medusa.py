@@ -85,7 +85,8 @@ def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> Head
     new = Heads(heads, layers, config.hidden_size, None if shared else config.vocab_size)
     new.to(model.device, model.dtype)
     if not shared:
-        new.projection.data.copy_(model.head_rows(torch.arange(model.config.vocab_size)))
+        ids = torch.arange(config.vocab_size, device=model.device)
+        new.projection.data.copy_(model.head_rows(ids))
     return new
 
 

@@ -140,9 +140,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Joined:
     """Several linear layers of one input as one product, for inference.
 
-    On a CPU oneDNN packs the weights, so that the rows of a draft cost little more than one. The
-    layers give theirs up and are on the meta device until `undo`; of a `shared` one, which is the
-    embedding too, the `rows` are kept. With `quantize` they are int8 (`quantized`).
+    On a CPU oneDNN packs bfloat16 weights and large float32 ones, so that the rows of a draft cost
+    little more than one; with `quantize` all are int8 (`quantized`). The layers give such weights
+    up: until `undo` theirs are on the meta device, or, of a `shared` packed one, which is the
+    embedding too, a `table` to read rows from. Other weights stay plain.
     """
 
     def __init__(self, *parts: nn.Linear, quantize: bool = False, shared: bool = False):
@@ -154,24 +155,24 @@ class Joined:
         fits = packable(weight)
         if quantize or fits:
             for part in parts:
-                empty = torch.empty_like(part.weight, device="meta")
-                part.weight = nn.Parameter(empty, requires_grad=part.weight.requires_grad)
+                hold(part, torch.empty_like(part.weight, device="meta"))
+                part.forward = given_up
         if quantize:
             self.weight, self.scale = quantized(self.weight)
         elif fits:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 8)
-            self.weight, self.table = None, halved(weight.detach()) if shared else None
+            if shared:
+                self.table = halved(self.weight)
+                hold(*parts, self.table)
+            self.weight = None
         else:
             self.share(self.weight)
 
     def share(self, weight: Tensor) -> None:
         """Give the parts their rows of `weight` as views."""
-        at = 0
-        for part in self.parts:
-            rows = len(part.weight)
-            wants = part.weight.requires_grad
-            part.weight = nn.Parameter(weight[at : at + rows], requires_grad=wants)
-            at += rows
+        for part, rows in zip(self.parts, weight.split([len(part.weight) for part in self.parts])):
+            hold(part, rows)
+            vars(part).pop("forward", None)
 
     def undo(self) -> None:
         """Give the parts plain weights again: what was quantised stays what that made of it."""
@@ -200,6 +201,17 @@ class Joined:
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def hold(layer: nn.Linear, weight: Tensor) -> None:
+    """Another weight for the layer, trained or frozen as its own was."""
+    layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
+
+
+def given_up(*inputs: Tensor) -> Tensor:
+    """In the place of a layer's `forward`, whose weight is packed or quantised: torch would compute
+    with an empty one, without a word."""
+    raise RuntimeError("this layer's weights are packed: use the model's own methods, or undo()")
 
 
 def packable(weight: Tensor) -> bool:
@@ -421,6 +433,7 @@ class Transformer(Preparable):
 
     def prepare_head(self, quantize: bool = False) -> "Transformer":
         """`prepare` for lm_head alone, and an embedding tied to it."""
+        self.head = None
         if self.config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.head = Joined(self.lm_head, quantize=quantize, shared=self.config.tied)
@@ -429,8 +442,8 @@ class Transformer(Preparable):
         return self
 
     def prepare_part(self, name: str, quantize: bool = False) -> None:
-        """`prepare` for the part whose parameter `name` has come, if that was its last one. Called
-        for each as it is loaded, it saves a second copy of the weights."""
+        """`prepare` for the part whose parameter `name` has come, if that was its last one: called
+        for each as it is loaded, so that all weights are never there twice."""
         if name.startswith("model.layers."):
             block = self.model.layers[int(name.split(".")[2])]
             if not any(p.is_meta for p in block.parameters()):

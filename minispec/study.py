@@ -167,7 +167,7 @@ def vocabulary(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
             cost = draft_cost(head, model, words.pick([]))
             numbers = count_parameters(head) + tokens * model.config.hidden_size  # read by a step
             r = {"kind": kind, "set": name, "tokens": tokens, "tau": per_pass(runs), "cost": cost,
-                 "megabytes": numbers * model.lm_head.weight.element_size() / 1e6,
+                 "megabytes": numbers * model.dtype.itemsize / 1e6,
                  "mflop": 2 * numbers / 1e6}  # fmt: skip
             rows.append(r)
             print(f"| {kind} | {name} | {tokens} | {r['tau']:.2f} | {cost:.3f} | "

@@ -1,6 +1,7 @@
 """The target's own text: batched sampling is right, resumable, without near-duplicates."""
 
 import json
+import random
 import shutil
 
 import pytest
@@ -79,7 +80,8 @@ def test_generation_resumes_and_a_draft_learns_from_it(target, data, tmp_path, c
         run(*train, "--out", tmp_path / "draft", *sizes, "--width", 4, *more)
         draft, tokenizer = load(tmp_path / "draft", "float32", "cpu")
         assert tokenizer.backend.get_vocab() == TOKENIZER.backend.get_vocab()
-        assert "3 steps, 192 tokens" in (tmp_path / "draft" / "README.md").read_text()
+        card = (tmp_path / "draft" / "README.md").read_text()
+        assert f"3 steps, 192 tokens{' with padding' if more else ''}, " in card
     with pytest.raises(SystemExit):  # soft labels do not go on as hard ones
         run(*train, "--out", tmp_path / "draft", *sizes, "--width", 4)
     assert "of another training" in capsys.readouterr().err
@@ -97,9 +99,27 @@ def test_text_of_one_kind_and_training_on_several_files(target, data, tmp_path, 
         64, "--device", "cpu")  # fmt: skip
     card = (tmp_path / "draft" / "README.md").read_text()
     assert "| stories_en |" in card and "| dialogue_en |" in card
-    with pytest.raises(SystemExit):
-        run("generate", *options, "--kind", "poems", "--out", files[0])
-    assert "--kind poems: " in capsys.readouterr().err
+    for kind in ("poems", "stories_distilled"):  # the latter is for warming up a target alone
+        (data / f"{kind}.txt").write_text("a b c d e f g\n<|endoftext|>\n" * 60)
+        with pytest.raises(SystemExit):
+            run("generate", *options, "--kind", kind, "--out", files[0])
+        assert f"--kind {kind}: " in capsys.readouterr().err
+
+
+def test_what_is_measured_was_neither_learnt_nor_is_near_to_what_was(tmp_path):
+    rng = random.Random(0)
+    rows = [
+        {"kind": "maths", "prompt": [1], "tokens": [rng.randrange(99) for _ in range(40)]}
+        for _ in range(130)
+    ]
+    rows[50]["tokens"] = rows[7]["tokens"][:30] + rows[50]["tokens"][30:]
+    files = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for file, part in zip(files, (rows[:60], rows[60:])):
+        file.write_text("".join(json.dumps(row) + "\n" for row in part))
+    learn, measured = distill.split(distill.read_training(files))
+    assert measured == [0, 60, 110] and learn == sorted(set(range(130)) - {0, 50, 60, 110})
+    copies = [row | {"held out": i == 0} for i, row in enumerate([rows[0]] * 3)]
+    assert distill.split(copies) == ([1, 2], [0])  # rather than nothing
 
 
 def test_soft_labels_are_the_cross_entropy_of_the_laws():

@@ -171,6 +171,8 @@ def test_what_changes_the_weights_undoes_their_packing(quantize):
     for change in changes:
         model = random_model(0, **LARGE).prepare(quantize)
         assert any(p.device.type == "meta" for p in model.parameters())
+        with pytest.raises(RuntimeError, match="undo"):  # not silent nonsense
+            model.model.layers[0].mlp.down_proj(torch.zeros(1, 1500))
         before = model.logits(model(tokens)).detach()
         change(model)
         assert model.head is None and all(p.device.type == "cpu" for p in model.parameters())
@@ -196,7 +198,8 @@ def test_a_large_tied_embedding_is_kept_in_half_precision_where_that_is_exact(ex
     tokens, all_tokens = random_tokens(9), torch.arange(1400)
     fast.prepare()
     assert fast.head.table.dtype == (exact or torch.float32)
-    assert fast.model.embed_tokens.weight.is_meta
+    assert torch.equal(fast.lm_head.weight.float(), plain.lm_head.weight)
+    assert fast.lm_head.weight is fast.model.embed_tokens.weight
     assert torch.equal(fast.embed(all_tokens), plain.embed(all_tokens))
     expected = plain.logits(plain(tokens))
     difference = fast.logits(fast(tokens)) - expected

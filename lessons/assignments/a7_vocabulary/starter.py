@@ -26,7 +26,7 @@ class Subset:
 
     def logits(self, model: Transformer, hidden: Tensor) -> Tensor:
         """(..., d) -> (..., |V_high|); entry j is token ids[j]'s. Reads those rows of
-        `model.lm_head.weight` (V, d) alone."""
+        lm_head, `model.head_rows`, alone."""
         raise NotImplementedError
 
     def full(self, j: int) -> int:
