@@ -208,18 +208,18 @@ def read_own(path: Path) -> list[dict]:
 
 
 def read_training(paths: list[Path]) -> list[dict]:
-    """The same of several files, for training: there must be some. Every 50th of a file is "held
-    out"."""
-    rows = [
-        row | {"held out": i % HELD_OUT == 0}
-        for path in paths
-        for i, row in enumerate(read_own(path))
-    ]
+    """The same of several files, `marked`, for training: there must be some."""
+    rows = [row for path in paths for row in marked(read_own(path))]
     if all(row["held out"] for row in rows):
         raise UserError(
             f"{paths[0]} holds {len(rows)} documents: make more with minispec.distill generate"
         )
     return rows
+
+
+def marked(rows: list[dict]) -> list[dict]:
+    """Every 50th of a file or corpus is "held out"."""
+    return [row | {"held out": i % HELD_OUT == 0} for i, row in enumerate(rows)]
 
 
 def split(rows: list[dict]) -> tuple[list[int], list[int]]:
@@ -317,9 +317,7 @@ def draft(args: argparse.Namespace) -> None:
         )
     args.out.mkdir(parents=True, exist_ok=True)
     if args.soft:
-        rows = [(row["prompt"] + row["tokens"])[: args.context] for row in own]
-        states = stored_states(target, rows, args.dtype, args.out / "hidden.safetensors")
-        documents = Documents(rows, [len(row["prompt"]) for row in own], states)
+        documents = documents_of(own, target, args, args.out / "hidden.safetensors")
         args.context = documents.tokens.shape[1]  # of the longest: no batch is wider
         objective = SoftLabels(model, target, documents, args.dtype)
         batches = Shuffled(learn, args.seed)
@@ -712,6 +710,15 @@ class Documents:
         return tokens.where(real, -100)
 
 
+def documents_of(
+    own: list[dict], target: Transformer, args: argparse.Namespace, file: Path
+) -> Documents:
+    """The rows, of --context tokens at most; the target's hidden states are kept in `file`."""
+    rows = [(row["prompt"] + row["tokens"])[: args.context] for row in own]
+    states = stored_states(target, rows, args.dtype, file)
+    return Documents(rows, [len(row["prompt"]) for row in own], states)
+
+
 class Keys:
     """Keys and values of all steps so far, in the place of a cache: training needs them all."""
 
@@ -813,11 +820,9 @@ def mtp(args: argparse.Namespace) -> None:
     args.device, rank, world = begin_distributed(args)
     target, tokenizer = plain_target(args)
     own = read_training(args.own) if args.own else corpus_rows(args.data, tokenizer, args)
-    rows = [(row["prompt"] + row["tokens"])[: args.context] for row in own]
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / (f"hidden.{rank}.safetensors" if world > 1 else "hidden.safetensors")
-    states = stored_states(target, rows, args.dtype, file)
-    documents = Documents(rows, [len(row["prompt"]) for row in own], states)
+    documents = documents_of(own, target, args, file)
     learn, measured = split(own)
     batches = Shuffled(learn, args.seed)
     head = Head(target.config)
@@ -849,10 +854,8 @@ def corpus_rows(data: Path, tokenizer: Tokenizer, args: argparse.Namespace) -> l
             break
         if tuple(tokens[:12]) not in seen:  # no document twice, or held-out ones would be known
             seen.add(tuple(tokens[:12]))
-            held_out = len(rows) % HELD_OUT == 0
-            rows.append({"kind": kind, "prompt": tokens[:1], "tokens": tokens[1:],
-                         "held out": held_out})  # fmt: skip
-    return rows
+            rows.append({"kind": kind, "prompt": tokens[:1], "tokens": tokens[1:]})
+    return marked(rows)
 
 
 def mtp_card(trainer: Trainer, args: argparse.Namespace, rates: dict[str, list[float]]) -> str:
