@@ -293,7 +293,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--methods", help="only these, between commas")
     p.add_argument("--data", type=Path, help="a corpus (see pretrain): its held-out text")
     p.add_argument("--kind", default="stories_en", help="with --data: the kind of text, or all")
-    p.add_argument("--prompts", type=int, default=20, help="with --data or --questions: how many")
+    p.add_argument("--prompts", type=int, default=20, help="how many at most")
+    p.add_argument("--earlier", type=int, default=0, metavar="N",
+                   help="with --data: lookahead-auto also after N more texts of the target's own, "
+                   "whose n-grams its pool begins with")  # fmt: skip
     p.add_argument("--max-new-tokens", type=int, default=150)
     p.add_argument("--temperature", help="one or several, between commas (default: 0,0.7)")
     p.add_argument("--k", type=int, default=4, help="drafts of the draft model")
@@ -325,12 +328,16 @@ def check(args: argparse.Namespace) -> list[float]:
             raise UserError(f"--{flag} needs {package}: pip install {package}")
     if args.against and args.quantize:
         raise UserError("--against transformers compares float weights: leave --quantize out")
+    if args.earlier < 0 or (args.earlier and args.data is None):
+        raise UserError(f"--earlier {args.earlier}: a number of texts, from 0 on, and needs --data")
     given = [f for f in ("shape", "questions", "advise") if getattr(args, f)]
     if len(given) > 1 or (given and (args.plots or args.against)):
         raise UserError(f"--{given[0]} makes a report of its own: give it alone")
     for report, flag, why in (
         ("shape", "methods", "measures chains of drafts"), ("shape", "temperature", "is greedy"),
         ("advise", "temperature", "is greedy"), ("advise", "json", "prints text"),
+        ("advise", "earlier", "has no use for a pool"), ("shape", "earlier", "writes no texts"),
+        ("questions", "earlier", "asks each question afresh"),
         ("questions", "json", "prints text and writes --answers"),
     ):  # fmt: skip
         if getattr(args, report) and getattr(args, flag):
@@ -361,25 +368,47 @@ def main(argv: list[str] | None = None) -> None:
     if tokenizer is None:
         raise UserError(f"{args.model} has no tokenizer.json")
     methods = methods_of(args, model, tokenizer)
+    if args.earlier and "lookahead-auto" not in methods:
+        raise UserError("--earlier is for lookahead-auto: add it to --methods")
     if args.compile:
         compile_parts(model, {k: v for each in methods.values() for k, v in each.items()})
     if args.questions:
         return answer_questions(args, model, tokenizer, methods, temperatures[0])
-    texts = dict.fromkeys(list(KINDS) if args.kind == "all" else [args.kind], PROMPTS)
+    kinds = list(KINDS) if args.kind == "all" else [args.kind]
+    texts = dict.fromkeys(kinds, PROMPTS[: args.prompts])
     if args.data:
-        texts = held_out_prompts(args.data, list(texts), tokenizer, args.prompts)
+        n = args.prompts + args.earlier
+        texts = held_out_prompts(args.data, kinds, tokenizer, n)
     if args.advise:
         return advise(model, tokenizer, methods, texts, args.max_new_tokens)
     drafts = [options["draft"] for options in methods.values() if "draft" in options]
     machine = Machine.of(model, drafts[0] if drafts else None)
     rows = []
-    for kind, prompts in texts.items():
+    for kind, beginnings in texts.items():
+        prompts, more = beginnings[: args.prompts], beginnings[args.prompts :]
         for temperature in temperatures:
-            found = table(model, tokenizer, methods, kind, prompts, temperature, machine, args)
+            every = methods | after_texts(model, tokenizer, more, temperature, args)
+            found = table(model, tokenizer, every, kind, prompts, temperature, machine, args)
             if not args.json:
                 show(found, len(prompts))
             rows += found
     report(args, rows, machine)
+
+
+def after_texts(
+    model: Transformer, tokenizer: Tokenizer, beginnings: list, temperature: float,
+    args: argparse.Namespace,
+) -> dict[str, dict]:  # fmt: skip
+    """The row of a lookahead whose pool knows what the target wrote after `beginnings`, as that of
+    a process that goes on answering would; of none, no row."""
+    if not beginnings:
+        return {}
+    earlier = []
+    for prompt in tqdm(beginnings, desc="earlier texts", unit="text"):
+        run = decode(model, tokenizer, prompt, max_new_tokens=args.max_new_tokens,
+                     temperature=temperature)  # fmt: skip
+        earlier.append(prompt + run.tokens)
+    return {f"lookahead-auto after {len(earlier)}": {"earlier": earlier}}
 
 
 def table(

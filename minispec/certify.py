@@ -473,6 +473,8 @@ def greedy_cases(model, seed: int) -> Iterator[tuple[str, Method]]:
     for block in (1, 4, 9):
         yield f"jacobi, block {block}", bound("jacobi", block=block)
     yield "lookahead-auto", bound("lookahead-auto")
+    texts = [[0, 1, 2, 0, 2, 1], list(range(20))]
+    yield "lookahead-auto, earlier texts", bound("lookahead-auto", earlier=texts)
     for i, (w, n, g) in enumerate(WNG):
         method = bound("lookahead", window=w, ngram=n, guesses=g, pool_from_prompt=bool(seed % 2))
         if seed in (0, i % 3 + 1):

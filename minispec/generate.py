@@ -250,15 +250,21 @@ def as_prompt(
         raise UserError(
             "the prompt is empty, and this model has no BOS token to begin with: give it some text"
         )
-    wrong = [i for i in ids if not 0 <= i < model.config.vocab_size]
-    if wrong:
-        raise UserError(
-            f"prompt id {wrong[0]} is out of range: "
-            f"the vocabulary has {model.config.vocab_size} ids"
-        )
+    in_range(ids, "prompt", model)
     if len(ids) >= model.config.context:
         raise UserError(
             f"the prompt has {len(ids)} tokens, the context only {model.config.context}: shorten it"
+        )
+    return ids
+
+
+def in_range(ids: list[int], what: str, model: Transformer) -> list[int]:
+    """`ids`, all of which the model must know."""
+    wrong = [i for i in ids if not 0 <= i < model.config.vocab_size]
+    if wrong:
+        raise UserError(
+            f"{what} id {wrong[0]} is out of range: "
+            f"the vocabulary has {model.config.vocab_size} ids"
         )
     return ids
 
@@ -351,6 +357,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--guesses", type=int, help="lookahead: G, guesses verified in a pass")
     p.add_argument("--pool-from-prompt", action="store_true", default=None,
                    help="lookahead: prompt and output join the pool")  # fmt: skip
+    p.add_argument("--earlier", metavar="FILE",
+                   help="lookahead: a UTF-8 text whose n-grams the pool begins with")  # fmt: skip
     p.add_argument("--auto", action="store_true", default=None,
                    help="lookahead: W, N and G by what pays (lookahead-auto)")  # fmt: skip
     p.add_argument("--prompt-ids", help="the prompt as token ids: 1,2,3")
@@ -404,6 +412,7 @@ FLAGS = {
     "ngram": ("lookahead", "prompt-lookup"),
     "guesses": ("lookahead",),
     "pool_from_prompt": ("lookahead",),
+    "earlier": ("lookahead",),
     "auto": ("lookahead",),
 }
 LOOKAHEAD = "window", "ngram", "guesses", "pool_from_prompt"  # what --auto chooses
@@ -456,6 +465,8 @@ def method_options(
         draft, its_tokenizer = load(name, model.dtype, str(model.device), args.quantize)
         check_vocabularies(tokenizer, its_tokenizer, model, draft)
         options["draft"] = draft
+    if args.earlier is not None:
+        options["earlier"] = [read_earlier(args.earlier, model, tokenizer)]
     if args.draft_temperature is not None:
         options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
     if args.method in ("medusa", "medusa-typical"):
@@ -570,16 +581,29 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
                 f"--prompt-ids {args.prompt_ids!r}: must be integers between commas: 1,2,3"
             ) from None
     if args.prompt_file is not None:
-        try:
-            return Path(args.prompt_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"the prompt file {args.prompt_file} cannot be read: {error}") from None
+        return read_text(args.prompt_file, "the prompt file")
     if sys.stdin.isatty():
         raise UserError("no prompt: give a text, --prompt-ids, --prompt-file, or pipe one in")
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not UTF-8 text: {error}") from None
+
+
+def read_text(file: str, what: str) -> str:
+    """A file of the user's, in UTF-8."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{what} {file} cannot be read: {error}") from None
+
+
+def read_earlier(file: str, model: Transformer, tokenizer: Tokenizer | None) -> list[int]:
+    """The tokens of --earlier."""
+    text = read_text(file, "--earlier")
+    if tokenizer is None:
+        raise UserError("--earlier needs a tokenizer.json, which this model lacks")
+    return in_range(tokenizer.encode(text), "--earlier", model)
 
 
 def show(run: Run, args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:

@@ -7,7 +7,7 @@ along it are good guesses later, wherever their first token comes up again.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -152,26 +152,34 @@ class Pool:
         return [list(rest) for rest in reversed(self.known.get(token, {}))]
 
 
+def pool_of(texts: Sequence[list[int]], n: int, most: int) -> Pool:
+    """A pool that knows the n-grams of these texts, those of the last one best."""
+    pool = Pool(most)
+    for text in texts:
+        pool.add_all(text, n, len(text))
+    return pool
+
+
 # ---- lookahead decoding --------------------------------------------------------------------------
 
 
 def lookahead(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
     cache: KVCache | None = None, window: int = 5, ngram: int = 4, guesses: int = 5,
-    pool_from_prompt: bool = False,
+    pool_from_prompt: bool = False, earlier: Sequence[list[int]] = (),
 ) -> Iterator[Step]:  # fmt: skip
     """Fu et al. 2024, algorithms 2 to 4: W = `window`, N = `ngram`, G = `guesses`.
 
     A pass carries the current token, the window, and the pool's continuations of the current token
-    merged into a trie. With `pool_from_prompt` the n-grams of prompt and output join the pool.
+    merged into a trie. With `pool_from_prompt` the n-grams of prompt and output join the pool. It
+    begins with those of the `earlier` texts, token ids each, such as what the target wrote before.
     """
     check_sizes(window, ngram, guesses)
     cache = cache or model.new_cache()
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)
-    ahead, pool = Window(prompt, window, ngram), Pool(guesses)
-    if pool_from_prompt:
-        pool.add_all(tokens, ngram, len(tokens))
+    ahead = Window(prompt, window, ngram)
+    pool = pool_of([*earlier, *([tokens] if pool_from_prompt else [])], ngram, guesses)
     yield Step()
     while True:
         tree = Tree.merged(tokens[-1], pool.after(tokens[-1])).first(cache.room)
@@ -223,17 +231,17 @@ GUESSED = 8  # tokens of guesses that a pass is supposed to carry when W is chos
 
 def lookahead_auto(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None,
+    cache: KVCache | None = None, earlier: Sequence[list[int]] = (),
 ) -> Iterator[Step]:  # fmt: skip
     """Lookahead with W, N and G chosen by what passes cost here and how often guesses hit, down to
-    plain decoding where nothing pays. The pool also learns from prompt and output."""
+    plain decoding where nothing pays. The pool also learns from prompt and output, after the
+    `earlier` texts."""
     cache = cache or model.new_cache()
     choice = Choice(cost_curve(model))
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)
     ngram = len(DEEP) + 1
-    ahead, pool = None, Pool(len(RANK))
-    pool.add_all(tokens, ngram, len(tokens))
+    ahead, pool = None, pool_of([*earlier, tokens], ngram, len(RANK))
     yield Step()
     while True:
         if choice.is_due():

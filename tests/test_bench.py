@@ -86,6 +86,8 @@ def test_the_command_writes_json_and_refuses_nonsense(tmp_path, capsys):
         ["--advise", "--json"], ["--advise", "--temperature", "0"],
         ["--questions", "q", "--answers", "a", "--temperature", "0,1"],
         ["--questions", "nowhere"], ["--questions", "nowhere", "--answers", str(tmp_path)],
+        ["--earlier", "3"], ["--earlier", "-1"], ["--shape", "qwen2.5-0.5b", "--earlier", "3"],
+        ["--earlier", "3", "--data", str(tmp_path), "--methods", "jacobi"],
     ):  # fmt: skip
         with pytest.raises(SystemExit) as caught:
             bench.main([*options, *wrong])

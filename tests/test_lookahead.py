@@ -1,5 +1,6 @@
 """Jacobi and lookahead decoding: the iteration, the window, the pool, and the choice of sizes."""
 
+import json
 import random
 from functools import partial
 
@@ -183,6 +184,47 @@ def test_the_prompt_s_n_grams_are_guesses_from_the_first_pass_on():
     assert len(without.rounds[0].tokens) == 1
 
 
+@pytest.mark.parametrize("method", ["lookahead", "lookahead-auto"])
+def test_the_n_grams_of_earlier_texts_are_guesses_from_the_first_pass_on(method, monkeypatch):
+    monkeypatch.setattr(lookahead, "cost_curve", lambda model: [0.0] + [1.0] * 64)
+    model, _ = count_up(6, 1)
+    earlier = [[3, 3, 3], [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]
+    for _ in range(2):  # nothing stays from run to run, in the texts least of all
+        run = decode(model, None, [0], method, earlier=earlier, max_new_tokens=20)
+        assert run.tokens == [(1 + i) % 6 for i in range(20)]
+        assert len(run.rounds[0].tokens) > 1
+        assert earlier == [[3, 3, 3], [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]
+        assert len(decode(model, None, [0], method, max_new_tokens=20).rounds[0].tokens) == 1
+
+
+def test_greedy_tokens_are_plain_decoding_s_after_any_texts(monkeypatch):
+    monkeypatch.setattr(lookahead, "cost_curve", lambda model: [0.0] + [1.0] * 64)
+    for seed in range(6):
+        model, prompt = random_model(seed), random_tokens(3, seed)
+        plain = decode(model, None, prompt, max_new_tokens=40)
+        texts = [random_tokens(n, seed + n) for n in (0, 1, 3, 60)] + [plain.tokens]
+        for method in ("lookahead", "lookahead-auto"):
+            run = decode(model, None, prompt, method, earlier=texts, max_new_tokens=40)
+            assert run.tokens == plain.tokens and len(run.rounds) < 40
+
+
+def test_a_file_s_n_grams_are_the_pool_s(tmp_path, capsys):
+    options = ["--method", "lookahead", "--json", "--max-new-tokens", "12", "--dtype", "float64"]
+    generate.main(["Once upon a time", *options])
+    without = json.loads(capsys.readouterr().out)
+    file = tmp_path / "earlier.txt"
+    file.write_text("Once upon a time" + without["text"], encoding="utf-8")
+    generate.main(["Once upon a time", *options, "--earlier", str(file)])
+    after = json.loads(capsys.readouterr().out)
+    assert after["tokens"] == without["tokens"]
+    assert after["stats"]["target_passes"] < without["stats"]["target_passes"]
+    for wrong in (str(tmp_path / "nowhere"), str(tmp_path)):
+        with pytest.raises(SystemExit) as ended:
+            generate.main(["x", *options, "--earlier", wrong])
+        assert ended.value.code == 2
+        assert "--earlier" in (error := capsys.readouterr().err) and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("method", ["lookahead", "lookahead-auto", "jacobi"])
 def test_up_to_the_last_token_of_the_context(method):
     model = random_model(context=40)
@@ -327,6 +369,7 @@ def test_impossible_sizes_are_refused(method, options, message):
     [
         (["--method", "jacobi", "--window", "3"], "--window is for --method lookahead"),
         (["--method", "lookahead", "--block", "3"], "--block is for --method jacobi"),
+        (["--method", "jacobi", "--earlier", "x"], "--earlier is for --method lookahead"),
         (["--auto"], "--auto is for --method lookahead, not for autoregressive"),
         (["--method", "lookahead", "--auto", "--window", "3"], "give it alone"),
         (["--method", "lookahead", "--auto", "--pool-from-prompt"], "give it alone"),
