@@ -330,6 +330,23 @@ def check(args: argparse.Namespace) -> list[float]:
         raise UserError("--against transformers compares float weights: leave --quantize out")
     if args.earlier < 0 or (args.earlier and args.data is None):
         raise UserError(f"--earlier {args.earlier}: a number of texts, from 0 on, and needs --data")
+    check_report(args)
+    default = "0" if args.questions else "0,0.7"
+    try:
+        temperatures = [float(part) for part in (args.temperature or default).split(",")]
+    except ValueError:
+        temperatures = [-1.0]
+    if not all(0 <= t < float("inf") for t in temperatures):
+        raise UserError(f"--temperature {args.temperature}: must be numbers from 0 on, as 0,0.7")
+    if args.questions and len(temperatures) > 1:
+        raise UserError("--questions is asked at one temperature")
+    if args.against and 0 not in temperatures:
+        raise UserError("--against transformers is for greedy decoding: --temperature 0")
+    return temperatures
+
+
+def check_report(args: argparse.Namespace) -> None:
+    """A report of its own excludes other flags."""
     given = [f for f in ("shape", "questions", "advise") if getattr(args, f)]
     if len(given) > 1 or (given and (args.plots or args.against)):
         raise UserError(f"--{given[0]} makes a report of its own: give it alone")
@@ -344,18 +361,6 @@ def check(args: argparse.Namespace) -> list[float]:
             raise UserError(f"--{report} {why}: leave --{flag} out")
     if (args.questions is None) != (args.answers is None):
         raise UserError("--questions FILE and --answers DIR belong together")
-    default = "0" if args.questions else "0,0.7"
-    try:
-        temperatures = [float(part) for part in (args.temperature or default).split(",")]
-    except ValueError:
-        temperatures = [-1.0]
-    if not all(0 <= t < float("inf") for t in temperatures):
-        raise UserError(f"--temperature {args.temperature}: must be numbers from 0 on, as 0,0.7")
-    if args.questions and len(temperatures) > 1:
-        raise UserError("--questions is asked at one temperature")
-    if args.against and 0 not in temperatures:
-        raise UserError("--against transformers is for greedy decoding: --temperature 0")
-    return temperatures
 
 
 @command

@@ -425,17 +425,23 @@ def exact_cases(quick: bool) -> Iterator[Proof]:
     for name, options in mtp_options(model, 4):
         if not quick or "compressed" in name:
             yield Proof(f"fastmtp, {name}", bound("fastmtp", **options), few, n=2, model=model)
-    if quick:
-        return
+    if not quick:
+        yield from larger_cases()
+
+
+def larger_cases() -> Iterator[Proof]:
+    """More of them, for a full run."""
+    few, every, other = ("T=1",), tuple(SAMPLINGS), Toy(77)
     yield Proof("jacobi, block 3", bound("jacobi", block=3), n=3)
     yield Proof("lookahead-auto", bound("lookahead-auto"), few, n=3)
-    full = bound("medusa", heads=heads, tree=every_path(3, 63))
+    full = bound("medusa", heads=ToyHeads(4), tree=every_path(3, 63))
     yield Proof("medusa, 64 nodes", full, few, n=2)
     yield Proof("autoregressive", bound("autoregressive"))
-    deep = speculative(k=3, draft=Toy(77, vocab=2))
+    deep = bound("speculative", k=3, draft=Toy(77, vocab=2))
     yield Proof("speculative k=3, two tokens", deep, ("T=1", "greedy"), vocab=2)
-    yield Proof("speculative k=2, self", speculative(draft=Toy(5)))
-    yield Proof("speculative k=2, hot draft", speculative(draft_sampling=Sampling(2.0)), n=2)
+    yield Proof("speculative k=2, self", bound("speculative", k=2, draft=Toy(5)))
+    hot = bound("speculative", k=2, draft=other, draft_sampling=Sampling(2.0))
+    yield Proof("speculative k=2, hot draft", hot, n=2)
     for shape in ("deep", "bushy"):
         for kind in KINDS:
             method = tree_method(Toy(77, vocab=2), shape, kind)

@@ -91,22 +91,14 @@ def read_config(directory: Path) -> Config:
             f"{path}: model_type {family!r} is not supported (only {', '.join(FAMILIES)})"
         )
     refuse_unsupported(path, raw)
-    heads, hidden = keys.count("num_attention_heads"), keys.count("hidden_size")
-    kv_heads = keys.count("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise UserError(
-            f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
-        )
-    head_dim = keys.count("head_dim", hidden // heads)
-    if head_dim % 2:
-        raise keys.wrong("head_dim", "even")
+    heads, kv_heads, head_dim = read_heads(keys)
     bias, qk_norm = FAMILIES[family]
     if family in ("llama", "qwen3", "mimo"):  # the others' code does not ask
         bias = keys.flag("attention_bias", bias)
     theta, scaling = read_rope(keys)
     bos = keys.ids("bos_token_id")
     return Config(
-        hidden_size=hidden,
+        hidden_size=keys.count("hidden_size"),
         intermediate_size=keys.count("intermediate_size"),
         layers=keys.count("num_hidden_layers"),
         heads=heads,
@@ -127,6 +119,21 @@ def read_config(directory: Path) -> Config:
         bos_id=bos[0] if bos else None,
         eos_ids=read_eos(directory, keys),
     )
+
+
+def read_heads(keys: Keys) -> tuple[int, int, int]:
+    """Heads, heads of keys and values, and the size of each."""
+    heads = keys.count("num_attention_heads")
+    kv_heads = keys.count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UserError(
+            f"{keys.path}: num_attention_heads {heads} is no multiple of num_key_value_heads "
+            f"{kv_heads}"
+        )
+    head_dim = keys.count("head_dim", keys.count("hidden_size") // heads)
+    if head_dim % 2:
+        raise keys.wrong("head_dim", "even")
+    return heads, kv_heads, head_dim
 
 
 def read_eos(directory: Path, keys: Keys) -> tuple[int, ...]:

@@ -619,14 +619,7 @@ def tree(args: argparse.Namespace) -> None:
         args.data, [args.kind], tokenizer, args.documents, args.prompt_tokens, SKIPPED
     )[args.kind]
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    n = args.tokens
-    answers = sample_batch(target, prompts, n, sampling, torch.Generator().manual_seed(args.seed))
-    rows = [prompt + answer for prompt, answer in zip(prompts, answers)]
-    states = hidden_states(target, rows, torch.float32)
-    ranks = [
-        ranks_of(heads, target, hidden, labels_of(row, len(prompt), len(heads)))
-        for row, prompt, hidden in zip(rows, prompts, states)
-    ]
+    ranks = continued(target, prompts, heads, sampling, args)
     heads.accuracy = accuracy_of(torch.cat(ranks, 1))
     print(accuracy_table(heads.accuracy))
     trees = candidates(heads, target)
@@ -640,18 +633,39 @@ def tree(args: argparse.Namespace) -> None:
                   f"{each.cost:>20.2f}{each.tokens / each.cost:>10.2f}")  # fmt: skip
     heads.tree = best.paths
     save_tree(heads, Path(args.heads))
-    runs = [measured(target, prompt, sampling, heads, n) for prompt in prompts[: args.measured]]
+    decoded = prompts[: args.measured]
+    runs = [measured(target, prompt, sampling, heads, args.tokens) for prompt in decoded]
     tokens, passes = map(sum, zip(*runs))
     result = (
         f"chosen: {len(best.paths)} nodes; expected {best.tokens:.2f} tokens a pass, "
         f"measured {tokens / passes:.2f} over {len(runs)} prompts"
     )
     print(result)
+    renew_card(args, heads, len(prompts), result)
+
+
+def continued(
+    target: Transformer, prompts: list[list[int]], heads: Heads, sampling: Sampling,
+    args: argparse.Namespace,
+) -> list[Tensor]:  # fmt: skip
+    """The ranks (K, n) that the heads give the target's own continuation of each prompt."""
+    generator = torch.Generator().manual_seed(args.seed)
+    answers = sample_batch(target, prompts, args.tokens, sampling, generator)
+    rows = [prompt + answer for prompt, answer in zip(prompts, answers)]
+    states = hidden_states(target, rows, torch.float32)
+    return [
+        ranks_of(heads, target, hidden, labels_of(row, len(prompt), len(heads)))
+        for row, prompt, hidden in zip(rows, prompts, states)
+    ]
+
+
+def renew_card(args: argparse.Namespace, heads: Heads, texts: int, result: str) -> None:
+    """The section about the tree, in the card beside the heads if there is one."""
     card = Path(args.heads) / "README.md"
     if card.exists():
         kept = card.read_text(encoding="utf-8").split("## The tree")[0]
         section = TREE_SECTION.format(
-            command=shown(sys.argv[1:]), kind=args.kind, texts=len(prompts),
+            command=shown(sys.argv[1:]), kind=args.kind, texts=texts,
             table=accuracy_table(heads.accuracy), result=result,
         )  # fmt: skip
         card.write_text(kept + section, encoding="utf-8")
@@ -907,6 +921,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m minispec.distill", description=__doc__.split("\n")[0]
     )
     commands = p.add_subparsers(dest="command", required=True)
+    for add in add_generate, add_draft, add_medusa, add_mtp, add_tree:
+        add(commands).add_argument("--model", default="weights/target", help="the target")
+    args = p.parse_args(argv)
+    if args.command in ("draft", "medusa", "mtp"):
+        return checked(args)
+    counts = "documents", "tokens", "batch", "prompt_tokens", "nodes", "measured"
+    for name in counts:
+        if name in args and getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    return args
+
+
+def own_argument(p: argparse.ArgumentParser, required: bool = True) -> None:
+    p.add_argument("--own", type=Path, nargs="+", required=required,
+                   help="what `generate` wrote, in a file or more")  # fmt: skip
+
+
+def add_generate(commands) -> argparse.ArgumentParser:
     g = commands.add_parser("generate", help="sample the target's own text")
     g.set_defaults(run=generate)
     g.add_argument("--data", type=Path, required=True, help="the corpus that gives the beginnings")
@@ -916,26 +948,44 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     g.add_argument("--batch", type=int, default=64)
     sampling_arguments(g, temperature=0.6, top_k=20, top_p=0.95)
     g.add_argument("--out", type=Path, required=True, help="a .jsonl file, appended to")
+    return g
+
+
+def add_draft(commands) -> argparse.ArgumentParser:
     d = commands.add_parser("draft", help="train a draft on that text")
     d.set_defaults(run=draft)
     d.add_argument("--soft", action="store_true", help="learn the target's laws, not its tokens")
     model_arguments(d, layers=3, width=64, heads=2, ffn=160)
     training_arguments(d, steps=1500)
+    own_argument(d)
+    return d
+
+
+def add_medusa(commands) -> argparse.ArgumentParser:
     m = commands.add_parser("medusa", help="train Medusa heads on that text")
     m.set_defaults(run=medusa_heads)
     m.add_argument("--heads", type=int, default=4)
     m.add_argument("--layers", type=int, default=1, help="residual blocks of a head")
     m.add_argument("--shared", action="store_true", help="end in the target's lm_head (layout v2)")
     training_arguments(m, steps=2000, batch_tokens=2048, context=1, lr=1e-3)
+    own_argument(m)
+    return m
+
+
+def add_mtp(commands) -> argparse.ArgumentParser:
     f = commands.add_parser("mtp", help="train FastMTP's head on that text")
     f.set_defaults(run=mtp)
     f.add_argument("--k", type=int, default=3, help="steps of the head on its own output")
     f.add_argument("--beta", type=float, default=0.6, help="weight of a step over the one before")
     f.add_argument("--mode", choices=["aligned", "parallel"], default="aligned")
-    f.add_argument("--own", type=Path, nargs="+", help="what `generate` wrote, in a file or more")
+    own_argument(f, required=False)
     f.add_argument("--data", type=Path, help="instead of --own: a corpus, as a control")
     f.add_argument("--documents", type=int, default=6000, help="with --data: how many")
     training_arguments(f, steps=1000, batch_tokens=3584, context=224, lr=4e-3)
+    return f
+
+
+def add_tree(commands) -> argparse.ArgumentParser:
     t = commands.add_parser("tree", help="measure Medusa heads, and choose the tree for them")
     t.set_defaults(run=tree)
     t.add_argument("--heads", default="weights/medusa", help="their directory; its tree is renewed")
@@ -947,19 +997,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     sampling_arguments(t, temperature=0.0, top_k=0, top_p=1.0)
     t.add_argument("--nodes", type=int, help="default: what pays most on this machine")
     t.add_argument("--measured", type=int, default=10, help="texts that are decoded for real")
-    for each in (d, m):
-        each.add_argument("--own", type=Path, nargs="+", required=True,
-                          help="what `generate` wrote, in a file or more")  # fmt: skip
-    for each in (g, d, m, f, t):
-        each.add_argument("--model", default="weights/target", help="the target")
-    args = p.parse_args(argv)
-    if args.command in ("draft", "medusa", "mtp"):
-        return checked(args)
-    counts = "documents", "tokens", "batch", "prompt_tokens", "nodes", "measured"
-    for name in counts:
-        if name in args and getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
-    return args
+    return t
 
 
 @command

@@ -173,12 +173,7 @@ def fastmtp(
     The head draws with `draft_sampling` (default: as the target does) over the `vocabulary` of the
     text's language (default: the full one). Any choice is lossless.
     """
-    if k != "auto" and k < 1:
-        raise UserError(f"k {k}: must be auto or at least 1")
-    if k == "auto" and tree:
-        raise UserError("k auto is for chains: give a tree its depth, as k 4")
-    if tree < 0:
-        raise UserError(f"tree {tree}: must be 0 (a chain) or a number of nodes")
+    check_sizes(k, tree)
     cache = cache or model.new_cache()
     drafter = Drafter(head, model, cache.capacity, offset=cache.length)
     words = vocabulary or Compressed({}, model)
@@ -206,6 +201,15 @@ def fastmtp(
             length.observe(guess, path)
         tokens += new
         yield Step(new, guess, path)
+
+
+def check_sizes(k: int | str, tree: int) -> None:
+    if k != "auto" and k < 1:
+        raise UserError(f"k {k}: must be auto or at least 1")
+    if k == "auto" and tree:
+        raise UserError("k auto is for chains: give a tree its depth, as k 4")
+    if tree < 0:
+        raise UserError(f"tree {tree}: must be 0 (a chain) or a number of nodes")
 
 
 class Length:

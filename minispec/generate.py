@@ -344,6 +344,37 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--model", default=str(WEIGHTS / "target"), help="checkpoint directory or hub id"
     )
+    method_flags(p)
+    p.add_argument("--prompt-ids", help="the prompt as token ids: 1,2,3")
+    p.add_argument("--prompt-file", help="a UTF-8 file that holds the prompt")
+    p.add_argument(
+        "--chat", action="store_true", help="a conversation: one line of standard input per turn"
+    )
+    p.add_argument("--max-new-tokens", type=int, default=200)
+    p.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
+    p.add_argument("--top-k", type=int, default=0, help="0 (default): off")
+    p.add_argument("--top-p", type=float, default=1.0, help="1 (default): off")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--ignore-eos", action="store_true", help="go on after the model's end tokens")
+    p.add_argument(
+        "--stop", action="append", default=[], metavar="S", help="end before this text (repeatable)"
+    )
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda, mps")
+    p.add_argument(
+        "--dtype",
+        default="auto",
+        help="auto (bfloat16 on a GPU, else float32), float64, float32, bfloat16",
+    )
+    p.add_argument("--quantize", choices=["int8"], help="int8 weights, of target and draft")
+    p.add_argument(
+        "--compile", action="store_true", help="passes as compiled graphs: minutes, but only once"
+    )
+    output_flags(p)
+    return p.parse_args(argv)
+
+
+def method_flags(p: argparse.ArgumentParser) -> None:
+    """Those of FLAGS, which belong to some methods only."""
     p.add_argument("--draft", help="speculative: the draft (default: the shipped one)")
     p.add_argument("--draft-temperature", type=float, help="speculative: default as --temperature")
     p.add_argument("--k", help="drafts a round: a number, or auto (speculative, fastmtp)")
@@ -361,30 +392,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                    help="lookahead: a UTF-8 text whose n-grams the pool begins with")  # fmt: skip
     p.add_argument("--auto", action="store_true", default=None,
                    help="lookahead: W, N and G by what pays (lookahead-auto)")  # fmt: skip
-    p.add_argument("--prompt-ids", help="the prompt as token ids: 1,2,3")
-    p.add_argument("--prompt-file", help="a UTF-8 file that holds the prompt")
-    p.add_argument("--max-new-tokens", type=int, default=200)
-    p.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
-    p.add_argument("--top-k", type=int, default=0, help="0 (default): off")
-    p.add_argument("--top-p", type=float, default=1.0, help="1 (default): off")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--ignore-eos", action="store_true", help="go on after the model's end tokens")
-    p.add_argument(
-        "--stop", action="append", default=[], metavar="S", help="end before this text (repeatable)"
-    )
-    p.add_argument("--device", default="auto", help="auto, cpu, cuda, mps")
-    p.add_argument(
-        "--dtype",
-        default="auto",
-        help="auto (bfloat16 on a GPU, else float32), float64, float32, bfloat16",
-    )
-    p.add_argument(
-        "--chat", action="store_true", help="a conversation: one line of standard input per turn"
-    )
-    p.add_argument("--quantize", choices=["int8"], help="int8 weights, of target and draft")
-    p.add_argument(
-        "--compile", action="store_true", help="passes as compiled graphs: minutes, but only once"
-    )
+
+
+def output_flags(p: argparse.ArgumentParser) -> None:
+    """What is shown of a run."""
     p.add_argument("--stats", action="store_true", help="figures of the run on standard error")
     p.add_argument("--json", action="store_true", help="one JSON object instead of text")
     # two flags rather than one with a value: it must never take the prompt for its value
@@ -395,7 +406,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--color=full", dest="color", action="store_const", const="full",
                    help="and the rejected drafts, struck out")  # fmt: skip
     p.add_argument("--html", metavar="FILE", help="a page to step through the run, pass by pass")
-    return p.parse_args(argv)
 
 
 # the flags that belong to some methods only

@@ -94,9 +94,16 @@ def answer_questions(
                      "choices": [choice], "tstamp": time.time()}
                 )  # fmt: skip
         skipped += not choice["turns"]
+    report(answers, args.answers)
+    if skipped:
+        print(f"{skipped} of {len(questions)} questions are longer than the context: left out")
+
+
+def report(answers: dict[str, list[dict]], folder: Path) -> None:
+    """Each method's file, and a line about it."""
     speeds = {}
     for name, lines in answers.items():
-        file = args.answers / (name.replace(" ", "-") + ".jsonl")
+        file = folder / (name.replace(" ", "-") + ".jsonl")
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         file.write_text(text, encoding="utf-8")
         tokens, steps, seconds = (
@@ -109,5 +116,3 @@ def answer_questions(
             f"{speeds[name] / (speeds['autoregressive'] or 1):.2f}x  "
             f"{tokens / max(steps, 1):.2f} tokens a step  {file}"
         )
-    if skipped:
-        print(f"{skipped} of {len(questions)} questions are longer than the context: left out")

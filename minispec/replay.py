@@ -111,28 +111,34 @@ def bench_shape(args: argparse.Namespace) -> None:
 
     text, _, _ = run(0, [])  # warms up
     _, rounds, plain = run(0, [])
-    peak = peak_memory(device)
-    floor, curve, per_round = floor_seconds(model), cost_curve(model), plain / rounds
+    peak, curve, per_round = peak_memory(device), cost_curve(model), plain / rounds
     found = {
-        "shape": args.shape, "dtype": str(dtype).removeprefix("torch."), "device": str(device),
-        "int8": model.quantized, "compiled": model.compiled is not None,
-        "megabytes_per_pass": bytes_per_pass(model) / 1e6, "floor_ms": 1e3 * floor,
-        "pass_ms": 1e3 * pass_seconds(model, 1), "tokens_per_second": 1 / per_round,
-        "curve": {n: curve[n] for n in (2, 4, 8, 16, 32, 64)},
-        "memory_over_weights": None, "acceptance": args.acceptance, "rows": [],
+        "shape": args.shape, **machinery(model), "tokens_per_second": 1 / per_round,
+        "memory_over_weights": (peak - before) / bytes_per_pass(model) if peak else None,
+        "acceptance": args.acceptance, "rows": [],
     }  # fmt: skip
-    if peak:
-        found["memory_over_weights"] = (peak - before) / bytes_per_pass(model)
     for k in CHAINS:
         tokens, rounds, seconds = run(k, text)
+        expected = tokens_per_pass(args.acceptance, k)
         found["rows"].append(
-            {"k": k, "tokens_per_pass": len(tokens) / rounds,
-             "expected_tokens_per_pass": tokens_per_pass(args.acceptance, k),
+            {"k": k, "tokens_per_pass": len(tokens) / rounds, "expected_tokens_per_pass": expected,
              "speedup": per_round / (seconds / len(tokens)),
-             "predicted_speedup": tokens_per_pass(args.acceptance, k) / curve_at(curve, k + 1),
+             "predicted_speedup": expected / curve_at(curve, k + 1),
              "differing": sum(a != b for a, b in zip(tokens, text))}
         )  # fmt: skip
     print(json.dumps(found) if args.json else described(found))
+
+
+def machinery(model: Transformer) -> dict:
+    """How the model runs here, and what its passes cost."""
+    curve = cost_curve(model)
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
+        "int8": model.quantized, "compiled": model.compiled is not None,
+        "megabytes_per_pass": bytes_per_pass(model) / 1e6, "floor_ms": 1e3 * floor_seconds(model),
+        "pass_ms": 1e3 * pass_seconds(model, 1),
+        "curve": {n: curve[n] for n in (2, 4, 8, 16, 32, 64)},
+    }  # fmt: skip
 
 
 def described(found: dict) -> str:

@@ -191,13 +191,12 @@ def trace(
         cache.commit(step.path)
         new = emitted[done : done + len(step.tokens)]
         done += len(new)
-        texts = [stream.push(t) if stream and t not in eos else "" for t in new]
         passes.append(
             {
                 "rows": before,
                 "tokens": step.tokens,
                 "emitted": len(new),  # fewer than tokens where the run ended among them
-                "texts": texts,
+                "texts": [stream.push(t) if stream and t not in eos else "" for t in new],
                 "window": step.window,
                 **scored(logits, step, sampling, facts["stats"]["lossless"]),
             }
