@@ -246,6 +246,93 @@ def plain_target(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
     return target.requires_grad_(False), tokenizer
 
 
+# ---- documents and hidden states -----------------------------------------------------------------
+
+
+@torch.no_grad()
+def hidden_states(target: Transformer, rows: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
+    """The target's hidden states (n, d) of each row of n tokens; rows of like lengths together."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    states: list[Tensor] = [torch.empty(0)] * len(rows)
+    for start in tqdm(range(0, len(order), 64), desc="hidden states", unit="batch"):
+        part = order[start : start + 64]
+        batch = nn.utils.rnn.pad_sequence([torch.tensor(rows[i]) for i in part], batch_first=True)
+        with torch.autocast(target.device.type, dtype, enabled=dtype != torch.float32):
+            hidden = target(batch.to(target.device))
+        for i, states_of_i in zip(part, hidden):
+            states[i] = states_of_i[: len(rows[i])].to("cpu", dtype, copy=True)
+    return states
+
+
+def stored_states(
+    target: Transformer, rows: list[list[int]], dtype: torch.dtype, file: Path
+) -> list[Tensor]:
+    """`hidden_states`, computed once: read back from `file` where it holds those of the same rows
+    and model."""
+    weights = sum(float(p.detach().cpu().double().abs().sum()) for p in target.parameters())
+    key = hashlib.sha256(json.dumps([rows, weights, str(dtype)]).encode()).hexdigest()
+    lengths = [len(row) for row in rows]
+    if file.exists():
+        with safe_open(file, "pt") as stored:
+            if (stored.metadata() or {}).get("key") == key:
+                return list(stored.get_tensor("hidden").split(lengths))
+    states = hidden_states(target, rows, dtype)
+    write_tensors({"hidden": torch.cat(states)}, file, {"key": key})
+    return states
+
+
+class Documents:
+    """Whole documents, padded on the right to the longest of all."""
+
+    def __init__(self, rows: list[list[int]], prompts: list[int], states: list[Tensor]):
+        pad = nn.utils.rnn.pad_sequence
+        self.tokens = pad([torch.tensor(row) for row in rows], batch_first=True)  # (D, T)
+        self.hidden = states
+        self.prompts = torch.tensor(prompts)
+        self.lengths = torch.tensor([len(row) for row in rows])
+
+    def labels(self, index: Tensor, k: int) -> Tensor:
+        """Step k's label at i is token i + k + 1 if that is a generated one, else -100;
+        (B, T - 2)."""
+        at = torch.arange(self.tokens.shape[1] - 2) + k + 1  # (n,)
+        tokens = F.pad(self.tokens[index], (0, k))[:, k + 1 :][:, : len(at)]
+        real = (at < self.lengths[index, None]) & (at >= self.prompts[index, None])
+        return tokens.where(real, -100)
+
+
+def documents_of(
+    own: list[dict], target: Transformer, args: argparse.Namespace, file: Path
+) -> Documents:
+    """The rows, of --context tokens at most; the target's hidden states are kept in `file`."""
+    rows = [(row["prompt"] + row["tokens"])[: args.context] for row in own]
+    states = stored_states(target, rows, args.dtype, file)
+    return Documents(rows, [len(row["prompt"]) for row in own], states)
+
+
+class Shuffled:
+    """Batches of these numbers, in an order that changes every epoch."""
+
+    def __init__(self, numbers: list[int], seed: int):
+        self.numbers, self.seed = torch.tensor(numbers), seed
+        self.taken, self.epoch = 0, -1
+
+    def take(self, step: int, progress: float, rows: int, context: int) -> Tensor:
+        """The next numbers, (rows,); no batch reaches into the next epoch."""
+        epoch, batch = divmod(self.taken, max(len(self.numbers) // rows, 1))
+        if epoch != self.epoch:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self.epoch = epoch
+            self.order = self.numbers[torch.randperm(len(self.numbers), generator=generator)]
+        self.taken += 1
+        return self.order[batch * rows : (batch + 1) * rows]
+
+    def state(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
+
+
 # ---- a draft -------------------------------------------------------------------------------------
 
 
@@ -254,7 +341,7 @@ class SoftLabels(nn.Module):
     generated tokens, in nats. The target's hidden states are known: only its lm_head runs."""
 
     def __init__(
-        self, draft: Transformer, target: Transformer, documents: "Documents", dtype: torch.dtype
+        self, draft: Transformer, target: Transformer, documents: Documents, dtype: torch.dtype
     ):
         super().__init__()
         self.draft, self.documents, self.dtype = draft, documents, dtype
@@ -379,41 +466,6 @@ temperature 1.
 """
 
 
-# ---- hidden states -------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def hidden_states(target: Transformer, rows: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
-    """The target's hidden states (n, d) of each row of n tokens; rows of like lengths together."""
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    states: list[Tensor] = [torch.empty(0)] * len(rows)
-    for start in tqdm(range(0, len(order), 64), desc="hidden states", unit="batch"):
-        part = order[start : start + 64]
-        batch = nn.utils.rnn.pad_sequence([torch.tensor(rows[i]) for i in part], batch_first=True)
-        with torch.autocast(target.device.type, dtype, enabled=dtype != torch.float32):
-            hidden = target(batch.to(target.device))
-        for i, states_of_i in zip(part, hidden):
-            states[i] = states_of_i[: len(rows[i])].to("cpu", dtype, copy=True)
-    return states
-
-
-def stored_states(
-    target: Transformer, rows: list[list[int]], dtype: torch.dtype, file: Path
-) -> list[Tensor]:
-    """`hidden_states`, computed once: read back from `file` where it holds those of the same rows
-    and model."""
-    weights = sum(float(p.detach().cpu().double().abs().sum()) for p in target.parameters())
-    key = hashlib.sha256(json.dumps([rows, weights, str(dtype)]).encode()).hexdigest()
-    lengths = [len(row) for row in rows]
-    if file.exists():
-        with safe_open(file, "pt") as stored:
-            if (stored.metadata() or {}).get("key") == key:
-                return list(stored.get_tensor("hidden").split(lengths))
-    states = hidden_states(target, rows, dtype)
-    write_tensors({"hidden": torch.cat(states)}, file, {"key": key})
-    return states
-
-
 # ---- Medusa --------------------------------------------------------------------------------------
 
 
@@ -428,30 +480,6 @@ def labels_of(tokens: list[int], prompt: int, heads: int) -> Tensor:
         rest = torch.tensor(tokens[first + k + 2 :], dtype=torch.long)
         labels[first : first + len(rest), k] = rest
     return labels
-
-
-class Shuffled:
-    """Batches of these numbers, in an order that changes every epoch."""
-
-    def __init__(self, numbers: list[int], seed: int):
-        self.numbers, self.seed = torch.tensor(numbers), seed
-        self.taken, self.epoch = 0, -1
-
-    def take(self, step: int, progress: float, rows: int, context: int) -> Tensor:
-        """The next numbers, (rows,); no batch reaches into the next epoch."""
-        epoch, batch = divmod(self.taken, max(len(self.numbers) // rows, 1))
-        if epoch != self.epoch:
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            self.epoch = epoch
-            self.order = self.numbers[torch.randperm(len(self.numbers), generator=generator)]
-        self.taken += 1
-        return self.order[batch * rows : (batch + 1) * rows]
-
-    def state(self) -> dict[str, int]:
-        return {"taken": self.taken}
-
-    def restore(self, state: dict[str, int]) -> None:
-        self.taken = state["taken"]
 
 
 class Positions:
@@ -703,34 +731,6 @@ def along(ranks: list[Tensor], paths: list[Ranks]) -> float:
 
 
 # ---- FastMTP -------------------------------------------------------------------------------------
-
-
-class Documents:
-    """Whole documents, padded on the right to the longest of all."""
-
-    def __init__(self, rows: list[list[int]], prompts: list[int], states: list[Tensor]):
-        pad = nn.utils.rnn.pad_sequence
-        self.tokens = pad([torch.tensor(row) for row in rows], batch_first=True)  # (D, T)
-        self.hidden = states
-        self.prompts = torch.tensor(prompts)
-        self.lengths = torch.tensor([len(row) for row in rows])
-
-    def labels(self, index: Tensor, k: int) -> Tensor:
-        """Step k's label at i is token i + k + 1 if that is a generated one, else -100;
-        (B, T - 2)."""
-        at = torch.arange(self.tokens.shape[1] - 2) + k + 1  # (n,)
-        tokens = F.pad(self.tokens[index], (0, k))[:, k + 1 :][:, : len(at)]
-        real = (at < self.lengths[index, None]) & (at >= self.prompts[index, None])
-        return tokens.where(real, -100)
-
-
-def documents_of(
-    own: list[dict], target: Transformer, args: argparse.Namespace, file: Path
-) -> Documents:
-    """The rows, of --context tokens at most; the target's hidden states are kept in `file`."""
-    rows = [(row["prompt"] + row["tokens"])[: args.context] for row in own]
-    states = stored_states(target, rows, args.dtype, file)
-    return Documents(rows, [len(row["prompt"]) for row in own], states)
 
 
 class Keys:
