@@ -13,6 +13,7 @@ from minispec.certify import random_head
 from minispec.compiled import Compiled, Function, compile_head, compile_model, digest, graphs_on_gpu
 from minispec.errors import UserError
 from minispec.fastmtp import fastmtp
+from minispec.generate import decode
 from minispec.sampling import Sampling, Seeded
 
 
@@ -130,6 +131,22 @@ def test_gpu_graphs_compute_the_same_where_the_backend_is_eager():
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
             for cache in caches:
                 cache.commit(list(range(n)))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_graphs_decode_what_eager_passes_do():
+    """In float64, so that tokens must be equal; every run has a cache of its own."""
+    plain, graphed = random_model(2).cuda(), random_model(2).cuda()
+    compile_model(graphed)
+    methods = {
+        "autoregressive": {}, "speculative": {"draft": random_model(3).cuda(), "k": 3},
+        "lookahead": {"window": 2, "ngram": 3, "guesses": 2},
+    }  # fmt: skip
+    for prompt in ([1, 2, 3], [4]):
+        expected = decode(plain, None, prompt, max_new_tokens=30).tokens
+        for method, options in methods.items():
+            run = decode(graphed, None, prompt, method, max_new_tokens=30, **options)
+            assert run.tokens == expected, method
 
 
 @pytest.mark.slow
