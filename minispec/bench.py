@@ -11,6 +11,7 @@ Greedy output is compared with plain decoding's token by token on the way.
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from minispec.advise import advise
 from minispec.checkpoint import load
 from minispec.cost import cost_curve, curve_at, floor_seconds, least_in_turn, one_pass
-from minispec.errors import UserError, command
+from minispec.errors import UserError, command, make_folder
 from minispec.fastmtp import load_head
 from minispec.generate import (
     WEIGHTS,
@@ -201,7 +202,7 @@ def number(value: float | None) -> str:
 
 def show(rows: list[Row], prompts: int) -> None:
     """One kind's table at one temperature, and the reasons."""
-    line = "{:<21}{:>18}{:>12}{:>8}  {:<35}{:>6}{:>13}{:>9}{:>7}{:>9}{:>7}"
+    line = "{:<23}{:>18}{:>12}{:>8}  {:<35}{:>6}{:>13}{:>9}{:>7}{:>9}{:>7}"
     print(f"\n{rows[0].kind}, {prompts} prompts, temperature {rows[0].temperature:g}")
     print(line.format("method", "speedup", "tokens/pass", "/floor", " ms: " + " ".join(PARTS),
                       "alpha", "formula", "distinct", "differ", "extra M", "GiB"))  # fmt: skip
@@ -295,8 +296,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--kind", default="stories_en", help="with --data: the kind of text, or all")
     p.add_argument("--prompts", type=int, default=20, help="how many at most")
     p.add_argument("--earlier", type=int, default=0, metavar="N",
-                   help="with --data: lookahead-auto also after N more texts of the target's own, "
-                   "whose n-grams its pool begins with")  # fmt: skip
+                   help="with --data: lookahead-auto once more, its pool filled (before the clock "
+                   "starts) from N texts of the target's after other beginnings")  # fmt: skip
     p.add_argument("--max-new-tokens", type=int, default=150)
     p.add_argument("--temperature", help="one or several, between commas (default: 0,0.7)")
     p.add_argument("--k", type=int, default=4, help="drafts of the draft model")
@@ -328,8 +329,8 @@ def check(args: argparse.Namespace) -> list[float]:
             raise UserError(f"--{flag} needs {package}: pip install {package}")
     if args.against and args.quantize:
         raise UserError("--against transformers compares float weights: leave --quantize out")
-    if args.earlier < 0 or (args.earlier and args.data is None):
-        raise UserError(f"--earlier {args.earlier}: a number of texts, from 0 on, and needs --data")
+    if args.earlier < 0:
+        raise UserError(f"--earlier {args.earlier}: must be a number of texts, from 0 on")
     check_report(args)
     default = "0" if args.questions else "0,0.7"
     try:
@@ -353,7 +354,7 @@ def check_report(args: argparse.Namespace) -> None:
     for report, flag, why in (
         ("shape", "methods", "measures chains of drafts"), ("shape", "temperature", "is greedy"),
         ("advise", "temperature", "is greedy"), ("advise", "json", "prints text"),
-        ("advise", "earlier", "has no use for a pool"), ("shape", "earlier", "writes no texts"),
+        ("advise", "earlier", "measures without them"), ("shape", "earlier", "writes no texts"),
         ("questions", "earlier", "asks each question afresh"),
         ("questions", "json", "prints text and writes --answers"),
     ):  # fmt: skip
@@ -361,6 +362,8 @@ def check_report(args: argparse.Namespace) -> None:
             raise UserError(f"--{report} {why}: leave --{flag} out")
     if (args.questions is None) != (args.answers is None):
         raise UserError("--questions FILE and --answers DIR belong together")
+    if args.earlier and args.data is None:
+        raise UserError("--earlier needs --data, whose held-out texts it begins like")
 
 
 @command
@@ -369,6 +372,8 @@ def main(argv: list[str] | None = None) -> None:
     temperatures = check(args)
     if args.shape:
         return bench_shape(args)
+    if args.plots:
+        make_folder(args.plots, "--plots")
     model, tokenizer = load(args.model, args.dtype, args.device, args.quantize)
     if tokenizer is None:
         raise UserError(f"{args.model} has no tokenizer.json")
@@ -379,20 +384,16 @@ def main(argv: list[str] | None = None) -> None:
         compile_parts(model, {k: v for each in methods.values() for k, v in each.items()})
     if args.questions:
         return answer_questions(args, model, tokenizer, methods, temperatures[0])
-    kinds = list(KINDS) if args.kind == "all" else [args.kind]
-    texts = dict.fromkeys(kinds, PROMPTS[: args.prompts])
-    if args.data:
-        n = args.prompts + args.earlier
-        texts = held_out_prompts(args.data, kinds, tokenizer, n)
+    texts, others = beginnings(args, tokenizer)
     if args.advise:
         return advise(model, tokenizer, methods, texts, args.max_new_tokens)
     drafts = [options["draft"] for options in methods.values() if "draft" in options]
     machine = Machine.of(model, drafts[0] if drafts else None)
     rows = []
-    for kind, beginnings in texts.items():
-        prompts, more = beginnings[: args.prompts], beginnings[args.prompts :]
+    for kind, prompts in texts.items():
         for temperature in temperatures:
-            every = methods | after_texts(model, tokenizer, more, temperature, args)
+            more = after_texts(model, tokenizer, others[kind], temperature, args)
+            every = methods | more
             found = table(model, tokenizer, every, kind, prompts, temperature, machine, args)
             if not args.json:
                 show(found, len(prompts))
@@ -400,20 +401,41 @@ def main(argv: list[str] | None = None) -> None:
     report(args, rows, machine)
 
 
+def beginnings(
+    args: argparse.Namespace, tokenizer: Tokenizer
+) -> tuple[dict[str, list], dict[str, list]]:
+    """Of each kind the prompts, and --earlier more beginnings, none of them equal to a prompt."""
+    kinds = list(KINDS) if args.kind == "all" else [args.kind]
+    if args.data is None:
+        return dict.fromkeys(kinds, PROMPTS[: args.prompts]), dict.fromkeys(kinds, [])
+    n = args.prompts if not args.earlier else sys.maxsize
+    texts = held_out_prompts(args.data, kinds, tokenizer, n)
+    others = {}
+    for kind, every in texts.items():
+        texts[kind], rest = every[: args.prompts], every[args.prompts :]
+        rest = [each for each in rest if each not in texts[kind]]
+        if len(rest) < args.earlier:
+            raise UserError(
+                f"--earlier {args.earlier}: {args.data} holds only {len(rest)} other held-out "
+                f"texts of the kind {kind}"
+            )
+        others[kind] = rest[: args.earlier]
+    return texts, others
+
+
 def after_texts(
-    model: Transformer, tokenizer: Tokenizer, beginnings: list, temperature: float,
+    model: Transformer, tokenizer: Tokenizer, others: list, temperature: float,
     args: argparse.Namespace,
 ) -> dict[str, dict]:  # fmt: skip
-    """The row of a lookahead whose pool knows what the target wrote after `beginnings`, as that of
-    a process that goes on answering would; of none, no row."""
-    if not beginnings:
-        return {}
+    """A row for lookahead-auto whose pool begins with what the target writes after the beginnings
+    `others`, as in a process that has answered them; {} if there are none. Filling the pool counts
+    as prefill."""
     earlier = []
-    for prompt in tqdm(beginnings, desc="earlier texts", unit="text"):
+    for prompt in tqdm(others, desc="earlier texts", unit="text", disable=not others):
         run = decode(model, tokenizer, prompt, max_new_tokens=args.max_new_tokens,
                      temperature=temperature)  # fmt: skip
         earlier.append(prompt + run.tokens)
-    return {f"lookahead-auto after {len(earlier)}": {"earlier": earlier}}
+    return {"lookahead-auto earlier": {"earlier": earlier}} if earlier else {}
 
 
 def table(

@@ -430,7 +430,7 @@ def exact_cases(quick: bool) -> Iterator[Proof]:
 
 
 def larger_cases() -> Iterator[Proof]:
-    """More of them, for a full run."""
+    """Those that a quick run leaves out."""
     few, every, other = ("T=1",), tuple(SAMPLINGS), Toy(77)
     yield Proof("jacobi, block 3", bound("jacobi", block=3), n=3)
     yield Proof("lookahead-auto", bound("lookahead-auto"), few, n=3)
@@ -480,7 +480,8 @@ def greedy_cases(model, seed: int) -> Iterator[tuple[str, Method]]:
         yield f"jacobi, block {block}", bound("jacobi", block=block)
     yield "lookahead-auto", bound("lookahead-auto")
     texts = [[0, 1, 2, 0, 2, 1], list(range(20))]
-    yield "lookahead-auto, earlier texts", bound("lookahead-auto", earlier=texts)
+    earlier = bound("lookahead", window=2, ngram=3, guesses=4, earlier=texts)
+    yield "lookahead, earlier texts", earlier
     for i, (w, n, g) in enumerate(WNG):
         method = bound("lookahead", window=w, ngram=n, guesses=g, pool_from_prompt=bool(seed % 2))
         if seed in (0, i % 3 + 1):
@@ -990,6 +991,19 @@ def table(verdicts: Iterable[Verdict], quiet: bool) -> list[Verdict]:
     return rows
 
 
+def check(args: argparse.Namespace) -> None:
+    """Refuse flags that would go unheard: a verdict must be of what was asked."""
+    given = [flag for flag in ("compare", "impl", "checks") if getattr(args, flag)]
+    if len(given) > 1:
+        raise UserError(f"--{given[0]} and --{given[1]} are two examinations: give one of them")
+    if args.model and not args.compare:
+        raise UserError("--model is for --compare: others bring models of their own")
+    known = [*CHECKS, "mutants"]
+    unknown = [name for name in (args.checks or known[0]).split(",") if name not in known]
+    if unknown:
+        raise UserError(f"unknown check {unknown[0]!r}: use some of {', '.join(known)}")
+
+
 @command
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(
@@ -999,21 +1013,20 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument(
         "--compare", nargs=2, type=Path, metavar="JSONL", help="two files of --json runs"
     )
-    p.add_argument("--model", default=str(generate.WEIGHTS / "target"), help="model of --compare")
+    p.add_argument("--model", help="model of --compare (default: the shipped target)")
     p.add_argument("--checks", help=f"only these: {','.join([*CHECKS, 'mutants'])}")
     p.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     args = p.parse_args(argv)
+    check(args)
     begin = time.perf_counter()
     if args.compare:
-        verdicts = compare(*args.compare, load(args.model, "float64", "cpu")[0])
+        model = args.model or generate.WEIGHTS / "target"
+        verdicts = compare(*args.compare, load(model, "float64", "cpu")[0])
     elif args.impl:
         verdicts = check_implementation(load_implementation(args.impl))
     else:
         known = CHECKS | {"mutants": check_mutants}
         names = args.checks.split(",") if args.checks else list(known)
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise UserError(f"unknown check {unknown[0]!r}: use some of {', '.join(known)}")
         verdicts = (verdict for name in names for verdict in known[name]())
     with torch.no_grad():
         rows = table(verdicts, quiet=args.json)

@@ -183,6 +183,8 @@ def resumed(out: Path) -> tuple[Duplicates, int, int]:
     """What `out` holds, how many documents, and the next batch; the last one may have been cut
     short: it is dropped from the file, to be made again."""
     rows = read_own(out) if out.exists() else []
+    if not all(type(row.get("batch")) is int for row in rows):
+        raise UserError(f"{out} was not begun by minispec.distill generate: give another --out")
     batch = rows[-1]["batch"] if rows else 0
     if rows:
         rows = [row for row in rows if row["batch"] < batch]
@@ -647,7 +649,7 @@ def tree(args: argparse.Namespace) -> None:
         args.data, [args.kind], tokenizer, args.documents, args.prompt_tokens, SKIPPED
     )[args.kind]
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    ranks = continued(target, prompts, heads, sampling, args)
+    ranks = own_ranks(target, prompts, heads, sampling, args)
     heads.accuracy = accuracy_of(torch.cat(ranks, 1))
     print(accuracy_table(heads.accuracy))
     trees = candidates(heads, target)
@@ -672,7 +674,7 @@ def tree(args: argparse.Namespace) -> None:
     renew_card(args, heads, len(prompts), result)
 
 
-def continued(
+def own_ranks(
     target: Transformer, prompts: list[list[int]], heads: Heads, sampling: Sampling,
     args: argparse.Namespace,
 ) -> list[Tensor]:  # fmt: skip

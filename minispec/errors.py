@@ -41,6 +41,17 @@ def read_json(path: Path) -> dict:
     return value
 
 
+def check_writable(file: str | Path, flag: str) -> None:
+    """Refuse, before any long work, a file that could not be written after it."""
+    existed = Path(file).exists()
+    try:
+        Path(file).open("a").close()
+    except OSError as error:
+        raise UserError(f"{flag} {file}: cannot be written ({error.strerror})") from None
+    if not existed:
+        Path(file).unlink()
+
+
 def make_folder(path: Path, flag: str, mend: str = "") -> None:
     """Make the folder of a flag, if it is not there; `mend` is what to do if it cannot be made."""
     try:

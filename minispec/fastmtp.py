@@ -204,6 +204,7 @@ def fastmtp(
 
 
 def check_sizes(k: int | str, tree: int) -> None:
+    """Raise UserError for numbers of drafts that cannot be."""
     if k != "auto" and k < 1:
         raise UserError(f"k {k}: must be auto or at least 1")
     if k == "auto" and tree:

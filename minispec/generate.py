@@ -18,7 +18,7 @@ from minispec.autoregressive import autoregressive
 from minispec.cache import KVCache
 from minispec.checkpoint import load
 from minispec.compiled import compile_head, compile_model
-from minispec.errors import UserError, command
+from minispec.errors import UserError, check_writable, command
 from minispec.fastmtp import fastmtp, load_head
 from minispec.lookahead import jacobi, lookahead, lookahead_auto
 from minispec.medusa import (
@@ -37,7 +37,7 @@ from minispec.sampling import Randomness, Sampling, Seeded
 from minispec.speculative import speculative
 from minispec.tokenizer import TextStream, Tokenizer
 from minispec.tree import Step
-from minispec.view import Painter, check_writable, write_page
+from minispec.view import Painter, write_page
 from minispec.vocabulary import load_vocabulary
 
 METHODS: dict[str, Callable[..., Iterator[Step]]] = {
@@ -374,7 +374,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def method_flags(p: argparse.ArgumentParser) -> None:
-    """Those of FLAGS, which belong to some methods only."""
+    """Add the flags that belong to some methods only; FLAGS says to which."""
     p.add_argument("--draft", help="speculative: the draft (default: the shipped one)")
     p.add_argument("--draft-temperature", type=float, help="speculative: default as --temperature")
     p.add_argument("--k", help="drafts a round: a number, or auto (speculative, fastmtp)")
@@ -389,13 +389,14 @@ def method_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument("--pool-from-prompt", action="store_true", default=None,
                    help="lookahead: prompt and output join the pool")  # fmt: skip
     p.add_argument("--earlier", metavar="FILE",
-                   help="lookahead: a UTF-8 text whose n-grams the pool begins with")  # fmt: skip
+                   help="lookahead: a UTF-8 text; its n-grams, of each first token the last G, "
+                   "are in the pool from the beginning")  # fmt: skip
     p.add_argument("--auto", action="store_true", default=None,
                    help="lookahead: W, N and G by what pays (lookahead-auto)")  # fmt: skip
 
 
 def output_flags(p: argparse.ArgumentParser) -> None:
-    """What is shown of a run."""
+    """Add the flags that say what is shown of a run."""
     p.add_argument("--stats", action="store_true", help="figures of the run on standard error")
     p.add_argument("--json", action="store_true", help="one JSON object instead of text")
     # two flags rather than one with a value: it must never take the prompt for its value
@@ -422,7 +423,7 @@ FLAGS = {
     "ngram": ("lookahead", "prompt-lookup"),
     "guesses": ("lookahead",),
     "pool_from_prompt": ("lookahead",),
-    "earlier": ("lookahead",),
+    "earlier": ("lookahead", "lookahead-auto"),
     "auto": ("lookahead",),
 }
 LOOKAHEAD = "window", "ngram", "guesses", "pool_from_prompt"  # what --auto chooses
@@ -442,7 +443,7 @@ def check_flags(args: argparse.Namespace) -> None:
             )
     if args.auto:
         if any(getattr(args, name) is not None for name in LOOKAHEAD):
-            raise UserError("--auto chooses the sizes and the pool itself: give it alone")
+            raise UserError("--auto chooses W, N, G and --pool-from-prompt itself: leave them out")
         args.method = "lookahead-auto"
     if args.chat and (args.prompt_ids is not None or args.prompt_file is not None):
         raise UserError(
@@ -453,7 +454,9 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.html is not None:
         if args.chat:
             raise UserError("--html shows one run: give it without --chat")
-        check_writable(args.html)
+        check_writable(args.html, "--html")
+    if args.earlier is not None:
+        args.earlier = read_text(args.earlier, "--earlier")
     if not -(2**63) <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed}: must fit in 64 bits")
     if args.k is not None and not (args.k == "auto" and args.method in ("speculative", "fastmtp")):
@@ -476,7 +479,7 @@ def method_options(
         check_vocabularies(tokenizer, its_tokenizer, model, draft)
         options["draft"] = draft
     if args.earlier is not None:
-        options["earlier"] = [read_earlier(args.earlier, model, tokenizer)]
+        options["earlier"] = [earlier_tokens(args.earlier, model, tokenizer)]
     if args.draft_temperature is not None:
         options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
     if args.method in ("medusa", "medusa-typical"):
@@ -608,11 +611,12 @@ def read_text(file: str, what: str) -> str:
         raise UserError(f"{what} {file} cannot be read: {error}") from None
 
 
-def read_earlier(file: str, model: Transformer, tokenizer: Tokenizer | None) -> list[int]:
-    """The tokens of --earlier."""
-    text = read_text(file, "--earlier")
+def earlier_tokens(text: str, model: Transformer, tokenizer: Tokenizer | None) -> list[int]:
+    """The token ids of what --earlier holds."""
     if tokenizer is None:
         raise UserError("--earlier needs a tokenizer.json, which this model lacks")
+    if not text.strip():
+        raise UserError("--earlier: the file holds no text")
     return in_range(tokenizer.encode(text), "--earlier", model)
 
 

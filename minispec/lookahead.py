@@ -153,7 +153,8 @@ class Pool:
 
 
 def pool_of(texts: Sequence[list[int]], n: int, most: int) -> Pool:
-    """A pool that knows the n-grams of these texts, those of the last one best."""
+    """A pool that these texts went through in order: of each first token it knows the `most`
+    continuations seen last."""
     pool = Pool(most)
     for text in texts:
         pool.add_all(text, n, len(text))
@@ -171,8 +172,8 @@ def lookahead(
     """Fu et al. 2024, algorithms 2 to 4: W = `window`, N = `ngram`, G = `guesses`.
 
     A pass carries the current token, the window, and the pool's continuations of the current token
-    merged into a trie. With `pool_from_prompt` the n-grams of prompt and output join the pool. It
-    begins with those of the `earlier` texts, token ids each, such as what the target wrote before.
+    merged into a trie. With `pool_from_prompt` the n-grams of prompt and output join the pool. The
+    pool begins with those of the `earlier` texts (token ids), as of what the target wrote before.
     """
     check_sizes(window, ngram, guesses)
     cache = cache or model.new_cache()
@@ -234,8 +235,8 @@ def lookahead_auto(
     cache: KVCache | None = None, earlier: Sequence[list[int]] = (),
 ) -> Iterator[Step]:  # fmt: skip
     """Lookahead with W, N and G chosen by what passes cost here and how often guesses hit, down to
-    plain decoding where nothing pays. The pool also learns from prompt and output, after the
-    `earlier` texts."""
+    plain decoding where nothing pays. The pool begins with the n-grams of the `earlier` texts
+    (token ids), and learns from prompt and output."""
     cache = cache or model.new_cache()
     choice = Choice(cost_curve(model))
     tokens = list(prompt)

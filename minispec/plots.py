@@ -3,20 +3,17 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minispec.errors import make_folder
-
 if TYPE_CHECKING:
     from minispec.bench import Row
 
 
 def save_plots(folder: Path, rows: list["Row"], curve: list[float]) -> None:
-    """speedup.png, cost_curve.png and predicted.png in `folder`."""
+    """speedup.png, cost_curve.png and predicted.png in `folder`, which is there."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    make_folder(folder, "--plots")
     for name, draw in (("speedup", speedups), ("cost_curve", cost), ("predicted", predictions)):
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
         draw(axes, rows, curve)

@@ -63,7 +63,8 @@ HELD_OUT = 50  # every 50th document is never trained on
 
 
 def read_documents(path: Path) -> list[str]:
-    """The documents of a .txt divided by END, a .jsonl of tasks, or a tree of Python files."""
+    """The documents of a .txt divided by END, a .jsonl of tasks, or a tree of Python files; raises
+    UserError for anything else."""
     if path.is_dir():
         return [
             piece
@@ -71,9 +72,12 @@ def read_documents(path: Path) -> list[str]:
             if not skipped(file.relative_to(path))
             for piece in code_pieces(file.read_text(encoding="utf-8", errors="ignore"))
         ]
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
     if path.suffix == ".jsonl":
-        return [task(json.loads(line)) for line in text.split("\n") if line.strip()]
+        return [task(path, i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     documents = (d.strip().removesuffix("<|end_story|>") for d in text.split(END))
     return [turns(d) for d in documents if d]
 
@@ -96,11 +100,18 @@ def code_pieces(source: str, size: int = 2000) -> list[str]:
     return [p for p in pieces if p.strip() and len(p) < 10 * size]
 
 
-def task(row: dict) -> str:
-    """A worked maths problem (without its calculator marks) or a small programming task."""
-    if "question" in row:
-        return f"Question: {row['question']}\nAnswer: {re.sub('<<.*?>>', '', row['answer'])}"
-    return "# " + row["text"].strip() + "\n" + row["code"].replace("\r\n", "\n").strip()
+def task(path: Path, number: int, line: str) -> str:
+    """A worked maths problem (without its calculator marks) or a small programming task, as a line
+    of a .jsonl holds it."""
+    try:
+        row = json.loads(line)
+        if "question" in row:
+            return f"Question: {row['question']}\nAnswer: {re.sub('<<.*?>>', '', row['answer'])}"
+        return "# " + row["text"].strip() + "\n" + row["code"].replace("\r\n", "\n").strip()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f"{path} line {number}: must be an object with question and answer, or text and code"
+        ) from None
 
 
 def turns(document: str) -> str:

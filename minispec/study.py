@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from minispec.bench import differing, per_pass, ratios
 from minispec.checkpoint import load
-from minispec.errors import UserError, command
+from minispec.errors import UserError, check_writable, command
 from minispec.fastmtp import draft_cost, load_head
 from minispec.generate import WEIGHTS, Run, acceptance, decode
 from minispec.model import Transformer, count_parameters
@@ -193,6 +193,9 @@ def main(argv: list[str] | None = None) -> None:
     args = p.parse_args(argv)
     if min(args.prompts, args.max_new_tokens, args.size) < 1:
         raise UserError("--prompts, --max-new-tokens and --size must be at least 1")
+    for flag in ("plot", "json"):
+        if getattr(args, flag):
+            check_writable(getattr(args, flag), f"--{flag}")
     model, tokenizer = load(WEIGHTS / "target")
     with torch.no_grad():
         rows = studies[args.study](args, model, tokenizer)

@@ -143,17 +143,6 @@ BYTE = byte_alphabet()
 # ---- the page ------------------------------------------------------------------------------------
 
 
-def check_writable(file: str) -> None:
-    """Refuse, before any long work, a file that could not be written after it."""
-    existed = Path(file).exists()
-    try:
-        Path(file).open("a").close()
-    except OSError as error:
-        raise UserError(f"--html {file}: cannot be written ({error.strerror})") from None
-    if not existed:
-        Path(file).unlink()
-
-
 def write_page(
     file: str, model: Transformer, tokenizer: Tokenizer | None, rounds: list[Step], facts: dict,
     sampling: Sampling,

@@ -86,12 +86,73 @@ def test_the_command_writes_json_and_refuses_nonsense(tmp_path, capsys):
         ["--advise", "--json"], ["--advise", "--temperature", "0"],
         ["--questions", "q", "--answers", "a", "--temperature", "0,1"],
         ["--questions", "nowhere"], ["--questions", "nowhere", "--answers", str(tmp_path)],
-        ["--earlier", "3"], ["--earlier", "-1"], ["--shape", "qwen2.5-0.5b", "--earlier", "3"],
-        ["--earlier", "3", "--data", str(tmp_path), "--methods", "jacobi"],
+        ["--plots", "/dev/null/x"],
     ):  # fmt: skip
         with pytest.raises(SystemExit) as caught:
             bench.main([*options, *wrong])
         assert caught.value.code == 2 and capsys.readouterr().err.startswith("minispec: ")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Options for a small model and a corpus of 8 held-out stories, the last equal to the first."""
+    data = tmp_path / "data"
+    data.mkdir()
+    stories = [f"{i} {i * i} birds flew over the sea." for i in range(301)]
+    (data / "stories_en.txt").write_text("<|endoftext|>\n".join(stories + stories[:1] * 50))
+    save(byte_model(), TOKENIZER, tmp_path / "model")
+    return ["--model", str(tmp_path / "model"), "--draft", "", "--heads", "", "--mtp", "",
+            "--device", "cpu", "--dtype", "float64", "--max-new-tokens", "20", "--temperature",
+            "0", "--methods", "lookahead-auto", "--data", str(data)]  # fmt: skip
+
+
+def test_lookahead_after_earlier_texts(corpus, capsys, monkeypatch):
+    """The pool is filled from what plain decoding writes after other beginnings than the
+    prompts'."""
+    given = []
+    decoded = bench.decode
+    monkeypatch.setattr(
+        bench, "decode", lambda *a, **o: given.append((a[2:], o)) or decoded(*a, **o)
+    )
+    bench.main([*corpus, "--prompts", "2", "--earlier", "5", "--json"])
+    rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert list(rows) == ["autoregressive", "lookahead-auto", "lookahead-auto earlier"]
+    assert all(row["differing"] == 0 for row in rows.values())
+    with_texts = [options["earlier"] for _, options in given if "earlier" in options]
+    assert len(with_texts) == 3 and all(len(texts) == 5 for texts in with_texts)
+    prompts = [prompt for (prompt, *_), options in given if "earlier" in options]
+    assert all(text[: len(p)] != p for p in prompts for text in with_texts[0])
+    bench.main([*corpus, "--prompts", "2", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
+    with pytest.raises(SystemExit):
+        bench.main([*corpus, "--prompts", "3", "--earlier", "6"])
+    assert "holds only 4 other held-out texts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--earlier", "-1"], "must be a number of texts"),
+        (["--earlier", "3", "--shape", "qwen2.5-0.5b"], "leave --earlier out"),
+        (["--earlier", "3", "--advise"], "leave --earlier out"),
+        (["--earlier", "3", "--methods", "jacobi"], "add it to --methods"),
+        (["--earlier", "3", "--data", ""], "--earlier needs --data"),
+    ],
+)
+def test_earlier_texts_where_they_cannot_be(corpus, capsys, arguments, message):
+    options = corpus[:-4] + (corpus[-4:] if "--shape" not in arguments else corpus[-2:])
+    if "--shape" in arguments or "--advise" in arguments:
+        options = [o for o in options if o not in ("--temperature", "0")]
+    if arguments[-1] == "":
+        options, arguments = corpus[:-2], arguments[:2]
+    with pytest.raises(SystemExit) as caught:
+        bench.main([*options, *arguments])
+    assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_fewer_of_the_benchmark_s_own_prompts(corpus, capsys):
+    bench.main([*corpus[:-2], "--prompts", "1"])
+    assert "stories_en, 1 prompts" in capsys.readouterr().out
 
 
 def test_the_parts_of_a_round_add_up_to_it():

@@ -125,6 +125,19 @@ def test_json_and_exit_codes(capsys, monkeypatch):
         assert "FAIL" in run("--checks", "cache", code=1, capsys=capsys)
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--impl", "a:b", "--checks", "greedy"], "give one of them"),
+        (["--compare", "a", "b", "--impl", "a:b"], "give one of them"),
+        (["--model", "x"], "--model is for --compare"),
+        (["--checks", "nonsense"], "unknown check 'nonsense'"),
+    ],
+)
+def test_flags_that_would_go_unheard(arguments, message, capsys):
+    assert message in run(*arguments, code=2, capsys=capsys)
+
+
 @pytest.mark.slow
 def test_the_command_itself_catches_every_mutant():
     """`python -m` must not check one copy of the module while the mutants patch another."""

@@ -137,16 +137,21 @@ def test_gpu_graphs_compute_the_same_where_the_backend_is_eager():
 def test_on_a_gpu_graphs_decode_what_eager_passes_do():
     """In float64, so that tokens must be equal; every run has a cache of its own."""
     plain, graphed = random_model(2).cuda(), random_model(2).cuda()
-    compile_model(graphed)
+    draft, head = random_model(3).cuda(), random_head(plain, 5).cuda()
+    for each in (graphed, draft):
+        compile_model(each)
+    compile_head(head, graphed)
+    assert all(each.compiled is not None for each in (graphed, draft, head))
     methods = {
-        "autoregressive": {}, "speculative": {"draft": random_model(3).cuda(), "k": 3},
-        "lookahead": {"window": 2, "ngram": 3, "guesses": 2},
+        "autoregressive": {}, "speculative": {"draft": draft, "k": 3},
+        "lookahead": {"window": 2, "ngram": 3, "guesses": 2}, "fastmtp": {"head": head, "k": 2},
     }  # fmt: skip
     for prompt in ([1, 2, 3], [4]):
         expected = decode(plain, None, prompt, max_new_tokens=30).tokens
         for method, options in methods.items():
             run = decode(graphed, None, prompt, method, max_new_tokens=30, **options)
             assert run.tokens == expected, method
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
 
 
 @pytest.mark.slow

@@ -177,6 +177,11 @@ def test_wrong_input_is_refused(tmp_path):
     (tmp_path / "bad.jsonl").write_text("{\n")
     with pytest.raises(UserError, match="is not a file"):
         distill.read_own(tmp_path / "bad.jsonl")
+    row = {"kind": "maths", "prompt": [1], "tokens": [2]}  # enough to train on, not to go on with
+    (tmp_path / "others.jsonl").write_text(json.dumps(row) + "\n")
+    assert distill.read_own(tmp_path / "others.jsonl") == [row]
+    with pytest.raises(UserError, match="was not begun by minispec.distill generate"):
+        distill.resumed(tmp_path / "others.jsonl")
 
 
 @pytest.mark.parametrize(

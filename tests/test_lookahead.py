@@ -209,7 +209,8 @@ def test_greedy_tokens_are_plain_decoding_s_after_any_texts(monkeypatch):
 
 
 def test_a_file_s_n_grams_are_the_pool_s(tmp_path, capsys):
-    options = ["--method", "lookahead", "--json", "--max-new-tokens", "12", "--dtype", "float64"]
+    options = ["--method", "lookahead", "--json", "--max-new-tokens", "12", "--dtype", "float64",
+               "--device", "cpu"]  # fmt: skip
     generate.main(["Once upon a time", *options])
     without = json.loads(capsys.readouterr().out)
     file = tmp_path / "earlier.txt"
@@ -218,11 +219,23 @@ def test_a_file_s_n_grams_are_the_pool_s(tmp_path, capsys):
     after = json.loads(capsys.readouterr().out)
     assert after["tokens"] == without["tokens"]
     assert after["stats"]["target_passes"] < without["stats"]["target_passes"]
-    for wrong in (str(tmp_path / "nowhere"), str(tmp_path)):
-        with pytest.raises(SystemExit) as ended:
-            generate.main(["x", *options, "--earlier", wrong])
-        assert ended.value.code == 2
-        assert "--earlier" in (error := capsys.readouterr().err) and error.count("\n") == 1
+    for method in (["lookahead", "--auto"], ["lookahead-auto"]):
+        arguments = ["--method", *method, "--earlier", str(file)]
+        generate.main(["Once upon a time", *options, *arguments])
+        assert json.loads(capsys.readouterr().out)["tokens"] == without["tokens"]
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n", b"\xff\xfe\xff", "a folder"])
+def test_an_earlier_text_that_is_none(content, tmp_path, capsys):
+    file = tmp_path / "earlier.txt"
+    if content == "a folder":
+        file.mkdir()
+    elif content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["x", "--method", "lookahead", "--earlier", str(file)])
+    assert ended.value.code == 2
+    assert "--earlier" in (error := capsys.readouterr().err) and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("method", ["lookahead", "lookahead-auto", "jacobi"])
@@ -371,8 +384,8 @@ def test_impossible_sizes_are_refused(method, options, message):
         (["--method", "lookahead", "--block", "3"], "--block is for --method jacobi"),
         (["--method", "jacobi", "--earlier", "x"], "--earlier is for --method lookahead"),
         (["--auto"], "--auto is for --method lookahead, not for autoregressive"),
-        (["--method", "lookahead", "--auto", "--window", "3"], "give it alone"),
-        (["--method", "lookahead", "--auto", "--pool-from-prompt"], "give it alone"),
+        (["--method", "lookahead", "--auto", "--window", "3"], "leave them out"),
+        (["--method", "lookahead", "--auto", "--pool-from-prompt"], "leave them out"),
         (["--method", "lookahead", "--ngram", "1"], "ngram 1: must be at least 2"),
     ],
 )

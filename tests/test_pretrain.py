@@ -176,6 +176,22 @@ def test_a_checkpoint_of_another_training_is_refused(data, tmp_path, capsys):
         pretrain.read_corpus(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("stories_en.txt", b"\xff\xfe\xff", "stories_en.txt cannot be read"),
+        ("gsm8k_train.jsonl", b"\n{}\n", "line 2: must be an object with question and answer"),
+        ("gsm8k_train.jsonl", b"[1]\n", "line 1: must be an object"),
+        ("gsm8k_train.jsonl", b'{"question": "x"\n', "line 1: must be an object"),
+        ("gsm8k_train.jsonl", b'{"question": "x", "answer": 3}\n', "line 1: must be an object"),
+    ],
+)
+def test_a_corpus_that_is_none_is_refused(data, name, content, message):
+    (data / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        pretrain.read_corpus(data)
+
+
 def test_a_corpus_without_stories_is_enough(data, tmp_path):
     (data / "stories_en.txt").unlink()
     run(data, tmp_path / "out", 2)

@@ -17,6 +17,7 @@ from tokenizers import decoders, models
 from minispec import Sampling, generate, lookahead, view
 from minispec.certify import random_head, random_heads
 from minispec.checkpoint import save
+from minispec.errors import check_writable
 from minispec.generate import METHODS, decode, stream
 from minispec.sampling import Seeded, probs
 from minispec.tokenizer import Tokenizer
@@ -281,10 +282,10 @@ def test_what_cannot_be_is_refused_before_any_work(arguments, match, capsys, mon
 
 def test_asking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path):
     file = tmp_path / "page.html"
-    view.check_writable(str(file))
+    check_writable(str(file), "--html")
     assert not file.exists()
     file.write_text("before")
-    view.check_writable(str(file))
+    check_writable(str(file), "--html")
     assert file.read_text() == "before"
 
 
