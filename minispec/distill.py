@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from minispec.checkpoint import load, save, write_tensors
 from minispec.cost import cost_curve, least_in_turn, one_pass
-from minispec.errors import UserError, command
+from minispec.errors import UserError, check_writable, command, make_folder
 from minispec.fastmtp import Head, save_head
 from minispec.medusa import (
     BEST,
@@ -143,6 +143,8 @@ def beginnings(
 
 def generate(args: argparse.Namespace) -> None:
     """Append documents to --out until it holds --documents of them."""
+    make_folder(args.out.parent, "the folder of --out")
+    check_writable(args.out, "--out")
     model, tokenizer = load(args.model, args.dtype, args.device)
     documents = {k: texts for k, texts in read_corpus(args.data)[0].items() if k in KINDS}
     if args.kind:
@@ -404,7 +406,7 @@ def draft(args: argparse.Namespace) -> None:
         raise UserError(
             "a draft must have at most a tenth of its target's parameters: make it less wide"
         )
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out, "--out")
     if args.soft:
         documents = documents_of(own, target, args, args.out / "hidden.safetensors")
         args.context = documents.tokens.shape[1]  # of the longest: no batch is wider
@@ -536,7 +538,7 @@ def medusa_heads(args: argparse.Namespace) -> None:
     own = read_training(args.own)
     rows = [row["prompt"] + row["tokens"] for row in own]
     prompts = [len(row["prompt"]) for row in own]
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out, "--out")
     states = stored_states(target, rows, args.dtype, args.out / "hidden.safetensors")
     labels = [labels_of(row, prompt, args.heads) for row, prompt in zip(rows, prompts)]
     learn, measured = split(own)
@@ -836,7 +838,7 @@ def mtp(args: argparse.Namespace) -> None:
     args.device, rank, world = begin_distributed(args)
     target, tokenizer = plain_target(args)
     own = read_training(args.own) if args.own else corpus_rows(args.data, tokenizer, args)
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out, "--out")
     file = args.out / (f"hidden.{rank}.safetensors" if world > 1 else "hidden.safetensors")
     documents = documents_of(own, target, args, file)
     learn, measured = split(own)

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from minispec.autoregressive import autoregressive
 from minispec.checkpoint import pick_device, save
-from minispec.errors import UserError, command
+from minispec.errors import UserError, command, make_folder
 from minispec.model import Config, Transformer, count_parameters
 from minispec.sampling import Sampling, Seeded
 from minispec.tokenizer import Tokenizer
@@ -644,7 +644,7 @@ def end_distributed() -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     args.device, rank, world = begin_distributed(args)
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out, "--out")
 
     documents, held_out = read_corpus(args.data)
     path = args.tokenizer or args.out / "tokenizer.json"

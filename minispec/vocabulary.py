@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec.checkpoint import check_fingerprint, load_pickle, read_tokenizer
-from minispec.errors import UserError, command, read_json
+from minispec.errors import UserError, check_writable, command, make_folder, read_json
 from minispec.model import Joined, Transformer
 from minispec.tokenizer import Tokenizer
 
@@ -176,7 +176,6 @@ def read_languages(path: Path, tokenizer: Tokenizer | None) -> dict[str, Languag
 def save_vocabulary(languages: dict[str, Language], tokenizer: Tokenizer, path: Path) -> None:
     rows = {n: {"ids": each.ids, "counts": each.counts} for n, each in languages.items()}
     whole = {"tokenizer_fingerprint": tokenizer.fingerprint, "languages": rows}
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(whole) + "\n", encoding="utf-8")
 
 
@@ -199,6 +198,8 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = read_tokenizer(args.model)
     if args.size < 1:
         raise UserError(f"--size {args.size}: must be at least 1")
+    make_folder(args.out.parent, "the folder of --out")
+    check_writable(args.out, "--out")
     languages = {}
     for text in args.text:
         name, _, files = text.partition("=")

@@ -10,7 +10,7 @@ from conftest import random_model
 from test_generate import TOKENIZER, VOCAB, byte_model
 from test_pretrain import data  # noqa: F401  a small corpus
 
-from minispec import Sampling, UserError, distill, load
+from minispec import Sampling, UserError, distill, load, vocabulary
 from minispec.checkpoint import save
 from minispec.generate import decode
 from minispec.pretrain import Batches, NextToken
@@ -169,6 +169,19 @@ def test_a_draft_trained_on_a_target_agrees_with_it(target, tmp_path):
             optimizer.step()
         after = distill.agreement(draft, model, rows)["maths"]
         assert after[0] > before[0] + 0.03 and after[1] > before[1]
+
+
+@pytest.mark.parametrize("command", [distill.main, vocabulary.main])
+@pytest.mark.parametrize("out", [".", "file/out"])
+def test_an_output_that_cannot_be_is_refused_first(command, out, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(distill, "load", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr(vocabulary, "count", lambda *_: pytest.fail("the texts were read"))
+    (tmp_path / "file").touch()
+    more = ["generate", "--data", "x"] if command is distill.main else ["--text", f"en={__file__}"]
+    with pytest.raises(SystemExit) as caught:
+        command([*more, "--out", str(tmp_path / out)])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and "--out" in error and error.count("\n") == 1
 
 
 def test_wrong_input_is_refused(tmp_path):

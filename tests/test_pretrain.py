@@ -176,6 +176,14 @@ def test_a_checkpoint_of_another_training_is_refused(data, tmp_path, capsys):
         pretrain.read_corpus(tmp_path)
 
 
+def test_a_folder_that_cannot_be_made_is_one_line(data, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as caught:
+        run(data, tmp_path / "file" / "out", 2)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and "--out" in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "name, content, message",
     [
