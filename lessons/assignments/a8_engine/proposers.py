@@ -4,13 +4,14 @@ A proposer proposes a tree, may let rows of its own ride along in the target's p
 what came of them. It never touches the target's cache, and it decides nothing about acceptance.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
 
 from minispec import certify, fastmtp, lookahead, medusa, speculative
 from minispec.fastmtp import Drafter
-from minispec.lookahead import Pool, Window, from_prompt
+from minispec.lookahead import Window, from_prompt, pool_of
 from minispec.prompt_lookup import lookup
 from minispec.sampling import Randomness, Sampling
 from minispec.tree import Tree
@@ -114,9 +115,9 @@ class Lookahead(Proposer):
     """N-grams of Jacobi trajectories; the window rides along."""
 
     def __init__(self, model, window: int = 5, ngram: int = 4, guesses: int = 5,
-                 pool_from_prompt: bool = False):  # fmt: skip
+                 pool_from_prompt: bool = False, earlier: Sequence[list[int]] = ()):  # fmt: skip
         self.model, self.sizes, self.ngram = model, (window, ngram), ngram
-        self.pool, self.learns_text = Pool(guesses), pool_from_prompt
+        self.pool, self.learns_text = pool_of(earlier, ngram, guesses), pool_from_prompt
 
     def begin(self, tokens, hidden, capacity):
         self.window = Window(tokens, *self.sizes)
