@@ -364,6 +364,8 @@ def check_report(args: argparse.Namespace) -> None:
         raise UserError("--questions FILE and --answers DIR belong together")
     if args.earlier and args.data is None:
         raise UserError("--earlier needs --data, whose held-out texts it begins like")
+    if args.earlier and args.methods and "lookahead-auto" not in args.methods.split(","):
+        raise UserError("--earlier is for lookahead-auto: add it to --methods")
 
 
 @command
@@ -378,8 +380,6 @@ def main(argv: list[str] | None = None) -> None:
     if tokenizer is None:
         raise UserError(f"{args.model} has no tokenizer.json")
     methods = methods_of(args, model, tokenizer)
-    if args.earlier and "lookahead-auto" not in methods:
-        raise UserError("--earlier is for lookahead-auto: add it to --methods")
     if args.compile:
         compile_parts(model, {k: v for each in methods.values() for k, v in each.items()})
     if args.questions:
@@ -392,8 +392,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = []
     for kind, prompts in texts.items():
         for temperature in temperatures:
-            more = after_texts(model, tokenizer, others[kind], temperature, args)
-            every = methods | more
+            every = methods | after_texts(model, tokenizer, others[kind], temperature, args)
             found = table(model, tokenizer, every, kind, prompts, temperature, machine, args)
             if not args.json:
                 show(found, len(prompts))

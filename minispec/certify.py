@@ -991,17 +991,20 @@ def table(verdicts: Iterable[Verdict], quiet: bool) -> list[Verdict]:
     return rows
 
 
-def check(args: argparse.Namespace) -> None:
-    """Refuse flags that would go unheard: a verdict must be of what was asked."""
+def check(args: argparse.Namespace) -> list[str]:
+    """Refuse flags that would go unheard, as a verdict must be of what was asked; the checks to
+    run."""
     given = [flag for flag in ("compare", "impl", "checks") if getattr(args, flag)]
     if len(given) > 1:
         raise UserError(f"--{given[0]} and --{given[1]} are two examinations: give one of them")
     if args.model and not args.compare:
         raise UserError("--model is for --compare: others bring models of their own")
     known = [*CHECKS, "mutants"]
-    unknown = [name for name in (args.checks or known[0]).split(",") if name not in known]
+    names = args.checks.split(",") if args.checks else known
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise UserError(f"unknown check {unknown[0]!r}: use some of {', '.join(known)}")
+    return names
 
 
 @command
@@ -1017,7 +1020,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--checks", help=f"only these: {','.join([*CHECKS, 'mutants'])}")
     p.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     args = p.parse_args(argv)
-    check(args)
+    names = check(args)
     begin = time.perf_counter()
     if args.compare:
         model = args.model or generate.WEIGHTS / "target"
@@ -1026,7 +1029,6 @@ def main(argv: list[str] | None = None) -> None:
         verdicts = check_implementation(load_implementation(args.impl))
     else:
         known = CHECKS | {"mutants": check_mutants}
-        names = args.checks.split(",") if args.checks else list(known)
         verdicts = (verdict for name in names for verdict in known[name]())
     with torch.no_grad():
         rows = table(verdicts, quiet=args.json)

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from minispec.checkpoint import load, save, write_tensors
 from minispec.cost import cost_curve, least_in_turn, one_pass
-from minispec.errors import UserError, check_writable, command, make_folder
+from minispec.errors import UserError, command, make_folder, prepare_file
 from minispec.fastmtp import Head, save_head
 from minispec.medusa import (
     BEST,
@@ -143,8 +143,7 @@ def beginnings(
 
 def generate(args: argparse.Namespace) -> None:
     """Append documents to --out until it holds --documents of them."""
-    make_folder(args.out.parent, "the folder of --out")
-    check_writable(args.out, "--out")
+    prepare_file(args.out, "--out")
     model, tokenizer = load(args.model, args.dtype, args.device)
     documents = {k: texts for k, texts in read_corpus(args.data)[0].items() if k in KINDS}
     if args.kind:

@@ -52,6 +52,12 @@ def check_writable(file: str | Path, flag: str) -> None:
         Path(file).unlink()
 
 
+def prepare_file(path: Path, flag: str) -> None:
+    """Make the folder that the file of a flag is to be in, and see that it can be written there."""
+    make_folder(path.parent, f"the folder of {flag}")
+    check_writable(path, flag)
+
+
 def make_folder(path: Path, flag: str, mend: str = "") -> None:
     """Make the folder of a flag, if it is not there; `mend` is what to do if it cannot be made."""
     try:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from minispec.bench import differing, per_pass, ratios
 from minispec.checkpoint import load
-from minispec.errors import UserError, check_writable, command
+from minispec.errors import UserError, command, prepare_file
 from minispec.fastmtp import draft_cost, load_head
 from minispec.generate import WEIGHTS, Run, acceptance, decode
 from minispec.model import Transformer, count_parameters
@@ -85,7 +85,6 @@ def plot(rows: list[dict], path: Path) -> None:
              title="Lookahead: steps against log FLOPs (points), the formula (lines)")  # fmt: skip
     axes.legend()
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
@@ -195,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--prompts, --max-new-tokens and --size must be at least 1")
     for flag in ("plot", "json"):
         if getattr(args, flag):
-            check_writable(getattr(args, flag), f"--{flag}")
+            prepare_file(getattr(args, flag), f"--{flag}")
     model, tokenizer = load(WEIGHTS / "target")
     with torch.no_grad():
         rows = studies[args.study](args, model, tokenizer)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec.checkpoint import check_fingerprint, load_pickle, read_tokenizer
-from minispec.errors import UserError, check_writable, command, make_folder, read_json
+from minispec.errors import UserError, command, prepare_file, read_json
 from minispec.model import Joined, Transformer
 from minispec.tokenizer import Tokenizer
 
@@ -198,8 +198,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = read_tokenizer(args.model)
     if args.size < 1:
         raise UserError(f"--size {args.size}: must be at least 1")
-    make_folder(args.out.parent, "the folder of --out")
-    check_writable(args.out, "--out")
+    prepare_file(args.out, "--out")
     languages = {}
     for text in args.text:
         name, _, files = text.partition("=")

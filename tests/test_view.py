@@ -17,7 +17,7 @@ from tokenizers import decoders, models
 from minispec import Sampling, generate, lookahead, view
 from minispec.certify import random_head, random_heads
 from minispec.checkpoint import save
-from minispec.errors import check_writable
+from minispec.errors import check_writable, prepare_file
 from minispec.generate import METHODS, decode, stream
 from minispec.sampling import Seeded, probs
 from minispec.tokenizer import Tokenizer
@@ -287,6 +287,11 @@ def test_asking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path):
     file.write_text("before")
     check_writable(str(file), "--html")
     assert file.read_text() == "before"
+
+
+def test_a_file_that_is_asked_for_in_a_new_folder_gets_it(tmp_path):
+    prepare_file(tmp_path / "new" / "folder" / "plot.png", "--plot")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
 # ---- the page
