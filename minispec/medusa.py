@@ -199,8 +199,9 @@ def published(name: str) -> list[Ranks]:
 
 
 def complete(paths: list[Ranks], depth: int, ranks: int) -> list[Ranks]:
-    """The paths and all their beginnings, each once, parents first; checked against the number of
-    heads (`depth`) and of candidates (`ranks`)."""
+    """The paths and all their beginnings, each once; checked against the number of heads (`depth`)
+    and of candidates (`ranks`). Depth first: the path of best ranks comes first of all, and what
+    is accepted of it already lies in the cache where it belongs."""
     nodes = {tuple(path[:n]) for path in paths for n in range(1, len(path) + 1)}
     deepest = max(map(len, nodes), default=0)
     if deepest > depth:
@@ -211,7 +212,7 @@ def complete(paths: list[Ranks], depth: int, ranks: int) -> list[Ranks]:
     wrong += [rank for node in nodes for rank in node[-1:] if not wrong and rank >= ranks]
     if wrong:
         raise UserError(f"the tree's rank {wrong[0]!r}: must be an integer from 0 to {ranks - 1}")
-    return sorted(nodes, key=lambda node: (len(node), node))
+    return sorted(nodes)
 
 
 def tree_of(heads: Heads) -> list[Ranks]:

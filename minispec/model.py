@@ -48,14 +48,15 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        # float64 and without dimensions: it takes the type and the device of what it meets
-        self.root_eps = torch.tensor(eps**0.5, dtype=torch.float64, device="cpu")
+        wide = torch.float32, torch.float64
+        # without dimensions: on any device, a number
+        self.root_eps = {kind: torch.tensor(eps**0.5, dtype=kind, device="cpu") for kind in wide}
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # half as many operators as F.rms_norm, which is not fused on a CPU
         size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        size = torch.hypot(size * x.shape[-1] ** -0.5, self.root_eps)
+        size = torch.hypot(size * x.shape[-1] ** -0.5, self.root_eps[wide.dtype])
         return (wide / size).to(x.dtype) * self.weight
 
 

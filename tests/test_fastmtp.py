@@ -29,7 +29,7 @@ from minispec.vocabulary import Compressed, Language, Subset, count, load_vocabu
     "k, tree", [(k, t) for k in range(1, 7) for t in (0, 1, 7)] + [("auto", 0)]
 )
 def test_greedy_tokens_are_plain_decoding_s(k, tree):
-    for seed in range(3):
+    for seed in range(2):
         model, prompt = random_model(seed), random_tokens(1 + 3 * seed, seed)
         head = random_head(model, seed)
         plain = decode(model, None, prompt, max_new_tokens=30)
