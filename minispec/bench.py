@@ -266,7 +266,9 @@ def all_methods(
     if asked("prompt-lookup"):
         yield "prompt-lookup", {}
     if asked("medusa") and args.heads:
-        yield "medusa", {"heads": load_heads(args.heads, model, tokenizer)}
+        heads = load_heads(args.heads, model, tokenizer)
+        yield "medusa", {"heads": heads}
+        yield "medusa tree=auto", {"heads": heads, "tree": "auto"}
     if asked("jacobi"):
         yield "jacobi", {}
     if asked("lookahead"):

@@ -436,6 +436,7 @@ def larger_cases() -> Iterator[Proof]:
     yield Proof("lookahead-auto", bound("lookahead-auto"), few, n=3)
     full = bound("medusa", heads=ToyHeads(4), tree=every_path(3, 63))
     yield Proof("medusa, 64 nodes", full, few, n=2)
+    yield Proof("medusa, auto", bound("medusa", heads=ToyHeads(4), tree="auto"), few, n=3)
     yield Proof("autoregressive", bound("autoregressive"))
     deep = bound("speculative", k=3, draft=Toy(77, vocab=2))
     yield Proof("speculative k=3, two tokens", deep, ("T=1", "greedy"), vocab=2)
@@ -493,6 +494,7 @@ def greedy_cases(model, seed: int) -> Iterator[tuple[str, Method]]:
     heads = random_heads(model, seed)
     for name, paths in RANK_TREES.items():
         yield f"medusa, {name}", bound("medusa", heads=heads, tree=paths)
+    yield "medusa, auto", bound("medusa", heads=heads, tree="auto")
 
 
 def check_greedy(quick: bool = False) -> Iterator[Verdict]:

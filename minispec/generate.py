@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -379,7 +380,7 @@ def method_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument("--draft-temperature", type=float, help="speculative: default as --temperature")
     p.add_argument("--k", help="drafts a round: a number, or auto (speculative, fastmtp)")
     p.add_argument("--heads", help="medusa, fastmtp: directory, file or hub id (default: shipped)")
-    p.add_argument("--tree", help="nodes; medusa: or a published tree's name, a JSON file of paths")
+    p.add_argument("--tree", help="nodes; medusa: or auto, a published name, a JSON file of paths")
     p.add_argument("--vocabulary", help="fastmtp: file of minispec.vocabulary, a .pt, or none")
     p.add_argument("--vocabulary-size", type=int, help="fastmtp: tokens of a language at most")
     p.add_argument("--block", type=int, help="jacobi: tokens guessed at once")
@@ -531,8 +532,10 @@ def given_or_shipped(name: str | None, flag: str, model: str, shipped: str) -> s
     return name or str(WEIGHTS / shipped)
 
 
-def read_tree_option(value: str, heads: Heads) -> list[Ranks]:
+def read_tree_option(value: str, heads: Heads) -> list[Ranks] | Literal["auto"]:
     """The paths that --tree means."""
+    if value == "auto":
+        return value
     if value.isdecimal():
         if heads.accuracy is None:
             raise UserError(
@@ -547,8 +550,8 @@ def read_tree_option(value: str, heads: Heads) -> list[Ranks]:
         return [tuple(path) for path in paths]
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"--tree {value}: neither a number of nodes, nor one of {', '.join(PUBLISHED)}, nor a "
-            f"JSON file of paths like [[0], [0, 0], [1]] ({error})"
+            f"--tree {value}: neither auto, nor a number of nodes, nor one of "
+            f"{', '.join(PUBLISHED)}, nor a JSON file of paths like [[0], [0, 0], [1]] ({error})"
         ) from None
 
 

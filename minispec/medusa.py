@@ -12,7 +12,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ from minispec.checkpoint import (
     weight_files,
     write_tensors,
 )
+from minispec.cost import cost_curve, curve_at, least_in_turn, once, one_pass
 from minispec.errors import UserError, read_json
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -35,6 +38,7 @@ from minispec.tree import Step, Tree
 from minispec.verify import accept
 
 BEST = 10  # candidates per head whose accuracy is measured, as many as the published trees use
+RARE = 0.02  # `auto` wants no node that is right less often
 Ranks = tuple[int, ...]  # a path: (0, 2) is head 0's best token, then head 1's third best
 
 
@@ -95,18 +99,19 @@ def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> Head
 
 def medusa(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, heads: Heads, tree: list[Ranks] | None = None,
+    cache: KVCache | None = None, heads: Heads, tree: list[Ranks] | Literal["auto"] | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Medusa with the lossless rule: greedy or sampled, the output has the target's law.
 
     `tree` is a list of rank paths, none longer than there are heads; by default the heads' own.
+    "auto" chooses one anew each round: see Worth.
     """
     return rounds(model, prompt, sampling, randomness, cache, heads, tree, accept)
 
 
 def medusa_typical(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, heads: Heads, tree: list[Ranks] | None = None,
+    cache: KVCache | None = None, heads: Heads, tree: list[Ranks] | Literal["auto"] | None = None,
     epsilon: float = 0.09, delta: float = 0.3,
 ) -> Iterator[Step]:  # fmt: skip
     """Medusa with typical acceptance: LOSSY, sampled output does not have the target's law.
@@ -123,17 +128,21 @@ def medusa_typical(
 
 def rounds(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness,
-    cache: KVCache | None, heads: Heads, tree: list[Ranks] | None,
+    cache: KVCache | None, heads: Heads, tree: list[Ranks] | Literal["auto"] | None,
     rule: Callable[[Tensor | OneHot, Tree, Randomness], tuple[list[int], int]],
 ) -> Iterator[Step]:  # fmt: skip
     """The loop of both."""
-    paths = complete(tree_of(heads) if tree is None else tree, len(heads), model.config.vocab_size)
+    if tree == "auto":
+        paths = Worth(heads, model)
+    else:
+        paths = tree_of(heads) if tree is None else tree
+        paths = complete(paths, len(heads), model.config.vocab_size)
     cache = cache or model.new_cache()
     tokens = list(prompt)
     hidden = model.prefill(tokens[cache.length : -1], cache)[0, -1:]  # (1, d), or none
     yield Step()
     while True:
-        tree = propose(heads, model, hidden, tokens[-1], paths[: cache.room - 1])
+        tree = propose(heads, model, hidden, tokens[-1], paths).first(cache.room)
         hidden = model(tree.tokens, cache, tree.depth, tree.mask)[0]
         path, fresh = rule(probs(model.logits(hidden), sampling), tree, randomness)
         cache.commit(path)
@@ -144,16 +153,19 @@ def rounds(
 
 
 def propose(
-    heads: Heads, model: Transformer, hidden: Tensor, root: int, paths: list[Ranks]
+    heads: Heads, model: Transformer, hidden: Tensor, root: int, paths: "list[Ranks] | Worth"
 ) -> Tree:
     """The tree of the heads' candidates below the newest token; the lone root where no hidden
     state is at hand, as before the first pass of a prompt of one token."""
     if not len(hidden) or not paths:
         return Tree.chain(root, [])
+    logits = heads(hidden[0], model)  # (K, V)
+    if isinstance(paths, Worth):
+        best = logits.softmax(-1).topk(min(BEST, logits.shape[-1]))
+        return Tree.from_paths(root, paths.of(best.values), best.indices.tolist())
     most = 1 + max(rank for path in paths for rank in path)
     depth = max(map(len, paths))
-    candidates = heads(hidden[0], model)[:depth].topk(most).indices.tolist()  # (depth, most)
-    return Tree.from_paths(root, paths, candidates)
+    return Tree.from_paths(root, paths, logits[:depth].topk(most).indices.tolist())
 
 
 def typical_path(laws: Tensor | OneHot, tree: Tree, epsilon: float, delta: float) -> list[int]:
@@ -224,24 +236,65 @@ def tree_of(heads: Heads) -> list[Ranks]:
 
 def grow_tree(accuracy: Tensor, nodes: int) -> list[Ranks]:
     """The tree of `nodes` nodes below the root that gains most by `expected`, best node first;
-    fewer where no more gain anything.
+    fewer where no more gain anything."""
+    return [path for path, _ in islice(best_first(accuracy), nodes)]
 
-    A node's gain is the product of accuracy[k][r] along its path. It falls from parent to child and
-    from rank to rank, so taking the best node next, then its first child and its next sibling into
-    the queue, is optimal.
+
+def best_first(chances: Tensor) -> Iterator[tuple[Ranks, float]]:
+    """Paths and their gains, while there is any: the product of chances[k][r] along the path.
+
+    It falls from parent to child and from rank to rank, so taking the best node next, then its
+    first child and its next sibling into the queue, is optimal.
     """
-    a = accuracy.tolist()
-    queue, paths = [(-a[0][0], (0,))], []
-    while queue and queue[0][0] < 0 and len(paths) < nodes:
+    a = chances.tolist()
+    queue = [(-a[0][0], (0,))]
+    while queue and queue[0][0] < 0:
         gain, path = heapq.heappop(queue)
-        paths.append(path)
+        yield path, -gain
         depth, rank = len(path) - 1, path[-1]
         if depth + 1 < len(a):
             heapq.heappush(queue, (gain * a[depth + 1][0], path + (0,)))
         if rank + 1 < len(a[depth]):
             sibling = gain / a[depth][rank] * a[depth][rank + 1]
             heapq.heappush(queue, (sibling, path[:-1] + (rank + 1,)))
-    return paths
+
+
+class Worth:
+    """The tree for one position: its likeliest paths by the heads' own probabilities there (as
+    EAGLE-2, Li et al. 2024, grows its), as many as promise the most tokens for the cost of a round.
+
+    Costs, in passes over one token, are measured once. The tree follows from what the round before
+    left, never from a token of its own round: so it is lossless as any other.
+    """
+
+    def __init__(self, heads: Heads, model: Transformer):
+        self.curve = cost_curve(model)
+        self.heads = once(model, heads, lambda: heads_cost(heads, model))
+
+    def of(self, chances: Tensor) -> list[Ranks]:
+        """For the probabilities of each head's best candidates (K, ranks), best first."""
+        expected, best, count, paths = 1.0, 1 / (1 + self.heads), 0, []
+        for path, gain in best_first(chances):
+            if gain < RARE or len(paths) + 2 >= len(self.curve):
+                break
+            paths.append(path)
+            expected += gain
+            worth = expected / (curve_at(self.curve, len(paths) + 1) + self.heads)
+            if worth > best:
+                best, count = worth, len(paths)
+        return sorted(paths[:count])
+
+
+@torch.no_grad()
+def heads_cost(heads: Heads, model: Transformer) -> float:
+    """Of the heads' part of a round, in passes of the target over one token."""
+    hidden = model.prefill([0], model.new_cache(1))[0, -1]
+
+    def propose() -> list:
+        return heads(hidden, model).softmax(-1).topk(1).indices.tolist()
+
+    own, target = least_in_turn([propose, one_pass(model, 1)])
+    return own / target
 
 
 def expected(accuracy: Tensor, paths: list[Ranks]) -> float:

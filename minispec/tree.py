@@ -91,12 +91,12 @@ class Tree:
 def layout(parents: tuple[int, ...]) -> tuple[list[int], Tensor, Tensor]:
     """Depths, as a list and a tensor, and the mask, of a tree; shared, so not to be changed."""
     depths: list[int] = []
-    mask = torch.eye(len(parents), dtype=torch.bool)
+    mask: list[list[bool]] = []
     for node, parent in enumerate(parents):
         depths.append(0 if parent < 0 else depths[parent] + 1)
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    return depths, torch.tensor(depths), mask
+        mask.append([False] * len(parents) if parent < 0 else mask[parent].copy())
+        mask[node][node] = True
+    return depths, torch.tensor(depths), torch.tensor(mask)
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,43 @@ def test_the_grown_tree_is_the_best_of_all(seed):
     assert larger[:3] == grown and all(p[:-1] in larger[:i] for i, p in enumerate(larger) if p[1:])
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_auto_s_tree_promises_most_for_its_cost(seed, monkeypatch):
+    """Against every number of the likeliest paths, on machines of many kinds."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.rand(40, generator=generator) / (1 + 4 * seed)
+    curve = [0.0, *(1 + steps.cumsum(0) - steps[0]).tolist()]
+    monkeypatch.setattr(medusa, "cost_curve", lambda model: curve)
+    monkeypatch.setattr(medusa, "heads_cost", lambda heads, model: 0.25)
+    model = random_model(seed)
+    worth = medusa.Worth(random_heads(model, seed), model)
+    for _ in range(20):
+        logits = 3 * torch.randn(4, 12, generator=generator)
+        chances = logits.softmax(-1).sort(descending=True).values
+        likely = [path for path, gain in medusa.best_first(chances) if gain >= medusa.RARE]
+        promises = [
+            expected(chances, likely[:n]) / (curve[n + 1] + 0.25)
+            for n in range(min(len(likely), 38) + 1)
+        ]
+        paths = worth.of(chances)
+        assert paths == complete(paths, 4, 12)
+        own = expected(chances, paths) / (curve[len(paths) + 1] + 0.25)
+        assert abs(own - max(promises)) < 1e-12
+    sure, lost = torch.eye(4, 12)[[0, 0, 0, 0]], torch.full((4, 12), 1e-3)
+    assert worth.of(lost) == []
+    worth.curve = [0.0] + [1.0] * 64
+    assert worth.of(sure) == [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_auto_is_plain_decoding_to_the_end_of_the_context(seed):
+    model = random_model(seed, context=40)
+    heads, prompt = random_heads(model, seed), random_tokens(1 + 5 * seed, seed)
+    plain = decode(model, None, prompt, max_new_tokens=1000)
+    run = decode(model, None, prompt, "medusa", heads=heads, tree="auto", max_new_tokens=1000)
+    assert run.tokens == plain.tokens and run.finish_reason == "context"
+
+
 def test_a_head_that_is_never_right_ends_its_branches():
     assert grow_tree(torch.tensor([[0.5, 0.0, 0.0], [0.5, 0.0, 0.0]]), 9) == [(0,), (0, 0)]
 
@@ -422,7 +459,7 @@ def test_the_loss_is_the_paper_s_and_its_gradient_spares_the_target():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--tree", "nonsense"], "neither a number of nodes"),
+        (["--tree", "nonsense"], "neither auto, nor a number of nodes"),
         (["--heads", "nowhere"], "no such directory: nowhere"),
         (["--method", "speculative", "--tree", "3"], "--tree is for --method medusa"),
     ],
