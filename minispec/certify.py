@@ -415,6 +415,7 @@ def exact_cases(quick: bool) -> Iterator[Proof]:
     for shape in ("deep",) if quick else ("single node", "chain", "wide", "deep"):
         method = bound("medusa", heads=heads, tree=RANK_TREES[shape])
         yield Proof(f"medusa, {shape}", method, few if quick else every, n=2)
+    yield Proof("medusa, auto", bound("medusa", heads=heads, tree="auto"), few, n)
     for w, n, g in ((1, 2, 1), (3, 3, 3)) if quick else WNG:
         for pool in (False, True):
             method = bound("lookahead", window=w, ngram=n, guesses=g, pool_from_prompt=pool)
@@ -436,7 +437,6 @@ def larger_cases() -> Iterator[Proof]:
     yield Proof("lookahead-auto", bound("lookahead-auto"), few, n=3)
     full = bound("medusa", heads=ToyHeads(4), tree=every_path(3, 63))
     yield Proof("medusa, 64 nodes", full, few, n=2)
-    yield Proof("medusa, auto", bound("medusa", heads=ToyHeads(4), tree="auto"), few, n=3)
     yield Proof("autoregressive", bound("autoregressive"))
     deep = bound("speculative", k=3, draft=Toy(77, vocab=2))
     yield Proof("speculative k=3, two tokens", deep, ("T=1", "greedy"), vocab=2)
@@ -628,6 +628,7 @@ def check_limits(quick: bool = False) -> Iterator[Verdict]:
         "lookahead": {"window": 3, "ngram": 3, "guesses": 4, "pool_from_prompt": True},
         "lookahead-auto": {},
         "medusa": {"heads": ToyHeads(3), "tree": every_path(3, 16)},
+        "medusa, auto": {"heads": ToyHeads(3), "tree": "auto"},
         "fastmtp": {"head": random_head(small_model(1, vocab=3, layers=1), 1), "k": 4},
     }
     for name, options in methods.items():

@@ -533,14 +533,14 @@ def given_or_shipped(name: str | None, flag: str, model: str, shipped: str) -> s
 
 
 def read_tree_option(value: str, heads: Heads) -> list[Ranks] | Literal["auto"]:
-    """The paths that --tree means."""
+    """What --tree means: a list of paths, or "auto"."""
     if value == "auto":
         return value
     if value.isdecimal():
         if heads.accuracy is None:
             raise UserError(
                 f"--tree {value}: these heads came without accuracies to grow a tree by: measure "
-                "them with minispec.distill tree"
+                "them with minispec.distill tree, or take --tree auto, which needs none"
             )
         return grow_tree(heads.accuracy, int(value))
     if value in PUBLISHED:

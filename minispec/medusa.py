@@ -29,7 +29,7 @@ from minispec.checkpoint import (
     weight_files,
     write_tensors,
 )
-from minispec.cost import cost_curve, curve_at, least_in_turn, once, one_pass
+from minispec.cost import COUNTS, cost_curve, least_in_turn, once, one_pass
 from minispec.errors import UserError, read_json
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -38,7 +38,7 @@ from minispec.tree import Step, Tree
 from minispec.verify import accept
 
 BEST = 10  # candidates per head whose accuracy is measured, as many as the published trees use
-RARE = 0.02  # `auto` wants no node that is right less often
+RARE = 0.02  # of likelier nodes `auto` looks for the best number: to list the rest takes too long
 Ranks = tuple[int, ...]  # a path: (0, 2) is head 0's best token, then head 1's third best
 
 
@@ -104,7 +104,7 @@ def medusa(
     """Medusa with the lossless rule: greedy or sampled, the output has the target's law.
 
     `tree` is a list of rank paths, none longer than there are heads; by default the heads' own.
-    "auto" chooses one anew each round: see Worth.
+    "auto" makes one for each position: see Worth.
     """
     return rounds(model, prompt, sampling, randomness, cache, heads, tree, accept)
 
@@ -132,9 +132,8 @@ def rounds(
     rule: Callable[[Tensor | OneHot, Tree, Randomness], tuple[list[int], int]],
 ) -> Iterator[Step]:  # fmt: skip
     """The loop of both."""
-    if tree == "auto":
-        paths = Worth(heads, model)
-    else:
+    worth = Worth(heads, model) if tree == "auto" else None
+    if not worth:
         paths = tree_of(heads) if tree is None else tree
         paths = complete(paths, len(heads), model.config.vocab_size)
     cache = cache or model.new_cache()
@@ -142,7 +141,11 @@ def rounds(
     hidden = model.prefill(tokens[cache.length : -1], cache)[0, -1:]  # (1, d), or none
     yield Step()
     while True:
-        tree = propose(heads, model, hidden, tokens[-1], paths).first(cache.room)
+        room = cache.room - 1
+        if worth:
+            tree = worth.propose(hidden, tokens[-1], room)
+        else:
+            tree = propose(heads, model, hidden, tokens[-1], paths[:room])
         hidden = model(tree.tokens, cache, tree.depth, tree.mask)[0]
         path, fresh = rule(probs(model.logits(hidden), sampling), tree, randomness)
         cache.commit(path)
@@ -153,19 +156,16 @@ def rounds(
 
 
 def propose(
-    heads: Heads, model: Transformer, hidden: Tensor, root: int, paths: "list[Ranks] | Worth"
+    heads: Heads, model: Transformer, hidden: Tensor, root: int, paths: list[Ranks]
 ) -> Tree:
     """The tree of the heads' candidates below the newest token; the lone root where no hidden
     state is at hand, as before the first pass of a prompt of one token."""
     if not len(hidden) or not paths:
         return Tree.chain(root, [])
-    logits = heads(hidden[0], model)  # (K, V)
-    if isinstance(paths, Worth):
-        best = logits.softmax(-1).topk(min(BEST, logits.shape[-1]))
-        return Tree.from_paths(root, paths.of(best.values), best.indices.tolist())
     most = 1 + max(rank for path in paths for rank in path)
     depth = max(map(len, paths))
-    return Tree.from_paths(root, paths, logits[:depth].topk(most).indices.tolist())
+    candidates = heads(hidden[0], model)[:depth].topk(most).indices.tolist()  # (depth, most)
+    return Tree.from_paths(root, paths, candidates)
 
 
 def typical_path(laws: Tensor | OneHot, tree: Tree, epsilon: float, delta: float) -> list[int]:
@@ -260,40 +260,60 @@ def best_first(chances: Tensor) -> Iterator[tuple[Ranks, float]]:
 
 
 class Worth:
-    """The tree for one position: its likeliest paths by the heads' own probabilities there (as
+    """A tree for each position: its likeliest paths by the heads' own probabilities there (as
     EAGLE-2, Li et al. 2024, grows its), as many as promise the most tokens for the cost of a round.
 
-    Costs, in passes over one token, are measured once. The tree follows from what the round before
-    left, never from a token of its own round: so it is lossless as any other.
+    Costs, in passes over one token, are measured once. The tree follows from the text before the
+    round and from them, never from what the round draws: it is lossless as any fixed one. But a
+    seed repeats a sampled run only as far as the costs repeat.
     """
 
     def __init__(self, heads: Heads, model: Transformer):
+        self.heads, self.model = heads, model
         self.curve = cost_curve(model)
-        self.heads = once(model, heads, lambda: heads_cost(heads, model))
+        self.drafting = once(model, heads, lambda: heads_cost(heads, model))
+        # of a pass; on a GPU every other number would be one more graph
+        graphs = model.compiled is not None and model.device.type == "cuda"
+        self.rows = COUNTS if graphs else range(len(self.curve))
 
-    def of(self, chances: Tensor) -> list[Ranks]:
+    def propose(self, hidden: Tensor, root: int, room: int) -> Tree:
+        """As `propose`, of at most `room` nodes below the root."""
+        if not len(hidden) or room < 1:
+            return Tree.chain(root, [])
+        best = most_likely(self.heads(hidden[0], self.model))
+        return Tree.from_paths(root, self.paths(best.values, room), best.indices.tolist())
+
+    def paths(self, chances: Tensor, room: int) -> list[Ranks]:
         """For the probabilities of each head's best candidates (K, ranks), best first."""
-        expected, best, count, paths = 1.0, 1 / (1 + self.heads), 0, []
-        for path, gain in best_first(chances):
-            if gain < RARE or len(paths) + 2 >= len(self.curve):
+        tokens, best, count, paths = 1.0, 1 / (1 + self.drafting), 0, []
+        for path, gain in islice(best_first(chances), min(room, len(self.curve) - 2)):
+            if gain < RARE:
                 break
             paths.append(path)
-            expected += gain
-            worth = expected / (curve_at(self.curve, len(paths) + 1) + self.heads)
-            if worth > best:
+            tokens += gain
+            rows = len(paths) + 1
+            worth = tokens / (self.curve[rows] + self.drafting)
+            if worth > best and rows in self.rows:
                 best, count = worth, len(paths)
         return sorted(paths[:count])
+
+
+def most_likely(logits: Tensor) -> torch.return_types.topk:
+    """Probabilities (`values`) and tokens (`indices`) of each head's best candidates, (K, ranks);
+    of its logits (K, V)."""
+    return logits.softmax(-1).topk(min(BEST, logits.shape[-1]))
 
 
 @torch.no_grad()
 def heads_cost(heads: Heads, model: Transformer) -> float:
     """Of the heads' part of a round, in passes of the target over one token."""
-    hidden = model.prefill([0], model.new_cache(1))[0, -1]
+    hidden = model.prefill([0], model.new_cache(64))[0, -1]
 
-    def propose() -> list:
-        return heads(hidden, model).softmax(-1).topk(1).indices.tolist()
+    def once_more() -> list:
+        best = most_likely(heads(hidden, model))
+        return best.values.tolist() + best.indices.tolist()
 
-    own, target = least_in_turn([propose, one_pass(model, 1)])
+    own, target = least_in_turn([once_more, one_pass(model, 1)])
     return own / target
 
 

@@ -48,9 +48,11 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        wide = torch.float32, torch.float64
-        # without dimensions: on any device, a number
-        self.root_eps = {kind: torch.tensor(eps**0.5, dtype=kind, device="cpu") for kind in wide}
+        # one of each type, or every pass would cast it; without dimensions it goes with any device
+        self.root_eps = {
+            dtype: torch.tensor(eps**0.5, dtype=dtype, device="cpu")
+            for dtype in (torch.float32, torch.float64)
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

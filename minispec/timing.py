@@ -15,8 +15,9 @@ from minispec.model import Transformer
 PARTS = "draft", "target", "accept", "commit", "host"
 # what proposes, and what takes in the accepted tokens for the next proposal
 DRAFTS = (
-    (speculative, "propose"), (medusa, "propose"), (prompt_lookup, "lookup"),
-    (fastmtp.Drafter, "chain"), (fastmtp.Drafter, "tree"), (fastmtp.Drafter, "extend"),
+    (speculative, "propose"), (prompt_lookup, "lookup"), (medusa, "propose"),
+    (medusa.Worth, "propose"), (fastmtp.Drafter, "chain"), (fastmtp.Drafter, "tree"),
+    (fastmtp.Drafter, "extend"),
 )  # fmt: skip
 
 

@@ -87,7 +87,7 @@ class Tree:
         return layout(tuple(self.parents))[2]
 
 
-@lru_cache(maxsize=256)  # Medusa proposes the same shape every round
+@lru_cache(maxsize=256)  # asked for three times a round, and a fixed tree is the same in each
 def layout(parents: tuple[int, ...]) -> tuple[list[int], Tensor, Tensor]:
     """Depths, as a list and a tensor, and the mask, of a tree; shared, so not to be changed."""
     depths: list[int] = []

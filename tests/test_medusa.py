@@ -143,25 +143,54 @@ def test_auto_s_tree_promises_most_for_its_cost(seed, monkeypatch):
         likely = [path for path, gain in medusa.best_first(chances) if gain >= medusa.RARE]
         promises = [
             expected(chances, likely[:n]) / (curve[n + 1] + 0.25)
-            for n in range(min(len(likely), 38) + 1)
+            for n in range(min(len(likely), 39) + 1)
         ]
-        paths = worth.of(chances)
+        paths = worth.paths(chances, room=99)
         assert paths == complete(paths, 4, 12)
         own = expected(chances, paths) / (curve[len(paths) + 1] + 0.25)
         assert abs(own - max(promises)) < 1e-12
     sure, lost = torch.eye(4, 12)[[0, 0, 0, 0]], torch.full((4, 12), 1e-3)
-    assert worth.of(lost) == []
+    assert worth.paths(lost, room=99) == []
     worth.curve = [0.0] + [1.0] * 64
-    assert worth.of(sure) == [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
+    assert worth.paths(sure, room=99) == [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
+    assert worth.paths(sure, room=2) == [(0,), (0, 0)]
+    worth.rows = medusa.COUNTS
+    assert worth.paths(sure, room=99) == [(0,), (0, 0), (0, 0, 0)]
+    worth.curve = [0.0, 1.0, 1.0]
+    assert worth.paths(sure, room=99) == [(0,)]
 
 
+@pytest.mark.parametrize("method", ["medusa", "medusa-typical"])
 @pytest.mark.parametrize("seed", range(4))
-def test_auto_is_plain_decoding_to_the_end_of_the_context(seed):
+def test_auto_is_plain_decoding_to_the_end_of_the_context(method, seed, monkeypatch):
+    monkeypatch.setattr(medusa, "cost_curve", lambda model: [0.0] + [1.0] * 40)
     model = random_model(seed, context=40)
     heads, prompt = random_heads(model, seed), random_tokens(1 + 5 * seed, seed)
     plain = decode(model, None, prompt, max_new_tokens=1000)
-    run = decode(model, None, prompt, "medusa", heads=heads, tree="auto", max_new_tokens=1000)
+    run = decode(model, None, prompt, method, heads=heads, tree="auto", max_new_tokens=1000)
     assert run.tokens == plain.tokens and run.finish_reason == "context"
+    sizes = [len(step.tree) for step in run.rounds]
+    assert max(sizes) > 8 and len(run.rounds[-1].tree) < 8  # cut to the room that was left
+    assert any(len(step.path) > 1 for step in run.rounds)
+
+
+def test_the_command_line_takes_auto(tmp_path, capsys):
+    model = byte_model()
+    save(model, TOKENIZER, tmp_path)
+    medusa.save_heads(random_heads(model, 0), tmp_path / "heads", "x", None, torch.float32)
+    arguments = ["ab", "--model", str(tmp_path), "--max-new-tokens", "9", "--dtype", "float64"]
+    texts = []
+    for more in ([], ["--method", "medusa", "--heads", str(tmp_path / "heads"), "--tree", "auto"]):
+        generate.main([*arguments, *more])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def test_auto_reads_the_newest_hidden_state(monkeypatch):
+    monkeypatch.setattr(medusa, "cost_curve", lambda model: [0.0] + [1.0] * 40)
+    model, heads = count_up(12, 3)  # heads that know
+    run = decode(model, None, [3, 4], "medusa", heads=heads, tree="auto", max_new_tokens=30)
+    assert {len(step.tokens) for step in run.rounds} == {4}
 
 
 def test_a_head_that_is_never_right_ends_its_branches():
