@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec.checkpoint import load, save, write_tensors
-from minispec.cost import cost_curve, least_in_turn, one_pass
+from minispec.cost import cost_curve
 from minispec.errors import UserError, command, make_folder, prepare_file
 from minispec.fastmtp import Head, save_head
 from minispec.medusa import (
@@ -35,6 +35,7 @@ from minispec.medusa import (
     accuracy_of,
     expected,
     grow_tree,
+    heads_cost,
     load_heads,
     medusa,
     replayed,
@@ -572,16 +573,9 @@ class Candidate:
 def candidates(heads: Heads, target: Transformer, most: int = 63) -> list[Candidate]:
     """The trees of 1 to `most` nodes that gain most by the heads' accuracies, each with the cost of
     its round on this machine: a pass over its nodes and the root, and the heads."""
-    curve = cost_curve(target)
-    best = min(BEST, target.config.vocab_size)
-    hidden = torch.zeros(target.config.hidden_size, dtype=target.dtype, device=target.device)
-    extra, whole = least_in_turn(
-        [lambda: heads(hidden, target).topk(best).indices.tolist(), one_pass(target, 1)]
-    )
+    curve, drafting = cost_curve(target), heads_cost(heads, target)
     trees = (grow_tree(heads.accuracy, n) for n in range(1, min(most, len(curve) - 2) + 1))
-    return [
-        Candidate(t, expected(heads.accuracy, t), curve[len(t) + 1] + extra / whole) for t in trees
-    ]
+    return [Candidate(t, expected(heads.accuracy, t), curve[len(t) + 1] + drafting) for t in trees]
 
 
 def accuracy_table(accuracy: Tensor) -> str:
