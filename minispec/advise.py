@@ -131,8 +131,12 @@ def chains(method: str):
 
 
 def trees(model, tokenizer, options, prompts, n) -> Iterator[Choice]:
-    """Of Medusa's tree: grown from the heads' accuracies, which came with them."""
+    """Of Medusa's tree: one anew each round, which is tried; or grown from the heads' accuracies,
+    if they came with them."""
     heads, curve = options["heads"], cost_curve(model)
+    anew = options | {"tree": "auto"}
+    seen = probe(model, tokenizer, "medusa", anew, prompts, n)
+    yield Choice("medusa", "tree = auto", anew, seen.speedup(per_pass(seen.runs)))
     if heads.accuracy is None or heads.tree is None:
         return
     seen = probe(model, tokenizer, "medusa", options, prompts, n)

@@ -237,5 +237,11 @@ def test_advice_follows_the_machine(capsys):
         assert [c.words for c in choices] == [f"k = {k}" for k in range(1, 7)]
         best = max(choices, key=lambda c: c.speedup)
         assert best.options["k"] in fits
+    heads = random_heads(model, 0)  # without accuracies no tree can be grown beforehand
+    choices = list(advise.CHOOSERS["medusa"](model, None, {"heads": heads}, [[1, 2], [3]], 30))
+    assert [c.words for c in choices] == ["tree = auto"]
+    heads.accuracy, heads.tree = torch.full((4, 10), 0.1), [(0,), (0, 0)]
+    choices = list(advise.CHOOSERS["medusa"](model, None, {"heads": heads}, [[1, 2], [3]], 30))
+    assert len(choices) == 1 + len(advise.SIZES) and all(c.speedup > 0 for c in choices)
     advise.advise(model, None, {"fastmtp k=2": {"head": head, "k": 2}}, {"x": [[1], [2]]}, 20)
     assert "predicted" in capsys.readouterr().out
