@@ -132,20 +132,13 @@ def rounds(
     rule: Callable[[Tensor | OneHot, Tree, Randomness], tuple[list[int], int]],
 ) -> Iterator[Step]:  # fmt: skip
     """The loop of both."""
-    worth = Worth(heads, model) if tree == "auto" else None
-    if not worth:
-        paths = tree_of(heads) if tree is None else tree
-        paths = complete(paths, len(heads), model.config.vocab_size)
+    proposed = proposer(heads, model, tree)
     cache = cache or model.new_cache()
     tokens = list(prompt)
     hidden = model.prefill(tokens[cache.length : -1], cache)[0, -1:]  # (1, d), or none
     yield Step()
     while True:
-        room = cache.room - 1
-        if worth:
-            tree = worth.propose(hidden, tokens[-1], room)
-        else:
-            tree = propose(heads, model, hidden, tokens[-1], paths[:room])
+        tree = proposed(hidden, tokens[-1], cache.room - 1)
         hidden = model(tree.tokens, cache, tree.depth, tree.mask)[0]
         path, fresh = rule(probs(model.logits(hidden), sampling), tree, randomness)
         cache.commit(path)
@@ -153,6 +146,18 @@ def rounds(
         new = tree.tokens_at(path[1:]) + [fresh]
         tokens += new
         yield Step(new, tree, path)
+
+
+def proposer(
+    heads: Heads, model: Transformer, tree: list[Ranks] | Literal["auto"] | None
+) -> Callable[[Tensor, int, int], Tree]:
+    """What makes each round's tree: of a hidden state (1, d), or none (0, d), the newest token, and
+    the room for nodes below it."""
+    if tree == "auto":
+        return Worth(heads, model).propose
+    paths = tree_of(heads) if tree is None else tree
+    paths = complete(paths, len(heads), model.config.vocab_size)
+    return lambda hidden, root, room: propose(heads, model, hidden, root, paths[:room])
 
 
 def propose(

@@ -80,15 +80,13 @@ class Medusa(Proposer):
     """Heads on the target's hidden state."""
 
     def __init__(self, model, heads, tree):
-        self.model, self.heads = model, heads
-        self.paths = medusa.complete(tree, len(heads), model.config.vocab_size)
+        self.proposed = medusa.proposer(heads, model, tree)
 
     def begin(self, tokens, hidden, capacity):
         self.hidden = hidden[-1:]
 
     def propose(self, tokens, room, sampling, randomness):
-        paths = self.paths[: room - 1]
-        return medusa.propose(self.heads, self.model, self.hidden, tokens[-1], paths)
+        return self.proposed(self.hidden, tokens[-1], room - 1)
 
     def learn(self, tokens, tree, path, hidden):
         self.hidden = hidden[path[-1:]]
