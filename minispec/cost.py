@@ -65,6 +65,12 @@ def pass_seconds(model: Transformer, n: int, repeat: int = 5) -> float:
     return least_seconds(one_pass(model, n), repeat)
 
 
+def in_passes(function: Callable[[], object], model: Transformer, n: int = 1) -> float:
+    """What a call costs, in passes of the model over `n` tokens; both are timed in turn."""
+    own, whole = least_in_turn([function, one_pass(model, n)])
+    return own / whole
+
+
 known: WeakKeyDictionary = WeakKeyDictionary()  # model -> what was measured of it
 
 

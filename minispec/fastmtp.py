@@ -23,7 +23,7 @@ from minispec.checkpoint import (
     weight_files,
     write_tensors,
 )
-from minispec.cost import cost_curve, curve_at, least_in_turn, once, one_pass
+from minispec.cost import cost_curve, curve_at, in_passes, once
 from minispec.errors import UserError
 from minispec.model import Block, Config, Pass, RMSNorm, Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -252,8 +252,7 @@ def draft_cost(head: Head, model: Transformer, vocabulary: Subset) -> float:
     def one_draft() -> list:
         return vocabulary.logits(model, drafter.run(hidden, [0])).argmax(-1).tolist()
 
-    draft, target = least_in_turn([one_draft, one_pass(model, 1)])
-    return draft / target
+    return in_passes(one_draft, model)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

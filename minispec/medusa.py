@@ -29,7 +29,7 @@ from minispec.checkpoint import (
     weight_files,
     write_tensors,
 )
-from minispec.cost import COUNTS, cost_curve, least_in_turn, once, one_pass
+from minispec.cost import COUNTS, cost_curve, in_passes, once
 from minispec.errors import UserError, read_json
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -264,6 +264,38 @@ def best_first(chances: Tensor) -> Iterator[tuple[Ranks, float]]:
             heapq.heappush(queue, (sibling, path[:-1] + (rank + 1,)))
 
 
+def expected(accuracy: Tensor, paths: list[Ranks]) -> float:
+    """Tokens per pass if heads were right independently: 1 + Σ over nodes of Π a[k][r]."""
+    a = accuracy.tolist()
+    total = 1.0
+    for path in paths:
+        gain = 1.0
+        for depth, rank in enumerate(path):
+            gain *= a[depth][rank]
+        total += gain
+    return total
+
+
+def accuracy_of(ranks: Tensor) -> Tensor:
+    """a[k][r], the share of positions at which head k's rank-r token is right, of those at which it
+    has a label; (K, BEST). `ranks` (K, n) is the true token's rank, BEST for all worse, -1
+    without a label."""
+    labelled = (ranks >= 0).sum(1, keepdim=True).clamp(min=1)
+    return torch.stack([(ranks == r).sum(1) for r in range(BEST)], 1) / labelled
+
+
+def replayed(ranks: Tensor, paths: list[Ranks]) -> tuple[int, int]:
+    """(tokens, passes) of greedy decoding along a text whose tokens have these ranks (K, n)."""
+    nodes, columns = set(paths), [tuple(column) for column in ranks.T.tolist()]
+    at = passes = 0
+    while at < len(columns):
+        length = 0
+        while length < len(ranks) and columns[at][: length + 1] in nodes:
+            length += 1
+        at, passes = at + length + 1, passes + 1
+    return at, passes
+
+
 class Worth:
     """A tree for each position: its likeliest paths by the heads' own probabilities there (as
     EAGLE-2, Li et al. 2024, grows its), as many as promise the most tokens for the cost of a round.
@@ -318,40 +350,7 @@ def heads_cost(heads: Heads, model: Transformer) -> float:
         best = most_likely(heads(hidden, model))
         return best.values.tolist() + best.indices.tolist()
 
-    own, target = least_in_turn([once_more, one_pass(model, 1)])
-    return own / target
-
-
-def expected(accuracy: Tensor, paths: list[Ranks]) -> float:
-    """Tokens per pass if heads were right independently: 1 + Σ over nodes of Π a[k][r]."""
-    a = accuracy.tolist()
-    total = 1.0
-    for path in paths:
-        gain = 1.0
-        for depth, rank in enumerate(path):
-            gain *= a[depth][rank]
-        total += gain
-    return total
-
-
-def accuracy_of(ranks: Tensor) -> Tensor:
-    """a[k][r], the share of positions at which head k's rank-r token is right, of those at which it
-    has a label; (K, BEST). `ranks` (K, n) is the true token's rank, BEST for all worse, -1
-    without a label."""
-    labelled = (ranks >= 0).sum(1, keepdim=True).clamp(min=1)
-    return torch.stack([(ranks == r).sum(1) for r in range(BEST)], 1) / labelled
-
-
-def replayed(ranks: Tensor, paths: list[Ranks]) -> tuple[int, int]:
-    """(tokens, passes) of greedy decoding along a text whose tokens have these ranks (K, n)."""
-    nodes, columns = set(paths), [tuple(column) for column in ranks.T.tolist()]
-    at = passes = 0
-    while at < len(columns):
-        length = 0
-        while length < len(ranks) and columns[at][: length + 1] in nodes:
-            length += 1
-        at, passes = at + length + 1, passes + 1
-    return at, passes
+    return in_passes(once_more, model)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minispec.cache import KVCache
-from minispec.cost import least_in_turn, one_pass
+from minispec.cost import in_passes, one_pass
 from minispec.errors import UserError
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -96,8 +96,7 @@ class Length:
     """
 
     def __init__(self, model: Transformer, draft: Transformer):
-        own, target = least_in_turn([one_pass(draft, 1), one_pass(model, 5)])
-        self.c = own / target
+        self.c = in_passes(one_pass(draft, 1), model, 5)
         self.accepted, self.tried = 3.0, 4.0  # a prior worth four drafts
 
     @property
