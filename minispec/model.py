@@ -3,6 +3,7 @@
 Modules carry the tensor names of Hugging Face checkpoints, so loading is assignment.
 """
 
+import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from minispec.cache import KVCache
 
 SMALL = 2**17  # float32 weights up to this size stay plain: oneDNN's call costs more than it gains
+BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
 
 
 @dataclass(frozen=True)
@@ -143,33 +145,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Joined:
     """Several linear layers of one input as one product, for inference.
 
-    On a CPU oneDNN packs bfloat16 weights and large float32 ones, so that the rows of a draft cost
-    little more than one; with `quantize` all are int8 (`quantized`). The layers give such weights
-    up: until `undo` theirs are on the meta device, or, of a `shared` packed one, which is the
-    embedding too, a `table` to read rows from. Other weights stay plain.
+    On a CPU bfloat16 weights and large float32 ones are `Packed`; with `quantize` all are int8
+    (`quantized`). The layers give such weights up: until `undo` theirs are on the meta device.
+    Other weights stay plain.
     """
 
-    def __init__(self, *parts: nn.Linear, quantize: bool = False, shared: bool = False):
+    def __init__(self, *parts: nn.Linear, quantize: bool = False):
         self.parts, self.dtype = parts, parts[0].weight.dtype
         self.bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts])
         weight = torch.cat([p.weight for p in parts]) if len(parts) > 1 else parts[0].weight
         self.weight: Tensor | None = weight.detach()  # (out, in)
-        self.packed = self.scale = self.table = None
-        fits = packable(weight)
-        if quantize or fits:
-            for part in parts:
-                hold(part, torch.empty_like(part.weight, device="meta"))
-                part.forward = given_up
-        if quantize:
-            self.weight, self.scale = quantized(self.weight)
-        elif fits:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 8)
-            if shared:
-                self.table = halved(self.weight)
-                hold(*parts, self.table)
-            self.weight = None
-        else:
+        self.packed = None if quantize else pack(self.weight)
+        self.scale: Tensor | None = None
+        if not quantize and self.packed is None:
             self.share(self.weight)
+            return
+        for part in parts:
+            hold(part, torch.empty_like(part.weight, device="meta"))
+            part.forward = given_up
+        self.weight, self.scale = quantized(self.weight) if quantize else (None, None)
 
     def share(self, weight: Tensor) -> None:
         """Give the parts their rows of `weight` as views."""
@@ -186,14 +180,14 @@ class Joined:
         """The weights that the product stands for, (out, in)."""
         if self.scale is not None:
             return self.weight.to(self.dtype) * self.scale.to(self.dtype)[:, None]
-        return self.packed.to_dense() if self.weight is None else self.weight
+        return self.weight if self.packed is None else self.packed.memory.to_dense()
 
     def rows(self, ids: Tensor) -> Tensor:
         """Some rows of `dense()`, (..., in)."""
-        if self.table is not None:
-            return F.embedding(ids, self.table).to(self.dtype)
+        if self.packed is not None:
+            return self.packed.rows(ids)
         if self.scale is None:
-            return F.embedding(ids, self.dense())
+            return F.embedding(ids, self.weight)
         return self.weight[ids].to(self.dtype) * self.scale[ids].to(self.dtype)[..., None]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -201,9 +195,9 @@ class Joined:
             return F.linear(x, self.dense(), self.bias)
         if self.scale is not None:
             return product_int8(x, self.weight, self.scale, self.bias)
-        if self.packed is None:
-            return F.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if self.packed is not None:
+            return self.packed.product(x, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 def hold(layer: nn.Linear, weight: Tensor) -> None:
@@ -217,6 +211,51 @@ def given_up(*inputs: Tensor) -> Tensor:
     raise RuntimeError("this layer's weights are packed: use the model's own methods, or undo()")
 
 
+class Packed:
+    """A weight (out, in) as oneDNN lays it out: the rows of a draft cost little more than one.
+
+    `blocks` is the same memory as it lies, filled up with zeros, (out / 64, in / V, 64, V): of 64
+    outputs V inputs each, side by side, V = 1 in float32 and 2 in bfloat16.
+    """
+
+    def __init__(self, memory: Tensor, blocks: Tensor, size: tuple[int, int]):
+        self.memory, self.blocks, (self.out, self.inputs) = memory, blocks, size
+        # of each block, where V = 1, the line of each input: (out / 64, in)
+        first = blocks.shape[1] * torch.arange(len(blocks), dtype=torch.int32)[:, None]
+        self.lines = first + torch.arange(self.inputs, dtype=torch.int32)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x (..., in) -> (..., out)."""
+        if x.numel() > self.inputs or x.dtype != torch.float32:
+            return torch.ops.mkldnn._linear_pointwise(x, self.memory, bias, "none", [], "")
+        # of one row a sum of lines, each times its input: read faster so than by oneDNN
+        table, scales = self.blocks.view(-1, BLOCK), x.view(1, -1).expand_as(self.lines)
+        y = F.embedding_bag(self.lines, table, mode="sum", per_sample_weights=scales)
+        y = y.view(-1)[: self.out].view(*x.shape[:-1], self.out)
+        return y if bias is None else y + bias
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Some rows of the weight, (..., in)."""
+        return self.blocks[ids // BLOCK, :, ids % BLOCK].flatten(-2)[..., : self.inputs]
+
+
+def pack(weight: Tensor) -> Packed | None:
+    """None where that does not pay, or where this processor's layout is another: each number is
+    looked up where it should lie."""
+    if not packable(weight):
+        return None
+    memory, each = torch.ops.mkldnn._reorder_linear_weight(weight, 8), weight.element_size()
+    length, count = torch.ops.mkldnn._nbytes(memory), -(-weight.shape[0] // BLOCK)
+    if length % (4 * BLOCK * count) or length < each * BLOCK * count * weight.shape[1]:
+        return None
+    seen = (ctypes.c_byte * length).from_address(torch.ops.mkldnn.data_ptr(memory))
+    blocks = torch.frombuffer(seen, dtype=weight.dtype).view(count, -1, BLOCK, 4 // each)
+    packed = Packed(memory, blocks, weight.shape)
+    ids = torch.arange(len(weight)).split(BLOCK)
+    same = all(torch.equal(packed.rows(i), rows) for i, rows in zip(ids, weight.split(BLOCK)))
+    return packed if same else None
+
+
 def packable(weight: Tensor) -> bool:
     """Whether oneDNN's packed products take such weights on this processor, and pay."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
@@ -224,15 +263,6 @@ def packable(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.dtype == torch.float32 and weight.numel() > SMALL
-
-
-def halved(weight: Tensor) -> Tensor:
-    """The same numbers in half precision, where that holds them exactly, as it does those of a
-    checkpoint that was stored so; else `weight` itself."""
-    for half in (torch.bfloat16, torch.float16):
-        if all(torch.equal(part.to(half).to(part.dtype), part) for part in weight.split(4096)):
-            return weight.to(half)
-    return weight
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -439,7 +469,7 @@ class Transformer(Preparable):
         self.head = None
         if self.config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.head = Joined(self.lm_head, quantize=quantize, shared=self.config.tied)
+        self.head = Joined(self.lm_head, quantize=quantize)
         if self.config.tied:
             self.model.embed_tokens.weight = self.lm_head.weight
         return self
