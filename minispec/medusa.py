@@ -69,7 +69,7 @@ class Heads(nn.Module):
         """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm."""
         x = hidden.reshape(1, -1, hidden.shape[-1]).expand(self.heads, -1, -1)  # (K, n, d)
         for weight, bias in zip(self.weight, self.bias):
-            x = x + F.silu(torch.baddbmm(bias, x, weight.mT))
+            x = x + F.silu((weight @ x.mT).mT + bias)  # for one row faster than x @ weight.mT
         logits = model.logits(x) if self.projection is None else x @ self.projection.mT
         return logits.view(self.heads, *hidden.shape[:-1], -1)
 
