@@ -91,18 +91,23 @@ class Row:
 
 def measure(
     model: Transformer, tokenizer: Tokenizer, methods: dict[str, dict], prompts: list, n: int,
-    temperature: float,
+    temperature: float, repeat: int = 1,
 ) -> Runs:  # fmt: skip
-    """One run per prompt of every method, interleaved; the first prompt also warms up."""
+    """`repeat` runs per prompt of every method, interleaved, of which that of the middle speed
+    counts; the first prompt also warms up."""
     runs: Runs = {name: [] for name in methods}
     for i, prompt in enumerate(tqdm([prompts[0], *prompts], unit="prompt")):
-        for name, options in methods.items():
-            run = decode(
-                model, tokenizer, prompt, name.split()[0], max_new_tokens=n,
-                temperature=temperature, **options,
-            )  # fmt: skip
-            if i:
-                runs[name].append(run)
+        tries: Runs = {name: [] for name in methods}
+        for _ in range(repeat if i else 1):
+            for name, options in methods.items():
+                run = decode(
+                    model, tokenizer, prompt, name.split()[0], max_new_tokens=n,
+                    temperature=temperature, **options,
+                )  # fmt: skip
+                tries[name].append(run)
+        if i:
+            for name, each in tries.items():
+                runs[name].append(sorted(each, key=seconds_per_token)[repeat // 2])
     return runs
 
 
@@ -297,6 +302,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--data", type=Path, help="a corpus (see pretrain): its held-out text")
     p.add_argument("--kind", default="stories_en", help="with --data: the kind of text, or all")
     p.add_argument("--prompts", type=int, default=20, help="how many at most")
+    p.add_argument("--repeat", type=int, default=1, metavar="R",
+                   help="runs per prompt and method, of which the middle one counts")  # fmt: skip
     p.add_argument("--earlier", type=int, default=0, metavar="N",
                    help="with --data: lookahead-auto once more, its pool filled (before the clock "
                    "starts) from N texts of the target's after other beginnings")  # fmt: skip
@@ -320,8 +327,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def check(args: argparse.Namespace) -> list[float]:
     """Complain before the weights are read; the temperatures."""
-    if min(args.prompts, args.max_new_tokens, args.k) < 1:
-        raise UserError("--prompts, --max-new-tokens and --k must be at least 1")
+    if min(args.prompts, args.max_new_tokens, args.k, args.repeat) < 1:
+        raise UserError("--prompts, --max-new-tokens, --k and --repeat must be at least 1")
     if not 0 <= args.acceptance <= 1:
         raise UserError(f"--acceptance {args.acceptance}: must be from 0 to 1")
     if args.kind != "stories_en" and args.data is None:
@@ -351,7 +358,7 @@ def check(args: argparse.Namespace) -> list[float]:
 def check_report(args: argparse.Namespace) -> None:
     """A report of its own excludes other flags."""
     given = [f for f in ("shape", "questions", "advise") if getattr(args, f)]
-    if len(given) > 1 or (given and (args.plots or args.against)):
+    if len(given) > 1 or (given and (args.plots or args.against or args.repeat > 1)):
         raise UserError(f"--{given[0]} makes a report of its own: give it alone")
     for report, flag, why in (
         ("shape", "methods", "measures chains of drafts"), ("shape", "temperature", "is greedy"),
@@ -444,7 +451,9 @@ def table(
     temperature: float, machine: Machine, args: argparse.Namespace,
 ) -> list[Row]:  # fmt: skip
     """One kind of prompts at one temperature: a row per method, plain decoding's first."""
-    runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, temperature)
+    runs = measure(
+        model, tokenizer, methods, prompts, args.max_new_tokens, temperature, args.repeat
+    )
     if args.against and not temperature:
         from minispec.against import transformers_runs
 

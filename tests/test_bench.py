@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,11 +87,25 @@ def test_the_command_writes_json_and_refuses_nonsense(tmp_path, capsys):
         ["--advise", "--json"], ["--advise", "--temperature", "0"],
         ["--questions", "q", "--answers", "a", "--temperature", "0,1"],
         ["--questions", "nowhere"], ["--questions", "nowhere", "--answers", str(tmp_path)],
-        ["--plots", "/dev/null/x"],
+        ["--plots", "/dev/null/x"], ["--repeat", "0"], ["--advise", "--repeat", "3"],
     ):  # fmt: skip
         with pytest.raises(SystemExit) as caught:
             bench.main([*options, *wrong])
         assert caught.value.code == 2 and capsys.readouterr().err.startswith("minispec: ")
+
+
+def test_of_repeated_runs_that_of_the_middle_speed_counts(monkeypatch):
+    asked, seconds = [], iter([9, 9, 5, 1, 3, 4, 1, 2])  # the first of each warms up
+
+    def decode(model, tokenizer, prompt, method, **options):
+        asked.append((prompt, method))
+        return SimpleNamespace(tokens=[7, 7], decode_seconds=next(seconds))
+
+    monkeypatch.setattr(bench, "decode", decode)
+    methods = {"autoregressive": {}, "lookahead (5, 4, 5)": {}}
+    runs = bench.measure(None, None, methods, ["p"], 2, 0.0, repeat=3)
+    assert [run.decode_seconds for each in runs.values() for run in each] == [3, 2]
+    assert asked == [("p", "autoregressive"), ("p", "lookahead")] * 4
 
 
 @pytest.fixture
