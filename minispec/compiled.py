@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from minispec import linear
 from minispec import model as model_module
 from minispec.cache import KVCache
 from minispec.errors import UserError, make_folder
-from minispec.model import Joined, Pass, Transformer
+from minispec.linear import Joined
+from minispec.model import Pass, Transformer
 
 MOST = 64  # rows of a compiled pass
 OPTIONS = {
@@ -201,7 +203,7 @@ def cache_folder() -> Path:
 
 def digest(module: nn.Module) -> str:
     """What a compiled pass depends on: the weights, the code, torch and the processor."""
-    code = "".join(map(inspect.getsource, (model_module, type(module), Function, Rows)))
+    code = "".join(map(inspect.getsource, (model_module, linear, type(module), Function, Rows)))
     place = torch.__version__, processor(), torch.get_num_threads(), OPTIONS, module.config
     found = hashlib.blake2b((code + repr(place)).encode(), digest_size=12)
     tensors = dict(module.named_parameters())

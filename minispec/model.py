@@ -3,7 +3,6 @@
 Modules carry the tensor names of Hugging Face checkpoints, so loading is assignment.
 """
 
-import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
-
-SMALL = 2**17  # float32 weights up to this size stay plain: oneDNN's call costs more than it gains
-BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
+from minispec.linear import Joined
 
 
 @dataclass(frozen=True)
@@ -140,154 +137,6 @@ def yarn_scale(scaling: dict, factor: float) -> float:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i + d/2}) by its angle; the first half of `sin` is negated."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-
-class Joined:
-    """Several linear layers of one input as one product, for inference.
-
-    On a CPU bfloat16 weights and large float32 ones are `Packed`; with `quantize` all are int8
-    (`quantized`). The layers give such weights up: until `undo` theirs are on the meta device.
-    Other weights stay plain, on a CPU stored transposed: small products read them faster so.
-    """
-
-    def __init__(self, *parts: nn.Linear, quantize: bool = False):
-        self.parts, self.dtype = parts, parts[0].weight.dtype
-        self.bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts])
-        weight = torch.cat([p.weight for p in parts]) if len(parts) > 1 else parts[0].weight
-        self.weight: Tensor | None = weight.detach()  # (out, in)
-        self.packed = None if quantize else pack(self.weight)
-        self.scale: Tensor | None = None
-        if not quantize and self.packed is None:
-            if self.weight.device.type == "cpu":
-                self.weight = self.weight.t().contiguous().t()
-            self.share(self.weight)
-            return
-        for part in parts:
-            hold(part, torch.empty_like(part.weight, device="meta"))
-            part.forward = given_up
-        self.weight, self.scale = quantized(self.weight) if quantize else (None, None)
-
-    def share(self, weight: Tensor) -> None:
-        """Give the parts their rows of `weight` as views."""
-        for part, rows in zip(self.parts, weight.split([len(part.weight) for part in self.parts])):
-            hold(part, rows)
-            vars(part).pop("forward", None)
-
-    def undo(self) -> None:
-        """Give the parts plain weights again: what was quantised stays what that made of it."""
-        self.share(self.dense().contiguous())
-
-    def dense(self) -> Tensor:
-        """The weights that the product stands for, (out, in)."""
-        if self.scale is not None:
-            return self.weight.to(self.dtype) * self.scale.to(self.dtype)[:, None]
-        return self.weight if self.packed is None else self.packed.memory.to_dense()
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Some rows of `dense()`, (..., in)."""
-        if self.packed is not None:
-            return self.packed.rows(ids)
-        if self.scale is None:
-            return F.embedding(ids, self.weight)
-        return self.weight[ids].to(self.dtype) * self.scale[ids].to(self.dtype)[..., None]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.requires_grad and torch.is_grad_enabled():  # packed products have no gradient
-            return F.linear(x, self.dense(), self.bias)
-        if self.scale is not None:
-            return product_int8(x, self.weight, self.scale, self.bias)
-        if self.packed is not None:
-            return self.packed.product(x, self.bias)
-        return F.linear(x, self.weight, self.bias)
-
-
-def hold(layer: nn.Linear, weight: Tensor) -> None:
-    """Another weight for the layer, trained or frozen as its own was."""
-    layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
-
-
-def given_up(*inputs: Tensor) -> Tensor:
-    """In the place of a layer's `forward`, whose weight is packed or quantised: torch would compute
-    with an empty one, without a word."""
-    raise RuntimeError("this layer's weights are packed: use the model's own methods, or undo()")
-
-
-class Packed:
-    """A weight (out, in) as oneDNN lays it out: the rows of a draft cost little more than one.
-
-    `blocks` is the same memory as it lies, filled up with zeros, (out / 64, in / V, 64, V): of 64
-    outputs V inputs each, side by side, V = 1 in float32 and 2 in bfloat16.
-    """
-
-    def __init__(self, memory: Tensor, blocks: Tensor, size: tuple[int, int]):
-        self.memory, self.blocks, (self.out, self.inputs) = memory, blocks, size
-        # of each block, where V = 1, the line of each input: (out / 64, in)
-        first = blocks.shape[1] * torch.arange(len(blocks), dtype=torch.int32)[:, None]
-        self.lines = first + torch.arange(self.inputs, dtype=torch.int32)
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x (..., in) -> (..., out)."""
-        if x.numel() > self.inputs or x.dtype != torch.float32:
-            return torch.ops.mkldnn._linear_pointwise(x, self.memory, bias, "none", [], "")
-        # of one row a sum of lines, each times its input: read faster so than by oneDNN
-        table, scales = self.blocks.view(-1, BLOCK), x.view(1, -1).expand_as(self.lines)
-        y = F.embedding_bag(self.lines, table, mode="sum", per_sample_weights=scales)
-        y = y.view(-1)[: self.out].view(*x.shape[:-1], self.out)
-        return y if bias is None else y + bias
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Some rows of the weight, (..., in)."""
-        return self.blocks[ids // BLOCK, :, ids % BLOCK].flatten(-2)[..., : self.inputs]
-
-
-def pack(weight: Tensor) -> Packed | None:
-    """None where that does not pay, or where this processor's layout is another: each number is
-    looked up where it should lie."""
-    if not packable(weight):
-        return None
-    memory, each = torch.ops.mkldnn._reorder_linear_weight(weight, 8), weight.element_size()
-    length, count = torch.ops.mkldnn._nbytes(memory), -(-weight.shape[0] // BLOCK)
-    if length % (4 * BLOCK * count) or length < each * BLOCK * count * weight.shape[1]:
-        return None
-    seen = (ctypes.c_byte * length).from_address(torch.ops.mkldnn.data_ptr(memory))
-    blocks = torch.frombuffer(seen, dtype=weight.dtype).view(count, -1, BLOCK, 4 // each)
-    packed = Packed(memory, blocks, weight.shape)
-    ids = torch.arange(len(weight)).split(BLOCK)
-    same = all(torch.equal(packed.rows(i), rows) for i, rows in zip(ids, weight.split(BLOCK)))
-    return packed if same else None
-
-
-def packable(weight: Tensor) -> bool:
-    """Whether oneDNN's packed products take such weights on this processor, and pay."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32 and weight.numel() > SMALL
-
-
-def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 weights and the scale of each row, in bfloat16 as the CPU's kernel wants it: the nearest
-    multiples of the scale, no further than half of it away."""
-    whole, scales = [], []
-    for rows in weight.split(4096):  # of a large vocabulary, no second copy
-        scale = (rows.abs().amax(1).float() / 126).clamp(min=1e-12).bfloat16()
-        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        whole.append((wide / scale.to(wide.dtype)[:, None]).round().to(torch.int8))
-        scales.append(scale)
-    return torch.cat(whole), torch.cat(scales)
-
-
-def product_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x (..., in) times int8 rows (out, in). On a CPU the kernel takes and gives bfloat16."""
-    out, size = weight.shape
-    fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
-    if fits and size % 32 == 0 and out % 16 == 0:
-        rows = x.reshape(-1, size).bfloat16()
-        y = torch._weight_int8pack_mm(rows, weight, scale).to(x.dtype).view(*x.shape[:-1], out)
-    else:
-        y = F.linear(x, weight.to(x.dtype)) * scale.to(x.dtype)
-    return y if bias is None else y + bias
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from minispec.checkpoint import check_fingerprint, load_pickle, read_tokenizer
 from minispec.errors import UserError, command, prepare_file, read_json
-from minispec.model import Joined, Transformer
+from minispec.linear import Joined
+from minispec.model import Transformer
 from minispec.tokenizer import Tokenizer
 
 WINDOW = 32  # tokens of the latest text by which its language is known

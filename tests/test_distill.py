@@ -46,7 +46,7 @@ def test_near_duplicates_are_found():
 
 @pytest.fixture
 def target(tmp_path, monkeypatch):
-    monkeypatch.setattr("minispec.model.SMALL", 2**9)  # its weights are packed away: it is "large"
+    monkeypatch.setattr("minispec.linear.SMALL", 2**9)  # its weights are packed away: it is "large"
     model = random_model(vocab_size=VOCAB, hidden_size=64, bos_id=256, eos_ids=(256, 259))
     save(model, TOKENIZER, tmp_path / "target")
     return tmp_path / "target"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from minispec import load
 from minispec.autoregressive import autoregressive
 from minispec.generate import decode
-from minispec.model import Joined, product_int8, quantized
+from minispec.linear import quantized
 from minispec.sampling import Sampling, Seeded
 from minispec.tree import Tree
 
@@ -140,7 +140,7 @@ def test_cuda_equals_cpu():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_joined_and_packed_weights_compute_what_the_parts_do(changes, dtype, monkeypatch):
     """The slow oracle of `prepare`: the same model unprepared, for one row and for many."""
-    monkeypatch.setattr("minispec.model.SMALL", 2**12)  # the larger ones are packed
+    monkeypatch.setattr("minispec.linear.SMALL", 2**12)  # the larger ones are packed
     plain, fast = (
         random_model(vocab_size=1200, intermediate_size=520, dtype=dtype, **changes)
         for _ in range(2)
@@ -205,22 +205,11 @@ def test_the_rows_of_a_large_tied_embedding_are_read_from_its_packed_memory():
     assert torch.equal(fast.logits(fast(tokens)), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [(2112, 64), (3000, 70), (1337, 193), (131, 1024)])
-def test_packed_memory_is_read_where_each_number_lies(size, dtype):
-    layer = torch.nn.Linear(*reversed(size), dtype=dtype)
-    weight, x = layer.weight.detach().clone(), torch.randn(1, 1, size[1], dtype=dtype)
-    expected, joined = layer(x).detach(), Joined(layer)
-    assert torch.equal(joined.rows(torch.arange(size[0])), weight)
-    assert torch.equal(joined.dense(), weight)
-    torch.testing.assert_close(joined(x), expected)
-
-
 @pytest.mark.parametrize("block", [32, 48, 128])
 def test_weights_that_lie_otherwise_stay_plain(block, monkeypatch):
     """As they may on a processor that nobody has tried."""
     plain, fast = (random_model(0, **(LARGE | {"tied": True}), vocab_size=1400) for _ in range(2))
-    monkeypatch.setattr("minispec.model.BLOCK", block)
+    monkeypatch.setattr("minispec.linear.BLOCK", block)
     fast.prepare()
     assert fast.head.packed is None
     assert torch.equal(fast.embed(torch.arange(1400)), plain.embed(torch.arange(1400)))
@@ -263,14 +252,3 @@ def test_methods_are_lossless_with_respect_to_the_int8_model(method):
         assert (
             decode(model, None, prompt, method, max_new_tokens=40, **options).tokens == plain.tokens
         )
-
-
-def test_the_int8_kernel_gives_each_row_what_it_gives_it_alone():
-    """So a pass over a draft computes what passes over one token do, as far as its products go."""
-    weight, scale = quantized(torch.randn(48, 64))
-    x = torch.randn(1, 17, 64)
-    whole = product_int8(x, weight, scale, None)
-    for i in range(17):
-        assert torch.equal(product_int8(x[:, i : i + 1], weight, scale, None), whole[:, i : i + 1])
-    odd = product_int8(torch.randn(3, 10), *quantized(torch.randn(7, 10)), None)  # no kernel fits
-    assert odd.shape == (3, 7)
