@@ -11,6 +11,7 @@ from minispec.model import Transformer
 
 T = TypeVar("T")
 COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows at which the curve is measured
+COPIED = 2**28  # bytes of the copy by which memory is timed
 
 
 def least_in_turn(functions: list[Callable[[], object]], turns: int = 5) -> list[float]:
@@ -30,11 +31,16 @@ def least_seconds(function: Callable[[], object], repeat: int = 5) -> float:
     return least_in_turn([function], repeat)[0]
 
 
-def copy_bandwidth(device: torch.device, size: int = 2**28) -> float:
-    """Bytes per second, read and written, of copying `size` bytes."""
-    source = torch.ones(size, dtype=torch.uint8, device=device)
+def one_copy(device: torch.device) -> Callable[[], object]:
+    """A copy of COPIED bytes, to be timed."""
+    source = torch.ones(COPIED, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
-    return 2 * size / least_seconds(lambda: target.copy_(source)[-1].item())
+    return lambda: target.copy_(source)[-1].item()
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written, of a copy."""
+    return 2 * COPIED / least_seconds(one_copy(device))
 
 
 def bytes_per_pass(model: Transformer) -> int:
@@ -47,6 +53,13 @@ def bytes_per_pass(model: Transformer) -> int:
 def floor_seconds(model: Transformer) -> float:
     """The least time of a pass over one token at the speed of a copy."""
     return bytes_per_pass(model) / copy_bandwidth(model.device)
+
+
+def floor_and_pass(model: Transformer) -> tuple[float, float]:
+    """`floor_seconds`, and what a pass over one token takes: timed in turn, as the speed of a
+    shared machine's memory changes from minute to minute."""
+    copy, own = least_in_turn([one_copy(model.device), one_pass(model, 1)])
+    return bytes_per_pass(model) * copy / (2 * COPIED), own
 
 
 def one_pass(model: Transformer, n: int) -> Callable[[], object]:

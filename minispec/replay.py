@@ -17,7 +17,7 @@ import torch
 from minispec.cache import KVCache
 from minispec.checkpoint import pick_device, pick_dtype
 from minispec.compiled import compile_model
-from minispec.cost import bytes_per_pass, cost_curve, curve_at, floor_seconds, pass_seconds
+from minispec.cost import bytes_per_pass, cost_curve, curve_at, floor_and_pass
 from minispec.generate import peak_memory
 from minispec.model import Config, Transformer
 from minispec.sampling import Randomness, Sampling, Seeded, probs
@@ -131,12 +131,12 @@ def bench_shape(args: argparse.Namespace) -> None:
 
 def machinery(model: Transformer) -> dict:
     """How the model runs here, and what its passes cost."""
-    curve = cost_curve(model)
+    curve, (floor, own) = cost_curve(model), floor_and_pass(model)
     return {
         "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
         "int8": model.quantized, "compiled": model.compiled is not None,
-        "megabytes_per_pass": bytes_per_pass(model) / 1e6, "floor_ms": 1e3 * floor_seconds(model),
-        "pass_ms": 1e3 * pass_seconds(model, 1),
+        "megabytes_per_pass": bytes_per_pass(model) / 1e6, "floor_ms": 1e3 * floor,
+        "pass_ms": 1e3 * own,
         "curve": {n: curve[n] for n in (2, 4, 8, 16, 32, 64)},
     }  # fmt: skip
 
