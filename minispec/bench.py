@@ -107,7 +107,7 @@ def measure(
                 tries[name].append(run)
         if i:
             for name, each in tries.items():
-                runs[name].append(sorted(each, key=seconds_per_token)[repeat // 2])
+                runs[name].append(sorted(each, key=seconds_per_token)[(repeat - 1) // 2])
     return runs
 
 

@@ -15,20 +15,20 @@ BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
 class Joined:
     """Several linear layers of one input as one product, for inference.
 
-    On a CPU bfloat16 weights and large float32 ones are `Packed`; with `quantize` all are int8
-    (`quantized`). The layers give such weights up: until `undo` theirs are on the meta device.
-    Other weights stay plain, on a CPU stored transposed: small products read them faster so.
+    On a CPU bfloat16 weights and large float32 ones are `Packed` where their layout is known; with
+    `quantize` all are int8 (`quantized`). The layers give such weights up: until `undo` theirs are
+    on the meta device. Others stay plain, small float32 ones on a CPU transposed: read faster so.
     """
 
     def __init__(self, *parts: nn.Linear, quantize: bool = False):
         self.parts, self.dtype = parts, parts[0].weight.dtype
-        self.bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts])
+        self.bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts]).detach()
         weight = torch.cat([p.weight for p in parts]) if len(parts) > 1 else parts[0].weight
         self.weight: Tensor | None = weight.detach()  # (out, in)
         self.packed = None if quantize else pack(self.weight)
         self.scale: Tensor | None = None
         if not quantize and self.packed is None:
-            if self.weight.device.type == "cpu":
+            if small(self.weight):
                 self.weight = self.weight.t().contiguous().t()
             self.share(self.weight)
             return
@@ -91,13 +91,15 @@ class Packed:
 
     def __init__(self, memory: Tensor, blocks: Tensor, size: tuple[int, int]):
         self.memory, self.blocks, (self.out, self.inputs) = memory, blocks, size
-        # of each block, where V = 1, the line of each input: (out / 64, in)
-        first = blocks.shape[1] * torch.arange(len(blocks), dtype=torch.int32)[:, None]
-        self.lines = first + torch.arange(self.inputs, dtype=torch.int32)
+        self.lines: Tensor | None = None
+        if blocks.dtype == torch.float32:  # of each block the line of each input, (out / 64, in)
+            count = blocks.shape[0] * blocks.shape[1]
+            numbers = torch.arange(count, dtype=torch.int32, device="cpu").view(len(blocks), -1)
+            self.lines = numbers[:, : self.inputs].contiguous()
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x (..., in) -> (..., out)."""
-        if x.numel() != self.inputs or x.dtype != torch.float32:
+        if x.numel() != self.inputs or self.lines is None:
             return torch.ops.mkldnn._linear_pointwise(x, self.memory, bias, "none", [], "")
         # of one row a sum of lines, each times its input: read faster so than by oneDNN
         table, scales = self.blocks.view(-1, BLOCK), x.view(1, -1).expand_as(self.lines)
@@ -106,7 +108,10 @@ class Packed:
         return y if bias is None else y + bias
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Some rows of the weight, (..., in)."""
+        """Some rows of the weight, (..., in). Raises IndexError for others than it has."""
+        low, high = (int(each) for each in ids.aminmax()) if ids.numel() else (0, 0)
+        if low < 0 or high >= self.out:  # behind the last row lie zeros
+            raise IndexError(f"rows {low} to {high} of a weight of {self.out}")
         return self.blocks[ids // BLOCK, :, ids % BLOCK].flatten(-2)[..., : self.inputs]
 
 
@@ -120,9 +125,10 @@ def pack(weight: Tensor) -> Packed | None:
     if length % (4 * BLOCK * count) or length < each * BLOCK * count * weight.shape[1]:
         return None
     seen = (ctypes.c_byte * length).from_address(torch.ops.mkldnn.data_ptr(memory))
+    seen.memory = memory  # lives as long as what views it
     blocks = torch.frombuffer(seen, dtype=weight.dtype).view(count, -1, BLOCK, 4 // each)
     packed = Packed(memory, blocks, weight.shape)
-    ids = torch.arange(len(weight)).split(BLOCK)
+    ids = torch.arange(len(weight), device="cpu").split(BLOCK)
     same = all(torch.equal(packed.rows(i), rows) for i, rows in zip(ids, weight.split(BLOCK)))
     return packed if same else None
 
@@ -133,7 +139,13 @@ def packable(weight: Tensor) -> bool:
         return False
     if weight.dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32 and weight.numel() > SMALL
+    return weight.dtype == torch.float32 and not small(weight)
+
+
+def small(weight: Tensor) -> bool:
+    """Whether it stays plain on a CPU for its size."""
+    on_cpu = weight.device.type == "cpu"
+    return on_cpu and weight.dtype == torch.float32 and weight.numel() <= SMALL
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -200,7 +200,7 @@ def test_replayed_drafts_are_right_as_often_as_asked_and_change_nothing():
         assert tokens[:120] == text[:120] and least <= len(tokens) / rounds <= most
 
 
-def test_shapes_have_their_sizes():
+def test_shapes_have_their_sizes(monkeypatch, capsys):
     """In millions of parameters, as their cards say."""
     for name, millions in (("smollm2-135m", 134.5), ("qwen2.5-0.5b", 494.0),
                            ("llama-3.2-1b", 1235.8), ("llama-2-7b", 6738.4)):  # fmt: skip
@@ -211,6 +211,13 @@ def test_shapes_have_their_sizes():
                     vocab_size=300, heads=4, kv_heads=2, head_dim=16)  # fmt: skip
     model = random_weights(small, torch.float32, torch.device("cpu"))
     assert torch.isfinite(model.logits(model([1, 2, 3]))).all()
+    monkeypatch.setitem(SHAPES, "qwen2.5-0.5b", small)
+    monkeypatch.setattr(cost, "COPIED", 2**20)
+    bench.main(["--shape", "qwen2.5-0.5b", "--max-new-tokens", "8", "--device", "cpu", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["floor_ms"] > 0 and found["pass_ms"] > 0
+    assert [row["k"] for row in found["rows"]] == [1, 2, 4, 8, 16]
+    assert all(1 <= row["tokens_per_pass"] <= row["k"] + 1 for row in found["rows"])
     int8 = random_weights(small, torch.float32, torch.device("cpu"), quantize=True)
     assert 3.5 < cost.bytes_per_pass(model) / cost.bytes_per_pass(int8) < 4.1
 
