@@ -3,12 +3,14 @@
 import argparse
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from tqdm import tqdm
 
 from minispec.generate import Run
 from minispec.model import Transformer
+from minispec.timing import middle_of_turns
 
 
 @dataclass
@@ -40,19 +42,18 @@ def transformers_runs(
         assistants["transformers, assisted"] = read(args.draft)
     found: dict[str, list[Theirs]] = {name: [] for name in assistants}
     for i, run in enumerate(tqdm([plain[0], *plain], unit="prompt")):  # the first warms up
-        for name, assistant in assistants.items():
-            tries = [
-                generated(target, assistant, run, args.max_new_tokens)
-                for _ in range(args.repeat if i else 1)
-            ]
+        tasks = {
+            name: partial(generated, target, assistant, run, args.max_new_tokens)
+            for name, assistant in assistants.items()
+        }
+        for name, theirs in middle_of_turns(tasks, args.repeat if i else 1).items():
             if i:
-                tokens, seconds = sorted(tries, key=lambda each: each[1])[(args.repeat - 1) // 2]
-                found[name].append(Theirs(tokens, seconds, run.cache))
+                found[name].append(theirs)
     return found
 
 
 @torch.no_grad()
-def generated(target, assistant, run: Run, n: int) -> tuple[list[int], float]:
+def generated(target, assistant, run: Run, n: int) -> Theirs:
     """Greedy tokens after the run's prompt, and the seconds they would take without the prefill:
     those of all but the first, which comes with it, scaled to all."""
     ids = torch.tensor([run.prompt], device=target.device)
@@ -67,4 +68,5 @@ def generated(target, assistant, run: Run, n: int) -> tuple[list[int], float]:
 
     _, prefill = timed(1)
     tokens, seconds = timed(n)
-    return tokens, max(seconds - prefill, 1e-9) * len(tokens) / max(len(tokens) - 1, 1)
+    seconds = max(seconds - prefill, 1e-9) * len(tokens) / max(len(tokens) - 1, 1)
+    return Theirs(tokens, seconds, run.cache)

@@ -41,7 +41,7 @@ from minispec.pretrain import KINDS, distinct_4grams, held_out_prompts
 from minispec.questions import answer_questions
 from minispec.replay import SHAPES, bench_shape
 from minispec.speculative import speedup, tokens_per_pass
-from minispec.timing import PARTS, per_pass, seconds_per_token, split
+from minispec.timing import PARTS, middle_of_turns, per_pass, seconds_per_token, split
 from minispec.tokenizer import Tokenizer
 from minispec.vocabulary import load_vocabulary
 
@@ -97,17 +97,16 @@ def measure(
     counts; the first prompt also warms up."""
     runs: Runs = {name: [] for name in methods}
     for i, prompt in enumerate(tqdm([prompts[0], *prompts], unit="prompt")):
-        tries: Runs = {name: [] for name in methods}
-        for _ in range(repeat if i else 1):
-            for name, options in methods.items():
-                run = decode(
-                    model, tokenizer, prompt, name.split()[0], max_new_tokens=n,
-                    temperature=temperature, **options,
-                )  # fmt: skip
-                tries[name].append(run)
-        if i:
-            for name, each in tries.items():
-                runs[name].append(sorted(each, key=seconds_per_token)[(repeat - 1) // 2])
+        tasks = {
+            name: partial(
+                decode, model, tokenizer, prompt, name.split()[0], max_new_tokens=n,
+                temperature=temperature, **options,
+            )
+            for name, options in methods.items()
+        }  # fmt: skip
+        for name, run in middle_of_turns(tasks, repeat if i else 1).items():
+            if i:
+                runs[name].append(run)
     return runs
 
 

@@ -84,6 +84,16 @@ def seconds_per_token(*runs: Run) -> float:
     return sum(r.decode_seconds for r in runs) / sum(len(r.tokens) for r in runs)
 
 
+def middle_of_turns(tasks: dict[str, Callable[[], Run]], repeat: int) -> dict[str, Run]:
+    """Each task is run `repeat` times, in turn with the others: of each the run of the middle
+    speed."""
+    tries = [{name: task() for name, task in tasks.items()} for _ in range(repeat)]
+    return {
+        name: sorted((turn[name] for turn in tries), key=seconds_per_token)[(repeat - 1) // 2]
+        for name in tasks
+    }
+
+
 def per_pass(runs: list[Run]) -> float | None:
     """Tokens per target pass, over all runs; None for another library's, which does not say."""
     passes = sum(len(r.rounds) for r in runs)
