@@ -322,6 +322,15 @@ def check_tokenizer(where: str, folder: Path, tokenizer: Tokenizer | None) -> No
     check_fingerprint(where, theirs, tokenizer)
 
 
+def check_width(where: str, width: int, model: Transformer) -> None:
+    """Refuse heads for hidden states of another size than the model's."""
+    if width != model.config.hidden_size:
+        raise UserError(
+            f"{where}: heads of hidden size {width}, but the target's is "
+            f"{model.config.hidden_size}: they belong to another model"
+        )
+
+
 def check_fingerprint(where: str, theirs: str | None, tokenizer: Tokenizer | None) -> None:
     """Refuse what was made with another tokenizer, as far as both are known."""
     if tokenizer and theirs and theirs != tokenizer.fingerprint:

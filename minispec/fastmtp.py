@@ -18,6 +18,7 @@ from minispec.cache import KVCache
 from minispec.checkpoint import (
     assign,
     check_tokenizer,
+    check_width,
     read_tensors,
     resolve,
     weight_files,
@@ -279,6 +280,8 @@ def load_head(
     if not tensors:
         raise UserError(f"{source} has no prediction head: no tensors {PREFIX}*")
     check_tokenizer(str(source), folder, tokenizer)
+    for norm in [tensor for name, tensor in tensors if name == "hidden_layernorm.weight"]:
+        check_width(str(source), norm.numel(), model)
     with torch.device("meta"):
         head = Head(model.config)
     assign(head, iter(tensors), str(source), model.dtype, model.device)

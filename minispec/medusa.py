@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from minispec.cache import KVCache
 from minispec.checkpoint import (
     check_tokenizer,
+    check_width,
     fitting,
     read_tensors,
     resolve,
@@ -409,11 +410,7 @@ def heads_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> He
     last = tensors.get(f"0.{layers}.weight")
     width = next(tensor for tensor in tensors.values()).shape[-1]
     config = model.config
-    if width != config.hidden_size:
-        raise UserError(
-            f"{where}: heads of hidden size {width}, but the target's is {config.hidden_size}: "
-            "they belong to another model"
-        )
+    check_width(where, width, model)
     if last is not None and len(last) != config.vocab_size:
         raise UserError(
             f"{where}: heads of {len(last)} tokens, but the target has {config.vocab_size}: "

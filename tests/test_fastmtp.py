@@ -417,6 +417,11 @@ def test_a_missing_or_foreign_tensor_is_an_error(tmp_path):
         save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(UserError, match=message):
             load_head(tmp_path, model)
+    save_file(whole, tmp_path / "model.safetensors")
+    width = model.config.hidden_size
+    other = random_model(hidden_size=2 * width)
+    with pytest.raises(UserError, match=f"hidden size {width}, but the target's is {2 * width}"):
+        load_head(tmp_path, other)
     save(model, None, tmp_path)
     with pytest.raises(UserError, match="has no prediction head"):
         load_head(tmp_path, model)
