@@ -82,13 +82,13 @@ class KVCache:
         the only sequence); the layer's first `span` rows of each."""
         keys, values = self.k[layer], self.v[layer]
         if slots is None:
-            rows = slice(self.length, self.length + k.shape[1])
-            keys[:, rows] = k
-            values[:, rows] = v
+            start, n = self.length, k.shape[1]
+            keys.narrow(1, start, n).copy_(k)
+            values.narrow(1, start, n).copy_(v)
         else:
             keys[self.sequence, slots] = k
             values[self.sequence, slots] = v
-        return keys[:, :span], values[:, :span]
+        return keys.narrow(1, 0, span), values.narrow(1, 0, span)
 
     def commit(self, path: list[int]) -> None:
         """Keep scratch rows `path`, in order, right after the committed ones."""

@@ -66,7 +66,7 @@ def one_pass(model: Transformer, n: int) -> Callable[[], object]:
     """A pass over `n` tokens, to be timed."""
     cache, tokens = model.new_cache(max(n, 64)), [0] * n
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run() -> list:
         return model.logits(model(tokens, cache)).argmax(-1).tolist()
 

@@ -249,7 +249,7 @@ def draft_cost(head: Head, model: Transformer, vocabulary: Subset) -> float:
     drafter = Drafter(head, model, 8, offset=0)
     hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def one_draft() -> list:
         return vocabulary.logits(model, drafter.run(hidden, [0])).argmax(-1).tolist()
 

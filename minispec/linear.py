@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SMALL = 2**17  # float32 weights up to this size stay plain: oneDNN's call costs more than it gains
+SMALL = 2**16  # float32 weights up to this size stay plain: oneDNN's call costs more than it gains
 BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
 
 
@@ -92,18 +92,22 @@ class Packed:
     def __init__(self, memory: Tensor, blocks: Tensor, size: tuple[int, int]):
         self.memory, self.blocks, (self.out, self.inputs) = memory, blocks, size
         self.lines: Tensor | None = None
-        if blocks.dtype == torch.float32:  # of each block the line of each input, (out / 64, in)
+        if blocks.dtype == torch.float32:  # of each block in turn the line of each input
             count = blocks.shape[0] * blocks.shape[1]
             numbers = torch.arange(count, dtype=torch.int32, device="cpu").view(len(blocks), -1)
-            self.lines = numbers[:, : self.inputs].contiguous()
+            self.lines = numbers[:, : self.inputs].flatten()  # (out / 64 · in)
+            self.first = self.lines.new_tensor(range(0, len(self.lines), self.inputs))  # (out / 64)
+            self.table = blocks.view(-1, BLOCK)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x (..., in) -> (..., out)."""
         if x.numel() != self.inputs or self.lines is None:
             return torch.ops.mkldnn._linear_pointwise(x, self.memory, bias, "none", [], "")
         # of one row a sum of lines, each times its input: read faster so than by oneDNN
-        table, scales = self.blocks.view(-1, BLOCK), x.view(1, -1).expand_as(self.lines)
-        y = F.embedding_bag(self.lines, table, mode="sum", per_sample_weights=scales)
+        scales = x.view(1, -1).expand(len(self.first), -1).reshape(-1)
+        y, *_ = torch.embedding_bag(
+            self.table, self.lines, self.first, mode=0, per_sample_weights=scales
+        )
         y = y.view(-1)[: self.out].view(*x.shape[:-1], self.out)
         return y if bias is None else y + bias
 

@@ -342,7 +342,7 @@ def most_likely(logits: Tensor) -> torch.return_types.topk:
     return logits.softmax(-1).topk(min(BEST, logits.shape[-1]))
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def heads_cost(heads: Heads, model: Transformer) -> float:
     """Of the heads' part of a round, in passes of the target over one token."""
     hidden = model.prefill([0], model.new_cache(64))[0, -1]

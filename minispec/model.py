@@ -47,18 +47,20 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        # one of each type, or every pass would cast it; without dimensions it goes with any device
-        self.root_eps = {
-            dtype: torch.tensor(eps**0.5, dtype=dtype, device="cpu")
+        # tensors of each type, or every pass would make and cast them; without dimensions they go
+        # with any device
+        self.roots = {
+            dtype: torch.tensor([size**-0.5, eps**0.5], dtype=dtype, device="cpu").unbind()
             for dtype in (torch.float32, torch.float64)
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x if x.dtype in self.roots else x.float()
+        per_root, root_eps = self.roots[wide.dtype]
         # half as many operators as F.rms_norm, which is not fused on a CPU
-        size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        size = torch.hypot(size * x.shape[-1] ** -0.5, self.root_eps[wide.dtype])
-        return (wide / size).to(x.dtype) * self.weight
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        y = wide / torch.hypot(norm * per_root, root_eps)
+        return (y if wide is x else y.to(x.dtype)) * self.weight
 
 
 class Rope(nn.Module):
@@ -76,7 +78,8 @@ class Rope(nn.Module):
         """`forward` of positions below `length`, from a table made once."""
         known = self.table and self.table[0]
         if known is None or len(known) < length or known.dtype != dtype or known.device != device:
-            self.table = self(torch.arange(length, device=device), dtype)
+            with torch.inference_mode(False):  # kept beyond a run, also for passes that are trained
+                self.table = self(torch.arange(length, device=device), dtype)
         return self.table[0][position], self.table[1][position]
 
     def forward(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -185,11 +188,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, now: Pass) -> Tensor:
         B, n, _ = x.shape
         qkv = self.project(x).view(B, n, -1, self.head_dim)  # (B, n, heads + 2 kv_heads, head_dim)
-        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], 2)
+        turning = self.heads + self.kv_heads
+        qk, v = qkv.narrow(2, 0, turning), qkv.narrow(2, turning, self.kv_heads)
         if self.q_norm is not None:
             q, k = qk.split([self.heads, self.kv_heads], 2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
-        q, k = rotate(qk, now.cos, now.sin).split([self.heads, self.kv_heads], 2)
+        qk = rotate(qk, now.cos, now.sin)
+        q, k = qk.narrow(2, 0, self.heads), qk.narrow(2, self.heads, self.kv_heads)
         if now.cache is not None:
             k, v = now.cache.write(self.layer, now.slots, k, v, now.span)
         y = F.scaled_dot_product_attention(

@@ -81,7 +81,7 @@ def replayed(
         yield Step(new, tree, path)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def decoded(steps: Iterator[Step], n: int) -> tuple[list[int], int, float]:
     """At least `n` tokens, and the rounds and seconds they took after the prefill."""
     tokens, rounds = next(steps).tokens[:], 0

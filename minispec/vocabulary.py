@@ -54,6 +54,7 @@ def count(texts: Iterable[list[int]], forced: list[int], size: int) -> Language:
 class Subset:
     """Logits over some rows of lm_head; `ids` None: over all."""
 
+    @torch.inference_mode(False)  # kept beyond a run, also for heads that are trained
     def __init__(self, model: Transformer, ids: list[int] | None = None):
         self.size = model.config.vocab_size
         self.ids = ids
