@@ -208,6 +208,23 @@ def test_a_loaded_target_s_packed_weights_let_gradients_through(tmp_path):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
 
 
+def test_what_a_run_leaves_behind_can_be_trained_on():
+    """Runs are in inference mode, whose tensors no gradient passes; what they keep is not."""
+    model = random_model(0)
+    words = Compressed({"en": Language((3, 1, 4, 15, 9), (5, 4, 3, 2, 1))}, model)
+    run = decode(
+        model, None, random_tokens(5), "fastmtp", head=random_head(model, 0), vocabulary=words,
+        max_new_tokens=9,
+    )  # fmt: skip
+    model.model.norm.weight.requires_grad_(True)
+    model.model.layers[0].input_layernorm.weight.requires_grad_(True)
+    hidden = model([3], run.cache)  # one row: cos and sin are views of the table
+    assert run.cache.k[0].grad_fn is not None  # of rows written in place
+    words.pick([3]).logits(model, hidden).square().sum().backward()
+    for norm in (model.model.norm, model.model.layers[0].input_layernorm):
+        assert norm.weight.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("mode", ["aligned", "parallel"])
 def test_a_head_learns_resumes_and_is_used(target, data, tmp_path, capsys, mode):  # noqa: F811
     own, small = tmp_path / "own.jsonl", ["--context", 40, "--batch-tokens", 320, "--device", "cpu"]
