@@ -24,7 +24,7 @@ from minispec import linear
 from minispec import model as model_module
 from minispec.cache import KVCache
 from minispec.errors import UserError, make_folder
-from minispec.linear import Joined
+from minispec.linear import Int8, Joined
 from minispec.model import Pass, Transformer
 
 MOST = 64  # rows of a compiled pass
@@ -209,11 +209,9 @@ def digest(module: nn.Module) -> str:
     tensors = dict(module.named_parameters())
     for name, part in module.named_modules():  # int8 ones, which the parameters gave up
         for attribute, joined in vars(part).items():
-            if isinstance(joined, Joined):
-                tensors |= {
-                    f"{name}.{attribute}": joined.weight,
-                    f"{name}.{attribute}.": joined.scale,
-                }
+            if isinstance(joined, Joined) and isinstance(joined.packed, Int8):
+                kept = joined.packed
+                tensors |= {f"{name}.{attribute}": kept.lines, f"{name}.{attribute}.": kept.scale}
     for name, weight in tensors.items():
         found.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         if weight.device.type == "cpu":

@@ -3,6 +3,7 @@ the rows of a draft, or int8. A pass waits for its weights, so how they lie deci
 """
 
 import ctypes
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -10,32 +11,33 @@ from torch import Tensor, nn
 
 SMALL = 2**16  # float32 weights up to this size stay plain: oneDNN's call costs more than it gains
 BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
+BLOCKS = 192, 128, 96, 64  # and `Int8`: those that need the least filling up
+MANY = 64  # rows from which on it pays to make floats of int8 weights
 
 
 class Joined:
     """Several linear layers of one input as one product, for inference.
 
     On a CPU bfloat16 weights and large float32 ones are `Packed` where their layout is known; with
-    `quantize` all are int8 (`quantized`). The layers give such weights up: until `undo` theirs are
-    on the meta device. Others stay plain, small float32 ones on a CPU transposed: read faster so.
+    `quantize` all are `Int8`. The layers give such weights up: until `undo` theirs are on the meta
+    device. Others stay plain, small float32 ones on a CPU transposed: read faster so.
     """
 
     def __init__(self, *parts: nn.Linear, quantize: bool = False):
-        self.parts, self.dtype = parts, parts[0].weight.dtype
+        self.parts = parts
         self.bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts]).detach()
         weight = torch.cat([p.weight for p in parts]) if len(parts) > 1 else parts[0].weight
         self.weight: Tensor | None = weight.detach()  # (out, in)
-        self.packed = None if quantize else pack(self.weight)
-        self.scale: Tensor | None = None
-        if not quantize and self.packed is None:
+        self.packed: Packed | Int8 | None = Int8(self.weight) if quantize else pack(self.weight)
+        if self.packed is None:
             if small(self.weight):
                 self.weight = self.weight.t().contiguous().t()
             self.share(self.weight)
             return
+        self.weight = None
         for part in parts:
             hold(part, torch.empty_like(part.weight, device="meta"))
             part.forward = given_up
-        self.weight, self.scale = quantized(self.weight) if quantize else (None, None)
 
     def share(self, weight: Tensor) -> None:
         """Give the parts their rows of `weight` as views."""
@@ -49,23 +51,15 @@ class Joined:
 
     def dense(self) -> Tensor:
         """The weights that the product stands for, (out, in)."""
-        if self.scale is not None:
-            return self.weight.to(self.dtype) * self.scale.to(self.dtype)[:, None]
-        return self.weight if self.packed is None else self.packed.memory.to_dense()
+        return self.weight if self.packed is None else self.packed.dense()
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Some rows of `dense()`, (..., in)."""
-        if self.packed is not None:
-            return self.packed.rows(ids)
-        if self.scale is None:
-            return F.embedding(ids, self.weight)
-        return self.weight[ids].to(self.dtype) * self.scale[ids].to(self.dtype)[..., None]
+        """Some rows of `dense()`, (..., in). Raises IndexError for others than it has."""
+        return F.embedding(ids, self.weight) if self.packed is None else self.packed.rows(ids)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():  # packed products have no gradient
             return F.linear(x, self.dense(), self.bias)
-        if self.scale is not None:
-            return product_int8(x, self.weight, self.scale, self.bias)
         if self.packed is not None:
             return self.packed.product(x, self.bias)
         return F.linear(x, self.weight, self.bias)
@@ -104,7 +98,7 @@ class Packed:
         if x.numel() != self.inputs or self.lines is None:
             return torch.ops.mkldnn._linear_pointwise(x, self.memory, bias, "none", [], "")
         # of one row a sum of lines, each times its input: read faster so than by oneDNN
-        scales = x.view(1, -1).expand(len(self.first), -1).reshape(-1)
+        scales = x.view(1, -1).expand(len(self.first), -1).contiguous().view(-1)
         y, *_ = torch.embedding_bag(
             self.table, self.lines, self.first, mode=0, per_sample_weights=scales
         )
@@ -117,6 +111,10 @@ class Packed:
         if low < 0 or high >= self.out:  # behind the last row lie zeros
             raise IndexError(f"rows {low} to {high} of a weight of {self.out}")
         return self.blocks[ids // BLOCK, :, ids % BLOCK].flatten(-2)[..., : self.inputs]
+
+    def dense(self) -> Tensor:
+        """The weight, (out, in)."""
+        return self.memory.to_dense()
 
 
 def pack(weight: Tensor) -> Packed | None:
@@ -152,25 +150,80 @@ def small(weight: Tensor) -> bool:
     return on_cpu and weight.dtype == torch.float32 and weight.numel() <= SMALL
 
 
+class Int8:
+    """A weight (out, in) as int8, a scale for each output: its nearest multiples, no further than
+    half of it away.
+
+    They are kept as a CPU's kernel for sums of lines reads them: of a block of outputs the line of
+    each input, 128 added to each number, and at its end the scale and offset that the kernel
+    applies; those are 1 and -128, as ours belong to the outputs.
+    """
+
+    def __init__(self, weight: Tensor):
+        (self.out, self.inputs), self.dtype = weight.shape, weight.dtype
+        self.block = min(BLOCKS, key=lambda size: -(-self.out // size) * size)
+        shape = -(-self.out // self.block), self.inputs, self.block + 8
+        self.lines = torch.full(shape, 128, dtype=torch.uint8, device=weight.device)
+        ending = torch.tensor([1.0, -128.0], device=weight.device)
+        self.lines[..., self.block :] = ending.view(torch.uint8)
+        self.table = self.lines.view(-1, self.block + 8)
+        scales = []
+        for lines, rows in zip(self.lines, weight.split(self.block)):
+            whole, scale = quantized(rows)
+            lines[:, : len(rows)] = whole.t().short() + 128
+            scales.append(scale)
+        self.scale = torch.cat(scales)
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """The multiples, (blocks, in, block)."""
+        return self.lines[..., : self.block].to(dtype) - 128
+
+    def dense(self) -> Tensor:
+        """The weight that they stand for, (out, in)."""
+        rows = self.whole(self.dtype).mT.reshape(-1, self.inputs)[: self.out]
+        return (rows * self.scale[:, None]).to(self.dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Some rows of `dense()`, (..., in). Raises IndexError for others than it has."""
+        scale = F.embedding(ids, self.scale[:, None])  # which knows them; lines fill their block up
+        whole = self.lines[ids // self.block, :, ids % self.block].to(self.dtype) - 128
+        return (whole * scale).to(self.dtype)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x (..., in) -> (..., out)."""
+        n = x.numel() // self.inputs
+        if x.device.type == "cpu" and x.dtype != torch.float64 and 0 < n <= MANY:
+            y = self.sums_of_lines(x.float(), n)
+        else:
+            y = x.reshape(n, self.inputs) @ self.whole(x.dtype)
+        y = y.transpose(0, 1).reshape(n, len(self.lines) * self.block)[:, : self.out] * self.scale
+        y = y.to(x.dtype).view(*x.shape[:-1], self.out)
+        return y if bias is None else y + bias
+
+    def sums_of_lines(self, x: Tensor, n: int) -> Tensor:
+        """Of x (..., in), n rows, each block's lines times each row: (blocks, n, block). The rows
+        take turns within a block, which stays in a processor's cache."""
+        turns = in_turn if torch.compiler.is_compiling() else in_turn_kept
+        lines, first = turns(len(self.lines), n, self.inputs)
+        y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
+            self.table, lines, first,
+            per_sample_weights=x.reshape(1, -1).expand(len(self.lines), -1).contiguous().view(-1),
+        )  # fmt: skip
+        return y.view(-1, n, self.block)
+
+
+def in_turn(blocks: int, n: int, size: int) -> tuple[Tensor, Tensor]:
+    """The numbers of each block's `size` lines, n times in turn, and where each time begins."""
+    lines = torch.arange(blocks * size, dtype=torch.int32, device="cpu").view(blocks, 1, size)
+    first = torch.arange(0, blocks * n * size, size, dtype=torch.int32, device="cpu")
+    return lines.expand(-1, n, -1).contiguous().view(-1), first
+
+
+in_turn_kept = lru_cache(maxsize=64)(in_turn)  # the same in each layer
+
+
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 weights and the scale of each row, in bfloat16 as the CPU's kernel wants it: the nearest
-    multiples of the scale, no further than half of it away."""
-    whole, scales = [], []
-    for rows in weight.split(4096):  # of a large vocabulary, no second copy
-        scale = (rows.abs().amax(1).float() / 126).clamp(min=1e-12).bfloat16()
-        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        whole.append((wide / scale.to(wide.dtype)[:, None]).round().to(torch.int8))
-        scales.append(scale)
-    return torch.cat(whole), torch.cat(scales)
-
-
-def product_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x (..., in) times int8 rows (out, in). On a CPU the kernel takes and gives bfloat16."""
-    out, size = weight.shape
-    fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
-    if fits and size % 32 == 0 and out % 16 == 0:
-        rows = x.reshape(-1, size).bfloat16()
-        y = torch._weight_int8pack_mm(rows, weight, scale).to(x.dtype).view(*x.shape[:-1], out)
-    else:
-        y = F.linear(x, weight.to(x.dtype)) * scale.to(x.dtype)
-    return y if bias is None else y + bias
+    """Each row of a weight (out, in) as int8 multiples of a scale, whose 127th its largest is; and
+    the scales (out,), float32."""
+    scale = (weight.abs().amax(1).float() / 127).clamp(min=1e-12)
+    return (weight / scale[:, None]).round().to(torch.int8), scale

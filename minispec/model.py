@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
-from minispec.linear import Joined
+from minispec.linear import Int8, Joined
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ class Transformer(Preparable):
     @property
     def quantized(self) -> bool:
         """Whether its linear layers are int8."""
-        return self.head is not None and self.head.scale is not None
+        return self.head is not None and isinstance(self.head.packed, Int8)
 
     @property
     def device(self) -> torch.device:

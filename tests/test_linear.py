@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from minispec.linear import Joined, packable, product_int8, quantized
+from minispec.linear import MANY, Joined, packable
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [(2112, 64), (3000, 70), (1337, 193), (131, 1024)])
+@pytest.mark.parametrize("size", [(2112, 64), (3000, 70), (1337, 193), (131, 1024), (70000, 1)])
 def test_packed_memory_is_read_where_each_number_lies(size, dtype):
     layer = torch.nn.Linear(*reversed(size), dtype=dtype)
     weight, x = layer.weight.detach().clone(), torch.randn(1, 1, size[1], dtype=dtype)
@@ -37,12 +37,47 @@ def test_only_small_float32_weights_are_transposed(dtype, monkeypatch):
     torch.testing.assert_close(layer(x), expected)
 
 
+@pytest.mark.parametrize("size", [(48, 64), (7, 10), (300, 33), (1000, 70), (192, 1), (1, 5)])
+def test_int8_products_are_those_of_the_nearest_multiples(size):
+    """By the kernel for sums of lines, and by plain products of many rows or of float64."""
+    torch.manual_seed(sum(size))
+    layer = torch.nn.Linear(*reversed(size), bias=size[0] % 2 == 0)
+    weight, joined = layer.weight.detach().clone(), Joined(layer, quantize=True)
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    assert ((joined.dense() - weight).abs() <= 0.5001 * scale).all()
+    assert torch.equal(joined.rows(torch.arange(size[0])), joined.dense())
+    for wrong in ([-1], [0, size[0]]):
+        with pytest.raises(IndexError):
+            joined.rows(torch.tensor(wrong))
+    for n in (0, 1, 2, 17, MANY, MANY + 1):
+        x = torch.randn(1, n, size[1])
+        expected = torch.nn.functional.linear(x, joined.dense(), joined.bias)
+        torch.testing.assert_close(joined(x), expected)
+    double, whole = x.double(), joined.dense().double()
+    bias = None if joined.bias is None else joined.bias.double()
+    wide = joined.packed.product(double, bias)
+    torch.testing.assert_close(
+        wide, torch.nn.functional.linear(double, whole, bias), rtol=1e-6, atol=1e-6
+    )
+
+
 def test_the_int8_kernel_gives_each_row_what_it_gives_it_alone():
     """So a pass over a draft computes what passes over one token do, as far as its products go."""
-    weight, scale = quantized(torch.randn(48, 64))
+    joined = Joined(torch.nn.Linear(64, 400), quantize=True)
     x = torch.randn(1, 17, 64)
-    whole = product_int8(x, weight, scale, None)
+    whole = joined(x)
     for i in range(17):
-        assert torch.equal(product_int8(x[:, i : i + 1], weight, scale, None), whole[:, i : i + 1])
-    odd = product_int8(torch.randn(3, 10), *quantized(torch.randn(7, 10)), None)  # no kernel fits
-    assert odd.shape == (3, 7)
+        assert torch.equal(joined(x[:, i : i + 1]), whole[:, i : i + 1])
+    strided = torch.randn(3, 64, 2)[..., 0]  # not one piece of memory
+    assert torch.equal(joined(strided), joined(strided.clone()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_int8_weights_of_other_types(dtype):
+    layer = torch.nn.Linear(50, 200, dtype=dtype)
+    weight, joined = layer.weight.detach().clone(), Joined(layer, quantize=True)
+    assert joined.dense().dtype == joined.rows(torch.tensor([3])).dtype == dtype
+    x = torch.randn(1, 5, 50, dtype=dtype)
+    expected = torch.nn.functional.linear(x, joined.dense(), joined.bias)
+    assert (joined(x) - expected).abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-12)
+    assert (joined.dense() - weight).abs().max() < 0.01 * weight.abs().max()
