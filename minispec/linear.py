@@ -219,7 +219,7 @@ def in_turn(blocks: int, n: int, size: int) -> tuple[Tensor, Tensor]:
     return lines.expand(-1, n, -1).contiguous().view(-1), first
 
 
-in_turn_kept = lru_cache(maxsize=64)(in_turn)  # the same in each layer
+in_turn_kept = lru_cache(maxsize=32)(in_turn)  # the same in each layer
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
