@@ -12,7 +12,10 @@ from torch import Tensor, nn
 SMALL = 2**16  # float32 weights up to this size stay plain: oneDNN's call costs more than it gains
 BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
 BLOCKS = 192, 128, 96, 64  # and `Int8`: those that need the least filling up
-MANY = 64  # rows from which on it pays to make floats of int8 weights
+MANY = 32  # rows up to which int8 weights stay so: more are multiplied with floats made of them
+KEPT = (
+    2**18
+)  # numbers of lines up to which a list of them is kept: of longer ones that gains little
 
 
 class Joined:
@@ -152,7 +155,7 @@ def small(weight: Tensor) -> bool:
 
 class Int8:
     """A weight (out, in) as int8, a scale for each output: its nearest multiples, no further than
-    half of it away.
+    half of it away (before they are rounded to a narrow type).
 
     They are kept as a CPU's kernel for sums of lines reads them: of a block of outputs the line of
     each input, 128 added to each number, and at its end the scale and offset that the kernel
@@ -174,14 +177,11 @@ class Int8:
             scales.append(scale)
         self.scale = torch.cat(scales)
 
-    def whole(self, dtype: torch.dtype) -> Tensor:
-        """The multiples, (blocks, in, block)."""
-        return self.lines[..., : self.block].to(dtype) - 128
-
-    def dense(self) -> Tensor:
-        """The weight that they stand for, (out, in)."""
-        rows = self.whole(self.dtype).mT.reshape(-1, self.inputs)[: self.out]
-        return (rows * self.scale[:, None]).to(self.dtype)
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight that they stand for, (out, in), by default in its own type."""
+        whole = self.lines[..., : self.block].mT.reshape(-1, self.inputs)[: self.out]
+        dtype = dtype or self.dtype
+        return ((whole.to(dtype) - 128) * self.scale[:, None]).to(dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Some rows of `dense()`, (..., in). Raises IndexError for others than it has."""
@@ -191,23 +191,26 @@ class Int8:
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x (..., in) -> (..., out)."""
-        n = x.numel() // self.inputs
-        if x.device.type == "cpu" and x.dtype != torch.float64 and 0 < n <= MANY:
-            y = self.sums_of_lines(x.float(), n)
+        on_cpu, n = x.device.type == "cpu", x.numel() // self.inputs
+        few = torch.compiler.is_compiling() or 0 < n <= MANY  # compiled passes are of few rows
+        if on_cpu and few and x.dtype != torch.float64:
+            y = self.sums_of_lines(x.float(), n).transpose(0, 1).reshape(n, -1)
+            y = (y[:, : self.out] * self.scale).view(*x.shape[:-1], self.out)
         else:
-            y = x.reshape(n, self.inputs) @ self.whole(x.dtype)
-        y = y.transpose(0, 1).reshape(n, len(self.lines) * self.block)[:, : self.out] * self.scale
-        y = y.to(x.dtype).view(*x.shape[:-1], self.out)
+            wide = torch.promote_types(x.dtype, torch.float32) if on_cpu else x.dtype
+            y = F.linear(x.to(wide), self.dense(wide))
+        y = y.to(x.dtype)
         return y if bias is None else y + bias
 
     def sums_of_lines(self, x: Tensor, n: int) -> Tensor:
         """Of x (..., in), n rows, each block's lines times each row: (blocks, n, block). The rows
         take turns within a block, which stays in a processor's cache."""
-        turns = in_turn if torch.compiler.is_compiling() else in_turn_kept
-        lines, first = turns(len(self.lines), n, self.inputs)
+        count = len(self.lines)
+        keep = not torch.compiler.is_compiling() and count * n * self.inputs <= KEPT
+        lines, first = (in_turn_kept if keep else in_turn)(count, n, self.inputs)
         y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
             self.table, lines, first,
-            per_sample_weights=x.reshape(1, -1).expand(len(self.lines), -1).contiguous().view(-1),
+            per_sample_weights=x.reshape(1, -1).expand(count, -1).contiguous().view(-1),
         )  # fmt: skip
         return y.view(-1, n, self.block)
 
@@ -223,7 +226,7 @@ in_turn_kept = lru_cache(maxsize=32)(in_turn)  # the same in each layer
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row of a weight (out, in) as int8 multiples of a scale, whose 127th its largest is; and
-    the scales (out,), float32."""
+    """Each row of a weight (out, in) as int8 multiples of a scale, a 127th of its largest
+    magnitude; and the scales (out,), float32."""
     scale = (weight.abs().amax(1).float() / 127).clamp(min=1e-12)
     return (weight / scale[:, None]).round().to(torch.int8), scale

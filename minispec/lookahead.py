@@ -102,6 +102,7 @@ class Window:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def window_layout(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Of rows of these lengths: each entry sees row 0 up to its own column, then its column."""
     at = [(r, i + (r == 0)) for r, length in enumerate(lengths) for i in range(length)]

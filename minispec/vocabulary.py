@@ -55,6 +55,7 @@ class Subset:
     """Logits over some rows of lm_head; `ids` None: over all."""
 
     @torch.inference_mode(False)  # kept beyond a run, also for heads that are trained
+    @torch.no_grad()
     def __init__(self, model: Transformer, ids: list[int] | None = None):
         self.size = model.config.vocab_size
         self.ids = ids

@@ -216,6 +216,7 @@ def test_what_a_run_leaves_behind_can_be_trained_on():
         model, None, random_tokens(5), "fastmtp", head=random_head(model, 0), vocabulary=words,
         max_new_tokens=9,
     )  # fmt: skip
+    assert not any(step.tree.mask.is_inference() for step in run.rounds)
     model.model.norm.weight.requires_grad_(True)
     model.model.layers[0].input_layernorm.weight.requires_grad_(True)
     hidden = model([3], run.cache)  # one row: cos and sin are views of the table

@@ -72,12 +72,14 @@ def test_the_int8_kernel_gives_each_row_what_it_gives_it_alone():
     assert torch.equal(joined(strided), joined(strided.clone()))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_int8_weights_of_other_types(dtype):
     layer = torch.nn.Linear(50, 200, dtype=dtype)
     weight, joined = layer.weight.detach().clone(), Joined(layer, quantize=True)
     assert joined.dense().dtype == joined.rows(torch.tensor([3])).dtype == dtype
-    x = torch.randn(1, 5, 50, dtype=dtype)
-    expected = torch.nn.functional.linear(x, joined.dense(), joined.bias)
-    assert (joined(x) - expected).abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-12)
+    for n in (1, 5, MANY + 1):
+        x = 9 * torch.randn(1, n, 50, dtype=dtype)
+        expected = torch.nn.functional.linear(x, joined.dense(), joined.bias)
+        most = 1e-13 if dtype == torch.float64 else 0.02
+        assert (joined(x) - expected).abs().max() < most * expected.abs().max()
     assert (joined.dense() - weight).abs().max() < 0.01 * weight.abs().max()
