@@ -13,9 +13,7 @@ SMALL = 2**16  # float32 weights up to this size stay plain: oneDNN's call costs
 BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
 BLOCKS = 192, 128, 96, 64  # and `Int8`: those that need the least filling up
 MANY = 32  # rows up to which int8 weights stay so: more are multiplied with floats made of them
-KEPT = (
-    2**18
-)  # numbers of lines up to which a list of them is kept: of longer ones that gains little
+KEPT = 2**18  # length up to which lists of lines are kept: of longer ones that gains little
 
 
 class Joined:

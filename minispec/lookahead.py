@@ -102,7 +102,7 @@ class Window:
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)
+@torch.inference_mode(False)  # kept beyond a run
 def window_layout(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Of rows of these lengths: each entry sees row 0 up to its own column, then its column."""
     at = [(r, i + (r == 0)) for r, length in enumerate(lengths) for i in range(length)]

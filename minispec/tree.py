@@ -88,7 +88,7 @@ class Tree:
 
 
 @lru_cache(maxsize=256)  # asked for three times a round, and a fixed tree is the same in each
-@torch.inference_mode(False)
+@torch.inference_mode(False)  # kept beyond a run
 def layout(parents: tuple[int, ...]) -> tuple[list[int], Tensor, Tensor]:
     """Depths, as a list and a tensor, and the mask, of a tree; shared, so not to be changed."""
     depths: list[int] = []
