@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import inspect
 import os
-import platform
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from minispec import linear
 from minispec import model as model_module
 from minispec.cache import KVCache
 from minispec.errors import UserError, make_folder
-from minispec.linear import Int8, Joined
+from minispec.linear import Int8, joined_in, processor
 from minispec.model import Pass, Transformer
 
 MOST = 64  # rows of a compiled pass
@@ -207,25 +206,14 @@ def digest(module: nn.Module) -> str:
     place = torch.__version__, processor(), torch.get_num_threads(), OPTIONS, module.config
     found = hashlib.blake2b((code + repr(place)).encode(), digest_size=12)
     tensors = dict(module.named_parameters())
-    for name, part in module.named_modules():  # int8 ones, which the parameters gave up
-        for attribute, joined in vars(part).items():
-            if isinstance(joined, Joined) and isinstance(joined.packed, Int8):
-                kept = joined.packed
-                tensors |= {f"{name}.{attribute}": kept.lines, f"{name}.{attribute}.": kept.scale}
+    for name, joined in joined_in(module).items():  # int8 ones, which the parameters gave up
+        if isinstance(joined.packed, Int8):
+            tensors |= {name: joined.packed.lines, f"{name}.": joined.packed.scale}
     for name, weight in tensors.items():
         found.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         if weight.device.type == "cpu":
             found.update(weight.detach().contiguous().view(torch.uint8).numpy())
     return found.hexdigest()
-
-
-def processor() -> str:
-    """The machine's kind: code is compiled for it alone."""
-    name = f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name += " ".join(sorted({x for x in lines if x.startswith(("model name", "flags"))}))
-    return name
 
 
 # ---- on a GPU: CUDA graphs -----------------------------------------------------------------------

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from minispec.linear import joined_in
 from minispec.model import Transformer
 
 T = TypeVar("T")
@@ -44,10 +45,11 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def bytes_per_pass(model: Transformer) -> int:
-    """What a pass over one token must read: every weight but an untied embedding."""
-    size = torch.tensor([], dtype=torch.int8 if model.quantized else model.dtype).element_size()
+    """What a pass over one token must read: every weight but an untied embedding, as it is kept."""
     parts = *model.model.layers, model.lm_head
-    return size * sum(p.numel() for part in parts for p in part.parameters())
+    plain = sum(p.nbytes for part in parts for p in part.parameters() if not p.is_meta)
+    packed = (joined.packed for joined in joined_in(model).values())
+    return plain + sum(each.nbytes for each in packed if each is not None)
 
 
 def floor_seconds(model: Transformer) -> float:

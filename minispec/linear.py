@@ -1,17 +1,38 @@
 """Linear layers for inference: several of one input as one product, whose weights are packed for
-the rows of a draft, or int8. A pass waits for its weights, so how they lie decides its speed.
+the rows of a draft, kept in half the memory where that loses nothing, or int8. A pass waits for its
+weights, so how they lie decides its speed.
 """
 
+import contextlib
 import ctypes
-from functools import lru_cache
+import platform
+from functools import cache, lru_cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SMALL = 2**16  # float32 weights up to this size stay plain: oneDNN's call costs more than it gains
+
+@cache
+def processor() -> str:
+    """The machine's kind: vendor, model and what it can do."""
+    name = f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        kinds = "vendor_id", "model name", "flags"
+        name += " ".join(sorted({line for line in lines if line.startswith(kinds)}))
+    return name
+
+
+LARGE = 2**18  # float32 weights of more numbers than this are `Half` where float16 holds them
+# Up to this size they stay plain, as a packed product's call would cost more than it gains. MKL's
+# plain products are quick on the processors of its maker.
+SMALL = LARGE if "GenuineIntel" in processor() else 2**16
 BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
 BLOCKS = 192, 128, 96, 64  # and `Int8`: those that need the least filling up
+KERNELS = "x86", "fbgemm"  # of torch's engines for narrow weights those that have Half's kernel
+WHOLE = 2**24  # of which at most this many numbers are packed at once: float32 copies are made
 MANY = 32  # rows up to which int8 weights stay so: more are multiplied with floats made of them
 KEPT = 2**18  # length up to which lists of lines are kept: of longer ones that gains little
 
@@ -19,17 +40,20 @@ KEPT = 2**18  # length up to which lists of lines are kept: of longer ones that 
 class Joined:
     """Several linear layers of one input as one product, for inference.
 
-    On a CPU bfloat16 weights and large float32 ones are `Packed` where their layout is known; with
-    `quantize` all are `Int8`. The layers give such weights up: until `undo` theirs are on the meta
-    device. Others stay plain, small float32 ones on a CPU transposed: read faster so.
+    On a CPU large float32 weights are `Half` where that is exact; others that are not small, and
+    bfloat16 ones, are `Packed` where their layout is known; with `quantize` all are `Int8`. The
+    layers give such weights up: until `undo` theirs are on the meta device. Others stay plain,
+    small float32 ones on a CPU transposed: read faster so. `looked_up`: `rows` will be called.
     """
 
-    def __init__(self, *parts: nn.Linear, quantize: bool = False):
+    def __init__(self, *parts: nn.Linear, quantize: bool = False, looked_up: bool = False):
         self.parts = parts
         self.bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts]).detach()
         weight = torch.cat([p.weight for p in parts]) if len(parts) > 1 else parts[0].weight
         self.weight: Tensor | None = weight.detach()  # (out, in)
-        self.packed: Packed | Int8 | None = Int8(self.weight) if quantize else pack(self.weight)
+        self.packed: Half | Packed | Int8 | None = (
+            Int8(self.weight) if quantize else half(self.weight, looked_up) or pack(self.weight)
+        )
         if self.packed is None:
             if small(self.weight):
                 self.weight = self.weight.t().contiguous().t()
@@ -66,6 +90,16 @@ class Joined:
         return F.linear(x, self.weight, self.bias)
 
 
+def joined_in(module: nn.Module) -> dict[str, Joined]:
+    """The products that stand for its linear layers, by where they are kept."""
+    return {
+        f"{name}.{key}": value
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, Joined)
+    }
+
+
 def hold(layer: nn.Linear, weight: Tensor) -> None:
     """Another weight for the layer, trained or frozen as its own was."""
     layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
@@ -77,6 +111,69 @@ def given_up(*inputs: Tensor) -> Tensor:
     raise RuntimeError("this layer's weights are packed: use the model's own methods, or undo()")
 
 
+class Half:
+    """A float32 weight (out, in) whose rows, divided by powers of two, float16 holds exactly.
+
+    torch's kernel turns them back as it reads them and computes in float32: half the memory, the
+    same product, and each row of x gets bit for bit what it gets alone. `powers` (out,) are None
+    where all are 1; `halves` (out, in) is kept for `rows` alone.
+    """
+
+    def __init__(self, halves: Tensor, powers: Tensor | None, looked_up: bool):
+        parts = halves.split(max(1, WHOLE // halves.shape[1]))
+        self.packed = [torch.ops.quantized.linear_prepack_fp16(p.float(), None) for p in parts]
+        self.halves, self.powers = halves if looked_up else None, powers
+        self.nbytes = halves.nbytes  # that a product reads
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x (..., in) -> (..., out)."""
+        y, *more = (torch.ops.quantized.linear_dynamic_fp16(x, part) for part in self.packed)
+        y = torch.cat([y, *more], -1) if more else y
+        if self.powers is not None:
+            y *= self.powers
+        return y if bias is None else y + bias
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Some rows of the weight, (..., in). Raises IndexError for others than it has."""
+        found = F.embedding(ids, self.halves).float()
+        return found if self.powers is None else found * self.powers[ids, None]
+
+    def dense(self) -> Tensor:
+        """The weight, (out, in)."""
+        parts = [torch.ops.quantized.linear_unpack_fp16(part)[0] for part in self.packed]
+        weight = torch.cat(parts) if parts[1:] else parts[0]
+        return weight if self.powers is None else weight * self.powers[:, None]
+
+
+def half(weight: Tensor, looked_up: bool) -> Half | None:
+    """None where that does not pay, is not exact, or where torch has no such kernel."""
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+    if not on_cpu or weight.numel() <= LARGE or torch.backends.quantized.engine not in KERNELS:
+        return None
+    most = weight.abs().amax(1)
+    if not most.isfinite().all():  # the kernel would take float16's largest number
+        return None
+    # bfloat16 reaches further than float16, but seldom within a row, whose largest number shall lie
+    # just below float16's end, 2^16
+    for powers in None, torch.ldexp(torch.ones(len(weight)), torch.frexp(most)[1] - 16):
+        halves = narrowed(weight, powers)
+        if halves is not None:
+            return Half(halves, powers, looked_up)
+    return None
+
+
+def narrowed(weight: Tensor, powers: Tensor | None) -> Tensor | None:
+    """The weight (out, in) over its rows' powers (None: 1) in float16; None where that is not
+    exact. Some rows at a time: no second copy in float32."""
+    halves = torch.empty_like(weight, dtype=torch.float16)
+    for ids in torch.arange(len(weight), device="cpu").split(BLOCK):
+        part, power = slice(ids[0], ids[-1] + 1), 1.0 if powers is None else powers[ids, None]
+        halves[part] = weight[part] / power
+        if not torch.equal(halves[part].float() * power, weight[part]):
+            return None
+    return halves
+
+
 class Packed:
     """A weight (out, in) as oneDNN lays it out: the rows of a draft cost little more than one.
 
@@ -86,6 +183,7 @@ class Packed:
 
     def __init__(self, memory: Tensor, blocks: Tensor, size: tuple[int, int]):
         self.memory, self.blocks, (self.out, self.inputs) = memory, blocks, size
+        self.nbytes = blocks.nbytes  # that a product reads
         self.lines: Tensor | None = None
         if blocks.dtype == torch.float32:  # of each block in turn the line of each input
             count = blocks.shape[0] * blocks.shape[1]
@@ -174,6 +272,7 @@ class Int8:
             lines[:, : len(rows)] = whole.t().short() + 128
             scales.append(scale)
         self.scale = torch.cat(scales)
+        self.nbytes = self.lines.nbytes  # that a product of one row reads
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight that they stand for, (out, in), by default in its own type."""

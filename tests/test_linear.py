@@ -1,14 +1,15 @@
-"""Packed and int8 products against plain ones."""
+"""Packed, half-size and int8 products against plain ones."""
 
 import pytest
 import torch
 
-from minispec.linear import MANY, Joined, packable
+from minispec.linear import MANY, Half, Joined, half, packable
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(2112, 64), (3000, 70), (1337, 193), (131, 1024), (70000, 1)])
-def test_packed_memory_is_read_where_each_number_lies(size, dtype):
+def test_packed_memory_is_read_where_each_number_lies(size, dtype, monkeypatch):
+    monkeypatch.setattr("minispec.linear.SMALL", 2**16)  # as where Intel's is not the processor
     layer = torch.nn.Linear(*reversed(size), dtype=dtype)
     weight, x = layer.weight.detach().clone(), torch.randn(1, 1, size[1], dtype=dtype)
     fits, expected, joined = packable(weight), layer(x).detach(), Joined(layer)
@@ -35,6 +36,65 @@ def test_only_small_float32_weights_are_transposed(dtype, monkeypatch):
     joined.undo()
     assert layer.weight.is_contiguous()  # as safetensors wants it
     torch.testing.assert_close(layer(x), expected)
+
+
+def exact(size: tuple[int, int], kind: str) -> torch.Tensor:
+    """A float32 weight of numbers that were stored in a narrower type."""
+    weight = torch.randn(size) * torch.logspace(-2, 1, size[0])[:, None]
+    if kind == "subnormal float16":
+        return (weight * 1e-4).half().float()
+    dtype, scale = {"float16": (torch.float16, 1), "small bfloat16": (torch.bfloat16, 1e-7),
+                    "huge bfloat16": (torch.bfloat16, 1e20)}[kind]  # fmt: skip
+    return (weight * scale).to(dtype).float()
+
+
+@pytest.mark.parametrize(
+    "kind", ["float16", "subnormal float16", "small bfloat16", "huge bfloat16"]
+)
+@pytest.mark.parametrize("size", [(48, 64), (7, 10), (300, 33), (1000, 577), (192, 1), (1, 5)])
+def test_what_float16_holds_is_kept_so_and_multiplied_in_float32(size, kind, monkeypatch):
+    """The slow oracle is the plain layer, and its own product of each row alone."""
+    monkeypatch.setattr("minispec.linear.LARGE", 0)
+    monkeypatch.setattr("minispec.linear.WHOLE", 2**16)  # the largest in several parts
+    torch.manual_seed(sum(size))
+    layer = torch.nn.Linear(*reversed(size), bias=size[0] % 2 == 0)
+    weight = exact(size, kind)
+    layer.weight.data = weight.clone()
+    joined = Joined(layer, looked_up=True)
+    if torch.backends.quantized.engine == "qnnpack":
+        pytest.skip("no such kernel on this processor")
+    assert isinstance(joined.packed, Half) and layer.weight.is_meta
+    assert (joined.packed.powers is None) == (kind in ("float16", "subnormal float16"))
+    assert torch.equal(joined.dense(), weight)
+    assert torch.equal(joined.rows(torch.arange(size[0])), weight)
+    for wrong in ([-1], [0, size[0]]):
+        with pytest.raises(IndexError):
+            joined.rows(torch.tensor(wrong))
+    for n in (0, 1, 2, 5, 14, 15, 33):
+        x = torch.randn(1, n, size[1])
+        y = joined(x)
+        expected = x.double() @ weight.double().T + (0 if joined.bias is None else joined.bias)
+        assert y.shape == expected.shape
+        assert ((y - expected).abs() <= 1e-5 * (1e-30 + expected.abs().max())).all() if n else True
+        for i in range(n):
+            assert torch.equal(joined(x[:, i : i + 1]), y[:, i : i + 1])
+    strided = torch.randn(3, size[1], 2)[..., 0]  # not one piece of memory
+    assert torch.equal(joined(strided), joined(strided.clone()))
+    joined.undo()
+    assert torch.equal(layer.weight, weight)
+
+
+@pytest.mark.parametrize("number", [1 / 3, torch.inf, torch.nan, 1e-9])
+def test_what_float16_does_not_hold_is_kept_otherwise(number, monkeypatch):
+    """A third is too fine, 1e-9 beside 1000 too small."""
+    monkeypatch.setattr("minispec.linear.LARGE", 0)
+    weight = torch.full((40, 30), 1000.0)
+    weight[3, 5] = number
+    assert half(weight, False) is None
+    assert half(weight.bfloat16(), False) is half(weight.double(), False) is None
+    layer = torch.nn.Linear(30, 40)
+    layer.weight.data = weight.clone()
+    torch.testing.assert_close(Joined(layer).dense(), weight, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [(48, 64), (7, 10), (300, 33), (1000, 70), (192, 1), (1, 5)])

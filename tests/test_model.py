@@ -4,6 +4,7 @@ one.
 
 import json
 import random
+from types import NoneType
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from minispec import load
 from minispec.autoregressive import autoregressive
 from minispec.generate import decode
-from minispec.linear import Int8
+from minispec.linear import Half, Int8, Packed
 from minispec.sampling import Sampling, Seeded
 from minispec.tree import Tree
 
@@ -138,15 +139,21 @@ def test_cuda_equals_cpu():
 
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"qk_norm": True}, {"tied": False}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_joined_and_packed_weights_compute_what_the_parts_do(changes, dtype, monkeypatch):
+@pytest.mark.parametrize("large", [2**12, 2**18])
+def test_joined_and_packed_weights_compute_what_the_parts_do(changes, dtype, large, monkeypatch):
     """The slow oracle of `prepare`: the same model unprepared, for one row and for many."""
     monkeypatch.setattr("minispec.linear.SMALL", 2**12)  # the larger ones are packed
+    monkeypatch.setattr("minispec.linear.LARGE", large)  # or kept as halves, where they fit
     plain, fast = (
         random_model(vocab_size=1200, intermediate_size=520, dtype=dtype, **changes)
         for _ in range(2)
     )
+    for model in (plain, fast):
+        for p in model.parameters():  # as checkpoints are stored
+            p.data = p.bfloat16().to(dtype)
     fast.prepare()
-    assert (fast.head.packed is not None) == (dtype == torch.float32)
+    kind = {2**12: Half, 2**18: Packed}[large] if dtype == torch.float32 else NoneType
+    assert isinstance(fast.head.packed, kind)
     assert fast.model.layers[0].self_attn.out.packed is None
     for n in (1, 2, 7, 40):
         tokens = random_tokens(n)
@@ -163,8 +170,9 @@ LARGE = dict(hidden_size=96, intermediate_size=1500, dtype=torch.float32, tied=F
 
 
 @pytest.mark.parametrize("quantize", [False, True])
-def test_what_changes_the_weights_undoes_their_packing(quantize):
+def test_what_changes_the_weights_undoes_their_packing(quantize, monkeypatch):
     """Weights of this size are given up; whoever trains or converts the model needs them back."""
+    monkeypatch.setattr("minispec.linear.SMALL", 2**16)
     tokens, close = random_tokens(7), 1e-5
     changes = (lambda m: m.train(), lambda m: m.double().float(), lambda m: m.undo(),
                lambda m: m.state_dict())  # fmt: skip
@@ -189,8 +197,9 @@ def test_what_changes_the_weights_undoes_their_packing(quantize):
     assert torch.equal(model.logits(model(tokens)), other.logits(other(tokens)))
 
 
-def test_the_rows_of_a_large_tied_embedding_are_read_from_its_packed_memory():
+def test_the_rows_of_a_large_tied_embedding_are_read_from_its_packed_memory(monkeypatch):
     """They are the very same numbers, kept once, and so is what `undo` gives back."""
+    monkeypatch.setattr("minispec.linear.SMALL", 2**16)
     plain, fast = (random_model(0, **(LARGE | {"tied": True}), vocab_size=1400) for _ in range(2))
     tokens, all_tokens = random_tokens(9), torch.arange(1400).view(2, 700)
     fast.prepare()
@@ -208,6 +217,7 @@ def test_the_rows_of_a_large_tied_embedding_are_read_from_its_packed_memory():
 @pytest.mark.parametrize("block", [32, 48, 128])
 def test_weights_that_lie_otherwise_stay_plain(block, monkeypatch):
     """As they may on a processor that nobody has tried."""
+    monkeypatch.setattr("minispec.linear.SMALL", 2**16)
     plain, fast = (random_model(0, **(LARGE | {"tied": True}), vocab_size=1400) for _ in range(2))
     monkeypatch.setattr("minispec.linear.BLOCK", block)
     fast.prepare()
