@@ -9,6 +9,7 @@ import torch
 
 from minispec.linear import joined_in
 from minispec.model import Transformer
+from minispec.sampling import best
 
 T = TypeVar("T")
 COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows at which the curve is measured
@@ -70,7 +71,7 @@ def one_pass(model: Transformer, n: int) -> Callable[[], object]:
 
     @torch.inference_mode()
     def run() -> list:
-        return model.logits(model(tokens, cache)).argmax(-1).tolist()
+        return best(model.logits(model(tokens, cache))[0])
 
     return run
 

@@ -27,7 +27,7 @@ from minispec.checkpoint import (
 from minispec.cost import cost_curve, curve_at, in_passes, once
 from minispec.errors import UserError
 from minispec.model import Block, Config, Pass, RMSNorm, Transformer
-from minispec.sampling import OneHot, Randomness, Sampling, probs
+from minispec.sampling import OneHot, Randomness, Sampling, best, probs
 from minispec.tokenizer import Tokenizer
 from minispec.tree import Step, Tree
 from minispec.verify import accept
@@ -90,8 +90,9 @@ class Drafter:
             mask: Tensor | None = None) -> Tensor:  # fmt: skip
         """Outputs (n, d) of scratch rows: hidden states (n, d), and a token each."""
         model, n = self.model, len(tokens)
-        depth = torch.arange(n) if depth is None else depth
-        now = model.plan(n, self.cache, depth + self.offset, mask)
+        if self.offset:
+            depth = (torch.arange(n) if depth is None else depth) + self.offset
+        now = model.plan(n, self.cache, depth, mask)
         embedded = model.embed(torch.tensor(tokens, device=model.device))
         return self.head(hidden[None], embedded[None], now)[0]
 
@@ -251,7 +252,7 @@ def draft_cost(head: Head, model: Transformer, vocabulary: Subset) -> float:
 
     @torch.inference_mode()
     def one_draft() -> list:
-        return vocabulary.logits(model, drafter.run(hidden, [0])).argmax(-1).tolist()
+        return best(vocabulary.logits(model, drafter.run(hidden, [0])))
 
     return in_passes(one_draft, model)
 

@@ -17,7 +17,7 @@ from minispec.cache import KVCache
 from minispec.cost import cost_curve
 from minispec.errors import UserError
 from minispec.model import Transformer
-from minispec.sampling import Randomness, Sampling, probs
+from minispec.sampling import Randomness, Sampling, best, probs
 from minispec.tree import Step, Tree
 from minispec.verify import accept
 
@@ -46,7 +46,7 @@ def jacobi(
         path, fresh = accept(probs(logits, sampling), tree, randomness)
         cache.commit(path)
         # node i said what follows it: those behind the fresh token's place are the next guess
-        said = logits[len(path) :].argmax(-1).tolist()
+        said = best(logits[len(path) :])
         guess = said + guess[len(said) :]
         new = tree.tokens_at(path[1:]) + [fresh]
         tokens += new
@@ -212,7 +212,7 @@ def one_pass(
     logits = model.logits(hidden[[*range(n), *last]] if last else hidden[:n])
     path, fresh = accept(probs(logits[:n], sampling), tree, randomness)
     cache.commit(path)
-    return path, fresh, logits[n:].argmax(-1).tolist() if ahead else []
+    return path, fresh, best(logits[n:]) if ahead else []
 
 
 def check_sizes(window: int, ngram: int, guesses: int) -> None:

