@@ -48,9 +48,11 @@ def copy_bandwidth(device: torch.device) -> float:
 def bytes_per_pass(model: Transformer) -> int:
     """What a pass over one token must read: every weight but an untied embedding, as it is kept."""
     parts = *model.model.layers, model.lm_head
-    plain = sum(p.nbytes for part in parts for p in part.parameters() if not p.is_meta)
-    packed = (joined.packed for joined in joined_in(model).values())
-    return plain + sum(each.nbytes for each in packed if each is not None)
+    total = sum(p.nbytes for part in parts for p in part.parameters())
+    for joined in joined_in(model).values():
+        if joined.packed is not None:
+            total += joined.packed.nbytes - sum(part.weight.nbytes for part in joined.parts)
+    return total
 
 
 def floor_seconds(model: Transformer) -> float:

@@ -1,5 +1,5 @@
 """Linear layers for inference: several of one input as one product, whose weights are packed for
-the rows of a draft, kept in half the memory where that loses nothing, or int8. A pass waits for its
+the rows of a draft, read as float16 where that loses nothing, or int8. A pass waits for its
 weights, so how they lie decides its speed.
 """
 
@@ -26,9 +26,10 @@ def processor() -> str:
 
 
 LARGE = 2**18  # float32 weights of more numbers than this are `Half` where float16 holds them
-# Up to this size they stay plain, as a packed product's call would cost more than it gains. MKL's
+# Up to this size they stay plain, as a packed product's call would cost more than it gains; MKL's
 # plain products are quick on the processors of its maker.
-SMALL = LARGE if "GenuineIntel" in processor() else 2**16
+by_intel = torch.backends.mkl.is_available() and "GenuineIntel" in processor()
+SMALL = LARGE if by_intel else 2**16
 BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
 BLOCKS = 192, 128, 96, 64  # and `Int8`: those that need the least filling up
 KERNELS = "x86", "fbgemm"  # of torch's engines for narrow weights those that have Half's kernel
@@ -114,9 +115,9 @@ def given_up(*inputs: Tensor) -> Tensor:
 class Half:
     """A float32 weight (out, in) whose rows, divided by powers of two, float16 holds exactly.
 
-    torch's kernel turns them back as it reads them and computes in float32: half the memory, the
-    same product, and each row of x gets bit for bit what it gets alone. `powers` (out,) are None
-    where all are 1; `halves` (out, in) is kept for `rows` alone.
+    torch's kernel turns them back as it reads them and computes in float32: half the bytes to read,
+    the same product, and each row of x gets bit for bit what it gets alone. `powers` (out,) are
+    None where all are 1; `halves` (out, in) is kept for `rows` alone.
     """
 
     def __init__(self, halves: Tensor, powers: Tensor | None, looked_up: bool):
@@ -155,7 +156,7 @@ def half(weight: Tensor, looked_up: bool) -> Half | None:
         return None
     # bfloat16 reaches further than float16, but seldom within a row, whose largest number shall lie
     # just below float16's end, 2^16
-    for powers in None, torch.ldexp(torch.ones(len(weight)), torch.frexp(most)[1] - 16):
+    for powers in None, torch.ldexp(torch.ones_like(most), torch.frexp(most)[1] - 16):
         halves = narrowed(weight, powers)
         if halves is not None:
             return Half(halves, powers, looked_up)

@@ -12,8 +12,9 @@ from minispec.tree import Tree
 class Heads(medusa.Heads):
     """K heads of L residual blocks and a projection each. The parameters are given:
 
-    `weight` (L, K, d, d) and `bias` (L, K, 1, d); `projection` (K, V, d), or None where the heads
-    end in the target's lm_head (`model.logits`). len(heads) is K.
+    `weight` (L, K, d, d), each a W transposed, (in, out); `bias` (L, K, 1, d); `projection`
+    (K, V, d), or None where the heads end in the target's lm_head (`model.logits`). len(heads) is
+    K.
     """
 
     def forward(self, hidden: Tensor, model: Transformer) -> Tensor:

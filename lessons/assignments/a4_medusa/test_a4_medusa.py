@@ -37,7 +37,7 @@ def test_a_head_is_its_residual_blocks_and_its_projection(impl):
         for k in range(3):
             x = hidden
             for weight, bias in zip(heads.weight, heads.bias):
-                y = x @ weight[k].T + bias[k]
+                y = x @ weight[k] + bias[k]
                 x = x + y * y.sigmoid()
             right = model.logits(x) if shared else x @ heads.projection[k].T
             assert (logits[k] - right).abs().max() < 1e-9, (
