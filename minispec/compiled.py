@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import inspect
 import os
+import platform
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from minispec import linear
 from minispec import model as model_module
 from minispec.cache import KVCache
 from minispec.errors import UserError, make_folder
-from minispec.linear import Int8, joined_in, processor
+from minispec.linear import Int8, joined_in
 from minispec.model import Pass, Transformer
 
 MOST = 64  # rows of a compiled pass
@@ -214,6 +215,15 @@ def digest(module: nn.Module) -> str:
         if weight.device.type == "cpu":
             found.update(weight.detach().contiguous().view(torch.uint8).numpy())
     return found.hexdigest()
+
+
+def processor() -> str:
+    """The machine's kind: code is compiled for it alone."""
+    name = f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name += " ".join(sorted({x for x in lines if x.startswith(("model name", "flags"))}))
+    return name
 
 
 # ---- on a GPU: CUDA graphs -----------------------------------------------------------------------

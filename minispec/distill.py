@@ -546,7 +546,7 @@ def medusa_heads(args: argparse.Namespace) -> None:
     heads = untrained(args.heads, args.layers, target, args.shared).to(args.device)
     optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     batches = Shuffled(list(range(len(positions.hidden))), args.seed)
-    trainer = Trainer(heads, [optimizer], batches, objective="medusa")
+    trainer = Trainer(heads, [optimizer], batches, objective="medusa heads")
     train(trainer, args, HeadsLoss(heads, target, positions, args.dtype))
     heads.half().float()  # as they are stored
     parts = [ranks_of(heads, target, states[i], labels[i]) for i in measured]

@@ -137,8 +137,8 @@ class Drafter:
         level, kept = [0], []
         for last in (False,) * (depth - 1) + (True,):
             laws = vocabulary.logits(self.model, torch.cat([out[i] for i in level])).softmax(-1)
-            best, first_new = laws.topk(min(nodes, laws.shape[-1])), len(tokens)
-            for node, ps, js in zip(level, best.values.tolist(), best.indices.tolist()):
+            likely, first_new = laws.topk(min(nodes, laws.shape[-1])), len(tokens)
+            for node, ps, js in zip(level, likely.values.tolist(), likely.indices.tolist()):
                 tokens += [vocabulary.full(j) for j in js]
                 parents += [node] * len(js)
                 chance += [chance[node] * p for p in ps]

@@ -3,10 +3,9 @@ the rows of a draft, read as float16 where that loses nothing, or int8. A pass w
 weights, so how they lie decides its speed.
 """
 
-import contextlib
 import ctypes
 import platform
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -14,22 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@cache
-def processor() -> str:
-    """The machine's kind: vendor, model and what it can do."""
-    name = f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        kinds = "vendor_id", "model name", "flags"
-        name += " ".join(sorted({line for line in lines if line.startswith(kinds)}))
-    return name
+def on_intel() -> bool:
+    """Whether torch multiplies by MKL, and on a processor of its maker."""
+    try:
+        kind = Path("/proc/cpuinfo").read_text()
+    except OSError:  # no Linux
+        kind = platform.processor()
+    return torch.backends.mkl.is_available() and "GenuineIntel" in kind
 
 
 LARGE = 2**18  # float32 weights of more numbers than this are `Half` where float16 holds them
-# Up to this size they stay plain, as a packed product's call would cost more than it gains; MKL's
-# plain products are quick on the processors of its maker.
-by_intel = torch.backends.mkl.is_available() and "GenuineIntel" in processor()
-SMALL = LARGE if by_intel else 2**16
+# Float32 weights of at most so many stay plain: a packed product's call would cost more than it
+# gains. MKL's plain products are quick on its maker's processors.
+SMALL = LARGE if on_intel() else 2**16
 BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
 BLOCKS = 192, 128, 96, 64  # and `Int8`: those that need the least filling up
 KERNELS = "x86", "fbgemm"  # of torch's engines for narrow weights those that have Half's kernel
@@ -44,7 +40,7 @@ class Joined:
     On a CPU large float32 weights are `Half` where that is exact; others that are not small, and
     bfloat16 ones, are `Packed` where their layout is known; with `quantize` all are `Int8`. The
     layers give such weights up: until `undo` theirs are on the meta device. Others stay plain,
-    small float32 ones on a CPU transposed: read faster so. `looked_up`: `rows` will be called.
+    small float32 ones on a CPU transposed: read faster so. `looked_up`: `rows` is called often.
     """
 
     def __init__(self, *parts: nn.Linear, quantize: bool = False, looked_up: bool = False):
@@ -116,19 +112,26 @@ class Half:
     """A float32 weight (out, in) whose rows, divided by powers of two, float16 holds exactly.
 
     torch's kernel turns them back as it reads them and computes in float32: half the bytes to read,
-    the same product, and each row of x gets bit for bit what it gets alone. `powers` (out,) are
-    None where all are 1; `halves` (out, in) is kept for `rows` alone.
+    the same product but for the order of its sums, and each row of x gets bit for bit what it gets
+    alone. Its layout fills the inputs up to a multiple of 512, so it saves reading, and memory only
+    where they are many. `powers` (out,) are None where all are 1; `halves` (out, in) are kept where
+    `rows` is called often.
     """
 
     def __init__(self, halves: Tensor, powers: Tensor | None, looked_up: bool):
-        parts = halves.split(max(1, WHOLE // halves.shape[1]))
-        self.packed = [torch.ops.quantized.linear_prepack_fp16(p.float(), None) for p in parts]
+        some = max(BLOCK, WHOLE // halves.shape[1] // BLOCK * BLOCK)
+        self.parts = [
+            torch.ops.quantized.linear_prepack_fp16(rows.float(), None)
+            for rows in halves.split(some)
+        ]
         self.halves, self.powers = halves if looked_up else None, powers
         self.nbytes = halves.nbytes  # that a product reads
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x (..., in) -> (..., out)."""
-        y, *more = (torch.ops.quantized.linear_dynamic_fp16(x, part) for part in self.packed)
+        if x.dim() == 1:  # which the kernel refuses
+            return self.product(x[None], bias)[0]
+        y, *more = (torch.ops.quantized.linear_dynamic_fp16(x, part) for part in self.parts)
         y = torch.cat([y, *more], -1) if more else y
         if self.powers is not None:
             y *= self.powers
@@ -136,14 +139,16 @@ class Half:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Some rows of the weight, (..., in). Raises IndexError for others than it has."""
+        if self.halves is None:
+            return F.embedding(ids, self.dense())
         found = F.embedding(ids, self.halves).float()
         return found if self.powers is None else found * self.powers[ids, None]
 
     def dense(self) -> Tensor:
         """The weight, (out, in)."""
-        parts = [torch.ops.quantized.linear_unpack_fp16(part)[0] for part in self.packed]
+        parts = [torch.ops.quantized.linear_unpack_fp16(part)[0] for part in self.parts]
         weight = torch.cat(parts) if parts[1:] else parts[0]
-        return weight if self.powers is None else weight * self.powers[:, None]
+        return weight if self.powers is None else weight.mul_(self.powers[:, None])
 
 
 def half(weight: Tensor, looked_up: bool) -> Half | None:
@@ -151,7 +156,7 @@ def half(weight: Tensor, looked_up: bool) -> Half | None:
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
     if not on_cpu or weight.numel() <= LARGE or torch.backends.quantized.engine not in KERNELS:
         return None
-    most = weight.abs().amax(1)
+    most = torch.linalg.vector_norm(weight, torch.inf, dim=1)  # unlike abs() without a copy
     if not most.isfinite().all():  # the kernel would take float16's largest number
         return None
     # bfloat16 reaches further than float16, but seldom within a row, whose largest number shall lie
@@ -167,10 +172,10 @@ def narrowed(weight: Tensor, powers: Tensor | None) -> Tensor | None:
     """The weight (out, in) over its rows' powers (None: 1) in float16; None where that is not
     exact. Some rows at a time: no second copy in float32."""
     halves = torch.empty_like(weight, dtype=torch.float16)
-    for ids in torch.arange(len(weight), device="cpu").split(BLOCK):
-        part, power = slice(ids[0], ids[-1] + 1), 1.0 if powers is None else powers[ids, None]
-        halves[part] = weight[part] / power
-        if not torch.equal(halves[part].float() * power, weight[part]):
+    power = weight.new_ones(len(weight)) if powers is None else powers
+    for into, rows, by in zip(*(each.split(BLOCK) for each in (halves, weight, power[:, None]))):
+        into.copy_(rows / by)
+        if not torch.equal(into.float() * by, rows):
             return None
     return halves
 

@@ -324,7 +324,7 @@ class Transformer(Preparable):
         self.head = None
         if self.config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.head = Joined(self.lm_head, quantize=quantize, looked_up=True)
+        self.head = Joined(self.lm_head, quantize=quantize, looked_up=self.config.tied)
         if self.config.tied:
             self.model.embed_tokens.weight = self.lm_head.weight
         return self

@@ -19,7 +19,7 @@ from minispec.checkpoint import pick_device, pick_dtype
 from minispec.compiled import compile_model
 from minispec.cost import bytes_per_pass, cost_curve, curve_at, floor_and_pass
 from minispec.generate import peak_memory
-from minispec.model import Config, Transformer
+from minispec.model import Config, Transformer, count_parameters
 from minispec.sampling import Randomness, Sampling, Seeded, probs
 from minispec.speculative import tokens_per_pass
 from minispec.tree import Step, Tree
@@ -114,11 +114,12 @@ def bench_shape(args: argparse.Namespace) -> None:
     tries = [{k: run(k, text) for k in (0, *CHAINS)} for _ in range(TURNS)]
     least = {k: min((each[k] for each in tries), key=lambda it: it[2]) for k in tries[0]}
     peak, curve = peak_memory(device), cost_curve(model)
+    weights = dtype.itemsize * count_parameters(model)
     _, rounds, plain = least[0]
     per_round = plain / rounds
     found = {
         "shape": args.shape, **machinery(model), "tokens_per_second": 1 / per_round,
-        "memory_over_weights": (peak - before) / bytes_per_pass(model) if peak else None,
+        "memory_over_weights": (peak - before) / weights if peak else None,
         "acceptance": args.acceptance, "rows": [],
     }  # fmt: skip
     for k in CHAINS:
@@ -158,7 +159,11 @@ def described(found: dict) -> str:
         f"pass(1) {found['pass_ms']:.1f} ms, {found['pass_ms'] / found['floor_ms']:.2f} of that; "
         f"pass(n)/pass(1): {curve}",
         f"plain decoding {found['tokens_per_second']:.1f} tokens/s"
-        + ("" if over is None else f"; making and running it took {over:.2f} times its weights"),
+        + (
+            ""
+            if over is None
+            else f"; making and running it took {over:.2f} times its size in {found['dtype']}"
+        ),
         f"drafts right with chance {found['acceptance']:g}:",
         "  k  tokens/pass  expected  speedup  predicted  differ",
     ]

@@ -149,7 +149,9 @@ def vocabulary(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     file = WEIGHTS / "mtp" / "vocabulary.json"
     rows = []
     print(
-        "| text | set | tokens | τ | draft step, of a pass | MB read | MFLOP |\n" + "|---" * 7 + "|"
+        "| text | set | tokens | τ | draft step, of a pass | MB of weights | MFLOP |\n"
+        + "|---" * 7
+        + "|"
     )
     texts = held_out_prompts(args.data, ["stories_en", "stories_zh"], tokenizer, args.prompts)
     for kind, own, other in (("stories_en", "en", "zh"), ("stories_zh", "zh", "en")):

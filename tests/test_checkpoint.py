@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from minispec import UserError, load
 from minispec.checkpoint import read_config, save
+from minispec.linear import KERNELS
 
 
 @pytest.fixture
@@ -135,8 +136,8 @@ def test_absent_keys_take_the_familys_defaults(folder):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_loading_and_decoding_take_little_more_memory_than_the_weights(tmp_path):
     """The peak, and what is held after it: in float32 the packed weights, of whose memory the
-    embedding's rows are read; half of that where float16 holds them, which the embedding's rows
-    are kept twice of; in int8 a quarter. No second copy at any time."""
+    embedding's rows are read; less where float16 holds them, though a tied embedding is kept
+    twice then; in int8 a quarter. No second copy at any time."""
     model = random_model(dtype=torch.float32, hidden_size=512, intermediate_size=2048, layers=8,
                          heads=8, kv_heads=8, head_dim=64, vocab_size=16384)  # fmt: skip
     save(model, None, tmp_path / "big")
@@ -162,13 +163,13 @@ def test_loading_and_decoding_take_little_more_memory_than_the_weights(tmp_path)
     # large blocks are given back when freed, so RSS is what the program holds, not its allocator
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     for name, quantize, most_peak, most_held in (
-        ("big", [], 1.25, 1.13), ("exact", [], 0.95, 0.75), ("big", ["int8"], 0.7, 0.3),
+        ("big", [], 1.25, 1.13), ("big", ["int8"], 0.7, 0.3),
+        *([("exact", [], 0.95, 0.75)] if torch.backends.quantized.engine in KERNELS else []),
     ):  # fmt: skip
         arguments = [sys.executable, "-c", script, tmp_path / name, GOLDEN / "llama", *quantize]
         command = list(map(str, arguments))
         out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         peak, held = (int(x) / size for x in out.stdout.split())
-        print(peak, held)
         assert peak < most_peak and held < most_held, (name, quantize, peak, held)
 
 

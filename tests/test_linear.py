@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minispec.linear import MANY, Half, Joined, half, packable
+from minispec.linear import KERNELS, MANY, Half, Joined, half, packable
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -38,6 +38,12 @@ def test_only_small_float32_weights_are_transposed(dtype, monkeypatch):
     torch.testing.assert_close(layer(x), expected)
 
 
+def layer_of(weight: torch.Tensor) -> torch.nn.Linear:
+    layer = torch.nn.Linear(*reversed(weight.shape), bias=False)
+    layer.weight.data = weight.clone()
+    return layer
+
+
 def exact(size: tuple[int, int], kind: str) -> torch.Tensor:
     """A float32 weight of numbers that were stored in a narrower type."""
     weight = torch.randn(size) * torch.logspace(-2, 1, size[0])[:, None]
@@ -48,6 +54,11 @@ def exact(size: tuple[int, int], kind: str) -> torch.Tensor:
     return (weight * scale).to(dtype).float()
 
 
+has_halves = torch.backends.quantized.engine in KERNELS
+needs_halves = pytest.mark.skipif(not has_halves, reason="torch has no kernel for halves here")
+
+
+@needs_halves
 @pytest.mark.parametrize(
     "kind", ["float16", "subnormal float16", "small bfloat16", "huge bfloat16"]
 )
@@ -61,8 +72,6 @@ def test_what_float16_holds_is_kept_so_and_multiplied_in_float32(size, kind, mon
     weight = exact(size, kind)
     layer.weight.data = weight.clone()
     joined = Joined(layer, looked_up=True)
-    if torch.backends.quantized.engine == "qnnpack":
-        pytest.skip("no such kernel on this processor")
     assert isinstance(joined.packed, Half) and layer.weight.is_meta
     assert (joined.packed.powers is None) == (kind in ("float16", "subnormal float16"))
     assert torch.equal(joined.dense(), weight)
@@ -78,23 +87,32 @@ def test_what_float16_holds_is_kept_so_and_multiplied_in_float32(size, kind, mon
         assert ((y - expected).abs() <= 1e-5 * (1e-30 + expected.abs().max())).all() if n else True
         for i in range(n):
             assert torch.equal(joined(x[:, i : i + 1]), y[:, i : i + 1])
+    assert torch.equal(joined(x[0, 0]), y[0, 0])
     strided = torch.randn(3, size[1], 2)[..., 0]  # not one piece of memory
     assert torch.equal(joined(strided), joined(strided.clone()))
+    seldom = Joined(layer_of(weight))
+    assert torch.equal(seldom.rows(torch.arange(size[0])), weight)
+    x = torch.randn(2, size[1], requires_grad=True)
+    seldom(x).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, -1), rtol=1e-4, atol=1e-4)
     joined.undo()
     assert torch.equal(layer.weight, weight)
 
 
+@needs_halves
 @pytest.mark.parametrize("number", [1 / 3, torch.inf, torch.nan, 1e-9])
 def test_what_float16_does_not_hold_is_kept_otherwise(number, monkeypatch):
     """A third is too fine, 1e-9 beside 1000 too small."""
     monkeypatch.setattr("minispec.linear.LARGE", 0)
+    monkeypatch.setattr("minispec.linear.SMALL", 0)
     weight = torch.full((40, 30), 1000.0)
+    assert half(weight, False) is not None
     weight[3, 5] = number
     assert half(weight, False) is None
     assert half(weight.bfloat16(), False) is half(weight.double(), False) is None
-    layer = torch.nn.Linear(30, 40)
-    layer.weight.data = weight.clone()
-    torch.testing.assert_close(Joined(layer).dense(), weight, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        Joined(layer_of(weight)).dense(), weight, rtol=0, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("size", [(48, 64), (7, 10), (300, 33), (1000, 70), (192, 1), (1, 5)])

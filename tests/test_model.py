@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 from minispec import load
 from minispec.autoregressive import autoregressive
+from minispec.cost import bytes_per_pass
 from minispec.generate import decode
-from minispec.linear import Half, Int8, Packed
+from minispec.linear import KERNELS, Half, Int8, Packed, joined_in
 from minispec.sampling import Sampling, Seeded
 from minispec.tree import Tree
 
@@ -152,7 +153,8 @@ def test_joined_and_packed_weights_compute_what_the_parts_do(changes, dtype, lar
         for p in model.parameters():  # as checkpoints are stored
             p.data = p.bfloat16().to(dtype)
     fast.prepare()
-    kind = {2**12: Half, 2**18: Packed}[large] if dtype == torch.float32 else NoneType
+    halves = large == 2**12 and torch.backends.quantized.engine in KERNELS
+    kind = (Half if halves else Packed) if dtype == torch.float32 else NoneType
     assert isinstance(fast.head.packed, kind)
     assert fast.model.layers[0].self_attn.out.packed is None
     for n in (1, 2, 7, 40):
@@ -195,6 +197,28 @@ def test_what_changes_the_weights_undoes_their_packing(quantize, monkeypatch):
     model = random_model(0, **LARGE).prepare(quantize)
     model.load_state_dict(other.state_dict())
     assert torch.equal(model.logits(model(tokens)), other.logits(other(tokens)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_pass_reads_the_weights_as_they_are_kept(tied, monkeypatch):
+    """Halves two bytes each, int8 one and its scales; a compiled pass the layers' own floats."""
+    monkeypatch.setattr("minispec.linear.LARGE", 2**12)
+    model = random_model(0, **(LARGE | {"tied": tied}))
+    for p in model.parameters():
+        p.data = p.bfloat16().float()
+    layers = 4 * sum(p.numel() for p in model.model.layers.parameters())
+    head = 4 * model.lm_head.weight.numel()
+    assert bytes_per_pass(model) == layers + head
+    model.prepare()
+    if torch.backends.quantized.engine in KERNELS:
+        halves = {name for name, j in joined_in(model).items() if isinstance(j.packed, Half)}
+        assert {name.split(".")[-2] for name in halves} == {"mlp"}  # the rest is small
+        mlp = sum(p.numel() for block in model.model.layers for p in block.mlp.parameters())
+        assert bytes_per_pass(model) == layers + head - 2 * mlp
+        model.compiled = model.layers
+        assert bytes_per_pass(model) == layers + head
+    model.prepare(quantize=True)
+    assert 0.25 < bytes_per_pass(model) / (layers + head) < 0.36
 
 
 def test_the_rows_of_a_large_tied_embedding_are_read_from_its_packed_memory(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from conftest import GOLDEN
 
 from minispec import Sampling, UserError
-from minispec.sampling import OneHot, Seeded, probs
+from minispec.sampling import OneHot, Seeded, best, probs
 
 
 def plainly(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
@@ -51,6 +51,17 @@ def test_a_tiny_temperature_is_nearly_greedy():
 def test_ties_at_the_top_k_boundary_all_stay():
     law = probs(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), Sampling(1.0, top_k=1))[0]
     assert law.tolist() == [0.0, 0.5, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_best_is_torch_s_argmax(dtype):
+    """The slow oracle: on a GPU it is used itself. Of equals the first; nan before all."""
+    logits = torch.randint(-9, 9, (50, 33)).to(dtype)  # many ties
+    logits[7, 3] = logits[8, 5] = torch.nan
+    logits[9] = -torch.inf
+    assert best(logits) == logits.argmax(-1).tolist()
+    assert best(logits[:0]) == []
+    assert best(logits.requires_grad_()) == logits.argmax(-1).tolist()
 
 
 def test_temperature_zero_is_one_hot_at_the_argmax():
