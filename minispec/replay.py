@@ -152,18 +152,15 @@ def described(found: dict) -> str:
     kind = ", ".join(
         [found["dtype"], *(name for name in ("int8", "compiled") if found[name]), found["device"]]
     )
-    over = found["memory_over_weights"]
+    over, memory = found["memory_over_weights"], ""
+    if over is not None:
+        memory = f"; making and running it took {over:.2f} times its size in {found['dtype']}"
     lines = [
         f"{found['shape']} ({kind}): {found['megabytes_per_pass']:.0f} MB a pass, read in "
         f"{found['floor_ms']:.1f} ms at the speed of a copy",
         f"pass(1) {found['pass_ms']:.1f} ms, {found['pass_ms'] / found['floor_ms']:.2f} of that; "
         f"pass(n)/pass(1): {curve}",
-        f"plain decoding {found['tokens_per_second']:.1f} tokens/s"
-        + (
-            ""
-            if over is None
-            else f"; making and running it took {over:.2f} times its size in {found['dtype']}"
-        ),
+        f"plain decoding {found['tokens_per_second']:.1f} tokens/s{memory}",
         f"drafts right with chance {found['acceptance']:g}:",
         "  k  tokens/pass  expected  speedup  predicted  differ",
     ]

@@ -148,11 +148,7 @@ def vocabulary(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     head = load_head(WEIGHTS / "studies" / "mtp-aligned", model, tokenizer)
     file = WEIGHTS / "mtp" / "vocabulary.json"
     rows = []
-    print(
-        "| text | set | tokens | τ | draft step, of a pass | MB of weights | MFLOP |\n"
-        + "|---" * 7
-        + "|"
-    )
+    print("| text | set | tokens | τ | draft step, of a pass | MB | MFLOP |\n" + "|---" * 7 + "|")
     texts = held_out_prompts(args.data, ["stories_en", "stories_zh"], tokenizer, args.prompts)
     for kind, own, other in (("stories_en", "en", "zh"), ("stories_zh", "zh", "en")):
         for name, size in [("full", 0), *product((own, other), (256, 512, 1024, 2048, 4096))]:
