@@ -23,7 +23,7 @@ from tqdm import tqdm
 from minispec.advise import advise
 from minispec.checkpoint import load
 from minispec.cost import cost_curve, curve_at, floor_seconds, least_in_turn, one_pass
-from minispec.errors import UserError, command, make_folder
+from minispec.errors import Parser, UserError, command, make_folder
 from minispec.fastmtp import load_head
 from minispec.generate import (
     WEIGHTS,
@@ -292,7 +292,7 @@ def all_methods(
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="python -m minispec.bench", description=__doc__.split("\n")[0])
+    p = Parser(prog="python -m minispec.bench", description=__doc__.split("\n\n")[0])
     p.add_argument("--model", default=str(WEIGHTS / "target"))
     p.add_argument("--draft", default=str(WEIGHTS / "draft"), help="a draft model; '' for none")
     p.add_argument("--heads", default=str(WEIGHTS / "medusa"), help="Medusa heads; '' for none")

@@ -32,7 +32,7 @@ from torch import Tensor
 from minispec import generate, lookahead
 from minispec.cache import KVCache
 from minispec.checkpoint import load, save
-from minispec.errors import UserError, command
+from minispec.errors import Parser, UserError, command
 from minispec.fastmtp import Drafter, Head
 from minispec.generate import METHODS, common_prefix, decode
 from minispec.medusa import Heads, Ranks, complete, published
@@ -1013,9 +1013,7 @@ def check(args: argparse.Namespace) -> list[str]:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(
-        prog="python -m minispec.certify", description=__doc__.split("\n")[0]
-    )
+    p = Parser(prog="python -m minispec.certify", description=__doc__.split("\n\n")[0])
     p.add_argument("--impl", help="package.module:function, a black box over token ids")
     p.add_argument(
         "--compare", nargs=2, type=Path, metavar="JSONL", help="two files of --json runs"

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from minispec.checkpoint import load, save, write_tensors
 from minispec.cost import cost_curve
-from minispec.errors import UserError, command, make_folder, prepare_file
+from minispec.errors import Parser, UserError, command, make_folder, prepare_file
 from minispec.fastmtp import Head, save_head
 from minispec.medusa import (
     BEST,
@@ -512,10 +512,11 @@ class HeadsLoss(nn.Module):
         return sum(0.8**k * cross_entropy(row, labels[:, k]) for k, row in enumerate(logits))
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over the rows that have a label; 0 if none has."""
-    total = F.cross_entropy(logits.float(), labels, reduction="sum")
-    return total / (labels >= 0).sum().clamp(min=1)
+def cross_entropy(logits: Tensor, labels: Tensor, laws: Tensor | None = None) -> Tensor:
+    """Mean over the rows that have a label, or against their `laws` (n, V); 0 if none has."""
+    real = labels >= 0
+    truth = labels if laws is None else laws * real[:, None]
+    return F.cross_entropy(logits.float(), truth, reduction="sum") / real.sum().clamp(min=1)
 
 
 @torch.no_grad()
@@ -749,22 +750,24 @@ class MTPLoss(nn.Module):
     and the true token i + k. In mode `parallel`, the published code's, it stays at position i and
     sees what step 1 saw, at its own step. In mode `aligned` it does what drafting with one cache
     does: it stands at position i + k - 1 and sees step 1 up to row i, then its own earlier steps.
+    With `soft` each CE is against the target's law of the label's place, not the label alone.
     """
 
     def __init__(self, head: Head, target: Transformer, documents: Documents, steps: int,
-                 beta: float, aligned: bool, dtype: torch.dtype):  # fmt: skip
+                 beta: float, aligned: bool, dtype: torch.dtype, soft: bool = False):  # fmt: skip
         super().__init__()
         self.head, self.documents, self.aligned, self.dtype = head, documents, aligned, dtype
-        self.target = [target]  # no parameters of this module
+        self.target, self.soft = [target], soft  # in a list: no parameters of this module
         self.weights = step_weights(steps, beta)
 
     def forward(self, index: Tensor) -> Tensor:
         hidden, tokens, labels = self.gather(index)
         with torch.autocast(index.device.type, self.dtype, enabled=self.dtype != torch.float32):
             logits = self.steps(hidden, tokens)
+            laws = self.laws(index) if self.soft else [None] * len(logits)
         return sum(
-            weight * cross_entropy(each.flatten(0, 1), label.flatten())
-            for weight, each, label in zip(self.weights, logits, labels)
+            weight * cross_entropy(each.flatten(0, 1), label.flatten(), law)
+            for weight, each, label, law in zip(self.weights, logits, labels, laws)
         )
 
     @torch.compiler.disable
@@ -772,11 +775,24 @@ class MTPLoss(nn.Module):
         """Hidden states (B, T - 2, d), tokens (B, T + steps) and each step's labels."""
         at, device, documents = index.cpu(), index.device, self.documents
         n, steps = documents.tokens.shape[1] - 2, len(self.weights)
-        states = [documents.hidden[i][:n] for i in at.tolist()]
-        hidden = torch.stack([F.pad(each, (0, 0, 0, n - len(each))) for each in states])
         tokens = F.pad(documents.tokens[at], (0, steps))
         labels = [documents.labels(at, k + 1).to(device) for k in range(steps)]
-        return hidden.to(device, torch.float32), tokens.to(device), labels
+        return self.states(index, n), tokens.to(device), labels
+
+    @torch.compiler.disable
+    def states(self, index: Tensor, n: int) -> Tensor:
+        """The target's first `n` hidden states of each document, (B, n, d), 0 behind its end."""
+        states = [self.documents.hidden[i][:n] for i in index.tolist()]
+        padded = torch.stack([F.pad(each, (0, 0, 0, n - len(each))) for each in states])
+        return padded.to(index.device, torch.float32)
+
+    @torch.no_grad()
+    def laws(self, index: Tensor) -> list[Tensor]:
+        """Of each step the target's laws (B n, V) of the places of its labels: step k's at row i
+        come from the hidden state i + k."""
+        n, steps = self.documents.tokens.shape[1] - 2, len(self.weights)
+        laws = self.target[0].logits(self.states(index, n + steps)).float().softmax(-1)
+        return [laws[:, k + 1 : k + 1 + n].flatten(0, 1) for k in range(steps)]
 
     def steps(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
         """Logits (B, n, V) of every step; hidden (B, n, d), tokens (B, n + steps at least)."""
@@ -839,8 +855,11 @@ def mtp(args: argparse.Namespace) -> None:
     head = Head(target.config)
     initialise(head, args.seed)
     head.to(args.device)
-    trainer = Trainer(head, optimizers(head), batches, objective=f"mtp {args.mode}")
-    loss = MTPLoss(head, target, documents, args.k, args.beta, args.mode == "aligned", args.dtype)
+    objective = f"mtp {args.mode}" + " soft" * args.soft
+    trainer = Trainer(head, optimizers(head), batches, objective=objective)
+    loss = MTPLoss(
+        head, target, documents, args.k, args.beta, args.mode == "aligned", args.dtype, args.soft
+    )
     train(trainer, args, loss)
     if rank == 0:
         for p in head.parameters():
@@ -875,6 +894,7 @@ def mtp_card(trainer: Trainer, args: argparse.Namespace, rates: dict[str, list[f
         parameters=count_parameters(trainer.model), command=shown(sys.argv[1:]),
         text="the frozen target's own documents" if args.own else "documents of the corpus",
         weights=", ".join(f"{w:.3f}" for w in step_weights(args.k, args.beta)), mode=args.mode,
+        labels="by the target's laws (soft labels)" if args.soft else "by their tokens",
         step=trainer.step, tokens=trainer.tokens, minutes=trainer.seconds / 60,
         threads=torch.get_num_threads(), device=args.device.type, held_out=HELD_OUT,
         table=markdown("kind", [f"step {k + 1}" for k in range(args.k)], rates),
@@ -885,7 +905,7 @@ MTP_CARD = """\
 # A FastMTP head of {parameters:,} parameters
 
 One block in MiMo's layout (tensors model.mtp_layers.0.*), float16; embedding and lm_head are the
-target's. Trained on {text}, Σ α_k · CE_k with α = {weights}, mode {mode}.
+target's. Trained on {text}, {labels}, Σ α_k · CE_k with α = {weights}, mode {mode}.
 
     python -m minispec.distill {command}
 
@@ -914,9 +934,7 @@ def sampling_arguments(
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        prog="python -m minispec.distill", description=__doc__.split("\n")[0]
-    )
+    p = Parser(prog="python -m minispec.distill", description=__doc__.split("\n\n")[0])
     commands = p.add_subparsers(dest="command", required=True)
     for add in add_generate, add_draft, add_medusa, add_mtp, add_tree:
         add(commands).add_argument("--model", default="weights/target", help="the target")
@@ -975,6 +993,7 @@ def add_mtp(commands) -> argparse.ArgumentParser:
     f.add_argument("--k", type=int, default=3, help="steps of the head on its own output")
     f.add_argument("--beta", type=float, default=0.6, help="weight of a step over the one before")
     f.add_argument("--mode", choices=["aligned", "parallel"], default="aligned")
+    f.add_argument("--soft", action="store_true", help="learn the target's laws, not the tokens")
     own_argument(f, required=False)
     f.add_argument("--data", type=Path, help="instead of --own: a corpus, as a control")
     f.add_argument("--documents", type=int, default=6000, help="with --data: how many")

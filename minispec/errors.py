@@ -1,15 +1,24 @@
 """What a user can get wrong: one line that says what and how to mend it, exit code 2."""
 
+import argparse
 import functools
 import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 
 class UserError(ValueError):
     """Wrong input; its message is all the user needs to see."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line's parser: what it cannot read is a UserError, as any wrong input."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} ({self.prog} -h shows the flags)")
 
 
 def command(main: Callable) -> Callable:

@@ -34,6 +34,7 @@ from minispec.verify import accept
 from minispec.vocabulary import Compressed, Subset
 
 BEAM = 4  # nodes of a level that a tree expands
+MOST = 8  # the longest chain that `auto` considers
 
 # ---- the head ------------------------------------------------------------------------------------
 
@@ -219,14 +220,15 @@ class Length:
     """K for the next round: the most tokens for the cost of K drafts and a pass over K + 1 tokens.
 
     rate[i] is the chance that draft i + 1 is accepted if those before it were, a running mean of
-    earlier rounds; costs are measured once.
+    earlier rounds; where none was tried, it leans to that of the draft before, or long chains that
+    would pay were never found. Costs are measured once.
     """
 
     def __init__(self, drafter: Drafter, words: Compressed):
         self.curve = cost_curve(drafter.model)
         head, model = drafter.head, drafter.model
         self.draft = once(model, head, lambda: draft_cost(head, model, words.pick([])))
-        self.rate = [0.8, 0.7, 0.65, 0.6, 0.6, 0.6]  # prior
+        self.rate = [0.8] * MOST  # prior
 
     def best(self) -> int:
         return max(range(1, len(self.rate) + 1), key=self.speedup)
@@ -240,9 +242,11 @@ class Length:
         return tokens / (curve_at(self.curve, k + 1) + k * self.draft)
 
     def observe(self, tree: Tree, path: list[int]) -> None:
-        for i, node in enumerate(path[: len(self.rate)]):
-            if tree.children(node):  # a draft was tried there
-                self.rate[i] += 0.05 * ((len(path) > i + 1) - self.rate[i])
+        for i, rate in enumerate(self.rate):
+            if i < len(path) and tree.children(path[i]):  # a draft was tried there
+                self.rate[i] += 0.1 * ((len(path) > i + 1) - rate)
+            elif i:
+                self.rate[i] += 0.1 * (self.rate[i - 1] - rate)
 
 
 def draft_cost(head: Head, model: Transformer, vocabulary: Subset) -> float:

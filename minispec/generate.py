@@ -19,7 +19,7 @@ from minispec.autoregressive import autoregressive
 from minispec.cache import KVCache
 from minispec.checkpoint import load
 from minispec.compiled import compile_head, compile_model
-from minispec.errors import UserError, check_writable, command
+from minispec.errors import Parser, UserError, check_writable, command
 from minispec.fastmtp import fastmtp, load_head
 from minispec.lookahead import jacobi, lookahead, lookahead_auto
 from minispec.medusa import (
@@ -335,9 +335,7 @@ def decode(
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        prog="python -m minispec.generate", description=__doc__.split("\n")[0]
-    )
+    p = Parser(prog="python -m minispec.generate", description=__doc__.split("\n\n")[0])
     p.add_argument(
         "prompt", nargs="?", help="text to continue (absent: --prompt-ids, --prompt-file or stdin)"
     )

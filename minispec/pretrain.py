@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from minispec.autoregressive import autoregressive
 from minispec.checkpoint import pick_device, save
-from minispec.errors import UserError, command, make_folder
+from minispec.errors import Parser, UserError, command, make_folder
 from minispec.model import Config, Transformer, count_parameters
 from minispec.sampling import Sampling, Seeded
 from minispec.tokenizer import Tokenizer
@@ -583,9 +583,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        prog="python -m minispec.pretrain", description=__doc__.split("\n")[0]
-    )
+    p = Parser(prog="python -m minispec.pretrain", description=__doc__.split("\n\n")[0])
     p.add_argument("--data", type=Path, required=True, help="a folder with the files of KINDS")
     p.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use instead of a new one")
     p.add_argument("--vocab", type=int, default=8192, help="of a new tokenizer")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minispec.cache import KVCache
-from minispec.cost import in_passes, one_pass
+from minispec.cost import cost_curve, curve_at, in_passes, one_pass
 from minispec.errors import UserError
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -88,15 +88,17 @@ def known(tokens: list[int], draft: Transformer) -> list[int]:
 
 
 class Length:
-    """K for the next round: the maximum of E[tokens per target pass] / (γc + 1), section 3.3.
+    """K for the next round: the maximum of E[tokens per target pass] / (γc + pass(γ + 1)).
 
-    c, the cost of a draft pass over that of a target pass, is measured once; α, the chance that a
-    draft is accepted, is a running mean that forgets. K depends on earlier rounds only: choosing
-    it by a token already drawn would bias the output.
+    This is section 3.3's formula, but for the target's pass, which the paper takes to cost 1 over
+    any number of tokens. The costs, in target passes over one token, are measured once; α, the
+    chance that a draft is accepted, is a running mean that forgets. K depends on earlier rounds
+    only: dropping drafts for tokens already drawn would bias the output.
     """
 
     def __init__(self, model: Transformer, draft: Transformer):
-        self.c = in_passes(one_pass(draft, 1), model, 5)
+        self.curve = cost_curve(model)
+        self.c = in_passes(one_pass(draft, 1), model)
         self.accepted, self.tried = 3.0, 4.0  # a prior worth four drafts
 
     @property
@@ -104,7 +106,12 @@ class Length:
         return self.accepted / self.tried
 
     def best(self) -> int:
-        return max(range(1, MOST + 1), key=lambda gamma: speedup(self.alpha, gamma, self.c))
+        return max(range(1, MOST + 1), key=self.speedup)
+
+    def speedup(self, gamma: int) -> float:
+        """Over plain decoding."""
+        rows = curve_at(self.curve, gamma + 1)
+        return speedup(self.alpha, gamma, self.c / rows) / rows
 
     def observe(self, accepted: int, drafted: int) -> None:
         """A round tried its accepted drafts and, if there was one, the rejected one."""

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from minispec.bench import differing, per_pass, ratios
 from minispec.checkpoint import load
-from minispec.errors import UserError, command, prepare_file
+from minispec.errors import Parser, UserError, command, prepare_file
 from minispec.fastmtp import draft_cost, load_head
 from minispec.generate import WEIGHTS, Run, acceptance, decode
 from minispec.model import Transformer, count_parameters
@@ -178,7 +178,7 @@ def vocabulary(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
 @command
 def main(argv: list[str] | None = None) -> None:
     studies = {"lookahead": lookahead, "fastmtp": fastmtp, "vocabulary": vocabulary}
-    p = argparse.ArgumentParser(prog="python -m minispec.study", description=__doc__.split("\n")[0])
+    p = Parser(prog="python -m minispec.study", description=__doc__.split("\n\n")[0])
     p.add_argument("study", choices=list(studies))
     p.add_argument("--data", type=Path, required=True, help="the corpus that target was trained on")
     p.add_argument("--kind", default="stories_en", help="lookahead: the kind of text")

@@ -8,7 +8,6 @@ The target still verifies over the full vocabulary, so a wrong guess of the lang
 never text.
 """
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec.checkpoint import check_fingerprint, load_pickle, read_tokenizer
-from minispec.errors import UserError, command, prepare_file, read_json
+from minispec.errors import Parser, UserError, command, prepare_file, read_json
 from minispec.linear import Joined
 from minispec.model import Transformer
 from minispec.tokenizer import Tokenizer
@@ -189,9 +188,7 @@ def save_vocabulary(languages: dict[str, Language], tokenizer: Tokenizer, path: 
 def main(argv: list[str] | None = None) -> None:
     from minispec.pretrain import read_documents  # methods import this module; they need no text
 
-    p = argparse.ArgumentParser(
-        prog="python -m minispec.vocabulary", description=__doc__.split("\n")[0]
-    )
+    p = Parser(prog="python -m minispec.vocabulary", description=__doc__.split("\n\n")[0])
     p.add_argument("--model", default="weights/target", help="a directory with a tokenizer.json")
     p.add_argument("--text", action="append", required=True, metavar="NAME=FILE,…",
                    help="a language and its texts: .txt, .jsonl, a folder (repeat)")  # fmt: skip

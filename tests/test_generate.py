@@ -12,7 +12,7 @@ import pytest
 from conftest import GOLDEN, ROOT, random_model, random_tokens
 from test_tokenizer import byte_tokenizer
 
-from minispec import UserError, generate
+from minispec import UserError, bench, certify, distill, generate, pretrain, study, vocabulary
 from minispec.checkpoint import load, save
 from minispec.generate import decode, stream
 from minispec.sampling import Seeded
@@ -269,6 +269,28 @@ def test_mistakes_are_one_line_and_code_2(folder, arguments, match, capsys):
         arguments = [*arguments, "--model", folder]
     with pytest.raises(SystemExit) as caught:
         call(*arguments)
+    err = capsys.readouterr().err
+    assert caught.value.code == 2 and match in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "match"),
+    [
+        (generate.main, ["x", "--quantize", "int4"], "argument --quantize: invalid choice: 'int4'"),
+        (generate.main, ["x", "--max-new-tokens", "ten"], "--max-new-tokens: invalid int value"),
+        (generate.main, ["x", "--nope"], "unrecognized arguments: --nope"),
+        (bench.main, ["--shape", "nope"], "argument --shape: invalid choice: 'nope'"),
+        (certify.main, ["--model"], "argument --model: expected one argument"),
+        (pretrain.main, [], "the following arguments are required: --data, --out"),
+        (distill.main, ["draught"], "invalid choice: 'draught'"),
+        (distill.main, ["mtp", "--mode", "x", "--out", "y"], "distill mtp -h shows the flags"),
+        (study.main, ["x"], "invalid choice: 'x'"),
+        (vocabulary.main, [], "the following arguments are required"),
+    ],
+)
+def test_what_no_parser_can_read_is_one_line_too(main, arguments, match, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
     err = capsys.readouterr().err
     assert caught.value.code == 2 and match in err and err.count("\n") == 1
 

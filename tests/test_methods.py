@@ -66,12 +66,16 @@ def test_the_formula_of_leviathan_et_al():
 def test_auto_drafts_much_where_drafts_are_good_and_little_where_they_are_not():
     length = object.__new__(speculative.Length)
     length.c, length.accepted, length.tried = 0.1, 3.0, 4.0
+    length.curve = [0.0] + [1 + 0.005 * (n - 1) for n in range(1, 65)]
     for _ in range(50):
         length.observe(accepted=length.best(), drafted=length.best())
     assert length.best() >= 12
     for _ in range(50):
         length.observe(accepted=0, drafted=length.best())
     assert length.best() == 1
+    length.accepted, length.tried = 3.2, 4.0
+    by_hand = (1 + 0.8 + 0.64) / (2 * 0.1 + 1 + 0.005 * 2)
+    assert abs(length.speedup(2) - by_hand) < 1e-12
 
 
 @pytest.mark.parametrize("k", [1, 3, "auto"])
