@@ -34,6 +34,7 @@ from minispec.verify import accept
 from minispec.vocabulary import Compressed, Subset
 
 BEAM = 4  # nodes of a level that a tree expands
+SHARP = 0.5  # the least temperature of a tree's probabilities: how sure greedy decoding's are
 MOST = 8  # the longest chain that `auto` considers
 
 # ---- the head ------------------------------------------------------------------------------------
@@ -127,17 +128,20 @@ class Drafter:
         self.cache.truncate(length)
         return guess, laws
 
-    def tree(self, root: int, nodes: int, depth: int, vocabulary: Subset) -> Tree:
-        """The `nodes` likeliest nodes by the product of the head's probabilities along their paths,
-        none deeper than `depth`; of a level only the BEAM likeliest are expanded (EAGLE-2, Li et
-        al. 2024). The cache ends as it began."""
+    def tree(
+        self, root: int, nodes: int, depth: int, vocabulary: Subset, temperature: float = 1.0
+    ) -> Tree:
+        """The `nodes` likeliest nodes by the product of the head's probabilities, at `temperature`,
+        along their paths, none deeper than `depth`; of a level only the BEAM likeliest are expanded
+        (EAGLE-2, Li et al. 2024). The cache ends as it began."""
         if self.last is None:
             return Tree.chain(root, [])
         tokens, parents, chance = [root], [-1], [1.0]
         expanded, out = [], {0: self.last}  # node -> the head's output (1, d) there
         level, kept = [0], []
         for last in (False,) * (depth - 1) + (True,):
-            laws = vocabulary.logits(self.model, torch.cat([out[i] for i in level])).softmax(-1)
+            logits = vocabulary.logits(self.model, torch.cat([out[i] for i in level]))
+            laws = (logits / temperature).softmax(-1)
             likely, first_new = laws.topk(min(nodes, laws.shape[-1])), len(tokens)
             for node, ps, js in zip(level, likely.values.tolist(), likely.indices.tolist()):
                 tokens += [vocabulary.full(j) for j in js]
@@ -189,7 +193,10 @@ def fastmtp(
         depth, room = length.best() if length else k, cache.room - 1
         if tree:
             nodes = min(tree, room)
-            guess = drafter.tree(tokens[-1], nodes, min(depth, room // BEAM), words.pick(tokens))
+            guess = drafter.tree(
+                tokens[-1], nodes, min(depth, room // BEAM), words.pick(tokens),
+                max(sampling.temperature, SHARP),
+            )  # fmt: skip
         else:
             drafts = drafter.chain(
                 min(depth, room), draft_sampling or sampling, randomness, words.pick(tokens)

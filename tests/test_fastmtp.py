@@ -59,8 +59,19 @@ def test_it_goes_on_from_a_kept_cache():
         prompt = prompt + plain.tokens + [3]
 
 
+@pytest.mark.parametrize(("asked", "used"), [(0.0, 0.5), (0.7, 0.7), (2.0, 2.0)])
+def test_a_tree_is_as_sure_as_the_target_samples(monkeypatch, asked, used):
+    seen, tree = [], Drafter.tree
+    monkeypatch.setattr(Drafter, "tree", lambda *given: seen.append(given[-1]) or tree(*given))
+    model = random_model()
+    options = {"head": random_head(model, 0), "k": 2, "tree": 3, "temperature": asked}
+    decode(model, None, [1, 2, 3], "fastmtp", max_new_tokens=9, **options)
+    assert set(seen) == {used}
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_the_tree_is_the_best_of_all_by_the_product_of_probabilities(seed):
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_tree_is_the_best_of_all_by_the_product_of_probabilities(temperature, seed):
     """Against every path, its laws from the head run anew along it; BEAM lifted."""
     model = random_model(seed, vocab_size=5)
     head, prompt = random_head(model, seed), random_tokens(6, seed, vocab=5)
@@ -68,14 +79,15 @@ def test_the_tree_is_the_best_of_all_by_the_product_of_probabilities(seed):
     drafter.extend(model(prompt[:-1])[0], prompt[1:])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fastmtp, "BEAM", 100)
-        tree = drafter.tree(prompt[-1], 12, 3, Subset(model))
+        tree = drafter.tree(prompt[-1], 12, 3, Subset(model), temperature)
     chance = {(): 1.0}
     for path in [()] + [(a,) for a in range(5)] + [(a, b) for a in range(5) for b in range(5)]:
         hidden, tokens = model(prompt[:-1])[0], prompt[1:]
         for token in path:
             row = Drafter(head, model, 64, 0).run(hidden, tokens)[-1:]
             hidden, tokens = torch.cat([hidden, row]), tokens + [token]
-        law = model.logits(Drafter(head, model, 64, 0).run(hidden, tokens)[-1]).softmax(-1)
+        logits = model.logits(Drafter(head, model, 64, 0).run(hidden, tokens)[-1])
+        law = (logits / temperature).softmax(-1)
         chance |= {(*path, token): chance[path] * float(law[token]) for token in range(5)}
     best = sorted((p for p in chance if p), key=lambda p: -chance[p])[:12]
     paths = {0: ()}
@@ -271,6 +283,13 @@ def test_a_head_learns_resumes_and_is_used(target, data, tmp_path, capsys, mode)
     run(*options, "--data", data, "--documents", 60, "--out", corpus, "--steps", 2, "--k", 1)
     card = (whole / "README.md").read_text()
     assert "0.510, 0.306, 0.184" in card and mode in card and str(tmp_path) not in card
+    soft = [*options, "--own", own, "--out", parts, "--soft"]
+    with pytest.raises(SystemExit):  # soft labels do not go on from hard ones
+        run(*soft, "--steps", 12)
+    assert "of another training" in capsys.readouterr().err
+    (parts / "training.pt").unlink()
+    run(*soft, "--steps", 2)
+    assert "by the target's laws (soft labels)" in (parts / "README.md").read_text()
     config = json.loads((whole / "config.json").read_text())
     assert config["num_speculative_steps"] == 3 and config["num_nextn_predict_layers"] == 1
     capsys.readouterr()
