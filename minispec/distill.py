@@ -513,7 +513,8 @@ class HeadsLoss(nn.Module):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, laws: Tensor | None = None) -> Tensor:
-    """Mean over the rows that have a label, or against their `laws` (n, V); 0 if none has."""
+    """Mean over the rows that have a label, against it or, if given, the row's law (`laws`, (n,
+    V)); 0 if none has."""
     real = labels >= 0
     truth = labels if laws is None else laws * real[:, None]
     return F.cross_entropy(logits.float(), truth, reduction="sum") / real.sum().clamp(min=1)
@@ -938,7 +939,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     commands = p.add_subparsers(dest="command", required=True)
     for add in add_generate, add_draft, add_medusa, add_mtp, add_tree:
         add(commands).add_argument("--model", default="weights/target", help="the target")
-    args = p.parse_args(argv)
+    args, rest = p.parse_known_args(argv)
+    if rest:
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
     if args.command in ("draft", "medusa", "mtp"):
         return checked(args)
     counts = "documents", "tokens", "batch", "prompt_tokens", "nodes", "measured"

@@ -59,18 +59,25 @@ def test_it_goes_on_from_a_kept_cache():
         prompt = prompt + plain.tokens + [3]
 
 
-@pytest.mark.parametrize(("asked", "used"), [(0.0, 0.5), (0.7, 0.7), (2.0, 2.0)])
-def test_a_tree_is_as_sure_as_the_target_samples(monkeypatch, asked, used):
+@pytest.mark.parametrize(("asked", "own"), [(0.0, None), (1e-9, None), (0.7, None), (0.7, 2.0)])
+def test_a_tree_is_as_sure_as_drafts_are_drawn(monkeypatch, asked, own):
     seen, tree = [], Drafter.tree
-    monkeypatch.setattr(Drafter, "tree", lambda *given: seen.append(given[-1]) or tree(*given))
+
+    def watched(drafter, root, nodes, depth, words, temperature):
+        seen.append(temperature)
+        return tree(drafter, root, nodes, depth, words, temperature)
+
+    monkeypatch.setattr(Drafter, "tree", watched)
     model = random_model()
     options = {"head": random_head(model, 0), "k": 2, "tree": 3, "temperature": asked}
+    if own:
+        options["draft_sampling"] = Sampling(own)
     decode(model, None, [1, 2, 3], "fastmtp", max_new_tokens=9, **options)
-    assert set(seen) == {used}
+    assert set(seen) == {own or asked}
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [2.0, 1.0, 0.5, 0.0])
 def test_the_tree_is_the_best_of_all_by_the_product_of_probabilities(temperature, seed):
     """Against every path, its laws from the head run anew along it; BEAM lifted."""
     model = random_model(seed, vocab_size=5)
@@ -87,7 +94,7 @@ def test_the_tree_is_the_best_of_all_by_the_product_of_probabilities(temperature
             row = Drafter(head, model, 64, 0).run(hidden, tokens)[-1:]
             hidden, tokens = torch.cat([hidden, row]), tokens + [token]
         logits = model.logits(Drafter(head, model, 64, 0).run(hidden, tokens)[-1])
-        law = (logits / temperature).softmax(-1)
+        law = (logits / max(temperature, 0.5)).softmax(-1)
         chance |= {(*path, token): chance[path] * float(law[token]) for token in range(5)}
     best = sorted((p for p in chance if p), key=lambda p: -chance[p])[:12]
     paths = {0: ()}
@@ -124,13 +131,23 @@ def test_k_follows_what_was_accepted_and_what_it_costs():
     length = object.__new__(Length)
     length.curve, length.draft = [0.0] + [1 + 0.02 * (n - 1) for n in range(1, 65)], 0.1
     length.rate = [0.8, 0.1, 0.1, 0.1]
-    for _ in range(50):  # the second draft is never tried as long as it seems bad, but it is not
+    for _ in range(200):  # the second draft is never tried as long as it seems bad, but it is not
         k = length.best()
         length.observe(Tree.chain(0, [1] * k), list(range(k + 1)))
     assert length.best() == 4
     for _ in range(100):
         length.observe(Tree.chain(0, [1] * length.best()), [0])
     assert length.best() == 1
+    length.rate, tried = [0.8] * 8, []
+    for i in range(400):  # 7 of 10 first drafts are right, and no second one
+        tried.append(length.best())
+        path = [0, 1] if i % 10 in (0, 1, 3, 4, 6, 7, 9) else [0]
+        length.observe(Tree.chain(0, [1] * tried[-1]), path)
+    assert tried[100:].count(1) > 0.8 * 300
+    length.rate = [0.8] * 8
+    for i in range(100):  # what is not reached says nothing
+        length.observe(Tree.chain(0, [1] * 4), [[0], [0, 1, 2, 3, 4]][i % 2])
+    assert min(length.rate[1:4]) > 0.95 and abs(length.rate[0] - 0.5) < 0.1
     length.rate = [0.5] * 6
     by_hand = (1 + 0.5 + 0.25) / (1 + 0.02 * 2 + 2 * 0.1)
     assert abs(length.speedup(2) - by_hand) < 1e-12

@@ -284,6 +284,7 @@ def test_mistakes_are_one_line_and_code_2(folder, arguments, match, capsys):
         (pretrain.main, [], "the following arguments are required: --data, --out"),
         (distill.main, ["draught"], "invalid choice: 'draught'"),
         (distill.main, ["mtp", "--mode", "x", "--out", "y"], "distill mtp -h shows the flags"),
+        (distill.main, ["mtp", "--out", "y", "--nope"], "--nope (python -m minispec.distill mtp"),
         (study.main, ["x"], "invalid choice: 'x'"),
         (vocabulary.main, [], "the following arguments are required"),
     ],

@@ -157,8 +157,8 @@ class MTP(Proposer):
         words = self.words.pick(tokens)
         if self.nodes:
             depth = min(self.k, (room - 1) // fastmtp.BEAM)
-            sure = max(sampling.temperature, fastmtp.SHARP)
-            return self.drafter.tree(tokens[-1], min(self.nodes, room - 1), depth, words, sure)
+            nodes, drawn = min(self.nodes, room - 1), self.sampling or sampling
+            return self.drafter.tree(tokens[-1], nodes, depth, words, drawn.temperature)
         drafts = self.drafter.chain(
             min(self.k, room - 1), self.sampling or sampling, randomness, words
         )
