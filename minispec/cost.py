@@ -14,13 +14,15 @@ from minispec.sampling import best
 T = TypeVar("T")
 COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows at which the curve is measured
 COPIED = 2**28  # bytes of the copy by which memory is timed
+LONG_ENOUGH = 0.05  # seconds that a measurement takes at least
 
 
 def least_in_turn(functions: list[Callable[[], object]], turns: int = 5) -> list[float]:
     """The least time of each function; what they compute must end on the host. They are called in
-    turn, so that a noisy moment spoils a turn of each, and not every call of one."""
+    turn, so that a noisy moment spoils a turn of each, and not every call of one; `turns` times,
+    and short ones for LONG_ENOUGH, or one moment could spoil all."""
     times: list[list[float]] = [[] for _ in functions]
-    for _ in range(turns):
+    while len(times[-1]) < turns or sum(map(sum, times)) < LONG_ENOUGH:
         for function, its in zip(functions, times):
             begin = time.perf_counter()
             function()
