@@ -22,7 +22,8 @@ def least_in_turn(functions: list[Callable[[], object]], turns: int = 5) -> list
     turn, so that a noisy moment spoils a turn of each, and not every call of one; `turns` times,
     and short ones for LONG_ENOUGH, or one moment could spoil all."""
     times: list[list[float]] = [[] for _ in functions]
-    while len(times[-1]) < turns or sum(map(sum, times)) < LONG_ENOUGH:
+    start = time.perf_counter()
+    while len(times[-1]) < turns or time.perf_counter() - start < LONG_ENOUGH:
         for function, its in zip(functions, times):
             begin = time.perf_counter()
             function()
@@ -95,11 +96,15 @@ def in_passes(function: Callable[[], object], model: Transformer, n: int = 1) ->
 known: WeakKeyDictionary = WeakKeyDictionary()  # model -> what was measured of it
 
 
+def mode(model: Transformer) -> tuple:
+    """What its costs depend on: its device, its type, int8 or not, compiled or not."""
+    return model.device, model.dtype, model.quantized, model.compiled is not None
+
+
 def once(model: Transformer, what: object, measure: Callable[[], T]) -> T:
-    """`measure()`, remembered as long as the model lives, on its device, in its type, int8 or not,
-    compiled or not."""
+    """`measure()`, remembered as long as the model lives, in each `mode`."""
     place = known.setdefault(model, {})
-    key = what, model.device, model.dtype, model.quantized, model.compiled is not None
+    key = what, mode(model)
     if key not in place:
         place[key] = measure()
     return place[key]

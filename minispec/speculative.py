@@ -5,12 +5,13 @@ A small draft model proposes K tokens one by one; the target scores them all in 
 
 from collections.abc import Iterator
 from typing import Literal
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from minispec.cache import KVCache
-from minispec.cost import cost_curve, curve_at, in_passes, one_pass
+from minispec.cost import cost_curve, curve_at, in_passes, mode, once, one_pass
 from minispec.errors import UserError
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -98,7 +99,8 @@ class Length:
 
     def __init__(self, model: Transformer, draft: Transformer):
         self.curve = cost_curve(model)
-        self.c = in_passes(one_pass(draft, 1), model)
+        pair = ref(draft), mode(draft)  # no reference that would keep the draft alive
+        self.c = once(model, pair, lambda: in_passes(one_pass(draft, 1), model))
         self.accepted, self.tried = 3.0, 4.0  # a prior worth four drafts
 
     @property

@@ -78,6 +78,21 @@ def test_auto_drafts_much_where_drafts_are_good_and_little_where_they_are_not():
     assert abs(length.speedup(2) - by_hand) < 1e-12
 
 
+def test_the_costs_of_a_pair_are_measured_once_in_each_mode(monkeypatch):
+    calls = []
+    monkeypatch.setattr(speculative, "in_passes", lambda *given: calls.append(given) or 0.1)
+    model, draft = random_model(0), random_model(1)
+    for other in (draft, draft, model, model):
+        speculative.Length(model, other)
+    assert len(calls) == 2
+    draft.prepare(quantize=True)
+    for _ in range(2):
+        speculative.Length(model, draft)
+    assert len(calls) == 3
+    speculative.Length(random_model(0), draft)
+    assert len(calls) == 4
+
+
 @pytest.mark.parametrize("k", [1, 3, "auto"])
 def test_a_self_draft_yields_k_plus_one_tokens_a_pass(k):
     model = random_model()
