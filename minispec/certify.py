@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import compress
 from pathlib import Path
 from typing import Protocol
@@ -620,6 +621,13 @@ def limit_cases(context: int) -> Iterator[tuple[str, dict]]:
 def check_limits(quick: bool = False) -> Iterator[Verdict]:
     """Tokens, text and reason to stop equal plain decoding's; the next turn finds a sound cache."""
     tokenizer, context = letters(3), 24
+
+    @cache  # what a model's passes cost is measured once
+    def model_of(name: str, seed: int, eos: tuple[int, ...]) -> Toy | Transformer:
+        if name == "fastmtp":
+            return small_model(1, vocab=3, layers=1, context=context, eos_ids=eos)
+        return Toy(seed, context=context, eos=eos)
+
     methods = {
         "speculative": {"draft": Toy(77), "k": 4},
         "speculative, self": {"draft": Toy(5), "k": 4},
@@ -635,11 +643,7 @@ def check_limits(quick: bool = False) -> Iterator[Verdict]:
         failures, count = [], 0
         for seed in (5,) if quick or name == "fastmtp" else (5, 6, 7):
             for label, ending in limit_cases(context):
-                eos = ending.pop("eos", ())
-                if name == "fastmtp":
-                    model = small_model(1, vocab=3, layers=1, context=context, eos_ids=eos)
-                else:
-                    model = Toy(seed, context=context, eos=eos)
+                model = model_of(name, seed, ending.pop("eos", ()))
                 for prompt in ([0], [1, 2, 0, 1, 2, 0]):
                     count += 1
                     method = name.split(",")[0]

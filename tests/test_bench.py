@@ -64,6 +64,7 @@ def test_the_command_writes_json_and_refuses_nonsense(tmp_path, capsys):
     options = ["--model", str(tmp_path), "--draft", str(tmp_path), "--heads", "", "--mtp", "",
                "--device", "cpu"]  # fmt: skip
     short = ["--max-new-tokens", "6", "--k", "2", "--dtype", "float64"]
+    short += ["--prompts", "2"]
     bench.main([*options, *short, "--json", "--plots", str(tmp_path / "plots")])
     out = json.loads(capsys.readouterr().out)
     assert len(list((tmp_path / "plots").glob("*.png"))) == 3

@@ -145,35 +145,37 @@ def test_loading_and_decoding_take_little_more_memory_than_the_weights(tmp_path)
         p.data = p.bfloat16().float()
     save(model, None, tmp_path / "exact")
     script = (
-        "import sys, minispec\n"
+        "import gc, sys, minispec\n"
         "from minispec.generate import decode\n"
         "def memory(key):\n"
         "    lines = open('/proc/self/status').read().splitlines()\n"
         "    return next(int(x.split()[1]) for x in lines if x.startswith(key)) * 1024\n"
-        "small, _ = minispec.load(sys.argv[2], 'float32', 'cpu')\n"  # so that libraries are there
-        "decode(small, None, [1, 2, 3], max_new_tokens=3)\n"
-        "open('/proc/self/clear_refs', 'w').write('5')\n"
-        "before = memory('VmRSS')\n"
-        "quantize = sys.argv[3] if sys.argv[3:] else None\n"
-        "model, _ = minispec.load(sys.argv[1], 'float32', 'cpu', quantize)\n"
-        "decode(model, None, [1, 2, 3], max_new_tokens=3)\n"
-        "print(memory('VmHWM') - before, memory('VmRSS') - before)\n"
+        "def run(path, quantize):\n"
+        "    gc.collect()\n"
+        "    with open('/proc/self/clear_refs', 'w') as file:\n"
+        "        file.write('5')\n"
+        "    before = memory('VmRSS')\n"
+        "    model, _ = minispec.load(path, 'float32', 'cpu', quantize)\n"
+        "    decode(model, None, [1, 2, 3], max_new_tokens=3)\n"
+        "    return memory('VmHWM') - before, memory('VmRSS') - before\n"
+        "for quantize in None, 'int8':\n"
+        "    run(sys.argv[1], quantize)\n"  # so that libraries are there
+        "for case in sys.argv[2:]:\n"
+        "    path, quantize = case.split(',')\n"
+        "    print(*run(path, quantize or None))\n"
     )
     size = (tmp_path / "big" / "model.safetensors").stat().st_size
     # large blocks are given back when freed, so RSS is what the program holds, not its allocator
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    runs = []  # side by side
-    for name, quantize, most_peak, most_held in (
-        ("big", [], 1.25, 1.13), ("big", ["int8"], 0.7, 0.3),
-        *([("exact", [], 0.95, 0.75)] if torch.backends.quantized.engine in KERNELS else []),
-    ):  # fmt: skip
-        arguments = [sys.executable, "-c", script, tmp_path / name, GOLDEN / "llama", *quantize]
-        command = list(map(str, arguments))
-        run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        runs.append((run, name, quantize, most_peak, most_held))
-    for run, name, quantize, most_peak, most_held in runs:
-        peak, held = (int(x) / size for x in run.communicate()[0].split())
-        assert peak < most_peak and held < most_held, (name, quantize, peak, held)
+    most = {"big,": (1.25, 1.13), "big,int8": (0.7, 0.3)}
+    if torch.backends.quantized.engine in KERNELS:
+        most["exact,"] = 0.95, 0.75
+    cases = [str(tmp_path / case) for case in most]
+    command = [sys.executable, "-c", script, str(GOLDEN / "llama"), *cases]
+    out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    for line, (case, (most_peak, most_held)) in zip(out.stdout.splitlines(), most.items()):
+        peak, held = (int(x) / size for x in line.split())
+        assert peak < most_peak and held < most_held, (case, peak, held)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
