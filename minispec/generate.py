@@ -621,23 +621,26 @@ def earlier_tokens(text: str, model: Transformer, tokenizer: Tokenizer | None) -
     return in_range(tokenizer.encode(text), "--earlier", model)
 
 
-def show(run: Run, args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
-    """Print a run as it goes; Ctrl-C ends it with what was produced."""
+def show(run: Run, args: argparse.Namespace, tokenizer: Tokenizer | None, prompt: str = "") -> None:
+    """Print a run as it goes, behind `prompt`, once the method has taken its options; Ctrl-C ends
+    it with what was produced."""
     color = args.color and tokenizer
     painter = Painter(tokenizer, run.prompt, args.color == "full") if color else None
-    shown = 0
+    before, shown = prompt, 0
     with contextlib.suppress(KeyboardInterrupt):
         for chunk in run:
             if painter:
-                print(painter.paint(chunk.step, chunk.tokens, chunk.text), end="", flush=True)
+                before += painter.paint(chunk.step, chunk.tokens, chunk.text)
             elif not args.json:
-                print(chunk.text, end="", flush=True)
-            shown += len(chunk.text)
+                before += chunk.text
+            print(before, end="", flush=True)
+            before, shown = "", shown + len(chunk.text)
     if run.finish_reason is None:
         run.finish("interrupted")
         if not args.json:  # what was held back, as it might have begun a stop string
             print(run.text[shown:], end="")
-    print(json.dumps(run.as_json(args.model), ensure_ascii=False) if args.json else "", flush=True)
+    facts = json.dumps(run.as_json(args.model), ensure_ascii=False) if args.json else ""
+    print(before + facts, flush=True)
     if args.stats:
         print(describe(run), file=sys.stderr)
 
@@ -726,9 +729,7 @@ def main(argv: list[str] | None = None) -> None:
         chat(model, tokenizer, args, options)
     else:
         run = stream(model, tokenizer, prompt, **options)
-        if not args.json and isinstance(prompt, str):
-            print(prompt, end="")
-        show(run, args, tokenizer)
+        show(run, args, tokenizer, prompt if isinstance(prompt, str) and not args.json else "")
         if args.html is not None:
             sampling = Sampling(args.temperature, args.top_k, args.top_p)
             facts = run.as_json(args.model)

@@ -218,6 +218,17 @@ def test_text_is_streamed_after_its_prompt_and_figures_go_to_stderr(folder, caps
     assert out.startswith("hello") and out.endswith("\n") and "5 tokens (length) in 5 passes" in err
 
 
+def test_the_prompt_is_not_shown_where_the_method_refuses_its_options(folder, capsys, monkeypatch):
+    def refuses(*arguments, **options):
+        raise UserError("k auto is for chains")
+        yield
+
+    monkeypatch.setitem(generate.METHODS, "autoregressive", refuses)
+    with pytest.raises(SystemExit):
+        call("hello", "--model", folder)
+    assert capsys.readouterr() == ("", "minispec: k auto is for chains\n")
+
+
 def test_a_chat_feeds_only_what_is_new(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\nhow are you?\n"))
     call("--model", folder, "--chat", "--json", "--max-new-tokens", "4", "--dtype", "float64")
@@ -269,8 +280,8 @@ def test_mistakes_are_one_line_and_code_2(folder, arguments, match, capsys):
         arguments = [*arguments, "--model", folder]
     with pytest.raises(SystemExit) as caught:
         call(*arguments)
-    err = capsys.readouterr().err
-    assert caught.value.code == 2 and match in err and err.count("\n") == 1
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2 and match in err and err.count("\n") == 1 and out == ""
 
 
 @pytest.mark.parametrize(
