@@ -1,5 +1,6 @@
 """Hugging Face checkpoints: a directory or a hub id -> model and tokenizer; and back."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -31,6 +32,7 @@ ROPE_TYPES = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+YARN_NUMBERS = "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"  # optional
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -84,9 +86,11 @@ def read_config(directory: Path) -> Config:
     path = directory / "config.json"
     if not path.exists():
         raise UserError(f"{directory} has no config.json: not a Hugging Face checkpoint directory")
+    if (directory / "adapter_config.json").exists():
+        raise UserError(f"{directory} holds an adapter (PEFT): merge it into its model first")
     raw = read_json(path)
     keys, family = Keys(path, raw), raw.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(
             f"{path}: model_type {family!r} is not supported (only {', '.join(FAMILIES)})"
         )
@@ -105,7 +109,7 @@ def read_config(directory: Path) -> Config:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=keys.count("vocab_size"),
-        context=keys.count("max_position_embeddings"),
+        context=read_context(keys, scaling),
         model_type=family,
         norm_eps=keys.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
@@ -151,27 +155,46 @@ def refuse_unsupported(path: Path, raw: dict) -> None:
         raise UserError(
             f"{path}: quantization_config is not supported: use the unquantised checkpoint"
         )
-    window = raw.get("sliding_window")
-    if raw["model_type"] == "mistral":  # absent means 4096 there, and no flag switches it off
-        window = raw.get("sliding_window", 4096)
-    elif not raw.get("use_sliding_window"):
-        window = None
-    if window or any(kind != "full_attention" for kind in raw.get("layer_types") or []):
-        raise UserError(f"{path}: sliding_window {window} is not supported (only full attention)")
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(
             f"{path}: partial_rotary_factor {raw['partial_rotary_factor']} is not supported"
         )
 
 
+def read_context(keys: Keys, scaling: dict | None) -> int:
+    """The longest text: yarn may stretch max_position_embeddings; and a sliding window ends it,
+    as up to its length attention is full."""
+    context, kinds = keys.count("max_position_embeddings"), keys.raw.get("layer_types") or []
+    if scaling and scaling["rope_type"] == "yarn":
+        original = scaling.get("original_max_position_embeddings") or 0
+        context = max(context, int(original * scaling["factor"]))
+    known = "full_attention", "sliding_attention"
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        raise keys.wrong("layer_types", f"a list of {' and '.join(known)}")
+    if keys.raw["model_type"] == "mistral":  # no flag switches it off there
+        slides = True
+    elif kinds:
+        slides = "sliding_attention" in kinds
+    else:
+        layers, whole = keys.count("num_hidden_layers"), keys.raw.get("max_window_layers", 28)
+        slides = keys.flag("use_sliding_window", False) and whole < layers
+    if not slides or keys.raw.get("sliding_window", 4096) is None:
+        return context
+    return min(context, keys.count("sliding_window", 4096))
+
+
 def read_rope(keys: Keys) -> tuple[float, dict | None]:
     """rope_theta and scaling, spelled rope_theta + rope_scaling or rope_parameters."""
-    old, new = keys.mapping("rope_scaling"), keys.mapping("rope_parameters")
-    if old and new and {k: v for k, v in new.items() if k != "rope_theta"} != old:
+    old, new = spelled(keys.mapping("rope_scaling")), spelled(keys.mapping("rope_parameters"))
+    thetas = new.pop("rope_theta", None), old.pop("rope_theta", None), keys.raw.get("rope_theta")
+    given = next((theta for theta in thetas if theta is not None), 10000.0)
+    theta = Keys(keys.path, {"rope_theta": given}).number("rope_theta")
+    if theta <= 1:
+        raise UserError(f"{keys.path}: rope_theta must be above 1, not {theta}")
+    if old and new and old != new:
         raise UserError(f"{keys.path}: rope_scaling and rope_parameters contradict each other")
-    scaling = Keys(keys.path, {**(new or old)})
-    theta = scaling.raw.pop("rope_theta", None) or keys.number("rope_theta", 10000.0)
-    kind = scaling.raw.pop("type", None) or scaling.raw.get("rope_type")
+    scaling = Keys(keys.path, new or old)
+    kind = scaling.raw.get("rope_type")
     if scaling.raw and kind is None:
         raise scaling.wrong("rope_type", f"one of {', '.join(ROPE_TYPES)}")
     if (kind or "default") not in ROPE_TYPES:
@@ -179,12 +202,22 @@ def read_rope(keys: Keys) -> tuple[float, dict | None]:
             f"{keys.path}: rope type {kind!r} is not supported (only {', '.join(ROPE_TYPES)})"
         )
     if (kind or "default") == "default":
-        return float(theta), None
-    for key in ROPE_TYPES[kind]:
+        return theta, None
+    original = "original_max_position_embeddings"
+    if kind != "linear" and keys.raw.get(original) is not None:  # beside rope_scaling it counts
+        scaling.raw[original] = keys.raw[original]
+    if scaling.raw.get(original) is not None:
+        scaling.count(original)
+    more = [key for key in YARN_NUMBERS if kind == "yarn" and scaling.raw.get(key)]
+    for key in (*ROPE_TYPES[kind], *more):
         scaling.number(key)
-    if scaling.raw.get("original_max_position_embeddings") is not None:
-        scaling.count("original_max_position_embeddings")
-    return float(theta), scaling.raw | {"rope_type": kind}
+    return theta, scaling.raw
+
+
+def spelled(rope: dict) -> dict:
+    """With rope_type, which older files call type."""
+    rest = {key: value for key, value in rope.items() if key != "type"}
+    return {"rope_type": rope["type"], **rest} if "type" in rope else rest
 
 
 # ---- tensors -------------------------------------------------------------------------------------
@@ -197,8 +230,8 @@ def weight_files(directory: Path) -> list[Path]:
             return [directory / name]
         index = directory / f"{name}.index.json"
         if index.exists():
-            names = sorted(set(Keys(index, read_json(index)).mapping("weight_map").values()))
-            files = [directory / str(name) for name in names]
+            names = map(str, Keys(index, read_json(index)).mapping("weight_map").values())
+            files = [directory / name for name in sorted(set(names))]
             missing = [f.name for f in files if not f.exists()]
             if missing:
                 raise UserError(
@@ -209,9 +242,17 @@ def weight_files(directory: Path) -> list[Path]:
     raise UserError(f"{directory} has no weights: neither model.safetensors nor pytorch_model.bin")
 
 
+UNREADABLE = (
+    SafetensorError, OSError, RuntimeError, ValueError, EOFError, AttributeError, MemoryError,
+)  # fmt: skip
+
+
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of one file, which is mapped anew for each: what was read and copied does
     not stay in memory."""
+    with path.open("rb") as file:
+        if file.read(23) == b"version https://git-lfs":
+            raise UserError(f"{path} only points to its file: fetch that with git lfs pull")
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
@@ -220,11 +261,15 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
                 with safe_open(path, "pt") as file:
                     yield name, file.get_tensor(name)
         else:
-            yield from load_pickle(path).items()
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read (damaged, or truncated): {error}") from None
+            yield from ((str(name), tensor) for name, tensor in load_pickle(path).items())
     except pickle.UnpicklingError:
-        raise UserError(f"{path} holds more than tensors, and code is never unpickled") from None
+        raise UserError(
+            f"{path} holds more than tensors, and code is never unpickled; or it is damaged"
+        ) from None
+    except UNREADABLE as error:
+        raise UserError(
+            f"{path} cannot be read (damaged, truncated, or too large for this memory): {error}"
+        ) from None
 
 
 def load_pickle(path: Path) -> dict[str, Tensor]:
@@ -289,16 +334,26 @@ def canonical(
     config: Config, tensors: Iterator[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors under our names: a tied head at either end; derived and prediction ones left out."""
-    seen = False
+    ends, first = ("model.embed_tokens.weight", "lm_head.weight"), None
     for name, tensor in tensors:
         if name.startswith(("model.mtp_layers.", "medusa_head.")) or name.endswith("inv_freq"):
             continue
-        if config.tied and name == "lm_head.weight":
-            if seen:  # stored at both ends: the embedding counts
+        if config.tied and name in ends and isinstance(tensor, Tensor):
+            own = digest(tensor)
+            if first not in (None, own):
+                raise UserError(
+                    f"config.json says tie_word_embeddings, but {' and '.join(ends)} differ: "
+                    "set it to false"
+                )
+            if first:
                 continue
-            name = "model.embed_tokens.weight"
-        seen |= name == "model.embed_tokens.weight"
+            name, first = ends[0], own
         yield name, tensor
+
+
+def digest(tensor: Tensor) -> str:
+    """Of its numbers, so that it need not be kept to be compared."""
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------
@@ -345,34 +400,34 @@ def resolve(
 ) -> Path:
     """A local directory, or the snapshot of a hub id: those of its files that fit `patterns` are
     downloaded where they are not at hand."""
-    path = Path(source)
-    if path.is_dir():
+    path, name = Path(source), str(source)
+    if os.path.isdir(path):
         return path
-    name = str(source)
-    if (
-        path.exists()
-        or name.count("/") != 1
-        or name.startswith((".", "/", "~"))
-        or name.endswith("/")
-    ):
+    if os.path.exists(path):
+        raise UserError(
+            f"{name} is a file: give the directory of a Hugging Face checkpoint (no GGUF)"
+        )
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
         raise UserError(f"no such directory: {name}")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
 
+    # the same weights in another layout, or of other times
+    fetch = partial(snapshot_download, name, ignore_patterns=["consolidated*", "*/*"])
     try:
-        directory = Path(snapshot_download(name, allow_patterns=list(patterns)))
+        directory = Path(fetch(allow_patterns=list(patterns)))
         if "*.safetensors" in patterns and not any(directory.glob("*.safetensors")):  # an old one
-            directory = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.bin"]))
+            directory = Path(fetch(allow_patterns=["*.json", "*.jinja", "*.bin"]))
         return directory
-    except (OSError, HFValidationError, RuntimeError) as error:
+    except Exception as error:  # the library's own and those of its HTTP client, which changes
         raise UserError(
             f"no directory {name}, and the hub does not give it either "
             f"({type(error).__name__}): check the name and the network"
         ) from None
 
 
-def pick_device(device: str) -> torch.device:
+def pick_device(device: str | torch.device) -> torch.device:
     """`auto`: cuda, else mps, else cpu."""
+    device = str(device)
     there = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -380,9 +435,9 @@ def pick_device(device: str) -> torch.device:
     }
     if device == "auto":
         device = next(name for name, present in there.items() if present)
-    kind, _, index = device.partition(":")
+    kind, colon, index = device.partition(":")
     count = torch.cuda.device_count() if kind == "cuda" else 1
-    if not there.get(kind) or (index and not (index.isdecimal() and int(index) < count)):
+    if not there.get(kind) or (colon and not (index.isdecimal() and int(index) < count)):
         raise UserError(
             f"device {device} is not there: use one of "
             f"{', '.join(name for name, present in there.items() if present)}"
@@ -406,7 +461,7 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 def load(
     source: str | os.PathLike,
     dtype: str | torch.dtype = "auto",
-    device: str = "auto",
+    device: str | torch.device = "auto",
     quantize: str | None = None,
 ) -> tuple[Transformer, Tokenizer | None]:
     """Model and tokenizer (None where there is no tokenizer.json) of a directory or hub id; with
@@ -424,9 +479,11 @@ def load(
     tokenizer = (
         Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
     )
-    if tokenizer and tokenizer.size > config.vocab_size:
+    # added tokens may lie beyond: some files have a padding token that the model never learnt
+    words = tokenizer.backend.get_vocab_size(with_added_tokens=False) if tokenizer else 0
+    if words > config.vocab_size:
         raise UserError(
-            f"{directory}: the tokenizer has {tokenizer.size} tokens, the embedding only "
+            f"{directory}: the tokenizer has {words} tokens, the embedding only "
             f"{config.vocab_size}: they do not belong together"
         )
     if tokenizer and tokenizer.bos and config.bos_id is None:

@@ -166,7 +166,11 @@ def ahead_of_time(function: nn.Module, arguments: tuple, path: Path) -> None:
         shapes = [{1: n}] * len(inputs), {1: n}, {1: n}, {2: n, 3: span}, {0: n}
     shapes += [{1: span}] * len(keys), [{1: span}] * len(values)
     part, log = path.with_suffix(f".{os.getpid()}.part.pt2"), path.with_suffix(".log")
-    with open(log, "w") as out, contextlib.redirect_stderr(out), contextlib.redirect_stdout(out):
+    with (
+        open(log, "w", encoding="utf-8") as out,
+        contextlib.redirect_stderr(out),
+        contextlib.redirect_stdout(out),
+    ):
         try:
             exported = torch.export.export(function, arguments, dynamic_shapes=shapes, strict=False)
             torch._inductor.aoti_compile_and_package(

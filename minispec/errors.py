@@ -26,6 +26,9 @@ def command(main: Callable) -> Callable:
 
     @functools.wraps(main)
     def wrapped(argv: list[str] | None = None) -> None:
+        for stream in sys.stdin, sys.stdout:  # files and pipes: Windows would have its code page
+            if hasattr(stream, "reconfigure") and not stream.isatty():
+                stream.reconfigure(encoding="utf-8")
         try:
             main(argv)
         except UserError as error:

@@ -256,6 +256,10 @@ class Preparable(nn.Module):
         self.undo()
         return super().state_dict(*arguments, **options)
 
+    def __getstate__(self):  # what copy.deepcopy and torch.save of a whole module go through
+        self.undo()
+        return super().__getstate__()
+
 
 class Block(Preparable):
     def __init__(self, config: Config, layer: int):

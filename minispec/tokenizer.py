@@ -7,11 +7,15 @@ import os
 from pathlib import Path
 
 import jinja2
+import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
 from minispec.errors import UserError, read_json
+
+ADDED = "content", "single_word", "lstrip", "rstrip", "normalized", "special"  # of an AddedToken
 
 
 class Tokenizer:
@@ -37,12 +41,15 @@ class Tokenizer:
         settings = read_json(file) if file.exists() else {}
         template = settings.get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = {t["name"]: t["template"] for t in template}.get("default")
+            template = {t.get("name"): t.get("template") for t in template}.get("default")
         if (directory / "chat_template.jinja").exists():
             template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
-        bos, eos = (content(settings.get(key)) for key in ("bos_token", "eos_token"))
+        older = directory / "special_tokens_map.json"
+        named = (read_json(older) if older.exists() else {}) | settings
+        bos, eos = (content(named.get(key)) for key in ("bos_token", "eos_token"))
         backend.no_padding()
         backend.no_truncation()
+        add_missing(backend, settings, [bos, eos], file)
         return cls(with_bos(backend, settings, bos), bos, eos, template)
 
     def save(self, directory: Path) -> None:
@@ -96,26 +103,29 @@ class Tokenizer:
         if self.chat_template is None:
             raise UserError("this model has no chat template: give it plain text, without --chat")
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
         )
         environment.globals.update(
             raise_exception=refuse, strftime_now=datetime.datetime.now().strftime
         )
-        environment.filters["tojson"] = lambda x, **options: json.dumps(
-            x, ensure_ascii=False, **options
-        )
+        environment.filters["tojson"] = tojson
         try:
             text = environment.from_string(self.chat_template).render(
                 messages=messages,
+                tools=None,  # templates ask whether they are none
+                documents=None,
                 add_generation_prompt=True,
                 bos_token=self.bos or "",
                 eos_token=self.eos or "",
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is code: it may raise anything
             raise UserError(
                 f"the model's chat template refuses this conversation: {error}"
             ) from None
-        return self.encode(text, special=False)
+        tokens = self.encode(text, special=False)
+        if not tokens:
+            raise UserError("the model's chat template makes nothing of this conversation")
+        return tokens
 
 
 class TextStream:
@@ -156,7 +166,28 @@ class TextStream:
 
 def content(token: str | dict | None) -> str | None:
     """Special tokens are spelled as strings or as {content: …}."""
-    return token["content"] if isinstance(token, dict) else token
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def add_missing(backend: Backend, settings: dict, ends: list[str | None], where: Path) -> None:
+    """Special tokens that tokenizer.json does not mark as such: those that its neighbour lists
+    with their ids, and ends among its words."""
+    try:
+        listed = {
+            int(number): AddedToken(**{key: token[key] for key in ADDED if key in token})
+            for number, token in (settings.get("added_tokens_decoder") or {}).items()
+        }
+    except (AttributeError, TypeError, ValueError):
+        raise UserError(f"{where}: added_tokens_decoder must hold tokens by their ids") from None
+    for number, token in sorted(listed.items()):
+        if backend.token_to_id(token.content) is None:
+            backend.add_tokens([token])
+            if backend.token_to_id(token.content) != number:
+                raise UserError(f"{where}: {token.content!r} cannot be token {number}")
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_special_tokens(
+        [end for end in ends if end and end not in known and backend.token_to_id(end) is not None]
+    )
 
 
 def with_bos(backend: Backend, settings: dict, bos: str | None) -> Backend:
@@ -169,6 +200,23 @@ def with_bos(backend: Backend, settings: dict, bos: str | None) -> Backend:
             single=f"{bos} $A", special_tokens=[(bos, bos_id)]
         )
     return backend
+
+
+def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """What templates call so: jinja's own would escape for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+class Generation(jinja2.ext.Extension):
+    """{% generation %} … {% endgeneration %} marks, for training, what the assistant says."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def refuse(message: str) -> None:

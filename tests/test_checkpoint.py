@@ -80,12 +80,15 @@ def test_shards_and_bin_files_give_the_same_model(folder, tmp_path):
 def test_a_tied_head_stored_at_either_end_or_both(folder):
     expected, parts = logits(folder), tensors(folder)
     embedding = parts.pop("model.embed_tokens.weight")
-    for stored in (
-        {"lm_head.weight": embedding},
-        {"lm_head.weight": embedding * 0, "model.embed_tokens.weight": embedding},
-    ):
+    both = {"lm_head.weight": embedding.clone(), "model.embed_tokens.weight": embedding}
+    for stored in {"lm_head.weight": embedding}, both:
         save_file(parts | stored, folder / "model.safetensors")
         assert torch.equal(logits(folder), expected)
+    both["lm_head.weight"][3, 4] += 1
+    save_file(parts | both, folder / "model.safetensors")
+    refused(folder, "tie_word_embeddings, but .* differ: set it to false")
+    edit(folder, tie_word_embeddings=False)
+    assert not torch.equal(logits(folder), expected)
 
 
 def test_derived_tensors_are_left_out_and_mimos_prediction_layers_too(tmp_path):
@@ -100,12 +103,42 @@ def test_derived_tensors_are_left_out_and_mimos_prediction_layers_too(tmp_path):
 
 @pytest.mark.parametrize("variant", ["llama-linear", "llama-llama3", "llama-yarn"])
 def test_both_spellings_of_the_rope_keys(variant, tmp_path):
-    old = shutil.copytree(GOLDEN / variant, tmp_path / "old")
-    rope = json.loads((old / "config.json").read_text())["rope_parameters"]
-    theta = rope.pop("rope_theta")
+    """Each alone, or both as files for old and new readers have them; the original length beside
+    them, where it counts, or within."""
+    old, expected = shutil.copytree(GOLDEN / variant, tmp_path / "old"), logits(GOLDEN / variant)
+    new = json.loads((old / "config.json").read_text())["rope_parameters"]
+    rope = {key: value for key, value in new.items() if key != "rope_theta"}
     rope["type"] = rope.pop("rope_type")
-    edit(old, rope_parameters=..., rope_theta=theta, rope_scaling=rope)
-    assert torch.equal(logits(old), logits(GOLDEN / variant))
+    edit(old, rope_parameters=..., rope_theta=new["rope_theta"], rope_scaling=rope)
+    assert torch.equal(logits(old), expected)
+    edit(old, rope_parameters=new, rope_scaling=rope | {"rope_theta": new["rope_theta"]})
+    assert torch.equal(logits(old), expected)
+    edit(old, rope_parameters=..., rope_scaling=rope | {"type": "x", "rope_type": rope["type"]})
+    assert torch.equal(logits(old), expected)
+    key = "original_max_position_embeddings"
+    if key in rope:
+        edit(old, rope_scaling=rope | {key: 77}, **{key: rope[key]})
+        assert torch.equal(logits(old), expected)
+
+
+def test_a_sliding_window_ends_the_context_and_yarn_stretches_it(folder):
+    """As far as the window reaches attention is full; yarn's cards leave the other length alone."""
+    for changes, context in (
+        ({"model_type": "mistral", "sliding_window": 8, "use_sliding_window": False}, 8),
+        ({"model_type": "mistral", "sliding_window": 500}, 128),
+        ({"model_type": "mistral", "sliding_window": None}, 128),
+        ({"model_type": "mistral", "max_position_embeddings": 9000, "sliding_window": ...}, 4096),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, 128),
+        ({"max_window_layers": 1}, 8),
+        ({"layer_types": ["full_attention"] * 2}, 128),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, 8),
+        ({"layer_types": ..., "use_sliding_window": False}, 128),
+    ):
+        edit(folder, **{"max_position_embeddings": 128} | changes)
+        assert read_config(folder).context == context, changes
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+    edit(folder, rope_parameters=..., rope_scaling=yarn)
+    assert read_config(folder).context == 400
 
 
 def test_end_tokens_from_either_file_single_or_many(folder):
@@ -184,7 +217,7 @@ def test_a_hub_id_downloads_safetensors_and_only_without_them_bin(suffix, tmp_pa
 
     source, cache, asked = GOLDEN / "llama", tmp_path / "cache", []
 
-    def snapshot_download(name, allow_patterns):
+    def snapshot_download(name, allow_patterns, ignore_patterns):
         asked.append((name, "*.bin" in allow_patterns))
         cache.mkdir(exist_ok=True)
         shutil.copy(source / "config.json", cache)
@@ -205,6 +238,9 @@ def test_a_hub_id_downloads_safetensors_and_only_without_them_bin(suffix, tmp_pa
 
 def test_no_such_directory_or_id(tmp_path, monkeypatch):
     refused(tmp_path / "nowhere", "no such directory")
+    refused("x" * 300, "no such directory")  # too long a name for any
+    (tmp_path / "model.gguf").touch()
+    refused(tmp_path / "model.gguf", r"is a file: give the directory")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     refused("nobody/nothing-at-all", "the hub does not give it either")
 
@@ -217,6 +253,8 @@ def test_a_directory_that_is_no_checkpoint(tmp_path, folder):
     refused(folder, "cannot be read as JSON")
     (folder / "config.json").write_text("[]")
     refused(folder, "must hold a JSON object")
+    (folder / "adapter_config.json").touch()
+    refused(folder, "holds an adapter")
 
 
 def test_truncated_and_foreign_weight_files(folder):
@@ -225,6 +263,8 @@ def test_truncated_and_foreign_weight_files(folder):
     for damaged in (data[: len(data) // 2], data[:4], b"", b"not a tensor file at all"):
         path.write_bytes(damaged)
         refused(folder, "model.safetensors cannot be read")
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    refused(folder, "only points to its file: fetch that with git lfs pull")
     path.unlink()
     torch.save({"x": print}, folder / "pytorch_model.bin")  # would run code if it were unpickled
     refused(folder, "holds more than tensors")
@@ -253,9 +293,9 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
         ({"rope_parameters": ..., "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor must be a positive number"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window 4096"),
-        ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window 8"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types must be a list of"),
+        ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window must be a positive"),
+        ({"model_type": ["llama"]}, "is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": "many"}, "hidden_size must be a positive integer"),
@@ -270,8 +310,16 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor must be a positive"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps must be a positive number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
-        ({"model_type": "mistral", "sliding_window": ...}, "sliding_window 4096"),
-        ({"model_type": "mistral", "sliding_window": 8, "use_sliding_window": False}, "window 8"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta must be a positive number"),
+        (
+            {"rope_parameters": {"rope_theta": 0}, "rope_theta": 5.0},
+            "rope_theta must be a positive",
+        ),
+        ({"rope_parameters": {"rope_theta": 1}}, "rope_theta must be above 1"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}},
+            "beta_fast must be a positive number",
+        ),
     ],
 )
 def test_unsupported_configurations_are_refused_by_name(folder, changes, match):
@@ -300,6 +348,11 @@ def test_a_tokenizer_larger_than_the_embedding(folder):
     }
     (folder / "tokenizer.json").write_text(json.dumps(data))
     refused(folder, "the tokenizer has 65 tokens, the embedding only 64")
+    del vocabulary[chr(0x4E00 + 64)]
+    padding = {"id": 64, "content": "<pad>", "special": True, "single_word": False,
+               "lstrip": False, "rstrip": False, "normalized": False}  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(data | {"added_tokens": [padding]}))
+    assert load(folder, device="cpu")[1].size == 65  # as Llama 2 has it: a token nobody uses
     (folder / "tokenizer.json").write_text("{}")
     refused(folder, "is not a tokenizer")
 
@@ -308,5 +361,7 @@ def test_devices_and_dtypes_that_are_not_there(folder):
     refused(folder, "device abacus is not there", device="abacus")
     refused(folder, "dtype int3 is not supported", dtype="int3")
     refused(folder, "device cpu:x is not there", device="cpu:x")
+    refused(folder, "device cpu: is not there", device="cpu:")
+    assert load(folder, device=torch.device("cpu"))[0].device.type == "cpu"
     if not torch.cuda.is_available():
         refused(folder, "device cuda is not there: use one of cpu", device="cuda")

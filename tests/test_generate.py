@@ -229,6 +229,14 @@ def test_the_prompt_is_not_shown_where_the_method_refuses_its_options(folder, ca
     assert capsys.readouterr() == ("", "minispec: k auto is for chains\n")
 
 
+def test_pipes_are_utf_8_whatever_the_system_says(folder, monkeypatch):
+    pipes = [io.TextIOWrapper(io.BytesIO(text), "cp1252") for text in ("你好".encode(), b"")]
+    monkeypatch.setattr(sys, "stdin", pipes[0])
+    monkeypatch.setattr(sys, "stdout", pipes[1])
+    call("--model", folder, "--max-new-tokens", "0")
+    assert pipes[1].buffer.getvalue().decode() == "你好\n"
+
+
 def test_a_chat_feeds_only_what_is_new(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\nhow are you?\n"))
     call("--model", folder, "--chat", "--json", "--max-new-tokens", "4", "--dtype", "float64")

@@ -2,6 +2,7 @@
 one.
 """
 
+import copy
 import json
 import random
 from types import NoneType
@@ -192,6 +193,9 @@ def test_what_changes_the_weights_undoes_their_packing(quantize, monkeypatch):
     before = model.logits(model(tokens))
     model.prepare()  # a second time: floats now
     assert not model.quantized
+    assert (model.logits(model(tokens)) - before).abs().max() <= close * before.abs().max()
+    model = copy.deepcopy(random_model(0, **LARGE).prepare(quantize))  # of plain weights as well
+    assert model.head is None
     assert (model.logits(model(tokens)) - before).abs().max() <= close * before.abs().max()
     other = random_model(1, **LARGE)
     model = random_model(0, **LARGE).prepare(quantize)

@@ -122,11 +122,49 @@ def test_a_conversation_is_rendered_up_to_the_assistants_turn():
         ("{{ ''.__class__.__mro__ }}", "refuses"),
         ("{{ messages.append(1) }}", "refuses"),
         ("{% for %}", "refuses"),
+        ("{{ 'a' + none }}", "refuses"),
+        ("{# nothing #}", "makes nothing"),
     ],
 )
 def test_templates_that_cannot_or_must_not_be_rendered(template, match):
     with pytest.raises(UserError, match=match):
         byte_tokenizer(template).chat([{"role": "user", "content": "x"}])
+
+
+def test_what_transformers_gives_to_templates():
+    """No tools, a filter's arguments by place, and a tag that only training asks for."""
+    template = (
+        "{% if tools is none %}a{% endif %}{{ documents is none }}{{ [1, {'<': 'é'}] | tojson }}"
+        "{{ {'x': 1} | tojson(true, 1) }}"
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    tokenizer = byte_tokenizer(template)
+    text = tokenizer.backend.decode(tokenizer.chat([{"role": "user", "content": "Hi"}]))
+    assert text == 'aTrue[1, {"<": "é"}]{\n "x": 1\n}Hi'
+
+
+def test_special_tokens_that_only_neighbours_name(tmp_path):
+    """As older checkpoints have them: in special_tokens_map.json, in added_tokens_decoder, or an
+    end among the words that tokenizer.json does not mark as special."""
+    backend = Backend(models.WordLevel({"a": 0, "<s>": 1, "<unk>": 2}, "<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.from_directory(tmp_path).encode("<s>a") != [1, 0]
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}}')
+    listed = {"3": {"content": "<|end|>", "special": True}, "4": {"content": "xy"}}
+    settings = {"added_tokens_decoder": listed, "chat_template": [{"name": "default"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.encode("<s>a<|end|>xy") == [1, 0, 3, 4] and tokenizer.bos == "<s>"
+    assert tokenizer.special_ids == [1, 3] and tokenizer.chat_template is None
+    for wrong, match in (
+        ({"7": {"content": "zz"}}, "'zz' cannot be token 7"),
+        ({"x": {"content": "zz"}}, "must hold tokens by their ids"),
+        ({"3": 5}, "must hold tokens by their ids"),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": wrong}))
+        with pytest.raises(UserError, match=match):
+            Tokenizer.from_directory(tmp_path)
 
 
 def test_save_and_load_keep_everything(tmp_path):
