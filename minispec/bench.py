@@ -23,7 +23,7 @@ from tqdm import tqdm
 from minispec.advise import advise
 from minispec.checkpoint import load
 from minispec.cost import cost_curve, curve_at, floor_seconds, least_in_turn, one_pass
-from minispec.errors import Parser, UserError, command, make_folder
+from minispec.errors import Parser, UserError, check_writable, command, make_folder
 from minispec.fastmtp import load_head
 from minispec.generate import (
     WEIGHTS,
@@ -36,7 +36,7 @@ from minispec.generate import (
 )
 from minispec.medusa import load_heads
 from minispec.model import Transformer
-from minispec.plots import save_plots
+from minispec.plots import PICTURES, save_plots
 from minispec.pretrain import KINDS, distinct_4grams, held_out_prompts
 from minispec.questions import answer_questions
 from minispec.replay import SHAPES, bench_shape
@@ -185,7 +185,8 @@ def reason(row: Row, plain: Row) -> str:
         line += " (" + ", ".join(f"{part} {cost:.2f}" for part, cost in costs.items()) + ")"
         if row.speedup < 1:
             grown = {part: costs[part] - plain.split[part] / whole for part in PARTS}
-            line += f": it loses, {BLAME[max(grown, key=grown.get)]}"
+            most = max(grown, key=grown.get)
+            line += ": it loses" + (f", {BLAME[most]}" if grown[most] > 0.02 else "")
             if row.tokens_per_pass < 1.3:
                 line += "; and hardly a guess is right"
     return line
@@ -384,6 +385,8 @@ def main(argv: list[str] | None = None) -> None:
         return bench_shape(args)
     if args.plots:
         make_folder(args.plots, "--plots")
+        for name in PICTURES:
+            check_writable(args.plots / f"{name}.png", "--plots")
     model, tokenizer = load(args.model, args.dtype, args.device, args.quantize)
     if tokenizer is None:
         raise UserError(f"{args.model} has no tokenizer.json")

@@ -841,7 +841,7 @@ def load_implementation(name: str) -> Implementation:
     sys.path.insert(0, "")
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # whatever importing a stranger's module raises
+    except (Exception, SystemExit) as error:  # whatever importing a stranger's module raises
         raise UserError(
             f"--impl {name}: cannot be imported ({error}): give package.module:function"
         ) from None
@@ -858,11 +858,15 @@ def call(impl: Implementation, folder: str, prompt: list[int], seed: int = 0, n:
             folder, list(prompt), max_new_tokens=n, temperature=sampling.temperature,
             top_k=sampling.top_k, top_p=sampling.top_p, seed=seed,
         )  # fmt: skip
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"the implementation raised {type(error).__name__}: {error}") from error
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise UserError(f"the implementation must return a list of int, not {str(tokens)[:80]}")
     return tokens
+
+
+LAWS = Sampling(1.0), Sampling(0.7, top_p=0.8), Sampling(1.5, top_k=3), Sampling(1.5, 4, 0.9)
+SURE = Sampling(1.0, top_k=1)  # sampled, and yet of a known outcome: greedy decoding's
 
 
 def check_implementation(impl: Implementation) -> Iterator[Verdict]:
@@ -874,7 +878,7 @@ def check_implementation(impl: Implementation) -> Iterator[Verdict]:
         yield impl_lengths(impl, folder, model)
         yield impl_end(impl, Path(temporary) / "eos")
         folder, model = write_checkpoint(Path(temporary) / "law", 21, vocab=6)
-        for sampling in (Sampling(1.0), Sampling(1.0, top_p=0.8), Sampling(1.0, top_k=3)):
+        for sampling in LAWS:
             yield impl_law(impl, folder, model, sampling)
 
 
@@ -888,13 +892,15 @@ def impl_greedy(impl: Implementation, folder: str, model: Transformer, seed: int
     ties = 0
     for prompt in prompts:
         expected = first_tokens(bound("autoregressive"), model, prompt, GREEDY, Seeded(), 24)
-        for tokens in (call(impl, folder, prompt), call(impl, folder, prompt)):
+        for sampling in GREEDY, GREEDY, SURE:
+            tokens = call(impl, folder, prompt, sampling=sampling)
             at, gap = divergence(model, prompt, tokens, list(expected))
             ties += at is not None and gap < TIE
             if at is not None and gap >= TIE:
                 where = first_difference(tokens, expected)
                 return Verdict("greedy", f"model {seed}", False, f"{where}, top-2 gap {gap:.3f}")
-    return Verdict("greedy", f"model {seed}", True, f"6 prompts, 24 tokens, twice; {ties} ties")
+    detail = f"6 prompts, 24 tokens, twice, and at top-k 1; {ties} ties"
+    return Verdict("greedy", f"model {seed}", True, detail)
 
 
 def divergence(
@@ -906,7 +912,8 @@ def divergence(
     at = common_prefix(a, b)
     if at == min(len(a), len(b)):
         return (None, 0.0) if len(a) == len(b) else (at, math.inf)
-    if max(a[at], b[at], *prompt, *a[:at]) >= model.config.vocab_size or min(a[at], b[at]) < 0:
+    seen = a[at], b[at], *prompt, *a[:at]
+    if max(seen) >= model.config.vocab_size or min(seen) < 0:
         return at, math.inf
     with torch.no_grad():
         logits = model.logits(model(prompt + a[:at])[0, -1])
@@ -926,9 +933,10 @@ def impl_end(impl: Implementation, path: Path) -> Verdict:
     for eos in dict.fromkeys(tokens):
         folder, _ = write_checkpoint(path / str(eos), 2, vocab=24, eos=(eos,))
         expected = list(tokens[: tokens.index(eos) + 1])
-        given = call(impl, folder, prompt, n=12)
-        if given != expected:
-            return Verdict("limits", "end token", False, f"{given} instead of {expected}")
+        for sampling in GREEDY, SURE:
+            given = call(impl, folder, prompt, n=12, sampling=sampling)
+            if given != expected:
+                return Verdict("limits", "end token", False, f"{given} instead of {expected}")
     return Verdict("limits", "end token", True, f"at {len(set(tokens))} offsets")
 
 
@@ -939,8 +947,11 @@ def impl_law(impl: Implementation, folder: str, model: Transformer, sampling: Sa
         tuple(call(impl, folder, prompt, seed, JOINT, sampling)) for seed in range(RUNS)
     )
     p = chi_square_p(counts, law)
-    name = f"T=1 top-k {sampling.top_k} top-p {sampling.top_p}"
+    name = f"T={sampling.temperature:g} top-k {sampling.top_k} top-p {sampling.top_p:g}"
     return Verdict("statistical", name, p > FALSE_ALARM, f"p = {p:.2g}, {RUNS} runs")
+
+
+CUT = "length", "stop", "context", "interrupted"  # ends that lie in the options, not in the text
 
 
 def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
@@ -952,15 +963,17 @@ def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
         if x["prompt_ids"] != y["prompt_ids"]:
             raise UserError(f"line {i}: the prompts of {a} and {b} differ")
         at, gap = divergence(model, x["prompt_ids"], x["tokens"], y["tokens"])
+        shorter = min(x, y, key=lambda run: len(run["tokens"]))
         if at is None:
-            verdict = Verdict("compare", f"line {i}", True, f"{len(x['tokens'])} tokens, the same")
+            yield Verdict("compare", f"line {i}", True, f"{len(x['tokens'])} tokens, the same")
+        elif at == len(shorter["tokens"]) and shorter.get("finish_reason") in CUT:
+            detail = f"the same {at} tokens, where one ended ({shorter['finish_reason']})"
+            yield Verdict("compare", f"line {i}", True, detail)
         else:
             what = "a tie" if gap < TIE else "a bug (or not the model of these runs)"
             where = first_difference(x["tokens"], y["tokens"])
-            verdict = Verdict(
-                "compare", f"line {i}", gap < TIE, f"{where}; top-2 gap {gap:.4g}: {what}"
-            )
-        yield verdict
+            detail = f"{where}; top-2 gap {gap:.4g}: {what}"
+            yield Verdict("compare", f"line {i}", gap < TIE, detail)
 
 
 def read_runs(path: Path) -> list[dict]:
@@ -980,6 +993,8 @@ def read_runs(path: Path) -> list[dict]:
             raise UserError(
                 f"{path} line {number}: must be an object with prompt_ids and tokens, lists of ids"
             )
+        if not run["prompt_ids"]:
+            raise UserError(f"{path} line {number}: prompt_ids must not be empty")
         runs.append(run)
     return runs
 

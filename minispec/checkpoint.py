@@ -250,10 +250,11 @@ UNREADABLE = (
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of one file, which is mapped anew for each: what was read and copied does
     not stay in memory."""
-    with path.open("rb") as file:
-        if file.read(23) == b"version https://git-lfs":
-            raise UserError(f"{path} only points to its file: fetch that with git lfs pull")
     try:
+        with path.open("rb") as file:
+            pointer = file.read(23) == b"version https://git-lfs"
+        if pointer:
+            raise UserError(f"{path} only points to its file: fetch that with git lfs pull")
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
                 names = list(file.keys())

@@ -26,9 +26,7 @@ def command(main: Callable) -> Callable:
 
     @functools.wraps(main)
     def wrapped(argv: list[str] | None = None) -> None:
-        for stream in sys.stdin, sys.stdout:  # files and pipes: Windows would have its code page
-            if hasattr(stream, "reconfigure") and not stream.isatty():
-                stream.reconfigure(encoding="utf-8")
+        speak_utf8()
         try:
             main(argv)
         except UserError as error:
@@ -38,8 +36,20 @@ def command(main: Callable) -> Callable:
             sys.exit(130)
         except BrokenPipeError:  # the reader of our output has gone: nothing is left to say
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError as error:  # a full disk, or a file that has gone
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(f"minispec: {error}", file=sys.stderr)
+            sys.exit(2)
 
     return wrapped
+
+
+def speak_utf8() -> None:
+    """Make files and pipes UTF-8 where the system has another encoding. Bytes that are not pass
+    standard input as lone surrogates, which a tokenizer refuses."""
+    for stream, errors in (sys.stdin, "surrogateescape"), (sys.stdout, "strict"):
+        if hasattr(stream, "reconfigure") and not stream.isatty():
+            stream.reconfigure(encoding="utf-8", errors=errors)
 
 
 def read_json(path: Path) -> dict:
@@ -55,7 +65,7 @@ def read_json(path: Path) -> dict:
 
 def check_writable(file: str | Path, flag: str) -> None:
     """Refuse, before any long work, a file that could not be written after it."""
-    existed = Path(file).exists()
+    existed = Path(file).exists() or Path(file).is_symlink()
     try:
         Path(file).open("a").close()
     except OSError as error:

@@ -77,6 +77,8 @@ class Ending:
     ignore_eos: bool = False
 
     def __post_init__(self):
+        if not isinstance(self.max_new_tokens, int):
+            raise UserError(f"max-new-tokens {self.max_new_tokens}: must be a whole number")
         if self.max_new_tokens < 0:
             raise UserError(f"max-new-tokens {self.max_new_tokens}: must not be negative")
         if "" in self.stop:
@@ -282,7 +284,7 @@ def stream(
     top_p: float = 1.0,
     seed: int = 0,
     randomness: Randomness | None = None,
-    stop: tuple[str, ...] = (),
+    stop: str | tuple[str, ...] = (),
     ignore_eos: bool = False,
     cache: KVCache | None = None,
     **options,
@@ -295,7 +297,7 @@ def stream(
     """
     decode_step = method_named(method)
     ending, sampling = (
-        Ending(max_new_tokens, tuple(stop), ignore_eos),
+        Ending(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eos),
         Sampling(temperature, top_k, top_p),
     )
     if stop and tokenizer is None:
@@ -303,7 +305,11 @@ def stream(
     ids = as_prompt(model, tokenizer, prompt)
     context = model.config.context
     cache = cache or model.new_cache(min(context, len(ids) + max_new_tokens + TREE_ROOM))
-    assert cache.length < len(ids) and cache.capacity <= context
+    if cache.length >= len(ids) or not len(ids) < cache.capacity <= context:
+        raise UserError(
+            f"a cache of {cache.length} rows and room for {cache.capacity} does not go with a "
+            f"prompt of {len(ids)} tokens and a context of {context}: truncate it, or make another"
+        )
     steps = decode_step(model, ids, sampling, randomness or Seeded(seed), cache=cache, **options)
     decoder = tokenizer.stream(ids) if tokenizer else None
     extra = sum(count_parameters(v) for v in options.values() if isinstance(v, torch.nn.Module))
@@ -450,6 +456,8 @@ def check_flags(args: argparse.Namespace) -> None:
         )
     if args.color and args.json:
         raise UserError("--color is for text: give it without --json")
+    if args.color and args.prompt == "full":
+        raise UserError("--color full: write --color=full, or the prompt before --color")
     if args.html is not None:
         if args.chat:
             raise UserError("--html shows one run: give it without --chat")
@@ -595,19 +603,16 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
                 f"--prompt-ids {args.prompt_ids!r}: must be integers between commas: 1,2,3"
             ) from None
     if args.prompt_file is not None:
-        return read_text(args.prompt_file, "the prompt file")
-    if sys.stdin.isatty():
+        return read_text(args.prompt_file, "the prompt file").removesuffix("\n")
+    if sys.stdin is None or sys.stdin.isatty():
         raise UserError("no prompt: give a text, --prompt-ids, --prompt-file, or pipe one in")
-    try:
-        return sys.stdin.read().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"standard input is not UTF-8 text: {error}") from None
+    return sys.stdin.read().removesuffix("\n")
 
 
 def read_text(file: str, what: str) -> str:
-    """A file of the user's, in UTF-8."""
+    """A file of the user's, in UTF-8; some editors put a mark before it."""
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{what} {file} cannot be read: {error}") from None
 
@@ -695,7 +700,7 @@ def chat(
 
 def user_turns() -> Iterator[str]:
     """Lines of standard input until its end; a prompt sign where a person types."""
-    while True:
+    while sys.stdin is not None:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
@@ -721,6 +726,8 @@ def main(argv: list[str] | None = None) -> None:
     }
     prompt = None if args.chat else read_prompt(args)
     model, tokenizer = load(args.model, args.dtype, args.device, args.quantize)
+    if tokenizer is None and not args.json:
+        raise UserError("this model has no tokenizer.json: give --json, which shows token ids")
     own = method_options(args, model, tokenizer)
     if args.compile:
         compile_parts(model, own)

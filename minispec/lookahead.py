@@ -33,8 +33,8 @@ def jacobi(
     What the model has confirmed leaves the block in front; so every pass settles one token at
     least, and no Jacobian is anywhere. Under sampling the guesses are drafts like any others.
     """
-    if block < 1:
-        raise UserError(f"block {block}: must be at least 1")
+    if not 1 <= block < model.config.context:
+        raise UserError(f"block {block}: must be from 1 to {model.config.context - 1}")
     cache = cache or model.new_cache()
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)
@@ -176,8 +176,8 @@ def lookahead(
     merged into a trie. With `pool_from_prompt` the n-grams of prompt and output join the pool. The
     pool begins with those of the `earlier` texts (token ids), as of what the target wrote before.
     """
-    check_sizes(window, ngram, guesses)
     cache = cache or model.new_cache()
+    check_sizes(window, ngram, guesses, cache.capacity)
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)
     ahead = Window(prompt, window, ngram)
@@ -215,10 +215,17 @@ def one_pass(
     return path, fresh, best(logits[n:]) if ahead else []
 
 
-def check_sizes(window: int, ngram: int, guesses: int) -> None:
+def check_sizes(window: int, ngram: int, guesses: int, capacity: int) -> None:
+    """Refuse what is too small, and a window that would never fit into the cache."""
     for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 0)):
         if value < least:
             raise UserError(f"{name} {value}: must be at least {least}")
+    rows = (ngram - 1) * window
+    if rows >= capacity:
+        raise UserError(
+            f"window {window}, ngram {ngram}: {rows} rows never fit into a cache of {capacity}: "
+            "take smaller ones"
+        )
 
 
 # ---- W, N and G chosen as it goes ----------------------------------------------------------------

@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from minispec.bench import Row
 
+PICTURES = "speedup", "cost_curve", "predicted"
+
 
 def save_plots(folder: Path, rows: list["Row"], curve: list[float]) -> None:
-    """speedup.png, cost_curve.png and predicted.png in `folder`, which is there."""
+    """PICTURES as .png in `folder`, which is there."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    for name, draw in (("speedup", speedups), ("cost_curve", cost), ("predicted", predictions)):
+    for name, draw in zip(PICTURES, (speedups, cost, predictions)):
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
         draw(axes, rows, curve)
         figure.savefig(folder / f"{name}.png", dpi=110)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from minispec.errors import UserError, make_folder
+from minispec.errors import UserError, check_writable, make_folder
 from minispec.generate import as_prompt, decode
 from minispec.model import Transformer
 from minispec.tokenizer import Tokenizer
@@ -18,19 +18,25 @@ from minispec.tokenizer import Tokenizer
 def read_questions(path: Path) -> list[dict]:
     """Lines with question_id, category and turns."""
     try:
-        lines = [json.loads(x) for x in path.read_text(encoding="utf-8").splitlines() if x.strip()]
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"--questions {path} cannot be read: {error}") from None
-    for i, line in enumerate(lines, start=1):
-        turns = line.get("turns") if isinstance(line, dict) else None
-        if not (
-            isinstance(turns, list)
-            and turns
-            and all(isinstance(turn, str) for turn in turns)
-            and "question_id" in line
-        ):
-            raise UserError(f"--questions {path}, line {i}: needs question_id and turns (texts)")
-    return lines
+    questions = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                question = json.loads(line)
+                assert "question_id" in question and question["turns"]
+                "".join(question["turns"]).encode()  # texts, of whole characters
+            except (ValueError, KeyError, TypeError, AssertionError):
+                raise UserError(
+                    f"--questions {path}, line {number}: must be an object with question_id and "
+                    "turns (texts)"
+                ) from None
+            questions.append(question)
+    if not questions:
+        raise UserError(f"--questions {path}: holds no questions")
+    return questions
 
 
 def answer(
@@ -77,6 +83,8 @@ def answer_questions(
     questions = read_questions(args.questions)
     questions = questions[:: max(len(questions) // args.prompts, 1)][: args.prompts]
     make_folder(args.answers, "--answers")
+    for name in methods:
+        check_writable(answer_file(args.answers, name), "--answers")
     answers: dict[str, list[dict]] = {name: [] for name in methods}
     skipped = 0
     for name, options in methods.items():  # warm up
@@ -99,11 +107,15 @@ def answer_questions(
         print(f"{skipped} of {len(questions)} questions are longer than the context: left out")
 
 
+def answer_file(folder: Path, method: str) -> Path:
+    return folder / (method.replace(" ", "-") + ".jsonl")
+
+
 def report(answers: dict[str, list[dict]], folder: Path) -> None:
     """Each method's file, and a line about it."""
     speeds = {}
     for name, lines in answers.items():
-        file = folder / (name.replace(" ", "-") + ".jsonl")
+        file = answer_file(folder, name)
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         file.write_text(text, encoding="utf-8")
         tokens, steps, seconds = (

@@ -167,10 +167,14 @@ def read_languages(path: Path, tokenizer: Tokenizer | None) -> dict[str, Languag
     raw = read_json(path)
     check_fingerprint(str(path), raw.get("tokenizer_fingerprint"), tokenizer)
     try:
-        return {
+        languages = {
             name: Language(tuple(map(int, each["ids"])), tuple(map(int, each["counts"])))
             for name, each in raw["languages"].items()
         }
+        for name, each in languages.items():
+            if len(each.ids) != len(each.counts) or min(each.counts, default=0) < 0:
+                raise ValueError(f"{name} needs a count, from 0, for each id")
+        return languages
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is not a file of minispec.vocabulary: {error!r}") from None
 
@@ -186,10 +190,13 @@ def save_vocabulary(languages: dict[str, Language], tokenizer: Tokenizer, path: 
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    from minispec.pretrain import read_documents  # methods import this module; they need no text
+    from minispec.generate import WEIGHTS  # methods import this module; they need no text
+    from minispec.pretrain import read_documents
 
     p = Parser(prog="python -m minispec.vocabulary", description=__doc__.split("\n\n")[0])
-    p.add_argument("--model", default="weights/target", help="a directory with a tokenizer.json")
+    p.add_argument(
+        "--model", default=str(WEIGHTS / "target"), help="a directory with a tokenizer.json"
+    )
     p.add_argument("--text", action="append", required=True, metavar="NAME=FILE,…",
                    help="a language and its texts: .txt, .jsonl, a folder (repeat)")  # fmt: skip
     p.add_argument("--size", type=int, default=2048, help="tokens of each language")
@@ -202,8 +209,10 @@ def main(argv: list[str] | None = None) -> None:
     languages = {}
     for text in args.text:
         name, _, files = text.partition("=")
-        if not files:
+        if not (name and files):
             raise UserError(f"--text {text}: must be NAME=FILE, as en=stories.txt")
+        if name in languages:
+            raise UserError(f"--text {text}: {name} came before: put commas between its files")
         missing = [file for file in files.split(",") if not Path(file).exists()]
         if missing:
             raise UserError(f"--text {text}: no such file: {missing[0]}")

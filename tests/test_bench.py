@@ -240,10 +240,32 @@ def test_questions_are_answered_in_spec_benchs_format(tmp_path, capsys):
         assert line["question_id"] == 0 and len(choice["turns"]) == len(choice["wall_time"]) == 2
         assert sum(choice["accept_lengths"]) >= sum(choice["new_tokens"])
         assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
-    questions.write_text('{"question_id": 1}')
+    good = json.dumps({"question_id": 1, "turns": ["a\u2028b"]}, ensure_ascii=False) + "\n\n"
+    for wrong in '{"question_id": 1}', '{"question_id": 1, "turns": ["\\ud800"]}', "{", '"x"':
+        questions.write_text(good + wrong)
+        with pytest.raises(SystemExit):
+            bench.main(["--questions", str(questions), "--answers", str(tmp_path)])
+        assert "line 3: must be an object with question_id and" in capsys.readouterr().err
+    questions.write_text("\n")
     with pytest.raises(SystemExit):
         bench.main(["--questions", str(questions), "--answers", str(tmp_path)])
-    assert "line 1: needs question_id and turns" in capsys.readouterr().err
+    assert "holds no questions" in capsys.readouterr().err
+
+
+def test_folders_that_cannot_be_written_are_refused_before_any_work(tmp_path, capsys):
+    save(byte_model(), TOKENIZER, tmp_path)
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question_id": 1, "turns": ["a"]}')
+    (tmp_path / "autoregressive.jsonl").mkdir()
+    (tmp_path / "speedup.png").mkdir()
+    options = ["--model", str(tmp_path), "--draft", "", "--heads", "", "--mtp", "", "--device",
+               "cpu", "--methods", "jacobi"]  # fmt: skip
+    for more in (
+        ["--questions", str(questions), "--answers", str(tmp_path)], ["--plots", str(tmp_path)],
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as caught:
+            bench.main([*options, *more])
+        assert caught.value.code == 2 and "cannot be written" in capsys.readouterr().err
 
 
 def test_advice_follows_the_machine(capsys):

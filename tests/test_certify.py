@@ -103,6 +103,26 @@ def runs_past_the_end(checkpoint, prompt, *, max_new_tokens, **options):
     return (tokens + [0] * max_new_tokens)[:max_new_tokens]
 
 
+def no_temperature(checkpoint, prompt, **options):
+    return ours(
+        checkpoint, prompt, **(options | {"temperature": float(options["temperature"] > 0)})
+    )
+
+
+def one_warper(checkpoint, prompt, **options):
+    return ours(checkpoint, prompt, **(options | ({"top_p": 1.0} if options["top_k"] > 1 else {})))
+
+
+def ends_only_greedily(checkpoint, prompt, **options):
+    function = runs_past_the_end if options["temperature"] else ours
+    return function(checkpoint, prompt, **options)
+
+
+def fades_when_sampled(checkpoint, prompt, **options):
+    tokens = ours(checkpoint, prompt, **options)
+    return tokens[:3] + [0] * len(tokens[3:]) if options["temperature"] else tokens
+
+
 def fails(function, check: str) -> bool:
     verdicts = certify.check_implementation(function)
     return any(v.check == check and not v.passed for v in verdicts)
@@ -115,6 +135,10 @@ def test_a_correct_black_box_passes_and_wrong_ones_fail_where_they_are_wrong(mon
     assert all(v.passed for v in verdicts)
     assert fails(never_greedy, "greedy")
     assert fails(no_top_p, "statistical")
+    assert fails(no_temperature, "statistical")
+    assert fails(one_warper, "statistical")
+    assert fails(ends_only_greedily, "limits")
+    assert fails(fades_when_sampled, "greedy")
     assert fails(too_long, "limits")
     assert fails(runs_past_the_end, "limits")
 
@@ -164,6 +188,10 @@ def raises(checkpoint, prompt, **options):
     raise ValueError("no such luck")
 
 
+def leaves(checkpoint, prompt, **options):
+    sys.exit(0)
+
+
 @pytest.mark.parametrize(
     "arguments, match",
     [
@@ -173,6 +201,7 @@ def raises(checkpoint, prompt, **options):
         (["--impl", "json:__name__"], "is not a function"),
         (["--impl", "test_certify:returns_text"], "must return a list of int"),
         (["--impl", "test_certify:raises"], "raised ValueError: no such luck"),
+        (["--impl", "test_certify:leaves"], "raised SystemExit: 0"),
         (["--checks", "exact,magic"], "unknown check 'magic'"),
     ],
 )
@@ -197,6 +226,16 @@ def test_two_runs_are_compared_token_by_token(tmp_path, capsys):
     assert "line 1" in out and "9 tokens, the same" in out
     assert "differs at token 4" in out and "top-2 gap" in out and "a bug" in out
     run("--compare", str(a), str(a), *options, code=0, capsys=capsys)
+    short = line | {"tokens": tokens[:6]}
+    for ended, code, says in ("length", 0, "the same 6 tokens, where one"), ("eos", 1, "a bug"):
+        b.write_text((json.dumps(short | {"finish_reason": ended}) + "\n") * 2)
+        assert says in run("--compare", str(a), str(b), *options, code=code, capsys=capsys)
+    negative = tokens[:3] + [-1] + tokens[4:]
+    b.write_text((json.dumps(line | {"tokens": negative}) + "\n") * 2)
+    assert "top-2 gap inf" in run("--compare", str(a), str(b), *options, code=1, capsys=capsys)
+    b.write_text('{"prompt_ids": [], "tokens": [1]}\n' * 2)
+    err = run("--compare", str(a), str(b), *options, code=2, capsys=capsys)
+    assert "b.jsonl line 1: prompt_ids must not be empty" in err
     b.write_text(json.dumps(line) + "\n{oops\n")
     err = run("--compare", str(a), str(b), *options, code=2, capsys=capsys)
     assert "b.jsonl line 2" in err

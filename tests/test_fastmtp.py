@@ -377,9 +377,10 @@ def test_files_are_written_read_cut_and_checked(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             bad()
-    path.write_text('{"languages": {"en": 3}}')
-    with pytest.raises(UserError, match="not a file of minispec.vocabulary"):
-        load_vocabulary(path, model)
+    for bad in "3", '{"ids": [1, 2], "counts": [-1, 5]}', '{"ids": [1, 2], "counts": [5]}':
+        path.write_text('{"languages": {"en": ' + bad + "}}")
+        with pytest.raises(UserError, match="not a file of minispec.vocabulary"):
+            load_vocabulary(path, model)
     torch.save({"a": "b"}, tmp_path / "odd.pt")
     with pytest.raises(UserError, match="not a list of token ids"):
         load_vocabulary(tmp_path / "odd.pt", model)
@@ -400,6 +401,8 @@ def test_the_command_counts_a_corpus(target, tmp_path, capsys):  # noqa: F811
     for wrong in (
         ["--text", "en"],
         ["--text", "en=nowhere.txt"],
+        ["--text", "=" + text[0][3:]],
+        ["--text", text[0], "--text", text[0]],
         ["--text", text[0], "--size", "0"],
     ):
         with pytest.raises(SystemExit) as ended:

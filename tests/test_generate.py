@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from conftest import GOLDEN, ROOT, random_model, random_tokens
@@ -90,6 +91,13 @@ def test_a_stop_string_ends_at_its_last_token_and_is_not_shown(blocks, stop):
     assert run.tokens == tokens[: len((before + stop).encode())]
 
 
+def test_one_stop_string_may_come_alone(blocks):
+    blocks(TOKENIZER.encode("abcdef"))
+    for stop, text in ("ec", "abcde"), ("de", "abc"):
+        run = decode(byte_model(), TOKENIZER, "x", method="scripted", stop=stop, max_new_tokens=5)
+        assert run.text == text
+
+
 def test_what_might_begin_a_stop_string_is_held_back_and_then_shown(blocks):
     blocks(TOKENIZER.encode("ababac!!"))
     run = decode(byte_model(), TOKENIZER, "x", method="scripted", stop=("abac?", "b!"),
@@ -118,6 +126,15 @@ def test_a_kept_cache_gives_the_same_turn_as_a_fresh_one(seed):
     two = decode(model, TOKENIZER, second, cache=cache, max_new_tokens=20)
     assert two.cached_tokens == max(0, len(first + one.tokens) - 1)
     assert two.tokens == decode(model, TOKENIZER, second, max_new_tokens=20).tokens
+
+
+def test_a_cache_that_does_not_go_with_the_prompt_is_refused():
+    model = byte_model(context=40)
+    full = model.new_cache()
+    model.prefill([1, 2, 3], full)
+    for cache in full, model.new_cache(3), model.new_cache(41):
+        with pytest.raises(UserError, match="does not go with a prompt of 3 tokens"):
+            decode(model, TOKENIZER, [1, 2, 3], cache=cache)
 
 
 def test_twice_in_a_row_gives_the_same_and_a_seed_decides():
@@ -229,6 +246,58 @@ def test_the_prompt_is_not_shown_where_the_method_refuses_its_options(folder, ca
     assert capsys.readouterr() == ("", "minispec: k auto is for chains\n")
 
 
+def test_a_text_is_the_same_prompt_from_anywhere(folder, tmp_path, capsys, monkeypatch):
+    """An editor's last newline belongs to the file, as does the mark before its first letter."""
+    file = tmp_path / "prompt.txt"
+    file.write_bytes("\ufeffab\n".encode())
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n"))
+    for source in ["ab"], ["--prompt-file", file], []:
+        call(*map(str, source), "--model", folder, "--json", "--max-new-tokens", "0")
+        assert json.loads(capsys.readouterr().out)["prompt_ids"] == TOKENIZER.encode("ab")
+
+
+def test_a_model_without_tokenizer_shows_ids_as_json_alone(tmp_path, capsys):
+    save(byte_model(), None, tmp_path)
+    arguments = ["--model", str(tmp_path), "--prompt-ids", "1,2", "--max-new-tokens", "3"]
+    call(*arguments, "--json")
+    assert len(json.loads(capsys.readouterr().out)["tokens"]) == 3
+    with pytest.raises(SystemExit):
+        call(*arguments)
+    assert "give --json" in capsys.readouterr().err
+
+
+def test_bytes_that_are_no_text_end_a_chat_after_the_turns_before(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n\xff\n")))
+    with pytest.raises(SystemExit) as caught:
+        call("--model", folder, "--chat", "--json", "--max-new-tokens", "2")
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2 and len(out.splitlines()) == 1 and "not valid Unicode" in err
+
+
+def test_without_standard_input(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    call("--model", folder, "--chat")
+    with pytest.raises(SystemExit):
+        call("--model", folder)
+    assert "no prompt" in capsys.readouterr().err
+
+
+def test_a_file_that_is_tried_is_left_as_it_was(folder, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    call("x", "--model", folder, "--max-new-tokens", "1", "--html", str(tmp_path / "link"))
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there").stat().st_size
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is not on this system")
+def test_a_full_disk_is_one_line(folder):
+    arguments = ["-m", "minispec.generate", "x", "--model", folder, "--max-new-tokens", "1"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2 and "No space left" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_pipes_are_utf_8_whatever_the_system_says(folder, monkeypatch):
     pipes = [io.TextIOWrapper(io.BytesIO(text), "cp1252") for text in ("你好".encode(), b"")]
     monkeypatch.setattr(sys, "stdin", pipes[0])
@@ -281,6 +350,7 @@ def test_the_turns_of_a_sampled_chat_use_fresh_randomness(folder, capsys, monkey
         (["x", "--method", "prompt-lookup", "--k", "auto"], "--k auto: must be a number"),
         (["x", "--method", "speculative"], "needs draft weights of its own"),
         (["x", "--stop", ""], "must not be empty"),
+        (["--color", "full"], "write --color=full"),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(folder, arguments, match, capsys):

@@ -98,6 +98,7 @@ def test_a_tree_gets_its_missing_beginnings_and_is_checked():
         ([(9,)], "rank 9: must be an integer from 0 to 8"),
         ([(0, -1)], "rank -1"),
         ([(0.5,)], "rank 0.5"),
+        ([([0],)], r"rank \[0\]: must be an integer"),
     ):
         with pytest.raises(UserError, match=message):
             complete(paths, 2, 9)

@@ -43,8 +43,9 @@ def test_the_law_equals_the_plain_definition(seed):
         torch.testing.assert_close(law, expected, rtol=0, atol=1e-12)
 
 
-def test_a_tiny_temperature_is_nearly_greedy():
-    law = probs(torch.tensor([[30.0, 70.0, -5.0]]), Sampling(1e-39))[0]
+@pytest.mark.parametrize("tiny", [1e-39, 1e-46, 5e-324])
+def test_a_tiny_temperature_is_nearly_greedy(tiny):
+    law = probs(torch.tensor([[30.0, 70.0, -5.0]]), Sampling(tiny))[0]
     assert law.tolist() == [0.0, 1.0, 0.0]
 
 
