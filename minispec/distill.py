@@ -9,6 +9,7 @@ commands go on where they stopped.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -20,13 +21,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec.checkpoint import load, save, write_tensors
+from minispec.checkpoint import check_fingerprint, load, save, write_tensors
 from minispec.cost import cost_curve
-from minispec.errors import Parser, UserError, command, make_folder, prepare_file
+from minispec.errors import Parser, UserError, command, prepare_file
 from minispec.fastmtp import Head, save_head
 from minispec.medusa import (
     BEST,
@@ -57,6 +58,7 @@ from minispec.pretrain import (
     initialise,
     model_arguments,
     optimizers,
+    prepare_folder,
     read_corpus,
     shown,
     train,
@@ -68,6 +70,7 @@ from minispec.tokenizer import Tokenizer
 LONGEST = 24  # tokens of a prompt
 SKIPPED = 50  # held-out texts of a kind that are left to the benchmark
 HELD_OUT = 50  # every 50th generated document is for measuring
+IDLE = 64  # prompts in a row after which nothing new came: enough
 
 
 # ---- the target's own text -----------------------------------------------------------------------
@@ -159,7 +162,7 @@ def generate(args: argparse.Namespace) -> None:
     starts = beginnings(documents, tokenizer, args.seed)
     for _ in range(batch * args.batch):
         next(starts)
-    bar = tqdm(total=args.documents, initial=kept, unit="document")
+    bar, idle = tqdm(total=args.documents, initial=kept, unit="document"), 0
     with args.out.open("a", encoding="utf-8") as file:
         while kept < args.documents:
             kinds, prompts = zip(*(next(starts) for _ in range(args.batch)))
@@ -169,8 +172,10 @@ def generate(args: argparse.Namespace) -> None:
             for kind, prompt, tokens in zip(kinds, prompts, answers):
                 if not duplicates.add(tokens):
                     row = {"batch": batch, "kind": kind, "prompt": prompt, "tokens": tokens}
+                    row["tokenizer"] = tokenizer.fingerprint
                     lines.append(json.dumps(row) + "\n")
-            if not lines:
+            idle = 0 if lines else idle + args.batch
+            if idle >= IDLE:
                 raise UserError(
                     f"only {kept} different documents came: raise --temperature or ask for fewer"
                 )
@@ -205,19 +210,34 @@ def read_own(path: Path) -> list[dict]:
         lines = path.read_text(encoding="utf-8").split("\n")
         rows = [json.loads(line) for line in lines[:-1]]  # a line cut short by a kill is dropped
         for row in rows:
-            assert row["kind"] and row["prompt"] and isinstance(row["tokens"], list)
+            assert row["kind"] and row["prompt"] and row["tokens"]
+            assert all(type(i) is int and i >= 0 for i in row["prompt"] + row["tokens"])
         return rows
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise UserError(f"{path} is not a file of minispec.distill generate: {error}") from None
 
 
-def read_training(paths: list[Path]) -> list[dict]:
-    """The same of several files, `marked`, for training: there must be some."""
+def read_training(
+    paths: list[Path], target: Transformer, tokenizer: Tokenizer | None
+) -> list[dict]:
+    """The same of several files, `marked`, for training: texts in the target's tokens."""
     rows = [row for path in paths for row in marked(read_own(path))]
-    if all(row["held out"] for row in rows):
+    theirs = {row.get("tokenizer") for row in rows} - {None}  # older files do not say
+    for other in theirs:
+        check_fingerprint(str(paths[0]), other, tokenizer)
+    most = max((i for row in rows for i in row["prompt"] + row["tokens"]), default=0)
+    if most >= target.config.vocab_size:
         raise UserError(
-            f"{paths[0]} holds {len(rows)} documents: make more with minispec.distill generate"
+            f"{paths[0]} holds token {most}, the target has {target.config.vocab_size}: another "
+            "model wrote it"
         )
+    return learnable(rows, paths[0])
+
+
+def learnable(rows: list[dict], source: Path) -> list[dict]:
+    """The rows, of which some must not be held out."""
+    if all(row["held out"] for row in rows):
+        raise UserError(f"{source} holds {len(rows)} documents, and none to learn from: give more")
     return rows
 
 
@@ -276,7 +296,7 @@ def stored_states(
     weights = sum(float(p.detach().cpu().double().abs().sum()) for p in target.parameters())
     key = hashlib.sha256(json.dumps([rows, weights, str(dtype)]).encode()).hexdigest()
     lengths = [len(row) for row in rows]
-    if file.exists():
+    with contextlib.suppress(SafetensorError, OSError):  # damaged or not there: computed anew
         with safe_open(file, "pt") as stored:
             if (stored.metadata() or {}).get("key") == key:
                 return list(stored.get_tensor("hidden").split(lengths))
@@ -396,7 +416,7 @@ def draft(args: argparse.Namespace) -> None:
     """Train a draft on the target's own documents, by its tokens or by its laws."""
     one_process("draft")
     target, tokenizer = plain_target(args)
-    own = read_training(args.own)
+    own = read_training(args.own, target, tokenizer)
     learn, measured = split(own)
     texts: dict[str, list[list[int]]] = {}
     for i in learn:
@@ -406,7 +426,7 @@ def draft(args: argparse.Namespace) -> None:
         raise UserError(
             "a draft must have at most a tenth of its target's parameters: make it less wide"
         )
-    make_folder(args.out, "--out")
+    prepare_folder(args.out)
     if args.soft:
         documents = documents_of(own, target, args, args.out / "hidden.safetensors")
         args.context = documents.tokens.shape[1]  # of the longest: no batch is wider
@@ -537,10 +557,10 @@ def medusa_heads(args: argparse.Namespace) -> None:
     """Train Medusa-1 heads on the frozen target's own documents."""
     one_process("medusa")
     target, tokenizer = plain_target(args)
-    own = read_training(args.own)
+    own = read_training(args.own, target, tokenizer)
     rows = [row["prompt"] + row["tokens"] for row in own]
     prompts = [len(row["prompt"]) for row in own]
-    make_folder(args.out, "--out")
+    prepare_folder(args.out)
     states = stored_states(target, rows, args.dtype, args.out / "hidden.safetensors")
     labels = [labels_of(row, prompt, args.heads) for row, prompt in zip(rows, prompts)]
     learn, measured = split(own)
@@ -847,8 +867,12 @@ def mtp(args: argparse.Namespace) -> None:
         raise UserError("give either --own, the target's documents, or --data, a corpus")
     args.device, rank, world = begin_distributed(args)
     target, tokenizer = plain_target(args)
-    own = read_training(args.own) if args.own else corpus_rows(args.data, tokenizer, args)
-    make_folder(args.out, "--out")
+    own = (
+        read_training(args.own, target, tokenizer)
+        if args.own
+        else corpus_rows(args.data, tokenizer, args)
+    )
+    prepare_folder(args.out)
     file = args.out / (f"hidden.{rank}.safetensors" if world > 1 else "hidden.safetensors")
     documents = documents_of(own, target, args, file)
     learn, measured = split(own)
@@ -886,7 +910,7 @@ def corpus_rows(data: Path, tokenizer: Tokenizer, args: argparse.Namespace) -> l
         if tuple(tokens[:12]) not in seen:  # no document twice, or held-out ones would be known
             seen.add(tuple(tokens[:12]))
             rows.append({"kind": kind, "prompt": tokens[:1], "tokens": tokens[1:]})
-    return marked(rows)
+    return learnable(marked(rows), data)
 
 
 def mtp_card(trainer: Trainer, args: argparse.Namespace, rates: dict[str, list[float]]) -> str:
@@ -942,8 +966,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args, rest = p.parse_known_args(argv)
     if rest:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
-    if args.command in ("draft", "medusa", "mtp"):
-        return checked(args)
+    rows = {"draft": 2, "medusa": 1, "mtp": 5}  # the least --context
+    if args.command in rows:
+        return checked(args, rows[args.command])
+    if args.seed < 0:
+        raise UserError(f"--seed {args.seed}: must be at least 0")
     counts = "documents", "tokens", "batch", "prompt_tokens", "nodes", "measured"
     for name in counts:
         if name in args and getattr(args, name) is not None and getattr(args, name) < 1:

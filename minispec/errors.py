@@ -71,7 +71,7 @@ def check_writable(file: str | Path, flag: str) -> None:
     except OSError as error:
         raise UserError(f"{flag} {file}: cannot be written ({error.strerror})") from None
     if not existed:
-        Path(file).unlink()
+        Path(file).unlink(missing_ok=True)  # another process tries as well
 
 
 def prepare_file(path: Path, flag: str) -> None:

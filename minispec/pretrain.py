@@ -13,7 +13,9 @@ import argparse
 import json
 import math
 import os
+import pickle
 import re
+import shutil
 import sys
 import sysconfig
 import time
@@ -32,7 +34,7 @@ from tqdm import tqdm
 
 from minispec.autoregressive import autoregressive
 from minispec.checkpoint import pick_device, save
-from minispec.errors import Parser, UserError, command, make_folder
+from minispec.errors import Parser, UserError, check_writable, command, make_folder
 from minispec.model import Config, Transformer, count_parameters
 from minispec.sampling import Sampling, Seeded
 from minispec.tokenizer import Tokenizer
@@ -130,12 +132,13 @@ def read_corpus(data: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]
     for kind, files in sources.items():
         paths = [data / name for name in files]  # an absolute name stands for itself
         documents = [d for path in paths if path.exists() for d in read_documents(path)]
-        if documents:
+        if len(documents) > 1:  # a single one is held out: none would be left
             held_out[kind] = documents[::HELD_OUT]
             train[kind] = [d for i, d in enumerate(documents) if i % HELD_OUT]
     if not set(train) - {"code"}:
         raise UserError(
-            f"{data} holds none of the files {', '.join(f[0] for f in sources.values())}"
+            f"{data} holds none of the files {', '.join(f[0] for f in sources.values())}, or none "
+            "of two documents"
         )
     return train, held_out
 
@@ -304,7 +307,7 @@ def bits_per_byte(
         )
         logits = model.logits(model(rows[:, :-1].clamp(min=0))).float()
         bits += F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
-    return bits / math.log(2) / sum(sizes)
+    return bits / math.log(2) / max(sum(sizes), 1)
 
 
 def evaluate(
@@ -342,6 +345,12 @@ class Trainer:
     seconds: float = 0.0
     objective: str = "next token"
 
+    @property
+    def heads(self) -> list[int] | None:
+        """Of a transformer: what the shapes of its weights do not tell."""
+        config = getattr(self.model, "config", None)
+        return config and [config.heads, config.kv_heads]
+
     def save(self, path: Path) -> None:
         state = dict(
             model=self.model.state_dict(),
@@ -351,17 +360,24 @@ class Trainer:
             tokens=self.tokens,
             seconds=self.seconds,
             objective=self.objective,
+            heads=self.heads,
         )
         torch.save(state, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)
 
     def restore(self, path: Path) -> None:
         device = next(self.model.parameters()).device
-        state = torch.load(path, map_location=device, weights_only=True)
+        try:
+            state = torch.load(path, map_location=device, weights_only=True)
+            theirs = {name: p.shape for name, p in state["model"].items()}
+        except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError):
+            raise UserError(
+                f"{path} is damaged: delete it to begin anew, or give another --out"
+            ) from None
         shapes = {name: p.shape for name, p in self.model.state_dict().items()}
-        ours = shapes, self.objective, set(self.batches.state())
-        theirs = {name: p.shape for name, p in state["model"].items()}
-        if ours != (theirs, state.get("objective", self.objective), set(state["batches"])):
+        ours = shapes, self.objective, self.heads, set(self.batches.state())
+        said = state.get("objective", self.objective), state.get("heads", self.heads)
+        if ours != (theirs, *said, set(state["batches"])):
             raise UserError(
                 f"{path} is of another training (other sizes, kinds of text or objective): "
                 "give what it was begun with, or another --out"
@@ -391,6 +407,8 @@ def train(
     bar = tqdm(total=args.steps, initial=trainer.step, unit="step", disable=rank > 0)
     while trainer.step < args.steps:
         loss = one_step(trainer, args, objective, rows, rank, world)
+        if not math.isfinite(loss):
+            raise UserError(f"the loss is {loss} after {trainer.step} steps: lower --lr")
         bar.update()
         bar.set_postfix(loss=f"{loss:.3f}", tok_s=f"{trainer.tokens / trainer.seconds:.0f}")
         if rank == 0 and (trainer.step % args.save_every == 0 or trainer.step == args.steps):
@@ -479,7 +497,8 @@ def card(
 ) -> str:
     """The README.md beside the weights: how they were made, what they reach, what they say."""
     c, device = model.config, trainer.model.device.type
-    stories = [tokenizer.encode(text)[:10] for text in held_out.get("stories_en", [])[:30]]
+    texts = held_out.get("stories_en", [])[:30]
+    stories = [tokenizer.encode(text)[: min(10, c.context - 1)] for text in texts]
     shares = [distinct_4grams(continuation(model, prompt, 200, Sampling())) for prompt in stories]
     kinds = "\n".join(
         f"| {kind} | {s.size:,} | {s.position / s.size:.2f} times | {losses[kind]:.3f} |"
@@ -509,8 +528,9 @@ def shown(arguments: list[str]) -> str:
 
 
 def sample(model: Transformer, tokenizer: Tokenizer, text: str) -> str:
-    """A greedy continuation of the text's first 24 tokens, special tokens shown."""
-    prompt = tokenizer.encode(text)[:24]
+    """A greedy continuation of the text's first 24 tokens, or fewer in a short context, special
+    tokens shown."""
+    prompt = tokenizer.encode(text)[: min(24, model.config.context - 1)]
     tokens = prompt + continuation(model, prompt, 120, Sampling())
     return tokenizer.backend.decode(tokens, skip_special_tokens=False)
 
@@ -528,6 +548,12 @@ def finish(trainer: Trainer, bpe: BPE, held_out: dict[str, list[str]], out: Path
         card(model, tokenizer, trainer, held_out, losses), encoding="utf-8"
     )
     print("held-out bits per byte:", losses)
+
+
+def prepare_folder(out: Path) -> None:
+    """Make the folder of a training, and see that checkpoints can be written there."""
+    make_folder(out, "--out")
+    check_writable(out / "training.tmp", "--out")  # what becomes the checkpoint
 
 
 def model_arguments(
@@ -561,11 +587,16 @@ def training_arguments(
     p.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
 
 
-def checked(args: argparse.Namespace) -> argparse.Namespace:
+def checked(args: argparse.Namespace, least_context: int = 2) -> argparse.Namespace:
     """Complain of impossible values; dtype and device become torch's."""
+    least = {"seed": 0, "context": least_context}
     for name, value in vars(args).items():
-        if type(value) is int and value < 1 and name != "seed":
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if type(value) is int and value < least.get(name, 1):
+            raise UserError(
+                f"--{name.replace('_', '-')} {value}: must be at least {least.get(name, 1)}"
+            )
+        if type(value) is float and not 0 < value < math.inf:
+            raise UserError(f"--{name} {value}: must be a positive number")
     if args.batch_tokens < args.context:
         raise UserError(
             f"--batch-tokens {args.batch_tokens} must hold a row of --context {args.context}"
@@ -579,12 +610,21 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         )
     args.dtype = getattr(torch, args.dtype)
     args.device = pick_device(args.device)
+    compilers = os.environ.get("CXX", "g++"), "clang++", "c++", "cl"
+    if args.compile and args.device.type == "cpu" and not any(map(shutil.which, compilers)):
+        raise UserError("--compile needs a C++ compiler such as g++: go on without, or install one")
     return args
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = Parser(prog="python -m minispec.pretrain", description=__doc__.split("\n\n")[0])
-    p.add_argument("--data", type=Path, required=True, help="a folder with the files of KINDS")
+    names = ", ".join(files[0] for files, _ in KINDS.values())
+    p.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        help=f"a folder with some of {names}; to the code belongs Python's own library",
+    )
     p.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use instead of a new one")
     p.add_argument("--vocab", type=int, default=8192, help="of a new tokenizer")
     model_arguments(p, layers=14, width=192, heads=3, ffn=512)
@@ -642,17 +682,22 @@ def end_distributed() -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     args.device, rank, world = begin_distributed(args)
-    make_folder(args.out, "--out")
+    prepare_folder(args.out)
 
     documents, held_out = read_corpus(args.data)
     path = args.tokenizer or args.out / "tokenizer.json"
     if args.tokenizer and not path.exists():
         raise UserError(f"no such tokenizer: {path}")
     if not path.exists() and rank == 0:
-        train_tokenizer(documents, args.vocab).save(str(path))
+        part = path.with_suffix(".part")
+        train_tokenizer(documents, args.vocab).save(str(part))
+        part.replace(path)
     if world > 1:
         dist.barrier()
-    bpe = BPE.from_file(str(path))
+    try:
+        bpe = BPE.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{path} is not a tokenizer: {error}") from None
     batches = Batches({kind: tokenize(bpe, d) for kind, d in documents.items()}, args.seed)
     tests = {kind: clip_held_out(bpe, d[:32], args.context) for kind, d in held_out.items()}
 

@@ -10,6 +10,7 @@ All decode greedily from held-out text; DIR is the corpus named in the card of w
 import argparse
 import json
 import statistics
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
@@ -68,13 +69,11 @@ def fit(points: list[tuple[int, float]], gamma: int) -> tuple[float, float]:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    try:
-        import matplotlib
+    import matplotlib
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UserError("--plot needs matplotlib: pip install 'minispec[lessons]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for color, n in enumerate(sorted({row["N"] for row in rows})):
         part = [row for row in rows if row["N"] == n]
@@ -190,6 +189,8 @@ def main(argv: list[str] | None = None) -> None:
     args = p.parse_args(argv)
     if min(args.prompts, args.max_new_tokens, args.size) < 1:
         raise UserError("--prompts, --max-new-tokens and --size must be at least 1")
+    if args.plot and (args.plot.suffix != ".png" or not find_spec("matplotlib")):
+        raise UserError("--plot needs a name that ends in .png, and matplotlib: pip install it")
     for flag in ("plot", "json"):
         if getattr(args, flag):
             prepare_file(getattr(args, flag), f"--{flag}")

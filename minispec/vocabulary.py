@@ -198,7 +198,8 @@ def main(argv: list[str] | None = None) -> None:
         "--model", default=str(WEIGHTS / "target"), help="a directory with a tokenizer.json"
     )
     p.add_argument("--text", action="append", required=True, metavar="NAME=FILE,…",
-                   help="a language and its texts: .txt, .jsonl, a folder (repeat)")  # fmt: skip
+                   help="a language and its texts: .txt, .jsonl, a folder of Python files "
+                        "(repeat)")  # fmt: skip
     p.add_argument("--size", type=int, default=2048, help="tokens of each language")
     p.add_argument("--out", type=Path, required=True)
     args = p.parse_args(argv)
@@ -220,6 +221,8 @@ def main(argv: list[str] | None = None) -> None:
         texts = (tokenizer.encode(d) for d in tqdm(documents, desc=name, unit="document"))
         languages[name] = count(texts, tokenizer.special_ids, args.size)
         total = sum(languages[name].counts)
+        if not total:
+            raise UserError(f"--text {text}: holds no text (of a folder the .py files are read)")
         print(f"{name}: {len(languages[name].ids)} of {tokenizer.size} tokens, {total} seen")
     save_vocabulary(languages, tokenizer, args.out)
 

@@ -116,7 +116,8 @@ def test_what_is_measured_was_neither_learnt_nor_is_near_to_what_was(tmp_path):
     files = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     for file, part in zip(files, (rows[:60], rows[60:])):
         file.write_text("".join(json.dumps(row) + "\n" for row in part))
-    learn, measured = distill.split(distill.read_training(files))
+    rows = distill.read_training(files, random_model(vocab_size=99), None)
+    learn, measured = distill.split(rows)
     assert measured == [0, 60, 110] and learn == sorted(set(range(130)) - {0, 50, 60, 110})
     copies = [row | {"held out": i == 0} for i, row in enumerate([rows[0]] * 3)]
     assert distill.split(copies) == ([1, 2], [0])  # rather than nothing
@@ -195,6 +196,49 @@ def test_wrong_input_is_refused(tmp_path):
     assert distill.read_own(tmp_path / "others.jsonl") == [row]
     with pytest.raises(UserError, match="was not begun by minispec.distill generate"):
         distill.resumed(tmp_path / "others.jsonl")
+
+
+def test_text_of_another_model_is_refused(target, tmp_path):
+    model, tokenizer = load(target, device="cpu")
+    row = {"kind": "code", "prompt": [1], "tokens": [2], "tokenizer": tokenizer.fingerprint}
+    file = tmp_path / "own.jsonl"
+    for change, match in (
+        ({}, None), ({"tokenizer": "other"}, "another tokenizer"),
+        ({"tokens": [2, 10**6]}, "another model wrote it"),
+        ({"tokens": [-1]}, "is not a file"), ({"prompt": "abc"}, "is not a file"),
+        ({"tokens": []}, "is not a file"),
+    ):  # fmt: skip
+        file.write_text((json.dumps(row | change) + "\n") * 3)
+        if match is None:
+            assert len(distill.read_training([file], model, tokenizer)) == 3
+        else:
+            with pytest.raises(UserError, match=match):
+                distill.read_training([file], model, tokenizer)
+
+
+def test_hidden_states_that_were_damaged_are_made_anew(tmp_path):
+    model, rows = random_model(dtype=torch.float32), [[1, 2, 3], [4, 5]]
+    file = tmp_path / "hidden.safetensors"
+    first = distill.stored_states(model, rows, torch.float32, file)
+    file.write_bytes(file.read_bytes()[:20])
+    again = distill.stored_states(model, rows, torch.float32, file)
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        (["draft", "--context", 1], "--context 1: must be at least 2"),
+        (["mtp", "--context", 4], "--context 4: must be at least 5"),
+        (["mtp", "--beta", -1], "--beta -1.0: must be a positive number"),
+        (["medusa", "--lr", "nan"], "--lr nan: must be a positive number"),
+        (["medusa", "--seed", -1], "--seed -1: must be at least 0"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_first(arguments, match, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(*arguments, "--own", tmp_path / "own.jsonl", "--out", tmp_path / "out")
+    assert match in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,10 @@ def test_two_processes_train_the_same_model_as_one(data, tmp_path):
         (["--batch-tokens", "8"], "must hold a row"),
         (["--tokenizer", "nowhere.json"], "no such tokenizer"),
         (["--device", "abacus"], "device abacus is not there"),
+        (["--context", "1"], "--context 1: must be at least 2"),
+        (["--seed", "-1"], "--seed -1: must be at least 0"),
+        (["--lr", "nan"], "--lr nan: must be a positive number"),
+        (["--lr", "1e30"], "lower --lr"),
     ],
 )
 def test_wrong_input_is_refused(data, tmp_path, arguments, match, capsys):
@@ -182,9 +186,35 @@ def test_a_checkpoint_of_another_training_is_refused(data, tmp_path, capsys):
     (data / "stories_zh.txt").unlink()
     with pytest.raises(SystemExit):
         run(data, tmp_path / "out", 3, "--layers", "3")
-    assert capsys.readouterr().err.count("of another training") == 2
+    with pytest.raises(SystemExit):
+        run(data, tmp_path / "out", 3, "--heads", "4")  # of equal shapes
+    assert capsys.readouterr().err.count("of another training") == 3
+    with pytest.raises(SystemExit):
+        (tmp_path / "out" / "training.pt").write_bytes(b"PK")
+        run(data, tmp_path / "out", 3)
+    assert "training.pt is damaged" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        (tmp_path / "out" / "tokenizer.json").write_text("{")
+        run(data, tmp_path / "out", 3)
+    assert "tokenizer.json is not a tokenizer" in capsys.readouterr().err
     with pytest.raises(UserError, match="holds none of the files"):
         pretrain.read_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("context", ["2", "9"])
+def test_rows_may_be_short(data, tmp_path, context):
+    """Shorter than what a card's samples begin with."""
+    (data / "stories_zh.txt").write_text("wholly held out")
+    run(data, tmp_path, 2, "--context", context)
+    assert "## Greedy samples" in (tmp_path / "README.md").read_text()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_first(data, tmp_path, capsys):
+    (tmp_path / "training.tmp").mkdir()
+    with pytest.raises(SystemExit):
+        run(data, tmp_path, 2)
+    assert "cannot be written" in capsys.readouterr().err
+    assert not (tmp_path / "tokenizer.json").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(data, tmp_path, capsys):
