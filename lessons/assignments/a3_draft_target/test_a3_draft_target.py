@@ -141,16 +141,23 @@ def test_greedy_tokens_are_plain_decoding_s(impl):
             steps = impl.speculative(
                 model, prompt, GREEDY, Seeded(), draft=draft, k=k, draft_sampling=warm
             )
-            tokens = [t for step, _ in zip(steps, range(9)) for t in step.tokens][:8]
+            rounds = [step for step, _ in zip(steps, range(9))]
+            tokens = [t for step in rounds for t in step.tokens][:8]
             assert tokens == plain, f"greedy, k={k}: {tokens} instead of {plain}"
+            drawn = [step.tree.law(1) is not None for step in rounds[1:]]
+            assert drawn == [warm is not None] * 8, (
+                f"draft_sampling {warm}: the draft draws with it, or, where it is None, as the "
+                "target does; at temperature 0 the laws are one-hot"
+            )
 
 
 @pytest.mark.points(3, task="caches")
 def test_both_caches_follow_the_text(impl):
     """The target's rows against a fresh pass; the draft's by what it drafts."""
-    for seed in range(3):
+    for seed in range(3):  # so many rows are kept from an earlier run
         model, draft = small_model(seed, vocab=4), small_model(seed + 50, vocab=4)
         cache, tokens = model.new_cache(), [1, 2, 3]
+        model.prefill(tokens[:seed], cache)
         steps = impl.speculative(model, tokens, GREEDY, Seeded(), cache=cache, draft=draft, k=3)
         for round_, step in zip(range(9), steps):
             if round_:

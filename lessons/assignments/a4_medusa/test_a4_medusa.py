@@ -203,9 +203,11 @@ def test_the_grown_tree_is_the_best_of_all(impl):
 
 
 @pytest.mark.points(1, task="grow")
-def test_it_stops_where_nothing_is_gained(impl):
+def test_it_takes_the_best_first_and_stops_where_nothing_is_gained(impl):
     grown = impl.grow_tree(torch.tensor([[0.5, 0.0, 0.0], [0.5, 0.0, 0.0]]), 9)
     assert grown == [(0,), (0, 0)], f"a token that is never right gains nothing: not {grown}"
+    deep = impl.grow_tree(torch.tensor([[0.9, 0.1], [0.8, 0.1]]), 3)
+    assert deep == [(0,), (0, 0), (1,)], f"best first, whether sibling or child: not {deep}"
     whole = impl.grow_tree(random_accuracy(1) + 0.01, 1000)
     assert len(set(whole)) == len(whole) == 39, "3 heads of 3 ranks have 3 + 9 + 27 nodes"
 

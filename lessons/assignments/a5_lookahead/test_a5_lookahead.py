@@ -41,7 +41,9 @@ def test_a_guess_is_what_the_model_said_a_pass_ago(impl):
     for seed in range(3):
         model, prompt, block = small_model(seed), [3, 1, 4, 1, 5], 4 + seed
         tokens, guess = list(prompt), [prompt[i % 5] for i in range(block)]
-        steps = impl.jacobi(model, prompt, GREEDY, Seeded(), block=block)
+        cache = model.new_cache()
+        model.prefill(prompt[:seed], cache)  # rows kept from an earlier run
+        steps = impl.jacobi(model, prompt, GREEDY, Seeded(), cache=cache, block=block)
         assert next(steps).tree is None, "the first step is the prefill's"
         for round_, step in zip(range(8), steps):
             assert step.tree.tokens == [tokens[-1], *guess], (
@@ -51,6 +53,10 @@ def test_a_guess_is_what_the_model_said_a_pass_ago(impl):
             said = model.logits(model(tokens + guess))[0, len(tokens) - 1 :].argmax(-1).tolist()
             settled = len(step.tokens)
             tokens += step.tokens
+            assert cache.length == len(tokens) - 1, (
+                f"round {round_}: the given cache has {cache.length} rows, {len(tokens) - 1} are "
+                "settled: feed what it lacks, and commit what was accepted"
+            )
             guess = (said[settled:] + guess[len(said) - settled :])[:block]
 
 
