@@ -18,7 +18,17 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 
-from minispec import cache, distill, fastmtp, lookahead, medusa, mutants, tree, vocabulary
+from minispec import (
+    cache,
+    distill,
+    fastmtp,
+    lookahead,
+    medusa,
+    mutants,
+    speculative,
+    tree,
+    vocabulary,
+)
 from minispec.mutants import MUTANTS
 from minispec.prompt_lookup import lookup
 from minispec.tree import Tree
@@ -287,6 +297,19 @@ def only_whole_drafts(tokens, k, ngram):
     return guess if len(guess) == k else []
 
 
+def like_the_target(*arguments, draft_sampling=None, **options):
+    return speculative.speculative(*arguments, **options)
+
+
+def from_no_row(method):
+    """A method that ignores the cache it is given."""
+
+    def started(*arguments, cache=None, **options):
+        return method(*arguments, **options)
+
+    return started
+
+
 A3 = [
     Wrong("a3_draft_target", name, lost, mutant=True)
     for name, lost in (
@@ -304,6 +327,10 @@ A3 = [
           {"tokens_per_pass": lambda alpha, gamma: sum(alpha**i for i in range(gamma))}),
     Wrong("a3_draft_target", "the drafts are free", {"formula"},
           {"speedup": lambda alpha, gamma, c: sum(alpha**i for i in range(gamma + 1))}),
+    Wrong("a3_draft_target", "the draft draws as the target", {"lossless"},
+          {"speculative": like_the_target}),
+    Wrong("a3_draft_target", "kept rows unused", {"caches"},
+          {"speculative": from_no_row(speculative.speculative)}),
     Wrong("a3_draft_target", "the first occurrence", {"lookup"}, {"lookup": first_occurrence}),
     Wrong("a3_draft_target", "only whole drafts", {"lookup"}, {"lookup": only_whole_drafts}),
 ]  # fmt: skip
@@ -360,6 +387,10 @@ def breadth_first(accuracy, nodes):
     return sorted(medusa.grow_tree(accuracy, 1000), key=lambda path: (len(path), path))[:nodes]
 
 
+def by_depth(accuracy, nodes):
+    return sorted(medusa.grow_tree(accuracy, nodes), key=lambda path: (len(path), path))
+
+
 def strictest(laws, tree, epsilon, delta):
     return medusa.typical_path(laws, tree, max(epsilon, delta), delta)
 
@@ -375,6 +406,7 @@ A4 = [
         ("another head's tokens", "propose", {"propose": next_head}),
         ("leaves only", "expected", {"expected": leaves_only}),
         ("breadth first", "grow", {"grow_tree": breadth_first}),
+        ("the best in another order", "grow", {"grow_tree": by_depth}),
         ("without the entropy", "typical", {"typical_path": strictest}),
     )
 ] + [Wrong("a4_medusa", "ranks of heads with p / q", {"propose"}, mutant=True)]
@@ -452,6 +484,7 @@ A5 = [
         ("an aliased pool", {"pool"},
          {"Pool": changed(lookahead.Pool, after=mutants.aliased_pool)}),
         ("separate chains", {"trie"}, {"merged": separate_chains}),
+        ("kept rows unused", {"jacobi"}, {"jacobi": from_no_row(lookahead.jacobi)}),
     )
 ]  # fmt: skip
 
@@ -618,7 +651,8 @@ A8 = [
         ("a draft judged by the law after it",
          {"exact", "greedy", "rounds", "limits", "black box"},
          {"accept": mutants.law_of_the_child}),
-        ("the bonus has no warpers", {"exact"}, {"probs": mutants.bonus_without_warpers}),
+        ("the bonus has no warpers", {"exact", "black box"},
+         {"probs": mutants.bonus_without_warpers}),
         ("a kept cache forgotten", {"cache", "rounds"}, {"engine": forgets_the_kept_cache}),
         ("runs past the end", {"black box"}, {"black_box": runs_past_the_end}),
     )
