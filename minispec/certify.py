@@ -966,8 +966,9 @@ def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
         shorter = min(x, y, key=lambda run: len(run["tokens"]))
         if at is None:
             yield Verdict("compare", f"line {i}", True, f"{len(x['tokens'])} tokens, the same")
-        elif at == len(shorter["tokens"]) and shorter.get("finish_reason") in CUT:
-            detail = f"the same {at} tokens, where one ended ({shorter['finish_reason']})"
+        elif 0 < at == len(shorter["tokens"]) and shorter.get("finish_reason") in CUT:
+            ended = shorter["finish_reason"]
+            detail = f"the same {at} tokens, where one ended ({ended}): were the options the same?"
             yield Verdict("compare", f"line {i}", True, detail)
         else:
             what = "a tie" if gap < TIE else "a bug (or not the model of these runs)"

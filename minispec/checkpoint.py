@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +34,7 @@ ROPE_TYPES = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 YARN_NUMBERS = "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"  # optional
+WEIGHTS = Path(__file__).resolve().parent.parent / "weights"  # the shipped ones
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -56,7 +58,7 @@ class Keys:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = default if self.raw.get(key) is None else self.raw[key]
-        if type(value) not in (int, float) or not value > 0:
+        if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(key, "a positive number")
         return float(value)
 
@@ -176,8 +178,8 @@ def read_context(keys: Keys, scaling: dict | None) -> int:
     elif kinds:
         slides = "sliding_attention" in kinds
     else:
-        layers, whole = keys.count("num_hidden_layers"), keys.raw.get("max_window_layers", 28)
-        slides = keys.flag("use_sliding_window", False) and whole < layers
+        whole = 0 if keys.raw.get("max_window_layers") == 0 else keys.count("max_window_layers", 28)
+        slides = keys.flag("use_sliding_window", False) and whole < keys.count("num_hidden_layers")
     if not slides or keys.raw.get("sliding_window", 4096) is None:
         return context
     return min(context, keys.count("sliding_window", 4096))
@@ -197,10 +199,12 @@ def read_rope(keys: Keys) -> tuple[float, dict | None]:
     kind = scaling.raw.get("rope_type")
     if scaling.raw and kind is None:
         raise scaling.wrong("rope_type", f"one of {', '.join(ROPE_TYPES)}")
-    if (kind or "default") not in ROPE_TYPES:
+    if not isinstance(kind or "", str) or (kind or "default") not in ROPE_TYPES:
         raise UserError(
             f"{keys.path}: rope type {kind!r} is not supported (only {', '.join(ROPE_TYPES)})"
         )
+    if scaling.raw.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError(f"{keys.path}: partial_rotary_factor is not supported")
     if (kind or "default") == "default":
         return theta, None
     original = "original_max_position_embeddings"
@@ -208,7 +212,7 @@ def read_rope(keys: Keys) -> tuple[float, dict | None]:
         scaling.raw[original] = keys.raw[original]
     if scaling.raw.get(original) is not None:
         scaling.count(original)
-    more = [key for key in YARN_NUMBERS if kind == "yarn" and scaling.raw.get(key)]
+    more = [key for key in YARN_NUMBERS if kind == "yarn" and scaling.raw.get(key) is not None]
     for key in (*ROPE_TYPES[kind], *more):
         scaling.number(key)
     return theta, scaling.raw

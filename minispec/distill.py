@@ -158,7 +158,7 @@ def generate(args: argparse.Namespace) -> None:
     n = min(args.tokens, model.config.context - LONGEST)
     if n < 1:
         raise UserError(f"the target's context of {model.config.context} tokens is too short")
-    duplicates, kept, batch = resumed(args.out)
+    duplicates, kept, batch = resumed(args.out, tokenizer)
     starts = beginnings(documents, tokenizer, args.seed)
     for _ in range(batch * args.batch):
         next(starts)
@@ -186,12 +186,14 @@ def generate(args: argparse.Namespace) -> None:
     bar.close()
 
 
-def resumed(out: Path) -> tuple[Duplicates, int, int]:
+def resumed(out: Path, tokenizer: Tokenizer) -> tuple[Duplicates, int, int]:
     """What `out` holds, how many documents, and the next batch; the last one may have been cut
     short: it is dropped from the file, to be made again."""
     rows = read_own(out) if out.exists() else []
     if not all(type(row.get("batch")) is int for row in rows):
         raise UserError(f"{out} was not begun by minispec.distill generate: give another --out")
+    for theirs in {row.get("tokenizer") for row in rows}:
+        check_fingerprint(str(out), theirs, tokenizer)
     batch = rows[-1]["batch"] if rows else 0
     if rows:
         rows = [row for row in rows if row["batch"] < batch]
@@ -221,16 +223,18 @@ def read_training(
     paths: list[Path], target: Transformer, tokenizer: Tokenizer | None
 ) -> list[dict]:
     """The same of several files, `marked`, for training: texts in the target's tokens."""
-    rows = [row for path in paths for row in marked(read_own(path))]
-    theirs = {row.get("tokenizer") for row in rows} - {None}  # older files do not say
-    for other in theirs:
-        check_fingerprint(str(paths[0]), other, tokenizer)
-    most = max((i for row in rows for i in row["prompt"] + row["tokens"]), default=0)
-    if most >= target.config.vocab_size:
-        raise UserError(
-            f"{paths[0]} holds token {most}, the target has {target.config.vocab_size}: another "
-            "model wrote it"
-        )
+    rows = []
+    for path in paths:
+        part = marked(read_own(path))
+        for theirs in {row.get("tokenizer") for row in part}:  # None in older files
+            check_fingerprint(str(path), theirs, tokenizer)
+        most = max((i for row in part for i in row["prompt"] + row["tokens"]), default=0)
+        if most >= target.config.vocab_size:
+            raise UserError(
+                f"{path} holds token {most}, the target has {target.config.vocab_size}: another "
+                "model wrote it"
+            )
+        rows += part
     return learnable(rows, paths[0])
 
 

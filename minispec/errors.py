@@ -1,6 +1,7 @@
 """What a user can get wrong: one line that says what and how to mend it, exit code 2."""
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -35,10 +36,10 @@ def command(main: Callable) -> Callable:
         except KeyboardInterrupt:
             sys.exit(130)
         except BrokenPipeError:  # the reader of our output has gone: nothing is left to say
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            drop_unwritable_output()
         except OSError as error:  # a full disk, or a file that has gone
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             print(f"minispec: {error}", file=sys.stderr)
+            drop_unwritable_output()
             sys.exit(2)
 
     return wrapped
@@ -48,8 +49,20 @@ def speak_utf8() -> None:
     """Make files and pipes UTF-8 where the system has another encoding. Bytes that are not pass
     standard input as lone surrogates, which a tokenizer refuses."""
     for stream, errors in (sys.stdin, "surrogateescape"), (sys.stdout, "strict"):
-        if hasattr(stream, "reconfigure") and not stream.isatty():
-            stream.reconfigure(encoding="utf-8", errors=errors)
+        with contextlib.suppress(ValueError):  # closed, or read from already
+            if hasattr(stream, "reconfigure") and not stream.isatty():
+                stream.reconfigure(encoding="utf-8", errors=errors)
+
+
+def drop_unwritable_output() -> None:
+    """Standard output goes nowhere from now on, if it cannot be written: Python would complain of
+    what is left in it at its end."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):  # no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read_json(path: Path) -> dict:

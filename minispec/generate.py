@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ import torch
 
 from minispec.autoregressive import autoregressive
 from minispec.cache import KVCache
-from minispec.checkpoint import load
+from minispec.checkpoint import WEIGHTS, load
 from minispec.compiled import compile_head, compile_model
 from minispec.errors import Parser, UserError, check_writable, command
 from minispec.fastmtp import fastmtp, load_head
@@ -54,7 +55,6 @@ METHODS: dict[str, Callable[..., Iterator[Step]]] = {
 }
 LOSSY = ("medusa-typical",)  # every other method has the law of plain decoding
 
-WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
 TREE_ROOM = 512  # cache rows beyond the tokens asked for: room for the last window or tree
 CHAT_ROOM = 8192  # cache rows of a chat: the context, but no more than this
 
@@ -77,7 +77,7 @@ class Ending:
     ignore_eos: bool = False
 
     def __post_init__(self):
-        if not isinstance(self.max_new_tokens, int):
+        if not isinstance(self.max_new_tokens, Integral):
             raise UserError(f"max-new-tokens {self.max_new_tokens}: must be a whole number")
         if self.max_new_tokens < 0:
             raise UserError(f"max-new-tokens {self.max_new_tokens}: must not be negative")
@@ -457,7 +457,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.color and args.json:
         raise UserError("--color is for text: give it without --json")
     if args.color and args.prompt == "full":
-        raise UserError("--color full: write --color=full, or the prompt before --color")
+        raise UserError("--color full: write --color=full (a prompt `full` goes in --prompt-file)")
     if args.html is not None:
         if args.chat:
             raise UserError("--html shows one run: give it without --chat")
@@ -634,16 +634,16 @@ def show(run: Run, args: argparse.Namespace, tokenizer: Tokenizer | None, prompt
     before, shown = prompt, 0
     with contextlib.suppress(KeyboardInterrupt):
         for chunk in run:
+            text, before, shown = before, "", shown + len(chunk.text)
             if painter:
-                before += painter.paint(chunk.step, chunk.tokens, chunk.text)
+                text += painter.paint(chunk.step, chunk.tokens, chunk.text)
             elif not args.json:
-                before += chunk.text
-            print(before, end="", flush=True)
-            before, shown = "", shown + len(chunk.text)
+                text += chunk.text
+            print(text, end="", flush=True)
     if run.finish_reason is None:
         run.finish("interrupted")
         if not args.json:  # what was held back, as it might have begun a stop string
-            print(run.text[shown:], end="")
+            before += run.text[shown:]
     facts = json.dumps(run.as_json(args.model), ensure_ascii=False) if args.json else ""
     print(before + facts, flush=True)
     if args.stats:

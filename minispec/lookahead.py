@@ -177,7 +177,7 @@ def lookahead(
     pool begins with those of the `earlier` texts (token ids), as of what the target wrote before.
     """
     cache = cache or model.new_cache()
-    check_sizes(window, ngram, guesses, cache.capacity)
+    check_sizes(window, ngram, guesses, model.config.context)
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)
     ahead = Window(prompt, window, ngram)
@@ -215,15 +215,15 @@ def one_pass(
     return path, fresh, best(logits[n:]) if ahead else []
 
 
-def check_sizes(window: int, ngram: int, guesses: int, capacity: int) -> None:
-    """Refuse what is too small, and a window that would never fit into the cache."""
+def check_sizes(window: int, ngram: int, guesses: int, context: int) -> None:
+    """Refuse what is too small, and a window that would never fit into the context."""
     for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 0)):
         if value < least:
             raise UserError(f"{name} {value}: must be at least {least}")
     rows = (ngram - 1) * window
-    if rows >= capacity:
+    if rows >= context:
         raise UserError(
-            f"window {window}, ngram {ngram}: {rows} rows never fit into a cache of {capacity}: "
+            f"window {window}, ngram {ngram}: {rows} rows never fit into a context of {context}: "
             "take smaller ones"
         )
 

@@ -333,6 +333,11 @@ def clip_held_out(
     return rows, sizes
 
 
+BROKEN = (
+    OSError, EOFError, RuntimeError, KeyError, TypeError, AttributeError, pickle.UnpicklingError,
+)  # fmt: skip
+
+
 @dataclass
 class Trainer:
     """The state of a run: what a checkpoint holds."""
@@ -370,14 +375,15 @@ class Trainer:
         try:
             state = torch.load(path, map_location=device, weights_only=True)
             theirs = {name: p.shape for name, p in state["model"].items()}
-        except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError):
+            kinds = set(state["batches"])
+        except BROKEN:
             raise UserError(
                 f"{path} is damaged: delete it to begin anew, or give another --out"
             ) from None
         shapes = {name: p.shape for name, p in self.model.state_dict().items()}
         ours = shapes, self.objective, self.heads, set(self.batches.state())
         said = state.get("objective", self.objective), state.get("heads", self.heads)
-        if ours != (theirs, *said, set(state["batches"])):
+        if ours != (theirs, *said, kinds):
             raise UserError(
                 f"{path} is of another training (other sizes, kinds of text or objective): "
                 "give what it was begun with, or another --out"
@@ -595,7 +601,7 @@ def checked(args: argparse.Namespace, least_context: int = 2) -> argparse.Namesp
             raise UserError(
                 f"--{name.replace('_', '-')} {value}: must be at least {least.get(name, 1)}"
             )
-        if type(value) is float and not 0 < value < math.inf:
+        if type(value) is float and not (0 < value < math.inf or value == 0 and name == "beta"):
             raise UserError(f"--{name} {value}: must be a positive number")
     if args.batch_tokens < args.context:
         raise UserError(

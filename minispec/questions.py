@@ -27,6 +27,7 @@ def read_questions(path: Path) -> list[dict]:
             try:
                 question = json.loads(line)
                 assert "question_id" in question and question["turns"]
+                assert isinstance(question["turns"], list)
                 "".join(question["turns"]).encode()  # texts, of whole characters
             except (ValueError, KeyError, TypeError, AssertionError):
                 raise UserError(

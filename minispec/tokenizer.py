@@ -41,7 +41,8 @@ class Tokenizer:
         settings = read_json(file) if file.exists() else {}
         template = settings.get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = {t.get("name"): t.get("template") for t in template}.get("default")
+            named = [t for t in template if isinstance(t, dict)]
+            template = {t.get("name"): t.get("template") for t in named}.get("default")
         if (directory / "chat_template.jinja").exists():
             template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
         older = directory / "special_tokens_map.json"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec.checkpoint import check_fingerprint, load_pickle, read_tokenizer
+from minispec.checkpoint import WEIGHTS, check_fingerprint, load_pickle, read_tokenizer
 from minispec.errors import Parser, UserError, command, prepare_file, read_json
 from minispec.linear import Joined
 from minispec.model import Transformer
@@ -190,8 +190,7 @@ def save_vocabulary(languages: dict[str, Language], tokenizer: Tokenizer, path: 
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    from minispec.generate import WEIGHTS  # methods import this module; they need no text
-    from minispec.pretrain import read_documents
+    from minispec.pretrain import read_documents  # methods import this module; they need no text
 
     p = Parser(prog="python -m minispec.vocabulary", description=__doc__.split("\n\n")[0])
     p.add_argument(

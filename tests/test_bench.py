@@ -241,7 +241,10 @@ def test_questions_are_answered_in_spec_benchs_format(tmp_path, capsys):
         assert sum(choice["accept_lengths"]) >= sum(choice["new_tokens"])
         assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
     good = json.dumps({"question_id": 1, "turns": ["a\u2028b"]}, ensure_ascii=False) + "\n\n"
-    for wrong in '{"question_id": 1}', '{"question_id": 1, "turns": ["\\ud800"]}', "{", '"x"':
+    for wrong in (
+        '{"question_id": 1}', '{"question_id": 1, "turns": ["\\ud800"]}', "{", '"x"',
+        '{"question_id": 1, "turns": "abc"}',
+    ):  # fmt: skip
         questions.write_text(good + wrong)
         with pytest.raises(SystemExit):
             bench.main(["--questions", str(questions), "--answers", str(tmp_path)])

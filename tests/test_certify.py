@@ -230,6 +230,8 @@ def test_two_runs_are_compared_token_by_token(tmp_path, capsys):
     for ended, code, says in ("length", 0, "the same 6 tokens, where one"), ("eos", 1, "a bug"):
         b.write_text((json.dumps(short | {"finish_reason": ended}) + "\n") * 2)
         assert says in run("--compare", str(a), str(b), *options, code=code, capsys=capsys)
+    b.write_text((json.dumps(line | {"tokens": [], "finish_reason": "length"}) + "\n") * 2)
+    assert "a bug" in run("--compare", str(a), str(b), *options, code=1, capsys=capsys)
     negative = tokens[:3] + [-1] + tokens[4:]
     b.write_text((json.dumps(line | {"tokens": negative}) + "\n") * 2)
     assert "top-2 gap inf" in run("--compare", str(a), str(b), *options, code=1, capsys=capsys)

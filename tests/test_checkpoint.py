@@ -1,6 +1,7 @@
 """Every layout a loader meets, and every mistake a user can make with one."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -130,6 +131,8 @@ def test_a_sliding_window_ends_the_context_and_yarn_stretches_it(folder):
         ({"model_type": "mistral", "max_position_embeddings": 9000, "sliding_window": ...}, 4096),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, 128),
         ({"max_window_layers": 1}, 8),
+        ({"max_window_layers": 0}, 8),
+        ({"max_window_layers": None}, 128),
         ({"layer_types": ["full_attention"] * 2}, 128),
         ({"layer_types": ["full_attention", "sliding_attention"]}, 8),
         ({"layer_types": ..., "use_sliding_window": False}, 128),
@@ -296,6 +299,13 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types must be a list of"),
         ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window must be a positive"),
         ({"model_type": ["llama"]}, "is not supported"),
+        ({"use_sliding_window": True, "max_window_layers": "2"}, "max_window_layers must be a pos"),
+        ({"rope_parameters": {"rope_type": ["x"]}}, r"rope type \['x'\] is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": math.inf}}, "factor must be a pos"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is not supported",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": "many"}, "hidden_size must be a positive integer"),

@@ -195,7 +195,7 @@ def test_wrong_input_is_refused(tmp_path):
     (tmp_path / "others.jsonl").write_text(json.dumps(row) + "\n")
     assert distill.read_own(tmp_path / "others.jsonl") == [row]
     with pytest.raises(UserError, match="was not begun by minispec.distill generate"):
-        distill.resumed(tmp_path / "others.jsonl")
+        distill.resumed(tmp_path / "others.jsonl", None)
 
 
 def test_text_of_another_model_is_refused(target, tmp_path):

@@ -274,6 +274,25 @@ def test_bytes_that_are_no_text_end_a_chat_after_the_turns_before(folder, capsys
     assert caught.value.code == 2 and len(out.splitlines()) == 1 and "not valid Unicode" in err
 
 
+def test_mistakes_in_a_notebook_s_process_leave_its_output_alone(folder, tmp_path):
+    """Called twice, with a pipe that was read from, and with an output that is no file."""
+    script = (
+        "import contextlib, io, sys\n"
+        "from minispec import errors, generate\n"
+        "sys.stdin.readline()\n"
+        "def lost(argv): raise FileNotFoundError(2, 'gone')\n"
+        "for out in io.StringIO(), sys.stdout:\n"
+        "    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):\n"
+        "        generate.main(['x', '--model', sys.argv[1], '--max-new-tokens', '1'])\n"
+        "        errors.command(lost)([])\n"
+        "print('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, folder], cwd=ROOT, input="a\nb\n",
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0 and done.stderr.count("gone\n") == 2, done.stderr
+    assert done.stdout.endswith("still here\n") and "Traceback" not in done.stderr
+
+
 def test_without_standard_input(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     call("--model", folder, "--chat")

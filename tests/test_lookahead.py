@@ -371,7 +371,7 @@ def test_a_noisy_moment_does_not_bend_what_is_timed_in_turn(monkeypatch):
         ("lookahead", {"ngram": 1}, "ngram 1: must be at least 2"),
         ("lookahead", {"guesses": -1}, "guesses -1: must be at least 0"),
         ("jacobi", {"block": 256}, "block 256: must be from 1 to 255"),
-        ("lookahead", {"window": 64, "ngram": 5}, "256 rows never fit into a cache of 256"),
+        ("lookahead", {"window": 64, "ngram": 5}, "256 rows never fit into a context of 256"),
     ],
 )
 def test_impossible_sizes_are_refused(method, options, message):

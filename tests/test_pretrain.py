@@ -188,10 +188,12 @@ def test_a_checkpoint_of_another_training_is_refused(data, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(data, tmp_path / "out", 3, "--heads", "4")  # of equal shapes
     assert capsys.readouterr().err.count("of another training") == 3
-    with pytest.raises(SystemExit):
-        (tmp_path / "out" / "training.pt").write_bytes(b"PK")
-        run(data, tmp_path / "out", 3)
-    assert "training.pt is damaged" in capsys.readouterr().err
+    for damaged in b"PK", [], {"model": [1]}, {"model": {"a": 1}}, {"model": {}}:
+        file = tmp_path / "out" / "training.pt"
+        file.write_bytes(damaged) if isinstance(damaged, bytes) else torch.save(damaged, file)
+        with pytest.raises(SystemExit):
+            run(data, tmp_path / "out", 3)
+        assert "training.pt is damaged" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         (tmp_path / "out" / "tokenizer.json").write_text("{")
         run(data, tmp_path / "out", 3)
