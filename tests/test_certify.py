@@ -128,15 +128,19 @@ def fails(function, check: str) -> bool:
     return any(v.check == check and not v.passed for v in verdicts)
 
 
-def test_a_correct_black_box_passes_and_wrong_ones_fail_where_they_are_wrong(monkeypatch):
+def test_a_correct_black_box_passes_and_wrong_ones_fail_where_they_are_wrong(monkeypatch, tmp_path):
     monkeypatch.setattr(certify, "RUNS", 100)
     verdicts = list(certify.check_implementation(ours))
     assert {v.check for v in verdicts} == {"greedy", "limits", "statistical"}
     assert all(v.passed for v in verdicts)
     assert fails(never_greedy, "greedy")
-    assert fails(no_top_p, "statistical")
-    assert fails(no_temperature, "statistical")
-    assert fails(one_warper, "statistical")
+    folder, model = certify.write_checkpoint(tmp_path, 21, vocab=6)
+    for function, missed, seen in (
+        (no_top_p, certify.LAWS[2], certify.LAWS[1]), (one_warper, *certify.LAWS[2:]),
+        (no_temperature, certify.LAWS[0], certify.LAWS[1]),
+    ):  # fmt: skip
+        assert certify.impl_law(function, folder, model, missed).passed
+        assert not certify.impl_law(function, folder, model, seen).passed
     assert fails(ends_only_greedily, "limits")
     assert fails(fades_when_sampled, "greedy")
     assert fails(too_long, "limits")

@@ -308,13 +308,13 @@ def test_a_file_that_is_tried_is_left_as_it_was(folder, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is not on this system")
-def test_a_full_disk_is_one_line(folder):
-    arguments = ["-m", "minispec.generate", "x", "--model", folder, "--max-new-tokens", "1"]
+def test_a_full_disk_is_one_line(folder, capsys, monkeypatch):
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert done.returncode == 2 and "No space left" in done.stderr and done.stderr.count("\n") == 1
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as caught:
+            call("x", "--model", folder, "--max-new-tokens", "1")
+    err = capsys.readouterr().err
+    assert caught.value.code == 2 and "No space left" in err and err.count("\n") == 1
 
 
 def test_pipes_are_utf_8_whatever_the_system_says(folder, monkeypatch):
