@@ -417,12 +417,13 @@ def exact_cases(quick: bool) -> Iterator[Proof]:
         method = bound("medusa", heads=heads, tree=RANK_TREES[shape])
         yield Proof(f"medusa, {shape}", method, few if quick else every, n=2)
     yield Proof("medusa, auto", bound("medusa", heads=heads, tree="auto"), few, n)
+    roomy = Toy(5, context=64)  # for the widest window
     for w, n, g in ((1, 2, 1), (3, 3, 3)) if quick else WNG:
         for pool in (False, True):
             method = bound("lookahead", window=w, ngram=n, guesses=g, pool_from_prompt=pool)
             name = f"lookahead W={w} N={n} G={g}{', pool from prompt' if pool else ''}"
             samplings = every if (w, n) == (3, 3) and not quick else few
-            yield Proof(name, method, samplings, n=3 if n < 4 else 2)
+            yield Proof(name, method, samplings, n=3 if n < 4 else 2, model=roomy)
     model = small_model(4, vocab=3, layers=1)
     for name, options in mtp_options(model, 4):
         if not quick or "compressed" in name:

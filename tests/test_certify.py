@@ -177,9 +177,10 @@ def test_flags_that_would_go_unheard(arguments, message, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_itself_catches_every_mutant():
-    """`python -m` must not check one copy of the module while the mutants patch another."""
-    arguments = [sys.executable, "-m", "minispec.certify", "--checks", "mutants"]
+def test_the_command_itself_passes_and_catches_every_mutant():
+    """With the cases that quick runs leave out; and `python -m` must not check one copy of the
+    module while the mutants patch another."""
+    arguments = [sys.executable, "-m", "minispec.certify"]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
