@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from tqdm import tqdm
@@ -23,7 +22,7 @@ from tqdm import tqdm
 from minispec.advise import advise
 from minispec.checkpoint import load
 from minispec.cost import cost_curve, curve_at, floor_seconds, least_in_turn, one_pass
-from minispec.errors import Parser, UserError, check_writable, command, make_folder
+from minispec.errors import Parser, UserError, check_package, command, prepare_folder
 from minispec.fastmtp import load_head
 from minispec.generate import (
     WEIGHTS,
@@ -334,8 +333,8 @@ def check(args: argparse.Namespace) -> list[float]:
     if args.kind != "stories_en" and args.data is None:
         raise UserError(f"--kind {args.kind} needs --data: the prompts of our own are stories_en")
     for flag, package in (("plots", "matplotlib"), ("against", "transformers")):
-        if getattr(args, flag) and find_spec(package) is None:
-            raise UserError(f"--{flag} needs {package}: pip install {package}")
+        if getattr(args, flag):
+            check_package(package, f"--{flag}")
     if args.against and args.quantize:
         raise UserError("--against transformers compares float weights: leave --quantize out")
     if args.earlier < 0:
@@ -384,9 +383,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.shape:
         return bench_shape(args)
     if args.plots:
-        make_folder(args.plots, "--plots")
-        for name in PICTURES:
-            check_writable(args.plots / f"{name}.png", "--plots")
+        prepare_folder(args.plots, "--plots", *PICTURES)
     model, tokenizer = load(args.model, args.dtype, args.device, args.quantize)
     if tokenizer is None:
         raise UserError(f"{args.model} has no tokenizer.json")

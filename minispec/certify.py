@@ -9,6 +9,7 @@ for the toy models at hand; the mutants show that each check can fail.
 """
 
 import argparse
+import functools
 import importlib
 import inspect
 import json
@@ -20,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cache
 from itertools import compress
 from pathlib import Path
 from typing import Protocol
@@ -623,7 +623,7 @@ def check_limits(quick: bool = False) -> Iterator[Verdict]:
     """Tokens, text and reason to stop equal plain decoding's; the next turn finds a sound cache."""
     tokenizer, context = letters(3), 24
 
-    @cache  # what a model's passes cost is measured once
+    @functools.cache  # what a model's passes cost is measured once
     def model_of(name: str, seed: int, eos: tuple[int, ...]) -> Toy | Transformer:
         if name == "fastmtp":
             return small_model(1, vocab=3, layers=1, context=context, eos_ids=eos)

@@ -157,10 +157,6 @@ def refuse_unsupported(path: Path, raw: dict) -> None:
         raise UserError(
             f"{path}: quantization_config is not supported: use the unquantised checkpoint"
         )
-    if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError(
-            f"{path}: partial_rotary_factor {raw['partial_rotary_factor']} is not supported"
-        )
 
 
 def read_context(keys: Keys, scaling: dict | None) -> int:
@@ -196,16 +192,17 @@ def read_rope(keys: Keys) -> tuple[float, dict | None]:
     if old and new and old != new:
         raise UserError(f"{keys.path}: rope_scaling and rope_parameters contradict each other")
     scaling = Keys(keys.path, new or old)
-    kind = scaling.raw.get("rope_type")
-    if scaling.raw and kind is None:
+    for part in (place.raw.get("partial_rotary_factor", 1.0) for place in (keys, scaling)):
+        if part != 1.0:
+            raise UserError(f"{keys.path}: partial_rotary_factor is not supported: {part}")
+    if scaling.raw and scaling.raw.get("rope_type") is None:
         raise scaling.wrong("rope_type", f"one of {', '.join(ROPE_TYPES)}")
-    if not isinstance(kind or "", str) or (kind or "default") not in ROPE_TYPES:
+    kind = scaling.raw.get("rope_type") or "default"
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise UserError(
             f"{keys.path}: rope type {kind!r} is not supported (only {', '.join(ROPE_TYPES)})"
         )
-    if scaling.raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError(f"{keys.path}: partial_rotary_factor is not supported")
-    if (kind or "default") == "default":
+    if kind == "default":
         return theta, None
     original = "original_max_position_embeddings"
     if kind != "linear" and keys.raw.get(original) is not None:  # beside rope_scaling it counts

@@ -58,7 +58,7 @@ from minispec.pretrain import (
     initialise,
     model_arguments,
     optimizers,
-    prepare_folder,
+    prepare_training,
     read_corpus,
     shown,
     train,
@@ -162,7 +162,8 @@ def generate(args: argparse.Namespace) -> None:
     starts = beginnings(documents, tokenizer, args.seed)
     for _ in range(batch * args.batch):
         next(starts)
-    bar, idle = tqdm(total=args.documents, initial=kept, unit="document"), 0
+    bar = tqdm(total=args.documents, initial=kept, unit="document")
+    fingerprint, idle = tokenizer.fingerprint, 0
     with args.out.open("a", encoding="utf-8") as file:
         while kept < args.documents:
             kinds, prompts = zip(*(next(starts) for _ in range(args.batch)))
@@ -172,7 +173,7 @@ def generate(args: argparse.Namespace) -> None:
             for kind, prompt, tokens in zip(kinds, prompts, answers):
                 if not duplicates.add(tokens):
                     row = {"batch": batch, "kind": kind, "prompt": prompt, "tokens": tokens}
-                    row["tokenizer"] = tokenizer.fingerprint
+                    row["tokenizer"] = fingerprint
                     lines.append(json.dumps(row) + "\n")
             idle = 0 if lines else idle + args.batch
             if idle >= IDLE:
@@ -189,11 +190,9 @@ def generate(args: argparse.Namespace) -> None:
 def resumed(out: Path, tokenizer: Tokenizer) -> tuple[Duplicates, int, int]:
     """What `out` holds, how many documents, and the next batch; the last one may have been cut
     short: it is dropped from the file, to be made again."""
-    rows = read_own(out) if out.exists() else []
+    rows = read_own(out, tokenizer) if out.exists() else []
     if not all(type(row.get("batch")) is int for row in rows):
         raise UserError(f"{out} was not begun by minispec.distill generate: give another --out")
-    for theirs in {row.get("tokenizer") for row in rows}:
-        check_fingerprint(str(out), theirs, tokenizer)
     batch = rows[-1]["batch"] if rows else 0
     if rows:
         rows = [row for row in rows if row["batch"] < batch]
@@ -206,17 +205,19 @@ def resumed(out: Path, tokenizer: Tokenizer) -> tuple[Duplicates, int, int]:
     return duplicates, len(rows), batch
 
 
-def read_own(path: Path) -> list[dict]:
-    """The documents that `generate` wrote."""
+def read_own(path: Path, tokenizer: Tokenizer | None = None) -> list[dict]:
+    """The documents that `generate` wrote, with this tokenizer as far as both are known."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
         rows = [json.loads(line) for line in lines[:-1]]  # a line cut short by a kill is dropped
         for row in rows:
             assert row["kind"] and row["prompt"] and row["tokens"]
             assert all(type(i) is int and i >= 0 for i in row["prompt"] + row["tokens"])
-        return rows
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise UserError(f"{path} is not a file of minispec.distill generate: {error}") from None
+    for theirs in {row.get("tokenizer") for row in rows}:  # None in older files
+        check_fingerprint(str(path), theirs, tokenizer)
+    return rows
 
 
 def read_training(
@@ -225,9 +226,7 @@ def read_training(
     """The same of several files, `marked`, for training: texts in the target's tokens."""
     rows = []
     for path in paths:
-        part = marked(read_own(path))
-        for theirs in {row.get("tokenizer") for row in part}:  # None in older files
-            check_fingerprint(str(path), theirs, tokenizer)
+        part = marked(read_own(path, tokenizer))
         most = max((i for row in part for i in row["prompt"] + row["tokens"]), default=0)
         if most >= target.config.vocab_size:
             raise UserError(
@@ -430,7 +429,7 @@ def draft(args: argparse.Namespace) -> None:
         raise UserError(
             "a draft must have at most a tenth of its target's parameters: make it less wide"
         )
-    prepare_folder(args.out)
+    prepare_training(args.out)
     if args.soft:
         documents = documents_of(own, target, args, args.out / "hidden.safetensors")
         args.context = documents.tokens.shape[1]  # of the longest: no batch is wider
@@ -564,7 +563,7 @@ def medusa_heads(args: argparse.Namespace) -> None:
     own = read_training(args.own, target, tokenizer)
     rows = [row["prompt"] + row["tokens"] for row in own]
     prompts = [len(row["prompt"]) for row in own]
-    prepare_folder(args.out)
+    prepare_training(args.out)
     states = stored_states(target, rows, args.dtype, args.out / "hidden.safetensors")
     labels = [labels_of(row, prompt, args.heads) for row, prompt in zip(rows, prompts)]
     learn, measured = split(own)
@@ -876,7 +875,7 @@ def mtp(args: argparse.Namespace) -> None:
         if args.own
         else corpus_rows(args.data, tokenizer, args)
     )
-    prepare_folder(args.out)
+    prepare_training(args.out)
     file = args.out / (f"hidden.{rank}.safetensors" if world > 1 else "hidden.safetensors")
     documents = documents_of(own, target, args, file)
     learn, measured = split(own)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -76,6 +77,12 @@ def read_json(path: Path) -> dict:
     return value
 
 
+def check_package(name: str, flag: str) -> None:
+    """Refuse a flag that needs a package that is not installed."""
+    if find_spec(name) is None:
+        raise UserError(f"{flag} needs {name}: pip install {name}")
+
+
 def check_writable(file: str | Path, flag: str) -> None:
     """Refuse, before any long work, a file that could not be written after it."""
     existed = Path(file).exists() or Path(file).is_symlink()
@@ -91,6 +98,13 @@ def prepare_file(path: Path, flag: str) -> None:
     """Make the folder that the file of a flag is to be in, and see that it can be written there."""
     make_folder(path.parent, f"the folder of {flag}")
     check_writable(path, flag)
+
+
+def prepare_folder(folder: Path, flag: str, *files: str) -> None:
+    """Make the folder of a flag, and see that these files can be written in it."""
+    make_folder(folder, flag)
+    for file in files:
+        check_writable(folder / file, flag)
 
 
 def make_folder(path: Path, flag: str, mend: str = "") -> None:

@@ -726,7 +726,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     prompt = None if args.chat else read_prompt(args)
     model, tokenizer = load(args.model, args.dtype, args.device, args.quantize)
-    if tokenizer is None and not args.json:
+    if tokenizer is None and not (args.json or args.chat):
         raise UserError("this model has no tokenizer.json: give --json, which shows token ids")
     own = method_options(args, model, tokenizer)
     if args.compile:

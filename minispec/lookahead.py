@@ -176,8 +176,8 @@ def lookahead(
     merged into a trie. With `pool_from_prompt` the n-grams of prompt and output join the pool. The
     pool begins with those of the `earlier` texts (token ids), as of what the target wrote before.
     """
-    cache = cache or model.new_cache()
     check_sizes(window, ngram, guesses, model.config.context)
+    cache = cache or model.new_cache()
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)
     ahead = Window(prompt, window, ngram)

@@ -221,17 +221,15 @@ def complete(paths: list[Ranks], depth: int, ranks: int) -> list[Ranks]:
     """The paths and all their beginnings, each once; checked against the number of heads (`depth`)
     and of candidates (`ranks`). Depth first: the path of best ranks comes first of all, and what
     is accepted of it already lies in the cache where it belongs."""
-    odd = [rank for path in paths for rank in path if type(rank) is not int or rank < 0]
-    nodes = {tuple(path[:n]) for path in paths if not odd for n in range(1, len(path) + 1)}
-    deepest = max(map(len, nodes), default=0)
+    deepest = max(map(len, paths), default=0)
     if deepest > depth:
         raise UserError(
             f"the tree is {deepest} deep, but there are only {depth} heads: cut its paths"
         )
-    wrong = odd or [node[-1] for node in nodes if node[-1] >= ranks]
-    if wrong:
-        raise UserError(f"the tree's rank {wrong[0]!r}: must be an integer from 0 to {ranks - 1}")
-    return sorted(nodes)
+    for rank in (rank for path in paths for rank in path):
+        if type(rank) is not int or not 0 <= rank < ranks:
+            raise UserError(f"the tree's rank {rank!r}: must be an integer from 0 to {ranks - 1}")
+    return sorted({tuple(path[:n]) for path in paths for n in range(1, len(path) + 1)})
 
 
 def tree_of(heads: Heads) -> list[Ranks]:

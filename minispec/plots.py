@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from minispec.bench import Row
 
-PICTURES = "speedup", "cost_curve", "predicted"
+PICTURES = "speedup.png", "cost_curve.png", "predicted.png"
 
 
 def save_plots(folder: Path, rows: list["Row"], curve: list[float]) -> None:
-    """PICTURES as .png in `folder`, which is there."""
+    """PICTURES in `folder`, which is there."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -19,7 +19,7 @@ def save_plots(folder: Path, rows: list["Row"], curve: list[float]) -> None:
     for name, draw in zip(PICTURES, (speedups, cost, predictions)):
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
         draw(axes, rows, curve)
-        figure.savefig(folder / f"{name}.png", dpi=110)
+        figure.savefig(folder / name, dpi=110)
         plt.close(figure)
 
 

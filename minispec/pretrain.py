@@ -34,10 +34,10 @@ from tqdm import tqdm
 
 from minispec.autoregressive import autoregressive
 from minispec.checkpoint import pick_device, save
-from minispec.errors import Parser, UserError, check_writable, command, make_folder
+from minispec.errors import Parser, UserError, command, prepare_folder
 from minispec.model import Config, Transformer, count_parameters
 from minispec.sampling import Sampling, Seeded
-from minispec.tokenizer import Tokenizer
+from minispec.tokenizer import Tokenizer, read_backend
 
 END = "<|endoftext|>"  # separates documents, and begins the first
 USER, ASSISTANT, END_TURN = "<|user|>", "<|assistant|>", "<|end|>"
@@ -556,10 +556,9 @@ def finish(trainer: Trainer, bpe: BPE, held_out: dict[str, list[str]], out: Path
     print("held-out bits per byte:", losses)
 
 
-def prepare_folder(out: Path) -> None:
+def prepare_training(out: Path) -> None:
     """Make the folder of a training, and see that checkpoints can be written there."""
-    make_folder(out, "--out")
-    check_writable(out / "training.tmp", "--out")  # what becomes the checkpoint
+    prepare_folder(out, "--out", "training.tmp")  # what becomes the checkpoint
 
 
 def model_arguments(
@@ -688,7 +687,7 @@ def end_distributed() -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     args.device, rank, world = begin_distributed(args)
-    prepare_folder(args.out)
+    prepare_training(args.out)
 
     documents, held_out = read_corpus(args.data)
     path = args.tokenizer or args.out / "tokenizer.json"
@@ -700,10 +699,7 @@ def main(argv: list[str] | None = None) -> None:
         part.replace(path)
     if world > 1:
         dist.barrier()
-    try:
-        bpe = BPE.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{path} is not a tokenizer: {error}") from None
+    bpe = read_backend(path)
     batches = Batches({kind: tokenize(bpe, d) for kind, d in documents.items()}, args.seed)
     tests = {kind: clip_held_out(bpe, d[:32], args.context) for kind, d in held_out.items()}
 

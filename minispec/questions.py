@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from minispec.errors import UserError, check_writable, make_folder
+from minispec.errors import UserError, prepare_folder
 from minispec.generate import as_prompt, decode
 from minispec.model import Transformer
 from minispec.tokenizer import Tokenizer
@@ -83,9 +83,7 @@ def answer_questions(
     say of them: tokens per second over plain decoding's, tokens per step."""
     questions = read_questions(args.questions)
     questions = questions[:: max(len(questions) // args.prompts, 1)][: args.prompts]
-    make_folder(args.answers, "--answers")
-    for name in methods:
-        check_writable(answer_file(args.answers, name), "--answers")
+    prepare_folder(args.answers, "--answers", *map(answer_file, methods))
     answers: dict[str, list[dict]] = {name: [] for name in methods}
     skipped = 0
     for name, options in methods.items():  # warm up
@@ -108,15 +106,15 @@ def answer_questions(
         print(f"{skipped} of {len(questions)} questions are longer than the context: left out")
 
 
-def answer_file(folder: Path, method: str) -> Path:
-    return folder / (method.replace(" ", "-") + ".jsonl")
+def answer_file(method: str) -> str:
+    return method.replace(" ", "-") + ".jsonl"
 
 
 def report(answers: dict[str, list[dict]], folder: Path) -> None:
     """Each method's file, and a line about it."""
     speeds = {}
     for name, lines in answers.items():
-        file = answer_file(folder, name)
+        file = folder / answer_file(name)
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         file.write_text(text, encoding="utf-8")
         tokens, steps, seconds = (

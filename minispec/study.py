@@ -10,7 +10,6 @@ All decode greedily from held-out text; DIR is the corpus named in the card of w
 import argparse
 import json
 import statistics
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from minispec.bench import differing, per_pass, ratios
 from minispec.checkpoint import load
-from minispec.errors import Parser, UserError, command, prepare_file
+from minispec.errors import Parser, UserError, check_package, command, prepare_file
 from minispec.fastmtp import draft_cost, load_head
 from minispec.generate import WEIGHTS, Run, acceptance, decode
 from minispec.model import Transformer, count_parameters
@@ -189,8 +188,10 @@ def main(argv: list[str] | None = None) -> None:
     args = p.parse_args(argv)
     if min(args.prompts, args.max_new_tokens, args.size) < 1:
         raise UserError("--prompts, --max-new-tokens and --size must be at least 1")
-    if args.plot and (args.plot.suffix != ".png" or not find_spec("matplotlib")):
-        raise UserError("--plot needs a name that ends in .png, and matplotlib: pip install it")
+    if args.plot:
+        check_package("matplotlib", "--plot")
+        if args.plot.suffix != ".png":
+            raise UserError(f"--plot {args.plot}: must end in .png")
     for flag in ("plot", "json"):
         if getattr(args, flag):
             prepare_file(getattr(args, flag), f"--{flag}")

@@ -33,16 +33,13 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
         """Read tokenizer.json, and tokenizer_config.json and chat_template.jinja if there."""
-        try:
-            backend = Backend.from_file(str(directory / "tokenizer.json"))
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{directory / 'tokenizer.json'} is not a tokenizer: {error}") from None
+        backend = read_backend(directory / "tokenizer.json")
         file = directory / "tokenizer_config.json"
         settings = read_json(file) if file.exists() else {}
         template = settings.get("chat_template")
         if isinstance(template, list):  # several, by name
-            named = [t for t in template if isinstance(t, dict)]
-            template = {t.get("name"): t.get("template") for t in named}.get("default")
+            several = [t for t in template if isinstance(t, dict)]
+            template = {t.get("name"): t.get("template") for t in several}.get("default")
         if (directory / "chat_template.jinja").exists():
             template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
         older = directory / "special_tokens_map.json"
@@ -163,6 +160,14 @@ class TextStream:
         self.context, self.tokens = self.tokens, []
         self.before = self.decode(self.context)
         return new
+
+
+def read_backend(path: Path) -> Backend:
+    """The tokenizer of a tokenizer.json."""
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{path} is not a tokenizer: {error}") from None
 
 
 def content(token: str | dict | None) -> str | None:

@@ -202,6 +202,13 @@ def test_a_checkpoint_of_another_training_is_refused(data, tmp_path, capsys):
         pretrain.read_corpus(tmp_path)
 
 
+def test_compiling_without_a_compiler_is_refused_first(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pretrain.shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit):
+        run(data, tmp_path / "out", 2, "--compile")
+    assert "needs a C++ compiler" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("context", ["2", "9"])
 def test_rows_may_be_short(data, tmp_path, context):
     """Shorter than what a card's samples begin with."""
