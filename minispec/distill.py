@@ -25,10 +25,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec.checkpoint import check_fingerprint, load, save, write_tensors
+from minispec.checkpoint import check_fingerprint, check_tokenizer, load, save, write_tensors
 from minispec.cost import cost_curve
 from minispec.errors import Parser, UserError, command, prepare_file
-from minispec.fastmtp import Head, save_head
+from minispec.fastmtp import PREFIX, Head, save_head
+from minispec.grow import begin, grow
 from minispec.medusa import (
     BEST,
     Heads,
@@ -37,8 +38,10 @@ from minispec.medusa import (
     expected,
     grow_tree,
     heads_cost,
+    heads_folder,
     load_heads,
     medusa,
+    read_heads,
     replayed,
     save_heads,
     save_tree,
@@ -55,6 +58,7 @@ from minispec.pretrain import (
     checked,
     end_distributed,
     held_out_prompts,
+    init_argument,
     initialise,
     model_arguments,
     optimizers,
@@ -425,6 +429,8 @@ def draft(args: argparse.Namespace) -> None:
     for i in learn:
         texts.setdefault(own[i]["kind"], []).append(own[i]["prompt"] + own[i]["tokens"])
     model = build(args, tokenizer.backend)
+    if args.init:
+        begin(dict(model.named_parameters()), args.init, tokenizer)
     if count_parameters(model) * 10 > count_parameters(target):
         raise UserError(
             "a draft must have at most a tenth of its target's parameters: make it less wide"
@@ -569,6 +575,9 @@ def medusa_heads(args: argparse.Namespace) -> None:
     learn, measured = split(own)
     positions = Positions([states[i] for i in learn], [labels[i] for i in learn])
     heads = untrained(args.heads, args.layers, target, args.shared).to(args.device)
+    if args.init:
+        check_tokenizer(f"--init {args.init}", heads_folder(args.init), tokenizer)
+        grow(dict(heads.tensors()), read_heads(args.init), args.init)
     optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     batches = Shuffled(list(range(len(positions.hidden))), args.seed)
     trainer = Trainer(heads, [optimizer], batches, objective="medusa heads")
@@ -882,6 +891,8 @@ def mtp(args: argparse.Namespace) -> None:
     batches = Shuffled(learn, args.seed)
     head = Head(target.config)
     initialise(head, args.seed)
+    if args.init:
+        begin({PREFIX + name: p for name, p in head.named_parameters()}, args.init, tokenizer)
     head.to(args.device)
     objective = f"mtp {args.mode}" + " soft" * args.soft
     trainer = Trainer(head, optimizers(head), batches, objective=objective)
@@ -1015,6 +1026,7 @@ def add_medusa(commands) -> argparse.ArgumentParser:
     m.add_argument("--heads", type=int, default=4)
     m.add_argument("--layers", type=int, default=1, help="residual blocks of a head")
     m.add_argument("--shared", action="store_true", help="end in the target's lm_head (layout v2)")
+    init_argument(m)
     training_arguments(m, steps=2000, batch_tokens=2048, context=1, lr=1e-3)
     own_argument(m)
     return m
@@ -1027,6 +1039,7 @@ def add_mtp(commands) -> argparse.ArgumentParser:
     f.add_argument("--beta", type=float, default=0.6, help="weight of a step over the one before")
     f.add_argument("--mode", choices=["aligned", "parallel"], default="aligned")
     f.add_argument("--soft", action="store_true", help="learn the target's laws, not the tokens")
+    init_argument(f)
     own_argument(f, required=False)
     f.add_argument("--data", type=Path, help="instead of --own: a corpus, as a control")
     f.add_argument("--documents", type=int, default=6000, help="with --data: how many")

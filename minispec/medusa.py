@@ -368,12 +368,25 @@ def load_heads(
     full model, under `medusa_head.`). Counts come from the tensors, whatever config.json says.
     Raises UserError for heads of another hidden size, vocabulary or tokenizer.
     """
+    tensors, folder = read_heads(source), heads_folder(source)
+    check_tokenizer(str(source), folder, tokenizer)
+    heads = heads_like(tensors, model, str(source)).to(model.device, model.dtype)
+    fill(heads, tensors, str(source))
+    read_tree(heads, folder / "config.json")
+    return heads.eval()
+
+
+def heads_folder(source: str | os.PathLike) -> Path:
+    """The directory that holds them."""
     path = Path(source)
-    folder = (
-        path.parent
-        if path.is_file()
-        else resolve(source, ("*.json", "*.safetensors", "medusa_lm_head.pt"))
-    )
+    if path.is_file():
+        return path.parent
+    return resolve(source, ("*.json", "*.safetensors", "medusa_lm_head.pt"))
+
+
+def read_heads(source: str | os.PathLike) -> dict[str, Tensor]:
+    """The tensors of a file, a directory or a hub id, under the names of `Heads.tensors`."""
+    path, folder = Path(source), heads_folder(source)
     if not path.is_file():
         path = next((folder / name for name in NAMES if (folder / name).exists()), folder)
     files = weight_files(path) if path.is_dir() else [path]
@@ -386,11 +399,7 @@ def load_heads(
     if not tensors:
         raise UserError(f"{source} has no Medusa heads: neither {' nor '.join(NAMES)}, nor a model "
                         "with medusa_head. tensors")  # fmt: skip
-    check_tokenizer(str(source), folder, tokenizer)
-    heads = heads_like(tensors, model, str(source)).to(model.device, model.dtype)
-    fill(heads, tensors, str(source))
-    read_tree(heads, folder / "config.json")
-    return heads.eval()
+    return tensors
 
 
 def heads_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> Heads:

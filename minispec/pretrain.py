@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec.autoregressive import autoregressive
-from minispec.checkpoint import pick_device, save
+from minispec.checkpoint import pick_device, resolve, save
 from minispec.errors import Parser, UserError, command, prepare_folder
+from minispec.grow import begin
 from minispec.model import Config, Transformer, count_parameters
 from minispec.sampling import Sampling, Seeded
 from minispec.tokenizer import Tokenizer, read_backend
@@ -541,10 +542,11 @@ def sample(model: Transformer, tokenizer: Tokenizer, text: str) -> str:
     return tokenizer.backend.decode(tokens, skip_special_tokens=False)
 
 
-def finish(trainer: Trainer, bpe: BPE, held_out: dict[str, list[str]], out: Path) -> None:
+def finish(
+    trainer: Trainer, tokenizer: Tokenizer, held_out: dict[str, list[str]], out: Path
+) -> None:
     """Write the checkpoint directory; it is judged as it is stored, in float16."""
-    tokenizer = Tokenizer(bpe, END, END, CHAT_TEMPLATE)
-    model = trainer.model
+    model, bpe = trainer.model, tokenizer.backend
     save(model, tokenizer, out, torch.float16)
     for parameter in model.parameters():
         parameter.data = parameter.data.half().float()
@@ -564,12 +566,17 @@ def prepare_training(out: Path) -> None:
 def model_arguments(
     p: argparse.ArgumentParser, layers: int, width: int, heads: int, ffn: int
 ) -> None:
-    """The sizes of a new model."""
+    """The sizes of a new model, and what it begins with."""
+    init_argument(p)
     p.add_argument("--layers", type=int, default=layers)
     p.add_argument("--width", type=int, default=width)
     p.add_argument("--heads", type=int, default=heads)
     p.add_argument("--kv-heads", type=int, default=1)
     p.add_argument("--ffn", type=int, default=ffn)
+
+
+def init_argument(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--init", help="begin with this checkpoint, of these sizes or smaller ones")
 
 
 def training_arguments(
@@ -690,6 +697,8 @@ def main(argv: list[str] | None = None) -> None:
     prepare_training(args.out)
 
     documents, held_out = read_corpus(args.data)
+    if args.init and not args.tokenizer:
+        args.tokenizer = resolve(args.init) / "tokenizer.json"
     path = args.tokenizer or args.out / "tokenizer.json"
     if args.tokenizer and not path.exists():
         raise UserError(f"no such tokenizer: {path}")
@@ -703,7 +712,9 @@ def main(argv: list[str] | None = None) -> None:
     batches = Batches({kind: tokenize(bpe, d) for kind, d in documents.items()}, args.seed)
     tests = {kind: clip_held_out(bpe, d[:32], args.context) for kind, d in held_out.items()}
 
-    model = build(args, bpe)
+    model, tokenizer = build(args, bpe), Tokenizer(bpe, END, END, CHAT_TEMPLATE)
+    if args.init:
+        begin(dict(model.named_parameters()), args.init, tokenizer)
     trainer = Trainer(model, optimizers(model), batches)
     if rank == 0:
         print(
@@ -714,7 +725,7 @@ def main(argv: list[str] | None = None) -> None:
     objective = NextToken(model, args.dtype)
     train(trainer, args, objective, lambda: f"held-out bits per byte {evaluate(model, tests)}")
     if rank == 0:
-        finish(trainer, bpe, held_out, args.out)
+        finish(trainer, tokenizer, held_out, args.out)
     end_distributed()
 
 
