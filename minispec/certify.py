@@ -963,6 +963,9 @@ def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
     for i, (x, y) in enumerate(zip(left, right), start=1):
         if x["prompt_ids"] != y["prompt_ids"]:
             raise UserError(f"line {i}: the prompts of {a} and {b} differ")
+        heats = (run.get("stats", {}).get("temperature") for run in (x, y))
+        if drawn := [heat for heat in heats if heat]:
+            raise UserError(f"line {i}: drawn at temperature {drawn[0]}: compare greedy runs")
         at, gap = divergence(model, x["prompt_ids"], x["tokens"], y["tokens"])
         shorter = min(x, y, key=lambda run: len(run["tokens"]))
         if at is None:

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Literal
@@ -95,9 +95,10 @@ class Run:
     def __init__(
         self, method: str, prompt: list[int], steps: Iterator[Step], cache: KVCache,
         ending: Ending, eos_ids: tuple[int, ...], decoder: TextStream | None, extra_parameters: int,
+        sampling: Sampling,
     ):  # fmt: skip
         self.method, self.prompt, self.steps, self.cache = method, prompt, steps, cache
-        self.ending, self.decoder = ending, decoder
+        self.ending, self.decoder, self.sampling = ending, decoder, sampling
         self.eos_ids = () if ending.ignore_eos else eos_ids
         self.cached_tokens, self.extra_parameters = cache.length, extra_parameters
         self.tokens: list[int] = []
@@ -182,6 +183,7 @@ class Run:
             "extra_parameters": self.extra_parameters,
             "peak_memory_bytes": peak_memory(self.cache.device),
             "lossless": self.method not in LOSSY,
+            **asdict(self.sampling),
         }
 
     def as_json(self, model_name: str) -> dict:
@@ -313,7 +315,7 @@ def stream(
     steps = decode_step(model, ids, sampling, randomness or Seeded(seed), cache=cache, **options)
     decoder = tokenizer.stream(ids) if tokenizer else None
     extra = sum(count_parameters(v) for v in options.values() if isinstance(v, torch.nn.Module))
-    return Run(method, ids, steps, cache, ending, model.config.eos_ids, decoder, extra)
+    return Run(method, ids, steps, cache, ending, model.config.eos_ids, decoder, extra, sampling)
 
 
 def method_named(name: str) -> Callable[..., Iterator[Step]]:

@@ -240,6 +240,10 @@ def test_two_runs_are_compared_token_by_token(tmp_path, capsys):
     negative = tokens[:3] + [-1] + tokens[4:]
     b.write_text((json.dumps(line | {"tokens": negative}) + "\n") * 2)
     assert "top-2 gap inf" in run("--compare", str(a), str(b), *options, code=1, capsys=capsys)
+    drawn = json.dumps(line | {"stats": {"temperature": 0.7}})
+    b.write_text(json.dumps(line) + "\n" + drawn)
+    err = run("--compare", str(a), str(b), *options, code=2, capsys=capsys)
+    assert "line 2: drawn at temperature 0.7" in err
     b.write_text('{"prompt_ids": [], "tokens": [1]}\n' * 2)
     err = run("--compare", str(a), str(b), *options, code=2, capsys=capsys)
     assert "b.jsonl line 1: prompt_ids must not be empty" in err

@@ -209,6 +209,7 @@ def test_json_is_the_contract(folder, capsys):
     assert set(out["stats"]) >= {
         "target_passes", "new_tokens", "tokens_per_pass", "drafted", "accepted", "acceptance",
         "prefill_seconds", "decode_seconds", "tokens_per_second", "extra_parameters",
+        "temperature", "top_k", "top_p",
     }  # fmt: skip
     model, tokenizer = load(folder, "float64", "cpu")
     expected = decode(model, tokenizer, "hello", max_new_tokens=5)
