@@ -162,7 +162,9 @@ def generate(args: argparse.Namespace) -> None:
     n = min(args.tokens, model.config.context - LONGEST)
     if n < 1:
         raise UserError(f"the target's context of {model.config.context} tokens is too short")
-    duplicates, kept, batch = resumed(args.out, tokenizer)
+    names = "seed", "kind", "batch", "tokens", "temperature", "top_k", "top_p"
+    options = {name: getattr(args, name) for name in names}
+    duplicates, kept, batch = resumed(args.out, tokenizer, options)
     starts = beginnings(documents, tokenizer, args.seed)
     for _ in range(batch * args.batch):
         next(starts)
@@ -177,7 +179,7 @@ def generate(args: argparse.Namespace) -> None:
             for kind, prompt, tokens in zip(kinds, prompts, answers):
                 if not duplicates.add(tokens):
                     row = {"batch": batch, "kind": kind, "prompt": prompt, "tokens": tokens}
-                    row["tokenizer"] = fingerprint
+                    row |= {"tokenizer": fingerprint, "options": options}
                     lines.append(json.dumps(row) + "\n")
             idle = 0 if lines else idle + args.batch
             if idle >= IDLE:
@@ -191,12 +193,21 @@ def generate(args: argparse.Namespace) -> None:
     bar.close()
 
 
-def resumed(out: Path, tokenizer: Tokenizer) -> tuple[Duplicates, int, int]:
+def resumed(out: Path, tokenizer: Tokenizer, options: dict) -> tuple[Duplicates, int, int]:
     """What `out` holds, how many documents, and the next batch; the last one may have been cut
-    short: it is dropped from the file, to be made again."""
+    short: it is dropped from the file, to be made again. Raises UserError for a file that was made
+    with other options."""
     rows = read_own(out, tokenizer) if out.exists() else []
     if not all(type(row.get("batch")) is int for row in rows):
         raise UserError(f"{out} was not begun by minispec.distill generate: give another --out")
+    for row in rows:
+        theirs = row.get("options", options)
+        for name in options:
+            if theirs.get(name) != options[name]:
+                raise UserError(
+                    f"{out} was begun with --{name.replace('_', '-')} {theirs.get(name)}: "
+                    "give what it was begun with, or another --out"
+                )
     batch = rows[-1]["batch"] if rows else 0
     if rows:
         rows = [row for row in rows if row["batch"] < batch]

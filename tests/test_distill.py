@@ -64,6 +64,9 @@ def test_generation_resumes_and_a_draft_learns_from_it(target, data, tmp_path, c
     (tmp_path / "parts.jsonl").write_text(text[:-30])  # killed while writing
     run("generate", *options, "--out", tmp_path / "parts.jsonl", "--documents", 60)
     assert (tmp_path / "whole.jsonl").read_text() == (tmp_path / "parts.jsonl").read_text()
+    with pytest.raises(SystemExit):
+        run("generate", *options, "--out", tmp_path / "parts.jsonl", "--top-k", 3)
+    assert "was begun with --top-k 20" in capsys.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "whole.jsonl").read_text().splitlines()]
     assert len(rows) >= 60 and all(0 < len(row["tokens"]) <= 20 for row in rows)
 
@@ -195,7 +198,7 @@ def test_wrong_input_is_refused(tmp_path):
     (tmp_path / "others.jsonl").write_text(json.dumps(row) + "\n")
     assert distill.read_own(tmp_path / "others.jsonl") == [row]
     with pytest.raises(UserError, match="was not begun by minispec.distill generate"):
-        distill.resumed(tmp_path / "others.jsonl", None)
+        distill.resumed(tmp_path / "others.jsonl", None, {})
 
 
 def test_text_of_another_model_is_refused(target, tmp_path):
