@@ -6,9 +6,10 @@ this map on a block of guessed tokens. Lookahead keeps the trajectory of the ite
 along it are good guesses later, wherever their first token comes up again.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from heapq import heappop, heappush
 
 import torch
 from torch import Tensor
@@ -228,13 +229,14 @@ def check_sizes(window: int, ngram: int, guesses: int, context: int) -> None:
         )
 
 
-# ---- W, N and G chosen as it goes ----------------------------------------------------------------
+# ---- what pays, chosen as it goes ----------------------------------------------------------------
 
 WIDTHS = 0, 5, 10, 15
+NGRAM = 5
+ORDER = 4  # the most tokens of a context
 PERIOD = 32  # passes between two choices of W
-DEBT = 0.03  # what may be lost against plain decoding, as a share of the tokens so far
-RANK = 0.3, 0.15, 0.1, 0.07, 0.05  # prior: chance that the pool's g-th guess begins right
-DEEP = 1.0, 0.6, 0.4, 0.3  # prior: chance that a guess that begins right is right up to depth d + 1
+DEBT, CREDIT = 0.03, 1.0  # loss allowed against plain decoding: a share of its passes, and passes
+RARE = 0.03  # the least chance of a guess
 GUESSED = 8  # tokens of guesses that a pass is supposed to carry when W is chosen
 
 
@@ -242,60 +244,85 @@ def lookahead_auto(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
     cache: KVCache | None = None, earlier: Sequence[list[int]] = (),
 ) -> Iterator[Step]:  # fmt: skip
-    """Lookahead with W, N and G chosen by what passes cost here and how often guesses hit, down to
-    plain decoding where nothing pays. The pool begins with the n-grams of the `earlier` texts
-    (token ids), and learns from prompt and output."""
+    """Lookahead with window and guesses chosen by what passes cost here and how often guesses hit,
+    down to plain decoding where nothing pays. Instead of a pool by first tokens it has a Memory of
+    prompt, output, the `earlier` texts (token ids) and the window's n-grams."""
     cache = cache or model.new_cache()
     choice = Choice(cost_curve(model))
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)
-    ngram = len(DEEP) + 1
-    ahead, pool = None, pool_of([*earlier, tokens], ngram, len(RANK))
+    ahead, memory = None, Memory(ORDER)
+    for text in [*earlier, tokens]:
+        memory.learn(text, len(text))
     yield Step()
     while True:
         if choice.is_due():
             before, width = choice.now, choice.width()
             if width != before:
-                ahead = Window(tokens[-16:], width, ngram) if width else None
-        tree = choice.tree(tokens[-1], pool.after(tokens[-1])).first(cache.room)
+                ahead = Window(tokens[-16:], width, NGRAM) if width else None
+        tree = choice.tree(tokens, memory, cache.room)
         rows = ahead.rows if ahead else []
         path, fresh, said = one_pass(model, cache, tree, ahead, sampling, randomness)
         if said:
             for gram in ahead.advance(tokens[-1], said):
-                pool.add(gram)
+                memory.learn(gram, NGRAM - 1)
         choice.observe(tree, path)
         new = tree.tokens_at(path[1:]) + [fresh]
         tokens += new
-        pool.add_all(tokens, ngram, len(new))
+        memory.learn(tokens, len(new))
         yield Step(new, tree, path, rows if said else [])
+
+
+class Memory:
+    """How often each token followed the last one to `order` tokens (after SuffixDecoding, Oliaro et
+    al. 2024, arXiv 2411.04975): the more of a context is known, the surer is what follows."""
+
+    def __init__(self, order: int):
+        self.order = order
+        self.counts: dict[tuple[int, ...], Counter[int]] = {}
+
+    def learn(self, tokens: Sequence[int], new: int) -> None:
+        """Count the last `new` of the tokens, each behind what is before it."""
+        for at in range(max(len(tokens) - new, 1), len(tokens)):
+            for n in range(1, min(self.order, at) + 1):
+                self.counts.setdefault(tuple(tokens[at - n : at]), Counter())[tokens[at]] += 1
+
+    def after(self, context: Sequence[int], most: int = 8) -> list[tuple[int, float]]:
+        """What followed the longest end of `context` that is known, likeliest first, with its
+        share: as if an unknown token had followed once, too."""
+        for n in range(min(self.order, len(context)), 0, -1):
+            seen = self.counts.get(tuple(context[-n:]))
+            if seen:
+                total = 1 + seen.total()
+                return [(token, count / total) for token, count in seen.most_common(most)]
+        return []
 
 
 class Choice:
     """What the next pass should carry: the most tokens for its cost, in passes over one token.
 
-    `curve[n]` is the cost of n tokens. A guess of rank g (seen last: 0) is right up to depth d
-    with probability rank[g] · deep[d], running means that begin at a prior. Chosen from earlier
-    passes only, and never deeper in debt to plain decoding than DEBT allows.
+    `curve[n]` is the cost of n tokens. The chance of a guess is the product of the Memory's shares
+    along its path. Chosen from earlier passes only, and never deeper in debt to plain decoding than
+    DEBT and CREDIT allow.
     """
 
     def __init__(self, curve: list[float]):
         self.curve = curve
-        self.rank, self.deep = list(RANK), list(DEEP)
         self.speed = {w: 1.5 / self.cost(GUESSED, w) if w else 1.0 for w in WIDTHS}  # prior
         self.now, self.passes = 0, 0  # W, and all passes so far
         self.tokens, self.spent = 0, 0.0
-        self.begins: dict[int, int] = {}  # rank of each guess in the last tree -> its first token
         self.since = (0, 0.0)
 
     def cost(self, guessed: int, width: int) -> float:
         """Of a pass over the current token, so many of guesses, and N - 1 rows of a window."""
-        n = 1 + guessed + len(DEEP) * width
+        n = 1 + guessed + (NGRAM - 1) * width
         last = len(self.curve) - 1
         return self.curve[n] if n <= last else self.curve[last] * n / last
 
     def affords(self, cost: float, passes: int = 1) -> bool:
         """Whether so many passes may bring one token each."""
-        return self.spent + passes * cost <= (self.tokens + passes) * (1 + DEBT)
+        owed = self.spent + passes * cost
+        return owed <= (self.tokens + passes) * (1 + DEBT) + CREDIT
 
     def is_due(self) -> bool:
         return self.passes % PERIOD == 0
@@ -310,36 +337,30 @@ class Choice:
         self.now = max(ready, key=lambda w: self.speed[w])
         return self.now
 
-    def tree(self, root: int, guesses: list[list[int]]) -> Tree:
-        """The guesses' tokens by their chances, as many as pay."""
-        nodes = [
-            (self.rank[g] * self.deep[d], g, d) for g, guess in enumerate(guesses)
-            for d in range(len(guess))
-        ]  # fmt: skip
-        nodes.sort(key=lambda node: -node[0])  # stable: no token before the one it follows
-        best, most, expected = 0, 1 / self.cost(0, self.now), 1.0
-        for n, (chance, _, _) in enumerate(nodes, start=1):
-            expected += chance
-            cost = self.cost(n, self.now)
+    def tree(self, tokens: list[int], memory: Memory, room: int) -> Tree:
+        """The likeliest guesses behind the text, as many as pay; at most `room` nodes."""
+        grown, parents, contexts = [tokens[-1]], [-1], [tokens[-ORDER:]]
+        queue: list[tuple[float, int, int]] = []  # of guesses to take: -chance, parent, token
+        chance, expected = 1.0, 1.0
+        best, most = 1, 1 / self.cost(0, self.now)
+        while len(grown) < min(room, len(self.curve)):
+            for token, share in memory.after(contexts[-1]):
+                if chance * share >= RARE:
+                    heappush(queue, (-chance * share, len(grown) - 1, token))
+            if not queue:
+                break
+            negative, parent, token = heappop(queue)
+            chance, expected = -negative, expected - negative
+            grown.append(token)
+            parents.append(parent)
+            contexts.append([*contexts[parent], token][-ORDER:])
+            cost = self.cost(len(grown) - 1, self.now)
             if expected / cost > most and self.affords(cost):
-                best, most = n, expected / cost
-        depth = [0] * len(guesses)
-        for _, g, d in nodes[:best]:
-            depth[g] = d + 1
-        self.begins = {g: guesses[g][0] for g in range(len(guesses)) if depth[g]}
-        return Tree.merged(root, [guess[:n] for guess, n in zip(guesses, depth)])
+                best, most = len(grown), expected / cost
+        return Tree(grown[:best], parents[:best])
 
     def observe(self, tree: Tree, path: list[int]) -> None:
-        """Count the pass, and learn how good its guesses were."""
+        """Count the pass, and what it brought."""
         self.passes += 1
         self.tokens += len(path)
         self.spent += self.cost(len(tree) - 1, self.now)
-        right = tree.tokens[path[1]] if len(path) > 1 else None
-        for g, prior in enumerate(RANK):
-            if g in self.begins:
-                self.rank[g] += 0.1 * ((self.begins[g] == right) - self.rank[g])
-            else:  # untried: forget slowly what it was
-                self.rank[g] += 0.01 * (prior - self.rank[g])
-        for d, node in enumerate(path[1 : len(DEEP)], start=1):
-            if tree.children(node):  # a token was tried there
-                self.deep[d] += 0.1 * ((len(path) > d + 1) - self.deep[d])

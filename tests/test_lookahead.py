@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from test_medusa import count_up
 
 from minispec import UserError, cost, generate, load, lookahead
 from minispec.generate import decode
-from minispec.lookahead import DEEP, PERIOD, RANK, Choice, Pool, Window
+from minispec.lookahead import PERIOD, Choice, Memory, Pool, Window
 from minispec.sampling import OneHot, Seeded
 from minispec.tree import Tree
 from minispec.verify import accept
@@ -133,14 +134,33 @@ def test_a_trie_accepts_what_separate_chains_would_miss():
     assert accept(says, tree, Seeded()) == ([0, 1, 3], 7)
 
 
-def test_a_guess_is_credited_with_its_own_hits():
-    """Guesses 0 and 1 begin alike, so both are right; guess 2 is another child of the root."""
-    choice = Choice([0.0] + [1.0] * 64)
-    tree = choice.tree(0, [[1, 2, 3, 4], [1, 3, 3, 3], [7, 8, 9, 9]])
-    before = list(choice.rank)
-    choice.observe(tree, [0, tree.children(0)[0]])
-    moved = [b - a for a, b in zip(before, choice.rank)]
-    assert moved[0] > 0 and moved[1] > 0 and moved[2] < 0
+@pytest.mark.parametrize("seed", range(6))
+def test_the_memory_counts_what_followed(seed):
+    """Against a search through the texts, learnt at once or bit by bit."""
+    rng = random.Random(seed)
+    texts = [rng.choices(range(3), k=rng.randint(1, 40)) for _ in range(4)]
+    memory = Memory(3)
+    for text in texts:
+        at = 0
+        while at < len(text):
+            new = rng.randint(1, len(text) - at)
+            at += new
+            memory.learn(text[:at], new)
+    for _ in range(40):
+        context = rng.choices(range(4), k=rng.randint(0, 5))
+        expected = []
+        for n in (3, 2, 1):
+            end = context[-n:]
+            followed = [
+                text[i] for text in texts for i in range(n, len(text)) if text[i - n : i] == end
+            ]
+            if len(end) == n and followed:
+                expected = Counter(followed).most_common()
+                break
+        total = 1 + sum(count for _, count in expected)
+        got = memory.after(context)
+        assert dict(got) == {token: count / total for token, count in expected}
+        assert [share for _, share in got] == sorted((s for _, s in got), reverse=True)
 
 
 # ---- decoding ------------------------------------------------------------------------------------
@@ -292,37 +312,63 @@ def test_where_rows_are_free_it_opens_the_window(monkeypatch):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("luck", [0.0, 0.2, 0.9])
 def test_it_is_never_deep_in_debt_to_plain_decoding(seed, luck):
-    """Whatever is accepted, passes cost at most DEBT more than their tokens."""
+    """Whatever is accepted, passes cost at most DEBT more than their tokens, and CREDIT."""
     rng = random.Random(seed)
     curve = [0.0] + [1 + 0.04 * (n - 1) for n in range(1, 65)]
-    choice = Choice(curve)
+    choice, memory, text = Choice(curve), Memory(lookahead.ORDER), rng.choices(range(4), k=50)
+    memory.learn(text, len(text))
     for _ in range(400):
         if choice.is_due():
             choice.width()
-        guesses = [rng.choices(range(9), k=4) for _ in range(rng.randint(0, len(RANK)))]
-        tree = choice.tree(0, guesses)
+        tree = choice.tree(text, memory, 100)
         path = [0]
         while tree.children(path[-1]) and rng.random() < luck:
             path.append(tree.children(path[-1])[0])
         choice.observe(tree, path)
-        assert choice.spent <= choice.tokens * (1 + lookahead.DEBT) + 1e-9
+        owed = choice.tokens * (1 + lookahead.DEBT) + lookahead.CREDIT
+        assert choice.spent <= owed + 1e-9
     assert choice.tokens / choice.spent > 0.95
 
 
-def test_guesses_that_hit_get_longer_and_those_that_miss_are_dropped():
-    curve = [0.0] + [1 + 0.05 * (n - 1) for n in range(1, 65)]
-    guesses = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
-    good, bad = Choice(curve), Choice(curve)
-    for _ in range(60):
-        tree = good.tree(0, guesses)
-        path = [0]
-        while tree.children(path[-1]):
-            path.append(tree.children(path[-1])[0])
-        good.observe(tree, path)
-        bad.observe(bad.tree(0, guesses), [0])
-    assert max(good.tree(0, guesses).depths) == len(DEEP)
-    assert len(bad.tree(0, guesses)) <= 2  # now and then one is tried again
-    assert good.tree(0, []).tokens == [0]
+@pytest.mark.parametrize("seed", range(8))
+def test_the_guesses_are_the_likeliest_and_as_many_as_pay(seed):
+    """Against all paths, each as likely as the product of its shares."""
+    rng = random.Random(seed)
+    memory, text = Memory(2), rng.choices(range(5), k=60)
+    memory.learn(text, len(text))
+    curve = [0.0] + [1 + rng.choice((0.01, 0.05, 0.2)) * (n - 1) for n in range(1, 65)]
+    curve = [0.0, *sorted(curve[1:])]
+    choice = Choice(curve)
+    choice.tokens = 10**4  # rich enough for anything
+    paths, todo = {(): 1.0}, [()]
+    while todo:
+        path = todo.pop()
+        for token, share in memory.after([*text, *path]):
+            if paths[path] * share >= lookahead.RARE:
+                paths[*path, token] = paths[path] * share
+                todo.append((*path, token))
+    chances = sorted(paths.values(), reverse=True)
+    worth = [sum(chances[:n]) / curve[n] for n in range(1, min(len(chances), 64) + 1)]
+    best = 1 + worth.index(max(worth))
+    tree = choice.tree(text, memory, 100)
+    assert len(tree) == best and tree.tokens[0] == text[-1]
+    assert len(choice.tree(text, memory, 3)) <= 3
+    grown = [()]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:]):
+        grown.append((*grown[parent], token))
+    assert len(set(grown)) == len(grown)
+    assert sum(paths[path] for path in grown) == pytest.approx(sum(chances[:best]))
+    assert choice.tree([7], memory, 100).tokens == [7]  # nothing is known of it
+
+
+def test_what_was_written_before_is_guessed_from_its_context():
+    """After 1 2 and 3 2 other tokens come: each is guessed behind its own."""
+    memory = Memory(lookahead.ORDER)
+    memory.learn([1, 2, 5, 6, 7, 9, 3, 2, 8, 4, 4], 11)
+    choice = Choice([0.0] + [1 + 0.05 * (n - 1) for n in range(1, 65)])
+    assert choice.tree([0, 1, 2], memory, 100).tokens[:4] == [2, 5, 6, 7]
+    assert choice.tree([0, 3, 2], memory, 100).tokens[:3] == [2, 8, 4]
+    assert choice.tree([0, 3, 2], memory, 1).tokens == [2]
 
 
 def test_the_speed_of_a_width_is_what_was_measured():
