@@ -304,8 +304,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--repeat", type=int, default=1, metavar="R",
                    help="runs per prompt and method, of which the middle one counts")  # fmt: skip
     p.add_argument("--earlier", type=int, default=0, metavar="N",
-                   help="with --data: lookahead-auto once more, its pool filled (before the clock "
-                   "starts) from N texts of the target's after other beginnings")  # fmt: skip
+                   help="with --data: lookahead-auto once more, its memory filled (before the "
+                   "clock starts) from N texts of the target's after other beginnings")  # fmt: skip
     p.add_argument("--max-new-tokens", type=int, default=150)
     p.add_argument("--temperature", help="one or several, between commas (default: 0,0.7)")
     p.add_argument("--k", type=int, default=4, help="drafts of the draft model")
@@ -434,9 +434,9 @@ def after_texts(
     model: Transformer, tokenizer: Tokenizer, others: list, temperature: float,
     args: argparse.Namespace,
 ) -> dict[str, dict]:  # fmt: skip
-    """A row for lookahead-auto whose pool begins with what the target writes after the beginnings
-    `others`, as in a process that has answered them; {} if there are none. Filling the pool counts
-    as prefill."""
+    """A row for lookahead-auto whose memory begins with what the target writes after the beginnings
+    `others`, as in a process that has answered them; {} if there are none. Learning it counts as
+    prefill."""
     earlier = []
     for prompt in tqdm(others, desc="earlier texts", unit="text", disable=not others):
         run = decode(model, tokenizer, prompt, max_new_tokens=args.max_new_tokens,

@@ -396,10 +396,10 @@ def method_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument("--pool-from-prompt", action="store_true", default=None,
                    help="lookahead: prompt and output join the pool")  # fmt: skip
     p.add_argument("--earlier", metavar="FILE",
-                   help="lookahead: a UTF-8 text; its n-grams, of each first token the last G, "
-                   "are in the pool from the beginning")  # fmt: skip
+                   help="lookahead: a UTF-8 text known from the beginning (without --auto of each "
+                   "first token its last G n-grams)")  # fmt: skip
     p.add_argument("--auto", action="store_true", default=None,
-                   help="lookahead: W, N and G by what pays (lookahead-auto)")  # fmt: skip
+                   help="lookahead: window and guesses by what pays (lookahead-auto)")  # fmt: skip
 
 
 def output_flags(p: argparse.ArgumentParser) -> None:
@@ -450,7 +450,10 @@ def check_flags(args: argparse.Namespace) -> None:
             )
     if args.auto:
         if any(getattr(args, name) is not None for name in LOOKAHEAD):
-            raise UserError("--auto chooses W, N, G and --pool-from-prompt itself: leave them out")
+            raise UserError(
+                "--auto chooses its own window and guesses: leave --window, --ngram, --guesses and "
+                "--pool-from-prompt out"
+            )
         args.method = "lookahead-auto"
     if args.chat and (args.prompt_ids is not None or args.prompt_file is not None):
         raise UserError(
@@ -740,9 +743,8 @@ def main(argv: list[str] | None = None) -> None:
         run = stream(model, tokenizer, prompt, **options)
         show(run, args, tokenizer, prompt if isinstance(prompt, str) and not args.json else "")
         if args.html is not None:
-            sampling = Sampling(args.temperature, args.top_k, args.top_p)
             facts = run.as_json(args.model)
-            write_page(args.html, model, tokenizer, run.rounds, facts, sampling)
+            write_page(args.html, model, tokenizer, run.rounds, facts, run.sampling)
 
 
 if __name__ == "__main__":
