@@ -236,7 +236,7 @@ NGRAM = 5
 ORDER = 4  # the most tokens of a context
 PERIOD = 32  # passes between two choices of W
 DEBT, CREDIT = 0.03, 1.0  # loss allowed against plain decoding: a share of its passes, and passes
-RARE = 0.03  # the least chance of a guess
+RARE = 0.1  # the least chance of a guess
 GUESSED = 8  # tokens of guesses that a pass is supposed to carry when W is chosen
 
 
