@@ -66,7 +66,7 @@ def advise(
                 measured = check(model, tokenizer, best, prompts, n)
                 found.append((measured, best))
                 print(
-                    f"  {best.method:<12} {best.words:<22} predicted {best.speedup:.2f}, "
+                    f"  {best.method:<14} {best.words:<22} predicted {best.speedup:.2f}, "
                     f"measured {measured:.2f} ({measured / best.speedup - 1:+.0%})",
                     flush=True,
                 )
@@ -153,12 +153,14 @@ def trees(model, tokenizer, options, prompts, n) -> Iterator[Choice]:
 
 
 def windows(model, tokenizer, options, prompts, n) -> Iterator[Choice]:
-    """Of (W, N, G): each tried, as what a pool brings follows from no other size's."""
+    """Of (W, N, G), and of --auto: each tried, as what it brings follows from no other's."""
     for w, ngram, g in WINDOWS:
         sizes = {"window": w, "ngram": ngram, "guesses": g}
         seen = probe(model, tokenizer, "lookahead", sizes, prompts, n)
         speedup = seen.speedup(per_pass(seen.runs))
         yield Choice("lookahead", f"(W, N, G) = ({w}, {ngram}, {g})", sizes, speedup)
+    seen = probe(model, tokenizer, "lookahead-auto", {}, prompts, n)
+    yield Choice("lookahead-auto", "what pays as it goes", {}, seen.speedup(per_pass(seen.runs)))
 
 
 def no_choices(*arguments) -> Iterator[Choice]:
