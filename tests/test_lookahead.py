@@ -432,8 +432,8 @@ def test_impossible_sizes_are_refused(method, options, message):
         (["--method", "lookahead", "--block", "3"], "--block is for --method jacobi"),
         (["--method", "jacobi", "--earlier", "x"], "--earlier is for --method lookahead"),
         (["--auto"], "--auto is for --method lookahead, not for autoregressive"),
-        (["--method", "lookahead", "--auto", "--window", "3"], "leave them out"),
-        (["--method", "lookahead", "--auto", "--pool-from-prompt"], "leave them out"),
+        (["--method", "lookahead", "--auto", "--window", "3"], "leave --window"),
+        (["--method", "lookahead", "--auto", "--pool-from-prompt"], "leave --window"),
         (["--method", "lookahead", "--ngram", "1"], "ngram 1: must be at least 2"),
     ],
 )
