@@ -313,12 +313,8 @@ def fitting(
         elif not isinstance(tensor, Tensor) or tensor.shape != expected[name]:
             shape = list(getattr(tensor, "shape", ()))
             misshapen.append(f"{name} {shape} instead of {list(expected[name])}")
-        elif not tensor.is_floating_point() or tensor.itemsize < 2:
-            raise UserError(
-                f"{where}: {name} is stored as {tensor.dtype}: quantised weights are not supported"
-            )
         else:
-            yield name, tensor
+            yield name, check_floating(where, name, tensor)
     for problem, names in (
         ("lacks", sorted(expected.keys() - found)),
         ("has unexpected", unexpected),
@@ -330,6 +326,17 @@ def fitting(
                 f"{where} {problem} tensors: {', '.join(names[:6])}{more}: "
                 "its config.json and its weights do not belong together"
             )
+
+
+def check_floating(where: str, name: str, tensor: object) -> Tensor:
+    """The tensor, if it is one of numbers that need no scale."""
+    if not isinstance(tensor, Tensor):
+        raise UserError(f"{where}: {name} is no tensor")
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        raise UserError(
+            f"{where}: {name} is stored as {tensor.dtype}: quantised weights are not supported"
+        )
+    return tensor
 
 
 def canonical(
@@ -370,7 +377,7 @@ def read_tokenizer(source: str | os.PathLike) -> Tokenizer:
 
 
 def check_tokenizer(where: str, folder: Path, tokenizer: Tokenizer | None) -> None:
-    """Refuse heads made with another tokenizer, where they came with theirs or its fingerprint."""
+    """Refuse what was made with another tokenizer, where it came with that or its fingerprint."""
     theirs = None
     if (folder / "config.json").exists():
         theirs = read_json(folder / "config.json").get("tokenizer_fingerprint")
@@ -391,7 +398,7 @@ def check_width(where: str, width: int, model: Transformer) -> None:
 def check_fingerprint(where: str, theirs: str | None, tokenizer: Tokenizer | None) -> None:
     """Refuse what was made with another tokenizer, as far as both are known."""
     if tokenizer and theirs and theirs != tokenizer.fingerprint:
-        raise UserError(f"{where}: made with another tokenizer than the target's")
+        raise UserError(f"{where}: made with another tokenizer")
 
 
 # ---- load and save -------------------------------------------------------------------------------

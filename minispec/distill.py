@@ -28,8 +28,8 @@ from tqdm import tqdm
 from minispec.checkpoint import check_fingerprint, check_tokenizer, load, save, write_tensors
 from minispec.cost import cost_curve
 from minispec.errors import Parser, UserError, command, prepare_file
-from minispec.fastmtp import PREFIX, Head, save_head
-from minispec.grow import begin, grow
+from minispec.fastmtp import Head, read_head, save_head
+from minispec.grow import begin, check_attention, grow
 from minispec.medusa import (
     BEST,
     Heads,
@@ -38,10 +38,9 @@ from minispec.medusa import (
     expected,
     grow_tree,
     heads_cost,
-    heads_folder,
     load_heads,
     medusa,
-    read_heads,
+    read_medusa,
     replayed,
     save_heads,
     save_tree,
@@ -434,18 +433,18 @@ def draft(args: argparse.Namespace) -> None:
     """Train a draft on the target's own documents, by its tokens or by its laws."""
     one_process("draft")
     target, tokenizer = plain_target(args)
+    model = build(args, tokenizer.backend)
+    if args.init:
+        begin(model, args.init, tokenizer)
+    if count_parameters(model) * 10 > count_parameters(target):
+        raise UserError(
+            "a draft must have at most a tenth of its target's parameters: make it less wide"
+        )
     own = read_training(args.own, target, tokenizer)
     learn, measured = split(own)
     texts: dict[str, list[list[int]]] = {}
     for i in learn:
         texts.setdefault(own[i]["kind"], []).append(own[i]["prompt"] + own[i]["tokens"])
-    model = build(args, tokenizer.backend)
-    if args.init:
-        begin(dict(model.named_parameters()), args.init, tokenizer)
-    if count_parameters(model) * 10 > count_parameters(target):
-        raise UserError(
-            "a draft must have at most a tenth of its target's parameters: make it less wide"
-        )
     prepare_training(args.out)
     if args.soft:
         documents = documents_of(own, target, args, args.out / "hidden.safetensors")
@@ -577,6 +576,11 @@ def medusa_heads(args: argparse.Namespace) -> None:
     """Train Medusa-1 heads on the frozen target's own documents."""
     one_process("medusa")
     target, tokenizer = plain_target(args)
+    heads = untrained(args.heads, args.layers, target, args.shared).to(args.device)
+    if args.init:
+        known, folder = read_medusa(args.init)
+        check_tokenizer(f"--init {args.init}", folder, tokenizer)
+        grow(dict(heads.tensors()), known, args.init)
     own = read_training(args.own, target, tokenizer)
     rows = [row["prompt"] + row["tokens"] for row in own]
     prompts = [len(row["prompt"]) for row in own]
@@ -585,10 +589,6 @@ def medusa_heads(args: argparse.Namespace) -> None:
     labels = [labels_of(row, prompt, args.heads) for row, prompt in zip(rows, prompts)]
     learn, measured = split(own)
     positions = Positions([states[i] for i in learn], [labels[i] for i in learn])
-    heads = untrained(args.heads, args.layers, target, args.shared).to(args.device)
-    if args.init:
-        check_tokenizer(f"--init {args.init}", heads_folder(args.init), tokenizer)
-        grow(dict(heads.tensors()), read_heads(args.init), args.init)
     optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     batches = Shuffled(list(range(len(positions.hidden))), args.seed)
     trainer = Trainer(heads, [optimizer], batches, objective="medusa heads")
@@ -890,6 +890,7 @@ def mtp(args: argparse.Namespace) -> None:
         raise UserError("give either --own, the target's documents, or --data, a corpus")
     args.device, rank, world = begin_distributed(args)
     target, tokenizer = plain_target(args)
+    head = new_head(target, args, tokenizer)
     own = (
         read_training(args.own, target, tokenizer)
         if args.own
@@ -900,11 +901,6 @@ def mtp(args: argparse.Namespace) -> None:
     documents = documents_of(own, target, args, file)
     learn, measured = split(own)
     batches = Shuffled(learn, args.seed)
-    head = Head(target.config)
-    initialise(head, args.seed)
-    if args.init:
-        begin({PREFIX + name: p for name, p in head.named_parameters()}, args.init, tokenizer)
-    head.to(args.device)
     objective = f"mtp {args.mode}" + " soft" * args.soft
     trainer = Trainer(head, optimizers(head), batches, objective=objective)
     loss = MTPLoss(
@@ -922,6 +918,18 @@ def mtp(args: argparse.Namespace) -> None:
         (args.out / "README.md").write_text(mtp_card(trainer, args, rates), encoding="utf-8")
         print({kind: [round(a, 3) for a in each] for kind, each in rates.items()})
     end_distributed()
+
+
+def new_head(target: Transformer, args: argparse.Namespace, tokenizer: Tokenizer) -> Head:
+    """FastMTP's head, untrained or as --init has it."""
+    head = Head(target.config)
+    initialise(head, args.seed)
+    if args.init:
+        known, folder = read_head(args.init)
+        check_tokenizer(f"--init {args.init}", folder, tokenizer)
+        check_attention(args.init, folder, head.config)
+        grow(dict(head.named_parameters()), known, args.init, head.config.kv_heads)
+    return head.to(args.device)
 
 
 def corpus_rows(data: Path, tokenizer: Tokenizer, args: argparse.Namespace) -> list[dict]:

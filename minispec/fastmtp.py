@@ -279,24 +279,31 @@ def load_head(
 
     Raises UserError for a missing or misshapen tensor, and for heads of another tokenizer.
     """
-    path = Path(source)
-    folder = path.parent if path.is_file() else resolve(source)
-    files = [path] if path.is_file() else weight_files(folder)
-    tensors = [
-        (name.removeprefix(PREFIX), tensor)
-        for file in files
-        for name, tensor in read_tensors(file)
-        if name.startswith(PREFIX)
-    ]
-    if not tensors:
-        raise UserError(f"{source} has no prediction head: no tensors {PREFIX}*")
+    tensors, folder = read_head(source)
     check_tokenizer(str(source), folder, tokenizer)
-    for norm in [tensor for name, tensor in tensors if name == "hidden_layernorm.weight"]:
+    norm = tensors.get("hidden_layernorm.weight")
+    if isinstance(norm, Tensor):
         check_width(str(source), norm.numel(), model)
     with torch.device("meta"):
         head = Head(model.config)
-    assign(head, iter(tensors), str(source), model.dtype, model.device)
+    assign(head, iter(tensors.items()), str(source), model.dtype, model.device)
     return head.eval().prepare()
+
+
+def read_head(source: str | os.PathLike) -> tuple[dict[str, Tensor], Path]:
+    """A head's tensors, under the names of Head's parameters, and the directory they lie in."""
+    path = Path(source)
+    folder = path.parent if path.is_file() else resolve(source)
+    files = [path] if path.is_file() else weight_files(folder)
+    tensors = {
+        name.removeprefix(PREFIX): tensor
+        for file in files
+        for name, tensor in read_tensors(file)
+        if name.startswith(PREFIX)
+    }
+    if not tensors:
+        raise UserError(f"{source} has no prediction head: no tensors {PREFIX}*")
+    return tensors, folder
 
 
 def head_tensors(head: Head) -> dict[str, Tensor]:
@@ -314,8 +321,13 @@ def save_head(
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.to("cpu", dtype).contiguous() for name, t in head_tensors(head).items()}
     write_tensors(tensors, directory / "model.safetensors")
+    c = head.config
     config = {
         "base_model_name_or_path": base,
+        "hidden_size": c.hidden_size,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
         "num_nextn_predict_layers": 1,
         "num_speculative_steps": len(weights),
         "mtp_loss_step_weights": [round(weight, 4) for weight in weights],

@@ -8,68 +8,121 @@ reads may begin at random, and learns at once.
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from minispec.checkpoint import check_tokenizer, read_tensors, resolve, weight_files
-from minispec.errors import UserError
+from minispec.checkpoint import (
+    Keys,
+    canonical,
+    check_floating,
+    check_tokenizer,
+    read_config,
+    read_heads,
+    read_tensors,
+    resolve,
+    weight_files,
+)
+from minispec.errors import UserError, read_json
+from minispec.model import Config, Transformer
 from minispec.tokenizer import Tokenizer
 
 LAYER = re.compile(r"(model\.layers\.)(\d+)(\..*)")
-OUT = "o_proj.weight", "down_proj.weight"  # what a layer writes with
+OUT = "o_proj.weight", "down_proj.weight", "o_proj.bias", "down_proj.bias"  # a layer writes with
+WRITERS = *OUT, "embed_tokens.weight", "input_proj.weight", "linear.weight", "linear.bias"
 
 
-def begin(new: dict[str, Tensor], source: str, tokenizer: Tokenizer) -> None:
+def begin(model: Transformer, source: str, tokenizer: Tokenizer) -> None:
     """`grow` from a directory or a hub id, whose tokenizer must be this one."""
     folder = resolve(source)
     check_tokenizer(f"--init {source}", folder, tokenizer)
-    files = weight_files(folder)
-    grow(new, dict(pair for file in files for pair in read_tensors(file)), source)
+    theirs = read_config(folder)
+    check_attention(source, folder, model.config)
+    for key in ("rope_theta", "rope_scaling", "tied"):
+        ours, other = getattr(model.config, key), getattr(theirs, key)
+        if ours != other:
+            raise UserError(f"--init {source}: its {key} is {other}, here it is {ours}")
+    tensors = (pair for file in weight_files(folder) for pair in read_tensors(file))
+    grow(dict(model.named_parameters()), dict(canonical(theirs, tensors)), source, theirs.kv_heads)
+
+
+def check_attention(source: str, folder: Path, config: Config) -> None:
+    """Refuse other heads of keys than the new model's, where a config.json tells of heads: the
+    shapes of the weights do not tell all."""
+    path = folder / "config.json"
+    if not path.exists() or "num_attention_heads" not in read_json(path):
+        return
+    _, kv_heads, head_dim = read_heads(Keys(path, read_json(path)))
+    if (kv_heads, head_dim) != (config.kv_heads, config.head_dim):
+        raise UserError(
+            f"--init {source}: has {kv_heads} heads of keys, and heads of size {head_dim}; both "
+            f"must be the same here, and are {config.kv_heads} and {config.head_dim}"
+        )
 
 
 @torch.no_grad()
-def grow(new: dict[str, Tensor], old: dict[str, Tensor], where: str) -> None:
+def grow(new: dict[str, Tensor], old: dict[str, Tensor], where: str, kv_heads: int = 1) -> None:
     """Give parameters that were initialised at random what those of the same names in `old` know.
 
-    Old layers are spread evenly over the new ones, each repeated until the next. Raises UserError
-    where one is missing or larger, or the keys' sizes differ.
+    `old` are smaller in any dimension, or have fewer layers: these are spread evenly over the new
+    ones, each repeated until the next. Each of the `kv_heads` keeps its heads of queries. Raises
+    UserError where a tensor is missing, larger or left over.
     """
     layers, theirs = count_layers(new), count_layers(old)
+    if layers < theirs:
+        raise UserError(f"--init {where}: has {theirs} layers, more than the {layers} here")
+    used = set()
     for name, weight in new.items():
         layer = LAYER.fullmatch(name)
         at = int(layer[2]) if layer else 0
         source = at * theirs // layers
-        known = old.get(f"{layer[1]}{source}{layer[3]}" if layer else name)
-        if layers < theirs or known is None or not larger(name, weight.shape, known.shape):
+        key = f"{layer[1]}{source}{layer[3]}" if layer else name
+        if key not in old:
+            raise UserError(f"--init {where}: has no {key}")
+        used.add(key)
+        known = check_floating(f"--init {where}", key, old[key])
+        if not fits(name, weight.shape, known.shape):
             raise UserError(
-                f"--init {where}: has no {name} that fits into {list(weight.shape)} and "
-                f"{layers} layers: give sizes like its own or larger, "
-                "and for heads of keys its own"
+                f"--init {where}: {key} {list(known.shape)} does not fit into "
+                f"{list(weight.shape)}: give sizes like its own or larger, for keys its own"
             )
         if name.endswith("norm.weight"):
             weight.fill_(known.float().mean())
             put(weight, known)
             weight *= (len(known) / len(weight)) ** 0.5  # for zeros make the mean square smaller
             continue
-        if name.endswith((*OUT, "embed_tokens.weight", "input_proj.weight")) or ".linear." in name:
+        if name.endswith(WRITERS):
             weight.zero_()
         if name.endswith(OUT) and at > 0 and source == (at - 1) * theirs // layers:
             continue  # a repeated layer
-        parts = 2 if name.endswith("input_proj.weight") else 1  # reads a hidden state, and a token
-        for part, theirs_part in zip(weight.chunk(parts, -1), known.chunk(parts, -1)):
-            put(part, theirs_part)
+        for part, known_part in zip(parts(name, weight, kv_heads), parts(name, known, kv_heads)):
+            put(part, known_part)
+    left = sorted(old.keys() - used)
+    if left:
+        raise UserError(f"--init {where}: has {left[0]}, for which there is no place here")
 
 
 def count_layers(names: Iterable[str]) -> int:
     return 1 + max((int(m[2]) for m in map(LAYER.fullmatch, names) if m), default=0)
 
 
-def larger(name: str, new: torch.Size, old: torch.Size) -> bool:
+def fits(name: str, new: torch.Size, old: torch.Size) -> bool:
     """Whether a parameter can hold the old one."""
-    if name.endswith(("k_proj.weight", "v_proj.weight")) and new[0] != old[0]:
+    if re.search(r"\b[kv]_proj\.", name) and new[0] != old[0]:
         return False  # other heads of keys
     return len(new) == len(old) and all(a >= b for a, b in zip(new, old))
+
+
+def parts(name: str, weight: Tensor, kv_heads: int) -> Iterable[Tensor]:
+    """Views of a parameter that grow each for itself."""
+    if name.endswith("input_proj.weight"):
+        return weight.chunk(2, -1)  # reads a hidden state, and a token
+    if re.search(r"\bq_proj\.", name):
+        return weight.chunk(kv_heads, 0)  # queries of a head of keys
+    if name.endswith("o_proj.weight"):
+        return weight.chunk(kv_heads, -1)
+    return [weight]
 
 
 def put(weight: Tensor, known: Tensor) -> None:

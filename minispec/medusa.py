@@ -368,7 +368,7 @@ def load_heads(
     full model, under `medusa_head.`). Counts come from the tensors, whatever config.json says.
     Raises UserError for heads of another hidden size, vocabulary or tokenizer.
     """
-    tensors, folder = read_heads(source), heads_folder(source)
+    tensors, folder = read_medusa(source)
     check_tokenizer(str(source), folder, tokenizer)
     heads = heads_like(tensors, model, str(source)).to(model.device, model.dtype)
     fill(heads, tensors, str(source))
@@ -376,18 +376,14 @@ def load_heads(
     return heads.eval()
 
 
-def heads_folder(source: str | os.PathLike) -> Path:
-    """The directory that holds them."""
+def read_medusa(source: str | os.PathLike) -> tuple[dict[str, Tensor], Path]:
+    """The tensors of a file, a directory or a hub id, under the names of `Heads.tensors`; and the
+    directory they lie in."""
     path = Path(source)
     if path.is_file():
-        return path.parent
-    return resolve(source, ("*.json", "*.safetensors", "medusa_lm_head.pt"))
-
-
-def read_heads(source: str | os.PathLike) -> dict[str, Tensor]:
-    """The tensors of a file, a directory or a hub id, under the names of `Heads.tensors`."""
-    path, folder = Path(source), heads_folder(source)
-    if not path.is_file():
+        folder = path.parent
+    else:
+        folder = resolve(source, ("*.json", "*.safetensors", "medusa_lm_head.pt"))
         path = next((folder / name for name in NAMES if (folder / name).exists()), folder)
     files = weight_files(path) if path.is_dir() else [path]
     tensors = {
@@ -399,7 +395,7 @@ def read_heads(source: str | os.PathLike) -> dict[str, Tensor]:
     if not tensors:
         raise UserError(f"{source} has no Medusa heads: neither {' nor '.join(NAMES)}, nor a model "
                         "with medusa_head. tensors")  # fmt: skip
-    return tensors
+    return tensors, folder
 
 
 def heads_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> Heads:

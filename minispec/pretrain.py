@@ -59,6 +59,7 @@ KINDS = {
 }
 WARM_UP = "stories_distilled", "stories_distilled.txt"
 WARM_UP_SHARE, WARM_UP_END = 0.5, 0.3  # half of each batch during the first 30 % of the steps
+CHECKPOINT = "training.pt"  # in --out, while a training goes on and after it
 HELD_OUT = 50  # every 50th document is never trained on
 
 
@@ -403,7 +404,7 @@ def train(
     """Steps until `args.steps`, from the checkpoint in --out if there is one; `objective(rows)` is
     the loss. Every --save-every steps, and in the end, writes the checkpoint and shows `note()`."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    checkpoint = args.out / "training.pt"
+    checkpoint = args.out / CHECKPOINT
     if checkpoint.exists():
         trainer.restore(checkpoint)
     rows = args.batch_tokens // args.context
@@ -434,7 +435,7 @@ def one_step(
     world: int,
 ) -> float:
     """One step on this process's share of the batch; its loss."""
-    begin = time.perf_counter()
+    start = time.perf_counter()
     batch = trainer.batches.take(trainer.step, trainer.step / args.steps, rows, args.context)
     loss = objective(batch[rank::world].to(args.device))
     loss.backward()
@@ -446,7 +447,7 @@ def one_step(
         optimizer.zero_grad()
     trainer.step += 1
     trainer.tokens += rows * args.context
-    trainer.seconds += time.perf_counter() - begin
+    trainer.seconds += time.perf_counter() - start
     return loss.item()
 
 
@@ -576,7 +577,11 @@ def model_arguments(
 
 
 def init_argument(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--init", help="begin with this checkpoint, of these sizes or smaller ones")
+    p.add_argument(
+        "--init",
+        help="begin with this checkpoint, whose sizes may be smaller (but for the heads of keys "
+        "and their size, Medusa's heads and their blocks)",
+    )
 
 
 def training_arguments(
@@ -669,6 +674,26 @@ def build(args: argparse.Namespace, bpe: BPE) -> Transformer:
     return model.to(args.device)
 
 
+def provide_tokenizer(args: argparse.Namespace, documents: dict[str, list[str]]) -> None:
+    """Put into --out the tokenizer given, that of --init, or a new one; a training that was begun
+    keeps its own."""
+    own = args.out / "tokenizer.json"
+    given = args.tokenizer or (resolve(args.init) / "tokenizer.json" if args.init else None)
+    if given and not given.exists():
+        raise UserError(f"no such tokenizer: {given}")
+    begun = own.exists() and (args.out / CHECKPOINT).exists()
+    if given and begun and len({Tokenizer(read_backend(f)).fingerprint for f in (own, given)}) > 1:
+        raise UserError(f"{args.out} was begun with another tokenizer than {given}: give that, or "
+                        "another --out")  # fmt: skip
+    part = own.with_suffix(".part")
+    if given:
+        shutil.copyfile(given, part)
+        part.replace(own)
+    elif not own.exists():
+        train_tokenizer(documents, args.vocab).save(str(part))
+        part.replace(own)
+
+
 def begin_distributed(args: argparse.Namespace) -> tuple[torch.device, int, int]:
     """Device, rank and number of processes, where torchrun has started several."""
     device = args.device
@@ -697,24 +722,16 @@ def main(argv: list[str] | None = None) -> None:
     prepare_training(args.out)
 
     documents, held_out = read_corpus(args.data)
-    if args.init and not args.tokenizer:
-        args.tokenizer = resolve(args.init) / "tokenizer.json"
-    path = args.tokenizer or args.out / "tokenizer.json"
-    if args.tokenizer and not path.exists():
-        raise UserError(f"no such tokenizer: {path}")
-    if not path.exists() and rank == 0:
-        part = path.with_suffix(".part")
-        train_tokenizer(documents, args.vocab).save(str(part))
-        part.replace(path)
+    if rank == 0:
+        provide_tokenizer(args, documents)
     if world > 1:
         dist.barrier()
-    bpe = read_backend(path)
+    bpe = read_backend(args.out / "tokenizer.json")
+    model, tokenizer = build(args, bpe), Tokenizer(bpe, END, END, CHAT_TEMPLATE)
+    if args.init and not (args.out / CHECKPOINT).exists():
+        begin(model, args.init, tokenizer)
     batches = Batches({kind: tokenize(bpe, d) for kind, d in documents.items()}, args.seed)
     tests = {kind: clip_held_out(bpe, d[:32], args.context) for kind, d in held_out.items()}
-
-    model, tokenizer = build(args, bpe), Tokenizer(bpe, END, END, CHAT_TEMPLATE)
-    if args.init:
-        begin(dict(model.named_parameters()), args.init, tokenizer)
     trainer = Trainer(model, optimizers(model), batches)
     if rank == 0:
         print(

@@ -1,18 +1,22 @@
 """A training may begin with what another checkpoint knows: a larger model has its function."""
 
 import random
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import random_model, random_tokens
+from safetensors.torch import save_file
 from test_distill import run as distill
 from test_distill import target  # noqa: F401  a checkpoint
 from test_pretrain import data, run  # noqa: F401  a small corpus
 
 from minispec import UserError, load
-from minispec.fastmtp import Drafter, Head, load_head
-from minispec.grow import grow
+from minispec import distill as distill_module
+from minispec.checkpoint import save
+from minispec.fastmtp import Drafter, Head, head_tensors, load_head
+from minispec.grow import begin, grow
 from minispec.medusa import load_heads, untrained
 from minispec.model import Transformer
 from minispec.pretrain import initialise
@@ -23,9 +27,13 @@ EXACT = {"norm_eps": 1e-30}  # the mean square is smaller by the new zeros, norm
 
 
 def small_and_large(seed: int) -> tuple[Transformer, Transformer]:
-    """A random model of one head of keys, its norms anything; and a larger one, grown from it."""
+    """A random model, its norms and biases anything; and a larger one, grown from it."""
     rng = random.Random(seed)
-    small = random_model(seed, kv_heads=1, heads=rng.choice((1, 2)), tied=seed % 2 == 0, **EXACT)
+    kv_heads, flags = rng.choice((1, 2, 3)), ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")
+    small = random_model(
+        seed, kv_heads=kv_heads, heads=kv_heads * rng.choice((1, 2)), tied=seed % 2 == 0,
+        **{flag: rng.random() < 0.3 for flag in flags}, **EXACT,
+    )  # fmt: skip
     for name, parameter in small.named_parameters():
         if name.endswith("norm.weight"):
             parameter.data.uniform_(0.5, 2)
@@ -34,14 +42,14 @@ def small_and_large(seed: int) -> tuple[Transformer, Transformer]:
         replace(
             c,
             hidden_size=c.hidden_size + rng.randrange(9),
-            heads=c.heads + rng.randrange(3),
+            heads=c.heads + kv_heads * rng.randrange(3),
             intermediate_size=c.intermediate_size + rng.randrange(9),
             layers=c.layers + rng.randrange(4),
         )  # fmt: skip
     )
     initialise(large, seed)
     large.double()
-    grow(dict(large.named_parameters()), dict(small.named_parameters()), "here")
+    grow(dict(large.named_parameters()), dict(small.named_parameters()), "here", kv_heads)
     return small, large
 
 
@@ -77,7 +85,8 @@ def test_grown_heads_draft_what_the_smaller_ones_did(seed):
     grown = Head(large.config)
     initialise(grown, seed)
     grown.double()
-    grow(dict(grown.named_parameters()), dict(head.named_parameters()), "here")
+    kv_heads = small.config.kv_heads
+    grow(dict(grown.named_parameters()), dict(head.named_parameters()), "here", kv_heads)
     tokens = random_tokens(12, seed)
     drafts = []
     for model, its_head in ((small, head), (large, grown)):
@@ -99,33 +108,96 @@ def test_grown_heads_draft_what_the_smaller_ones_did(seed):
     assert torch.allclose(got, expected, atol=1e-9, rtol=0)
 
 
+SIZES = {"kv_heads": 1, "heads": 2, "layers": 2, "hidden_size": 16, "head_dim": 8}
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{"layers": 1}, {"hidden_size": 8}, {"head_dim": 4}, {"kv_heads": 2}, {"qk_norm": True}],
+    "theirs, ours, message",
+    [
+        ({}, {"layers": 1}, "has 2 layers, more than the 1 here"),
+        ({}, {"hidden_size": 8}, "does not fit into"),
+        ({}, {"qk_norm": True}, "has no model.layers.0.self_attn.q_norm.weight"),
+        ({"qk_norm": True}, {}, "has model.layers.0.self_attn.k_norm.weight, for which"),
+        ({"qkv_bias": True}, {}, "has model.layers.0.self_attn.k_proj.bias, for which"),
+        ({}, {"head_dim": 4}, "has 1 heads of keys, and heads of size 8; both"),
+        ({}, {"kv_heads": 2}, "has 1 heads of keys"),
+        ({}, {"kv_heads": 2, "heads": 4, "head_dim": 4}, "has 1 heads of keys"),  # of equal shapes
+        ({}, {"rope_theta": 5e5}, "its rope_theta is 10000.0, here it is 500000.0"),
+        ({"tied": False}, {"tied": True}, "its tied is False"),
+    ],
 )
-def test_what_does_not_fit_is_refused(changes):
-    sizes = {"kv_heads": 1, "layers": 2, "hidden_size": 16, "head_dim": 8}
-    small, other = random_model(**sizes), random_model(1, **(sizes | changes))
-    with pytest.raises(UserError, match="--init here: has no .* that fits"):
-        grow(dict(other.named_parameters()), dict(small.named_parameters()), "here")
+def test_what_does_not_fit_is_refused(theirs, ours, message, tmp_path):
+    family = {"model_type": "qwen3"} if {"qk_norm"} & (theirs.keys() | ours) else {}
+    small = random_model(**(SIZES | family | theirs))
+    save(small, None, tmp_path, torch.float32)
+    other = random_model(1, **(SIZES | family | ours))
+    with pytest.raises(UserError, match="--init .*" + message):
+        begin(other, str(tmp_path), None)
+
+
+def test_quantised_weights_and_leftovers_of_heads_are_refused():
+    model = random_model()
+    tensors = dict(model.named_parameters())
+    for odd, message in ((torch.zeros(3, dtype=torch.int8), "quantised"), (3, "is no tensor")):
+        with pytest.raises(UserError, match=message):
+            grow(tensors, tensors | {"model.norm.weight": odd}, "here")
+    for heads, layers, shared in ((3, 1, True), (2, 2, True), (2, 1, False)):
+        more, fewer = untrained(heads, layers, model, shared), untrained(2, 1, model, True)
+        with pytest.raises(UserError, match="for which there is no place here"):
+            grow(dict(fewer.tensors()), dict(more.tensors()), "here")
+
+
+def test_a_head_begins_with_that_of_a_whole_model(tmp_path):
+    model = random_model(layers=3)
+    head = Head(model.config)
+    whole = {n: p.detach().clone() for n, p in model.named_parameters()} | head_tensors(head)
+    file = tmp_path / "whole.safetensors"
+    save_file({name: t.contiguous() for name, t in whole.items()}, file)
+    args = Namespace(init=str(file), seed=1, device="cpu")
+    begun = distill_module.new_head(model, args, None)
+    for name, weight in head.named_parameters():
+        assert torch.equal(weight, begun.get_parameter(name)), name
 
 
 def test_a_target_begins_with_another(data, tmp_path, capsys):  # noqa: F811
     first = run(data, tmp_path / "first", 2)
     begun = ["--init", str(tmp_path / "first")]
-    again = run(data, tmp_path / "again", 1, *begun, "--lr", "1e-9")
+    other = "--lr", "1e-9", "--seed", "1", "--vocab", "333"
+    again = run(data, tmp_path / "again", 1, *begun, *other)
     for name, weight in first.items():  # but for the rounding to float16
         assert torch.allclose(again[name], weight, atol=1e-3), name
     tokenizer = (tmp_path / "first" / "tokenizer.json").read_text()
     assert (tmp_path / "again" / "tokenizer.json").read_text() == tokenizer
-    run(data, tmp_path / "wide", 1, *begun, "--width", "24", "--heads", "3", "--layers", "3")
+    wide = "--width", "24", "--heads", "3", "--layers", "3"
+    run(data, tmp_path / "wide", 1, *begun, *other, *wide)
+    small, large = (load(tmp_path / name, "float32", "cpu")[0] for name in ("first", "wide"))
+    tokens = random_tokens(20)
+    with torch.no_grad():
+        expected, got = (m.logits(m(tokens)) for m in (small, large))
+    assert torch.allclose(got, expected, atol=0.01)  # a deviation is 0.08; norm_eps is not grown
+    capsys.readouterr()
     with pytest.raises(SystemExit) as caught:
         run(data, tmp_path / "deep", 1, *begun, "--layers", "1")
     error = capsys.readouterr().err
     assert caught.value.code == 2 and "--init" in error.splitlines()[-1]
 
 
-def test_drafts_and_heads_begin_with_others(target, data, tmp_path, capsys):  # noqa: F811
+def test_a_training_keeps_the_tokenizer_that_it_was_begun_with(data, tmp_path, capsys):  # noqa: F811
+    run(data, tmp_path / "first", 1)
+    begun = "--init", str(tmp_path / "first")
+    run(data, tmp_path / "second", 1, *begun, "--vocab", "333")
+    theirs = (tmp_path / "first" / "tokenizer.json").read_text()
+    (tmp_path / "second" / "model.safetensors").unlink()  # as if it had been stopped
+    run(data, tmp_path / "second", 2, "--vocab", "333")
+    assert (tmp_path / "second" / "tokenizer.json").read_text() == theirs
+    run(data, tmp_path / "third", 1, "--vocab", "333")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run(data, tmp_path / "third", 2, "--vocab", "333", *begun)
+    assert "was begun with another tokenizer" in capsys.readouterr().err
+
+
+def test_drafts_and_heads_begin_with_others(target, data, tmp_path, monkeypatch, capsys):  # noqa: F811
     own = tmp_path / "own.jsonl"
     distill("generate", "--model", target, "--data", data, "--tokens", 20, "--batch", 8,
             "--device", "cpu", "--out", own, "--documents", 60)  # fmt: skip
@@ -150,6 +222,7 @@ def test_drafts_and_heads_begin_with_others(target, data, tmp_path, capsys):  # 
         for name, weight in read[kind](once).items():
             assert torch.allclose(theirs[name], weight, atol=1e-4), (kind, name)
         capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
+        with monkeypatch.context() as later, pytest.raises(SystemExit) as caught:
+            later.setattr(distill_module, "read_training", None)
             distill(kind, *same, 1, *options, "--init", tmp_path / "no", "--out", tmp_path / "new")
         assert caught.value.code == 2 and "no" in capsys.readouterr().err
