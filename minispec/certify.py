@@ -679,6 +679,7 @@ def check_proposals(quick: bool = False) -> Iterator[Verdict]:
     for name, problem in (
         ("lookahead, window", window_problem),
         ("lookahead, pool", pool_problem),
+        ("lookahead, memory", memory_problem),
         ("medusa, heads", heads_problem),
         ("fastmtp, head", head_problem),
         ("fastmtp, drafts and cache", drafts_problem),
@@ -721,6 +722,34 @@ def pool_problem(seed: int) -> str | None:
             if pool.after(token) != expected:
                 return f"seed {seed}: {pool.after(token)} instead of {expected}"
     return None
+
+
+def memory_problem(seed: int) -> str | None:
+    """Against a search through texts, which the memory learnt bit by bit."""
+    rng, memory, texts = random.Random(seed), lookahead.Memory(3), []
+    for _ in range(4):
+        texts.append(rng.choices(range(3), k=rng.randint(1, 40)))
+        at = 0
+        while at < len(texts[-1]):
+            new = rng.randint(1, min(5, len(texts[-1]) - at))
+            at += new
+            memory.learn(texts[-1][:at], new)
+    for _ in range(40):
+        context = rng.choices(range(4), k=rng.randint(0, 5))
+        ends = [context[-n:] for n in (3, 2, 1) if n <= len(context)]
+        followed = (Counter(what_followed(end, texts)) for end in ends)
+        counts = next(filter(None, followed), Counter())
+        expected = [n / (1 + counts.total()) for _, n in counts.most_common()]
+        found = memory.after(context)
+        if [share for _, share in found] != expected or {t for t, _ in found} != set(counts):
+            return f"seed {seed}: {found} after {context}"
+    return None
+
+
+def what_followed(end: list[int], texts: list[list[int]]) -> list[int]:
+    """The tokens behind `end` wherever it stands in the texts."""
+    n = len(end)
+    return [text[i] for text in texts for i in range(n, len(text)) if text[i - n : i] == end]
 
 
 def heads_problem(seed: int) -> str | None:
@@ -963,8 +992,8 @@ def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
     for i, (x, y) in enumerate(zip(left, right), start=1):
         if x["prompt_ids"] != y["prompt_ids"]:
             raise UserError(f"line {i}: the prompts of {a} and {b} differ")
-        heats = (run.get("stats", {}).get("temperature") for run in (x, y))
-        if drawn := [heat for heat in heats if heat]:
+        drawn = [temperature for run in (x, y) if (temperature := drawn_at(run))]
+        if drawn:
             raise UserError(f"line {i}: drawn at temperature {drawn[0]}: compare greedy runs")
         at, gap = divergence(model, x["prompt_ids"], x["tokens"], y["tokens"])
         shorter = min(x, y, key=lambda run: len(run["tokens"]))
@@ -979,6 +1008,13 @@ def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
             where = first_difference(x["tokens"], y["tokens"])
             detail = f"{where}; top-2 gap {gap:.4g}: {what}"
             yield Verdict("compare", f"line {i}", gap < TIE, detail)
+
+
+def drawn_at(run: dict) -> float | None:
+    """The temperature of a run that was drawn, as far as its statistics say."""
+    stats = run.get("stats")
+    stats = stats if isinstance(stats, dict) else {}
+    return None if stats.get("top_k") == 1 else stats.get("temperature")
 
 
 def read_runs(path: Path) -> list[dict]:

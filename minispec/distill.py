@@ -161,8 +161,11 @@ def generate(args: argparse.Namespace) -> None:
     n = min(args.tokens, model.config.context - LONGEST)
     if n < 1:
         raise UserError(f"the target's context of {model.config.context} tokens is too short")
-    names = "seed", "kind", "batch", "tokens", "temperature", "top_k", "top_p"
+    names = "dtype", "seed", "kind", "batch", "tokens", "temperature", "top_k", "top_p"
     options = {name: getattr(args, name) for name in names}
+    model.undo()
+    options |= {"model": weights_sum(model), "data": digest_of(documents)}
+    model.prepare()
     duplicates, kept, batch = resumed(args.out, tokenizer, options)
     starts = beginnings(documents, tokenizer, args.seed)
     for _ in range(batch * args.batch):
@@ -200,12 +203,20 @@ def resumed(out: Path, tokenizer: Tokenizer, options: dict) -> tuple[Duplicates,
     if not all(type(row.get("batch")) is int for row in rows):
         raise UserError(f"{out} was not begun by minispec.distill generate: give another --out")
     for row in rows:
-        theirs = row.get("options", options)
+        theirs = options | row.get("options", {})  # older files say less
         for name in options:
-            if theirs.get(name) != options[name]:
+            if theirs[name] != options[name]:
+                said = (
+                    f"another --{name}"
+                    if name in ("model", "data")
+                    else (
+                        f"--{name.replace('_', '-')} {theirs[name]}"
+                        if theirs[name] is not None
+                        else f"no --{name.replace('_', '-')}"
+                    )
+                )
                 raise UserError(
-                    f"{out} was begun with --{name.replace('_', '-')} {theirs.get(name)}: "
-                    "give what it was begun with, or another --out"
+                    f"{out} was begun with {said}: give what it was begun with, or another --out"
                 )
     batch = rows[-1]["batch"] if rows else 0
     if rows:
@@ -227,6 +238,7 @@ def read_own(path: Path, tokenizer: Tokenizer | None = None) -> list[dict]:
         for row in rows:
             assert row["kind"] and row["prompt"] and row["tokens"]
             assert all(type(i) is int and i >= 0 for i in row["prompt"] + row["tokens"])
+            assert isinstance(row.get("options", {}), dict)
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise UserError(f"{path} is not a file of minispec.distill generate: {error}") from None
     for theirs in {row.get("tokenizer") for row in rows}:  # None in older files
@@ -305,13 +317,23 @@ def hidden_states(target: Transformer, rows: list[list[int]], dtype: torch.dtype
     return states
 
 
+def weights_sum(model: Transformer) -> str:
+    """The same for the same weights, which must not be prepared."""
+    total = sum(float(p.detach().cpu().double().abs().sum()) for p in model.parameters())
+    return f"{total:.9g}"
+
+
+def digest_of(value: object) -> str:
+    """A hash of what JSON can write."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
 def stored_states(
     target: Transformer, rows: list[list[int]], dtype: torch.dtype, file: Path
 ) -> list[Tensor]:
     """`hidden_states`, computed once: read back from `file` where it holds those of the same rows
     and model."""
-    weights = sum(float(p.detach().cpu().double().abs().sum()) for p in target.parameters())
-    key = hashlib.sha256(json.dumps([rows, weights, str(dtype)]).encode()).hexdigest()
+    key = digest_of([rows, weights_sum(target), str(dtype)])
     lengths = [len(row) for row in rows]
     with contextlib.suppress(SafetensorError, OSError):  # damaged or not there: computed anew
         with safe_open(file, "pt") as stored:

@@ -303,7 +303,7 @@ class Choice:
 
     `curve[n]` is the cost of n tokens. The chance of a guess is the product of the Memory's shares
     along its path. Chosen from earlier passes only, and never deeper in debt to plain decoding than
-    DEBT and CREDIT allow.
+    DEBT and CREDIT allow: guesses leave enough for the window's rows until it may close.
     """
 
     def __init__(self, curve: list[float]):
@@ -319,10 +319,9 @@ class Choice:
         last = len(self.curve) - 1
         return self.curve[n] if n <= last else self.curve[last] * n / last
 
-    def affords(self, cost: float, passes: int = 1) -> bool:
-        """Whether so many passes may bring one token each."""
-        owed = self.spent + passes * cost
-        return owed <= (self.tokens + passes) * (1 + DEBT) + CREDIT
+    def affords(self, cost: float, passes: int) -> bool:
+        """Whether so many passes may cost this, and bring one token each."""
+        return self.spent + cost <= (self.tokens + passes) * (1 + DEBT) + CREDIT
 
     def is_due(self) -> bool:
         return self.passes % PERIOD == 0
@@ -333,7 +332,8 @@ class Choice:
             tokens, spent = self.tokens - self.since[0], self.spent - self.since[1]
             self.speed[self.now] = tokens / spent
         self.since = self.tokens, self.spent
-        ready = [w for w in WIDTHS if w == 0 or self.affords(self.cost(GUESSED, w), PERIOD)]
+        period = {w: PERIOD * self.cost(GUESSED, w) for w in WIDTHS}
+        ready = [w for w in WIDTHS if w == 0 or self.affords(period[w], PERIOD)]
         self.now = max(ready, key=lambda w: self.speed[w])
         return self.now
 
@@ -342,7 +342,9 @@ class Choice:
         grown, parents, contexts = [tokens[-1]], [-1], [tokens[-ORDER:]]
         queue: list[tuple[float, int, int]] = []  # of guesses to take: -chance, parent, token
         chance, expected = 1.0, 1.0
-        best, most = 1, 1 / self.cost(0, self.now)
+        bare = self.cost(0, self.now)  # without guesses
+        best, most = 1, 1 / bare
+        left = PERIOD - 1 - self.passes % PERIOD  # passes until W is chosen again
         while len(grown) < min(room, len(self.curve)):
             for token, share in memory.after(contexts[-1]):
                 if chance * share >= RARE:
@@ -355,7 +357,8 @@ class Choice:
             parents.append(parent)
             contexts.append([*contexts[parent], token][-ORDER:])
             cost = self.cost(len(grown) - 1, self.now)
-            if expected / cost > most and self.affords(cost):
+            affordable = self.affords(cost, 1) and self.affords(cost + left * bare, 1 + left)
+            if expected / cost > most and affordable:
                 best, most = len(grown), expected / cost
         return Tree(grown[:best], parents[:best])
 

@@ -200,6 +200,7 @@ def hidden_of_the_round_before(heads, model, hidden, root, paths):
 
 
 one_pass, after = lookahead.one_pass, lookahead.Pool.after
+learn = lookahead.Memory.learn
 
 
 def guesses_see_the_window(tree, window):
@@ -229,6 +230,11 @@ def aliased_pool(self, token: int) -> list[list[int]]:
         stored.popitem()
         stored[tuple(guesses[0] + guesses[-1])] = None
     return guesses
+
+
+def learn_late(self, tokens, new):
+    """Each token counted behind the context that ends one token before it."""
+    learn(self, [*tokens[: -new - 1], *tokens[-new:]], new)
 
 
 beside, window_layout = lookahead.beside, lookahead.window_layout
@@ -428,6 +434,7 @@ MUTANTS = [
     ),
     Mutant("warm-up verified", "greedy", ((lookahead, "one_pass", warm_up_verified),)),
     Mutant("an aliased pool", "proposals", ((lookahead.Pool, "after", aliased_pool),)),
+    Mutant("contexts one token late", "proposals", ((lookahead.Memory, "learn", learn_late),)),
     Mutant("padding taken for a token", "limits", ((medusa, "accept", padding_matches),)),
     Mutant("a root that is always argmax", "exact", ((medusa, "accept", argmax_root),)),
     Mutant("ranks of heads with p / q", "exact", ((medusa, "propose", ranks_with_softmax_law),)),

@@ -244,6 +244,9 @@ def test_two_runs_are_compared_token_by_token(tmp_path, capsys):
     b.write_text(json.dumps(line) + "\n" + drawn)
     err = run("--compare", str(a), str(b), *options, code=2, capsys=capsys)
     assert "line 2: drawn at temperature 0.7" in err
+    for stats in None, 3, {"temperature": 0.7, "top_k": 1}:
+        b.write_text((json.dumps(line | {"stats": stats}) + "\n") * 2)
+        run("--compare", str(a), str(b), *options, code=0, capsys=capsys)
     b.write_text('{"prompt_ids": [], "tokens": [1]}\n' * 2)
     err = run("--compare", str(a), str(b), *options, code=2, capsys=capsys)
     assert "b.jsonl line 1: prompt_ids must not be empty" in err

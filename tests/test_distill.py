@@ -64,9 +64,6 @@ def test_generation_resumes_and_a_draft_learns_from_it(target, data, tmp_path, c
     (tmp_path / "parts.jsonl").write_text(text[:-30])  # killed while writing
     run("generate", *options, "--out", tmp_path / "parts.jsonl", "--documents", 60)
     assert (tmp_path / "whole.jsonl").read_text() == (tmp_path / "parts.jsonl").read_text()
-    with pytest.raises(SystemExit):
-        run("generate", *options, "--out", tmp_path / "parts.jsonl", "--top-k", 3)
-    assert "was begun with --top-k 20" in capsys.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "whole.jsonl").read_text().splitlines()]
     assert len(rows) >= 60 and all(0 < len(row["tokens"]) <= 20 for row in rows)
 
@@ -88,6 +85,32 @@ def test_generation_resumes_and_a_draft_learns_from_it(target, data, tmp_path, c
     with pytest.raises(SystemExit):  # soft labels do not go on as hard ones
         run(*train, "--out", tmp_path / "draft", *sizes, "--width", 4)
     assert "of another training" in capsys.readouterr().err
+
+
+def test_generation_goes_on_only_as_it_was_begun(target, data, tmp_path, capsys):  # noqa: F811
+    options = ("--model", target, "--data", data, "--tokens", 20, "--batch", 8, "--device", "cpu")
+    run("generate", *options, "--out", tmp_path / "parts.jsonl", "--documents", 20)
+    text = (tmp_path / "parts.jsonl").read_text()
+    (data / "stories_zh.txt").write_text("a b c d e f\n<|endoftext|>\n" * 60)
+    other = tmp_path / "other"
+    shutil.copytree(target, other)
+    model, tokenizer = load(target, "float32", "cpu")
+    model.model.norm.weight *= 2
+    save(model, tokenizer, other)
+    for changed, said in (
+        (("--top-k", 3), "was begun with --top-k 20"),
+        (("--kind", "stories_en"), "was begun with no --kind"),
+        (("--model", other), "was begun with another --model"),
+        ((), "was begun with another --data"),
+    ):
+        with pytest.raises(SystemExit):
+            run("generate", *options, "--out", tmp_path / "parts.jsonl", *changed)
+        assert said in capsys.readouterr().err
+    row = json.loads(text.split("\n")[0]) | {"options": None}
+    (tmp_path / "odd.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(SystemExit):
+        run("generate", *options, "--out", tmp_path / "odd.jsonl")
+    assert "is not a file of minispec.distill generate" in capsys.readouterr().err
 
 
 def test_text_of_one_kind_and_training_on_several_files(target, data, tmp_path, capsys):  # noqa: F811

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections import Counter
 from functools import partial
 
 import pytest
@@ -132,35 +131,6 @@ def test_a_trie_accepts_what_separate_chains_would_miss():
     says = OneHot([3, 5, 9, 7], 10)  # after the root, 3, 4 and 5
     tree = Tree.merged(0, [[3, 4], [3, 5]])
     assert accept(says, tree, Seeded()) == ([0, 1, 3], 7)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_memory_counts_what_followed(seed):
-    """Against a search through the texts, learnt at once or bit by bit."""
-    rng = random.Random(seed)
-    texts = [rng.choices(range(3), k=rng.randint(1, 40)) for _ in range(4)]
-    memory = Memory(3)
-    for text in texts:
-        at = 0
-        while at < len(text):
-            new = rng.randint(1, len(text) - at)
-            at += new
-            memory.learn(text[:at], new)
-    for _ in range(40):
-        context = rng.choices(range(4), k=rng.randint(0, 5))
-        expected = []
-        for n in (3, 2, 1):
-            end = context[-n:]
-            followed = [
-                text[i] for text in texts for i in range(n, len(text)) if text[i - n : i] == end
-            ]
-            if len(end) == n and followed:
-                expected = Counter(followed).most_common()
-                break
-        total = 1 + sum(count for _, count in expected)
-        got = memory.after(context)
-        assert dict(got) == {token: count / total for token, count in expected}
-        assert [share for _, share in got] == sorted((s for _, s in got), reverse=True)
 
 
 # ---- decoding ------------------------------------------------------------------------------------
@@ -311,23 +281,27 @@ def test_where_rows_are_free_it_opens_the_window(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("luck", [0.0, 0.2, 0.9])
-def test_it_is_never_deep_in_debt_to_plain_decoding(seed, luck):
+@pytest.mark.parametrize("slope", [0.004, 0.01, 0.02, 0.04])
+def test_it_is_never_deep_in_debt_to_plain_decoding(seed, luck, slope):
     """Whatever is accepted, passes cost at most DEBT more than their tokens, and CREDIT."""
     rng = random.Random(seed)
-    curve = [0.0] + [1 + 0.04 * (n - 1) for n in range(1, 65)]
-    choice, memory, text = Choice(curve), Memory(lookahead.ORDER), rng.choices(range(4), k=50)
+    curve = [0.0] + [1 + slope * (n - 1) for n in range(1, 65)]
+    choice, memory = Choice(curve), Memory(lookahead.ORDER)
+    text = [0, 1, 2, 3] * 50 if seed % 2 else rng.choices(range(4), k=50)  # sure, or not
     memory.learn(text, len(text))
-    for _ in range(400):
+    widths = set()
+    for i in range(400):
         if choice.is_due():
-            choice.width()
+            widths.add(choice.width())
         tree = choice.tree(text, memory, 100)
         path = [0]
-        while tree.children(path[-1]) and rng.random() < luck:
+        while tree.children(path[-1]) and rng.random() < (0.9 if i < 32 else luck):
             path.append(tree.children(path[-1])[0])
         choice.observe(tree, path)
         owed = choice.tokens * (1 + lookahead.DEBT) + lookahead.CREDIT
         assert choice.spent <= owed + 1e-9
     assert choice.tokens / choice.spent > 0.95
+    assert len(widths) > 1 or slope > 0.01 or luck > 0.5  # a window was open
 
 
 @pytest.mark.parametrize("seed", range(8))
