@@ -29,7 +29,8 @@ from minispec.model import Config, Transformer
 from minispec.tokenizer import Tokenizer
 
 LAYER = re.compile(r"(model\.layers\.)(\d+)(\..*)")
-OUT = "o_proj.weight", "down_proj.weight", "o_proj.bias", "down_proj.bias"  # a layer writes with
+# what a layer writes with, and all that writes to a hidden state
+OUT = "o_proj.weight", "down_proj.weight", "o_proj.bias", "down_proj.bias"
 WRITERS = *OUT, "embed_tokens.weight", "input_proj.weight", "linear.weight", "linear.bias"
 
 
