@@ -81,7 +81,8 @@ IDLE = 64  # prompts in a row after which nothing new came: enough
 
 @torch.no_grad()
 def sample_batch(
-    model: Transformer, prompts: list[list[int]], n: int, sampling: Sampling, randomness: Seeded
+    model: Transformer, prompts: list[list[int]], n: int, sampling: Sampling,
+    generator: torch.Generator,
 ) -> list[list[int]]:  # fmt: skip
     """At most `n` tokens after each prompt, all sampled together; an end token is a row's last.
 
@@ -97,7 +98,10 @@ def sample_batch(
     alive = [True] * len(prompts)
     while True:
         laws = probs(model.logits(last), sampling)
-        tokens = laws.tokens if isinstance(laws, OneHot) else randomness.each(laws)
+        if isinstance(laws, OneHot):
+            tokens = laws.tokens
+        else:
+            tokens = torch.multinomial(laws, 1, generator=generator)[:, 0].tolist()
         for i, token in enumerate(tokens):
             if alive[i]:
                 output[i].append(token)
@@ -171,8 +175,8 @@ def generate(args: argparse.Namespace) -> None:
     with args.out.open("a", encoding="utf-8") as file:
         while kept < args.documents:
             kinds, prompts = zip(*(next(starts) for _ in range(args.batch)))
-            randomness = Seeded(args.seed + batch)
-            answers = sample_batch(model, list(prompts), n, sampling, randomness)
+            generator = torch.Generator().manual_seed(args.seed + batch)
+            answers = sample_batch(model, list(prompts), n, sampling, generator)
             lines = []
             for kind, prompt, tokens in zip(kinds, prompts, answers):
                 if not duplicates.add(tokens):
@@ -737,7 +741,8 @@ def own_ranks(
     args: argparse.Namespace,
 ) -> list[Tensor]:  # fmt: skip
     """The ranks (K, n) that the heads give the target's own continuation of each prompt."""
-    answers = sample_batch(target, prompts, args.tokens, sampling, Seeded(args.seed))
+    generator = torch.Generator().manual_seed(args.seed)
+    answers = sample_batch(target, prompts, args.tokens, sampling, generator)
     rows = [prompt + answer for prompt, answer in zip(prompts, answers)]
     states = hidden_states(target, rows, torch.float32)
     return [

@@ -100,13 +100,7 @@ class Seeded:
         return self.uniform() < p
 
     def categorical(self, law: Tensor) -> int:
-        return self.each(law[None])[0]
-
-    def each(self, laws: Tensor) -> list[int]:
-        """A token drawn from each of the laws (n, V)."""
-        cumulative = laws.double().cumsum(-1)
-        draws = torch.rand(len(laws), 1, dtype=torch.float64, generator=self.generator)
+        cumulative = law.double().cumsum(-1)
         # scaled by the total: rounding must not leave a gap at the end; right: never a token of
         # law 0
-        at = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
-        return at[:, 0].tolist()
+        return int(torch.searchsorted(cumulative, self.uniform() * cumulative[-1], right=True))

@@ -14,13 +14,12 @@ from minispec import Sampling, UserError, distill, load, vocabulary
 from minispec.checkpoint import save
 from minispec.generate import decode
 from minispec.pretrain import Batches, NextToken
-from minispec.sampling import Seeded
 
 
 def test_a_batch_says_what_each_prompt_says_alone():
     model = random_model(eos_ids=(5, 9))
     prompts = [[1], [2, 3, 4], [5, 6, 7, 8, 9, 10, 11]]
-    together = distill.sample_batch(model, prompts, 20, Sampling(), Seeded())
+    together = distill.sample_batch(model, prompts, 20, Sampling(), torch.Generator())
     for prompt, tokens in zip(prompts, together):
         assert tokens == decode(model, None, prompt, max_new_tokens=20).tokens
 
@@ -30,7 +29,8 @@ def test_sampled_batches_follow_the_law_and_their_seed():
     law = (model.logits(model([1, 2]))[0, -1]).softmax(-1)
     prompts, draws = [[1, 2]] * 4000, []
     for seed in (1, 1, 2):
-        draws.append(distill.sample_batch(model, prompts, 1, Sampling(1.0), Seeded(seed)))
+        generator = torch.Generator().manual_seed(seed)
+        draws.append(distill.sample_batch(model, prompts, 1, Sampling(1.0), generator))
     assert draws[0] == draws[1] != draws[2]
     counts = torch.bincount(torch.tensor(draws[0])[:, 0], minlength=4) / 4000
     assert (counts - law).abs().max() < 4 * (0.25 / 4000) ** 0.5
@@ -173,7 +173,7 @@ def test_a_draft_trained_on_a_target_agrees_with_it(target, tmp_path):
     """Hard and soft labels both raise the agreement with a tiny target on its own text."""
     model, _ = load(target, "float32", "cpu")
     prompts = [[i] for i in range(64)]
-    answers = distill.sample_batch(model, prompts, 30, Sampling(), Seeded())
+    answers = distill.sample_batch(model, prompts, 30, Sampling(), torch.Generator())
     rows = [{"kind": "maths", "prompt": p, "tokens": a} for p, a in zip(prompts, answers)]
     texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
     documents = documents_of(model, texts, [1] * len(texts))
