@@ -153,19 +153,19 @@ def trees(model, tokenizer, options, prompts, n) -> Iterator[Choice]:
 
 
 def windows(model, tokenizer, options, prompts, n) -> Iterator[Choice]:
-    """Of (W, N, G), and --auto: each is tried, as what it brings follows from no other's."""
+    """Of (W, N, G): each is tried, as what it brings follows from no other's."""
     for w, ngram, g in WINDOWS:
         sizes = {"window": w, "ngram": ngram, "guesses": g}
         seen = probe(model, tokenizer, "lookahead", sizes, prompts, n)
         speedup = seen.speedup(per_pass(seen.runs))
         yield Choice("lookahead", f"(W, N, G) = ({w}, {ngram}, {g})", sizes, speedup)
-    yield from as_it_goes(model, tokenizer, {}, prompts, n)
 
 
 def as_it_goes(model, tokenizer, options, prompts, n) -> Iterator[Choice]:
-    """Of lookahead --auto there is one, which is tried."""
-    seen = probe(model, tokenizer, "lookahead-auto", {}, prompts, n)
-    yield Choice("lookahead-auto", "what pays as it goes", {}, seen.speedup(per_pass(seen.runs)))
+    """The one way of a method that chooses for itself: it is tried."""
+    seen = probe(model, tokenizer, "lookahead-auto", options, prompts, n)
+    speedup = seen.speedup(per_pass(seen.runs))
+    yield Choice("lookahead-auto", "what pays as it goes", options, speedup)
 
 
 def no_choices(*arguments) -> Iterator[Choice]:

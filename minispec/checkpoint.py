@@ -97,7 +97,7 @@ def read_config(directory: Path) -> Config:
             f"{path}: model_type {family!r} is not supported (only {', '.join(FAMILIES)})"
         )
     refuse_unsupported(path, raw)
-    heads, kv_heads, head_dim = read_heads(keys)
+    heads, kv_heads, head_dim = attention_sizes(keys)
     bias, qk_norm = FAMILIES[family]
     if family in ("llama", "qwen3", "mimo"):  # the others' code does not ask
         bias = keys.flag("attention_bias", bias)
@@ -127,7 +127,7 @@ def read_config(directory: Path) -> Config:
     )
 
 
-def read_heads(keys: Keys) -> tuple[int, int, int]:
+def attention_sizes(keys: Keys) -> tuple[int, int, int]:
     """Heads, heads of keys and values, and the size of each."""
     heads = keys.count("num_attention_heads")
     kv_heads = keys.count("num_key_value_heads", heads)
@@ -398,7 +398,9 @@ def check_width(where: str, width: int, model: Transformer) -> None:
 def check_fingerprint(where: str, theirs: str | None, tokenizer: Tokenizer | None) -> None:
     """Refuse what was made with another tokenizer, as far as both are known."""
     if tokenizer and theirs and theirs != tokenizer.fingerprint:
-        raise UserError(f"{where}: made with another tokenizer")
+        raise UserError(
+            f"{where}: made with another tokenizer than the model's; take what was made with that"
+        )
 
 
 # ---- load and save -------------------------------------------------------------------------------

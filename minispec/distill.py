@@ -25,7 +25,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec.checkpoint import check_fingerprint, check_tokenizer, load, save, write_tensors
+from minispec.checkpoint import (
+    check_fingerprint,
+    check_tokenizer,
+    digest,
+    load,
+    save,
+    write_tensors,
+)
 from minispec.cost import cost_curve
 from minispec.errors import Parser, UserError, command, prepare_file
 from minispec.fastmtp import Head, read_head, save_head
@@ -53,6 +60,7 @@ from minispec.pretrain import (
     NextToken,
     Trainer,
     begin_distributed,
+    begun,
     build,
     checked,
     end_distributed,
@@ -151,7 +159,7 @@ def beginnings(
 def generate(args: argparse.Namespace) -> None:
     """Append documents to --out until it holds --documents of them."""
     prepare_file(args.out, "--out")
-    model, tokenizer = load(args.model, args.dtype, args.device)
+    model, tokenizer = load_both(args, args.dtype)
     documents = {k: texts for k, texts in read_corpus(args.data)[0].items() if k in KINDS}
     if args.kind:
         if args.kind not in documents:
@@ -161,10 +169,11 @@ def generate(args: argparse.Namespace) -> None:
     n = min(args.tokens, model.config.context - LONGEST)
     if n < 1:
         raise UserError(f"the target's context of {model.config.context} tokens is too short")
-    names = "dtype", "seed", "kind", "batch", "tokens", "temperature", "top_k", "top_p"
-    options = {name: getattr(args, name) for name in names}
+    names = "seed", "kind", "batch", "tokens", "temperature", "top_k", "top_p"
+    options = {"dtype": str(model.dtype).removeprefix("torch.")}
+    options |= {name: getattr(args, name) for name in names}
     model.undo()
-    options |= {"model": weights_sum(model), "data": digest_of(documents)}
+    options |= {"model": weights_digest(model), "data": digest_of(documents)}
     model.prepare()
     duplicates, kept, batch = resumed(args.out, tokenizer, options)
     starts = beginnings(documents, tokenizer, args.seed)
@@ -206,17 +215,9 @@ def resumed(out: Path, tokenizer: Tokenizer, options: dict) -> tuple[Duplicates,
         theirs = options | row.get("options", {})  # older files say less
         for name in options:
             if theirs[name] != options[name]:
-                said = (
-                    f"another --{name}"
-                    if name in ("model", "data")
-                    else (
-                        f"--{name.replace('_', '-')} {theirs[name]}"
-                        if theirs[name] is not None
-                        else f"no --{name.replace('_', '-')}"
-                    )
-                )
                 raise UserError(
-                    f"{out} was begun with {said}: give what it was begun with, or another --out"
+                    f"{out} was begun with {flag(name, theirs[name])}: give what it was begun "
+                    "with, or another --out"
                 )
     batch = rows[-1]["batch"] if rows else 0
     if rows:
@@ -228,6 +229,16 @@ def resumed(out: Path, tokenizer: Tokenizer, options: dict) -> tuple[Duplicates,
     for row in rows:
         duplicates.add(row["tokens"])
     return duplicates, len(rows), batch
+
+
+def flag(name: str, value: object) -> str:
+    """An option of `generate` in words."""
+    if name == "model":
+        return "another --model"
+    if name == "data":  # to the kind "code" belongs Python's library
+        return "another --data, or by another Python"
+    option = f"--{name.replace('_', '-')}"
+    return f"no {option}" if value is None else f"{option} {value}"
 
 
 def read_own(path: Path, tokenizer: Tokenizer | None = None) -> list[dict]:
@@ -291,10 +302,18 @@ def one_process(name: str) -> None:
         raise UserError(f"minispec.distill {name} runs in one process: start it without torchrun")
 
 
+def load_both(args: argparse.Namespace, dtype: str) -> tuple[Transformer, Tokenizer]:
+    """--model, whose texts nothing can be learnt from without a tokenizer."""
+    model, tokenizer = load(args.model, dtype, args.device)
+    if tokenizer is None:
+        raise UserError(f"{args.model} has no tokenizer.json: put its tokenizer there")
+    return model, tokenizer
+
+
 def plain_target(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
     """--model as training wants it: frozen, in float32, its weights neither packed nor joined, so
     that gradients pass and autocast sees them."""
-    target, tokenizer = load(args.model, "float32", str(args.device))
+    target, tokenizer = load_both(args, "float32")
     target.undo()
     return target.requires_grad_(False), tokenizer
 
@@ -317,10 +336,9 @@ def hidden_states(target: Transformer, rows: list[list[int]], dtype: torch.dtype
     return states
 
 
-def weights_sum(model: Transformer) -> str:
-    """The same for the same weights, which must not be prepared."""
-    total = sum(float(p.detach().cpu().double().abs().sum()) for p in model.parameters())
-    return f"{total:.9g}"
+def weights_digest(model: Transformer) -> str:
+    """A hash of the weights, which must not be prepared."""
+    return digest_of([digest(p.detach().cpu()) for p in model.parameters()])
 
 
 def digest_of(value: object) -> str:
@@ -333,7 +351,7 @@ def stored_states(
 ) -> list[Tensor]:
     """`hidden_states`, computed once: read back from `file` where it holds those of the same rows
     and model."""
-    key = digest_of([rows, weights_sum(target), str(dtype)])
+    key = digest_of([rows, weights_digest(target), str(dtype)])
     lengths = [len(row) for row in rows]
     with contextlib.suppress(SafetensorError, OSError):  # damaged or not there: computed anew
         with safe_open(file, "pt") as stored:
@@ -456,7 +474,7 @@ def draft(args: argparse.Namespace) -> None:
     one_process("draft")
     target, tokenizer = plain_target(args)
     model = build(args, tokenizer.backend)
-    if args.init:
+    if args.init and not begun(args.out):
         begin(model, args.init, tokenizer)
     if count_parameters(model) * 10 > count_parameters(target):
         raise UserError(
@@ -599,7 +617,7 @@ def medusa_heads(args: argparse.Namespace) -> None:
     one_process("medusa")
     target, tokenizer = plain_target(args)
     heads = untrained(args.heads, args.layers, target, args.shared).to(args.device)
-    if args.init:
+    if args.init and not begun(args.out):
         known, folder = read_medusa(args.init)
         check_tokenizer(f"--init {args.init}", folder, tokenizer)
         grow(dict(heads.tensors()), known, args.init)
@@ -700,7 +718,7 @@ def tree(args: argparse.Namespace) -> None:
     them and this machine, written beside the heads; and what it brings, expected and measured."""
     if not Path(args.heads).is_dir():
         raise UserError(f"--heads {args.heads}: must be a directory, where its tree can be written")
-    target, tokenizer = load(args.model, args.dtype, args.device)
+    target, tokenizer = load_both(args, args.dtype)
     if args.prompt_tokens + args.tokens > target.config.context or args.tokens < 3:
         raise UserError(
             f"--prompt-tokens {args.prompt_tokens} and --tokens {args.tokens} must fit in the "
@@ -946,7 +964,7 @@ def new_head(target: Transformer, args: argparse.Namespace, tokenizer: Tokenizer
     """FastMTP's head, untrained or as --init has it."""
     head = Head(target.config)
     initialise(head, args.seed)
-    if args.init:
+    if args.init and not begun(args.out):
         known, folder = read_head(args.init)
         check_tokenizer(f"--init {args.init}", folder, tokenizer)
         check_attention(args.init, folder, head.config)

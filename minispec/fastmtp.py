@@ -328,6 +328,8 @@ def save_head(
         "num_attention_heads": c.heads,
         "num_key_value_heads": c.kv_heads,
         "head_dim": c.head_dim,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": c.rope_scaling,
         "num_nextn_predict_layers": 1,
         "num_speculative_steps": len(weights),
         "mtp_loss_step_weights": [round(weight, 4) for weight in weights],

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from minispec.checkpoint import (
     Keys,
+    attention_sizes,
     canonical,
     check_floating,
     check_tokenizer,
     read_config,
-    read_heads,
+    read_rope,
     read_tensors,
     resolve,
     weight_files,
@@ -32,6 +33,13 @@ LAYER = re.compile(r"(model\.layers\.)(\d+)(\..*)")
 # what a layer writes with, and all that writes to a hidden state
 OUT = "o_proj.weight", "down_proj.weight", "o_proj.bias", "down_proj.bias"
 WRITERS = *OUT, "embed_tokens.weight", "input_proj.weight", "linear.weight", "linear.bias"
+# what must be the same in both, by the names in Config and in config.json
+ATTENTION = {
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling",
+}
 
 
 def begin(model: Transformer, source: str, tokenizer: Tokenizer) -> None:
@@ -40,26 +48,30 @@ def begin(model: Transformer, source: str, tokenizer: Tokenizer) -> None:
     check_tokenizer(f"--init {source}", folder, tokenizer)
     theirs = read_config(folder)
     check_attention(source, folder, model.config)
-    for key in ("rope_theta", "rope_scaling", "tied"):
-        ours, other = getattr(model.config, key), getattr(theirs, key)
-        if ours != other:
-            raise UserError(f"--init {source}: its {key} is {other}, here it is {ours}")
+    if theirs.tied != model.config.tied:
+        raise UserError(
+            f"--init {source}: its tie_word_embeddings is {theirs.tied}, here it is "
+            f"{model.config.tied}: take another --init"
+        )
     tensors = (pair for file in weight_files(folder) for pair in read_tensors(file))
     grow(dict(model.named_parameters()), dict(canonical(theirs, tensors)), source, theirs.kv_heads)
 
 
 def check_attention(source: str, folder: Path, config: Config) -> None:
-    """Refuse other heads of keys than the new model's, where a config.json tells of heads: the
-    shapes of the weights do not tell all."""
+    """Refuse other heads of keys than the new model's, or heads that are rotated otherwise, where
+    a config.json tells of heads: the shapes of the weights do not tell all."""
     path = folder / "config.json"
     if not path.exists() or "num_attention_heads" not in read_json(path):
         return
-    _, kv_heads, head_dim = read_heads(Keys(path, read_json(path)))
-    if (kv_heads, head_dim) != (config.kv_heads, config.head_dim):
-        raise UserError(
-            f"--init {source}: has {kv_heads} heads of keys, and heads of size {head_dim}; both "
-            f"must be the same here, and are {config.kv_heads} and {config.head_dim}"
-        )
+    keys = Keys(path, read_json(path))
+    theirs = dict(zip(ATTENTION, (*attention_sizes(keys)[1:], *read_rope(keys))))
+    for name, other in theirs.items():
+        ours = getattr(config, name)
+        if other != ours:
+            raise UserError(
+                f"--init {source}: its {ATTENTION[name]} is {other}, here it is {ours}: it must "
+                "stay the same, so give other sizes or another --init"
+            )
 
 
 @torch.no_grad()
@@ -72,7 +84,8 @@ def grow(new: dict[str, Tensor], old: dict[str, Tensor], where: str, kv_heads: i
     """
     layers, theirs = count_layers(new), count_layers(old)
     if layers < theirs:
-        raise UserError(f"--init {where}: has {theirs} layers, more than the {layers} here")
+        raise UserError(f"--init {where}: has {theirs} layers, more than the {layers} here: "
+                        "give as many, or another --init")  # fmt: skip
     used = set()
     for name, weight in new.items():
         layer = LAYER.fullmatch(name)
@@ -80,7 +93,10 @@ def grow(new: dict[str, Tensor], old: dict[str, Tensor], where: str, kv_heads: i
         source = at * theirs // layers
         key = f"{layer[1]}{source}{layer[3]}" if layer else name
         if key not in old:
-            raise UserError(f"--init {where}: has no {key}")
+            raise UserError(
+                f"--init {where}: has no {key}, which is needed here: give sizes like its own, or "
+                "another --init"
+            )
         used.add(key)
         known = check_floating(f"--init {where}", key, old[key])
         if not fits(name, weight.shape, known.shape):
@@ -101,7 +117,10 @@ def grow(new: dict[str, Tensor], old: dict[str, Tensor], where: str, kv_heads: i
             put(part, known_part)
     left = sorted(old.keys() - used)
     if left:
-        raise UserError(f"--init {where}: has {left[0]}, for which there is no place here")
+        raise UserError(
+            f"--init {where}: has {left[0]}, for which there is no place here: give sizes like its "
+            "own, or another --init"
+        )
 
 
 def count_layers(names: Iterable[str]) -> int:

@@ -405,7 +405,7 @@ def train(
     the loss. Every --save-every steps, and in the end, writes the checkpoint and shows `note()`."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     checkpoint = args.out / CHECKPOINT
-    if checkpoint.exists():
+    if begun(args.out):
         trainer.restore(checkpoint)
     rows = args.batch_tokens // args.context
     if world > 1:
@@ -564,6 +564,11 @@ def prepare_training(out: Path) -> None:
     prepare_folder(out, "--out", "training.tmp")  # what becomes the checkpoint
 
 
+def begun(out: Path) -> bool:
+    """Whether a training can go on there: what it began with counts no more."""
+    return (out / CHECKPOINT).exists()
+
+
 def model_arguments(
     p: argparse.ArgumentParser, layers: int, width: int, heads: int, ffn: int
 ) -> None:
@@ -674,24 +679,36 @@ def build(args: argparse.Namespace, bpe: BPE) -> Transformer:
     return model.to(args.device)
 
 
-def provide_tokenizer(args: argparse.Namespace, documents: dict[str, list[str]]) -> None:
-    """Put into --out the tokenizer given, that of --init, or a new one; a training that was begun
-    keeps its own."""
+def tokenizer_file(args: argparse.Namespace, documents: dict[str, list[str]], rank: int) -> Path:
+    """Of the training that goes on in --out; or of --tokenizer or --init; or of a new tokenizer,
+    which the first process puts into --out."""
     own = args.out / "tokenizer.json"
-    given = args.tokenizer or (resolve(args.init) / "tokenizer.json" if args.init else None)
+    theirs = resolve(args.init) / "tokenizer.json" if args.init and not begun(args.out) else None
+    given = args.tokenizer or theirs
     if given and not given.exists():
         raise UserError(f"no such tokenizer: {given}")
-    begun = own.exists() and (args.out / CHECKPOINT).exists()
-    if given and begun and len({Tokenizer(read_backend(f)).fingerprint for f in (own, given)}) > 1:
-        raise UserError(f"{args.out} was begun with another tokenizer than {given}: give that, or "
-                        "another --out")  # fmt: skip
-    part = own.with_suffix(".part")
+    if given and begun(args.out):
+        if len({Tokenizer(read_backend(file)).fingerprint for file in (own, given)}) > 1:
+            raise UserError(f"{args.out} was begun with another tokenizer than {given}: give that, "
+                            "or another --out")  # fmt: skip
+        return own
     if given:
-        shutil.copyfile(given, part)
-        part.replace(own)
-    elif not own.exists():
+        return given
+    if rank == 0 and not own.exists():
+        part = own.with_suffix(".part")
         train_tokenizer(documents, args.vocab).save(str(part))
         part.replace(own)
+    if dist.is_initialized():
+        dist.barrier()
+    return own
+
+
+def keep(tokenizer: Path, out: Path) -> None:
+    """Its file in --out, where a training that goes on finds it."""
+    own = out / "tokenizer.json"
+    if tokenizer.resolve() != own.resolve():
+        shutil.copyfile(tokenizer, own.with_suffix(".part"))
+        own.with_suffix(".part").replace(own)
 
 
 def begin_distributed(args: argparse.Namespace) -> tuple[torch.device, int, int]:
@@ -722,14 +739,13 @@ def main(argv: list[str] | None = None) -> None:
     prepare_training(args.out)
 
     documents, held_out = read_corpus(args.data)
-    if rank == 0:
-        provide_tokenizer(args, documents)
-    if world > 1:
-        dist.barrier()
-    bpe = read_backend(args.out / "tokenizer.json")
+    file = tokenizer_file(args, documents, rank)
+    bpe = read_backend(file)
     model, tokenizer = build(args, bpe), Tokenizer(bpe, END, END, CHAT_TEMPLATE)
-    if args.init and not (args.out / CHECKPOINT).exists():
+    if args.init and not begun(args.out):
         begin(model, args.init, tokenizer)
+    if rank == 0:
+        keep(file, args.out)
     batches = Batches({kind: tokenize(bpe, d) for kind, d in documents.items()}, args.seed)
     tests = {kind: clip_held_out(bpe, d[:32], args.context) for kind, d in held_out.items()}
     trainer = Trainer(model, optimizers(model), batches)

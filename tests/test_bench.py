@@ -290,5 +290,8 @@ def test_advice_follows_the_machine(capsys):
     heads.accuracy, heads.tree = torch.full((4, 10), 0.1), [(0,), (0, 0)]
     choices = list(advise.CHOOSERS["medusa"](model, None, {"heads": heads}, [[1, 2], [3]], 30))
     assert len(choices) == 1 + len(advise.SIZES) and all(c.speedup > 0 for c in choices)
+    for method in ("lookahead", "lookahead-auto"):  # each tries its own settings
+        choices = advise.CHOOSERS[method](model, None, {}, [[1, 2], [3]], 8)
+        assert {choice.method for choice in choices} == {method}
     advise.advise(model, None, {"fastmtp k=2": {"head": head, "k": 2}}, {"x": [[1], [2]]}, 20)
     assert "predicted" in capsys.readouterr().out

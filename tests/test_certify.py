@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from minispec import certify, generate
+from minispec import certify, generate, lookahead
 from minispec.certify import CHECKS, Counter, Toy, chi_square_p, first_tokens
 from minispec.checkpoint import load, save
 from minispec.mutants import MUTANTS
@@ -41,6 +41,22 @@ def test_every_mutant_is_caught_where_it_is_said_to_be(mutant):
 def test_nothing_is_left_of_the_mutants(check):
     """In shared masks and memories, either."""
     assert certify.first_failure(CHECKS[check]) is None
+
+
+def test_a_memory_that_swaps_tokens_or_learns_too_little_is_noticed(monkeypatch):
+    after, learn = lookahead.Memory.after, lookahead.Memory.learn
+
+    def swapped(self, context):
+        found = after(self, context)
+        return [(token, share) for (token, _), (_, share) in zip(reversed(found), found)]
+
+    for name, wrong in (
+        ("after", swapped),
+        ("learn", lambda self, text, new: learn(self, text, min(new, 5))),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(lookahead.Memory, name, wrong)
+            assert any(certify.memory_problem(seed) for seed in range(4)), name
 
 
 def test_the_toy_knows_its_context_by_position_and_token():

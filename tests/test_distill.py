@@ -87,6 +87,21 @@ def test_generation_resumes_and_a_draft_learns_from_it(target, data, tmp_path, c
     assert "of another training" in capsys.readouterr().err
 
 
+def test_a_target_without_a_tokenizer_is_refused(target, data, tmp_path, capsys):  # noqa: F811
+    bare = tmp_path / "bare"
+    shutil.copytree(target, bare)
+    (bare / "tokenizer.json").unlink()
+    own = ("--own", tmp_path / "own.jsonl", "--out", tmp_path / "out")
+    for command in (
+        ("generate", "--data", data, "--out", tmp_path / "out.jsonl"),
+        *((kind, *own) for kind in ("draft", "mtp", "medusa")),
+        ("tree", "--data", data),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            run(*command, "--model", bare, "--device", "cpu")
+        assert caught.value.code == 2 and "has no tokenizer.json" in capsys.readouterr().err
+
+
 def test_generation_goes_on_only_as_it_was_begun(target, data, tmp_path, capsys):  # noqa: F811
     options = ("--model", target, "--data", data, "--tokens", 20, "--batch", 8, "--device", "cpu")
     run("generate", *options, "--out", tmp_path / "parts.jsonl", "--documents", 20)

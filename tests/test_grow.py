@@ -15,7 +15,7 @@ from test_pretrain import data, run  # noqa: F401  a small corpus
 from minispec import UserError, load
 from minispec import distill as distill_module
 from minispec.checkpoint import save
-from minispec.fastmtp import Drafter, Head, head_tensors, load_head
+from minispec.fastmtp import Drafter, Head, head_tensors, load_head, save_head
 from minispec.grow import begin, grow
 from minispec.medusa import load_heads, untrained
 from minispec.model import Transformer
@@ -119,11 +119,11 @@ SIZES = {"kv_heads": 1, "heads": 2, "layers": 2, "hidden_size": 16, "head_dim": 
         ({}, {"qk_norm": True}, "has no model.layers.0.self_attn.q_norm.weight"),
         ({"qk_norm": True}, {}, "has model.layers.0.self_attn.k_norm.weight, for which"),
         ({"qkv_bias": True}, {}, "has model.layers.0.self_attn.k_proj.bias, for which"),
-        ({}, {"head_dim": 4}, "has 1 heads of keys, and heads of size 8; both"),
-        ({}, {"kv_heads": 2}, "has 1 heads of keys"),
-        ({}, {"kv_heads": 2, "heads": 4, "head_dim": 4}, "has 1 heads of keys"),  # of equal shapes
+        ({}, {"head_dim": 4}, "its head_dim is 8, here it is 4: it must"),
+        ({}, {"kv_heads": 2}, "its num_key_value_heads is 1, here it is 2"),
+        ({}, {"kv_heads": 2, "heads": 4, "head_dim": 4}, "its num_key_value_heads is 1"),
         ({}, {"rope_theta": 5e5}, "its rope_theta is 10000.0, here it is 500000.0"),
-        ({"tied": False}, {"tied": True}, "its tied is False"),
+        ({"tied": False}, {"tied": True}, "its tie_word_embeddings is False"),
     ],
 )
 def test_what_does_not_fit_is_refused(theirs, ours, message, tmp_path):
@@ -153,10 +153,16 @@ def test_a_head_begins_with_that_of_a_whole_model(tmp_path):
     whole = {n: p.detach().clone() for n, p in model.named_parameters()} | head_tensors(head)
     file = tmp_path / "whole.safetensors"
     save_file({name: t.contiguous() for name, t in whole.items()}, file)
-    args = Namespace(init=str(file), seed=1, device="cpu")
+    args = Namespace(init=str(file), seed=1, device="cpu", out=tmp_path)
     begun = distill_module.new_head(model, args, None)
     for name, weight in head.named_parameters():
         assert torch.equal(weight, begun.get_parameter(name)), name
+    save_head(head, tmp_path / "head", "model", None, torch.float32, [1.0])
+    other = Transformer(replace(model.config, rope_theta=5e5))
+    args.init = str(tmp_path / "head")
+    distill_module.new_head(model, args, None)
+    with pytest.raises(UserError, match="its rope_theta is 10000.0, here it is 500000.0"):
+        distill_module.new_head(other, args, None)
 
 
 def test_a_target_begins_with_another(data, tmp_path, capsys):  # noqa: F811
@@ -187,13 +193,13 @@ def test_a_training_keeps_the_tokenizer_that_it_was_begun_with(data, tmp_path, c
     begun = "--init", str(tmp_path / "first")
     run(data, tmp_path / "second", 1, *begun, "--vocab", "333")
     theirs = (tmp_path / "first" / "tokenizer.json").read_text()
-    (tmp_path / "second" / "model.safetensors").unlink()  # as if it had been stopped
-    run(data, tmp_path / "second", 2, "--vocab", "333")
+    (tmp_path / "first" / "config.json").unlink()
+    run(data, tmp_path / "second", 2, *begun, "--vocab", "333")  # goes on without the first
     assert (tmp_path / "second" / "tokenizer.json").read_text() == theirs
     run(data, tmp_path / "third", 1, "--vocab", "333")
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        run(data, tmp_path / "third", 2, "--vocab", "333", *begun)
+        run(data, tmp_path / "third", 2, "--tokenizer", str(tmp_path / "first" / "tokenizer.json"))
     assert "was begun with another tokenizer" in capsys.readouterr().err
 
 
@@ -221,8 +227,9 @@ def test_drafts_and_heads_begin_with_others(target, data, tmp_path, monkeypatch,
         theirs = read[kind](twice)
         for name, weight in read[kind](once).items():
             assert torch.allclose(theirs[name], weight, atol=1e-4), (kind, name)
+        distill(kind, *same, 2, *options, "--init", tmp_path / "no", "--out", twice)  # goes on
         capsys.readouterr()
         with monkeypatch.context() as later, pytest.raises(SystemExit) as caught:
             later.setattr(distill_module, "read_training", None)
             distill(kind, *same, 1, *options, "--init", tmp_path / "no", "--out", tmp_path / "new")
-        assert caught.value.code == 2 and "no" in capsys.readouterr().err
+        assert caught.value.code == 2 and "no such directory" in capsys.readouterr().err

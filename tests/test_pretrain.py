@@ -128,15 +128,15 @@ def test_bits_per_byte_is_the_plain_sum_over_documents(data, tmp_path):
     assert abs(pretrain.bits_per_byte(model, rows, sizes) - bits / sum(sizes)) < 1e-5
 
 
-def test_two_processes_train_the_same_model_as_one(data, tmp_path):
-    alone = run(data, tmp_path / "alone", 6)
-    script = tmp_path / "both.py"
+def in_two_processes(data, out, *more: str) -> list[tuple[int, str]]:
+    """Exit code and error output of each."""
+    script = out.parent / "both.py"
     script.write_text(
         "import sys\nfrom minispec import pretrain\n"
         f"pretrain.KINDS['code'] = ([{str(data / 'library')!r}], 0.2)\n"
         "pretrain.main(sys.argv[1:])\n"
     )
-    arguments = ["--data", str(data), "--out", str(tmp_path / "both"), "--steps", "6", *SIZES]
+    arguments = ["--data", str(data), "--out", str(out), "--steps", "6", *SIZES, *more]
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     both = {  # as torchrun starts them, but for its own start
@@ -150,9 +150,14 @@ def test_two_processes_train_the_same_model_as_one(data, tmp_path):
         )
         for rank in "01"
     ]  # fmt: skip
-    for process in ranks:
-        errors = process.communicate()[1]
-        assert process.returncode == 0, errors
+    errors = [process.communicate()[1] for process in ranks]
+    return [(process.returncode, error) for process, error in zip(ranks, errors)]
+
+
+def test_two_processes_train_the_same_model_as_one(data, tmp_path):
+    alone = run(data, tmp_path / "alone", 6)
+    for code, errors in in_two_processes(data, tmp_path / "both"):
+        assert code == 0, errors
     both = torch.load(tmp_path / "both" / "training.pt", weights_only=True)["model"]
     for name in alone:
         torch.testing.assert_close(both[name], alone[name], rtol=0, atol=2e-4)
@@ -175,6 +180,28 @@ def test_wrong_input_is_refused(data, tmp_path, arguments, match, capsys):
     with pytest.raises(SystemExit) as caught:
         run(data, tmp_path / "out", 2, *arguments)
     assert caught.value.code == 2 and match in capsys.readouterr().err
+
+
+def test_wrong_input_is_refused_in_every_process(data, tmp_path):
+    for code, errors in in_two_processes(data, tmp_path / "out", "--tokenizer", "nowhere.json"):
+        assert code == 2 and "no such tokenizer" in errors and "Traceback" not in errors, errors
+
+
+def test_a_refused_command_leaves_the_tokenizer_as_it_was(data, tmp_path, capsys):
+    run(data, tmp_path / "out", 1)
+    (tmp_path / "out" / "training.pt").unlink()
+    before = (tmp_path / "out" / "tokenizer.json").read_text()
+    run(data, tmp_path / "other", 1, "--vocab", "333")
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    for *arguments, said in (
+        ("--init", str(tmp_path / "other"), "--layers", "1", "has 2 layers, more than"),
+        ("--tokenizer", str(bad), f"{bad} is not a tokenizer"),
+    ):
+        with pytest.raises(SystemExit):
+            run(data, tmp_path / "out", 1, *arguments)
+        assert said in capsys.readouterr().err
+        assert (tmp_path / "out" / "tokenizer.json").read_text() == before
 
 
 def test_a_checkpoint_of_another_training_is_refused(data, tmp_path, capsys):
