@@ -386,6 +386,26 @@ def check_tokenizer(where: str, folder: Path, tokenizer: Tokenizer | None) -> No
     check_fingerprint(where, theirs, tokenizer)
 
 
+def check_attention(where: str, folder: Path, config: Config) -> None:
+    """Refuse other heads of keys than a model's, or heads that are rotated otherwise, where a
+    config.json tells of heads: the shapes of the weights do not tell all."""
+    path = folder / "config.json"
+    if not path.exists() or "num_attention_heads" not in read_json(path):
+        return
+    keys = Keys(path, read_json(path))
+    _, kv_heads, head_dim = attention_sizes(keys)
+    theta, scaling = read_rope(keys)
+    for name, theirs, ours in (
+        ("num_key_value_heads", kv_heads, config.kv_heads),
+        ("head_dim", head_dim, config.head_dim),
+        ("rope_theta", theta, config.rope_theta),
+        ("rope_scaling", scaling, config.rope_scaling),
+    ):
+        if theirs != ours:
+            raise UserError(f"{where}: its {name} is {theirs}, the model's is {ours}: they must be "
+                            "the same, so take others or another model")  # fmt: skip
+
+
 def check_width(where: str, width: int, model: Transformer) -> None:
     """Refuse heads for hidden states of another size than the model's."""
     if width != model.config.hidden_size:

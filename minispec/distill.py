@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec.checkpoint import (
+    check_attention,
     check_fingerprint,
     check_tokenizer,
     digest,
@@ -36,7 +37,7 @@ from minispec.checkpoint import (
 from minispec.cost import cost_curve
 from minispec.errors import Parser, UserError, command, prepare_file
 from minispec.fastmtp import Head, read_head, save_head
-from minispec.grow import begin, check_attention, grow
+from minispec.grow import begin, grow
 from minispec.medusa import (
     BEST,
     Heads,
@@ -173,7 +174,7 @@ def generate(args: argparse.Namespace) -> None:
     options = {"dtype": str(model.dtype).removeprefix("torch.")}
     options |= {name: getattr(args, name) for name in names}
     model.undo()
-    options |= {"model": weights_digest(model), "data": digest_of(documents)}
+    options |= {"model": model_digest(model), "data": digest_of(documents)}
     model.prepare()
     duplicates, kept, batch = resumed(args.out, tokenizer, options)
     starts = beginnings(documents, tokenizer, args.seed)
@@ -247,9 +248,11 @@ def read_own(path: Path, tokenizer: Tokenizer | None = None) -> list[dict]:
         lines = path.read_text(encoding="utf-8").split("\n")
         rows = [json.loads(line) for line in lines[:-1]]  # a line cut short by a kill is dropped
         for row in rows:
-            assert row["kind"] and row["prompt"] and row["tokens"]
-            assert all(type(i) is int and i >= 0 for i in row["prompt"] + row["tokens"])
-            assert isinstance(row.get("options", {}), dict)
+            assert row["kind"] and row["prompt"] and row["tokens"], "an empty row"
+            ids = row["prompt"] + row["tokens"]
+            assert all(type(i) is int and i >= 0 for i in ids), "tokens that are no ids"
+            assert isinstance(row.get("options", {}), dict), "options that are no object"
+            assert isinstance(row.get("tokenizer"), str | None), "a tokenizer that is no hash"
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise UserError(f"{path} is not a file of minispec.distill generate: {error}") from None
     for theirs in {row.get("tokenizer") for row in rows}:  # None in older files
@@ -336,14 +339,15 @@ def hidden_states(target: Transformer, rows: list[list[int]], dtype: torch.dtype
     return states
 
 
-def weights_digest(model: Transformer) -> str:
-    """A hash of the weights, which must not be prepared."""
-    return digest_of([digest(p.detach().cpu()) for p in model.parameters()])
+def model_digest(model: Transformer) -> str:
+    """Of the weights, which must not be prepared, and of what else makes the function."""
+    weights = [digest(p.detach().cpu()) for p in model.parameters()]
+    return digest_of([weights, asdict(model.config)])
 
 
 def digest_of(value: object) -> str:
-    """A hash of what JSON can write."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    """A short hash of what JSON can write."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def stored_states(
@@ -351,7 +355,7 @@ def stored_states(
 ) -> list[Tensor]:
     """`hidden_states`, computed once: read back from `file` where it holds those of the same rows
     and model."""
-    key = digest_of([rows, weights_digest(target), str(dtype)])
+    key = digest_of([rows, model_digest(target), str(dtype)])
     lengths = [len(row) for row in rows]
     with contextlib.suppress(SafetensorError, OSError):  # damaged or not there: computed anew
         with safe_open(file, "pt") as stored:
@@ -967,7 +971,7 @@ def new_head(target: Transformer, args: argparse.Namespace, tokenizer: Tokenizer
     if args.init and not begun(args.out):
         known, folder = read_head(args.init)
         check_tokenizer(f"--init {args.init}", folder, tokenizer)
-        check_attention(args.init, folder, head.config)
+        check_attention(f"--init {args.init}", folder, head.config)
         grow(dict(head.named_parameters()), known, args.init, head.config.kv_heads)
     return head.to(args.device)
 

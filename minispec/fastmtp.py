@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from minispec.cache import KVCache
 from minispec.checkpoint import (
     assign,
+    check_attention,
     check_tokenizer,
     check_width,
     read_tensors,
@@ -277,13 +278,14 @@ def load_head(
 ) -> Head:
     """The head in a directory, a hub id or a file: a whole MiMo model, or the head alone.
 
-    Raises UserError for a missing or misshapen tensor, and for heads of another tokenizer.
+    Raises UserError for a missing or misshapen tensor, and for heads of another tokenizer or model.
     """
     tensors, folder = read_head(source)
     check_tokenizer(str(source), folder, tokenizer)
     norm = tensors.get("hidden_layernorm.weight")
     if isinstance(norm, Tensor):
         check_width(str(source), norm.numel(), model)
+    check_attention(str(source), folder, model.config)
     with torch.device("meta"):
         head = Head(model.config)
     assign(head, iter(tensors.items()), str(source), model.dtype, model.device)

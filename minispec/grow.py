@@ -8,38 +8,30 @@ reads may begin at random, and learns at once.
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from minispec.checkpoint import (
-    Keys,
-    attention_sizes,
     canonical,
+    check_attention,
     check_floating,
     check_tokenizer,
     read_config,
-    read_rope,
     read_tensors,
     resolve,
     weight_files,
 )
-from minispec.errors import UserError, read_json
-from minispec.model import Config, Transformer
+from minispec.errors import UserError
+from minispec.model import Transformer
 from minispec.tokenizer import Tokenizer
 
 LAYER = re.compile(r"(model\.layers\.)(\d+)(\..*)")
 # what a layer writes with, and all that writes to a hidden state
 OUT = "o_proj.weight", "down_proj.weight", "o_proj.bias", "down_proj.bias"
 WRITERS = *OUT, "embed_tokens.weight", "input_proj.weight", "linear.weight", "linear.bias"
-# what must be the same in both, by the names in Config and in config.json
-ATTENTION = {
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "rope_theta": "rope_theta",
-    "rope_scaling": "rope_scaling",
-}
+# what has a row for every token
+VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|lm_head|\d+\.\d+)\.weight")
 
 
 def begin(model: Transformer, source: str, tokenizer: Tokenizer) -> None:
@@ -47,31 +39,15 @@ def begin(model: Transformer, source: str, tokenizer: Tokenizer) -> None:
     folder = resolve(source)
     check_tokenizer(f"--init {source}", folder, tokenizer)
     theirs = read_config(folder)
-    check_attention(source, folder, model.config)
-    if theirs.tied != model.config.tied:
-        raise UserError(
-            f"--init {source}: its tie_word_embeddings is {theirs.tied}, here it is "
-            f"{model.config.tied}: take another --init"
-        )
+    check_attention(f"--init {source}", folder, model.config)
+    for key, name in (("tied", "tie_word_embeddings"), ("norm_eps", "rms_norm_eps")):
+        ours, other = getattr(model.config, key), getattr(theirs, key)
+        if ours != other:
+            raise UserError(
+                f"--init {source}: its {name} is {other}, here it is {ours}: take another --init"
+            )
     tensors = (pair for file in weight_files(folder) for pair in read_tensors(file))
     grow(dict(model.named_parameters()), dict(canonical(theirs, tensors)), source, theirs.kv_heads)
-
-
-def check_attention(source: str, folder: Path, config: Config) -> None:
-    """Refuse other heads of keys than the new model's, or heads that are rotated otherwise, where
-    a config.json tells of heads: the shapes of the weights do not tell all."""
-    path = folder / "config.json"
-    if not path.exists() or "num_attention_heads" not in read_json(path):
-        return
-    keys = Keys(path, read_json(path))
-    theirs = dict(zip(ATTENTION, (*attention_sizes(keys)[1:], *read_rope(keys))))
-    for name, other in theirs.items():
-        ours = getattr(config, name)
-        if other != ours:
-            raise UserError(
-                f"--init {source}: its {ATTENTION[name]} is {other}, here it is {ours}: it must "
-                "stay the same, so give other sizes or another --init"
-            )
 
 
 @torch.no_grad()
@@ -102,7 +78,8 @@ def grow(new: dict[str, Tensor], old: dict[str, Tensor], where: str, kv_heads: i
         if not fits(name, weight.shape, known.shape):
             raise UserError(
                 f"--init {where}: {key} {list(known.shape)} does not fit into "
-                f"{list(weight.shape)}: give sizes like its own or larger, for keys its own"
+                f"{list(weight.shape)}: give sizes like its own or larger, for keys and tokens "
+                "its own"
             )
         if name.endswith("norm.weight"):
             weight.fill_(known.float().mean())
@@ -129,9 +106,11 @@ def count_layers(names: Iterable[str]) -> int:
 
 def fits(name: str, new: torch.Size, old: torch.Size) -> bool:
     """Whether a parameter can hold the old one."""
-    if re.search(r"\b[kv]_proj\.", name) and new[0] != old[0]:
-        return False  # other heads of keys
-    return len(new) == len(old) and all(a >= b for a, b in zip(new, old))
+    if len(new) != len(old):
+        return False
+    if re.search(r"\b[kv]_proj\.", name) or VOCABULARY.fullmatch(name):
+        return new[0] == old[0] and new[1:] >= old[1:]  # other heads of keys, or tokens
+    return all(a >= b for a, b in zip(new, old))
 
 
 def parts(name: str, weight: Tensor, kv_heads: int) -> Iterable[Tensor]:

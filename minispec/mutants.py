@@ -233,7 +233,7 @@ def aliased_pool(self, token: int) -> list[list[int]]:
 
 
 def learn_late(self, tokens, new):
-    """Each token counted behind the context that ends one token before it."""
+    """The token before the new ones is left out of their contexts."""
     learn(self, [*tokens[: -new - 1], *tokens[-new:]], new)
 
 

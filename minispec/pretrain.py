@@ -10,6 +10,7 @@ process takes its share of every batch.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -340,6 +341,18 @@ BROKEN = (
 )  # fmt: skip
 
 
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Says what to do where a checkpoint is not what it should be."""
+    try:
+        yield
+    except BROKEN:
+        raise UserError(
+            f"{path} is damaged, or older than this program: delete it to begin anew, or give "
+            "another --out"
+        ) from None
+
+
 @dataclass
 class Trainer:
     """The state of a run: what a checkpoint holds."""
@@ -351,6 +364,7 @@ class Trainer:
     tokens: int = 0
     seconds: float = 0.0
     objective: str = "next token"
+    tokenizer: str | None = None  # as in a tokenizer.json, where no model at hand has it
 
     @property
     def heads(self) -> list[int] | None:
@@ -368,20 +382,16 @@ class Trainer:
             seconds=self.seconds,
             objective=self.objective,
             heads=self.heads,
+            tokenizer=self.tokenizer,
         )
         torch.save(state, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)
 
     def restore(self, path: Path) -> None:
-        device = next(self.model.parameters()).device
-        try:
-            state = torch.load(path, map_location=device, weights_only=True)
+        with readable(path):
+            state = torch.load(path, next(self.model.parameters()).device, weights_only=True)
             theirs = {name: p.shape for name, p in state["model"].items()}
             kinds = set(state["batches"])
-        except BROKEN:
-            raise UserError(
-                f"{path} is damaged: delete it to begin anew, or give another --out"
-            ) from None
         shapes = {name: p.shape for name, p in self.model.state_dict().items()}
         ours = shapes, self.objective, self.heads, set(self.batches.state())
         said = state.get("objective", self.objective), state.get("heads", self.heads)
@@ -679,36 +689,28 @@ def build(args: argparse.Namespace, bpe: BPE) -> Transformer:
     return model.to(args.device)
 
 
-def tokenizer_file(args: argparse.Namespace, documents: dict[str, list[str]], rank: int) -> Path:
-    """Of the training that goes on in --out; or of --tokenizer or --init; or of a new tokenizer,
-    which the first process puts into --out."""
-    own = args.out / "tokenizer.json"
-    theirs = resolve(args.init) / "tokenizer.json" if args.init and not begun(args.out) else None
-    given = args.tokenizer or theirs
-    if given and not given.exists():
-        raise UserError(f"no such tokenizer: {given}")
-    if given and begun(args.out):
-        if len({Tokenizer(read_backend(file)).fingerprint for file in (own, given)}) > 1:
-            raise UserError(f"{args.out} was begun with another tokenizer than {given}: give that, "
-                            "or another --out")  # fmt: skip
-        return own
+def choose_tokenizer(args: argparse.Namespace, documents: dict[str, list[str]], rank: int) -> BPE:
+    """That of the training that goes on in --out; or of --tokenizer or --init; or a new one."""
+    going_on = begun(args.out)
+    theirs = resolve(args.init) / "tokenizer.json" if args.init and not going_on else None
+    source = args.tokenizer or theirs
+    if source and not source.exists():
+        raise UserError(f"no such tokenizer: {source}")
+    given = read_backend(source) if source else None
+    if going_on:
+        with readable(args.out / CHECKPOINT):
+            state = torch.load(args.out / CHECKPOINT, "cpu", weights_only=True, mmap=True)
+            kept = BPE.from_str(state["tokenizer"])
+        if given and Tokenizer(given).fingerprint != Tokenizer(kept).fingerprint:
+            raise UserError(f"{args.out} was begun with another tokenizer than {source}: give "
+                            "that, or another --out")  # fmt: skip
+        return kept
     if given:
         return given
-    if rank == 0 and not own.exists():
-        part = own.with_suffix(".part")
-        train_tokenizer(documents, args.vocab).save(str(part))
-        part.replace(own)
+    new = [train_tokenizer(documents, args.vocab).to_str() if rank == 0 else None]
     if dist.is_initialized():
-        dist.barrier()
-    return own
-
-
-def keep(tokenizer: Path, out: Path) -> None:
-    """Its file in --out, where a training that goes on finds it."""
-    own = out / "tokenizer.json"
-    if tokenizer.resolve() != own.resolve():
-        shutil.copyfile(tokenizer, own.with_suffix(".part"))
-        own.with_suffix(".part").replace(own)
+        dist.broadcast_object_list(new, device=args.device)
+    return BPE.from_str(new[0])
 
 
 def begin_distributed(args: argparse.Namespace) -> tuple[torch.device, int, int]:
@@ -739,16 +741,13 @@ def main(argv: list[str] | None = None) -> None:
     prepare_training(args.out)
 
     documents, held_out = read_corpus(args.data)
-    file = tokenizer_file(args, documents, rank)
-    bpe = read_backend(file)
+    bpe = choose_tokenizer(args, documents, rank)
     model, tokenizer = build(args, bpe), Tokenizer(bpe, END, END, CHAT_TEMPLATE)
     if args.init and not begun(args.out):
         begin(model, args.init, tokenizer)
-    if rank == 0:
-        keep(file, args.out)
     batches = Batches({kind: tokenize(bpe, d) for kind, d in documents.items()}, args.seed)
     tests = {kind: clip_held_out(bpe, d[:32], args.context) for kind, d in held_out.items()}
-    trainer = Trainer(model, optimizers(model), batches)
+    trainer = Trainer(model, optimizers(model), batches, tokenizer=bpe.to_str())
     if rank == 0:
         print(
             f"{count_parameters(model):,} parameters;",

@@ -125,7 +125,11 @@ def test_generation_goes_on_only_as_it_was_begun(target, data, tmp_path, capsys)
     (tmp_path / "odd.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(SystemExit):
         run("generate", *options, "--out", tmp_path / "odd.jsonl")
-    assert "is not a file of minispec.distill generate" in capsys.readouterr().err
+    assert "is not a file of minispec.distill generate: options" in capsys.readouterr().err
+    (tmp_path / "odd.jsonl").write_text(json.dumps(row | {"options": {}, "tokenizer": [1]}) + "\n")
+    with pytest.raises(SystemExit):
+        run("generate", *options, "--out", tmp_path / "odd.jsonl")
+    assert "a tokenizer that is no hash" in capsys.readouterr().err
 
 
 def test_text_of_one_kind_and_training_on_several_files(target, data, tmp_path, capsys):  # noqa: F811

@@ -119,10 +119,12 @@ SIZES = {"kv_heads": 1, "heads": 2, "layers": 2, "hidden_size": 16, "head_dim": 
         ({}, {"qk_norm": True}, "has no model.layers.0.self_attn.q_norm.weight"),
         ({"qk_norm": True}, {}, "has model.layers.0.self_attn.k_norm.weight, for which"),
         ({"qkv_bias": True}, {}, "has model.layers.0.self_attn.k_proj.bias, for which"),
-        ({}, {"head_dim": 4}, "its head_dim is 8, here it is 4: it must"),
-        ({}, {"kv_heads": 2}, "its num_key_value_heads is 1, here it is 2"),
+        ({}, {"head_dim": 4}, "its head_dim is 8, the model's is 4: they must"),
+        ({}, {"kv_heads": 2}, "its num_key_value_heads is 1, the model's is 2"),
         ({}, {"kv_heads": 2, "heads": 4, "head_dim": 4}, "its num_key_value_heads is 1"),
-        ({}, {"rope_theta": 5e5}, "its rope_theta is 10000.0, here it is 500000.0"),
+        ({}, {"rope_theta": 5e5}, "its rope_theta is 10000.0, the model's is 500000.0"),
+        ({"norm_eps": 0.1}, {}, "its rms_norm_eps is 0.1"),
+        ({}, {"vocab_size": 40}, "does not fit into"),
         ({"tied": False}, {"tied": True}, "its tie_word_embeddings is False"),
     ],
 )
@@ -138,9 +140,14 @@ def test_what_does_not_fit_is_refused(theirs, ours, message, tmp_path):
 def test_quantised_weights_and_leftovers_of_heads_are_refused():
     model = random_model()
     tensors = dict(model.named_parameters())
-    for odd, message in ((torch.zeros(3, dtype=torch.int8), "quantised"), (3, "is no tensor")):
+    key = "model.layers.0.self_attn.k_proj.weight"
+    for odd, message in (
+        (torch.zeros(3, dtype=torch.int8), "quantised"),
+        (3, "is no tensor"),
+        (torch.tensor(1.0), "does not fit into"),
+    ):
         with pytest.raises(UserError, match=message):
-            grow(tensors, tensors | {"model.norm.weight": odd}, "here")
+            grow(tensors, tensors | {key: odd}, "here")
     for heads, layers, shared in ((3, 1, True), (2, 2, True), (2, 1, False)):
         more, fewer = untrained(heads, layers, model, shared), untrained(2, 1, model, True)
         with pytest.raises(UserError, match="for which there is no place here"):
@@ -161,8 +168,12 @@ def test_a_head_begins_with_that_of_a_whole_model(tmp_path):
     other = Transformer(replace(model.config, rope_theta=5e5))
     args.init = str(tmp_path / "head")
     distill_module.new_head(model, args, None)
-    with pytest.raises(UserError, match="its rope_theta is 10000.0, here it is 500000.0"):
-        distill_module.new_head(other, args, None)
+    for load_or_begin in (
+        lambda: distill_module.new_head(other, args, None),
+        lambda: load_head(args.init, other),
+    ):
+        with pytest.raises(UserError, match="its rope_theta is 10000.0, the model's is 500000.0"):
+            load_or_begin()
 
 
 def test_a_target_begins_with_another(data, tmp_path, capsys):  # noqa: F811
