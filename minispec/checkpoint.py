@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minispec.errors import UserError, read_json
+from minispec.errors import UserError, optional_json, read_json
 from minispec.model import Config, Transformer
 from minispec.tokenizer import Tokenizer
 
@@ -145,8 +145,7 @@ def attention_sizes(keys: Keys) -> tuple[int, int, int]:
 def read_eos(directory: Path, keys: Keys) -> tuple[int, ...]:
     """The end tokens that generation_config.json names, else those of config.json."""
     path = directory / "generation_config.json"
-    ends = Keys(path, read_json(path)).ids("eos_token_id") if path.exists() else ()
-    return ends or keys.ids("eos_token_id")
+    return Keys(path, optional_json(path)).ids("eos_token_id") or keys.ids("eos_token_id")
 
 
 def refuse_unsupported(path: Path, raw: dict) -> None:
@@ -378,9 +377,7 @@ def read_tokenizer(source: str | os.PathLike) -> Tokenizer:
 
 def check_tokenizer(where: str, folder: Path, tokenizer: Tokenizer | None) -> None:
     """Refuse what was made with another tokenizer, where it came with that or its fingerprint."""
-    theirs = None
-    if (folder / "config.json").exists():
-        theirs = read_json(folder / "config.json").get("tokenizer_fingerprint")
+    theirs = optional_json(folder / "config.json").get("tokenizer_fingerprint")
     if (folder / "tokenizer.json").exists():
         theirs = Tokenizer.from_directory(folder).fingerprint
     check_fingerprint(where, theirs, tokenizer)
@@ -390,20 +387,22 @@ def check_attention(where: str, folder: Path, config: Config) -> None:
     """Refuse other heads of keys than a model's, or heads that are rotated otherwise, where a
     config.json tells of heads: the shapes of the weights do not tell all."""
     path = folder / "config.json"
-    if not path.exists() or "num_attention_heads" not in read_json(path):
+    keys = Keys(path, optional_json(path))
+    if "num_attention_heads" not in keys.raw:
         return
-    keys = Keys(path, read_json(path))
     _, kv_heads, head_dim = attention_sizes(keys)
     theta, scaling = read_rope(keys)
-    for name, theirs, ours in (
-        ("num_key_value_heads", kv_heads, config.kv_heads),
-        ("head_dim", head_dim, config.head_dim),
-        ("rope_theta", theta, config.rope_theta),
-        ("rope_scaling", scaling, config.rope_scaling),
-    ):
-        if theirs != ours:
-            raise UserError(f"{where}: its {name} is {theirs}, the model's is {ours}: they must be "
-                            "the same, so take others or another model")  # fmt: skip
+    check_same(where, "num_key_value_heads", kv_heads, config.kv_heads)
+    check_same(where, "head_dim", head_dim, config.head_dim)
+    check_same(where, "rope_theta", theta, config.rope_theta)
+    check_same(where, "rope_scaling", scaling, config.rope_scaling)
+
+
+def check_same(where: str, name: str, theirs: object, ours: object) -> None:
+    """Refuse what has another value of a key of config.json than the model has."""
+    if theirs != ours:
+        raise UserError(f"{where}: its {name} is {theirs}, the model's is {ours}: they must be the "
+                        "same, so take others or another model")  # fmt: skip
 
 
 def check_width(where: str, width: int, model: Transformer) -> None:

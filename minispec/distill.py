@@ -61,7 +61,6 @@ from minispec.pretrain import (
     NextToken,
     Trainer,
     begin_distributed,
-    begun,
     build,
     checked,
     end_distributed,
@@ -478,7 +477,7 @@ def draft(args: argparse.Namespace) -> None:
     one_process("draft")
     target, tokenizer = plain_target(args)
     model = build(args, tokenizer.backend)
-    if args.init and not begun(args.out):
+    if args.init:
         begin(model, args.init, tokenizer)
     if count_parameters(model) * 10 > count_parameters(target):
         raise UserError(
@@ -621,7 +620,7 @@ def medusa_heads(args: argparse.Namespace) -> None:
     one_process("medusa")
     target, tokenizer = plain_target(args)
     heads = untrained(args.heads, args.layers, target, args.shared).to(args.device)
-    if args.init and not begun(args.out):
+    if args.init:
         known, folder = read_medusa(args.init)
         check_tokenizer(f"--init {args.init}", folder, tokenizer)
         grow(dict(heads.tensors()), known, args.init)
@@ -968,7 +967,7 @@ def new_head(target: Transformer, args: argparse.Namespace, tokenizer: Tokenizer
     """FastMTP's head, untrained or as --init has it."""
     head = Head(target.config)
     initialise(head, args.seed)
-    if args.init and not begun(args.out):
+    if args.init:
         known, folder = read_head(args.init)
         check_tokenizer(f"--init {args.init}", folder, tokenizer)
         check_attention(f"--init {args.init}", folder, head.config)

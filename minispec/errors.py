@@ -77,6 +77,11 @@ def read_json(path: Path) -> dict:
     return value
 
 
+def optional_json(path: Path) -> dict:
+    """The JSON object that a file holds, an empty one where there is no file."""
+    return read_json(path) if path.exists() else {}
+
+
 def check_package(name: str, flag: str) -> None:
     """Refuse a flag that needs a package that is not installed."""
     if find_spec(name) is None:

@@ -16,6 +16,7 @@ from minispec.checkpoint import (
     canonical,
     check_attention,
     check_floating,
+    check_same,
     check_tokenizer,
     read_config,
     read_tensors,
@@ -40,12 +41,9 @@ def begin(model: Transformer, source: str, tokenizer: Tokenizer) -> None:
     check_tokenizer(f"--init {source}", folder, tokenizer)
     theirs = read_config(folder)
     check_attention(f"--init {source}", folder, model.config)
-    for key, name in (("tied", "tie_word_embeddings"), ("norm_eps", "rms_norm_eps")):
-        ours, other = getattr(model.config, key), getattr(theirs, key)
-        if ours != other:
-            raise UserError(
-                f"--init {source}: its {name} is {other}, here it is {ours}: take another --init"
-            )
+    ours = model.config
+    check_same(f"--init {source}", "tie_word_embeddings", theirs.tied, ours.tied)
+    check_same(f"--init {source}", "rms_norm_eps", theirs.norm_eps, ours.norm_eps)
     tensors = (pair for file in weight_files(folder) for pair in read_tensors(file))
     grow(dict(model.named_parameters()), dict(canonical(theirs, tensors)), source, theirs.kv_heads)
 

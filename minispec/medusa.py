@@ -31,7 +31,7 @@ from minispec.checkpoint import (
     write_tensors,
 )
 from minispec.cost import COUNTS, cost_curve, in_passes, once
-from minispec.errors import UserError, read_json
+from minispec.errors import UserError, optional_json
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
 from minispec.tokenizer import Tokenizer
@@ -435,7 +435,7 @@ def fill(heads: Heads, tensors: dict[str, Tensor], where: str) -> None:
 
 def read_tree(heads: Heads, path: Path) -> None:
     """The tree and the accuracies that config.json holds, if it does."""
-    config = read_json(path) if path.exists() else {}
+    config = optional_json(path)
     try:
         if config.get("medusa_choices") is not None:
             heads.tree = [tuple(ranks) for ranks in config["medusa_choices"]]
@@ -468,7 +468,7 @@ def save_heads(
 def save_tree(heads: Heads, directory: Path) -> None:
     """Renew the tree and the accuracies in config.json, and nothing else."""
     path = directory / "config.json"
-    config = read_json(path) if path.exists() else {}
+    config = optional_json(path)
     config["medusa_choices"] = heads.tree
     config["medusa_accuracy"] = None if heads.accuracy is None else heads.accuracy.tolist()
     path.write_text(json.dumps(config) + "\n", encoding="utf-8")

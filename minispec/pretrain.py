@@ -575,7 +575,7 @@ def prepare_training(out: Path) -> None:
 
 
 def begun(out: Path) -> bool:
-    """Whether a training can go on there: what it began with counts no more."""
+    """Whether a training can go on there."""
     return (out / CHECKPOINT).exists()
 
 
@@ -620,7 +620,8 @@ def training_arguments(
 
 
 def checked(args: argparse.Namespace, least_context: int = 2) -> argparse.Namespace:
-    """Complain of impossible values; dtype and device become torch's."""
+    """Complain of impossible values; dtype and device become torch's, and a training that goes on
+    has no --init any more."""
     least = {"seed": 0, "context": least_context}
     for name, value in vars(args).items():
         if type(value) is int and value < least.get(name, 1):
@@ -640,6 +641,8 @@ def checked(args: argparse.Namespace, least_context: int = 2) -> argparse.Namesp
             f"--width {args.width} must be an even multiple of --heads {args.heads}, "
             f"and those a multiple of --kv-heads {args.kv_heads}"
         )
+    if begun(args.out):
+        args.init = None
     args.dtype = getattr(torch, args.dtype)
     args.device = pick_device(args.device)
     compilers = os.environ.get("CXX", "g++"), "clang++", "c++", "cl"
@@ -691,13 +694,11 @@ def build(args: argparse.Namespace, bpe: BPE) -> Transformer:
 
 def choose_tokenizer(args: argparse.Namespace, documents: dict[str, list[str]], rank: int) -> BPE:
     """That of the training that goes on in --out; or of --tokenizer or --init; or a new one."""
-    going_on = begun(args.out)
-    theirs = resolve(args.init) / "tokenizer.json" if args.init and not going_on else None
-    source = args.tokenizer or theirs
+    source = args.tokenizer or (resolve(args.init) / "tokenizer.json" if args.init else None)
     if source and not source.exists():
         raise UserError(f"no such tokenizer: {source}")
     given = read_backend(source) if source else None
-    if going_on:
+    if begun(args.out):
         with readable(args.out / CHECKPOINT):
             state = torch.load(args.out / CHECKPOINT, "cpu", weights_only=True, mmap=True)
             kept = BPE.from_str(state["tokenizer"])
@@ -743,7 +744,7 @@ def main(argv: list[str] | None = None) -> None:
     documents, held_out = read_corpus(args.data)
     bpe = choose_tokenizer(args, documents, rank)
     model, tokenizer = build(args, bpe), Tokenizer(bpe, END, END, CHAT_TEMPLATE)
-    if args.init and not begun(args.out):
+    if args.init:
         begin(model, args.init, tokenizer)
     batches = Batches({kind: tokenize(bpe, d) for kind, d in documents.items()}, args.seed)
     tests = {kind: clip_held_out(bpe, d[:32], args.context) for kind, d in held_out.items()}

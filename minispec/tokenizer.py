@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
-from minispec.errors import UserError, read_json
+from minispec.errors import UserError, optional_json
 
 ADDED = "content", "single_word", "lstrip", "rstrip", "normalized", "special"  # of an AddedToken
 
@@ -35,15 +35,14 @@ class Tokenizer:
         """Read tokenizer.json, and tokenizer_config.json and chat_template.jinja if there."""
         backend = read_backend(directory / "tokenizer.json")
         file = directory / "tokenizer_config.json"
-        settings = read_json(file) if file.exists() else {}
+        settings = optional_json(file)
         template = settings.get("chat_template")
         if isinstance(template, list):  # several, by name
             several = [t for t in template if isinstance(t, dict)]
             template = {t.get("name"): t.get("template") for t in several}.get("default")
         if (directory / "chat_template.jinja").exists():
             template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
-        older = directory / "special_tokens_map.json"
-        named = (read_json(older) if older.exists() else {}) | settings
+        named = optional_json(directory / "special_tokens_map.json") | settings
         bos, eos = (content(named.get(key)) for key in ("bos_token", "eos_token"))
         backend.no_padding()
         backend.no_truncation()

@@ -160,7 +160,7 @@ def test_a_head_begins_with_that_of_a_whole_model(tmp_path):
     whole = {n: p.detach().clone() for n, p in model.named_parameters()} | head_tensors(head)
     file = tmp_path / "whole.safetensors"
     save_file({name: t.contiguous() for name, t in whole.items()}, file)
-    args = Namespace(init=str(file), seed=1, device="cpu", out=tmp_path)
+    args = Namespace(init=str(file), seed=1, device="cpu")
     begun = distill_module.new_head(model, args, None)
     for name, weight in head.named_parameters():
         assert torch.equal(weight, begun.get_parameter(name)), name
