@@ -130,6 +130,8 @@ def turns(document: str) -> str:
 
 def read_corpus(data: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Training and held-out documents per kind; kinds whose files are missing are left out."""
+    if not data.is_dir():
+        raise UserError(f"no such directory: {data}")
     sources = {kind: files for kind, (files, _) in KINDS.items()} | {WARM_UP[0]: [WARM_UP[1]]}
     train, held_out = {}, {}
     for kind, files in sources.items():

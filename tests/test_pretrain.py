@@ -239,6 +239,8 @@ def test_a_checkpoint_of_another_training_is_refused(data, tmp_path, capsys):
         assert "training.pt is damaged" in capsys.readouterr().err
     with pytest.raises(UserError, match="holds none of the files"):
         pretrain.read_corpus(tmp_path)
+    with pytest.raises(UserError, match="no such directory"):
+        pretrain.read_corpus(tmp_path / "nowhere")
 
 
 def test_compiling_without_a_compiler_is_refused_first(data, tmp_path, capsys, monkeypatch):
