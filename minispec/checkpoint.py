@@ -328,13 +328,15 @@ def fitting(
 
 
 def check_floating(where: str, name: str, tensor: object) -> Tensor:
-    """The tensor, if it is one of numbers that need no scale."""
+    """The tensor, if it is one of numbers that need no scale, all of them finite."""
     if not isinstance(tensor, Tensor):
         raise UserError(f"{where}: {name} is no tensor")
     if not tensor.is_floating_point() or tensor.itemsize < 2:
         raise UserError(
             f"{where}: {name} is stored as {tensor.dtype}: quantised weights are not supported"
         )
+    if tensor.numel() and not all(torch.stack(tensor.aminmax()).isfinite()):
+        raise UserError(f"{where}: {name} has a NaN or an infinity: take an undamaged checkpoint")
     return tensor
 
 

@@ -35,7 +35,7 @@ from minispec.checkpoint import (
     write_tensors,
 )
 from minispec.cost import cost_curve
-from minispec.errors import Parser, UserError, command, prepare_file
+from minispec.errors import Parser, UserError, check_seed, command, prepare_file
 from minispec.fastmtp import Head, read_head, save_head
 from minispec.grow import begin, grow
 from minispec.medusa import (
@@ -1045,8 +1045,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     rows = {"draft": 2, "medusa": 1, "mtp": 5}  # the least --context
     if args.command in rows:
         return checked(args, rows[args.command])
-    if args.seed < 0:
-        raise UserError(f"--seed {args.seed}: must be at least 0")
+    check_seed(args.seed)
     counts = "documents", "tokens", "batch", "prompt_tokens", "nodes", "measured"
     for name in counts:
         if name in args and getattr(args, name) is not None and getattr(args, name) < 1:

@@ -5,11 +5,15 @@ import contextlib
 import functools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
+
+# torch's words for it: on a CPU it is a plain RuntimeError
+OUT_OF_MEMORY = re.compile("allocate memory|out of memory|size calculation overflowed")
 
 
 class UserError(ValueError):
@@ -41,6 +45,12 @@ def command(main: Callable) -> Callable:
         except OSError as error:  # a full disk, or a file that has gone
             print(f"minispec: {error}", file=sys.stderr)
             drop_unwritable_output()
+            sys.exit(2)
+        except (MemoryError, RuntimeError) as error:
+            said = " ".join(str(error).split())[:200]
+            if isinstance(error, RuntimeError) and not OUT_OF_MEMORY.search(said):
+                raise
+            print(f"minispec: not enough memory: take smaller sizes ({said})", file=sys.stderr)
             sys.exit(2)
 
     return wrapped
@@ -86,6 +96,14 @@ def check_package(name: str, flag: str) -> None:
     """Refuse a flag that needs a package that is not installed."""
     if find_spec(name) is None:
         raise UserError(f"{flag} needs {name}: pip install {name}")
+
+
+def check_seed(seed: int, least: int = 0) -> None:
+    """Refuse what no generator takes."""
+    if seed < least:
+        raise UserError(f"--seed {seed}: must be at least {least}")
+    if seed >= 2**63:
+        raise UserError(f"--seed {seed}: must fit in 64 bits")
 
 
 def check_writable(file: str | Path, flag: str) -> None:

@@ -20,7 +20,7 @@ from minispec.autoregressive import autoregressive
 from minispec.cache import KVCache
 from minispec.checkpoint import WEIGHTS, load
 from minispec.compiled import compile_head, compile_model
-from minispec.errors import Parser, UserError, check_writable, command
+from minispec.errors import Parser, UserError, check_seed, check_writable, command
 from minispec.fastmtp import fastmtp, load_head
 from minispec.lookahead import jacobi, lookahead, lookahead_auto
 from minispec.medusa import (
@@ -469,13 +469,13 @@ def check_flags(args: argparse.Namespace) -> None:
         check_writable(args.html, "--html")
     if args.earlier is not None:
         args.earlier = read_text(args.earlier, "--earlier")
-    if not -(2**63) <= args.seed < 2**63:
-        raise UserError(f"--seed {args.seed}: must fit in 64 bits")
-    if args.k is not None and not (args.k == "auto" and args.method in ("speculative", "fastmtp")):
+    check_seed(args.seed, -(2**63))
+    auto = args.method in ("speculative", "fastmtp")
+    if args.k is not None and not (args.k == "auto" and auto):
         try:
             args.k = int(args.k)
         except ValueError:
-            raise UserError(f"--k {args.k}: must be a number, or auto") from None
+            raise UserError(f"--k {args.k}: must be a number{', or auto' * auto}") from None
         if args.k < 1:
             raise UserError(f"--k {args.k}: must be at least 1")
 
@@ -595,9 +595,8 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
         name for name in ("prompt", "prompt_ids", "prompt_file") if getattr(args, name) is not None
     ]
     if len(given) > 1:
-        raise UserError(
-            f"give one prompt, not {' and '.join('--' + g.replace('_', '-') for g in given)}"
-        )
+        names = {"prompt": "a text", "prompt_ids": "--prompt-ids", "prompt_file": "--prompt-file"}
+        raise UserError(f"give one prompt, not {' and '.join(names[g] for g in given)}")
     if args.prompt is not None:
         return args.prompt
     if args.prompt_ids is not None:

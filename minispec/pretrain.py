@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from minispec.autoregressive import autoregressive
 from minispec.checkpoint import pick_device, resolve, save
-from minispec.errors import Parser, UserError, command, prepare_folder
+from minispec.errors import Parser, UserError, check_seed, command, prepare_folder
 from minispec.grow import begin
 from minispec.model import Config, Transformer, count_parameters
 from minispec.sampling import Sampling, Seeded
@@ -586,11 +586,9 @@ def model_arguments(
 ) -> None:
     """The sizes of a new model, and what it begins with."""
     init_argument(p)
-    p.add_argument("--layers", type=int, default=layers)
-    p.add_argument("--width", type=int, default=width)
-    p.add_argument("--heads", type=int, default=heads)
-    p.add_argument("--kv-heads", type=int, default=1)
-    p.add_argument("--ffn", type=int, default=ffn)
+    sizes = {"layers": layers, "width": width, "heads": heads, "kv-heads": 1, "ffn": ffn}
+    for name, size in sizes.items():
+        p.add_argument(f"--{name}", type=int, default=size, help="default: %(default)s")
 
 
 def init_argument(p: argparse.ArgumentParser) -> None:
@@ -607,10 +605,10 @@ def training_arguments(
 ) -> None:  # fmt: skip
     """The flags of every training command; `checked` looks at their values."""
     p.add_argument("--out", type=Path, required=True, help="the directory to write")
-    p.add_argument("--steps", type=int, default=steps)
-    p.add_argument("--batch-tokens", type=int, default=batch_tokens)
-    p.add_argument("--context", type=int, default=context, help="tokens of a row")
-    p.add_argument("--lr", type=float, default=lr)
+    p.add_argument("--steps", type=int, default=steps, help="default: %(default)s")
+    p.add_argument("--batch-tokens", type=int, default=batch_tokens, help="default: %(default)s")
+    p.add_argument("--context", type=int, default=context, help="tokens of a row (%(default)s)")
+    p.add_argument("--lr", type=float, default=lr, help="default: %(default)s")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32",
@@ -624,7 +622,8 @@ def training_arguments(
 def checked(args: argparse.Namespace, least_context: int = 2) -> argparse.Namespace:
     """Complain of impossible values; dtype and device become torch's, and a training that goes on
     has no --init any more."""
-    least = {"seed": 0, "context": least_context}
+    least = {"seed": 0, "context": least_context, "vocab": 260}  # bytes and special tokens
+    check_seed(args.seed)
     for name, value in vars(args).items():
         if type(value) is int and value < least.get(name, 1):
             raise UserError(
@@ -655,7 +654,7 @@ def checked(args: argparse.Namespace, least_context: int = 2) -> argparse.Namesp
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = Parser(prog="python -m minispec.pretrain", description=__doc__.split("\n\n")[0])
-    names = ", ".join(files[0] for files, _ in KINDS.values())
+    names = ", ".join([*(files[0] for files, _ in KINDS.values()), WARM_UP[1]])
     p.add_argument(
         "--data",
         type=Path,
@@ -663,7 +662,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"a folder with some of {names}; to the code belongs Python's own library",
     )
     p.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use instead of a new one")
-    p.add_argument("--vocab", type=int, default=8192, help="of a new tokenizer")
+    p.add_argument("--vocab", type=int, default=8192, help="of a new tokenizer (%(default)s)")
     model_arguments(p, layers=14, width=192, heads=3, ffn=512)
     training_arguments(p, steps=3000)
     return checked(p.parse_args(argv))
@@ -741,9 +740,8 @@ def end_distributed() -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     args.device, rank, world = begin_distributed(args)
-    prepare_training(args.out)
-
     documents, held_out = read_corpus(args.data)
+    prepare_training(args.out)
     bpe = choose_tokenizer(args, documents, rank)
     model, tokenizer = build(args, bpe), Tokenizer(bpe, END, END, CHAT_TEMPLATE)
     if args.init:

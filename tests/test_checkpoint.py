@@ -345,6 +345,17 @@ def test_quantised_tensors_are_refused(folder):
         refused(folder, f"{name} is stored as {dtype}")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_damaged_numbers_are_refused(folder, value, dtype):
+    name = "model.layers.1.mlp.up_proj.weight"
+    whole = tensors(folder)
+    odd = whole[name].to(dtype)
+    odd.view(-1)[-1] = value
+    save_file(whole | {name: odd}, folder / "model.safetensors")
+    refused(folder, f"{name} has a NaN or an infinity")
+
+
 def test_a_model_without_end_tokens_is_saved_without_them(tmp_path):
     save(random_model(), None, tmp_path)
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] is None

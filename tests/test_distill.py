@@ -278,6 +278,7 @@ def test_hidden_states_that_were_damaged_are_made_anew(tmp_path):
         (["mtp", "--beta", -1], "--beta -1.0: must be a positive number"),
         (["medusa", "--lr", "nan"], "--lr nan: must be a positive number"),
         (["medusa", "--seed", -1], "--seed -1: must be at least 0"),
+        (["draft", "--seed", 2**63], "must fit in 64 bits"),
     ],
 )
 def test_values_that_cannot_be_are_refused_first(arguments, match, tmp_path, capsys):

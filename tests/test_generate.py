@@ -15,6 +15,7 @@ from test_tokenizer import byte_tokenizer
 
 from minispec import UserError, bench, certify, distill, generate, pretrain, study, vocabulary
 from minispec.checkpoint import load, save
+from minispec.errors import command
 from minispec.generate import decode, stream
 from minispec.sampling import Seeded
 from minispec.tree import Step, Tree
@@ -357,7 +358,7 @@ def test_the_turns_of_a_sampled_chat_use_fresh_randomness(folder, capsys, monkey
         (["x", "--method", "magic"], "unknown method 'magic'"),
         (["x", "--max-new-tokens", "-3"], "must not be negative"),
         (["x", "--top-p", "2"], "top-p 2.0"),
-        (["x", "--prompt-ids", "1"], "give one prompt"),
+        (["x", "--prompt-ids", "1"], "give one prompt, not a text and --prompt-ids"),
         (["--prompt-ids", "1,b"], "must be integers between commas"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["--prompt-ids", "1,70000"], "70000 is out of range"),
@@ -367,7 +368,7 @@ def test_the_turns_of_a_sampled_chat_use_fresh_randomness(folder, capsys, monkey
         (["--chat", "--prompt-file", "nowhere"], "takes its turns from standard input"),
         (["a\udcff"], "not valid Unicode"),
         (["x", "--k", "3"], "--k is for --method speculative or prompt-lookup"),
-        (["x", "--method", "prompt-lookup", "--k", "auto"], "--k auto: must be a number"),
+        (["x", "--method", "prompt-lookup", "--k", "auto"], "--k auto: must be a number\n"),
         (["x", "--method", "speculative"], "needs draft weights of its own"),
         (["x", "--stop", ""], "must not be empty"),
         (["--color", "full"], "write --color=full"),
@@ -440,6 +441,18 @@ def test_ctrl_c_shows_what_was_held_back_for_a_stop_string(monkeypatch, capsys):
     run.chunks = interrupted(run.chunks)
     generate.show(run, generate.parse(["x"]), TOKENIZER)
     assert run.text == "xyzabc" and capsys.readouterr().out == "xyzabc\n"
+
+
+def test_too_little_memory_is_one_line(capsys):
+    def main(argv):
+        raise RuntimeError(argv)
+
+    with pytest.raises(SystemExit) as caught:
+        command(main)("DefaultCPUAllocator: can't allocate memory:\nyou tried 99 bytes")
+    err = capsys.readouterr().err
+    assert caught.value.code == 2 and "not enough memory" in err and err.count("\n") == 1
+    with pytest.raises(RuntimeError, match="a bug"):
+        command(main)("a bug")
 
 
 def test_the_golden_models_run_through_the_command_line(capsys):

@@ -173,6 +173,8 @@ def test_two_processes_train_the_same_model_as_one(data, tmp_path):
         (["--device", "abacus"], "device abacus is not there"),
         (["--context", "1"], "--context 1: must be at least 2"),
         (["--seed", "-1"], "--seed -1: must be at least 0"),
+        (["--seed", "9" * 30], "must fit in 64 bits"),
+        (["--vocab", "259"], "--vocab 259: must be at least 260"),
         (["--lr", "nan"], "--lr nan: must be a positive number"),
     ],
 )
