@@ -320,7 +320,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--questions", type=Path, help="Spec-Bench's question.jsonl")
     p.add_argument("--answers", type=Path, help="with --questions: a folder for its answer files")
     p.add_argument("--shape", choices=list(SHAPES), help="random weights of a real model's sizes")
-    p.add_argument("--acceptance", type=float, default=0.8, help="with --shape: of its drafts")
+    p.add_argument("--acceptance", type=float, help="with --shape: of its drafts (0.8)")
     return p.parse_args(argv)
 
 
@@ -328,6 +328,10 @@ def check(args: argparse.Namespace) -> list[float]:
     """Complain before the weights are read; the temperatures."""
     if min(args.prompts, args.max_new_tokens, args.k, args.repeat) < 1:
         raise UserError("--prompts, --max-new-tokens, --k and --repeat must be at least 1")
+    if args.acceptance is None:
+        args.acceptance = 0.8
+    elif not args.shape:
+        raise UserError("--acceptance is that of the drafts of --shape: give both, or neither")
     if not 0 <= args.acceptance <= 1:
         raise UserError(f"--acceptance {args.acceptance}: must be from 0 to 1")
     if args.kind != "stories_en" and args.data is None:
@@ -363,6 +367,7 @@ def check_report(args: argparse.Namespace) -> None:
         ("shape", "methods", "measures chains of drafts"), ("shape", "temperature", "is greedy"),
         ("advise", "temperature", "is greedy"), ("advise", "json", "prints text"),
         ("advise", "earlier", "measures without them"), ("shape", "earlier", "writes no texts"),
+        ("shape", "data", "needs no text"),
         ("questions", "earlier", "asks each question afresh"),
         ("questions", "json", "prints text and writes --answers"),
     ):  # fmt: skip

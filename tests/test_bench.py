@@ -84,6 +84,8 @@ def test_the_command_writes_json_and_refuses_nonsense(tmp_path, capsys):
         ["--k", "0"], ["--draft", "nowhere"], ["--data", str(tmp_path)], ["--temperature", "x"],
         ["--temperature", "-1"], ["--kind", "all"], ["--advise", "--shape", "qwen2.5-0.5b"],
         ["--against", "transformers", "--temperature", "1"], ["--acceptance", "2"],
+        ["--acceptance", "0.5"], ["--shape", "qwen2.5-0.5b", "--acceptance", "2"],
+        ["--shape", "qwen2.5-0.5b", "--data", str(tmp_path)],
         ["--methods", "medusa"], ["--shape", "qwen2.5-0.5b", "--methods", "medusa"],
         ["--advise", "--json"], ["--advise", "--temperature", "0"],
         ["--questions", "q", "--answers", "a", "--temperature", "0,1"],
