@@ -51,7 +51,7 @@ class Tokenizer:
 
     def save(self, directory: Path) -> None:
         """Write the three as transformers reads them."""
-        self.backend.save(str(directory / "tokenizer.json"))
+        self.backend.save(str(directory / "tokenizer.json"), pretty=False)
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": self.bos,
