@@ -43,8 +43,6 @@ from minispec.medusa import (
     Heads,
     Ranks,
     accuracy_of,
-    expected,
-    grow_tree,
     heads_cost,
     load_heads,
     medusa,
@@ -52,6 +50,7 @@ from minispec.medusa import (
     replayed,
     save_heads,
     save_tree,
+    together,
     untrained,
 )
 from minispec.model import Pass, Transformer, count_parameters
@@ -637,11 +636,12 @@ def medusa_heads(args: argparse.Namespace) -> None:
     trainer = Trainer(heads, [optimizer], batches, objective="medusa heads")
     train(trainer, args, HeadsLoss(heads, target, positions, args.dtype))
     heads.half().float()  # as they are stored
-    parts = [ranks_of(heads, target, states[i], labels[i]) for i in measured]
-    heads.accuracy = accuracy_of(torch.cat(parts, 1))
-    heads.tree = max(candidates(heads, target.prepare()), key=lambda tree: tree.speedup).paths
+    ranks = [ranks_of(heads, target, states[i], labels[i]) for i in measured]
+    heads.accuracy = accuracy_of(torch.cat(ranks, 1))
+    best = max(candidates(ranks, heads, target.prepare()), key=lambda tree: tree.speedup)
+    heads.tree = best.paths
     save_heads(heads, args.out, args.model, tokenizer, torch.float16)
-    (args.out / "README.md").write_text(medusa_card(trainer, args, heads), encoding="utf-8")
+    (args.out / "README.md").write_text(medusa_card(trainer, args, heads, best), encoding="utf-8")
     print(accuracy_table(heads.accuracy))
 
 
@@ -658,12 +658,16 @@ class Candidate:
         return self.tokens / self.cost
 
 
-def candidates(heads: Heads, target: Transformer, most: int = 63) -> list[Candidate]:
-    """The trees of 1 to `most` nodes that gain most by the heads' accuracies, each with the cost of
+def candidates(
+    ranks: list[Tensor], heads: Heads, target: Transformer, most: int = 63
+) -> list[Candidate]:
+    """The trees of 1 to `most` nodes whose paths are right most often in texts of these ranks
+    (K, n), or the one of none if no path is; each with what it brings along them and the cost of
     its round on this machine: a pass over its nodes and the root, and the heads."""
     curve, drafting = cost_curve(target), heads_cost(heads, target)
-    trees = (grow_tree(heads.accuracy, n) for n in range(1, min(most, len(curve) - 2) + 1))
-    return [Candidate(t, expected(heads.accuracy, t), curve[len(t) + 1] + drafting) for t in trees]
+    paths = together(torch.cat(ranks, 1))[: min(most, len(curve) - 2)]
+    trees = [paths[:n] for n in range(1, len(paths) + 1)] or [[]]
+    return [Candidate(t, along(ranks, t), curve[len(t) + 1] + drafting) for t in trees]
 
 
 def accuracy_table(accuracy: Tensor) -> str:
@@ -680,7 +684,9 @@ def markdown(corner: str, columns: list[str], rows: dict[object, list[float]]) -
     return "\n".join(lines)
 
 
-def medusa_card(trainer: Trainer, args: argparse.Namespace, heads: Heads) -> str:
+def medusa_card(
+    trainer: Trainer, args: argparse.Namespace, heads: Heads, tree: Candidate
+) -> str:  # fmt: skip
     """The README.md beside the heads."""
     return MEDUSA_CARD.format(
         heads=len(heads), layers=args.layers, parameters=count_parameters(heads),
@@ -688,7 +694,7 @@ def medusa_card(trainer: Trainer, args: argparse.Namespace, heads: Heads) -> str
         command=shown(sys.argv[1:]), step=trainer.step, tokens=trainer.tokens,
         minutes=trainer.seconds / 60, threads=torch.get_num_threads(), device=args.device.type,
         held_out=HELD_OUT, table=accuracy_table(heads.accuracy),
-        nodes=len(heads.tree), expected=expected(heads.accuracy, heads.tree),
+        nodes=len(tree.paths), expected=tree.tokens,
     )  # fmt: skip
 
 
@@ -710,7 +716,7 @@ How often the head's token of this rank is the token at t + k + 2, on every {hel
 
 ## The tree
 
-{nodes} nodes; by these accuracies {expected:.2f} tokens a pass of such text.
+{nodes} nodes; {expected:.2f} tokens a pass of such text.
 `python -m minispec.distill tree` measures anew, for other text and another machine.
 """
 
@@ -735,23 +741,24 @@ def tree(args: argparse.Namespace) -> None:
     ranks = own_ranks(target, prompts, heads, sampling, args)
     heads.accuracy = accuracy_of(torch.cat(ranks, 1))
     print(accuracy_table(heads.accuracy))
-    trees = candidates(heads, target)
+    trees = candidates(ranks, heads, target)
     best = max(trees, key=lambda tree: tree.speedup)
     if args.nodes:
         best = trees[min(args.nodes, len(trees)) - 1]
-    print("nodes  tokens a pass: expected, along these texts   cost of a round   speedup")
+    print("nodes  tokens a pass   cost of a round   speedup")
     for each in trees:
         if each is best or len(each.paths) in (1, 2, 4, 8, 16, 32, len(trees)):
-            print(f"{len(each.paths):>5}{each.tokens:>25.2f}{along(ranks, each.paths):>19.2f}"
-                  f"{each.cost:>20.2f}{each.tokens / each.cost:>10.2f}")  # fmt: skip
+            print(
+                f"{len(each.paths):>5}{each.tokens:>15.2f}{each.cost:>18.2f}{each.speedup:>10.2f}"
+            )
     heads.tree = best.paths
     save_tree(heads, Path(args.heads))
     decoded = prompts[: args.measured]
     runs = [measured(target, prompt, sampling, heads, args.tokens) for prompt in decoded]
     tokens, passes = map(sum, zip(*runs))
     result = (
-        f"chosen: {len(best.paths)} nodes; expected {best.tokens:.2f} tokens a pass, "
-        f"measured {tokens / passes:.2f} over {len(runs)} prompts"
+        f"chosen: {len(best.paths)} nodes; along these texts {best.tokens:.2f} tokens a pass, "
+        f"decoding {tokens / passes:.2f} over {len(runs)} prompts"
     )
     print(result)
     renew_card(args, heads, len(prompts), result)
@@ -812,7 +819,7 @@ def measured(
 def along(ranks: list[Tensor], paths: list[Ranks]) -> float:
     """Tokens per pass of decoding these very texts."""
     tokens, passes = map(sum, zip(*(replayed(r[:, (r >= 0).any(0)], paths) for r in ranks)))
-    return tokens / passes
+    return tokens / passes if passes else 1.0
 
 
 # ---- FastMTP -------------------------------------------------------------------------------------

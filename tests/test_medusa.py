@@ -212,6 +212,31 @@ def test_accuracies_have_the_right_denominators():
     assert accuracy.shape == (2, medusa.BEST)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_paths_that_are_right_together_come_in_the_order_of_their_counts(seed):
+    generator = torch.Generator().manual_seed(seed)
+    ranks = torch.randint(0, 4, (3, 200), generator=generator)
+    ranks[ranks == 3] = medusa.BEST  # not among the best
+    ranks[2, -1] = ranks[1, -1] = -1  # the end of a text, which does not count
+    columns = [tuple(column) for column in ranks.T[:-1].tolist()]
+    paths = medusa.together(ranks)
+    every = [p for n in (1, 2, 3) for p in itertools.product(range(3), repeat=n)]
+    counts = {p: sum(c[: len(p)] == p for c in columns) for p in every}
+    assert set(paths) == {p for p in every if counts[p]}
+    assert [counts[p] for p in paths] == sorted(map(counts.get, paths), reverse=True)
+    for n in range(len(paths)):
+        assert set(complete(paths[:n], 3, 3)) == set(paths[:n]), "the first n are a tree"
+
+
+def test_a_tree_for_heads_that_are_right_at_the_same_places_is_deep():
+    """Of two places one is easy for both heads, the other for none: the second head's best
+    candidate below the first's is worth more than the product of accuracies says."""
+    ranks = torch.tensor([[0, 1, 0, 1, 0, 2], [0, 3, 0, 3, 0, 3]])
+    assert medusa.together(ranks)[:2] == [(0,), (0, 0)]
+    assert grow_tree(medusa.accuracy_of(ranks), 2) == [(0,), (1,)]
+    assert medusa.together(ranks[:, :0]) == []
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_ranks_replayed_along_a_greedy_text_are_its_decoding(seed):
     model, paths = random_model(seed), [(0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
