@@ -22,10 +22,9 @@ def on_intel() -> bool:
     return torch.backends.mkl.is_available() and "GenuineIntel" in kind
 
 
-LARGE = 2**18  # float32 weights of more numbers than this are `Half` where float16 holds them
-# Float32 weights of at most so many stay plain: a packed product's call would cost more than it
-# gains. MKL's plain products are quick on its maker's processors.
-SMALL = LARGE if on_intel() else 2**16
+# Float32 weights of at most so many stay plain: the call of another product would cost more than
+# it gains. MKL's plain products are quick on its maker's processors.
+SMALL = 2**18 if on_intel() else 2**15
 BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
 BLOCKS = 192, 128, 96, 64  # and `Int8`: those that need the least filling up
 KERNELS = "x86", "fbgemm"  # of torch's engines for narrow weights those that have Half's kernel
@@ -37,7 +36,7 @@ KEPT = 2**18  # length up to which lists of lines are kept: of longer ones that 
 class Joined:
     """Several linear layers of one input as one product, for inference.
 
-    On a CPU large float32 weights are `Half` where that is exact; others that are not small, and
+    On a CPU float32 weights that are not small are `Half` where that is exact; others, and
     bfloat16 ones, are `Packed` where their layout is known; with `quantize` all are `Int8`. The
     layers give such weights up: until `undo` theirs are on the meta device. Others stay plain,
     small float32 ones on a CPU transposed: read faster so. `looked_up`: `rows` is called often.
@@ -154,7 +153,7 @@ class Half:
 def half(weight: Tensor, looked_up: bool) -> Half | None:
     """None where that does not pay, is not exact, or where torch has no such kernel."""
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if not on_cpu or weight.numel() <= LARGE or torch.backends.quantized.engine not in KERNELS:
+    if not on_cpu or small(weight) or torch.backends.quantized.engine not in KERNELS:
         return None
     most = torch.linalg.vector_norm(weight, torch.inf, dim=1)  # unlike abs() without a copy
     if not most.isfinite().all():  # the kernel would take float16's largest number

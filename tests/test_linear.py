@@ -65,7 +65,7 @@ needs_halves = pytest.mark.skipif(not has_halves, reason="torch has no kernel fo
 @pytest.mark.parametrize("size", [(48, 64), (7, 10), (300, 33), (1000, 577), (192, 1), (1, 5)])
 def test_what_float16_holds_is_kept_so_and_multiplied_in_float32(size, kind, monkeypatch):
     """The slow oracle is the plain layer, and its own product of each row alone."""
-    monkeypatch.setattr("minispec.linear.LARGE", 0)
+    monkeypatch.setattr("minispec.linear.SMALL", 0)
     monkeypatch.setattr("minispec.linear.WHOLE", 2**16)  # the largest in several parts
     torch.manual_seed(sum(size))
     layer = torch.nn.Linear(*reversed(size), bias=size[0] % 2 == 0)
@@ -103,7 +103,6 @@ def test_what_float16_holds_is_kept_so_and_multiplied_in_float32(size, kind, mon
 @pytest.mark.parametrize("number", [1 / 3, torch.inf, torch.nan, 1e-9])
 def test_what_float16_does_not_hold_is_kept_otherwise(number, monkeypatch):
     """A third is too fine, 1e-9 beside 1000 too small."""
-    monkeypatch.setattr("minispec.linear.LARGE", 0)
     monkeypatch.setattr("minispec.linear.SMALL", 0)
     weight = torch.full((40, 30), 1000.0)
     assert half(weight, False) is not None

@@ -141,11 +141,11 @@ def test_cuda_equals_cpu():
 
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"qk_norm": True}, {"tied": False}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("large", [2**12, 2**18])
-def test_joined_and_packed_weights_compute_what_the_parts_do(changes, dtype, large, monkeypatch):
+@pytest.mark.parametrize("kernels", [KERNELS, ()])
+def test_joined_and_packed_weights_compute_what_the_parts_do(changes, dtype, kernels, monkeypatch):
     """The slow oracle of `prepare`: the same model unprepared, for one row and for many."""
-    monkeypatch.setattr("minispec.linear.SMALL", 2**12)  # the larger ones are packed
-    monkeypatch.setattr("minispec.linear.LARGE", large)  # or kept as halves, where they fit
+    monkeypatch.setattr("minispec.linear.SMALL", 2**12)
+    monkeypatch.setattr("minispec.linear.KERNELS", kernels)  # without: all are packed
     plain, fast = (
         random_model(vocab_size=1200, intermediate_size=520, dtype=dtype, **changes)
         for _ in range(2)
@@ -154,7 +154,7 @@ def test_joined_and_packed_weights_compute_what_the_parts_do(changes, dtype, lar
         for p in model.parameters():  # as checkpoints are stored
             p.data = p.bfloat16().to(dtype)
     fast.prepare()
-    halves = large == 2**12 and torch.backends.quantized.engine in KERNELS
+    halves = torch.backends.quantized.engine in kernels
     kind = (Half if halves else Packed) if dtype == torch.float32 else NoneType
     assert isinstance(fast.head.packed, kind)
     assert fast.model.layers[0].self_attn.out.packed is None
@@ -206,7 +206,7 @@ def test_what_changes_the_weights_undoes_their_packing(quantize, monkeypatch):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_pass_reads_the_weights_as_they_are_kept(tied, monkeypatch):
     """Halves two bytes each, int8 one and its scales; a compiled pass the layers' own floats."""
-    monkeypatch.setattr("minispec.linear.LARGE", 2**12)
+    monkeypatch.setattr("minispec.linear.SMALL", 2**16)
     model = random_model(0, **(LARGE | {"tied": tied}))
     for p in model.parameters():
         p.data = p.bfloat16().float()
