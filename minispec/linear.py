@@ -130,8 +130,10 @@ class Half:
         """x (..., in) -> (..., out)."""
         if x.dim() == 1:  # which the kernel refuses
             return self.product(x[None], bias)[0]
-        y, *more = (torch.ops.quantized.linear_dynamic_fp16(x, part) for part in self.parts)
-        y = torch.cat([y, *more], -1) if more else y
+        times, (first, *more) = torch.ops.quantized.linear_dynamic_fp16, self.parts
+        y = times(x, first)
+        if more:
+            y = torch.cat([y, *(times(x, part) for part in more)], -1)
         if self.powers is not None:
             y *= self.powers
         return y if bias is None else y + bias
