@@ -293,7 +293,7 @@ def all_methods(
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = Parser(prog="python -m minispec.bench", description=__doc__.split("\n\n")[0])
-    p.add_argument("--model", default=str(WEIGHTS / "target"))
+    p.add_argument("--model", help=f"default: {WEIGHTS / 'target'}")
     p.add_argument("--draft", default=str(WEIGHTS / "draft"), help="a draft model; '' for none")
     p.add_argument("--heads", default=str(WEIGHTS / "medusa"), help="Medusa heads; '' for none")
     p.add_argument("--mtp", default=str(WEIGHTS / "mtp"), help="FastMTP's head; '' for none")
@@ -367,7 +367,7 @@ def check_report(args: argparse.Namespace) -> None:
         ("shape", "methods", "measures chains of drafts"), ("shape", "temperature", "is greedy"),
         ("advise", "temperature", "is greedy"), ("advise", "json", "prints text"),
         ("advise", "earlier", "measures without them"), ("shape", "earlier", "writes no texts"),
-        ("shape", "data", "needs no text"),
+        ("shape", "data", "needs no text"), ("shape", "model", "makes random weights"),
         ("questions", "earlier", "asks each question afresh"),
         ("questions", "json", "prints text and writes --answers"),
     ):  # fmt: skip
@@ -379,6 +379,7 @@ def check_report(args: argparse.Namespace) -> None:
         raise UserError("--earlier needs --data, whose held-out texts it begins like")
     if args.earlier and args.methods and "lookahead-auto" not in args.methods.split(","):
         raise UserError("--earlier is for lookahead-auto: add it to --methods")
+    args.model = args.model or str(WEIGHTS / "target")
 
 
 @command

@@ -938,6 +938,9 @@ def mtp(args: argparse.Namespace) -> None:
     """Train FastMTP's head on the frozen target's own documents, or on a corpus."""
     if (args.own is None) == (args.data is None):
         raise UserError("give either --own, the target's documents, or --data, a corpus")
+    if args.own and args.documents is not None:
+        raise UserError("--documents counts those of --data: of --own all are read")
+    args.documents = 6000 if args.documents is None else args.documents
     args.device, rank, world = begin_distributed(args)
     target, tokenizer = plain_target(args)
     head = new_head(target, args, tokenizer)
@@ -1110,7 +1113,7 @@ def add_mtp(commands) -> argparse.ArgumentParser:
     init_argument(f)
     own_argument(f, required=False)
     f.add_argument("--data", type=Path, help="instead of --own: a corpus, as a control")
-    f.add_argument("--documents", type=int, default=6000, help="with --data: how many")
+    f.add_argument("--documents", type=int, help="with --data: how many (6000)")
     training_arguments(f, steps=1000, batch_tokens=3584, context=224, lr=4e-3)
     return f
 

@@ -86,6 +86,7 @@ def test_the_command_writes_json_and_refuses_nonsense(tmp_path, capsys):
         ["--against", "transformers", "--temperature", "1"], ["--acceptance", "2"],
         ["--acceptance", "0.5"], ["--shape", "qwen2.5-0.5b", "--acceptance", "2"],
         ["--shape", "qwen2.5-0.5b", "--data", str(tmp_path)],
+        ["--shape", "qwen2.5-0.5b", "--model", str(tmp_path)],
         ["--methods", "medusa"], ["--shape", "qwen2.5-0.5b", "--methods", "medusa"],
         ["--advise", "--json"], ["--advise", "--temperature", "0"],
         ["--questions", "q", "--answers", "a", "--temperature", "0,1"],
