@@ -276,6 +276,7 @@ def test_hidden_states_that_were_damaged_are_made_anew(tmp_path):
         (["draft", "--context", 1], "--context 1: must be at least 2"),
         (["mtp", "--context", 4], "--context 4: must be at least 5"),
         (["mtp", "--beta", -1], "--beta -1.0: must be a positive number"),
+        (["mtp", "--documents", 5], "--documents counts those of --data"),
         (["medusa", "--lr", "nan"], "--lr nan: must be a positive number"),
         (["medusa", "--seed", -1], "--seed -1: must be at least 0"),
         (["draft", "--seed", 2**63], "must fit in 64 bits"),
