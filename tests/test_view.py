@@ -401,7 +401,8 @@ def test_every_method_s_page_in_a_browser(pages, tmp_path):
         count, second = len(data["passes"]), data["passes"][1]
         assert one["first"] == one["left"] == f"pass 1 of {count}"
         assert one["right"] == one["slid"] == f"pass 2 of {count}"
-        assert (one["swiped"], one["last"]) == (f"pass 3 of {count}", f"pass {count} of {count}")
+        assert one["swiped"] == f"pass {min(3, count)} of {count}"
+        assert one["last"] == f"pass {count} of {count}"
         assert one["text"] == data["prompt"] + data["text"]
         assert one["nodes"] == len(second["tree"]["tokens"]) and one["bars"] >= len(
             second["laws"][0]
