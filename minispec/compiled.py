@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec import linear
+from minispec import int8, linear
 from minispec import model as model_module
 from minispec.cache import KVCache
 from minispec.errors import UserError, make_folder
-from minispec.linear import Int8, joined_in
+from minispec.int8 import Int8
+from minispec.linear import joined_in
 from minispec.model import Pass, Transformer
 
 MOST = 64  # rows of a compiled pass
@@ -97,7 +98,7 @@ def compile_model(model: Transformer) -> None:
 
     Raises UserError where there is no C++ compiler.
     """
-    compile_module(model, model, lambda n: [torch.zeros(1, n, dtype=torch.long)])
+    compile_module(model, model, lambda n: [torch.arange(n)[None]])
 
 
 def compile_head(head: nn.Module, model: Transformer) -> None:
@@ -106,7 +107,7 @@ def compile_head(head: nn.Module, model: Transformer) -> None:
     compile_module(
         head,
         model,
-        lambda n: [torch.zeros(1, n, size, dtype=model.dtype) for _ in ("hidden", "embedded")],
+        lambda n: list(torch.linspace(-1, 1, 2 * n * size, dtype=model.dtype).view(2, 1, n, size)),
     )
 
 
@@ -126,7 +127,9 @@ def compile_module(
     missing = [i for i, path in enumerate(paths) if not path.exists()]
     for i in tqdm(missing, desc="compiling, once", unit="graph", disable=not missing):
         arguments = example(model, inputs, 1 if i == 0 else 5, len(layers_of(module)))
-        ahead_of_time(Function(module).eval(), arguments, paths[i])
+        with int8.for_graphs(int8_in(module).values()):
+            ahead_of_time(Function(module).eval(), arguments, paths[i])
+        check(module, arguments, paths[i])
     if plain:
         module.prepare()
     module.compiled = Compiled(module, tuple(map(opened, paths)))
@@ -135,6 +138,12 @@ def compile_module(
 def layers_of(module: nn.Module) -> list[nn.Module]:
     """The blocks that have a place in the cache: a head is one itself."""
     return list(module.model.layers) if isinstance(module, Transformer) else [module]
+
+
+def int8_in(module: nn.Module) -> dict[str, Int8]:
+    """Its int8 weights."""
+    found = {name: joined.packed for name, joined in joined_in(module).items()}
+    return {name: weight for name, weight in found.items() if isinstance(weight, Int8)}
 
 
 # ---- on a CPU: files made once -------------------------------------------------------------------
@@ -185,6 +194,19 @@ def ahead_of_time(function: nn.Module, arguments: tuple, path: Path) -> None:
     part.replace(path)
 
 
+@torch.no_grad()
+def check(module: nn.Module, arguments: tuple, path: Path) -> None:
+    """Raises UserError where a new graph computes something else than the module does."""
+    expected = Function(module)(*arguments)
+    off = (opened(path)(*arguments) - expected).abs().max() / expected.abs().max()
+    if not off <= torch.finfo(expected.dtype).eps ** 0.5:
+        path.unlink()
+        raise UserError(
+            f"--compile: the compiler's graph is off by {off:.1g} of the largest number: go on "
+            "without --compile, or try another version of torch"
+        )
+
+
 def opened(path: Path) -> Callable:
     """A file's graph. Its tensors go to the loader in the order of Function's arguments, and not
     through the wrapper that would take nested lists apart at each call."""
@@ -207,13 +229,13 @@ def cache_folder() -> Path:
 
 def digest(module: nn.Module) -> str:
     """What a compiled pass depends on: the weights, the code, torch and the processor."""
-    code = "".join(map(inspect.getsource, (model_module, linear, type(module), Function, Rows)))
+    sources = model_module, linear, int8, type(module), Function, Rows
+    code = "".join(map(inspect.getsource, sources))
     place = torch.__version__, processor(), torch.get_num_threads(), OPTIONS, module.config
     found = hashlib.blake2b((code + repr(place)).encode(), digest_size=12)
     tensors = dict(module.named_parameters())
-    for name, joined in joined_in(module).items():  # int8 ones, which the parameters gave up
-        if isinstance(joined.packed, Int8):
-            tensors |= {name: joined.packed.lines, f"{name}.": joined.packed.scale}
+    for name, weight in int8_in(module).items():  # which the parameters gave up
+        tensors |= {name: weight.numbers(), f"{name}.": weight.scale}
     for name, weight in tensors.items():
         found.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         if weight.device.type == "cpu":

@@ -1,16 +1,16 @@
 """Linear layers for inference: several of one input as one product, whose weights are packed for
-the rows of a draft, read as float16 where that loses nothing, or int8. A pass waits for its
-weights, so how they lie decides its speed.
+the rows of a draft, read as float16 where that loses nothing, or int8 (int8.py). A pass waits for
+its weights, so how they lie decides its speed.
 """
 
-import ctypes
 import platform
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from minispec.int8 import BLOCK, Int8, laid_out
 
 
 def on_intel() -> bool:
@@ -25,12 +25,8 @@ def on_intel() -> bool:
 # Float32 weights of at most so many stay plain: the call of another product would cost more than
 # it gains. MKL's plain products are quick on its maker's processors.
 SMALL = 2**18 if on_intel() else 2**15
-BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
-BLOCKS = 192, 128, 96, 64  # and `Int8`: those that need the least filling up
 KERNELS = "x86", "fbgemm"  # of torch's engines for narrow weights those that have Half's kernel
 WHOLE = 2**24  # of which at most this many numbers are packed at once: float32 copies are made
-MANY = 32  # rows up to which int8 weights stay so: more are multiplied with floats made of them
-KEPT = 2**18  # length up to which lists of lines are kept: of longer ones that gains little
 
 
 class Joined:
@@ -232,9 +228,7 @@ def pack(weight: Tensor) -> Packed | None:
     length, count = torch.ops.mkldnn._nbytes(memory), -(-weight.shape[0] // BLOCK)
     if length % (4 * BLOCK * count) or length < each * BLOCK * count * weight.shape[1]:
         return None
-    seen = (ctypes.c_byte * length).from_address(torch.ops.mkldnn.data_ptr(memory))
-    seen.memory = memory  # lives as long as what views it
-    blocks = torch.frombuffer(seen, dtype=weight.dtype).view(count, -1, BLOCK, 4 // each)
+    blocks = laid_out(memory, weight.dtype).view(count, -1, BLOCK, 4 // each)
     packed = Packed(memory, blocks, weight.shape)
     ids = torch.arange(len(weight), device="cpu").split(BLOCK)
     same = all(torch.equal(packed.rows(i), rows) for i, rows in zip(ids, weight.split(BLOCK)))
@@ -254,83 +248,3 @@ def small(weight: Tensor) -> bool:
     """Whether it stays plain on a CPU for its size."""
     on_cpu = weight.device.type == "cpu"
     return on_cpu and weight.dtype == torch.float32 and weight.numel() <= SMALL
-
-
-class Int8:
-    """A weight (out, in) as int8, a scale for each output: its nearest multiples, no further than
-    half of it away (before they are rounded to a narrow type).
-
-    They are kept as a CPU's kernel for sums of lines reads them: of a block of outputs the line of
-    each input, 128 added to each number, and at its end the scale and offset that the kernel
-    applies; those are 1 and -128, as ours belong to the outputs.
-    """
-
-    def __init__(self, weight: Tensor):
-        (self.out, self.inputs), self.dtype = weight.shape, weight.dtype
-        self.block = min(BLOCKS, key=lambda size: -(-self.out // size) * size)
-        shape = -(-self.out // self.block), self.inputs, self.block + 8
-        self.lines = torch.full(shape, 128, dtype=torch.uint8, device=weight.device)
-        ending = torch.tensor([1.0, -128.0], device=weight.device)
-        self.lines[..., self.block :] = ending.view(torch.uint8)
-        self.table = self.lines.view(-1, self.block + 8)
-        scales = []
-        for lines, rows in zip(self.lines, weight.split(self.block)):
-            whole, scale = quantized(rows)
-            lines[:, : len(rows)] = whole.t().short() + 128
-            scales.append(scale)
-        self.scale = torch.cat(scales)
-        self.nbytes = self.lines.nbytes  # that a product of one row reads
-
-    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight that they stand for, (out, in), by default in its own type."""
-        whole = self.lines[..., : self.block].mT.reshape(-1, self.inputs)[: self.out]
-        dtype = dtype or self.dtype
-        return ((whole.to(dtype) - 128) * self.scale[:, None]).to(dtype)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Some rows of `dense()`, (..., in). Raises IndexError for others than it has."""
-        scale = F.embedding(ids, self.scale[:, None])  # which knows them; lines fill their block up
-        whole = self.lines[ids // self.block, :, ids % self.block].to(self.dtype) - 128
-        return (whole * scale).to(self.dtype)
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x (..., in) -> (..., out)."""
-        on_cpu, n = x.device.type == "cpu", x.numel() // self.inputs
-        few = torch.compiler.is_compiling() or 0 < n <= MANY  # compiled passes are of few rows
-        if on_cpu and few and x.dtype != torch.float64:
-            y = self.sums_of_lines(x.float(), n).transpose(0, 1).reshape(n, -1)
-            y = (y[:, : self.out] * self.scale).view(*x.shape[:-1], self.out)
-        else:
-            wide = torch.promote_types(x.dtype, torch.float32) if on_cpu else x.dtype
-            y = F.linear(x.to(wide), self.dense(wide))
-        y = y.to(x.dtype)
-        return y if bias is None else y + bias
-
-    def sums_of_lines(self, x: Tensor, n: int) -> Tensor:
-        """Of x (..., in), n rows, each block's lines times each row: (blocks, n, block). The rows
-        take turns within a block, which stays in a processor's cache."""
-        count = len(self.lines)
-        keep = not torch.compiler.is_compiling() and count * n * self.inputs <= KEPT
-        lines, first = (in_turn_kept if keep else in_turn)(count, n, self.inputs)
-        y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-            self.table, lines, first,
-            per_sample_weights=x.reshape(1, -1).expand(count, -1).contiguous().view(-1),
-        )  # fmt: skip
-        return y.view(-1, n, self.block)
-
-
-def in_turn(blocks: int, n: int, size: int) -> tuple[Tensor, Tensor]:
-    """The numbers of each block's `size` lines, n times in turn, and where each time begins."""
-    lines = torch.arange(blocks * size, dtype=torch.int32, device="cpu").view(blocks, 1, size)
-    first = torch.arange(0, blocks * n * size, size, dtype=torch.int32, device="cpu")
-    return lines.expand(-1, n, -1).contiguous().view(-1), first
-
-
-in_turn_kept = lru_cache(maxsize=32)(in_turn)  # the same in each layer
-
-
-def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row of a weight (out, in) as int8 multiples of a scale, a 127th of its largest
-    magnitude; and the scales (out,), float32."""
-    scale = (weight.abs().amax(1).float() / 127).clamp(min=1e-12)
-    return (weight / scale[:, None]).round().to(torch.int8), scale

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
-from minispec.linear import Int8, Joined
+from minispec.int8 import Int8
+from minispec.linear import Joined
 
 
 @dataclass(frozen=True)

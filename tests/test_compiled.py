@@ -118,6 +118,30 @@ def test_no_folder_no_compiler_one_line(tmp_path, monkeypatch):
     model([1, 2, 3], model.new_cache())  # and the model still works
 
 
+def test_a_graph_that_computes_something_else_is_not_kept(tmp_path, monkeypatch):
+    """Inductor read weights in another order than they lay in, without a word."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, factor = random_model(0).float(), 1.0
+
+    def written(function, arguments, path):
+        path.write_text("")
+
+    def read(path):
+        return lambda *arguments: Function(model)(*arguments) * factor
+
+    monkeypatch.setattr(compiled, "ahead_of_time", written)
+    monkeypatch.setattr(compiled, "opened", read)
+    compile_model(model)
+    kept = list(tmp_path.rglob("*.pt2"))
+    assert len(kept) == 2
+    for path in kept:
+        path.unlink()
+    for factor in (1.01, torch.nan):
+        with pytest.raises(UserError, match="off by .* without --compile"):
+            compile_model(model)
+        assert not list(tmp_path.rglob("*.pt2"))
+
+
 def test_gpu_graphs_compute_the_same_where_the_backend_is_eager():
     """CUDA graphs need a GPU; what is captured does not."""
     plain, graphed = random_model(2), random_model(2)
@@ -155,10 +179,14 @@ def test_on_a_gpu_graphs_decode_what_eager_passes_do():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", [False, True])
-def test_compiled_ahead_of_time(tmp_path, monkeypatch, quantize):
+@pytest.mark.parametrize("kind", ["plain", "int8", "int8 without products of bytes"])
+def test_compiled_ahead_of_time(tmp_path, monkeypatch, kind):
     """The real thing, with a C++ compiler: a target and a head, chains and trees; then kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("minispec.int8.LARGE", 0)
+    if "without" in kind:
+        monkeypatch.setattr("minispec.int8.multiplies_bytes", lambda: False)
+    quantize = "int8" in kind
     sizes = dict(hidden_size=64, intermediate_size=96, head_dim=16, dtype=torch.float32)
     plain, graphed = (random_model(3, **sizes).prepare(quantize) for _ in range(2))
     heads = [random_head(plain, 5).float().prepare() for _ in range(2)]

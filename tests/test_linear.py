@@ -1,9 +1,9 @@
-"""Packed, half-size and int8 products against plain ones."""
+"""Packed and half-size products against plain ones."""
 
 import pytest
 import torch
 
-from minispec.linear import KERNELS, MANY, Half, Joined, half, packable
+from minispec.linear import KERNELS, Half, Joined, half, packable
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,51 +112,3 @@ def test_what_float16_does_not_hold_is_kept_otherwise(number, monkeypatch):
     torch.testing.assert_close(
         Joined(layer_of(weight)).dense(), weight, rtol=0, atol=0, equal_nan=True
     )
-
-
-@pytest.mark.parametrize("size", [(48, 64), (7, 10), (300, 33), (1000, 70), (192, 1), (1, 5)])
-def test_int8_products_are_those_of_the_nearest_multiples(size):
-    """By the kernel for sums of lines, and by plain products of many rows or of float64."""
-    torch.manual_seed(sum(size))
-    layer = torch.nn.Linear(*reversed(size), bias=size[0] % 2 == 0)
-    weight, joined = layer.weight.detach().clone(), Joined(layer, quantize=True)
-    scale = weight.abs().amax(1, keepdim=True) / 127
-    assert ((joined.dense() - weight).abs() <= 0.5001 * scale).all()
-    assert torch.equal(joined.rows(torch.arange(size[0])), joined.dense())
-    for wrong in ([-1], [0, size[0]]):
-        with pytest.raises(IndexError):
-            joined.rows(torch.tensor(wrong))
-    for n in (0, 1, 2, 17, MANY, MANY + 1):
-        x = torch.randn(1, n, size[1])
-        expected = torch.nn.functional.linear(x, joined.dense(), joined.bias)
-        torch.testing.assert_close(joined(x), expected)
-    double, whole = x.double(), joined.dense().double()
-    bias = None if joined.bias is None else joined.bias.double()
-    wide = joined.packed.product(double, bias)
-    torch.testing.assert_close(
-        wide, torch.nn.functional.linear(double, whole, bias), rtol=1e-6, atol=1e-6
-    )
-
-
-def test_the_int8_kernel_gives_each_row_what_it_gives_it_alone():
-    """So a pass over a draft computes what passes over one token do, as far as its products go."""
-    joined = Joined(torch.nn.Linear(64, 400), quantize=True)
-    x = torch.randn(1, 17, 64)
-    whole = joined(x)
-    for i in range(17):
-        assert torch.equal(joined(x[:, i : i + 1]), whole[:, i : i + 1])
-    strided = torch.randn(3, 64, 2)[..., 0]  # not one piece of memory
-    assert torch.equal(joined(strided), joined(strided.clone()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_int8_weights_of_other_types(dtype):
-    layer = torch.nn.Linear(50, 200, dtype=dtype)
-    weight, joined = layer.weight.detach().clone(), Joined(layer, quantize=True)
-    assert joined.dense().dtype == joined.rows(torch.tensor([3])).dtype == dtype
-    for n in (1, 5, MANY + 1):
-        x = 9 * torch.randn(1, n, 50, dtype=dtype)
-        expected = torch.nn.functional.linear(x, joined.dense(), joined.bias)
-        most = 1e-13 if dtype == torch.float64 else 0.02
-        assert (joined(x) - expected).abs().max() < most * expected.abs().max()
-    assert (joined.dense() - weight).abs().max() < 0.01 * weight.abs().max()

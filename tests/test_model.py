@@ -16,7 +16,8 @@ from minispec import load
 from minispec.autoregressive import autoregressive
 from minispec.cost import bytes_per_pass
 from minispec.generate import decode
-from minispec.linear import KERNELS, Half, Int8, Packed, joined_in
+from minispec.int8 import Int8
+from minispec.linear import KERNELS, Half, Packed, joined_in
 from minispec.sampling import Sampling, Seeded
 from minispec.tree import Tree
 

@@ -1,0 +1,135 @@
+"""int8 weights: each way of keeping them against the same whole numbers in float64."""
+
+import pytest
+import torch
+
+from minispec import int8
+from minispec.int8 import MANY, Int8, Lines, Tiles, for_graphs, in_digits, multiplies_bytes, tiles
+from minispec.linear import Joined
+
+needs_bytes = pytest.mark.skipif(not multiplies_bytes(), reason="no products of bytes here")
+KINDS = ["lines", pytest.param("tiles", marks=needs_bytes)]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request, monkeypatch):
+    """All weights kept in one way."""
+    monkeypatch.setattr(int8, "LARGE", 0 if request.param == "tiles" else 2**62)
+    return {"lines": Lines, "tiles": Tiles}[request.param]
+
+
+@pytest.mark.parametrize("size", [(48, 64), (7, 10), (300, 33), (1000, 70), (192, 1), (1, 5)])
+def test_products_are_those_of_the_nearest_multiples(size, kind):
+    torch.manual_seed(sum(size))
+    layer = torch.nn.Linear(*reversed(size), bias=size[0] % 2 == 0)
+    weight, joined = layer.weight.detach().clone(), Joined(layer, quantize=True)
+    assert isinstance(joined.packed.kept, kind)
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    assert ((joined.dense() - weight).abs() <= 0.5001 * scale).all()
+    assert torch.equal(joined.rows(torch.arange(size[0])), joined.dense())
+    for wrong in ([-1], [0, size[0]]):
+        with pytest.raises(IndexError):
+            joined.rows(torch.tensor(wrong))
+    for n in (0, 1, 2, 17, MANY, MANY + 1):
+        x = torch.randn(1, n, size[1])
+        expected = torch.nn.functional.linear(x, joined.dense(), joined.bias)
+        torch.testing.assert_close(joined(x), expected)
+    double, whole = x.double(), joined.dense().double()
+    bias = None if joined.bias is None else joined.bias.double()
+    wide = joined.packed.product(double, bias)
+    torch.testing.assert_close(
+        wide, torch.nn.functional.linear(double, whole, bias), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_each_row_gets_what_it_gets_alone(kind):
+    """So a pass over a draft computes what passes over one token do, as far as its products go."""
+    joined = Joined(torch.nn.Linear(64, 400), quantize=True)
+    x = torch.randn(1, 17, 64) * torch.logspace(-3, 3, 17)[:, None]
+    whole = joined(x)
+    for i in range(17):
+        assert torch.equal(joined(x[:, i : i + 1]), whole[:, i : i + 1])
+    strided = torch.randn(3, 64, 2)[..., 0]  # not one piece of memory
+    assert torch.equal(joined(strided), joined(strided.clone()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_other_types(dtype, kind):
+    layer = torch.nn.Linear(50, 200, dtype=dtype)
+    weight, joined = layer.weight.detach().clone(), Joined(layer, quantize=True)
+    assert joined.dense().dtype == joined.rows(torch.tensor([3])).dtype == dtype
+    for n in (1, 5, MANY + 1):
+        x = 9 * torch.randn(1, n, 50, dtype=dtype)
+        expected = torch.nn.functional.linear(x, joined.dense(), joined.bias)
+        most = 1e-13 if dtype == torch.float64 else 0.02
+        assert (joined(x) - expected).abs().max() < most * expected.abs().max()
+    assert (joined.dense() - weight).abs().max() < 0.01 * weight.abs().max()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_three_digits_hold_24_bits_of_each_number(seed):
+    """Rows of all magnitudes; the largest number of a row is where a digit would run over."""
+    torch.manual_seed(seed)
+    x = torch.randn(40, 1 + 7 * seed) * torch.logspace(-29, 38, 40)[:, None]
+    x = x.clamp(-3e38, 3e38)
+    x[3], x[4] = 0, x[4].abs().amax() * torch.randn_like(x[4]).sign()
+    digits, counts = in_digits(x)
+    assert digits.dtype == torch.uint8
+    digits = digits.view(40, 3, -1).double() - 128
+    held = (digits * counts.double()[..., None]).sum(1)
+    most = x.abs().amax(1, keepdim=True).double()
+    assert ((held - x).abs() <= 2**-22 * most).all()
+
+
+@pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
+def test_no_number_is_made_of_what_is_none(number, kind):
+    joined = Joined(torch.nn.Linear(20, 30, bias=False), quantize=True)
+    x = torch.randn(3, 20)
+    x[1, 7] = number
+    finite = joined(x).isfinite()
+    assert finite[[0, 2]].all() and not finite[1].any()
+
+
+@needs_bytes
+@pytest.mark.parametrize("seed", range(8))
+def test_tiles_are_as_exact_as_products_of_floats(seed):
+    """Against float64, beside float32's own products of the same numbers."""
+    torch.manual_seed(seed)
+    size = int(torch.randint(1, 500, ())), int(torch.randint(1, 3000, ()))
+    whole = torch.randint(-127, 128, size, dtype=torch.int8)
+    x = torch.randn(5, size[1]) * torch.randn(size[1]).exp()
+    kept, expected = Tiles(prepacked(whole), size), x.double() @ whole.double().t()
+    ours = (kept.product(x) - expected).abs().max()
+    assert ours <= 1e-6 * (x.double().abs() @ whole.double().abs().t()).max()
+    assert torch.equal(kept.dense(), whole)
+
+
+def prepacked(whole: torch.Tensor) -> torch.Tensor:
+    return torch.ops.onednn.qlinear_prepack(whole, None)
+
+
+@needs_bytes
+def test_tiles_are_for_large_weights_of_a_known_layout(monkeypatch):
+    large = torch.zeros(2048, 2048, dtype=torch.int8)
+    assert tiles(large[1:]) is None
+    assert tiles(large) is not None
+    shifted = Tiles.rows
+    monkeypatch.setattr(Tiles, "rows", lambda self, ids: shifted(self, ids) + 1)
+    assert tiles(large) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(int8, "multiplies_bytes", lambda: False)
+    assert tiles(large) is None
+
+
+def test_graphs_are_made_of_the_same_numbers(kind, monkeypatch):
+    """Here operator by operator; a slow test of compiled passes makes graphs."""
+    monkeypatch.setattr(int8, "multiplies_bytes", lambda: True)
+    weight = Int8(torch.randn(70, 33))
+    before, x, ids = weight.dense(), torch.randn(2, 5, 33), torch.tensor([[3, 69], [0, 3]])
+    expected = weight.product(x, None)
+    with for_graphs([weight]):
+        assert not isinstance(weight.kept, kind)
+        assert torch.equal(weight.dense(), before)
+        assert torch.equal(weight.rows(ids), before[ids])
+        torch.testing.assert_close(weight.product(x, None), expected)
+    assert isinstance(weight.kept, kind)
