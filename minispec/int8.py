@@ -18,7 +18,7 @@ BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
 LARGE = 2**22  # numbers from which a weight on a CPU is `Tiles`
 BLOCKS = 192, 128, 96, 64  # outputs in a line of `Lines`: those that need the least filling up
 ROWS = 2**10  # of a weight that are quantised at once
-MANY = 32  # rows up to which `Lines` are summed: more are multiplied with floats made of them
+MANY = 128  # rows up to which `Lines` are summed: more are multiplied with floats made of them
 KEPT = 2**18  # length up to which lists of lines are kept: of longer ones that gains little
 FIXED = 2**23 - 2**16  # a row's largest magnitude in fixed point
 MIDDLE = 128 * 0x010101  # makes it positive, and each of its bytes 128 more than the digit is
@@ -86,7 +86,7 @@ def in_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     most = x.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST)
     fixed = (x / most).mul_(FIXED).round_().to(torch.int32).add_(MIDDLE)
     digits = (fixed[:, None] >> SHIFTS).to(torch.uint8)  # which keeps the last byte
-    return digits.view(-1, x.shape[-1]), most * UNITS
+    return digits.reshape(-1, x.shape[-1]), most * UNITS
 
 
 class Tiles:
@@ -228,7 +228,7 @@ class Lines:
         lines, first = (in_turn_kept if keep else in_turn)(count, n, self.inputs)
         y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
             self.table, lines, first,
-            per_sample_weights=x.view(1, -1).expand(count, -1).contiguous().view(-1),
+            per_sample_weights=x.reshape(1, -1).expand(count, -1).contiguous().view(-1),
         )  # fmt: skip
         return y.view(-1, n, self.block)
 
