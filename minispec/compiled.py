@@ -23,15 +23,14 @@ from tqdm import tqdm
 from minispec import int8, linear
 from minispec import model as model_module
 from minispec.cache import KVCache
-from minispec.errors import UserError, make_folder
+from minispec.errors import UserError, check_compiler, make_folder
 from minispec.int8 import Int8
 from minispec.linear import joined_in
 from minispec.model import Pass, Transformer
 
 MOST = 64  # rows of a compiled pass
 OPTIONS = {
-    "freezing": True,  # pack the weights
-    "cpp.enable_concat_linear": True,  # join the products of one input
+    "freezing": True,  # pack the weights that are plain
     "max_autotune_gemm": True,  # time two kinds of product and keep the faster
 }
 
@@ -120,30 +119,21 @@ def compile_module(
     if model.device.type == "cuda":
         module.compiled = Compiled(module, graphs_on_gpu(module), whole=True)
         return
-    plain = not getattr(module, "quantized", False)
-    if plain:
-        module.undo()  # the graphs pack the weights themselves
     paths = [cache_folder() / f"{digest(module)}-{name}.pt2" for name in ("one", "several")]
     missing = [i for i, path in enumerate(paths) if not path.exists()]
+    if missing:
+        check_compiler()
     for i in tqdm(missing, desc="compiling, once", unit="graph", disable=not missing):
         arguments = example(model, inputs, 1 if i == 0 else 5, len(layers_of(module)))
-        with int8.for_graphs(int8_in(module).values()):
+        with linear.for_graphs(joined_in(module).values()):
             ahead_of_time(Function(module).eval(), arguments, paths[i])
         check(module, arguments, paths[i])
-    if plain:
-        module.prepare()
     module.compiled = Compiled(module, tuple(map(opened, paths)))
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
     """The blocks that have a place in the cache: a head is one itself."""
     return list(module.model.layers) if isinstance(module, Transformer) else [module]
-
-
-def int8_in(module: nn.Module) -> dict[str, Int8]:
-    """Its int8 weights."""
-    found = {name: joined.packed for name, joined in joined_in(module).items()}
-    return {name: weight for name, weight in found.items() if isinstance(weight, Int8)}
 
 
 # ---- on a CPU: files made once -------------------------------------------------------------------
@@ -188,8 +178,8 @@ def ahead_of_time(function: nn.Module, arguments: tuple, path: Path) -> None:
         except Exception as error:
             traceback.print_exc(file=out)
             raise UserError(
-                f"--compile failed ({type(error).__name__}; more in {log}): it needs a C++ "
-                "compiler such as g++; go on without --compile, or install one"
+                f"--compile failed ({type(error).__name__}; more in {log}): go on without it, or "
+                "try another version of torch"
             ) from None
     part.replace(path)
 
@@ -234,8 +224,12 @@ def digest(module: nn.Module) -> str:
     place = torch.__version__, processor(), torch.get_num_threads(), OPTIONS, module.config
     found = hashlib.blake2b((code + repr(place)).encode(), digest_size=12)
     tensors = dict(module.named_parameters())
-    for name, weight in int8_in(module).items():  # which the parameters gave up
-        tensors |= {name: weight.numbers(), f"{name}.": weight.scale}
+    for name, joined in joined_in(module).items():
+        packed = joined.packed  # what the parameters gave up
+        if isinstance(packed, Int8):
+            tensors |= {name: packed.numbers(), f"{name} scale": packed.scale}
+        elif packed is not None:
+            tensors[f"{name} {type(packed).__name__}"] = packed.dense()
     for name, weight in tensors.items():
         found.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         if weight.device.type == "cpu":

@@ -52,9 +52,8 @@ def bytes_per_pass(model: Transformer) -> int:
     """What a pass over one token must read: every weight but an untied embedding, as it is kept."""
     parts = *model.model.layers, model.lm_head
     total = sum(p.nbytes for part in parts for p in part.parameters())
-    graphs = model.compiled is not None and not model.quantized  # these keep the layers' floats
     for joined in joined_in(model).values():
-        if joined.packed is not None and (joined is model.head or not graphs):
+        if joined.packed is not None:
             total += joined.packed.nbytes - sum(part.weight.nbytes for part in joined.parts)
     return total
 

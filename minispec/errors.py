@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -96,6 +97,12 @@ def check_package(name: str, flag: str) -> None:
     """Refuse a flag that needs a package that is not installed."""
     if find_spec(name) is None:
         raise UserError(f"{flag} needs {name}: pip install {name}")
+
+
+def check_compiler() -> None:
+    """Refuse --compile on a CPU where there is nothing to compile with."""
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++", "cl"))):
+        raise UserError("--compile needs a C++ compiler such as g++: go on without, or install one")
 
 
 def check_seed(seed: int, least: int = 0) -> None:

@@ -3,13 +3,16 @@ the rows of a draft, read as float16 where that loses nothing, or int8 (int8.py)
 its weights, so how they lie decides its speed.
 """
 
+import contextlib
 import platform
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minispec import int8
 from minispec.int8 import BLOCK, Int8, laid_out
 
 
@@ -92,6 +95,25 @@ def joined_in(module: nn.Module) -> dict[str, Joined]:
     }
 
 
+@contextlib.contextmanager
+def for_graphs(products: Iterable[Joined]) -> Iterator[None]:
+    """Within, a CPU's graphs can be made of products: those of `Half` as they are, of int8 weights
+    as `int8.for_graphs` has them, and what oneDNN packed is plain, as Inductor packs it itself."""
+    kept = [(joined, joined.packed) for joined in products]
+    packed = [(joined, each) for joined, each in kept if isinstance(each, Packed)]
+    for joined, each in packed:
+        joined.packed, joined.weight = None, each.dense()
+    try:
+        with (
+            int8.for_graphs([each for _, each in kept if isinstance(each, Int8)]),
+            traced([each for _, each in kept if isinstance(each, Half)]),
+        ):
+            yield
+    finally:
+        for joined, each in packed:
+            joined.packed, joined.weight = each, None
+
+
 def hold(layer: nn.Linear, weight: Tensor) -> None:
     """Another weight for the layer, trained or frozen as its own was."""
     layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
@@ -146,6 +168,31 @@ class Half:
         parts = [torch.ops.quantized.linear_unpack_fp16(part)[0] for part in self.parts]
         weight = torch.cat(parts) if parts[1:] else parts[0]
         return weight if self.powers is None else weight.mul_(self.powers[:, None])
+
+
+@contextlib.contextmanager
+def traced(weights: Iterable[Half]) -> Iterator[None]:
+    """Within, torch.export and Inductor take Half's kernel as it is: they are told the shape that
+    it returns, and neither to look into packed parts nor to compare them, which they cannot."""
+    sizes = {
+        hash(part): len(torch.ops.quantized.linear_unpack_fp16(part)[0])
+        for each in weights
+        for part in each.parts
+    }
+
+    def returned(x: Tensor, part: torch.ScriptObject, reduce_range: bool = False) -> Tensor:
+        return x.new_empty(*x.shape[:-1], sizes[hash(part)])
+
+    with (
+        torch.library._scoped_library("quantized", "IMPL") as library,
+        torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+    ):
+        library.impl("linear_dynamic_fp16", returned, "Meta")
+        torch.ScriptObject.tracing_mode = lambda part: "real"
+        try:
+            yield
+        finally:
+            del torch.ScriptObject.tracing_mode
 
 
 def half(weight: Tensor, looked_up: bool) -> Half | None:

@@ -16,7 +16,6 @@ import math
 import os
 import pickle
 import re
-import shutil
 import sys
 import sysconfig
 import time
@@ -35,7 +34,7 @@ from tqdm import tqdm
 
 from minispec.autoregressive import autoregressive
 from minispec.checkpoint import pick_device, resolve, save
-from minispec.errors import Parser, UserError, check_seed, command, prepare_folder
+from minispec.errors import Parser, UserError, check_compiler, check_seed, command, prepare_folder
 from minispec.grow import begin
 from minispec.model import Config, Transformer, count_parameters
 from minispec.sampling import Sampling, Seeded
@@ -646,9 +645,8 @@ def checked(args: argparse.Namespace, least_context: int = 2) -> argparse.Namesp
         args.init = None
     args.dtype = getattr(torch, args.dtype)
     args.device = pick_device(args.device)
-    compilers = os.environ.get("CXX", "g++"), "clang++", "c++", "cl"
-    if args.compile and args.device.type == "cpu" and not any(map(shutil.which, compilers)):
-        raise UserError("--compile needs a C++ compiler such as g++: go on without, or install one")
+    if args.compile and args.device.type == "cpu":
+        check_compiler()
     return args
 
 

@@ -14,6 +14,7 @@ from minispec.compiled import Compiled, Function, compile_head, compile_model, d
 from minispec.errors import UserError
 from minispec.fastmtp import fastmtp
 from minispec.generate import decode
+from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
 
 
@@ -80,12 +81,17 @@ def test_conversion_drops_the_graphs():
     assert model.double().compiled is None
 
 
-def test_the_digest_knows_weights_config_and_int8():
+def test_the_digest_knows_weights_config_and_how_they_are_kept(monkeypatch):
     a, b = random_model(0), random_model(1)
     assert digest(a) == digest(random_model(0)) != digest(b)
-    float32 = random_model(0).float()
-    before = digest(float32)
-    assert digest(float32.prepare(quantize=True)) != before
+    monkeypatch.setattr("minispec.linear.SMALL", 0)
+    kinds = {"float32": torch.float32, "halves": torch.bfloat16, "int8": torch.float32}
+    found = [
+        digest(random_model(seed).to(dtype).float().prepare(quantize=kind == "int8"))
+        for seed in (0, 1, 0)
+        for kind, dtype in kinds.items()
+    ]
+    assert found[:3] == found[6:] and len(set(found)) == 6
 
 
 def test_a_graph_is_handed_its_tensors_in_the_order_of_the_export(monkeypatch):
@@ -100,19 +106,23 @@ def test_a_graph_is_handed_its_tensors_in_the_order_of_the_export(monkeypatch):
         assert seen.pop() == flat
 
 
-def test_no_folder_no_compiler_one_line(tmp_path, monkeypatch):
+def test_no_folder_no_compiler_or_a_failing_one_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError, match="set XDG_CACHE_HOME"):
         compile_model(random_model().float())
 
     def broken(*arguments, **options):
-        raise RuntimeError("no such program: g++")
+        raise RuntimeError("an internal error of g++")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", broken)
     model = random_model(0).float()
-    with pytest.raises(UserError, match="C\\+\\+ compiler"):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UserError, match="needs a C\\+\\+ compiler"):
+        compile_model(model)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    with pytest.raises(UserError, match="failed .RuntimeError; .* go on without it"):
         compile_model(model)
     assert not list(tmp_path.rglob("*.pt2"))
     model([1, 2, 3], model.new_cache())  # and the model still works
@@ -129,6 +139,7 @@ def test_a_graph_that_computes_something_else_is_not_kept(tmp_path, monkeypatch)
     def read(path):
         return lambda *arguments: Function(model)(*arguments) * factor
 
+    monkeypatch.setattr(compiled, "check_compiler", lambda: None)
     monkeypatch.setattr(compiled, "ahead_of_time", written)
     monkeypatch.setattr(compiled, "opened", read)
     compile_model(model)
@@ -179,7 +190,9 @@ def test_on_a_gpu_graphs_decode_what_eager_passes_do():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "int8", "int8 without products of bytes"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "packed", "halves", "int8", "int8 without products of bytes"]
+)
 def test_compiled_ahead_of_time(tmp_path, monkeypatch, kind):
     """The real thing, with a C++ compiler: a target and a head, chains and trees; then kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -187,9 +200,18 @@ def test_compiled_ahead_of_time(tmp_path, monkeypatch, kind):
     if "without" in kind:
         monkeypatch.setattr("minispec.int8.multiplies_bytes", lambda: False)
     quantize = "int8" in kind
-    sizes = dict(hidden_size=64, intermediate_size=96, head_dim=16, dtype=torch.float32)
-    plain, graphed = (random_model(3, **sizes).prepare(quantize) for _ in range(2))
-    heads = [random_head(plain, 5).float().prepare() for _ in range(2)]
+    if kind != "plain":
+        monkeypatch.setattr("minispec.linear.SMALL", 0)
+
+    def made() -> Transformer:
+        model = random_model(3, hidden_size=64, intermediate_size=96, head_dim=16)
+        return stored(model).prepare(quantize)
+
+    def stored(module):
+        return module.to(torch.bfloat16 if kind == "halves" else torch.float32).float()
+
+    plain, graphed = made(), made()
+    heads = [stored(random_head(plain, 5)).prepare() for _ in range(2)]
     compile_model(graphed)
     compile_head(heads[1], graphed)
     assert len(list(tmp_path.rglob("*.pt2"))) == 4
@@ -205,7 +227,7 @@ def test_compiled_ahead_of_time(tmp_path, monkeypatch, kind):
             for cache in caches:
                 cache.commit([0])
     monkeypatch.setattr(compiled, "ahead_of_time", None)  # the second time nothing is compiled
-    compile_model(random_model(3, **sizes).prepare(quantize))
+    compile_model(made())
     prompt = random_tokens(9)
     said = [
         first_tokens(fastmtp(m, prompt, Sampling(), Seeded(0), head=h, k=3), 20)

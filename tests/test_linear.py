@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minispec.linear import KERNELS, Half, Joined, half, packable
+from minispec.linear import KERNELS, Half, Joined, for_graphs, half, packable
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,3 +112,45 @@ def test_what_float16_does_not_hold_is_kept_otherwise(number, monkeypatch):
     torch.testing.assert_close(
         Joined(layer_of(weight)).dense(), weight, rtol=0, atol=0, equal_nan=True
     )
+
+
+@needs_halves
+@pytest.mark.parametrize("whole, parts", [(2**24, 1), (2**16, 16)])
+def test_graphs_take_halves_as_they_are(whole, parts, monkeypatch):
+    """The kernel and the packed parts stand in the exported program, and no plain weight does; a
+    slow test of compiled passes makes graphs of it."""
+    monkeypatch.setattr("minispec.linear.SMALL", 0)
+    monkeypatch.setattr("minispec.linear.WHOLE", whole)
+    joined = Joined(layer_of(exact((1000, 577), "huge bfloat16")))
+    assert joined.packed.powers is not None and len(joined.packed.parts) == parts
+
+    class Product(torch.nn.Module):
+        def forward(self, x):
+            return joined(x)
+
+    x, n = torch.randn(5, 577), torch.export.Dim("n", min=2, max=64)
+    with torch.no_grad(), for_graphs([joined]):
+        program = torch.export.export(Product(), (x,), dynamic_shapes=({0: n},), strict=False)
+    calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    kernel = torch.ops.quantized.linear_dynamic_fp16.default
+    assert calls.count(kernel) == parts
+    assert {len(each) for each in program.constants.values() if torch.is_tensor(each)} == {1000}
+    for rows in (5, 2, 33):
+        x = torch.randn(rows, 577)
+        assert torch.equal(program.module()(x), joined(x))
+    assert not hasattr(torch.ScriptObject, "tracing_mode")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_are_made_of_plain_weights_where_these_are_packed(dtype, monkeypatch):
+    monkeypatch.setattr("minispec.linear.SMALL", 0)
+    layer = torch.nn.Linear(193, 337, dtype=dtype)
+    weight, joined = layer.weight.detach().clone(), Joined(layer)
+    packed, x = joined.packed, torch.randn(3, 193, dtype=dtype)
+    expected = joined(x)
+    with pytest.raises(ZeroDivisionError), for_graphs([joined]):
+        assert joined.packed is None and torch.equal(joined.weight, weight)
+        torch.testing.assert_close(joined(x), expected)
+        raise ZeroDivisionError
+    assert joined.packed is packed and (joined.weight is None) == (packed is not None)
+    assert torch.equal(joined(x), expected)

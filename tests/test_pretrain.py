@@ -246,7 +246,7 @@ def test_a_checkpoint_of_another_training_is_refused(data, tmp_path, capsys):
 
 
 def test_compiling_without_a_compiler_is_refused_first(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(pretrain.shutil, "which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(SystemExit):
         run(data, tmp_path / "out", 2, "--compile")
     assert "needs a C++ compiler" in capsys.readouterr().err and not (tmp_path / "out").exists()
