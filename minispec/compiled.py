@@ -1,10 +1,9 @@
 """Passes as compiled graphs (`--compile`): the same model, every method, fewer operators.
 
-On a CPU a pass is compiled ahead of time (torch.export, AOTInductor) into two files, one for a
-single row and one for 2 to MOST rows, both for any number of cache rows; they are kept, and the
-next run only opens them. On a GPU there is one graph per number of rows, replayed as a CUDA graph
-over a cache of fixed length. What no graph takes (batches, prefills of more than MOST rows) runs as
-it does without them.
+On a CPU a pass is compiled ahead of time (torch.export, AOTInductor) into a file, for 1 to MOST
+rows and any number of cache rows; it is kept, and the next run only opens it. On a GPU there is one
+graph per number of rows, replayed as a CUDA graph over a cache of fixed length. What no graph takes
+(batches, prefills of more than MOST rows) runs as it does without them.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ import inspect
 import os
 import platform
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -57,7 +56,7 @@ class Function(nn.Module):
         self.module = module
 
     def forward(
-        self, inputs: list[Tensor], cos: Tensor, sin: Tensor, visible: Tensor | None,
+        self, inputs: list[Tensor], cos: Tensor, sin: Tensor, visible: Tensor,
         slots: Tensor, keys: list[Tensor], values: list[Tensor],
     ) -> Tensor:  # fmt: skip
         now = Pass(cos, sin, visible, Rows(keys, values), slots, keys[0].shape[1])
@@ -65,10 +64,10 @@ class Function(nn.Module):
 
 
 class Compiled:
-    """Stands in for `module.layers(*inputs, now)`; `graphs` are for one row and for several."""
+    """Stands in for `module.layers(*inputs, now)`; `graph` takes Function's arguments."""
 
-    def __init__(self, module: nn.Module, graphs: tuple[Callable, Callable], whole: bool = False):
-        self.module, self.graphs = module, graphs
+    def __init__(self, module: nn.Module, graph: Callable, whole: bool = False):
+        self.module, self.graph = module, graph
         self.whole = whole  # see all of the cache, so that shapes depend on the rows alone
 
     def __call__(self, *inputs_and_pass) -> Tensor:
@@ -81,8 +80,10 @@ class Compiled:
             visible = widened(now, cache, n)
         else:
             keys, values = ([each[:, : now.span] for each in kept] for kept in (keys, values))
+            if visible is None:  # one row, which sees all
+                visible = now.cos.new_zeros(1, 1, n, now.span)
         slots = cache.row[cache.length : cache.length + n]
-        return self.graphs[n > 1](inputs, now.cos, now.sin, visible, slots, keys, values)
+        return self.graph(inputs, now.cos, now.sin, visible, slots, keys, values)
 
 
 def widened(now: Pass, cache: KVCache, n: int) -> Tensor:
@@ -117,18 +118,18 @@ def compile_module(
     if model.device.type not in ("cpu", "cuda"):
         raise UserError(f"--compile is there for cpu and cuda, not for {model.device.type}")
     if model.device.type == "cuda":
-        module.compiled = Compiled(module, graphs_on_gpu(module), whole=True)
+        module.compiled = Compiled(module, graph_on_gpu(module), whole=True)
         return
-    paths = [cache_folder() / f"{digest(module)}-{name}.pt2" for name in ("one", "several")]
-    missing = [i for i, path in enumerate(paths) if not path.exists()]
-    if missing:
+    path = cache_folder() / f"{digest(module)}.pt2"
+    if not path.exists():
         check_compiler()
-    for i in tqdm(missing, desc="compiling, once", unit="graph", disable=not missing):
-        arguments = example(model, inputs, 1 if i == 0 else 5, len(layers_of(module)))
-        with linear.for_graphs(joined_in(module).values()):
-            ahead_of_time(Function(module).eval(), arguments, paths[i])
-        check(module, arguments, paths[i])
-    module.compiled = Compiled(module, tuple(map(opened, paths)))
+        several, one = (example(model, inputs, n, len(layers_of(module))) for n in (5, 1))
+        with tqdm(total=1, desc="compiling, once", unit="graph") as bar:
+            with linear.for_graphs(joined_in(module).values()):
+                ahead_of_time(Function(module).eval(), several, path)
+            check(module, (several, one), path)
+            bar.update()
+    module.compiled = Compiled(module, opened(path))
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
@@ -145,7 +146,7 @@ def example(
     """Arguments of Function for a pass over `n` rows; 128 rows of a cache."""
     c, position = model.config, torch.arange(n)
     cos, sin = model.rope(position[None], model.dtype)
-    visible = None if n == 1 else torch.zeros(1, 1, n, 128, dtype=model.dtype)
+    visible = torch.zeros(1, 1, n, 128, dtype=model.dtype)
     shape = 1, 128, c.kv_heads, c.head_dim
     keys, values = (
         [torch.zeros(shape, dtype=model.dtype) for _ in range(layers)] for _ in ("k", "v")
@@ -155,14 +156,11 @@ def example(
 
 @torch.no_grad()
 def ahead_of_time(function: nn.Module, arguments: tuple, path: Path) -> None:
-    """Compile for one row, or for 2 to MOST, into `path`; it appears whole or not."""
-    inputs, _, _, visible, _, keys, values = arguments
+    """Compile for 1 to MOST rows into `path`; it appears whole or not."""
+    inputs, _, _, _, _, keys, values = arguments
     span = torch.export.Dim("span", min=2, max=2**20)
-    n = torch.export.Dim("n", min=2, max=MOST)
-    if visible is None:
-        shapes = [None] * len(inputs), None, None, None, None
-    else:
-        shapes = [{1: n}] * len(inputs), {1: n}, {1: n}, {2: n, 3: span}, {0: n}
+    n = torch.export.Dim("n", min=1, max=MOST)
+    shapes = [{1: n}] * len(inputs), {1: n}, {1: n}, {2: n, 3: span}, {0: n}
     shapes += [{1: span}] * len(keys), [{1: span}] * len(values)
     part, log = path.with_suffix(f".{os.getpid()}.part.pt2"), path.with_suffix(".log")
     with (
@@ -185,16 +183,18 @@ def ahead_of_time(function: nn.Module, arguments: tuple, path: Path) -> None:
 
 
 @torch.no_grad()
-def check(module: nn.Module, arguments: tuple, path: Path) -> None:
+def check(module: nn.Module, examples: Iterable[tuple], path: Path) -> None:
     """Raises UserError where a new graph computes something else than the module does."""
-    expected = Function(module)(*arguments)
-    off = (opened(path)(*arguments) - expected).abs().max() / expected.abs().max()
-    if not off <= torch.finfo(expected.dtype).eps ** 0.5:
-        path.unlink()
-        raise UserError(
-            f"--compile: the compiler's graph is off by {off:.1g} of the largest number: go on "
-            "without --compile, or try another version of torch"
-        )
+    graph = opened(path)
+    for arguments in examples:
+        expected = Function(module)(*arguments)
+        off = (graph(*arguments) - expected).abs().max() / expected.abs().max()
+        if not off <= torch.finfo(expected.dtype).eps ** 0.5:
+            path.unlink()
+            raise UserError(
+                f"--compile: the compiler's graph is off by {off:.1g} of the largest number: go "
+                "on without --compile, or try another version of torch"
+            )
 
 
 def opened(path: Path) -> Callable:
@@ -203,8 +203,7 @@ def opened(path: Path) -> Callable:
     run = torch._inductor.aoti_load_package(str(path)).loader.run
 
     def graph(inputs, cos, sin, visible, slots, keys, values):
-        seen = () if visible is None else (visible,)
-        return run([*inputs, cos, sin, *seen, slots, *keys, *values])[0]
+        return run([*inputs, cos, sin, visible, slots, *keys, *values])[0]
 
     return graph
 
@@ -249,7 +248,7 @@ def processor() -> str:
 # ---- on a GPU: CUDA graphs -----------------------------------------------------------------------
 
 
-def graphs_on_gpu(module: nn.Module, **options) -> tuple[Callable, Callable]:
+def graph_on_gpu(module: nn.Module, **options) -> Callable:
     """One graph per number of rows, captured when first met; `options` are torch.compile's."""
     torch._dynamo.config.recompile_limit = 256  # as many numbers of rows and capacities as come
     run = torch.compile(Function(module), dynamic=False, **(options or {"mode": "reduce-overhead"}))
@@ -259,4 +258,4 @@ def graphs_on_gpu(module: nn.Module, **options) -> tuple[Callable, Callable]:
             torch._dynamo.mark_static_address(each)
         return run(inputs, cos, sin, visible, slots, keys, values).clone()
 
-    return graph, graph
+    return graph
