@@ -101,9 +101,9 @@ def for_graphs(products: Iterable[Joined]) -> Iterator[None]:
     as `int8.for_graphs` has them, and what oneDNN packed is plain, as Inductor packs it itself."""
     kept = [(joined, joined.packed) for joined in products]
     packed = [(joined, each) for joined, each in kept if isinstance(each, Packed)]
-    for joined, each in packed:
-        joined.packed, joined.weight = None, each.dense()
     try:
+        for joined, each in packed:
+            joined.weight, joined.packed = each.dense(), None
         with (
             int8.for_graphs([each for _, each in kept if isinstance(each, Int8)]),
             traced([each for _, each in kept if isinstance(each, Half)]),
