@@ -1,18 +1,22 @@
 """Passes as compiled graphs (`--compile`): the same model, every method, fewer operators.
 
 On a CPU a pass is compiled ahead of time (torch.export, AOTInductor) into a file, for 1 to MOST
-rows and any number of cache rows; it is kept, and the next run only opens it. On a GPU there is one
-graph per number of rows, replayed as a CUDA graph over a cache of fixed length. What no graph takes
-(batches, prefills of more than MOST rows) runs as it does without them.
+rows and any number of cache rows; it is kept, and the next run only opens it. On a GPU there is a
+graph for each power of two of rows, replayed as a CUDA graph over a cache of fixed length. What no
+graph takes (batches, prefills of more than MOST rows) runs as it does without them. Graphs have no
+gradients.
 """
 
 import contextlib
+import copy
 import hashlib
 import inspect
 import os
 import platform
+import sys
 import traceback
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,12 +26,14 @@ from tqdm import tqdm
 from minispec import int8, linear
 from minispec import model as model_module
 from minispec.cache import KVCache
+from minispec.cost import COUNTS
 from minispec.errors import UserError, check_compiler, make_folder
 from minispec.int8 import Int8
 from minispec.linear import joined_in
 from minispec.model import Pass, Transformer
 
-MOST = 64  # rows of a compiled pass
+MOST = COUNTS[-1]  # rows of a compiled pass
+ROOM = 1024  # of so many rows, or a multiple, are the caches of graphs on a GPU
 OPTIONS = {
     "freezing": True,  # pack the weights that are plain
     "max_autotune_gemm": True,  # time two kinds of product and keep the faster
@@ -69,28 +75,51 @@ class Compiled:
     def __init__(self, module: nn.Module, graph: Callable, whole: bool = False):
         self.module, self.graph = module, graph
         self.whole = whole  # see all of the cache, so that shapes depend on the rows alone
+        self.free: dict[int, list[KVCache]] = {}  # of each capacity, that nobody has any more
+
+    def new_cache(self, make: Callable[[int], KVCache], capacity: int, most: int) -> KVCache:
+        """A cache of at least this capacity. Graphs on a GPU are captured for its length and where
+        it lies: there, lengths are rounded up (to `most` at most), and memory is used again."""
+        if not self.whole:
+            return make(capacity)
+        capacity = max(capacity, min(-(-capacity // ROOM) * ROOM, most))
+        free = self.free.setdefault(capacity, [])
+        with torch.inference_mode(False):  # to be written within and without
+            kept = free.pop() if free else make(capacity)
+            for each in (*kept.k, *kept.v):
+                each.zero_()
+        cache = copy.copy(kept)
+        cache.truncate(0)
+        weakref.finalize(cache, free.append, kept)
+        return cache
 
     def __call__(self, *inputs_and_pass) -> Tensor:
         *inputs, now = inputs_and_pass
         cache, n = now.cache, inputs[0].shape[1]
         if cache is None or now.slots is not None or n > MOST:
             return self.module.layers(*inputs, now)
-        keys, values, visible = cache.k, cache.v, now.visible
+        visible = now.visible
+        if visible is None:  # one row, which sees all
+            visible = now.cos.new_zeros(1, 1, n, now.span)
         if self.whole:
-            visible = widened(now, cache, n)
-        else:
-            keys, values = ([each[:, : now.span] for each in kept] for kept in (keys, values))
-            if visible is None:  # one row, which sees all
-                visible = now.cos.new_zeros(1, 1, n, now.span)
+            return self.filled_up([*inputs, now.cos, now.sin], visible, cache)[:, :n]
         slots = cache.row[cache.length : cache.length + n]
+        keys, values = ([each[:, : now.span] for each in kept] for kept in (cache.k, cache.v))
         return self.graph(inputs, now.cos, now.sin, visible, slots, keys, values)
 
-
-def widened(now: Pass, cache: KVCache, n: int) -> Tensor:
-    """The pass's visibility over all rows of the cache, (1, 1, n, capacity)."""
-    wide = now.cos.new_full((1, 1, n, cache.capacity), -torch.inf)
-    wide[..., : now.span] = 0.0 if now.visible is None else now.visible
-    return wide
+    def filled_up(self, tensors: list[Tensor], visible: Tensor, cache: KVCache) -> Tensor:
+        """The graph over all of the cache and some more scratch rows, copies of the last one that
+        nobody commits, up to a power of two: so there are few graphs."""
+        n, span = visible.shape[2:]
+        count = min(next(count for count in COUNTS if count >= n), cache.room)
+        if count > n:
+            rows = torch.arange(count, device=visible.device).clamp_(max=n - 1)
+            tensors, visible = [x[:, rows] for x in tensors], visible[:, :, rows]
+        *inputs, cos, sin = tensors
+        wide = visible.new_full((1, 1, count, cache.capacity), -torch.inf)
+        wide[..., :span] = visible
+        slots = cache.row[cache.length : cache.length + count]
+        return self.graph(inputs, cos, sin, wide, slots, cache.k, cache.v)
 
 
 def compile_model(model: Transformer) -> None:
@@ -98,7 +127,7 @@ def compile_model(model: Transformer) -> None:
 
     Raises UserError where there is no C++ compiler.
     """
-    compile_module(model, model, lambda n: [torch.arange(n)[None]])
+    compile_module(model, model, lambda n: [torch.arange(n)[None] % model.config.vocab_size])
 
 
 def compile_head(head: nn.Module, model: Transformer) -> None:
@@ -118,17 +147,23 @@ def compile_module(
     if model.device.type not in ("cpu", "cuda"):
         raise UserError(f"--compile is there for cpu and cuda, not for {model.device.type}")
     if model.device.type == "cuda":
+        check_compiler("cuda")
         module.compiled = Compiled(module, graph_on_gpu(module), whole=True)
         return
     path = cache_folder() / f"{digest(module)}.pt2"
     if not path.exists():
-        check_compiler()
-        several, one = (example(model, inputs, n, len(layers_of(module))) for n in (5, 1))
-        with tqdm(total=1, desc="compiling, once", unit="graph") as bar:
-            with linear.for_graphs(joined_in(module).values()):
-                ahead_of_time(Function(module).eval(), several, path)
-            check(module, (several, one), path)
-            bar.update()
+        check_compiler("cpu")
+        part = path.with_suffix(f".{os.getpid()}.part.pt2")
+        several, *others = (example(model, inputs, n, len(layers_of(module))) for n in (5, 1, MOST))
+        try:
+            with tqdm(total=1, desc="compiling, once", unit="graph") as bar:
+                with linear.for_graphs(joined_in(module).values()):
+                    ahead_of_time(Function(module).eval(), several, part)
+                check(module, (several, *others), opened(part))
+                part.replace(path)
+                bar.update()
+        finally:
+            part.unlink(missing_ok=True)
     module.compiled = Compiled(module, opened(path))
 
 
@@ -143,26 +178,32 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 def example(
     model: Transformer, inputs: Callable[[int], list[Tensor]], n: int, layers: int
 ) -> tuple:
-    """Arguments of Function for a pass over `n` rows; 128 rows of a cache."""
-    c, position = model.config, torch.arange(n)
-    cos, sin = model.rope(position[None], model.dtype)
-    visible = torch.zeros(1, 1, n, 128, dtype=model.dtype)
-    shape = 1, 128, c.kv_heads, c.head_dim
+    """Arguments of Function for a pass over `n` rows behind 60 of a cache; each row sees itself and
+    others at random."""
+    c, span, slots = model.config, 128 + 3 * n, torch.arange(60, 60 + n)
+    noise = torch.Generator().manual_seed(n)
+    cos, sin = model.rope(slots[None], model.dtype)
+    visible = torch.zeros(1, 1, n, span, dtype=model.dtype)
+    visible[torch.rand(visible.shape, generator=noise) < 0.5] = -torch.inf
+    visible[..., torch.arange(n), slots] = 0.0
+    shape = 1, span, c.kv_heads, c.head_dim
     keys, values = (
-        [torch.zeros(shape, dtype=model.dtype) for _ in range(layers)] for _ in ("k", "v")
+        [torch.randn(shape, generator=noise, dtype=model.dtype) for _ in range(layers)]
+        for _ in ("k", "v")
     )
-    return inputs(n), cos, sin, visible, position, keys, values
+    return inputs(n), cos, sin, visible, slots, keys, values
 
 
 @torch.no_grad()
 def ahead_of_time(function: nn.Module, arguments: tuple, path: Path) -> None:
-    """Compile for 1 to MOST rows into `path`; it appears whole or not."""
+    """Compile for 1 to MOST rows into `path`. Raises UserError where that fails, and leaves what
+    the compiler said in a file beside it."""
     inputs, _, _, _, _, keys, values = arguments
     span = torch.export.Dim("span", min=2, max=2**20)
     n = torch.export.Dim("n", min=1, max=MOST)
     shapes = [{1: n}] * len(inputs), {1: n}, {1: n}, {2: n, 3: span}, {0: n}
     shapes += [{1: span}] * len(keys), [{1: span}] * len(values)
-    part, log = path.with_suffix(f".{os.getpid()}.part.pt2"), path.with_suffix(".log")
+    log = path.with_suffix(".log")
     with (
         open(log, "w", encoding="utf-8") as out,
         contextlib.redirect_stderr(out),
@@ -171,26 +212,30 @@ def ahead_of_time(function: nn.Module, arguments: tuple, path: Path) -> None:
         try:
             exported = torch.export.export(function, arguments, dynamic_shapes=shapes, strict=False)
             torch._inductor.aoti_compile_and_package(
-                exported, package_path=str(part), inductor_configs=dict(OPTIONS)
+                exported, package_path=str(path), inductor_configs=dict(OPTIONS)
             )
         except Exception as error:
             traceback.print_exc(file=out)
+            said = f"{type(error).__name__}: {error}".splitlines()[0][:100]
             raise UserError(
-                f"--compile failed ({type(error).__name__}; more in {log}): go on without it, or "
-                "try another version of torch"
+                f"--compile failed ({said}; more in {log}): go on without it, or try another "
+                "version of torch"
             ) from None
-    part.replace(path)
+    log.unlink()
 
 
 @torch.no_grad()
-def check(module: nn.Module, examples: Iterable[tuple], path: Path) -> None:
-    """Raises UserError where a new graph computes something else than the module does."""
-    graph = opened(path)
-    for arguments in examples:
-        expected = Function(module)(*arguments)
-        off = (graph(*arguments) - expected).abs().max() / expected.abs().max()
-        if not off <= torch.finfo(expected.dtype).eps ** 0.5:
-            path.unlink()
+def check(module: nn.Module, examples: Iterable[tuple], graph: Callable) -> None:
+    """Raises UserError where a new graph computes something else than the module does, or writes
+    something else into the cache."""
+    for *arguments, keys, values in examples:
+        ours, theirs = (
+            [run(*arguments, k, v), *k, *v]
+            for run in (graph, Function(module))
+            for k, v in [([x.clone() for x in keys], [x.clone() for x in values])]
+        )
+        off = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in zip(ours, theirs)]).max()
+        if not off <= torch.finfo(off.dtype).eps ** 0.5:
             raise UserError(
                 f"--compile: the compiler's graph is off by {off:.1g} of the largest number: go "
                 "on without --compile, or try another version of torch"
@@ -200,7 +245,13 @@ def check(module: nn.Module, examples: Iterable[tuple], path: Path) -> None:
 def opened(path: Path) -> Callable:
     """A file's graph. Its tensors go to the loader in the order of Function's arguments, and not
     through the wrapper that would take nested lists apart at each call."""
-    run = torch._inductor.aoti_load_package(str(path)).loader.run
+    try:
+        run = torch._inductor.aoti_load_package(str(path)).loader.run
+    except RuntimeError as error:
+        raise UserError(
+            f"--compile: {path} cannot be opened ({str(error).splitlines()[0][:100]}): see whether "
+            "there is room for temporary files; if there is, delete it"
+        ) from None
 
     def graph(inputs, cos, sin, visible, slots, keys, values):
         return run([*inputs, cos, sin, visible, slots, *keys, *values])[0]
@@ -218,27 +269,32 @@ def cache_folder() -> Path:
 
 def digest(module: nn.Module) -> str:
     """What a compiled pass depends on: the weights, the code, torch and the processor."""
-    sources = model_module, linear, int8, type(module), Function, Rows
+    sources = model_module, linear, int8, type(module), sys.modules[__name__]
     code = "".join(map(inspect.getsource, sources))
-    place = torch.__version__, processor(), torch.get_num_threads(), OPTIONS, module.config
-    found = hashlib.blake2b((code + repr(place)).encode(), digest_size=12)
-    tensors = dict(module.named_parameters())
-    for name, joined in joined_in(module).items():
-        packed = joined.packed  # what the parameters gave up
-        if isinstance(packed, Int8):
-            tensors |= {name: packed.numbers(), f"{name} scale": packed.scale}
-        elif packed is not None:
-            tensors[f"{name} {type(packed).__name__}"] = packed.dense()
-    for name, weight in tensors.items():
+    place = torch.__version__, torch.version.git_version, processor(), torch.get_num_threads()
+    found = hashlib.blake2b((code + repr((place, module.config))).encode(), digest_size=12)
+    for name, weight in weights_of(module):
         found.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        if weight.device.type == "cpu":
+        if not weight.is_meta:  # packed: comes below its product's name
             found.update(weight.detach().contiguous().view(torch.uint8).numpy())
     return found.hexdigest()
 
 
+def weights_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a CPU's passes read, one after the other, as packed weights are unpacked for it."""
+    yield from module.named_parameters()
+    for name, joined in joined_in(module).items():
+        packed = joined.packed
+        if isinstance(packed, Int8):
+            yield from ((name, packed.numbers()), (f"{name} scale", packed.scale))
+        elif packed is not None:
+            yield f"{name} {type(packed).__name__}", packed.dense()
+
+
 def processor() -> str:
     """The machine's kind: code is compiled for it alone."""
-    name = f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
+    kind = platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability()
+    name = repr((*kind, platform.libc_ver()))
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name += " ".join(sorted({x for x in lines if x.startswith(("model name", "flags"))}))
@@ -249,8 +305,10 @@ def processor() -> str:
 
 
 def graph_on_gpu(module: nn.Module, **options) -> Callable:
-    """One graph per number of rows, captured when first met; `options` are torch.compile's."""
-    torch._dynamo.config.recompile_limit = 256  # as many numbers of rows and capacities as come
+    """A graph for each number of rows and capacity, captured when first met; `options` are
+    torch.compile's."""
+    for limit in "recompile_limit", "accumulated_recompile_limit":  # beyond: no graphs
+        setattr(torch._dynamo.config, limit, 4096)
     run = torch.compile(Function(module), dynamic=False, **(options or {"mode": "reduce-overhead"}))
 
     def graph(inputs, cos, sin, visible, slots, keys, values):

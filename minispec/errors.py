@@ -99,10 +99,16 @@ def check_package(name: str, flag: str) -> None:
         raise UserError(f"{flag} needs {name}: pip install {name}")
 
 
-def check_compiler() -> None:
-    """Refuse --compile on a CPU where there is nothing to compile with."""
-    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++", "cl"))):
-        raise UserError("--compile needs a C++ compiler such as g++: go on without, or install one")
+def check_compiler(device: str) -> None:
+    """Refuse --compile where there is nothing to compile with for such a device."""
+    kind, known = "C++", (os.environ.get("CXX", "g++"), "clang++", "c++", "cl")
+    if device == "cuda":  # torch writes Triton's code, and Triton a little C
+        check_package("triton", "--compile")
+        kind, known = "C", (os.environ.get("CC", "gcc"), "clang", "cc", "cl")
+    if not any(map(shutil.which, known)):
+        raise UserError(
+            f"--compile needs a {kind} compiler such as {known[0]}: go on without, or install one"
+        )
 
 
 def check_seed(seed: int, least: int = 0) -> None:

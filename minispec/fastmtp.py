@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,13 @@ class Head(Block):
     def new_cache(self, model: Transformer, capacity: int) -> KVCache:
         """The head's own cache, of one layer."""
         c = self.config
-        return KVCache(1, c.kv_heads, c.head_dim, capacity, 1, model.dtype, model.device)
+
+        def make(rows: int) -> KVCache:
+            return KVCache(1, c.kv_heads, c.head_dim, rows, 1, model.dtype, model.device)
+
+        if self.compiled is None:
+            return make(capacity)
+        return self.compiled.new_cache(make, capacity, c.context)
 
 
 class Drafter:
@@ -234,7 +241,9 @@ class Length:
     def __init__(self, drafter: Drafter, words: Compressed):
         self.curve = cost_curve(drafter.model)
         head, model = drafter.head, drafter.model
-        self.draft = once(model, head, lambda: draft_cost(head, model, words.pick([])))
+        subset = words.pick([])
+        key = ref(head), head.compiled is not None, len(subset)
+        self.draft = once(model, key, lambda: draft_cost(head, model, subset))
         self.rate = [0.8] * MOST  # prior
 
     def best(self) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Literal
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ from minispec.checkpoint import (
     weight_files,
     write_tensors,
 )
-from minispec.cost import COUNTS, cost_curve, in_passes, once
+from minispec.cost import cost_curve, in_passes, once
 from minispec.errors import UserError, optional_json
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
@@ -321,10 +322,7 @@ class Worth:
     def __init__(self, heads: Heads, model: Transformer):
         self.heads, self.model = heads, model
         self.curve = cost_curve(model)
-        self.drafting = once(model, heads, lambda: heads_cost(heads, model))
-        # of a pass; on a GPU every other number would be one more graph
-        graphs = model.compiled is not None and model.device.type == "cuda"
-        self.rows = COUNTS if graphs else range(len(self.curve))
+        self.drafting = once(model, ref(heads), lambda: heads_cost(heads, model))
 
     def propose(self, hidden: Tensor, root: int, room: int) -> Tree:
         """As `propose`, of at most `room` nodes below the root."""
@@ -341,9 +339,8 @@ class Worth:
                 break
             paths.append(path)
             tokens += gain
-            rows = len(paths) + 1
-            worth = tokens / (self.curve[rows] + self.drafting)
-            if worth > best and rows in self.rows:
+            worth = tokens / (self.curve[len(paths) + 1] + self.drafting)
+            if worth > best:
                 best, count = worth, len(paths)
         return sorted(paths[:count])
 

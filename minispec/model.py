@@ -50,14 +50,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         # tensors of each type, or every pass would make and cast them; without dimensions they go
         # with any device
+        self.numbers = size**-0.5, eps**0.5
         self.roots = {
-            dtype: torch.tensor([size**-0.5, eps**0.5], dtype=dtype, device="cpu").unbind()
+            dtype: torch.tensor(self.numbers, dtype=dtype, device="cpu").unbind()
             for dtype in (torch.float32, torch.float64)
         }
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x if x.dtype in self.roots else x.float()
         per_root, root_eps = self.roots[wide.dtype]
+        if torch.compiler.is_compiling():  # a graph has constants, on any device
+            per_root, root_eps = (wide.new_full((), number) for number in self.numbers)
         # half as many operators as F.rms_norm, which is not fused on a CPU
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         y = wide / torch.hypot(norm * per_root, root_eps)
@@ -369,11 +372,16 @@ class Transformer(Preparable):
         return self.model.norm.weight.dtype
 
     def new_cache(self, capacity: int | None = None, batch: int = 1) -> KVCache:
-        """An empty cache, by default as long as the context."""
-        c = self.config
-        return KVCache(
-            c.layers, c.kv_heads, c.head_dim, capacity or c.context, batch, self.dtype, self.device
-        )
+        """An empty cache, by default as long as the context; for graphs on a GPU some longer."""
+        c, capacity = self.config, capacity or self.config.context
+
+        def make(rows: int) -> KVCache:
+            each = c.layers, c.kv_heads, c.head_dim
+            return KVCache(*each, rows, batch, self.dtype, self.device)
+
+        if self.compiled is None or batch > 1:
+            return make(capacity)
+        return self.compiled.new_cache(make, capacity, c.context)
 
     def forward(
         self,

@@ -645,8 +645,8 @@ def checked(args: argparse.Namespace, least_context: int = 2) -> argparse.Namesp
         args.init = None
     args.dtype = getattr(torch, args.dtype)
     args.device = pick_device(args.device)
-    if args.compile and args.device.type == "cpu":
-        check_compiler()
+    if args.compile:
+        check_compiler(args.device.type)
     return args
 
 

@@ -64,6 +64,10 @@ class Subset:
             rows.weight = nn.Parameter(model.head_rows(self.index), requires_grad=False)
             self.rows = Joined(rows)  # W[V_high], (|V_high|, d)
 
+    def __len__(self) -> int:
+        """|V_high|."""
+        return self.size if self.ids is None else len(self.ids)
+
     def logits(self, model: Transformer, hidden: Tensor) -> Tensor:
         """(..., d) -> (..., |V_high|)."""
         return model.logits(hidden) if self.ids is None else self.rows(hidden)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import random_model, random_tokens
 from test_model import random_tree
+from torch._dynamo.testing import CompileCounter
 
 from minispec import compiled
 from minispec.certify import random_head
@@ -120,30 +121,52 @@ def test_no_folder_no_compiler_or_a_failing_one_is_one_line(tmp_path, monkeypatc
     with pytest.raises(UserError, match="needs a C\\+\\+ compiler"):
         compile_model(model)
     monkeypatch.setattr("shutil.which", lambda name: name)
-    with pytest.raises(UserError, match="failed .RuntimeError; .* go on without it"):
+    with pytest.raises(UserError, match="failed .RuntimeError: an internal error.* go on without"):
         compile_model(model)
     assert not list(tmp_path.rglob("*.pt2"))
     model([1, 2, 3], model.new_cache())  # and the model still works
+    path = compiled.cache_folder() / f"{digest(model)}.pt2"
+    path.write_text("torn")
+    with pytest.raises(UserError, match="cannot be opened .* delete it"):
+        compile_model(model)
 
 
 def test_a_graph_that_computes_something_else_is_not_kept(tmp_path, monkeypatch):
     """Inductor read weights in another order than they lay in, without a word."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model, factor = random_model(0).float(), 1.0
+    model = random_model(0).float()
+
+    def right(*arguments):
+        return Function(model)(*arguments)
+
+    def lost(*arguments):
+        return right(*arguments) * torch.nan
+
+    def scaled(*arguments):
+        return right(*arguments) * 1.01
+
+    def mask_unread(inputs, cos, sin, visible, *others):
+        return right(inputs, cos, sin, torch.zeros_like(visible), *others)
+
+    def cache_unwritten(*arguments):
+        *others, keys, values = arguments
+        return right(*others, [x.clone() for x in keys], values)
+
+    mistake = right
 
     def written(function, arguments, path):
         path.write_text("")
 
     def read(path):
-        return lambda *arguments: Function(model)(*arguments) * factor
+        return lambda *arguments: mistake(*arguments)
 
-    monkeypatch.setattr(compiled, "check_compiler", lambda: None)
+    monkeypatch.setattr(compiled, "check_compiler", lambda device: None)
     monkeypatch.setattr(compiled, "ahead_of_time", written)
     monkeypatch.setattr(compiled, "opened", read)
     compile_model(model)
     (kept,) = tmp_path.rglob("*.pt2")
     kept.unlink()
-    for factor in (1.01, torch.nan):
+    for mistake in lost, scaled, mask_unread, cache_unwritten:
         with pytest.raises(UserError, match="off by .* without --compile"):
             compile_model(model)
         assert not list(tmp_path.rglob("*.pt2"))
@@ -151,17 +174,37 @@ def test_a_graph_that_computes_something_else_is_not_kept(tmp_path, monkeypatch)
 
 def test_gpu_graphs_compute_the_same_where_the_backend_is_eager():
     """CUDA graphs need a GPU; what is captured does not."""
-    plain, graphed = random_model(2), random_model(2)
-    graph = graph_on_gpu(graphed, backend="eager")
+    plain, graphed = random_model(2, context=150), random_model(2, context=150)
+    counter = CompileCounter()
+    graph = graph_on_gpu(graphed, backend=counter)
     graphed.compiled = Compiled(graphed, graph, whole=True)
-    caches = plain.new_cache(40), graphed.new_cache(40)
-    with torch.no_grad():
-        for n in (3, 1, 4, 1, 3):
-            tokens = random_tokens(n, n)
-            ours, theirs = graphed(tokens, caches[1]), plain(tokens, caches[0])
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-            for cache in caches:
-                cache.commit(list(range(n)))
+    with torch.inference_mode():
+        for _ in range(2):
+            caches = plain.new_cache(), graphed.new_cache(40)
+            assert caches[1].capacity == 150  # rounded up, as far as that goes
+            for n in (3, 1, 4, 64, 1, 7, 33, 2, 0):
+                n = n or caches[1].room
+                tokens = random_tokens(n, n)
+                ours, theirs = graphed(tokens, caches[1]), plain(tokens, caches[0])
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+                for cache in caches:
+                    cache.commit(list(range(n)))
+            assert counter.frame_count == 5 + 1  # 1, 2, 4, 8, 64; and the room that was left
+
+
+def test_memory_of_caches_is_used_again_where_its_place_counts():
+    model = random_model()
+    interpreted(model, True)
+    first = model.new_cache(100)
+    model.prefill([1, 2, 3], first)
+    place, second = first.k[0].data_ptr(), model.new_cache(100)
+    assert second.k[0].data_ptr() != place  # while the first is there
+    del first
+    with torch.inference_mode():
+        third = model.new_cache(90)
+        assert third.k[0].data_ptr() == place and third.length == 0 and not third.k[0].any()
+    model([1, 2], third)  # written outside of inference mode, too
+    assert model.new_cache(100, batch=2).k[0].shape[0] == 2
 
 
 @pytest.mark.gpu
