@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from minispec.advise import advise
 from minispec.checkpoint import load
-from minispec.cost import cost_curve, curve_at, floor_seconds, least_in_turn, one_pass
+from minispec.cost import COUNTS, cost_curve, curve_at, floors_and_passes, where_arithmetic_decides
 from minispec.errors import Parser, UserError, check_package, command, prepare_folder
 from minispec.fastmtp import load_head
 from minispec.generate import (
@@ -136,11 +136,13 @@ class Machine:
     curve: list[float]  # pass(n) / pass(1)
     pass_seconds: float  # of one token
     draft: float | None  # seconds of a draft model's pass over one token
+    row: float | None = None  # seconds of a row's arithmetic, at the speed of a large product
 
     @classmethod
     def of(cls, model: Transformer, draft: Transformer | None) -> "Machine":
-        target, *drafts = least_in_turn([one_pass(m, 1) for m in (model, draft) if m])
-        return cls(floor_seconds(model), cost_curve(model), target, drafts[0] if drafts else None)
+        drafts = [] if draft is None else [draft]
+        floor, row, (target, *its) = floors_and_passes(model, *drafts)
+        return cls(floor, cost_curve(model), target, its[0] if its else None, row)
 
     def flat(self, n: int) -> float:
         """Cost of a pass over n rows, in those over one."""
@@ -226,13 +228,15 @@ def show(rows: list[Row], prompts: int) -> None:
 
 
 def show_machine(machine: Machine) -> None:
-    counts = [n for n in (2, 4, 8, 16, 32, 64) if n < len(machine.curve)]
+    curve = {n: machine.flat(n) for n in COUNTS[1:] if n < len(machine.curve)}
     print(
         f"a pass over one token takes {1e3 * machine.pass_seconds:.2f} ms, "
         f"{machine.pass_seconds / machine.floor:.2f} of its floor (each weight read once, at the "
         f"speed of a copy, {1e3 * machine.floor:.2f} ms); "
-        "pass(n)/pass(1): " + ", ".join(f"{n}: {machine.flat(n):.2f}" for n in counts)
+        "pass(n)/pass(1): " + ", ".join(f"{n}: {cost:.2f}" for n, cost in curve.items())
     )
+    if machine.row:
+        print(where_arithmetic_decides(machine.floor, machine.row, machine.pass_seconds, curve))
     if machine.draft:
         print(f"a draft's pass takes {machine.draft / machine.pass_seconds:.2f} of the target's")
 
@@ -487,7 +491,7 @@ def report(args: argparse.Namespace, rows: list[Row], machine: Machine) -> None:
     else:
         show_machine(machine)
     if args.plots:
-        save_plots(args.plots, rows, machine.curve)
+        save_plots(args.plots, rows, machine)
 
 
 if __name__ == "__main__":

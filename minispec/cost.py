@@ -1,5 +1,6 @@
 """What a pass over n tokens costs on this machine: by this K, a tree or a window is chosen."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,6 +15,7 @@ from minispec.sampling import best
 T = TypeVar("T")
 COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows at which the curve is measured
 COPIED = 2**28  # bytes of the copy by which memory is timed
+SIDES = {"cpu": 1024, "cuda": 8192}  # of the square product by which arithmetic is timed
 LONG_ENOUGH = 0.05  # seconds that a measurement takes at least
 
 
@@ -48,6 +50,14 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * COPIED / least_seconds(one_copy(device))
 
 
+def one_product(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    """A product of two square matrices, to be timed: each byte is used so often that the speed of
+    arithmetic decides."""
+    side = SIDES.get(device.type, 2048)
+    square = torch.full((side, side), 0.5, dtype=dtype, device=device)
+    return lambda: (square @ square)[-1, -1].item()
+
+
 def bytes_per_pass(model: Transformer) -> int:
     """What a pass over one token must read: every weight but an untied embedding, as it is kept."""
     parts = *model.model.layers, model.lm_head
@@ -58,16 +68,40 @@ def bytes_per_pass(model: Transformer) -> int:
     return total
 
 
+def products_per_row(model: Transformer) -> int:
+    """How many numbers each row of a pass multiplies by its weights."""
+    parts = *model.model.layers, model.lm_head
+    return sum(p.numel() for part in parts for p in part.parameters() if p.dim() == 2)
+
+
 def floor_seconds(model: Transformer) -> float:
     """The least time of a pass over one token at the speed of a copy."""
     return bytes_per_pass(model) / copy_bandwidth(model.device)
 
 
-def floor_and_pass(model: Transformer) -> tuple[float, float]:
-    """`floor_seconds`, and what a pass over one token takes: timed in turn, as the speed of a
-    shared machine's memory changes from minute to minute."""
-    copy, own = least_in_turn([one_copy(model.device), one_pass(model, 1)])
-    return bytes_per_pass(model) * copy / (2 * COPIED), own
+def floors_and_passes(
+    model: Transformer, *others: Transformer
+) -> tuple[float, float | None, list[float]]:
+    """`floor_seconds`; the least time of a row's arithmetic, at the speed of a large product (None
+    in int8, whose products are of another kind); and what a pass over one token takes, of the model
+    and of others. Timed in turn, as a shared machine's speed changes from minute to minute."""
+    square = one_product(model.device, model.dtype)
+    passes = [one_pass(each, 1) for each in (model, *others)]
+    copy, product, *own = least_in_turn([one_copy(model.device), square, *passes])
+    each = product / SIDES.get(model.device.type, 2048) ** 3
+    row = None if model.quantized else products_per_row(model) * each
+    return bytes_per_pass(model) * copy / (2 * COPIED), row, own
+
+
+def where_arithmetic_decides(floor: float, row: float, own: float, curve: dict[int, float]) -> str:
+    """In words, why the cost curve bends where it does: `floor` and `row` as `floors_and_passes`
+    has them, `curve` in passes over one token of `own` seconds."""
+    over = {n: cost * own / max(floor, n * row) for n, cost in curve.items()}
+    return (
+        f"arithmetic takes {1e3 * row:.2f} ms a row at the speed of a large product, from "
+        f"{math.floor(floor / row) + 1} rows on more than reading; over the larger of both: "
+        + ", ".join(f"{n}: {each:.2f}" for n, each in over.items())
+    )
 
 
 def one_pass(model: Transformer, n: int) -> Callable[[], object]:

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from minispec.bench import Row
+    from minispec.bench import Machine, Row
 
 PICTURES = "speedup.png", "cost_curve.png", "predicted.png"
 
 
-def save_plots(folder: Path, rows: list["Row"], curve: list[float]) -> None:
+def save_plots(folder: Path, rows: list["Row"], machine: "Machine") -> None:
     """PICTURES in `folder`, which is there."""
     import matplotlib
 
@@ -18,12 +18,12 @@ def save_plots(folder: Path, rows: list["Row"], curve: list[float]) -> None:
 
     for name, draw in zip(PICTURES, (speedups, cost, predictions)):
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-        draw(axes, rows, curve)
+        draw(axes, rows, machine)
         figure.savefig(folder / name, dpi=110)
         plt.close(figure)
 
 
-def speedups(axes, rows: list["Row"], curve: list[float]) -> None:
+def speedups(axes, rows: list["Row"], machine: "Machine") -> None:
     """A group of bars per method, a bar per kind and temperature, with the spread over prompts."""
     groups = list(dict.fromkeys((r.kind, r.temperature) for r in rows))
     methods = list(dict.fromkeys(r.method for r in rows if r.method != "autoregressive"))
@@ -46,16 +46,21 @@ def speedups(axes, rows: list["Row"], curve: list[float]) -> None:
     axes.legend(fontsize=7, ncols=2)
 
 
-def cost(axes, rows: list["Row"], curve: list[float]) -> None:
-    axes.plot(range(1, len(curve)), curve[1:], label="measured")
+def cost(axes, rows: list["Row"], machine: "Machine") -> None:
+    """The measured curve over what no code could go below on this machine."""
+    counts = range(1, len(machine.curve))
+    axes.plot(counts, machine.curve[1:], label="measured")
     axes.axhline(1, color="0.5", linestyle="--", label="free rows")
+    least = [max(machine.floor, n * (machine.row or 0.0)) / machine.pass_seconds for n in counts]
+    floor = "each weight read once" + (", or all arithmetic" if machine.row else "")
+    axes.plot(counts, least, label=floor)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("rows n of a pass")
     axes.set_ylabel("pass(n) / pass(1)")
     axes.legend()
 
 
-def predictions(axes, rows: list["Row"], curve: list[float]) -> None:
+def predictions(axes, rows: list["Row"], machine: "Machine") -> None:
     """From tokens a pass and the time split of one prompt; where the paper's formula has a value,
     it is a filled point."""
     plain = {(r.kind, r.temperature): r for r in rows if r.method == "autoregressive" and r.split}

@@ -17,7 +17,13 @@ import torch
 from minispec.cache import KVCache
 from minispec.checkpoint import pick_device, pick_dtype
 from minispec.compiled import compile_model
-from minispec.cost import bytes_per_pass, cost_curve, curve_at, floor_and_pass
+from minispec.cost import (
+    bytes_per_pass,
+    cost_curve,
+    curve_at,
+    floors_and_passes,
+    where_arithmetic_decides,
+)
 from minispec.generate import peak_memory
 from minispec.model import Config, Transformer, count_parameters
 from minispec.sampling import Randomness, Sampling, Seeded, probs
@@ -136,12 +142,12 @@ def bench_shape(args: argparse.Namespace) -> None:
 
 def machinery(model: Transformer) -> dict:
     """How the model runs here, and what its passes cost."""
-    curve, (floor, own) = cost_curve(model), floor_and_pass(model)
+    curve, (floor, row, (own,)) = cost_curve(model), floors_and_passes(model)
     return {
         "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
         "int8": model.quantized, "compiled": model.compiled is not None,
         "megabytes_per_pass": bytes_per_pass(model) / 1e6, "floor_ms": 1e3 * floor,
-        "pass_ms": 1e3 * own,
+        "row_ms": row and 1e3 * row, "pass_ms": 1e3 * own,
         "curve": {n: curve[n] for n in (2, 4, 8, 16, 32, 64)},
     }  # fmt: skip
 
@@ -164,6 +170,9 @@ def described(found: dict) -> str:
         f"drafts right with chance {found['acceptance']:g}:",
         "  k  tokens/pass  expected  speedup  predicted  differ",
     ]
+    if found["row_ms"]:
+        least = (found[key] / 1e3 for key in ("floor_ms", "row_ms", "pass_ms"))
+        lines.insert(2, where_arithmetic_decides(*least, found["curve"]))
     for row in found["rows"]:
         lines.append(
             f"{row['k']:>3}{row['tokens_per_pass']:>13.2f}{row['expected_tokens_per_pass']:>10.2f}"

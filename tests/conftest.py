@@ -10,7 +10,8 @@ from minispec.certify import small_model
 from minispec.model import Transformer
 
 torch.set_num_threads(1)  # tests' tensors are tiny: two threads would only wait for one another
-cost.LONG_ENOUGH, cost.COPIED = 0.0, 2**20  # nor does it matter how well a cost is measured
+# nor does it matter how well a cost is measured
+cost.LONG_ENOUGH, cost.COPIED, cost.SIDES = 0.0, 2**20, {"cpu": 64}
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 SHARED = ROOT.parent / "shared"

@@ -2,14 +2,13 @@
 
 import json
 import random
-from functools import partial
 
 import pytest
 import torch
 from conftest import GOLDEN, SHARED, needs_shared, random_model, random_tokens
 from test_medusa import count_up
 
-from minispec import UserError, cost, generate, load, lookahead
+from minispec import UserError, generate, load, lookahead
 from minispec.generate import decode
 from minispec.lookahead import PERIOD, Choice, Memory, Pool, Window
 from minispec.sampling import OneHot, Seeded
@@ -356,28 +355,6 @@ def test_the_speed_of_a_width_is_what_was_measured():
     for _ in range(PERIOD):
         choice.observe(Tree.chain(0, []), [0])
     assert choice.is_due() and choice.width() != 5 and choice.speed[5] == 1.0
-
-
-def test_the_cost_curve_never_falls_and_is_measured_once():
-    model = random_model(context=48)
-    curve = cost.cost_curve(model)
-    assert len(curve) == 33 and curve[1] == 1.0 and curve == sorted(curve)
-    assert cost.cost_curve(model) is curve
-
-
-def test_a_noisy_moment_does_not_bend_what_is_timed_in_turn(monkeypatch):
-    """Wherever seven of fifteen calls in a row take ten times as long."""
-    clock, calls = 0.0, 0
-    monkeypatch.setattr(cost.time, "perf_counter", lambda: clock)
-
-    def work(seconds: float):
-        nonlocal clock, calls
-        clock += seconds * (10 if noisy <= calls < noisy + 7 else 1)
-        calls += 1
-
-    for noisy in range(15):
-        clock, calls = 0.0, 0
-        assert cost.least_in_turn([partial(work, n) for n in (1.0, 2.0, 4.0)]) == [1.0, 2.0, 4.0]
 
 
 # ---- wrong input ---------------------------------------------------------------------------------

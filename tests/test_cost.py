@@ -1,0 +1,92 @@
+"""Costs: what is counted, what is measured once, and what noise cannot bend."""
+
+from functools import partial
+
+import pytest
+import torch
+from conftest import random_model, random_tokens
+from torch.utils.flop_counter import FlopCounterMode
+
+from minispec import cost
+
+
+def test_the_cost_curve_never_falls_and_is_measured_once():
+    model = random_model(context=48)
+    curve = cost.cost_curve(model)
+    assert len(curve) == 33 and curve[1] == 1.0 and curve == sorted(curve)
+    assert cost.cost_curve(model) is curve
+
+
+def test_what_is_known_is_known_of_one_way_to_run():
+    """A pass in another type, in int8 or compiled costs something else."""
+    model, measured = random_model(), []
+
+    def known() -> int:
+        return cost.once(model, "x", lambda: measured.append(None) or len(measured))
+
+    ways = [known()]
+    model.float()
+    ways.append(known())
+    model.prepare(quantize=True)
+    ways.append(known())
+    model.compiled = object()
+    ways.append(known())
+    model.compiled = None
+    assert ways == [1, 2, 3, 4] and known() == 3 and len(measured) == 4
+    assert cost.once(random_model(), "x", lambda: 9) == 9
+
+
+def test_a_noisy_moment_does_not_bend_what_is_timed_in_turn(monkeypatch):
+    """Wherever seven of fifteen calls in a row take ten times as long."""
+    clock, calls = 0.0, 0
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: clock)
+
+    def work(seconds: float):
+        nonlocal clock, calls
+        clock += seconds * (10 if noisy <= calls < noisy + 7 else 1)
+        calls += 1
+
+    for noisy in range(15):
+        clock, calls = 0.0, 0
+        assert cost.least_in_turn([partial(work, n) for n in (1.0, 2.0, 4.0)]) == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tied": False}, {"qk_norm": True, "qkv_bias": True}, {"layers": 3}]
+)
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_row_s_products_are_those_that_torch_counts(n, changes):
+    model = random_model(**changes)
+    with FlopCounterMode(display=False) as counter:
+        model.logits(model(random_tokens(n)))
+    counts = counter.get_flop_counts()["Global"]
+    counted = sum(flops for op, flops in counts.items() if "mm" in str(op) and "bmm" not in str(op))
+    assert 2 * n * cost.products_per_row(model) == counted
+    for quantize in False, True:
+        packed = random_model(dtype=torch.float32, **changes).prepare(quantize)
+        assert cost.products_per_row(packed) == cost.products_per_row(model)
+
+
+def test_the_floors_are_times_of_the_whole_model(monkeypatch):
+    """A copy of 2^20 bytes takes a second here, a product of 64^3 two, passes three and four."""
+    seconds = {"copy": 1.0, "product": 2.0}
+    monkeypatch.setattr(cost, "one_copy", lambda device: "copy")
+    monkeypatch.setattr(cost, "one_product", lambda device, dtype: "product")
+    monkeypatch.setattr(cost, "one_pass", lambda model, n: model)
+    monkeypatch.setattr(cost, "least_in_turn", lambda tasks: [seconds[each] for each in tasks])
+    model, other = random_model(), random_model(1)
+    seconds |= {model: 3.0, other: 4.0}
+    floor, row, passes = cost.floors_and_passes(model, other)
+    assert floor == cost.bytes_per_pass(model) / 2**21 and passes == [3.0, 4.0]
+    assert row == cost.products_per_row(model) * 2 / 64**3
+    model.prepare(quantize=True)
+    assert cost.floors_and_passes(model)[1] is None
+
+
+def test_where_arithmetic_decides_is_said():
+    """Reading takes 9 ms, a row 2 ms: five rows take longer."""
+    text = cost.where_arithmetic_decides(9e-3, 2e-3, 12e-3, {2: 1.0, 16: 4.0})
+    assert text == (
+        "arithmetic takes 2.00 ms a row at the speed of a large product, from 5 rows on more than "
+        "reading; over the larger of both: 2: 1.33, 16: 1.50"
+    )
