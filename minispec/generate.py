@@ -307,6 +307,8 @@ def stream(
     ids = as_prompt(model, tokenizer, prompt)
     context = model.config.context
     cache = cache or model.new_cache(min(context, len(ids) + max_new_tokens + TREE_ROOM))
+    if not goes_with(cache, model):
+        raise UserError("the cache is another model's or a batch's: make it by model.new_cache()")
     if cache.length >= len(ids) or not len(ids) < cache.capacity <= context:
         raise UserError(
             f"a cache of {cache.length} rows and room for {cache.capacity} does not go with a "
@@ -316,6 +318,13 @@ def stream(
     decoder = tokenizer.stream(ids) if tokenizer else None
     extra = sum(count_parameters(v) for v in options.values() if isinstance(v, torch.nn.Module))
     return Run(method, ids, steps, cache, ending, model.config.eos_ids, decoder, extra, sampling)
+
+
+def goes_with(cache: KVCache, model: Transformer) -> bool:
+    """Whether it holds one sequence's rows such as the model makes."""
+    c, keys = model.config, cache.k[0]
+    its = len(cache.lengths), len(cache.k), *keys.shape[2:], keys.dtype, keys.device.type
+    return its == (1, c.layers, c.kv_heads, c.head_dim, model.dtype, model.device.type)
 
 
 def method_named(name: str) -> Callable[..., Iterator[Step]]:

@@ -231,9 +231,10 @@ def test_questions_are_answered_in_spec_benchs_format(tmp_path, capsys):
     turns = [["One.", "Two."], ["x" * 5000]]
     lines = [{"question_id": i, "category": "c", "turns": t} for i, t in enumerate(turns)]
     questions.write_text("\n".join(map(json.dumps, lines)))
-    bench.main(["--model", str(tmp_path), "--draft", "", "--heads", "", "--mtp", "", "--methods",
-                "prompt-lookup", "--questions", str(questions), "--answers", str(tmp_path / "a"),
-                "--max-new-tokens", "7", "--device", "cpu"])  # fmt: skip
+    options = ["--model", str(tmp_path), "--draft", "", "--heads", "", "--mtp", "", "--methods",
+               "prompt-lookup", "--questions", str(questions), "--answers", str(tmp_path / "a"),
+               "--max-new-tokens", "7", "--device", "cpu"]  # fmt: skip
+    bench.main(options)
     out = capsys.readouterr().out
     assert "1 of 2 questions are longer than the context" in out
     for name in ("autoregressive", "prompt-lookup"):
@@ -249,11 +250,11 @@ def test_questions_are_answered_in_spec_benchs_format(tmp_path, capsys):
     ):  # fmt: skip
         questions.write_text(good + wrong)
         with pytest.raises(SystemExit):
-            bench.main(["--questions", str(questions), "--answers", str(tmp_path)])
+            bench.main(options)
         assert "line 3: must be an object with question_id and" in capsys.readouterr().err
     questions.write_text("\n")
     with pytest.raises(SystemExit):
-        bench.main(["--questions", str(questions), "--answers", str(tmp_path)])
+        bench.main(options)
     assert "holds no questions" in capsys.readouterr().err
 
 

@@ -136,6 +136,11 @@ def test_a_cache_that_does_not_go_with_the_prompt_is_refused():
     for cache in full, model.new_cache(3), model.new_cache(41):
         with pytest.raises(UserError, match="does not go with a prompt of 3 tokens"):
             decode(model, TOKENIZER, [1, 2, 3], cache=cache)
+    changes = {"layers": 1}, {"layers": 3}, {"kv_heads": 4}, {"head_dim": 8}
+    others = [byte_model().float(), *(random_model(**each) for each in changes)]
+    for cache in *(other.new_cache(30) for other in others), model.new_cache(30, batch=2):
+        with pytest.raises(UserError, match="another model's or a batch's"):
+            decode(model, TOKENIZER, [1, 2, 3], cache=cache)
 
 
 def test_twice_in_a_row_gives_the_same_and_a_seed_decides():
