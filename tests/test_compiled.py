@@ -85,6 +85,12 @@ def test_conversion_drops_the_graphs():
 def test_the_digest_knows_weights_config_and_how_they_are_kept(monkeypatch):
     a, b = random_model(0), random_model(1)
     assert digest(a) == digest(random_model(0)) != digest(b)
+    here = digest(a)
+    assert digest(random_model(0, norm_eps=2e-5)) != here
+    for place in "torch.get_num_threads", "torch.__version__", "minispec.compiled.processor":
+        with monkeypatch.context() as patch:
+            patch.setattr(place, lambda: "another")
+            assert digest(a) != here
     monkeypatch.setattr("minispec.linear.SMALL", 0)
     kinds = {"float32": torch.float32, "halves": torch.bfloat16, "int8": torch.float32}
     found = [
@@ -93,6 +99,11 @@ def test_the_digest_knows_weights_config_and_how_they_are_kept(monkeypatch):
         for kind, dtype in kinds.items()
     ]
     assert found[:3] == found[6:] and len(set(found)) == 6
+
+
+def test_there_are_graphs_for_two_kinds_of_device():
+    with pytest.raises(UserError, match="there for cpu and cuda, not for meta"):
+        compile_model(random_model().to("meta"))
 
 
 def test_a_graph_is_handed_its_tensors_in_the_order_of_the_export(monkeypatch):
