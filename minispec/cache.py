@@ -54,8 +54,10 @@ class KVCache:
     def place(self, n: int, depth: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where the `n` rows of the next pass go, and what they see.
 
-        Returns slots (B, n), positions (B, n) and the visibility (B, 1, n, span) of cache rows:
-        the committed ones for everybody, scratch row j for row i if `mask[i, j]`.
+        `depth` (n,) counts each row's positions behind the committed ones, `mask` (n, n) says which
+        scratch rows it sees. Returns slots (B, n), positions (B, n) and the visibility (B, 1, n,
+        span) of cache rows: the committed ones for everybody, scratch row j for row i if
+        `mask[i, j]`. Raises ValueError where there is no room.
         """
         if n > self.room:
             raise ValueError(
@@ -79,7 +81,8 @@ class KVCache:
         self, layer: int, slots: Tensor | None, k: Tensor, v: Tensor, span: int
     ) -> tuple[Tensor, Tensor]:
         """Put k, v (B, n, heads, head_dim) into `slots` (None: right behind the committed rows of
-        the only sequence); the layer's first `span` rows of each."""
+        the only sequence). Returns the layer's first `span` rows of both, (B, span, heads,
+        head_dim), as views."""
         keys, values = self.k[layer], self.v[layer]
         if slots is None:
             start, n = self.length, k.shape[1]

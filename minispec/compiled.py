@@ -14,6 +14,7 @@ import inspect
 import os
 import platform
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +34,7 @@ from minispec.linear import joined_in
 from minispec.model import Pass, Transformer
 
 MOST = COUNTS[-1]  # rows of a compiled pass
+KEPT = 30 * 24 * 3600  # seconds since a file was opened last, after which it is deleted
 ROOM = 1024  # of so many rows, or a multiple, are the caches of graphs on a GPU
 OPTIONS = {
     "freezing": True,  # pack the weights that are plain
@@ -125,7 +127,7 @@ class Compiled:
 def compile_model(model: Transformer) -> None:
     """Run the cached passes of a prepared model as graphs from now on, until it is converted.
 
-    Raises UserError where there is no C++ compiler.
+    Raises UserError where there is no compiler, or none whose graph computes the same.
     """
     compile_module(model, model, lambda n: [torch.arange(n)[None] % model.config.vocab_size])
 
@@ -143,7 +145,7 @@ def compile_head(head: nn.Module, model: Transformer) -> None:
 def compile_module(
     module: nn.Module, model: Transformer, inputs: Callable[[int], list[Tensor]]
 ) -> None:
-    """`inputs(n)` are arguments of `module.layers` for `n` rows."""
+    """`inputs(n)` are arguments of `module.layers`, but for the Pass, for `n` rows."""
     if model.device.type not in ("cpu", "cuda"):
         raise UserError(f"--compile is there for cpu and cuda, not for {model.device.type}")
     if model.device.type == "cuda":
@@ -164,6 +166,9 @@ def compile_module(
                 bar.update()
         finally:
             part.unlink(missing_ok=True)
+        forget_old_files(path.parent)
+    with contextlib.suppress(OSError):  # somebody else's
+        path.touch()
     module.compiled = Compiled(module, opened(path))
 
 
@@ -265,6 +270,13 @@ def cache_folder() -> Path:
     folder = Path(home) / "minispec" / "graphs"
     make_folder(folder, "--compile:", ": set XDG_CACHE_HOME to a folder for the graphs")
     return folder
+
+
+def forget_old_files(folder: Path) -> None:
+    """Delete what no run has opened for long: weights and code change, files are large."""
+    for file in folder.iterdir():
+        if time.time() - file.stat().st_mtime > KEPT:
+            file.unlink(missing_ok=True)
 
 
 def digest(module: nn.Module) -> str:

@@ -105,7 +105,8 @@ def where_arithmetic_decides(floor: float, row: float, own: float, curve: dict[i
 
 
 def one_pass(model: Transformer, n: int) -> Callable[[], object]:
-    """A pass over `n` tokens, to be timed."""
+    """A pass over `n` tokens, to be timed, behind an empty cache: what attention reads of a text
+    is not in it."""
     cache, tokens = model.new_cache(max(n, 64)), [0] * n
 
     @torch.inference_mode()
@@ -159,6 +160,7 @@ def cost_curve(model: Transformer) -> list[float]:
 
 
 def measured_curve(model: Transformer) -> list[float]:
+    """`cost_curve`, measured now."""
     counts = [n for n in COUNTS if n <= model.config.context]
     seconds = least_in_turn([one_pass(model, n) for n in counts])
     curve = [0.0, 1.0]

@@ -1,6 +1,8 @@
 """Compiled passes compute what the operators do: the same model without graphs is the oracle."""
 
+import os
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -181,6 +183,25 @@ def test_a_graph_that_computes_something_else_is_not_kept(tmp_path, monkeypatch)
         with pytest.raises(UserError, match="off by .* without --compile"):
             compile_model(model)
         assert not list(tmp_path.rglob("*.pt2"))
+
+
+def test_files_that_nobody_opens_are_deleted_in_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder, days = compiled.cache_folder(), 24 * 3600
+    for name, age in (("of_today.pt2", 1), ("of_old.pt2", 31), ("killed.7.part.pt2", 31)):
+        (folder / name).write_text("")
+        os.utime(folder / name, times=(time.time() - age * days,) * 2)
+    opened = folder / f"{digest(random_model(0))}.pt2"
+    monkeypatch.setattr(compiled, "check_compiler", lambda device: None)
+    monkeypatch.setattr(compiled, "ahead_of_time", lambda function, arguments, path: path.touch())
+    monkeypatch.setattr(compiled, "check", lambda module, examples, graph: None)
+    monkeypatch.setattr(compiled, "opened", lambda path: None)
+    for _ in range(2):
+        compile_model(random_model(0))
+        assert {file.name for file in folder.iterdir()} == {"of_today.pt2", opened.name}
+        os.utime(opened, times=(0, 0))
+    compile_model(random_model(0))
+    assert time.time() - opened.stat().st_mtime < days
 
 
 def test_gpu_graphs_compute_the_same_where_the_backend_is_eager():
