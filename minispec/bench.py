@@ -325,6 +325,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--answers", type=Path, help="with --questions: a folder for its answer files")
     p.add_argument("--shape", choices=list(SHAPES), help="random weights of a real model's sizes")
     p.add_argument("--acceptance", type=float, help="with --shape: of its drafts (0.8)")
+    p.add_argument("--stored", choices=["bfloat16", "float32"],
+                   help="with --shape: how many bits its weights need, as if they had been stored "
+                   "in this type (bfloat16, as most checkpoints are)")  # fmt: skip
     return p.parse_args(argv)
 
 
@@ -336,6 +339,8 @@ def check(args: argparse.Namespace) -> list[float]:
         args.acceptance = 0.8
     elif not args.shape:
         raise UserError("--acceptance is that of the drafts of --shape: give both, or neither")
+    if args.stored and not args.shape:
+        raise UserError("--stored is for the random weights of --shape: give both, or neither")
     if not 0 <= args.acceptance <= 1:
         raise UserError(f"--acceptance {args.acceptance}: must be from 0 to 1")
     if args.kind != "stories_en" and args.data is None:

@@ -43,9 +43,11 @@ TURNS = 3  # runs of each chain, plain decoding among them, of which the fastest
 
 
 def random_weights(
-    config: Config, dtype: torch.dtype, device: torch.device, quantize: bool = False, seed: int = 0
-) -> Transformer:
-    """A prepared model of this size; its text is noise, its passes cost what real ones do."""
+    config: Config, dtype: torch.dtype, device: torch.device, quantize: bool = False,
+    seed: int = 0, stored: torch.dtype = torch.bfloat16,
+) -> Transformer:  # fmt: skip
+    """A prepared model of this size, as if its weights had been `stored` so before; its text is
+    noise, its passes cost what real ones do."""
     with torch.device("meta"):
         model = Transformer(config)
     generator = torch.Generator(device).manual_seed(seed)
@@ -56,7 +58,7 @@ def random_weights(
             weight.fill_(0.0 if leaf == "bias" else 1.0)
         else:
             weight.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-            weight.copy_(weight.bfloat16())  # as real checkpoints are stored
+            weight.copy_(weight.to(stored))
         weight = torch.nn.Parameter(weight, requires_grad=False)
         setattr(model.get_submodule(owner), leaf, weight)
         model.prepare_part(name, quantize)
@@ -103,7 +105,10 @@ def bench_shape(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     before = peak_memory(device) or 0
-    model = random_weights(SHAPES[args.shape], dtype, device, args.quantize is not None)
+    stored = args.stored or "bfloat16"  # as most checkpoints are
+    model = random_weights(
+        SHAPES[args.shape], dtype, device, args.quantize is not None, stored=getattr(torch, stored)
+    )
     if args.compile:
         compile_model(model)
     prompt, n = list(range(100, 116)), args.max_new_tokens
@@ -122,22 +127,33 @@ def bench_shape(args: argparse.Namespace) -> None:
     peak, curve = peak_memory(device), cost_curve(model)
     weights = dtype.itemsize * count_parameters(model)
     _, rounds, plain = least[0]
-    per_round = plain / rounds
     found = {
-        "shape": args.shape, **machinery(model), "tokens_per_second": 1 / per_round,
+        "shape": args.shape, "stored": stored, **machinery(model),
+        "tokens_per_second": rounds / plain,
         "memory_over_weights": (peak - before) / weights if peak else None,
-        "acceptance": args.acceptance, "rows": [],
+        "acceptance": args.acceptance,
     }  # fmt: skip
-    for k in CHAINS:
-        tokens, rounds, seconds = least[k]
-        expected = tokens_per_pass(args.acceptance, k)
-        found["rows"].append(
-            {"k": k, "tokens_per_pass": len(tokens) / rounds, "expected_tokens_per_pass": expected,
-             "speedup": per_round / (seconds / len(tokens)),
-             "predicted_speedup": expected / curve_at(curve, k + 1),
-             "differing": sum(a != b for a, b in zip(tokens, text))}
-        )  # fmt: skip
+    found["rows"] = [
+        {"k": k, **chain_row(*least[k], args.acceptance, k, plain / rounds, curve),
+         "differing": sum(a != b for a, b in zip(least[k][0], text))}
+        for k in CHAINS
+    ]  # fmt: skip
     print(json.dumps(found) if args.json else described(found))
+
+
+def chain_row(
+    tokens: list[int], rounds: int, seconds: float, acceptance: float, k: int, plain: float,
+    curve: list[float],
+) -> dict:  # fmt: skip
+    """What chains of `k` drafts brought, and what the formula says; `plain` seconds of a round
+    without any."""
+    expected = tokens_per_pass(acceptance, k)
+    return {
+        "tokens_per_pass": len(tokens) / rounds,
+        "expected_tokens_per_pass": expected,
+        "speedup": plain * len(tokens) / seconds,
+        "predicted_speedup": expected / curve_at(curve, k + 1),
+    }
 
 
 def machinery(model: Transformer) -> dict:
@@ -155,9 +171,8 @@ def machinery(model: Transformer) -> dict:
 def described(found: dict) -> str:
     """The figures as text."""
     curve = ", ".join(f"{n}: {cost:.2f}" for n, cost in found["curve"].items())
-    kind = ", ".join(
-        [found["dtype"], *(name for name in ("int8", "compiled") if found[name]), found["device"]]
-    )
+    ways = [name for name in ("int8", "compiled") if found[name]]
+    kind = ", ".join([found["dtype"], f"stored in {found['stored']}", *ways, found["device"]])
     over, memory = found["memory_over_weights"], ""
     if over is not None:
         memory = f"; making and running it took {over:.2f} times its size in {found['dtype']}"

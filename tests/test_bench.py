@@ -86,7 +86,7 @@ def test_the_command_writes_json_and_refuses_nonsense(tmp_path, capsys):
         ["--against", "transformers", "--temperature", "1"], ["--acceptance", "2"],
         ["--acceptance", "0.5"], ["--shape", "qwen2.5-0.5b", "--acceptance", "2"],
         ["--shape", "qwen2.5-0.5b", "--data", str(tmp_path)],
-        ["--shape", "qwen2.5-0.5b", "--model", str(tmp_path)],
+        ["--shape", "qwen2.5-0.5b", "--model", str(tmp_path)], ["--stored", "float32"],
         ["--methods", "medusa"], ["--shape", "qwen2.5-0.5b", "--methods", "medusa"],
         ["--advise", "--json"], ["--advise", "--temperature", "0"],
         ["--questions", "q", "--answers", "a", "--temperature", "0,1"],
@@ -223,6 +223,11 @@ def test_shapes_have_their_sizes(monkeypatch, capsys):
     assert all(1 <= row["tokens_per_pass"] <= row["k"] + 1 for row in found["rows"])
     int8 = random_weights(small, torch.float32, torch.device("cpu"), quantize=True)
     assert 3.5 < cost.bytes_per_pass(model) / cost.bytes_per_pass(int8) < 4.1
+    for stored in torch.bfloat16, torch.float32:
+        model = random_weights(small, torch.float32, torch.device("cpu"), stored=stored)
+        model.undo()
+        same = [torch.equal(p, p.bfloat16()) for p in model.parameters() if p.dim() == 2]
+        assert all(same) if stored == torch.bfloat16 else not any(same)
 
 
 def test_questions_are_answered_in_spec_benchs_format(tmp_path, capsys):
