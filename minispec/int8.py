@@ -1,4 +1,5 @@
-"""int8 weights for inference: a quarter of the bytes, and inputs no less exact than floats are.
+"""int8 weights for inference: a quarter of the bytes, and inputs that stay as exact as floats
+beside the largest of their row.
 
 A processor multiplies bytes several times as fast as it turns them into floats. So a row of inputs
 is taken apart into three bytes for each number, and the products of bytes are whole numbers, exact.
@@ -18,19 +19,21 @@ BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
 LARGE = 2**22  # numbers from which a weight on a CPU is `Tiles`
 BLOCKS = 192, 128, 96, 64  # outputs in a line of `Lines`: those that need the least filling up
 ROWS = 2**10  # of a weight that are quantised at once
-MANY = 128  # rows up to which `Lines` are summed: more are multiplied with floats made of them
+LONGEST = 2**31 // 2**14  # inputs whose products of bytes 32 bits always hold
+MANY = 64  # rows up to which `Lines` are summed: more are multiplied with floats made of them
 KEPT = 2**18  # length up to which lists of lines are kept: of longer ones that gains little
 FIXED = 2**23 - 2**16  # a row's largest magnitude in fixed point
 MIDDLE = 128 * 0x010101  # makes it positive, and each of its bytes 128 more than the digit is
 SHIFTS = torch.tensor([[0], [8], [16]], dtype=torch.int32)  # of the bytes, (3, 1)
 UNITS = torch.tensor([1.0, 2.0**8, 2.0**16]) / FIXED  # of the digits, (3,)
 SMALLEST = 1e-30  # magnitude of a row that fixed point is still fitted to
+TINY = torch.finfo(torch.float32).tiny
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Each row of a weight (out, in) as int8 multiples of a scale, a 127th of its largest
     magnitude; and the scales (out,), float32."""
-    scale = (weight.abs().amax(1).float() / 127).clamp(min=1e-12)
+    scale = (weight.abs().amax(1).float() / 127).clamp(min=TINY)
     return (weight / scale[:, None]).round().to(torch.int8), scale
 
 
@@ -82,7 +85,8 @@ class Int8:
 def in_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of floats (n, in) as whole numbers of 24 bits: three bytes each (3n, in), 128 more than
     the digits in base 256, and what a unit of those stands for, (n, 3). No number is further off
-    than a 2^22nd of its row's largest magnitude: two or three of float32's roundings."""
+    than a 2^22nd of its row's largest magnitude (of SMALLEST, if that is less): two or three of
+    float32's roundings."""
     most = x.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST)
     fixed = (x / most).mul_(FIXED).round_().to(torch.int32).add_(MIDDLE)
     digits = (fixed[:, None] >> SHIFTS).to(torch.uint8)  # which keeps the last byte
@@ -103,20 +107,17 @@ class Tiles:
         held = held[: (len(held) // BLOCK // count - 4) * BLOCK * count]
         self.blocks = held.view(count, -1, BLOCK, 4)
         self.nbytes = held.nbytes
-        self.zero = torch.zeros(self.out, dtype=torch.int32)
+        self.zero = torch.zeros(self.out, dtype=torch.int32, device="cpu")
 
     def product(self, x: Tensor, scale: Tensor) -> Tensor:
         """x (n, in), scale (out,) -> (n, out)."""
         digits, counts = in_digits(x)
-        y = torch.ops.onednn.qlinear_pointwise(
-            digits, 1.0, 128, self.memory, scale, self.zero, None,
-            1.0, 0, torch.float32, "none", [], "",
-        )  # fmt: skip
-        return torch.bmm(counts[:, None], y.view(-1, 3, self.out))[:, 0]
+        y = of_bytes(digits, self.memory, scale, self.zero).view(-1, 3, self.out)
+        return torch.bmm(counts[:, None], y)[:, 0]
 
     def rows(self, ids: Tensor) -> Tensor:
         """Some rows of `dense()`, (..., in)."""
-        return self.blocks[ids // BLOCK, :, ids % BLOCK].flatten(-2)[..., : self.inputs]
+        return rows_of_blocks(self.blocks, ids, self.inputs)
 
     def dense(self) -> Tensor:
         """The whole numbers, (out, in) int8."""
@@ -124,24 +125,49 @@ class Tiles:
 
 
 def tiles(whole: Tensor) -> Tiles | None:
-    """None where that does not pay, where this processor has no products of bytes (one without
-    VNNI adds two of them in 16 bits, too few), or where its layout is another: each number is
-    looked up where it should lie."""
-    if whole.numel() < LARGE or not multiplies_bytes():
+    """None where that does not pay, where there are no exact products of bytes, or where oneDNN's
+    layout is another: each number is looked up where it should lie."""
+    if whole.numel() < LARGE or whole.shape[1] > LONGEST or not multiplies_bytes():
         return None
     memory, count = torch.ops.onednn.qlinear_prepack(whole, None), -(-len(whole) // BLOCK)
     length = torch.ops.mkldnn._nbytes(memory)
     if length % (4 * BLOCK * count) or length < BLOCK * count * (whole.shape[1] + 4):
         return None
     found = Tiles(memory, whole.shape)
-    ids = torch.arange(len(whole)).split(BLOCK)
-    same = all(torch.equal(found.rows(i), rows) for i, rows in zip(ids, whole.split(BLOCK)))
-    return found if same else None
+    return found if lies_so(found, whole) else None
 
 
+def of_bytes(digits: Tensor, memory: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Bytes (n, in), less 128, times a weight (out, in) that oneDNN packed, times the outputs'
+    scales: (n, out), float32. `zero` is int32's, of each output."""
+    return torch.ops.onednn.qlinear_pointwise(
+        digits, 1.0, 128, memory, scale, zero, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+
+
+@lru_cache
 def multiplies_bytes() -> bool:
-    """Whether this processor and torch have exact products of bytes."""
-    return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
+    """Whether this processor and torch have exact products of bytes: without VNNI, or where oneDNN
+    is told not to use it, two of them are added in 16 bits, too few."""
+    if not torch.backends.mkldnn.is_available() or not torch.cpu._is_vnni_supported():
+        return False
+    most = torch.full((BLOCK, 256), 127, dtype=torch.int8, device="cpu")
+    digits = torch.full((3, 256), 255, dtype=torch.uint8, device="cpu")
+    ones = torch.ones(BLOCK, dtype=torch.int32, device="cpu")
+    memory = torch.ops.onednn.qlinear_prepack(most, None)
+    return bool((of_bytes(digits, memory, ones.float(), 0 * ones) == 127 * 127 * 256).all())
+
+
+def rows_of_blocks(blocks: Tensor, ids: Tensor, inputs: int) -> Tensor:
+    """Some rows, (..., in), of a weight that lies in blocks (out / 64, in / V, 64, V)."""
+    each = blocks.shape[2]
+    return blocks[ids // each, :, ids % each].flatten(-2)[..., :inputs]
+
+
+def lies_so(packed, weight: Tensor) -> bool:
+    """Whether each of its numbers is where `packed.rows` looks it up."""
+    ids = torch.arange(len(weight), device="cpu").split(BLOCK)
+    return all(torch.equal(packed.rows(i), rows) for i, rows in zip(ids, weight.split(BLOCK)))
 
 
 def laid_out(memory: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,7 +209,8 @@ def for_graphs(weights: Iterable[Int8]) -> Iterator[None]:
     """Within, a CPU's graphs are made of products that are `Graphed`."""
     import torch.ao.quantization.fx._decomposed  # noqa: F401  it registers what those call
 
-    kept = [(each, each.kept) for each in weights] if multiplies_bytes() else []
+    short = [each for each in weights if each.inputs <= LONGEST] if multiplies_bytes() else []
+    kept = [(each, each.kept) for each in short]
     for each, _ in kept:
         each.kept = Graphed(each.numbers())
     try:
@@ -196,15 +223,18 @@ def for_graphs(weights: Iterable[Int8]) -> Iterator[None]:
 class Lines:
     """Whole numbers (out, in) as a CPU's kernel for sums of lines reads them: of a block of outputs
     the line of each input, 128 added to each number, and at its end the scale and offset that the
-    kernel applies; those are 1 and -128, as Int8's scales belong to the outputs.
+    kernel applies; those are 1 and -128, as Int8's scales belong to the outputs. The kernel takes
+    128 times each input away as it adds the lines, so it rounds like numbers of that size, and
+    overflows from inputs of 1e36 over their number on.
     """
 
     def __init__(self, whole: Tensor):
         self.out, self.inputs = whole.shape
         self.block = min(BLOCKS, key=lambda size: -(-self.out // size) * size)
         shape = -(-self.out // self.block), self.inputs, self.block + 8
-        self.lines = torch.full(shape, 128, dtype=torch.uint8)
-        self.lines[..., self.block :] = torch.tensor([1.0, -128.0]).view(torch.uint8)
+        self.lines = torch.full(shape, 128, dtype=torch.uint8, device="cpu")
+        ends = torch.tensor([1.0, -128.0], dtype=torch.float32, device="cpu")
+        self.lines[..., self.block :] = ends.view(torch.uint8)
         for lines, rows in zip(self.lines, whole.split(self.block)):
             lines[:, : len(rows)] = rows.t().short() + 128
         self.table = self.lines.view(-1, self.block + 8)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec import int8
-from minispec.int8 import BLOCK, Int8, laid_out
+from minispec.int8 import BLOCK, Int8, laid_out, lies_so, rows_of_blocks
 
 
 def on_intel() -> bool:
@@ -41,7 +41,10 @@ class Joined:
     small float32 ones on a CPU transposed: read faster so. `looked_up`: `rows` is called often.
     """
 
+    @torch.inference_mode(False)  # what is made here may be trained later
+    @torch.no_grad()
     def __init__(self, *parts: nn.Linear, quantize: bool = False, looked_up: bool = False):
+        assert len({part.bias is None for part in parts}) == 1, "biases of all parts, or of none"
         self.parts = parts
         self.bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts]).detach()
         weight = torch.cat([p.weight for p in parts]) if len(parts) > 1 else parts[0].weight
@@ -65,6 +68,8 @@ class Joined:
             hold(part, rows)
             vars(part).pop("forward", None)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def undo(self) -> None:
         """Give the parts plain weights again: what was quantised stays what that made of it."""
         self.share(self.dense().contiguous())
@@ -129,18 +134,18 @@ class Half:
     """A float32 weight (out, in) whose rows, divided by powers of two, float16 holds exactly.
 
     torch's kernel turns them back as it reads them and computes in float32: half the bytes to read,
-    the same product but for the order of its sums, and each row of x gets bit for bit what it gets
-    alone. Its layout fills the inputs up to a multiple of 512, so it saves reading, and memory only
-    where they are many. `powers` (out,) are None where all are 1; `halves` (out, in) are kept where
-    `rows` is called often.
+    the same product but for the order of its sums (and for overflow, as powers come last: sums of x
+    below 1e33 are safe), and each row of x gets bit for bit what it gets alone. Its layout fills
+    the inputs up to a multiple of 512, so it saves reading, and memory only where they are many.
+    `powers` (out,) are None where all are 1; `halves` (out, in) are kept where `rows` is called
+    often.
     """
 
     def __init__(self, halves: Tensor, powers: Tensor | None, looked_up: bool):
         some = max(BLOCK, WHOLE // halves.shape[1] // BLOCK * BLOCK)
-        self.parts = [
-            torch.ops.quantized.linear_prepack_fp16(rows.float(), None)
-            for rows in halves.split(some)
-        ]
+        pieces = halves.split(some)
+        self.parts = [torch.ops.quantized.linear_prepack_fp16(p.float(), None) for p in pieces]
+        self.sizes = [len(piece) for piece in pieces]
         self.halves, self.powers = halves if looked_up else None, powers
         self.nbytes = halves.nbytes  # that a product reads
 
@@ -174,11 +179,7 @@ class Half:
 def traced(weights: Iterable[Half]) -> Iterator[None]:
     """Within, torch.export and Inductor take Half's kernel as it is: they are told the shape that
     it returns, and neither to look into packed parts nor to compare them, which they cannot."""
-    sizes = {
-        hash(part): len(torch.ops.quantized.linear_unpack_fp16(part)[0])
-        for each in weights
-        for part in each.parts
-    }
+    sizes = {hash(part): size for each in weights for part, size in zip(each.parts, each.sizes)}
 
     def returned(x: Tensor, part: torch.ScriptObject, reduce_range: bool = False) -> Tensor:
         return x.new_empty(*x.shape[:-1], sizes[hash(part)])
@@ -188,7 +189,7 @@ def traced(weights: Iterable[Half]) -> Iterator[None]:
         torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
     ):
         library.impl("linear_dynamic_fp16", returned, "Meta")
-        torch.ScriptObject.tracing_mode = lambda part: "real"
+        torch.ScriptObject.tracing_mode = lambda part: "real"  # which torch asks for by name
         try:
             yield
         finally:
@@ -246,7 +247,8 @@ class Packed:
         """x (..., in) -> (..., out)."""
         if x.numel() != self.inputs or self.lines is None:
             return torch.ops.mkldnn._linear_pointwise(x, self.memory, bias, "none", [], "")
-        # of one row a sum of lines, each times its input: read faster so than by oneDNN
+        # of one row a sum of lines, each times its input: read faster so than by oneDNN (and added
+        # one by one, so that of 10,000 inputs the sum is ten times as far off as of two rows)
         scales = x.view(1, -1).expand(len(self.first), -1).contiguous().view(-1)
         y, *_ = torch.embedding_bag(
             self.table, self.lines, self.first, mode=0, per_sample_weights=scales
@@ -259,7 +261,7 @@ class Packed:
         low, high = (int(each) for each in ids.aminmax()) if ids.numel() else (0, 0)
         if low < 0 or high >= self.out:  # behind the last row lie zeros
             raise IndexError(f"rows {low} to {high} of a weight of {self.out}")
-        return self.blocks[ids // BLOCK, :, ids % BLOCK].flatten(-2)[..., : self.inputs]
+        return rows_of_blocks(self.blocks, ids, self.inputs)
 
     def dense(self) -> Tensor:
         """The weight, (out, in)."""
@@ -277,9 +279,7 @@ def pack(weight: Tensor) -> Packed | None:
         return None
     blocks = laid_out(memory, weight.dtype).view(count, -1, BLOCK, 4 // each)
     packed = Packed(memory, blocks, weight.shape)
-    ids = torch.arange(len(weight), device="cpu").split(BLOCK)
-    same = all(torch.equal(packed.rows(i), rows) for i, rows in zip(ids, weight.split(BLOCK)))
-    return packed if same else None
+    return packed if lies_so(packed, weight) else None
 
 
 def packable(weight: Tensor) -> bool:

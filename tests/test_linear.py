@@ -84,7 +84,8 @@ def test_what_float16_holds_is_kept_so_and_multiplied_in_float32(size, kind, mon
         y = joined(x)
         expected = x.double() @ weight.double().T + (0 if joined.bias is None else joined.bias)
         assert y.shape == expected.shape
-        assert ((y - expected).abs() <= 1e-5 * (1e-30 + expected.abs().max())).all() if n else True
+        most = x.double().abs() @ weight.double().abs().T  # of each sum
+        assert ((y - expected).abs() <= 2e-6 * (most + (joined.bias is not None))).all()
         for i in range(n):
             assert torch.equal(joined(x[:, i : i + 1]), y[:, i : i + 1])
     assert torch.equal(joined(x[0, 0]), y[0, 0])
@@ -97,6 +98,32 @@ def test_what_float16_holds_is_kept_so_and_multiplied_in_float32(size, kind, mon
     torch.testing.assert_close(x.grad, weight.sum(0).expand(2, -1), rtol=1e-4, atol=1e-4)
     joined.undo()
     assert torch.equal(layer.weight, weight)
+
+
+@pytest.mark.parametrize("kind", ["plain", "half", "packed", "int8"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_inference_made_and_gave_back_can_be_trained(kind, trained, monkeypatch):
+    """Tensors made in inference mode have no gradients, some of them without a word."""
+    monkeypatch.setattr("minispec.linear.SMALL", 2**62 if kind == "plain" else 0)
+    weight = torch.randn(70, 30)
+    layer = layer_of(weight.bfloat16().float() if kind == "half" else weight)
+    layer.weight.requires_grad_(trained)
+    with torch.inference_mode():
+        joined = Joined(layer, quantize=kind == "int8")
+    x = torch.randn(2, 30, requires_grad=True)
+    joined(x).sum().backward()
+    assert x.grad.any()
+    with torch.inference_mode():
+        joined.undo()
+    x = torch.randn(2, 30, requires_grad=True)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(2, -1))
+    assert layer.weight.requires_grad == trained == (layer.weight.grad is not None)
+
+
+def test_parts_have_biases_or_none_has():
+    with pytest.raises(AssertionError, match="biases of all parts, or of none"):
+        Joined(torch.nn.Linear(3, 4), torch.nn.Linear(3, 4, bias=False))
 
 
 @needs_halves
