@@ -197,9 +197,10 @@ def test_greedy_tokens_are_plain_decoding_s_after_any_texts(monkeypatch):
             assert run.tokens == plain.tokens and len(run.rounds) < 40
 
 
-def test_a_file_s_n_grams_are_the_pool_s(tmp_path, capsys):
-    options = ["--method", "lookahead", "--json", "--max-new-tokens", "12", "--dtype", "float64",
-               "--device", "cpu"]  # fmt: skip
+def test_a_file_s_n_grams_are_the_pool_s(tmp_path, capsys, monkeypatch):
+    shipped = load(generate.WEIGHTS / "target", "float64", "cpu")
+    monkeypatch.setattr(generate, "load", lambda *names: shipped)  # once
+    options = ["--method", "lookahead", "--json", "--max-new-tokens", "12"]
     generate.main(["Once upon a time", *options])
     without = json.loads(capsys.readouterr().out)
     file = tmp_path / "earlier.txt"
