@@ -65,6 +65,19 @@ def test_it_was_run_from_top_to_bottom_and_is_clean(path):
 
 
 @each_notebook
+def test_the_code_that_it_shows_is_the_package_s(path):
+    """Run before a change, a notebook would go on showing what is no more."""
+    files = (ROOT / "minispec").glob("*.py")
+    known = {line.strip() for file in files for line in file.read_text("utf-8").splitlines()}
+    for cell in cells_of(path, "code"):
+        for output in cell["outputs"]:
+            shown = "".join(output.get("data", {}).get("text/markdown", ""))
+            if shown.startswith("```python"):
+                lines = {line.strip() for line in shown.splitlines()[1:-1]}
+                assert lines <= known, f"run it again (make lessons-refresh): {lines - known}"
+
+
+@each_notebook
 def test_it_begins_with_a_title_and_finds_the_checkout(path):
     first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
     assert first["cell_type"] == "markdown" and source(first).startswith("# ")
