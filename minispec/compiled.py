@@ -3,8 +3,8 @@
 On a CPU a pass is compiled ahead of time (torch.export, AOTInductor) into a file, for 1 to MOST
 rows and any number of cache rows; it is kept, and the next run only opens it. On a GPU there is a
 graph for each power of two of rows, replayed as a CUDA graph over a cache of fixed length. What no
-graph takes (batches, prefills of more than MOST rows) runs as it does without them. Graphs have no
-gradients.
+graph takes (batches, prefills of more than MOST rows, there also more than the cache has left) runs
+as it does without them. Graphs have no gradients.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -104,16 +105,20 @@ class Compiled:
         if visible is None:  # one row, which sees all
             visible = now.cos.new_zeros(1, 1, n, now.span)
         if self.whole:
-            return self.filled_up([*inputs, now.cos, now.sin], visible, cache)[:, :n]
+            count = next(count for count in COUNTS if count >= n)
+            if count > cache.room:  # each number of rows would be one more graph
+                return self.module.layers(*inputs, now)
+            return self.filled_up([*inputs, now.cos, now.sin], visible, cache, count)[:, :n]
         slots = cache.row[cache.length : cache.length + n]
         keys, values = ([each[:, : now.span] for each in kept] for kept in (cache.k, cache.v))
         return self.graph(inputs, now.cos, now.sin, visible, slots, keys, values)
 
-    def filled_up(self, tensors: list[Tensor], visible: Tensor, cache: KVCache) -> Tensor:
-        """The graph over all of the cache and some more scratch rows, copies of the last one that
-        nobody commits, up to a power of two: so there are few graphs."""
+    def filled_up(
+        self, tensors: list[Tensor], visible: Tensor, cache: KVCache, count: int
+    ) -> Tensor:
+        """The graph over all of the cache and `count` scratch rows, behind the pass's own copies of
+        the last one that nobody commits: so there are few graphs."""
         n, span = visible.shape[2:]
-        count = min(next(count for count in COUNTS if count >= n), cache.room)
         if count > n:
             rows = torch.arange(count, device=visible.device).clamp_(max=n - 1)
             tensors, visible = [x[:, rows] for x in tensors], visible[:, :, rows]
@@ -153,9 +158,9 @@ def compile_module(
         module.compiled = Compiled(module, graph_on_gpu(module), whole=True)
         return
     path = cache_folder() / f"{digest(module)}.pt2"
-    if not path.exists():
+    if not is_there(path):
         check_compiler("cpu")
-        part = path.with_suffix(f".{os.getpid()}.part.pt2")
+        part = path.with_suffix(f".{uuid4().hex}.part.pt2")
         several, *others = (example(model, inputs, n, len(layers_of(module))) for n in (5, 1, MOST))
         try:
             with tqdm(total=1, desc="compiling, once", unit="graph") as bar:
@@ -167,8 +172,6 @@ def compile_module(
         finally:
             part.unlink(missing_ok=True)
         forget_old_files(path.parent)
-    with contextlib.suppress(OSError):  # somebody else's
-        path.touch()
     module.compiled = Compiled(module, opened(path))
 
 
@@ -272,11 +275,23 @@ def cache_folder() -> Path:
     return folder
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is such a file, which counts as opened now."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    except OSError:  # somebody else's
+        pass
+    return True
+
+
 def forget_old_files(folder: Path) -> None:
     """Delete what no run has opened for long: weights and code change, files are large."""
     for file in folder.iterdir():
-        if time.time() - file.stat().st_mtime > KEPT:
-            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # deleted by another run, or somebody else's
+            if time.time() - file.stat().st_mtime > KEPT:
+                file.unlink()
 
 
 def digest(module: nn.Module) -> str:
@@ -284,7 +299,8 @@ def digest(module: nn.Module) -> str:
     sources = model_module, linear, int8, type(module), sys.modules[__name__]
     code = "".join(map(inspect.getsource, sources))
     place = torch.__version__, torch.version.git_version, processor(), torch.get_num_threads()
-    found = hashlib.blake2b((code + repr((place, module.config))).encode(), digest_size=12)
+    place += MOST, int8.multiplies_bytes(), module.config
+    found = hashlib.blake2b((code + repr(place)).encode(), digest_size=12)
     for name, weight in weights_of(module):
         found.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         if not weight.is_meta:  # packed: comes below its product's name

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from minispec.cache import KVCache
 from minispec.linear import joined_in
 from minispec.model import Transformer
 from minispec.sampling import best
@@ -15,7 +16,7 @@ from minispec.sampling import best
 T = TypeVar("T")
 COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows at which the curve is measured
 COPIED = 2**28  # bytes of the copy by which memory is timed
-SIDES = {"cpu": 1024, "cuda": 8192}  # of the square product by which arithmetic is timed
+SIDES = {"cpu": 1024, "cuda": 8192}
 LONG_ENOUGH = 0.05  # seconds that a measurement takes at least
 
 
@@ -50,10 +51,15 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * COPIED / least_seconds(one_copy(device))
 
 
+def side_of(device: torch.device) -> int:
+    """Of the square product by which a device's arithmetic is timed."""
+    return SIDES.get(device.type, 2048)
+
+
 def one_product(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
     """A product of two square matrices, to be timed: each byte is used so often that the speed of
     arithmetic decides."""
-    side = SIDES.get(device.type, 2048)
+    side = side_of(device)
     square = torch.full((side, side), 0.5, dtype=dtype, device=device)
     return lambda: (square @ square)[-1, -1].item()
 
@@ -85,11 +91,13 @@ def floors_and_passes(
     """`floor_seconds`; the least time of a row's arithmetic, at the speed of a large product (None
     in int8, whose products are of another kind); and what a pass over one token takes, of the model
     and of others. Timed in turn, as a shared machine's speed changes from minute to minute."""
-    square = one_product(model.device, model.dtype)
-    passes = [one_pass(each, 1) for each in (model, *others)]
-    copy, product, *own = least_in_turn([one_copy(model.device), square, *passes])
-    each = product / SIDES.get(model.device.type, 2048) ** 3
-    row = None if model.quantized else products_per_row(model) * each
+    tasks = [one_copy(model.device), *(one_pass(each, 1) for each in (model, *others))]
+    if not model.quantized:
+        tasks.append(one_product(model.device, model.dtype))
+    copy, *own = least_in_turn(tasks)
+    row = None
+    if not model.quantized:
+        row = products_per_row(model) * own.pop() / side_of(model.device) ** 3
     return bytes_per_pass(model) * copy / (2 * COPIED), row, own
 
 
@@ -104,10 +112,10 @@ def where_arithmetic_decides(floor: float, row: float, own: float, curve: dict[i
     )
 
 
-def one_pass(model: Transformer, n: int) -> Callable[[], object]:
-    """A pass over `n` tokens, to be timed, behind an empty cache: what attention reads of a text
-    is not in it."""
-    cache, tokens = model.new_cache(max(n, 64)), [0] * n
+def one_pass(model: Transformer, n: int, cache: KVCache | None = None) -> Callable[[], object]:
+    """A pass over `n` tokens, to be timed, over an empty cache: what attention reads of a text is
+    not in it (but graphs on a GPU read all of the cache)."""
+    cache, tokens = cache or model.new_cache(max(n, 64)), [0] * n
 
     @torch.inference_mode()
     def run() -> list:
@@ -153,8 +161,8 @@ def cost_curve(model: Transformer) -> list[float]:
     """curve[n] = pass(n) / pass(1) for n from 1 to 64, or to the largest power of two in the
     context; measured once a model.
 
-    Measured at powers of two, in turn, and linear between them; never falling, as more rows cannot
-    cost less.
+    Measured at powers of two, in turn, and linear between them (for graphs on a GPU, which fill up
+    rows to the next, that one's cost); never falling, as more rows cannot cost less.
     """
     return once(model, "curve", lambda: measured_curve(model))
 
@@ -162,9 +170,12 @@ def cost_curve(model: Transformer) -> list[float]:
 def measured_curve(model: Transformer) -> list[float]:
     """`cost_curve`, measured now."""
     counts = [n for n in COUNTS if n <= model.config.context]
-    seconds = least_in_turn([one_pass(model, n) for n in counts])
+    cache = model.new_cache(64)
+    seconds = least_in_turn([one_pass(model, n, cache) for n in counts])
+    filled_up = model.compiled is not None and model.compiled.whole
     curve = [0.0, 1.0]
     for (m, a), (n, b) in zip(zip(counts, seconds), zip(counts[1:], seconds[1:])):
         for i in range(m + 1, n + 1):
-            curve.append(max(curve[-1], (a + (b - a) * (i - m) / (n - m)) / seconds[0]))
+            cost = b if filled_up else a + (b - a) * (i - m) / (n - m)
+            curve.append(max(curve[-1], cost / seconds[0]))
     return curve

@@ -613,7 +613,7 @@ def training_arguments(
         "--dtype", choices=["float32", "bfloat16"], default="float32",
         help="of the matrix products (bfloat16 is ten times faster where AMX or a GPU is)",
     )  # fmt: skip
-    p.add_argument("--compile", action="store_true", help="torch.compile (needs a C++ compiler)")
+    p.add_argument("--compile", action="store_true", help="torch.compile (needs a compiler)")
     p.add_argument("--device", default="auto")
     p.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
 
@@ -645,7 +645,7 @@ def checked(args: argparse.Namespace, least_context: int = 2) -> argparse.Namesp
         args.init = None
     args.dtype = getattr(torch, args.dtype)
     args.device = pick_device(args.device)
-    if args.compile:
+    if args.compile and args.device.type != "mps":
         check_compiler(args.device.type)
     return args
 

@@ -24,6 +24,7 @@ from minispec.cost import (
     floors_and_passes,
     where_arithmetic_decides,
 )
+from minispec.errors import UserError
 from minispec.generate import peak_memory
 from minispec.model import Config, Transformer, count_parameters
 from minispec.sampling import Randomness, Sampling, Seeded, probs
@@ -106,6 +107,9 @@ def bench_shape(args: argparse.Namespace) -> None:
     dtype = pick_dtype(args.dtype, device)
     before = peak_memory(device) or 0
     stored = args.stored or "bfloat16"  # as most checkpoints are
+    if getattr(torch, stored).itemsize > dtype.itemsize:
+        narrow = str(dtype).removeprefix("torch.")
+        raise UserError(f"--stored {stored} needs --dtype {stored}: {narrow} has fewer bits")
     model = random_weights(
         SHAPES[args.shape], dtype, device, args.quantize is not None, stored=getattr(torch, stored)
     )

@@ -87,6 +87,7 @@ def test_the_command_writes_json_and_refuses_nonsense(tmp_path, capsys):
         ["--acceptance", "0.5"], ["--shape", "qwen2.5-0.5b", "--acceptance", "2"],
         ["--shape", "qwen2.5-0.5b", "--data", str(tmp_path)],
         ["--shape", "qwen2.5-0.5b", "--model", str(tmp_path)], ["--stored", "float32"],
+        ["--shape", "smollm2-135m", "--stored", "float32", "--dtype", "bfloat16"],
         ["--methods", "medusa"], ["--shape", "qwen2.5-0.5b", "--methods", "medusa"],
         ["--advise", "--json"], ["--advise", "--temperature", "0"],
         ["--questions", "q", "--answers", "a", "--temperature", "0,1"],

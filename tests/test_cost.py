@@ -8,6 +8,7 @@ from conftest import random_model, random_tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from minispec import cost
+from minispec.compiled import Compiled
 
 
 def test_the_cost_curve_never_falls_and_is_measured_once():
@@ -15,6 +16,16 @@ def test_the_cost_curve_never_falls_and_is_measured_once():
     curve = cost.cost_curve(model)
     assert len(curve) == 33 and curve[1] == 1.0 and curve == sorted(curve)
     assert cost.cost_curve(model) is curve
+
+
+def test_graphs_that_fill_rows_up_cost_what_the_next_power_of_two_does(monkeypatch):
+    model = random_model(context=20)
+    monkeypatch.setattr(cost, "least_in_turn", lambda tasks: [2.0, 3.0, 5.0, 9.0, 12.0])
+    assert cost.measured_curve(model)[:10] == [0, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 4.6875]
+    for whole in True, False:
+        model.compiled = Compiled(model, None, whole)
+        curve = cost.measured_curve(model)
+        assert curve[9] == (6 if whole else 4.6875) and curve[8] == 4.5 and len(curve) == 17
 
 
 def test_what_is_known_is_known_of_one_way_to_run():
