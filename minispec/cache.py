@@ -29,13 +29,14 @@ class KVCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        shape = (batch, capacity, heads, head_dim)
-        # of each layer; K is stored rotated
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        shape = (2, layers, batch, capacity, heads, head_dim)
+        self.kv = torch.zeros(shape, dtype=dtype, device=device)  # K is stored rotated
+        # of each layer (batch, capacity, heads, head_dim), the same memory; .data, as for gradients
+        # a write to one layer's rows is none to another's
+        self.k, self.v = ([self.kv[i, layer].data for layer in range(layers)] for i in (0, 1))
         self.lengths = [0] * batch
         self.capacity = capacity
-        self.device = self.k[0].device
+        self.device = self.kv.device
         # (B, 1), the row index of a write
         self.sequence = torch.arange(batch, device=device)[:, None]
         self.row = torch.arange(capacity, device=device)
@@ -99,8 +100,8 @@ class KVCache:
         assert path == sorted(set(path)), "a path descends: its rows are distinct and ascending"
         if path != list(range(len(path))):  # a chain's rows already lie where they belong
             rows = torch.tensor(path, device=self.device) + start
-            for each in (*self.k, *self.v):  # K was rotated at its depth, which is its final row
-                each[:, start : start + len(path)] = each[:, rows]
+            # K was rotated at its depth, which is its final row
+            self.kv[:, :, :, start : start + len(path)] = self.kv[:, :, :, rows]
         self.lengths = [start + len(path)]
 
     def extend(self, counts: list[int]) -> None:

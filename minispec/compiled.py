@@ -89,8 +89,7 @@ class Compiled:
         free = self.free.setdefault(capacity, [])
         with torch.inference_mode(False):  # to be written within and without
             kept = free.pop() if free else make(capacity)
-            for each in (*kept.k, *kept.v):
-                each.zero_()
+            kept.kv.zero_()
         cache = copy.copy(kept)
         cache.truncate(0)
         weakref.finalize(cache, free.append, kept)
