@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from minispec.cache import KVCache
-from minispec.linear import joined_in
+from minispec.linear import joined_in, pack
 from minispec.model import Transformer
 from minispec.sampling import best
 
@@ -56,12 +56,15 @@ def side_of(device: torch.device) -> int:
     return SIDES.get(device.type, 2048)
 
 
-def one_product(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """A product of two square matrices, to be timed: each byte is used so often that the speed of
-    arithmetic decides."""
+def large_products(device: torch.device, dtype: torch.dtype) -> list[Callable[[], object]]:
+    """Products of two square matrices, to be timed: each byte is used so often that the speed of
+    arithmetic decides. torch's plain one, and one whose weight is packed where that is possible:
+    which of them is the fast one depends on the processor's maker."""
     side = side_of(device)
     square = torch.full((side, side), 0.5, dtype=dtype, device=device)
-    return lambda: (square @ square)[-1, -1].item()
+    packed = pack(square)
+    ways = [lambda: square @ square, lambda: packed.product(square, None)]
+    return [lambda way=way: way()[-1, -1].item() for way in (ways if packed else ways[:1])]
 
 
 def bytes_per_pass(model: Transformer) -> int:
@@ -91,13 +94,11 @@ def floors_and_passes(
     """`floor_seconds`; the least time of a row's arithmetic, at the speed of a large product (None
     in int8, whose products are of another kind); and what a pass over one token takes, of the model
     and of others. Timed in turn, as a shared machine's speed changes from minute to minute."""
-    tasks = [one_copy(model.device), *(one_pass(each, 1) for each in (model, *others))]
-    if not model.quantized:
-        tasks.append(one_product(model.device, model.dtype))
-    copy, *own = least_in_turn(tasks)
-    row = None
-    if not model.quantized:
-        row = products_per_row(model) * own.pop() / side_of(model.device) ** 3
+    passes = [one_pass(each, 1) for each in (model, *others)]
+    products = [] if model.quantized else large_products(model.device, model.dtype)
+    copy, *times = least_in_turn([one_copy(model.device), *passes, *products])
+    own, its = times[: len(passes)], times[len(passes) :]
+    row = products_per_row(model) * min(its) / side_of(model.device) ** 3 if its else None
     return bytes_per_pass(model) * copy / (2 * COPIED), row, own
 
 

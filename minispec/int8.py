@@ -258,7 +258,7 @@ class Lines:
         lines, first = (in_turn_kept if keep else in_turn)(count, n, self.inputs)
         y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
             self.table, lines, first,
-            per_sample_weights=x.reshape(1, -1).expand(count, -1).contiguous().view(-1),
+            per_sample_weights=x.reshape(-1).repeat(count),
         )  # fmt: skip
         return y.view(-1, n, self.block)
 

@@ -7,7 +7,7 @@ import torch
 from conftest import random_model, random_tokens
 from torch.utils.flop_counter import FlopCounterMode
 
-from minispec import cost
+from minispec import cost, linear
 from minispec.compiled import Compiled
 
 
@@ -79,10 +79,11 @@ def test_a_row_s_products_are_those_that_torch_counts(n, changes):
 
 
 def test_the_floors_are_times_of_the_whole_model(monkeypatch):
-    """A copy of 2^20 bytes takes a second here, a product of 64^3 two, passes three and four."""
-    seconds = {"copy": 1.0, "product": 2.0}
+    """A copy of 2^20 bytes takes a second here, products of 64^3 two and five, passes three and
+    four."""
+    seconds = {"copy": 1.0, "plain": 5.0, "packed": 2.0}
     monkeypatch.setattr(cost, "one_copy", lambda device: "copy")
-    monkeypatch.setattr(cost, "one_product", lambda device, dtype: "product")
+    monkeypatch.setattr(cost, "large_products", lambda device, dtype: ["plain", "packed"])
     monkeypatch.setattr(cost, "one_pass", lambda model, n: model)
     monkeypatch.setattr(cost, "least_in_turn", lambda tasks: [seconds[each] for each in tasks])
     model, other = random_model(), random_model(1)
@@ -92,6 +93,16 @@ def test_the_floors_are_times_of_the_whole_model(monkeypatch):
     assert row == cost.products_per_row(model) * 2 / 64**3
     model.prepare(quantize=True)
     assert cost.floors_and_passes(model)[1] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_large_products_are_all_of_the_same_squares(dtype, monkeypatch):
+    """The plain one everywhere; the packed one where such weights are packed."""
+    monkeypatch.setitem(cost.SIDES, "cpu", 1024)
+    square = torch.full((1024, 1024), 0.5, dtype=dtype)
+    products = cost.large_products(torch.device("cpu"), dtype)
+    assert len(products) == 1 + linear.packable(square)
+    assert [product() for product in products] == [256.0] * len(products)
 
 
 def test_where_arithmetic_decides_is_said():
