@@ -252,7 +252,7 @@ class Packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.memory, bias, "none", [], "")
         # of one row a sum of lines, each times its input: read faster so than by oneDNN (and added
         # one by one, so that of 10,000 inputs the sum is ten times as far off as of two rows)
-        scales = x.view(1, -1).expand(len(self.first), -1).contiguous().view(-1)
+        scales = x.reshape(-1).repeat(len(self.first))
         y, *_ = torch.embedding_bag(
             self.table, self.lines, self.first, mode=0, per_sample_weights=scales
         )
