@@ -100,6 +100,22 @@ def test_what_float16_holds_is_kept_so_and_multiplied_in_float32(size, kind, mon
     assert torch.equal(layer.weight, weight)
 
 
+@needs_halves
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_product_does_not_ask_packed_parts_for_another_function(parts, monkeypatch):
+    """Where they have none, torch learns it by an exception: twice the time of a small product."""
+    monkeypatch.setattr("minispec.linear.SMALL", 0)
+    monkeypatch.setattr("minispec.linear.WHOLE", 64 * 64 if parts > 1 else 2**24)
+    joined = Joined(layer_of(torch.randn(64 * parts, 64).bfloat16().float()))
+    assert isinstance(joined.packed, Half) and len(joined.packed.parts) == parts
+    expected, asked = joined(torch.ones(2, 64)), []
+    answer = classmethod(lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(torch.ScriptObject, "__torch_function__", answer, raising=False)
+    torch.ops.quantized.linear_dynamic_fp16(torch.ones(2, 64), joined.packed.parts[0])
+    assert len(asked) == 1  # torch still asks
+    assert torch.equal(joined(torch.ones(2, 64)), expected) and len(asked) == 1
+
+
 @pytest.mark.parametrize("kind", ["plain", "half", "packed", "int8"])
 @pytest.mark.parametrize("trained", [True, False])
 def test_what_inference_made_and_gave_back_can_be_trained(kind, trained, monkeypatch):
