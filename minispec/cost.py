@@ -59,7 +59,8 @@ def side_of(device: torch.device) -> int:
 def large_products(device: torch.device, dtype: torch.dtype) -> list[Callable[[], object]]:
     """Products of two square matrices, to be timed: each byte is used so often that the speed of
     arithmetic decides. torch's plain one, and one whose weight is packed where that is possible:
-    which of them is the fast one depends on the processor's maker."""
+    which of them is the fast one, by more than twice, depends on the processor's maker. (The kernel
+    of linear.Half is the slower for large ones.)"""
     side = side_of(device)
     square = torch.full((side, side), 0.5, dtype=dtype, device=device)
     packed = pack(square)
@@ -91,9 +92,10 @@ def floor_seconds(model: Transformer) -> float:
 def floors_and_passes(
     model: Transformer, *others: Transformer
 ) -> tuple[float, float | None, list[float]]:
-    """`floor_seconds`; the least time of a row's arithmetic, at the speed of a large product (None
-    in int8, whose products are of another kind); and what a pass over one token takes, of the model
-    and of others. Timed in turn, as a shared machine's speed changes from minute to minute."""
+    """`floor_seconds`; the least time of a row's arithmetic, at the speed of the fastest of
+    `large_products` (None in int8, whose products are of another kind); and what a pass over one
+    token takes, of the model and of others. Timed in turn, as a shared machine's speed changes from
+    minute to minute."""
     passes = [one_pass(each, 1) for each in (model, *others)]
     products = [] if model.quantized else large_products(model.device, model.dtype)
     copy, *times = least_in_turn([one_copy(model.device), *passes, *products])

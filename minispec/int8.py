@@ -257,9 +257,8 @@ class Lines:
         keep = not torch.compiler.is_compiling() and count * n * self.inputs <= KEPT
         lines, first = (in_turn_kept if keep else in_turn)(count, n, self.inputs)
         y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-            self.table, lines, first,
-            per_sample_weights=x.reshape(-1).repeat(count),
-        )  # fmt: skip
+            self.table, lines, first, per_sample_weights=x.reshape(-1).repeat(count)
+        )
         return y.view(-1, n, self.block)
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -153,8 +153,9 @@ class Half:
         """x (..., in) -> (..., out)."""
         if x.dim() == 1:  # which the kernel refuses
             return self.product(x[None], bias)[0]
-        # past the search of each argument for what tracing and subclasses of tensors put in its
-        # place, for which torch catches an exception a call: 7 of its 10 us
+        # 7 of a call's 10 us are saved: `_op` is past a search of the arguments for tracing's
+        # stand-ins, and within the block torch does not ask whether a packed part brings a function
+        # of its own, which it learns by an exception
         times, (first, *more) = torch.ops.quantized.linear_dynamic_fp16._op, self.parts
         with torch._C.DisableTorchFunctionSubclass():
             y = times(x, first)

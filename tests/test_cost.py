@@ -78,10 +78,11 @@ def test_a_row_s_products_are_those_that_torch_counts(n, changes):
         assert cost.products_per_row(packed) == cost.products_per_row(model)
 
 
-def test_the_floors_are_times_of_the_whole_model(monkeypatch):
+@pytest.mark.parametrize("plain, packed", [(5.0, 2.0), (2.0, 5.0)])
+def test_the_floors_are_times_of_the_whole_model(plain, packed, monkeypatch):
     """A copy of 2^20 bytes takes a second here, products of 64^3 two and five, passes three and
     four."""
-    seconds = {"copy": 1.0, "plain": 5.0, "packed": 2.0}
+    seconds = {"copy": 1.0, "plain": plain, "packed": packed}
     monkeypatch.setattr(cost, "one_copy", lambda device: "copy")
     monkeypatch.setattr(cost, "large_products", lambda device, dtype: ["plain", "packed"])
     monkeypatch.setattr(cost, "one_pass", lambda model, n: model)
@@ -96,13 +97,20 @@ def test_the_floors_are_times_of_the_whole_model(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_large_products_are_all_of_the_same_squares(dtype, monkeypatch):
-    """The plain one everywhere; the packed one where such weights are packed."""
+def test_large_products_are_plain_and_where_there_is_such_packed(dtype, monkeypatch):
     monkeypatch.setitem(cost.SIDES, "cpu", 1024)
-    square = torch.full((1024, 1024), 0.5, dtype=dtype)
-    products = cost.large_products(torch.device("cpu"), dtype)
+    square, cpu = torch.full((1024, 1024), 0.5, dtype=dtype), torch.device("cpu")
+    products = cost.large_products(cpu, dtype)
     assert len(products) == 1 + linear.packable(square)
     assert [product() for product in products] == [256.0] * len(products)
+    for packed, values in ((None, [256.0]), (Packed(), [256.0, 2.0])):
+        monkeypatch.setattr(cost, "pack", lambda weight: packed)
+        assert [product() for product in cost.large_products(cpu, dtype)] == values
+
+
+class Packed:
+    def product(self, x: torch.Tensor, bias: None) -> torch.Tensor:
+        return torch.full_like(x, 2.0)
 
 
 def test_where_arithmetic_decides_is_said():
