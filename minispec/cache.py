@@ -31,9 +31,9 @@ class KVCache:
     ):
         shape = (2, layers, batch, capacity, heads, head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)  # K is stored rotated
-        # of each layer (batch, capacity, heads, head_dim), in the same memory. .data, as views share
-        # a version: a layer's write would spoil what autograd kept of another's. So gradients know
-        # nothing of `commit`'s moves.
+        # of each layer (batch, capacity, heads, head_dim), in the same memory. `.data`, as views
+        # share a version: a layer's write would spoil what autograd kept of another's. So gradients
+        # know nothing of `commit`'s moves.
         self.k, self.v = ([self.kv[i, layer].data for layer in range(layers)] for i in (0, 1))
         self.lengths = [0] * batch
         self.capacity = capacity

@@ -213,7 +213,7 @@ def test_files_that_nobody_opens_are_deleted_in_time(tmp_path, monkeypatch):
 def test_gpu_graphs_compute_the_same_where_the_backend_is_eager():
     """CUDA graphs need a GPU; what is captured does not."""
     plain, graphed = random_model(2, context=150), random_model(2, context=150)
-    counter = CompileCounterWithBackend("aot_eager")  # which sees that layers share a cache's memory
+    counter = CompileCounterWithBackend("aot_eager")  # it knows that layers share a cache's memory
     graph = graph_on_gpu(graphed, backend=counter)
     graphed.compiled = Compiled(graphed, graph, whole=True)
     with torch.inference_mode():
