@@ -64,7 +64,7 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
         return OneHot(best(logits), logits.shape[-1])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # the largest becomes 0 first: a tiny temperature must not make infinities of all
-    logits = logits - logits.max(-1, keepdim=True).values
+    logits = logits - logits.amax(-1, keepdim=True)
     logits = logits / max(sampling.temperature, 1e-30)  # float32 has no number near 1e-46
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k).values[..., -1:]
