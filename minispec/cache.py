@@ -32,8 +32,7 @@ class KVCache:
         shape = (2, layers, batch, capacity, heads, head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)  # K is stored rotated
         # of each layer (batch, capacity, heads, head_dim), in the same memory. `.data`, as views
-        # share a version: a layer's write would spoil what autograd kept of another's. So gradients
-        # know nothing of `commit`'s moves.
+        # share a version: a layer's write would spoil what autograd kept of another's
         self.k, self.v = ([self.kv[i, layer].data for layer in range(layers)] for i in (0, 1))
         self.lengths = [0] * batch
         self.capacity = capacity
@@ -100,6 +99,8 @@ class KVCache:
         start = self.length
         assert path == sorted(set(path)), "a path descends: its rows are distinct and ascending"
         if path != list(range(len(path))):  # a chain's rows already lie where they belong
+            graded = any(each.requires_grad for each in (*self.k, *self.v))
+            assert not (graded and torch.is_grad_enabled()), "gradients would not follow the rows"
             rows = torch.tensor(path, device=self.device) + start
             # K was rotated at its depth, which is its final row
             self.kv[:, :, :, start : start + len(path)] = self.kv[:, :, :, rows]

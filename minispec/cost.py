@@ -59,13 +59,13 @@ def side_of(device: torch.device) -> int:
 def large_products(device: torch.device, dtype: torch.dtype) -> list[Callable[[], object]]:
     """Products of two square matrices, to be timed: each byte is used so often that the speed of
     arithmetic decides. torch's plain one, and one whose weight is packed where that is possible:
-    which of them is the fast one, by more than twice, depends on the processor's maker. (The kernel
-    of linear.Half is the slower for large ones.)"""
+    which of them is the fast one, by more than twice, depends on the processor's maker."""
     side = side_of(device)
     square = torch.full((side, side), 0.5, dtype=dtype, device=device)
-    packed = pack(square)
-    ways = [lambda: square @ square, lambda: packed.product(square, None)]
-    return [lambda way=way: way()[-1, -1].item() for way in (ways if packed else ways[:1])]
+    products, packed = [lambda: square @ square], pack(square)
+    if packed is not None:
+        products.append(lambda: packed.product(square, None))
+    return [lambda product=product: product()[-1, -1].item() for product in products]
 
 
 def bytes_per_pass(model: Transformer) -> int:
