@@ -11,7 +11,6 @@ Greedy output is compared with plain decoding's token by token on the way.
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,9 +29,12 @@ from minispec.generate import (
     check_vocabularies,
     compile_parts,
     decode,
+    earlier_tokens,
     peak_memory,
+    read_text,
     stream,
 )
+from minispec.lookahead import memory_of
 from minispec.medusa import load_heads
 from minispec.model import Transformer
 from minispec.plots import PICTURES, save_plots
@@ -284,6 +286,9 @@ def all_methods(
             yield f"lookahead ({w},{n},{g})", {"window": w, "ngram": n, "guesses": g}
     if asked("lookahead-auto"):
         yield "lookahead-auto", {}
+        if args.earlier is not None:
+            known = memory_of([earlier_tokens(args.earlier, model, tokenizer)])
+            yield "lookahead-auto earlier", {"earlier": known}
     if asked("fastmtp") and args.mtp:
         head, file = load_head(args.mtp, model, tokenizer), Path(args.mtp) / "vocabulary.json"
         words = load_vocabulary(file, model, tokenizer) if file.exists() else None
@@ -307,9 +312,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--prompts", type=int, default=20, help="how many at most")
     p.add_argument("--repeat", type=int, default=1, metavar="R",
                    help="runs per prompt and method, of which the middle one counts")  # fmt: skip
-    p.add_argument("--earlier", type=int, default=0, metavar="N",
-                   help="with --data: lookahead-auto once more, its memory filled (before the "
-                   "clock starts) from N texts of the target's after other beginnings")  # fmt: skip
+    p.add_argument("--earlier", metavar="FILE",
+                   help="lookahead-auto once more, its memory filled (before the clock starts) "
+                   "from a UTF-8 text: shipped is weights/lookahead/stories_en.txt")  # fmt: skip
     p.add_argument("--max-new-tokens", type=int, default=150)
     p.add_argument("--temperature", help="one or several, between commas (default: 0,0.7)")
     p.add_argument("--k", type=int, default=4, help="drafts of the draft model")
@@ -350,9 +355,9 @@ def check(args: argparse.Namespace) -> list[float]:
             check_package(package, f"--{flag}")
     if args.against and args.quantize:
         raise UserError("--against transformers compares float weights: leave --quantize out")
-    if args.earlier < 0:
-        raise UserError(f"--earlier {args.earlier}: must be a number of texts, from 0 on")
     check_report(args)
+    if args.earlier is not None:
+        args.earlier = read_text(args.earlier, "--earlier")
     default = "0" if args.questions else "0,0.7"
     try:
         temperatures = [float(part) for part in (args.temperature or default).split(",")]
@@ -384,8 +389,6 @@ def check_report(args: argparse.Namespace) -> None:
             raise UserError(f"--{report} {why}: leave --{flag} out")
     if (args.questions is None) != (args.answers is None):
         raise UserError("--questions FILE and --answers DIR belong together")
-    if args.earlier and args.data is None:
-        raise UserError("--earlier needs --data, whose held-out texts it begins like")
     if args.earlier and args.methods and "lookahead-auto" not in args.methods.split(","):
         raise UserError("--earlier is for lookahead-auto: add it to --methods")
     args.model = args.model or str(WEIGHTS / "target")
@@ -407,7 +410,7 @@ def main(argv: list[str] | None = None) -> None:
         compile_parts(model, {k: v for each in methods.values() for k, v in each.items()})
     if args.questions:
         return answer_questions(args, model, tokenizer, methods, temperatures[0])
-    texts, others = beginnings(args, tokenizer)
+    texts = beginnings(args, tokenizer)
     if args.advise:
         return advise(model, tokenizer, methods, texts, args.max_new_tokens)
     drafts = [options["draft"] for options in methods.values() if "draft" in options]
@@ -415,49 +418,19 @@ def main(argv: list[str] | None = None) -> None:
     rows = []
     for kind, prompts in texts.items():
         for temperature in temperatures:
-            every = methods | after_texts(model, tokenizer, others[kind], temperature, args)
-            found = table(model, tokenizer, every, kind, prompts, temperature, machine, args)
+            found = table(model, tokenizer, methods, kind, prompts, temperature, machine, args)
             if not args.json:
                 show(found, len(prompts))
             rows += found
     report(args, rows, machine)
 
 
-def beginnings(
-    args: argparse.Namespace, tokenizer: Tokenizer
-) -> tuple[dict[str, list], dict[str, list]]:
-    """Of each kind the prompts, and --earlier more beginnings, none of them equal to a prompt."""
+def beginnings(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, list]:
+    """Of each kind the prompts."""
     kinds = list(KINDS) if args.kind == "all" else [args.kind]
     if args.data is None:
-        return dict.fromkeys(kinds, PROMPTS[: args.prompts]), dict.fromkeys(kinds, [])
-    n = args.prompts if not args.earlier else sys.maxsize
-    texts = held_out_prompts(args.data, kinds, tokenizer, n)
-    others = {}
-    for kind, every in texts.items():
-        texts[kind], rest = every[: args.prompts], every[args.prompts :]
-        rest = [each for each in rest if each not in texts[kind]]
-        if len(rest) < args.earlier:
-            raise UserError(
-                f"--earlier {args.earlier}: {args.data} holds only {len(rest)} other held-out "
-                f"texts of the kind {kind}"
-            )
-        others[kind] = rest[: args.earlier]
-    return texts, others
-
-
-def after_texts(
-    model: Transformer, tokenizer: Tokenizer, others: list, temperature: float,
-    args: argparse.Namespace,
-) -> dict[str, dict]:  # fmt: skip
-    """A row for lookahead-auto whose memory begins with what the target writes after the beginnings
-    `others`, as in a process that has answered them; {} if there are none. Learning it counts as
-    prefill."""
-    earlier = []
-    for prompt in tqdm(others, desc="earlier texts", unit="text", disable=not others):
-        run = decode(model, tokenizer, prompt, max_new_tokens=args.max_new_tokens,
-                     temperature=temperature)  # fmt: skip
-        earlier.append(prompt + run.tokens)
-    return {"lookahead-auto earlier": {"earlier": earlier}} if earlier else {}
+        return dict.fromkeys(kinds, PROMPTS[: args.prompts])
+    return held_out_prompts(args.data, kinds, tokenizer, args.prompts)
 
 
 def table(

@@ -731,9 +731,11 @@ def pool_problem(seed: int) -> str | None:
 
 
 def memory_problem(seed: int) -> str | None:
-    """Against a search through texts, which the memory learnt bit by bit."""
-    rng, memory, texts = random.Random(seed), lookahead.Memory(3), []
-    for _ in range(4):
+    """Against a search through texts, which the memory learnt bit by bit, above one of others."""
+    rng, texts = random.Random(seed), []
+    earlier = [rng.choices(range(3), k=rng.randint(1, 20)) for _ in range(seed % 3)]
+    memory = lookahead.Memory(3, lookahead.memory_of(earlier))
+    for _ in range(rng.randint(0, 4)):
         texts.append(rng.choices(range(3), k=rng.randint(1, 40)))
         at = 0
         while at < len(texts[-1]):
@@ -743,8 +745,12 @@ def memory_problem(seed: int) -> str | None:
     for _ in range(40):
         context = rng.choices(range(4), k=rng.randint(0, 5))
         ends = [context[-n:] for n in (3, 2, 1) if n <= len(context)]
-        followed = (Counter(what_followed(end, texts)) for end in ends)
-        counts = next(filter(None, followed), Counter())
+        followed = (
+            (Counter(what_followed(end, texts)), Counter(what_followed(end, earlier)))
+            for end in ends
+        )
+        own, theirs = next(filter(any, followed), (Counter(), Counter()))
+        counts = theirs + Counter((lookahead.OWN if theirs else 1) * list(own.elements()))
         expected = {token: n / (1 + counts.total()) for token, n in counts.items()}
         found = memory.after(context)
         falling = sorted((share for _, share in found), reverse=True)

@@ -31,6 +31,7 @@ from minispec.checkpoint import (
     check_tokenizer,
     digest,
     load,
+    read_tokenizer,
     save,
     write_tensors,
 )
@@ -256,6 +257,18 @@ def read_own(path: Path, tokenizer: Tokenizer | None = None) -> list[dict]:
     for theirs in {row.get("tokenizer") for row in rows}:  # None in older files
         check_fingerprint(str(path), theirs, tokenizer)
     return rows
+
+
+def as_text(args: argparse.Namespace) -> None:
+    """Write what the target itself wrote, without the beginnings and special tokens, an empty line
+    between documents."""
+    prepare_file(args.out, "--out")
+    tokenizer = read_tokenizer(args.model)
+    rows = [row for path in args.own for row in read_own(path, tokenizer)]
+    documents = [tokenizer.decode(row["tokens"]).strip() for row in rows]
+    if not any(documents):
+        raise UserError(f"{args.own[0]} holds no text: give more")
+    args.out.write_text("\n\n".join(documents) + "\n", encoding="utf-8")
 
 
 def read_training(
@@ -638,7 +651,7 @@ def medusa_heads(args: argparse.Namespace) -> None:
     heads.half().float()  # as they are stored
     ranks = [ranks_of(heads, target, states[i], labels[i]) for i in measured]
     heads.accuracy = accuracy_of(torch.cat(ranks, 1))
-    best = max(candidates(ranks, heads, target.prepare()), key=lambda tree: tree.speedup)
+    best = max(candidates(ranks, heads.prepare(), target.prepare()), key=lambda tree: tree.speedup)
     heads.tree = best.paths
     save_heads(heads, args.out, args.model, tokenizer, torch.float16)
     (args.out / "README.md").write_text(medusa_card(trainer, args, heads, best), encoding="utf-8")
@@ -1047,7 +1060,7 @@ def sampling_arguments(
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = Parser(prog="python -m minispec.distill", description=__doc__.split("\n\n")[0])
     commands = p.add_subparsers(dest="command", required=True)
-    for add in add_generate, add_draft, add_medusa, add_mtp, add_tree:
+    for add in add_generate, add_text, add_draft, add_medusa, add_mtp, add_tree:
         add(commands).add_argument("--model", default="weights/target", help="the target")
     args, rest = p.parse_known_args(argv)
     if rest:
@@ -1055,6 +1068,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     rows = {"draft": 2, "medusa": 1, "mtp": 5}  # the least --context
     if args.command in rows:
         return checked(args, rows[args.command])
+    if args.command == "text":
+        return args
     check_seed(args.seed)
     counts = "documents", "tokens", "batch", "prompt_tokens", "nodes", "measured"
     for name in counts:
@@ -1079,6 +1094,14 @@ def add_generate(commands) -> argparse.ArgumentParser:
     sampling_arguments(g, temperature=0.6, top_k=20, top_p=0.95)
     g.add_argument("--out", type=Path, required=True, help="a .jsonl file, appended to")
     return g
+
+
+def add_text(commands) -> argparse.ArgumentParser:
+    t = commands.add_parser("text", help="that text as a text file, for generate --earlier")
+    t.set_defaults(run=as_text)
+    own_argument(t)
+    t.add_argument("--out", type=Path, required=True, help="a .txt file")
+    return t
 
 
 def add_draft(commands) -> argparse.ArgumentParser:

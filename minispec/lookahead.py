@@ -6,7 +6,7 @@ this map on a block of guessed tokens. Lookahead keeps the trajectory of the ite
 along it are good guesses later, wherever their first token comes up again.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -234,6 +234,7 @@ def check_sizes(window: int, ngram: int, guesses: int, context: int) -> None:
 WIDTHS = 0, 5, 10, 15
 NGRAM = 5
 ORDER = 4  # the most tokens of a context
+OWN = 4  # as much as once in earlier texts counts once in this one
 PERIOD = 32  # passes between two choices of W
 DEBT, CREDIT = 0.03, 1.0  # loss allowed against plain decoding: a share of its passes, and passes
 RARE = 0.1  # the least chance of a guess
@@ -242,18 +243,19 @@ GUESSED = 8  # tokens of guesses that a pass is supposed to carry when W is chos
 
 def lookahead_auto(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, earlier: Sequence[list[int]] = (),
+    cache: KVCache | None = None, earlier: "Memory | Sequence[list[int]]" = (),
 ) -> Iterator[Step]:  # fmt: skip
     """Lookahead with window and guesses chosen by what passes cost here and how often guesses hit,
     down to plain decoding where nothing pays. Instead of a pool by first tokens it has a Memory of
-    prompt, output, the `earlier` texts (token ids) and the window's n-grams."""
+    prompt, output and the window's n-grams, above one of `earlier` texts: token ids, or their
+    Memory, which is only read, so that one serves many runs."""
     cache = cache or model.new_cache()
     choice = Choice(cost_curve(model))
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)
-    ahead, memory = None, Memory(ORDER)
-    for text in [*earlier, tokens]:
-        memory.learn(text, len(text))
+    ahead = None
+    memory = Memory(ORDER, earlier if isinstance(earlier, Memory) else memory_of(earlier))
+    memory.learn(tokens, len(tokens))
     yield Step()
     while True:
         if choice.is_due():
@@ -275,27 +277,46 @@ def lookahead_auto(
 
 class Memory:
     """How often each token followed the last one to `order` tokens (after SuffixDecoding, Oliaro et
-    al. 2024, arXiv 2411.04975): the more of a context is known, the surer is what follows."""
+    al. 2024, arXiv 2411.04975): the more of a context is known, the surer is what follows.
 
-    def __init__(self, order: int):
-        self.order = order
-        self.counts: dict[tuple[int, ...], Counter[int]] = {}
+    Where `earlier` texts know a context too, what followed it in this one counts OWN times.
+    """
+
+    def __init__(self, order: int, earlier: "Memory | None" = None):
+        self.order, self.earlier = order, earlier
+        self.counts: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
 
     def learn(self, tokens: Sequence[int], new: int) -> None:
         """Count the last `new` of the tokens, each behind what is before it."""
         for at in range(max(len(tokens) - new, 1), len(tokens)):
             for n in range(1, min(self.order, at) + 1):
-                self.counts.setdefault(tuple(tokens[at - n : at]), Counter())[tokens[at]] += 1
+                self.counts[tuple(tokens[at - n : at])][tokens[at]] += 1
+
+    def followed(self, context: tuple[int, ...]) -> Counter[int] | None:
+        """How often each token did, here and in the earlier texts; None if none is known to."""
+        own = self.counts.get(context)
+        theirs = self.earlier and self.earlier.followed(context)
+        if not (own and theirs):
+            return own or theirs
+        return theirs + Counter({token: OWN * count for token, count in own.items()})
 
     def after(self, context: Sequence[int], most: int = 8) -> list[tuple[int, float]]:
         """What followed the longest end of `context` that is known, likeliest first, with its
         share: as if an unknown token had followed once, too."""
         for n in range(min(self.order, len(context)), 0, -1):
-            seen = self.counts.get(tuple(context[-n:]))
+            seen = self.followed(tuple(context[-n:]))
             if seen:
                 total = 1 + seen.total()
                 return [(token, count / total) for token, count in seen.most_common(most)]
         return []
+
+
+def memory_of(texts: Sequence[list[int]]) -> Memory:
+    """What `lookahead_auto` remembers of these texts (token ids)."""
+    memory = Memory(ORDER)
+    for text in texts:
+        memory.learn(text, len(text))
+    return memory
 
 
 class Choice:

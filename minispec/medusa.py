@@ -34,7 +34,8 @@ from minispec.checkpoint import (
 )
 from minispec.cost import cost_curve, in_passes, once
 from minispec.errors import UserError, optional_json
-from minispec.model import Transformer
+from minispec.linear import Half, Packed, half, pack
+from minispec.model import Preparable, Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
 from minispec.tokenizer import Tokenizer
 from minispec.tree import Step, Tree
@@ -48,7 +49,7 @@ Ranks = tuple[int, ...]  # a path: (0, 2) is head 0's best token, then head 1's 
 # ---- heads ---------------------------------------------------------------------------------------
 
 
-class Heads(nn.Module):
+class Heads(Preparable):
     """K heads of L residual blocks x + SiLU(Wx + b) and a projection each, computed side by side.
 
     Blocks begin as the identity. Without projections of their own (`vocab_size` None) the heads
@@ -65,6 +66,16 @@ class Heads(nn.Module):
         self.register_parameter("projection", own)
         self.tree: list[Ranks] | None = None
         self.accuracy: Tensor | None = None
+        self.packed: list[Half | Packed | None] = [None] * layers  # of each layer, once prepared
+
+    def prepare(self) -> "Heads":
+        """Lay the blocks' weights out for decoding as well: read as `linear` has it."""
+        layers = [weight.mT.flatten(0, 1).detach() for weight in self.weight]  # (K · out, in)
+        self.packed = [half(weight, looked_up=False) or pack(weight) for weight in layers]
+        return self
+
+    def undo(self) -> None:
+        self.packed = [None] * len(self.weight)
 
     def __len__(self) -> int:
         return self.heads
@@ -72,10 +83,20 @@ class Heads(nn.Module):
     def forward(self, hidden: Tensor, model: Transformer) -> Tensor:
         """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm."""
         x = hidden.reshape(1, -1, hidden.shape[-1]).expand(self.heads, -1, -1)  # (K, n, d)
-        for weight, bias in zip(self.weight, self.bias):
-            x = x + F.silu(torch.baddbmm(bias, x, weight))
+        for layer in range(len(self.weight)):
+            x = x + F.silu(self.linear(layer, x))
         logits = model.logits(x) if self.projection is None else x @ self.projection.mT
         return logits.view(self.heads, *hidden.shape[:-1], -1)
+
+    def linear(self, layer: int, x: Tensor) -> Tensor:
+        """Wx + b of each head's own x, (K, n, d)."""
+        weight, bias, packed = self.weight[layer], self.bias[layer], self.packed[layer]
+        if packed is None or x.shape[1] > 1:
+            return torch.baddbmm(bias, x, weight)
+        # all heads' rows by all heads' weights, for the sake of the diagonal: further rows cost
+        # little, and the weights are read once, at half the bits
+        every = packed.product(x[:, 0], None).view(self.heads, self.heads, -1)
+        return bias + every.diagonal().mT[:, None]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the parameters under the names of Medusa's checkpoints."""
@@ -383,7 +404,7 @@ def load_heads(
     heads = heads_like(tensors, model, str(source)).to(model.device, model.dtype)
     fill(heads, tensors, str(source))
     read_tree(heads, folder / "config.json")
-    return heads.eval()
+    return heads.eval().prepare()
 
 
 def read_medusa(source: str | os.PathLike) -> tuple[dict[str, Tensor], Path]:

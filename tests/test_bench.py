@@ -15,6 +15,7 @@ from minispec.autoregressive import autoregressive
 from minispec.certify import random_head, random_heads
 from minispec.checkpoint import save
 from minispec.generate import decode, stream
+from minispec.lookahead import memory_of
 from minispec.model import count_parameters
 from minispec.replay import SHAPES, decoded, random_weights, replayed
 from minispec.sampling import Sampling, Seeded
@@ -126,45 +127,36 @@ def corpus(tmp_path):
             "0", "--methods", "lookahead-auto", "--data", str(data)]  # fmt: skip
 
 
-def test_lookahead_after_earlier_texts(corpus, capsys, monkeypatch):
-    """The pool is filled from what plain decoding writes after other beginnings than the
-    prompts'."""
-    given = []
-    decoded = bench.decode
-    monkeypatch.setattr(
-        bench, "decode", lambda *a, **o: given.append((a[2:], o)) or decoded(*a, **o)
-    )
-    bench.main([*corpus, "--prompts", "2", "--earlier", "5", "--json"])
+def test_lookahead_after_an_earlier_text(corpus, tmp_path, capsys, monkeypatch):
+    """What its memory knows of the text it knows in every run, and of no prompt's output more."""
+    file, given, decoded = tmp_path / "earlier.txt", [], bench.decode
+    file.write_text("7 49 birds flew over the sea.", encoding="utf-8")
+    monkeypatch.setattr(bench, "decode", lambda *a, **o: given.append(o) or decoded(*a, **o))
+    bench.main([*corpus, "--prompts", "2", "--earlier", str(file), "--json"])
     rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     assert list(rows) == ["autoregressive", "lookahead-auto", "lookahead-auto earlier"]
     assert all(row["differing"] == 0 for row in rows.values())
-    with_texts = [options["earlier"] for _, options in given if "earlier" in options]
-    assert len(with_texts) == 3 and all(len(texts) == 5 for texts in with_texts)
-    prompts = [prompt for (prompt, *_), options in given if "earlier" in options]
-    assert all(text[: len(p)] != p for p in prompts for text in with_texts[0])
+    first, *rest = [options["earlier"] for options in given if "earlier" in options]
+    assert len(rest) == 2 and all(each is first for each in rest)
+    known = memory_of([TOKENIZER.encode(file.read_text())])
+    assert first.counts == known.counts
     bench.main([*corpus, "--prompts", "2", "--json"])
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
-    with pytest.raises(SystemExit):
-        bench.main([*corpus, "--prompts", "3", "--earlier", "6"])
-    assert "holds only 4 other held-out texts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--earlier", "-1"], "must be a number of texts"),
-        (["--earlier", "3", "--shape", "qwen2.5-0.5b"], "leave --earlier out"),
-        (["--earlier", "3", "--advise"], "leave --earlier out"),
-        (["--earlier", "3", "--methods", "jacobi"], "add it to --methods"),
-        (["--earlier", "3", "--data", ""], "--earlier needs --data"),
+        (["--earlier", "nowhere.txt"], "--earlier nowhere.txt cannot be read"),
+        (["--earlier", "x", "--shape", "qwen2.5-0.5b"], "leave --earlier out"),
+        (["--earlier", "x", "--advise"], "leave --earlier out"),
+        (["--earlier", "x", "--methods", "jacobi"], "add it to --methods"),
     ],
 )
 def test_earlier_texts_where_they_cannot_be(corpus, capsys, arguments, message):
     options = corpus[:-4] + (corpus[-4:] if "--shape" not in arguments else corpus[-2:])
     if "--shape" in arguments or "--advise" in arguments:
         options = [o for o in options if o not in ("--temperature", "0")]
-    if arguments[-1] == "":
-        options, arguments = corpus[:-2], arguments[:2]
     with pytest.raises(SystemExit) as caught:
         bench.main([*options, *arguments])
     assert caught.value.code == 2 and message in capsys.readouterr().err

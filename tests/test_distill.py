@@ -87,6 +87,26 @@ def test_generation_resumes_and_a_draft_learns_from_it(target, data, tmp_path, c
     assert "of another training" in capsys.readouterr().err
 
 
+def test_own_text_becomes_a_text_file(target, tmp_path, capsys):
+    """Without the beginnings and what is special, an empty line between documents."""
+    own, more, out = tmp_path / "own.jsonl", tmp_path / "more.jsonl", tmp_path / "own.txt"
+    written = ["One day,\nTom ran.", " 然后 he slept."]
+    for file, text in zip((own, more), written):
+        row = {"kind": "stories_en", "prompt": [256, 97], "tokens": TOKENIZER.encode(text) + [256]}
+        file.write_text(json.dumps(row) + "\n")
+    run("text", "--model", target, "--own", own, more, "--out", out)
+    assert out.read_text(encoding="utf-8") == "One day,\nTom ran.\n\n然后 he slept.\n"
+    more.write_text("")
+    for files, message in (
+        ([more], "holds no text"),
+        ([tmp_path / "none.jsonl"], "is not a file of minispec.distill generate"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            run("text", "--model", target, "--own", *files, "--out", tmp_path / "other.txt")
+        assert caught.value.code == 2 and message in capsys.readouterr().err
+        assert not (tmp_path / "other.txt").exists()
+
+
 def test_a_target_without_a_tokenizer_is_refused(target, data, tmp_path, capsys):  # noqa: F811
     bare = tmp_path / "bare"
     shutil.copytree(target, bare)

@@ -10,7 +10,7 @@ from test_medusa import count_up
 
 from minispec import UserError, generate, load, lookahead
 from minispec.generate import decode
-from minispec.lookahead import PERIOD, Choice, Memory, Pool, Window
+from minispec.lookahead import PERIOD, Choice, Memory, Pool, Window, memory_of
 from minispec.sampling import OneHot, Seeded
 from minispec.tree import Tree
 from minispec.verify import accept
@@ -195,6 +195,11 @@ def test_greedy_tokens_are_plain_decoding_s_after_any_texts(monkeypatch):
         for method in ("lookahead", "lookahead-auto"):
             run = decode(model, None, prompt, method, earlier=texts, max_new_tokens=40)
             assert run.tokens == plain.tokens and len(run.rounds) < 40
+        known = memory_of(texts)
+        for _ in range(2):  # one memory serves many runs
+            again = decode(model, None, prompt, "lookahead-auto", earlier=known, max_new_tokens=40)
+            assert [s.tree for s in again.rounds] == [s.tree for s in run.rounds]
+            assert known.counts == memory_of(texts).counts
 
 
 def test_a_file_s_n_grams_are_the_pool_s(tmp_path, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """Medusa: heads, trees, checkpoints, training; typical acceptance and its bias."""
 
+import copy
 import itertools
 import json
 import random
@@ -17,6 +18,7 @@ from minispec import Sampling, UserError, certify, distill, generate, load, medu
 from minispec.certify import RANK_TREES, Toy, ToyHeads, bound, exact_law, random_heads
 from minispec.checkpoint import save
 from minispec.generate import decode
+from minispec.linear import Half, Packed
 from minispec.medusa import PUBLISHED, complete, expected, grow_tree, load_heads, published
 from minispec.model import Config, Transformer
 from minispec.mutants import MUTANTS
@@ -57,6 +59,33 @@ def test_untrained_heads_say_what_the_model_says(shared, layers):
     logits = medusa.untrained(3, layers, model, shared)(hidden, model)
     assert logits.shape == (3, 1, 5, 32)
     assert (logits[1] - model.logits(hidden)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("kind, dtype", [
+    (Half, torch.float32), (Packed, torch.float32), (Packed, torch.bfloat16),
+    (type(None), torch.float64),
+])  # fmt: skip
+def test_prepared_heads_compute_what_plain_ones_do(kind, dtype, monkeypatch):
+    """Of one hidden state, by each way of keeping weights; of several; and after `.to`."""
+    monkeypatch.setattr("minispec.linear.SMALL", 2**9)
+    model = random_model(0, dtype)
+    heads = certify.randomise(medusa.Heads(5, 3, model.config.hidden_size, None), 0).to(dtype)
+    if kind is Half:
+        heads.weight.data.copy_(heads.weight.half())
+    exact = copy.deepcopy(heads).double()
+    hidden = torch.randn(7, model.config.hidden_size, dtype=dtype)
+    heads.prepare()
+    if heads.packed[0] is not None or kind is type(None):  # None where torch lacks the kernel
+        assert all(isinstance(each, kind) for each in heads.packed)
+    with torch.inference_mode():
+        expected = exact(hidden.double(), model.double())
+        model.to(dtype)
+        one_by_one = torch.stack([heads(row, model) for row in hidden], 1)
+        for logits in (one_by_one, heads(hidden, model)):
+            off = (logits.double() - expected).abs().max() / expected.abs().max()
+            assert off < (0.03 if dtype == torch.bfloat16 else 1e-5)
+    assert heads.double().packed == [None] * 3
+    assert (heads(hidden.double(), model.double()) - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("seed", range(6))
