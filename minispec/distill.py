@@ -169,7 +169,7 @@ def generate(args: argparse.Namespace) -> None:
     n = min(args.tokens, model.config.context - LONGEST)
     if n < 1:
         raise UserError(f"the target's context of {model.config.context} tokens is too short")
-    names = "seed", "kind", "batch", "tokens", "temperature", "top_k", "top_p"
+    names = "seed", "kind", "batch", "tokens", "temperature", "top_k", "top_p", "keep_duplicates"
     options = {"dtype": str(model.dtype).removeprefix("torch.")}
     options |= {name: getattr(args, name) for name in names}
     model.undo()
@@ -188,7 +188,7 @@ def generate(args: argparse.Namespace) -> None:
             answers = sample_batch(model, list(prompts), n, sampling, generator)
             lines = []
             for kind, prompt, tokens in zip(kinds, prompts, answers):
-                if not duplicates.add(tokens):
+                if args.keep_duplicates or not duplicates.add(tokens):
                     row = {"batch": batch, "kind": kind, "prompt": prompt, "tokens": tokens}
                     row |= {"tokenizer": fingerprint, "options": options}
                     lines.append(json.dumps(row) + "\n")
@@ -238,7 +238,9 @@ def flag(name: str, value: object) -> str:
     if name == "data":  # to the kind "code" belongs Python's library
         return "another --data, or by another Python"
     option = f"--{name.replace('_', '-')}"
-    return f"no {option}" if value is None else f"{option} {value}"
+    if value in (None, False):
+        return f"no {option}"
+    return option if value is True else f"{option} {value}"
 
 
 def read_own(path: Path, tokenizer: Tokenizer | None = None) -> list[dict]:
@@ -1091,6 +1093,9 @@ def add_generate(commands) -> argparse.ArgumentParser:
     g.add_argument("--documents", type=int, default=8000)
     g.add_argument("--tokens", type=int, default=200, help="at most, of one document")
     g.add_argument("--batch", type=int, default=64)
+    g.add_argument("--keep-duplicates", action="store_true",
+                   help="near-duplicates as well: what is typical of the target as often as it "
+                   "comes")  # fmt: skip
     sampling_arguments(g, temperature=0.6, top_k=20, top_p=0.95)
     g.add_argument("--out", type=Path, required=True, help="a .jsonl file, appended to")
     return g

@@ -87,6 +87,28 @@ def test_generation_resumes_and_a_draft_learns_from_it(target, data, tmp_path, c
     assert "of another training" in capsys.readouterr().err
 
 
+def test_near_duplicates_are_kept_where_that_is_asked_for(target, data, tmp_path, capsys):  # noqa: F811
+    """What comes without them is what is left of all once they are taken out."""
+    options = ("--model", target, "--data", data, "--tokens", 20, "--batch", 8, "--device", "cpu",
+               "--temperature", 0, "--top-k", 0, "--top-p", 1)  # fmt: skip
+    files = tmp_path / "all.jsonl", tmp_path / "different.jsonl"
+    run("generate", *options, "--documents", 64, "--keep-duplicates", "--out", files[0])
+    run("generate", *options, "--documents", 4, "--out", files[1])
+    every, different = (
+        [json.loads(line)["tokens"] for line in file.read_text().splitlines()] for file in files
+    )
+    known = distill.Duplicates()
+    kept = [tokens for tokens in every if not known.add(tokens)]
+    assert len(every) == 64 > len(kept) and different == kept[: len(different)]
+    for file, begun, more in (
+        (files[0], "--keep-duplicates", ()),
+        (files[1], "no --keep-duplicates", ("--keep-duplicates",)),
+    ):
+        with pytest.raises(SystemExit):
+            run("generate", *options, *more, "--out", file)
+        assert f"was begun with {begun}: give what" in capsys.readouterr().err
+
+
 def test_own_text_becomes_a_text_file(target, tmp_path, capsys):
     """Without the beginnings and what is special, an empty line between documents."""
     own, more, out = tmp_path / "own.jsonl", tmp_path / "more.jsonl", tmp_path / "own.txt"
