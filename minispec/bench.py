@@ -31,7 +31,7 @@ from minispec.generate import (
     decode,
     earlier_tokens,
     peak_memory,
-    read_text,
+    read_earlier,
     stream,
 )
 from minispec.lookahead import memory_of
@@ -357,7 +357,7 @@ def check(args: argparse.Namespace) -> list[float]:
         raise UserError("--against transformers compares float weights: leave --quantize out")
     check_report(args)
     if args.earlier is not None:
-        args.earlier = read_text(args.earlier, "--earlier")
+        args.earlier = read_earlier(args.earlier)
     default = "0" if args.questions else "0,0.7"
     try:
         temperatures = [float(part) for part in (args.temperature or default).split(",")]
@@ -380,7 +380,7 @@ def check_report(args: argparse.Namespace) -> None:
     for report, flag, why in (
         ("shape", "methods", "measures chains of drafts"), ("shape", "temperature", "is greedy"),
         ("advise", "temperature", "is greedy"), ("advise", "json", "prints text"),
-        ("advise", "earlier", "measures without them"), ("shape", "earlier", "writes no texts"),
+        ("advise", "earlier", "measures without it"), ("shape", "earlier", "needs no text"),
         ("shape", "data", "needs no text"), ("shape", "model", "makes random weights"),
         ("questions", "earlier", "asks each question afresh"),
         ("questions", "json", "prints text and writes --answers"),
@@ -426,7 +426,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def beginnings(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, list]:
-    """Of each kind the prompts."""
+    """Of each kind the prompts: those of --data, else our own."""
     kinds = list(KINDS) if args.kind == "all" else [args.kind]
     if args.data is None:
         return dict.fromkeys(kinds, PROMPTS[: args.prompts])

@@ -4,8 +4,8 @@
     python -m minispec.distill draft --model weights/target --own own.jsonl --out weights/draft
 
 A draft is to say what the target would say, so the target's own output is its best text: sampled
-in batches from the beginnings of training documents, without near-duplicates. Started again, both
-commands go on where they stopped.
+in batches from the beginnings of training documents, without near-duplicates unless they are asked
+for. Started again, generation and training go on where they stopped.
 """
 
 import argparse
@@ -212,7 +212,8 @@ def resumed(out: Path, tokenizer: Tokenizer, options: dict) -> tuple[Duplicates,
     if not all(type(row.get("batch")) is int for row in rows):
         raise UserError(f"{out} was not begun by minispec.distill generate: give another --out")
     for row in rows:
-        theirs = options | row.get("options", {})  # older files say less
+        # older files say less: they were made before near-duplicates could be kept
+        theirs = options | {"keep_duplicates": False} | row.get("options", {})
         for name in options:
             if theirs[name] != options[name]:
                 raise UserError(
@@ -254,7 +255,7 @@ def read_own(path: Path, tokenizer: Tokenizer | None = None) -> list[dict]:
             assert all(type(i) is int and i >= 0 for i in ids), "tokens that are no ids"
             assert isinstance(row.get("options", {}), dict), "options that are no object"
             assert isinstance(row.get("tokenizer"), str | None), "a tokenizer that is no hash"
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
         raise UserError(f"{path} is not a file of minispec.distill generate: {error}") from None
     for theirs in {row.get("tokenizer") for row in rows}:  # None in older files
         check_fingerprint(str(path), theirs, tokenizer)
@@ -264,13 +265,17 @@ def read_own(path: Path, tokenizer: Tokenizer | None = None) -> list[dict]:
 def as_text(args: argparse.Namespace) -> None:
     """Write what the target itself wrote, without the beginnings and special tokens, an empty line
     between documents."""
+    if args.out.resolve() in [path.resolve() for path in args.own]:
+        raise UserError(f"--out {args.out} is a file of --own: give another")
     prepare_file(args.out, "--out")
-    tokenizer = read_tokenizer(args.model)
-    rows = [row for path in args.own for row in read_own(path, tokenizer)]
-    documents = [tokenizer.decode(row["tokens"]).strip() for row in rows]
+    tokenizer, documents = read_tokenizer(args.model), []
+    for path in args.own:
+        rows = read_own(path, tokenizer)
+        check_ids(rows, tokenizer.size, path)
+        documents += [tokenizer.decode(row["tokens"]).strip() for row in rows]
     if not any(documents):
-        raise UserError(f"{args.own[0]} holds no text: give more")
-    args.out.write_text("\n\n".join(documents) + "\n", encoding="utf-8")
+        raise UserError(f"{' and '.join(map(str, args.own))}: no text in there, give more")
+    args.out.write_text("\n\n".join(filter(None, documents)) + "\n", encoding="utf-8")
 
 
 def read_training(
@@ -280,14 +285,16 @@ def read_training(
     rows = []
     for path in paths:
         part = marked(read_own(path, tokenizer))
-        most = max((i for row in part for i in row["prompt"] + row["tokens"]), default=0)
-        if most >= target.config.vocab_size:
-            raise UserError(
-                f"{path} holds token {most}, the target has {target.config.vocab_size}: another "
-                "model wrote it"
-            )
+        check_ids(part, target.config.vocab_size, path)
         rows += part
     return learnable(rows, paths[0])
+
+
+def check_ids(rows: list[dict], size: int, path: Path) -> None:
+    """Refuse tokens beyond a vocabulary of `size`."""
+    most = max((i for row in rows for i in row["prompt"] + row["tokens"]), default=0)
+    if most >= size:
+        raise UserError(f"{path} holds token {most}, the target has {size}: another model wrote it")
 
 
 def learnable(rows: list[dict], source: Path) -> list[dict]:

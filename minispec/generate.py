@@ -22,7 +22,7 @@ from minispec.checkpoint import WEIGHTS, load
 from minispec.compiled import compile_head, compile_model
 from minispec.errors import Parser, UserError, check_seed, check_writable, command
 from minispec.fastmtp import fastmtp, load_head
-from minispec.lookahead import jacobi, lookahead, lookahead_auto
+from minispec.lookahead import jacobi, lookahead, lookahead_auto, memory_of
 from minispec.medusa import (
     PUBLISHED,
     Heads,
@@ -477,7 +477,7 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UserError("--html shows one run: give it without --chat")
         check_writable(args.html, "--html")
     if args.earlier is not None:
-        args.earlier = read_text(args.earlier, "--earlier")
+        args.earlier = read_earlier(args.earlier)
     check_seed(args.seed, -(2**63))
     auto = args.method in ("speculative", "fastmtp")
     if args.k is not None and not (args.k == "auto" and auto):
@@ -500,7 +500,8 @@ def method_options(
         check_vocabularies(tokenizer, its_tokenizer, model, draft)
         options["draft"] = draft
     if args.earlier is not None:
-        options["earlier"] = [earlier_tokens(args.earlier, model, tokenizer)]
+        texts = [earlier_tokens(args.earlier, model, tokenizer)]
+        options["earlier"] = memory_of(texts) if args.method == "lookahead-auto" else texts
     if args.draft_temperature is not None:
         options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
     if args.method in ("medusa", "medusa-typical"):
@@ -630,12 +631,18 @@ def read_text(file: str, what: str) -> str:
         raise UserError(f"{what} {file} cannot be read: {error}") from None
 
 
+def read_earlier(file: str) -> str:
+    """What --earlier holds."""
+    text = read_text(file, "--earlier")
+    if not text.strip():
+        raise UserError(f"--earlier {file}: the file holds no text")
+    return text
+
+
 def earlier_tokens(text: str, model: Transformer, tokenizer: Tokenizer | None) -> list[int]:
-    """The token ids of what --earlier holds."""
+    """Its token ids."""
     if tokenizer is None:
         raise UserError("--earlier needs a tokenizer.json, which this model lacks")
-    if not text.strip():
-        raise UserError("--earlier: the file holds no text")
     return in_range(tokenizer.encode(text), "--earlier", model)
 
 

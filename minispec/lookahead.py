@@ -234,7 +234,7 @@ def check_sizes(window: int, ngram: int, guesses: int, context: int) -> None:
 WIDTHS = 0, 5, 10, 15
 NGRAM = 5
 ORDER = 6  # the most tokens of a context
-OWN = 4  # as much as once in earlier texts counts once in this one
+OWN = 4  # once in this text counts as much as so many times in earlier ones
 PERIOD = 32  # passes between two choices of W
 DEBT, CREDIT = 0.03, 1.0  # loss allowed against plain decoding: a share of its passes, and passes
 RARE = 0.1  # the least chance of a guess

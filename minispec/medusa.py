@@ -69,7 +69,8 @@ class Heads(Preparable):
         self.packed: list[Half | Packed | None] = [None] * layers  # of each layer, once prepared
 
     def prepare(self) -> "Heads":
-        """Lay the blocks' weights out for decoding as well: read as `linear` has it."""
+        """Lay the blocks' weights out for decoding as well, as `linear` reads them: they must not
+        change any more; converting the heads undoes it."""
         layers = [weight.mT.flatten(0, 1).detach() for weight in self.weight]  # (K · out, in)
         self.packed = [half(weight, looked_up=False) or pack(weight) for weight in layers]
         return self
@@ -91,7 +92,8 @@ class Heads(Preparable):
     def linear(self, layer: int, x: Tensor) -> Tensor:
         """Wx + b of each head's own x, (K, n, d)."""
         weight, bias, packed = self.weight[layer], self.bias[layer], self.packed[layer]
-        if packed is None or x.shape[1] > 1:
+        trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        if packed is None or trained or x.shape[1] > 1:
             return torch.baddbmm(bias, x, weight)
         # all heads' rows by all heads' weights, for the sake of the diagonal: further rows cost
         # little, and the weights are read once, at half the bits

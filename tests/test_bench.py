@@ -148,6 +148,7 @@ def test_lookahead_after_an_earlier_text(corpus, tmp_path, capsys, monkeypatch):
     "arguments, message",
     [
         (["--earlier", "nowhere.txt"], "--earlier nowhere.txt cannot be read"),
+        (["--earlier", "/dev/null"], "--earlier /dev/null: the file holds no text"),
         (["--earlier", "x", "--shape", "qwen2.5-0.5b"], "leave --earlier out"),
         (["--earlier", "x", "--advise"], "leave --earlier out"),
         (["--earlier", "x", "--methods", "jacobi"], "add it to --methods"),

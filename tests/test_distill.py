@@ -107,6 +107,13 @@ def test_near_duplicates_are_kept_where_that_is_asked_for(target, data, tmp_path
         with pytest.raises(SystemExit):
             run("generate", *options, *more, "--out", file)
         assert f"was begun with {begun}: give what" in capsys.readouterr().err
+    rows = [json.loads(line) for line in files[1].read_text().splitlines()]
+    for row in rows:
+        del row["options"]["keep_duplicates"]  # as a file from before there was this option
+    files[1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SystemExit):
+        run("generate", *options, "--keep-duplicates", "--out", files[1])
+    assert "was begun with no --keep-duplicates" in capsys.readouterr().err
 
 
 def test_own_text_becomes_a_text_file(target, tmp_path, capsys):
@@ -118,15 +125,23 @@ def test_own_text_becomes_a_text_file(target, tmp_path, capsys):
         file.write_text(json.dumps(row) + "\n")
     run("text", "--model", target, "--own", own, more, "--out", out)
     assert out.read_text(encoding="utf-8") == "One day,\nTom ran.\n\n然后 he slept.\n"
-    more.write_text("")
-    for files, message in (
-        ([more], "holds no text"),
-        ([tmp_path / "none.jsonl"], "is not a file of minispec.distill generate"),
+    other, before = tmp_path / "other.txt", own.read_text()
+    row = json.loads(before)
+    for content, out, message in (
+        (before, own, "is a file of --own"),
+        ("", other, "no text in there"),
+        (json.dumps(row | {"tokens": [256]}) + "\n", other, "no text in there"),
+        (json.dumps(row | {"tokens": [5 * 10**9]}) + "\n", other, "another model wrote it"),
+        ("[" * 10**5 + "\n", other, "is not a file of minispec.distill generate"),
     ):
+        own.write_text(content)
         with pytest.raises(SystemExit) as caught:
-            run("text", "--model", target, "--own", *files, "--out", tmp_path / "other.txt")
+            run("text", "--model", target, "--own", own, "--out", out)
         assert caught.value.code == 2 and message in capsys.readouterr().err
-        assert not (tmp_path / "other.txt").exists()
+        assert own.read_text() == content and not other.exists()
+    own.write_text(before + json.dumps(row | {"tokens": [256]}) + "\n" + before)
+    run("text", "--model", target, "--own", own, "--out", other)
+    assert other.read_text(encoding="utf-8") == "One day,\nTom ran.\n\nOne day,\nTom ran.\n"
 
 
 def test_a_target_without_a_tokenizer_is_refused(target, data, tmp_path, capsys):  # noqa: F811

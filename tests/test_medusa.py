@@ -72,20 +72,26 @@ def test_prepared_heads_compute_what_plain_ones_do(kind, dtype, monkeypatch):
     heads = certify.randomise(medusa.Heads(5, 3, model.config.hidden_size, None), 0).to(dtype)
     if kind is Half:
         heads.weight.data.copy_(heads.weight.half())
-    exact = copy.deepcopy(heads).double()
+    exact, wide = copy.deepcopy(heads).double(), copy.deepcopy(model).double()
     hidden = torch.randn(7, model.config.hidden_size, dtype=dtype)
+    near = 0.03 if dtype == torch.bfloat16 else 1e-5
     heads.prepare()
     if heads.packed[0] is not None or kind is type(None):  # None where torch lacks the kernel
         assert all(isinstance(each, kind) for each in heads.packed)
-    with torch.inference_mode():
-        expected = exact(hidden.double(), model.double())
-        model.to(dtype)
-        one_by_one = torch.stack([heads(row, model) for row in hidden], 1)
+    with torch.no_grad():
+        expected = exact(hidden.double(), wide)
+        with monkeypatch.context() as patch:
+            if heads.packed[0] is not None:
+                patch.delattr(torch, "baddbmm")  # prepared heads do without it
+            one_by_one = torch.stack([heads(row, model) for row in hidden], 1)
         for logits in (one_by_one, heads(hidden, model)):
-            off = (logits.double() - expected).abs().max() / expected.abs().max()
-            assert off < (0.03 if dtype == torch.bfloat16 else 1e-5)
+            assert (logits.double() - expected).abs().max() < near * expected.abs().max()
+    heads.requires_grad_(True)(hidden[0], model).sum().backward()  # through the plain weights
+    exact.requires_grad_(True)(hidden[0].double(), wide).sum().backward()
+    off = (heads.weight.grad.double() - exact.weight.grad).abs().max()
+    assert off < near * exact.weight.grad.abs().max()
     assert heads.double().packed == [None] * 3
-    assert (heads(hidden.double(), model.double()) - expected).abs().max() < 1e-12
+    assert (heads(hidden.double(), wide) - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("seed", range(6))
