@@ -632,7 +632,7 @@ def read_text(file: str, what: str) -> str:
 
 
 def read_earlier(file: str) -> str:
-    """What --earlier holds."""
+    """The text of --earlier."""
     text = read_text(file, "--earlier")
     if not text.strip():
         raise UserError(f"--earlier {file}: the file holds no text")
@@ -640,7 +640,7 @@ def read_earlier(file: str) -> str:
 
 
 def earlier_tokens(text: str, model: Transformer, tokenizer: Tokenizer | None) -> list[int]:
-    """Its token ids."""
+    """The token ids of what --earlier holds."""
     if tokenizer is None:
         raise UserError("--earlier needs a tokenizer.json, which this model lacks")
     return in_range(tokenizer.encode(text), "--earlier", model)

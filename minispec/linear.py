@@ -50,7 +50,7 @@ class Joined:
         weight = torch.cat([p.weight for p in parts]) if len(parts) > 1 else parts[0].weight
         self.weight: Tensor | None = weight.detach()  # (out, in)
         self.packed: Half | Packed | Int8 | None = (
-            Int8(self.weight) if quantize else half(self.weight, looked_up) or pack(self.weight)
+            Int8(self.weight) if quantize else fastest(self.weight, looked_up)
         )
         if self.packed is None:
             if small(self.weight):
@@ -284,6 +284,11 @@ def pack(weight: Tensor) -> Packed | None:
     blocks = laid_out(memory, weight.dtype).view(count, -1, BLOCK, 4 // each)
     packed = Packed(memory, blocks, weight.shape)
     return packed if lies_so(packed, weight) else None
+
+
+def fastest(weight: Tensor, looked_up: bool = False) -> Half | Packed | None:
+    """A weight (out, in) as it is read fastest; None where that is as it lies."""
+    return half(weight, looked_up) or pack(weight)
 
 
 def packable(weight: Tensor) -> bool:

@@ -34,7 +34,7 @@ from minispec.checkpoint import (
 )
 from minispec.cost import cost_curve, in_passes, once
 from minispec.errors import UserError, optional_json
-from minispec.linear import Half, Packed, half, pack
+from minispec.linear import Half, Packed, fastest
 from minispec.model import Preparable, Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
 from minispec.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ class Heads(Preparable):
         """Lay the blocks' weights out for decoding as well, as `linear` reads them: they must not
         change any more; converting the heads undoes it."""
         layers = [weight.mT.flatten(0, 1).detach() for weight in self.weight]  # (K · out, in)
-        self.packed = [half(weight, looked_up=False) or pack(weight) for weight in layers]
+        self.packed = [fastest(weight) for weight in layers]
         return self
 
     def undo(self) -> None:
