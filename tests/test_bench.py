@@ -48,6 +48,22 @@ def test_a_method_that_differs_from_plain_decoding_is_counted():
     assert row.speedup == row.round_cost == 1.0 and row.differing is None
 
 
+def test_a_round_costs_what_all_prompts_took_together():
+    """Two prompts of 3 rounds each, which all take 2 plain ones: one whose guesses are right, one
+    whose are wrong. By the median of both a round would cost something else."""
+    lone = Step([0], Tree.chain(0, []), [0])
+    runs = [
+        SimpleNamespace(decode_seconds=seconds, tokens=[0] * n, rounds=[lone] * 3,
+                        stats={"extra_parameters": 0}, cache=random_model().new_cache())
+        for seconds, n in ((15.0, 15), (3.0, 3), (6.0, 15), (6.0, 3))
+    ]  # fmt: skip
+    plain, own = runs[:2], runs[2:]
+    machine = bench.Machine(1e-3, [0.0, 1.0], 2e-3, None)
+    row = bench.summarise("x", "medusa", own, plain, machine, temperature=0.7)
+    assert (row.least, row.speedup, row.most) == (0.5, 1.5, 2.5) and row.overall == 18 / 12
+    assert row.tokens_per_pass == 3.0 and row.round_cost == 2.0  # 12 seconds for 6 rounds
+
+
 def test_a_losing_method_is_told_why():
     machine = bench.Machine(1e-3, [0.0, 1.0], 2e-3, None)
     model = random_model()
