@@ -81,12 +81,16 @@ class Heads(Preparable):
     def __len__(self) -> int:
         return self.heads
 
-    def forward(self, hidden: Tensor, model: Transformer) -> Tensor:
-        """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm."""
+    def forward(self, hidden: Tensor, model: Transformer, ids: Tensor | None = None) -> Tensor:
+        """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm; with
+        `ids` of these tokens alone, (K, ..., len(ids))."""
         x = hidden.reshape(1, -1, hidden.shape[-1]).expand(self.heads, -1, -1)  # (K, n, d)
         for layer in range(len(self.weight)):
             x = x + F.silu(self.linear(layer, x))
-        logits = model.logits(x) if self.projection is None else x @ self.projection.mT
+        if self.projection is not None:
+            logits = x @ (self.projection if ids is None else self.projection[:, ids]).mT
+        else:
+            logits = model.logits(x) if ids is None else x @ model.head_rows(ids).mT
         return logits.view(self.heads, *hidden.shape[:-1], -1)
 
     def linear(self, layer: int, x: Tensor) -> Tensor:

@@ -522,12 +522,17 @@ def interrupted(train, at: int):
     return stopped
 
 
-def test_the_loss_is_the_paper_s_and_its_gradient_spares_the_target():
-    model = random_model(dtype=torch.float32)
+def rows_and_positions(model) -> tuple[list[list[int]], list[torch.Tensor], distill.Positions]:
     rows = [random_tokens(9, seed) for seed in range(5)]
     labels = [distill.labels_of(row, 2, 3) for row in rows]
     states = [model(row)[0] for row in rows]
-    positions = distill.Positions(states, labels)
+    return rows, states, distill.Positions(states, labels)
+
+
+def test_the_loss_is_the_paper_s_and_its_gradient_spares_the_target(monkeypatch):
+    monkeypatch.setattr(distill, "OTHERS", 100)  # more than there are tokens: all are scored
+    model = random_model(dtype=torch.float32)
+    rows, states, positions = rows_and_positions(model)
     heads = random_heads(model, 0, heads=3).float().requires_grad_(True)
     loss = distill.HeadsLoss(heads, model, positions, torch.float32)
     index = torch.arange(len(positions.hidden))
@@ -543,6 +548,26 @@ def test_the_loss_is_the_paper_s_and_its_gradient_spares_the_target():
     total.backward()
     assert all(p.grad is not None for p in heads.parameters())
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_loss_scores_all_tokens_on_average(shared):
+    """Each batch some of those that never are labels, as if they were all: the sum of exponentials
+    is the whole vocabulary's, over batches that begin with one position after the other."""
+    model = random_model(dtype=torch.float32, vocab_size=200)
+    _, states, positions = rows_and_positions(model)
+    heads = certify.randomise(medusa.untrained(3, 1, model, shared), 0)
+    loss = distill.HeadsLoss(heads, model, positions, torch.float32)
+    whole, total, seen = heads(states[0], model), 0.0, set()
+    for first in range(distill.OTHERS):
+        ids, counts = loss.scored(torch.tensor([first]))
+        assert counts.sum() == 200 and len(ids) < 70
+        part = heads(states[0], model, ids)
+        assert torch.allclose(part, whole[..., ids], atol=1e-6)
+        total += (part.exp() * counts).sum(-1) / distill.OTHERS
+        seen |= set(ids.tolist())
+    assert torch.allclose(total, whole.exp().sum(-1), rtol=1e-5) and len(seen) == 200
+    assert set(positions.labels[positions.labels >= 0].tolist()) <= set(ids.tolist())
 
 
 @pytest.mark.parametrize(
