@@ -5,8 +5,8 @@ floor; and in words, why a method loses where it loses.
 
 Each prompt is decoded by every method in turn, so that a noisy machine is noisy for all of them;
 a method's speedup is the median over prompts of plain decoding's seconds per token over its own;
-beside it stands what it saves over all prompts together, where texts that are easily guessed weigh
-as they come. Greedy output is compared with plain decoding's token by token on the way.
+beside it stands the same ratio of all prompts together (`overall`). Greedy output is compared with
+plain decoding's token by token on the way.
 """
 
 import argparse
@@ -71,7 +71,7 @@ class Row:
     speedup: float  # median over prompts
     least: float
     most: float
-    overall: float  # of all prompts together
+    overall: float  # the same ratio of all prompts together
     tokens_per_pass: float | None
     over_floor: float  # seconds per token over those of reading each weight once
     split: dict[str, float] | None  # of a round, in seconds: draft, target, accept, commit, host
@@ -189,7 +189,7 @@ def reason(row: Row, plain: Row) -> str:
         whole = sum(plain.split.values())
         costs = {part: row.split[part] / whole for part in PARTS}
         line += " (" + ", ".join(f"{part} {cost:.2f}" for part, cost in costs.items()) + ")"
-        if row.speedup < 1:
+        if row.overall < 1:
             grown = {part: costs[part] - plain.split[part] / whole for part in PARTS}
             most = max(grown, key=grown.get)
             line += ": it loses" + (f", {BLAME[most]}" if grown[most] > 0.02 else "")
@@ -224,7 +224,7 @@ def show(rows: list[Row], prompts: int) -> None:
         parts = " ".join(f"{1e3 * r.split[p]:6.2f}" for p in PARTS) if r.split else "-"
         memory = number(r.peak_memory_bytes and r.peak_memory_bytes / 2**30)
         print(line.format(
-            r.method, spread, number(r.overall), number(r.tokens_per_pass),
+            r.method, spread, f"{r.overall:.2f}", number(r.tokens_per_pass),
             f"{r.over_floor:.1f}", parts, number(r.alpha), formula, number(r.distinct_4grams),
             "-" if r.differing is None else r.differing, f"{r.extra_parameters / 1e6:.2f}", memory,
         ))  # fmt: skip

@@ -81,7 +81,7 @@ from minispec.tokenizer import Tokenizer
 LONGEST = 24  # tokens of a prompt
 SKIPPED = 50  # held-out texts of a kind that are left to the benchmark
 HELD_OUT = 50  # every 50th generated document is for measuring
-OTHERS = 8  # tokens that are no label anywhere are scored in turns by so many batches
+OTHERS = 8  # of the tokens that are no label anywhere a batch scores one in so many
 IDLE = 64  # prompts in a row after which nothing new came: enough
 
 
@@ -602,8 +602,9 @@ class Positions:
 class HeadsLoss(nn.Module):
     """Indices of positions -> Σ over heads of 0.8^k · CE_k, in nats (section 2.2.1).
 
-    Most of the work are products with lm_head. So besides the tokens that are labels somewhere a
-    batch scores one in OTHERS of the rest, each for that many: the sum of all, on average.
+    Most of the work is multiplying by the vocabulary. So a batch scores, besides all tokens that
+    are labels somewhere, one in OTHERS of the rest, each counted as so many: softmax's denominator
+    is right on average (its logarithm a little low).
     """
 
     def __init__(self, heads: Heads, target: Transformer, positions: Positions, dtype: torch.dtype):
@@ -613,26 +614,27 @@ class HeadsLoss(nn.Module):
         occurs = torch.zeros(target.config.vocab_size, dtype=torch.bool)
         occurs[positions.labels[positions.labels >= 0]] = True
         rest = (~occurs).nonzero()[:, 0]
-        batches = len(rest) // OTHERS
-        self.others = rest[: batches * OTHERS].view(batches, OTHERS)
-        self.always = torch.cat([occurs.nonzero()[:, 0], rest[batches * OTHERS :]])
+        some = len(rest) // OTHERS  # what this leaves over is always scored
+        self.others = rest[: some * OTHERS].view(some, OTHERS)
+        self.always = torch.cat([occurs.nonzero()[:, 0], rest[some * OTHERS :]])
         self.place = torch.full((len(occurs),), -100)  # of a token among those that are scored
         self.place[self.always] = torch.arange(len(self.always))
+        # for how many each token that is scored stands
+        self.counts = torch.cat([torch.ones(len(self.always)), torch.full((some,), float(OTHERS))])
 
-    def scored(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens that this batch scores, and for how many each stands, (v,)."""
-        others = self.others[:, index[0] % OTHERS]
-        counts = torch.cat([torch.ones(len(self.always)), torch.full((len(others),), OTHERS)])
-        return torch.cat([self.always, others]), counts
+    def scored(self, index: Tensor) -> Tensor:
+        """The tokens that this batch scores, (v,): which of the rest follows from its order."""
+        others = self.others.index_select(1, index[:1] % OTHERS)[:, 0]
+        return torch.cat([self.always, others])
 
     def forward(self, index: Tensor) -> Tensor:
         at = index.to(self.positions.hidden.device)
         hidden = self.positions.hidden[at].to(index.device, torch.float32)
         labels = self.positions.labels[at]
         labels = self.place[labels.clamp(min=0)].where(labels >= 0, -100).to(index.device)
-        ids, counts = (each.to(index.device) for each in self.scored(at))
+        ids, weights = self.scored(at).to(index.device), self.counts.log().to(index.device)
         with torch.autocast(index.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            logits = self.heads(hidden, self.target[0], ids) + counts.log()  # (K, B, v)
+            logits = self.heads.scores(hidden, self.target[0], ids) + weights  # (K, B, v)
         return sum(0.8**k * cross_entropy(row, labels[:, k]) for k, row in enumerate(logits))
 
 

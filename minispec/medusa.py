@@ -81,17 +81,24 @@ class Heads(Preparable):
     def __len__(self) -> int:
         return self.heads
 
-    def forward(self, hidden: Tensor, model: Transformer, ids: Tensor | None = None) -> Tensor:
-        """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm; with
-        `ids` of these tokens alone, (K, ..., len(ids))."""
+    def forward(self, hidden: Tensor, model: Transformer) -> Tensor:
+        """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm."""
+        x = self.blocks(hidden)
+        logits = model.logits(x) if self.projection is None else x @ self.projection.mT
+        return logits.view(self.heads, *hidden.shape[:-1], -1)
+
+    def blocks(self, hidden: Tensor) -> Tensor:
+        """What each head's projection is to multiply, (K, n, d), of n hidden states (..., d)."""
         x = hidden.reshape(1, -1, hidden.shape[-1]).expand(self.heads, -1, -1)  # (K, n, d)
         for layer in range(len(self.weight)):
             x = x + F.silu(self.linear(layer, x))
-        if self.projection is not None:
-            logits = x @ (self.projection if ids is None else self.projection[:, ids]).mT
-        else:
-            logits = model.logits(x) if ids is None else x @ model.head_rows(ids).mT
-        return logits.view(self.heads, *hidden.shape[:-1], -1)
+        return x
+
+    def scores(self, hidden: Tensor, model: Transformer, ids: Tensor) -> Tensor:
+        """Logits (K, n, len(ids)) of these tokens alone, of n hidden states (..., d)."""
+        own = self.projection
+        rows = model.head_rows(ids) if own is None else own.index_select(1, ids)
+        return self.blocks(hidden) @ rows.mT
 
     def linear(self, layer: int, x: Tensor) -> Tensor:
         """Wx + b of each head's own x, (K, n, d)."""

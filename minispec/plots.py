@@ -70,13 +70,13 @@ def predictions(axes, rows: list["Row"], machine: "Machine") -> None:
     for r in known:
         base = plain[r.kind, r.temperature].split
         bound.append(r.tokens_per_pass * sum(base.values()) / sum(r.split.values()))
-    axes.scatter(bound, [r.speedup for r in known], marker="o", facecolors="none",
+    axes.scatter(bound, [r.overall for r in known], marker="o", facecolors="none",
                  edgecolors="tab:blue", label="by tokens a pass and the time split")  # fmt: skip
     formula = [r for r in known if r.predicted_speedup]
-    axes.scatter([r.predicted_speedup for r in formula], [r.speedup for r in formula],
+    axes.scatter([r.predicted_speedup for r in formula], [r.overall for r in formula],
                  color="tab:orange", label="by the paper's formula")  # fmt: skip
-    most = max([1.0, *bound, *(r.speedup for r in known)]) * 1.05
+    most = max([1.0, *bound, *(r.overall for r in known)]) * 1.05
     axes.plot([0, most], [0, most], color="0.5", linestyle="--")
     axes.set_xlabel("predicted speedup")
-    axes.set_ylabel("measured speedup")
+    axes.set_ylabel("measured speedup, all prompts together")
     axes.legend(fontsize=8)

@@ -555,16 +555,25 @@ def test_the_loss_scores_all_tokens_on_average(shared):
     """Each batch some of those that never are labels, as if they were all: the sum of exponentials
     is the whole vocabulary's, over batches that begin with one position after the other."""
     model = random_model(dtype=torch.float32, vocab_size=200)
-    _, states, positions = rows_and_positions(model)
+    _, _, positions = rows_and_positions(model)
     heads = certify.randomise(medusa.untrained(3, 1, model, shared), 0)
     loss = distill.HeadsLoss(heads, model, positions, torch.float32)
-    whole, total, seen = heads(states[0], model), 0.0, set()
+    whole, labels = heads(positions.hidden, model), positions.labels  # (K, n, V), (n, K)
+    total, seen = 0.0, set()
     for first in range(distill.OTHERS):
-        ids, counts = loss.scored(torch.tensor([first]))
-        assert counts.sum() == 200 and len(ids) < 70
-        part = heads(states[0], model, ids)
+        index = torch.arange(len(labels)).roll(-first)
+        ids = loss.scored(index)
+        assert loss.counts.sum() == 200 and len(ids) < 70
+        part = heads.scores(positions.hidden, model, ids)
         assert torch.allclose(part, whole[..., ids], atol=1e-6)
-        total += (part.exp() * counts).sum(-1) / distill.OTHERS
+        sums = (part.exp() * loss.counts).sum(-1)  # (K, n)
+        by_hand = 0.0
+        for k in range(3):
+            real = labels[:, k] >= 0
+            right = whole[k, real, labels[real, k]]
+            by_hand += 0.8**k * (sums[k, real].log() - right).mean()
+        assert torch.allclose(loss(index), by_hand, atol=1e-5)
+        total += sums / distill.OTHERS
         seen |= set(ids.tolist())
     assert torch.allclose(total, whole.exp().sum(-1), rtol=1e-5) and len(seen) == 200
     assert set(positions.labels[positions.labels >= 0].tolist()) <= set(ids.tolist())
