@@ -617,8 +617,10 @@ class HeadsLoss(nn.Module):
         some = len(rest) // OTHERS  # what this leaves over is always scored
         self.others = rest[: some * OTHERS].view(some, OTHERS)
         self.always = torch.cat([occurs.nonzero()[:, 0], rest[some * OTHERS :]])
-        self.place = torch.full((len(occurs),), -100)  # of a token among those that are scored
-        self.place[self.always] = torch.arange(len(self.always))
+        place = torch.zeros(len(occurs), dtype=torch.long)  # of a label among what is scored
+        place[self.always] = torch.arange(len(self.always))
+        known = positions.labels
+        self.labels = place[known.clamp(min=0)].where(known >= 0, known)
         # for how many each token that is scored stands
         self.counts = torch.cat([torch.ones(len(self.always)), torch.full((some,), float(OTHERS))])
 
@@ -630,8 +632,7 @@ class HeadsLoss(nn.Module):
     def forward(self, index: Tensor) -> Tensor:
         at = index.to(self.positions.hidden.device)
         hidden = self.positions.hidden[at].to(index.device, torch.float32)
-        labels = self.positions.labels[at]
-        labels = self.place[labels.clamp(min=0)].where(labels >= 0, -100).to(index.device)
+        labels = self.labels[at].to(index.device)
         ids, weights = self.scored(at).to(index.device), self.counts.log().to(index.device)
         with torch.autocast(index.device.type, self.dtype, enabled=self.dtype != torch.float32):
             logits = self.heads.scores(hidden, self.target[0], ids) + weights  # (K, B, v)
