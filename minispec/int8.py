@@ -17,7 +17,8 @@ from torch import Tensor
 
 BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
 LARGE = 2**22  # numbers from which a weight on a CPU is `Tiles`
-BLOCKS = 192, 128, 96, 64  # outputs in a line of `Lines`: those that need the least filling up
+# Outputs in a line of `Lines`: the most of those that need the least filling up.
+BLOCKS = 384, 288, 256, 240, 192, 128, 96, 64
 ROWS = 2**10  # of a weight that are quantised at once
 LONGEST = 2**31 // 2**14  # inputs whose products of bytes 32 bits always hold
 MANY = 64  # rows up to which `Lines` are summed: more are multiplied with floats made of them
@@ -244,22 +245,23 @@ class Lines:
         """x (n, in), scale (out,) -> (n, out)."""
         n = x.shape[0]
         if torch.compiler.is_compiling() or 0 < n <= MANY:  # compiled passes are of few rows
-            y = self.sums_of_lines(x).transpose(0, 1).reshape(n, -1)
+            y = self.sums_of_lines(x)
         else:  # a block's floats at a time, which stay in a processor's cache
             blocks = (lines[:, : self.block].to(x.dtype) - 128 for lines in self.lines)
             y = torch.cat([x @ block for block in blocks], -1)
         return y[:, : self.out] * scale
 
     def sums_of_lines(self, x: Tensor) -> Tensor:
-        """Of x (n, in) each block's lines times each row: (blocks, n, block). The rows take turns
+        """Of x (n, in) each block's lines times each row: (n, blocks · block). The rows take turns
         within a block, which stays in a processor's cache."""
         count, n = len(self.lines), x.shape[0]  # as len() would tie a graph to it
         keep = not torch.compiler.is_compiling() and count * n * self.inputs <= KEPT
         lines, first = (in_turn_kept if keep else in_turn)(count, n, self.inputs)
+        scales = x.expand(count, n, self.inputs).flatten()  # faster than repeat()
         y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-            self.table, lines, first, per_sample_weights=x.reshape(-1).repeat(count)
+            self.table, lines, first, per_sample_weights=scales
         )
-        return y.view(-1, n, self.block)
+        return y.view(count, n, self.block).transpose(0, 1).reshape(n, -1)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Some rows of `dense()`, (..., in)."""

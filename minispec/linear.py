@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec import int8
-from minispec.int8 import BLOCK, Int8, laid_out, lies_so, rows_of_blocks
+from minispec.int8 import BLOCK, Int8, in_turn_kept, laid_out, lies_so, rows_of_blocks
 
 
 def on_intel() -> bool:
@@ -239,21 +239,18 @@ class Packed:
     def __init__(self, memory: Tensor, blocks: Tensor, size: tuple[int, int]):
         self.memory, self.blocks, (self.out, self.inputs) = memory, blocks, size
         self.nbytes = blocks.nbytes  # that a product reads
-        self.lines: Tensor | None = None
-        if blocks.dtype == torch.float32:  # of each block in turn the line of each input
-            count = blocks.shape[0] * blocks.shape[1]
-            numbers = torch.arange(count, dtype=torch.int32, device="cpu").view(len(blocks), -1)
-            self.lines = numbers[:, : self.inputs].flatten()  # (out / 64 · in)
-            self.first = self.lines.new_tensor(range(0, len(self.lines), self.inputs))  # (out / 64)
+        self.in_lines = blocks.shape[1:] == (self.inputs, BLOCK, 1)  # one for each input
+        if self.in_lines:
             self.table = blocks.view(-1, BLOCK)
+            self.lines, self.first = in_turn_kept(len(blocks), 1, self.inputs)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x (..., in) -> (..., out)."""
-        if x.numel() != self.inputs or self.lines is None:
+        if x.numel() != self.inputs or not self.in_lines:
             return torch.ops.mkldnn._linear_pointwise(x, self.memory, bias, "none", [], "")
         # of one row a sum of lines, each times its input: read faster so than by oneDNN (and added
         # one by one, so that of 10,000 inputs the sum is ten times as far off as of two rows)
-        scales = x.reshape(-1).repeat(len(self.first))
+        scales = x.reshape(1, -1).expand(len(self.first), -1).flatten()
         y, *_ = torch.embedding_bag(
             self.table, self.lines, self.first, mode=0, per_sample_weights=scales
         )
