@@ -95,11 +95,13 @@ def floors_and_passes(
     """`floor_seconds`; the least time of a row's arithmetic, at the speed of the fastest of
     `large_products` (None in int8, whose products are of another kind); and what a pass over one
     token takes, of the model and of others. Timed in turn, as a shared machine's speed changes from
-    minute to minute."""
+    minute to minute; a pass behind another of its model, as in decoding: behind a copy, whose bytes
+    are left in the processor's caches, it would take longer."""
     passes = [one_pass(each, 1) for each in (model, *others)]
     products = [] if model.quantized else large_products(model.device, model.dtype)
-    copy, *times = least_in_turn([one_copy(model.device), *passes, *products])
-    own, its = times[: len(passes)], times[len(passes) :]
+    twice = [each for each in passes for _ in range(2)]
+    copy, *times = least_in_turn([one_copy(model.device), *twice, *products])
+    own, its = times[1 : len(twice) : 2], times[len(twice) :]
     row = products_per_row(model) * min(its) / side_of(model.device) ** 3 if its else None
     return bytes_per_pass(model) * copy / (2 * COPIED), row, own
 
