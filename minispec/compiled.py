@@ -1,10 +1,11 @@
 """Passes as compiled graphs (`--compile`): the same model, every method, fewer operators.
 
 On a CPU a pass is compiled ahead of time (torch.export, AOTInductor) into a file, for 1 to MOST
-rows and any number of cache rows; it is kept, and the next run only opens it. On a GPU there is a
-graph for each power of two of rows, replayed as a CUDA graph over a cache of fixed length. What no
-graph takes (batches, prefills of more than MOST rows, there also more than the cache has left) runs
-as it does without them. Graphs have no gradients.
+rows and any number of cache rows (where weights need all 32 bits, into two: a single row has its
+own); it is kept, and the next run only opens it. On a GPU there is a graph for each power of two of
+rows, replayed as a CUDA graph over a cache of fixed length. What no graph takes (batches, prefills
+of more than MOST rows, there also more than the cache has left) runs as it does without them.
+Graphs have no gradients.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from minispec.cache import KVCache
 from minispec.cost import COUNTS
 from minispec.errors import UserError, check_compiler, make_folder
 from minispec.int8 import Int8
-from minispec.linear import joined_in
+from minispec.linear import Packed, joined_in
 from minispec.model import Pass, Transformer
 
 MOST = COUNTS[-1]  # rows of a compiled pass
@@ -156,22 +157,36 @@ def compile_module(
         check_compiler("cuda")
         module.compiled = Compiled(module, graph_on_gpu(module), whole=True)
         return
-    path = cache_folder() / f"{digest(module)}.pt2"
-    if not is_there(path):
+    folder, name = cache_folder(), digest(module)
+    paths = {MOST: folder / f"{name}.pt2"}
+    if reads_32_bits(module):  # which oneDNN's products, made for several rows, read slower
+        paths = {1: folder / f"{name}-one.pt2"} | paths
+    missing = [most for most, path in paths.items() if not is_there(path)]
+    if missing:
         check_compiler("cpu")
-        part = path.with_suffix(f".{uuid4().hex}.part.pt2")
-        several, *others = (example(model, inputs, n, len(layers_of(module))) for n in (5, 1, MOST))
-        try:
-            with tqdm(total=1, desc="compiling, once", unit="graph") as bar:
-                with linear.for_graphs(joined_in(module).values()):
-                    ahead_of_time(Function(module).eval(), several, part)
-                check(module, (several, *others), opened(part))
-                part.replace(path)
-                bar.update()
-        finally:
-            part.unlink(missing_ok=True)
-        forget_old_files(path.parent)
-    module.compiled = Compiled(module, opened(path))
+        for most in tqdm(missing, desc="compiling, once", unit="graph"):
+            counts = (1,) if most == 1 else (5, 1, MOST)
+            examples = [example(model, inputs, n, len(layers_of(module))) for n in counts]
+            make_file(module, examples, paths[most])
+        forget_old_files(folder)
+    graphs = {most: opened(path) for most, path in paths.items()}
+    module.compiled = Compiled(module, by_rows(graphs))
+
+
+def by_rows(graphs: dict[int, Callable]) -> Callable:
+    """One graph of several, each of at most so many rows: a pass takes the first that has them."""
+
+    def graph(inputs: list[Tensor], *others) -> Tensor:
+        n = inputs[0].shape[1]
+        return next(each for most, each in graphs.items() if n <= most)(inputs, *others)
+
+    return graph
+
+
+def reads_32_bits(module: nn.Module) -> bool:
+    """Whether there are float32 weights that need all their bits, and are large enough to count."""
+    kept = [joined.packed for joined in joined_in(module).values()]
+    return any(isinstance(each, Packed) and each.blocks.dtype == torch.float32 for each in kept)
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
@@ -201,13 +216,26 @@ def example(
     return inputs(n), cos, sin, visible, slots, keys, values
 
 
+def make_file(module: nn.Module, examples: list[tuple], path: Path) -> None:
+    """Compile for the rows of the first example, checked by all of them; the file appears whole or
+    not."""
+    part = path.with_suffix(f".{uuid4().hex}.part.pt2")
+    try:
+        with linear.for_graphs(joined_in(module).values()):
+            ahead_of_time(Function(module).eval(), examples[0], part)
+        check(module, examples, opened(part))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 @torch.no_grad()
 def ahead_of_time(function: nn.Module, arguments: tuple, path: Path) -> None:
-    """Compile for 1 to MOST rows into `path`. Raises UserError where that fails, and leaves what
-    the compiler said in a file beside it."""
-    inputs, _, _, _, _, keys, values = arguments
+    """Compile into `path`, for one row if the arguments have one, else for 1 to MOST. Raises
+    UserError where that fails, and leaves what the compiler said in a file beside it."""
+    inputs, _, _, _, slots, keys, values = arguments
     span = torch.export.Dim("span", min=2, max=2**20)
-    n = torch.export.Dim("n", min=1, max=MOST)
+    n = None if len(slots) == 1 else torch.export.Dim("n", min=1, max=MOST)
     shapes = [{1: n}] * len(inputs), {1: n}, {1: n}, {2: n, 3: span}, {0: n}
     shapes += [{1: span}] * len(keys), [{1: span}] * len(values)
     log = path.with_suffix(".log")
