@@ -249,18 +249,21 @@ class Lines:
         else:  # a block's floats at a time, which stay in a processor's cache
             blocks = (lines[:, : self.block].to(x.dtype) - 128 for lines in self.lines)
             y = torch.cat([x @ block for block in blocks], -1)
-        return y[:, : self.out] * scale
+        return (y if y.shape[1] == self.out else y[:, : self.out]) * scale
 
     def sums_of_lines(self, x: Tensor) -> Tensor:
         """Of x (n, in) each block's lines times each row: (n, blocks · block). The rows take turns
         within a block, which stays in a processor's cache."""
         count, n = len(self.lines), x.shape[0]  # as len() would tie a graph to it
-        keep = not torch.compiler.is_compiling() and count * n * self.inputs <= KEPT
+        eager = not torch.compiler.is_compiling()
+        keep = eager and count * n * self.inputs <= KEPT
         lines, first = (in_turn_kept if keep else in_turn)(count, n, self.inputs)
         scales = x.expand(count, n, self.inputs).flatten()  # faster than repeat()
         y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
             self.table, lines, first, per_sample_weights=scales
         )
+        if eager and n == 1:  # in a graph the number of rows is open
+            return y.view(1, -1)
         return y.view(count, n, self.block).transpose(0, 1).reshape(n, -1)
 
     def rows(self, ids: Tensor) -> Tensor:
