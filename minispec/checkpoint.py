@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ ROPE_TYPES = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 YARN_NUMBERS = "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"  # optional
+MOST_LAYERS = 1000  # each takes time to make, even where the weights turn out to have no more
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"  # the shipped ones
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -50,10 +52,12 @@ class Keys:
     def wrong(self, key: str, must: str) -> UserError:
         return UserError(f"{self.path}: {key} must be {must}, not {self.raw.get(key)!r}")
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, most: int = sys.maxsize) -> int:
         value = default if self.raw.get(key) is None else self.raw[key]
         if type(value) is not int or value < 1:
             raise self.wrong(key, "a positive integer")
+        if value > most:
+            raise self.wrong(key, f"at most {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -106,7 +110,7 @@ def read_config(directory: Path) -> Config:
     return Config(
         hidden_size=keys.count("hidden_size"),
         intermediate_size=keys.count("intermediate_size"),
-        layers=keys.count("num_hidden_layers"),
+        layers=keys.count("num_hidden_layers", most=MOST_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,

@@ -508,7 +508,7 @@ def method_options(
         name = given_or_shipped(args.heads, "heads", args.model, "medusa")
         options["heads"] = load_heads(name, model, tokenizer)
         if args.tree is not None:
-            options["tree"] = read_tree_option(args.tree, options["heads"])
+            options["tree"] = read_tree_option(args.tree, options["heads"], model.config.context)
     if args.method == "fastmtp":
         options |= fastmtp_options(args, model, tokenizer)
     return options
@@ -553,8 +553,8 @@ def given_or_shipped(name: str | None, flag: str, model: str, shipped: str) -> s
     return name or str(WEIGHTS / shipped)
 
 
-def read_tree_option(value: str, heads: Heads) -> list[Ranks] | Literal["auto"]:
-    """What --tree means: a list of paths, or "auto"."""
+def read_tree_option(value: str, heads: Heads, most: int) -> list[Ranks] | Literal["auto"]:
+    """What --tree means: a list of paths, or "auto"; a number of nodes grows `most` at most."""
     if value == "auto":
         return value
     if value.isdecimal():
@@ -563,7 +563,7 @@ def read_tree_option(value: str, heads: Heads) -> list[Ranks] | Literal["auto"]:
                 f"--tree {value}: these heads came without accuracies to grow a tree by: measure "
                 "them with minispec.distill tree, or take --tree auto, which needs none"
             )
-        return grow_tree(heads.accuracy, int(value))
+        return grow_tree(heads.accuracy, min(int(value), most))
     if value in PUBLISHED:
         return published(value)
     try:

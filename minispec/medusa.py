@@ -73,6 +73,8 @@ class Heads(Preparable):
         change any more; converting the heads undoes it."""
         layers = [weight.mT.flatten(0, 1).detach() for weight in self.weight]  # (K · out, in)
         self.packed = [fastest(weight) for weight in layers]
+        self.biases = self.bias.detach().unbind()  # each (K, 1, out)
+        self.own = torch.arange(self.heads, device=self.bias.device) * (self.heads + 1)
         return self
 
     def undo(self) -> None:
@@ -102,14 +104,14 @@ class Heads(Preparable):
 
     def linear(self, layer: int, x: Tensor) -> Tensor:
         """Wx + b of each head's own x, (K, n, d)."""
-        weight, bias, packed = self.weight[layer], self.bias[layer], self.packed[layer]
-        trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        packed = self.packed[layer]
+        trained = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         if packed is None or trained or x.shape[1] > 1:
-            return torch.baddbmm(bias, x, weight)
-        # all heads' rows by all heads' weights, for the sake of the diagonal: further rows cost
-        # little, and the weights are read once, at half the bits
-        every = packed.product(x[:, 0], None).view(self.heads, self.heads, -1)
-        return bias + every.diagonal().mT[:, None]
+            return torch.baddbmm(self.bias[layer], x, self.weight[layer])
+        # all heads' rows by all heads' weights, of which each row wants its own head's: further
+        # rows cost little, and the weights are read once, at half the bits
+        every = packed.product(x, None).view(self.heads**2, 1, -1)
+        return self.biases[layer] + every.index_select(0, self.own)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the parameters under the names of Medusa's checkpoints."""

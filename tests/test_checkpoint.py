@@ -309,6 +309,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": "many"}, "hidden_size must be a positive integer"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be at most 1000"),
         ({"num_key_value_heads": 3}, "no multiple"),
         ({"num_key_value_heads": "two"}, "num_key_value_heads must be a positive integer"),
         ({"head_dim": 7}, "head_dim must be even"),

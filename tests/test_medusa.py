@@ -579,6 +579,13 @@ def test_the_loss_scores_all_tokens_on_average(shared):
     assert set(positions.labels[positions.labels >= 0].tolist()) <= set(ids.tolist())
 
 
+def test_a_number_of_nodes_grows_no_more_than_ever_fit():
+    heads = random_heads(random_model(), 0)
+    heads.accuracy = torch.full((3, 10), 0.1)
+    for value, nodes in (("7", 7), ("100000000", 40)):
+        assert len(generate.read_tree_option(value, heads, 40)) == nodes
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
