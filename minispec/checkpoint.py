@@ -5,7 +5,6 @@ import json
 import math
 import os
 import pickle
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -52,7 +51,7 @@ class Keys:
     def wrong(self, key: str, must: str) -> UserError:
         return UserError(f"{self.path}: {key} must be {must}, not {self.raw.get(key)!r}")
 
-    def count(self, key: str, default: int | None = None, most: int = sys.maxsize) -> int:
+    def count(self, key: str, default: int | None = None, most: float = math.inf) -> int:
         value = default if self.raw.get(key) is None else self.raw[key]
         if type(value) is not int or value < 1:
             raise self.wrong(key, "a positive integer")

@@ -1,11 +1,11 @@
 """Passes as compiled graphs (`--compile`): the same model, every method, fewer operators.
 
 On a CPU a pass is compiled ahead of time (torch.export, AOTInductor) into a file, for 1 to MOST
-rows and any number of cache rows (where weights need all 32 bits, into two: a single row has its
-own); it is kept, and the next run only opens it. On a GPU there is a graph for each power of two of
-rows, replayed as a CUDA graph over a cache of fixed length. What no graph takes (batches, prefills
-of more than MOST rows, there also more than the cache has left) runs as it does without them.
-Graphs have no gradients.
+rows and any number of cache rows; it is kept, and the next run only opens it. Where weights need
+all 32 bits, a single row has a file of its own, which holds them once more. On a GPU there is a
+graph for each power of two of rows, replayed as a CUDA graph over a cache of fixed length. What no
+graph takes (batches, prefills of more than MOST rows, there also more than the cache has left) runs
+as it does without them. Graphs have no gradients.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -157,35 +158,32 @@ def compile_module(
         check_compiler("cuda")
         module.compiled = Compiled(module, graph_on_gpu(module), whole=True)
         return
-    folder, name = cache_folder(), digest(module)
-    paths = {MOST: folder / f"{name}.pt2"}
-    if reads_32_bits(module):  # which oneDNN's products, made for several rows, read slower
-        paths = {1: folder / f"{name}-one.pt2"} | paths
-    missing = [most for most, path in paths.items() if not is_there(path)]
+    path = cache_folder() / f"{digest(module)}.pt2"
+    paths = {MOST: path}
+    if reads_32_bits(module):  # of which products for any number of rows read one row's slower
+        paths[1] = path.with_stem(f"{path.stem}-one")
+    missing, layers = [n for n in paths if not is_there(paths[n])], len(layers_of(module))
     if missing:
         check_compiler("cpu")
         for most in tqdm(missing, desc="compiling, once", unit="graph"):
-            counts = (1,) if most == 1 else (5, 1, MOST)
-            examples = [example(model, inputs, n, len(layers_of(module))) for n in counts]
-            make_file(module, examples, paths[most])
-        forget_old_files(folder)
-    graphs = {most: opened(path) for most, path in paths.items()}
-    module.compiled = Compiled(module, by_rows(graphs))
+            make_file(module, most, paths[most], partial(example, model, inputs, layers))
+        forget_old_files(path.parent)
+    graphs = {most: opened(paths[most]) for most in paths}
+    module.compiled = Compiled(module, by_rows(graphs[MOST], graphs.get(1)))
 
 
-def by_rows(graphs: dict[int, Callable]) -> Callable:
-    """One graph of several, each of at most so many rows: a pass takes the first that has them."""
-
-    def graph(inputs: list[Tensor], *others) -> Tensor:
-        n = inputs[0].shape[1]
-        return next(each for most, each in graphs.items() if n <= most)(inputs, *others)
-
-    return graph
+def by_rows(several: Callable, one: Callable | None) -> Callable:
+    """A graph of any number of rows, and of a single one, where it has its own."""
+    if one is None:
+        return several
+    return lambda inputs, *others: (one if inputs[0].shape[1] == 1 else several)(inputs, *others)
 
 
 def reads_32_bits(module: nn.Module) -> bool:
-    """Whether there are float32 weights that need all their bits, and are large enough to count."""
-    kept = [joined.packed for joined in joined_in(module).values()]
+    """Whether its layers have float32 weights that need all their bits, and are large enough to
+    count."""
+    products = [each for layer in layers_of(module) for each in joined_in(layer).values()]
+    kept = [joined.packed for joined in products]
     return any(isinstance(each, Packed) and each.blocks.dtype == torch.float32 for each in kept)
 
 
@@ -198,11 +196,11 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def example(
-    model: Transformer, inputs: Callable[[int], list[Tensor]], n: int, layers: int
+    model: Transformer, inputs: Callable[[int], list[Tensor]], layers: int, n: int, before: int
 ) -> tuple:
-    """Arguments of Function for a pass over `n` rows behind 60 of a cache; each row sees itself and
-    others at random."""
-    c, span, slots = model.config, 128 + 3 * n, torch.arange(60, 60 + n)
+    """Arguments of Function for a pass over `n` rows behind others of a cache; each row sees itself
+    and others at random."""
+    c, span, slots = model.config, before + 68 + 3 * n, torch.arange(before, before + n)
     noise = torch.Generator().manual_seed(n)
     cos, sin = model.rope(slots[None], model.dtype)
     visible = torch.zeros(1, 1, n, span, dtype=model.dtype)
@@ -216,14 +214,17 @@ def example(
     return inputs(n), cos, sin, visible, slots, keys, values
 
 
-def make_file(module: nn.Module, examples: list[tuple], path: Path) -> None:
-    """Compile for the rows of the first example, checked by all of them; the file appears whole or
-    not."""
-    part = path.with_suffix(f".{uuid4().hex}.part.pt2")
+def make_file(
+    module: nn.Module, most: int, path: Path, rows: Callable[[int, int], tuple]
+) -> None:
+    """Compile for one row, or up to MOST, and check that; the file appears whole or not. `rows` are
+    arguments of Function for so many behind so many others."""
+    first, *others = [(1, 60), (1, 7)] if most == 1 else [(5, 60), (1, 60), (MOST, 60)]
+    part, arguments = path.with_suffix(f".{uuid4().hex}.part.pt2"), rows(*first)
     try:
         with linear.for_graphs(joined_in(module).values()):
-            ahead_of_time(Function(module).eval(), examples[0], part)
-        check(module, examples, opened(part))
+            ahead_of_time(Function(module).eval(), arguments, part)
+        check(module, [arguments, *(rows(*each) for each in others)], opened(part))
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

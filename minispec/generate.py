@@ -554,7 +554,8 @@ def given_or_shipped(name: str | None, flag: str, model: str, shipped: str) -> s
 
 
 def read_tree_option(value: str, heads: Heads, most: int) -> list[Ranks] | Literal["auto"]:
-    """What --tree means: a list of paths, or "auto"; a number of nodes grows `most` at most."""
+    """What --tree means: a list of paths, or "auto". A number grows a tree of so many nodes, `most`
+    at most: more never fit."""
     if value == "auto":
         return value
     if value.isdecimal():

@@ -17,12 +17,11 @@ from torch import Tensor
 
 BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
 LARGE = 2**22  # numbers from which a weight on a CPU is `Tiles`
-# Outputs in a line of `Lines`: the most of those that need the least filling up.
-BLOCKS = 384, 288, 256, 240, 192, 128, 96, 64
+BLOCKS = 384, 288, 256, 240, 192, 128, 96, 64  # outputs in a line of `Lines`
 ROWS = 2**10  # of a weight that are quantised at once
 LONGEST = 2**31 // 2**14  # inputs whose products of bytes 32 bits always hold
 MANY = 64  # rows up to which `Lines` are summed: more are multiplied with floats made of them
-KEPT = 2**18  # length up to which lists of lines are kept: of longer ones that gains little
+KEPT = 2**18  # length up to which `Lines` keep lists of lines: of longer ones that gains little
 FIXED = 2**23 - 2**16  # a row's largest magnitude in fixed point
 MIDDLE = 128 * 0x010101  # makes it positive, and each of its bytes 128 more than the digit is
 SHIFTS = torch.tensor([[0], [8], [16]], dtype=torch.int32)  # of the bytes, (3, 1)
@@ -231,7 +230,7 @@ class Lines:
 
     def __init__(self, whole: Tensor):
         self.out, self.inputs = whole.shape
-        self.block = min(BLOCKS, key=lambda size: -(-self.out // size) * size)
+        self.block = min(BLOCKS, key=self.worth)
         shape = -(-self.out // self.block), self.inputs, self.block + 8
         self.lines = torch.full(shape, 128, dtype=torch.uint8, device="cpu")
         ends = torch.tensor([1.0, -128.0], dtype=torch.float32, device="cpu")
@@ -240,6 +239,12 @@ class Lines:
             lines[:, : len(rows)] = rows.t().short() + 128
         self.table = self.lines.view(-1, self.block + 8)
         self.nbytes = self.lines.nbytes
+
+    def worth(self, size: int) -> tuple[int, bool, int]:
+        """Lines of `size` outputs are the better the less they are filled up, if there is a block
+        for each thread, and the longer (rows of 288 bytes are read faster than of 96)."""
+        count = -(-self.out // size)
+        return count * size, count < torch.get_num_threads(), -size
 
     def product(self, x: Tensor, scale: Tensor) -> Tensor:
         """x (n, in), scale (out,) -> (n, out)."""
@@ -258,7 +263,8 @@ class Lines:
         eager = not torch.compiler.is_compiling()
         keep = eager and count * n * self.inputs <= KEPT
         lines, first = (in_turn_kept if keep else in_turn)(count, n, self.inputs)
-        scales = x.expand(count, n, self.inputs).flatten()  # faster than repeat()
+        # faster than repeat(); of a single block a view, but the kernel reads on without strides
+        scales = x.expand(count, n, self.inputs).flatten().contiguous()
         y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
             self.table, lines, first, per_sample_weights=scales
         )

@@ -13,7 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec import int8
-from minispec.int8 import BLOCK, Int8, in_turn_kept, laid_out, lies_so, rows_of_blocks
+from minispec.int8 import (
+    BLOCK,
+    KEPT,
+    Int8,
+    in_turn,
+    in_turn_kept,
+    laid_out,
+    lies_so,
+    rows_of_blocks,
+)
 
 
 def on_intel() -> bool:
@@ -239,10 +248,13 @@ class Packed:
     def __init__(self, memory: Tensor, blocks: Tensor, size: tuple[int, int]):
         self.memory, self.blocks, (self.out, self.inputs) = memory, blocks, size
         self.nbytes = blocks.nbytes  # that a product reads
-        self.in_lines = blocks.shape[1:] == (self.inputs, BLOCK, 1)  # one for each input
+        # of each block a line for each input, where none are filled up; else oneDNN multiplies
+        self.in_lines = blocks.shape[1:] == (self.inputs, BLOCK, 1)
         if self.in_lines:
             self.table = blocks.view(-1, BLOCK)
-            self.lines, self.first = in_turn_kept(len(blocks), 1, self.inputs)
+            some = len(blocks) * self.inputs
+            lists = in_turn_kept if some <= KEPT else in_turn  # the same in each layer
+            self.lines, self.first = lists(len(blocks), 1, self.inputs)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x (..., in) -> (..., out)."""
@@ -251,7 +263,7 @@ class Packed:
         # of one row a sum of lines, each times its input: read faster so than by oneDNN (and added
         # one by one, so that of 10,000 inputs the sum is ten times as far off as of two rows)
         scales = x.reshape(1, -1).expand(len(self.first), -1).flatten()
-        y, *_ = torch._embedding_bag_forward_only(  # without gradients' part, a tenth cheaper
+        y, *_ = torch._embedding_bag_forward_only(  # what embedding_bag calls, without its wrapper
             self.table, self.lines, self.first, per_sample_weights=scales
         )
         y = y.view(*x.shape[:-1], -1)[..., : self.out]

@@ -13,10 +13,19 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from minispec import compiled
 from minispec.certify import random_head
-from minispec.compiled import Compiled, Function, compile_head, compile_model, digest, graph_on_gpu
+from minispec.compiled import (
+    Compiled,
+    Function,
+    compile_head,
+    compile_model,
+    digest,
+    graph_on_gpu,
+    reads_32_bits,
+)
 from minispec.errors import UserError
 from minispec.fastmtp import fastmtp
 from minispec.generate import decode
+from minispec.linear import pack, packable
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
 
@@ -189,6 +198,49 @@ def test_a_graph_that_computes_something_else_is_not_kept(tmp_path, monkeypatch)
         assert not list(tmp_path.rglob("*.pt2"))
 
 
+def test_a_single_row_has_a_graph_of_its_own_where_weights_need_32_bits(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made, ran = [], []
+
+    def written(function, arguments, path):
+        made.append(len(arguments[4]))  # rows
+        path.write_text("")
+
+    def read(path):
+        return lambda inputs, *others: ran.append((path.stem.endswith("-one"), inputs[0].shape[1]))
+
+    monkeypatch.setattr(compiled, "check_compiler", lambda device: None)
+    monkeypatch.setattr(compiled, "check", lambda module, examples, graph: None)
+    monkeypatch.setattr(compiled, "ahead_of_time", written)
+    monkeypatch.setattr(compiled, "opened", read)
+    monkeypatch.setattr(compiled, "reads_32_bits", lambda module: True)
+    for _ in range(2):  # the second time only what is missing
+        compile_model(model := random_model(0).float())
+        one, several = sorted(tmp_path.rglob("*.pt2"), key=lambda file: "one" not in file.stem)
+        several.unlink()
+    assert sorted(made[:2]) == [1, 5] and made[2:] == [5]
+    for n in (1, 2, compiled.MOST):
+        model.compiled.graph([torch.zeros(1, n)])
+    assert ran == [(True, 1), (False, 2), (False, compiled.MOST)]
+    monkeypatch.setattr(compiled, "reads_32_bits", lambda module: False)
+    compile_model(model := random_model(0).float())
+    model.compiled.graph([torch.zeros(1, 1)])
+    assert ran[-1] == (False, 1)
+
+
+def test_which_layers_read_32_bits(monkeypatch):
+    monkeypatch.setattr("minispec.linear.SMALL", 0)
+    size = torch.nn.Linear(64, 64)
+    packs = packable(size.weight) and pack(size.weight.detach()) is not None
+    assert reads_32_bits(random_model(0).float().prepare()) == packs
+    for other in (random_model(0).float(), random_model(0).float().prepare(quantize=True),
+                  random_model(0).bfloat16().prepare(),
+                  random_model(0).bfloat16().float().prepare()):  # fmt: skip
+        assert not reads_32_bits(other)
+    head_alone = random_model(0).float().prepare_head()
+    assert head_alone.head is not None and not reads_32_bits(head_alone)
+
+
 def test_files_that_nobody_opens_are_deleted_in_time(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder, days = compiled.cache_folder(), 24 * 3600
@@ -291,8 +343,7 @@ def test_compiled_ahead_of_time(tmp_path, monkeypatch, kind):
     compile_model(graphed)
     compile_head(heads[1], graphed)
     files = sorted(file.stem.partition("-")[2] for file in tmp_path.rglob("*.pt2"))
-    of_one_row = {"packed": 2, "int8": 1, "int8 without products of bytes": 1}  # heads are floats
-    assert files == ["", ""] + ["one"] * of_one_row.get(kind, 0)
+    assert files == ["", ""] + ["one"] * sum(map(reads_32_bits, (plain, heads[0])))
     rng = random.Random(0)
     caches = plain.new_cache(300), graphed.new_cache(300)
     # sums in float32 may be in any order

@@ -29,7 +29,10 @@ def kind(request, monkeypatch):
     return {"lines": Lines, "tiles": Tiles}[request.param]
 
 
-@pytest.mark.parametrize("size", [(48, 64), (7, 10), (300, 33), (1000, 70), (192, 1), (1, 5)])
+SIZES = [(48, 64), (7, 10), (300, 33), (1000, 70), (192, 1), (1, 5), (384, 9), (576, 6), (960, 5)]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_products_are_those_of_the_nearest_multiples(size, kind):
     torch.manual_seed(sum(size))
     layer = torch.nn.Linear(*reversed(size), bias=size[0] % 2 == 0)
@@ -53,15 +56,26 @@ def test_products_are_those_of_the_nearest_multiples(size, kind):
     )
 
 
-def test_each_row_gets_what_it_gets_alone(kind):
+@pytest.mark.parametrize("out", [400, 384, 192, 64])
+def test_each_row_gets_what_it_gets_alone(kind, out):
     """So a pass over a draft computes what passes over one token do, as far as its products go."""
-    joined = Joined(torch.nn.Linear(64, 400), quantize=True)
+    joined = Joined(torch.nn.Linear(64, out), quantize=True)
     x = torch.randn(1, 17, 64) * torch.logspace(-3, 3, 17)[:, None]
     whole = joined(x)
     for i in range(17):
         assert torch.equal(joined(x[:, i : i + 1]), whole[:, i : i + 1])
-    for strided in (torch.randn(3, 64, 2)[..., 0], torch.randn(64, 9).t()):
+    apart = torch.randn(3, 64, 2)[..., 0]
+    for strided in (apart, apart[:1], torch.randn(64, 9).t(), torch.randn(1, 1).expand(2, 64)):
         assert torch.equal(joined(strided), joined(strided.contiguous()))
+
+
+@pytest.mark.parametrize(
+    "out, threads, block",
+    [(384, 1, 384), (384, 2, 192), (576, 2, 288), (960, 2, 240), (100, 8, 128), (130, 2, 96)],
+)
+def test_lines_are_long_but_leave_a_block_to_each_thread(out, threads, block, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert Lines(torch.ones(out, 3, dtype=torch.int8)).block == block
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -14,11 +14,15 @@ def test_packed_memory_is_read_where_each_number_lies(size, dtype, monkeypatch):
     weight, x = layer.weight.detach().clone(), torch.randn(1, 1, size[1], dtype=dtype)
     fits, expected, joined = packable(weight), layer(x).detach(), Joined(layer)
     assert (joined.packed is not None) == fits
+    if fits:  # read as lines, which is the faster way
+        assert joined.packed.in_lines == (dtype == torch.float32)
     assert torch.equal(joined.rows(torch.arange(size[0])), weight)
     assert torch.equal(joined.dense(), weight)
     for out in (joined(x), joined(x.expand(1, 3, -1))[:, 1:2], joined(x.mT.contiguous().mT)):
         torch.testing.assert_close(out, expected)
     assert joined(x[:, :0]).shape == (1, 0, size[0])
+    strided = torch.randn(size[1], 2, dtype=dtype)[None, :, 0]
+    assert torch.equal(joined(strided), joined(strided.clone()))
     for wrong in ([-1], [0, size[0]]):  # behind the last row of the packed memory lie zeros
         with pytest.raises(IndexError):
             joined.rows(torch.tensor(wrong))
