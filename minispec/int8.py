@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight
+BLOCK = 64  # outputs that oneDNN lays side by side in a packed weight of bytes
 LARGE = 2**22  # numbers from which a weight on a CPU is `Tiles`
 BLOCKS = 384, 288, 256, 240, 192, 128, 96, 64  # outputs in a line of `Lines`
 ROWS = 2**10  # of a weight that are quantised at once

@@ -38,6 +38,7 @@ def on_intel() -> bool:
 # it gains. MKL's plain products are quick on its maker's processors.
 SMALL = 2**18 if on_intel() else 2**15
 KERNELS = "x86", "fbgemm"  # of torch's engines for narrow weights those that have Half's kernel
+WIDTHS = BLOCK, 48, 32, 16  # outputs that oneDNN lays side by side, by processor and type
 WHOLE = 2**24  # of which at most this many numbers are packed at once: float32 copies are made
 
 
@@ -241,17 +242,18 @@ def narrowed(weight: Tensor, powers: Tensor | None) -> Tensor | None:
 class Packed:
     """A weight (out, in) as oneDNN lays it out: the rows of a draft cost little more than one.
 
-    `blocks` is the same memory as it lies, filled up with zeros, (out / 64, in / V, 64, V): of 64
-    outputs V inputs each, side by side, V = 1 in float32 and 2 in bfloat16.
+    `blocks` is the same memory as it lies, filled up with zeros, (out / B, in / V, B, V): of B
+    outputs V inputs each, side by side, V = 1 in float32 and 2 in bfloat16. B is the processor's.
     """
 
     def __init__(self, memory: Tensor, blocks: Tensor, size: tuple[int, int]):
         self.memory, self.blocks, (self.out, self.inputs) = memory, blocks, size
         self.nbytes = blocks.nbytes  # that a product reads
         # of each block a line for each input, where none are filled up; else oneDNN multiplies
-        self.in_lines = blocks.shape[1:] == (self.inputs, BLOCK, 1)
+        _, lines, width, each = blocks.shape
+        self.in_lines = (lines, each) == (self.inputs, 1)
         if self.in_lines:
-            self.table = blocks.view(-1, BLOCK)
+            self.table = blocks.view(-1, width)
             some = len(blocks) * self.inputs
             lists = in_turn_kept if some <= KEPT else in_turn  # the same in each layer
             self.lines, self.first = lists(len(blocks), 1, self.inputs)
@@ -287,12 +289,16 @@ def pack(weight: Tensor) -> Packed | None:
     if not packable(weight):
         return None
     memory, each = torch.ops.mkldnn._reorder_linear_weight(weight, 8), weight.element_size()
-    length, count = torch.ops.mkldnn._nbytes(memory), -(-weight.shape[0] // BLOCK)
-    if length % (4 * BLOCK * count) or length < each * BLOCK * count * weight.shape[1]:
-        return None
-    blocks = laid_out(memory, weight.dtype).view(count, -1, BLOCK, 4 // each)
-    packed = Packed(memory, blocks, weight.shape)
-    return packed if lies_so(packed, weight) else None
+    lying = laid_out(memory, weight.dtype)
+    for width in WIDTHS:
+        count = -(-weight.shape[0] // width)
+        length = len(lying) // count  # of a block
+        if len(lying) % count or length % (width * 4 // each) or length < width * weight.shape[1]:
+            continue
+        packed = Packed(memory, lying.view(count, -1, width, 4 // each), weight.shape)
+        if lies_so(packed, weight):
+            return packed
+    return None
 
 
 def fastest(weight: Tensor, looked_up: bool = False) -> Half | Packed | None:
