@@ -34,9 +34,9 @@ def on_intel() -> bool:
     return torch.backends.mkl.is_available() and "GenuineIntel" in kind
 
 
-# Float32 weights of at most so many stay plain: the call of another product would cost more than
-# it gains. MKL's plain products are quick on its maker's processors.
-SMALL = 2**18 if on_intel() else 2**15
+SMALL = 2**15  # float32 weights of at most so many stay plain: other products' calls cost too much
+# and so many times as many that need 32 bits: MKL reads those quickly on its maker's processors
+QUICK = 8 if on_intel() else 1
 KERNELS = "x86", "fbgemm"  # of torch's engines for narrow weights those that have Half's kernel
 WIDTHS = BLOCK, 48, 32, 16  # outputs that oneDNN lays side by side, by processor and type
 WHOLE = 2**24  # of which at most this many numbers are packed at once: float32 copies are made
@@ -63,7 +63,7 @@ class Joined:
             Int8(self.weight) if quantize else fastest(self.weight, looked_up)
         )
         if self.packed is None:
-            if small(self.weight):
+            if small(self.weight, QUICK):
                 self.weight = self.weight.t().contiguous().t()
             self.share(self.weight)
             return
@@ -312,10 +312,10 @@ def packable(weight: Tensor) -> bool:
         return False
     if weight.dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32 and not small(weight)
+    return weight.dtype == torch.float32 and not small(weight, QUICK)
 
 
-def small(weight: Tensor) -> bool:
-    """Whether it stays plain on a CPU for its size."""
+def small(weight: Tensor, times: int = 1) -> bool:
+    """Whether it is float32 on a CPU, and stays plain for its size."""
     on_cpu = weight.device.type == "cpu"
-    return on_cpu and weight.dtype == torch.float32 and weight.numel() <= SMALL
+    return on_cpu and weight.dtype == torch.float32 and weight.numel() <= SMALL * times

@@ -2,14 +2,30 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from minispec.linear import KERNELS, Half, Joined, for_graphs, half, packable
+from minispec.linear import KERNELS, WIDTHS, Half, Joined, for_graphs, half, pack, packable
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_layouts_of_other_processors_are_found(width, dtype, monkeypatch):
+    """Their memory is made up, so only where numbers are looked up can be seen here."""
+    monkeypatch.setattr("minispec.linear.SMALL", 0)
+    weight = torch.randn(211, 70, dtype=dtype)
+    each = 4 // weight.element_size()
+    lying = F.pad(weight, (0, 10, 0, -211 % width)).view(-1, width, 80 // each, each)
+    lying = lying.transpose(1, 2).flatten()
+    monkeypatch.setattr("minispec.linear.laid_out", lambda memory, kind: lying)
+    if packable(weight):
+        assert pack(weight).blocks.shape[2] == width
+        assert torch.equal(pack(weight).rows(torch.arange(211)), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(2112, 64), (3000, 70), (1337, 193), (131, 1024), (70000, 1)])
 def test_packed_memory_is_read_where_each_number_lies(size, dtype, monkeypatch):
-    monkeypatch.setattr("minispec.linear.SMALL", 2**16)  # as where Intel's is not the processor
+    monkeypatch.setattr("minispec.linear.SMALL", 2**16)
     layer = torch.nn.Linear(*reversed(size), dtype=dtype)
     weight, x = layer.weight.detach().clone(), torch.randn(1, 1, size[1], dtype=dtype)
     fits, expected, joined = packable(weight), layer(x).detach(), Joined(layer)
