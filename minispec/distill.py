@@ -82,6 +82,7 @@ LONGEST = 24  # tokens of a prompt
 SKIPPED = 50  # held-out texts of a kind that are left to the benchmark
 HELD_OUT = 50  # every 50th generated document is for measuring
 OTHERS = 8  # of the tokens that are no label anywhere a batch scores one in so many
+TOGETHER = 16  # texts whose hidden states are computed at once: of more, a CPU waits for memory
 IDLE = 64  # prompts in a row after which nothing new came: enough
 
 
@@ -350,8 +351,8 @@ def hidden_states(target: Transformer, rows: list[list[int]], dtype: torch.dtype
     """The target's hidden states (n, d) of each row of n tokens; rows of like lengths together."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     states: list[Tensor] = [torch.empty(0)] * len(rows)
-    for start in tqdm(range(0, len(order), 64), desc="hidden states", unit="batch"):
-        part = order[start : start + 64]
+    for start in tqdm(range(0, len(order), TOGETHER), desc="hidden states", unit="batch"):
+        part = order[start : start + TOGETHER]
         batch = nn.utils.rnn.pad_sequence([torch.tensor(rows[i]) for i in part], batch_first=True)
         with torch.autocast(target.device.type, dtype, enabled=dtype != torch.float32):
             hidden = target(batch.to(target.device))
