@@ -214,9 +214,7 @@ def example(
     return inputs(n), cos, sin, visible, slots, keys, values
 
 
-def make_file(
-    module: nn.Module, most: int, path: Path, rows: Callable[[int, int], tuple]
-) -> None:
+def make_file(module: nn.Module, most: int, path: Path, rows: Callable[[int, int], tuple]) -> None:
     """Compile for one row, or up to MOST, and check that; the file appears whole or not. `rows` are
     arguments of Function for so many behind so many others."""
     first, *others = [(1, 60), (1, 7)] if most == 1 else [(5, 60), (1, 60), (MOST, 60)]

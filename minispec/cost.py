@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,21 +18,27 @@ T = TypeVar("T")
 COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows at which the curve is measured
 COPIED = 2**28  # bytes of the copy by which memory is timed
 SIDES = {"cpu": 1024, "cuda": 8192}
-LONG_ENOUGH = 0.05  # seconds that a measurement takes at least
+MOMENT = 0.02  # seconds of a function's turn, or one call
 
 
 def least_in_turn(functions: list[Callable[[], object]], turns: int = 5) -> list[float]:
-    """The least time of each function; what they compute must end on the host. They are called in
-    turn, so that a noisy moment spoils a turn of each, and not every call of one; `turns` times,
-    and short ones for LONG_ENOUGH, or one moment could spoil all."""
-    times: list[list[float]] = [[] for _ in functions]
-    start = time.perf_counter()
-    while len(times[-1]) < turns or time.perf_counter() - start < LONG_ENOUGH:
-        for function, its in zip(functions, times):
-            begin = time.perf_counter()
-            function()
-            its.append(time.perf_counter() - begin)
-    return [min(its) for its in times]
+    """The least time of each function; what they compute must end on the host. They take turns, so
+    that a noisy moment spoils a turn of each, and not every call of one. A turn lasts a MOMENT: the
+    first calls behind another function, whose bytes lie in the processor's caches, take longer than
+    those of decoding, which calls the same again and again."""
+    times = [math.inf] * len(functions)
+    for _ in range(turns):
+        times = [min(least, *of_a_turn(each)) for least, each in zip(times, functions)]
+    return times
+
+
+def of_a_turn(function: Callable[[], object]) -> list[float]:
+    """Seconds of each of its calls."""
+    ends = [time.perf_counter()]
+    while len(ends) < 2 or ends[-1] - ends[0] < MOMENT:
+        function()
+        ends.append(time.perf_counter())
+    return [end - start for start, end in pairwise(ends)]
 
 
 def least_seconds(function: Callable[[], object], repeat: int = 5) -> float:
@@ -95,13 +102,11 @@ def floors_and_passes(
     """`floor_seconds`; the least time of a row's arithmetic, at the speed of the fastest of
     `large_products` (None in int8, whose products are of another kind); and what a pass over one
     token takes, of the model and of others. Timed in turn, as a shared machine's speed changes from
-    minute to minute; a pass behind another of its model, as in decoding: behind a copy, whose bytes
-    are left in the processor's caches, it would take longer."""
+    minute to minute."""
     passes = [one_pass(each, 1) for each in (model, *others)]
     products = [] if model.quantized else large_products(model.device, model.dtype)
-    twice = [each for each in passes for _ in range(2)]
-    copy, *times = least_in_turn([one_copy(model.device), *twice, *products])
-    own, its = times[1 : len(twice) : 2], times[len(twice) :]
+    copy, *times = least_in_turn([one_copy(model.device), *passes, *products])
+    own, its = times[: len(passes)], times[len(passes) :]
     row = products_per_row(model) * min(its) / side_of(model.device) ** 3 if its else None
     return bytes_per_pass(model) * copy / (2 * COPIED), row, own
 

@@ -63,6 +63,21 @@ def test_a_noisy_moment_does_not_bend_what_is_timed_in_turn(monkeypatch):
         assert cost.least_in_turn([partial(work, n) for n in (1.0, 2.0, 4.0)]) == [1.0, 2.0, 4.0]
 
 
+def test_a_call_is_timed_behind_others_of_its_own(monkeypatch):
+    """Each of the first two behind another's takes as long again."""
+    clock, last, row = 0.0, None, 0
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: clock)
+    monkeypatch.setattr(cost, "MOMENT", 11.0)
+
+    def work(seconds: float):
+        nonlocal clock, last, row
+        row = row + 1 if last == seconds else 0
+        clock, last = clock + seconds * (2 if row < 2 else 1), seconds
+
+    functions = [partial(work, n) for n in (1.0, 2.0, 12.0, 2.5)]
+    assert cost.least_in_turn(functions, turns=2) == [1.0, 2.0, 24.0, 2.5]  # 12 fills a moment
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"tied": False}, {"qk_norm": True, "qkv_bias": True}, {"layers": 3}]
 )
@@ -82,18 +97,12 @@ def test_a_row_s_products_are_those_that_torch_counts(n, changes):
 @pytest.mark.parametrize("plain, packed", [(5.0, 2.0), (2.0, 5.0)])
 def test_the_floors_are_times_of_the_whole_model(plain, packed, monkeypatch):
     """A copy of 2^20 bytes takes a second here, products of 64^3 two and five, passes three and
-    four; behind anything but themselves nine more."""
-
-    def least(tasks: list) -> list[float]:
-        cold = [9.0 if a is not b and not isinstance(b, str) else 0.0
-                for a, b in zip([None, *tasks], tasks)]  # fmt: skip
-        return [seconds[each] + more for each, more in zip(tasks, cold)]
-
+    four."""
     seconds = {"copy": 1.0, "plain": plain, "packed": packed}
     monkeypatch.setattr(cost, "one_copy", lambda device: "copy")
     monkeypatch.setattr(cost, "large_products", lambda device, dtype: ["plain", "packed"])
     monkeypatch.setattr(cost, "one_pass", lambda model, n: model)
-    monkeypatch.setattr(cost, "least_in_turn", least)
+    monkeypatch.setattr(cost, "least_in_turn", lambda tasks: [seconds[each] for each in tasks])
     model, other = random_model(), random_model(1)
     seconds |= {model: 3.0, other: 4.0}
     floor, row, passes = cost.floors_and_passes(model, other)
