@@ -18,14 +18,16 @@ T = TypeVar("T")
 COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows at which the curve is measured
 COPIED = 2**28  # bytes of the copy by which memory is timed
 SIDES = {"cpu": 1024, "cuda": 8192}
-MOMENT = 0.02  # seconds of a function's turn, or one call
+MOMENT = 0.02  # seconds of a function's turn, at least
 
 
 def least_in_turn(functions: list[Callable[[], object]], turns: int = 5) -> list[float]:
     """The least time of each function; what they compute must end on the host. They take turns, so
     that a noisy moment spoils a turn of each, and not every call of one. A turn lasts a MOMENT: the
     first calls behind another function, whose bytes lie in the processor's caches, take longer than
-    those of decoding, which calls the same again and again."""
+    those of plain decoding, which makes the same pass again and again (a call that is longer than
+    that is behind another's, and loses less by it).
+    """
     times = [math.inf] * len(functions)
     for _ in range(turns):
         times = [min(least, *of_a_turn(each)) for least, each in zip(times, functions)]

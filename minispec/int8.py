@@ -21,7 +21,7 @@ BLOCKS = 384, 288, 256, 240, 192, 128, 96, 64  # outputs in a line of `Lines`
 ROWS = 2**10  # of a weight that are quantised at once
 LONGEST = 2**31 // 2**14  # inputs whose products of bytes 32 bits always hold
 MANY = 64  # rows up to which `Lines` are summed: more are multiplied with floats made of them
-KEPT = 2**18  # length up to which `Lines` keep lists of lines: of longer ones that gains little
+KEPT = 2**18  # length up to which lists of lines are kept, for all layers: beyond that gains little
 FIXED = 2**23 - 2**16  # a row's largest magnitude in fixed point
 MIDDLE = 128 * 0x010101  # makes it positive, and each of its bytes 128 more than the digit is
 SHIFTS = torch.tensor([[0], [8], [16]], dtype=torch.int32)  # of the bytes, (3, 1)

@@ -34,11 +34,10 @@ def on_intel() -> bool:
     return torch.backends.mkl.is_available() and "GenuineIntel" in kind
 
 
-SMALL = 2**15  # float32 weights of at most so many stay plain: other products' calls cost too much
-# and so many times as many that need 32 bits: MKL reads those quickly on its maker's processors
-QUICK = 8 if on_intel() else 1
+SMALL = 2**15  # numbers of a float32 weight that stays plain: calls of other products cost too much
+QUICK = 8 if on_intel() else 1  # times as many if it needs 32 bits: MKL reads it as quickly there
 KERNELS = "x86", "fbgemm"  # of torch's engines for narrow weights those that have Half's kernel
-WIDTHS = BLOCK, 48, 32, 16  # outputs that oneDNN lays side by side, by processor and type
+WIDTHS = 64, 32  # outputs that oneDNN lays side by side (32 in bfloat16, where AMX is)
 WHOLE = 2**24  # of which at most this many numbers are packed at once: float32 copies are made
 
 
@@ -47,8 +46,8 @@ class Joined:
 
     On a CPU float32 weights that are not small are `Half` where that is exact; others, and
     bfloat16 ones, are `Packed` where their layout is known; with `quantize` all are `Int8`. The
-    layers give such weights up: until `undo` theirs are on the meta device. Others stay plain,
-    small float32 ones on a CPU transposed: read faster so. `looked_up`: `rows` is called often.
+    layers give such weights up: until `undo` theirs are on the meta device. The rest stays plain,
+    in float32 on a CPU transposed: read faster so. `looked_up`: `rows` is called often.
     """
 
     @torch.inference_mode(False)  # what is made here may be trained later
@@ -264,7 +263,7 @@ class Packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.memory, bias, "none", [], "")
         # of one row a sum of lines, each times its input: read faster so than by oneDNN (and added
         # one by one, so that of 10,000 inputs the sum is ten times as far off as of two rows)
-        scales = x.reshape(1, -1).expand(len(self.first), -1).flatten()
+        scales = x.reshape(1, -1).expand(len(self.first), -1).flatten().contiguous()
         y, *_ = torch._embedding_bag_forward_only(  # what embedding_bag calls, without its wrapper
             self.table, self.lines, self.first, per_sample_weights=scales
         )
@@ -316,6 +315,6 @@ def packable(weight: Tensor) -> bool:
 
 
 def small(weight: Tensor, times: int = 1) -> bool:
-    """Whether it is float32 on a CPU, and stays plain for its size."""
+    """Whether it is float32, on a CPU, and of at most so many times SMALL numbers."""
     on_cpu = weight.device.type == "cpu"
     return on_cpu and weight.dtype == torch.float32 and weight.numel() <= SMALL * times

@@ -32,7 +32,7 @@ from minispec.checkpoint import (
     weight_files,
     write_tensors,
 )
-from minispec.cost import cost_curve, in_passes, once
+from minispec.cost import cost_curve, in_passes, once, one_pass
 from minispec.errors import UserError, optional_json
 from minispec.linear import Half, Packed, fastest
 from minispec.model import Preparable, Transformer
@@ -66,19 +66,22 @@ class Heads(Preparable):
         self.register_parameter("projection", own)
         self.tree: list[Ranks] | None = None
         self.accuracy: Tensor | None = None
-        self.packed: list[Half | Packed | None] = [None] * layers  # of each layer, once prepared
+        # of each layer, once prepared; `diagonal` picks of all heads' products each head's own
+        self.packed: list[Half | Packed | None] = [None] * layers
+        self.biases: list[Tensor] = []
+        self.diagonal: Tensor | None = None
 
     def prepare(self) -> "Heads":
         """Lay the blocks' weights out for decoding as well, as `linear` reads them: they must not
         change any more; converting the heads undoes it."""
         layers = [weight.mT.flatten(0, 1).detach() for weight in self.weight]  # (K · out, in)
         self.packed = [fastest(weight) for weight in layers]
-        self.biases = self.bias.detach().unbind()  # each (K, 1, out)
-        self.own = torch.arange(self.heads, device=self.bias.device) * (self.heads + 1)
+        self.biases = list(self.bias.detach())  # each (K, 1, out)
+        self.diagonal = torch.arange(self.heads, device=self.bias.device) * (self.heads + 1)
         return self
 
     def undo(self) -> None:
-        self.packed = [None] * len(self.weight)
+        self.packed, self.biases, self.diagonal = [None] * len(self.weight), [], None
 
     def __len__(self) -> int:
         return self.heads
@@ -105,13 +108,14 @@ class Heads(Preparable):
     def linear(self, layer: int, x: Tensor) -> Tensor:
         """Wx + b of each head's own x, (K, n, d)."""
         packed = self.packed[layer]
-        trained = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        if packed is None or trained or x.shape[1] > 1:
+        learnt = x, self.weight, self.bias
+        trained = torch.is_grad_enabled() and any(each.requires_grad for each in learnt)
+        if packed is None or trained or x.shape[1] != 1:
             return torch.baddbmm(self.bias[layer], x, self.weight[layer])
         # all heads' rows by all heads' weights, of which each row wants its own head's: further
         # rows cost little, and the weights are read once, at half the bits
         every = packed.product(x, None).view(self.heads**2, 1, -1)
-        return self.biases[layer] + every.index_select(0, self.own)
+        return self.biases[layer] + every.index_select(0, self.diagonal)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the parameters under the names of Medusa's checkpoints."""
@@ -389,14 +393,16 @@ def most_likely(logits: Tensor) -> torch.return_types.topk:
 
 @torch.inference_mode()
 def heads_cost(heads: Heads, model: Transformer) -> float:
-    """Of the heads' part of a round, in passes of the target over one token."""
-    hidden = model.prefill([0], model.new_cache(64))[0, -1]
+    """Of the heads' part of a round, in passes of the target over one token. They are timed behind
+    one, as in decoding, whose bytes they find in the processor's caches."""
+    hidden, before = model.prefill([0], model.new_cache(64))[0, -1], one_pass(model, 1)
 
-    def once_more() -> list:
+    def both() -> list:
+        before()
         best = most_likely(heads(hidden, model))
         return best.values.tolist() + best.indices.tolist()
 
-    return in_passes(once_more, model)
+    return max(0.0, in_passes(both, model) - 1)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

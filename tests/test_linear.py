@@ -4,7 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minispec.linear import KERNELS, WIDTHS, Half, Joined, for_graphs, half, pack, packable
+from minispec.linear import (
+    KERNELS,
+    WIDTHS,
+    Half,
+    Joined,
+    for_graphs,
+    half,
+    on_intel,
+    pack,
+    packable,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -23,7 +33,9 @@ def test_layouts_of_other_processors_are_found(width, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [(2112, 64), (3000, 70), (1337, 193), (131, 1024), (70000, 1)])
+@pytest.mark.parametrize(
+    "size", [(2112, 64), (3000, 70), (1337, 193), (131, 1024), (70000, 1), (64, 2048)]
+)
 def test_packed_memory_is_read_where_each_number_lies(size, dtype, monkeypatch):
     monkeypatch.setattr("minispec.linear.SMALL", 2**16)
     layer = torch.nn.Linear(*reversed(size), dtype=dtype)
@@ -39,7 +51,8 @@ def test_packed_memory_is_read_where_each_number_lies(size, dtype, monkeypatch):
         torch.testing.assert_close(out, expected)
     assert joined(x[:, :0]).shape == (1, 0, size[0])
     strided = torch.randn(size[1], 2, dtype=dtype)[None, :, 0]
-    assert torch.equal(joined(strided), joined(strided.clone()))
+    for x in (strided, torch.randn(1, 1, dtype=dtype).expand(1, size[1])):
+        assert torch.equal(joined(x), joined(x.clone()))
     for wrong in ([-1], [0, size[0]]):  # behind the last row of the packed memory lie zeros
         with pytest.raises(IndexError):
             joined.rows(torch.tensor(wrong))
@@ -218,3 +231,35 @@ def test_graphs_are_made_of_plain_weights_where_these_are_packed(dtype, monkeypa
         raise ZeroDivisionError
     assert joined.packed is packed and (joined.weight is None) == (packed is not None)
     assert torch.equal(joined(x), expected)
+
+
+def test_weights_that_need_32_bits_are_plain_up_to_a_larger_size_on_intel(monkeypatch):
+    monkeypatch.setattr("minispec.linear.SMALL", 2**10)
+    monkeypatch.setattr("minispec.linear.QUICK", 8)
+    wide = torch.randn(128, 32)
+    exact = wide.half().float()
+    small, middle, large = slice(32), slice(128), slice(None)  # 2^10, 2^12 and 2^14 numbers
+    wide, exact = (torch.cat([each] * 4) for each in (wide, exact))
+    if torch.backends.quantized.engine in KERNELS:
+        assert half(exact[small], False) is None
+        assert half(exact[middle], False) and half(exact[large], False)
+    assert not packable(wide[small]) and not packable(wide[middle])
+    assert packable(wide[large]) == torch.backends.mkldnn.is_available()
+    layer = torch.nn.Linear(32, 128, bias=False)
+    layer.weight.data = wide[middle].clone()
+    joined = Joined(layer)
+    assert joined.packed is None and joined.weight.stride() == (1, 128)
+    torch.testing.assert_close(joined(x := torch.randn(3, 32)), x @ wide[middle].T)
+
+
+@pytest.mark.parametrize("text", ["vendor_id : GenuineIntel", "vendor_id : AuthenticAMD", None])
+def test_whose_processor_it_is(text, monkeypatch):
+    def read_text(path):
+        if text is None:  # no Linux
+            raise FileNotFoundError
+        return text
+
+    monkeypatch.setattr("pathlib.Path.read_text", read_text)
+    monkeypatch.setattr("platform.processor", lambda: "Intel64, GenuineIntel")
+    intel = text is None or "Intel" in text
+    assert on_intel() == (intel and torch.backends.mkl.is_available())

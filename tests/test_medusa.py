@@ -86,6 +86,10 @@ def test_prepared_heads_compute_what_plain_ones_do(kind, dtype, monkeypatch):
             one_by_one = torch.stack([heads(row, model) for row in hidden], 1)
         for logits in (one_by_one, heads(hidden, model)):
             assert (logits.double() - expected).abs().max() < near * expected.abs().max()
+    assert heads.blocks(hidden[:0]).shape[1] == 0
+    heads.bias.requires_grad_(True)
+    heads.weight.requires_grad_(False)
+    assert heads.blocks(hidden[:1]).requires_grad
     heads.requires_grad_(True)(hidden[0], model).sum().backward()  # through the plain weights
     exact.requires_grad_(True)(hidden[0].double(), wide).sum().backward()
     off = (heads.weight.grad.double() - exact.weight.grad).abs().max()
