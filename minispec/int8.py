@@ -21,7 +21,7 @@ BLOCKS = 384, 288, 256, 240, 192, 128, 96, 64  # outputs in a line of `Lines`
 ROWS = 2**10  # of a weight that are quantised at once
 LONGEST = 2**31 // 2**14  # inputs whose products of bytes 32 bits always hold
 MANY = 64  # rows up to which `Lines` are summed: more are multiplied with floats made of them
-KEPT = 2**18  # length up to which lists of lines are kept, for all layers: beyond that gains little
+KEPT = 2**18  # length up to which lists of lines are kept: of longer ones that gains little
 FIXED = 2**23 - 2**16  # a row's largest magnitude in fixed point
 MIDDLE = 128 * 0x010101  # makes it positive, and each of its bytes 128 more than the digit is
 SHIFTS = torch.tensor([[0], [8], [16]], dtype=torch.int32)  # of the bytes, (3, 1)
@@ -260,15 +260,13 @@ class Lines:
         """Of x (n, in) each block's lines times each row: (n, blocks · block). The rows take turns
         within a block, which stays in a processor's cache."""
         count, n = len(self.lines), x.shape[0]  # as len() would tie a graph to it
-        eager = not torch.compiler.is_compiling()
-        keep = eager and count * n * self.inputs <= KEPT
-        lines, first = (in_turn_kept if keep else in_turn)(count, n, self.inputs)
+        lines, first = in_turn(count, n, self.inputs)
         # faster than repeat(); of a single block a view, but the kernel reads on without strides
         scales = x.expand(count, n, self.inputs).flatten().contiguous()
         y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
             self.table, lines, first, per_sample_weights=scales
         )
-        if eager and n == 1:  # in a graph the number of rows is open
+        if not torch.compiler.is_compiling() and n == 1:  # in a graph the number of rows is open
             return y.view(1, -1)
         return y.view(count, n, self.block).transpose(0, 1).reshape(n, -1)
 
@@ -284,10 +282,17 @@ class Lines:
 
 
 def in_turn(blocks: int, n: int, size: int) -> tuple[Tensor, Tensor]:
-    """The numbers of each block's `size` lines, n times in turn, and where each time begins."""
+    """The numbers of each block's `size` lines, n times in turn, and where each time begins. Short
+    lists are kept: they are the same in each layer."""
+    keep = not torch.compiler.is_compiling() and blocks * n * size <= KEPT
+    return (made_once if keep else made)(blocks, n, size)
+
+
+def made(blocks: int, n: int, size: int) -> tuple[Tensor, Tensor]:
+    """What `in_turn` returns."""
     lines = torch.arange(blocks * size, dtype=torch.int32, device="cpu").view(blocks, 1, size)
     first = torch.arange(0, blocks * n * size, size, dtype=torch.int32, device="cpu")
     return lines.expand(-1, n, -1).contiguous().view(-1), first
 
 
-in_turn_kept = lru_cache(maxsize=32)(in_turn)  # the same in each layer
+made_once = lru_cache(maxsize=32)(made)

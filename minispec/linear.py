@@ -13,16 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec import int8
-from minispec.int8 import (
-    BLOCK,
-    KEPT,
-    Int8,
-    in_turn,
-    in_turn_kept,
-    laid_out,
-    lies_so,
-    rows_of_blocks,
-)
+from minispec.int8 import BLOCK, Int8, in_turn, laid_out, lies_so, rows_of_blocks
 
 
 def on_intel() -> bool:
@@ -253,9 +244,7 @@ class Packed:
         self.in_lines = (lines, each) == (self.inputs, 1)
         if self.in_lines:
             self.table = blocks.view(-1, width)
-            some = len(blocks) * self.inputs
-            lists = in_turn_kept if some <= KEPT else in_turn  # the same in each layer
-            self.lines, self.first = lists(len(blocks), 1, self.inputs)
+            self.lines, self.first = in_turn(len(blocks), 1, self.inputs)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x (..., in) -> (..., out)."""
