@@ -66,10 +66,8 @@ class Heads(Preparable):
         self.register_parameter("projection", own)
         self.tree: list[Ranks] | None = None
         self.accuracy: Tensor | None = None
-        # of each layer, once prepared; `diagonal` picks of all heads' products each head's own
-        self.packed: list[Half | Packed | None] = [None] * layers
+        self.packed: list[Half | Packed | None] = [None] * layers  # of each layer, once prepared
         self.biases: list[Tensor] = []
-        self.diagonal: Tensor | None = None
 
     def prepare(self) -> "Heads":
         """Lay the blocks' weights out for decoding as well, as `linear` reads them: they must not
@@ -77,11 +75,10 @@ class Heads(Preparable):
         layers = [weight.mT.flatten(0, 1).detach() for weight in self.weight]  # (K · out, in)
         self.packed = [fastest(weight) for weight in layers]
         self.biases = list(self.bias.detach())  # each (K, 1, out)
-        self.diagonal = torch.arange(self.heads, device=self.bias.device) * (self.heads + 1)
         return self
 
     def undo(self) -> None:
-        self.packed, self.biases, self.diagonal = [None] * len(self.weight), [], None
+        self.packed, self.biases = [None] * len(self.weight), []
 
     def __len__(self) -> int:
         return self.heads
@@ -115,7 +112,7 @@ class Heads(Preparable):
         # all heads' rows by all heads' weights, of which each row wants its own head's: further
         # rows cost little, and the weights are read once, at half the bits
         every = packed.product(x, None).view(self.heads**2, 1, -1)
-        return self.biases[layer] + every.index_select(0, self.diagonal)
+        return self.biases[layer] + every[:: self.heads + 1]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the parameters under the names of Medusa's checkpoints."""
