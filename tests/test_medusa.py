@@ -65,11 +65,12 @@ def test_untrained_heads_say_what_the_model_says(shared, layers):
     (Half, torch.float32), (Packed, torch.float32), (Packed, torch.bfloat16),
     (type(None), torch.float64),
 ])  # fmt: skip
-def test_prepared_heads_compute_what_plain_ones_do(kind, dtype, monkeypatch):
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_prepared_heads_compute_what_plain_ones_do(count, kind, dtype, monkeypatch):
     """Of one hidden state, by each way of keeping weights; of several; and after `.to`."""
     monkeypatch.setattr("minispec.linear.SMALL", 2**9)
     model = random_model(0, dtype)
-    heads = certify.randomise(medusa.Heads(5, 3, model.config.hidden_size, None), 0).to(dtype)
+    heads = certify.randomise(medusa.Heads(count, 3, model.config.hidden_size, None), 0).to(dtype)
     if kind is Half:
         heads.weight.data.copy_(heads.weight.half())
     exact, wide = copy.deepcopy(heads).double(), copy.deepcopy(model).double()
