@@ -21,12 +21,12 @@ SIDES = {"cpu": 1024, "cuda": 8192}
 MOMENT = 0.02  # seconds of a function's turn, at least
 
 
-def least_in_turn(functions: list[Callable[[], object]], turns: int = 5) -> list[float]:
+def least_in_turn(functions: list[Callable[[], object]], turns: int = 3) -> list[float]:
     """The least time of each function; what they compute must end on the host. They take turns, so
     that a noisy moment spoils a turn of each, and not every call of one. A turn lasts a MOMENT: the
     first calls behind another function, whose bytes lie in the processor's caches, take longer than
     those of plain decoding, which makes the same pass again and again (a call that is longer than
-    that is behind another's, and loses less by it).
+    that is behind another's, and loses less by it). Three turns: a run with `auto` waits for them.
     """
     times = [math.inf] * len(functions)
     for _ in range(turns):
@@ -107,7 +107,7 @@ def floors_and_passes(
     minute to minute."""
     passes = [one_pass(each, 1) for each in (model, *others)]
     products = [] if model.quantized else large_products(model.device, model.dtype)
-    copy, *times = least_in_turn([one_copy(model.device), *passes, *products])
+    copy, *times = least_in_turn([one_copy(model.device), *passes, *products], turns=5)
     own, its = times[: len(passes)], times[len(passes) :]
     row = products_per_row(model) * min(its) / side_of(model.device) ** 3 if its else None
     return bytes_per_pass(model) * copy / (2 * COPIED), row, own

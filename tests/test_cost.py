@@ -49,16 +49,16 @@ def test_what_is_known_is_known_of_one_way_to_run():
 
 
 def test_a_noisy_moment_does_not_bend_what_is_timed_in_turn(monkeypatch):
-    """Wherever seven of fifteen calls in a row take ten times as long."""
+    """Wherever six of nine calls in a row take ten times as long."""
     clock, calls = 0.0, 0
     monkeypatch.setattr(cost.time, "perf_counter", lambda: clock)
 
     def work(seconds: float):
         nonlocal clock, calls
-        clock += seconds * (10 if noisy <= calls < noisy + 7 else 1)
+        clock += seconds * (10 if noisy <= calls < noisy + 6 else 1)
         calls += 1
 
-    for noisy in range(15):
+    for noisy in range(9):
         clock, calls = 0.0, 0
         assert cost.least_in_turn([partial(work, n) for n in (1.0, 2.0, 4.0)]) == [1.0, 2.0, 4.0]
 
@@ -102,7 +102,9 @@ def test_the_floors_are_times_of_the_whole_model(plain, packed, monkeypatch):
     monkeypatch.setattr(cost, "one_copy", lambda device: "copy")
     monkeypatch.setattr(cost, "large_products", lambda device, dtype: ["plain", "packed"])
     monkeypatch.setattr(cost, "one_pass", lambda model, n: model)
-    monkeypatch.setattr(cost, "least_in_turn", lambda tasks: [seconds[each] for each in tasks])
+    monkeypatch.setattr(
+        cost, "least_in_turn", lambda tasks, turns: [seconds[each] for each in tasks]
+    )
     model, other = random_model(), random_model(1)
     seconds |= {model: 3.0, other: 4.0}
     floor, row, passes = cost.floors_and_passes(model, other)
