@@ -48,19 +48,22 @@ def test_what_is_known_is_known_of_one_way_to_run():
     assert cost.once(random_model(), "x", lambda: 9) == 9
 
 
-def test_a_noisy_moment_does_not_bend_what_is_timed_in_turn(monkeypatch):
-    """Wherever six of nine calls in a row take ten times as long."""
+@pytest.mark.parametrize("turns, moment", [(3, 6), (5, 12)])
+def test_a_noisy_moment_does_not_bend_what_is_timed_in_turn(turns, moment, monkeypatch):
+    """Wherever so many calls in a row, all but a turn's, take ten times as long."""
     clock, calls = 0.0, 0
     monkeypatch.setattr(cost.time, "perf_counter", lambda: clock)
 
     def work(seconds: float):
         nonlocal clock, calls
-        clock += seconds * (10 if noisy <= calls < noisy + 6 else 1)
+        clock += seconds * (10 if noisy <= calls < noisy + moment else 1)
         calls += 1
 
-    for noisy in range(9):
+    functions = [partial(work, n) for n in (1.0, 2.0, 4.0)]
+    for noisy in range(3 * turns):
         clock, calls = 0.0, 0
-        assert cost.least_in_turn([partial(work, n) for n in (1.0, 2.0, 4.0)]) == [1.0, 2.0, 4.0]
+        assert cost.least_in_turn(functions, turns) == [1.0, 2.0, 4.0]
+        assert calls == 3 * turns
 
 
 def test_a_call_is_timed_behind_others_of_its_own(monkeypatch):
