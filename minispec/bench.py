@@ -23,7 +23,7 @@ from minispec.advise import advise
 from minispec.checkpoint import load
 from minispec.cost import COUNTS, cost_curve, curve_at, floors_and_passes, where_arithmetic_decides
 from minispec.errors import Parser, UserError, check_package, command, prepare_folder
-from minispec.fastmtp import load_head
+from minispec.methods.fastmtp import load_mtp
 from minispec.generate import (
     WEIGHTS,
     Run,
@@ -35,17 +35,17 @@ from minispec.generate import (
     read_earlier,
     stream,
 )
-from minispec.lookahead import memory_of
-from minispec.medusa import load_heads
+from minispec.methods.lookahead import memory_of
+from minispec.methods.medusa import load_medusa
 from minispec.model import Transformer
 from minispec.plots import PICTURES, save_plots
 from minispec.pretrain import KINDS, distinct_4grams, held_out_prompts
 from minispec.questions import answer_questions
 from minispec.replay import SHAPES, bench_shape
-from minispec.speculative import speedup, tokens_per_pass
+from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.timing import PARTS, middle_of_turns, per_pass, seconds_per_token, split
 from minispec.tokenizer import Tokenizer
-from minispec.vocabulary import load_vocabulary
+from minispec.methods.vocabulary import load_vocabulary
 
 # beginnings of our own, for where no held-out text is at hand
 PROMPTS = [
@@ -280,7 +280,7 @@ def all_methods(
     if asked("prompt-lookup"):
         yield "prompt-lookup", {}
     if asked("medusa") and args.heads:
-        heads = load_heads(args.heads, model, tokenizer)
+        heads = load_medusa(args.heads, model, tokenizer)
         yield "medusa", {"heads": heads}
         yield "medusa tree=auto", {"heads": heads, "tree": "auto"}
     if asked("jacobi"):
@@ -294,7 +294,7 @@ def all_methods(
             known = memory_of([earlier_tokens(args.earlier, model, tokenizer)])
             yield "lookahead-auto earlier", {"earlier": known}
     if asked("fastmtp") and args.mtp:
-        head, file = load_head(args.mtp, model, tokenizer), Path(args.mtp) / "vocabulary.json"
+        head, file = load_mtp(args.mtp, model, tokenizer), Path(args.mtp) / "vocabulary.json"
         words = load_vocabulary(file, model, tokenizer) if file.exists() else None
         chains = {f"k={k}": {"k": k} for k in (2, 3, 4, "auto")}
         for name, options in (chains | {"tree 8": {"k": 4, "tree": 8}}).items():

@@ -30,19 +30,21 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models as tokenizer_models
 from torch import Tensor
 
-from minispec import generate, lookahead
+from minispec import generate
 from minispec.cache import KVCache
 from minispec.checkpoint import load, save
 from minispec.errors import Parser, UserError, command
-from minispec.fastmtp import Drafter, Head
 from minispec.generate import METHODS, common_prefix, decode
-from minispec.medusa import Heads, Ranks, complete, published
+from minispec.heads import PUBLISHED
+from minispec.methods import lookahead
+from minispec.methods.fastmtp import Drafter, Head
+from minispec.methods.medusa import Heads, Ranks, complete
 from minispec.model import Config, Transformer
 from minispec.sampling import Randomness, Sampling, Seeded, probs
 from minispec.tokenizer import Tokenizer
 from minispec.tree import Step, Tree
 from minispec.verify import accept
-from minispec.vocabulary import Compressed, count
+from minispec.methods.vocabulary import Compressed, count
 
 EXACT = 1e-12  # total variation that counts as none, for sums of float64 products
 FALSE_ALARM = 1e-6  # chance that one statistical check fails a correct decoder
@@ -75,7 +77,7 @@ class Toy:
     """
 
     prefill = Transformer.prefill
-    quantized, compiled = False, None
+    source = None
 
     def __init__(self, seed: int, vocab: int = 3, context: int = 32, eos: tuple[int, ...] = ()):
         self.config = Config(2, 1, 1, 1, 1, 2, vocab, context, bos_id=0, eos_ids=eos)
@@ -259,7 +261,7 @@ RANK_TREES = {
     "chain": [(0, 0, 0)],
     "wide": [(0,), (1,), (2,)],
     "deep": [(0, 0, 0, 0), (1, 1), (0, 1)],
-    "64 nodes": published("mc_sim_7b_63"),
+    "64 nodes": PUBLISHED["mc_sim_7b_63"],
 }
 
 

@@ -1,11 +1,11 @@
 """Hugging Face checkpoints: a directory or a hub id -> model and tokenizer; and back."""
 
-import hashlib
 import json
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -284,50 +284,28 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def assign(
-    module: torch.nn.Module,
-    tensors: Iterator[tuple[str, Tensor]],
-    where: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    done: Callable[[str], None] = lambda name: None,
-) -> None:
-    """Fill a module made on the meta device, tensor by tensor, and call `done` with the name of
-    each; every name and shape must fit."""
-    expected = {name: parameter.shape for name, parameter in module.named_parameters()}
-    for name, tensor in fitting(expected, tensors, where):
-        owner, _, leaf = name.rpartition(".")
-        parameter = torch.nn.Parameter(tensor.to(device, dtype, copy=True), requires_grad=False)
-        setattr(module.get_submodule(owner), leaf, parameter)
-        done(name)
+def read_weights(
+    where: str, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """The tensors as a state dict: checked, copied, one after the other."""
+    return {
+        str(name): check_floating(where, name, tensor).to(device, dtype, copy=True)
+        for name, tensor in tensors
+    }
 
 
-def fitting(
-    expected: dict[str, torch.Size], tensors: Iterable[tuple[str, Tensor]], where: str
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that are expected, in their shapes; in the end an error, if any is missing,
-    unexpected or misshapen."""
-    found, unexpected, misshapen = set(), [], []
-    for name, tensor in tensors:
-        found.add(name)
-        if name not in expected:
-            unexpected.append(name)
-        elif not isinstance(tensor, Tensor) or tensor.shape != expected[name]:
-            shape = list(getattr(tensor, "shape", ()))
-            misshapen.append(f"{name} {shape} instead of {list(expected[name])}")
-        else:
-            yield name, check_floating(where, name, tensor)
-    for problem, names in (
-        ("lacks", sorted(expected.keys() - found)),
-        ("has unexpected", unexpected),
-        ("has misshapen", misshapen),
-    ):
-        if names:
-            more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-            raise UserError(
-                f"{where} {problem} tensors: {', '.join(names[:6])}{more}: "
-                "its config.json and its weights do not belong together"
-            )
+def fill(module: torch.nn.Module, state: dict[str, Tensor], where: str) -> None:
+    """Load a state dict into a module made on the meta device, frozen; every name and shape must
+    fit."""
+    try:
+        module.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:  # torch lists what is missing, unexpected and misshapen
+        said = " ".join(str(error).split("\n\t", 1)[-1].split())
+        raise UserError(
+            f"{where}: its config.json and its weights do not belong together: "
+            + (said if len(said) < 500 else said[:500] + " …")
+        ) from None
+    module.requires_grad_(False)
 
 
 def check_floating(where: str, name: str, tensor: object) -> Tensor:
@@ -343,30 +321,17 @@ def check_floating(where: str, name: str, tensor: object) -> Tensor:
     return tensor
 
 
-def canonical(
-    config: Config, tensors: Iterator[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Tensors under our names: a tied head at either end; derived and prediction ones left out."""
-    ends, first = ("model.embed_tokens.weight", "lm_head.weight"), None
-    for name, tensor in tensors:
-        if name.startswith(("model.mtp_layers.", "medusa_head.")) or name.endswith("inv_freq"):
-            continue
-        if config.tied and name in ends and isinstance(tensor, Tensor):
-            own = digest(tensor)
-            if first not in (None, own):
-                raise UserError(
-                    f"config.json says tie_word_embeddings, but {' and '.join(ends)} differ: "
-                    "set it to false"
-                )
-            if first:
-                continue
-            name, first = ends[0], own
-        yield name, tensor
-
-
-def digest(tensor: Tensor) -> str:
-    """Of its numbers, so that it need not be kept to be compared."""
-    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+def tie(state: dict[str, Tensor]) -> None:
+    """A tied head at both ends of the model, whichever of them the file has."""
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if embedding in state and head in state and not torch.equal(state[embedding], state[head]):
+        raise UserError(
+            f"config.json says tie_word_embeddings, but {embedding} and {head} differ: set it to "
+            "false"
+        )
+    for name, other in ((embedding, head), (head, embedding)):
+        if other in state:
+            state[name] = state[other]
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------
@@ -408,15 +373,6 @@ def check_same(where: str, name: str, theirs: object, ours: object) -> None:
     if theirs != ours:
         raise UserError(f"{where}: its {name} is {theirs}, the model's is {ours}: they must be the "
                         "same, so take others or another model")  # fmt: skip
-
-
-def check_width(where: str, width: int, model: Transformer) -> None:
-    """Refuse heads for hidden states of another size than the model's."""
-    if width != model.config.hidden_size:
-        raise UserError(
-            f"{where}: heads of hidden size {width}, but the target's is "
-            f"{model.config.hidden_size}: they belong to another model"
-        )
 
 
 def check_fingerprint(where: str, theirs: str | None, tokenizer: Tokenizer | None) -> None:
@@ -497,15 +453,12 @@ def load(
     source: str | os.PathLike,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
-    quantize: str | None = None,
 ) -> tuple[Transformer, Tokenizer | None]:
-    """Model and tokenizer (None where there is no tokenizer.json) of a directory or hub id; with
-    `quantize` "int8" its linear layers and a tied embedding hold int8 weights.
+    """Model and tokenizer (None where there is no tokenizer.json) of a directory or hub id;
+    `model.source` remembers the directory.
 
     Raises UserError for whatever is missing, damaged or not implemented.
     """
-    if quantize not in (None, "int8"):
-        raise UserError(f"quantize {quantize}: only int8 is there")
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     directory = resolve(source)
@@ -525,9 +478,15 @@ def load(
         config = replace(config, bos_id=tokenizer.backend.token_to_id(tokenizer.bos))
     with torch.device("meta"):
         model = Transformer(config)
-    tensors = (pair for file in files for pair in read_tensors(file))
-    done = partial(model.prepare_part, quantize=quantize is not None)
-    assign(model, canonical(config, tensors), str(directory), kind, place, done)
+    left_out = re.compile(r"model\.mtp_layers\.|medusa_head\.|.*inv_freq$")  # heads', derived
+    tensors = (pair for file in files for pair in read_tensors(file) if not left_out.match(pair[0]))
+    state = read_weights(str(directory), tensors, kind, place)
+    if config.tied:
+        tie(state)
+    fill(model, state, str(directory))
+    if config.tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.source = directory
     return model.eval(), tokenizer
 
 
@@ -585,12 +544,10 @@ def save(
 ) -> None:
     """Write a directory that `load` and transformers read; the weights appear whole or not.
 
-    `extra` tensors, a prediction head's, stand in the same file, as MiMo's do. The model is
-    unprepared afterwards.
+    `extra` tensors, a prediction head's, stand in the same file, as MiMo's do.
     """
     directory.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.dtype
-    model.undo()
     # `named_parameters` lists a tied weight once, under the embedding's name
     tensors = {name: p.detach().to("cpu", dtype, copy=True) for name, p in model.named_parameters()}
     tensors |= {name: t.to("cpu", dtype, copy=True) for name, t in (extra or {}).items()}

@@ -37,19 +37,19 @@ from minispec.checkpoint import (
 )
 from minispec.cost import cost_curve
 from minispec.errors import Parser, UserError, check_seed, command, prepare_file
-from minispec.fastmtp import Head, read_head, save_head
+from minispec.methods.fastmtp import Head, read_mtp, save_mtp
 from minispec.grow import begin, grow
-from minispec.medusa import (
+from minispec.methods.medusa import (
     BEST,
     Heads,
     Ranks,
     accuracy_of,
     heads_cost,
-    load_heads,
+    load_medusa,
     medusa,
     read_medusa,
     replayed,
-    save_heads,
+    save_medusa,
     save_tree,
     together,
     untrained,
@@ -687,7 +687,7 @@ def medusa_heads(args: argparse.Namespace) -> None:
     heads.accuracy = accuracy_of(torch.cat(ranks, 1))
     best = max(candidates(ranks, heads.prepare(), target.prepare()), key=lambda tree: tree.speedup)
     heads.tree = best.paths
-    save_heads(heads, args.out, args.model, tokenizer, torch.float16)
+    save_medusa(heads, args.out, args.model, tokenizer, torch.float16)
     (args.out / "README.md").write_text(medusa_card(trainer, args, heads, best), encoding="utf-8")
     print(accuracy_table(heads.accuracy))
 
@@ -780,7 +780,7 @@ def tree(args: argparse.Namespace) -> None:
             f"--prompt-tokens {args.prompt_tokens} and --tokens {args.tokens} must fit in the "
             f"context of {target.config.context}, and the latter be at least 3"
         )
-    heads = load_heads(args.heads, target, tokenizer)
+    heads = load_medusa(args.heads, target, tokenizer)
     prompts = held_out_prompts(
         args.data, [args.kind], tokenizer, args.documents, args.prompt_tokens, SKIPPED
     )[args.kind]
@@ -1014,7 +1014,7 @@ def mtp(args: argparse.Namespace) -> None:
             kind: step_accuracy(loss, [i for i in measured if own[i]["kind"] == kind])
             for kind in sorted({own[i]["kind"] for i in measured})
         }
-        save_head(head, args.out, args.model, tokenizer, torch.float16, loss.weights)
+        save_mtp(head, args.out, args.model, tokenizer, torch.float16, loss.weights)
         (args.out / "README.md").write_text(mtp_card(trainer, args, rates), encoding="utf-8")
         print({kind: [round(a, 3) for a in each] for kind, each in rates.items()})
     end_distributed()
@@ -1025,7 +1025,7 @@ def new_head(target: Transformer, args: argparse.Namespace, tokenizer: Tokenizer
     head = Head(target.config)
     initialise(head, args.seed)
     if args.init:
-        known, folder = read_head(args.init)
+        known, folder = read_mtp(args.init)
         check_tokenizer(f"--init {args.init}", folder, tokenizer)
         check_attention(f"--init {args.init}", folder, head.config)
         grow(dict(head.named_parameters()), known, args.init, head.config.kv_heads)

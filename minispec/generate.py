@@ -5,42 +5,38 @@ python -m minispec.generate "Once upon a time" --method autoregressive --stats
 
 import argparse
 import contextlib
+import inspect
 import json
+import operator
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 
-from minispec.autoregressive import autoregressive
 from minispec.cache import KVCache
 from minispec.checkpoint import WEIGHTS, load
-from minispec.compiled import compile_head, compile_model
+from minispec.cost import cost_curve, draft_cost, head_cost, heads_cost
 from minispec.errors import Parser, UserError, check_seed, check_writable, command
-from minispec.fastmtp import fastmtp, load_head
-from minispec.lookahead import jacobi, lookahead, lookahead_auto, memory_of
-from minispec.medusa import (
-    PUBLISHED,
-    Heads,
-    Ranks,
-    grow_tree,
-    load_heads,
-    medusa,
-    medusa_typical,
-    published,
-)
+from minispec.fast import quicken
+from minispec.heads import PUBLISHED, load_medusa, load_mtp, load_vocabulary
+from minispec.methods.adaptive import BestTree, Length, grow_tree
+from minispec.methods.autoregressive import autoregressive
+from minispec.methods.fastmtp import fastmtp
+from minispec.methods.lookahead import jacobi, lookahead
+from minispec.methods.medusa import Heads, Ranks, medusa, medusa_typical
+from minispec.methods.prompt_lookup import prompt_lookup
+from minispec.methods.speculative import speculative
 from minispec.model import Transformer, count_parameters
-from minispec.prompt_lookup import prompt_lookup
 from minispec.sampling import Randomness, Sampling, Seeded
-from minispec.speculative import speculative
 from minispec.tokenizer import TextStream, Tokenizer
 from minispec.tree import Step
 from minispec.view import Painter, write_page
-from minispec.vocabulary import load_vocabulary
 
 METHODS: dict[str, Callable[..., Iterator[Step]]] = {
     "autoregressive": autoregressive,
@@ -50,12 +46,12 @@ METHODS: dict[str, Callable[..., Iterator[Step]]] = {
     "medusa-typical": medusa_typical,
     "jacobi": jacobi,
     "lookahead": lookahead,
-    "lookahead-auto": lookahead_auto,
     "fastmtp": fastmtp,
 }
-LOSSY = ("medusa-typical",)  # every other method has the law of plain decoding
+LOSSY = ("medusa-typical",)  # every other method draws as plain decoding does
 
 TREE_ROOM = 512  # cache rows beyond the tokens asked for: room for the last window or tree
+CACHE_STEP = 512  # a cache's capacity is a multiple of this: graphs on a GPU are made for each
 CHAT_ROOM = 8192  # cache rows of a chat: the context, but no more than this
 
 
@@ -238,7 +234,7 @@ def acceptance(rounds: list[Step]) -> dict[str, list[float]]:
 
 
 def as_prompt(
-    model: Transformer, tokenizer: Tokenizer | None, prompt: str | list[int]
+    model: Transformer, tokenizer: Tokenizer | None, prompt: str | Iterable[int]
 ) -> list[int]:
     """Token ids of a prompt: in range, at least one, with room for an answer."""
     if isinstance(prompt, str):
@@ -248,14 +244,24 @@ def as_prompt(
             )
         ids = tokenizer.encode(prompt)
     else:
-        ids = list(prompt)
+        try:
+            ids = [operator.index(token) for token in prompt]
+        except TypeError:
+            raise UserError(
+                "a prompt must be text, or one sequence of token ids: a list, a tuple, or integers "
+                "of numpy or torch in one dimension"
+            ) from None
     if not ids and model.config.bos_id is not None:
         ids = [model.config.bos_id]
     if not ids:
         raise UserError(
             "the prompt is empty, and this model has no BOS token to begin with: give it some text"
         )
-    in_range(ids, "prompt", model)
+    wrong = [i for i in ids if not 0 <= i < model.config.vocab_size]
+    if wrong:
+        raise UserError(
+            f"prompt id {wrong[0]} is out of range: the vocabulary has {model.config.vocab_size} ids"
+        )
     if len(ids) >= model.config.context:
         raise UserError(
             f"the prompt has {len(ids)} tokens, the context only {model.config.context}: shorten it"
@@ -263,21 +269,10 @@ def as_prompt(
     return ids
 
 
-def in_range(ids: list[int], what: str, model: Transformer) -> list[int]:
-    """`ids`, all of which the model must know."""
-    wrong = [i for i in ids if not 0 <= i < model.config.vocab_size]
-    if wrong:
-        raise UserError(
-            f"{what} id {wrong[0]} is out of range: "
-            f"the vocabulary has {model.config.vocab_size} ids"
-        )
-    return ids
-
-
 def stream(
     model: Transformer,
     tokenizer: Tokenizer | None,
-    prompt: str | list[int],
+    prompt: str | Iterable[int],
     method: str = "autoregressive",
     *,
     max_new_tokens: int = 200,
@@ -291,11 +286,13 @@ def stream(
     cache: KVCache | None = None,
     **options,
 ) -> Run:
-    """Begin a run: iterate over it for text as it comes. `options` are the method's own.
+    """Begin a run: iterate over it for text as it comes.
 
-    `prompt` is text or token ids. A `cache` given holds the rows of a proper prefix of the prompt
-    and is left holding those of prompt and output; its capacity, at most the context, bounds both.
-    Raises UserError for what cannot be run.
+    `prompt` is text or token ids. `options` are the method's own; a draft or heads that are not
+    given are looked for beside the model, k or tree "auto" becomes a policy made for this machine.
+    A `cache` given holds the rows of a proper prefix of the prompt and is left holding those of
+    prompt and output; its capacity, at most the context, bounds both. Raises UserError for what
+    cannot be run.
     """
     decode_step = method_named(method)
     ending, sampling = (
@@ -306,7 +303,9 @@ def stream(
         raise UserError("stop strings need a tokenizer.json, which this model lacks")
     ids = as_prompt(model, tokenizer, prompt)
     context = model.config.context
-    cache = cache or model.new_cache(min(context, len(ids) + max_new_tokens + TREE_ROOM))
+    if cache is None:
+        rows = len(ids) + max_new_tokens + TREE_ROOM
+        cache = model.new_cache(min(context, -(-rows // CACHE_STEP) * CACHE_STEP))
     if not goes_with(cache, model):
         raise UserError("the cache is another model's or a batch's: make it by model.new_cache()")
     if cache.length >= len(ids) or not len(ids) < cache.capacity <= context:
@@ -314,6 +313,11 @@ def stream(
             f"a cache of {cache.length} rows and room for {cache.capacity} does not go with a "
             f"prompt of {len(ids)} tokens and a context of {context}: truncate it, or make another"
         )
+    options = with_policies(method, model, with_beside(method, model, tokenizer, options))
+    try:
+        inspect.signature(decode_step).bind(model, ids, sampling, randomness, cache=cache, **options)
+    except TypeError as error:
+        raise UserError(f"{method}: {error}") from None
     steps = decode_step(model, ids, sampling, randomness or Seeded(seed), cache=cache, **options)
     decoder = tokenizer.stream(ids) if tokenizer else None
     extra = sum(count_parameters(v) for v in options.values() if isinstance(v, torch.nn.Module))
@@ -327,6 +331,94 @@ def goes_with(cache: KVCache, model: Transformer) -> bool:
     return its == (1, c.layers, c.kv_heads, c.head_dim, model.dtype, model.device.type)
 
 
+# what a method needs beside its model: the argument, and the folder it is shipped in
+NEEDS = {
+    "speculative": ("draft", "draft"),
+    "medusa": ("heads", "medusa"),
+    "medusa-typical": ("heads", "medusa"),
+    "fastmtp": ("head", "mtp"),
+}
+beside: WeakKeyDictionary = WeakKeyDictionary()  # model -> what was loaded from beside it
+
+
+def with_beside(
+    method: str, model: Transformer, tokenizer: Tokenizer | None, options: dict
+) -> dict:
+    """The options, with the draft or heads that lie beside the model where they lack one."""
+    argument, folder = NEEDS.get(method, (None, None))
+    if argument is None or options.get(argument) is not None:
+        return options
+    known = beside.setdefault(model, {})
+    if folder not in known:
+        known[folder] = load_beside(method, model, tokenizer)
+    return known[folder] | {name: value for name, value in options.items() if value is not None}
+
+
+def with_policies(method: str, model: Transformer, options: dict) -> dict:
+    """The options, with policies for this machine in the place of "auto"."""
+    policies = {}
+    if options.get("k") == "auto" and method == "speculative":
+        cost = draft_cost(model, options["draft"])
+        policies["k"] = Length(cost_curve(model), cost)
+    if options.get("k") == "auto" and method == "fastmtp":
+        words = options.get("vocabulary")
+        cost = head_cost(model, options["head"], words and words.pick([]).logits)
+        policies["k"] = Length(cost_curve(model), cost, most=8)
+    if options.get("tree") == "auto":
+        policies["tree"] = BestTree(cost_curve(model), heads_cost(model, options["heads"]))
+    return options | policies
+
+
+def found_beside(method: str, model: Transformer) -> Path:
+    """The folder of the draft or heads beside the model's (as under weights/), or in its own."""
+    argument, folder = NEEDS[method]
+    source = getattr(model, "source", None)
+    places = [] if source is None else [source / folder, source.parent / folder]
+    if source and method == "fastmtp" and model.config.model_type == "mimo":
+        places.insert(0, source)  # its checkpoints hold their own head
+    place = next((place for place in places if (place / "config.json").exists()), None)
+    if place is None:
+        where = f", and there is no folder {folder} beside {source}" if source else ""
+        flag = "heads" if argument == "head" else argument
+        raise UserError(f"{method} needs {argument}=, on the command line --{flag} DIR{where}")
+    return place
+
+
+def load_beside(method: str, model: Transformer, tokenizer: Tokenizer | None) -> dict:
+    """What is in `found_beside`, as the method's options."""
+    place = found_beside(method, model)
+    if method == "speculative":
+        return {"draft": load_draft(str(place), model, tokenizer)}
+    if method == "fastmtp":
+        return load_head_and_words(str(place), model, tokenizer)
+    return {"heads": load_medusa(place, model, tokenizer)}
+
+
+def load_draft(name: str, model: Transformer, tokenizer: Tokenizer | None) -> Transformer:
+    """A draft for `model`, of its tokens."""
+    draft, its_tokenizer = load(name, model.dtype, str(model.device))
+    check_vocabularies(tokenizer, its_tokenizer, model, draft)
+    return draft
+
+
+def load_head_and_words(
+    name: str, model: Transformer, tokenizer: Tokenizer | None, file: str | None = None,
+    size: int | None = None,
+) -> dict:  # fmt: skip
+    """FastMTP's head, and its vocabulary: that of a file ("none": the full one), by default the one
+    beside the head, if there is one."""
+    folder = Path(name).parent if Path(name).is_file() else Path(name)
+    if file is None and (folder / "vocabulary.json").exists():
+        file = str(folder / "vocabulary.json")
+    if file in (None, "none"):
+        if size is not None:
+            raise UserError("--vocabulary-size needs a --vocabulary")
+        words = None
+    else:
+        words = load_vocabulary(file, model, tokenizer, size)
+    return {"head": load_mtp(name, model, tokenizer), "vocabulary": words}
+
+
 def method_named(name: str) -> Callable[..., Iterator[Step]]:
     """The method called so on the command line."""
     if name not in METHODS:
@@ -337,7 +429,7 @@ def method_named(name: str) -> Callable[..., Iterator[Step]]:
 def decode(
     model: Transformer,
     tokenizer: Tokenizer | None,
-    prompt: str | list[int],
+    prompt: str | Iterable[int],
     method: str = "autoregressive",
     **options,
 ) -> Run:
@@ -395,8 +487,8 @@ def method_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument("--draft-temperature", type=float, help="speculative: default as --temperature")
     p.add_argument("--k", help="drafts a round: a number, or auto (speculative, fastmtp)")
     p.add_argument("--heads", help="medusa, fastmtp: directory, file or hub id (default: shipped)")
-    p.add_argument("--tree", help="nodes; medusa: or auto, a published name, a JSON file of paths")
-    p.add_argument("--vocabulary", help="fastmtp: file of minispec.vocabulary, a .pt, or none")
+    p.add_argument("--tree", help="medusa: nodes, auto, a published name, or a JSON file of paths")
+    p.add_argument("--vocabulary", help="fastmtp: file of distill vocabulary, a .pt, or none")
     p.add_argument("--vocabulary-size", type=int, help="fastmtp: tokens of a language at most")
     p.add_argument("--block", type=int, help="jacobi: tokens guessed at once")
     p.add_argument("--window", type=int, help="lookahead: W, columns of the window")
@@ -404,11 +496,6 @@ def method_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument("--guesses", type=int, help="lookahead: G, guesses verified in a pass")
     p.add_argument("--pool-from-prompt", action="store_true", default=None,
                    help="lookahead: prompt and output join the pool")  # fmt: skip
-    p.add_argument("--earlier", metavar="FILE",
-                   help="lookahead: a UTF-8 text known from the beginning (without --auto of each "
-                   "first token its last G n-grams)")  # fmt: skip
-    p.add_argument("--auto", action="store_true", default=None,
-                   help="lookahead: window and guesses by what pays (lookahead-auto)")  # fmt: skip
 
 
 def output_flags(p: argparse.ArgumentParser) -> None:
@@ -431,7 +518,7 @@ FLAGS = {
     "draft_temperature": ("speculative", "fastmtp"),
     "k": ("speculative", "prompt-lookup", "fastmtp"),
     "heads": ("medusa", "medusa-typical", "fastmtp"),
-    "tree": ("medusa", "medusa-typical", "fastmtp"),
+    "tree": ("medusa", "medusa-typical"),
     "vocabulary": ("fastmtp",),
     "vocabulary_size": ("fastmtp",),
     "block": ("jacobi",),
@@ -439,11 +526,8 @@ FLAGS = {
     "ngram": ("lookahead", "prompt-lookup"),
     "guesses": ("lookahead",),
     "pool_from_prompt": ("lookahead",),
-    "earlier": ("lookahead", "lookahead-auto"),
-    "auto": ("lookahead",),
 }
-LOOKAHEAD = "window", "ngram", "guesses", "pool_from_prompt"  # what --auto chooses
-PLAIN = "k", "block", *LOOKAHEAD  # those that a method takes under their own names
+PLAIN = "k", "block", "window", "ngram", "guesses", "pool_from_prompt"  # under their own names
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -457,13 +541,6 @@ def check_flags(args: argparse.Namespace) -> None:
                 f"--{flag.replace('_', '-')} is for --method {' or '.join(methods)}, "
                 f"not for {args.method}"
             )
-    if args.auto:
-        if any(getattr(args, name) is not None for name in LOOKAHEAD):
-            raise UserError(
-                "--auto chooses its own window and guesses: leave --window, --ngram, --guesses and "
-                "--pool-from-prompt out"
-            )
-        args.method = "lookahead-auto"
     if args.chat and (args.prompt_ids is not None or args.prompt_file is not None):
         raise UserError(
             "--chat takes its turns from standard input, not from --prompt-ids or -file"
@@ -476,8 +553,6 @@ def check_flags(args: argparse.Namespace) -> None:
         if args.chat:
             raise UserError("--html shows one run: give it without --chat")
         check_writable(args.html, "--html")
-    if args.earlier is not None:
-        args.earlier = read_earlier(args.earlier)
     check_seed(args.seed, -(2**63))
     auto = args.method in ("speculative", "fastmtp")
     if args.k is not None and not (args.k == "auto" and auto):
@@ -492,65 +567,22 @@ def check_flags(args: argparse.Namespace) -> None:
 def method_options(
     args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer | None
 ) -> dict:
-    """What the command line gives to the method alone; loads its draft."""
+    """What the command line gives to the method alone; loads its draft or heads."""
     options = {name: getattr(args, name) for name in PLAIN if getattr(args, name) is not None}
-    if args.method == "speculative":
-        name = given_or_shipped(args.draft, "draft", args.model, "draft")
-        draft, its_tokenizer = load(name, model.dtype, str(model.device), args.quantize)
-        check_vocabularies(tokenizer, its_tokenizer, model, draft)
-        options["draft"] = draft
-    if args.earlier is not None:
-        texts = [earlier_tokens(args.earlier, model, tokenizer)]
-        options["earlier"] = memory_of(texts) if args.method == "lookahead-auto" else texts
     if args.draft_temperature is not None:
         options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
-    if args.method in ("medusa", "medusa-typical"):
-        name = given_or_shipped(args.heads, "heads", args.model, "medusa")
-        options["heads"] = load_heads(name, model, tokenizer)
-        if args.tree is not None:
-            options["tree"] = read_tree_option(args.tree, options["heads"], model.config.context)
+    if args.draft is not None:
+        options["draft"] = load_draft(args.draft, model, tokenizer)
+    if args.heads is not None and args.method != "fastmtp":
+        options["heads"] = load_medusa(args.heads, model, tokenizer)
     if args.method == "fastmtp":
-        options |= fastmtp_options(args, model, tokenizer)
-    return options
-
-
-def compile_parts(model: Transformer, options: dict) -> None:
-    """Compile whatever a method runs passes through."""
-    compile_model(model)
-    if "draft" in options:
-        compile_model(options["draft"])
-    if "head" in options:
-        compile_head(options["head"], model)
-
-
-def fastmtp_options(
-    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer | None
-) -> dict:
-    """Head, nodes of its tree, and its vocabulary: the one given, or the one beside the head."""
-    name = args.heads
-    if name is None and model.config.model_type == "mimo":  # its checkpoints hold their own
-        name = args.model
-    name = given_or_shipped(name, "heads", args.model, "mtp")
-    options = {"head": load_head(name, model, tokenizer)}
+        name = args.heads or str(found_beside(args.method, model))
+        words = args.vocabulary, args.vocabulary_size
+        options |= load_head_and_words(name, model, tokenizer, *words)
+    options = with_beside(args.method, model, tokenizer, options)
     if args.tree is not None:
-        if not args.tree.isdecimal():
-            raise UserError(f"--tree {args.tree}: must be a number of nodes for fastmtp")
-        options["tree"] = int(args.tree)
-    folder = Path(name).parent if Path(name).is_file() else Path(name)
-    beside = folder / "vocabulary.json"
-    file = args.vocabulary or (str(beside) if beside.exists() else "none")
-    if file == "none" and args.vocabulary_size is not None:
-        raise UserError("--vocabulary-size needs a --vocabulary")
-    if file != "none":
-        options["vocabulary"] = load_vocabulary(file, model, tokenizer, args.vocabulary_size)
+        options["tree"] = read_tree_option(args.tree, options["heads"], model.config.context)
     return options
-
-
-def given_or_shipped(name: str | None, flag: str, model: str, shipped: str) -> str:
-    """What a flag names, else what we ship for our own target."""
-    if name is None and Path(model).resolve() != WEIGHTS / "target":
-        raise UserError(f"{model} needs {shipped} weights of its own: give them with --{flag} DIR")
-    return name or str(WEIGHTS / shipped)
 
 
 def read_tree_option(value: str, heads: Heads, most: int) -> list[Ranks] | Literal["auto"]:
@@ -566,7 +598,7 @@ def read_tree_option(value: str, heads: Heads, most: int) -> list[Ranks] | Liter
             )
         return grow_tree(heads.accuracy, min(int(value), most))
     if value in PUBLISHED:
-        return published(value)
+        return PUBLISHED[value]
     try:
         paths = json.loads(Path(value).read_text(encoding="utf-8"))
         return [tuple(path) for path in paths]
@@ -630,21 +662,6 @@ def read_text(file: str, what: str) -> str:
         return Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{what} {file} cannot be read: {error}") from None
-
-
-def read_earlier(file: str) -> str:
-    """The text of --earlier."""
-    text = read_text(file, "--earlier")
-    if not text.strip():
-        raise UserError(f"--earlier {file}: the file holds no text")
-    return text
-
-
-def earlier_tokens(text: str, model: Transformer, tokenizer: Tokenizer | None) -> list[int]:
-    """The token ids of what --earlier holds."""
-    if tokenizer is None:
-        raise UserError("--earlier needs a tokenizer.json, which this model lacks")
-    return in_range(tokenizer.encode(text), "--earlier", model)
 
 
 def show(run: Run, args: argparse.Namespace, tokenizer: Tokenizer | None, prompt: str = "") -> None:
@@ -746,13 +763,13 @@ def main(argv: list[str] | None = None) -> None:
         "ignore_eos": args.ignore_eos,
     }
     prompt = None if args.chat else read_prompt(args)
-    model, tokenizer = load(args.model, args.dtype, args.device, args.quantize)
+    model, tokenizer = load(args.model, args.dtype, args.device)
     if tokenizer is None and not (args.json or args.chat):
         raise UserError("this model has no tokenizer.json: give --json, which shows token ids")
-    own = method_options(args, model, tokenizer)
-    if args.compile:
-        compile_parts(model, own)
-    options |= own
+    options |= method_options(args, model, tokenizer)
+    for each in (model, options.get("draft")):
+        if each is not None:
+            quicken(each, int8=args.quantize == "int8", compiled=args.compile)
     if args.chat:
         chat(model, tokenizer, args, options)
     else:

@@ -32,7 +32,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec.autoregressive import autoregressive
+from minispec.methods.autoregressive import autoregressive
 from minispec.checkpoint import pick_device, resolve, save
 from minispec.errors import Parser, UserError, check_compiler, check_seed, command, prepare_folder
 from minispec.grow import begin

@@ -28,7 +28,7 @@ from minispec.errors import UserError
 from minispec.generate import peak_memory
 from minispec.model import Config, Transformer, count_parameters
 from minispec.sampling import Randomness, Sampling, Seeded, probs
-from minispec.speculative import tokens_per_pass
+from minispec.methods.speculative import tokens_per_pass
 from minispec.tree import Step, Tree
 from minispec.verify import accept
 

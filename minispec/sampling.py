@@ -1,4 +1,4 @@
-"""From logits to the law tokens are drawn from, and the injected source of randomness."""
+"""From logits to the distribution that tokens are drawn from, and the injected randomness."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class OneHot(Sequence):
-    """Laws that are certain, kept as their tokens; row i is made dense, (V,), when asked for."""
+    """Distributions that are certain, kept as their tokens; row i is made dense, (V,), when asked
+    for."""
 
     tokens: list[int]
     size: int
@@ -41,27 +42,19 @@ class OneHot(Sequence):
         return len(self.tokens)
 
     def __getitem__(self, i: int) -> Tensor:
-        law = torch.zeros(self.size)
-        law[self.tokens[i]] = 1.0
-        return law
-
-
-def best(logits: Tensor) -> list[int]:
-    """The index of each row's largest logit, the first of equals, (n, V) -> n."""
-    if logits.device.type != "cpu":
-        return logits.argmax(-1).tolist()
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide.detach().numpy().argmax(-1).tolist()  # in a tenth of the time of torch's
+        dense = torch.zeros(self.size)
+        dense[self.tokens[i]] = 1.0
+        return dense
 
 
 def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
-    """The warped laws (n, V) of logits (n, V), on the host: the one synchronisation of a round.
+    """The warped distributions (n, V) of logits (n, V), on the host: a round's one synchronisation.
 
     At temperature 0 each is one-hot at the argmax. Otherwise the warpers come in the order of
-    transformers and give its laws, ties included. At least float32.
+    transformers and give its distributions, ties included. At least float32.
     """
     if sampling.temperature == 0:
-        return OneHot(best(logits), logits.shape[-1])
+        return OneHot(logits.argmax(-1).tolist(), logits.shape[-1])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # the largest becomes 0 first: a tiny temperature must not make infinities of all
     logits = logits - logits.amax(-1, keepdim=True)
@@ -77,14 +70,33 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
     return logits.softmax(-1).cpu()
 
 
+def likeliest(probs: Tensor | OneHot) -> list[int]:
+    """Each row's likeliest token."""
+    return probs.tokens if isinstance(probs, OneHot) else probs.argmax(-1).tolist()
+
+
 class Randomness(Protocol):
     """All that is random in decoding. Others: a scripted replay, an exhaustive enumerator."""
 
     def bernoulli(self, p: float) -> bool:
         """True with probability `p`."""
 
-    def categorical(self, law: Tensor) -> int:
-        """A token drawn from `law` (V,)."""
+    def categorical(self, probs: Tensor) -> int:
+        """A token drawn from `probs` (V,)."""
+
+
+def draw(
+    logits: Tensor, sampling: Sampling, randomness: Randomness
+) -> tuple[Tensor, Tensor | None]:
+    """A draft token (1,) from logits (1, V), and the distribution (V,) it was drawn from.
+
+    At temperature 0 that is one-hot (None), and the token stays on the device: drafting goes on
+    without waiting for it.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1), None
+    q = probs(logits, sampling)[0]
+    return torch.tensor([randomness.categorical(q)]), q
 
 
 class Seeded:
@@ -99,8 +111,8 @@ class Seeded:
     def bernoulli(self, p: float) -> bool:
         return self.uniform() < p
 
-    def categorical(self, law: Tensor) -> int:
-        cumulative = law.double().cumsum(-1)
+    def categorical(self, probs: Tensor) -> int:
+        cumulative = probs.double().cumsum(-1)
         # scaled by the total: rounding must not leave a gap at the end; right: never a token of
-        # law 0
+        # probability 0
         return int(torch.searchsorted(cumulative, self.uniform() * cumulative[-1], right=True))

@@ -19,12 +19,12 @@ from tqdm import tqdm
 from minispec.bench import differing, per_pass, ratios
 from minispec.checkpoint import load
 from minispec.errors import Parser, UserError, check_package, command, prepare_file
-from minispec.fastmtp import draft_cost, load_head
+from minispec.methods.fastmtp import draft_cost, load_mtp
 from minispec.generate import WEIGHTS, Run, acceptance, decode
 from minispec.model import Transformer, count_parameters
 from minispec.pretrain import KINDS, held_out_prompts
 from minispec.tokenizer import Tokenizer
-from minispec.vocabulary import Compressed, load_vocabulary
+from minispec.methods.vocabulary import Compressed, load_vocabulary
 
 # ---- lookahead's scaling law ---------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ def fastmtp(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) 
         "own output, parallel": WEIGHTS / "studies" / "mtp-parallel",
         "own output, aligned": WEIGHTS / "studies" / "mtp-aligned",
     }
-    variants = [(name, load_head(path, model, tokenizer), None) for name, path in heads.items()]
+    variants = [(name, load_mtp(path, model, tokenizer), None) for name, path in heads.items()]
     words = load_vocabulary(WEIGHTS / "mtp" / "vocabulary.json", model, tokenizer, args.size)
     variants.append(("own output, aligned, + vocabulary", variants[-1][1], words))
     cases = list(product(variants, (1, 2, 3)))
@@ -143,7 +143,7 @@ def fastmtp_row(name: str, k: int, kind: str, pairs: list[tuple[Run, Run]]) -> d
 
 def vocabulary(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> list[dict]:
     """τ and draft cost against the size of the set, with the other language's as the control."""
-    head = load_head(WEIGHTS / "studies" / "mtp-aligned", model, tokenizer)
+    head = load_mtp(WEIGHTS / "studies" / "mtp-aligned", model, tokenizer)
     file = WEIGHTS / "mtp" / "vocabulary.json"
     rows = []
     print("| text | set | tokens | τ | draft step, of a pass | MB | MFLOP |\n" + "|---" * 7 + "|")

@@ -4,6 +4,7 @@ nothing.
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,23 +14,27 @@ from torch import Tensor
 class Tree:
     """Node 0 is the root, the last token already emitted; parents come before their children.
 
-    `laws[i]` is the law (V,) that node i was drawn from, None for a deterministic (one-hot)
-    proposal. Siblings are tried in the order of their numbers; one drawn without replacement
-    carries the law renormalised without its earlier siblings.
+    `draft_probs[i]` is the distribution (V,) that node i was drawn from, None for a deterministic
+    (one-hot) proposal; an empty list: all are one-hot. Siblings are tried in the order of their
+    numbers; one drawn without replacement carries the distribution renormalised without its earlier
+    siblings.
     """
 
     tokens: list[int]
     parents: list[int]  # -1 for the root
-    laws: list[Tensor | None] = field(default_factory=list)  # empty: all one-hot
+    draft_probs: list[Tensor | None] = field(default_factory=list)
 
     def __post_init__(self):
         assert self.parents[0] == -1 and all(0 <= p < i for i, p in enumerate(self.parents) if i)
-        assert len(self.tokens) == len(self.parents) and len(self.laws) in (0, len(self.tokens))
+        assert len(self.tokens) == len(self.parents) and len(self.draft_probs) in (0, len(self.tokens))
 
     @classmethod
-    def chain(cls, root: int, guess: list[int], laws: list[Tensor | None] | None = None) -> "Tree":
-        """The root followed by `guess`, drawn from `laws` (one each)."""
-        return cls([root, *guess], list(range(-1, len(guess))), [None, *laws] if laws else [])
+    def chain(
+        cls, root: int, guess: list[int], draft_probs: list[Tensor | None] | None = None
+    ) -> "Tree":
+        """The root followed by `guess`, each drawn from its entry of `draft_probs`."""
+        probs = [None, *draft_probs] if draft_probs else []
+        return cls([root, *guess], list(range(-1, len(guess))), probs)
 
     @classmethod
     def merged(cls, root: int, chains: list[list[int]]) -> "Tree":
@@ -56,14 +61,16 @@ class Tree:
 
     def first(self, n: int) -> "Tree":
         """Its first `n` nodes: parents come first, so this is a tree."""
-        return self if n >= len(self) else Tree(self.tokens[:n], self.parents[:n], self.laws[:n])
+        if n >= len(self):
+            return self
+        return Tree(self.tokens[:n], self.parents[:n], self.draft_probs[:n])
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def law(self, node: int) -> Tensor | None:
-        """The law `node` was drawn from; None: one-hot."""
-        return self.laws[node] if self.laws else None
+    def drawn_from(self, node: int) -> Tensor | None:
+        """The distribution (V,) that `node` was drawn from; None: one-hot."""
+        return self.draft_probs[node] if self.draft_probs else None
 
     def children(self, node: int) -> list[int]:
         """In the order they are tried."""
@@ -112,3 +119,14 @@ class Step:
     tree: Tree | None = None
     path: list[int] = field(default_factory=list)
     window: list[list[int]] = field(default_factory=list)
+
+
+class Policy(Protocol):
+    """Chooses how many tokens to draft, from earlier rounds alone: choosing by what a round itself
+    draws would bias the output."""
+
+    def choose(self) -> int:
+        """How many the next round should draft."""
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """What came of a round."""

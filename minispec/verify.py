@@ -11,17 +11,17 @@ from minispec.tree import Tree
 def accept(target: Sequence[Tensor], tree: Tree, randomness: Randomness) -> tuple[list[int], int]:
     """Walk down the tree as far as the target agrees; the path from node 0, and one fresh token.
 
-    target[i] is the target's law (V,) after node i. Path and fresh token together are distributed
-    as the target's own tokens, whatever was proposed: a child x drawn from q is accepted with
-    probability min(1, p(x) / q(x)), and after a rejection p becomes norm(max(0, p - q)) (Leviathan
-    et al. 2023, algorithm 1; for siblings SpecInfer, algorithm 2). The bonus token and the
-    correction are one draw: from what p has become where the walk stops.
+    target[i] is the target's distribution (V,) after node i. Path and fresh token together are
+    distributed as the target's own tokens, whatever was proposed: a child x drawn from q is
+    accepted with probability min(1, p(x) / q(x)), and after a rejection p becomes norm(max(0, p -
+    q)) (Leviathan et al. 2023, algorithm 1; for siblings SpecInfer, algorithm 2). The bonus token
+    and the correction are one draw: from what p has become where the walk stops.
     """
     path = [0]
     while True:
         p = target[path[-1]]
         for child in tree.children(path[-1]):
-            x, q = tree.tokens[child], tree.law(child)
+            x, q = tree.tokens[child], tree.drawn_from(child)
             ratio = float(p[x]) / (1.0 if q is None else float(q[x]))
             accepted = randomness.bernoulli(min(1.0, ratio))
             # p = q up to rounding leaves nothing to draw from: as good as accepted

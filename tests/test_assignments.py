@@ -30,7 +30,7 @@ from minispec import (
     vocabulary,
 )
 from minispec.mutants import MUTANTS
-from minispec.prompt_lookup import lookup
+from minispec.methods.prompt_lookup import lookup
 from minispec.tree import Tree
 from minispec.verify import residual
 

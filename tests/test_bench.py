@@ -11,11 +11,11 @@ from conftest import random_model
 from test_generate import TOKENIZER, byte_model
 
 from minispec import advise, bench, cost
-from minispec.autoregressive import autoregressive
+from minispec.methods.autoregressive import autoregressive
 from minispec.certify import random_head, random_heads
 from minispec.checkpoint import save
 from minispec.generate import decode, stream
-from minispec.lookahead import memory_of
+from minispec.methods.lookahead import memory_of
 from minispec.model import count_parameters
 from minispec.replay import SHAPES, decoded, random_weights, replayed
 from minispec.sampling import Sampling, Seeded

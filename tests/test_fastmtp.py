@@ -16,11 +16,11 @@ from tokenizers import Tokenizer as Backend
 from minispec import Sampling, UserError, distill, fastmtp, generate, load, vocabulary
 from minispec.certify import random_head, switching
 from minispec.checkpoint import save
-from minispec.fastmtp import PREFIX, Drafter, Length, head_tensors, load_head, save_head
+from minispec.methods.fastmtp import PREFIX, Drafter, Length, mtp_tensors, load_mtp, save_mtp
 from minispec.generate import decode
 from minispec.tokenizer import Tokenizer
 from minispec.tree import Tree
-from minispec.vocabulary import Compressed, Language, Subset, count, load_vocabulary, votes
+from minispec.methods.vocabulary import Compressed, Language, Subset, count, load_vocabulary, votes
 
 # ---- the head and its drafts ---------------------------------------------------------------------
 
@@ -379,7 +379,7 @@ def test_files_are_written_read_cut_and_checked(tmp_path):
             bad()
     for bad in "3", '{"ids": [1, 2], "counts": [-1, 5]}', '{"ids": [1, 2], "counts": [5]}':
         path.write_text('{"languages": {"en": ' + bad + "}}")
-        with pytest.raises(UserError, match="not a file of minispec.vocabulary"):
+        with pytest.raises(UserError, match="not a file of minispec.methods.vocabulary"):
             load_vocabulary(path, model)
     torch.save({"a": "b"}, tmp_path / "odd.pt")
     with pytest.raises(UserError, match="not a list of token ids"):
@@ -441,16 +441,16 @@ def tiny_mimo(folder) -> tuple:
     model = random_model(model_type="mimo", qkv_bias=True, tied=False)
     head = random_head(model, 5)
     save(model, None, folder)
-    whole = load_file(folder / "model.safetensors") | head_tensors(head)
+    whole = load_file(folder / "model.safetensors") | mtp_tensors(head)
     save_file(whole, folder / "model.safetensors")
     return model, head
 
 
 def test_a_mimo_checkpoint_gives_model_and_head(tmp_path, capsys):
     model, head = tiny_mimo(tmp_path)
-    assert len(head_tensors(head)) == 16  # as many as MiMo's layer has
+    assert len(mtp_tensors(head)) == 16  # as many as MiMo's layer has
     loaded, _ = load(tmp_path, "float64", "cpu")
-    again = load_head(tmp_path, loaded)
+    again = load_mtp(tmp_path, loaded)
     plain = decode(model, None, [1, 2, 3], max_new_tokens=20)
     result = decode(loaded, None, [1, 2, 3], "fastmtp", head=again, max_new_tokens=20)
     assert result.tokens == plain.tokens
@@ -463,21 +463,21 @@ def test_a_mimo_checkpoint_gives_model_and_head(tmp_path, capsys):
 
 def test_a_head_in_a_file_of_its_own_and_back(tmp_path):
     model, head = random_model(), random_head(random_model(), 3)
-    save_head(head, tmp_path, "base", None, torch.float64, [1.0])
+    save_mtp(head, tmp_path, "base", None, torch.float64, [1.0])
     for source in (tmp_path, tmp_path / "model.safetensors"):
-        again = load_head(source, model)
+        again = load_mtp(source, model)
         assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters()))
-    assert set(load_file(tmp_path / "model.safetensors")) == set(head_tensors(head))
+    assert set(load_file(tmp_path / "model.safetensors")) == set(mtp_tensors(head))
 
 
 def test_a_whole_checkpoint_is_written_as_mimo_reads_it(tmp_path):
     model = random_model(model_type="mimo", qkv_bias=True, tied=False)
     head = random_head(model, 5)
-    save(model, None, tmp_path, extra=head_tensors(head))
+    save(model, None, tmp_path, extra=mtp_tensors(head))
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 1 and config["model_type"] == "mimo"
     loaded, _ = load(tmp_path, "float64", "cpu")
-    again = load_head(tmp_path, loaded)
+    again = load_mtp(tmp_path, loaded)
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters()))
 
 
@@ -493,15 +493,15 @@ def test_a_missing_or_foreign_tensor_is_an_error(tmp_path):
         tensors = {n: t for n, t in (whole | change).items() if t is not None}
         save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(UserError, match=message):
-            load_head(tmp_path, model)
+            load_mtp(tmp_path, model)
     save_file(whole, tmp_path / "model.safetensors")
     width = model.config.hidden_size
     other = random_model(hidden_size=2 * width)
     with pytest.raises(UserError, match=f"hidden size {width}, but the target's is {2 * width}"):
-        load_head(tmp_path, other)
+        load_mtp(tmp_path, other)
     save(model, None, tmp_path)
     with pytest.raises(UserError, match="has no prediction head"):
-        load_head(tmp_path, model)
+        load_mtp(tmp_path, model)
 
 
 @pytest.mark.parametrize(

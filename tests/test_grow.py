@@ -15,13 +15,13 @@ from test_pretrain import data, run  # noqa: F401  a small corpus
 from minispec import UserError, load
 from minispec import distill as distill_module
 from minispec.checkpoint import save
-from minispec.fastmtp import Drafter, Head, head_tensors, load_head, save_head
+from minispec.methods.fastmtp import Drafter, Head, mtp_tensors, load_mtp, save_mtp
 from minispec.grow import begin, grow
-from minispec.medusa import load_heads, untrained
+from minispec.methods.medusa import load_medusa, untrained
 from minispec.model import Transformer
 from minispec.pretrain import initialise
 from minispec.sampling import Sampling, Seeded
-from minispec.vocabulary import Compressed
+from minispec.methods.vocabulary import Compressed
 
 EXACT = {"norm_eps": 1e-30}  # the mean square is smaller by the new zeros, norm_eps is not
 
@@ -157,20 +157,20 @@ def test_quantised_weights_and_leftovers_of_heads_are_refused():
 def test_a_head_begins_with_that_of_a_whole_model(tmp_path):
     model = random_model(layers=3)
     head = Head(model.config)
-    whole = {n: p.detach().clone() for n, p in model.named_parameters()} | head_tensors(head)
+    whole = {n: p.detach().clone() for n, p in model.named_parameters()} | mtp_tensors(head)
     file = tmp_path / "whole.safetensors"
     save_file({name: t.contiguous() for name, t in whole.items()}, file)
     args = Namespace(init=str(file), seed=1, device="cpu")
     begun = distill_module.new_head(model, args, None)
     for name, weight in head.named_parameters():
         assert torch.equal(weight, begun.get_parameter(name)), name
-    save_head(head, tmp_path / "head", "model", None, torch.float32, [1.0])
+    save_mtp(head, tmp_path / "head", "model", None, torch.float32, [1.0])
     other = Transformer(replace(model.config, rope_theta=5e5))
     args.init = str(tmp_path / "head")
     distill_module.new_head(model, args, None)
     for load_or_begin in (
         lambda: distill_module.new_head(other, args, None),
-        lambda: load_head(args.init, other),
+        lambda: load_mtp(args.init, other),
     ):
         with pytest.raises(UserError, match="its rope_theta is 10000.0, the model's is 500000.0"):
             load_or_begin()
@@ -228,8 +228,8 @@ def test_drafts_and_heads_begin_with_others(target, data, tmp_path, monkeypatch,
     model, _ = load(target, "float32", "cpu")
     read = {
         "draft": lambda folder: load(folder, "float32", "cpu")[0].state_dict(),
-        "mtp": lambda folder: load_head(folder, model).state_dict(),
-        "medusa": lambda folder: dict(load_heads(folder, model).tensors()),
+        "mtp": lambda folder: load_mtp(folder, model).state_dict(),
+        "medusa": lambda folder: dict(load_medusa(folder, model).tensors()),
     }
     for kind, options in kinds.items():
         once, twice = tmp_path / kind, tmp_path / f"{kind} again"

@@ -10,7 +10,7 @@ from test_medusa import count_up
 
 from minispec import UserError, generate, load, lookahead
 from minispec.generate import decode
-from minispec.lookahead import PERIOD, Choice, Memory, Pool, Window, memory_of
+from minispec.methods.lookahead import PERIOD, Choice, Memory, Pool, Window, memory_of
 from minispec.sampling import OneHot, Seeded
 from minispec.tree import Tree
 from minispec.verify import accept

@@ -19,7 +19,7 @@ from minispec.certify import RANK_TREES, Toy, ToyHeads, bound, exact_law, random
 from minispec.checkpoint import save
 from minispec.generate import decode
 from minispec.linear import Half, Packed
-from minispec.medusa import PUBLISHED, complete, expected, grow_tree, load_heads, published
+from minispec.methods.medusa import PUBLISHED, complete, expected, grow_tree, load_medusa, published
 from minispec.model import Config, Transformer
 from minispec.mutants import MUTANTS
 
@@ -217,7 +217,7 @@ def test_auto_is_plain_decoding_to_the_end_of_the_context(method, seed, monkeypa
 def test_the_command_line_takes_auto(tmp_path, capsys):
     model = byte_model()
     save(model, TOKENIZER, tmp_path)
-    medusa.save_heads(random_heads(model, 0), tmp_path / "heads", "x", None, torch.float32)
+    medusa.save_medusa(random_heads(model, 0), tmp_path / "heads", "x", None, torch.float32)
     arguments = ["ab", "--model", str(tmp_path), "--max-new-tokens", "9", "--dtype", "float64"]
     texts = []
     for more in ([], ["--method", "medusa", "--heads", str(tmp_path / "heads"), "--tree", "auto"]):
@@ -401,7 +401,7 @@ def test_every_layout_loads_whatever_its_config_counts(tmp_path, layout, layers)
         assert torch.allclose(again([1, 2]), model([1, 2]))
     else:
         save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
-    loaded = load_heads(source, model)
+    loaded = load_medusa(source, model)
     assert len(loaded) == heads and (loaded.projection is None) == (layout == "v2")
     hidden = model(random_tokens(4))[0, -1]
     for i, logits in enumerate(loaded(hidden, model)):
@@ -416,8 +416,8 @@ def test_what_is_written_is_read_back_and_has_the_layout_s_names(tmp_path, share
     for p in heads.parameters():
         p.data.normal_()
     heads.tree, heads.accuracy = [(0,), (0, 1)], torch.rand(3, 10)
-    medusa.save_heads(heads, tmp_path, "base", TOKENIZER, torch.float64)
-    again = load_heads(tmp_path, model, TOKENIZER)
+    medusa.save_medusa(heads, tmp_path, "base", TOKENIZER, torch.float64)
+    again = load_medusa(tmp_path, model, TOKENIZER)
     hidden = model([1, 2, 3])
     assert torch.equal(again(hidden, model), heads(hidden, model))
     assert again.tree == heads.tree and torch.allclose(again.accuracy, heads.accuracy.double())
@@ -435,7 +435,7 @@ def test_heads_of_something_else_are_refused_with_the_reason(tmp_path):
             save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(UserError, match=message):
-            load_heads(tmp_path, model, tokenizer)
+            load_medusa(tmp_path, model, tokenizer)
 
     refused("has no weights|no Medusa heads")
     good = v1_tensors(model, 3, 1)
@@ -454,10 +454,10 @@ def test_heads_of_something_else_are_refused_with_the_reason(tmp_path):
     other.save(tmp_path)
     refused("another tokenizer", good, TOKENIZER)
     with pytest.raises(UserError, match="no such directory"):
-        load_heads(tmp_path / "nowhere", model)
+        load_medusa(tmp_path / "nowhere", model)
     (tmp_path / "medusa_lm_head.safetensors").write_bytes(b"rubbish")
     with pytest.raises(UserError, match="cannot be read"):
-        load_heads(tmp_path, model)
+        load_medusa(tmp_path, model)
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,7 @@ def test_heads_of_something_else_are_refused_with_the_reason(tmp_path):
 def test_odd_pt_files_are_one_line(tmp_path, tensors):
     torch.save(tensors, tmp_path / "medusa_lm_head.pt")
     with pytest.raises(UserError, match="no tensor of Medusa heads|not numbered"):
-        load_heads(tmp_path, random_model())
+        load_medusa(tmp_path, random_model())
 
 
 def test_code_in_a_pt_file_is_never_run(tmp_path):
@@ -477,7 +477,7 @@ def test_code_in_a_pt_file_is_never_run(tmp_path):
 
     torch.save({"0.0.linear.weight": Evil()}, tmp_path / "medusa_lm_head.pt")
     with pytest.raises(UserError, match="code is never unpickled"):
-        load_heads(tmp_path, random_model())
+        load_medusa(tmp_path, random_model())
 
 
 # ---- training, and the command line --------------------------------------------------------------
@@ -498,7 +498,7 @@ def test_heads_learn_resume_and_get_their_tree(target, data, tmp_path, capsys, s
         distill.medusa_heads(distill.parse(list(map(str, argv))))
     run(*options, "--out", parts, "--steps", 12)
     model, tokenizer = load(target, "float32", "cpu")
-    first, second = (load_heads(where, model, tokenizer) for where in (whole, parts))
+    first, second = (load_medusa(where, model, tokenizer) for where in (whole, parts))
     hidden = model([5, 6, 7])
     assert torch.equal(first(hidden, model), second(hidden, model))
     assert first.tree and first.accuracy.shape == (2, medusa.BEST)
@@ -506,7 +506,7 @@ def test_heads_learn_resume_and_get_their_tree(target, data, tmp_path, capsys, s
     assert "| 1 |" in card and "12 steps" in card and str(tmp_path) not in card
     measure = ("--documents", 4, "--tokens", 20, "--measured", 2, "--nodes", 5, "--device", "cpu")
     run("tree", "--model", target, "--heads", whole, "--data", data, *measure)
-    grown = load_heads(whole, model, tokenizer).tree
+    grown = load_medusa(whole, model, tokenizer).tree
     assert 1 <= len(grown) <= 5 and f"chosen: {len(grown)} nodes" in capsys.readouterr().out
     command = ["ab", "--model", target, "--method", "medusa", "--heads", whole, "--tree", 3]
     limits = ["--max-new-tokens", 5, "--device", "cpu", "--json"]

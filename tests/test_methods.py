@@ -8,9 +8,9 @@ from test_generate import TOKENIZER, byte_model
 
 from minispec import Sampling, UserError, speculative
 from minispec.generate import check_vocabularies, decode
-from minispec.prompt_lookup import lookup
+from minispec.methods.prompt_lookup import lookup
 from minispec.sampling import Seeded
-from minispec.speculative import speedup, tokens_per_pass
+from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.tree import Tree
 
 

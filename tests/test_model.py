@@ -13,7 +13,7 @@ from conftest import GOLDEN, SHARED, needs_shared, random_model, random_tokens
 from safetensors.torch import load_file
 
 from minispec import load
-from minispec.autoregressive import autoregressive
+from minispec.methods.autoregressive import autoregressive
 from minispec.cost import bytes_per_pass
 from minispec.generate import decode
 from minispec.int8 import Int8

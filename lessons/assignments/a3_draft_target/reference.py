@@ -1,6 +1,6 @@
 """The reference solution is the package."""
 
-from minispec.prompt_lookup import lookup
-from minispec.speculative import propose, speculative, speedup, tokens_per_pass
+from minispec.methods.prompt_lookup import lookup
+from minispec.methods.speculative import propose, speculative, speedup, tokens_per_pass
 
 __all__ = ["lookup", "propose", "speculative", "speedup", "tokens_per_pass"]

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from minispec.autoregressive import autoregressive
+from minispec.methods.autoregressive import autoregressive
 from minispec.certify import (
     SAMPLINGS,
     Negated,

@@ -1,7 +1,7 @@
 """The reference solution is the package."""
 
 from minispec.distill import labels_of
-from minispec.medusa import Heads, expected, grow_tree, propose, typical_path, untrained
+from minispec.methods.medusa import Heads, expected, grow_tree, propose, typical_path, untrained
 from minispec.tree import Tree
 
 from_paths = Tree.from_paths

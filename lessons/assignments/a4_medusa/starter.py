@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from minispec import medusa
-from minispec.medusa import Ranks
+from minispec.methods.medusa import Ranks
 from minispec.model import Transformer
 from minispec.sampling import OneHot
 from minispec.tree import Tree

@@ -1,6 +1,6 @@
 """The reference solution is the package."""
 
-from minispec.lookahead import Pool, Window, beside, jacobi, window_layout
+from minispec.methods.lookahead import Pool, Window, beside, jacobi, window_layout
 from minispec.tree import Tree
 
 merged = Tree.merged

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minispec import lookahead
-from minispec.autoregressive import autoregressive
+from minispec.methods.autoregressive import autoregressive
 from minispec.certify import Toy, exact_law, first_tokens, small_model, total_variation
 from minispec.sampling import Sampling, Seeded
 from minispec.tree import Tree

@@ -7,7 +7,7 @@ from minispec import distill, fastmtp
 from minispec.distill import Keys
 from minispec.model import Pass
 from minispec.sampling import Randomness, Sampling
-from minispec.vocabulary import Subset
+from minispec.methods.vocabulary import Subset
 
 
 class Head(fastmtp.Head):

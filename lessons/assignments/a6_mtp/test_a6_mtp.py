@@ -8,7 +8,7 @@ import torch
 from minispec import fastmtp
 from minispec.certify import Recorder, fresh_drafts, random_head, randomise, small_model
 from minispec.sampling import Sampling, Seeded, probs
-from minispec.vocabulary import Subset
+from minispec.methods.vocabulary import Subset
 
 GREEDY = Sampling()
 

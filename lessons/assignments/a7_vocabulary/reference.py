@@ -1,5 +1,5 @@
 """The reference solution is the package."""
 
-from minispec.vocabulary import Compressed, Subset, count, votes
+from minispec.methods.vocabulary import Compressed, Subset, count, votes
 
 __all__ = ["Compressed", "Subset", "count", "votes"]

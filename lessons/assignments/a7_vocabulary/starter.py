@@ -6,7 +6,7 @@ from torch import Tensor
 
 from minispec import vocabulary
 from minispec.model import Transformer
-from minispec.vocabulary import Language
+from minispec.methods.vocabulary import Language
 
 
 def count(texts: Iterable[list[int]], forced: list[int], size: int) -> Language:
@@ -58,5 +58,5 @@ class Compressed(vocabulary.Compressed):
     def spoken(self, tokens: list[int]) -> tuple[str, ...]:
         """The languages of the last WINDOW tokens, in alphabetical order: the one alone that has at
         least the share MOST of their votes, else all that have some; all languages where no token
-        votes. (SURE, WINDOW and MOST are constants of `minispec.vocabulary`.)"""
+        votes. (SURE, WINDOW and MOST are constants of `minispec.methods.vocabulary`.)"""
         raise NotImplementedError

@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from minispec.autoregressive import autoregressive
+from minispec.methods.autoregressive import autoregressive
 from minispec.certify import exact_law, first_tokens, random_head, small_model, total_variation
-from minispec.fastmtp import fastmtp
+from minispec.methods.fastmtp import fastmtp
 from minispec.sampling import Sampling, Seeded
-from minispec.vocabulary import MOST, SURE, WINDOW, Language
+from minispec.methods.vocabulary import MOST, SURE, WINDOW, Language
 
 
 @pytest.mark.points(3, task="count")

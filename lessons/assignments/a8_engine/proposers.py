@@ -10,12 +10,12 @@ from typing import Literal
 from torch import Tensor
 
 from minispec import certify, fastmtp, lookahead, medusa, speculative
-from minispec.fastmtp import Drafter
-from minispec.lookahead import Window, from_prompt, pool_of
-from minispec.prompt_lookup import lookup
+from minispec.methods.fastmtp import Drafter
+from minispec.methods.lookahead import Window, from_prompt, pool_of
+from minispec.methods.prompt_lookup import lookup
 from minispec.sampling import Randomness, Sampling
 from minispec.tree import Tree
-from minispec.vocabulary import Compressed
+from minispec.methods.vocabulary import Compressed
 
 
 class Proposer:

@@ -17,7 +17,7 @@ def autoregressive(
     *,
     cache: KVCache | None = None,
 ) -> Iterator[Step]:
-    """Draw each token from the target's law after all before it.
+    """Draw each token from the target's distribution after all before it.
 
     `cache` may hold a prefix of the prompt already.
     """

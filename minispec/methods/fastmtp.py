@@ -1,0 +1,159 @@
+"""FastMTP (arXiv 2509.18362): one multi-token prediction head, of MiMo's layout, drafts K tokens by
+running on its own output; the target verifies them in one pass.
+
+Row j of the head takes the target's hidden state h_j, after its final norm, and token t_{j+1}, at
+position j, and predicts t_{j+2}. Drafting goes on with the head's own output in the place of h.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from minispec.cache import KVCache
+from minispec.errors import UserError
+from minispec.model import Block, Config, Pass, Rope, Transformer, plan
+from minispec.sampling import Randomness, Sampling, draw, probs
+from minispec.tree import Policy, Step, Tree
+from minispec.verify import accept
+
+# ---- the head ------------------------------------------------------------------------------------
+
+
+class Head(Block):
+    """One block like the target's, fed with a hidden state and a token; MiMo's tensor names.
+
+    Embedding and lm_head are the target's.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__(config, layer=0)
+        size, eps = config.hidden_size, config.norm_eps
+        self.config, self.rope = config, Rope(config)
+        self.token_layernorm = nn.RMSNorm(size, eps)
+        self.hidden_layernorm = nn.RMSNorm(size, eps)
+        self.input_proj = nn.Linear(2 * size, size, bias=False)
+        self.final_layernorm = nn.RMSNorm(size, eps)
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """The head's own cache, of one layer."""
+        c, weight = self.config, self.input_proj.weight
+        return KVCache(1, c.kv_heads, c.head_dim, capacity, 1, weight.dtype, weight.device)
+
+    def forward(
+        self, hidden: Tensor, embedded: Tensor, cache: KVCache | None = None,
+        depth: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Outputs (B, n, d), which feed lm_head and the next step, of hidden states (B, n, d) and
+        embedded tokens (B, n, d); `cache` and `depth` as in Transformer.forward."""
+        now = plan(self.rope, hidden, hidden.shape[1], cache, depth, None)
+        return self.layers(hidden, embedded, now)
+
+    def layers(self, hidden: Tensor, embedded: Tensor, now: Pass) -> Tensor:
+        """What `forward` computes in a planned pass."""
+        pair = [self.hidden_layernorm(hidden), self.token_layernorm(embedded)]  # hidden first
+        return self.final_layernorm(super().forward(self.input_proj(torch.cat(pair, -1)), now))
+
+
+class Everything:
+    """The full vocabulary, in the place of a vocabulary.Subset of it."""
+
+    def __init__(self, model: Transformer):
+        self.logits = model.logits
+
+    def full(self, token: Tensor) -> Tensor:
+        return token
+
+    def scatter(self, probs: Tensor) -> Tensor:
+        return probs
+
+
+class Vocabulary(Protocol):
+    """Which tokens the head drafts from: vocabulary.Compressed is one."""
+
+    def pick(self, tokens: list[int]) -> Everything:
+        """What to draft from after `tokens`: a vocabulary.Subset, say."""
+
+
+class Drafter:
+    """The head beside its target: its cache, and the output it drafts from.
+
+    `offset` committed rows of the target came without hidden states (a kept cache): the head's
+    cache begins behind them. Between rounds it holds a row for each other one.
+    """
+
+    def __init__(self, head: Head, model: Transformer, capacity: int, offset: int):
+        self.head, self.model, self.offset = head, model, offset
+        self.cache = head.new_cache(capacity)
+        self.last: Tensor | None = None  # (1, d): the head's output at the newest token
+
+    def run(self, hidden: Tensor, tokens: list[int] | Tensor) -> Tensor:
+        """Outputs (n, d) of scratch rows: hidden states (n, d), and a token each."""
+        tokens = torch.as_tensor(tokens, device=self.model.device)
+        depth = torch.arange(len(tokens), device=tokens.device) + self.offset
+        embedded = self.model.model.embed_tokens(tokens)
+        return self.head(hidden[None], embedded[None], self.cache, depth)[0]
+
+    def extend(self, hidden: Tensor, tokens: list[int]) -> None:
+        """Take in the target's own hidden states (n, d), each with the token that came after it."""
+        for start in range(0, len(tokens), 512):  # a long prompt needs no n × n mask
+            part = tokens[start : start + 512]
+            self.last = self.run(hidden[start : start + 512], part)[-1:]
+            self.cache.commit(list(range(len(part))))
+
+    def chain(
+        self, k: int, sampling: Sampling, randomness: Randomness, subset: Everything
+    ) -> tuple[list[int], list[Tensor | None]]:
+        """At most `k` drafts, each from the head's distribution over `subset`; and the
+        distributions over the vocabulary (None: one-hot). The cache ends as it began."""
+        guess: list[Tensor] = []
+        draft_probs: list[Tensor | None] = []
+        length, hidden = self.cache.length, self.last
+        while hidden is not None and len(guess) < k:
+            token, q = draw(subset.logits(hidden), sampling, randomness)
+            guess.append(subset.full(token))
+            draft_probs.append(q if q is None else subset.scatter(q))
+            if len(guess) < k:
+                hidden = self.run(hidden, guess[-1])
+                self.cache.commit([0])
+        self.cache.truncate(length)
+        return torch.cat(guess).tolist() if guess else [], draft_probs
+
+
+# ---- decoding ------------------------------------------------------------------------------------
+
+
+def fastmtp(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None, head: Head, k: int | Policy = 3,
+    vocabulary: Vocabulary | None = None, draft_sampling: Sampling | None = None,
+) -> Iterator[Step]:  # fmt: skip
+    """K = `k` drafts a round from one head, section 3 of the paper, or as many as a policy says
+    (see adaptive).
+
+    The head draws with `draft_sampling` (default: as the target does) over the `vocabulary` of the
+    text's language (default: the full one). Any choice is lossless.
+    """
+    if isinstance(k, int) and k < 1:
+        raise UserError(f"k {k}: must be auto or at least 1")
+    cache = cache or model.new_cache()
+    drafter = Drafter(head, model, cache.capacity, offset=cache.length)
+    tokens = list(prompt)
+    hidden = model.prefill(tokens[cache.length : -1], cache)[0]
+    drafter.extend(hidden, tokens[drafter.offset + 1 :])
+    yield Step()
+    while True:
+        length = min(k if isinstance(k, int) else k.choose(), cache.room - 1)
+        subset = vocabulary.pick(tokens) if vocabulary else Everything(model)
+        guess, draft_probs = drafter.chain(length, draft_sampling or sampling, randomness, subset)
+        tree = Tree.chain(tokens[-1], guess, draft_probs)
+        hidden = model(tree.tokens, cache)[0]
+        path, fresh = accept(probs(model.logits(hidden), sampling), tree, randomness)
+        cache.commit(path)
+        new = tree.tokens_at(path[1:]) + [fresh]
+        drafter.extend(hidden[path], new)  # in the place of the drafts' rows: the target's own
+        if not isinstance(k, int):
+            k.observe(drafted=len(guess), accepted=len(path) - 1)
+        tokens += new
+        yield Step(new, tree, path)

@@ -1,0 +1,185 @@
+"""Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the target's own hidden state guess several
+tokens ahead, and one pass verifies a tree of their best candidates.
+
+Head k (from 0) guesses token t + k + 2 from the hidden state at t: the model's own lm_head already
+says t + 1, which is the root of the next tree.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minispec.cache import KVCache
+from minispec.errors import UserError
+from minispec.model import Transformer
+from minispec.sampling import OneHot, Randomness, Sampling, probs
+from minispec.tree import Step, Tree
+from minispec.verify import accept
+
+RANKS = 10  # candidates of a head that a tree may choose from, as many as the published trees use
+Ranks = tuple[int, ...]  # a path: (0, 2) is head 0's best token, then head 1's third best
+Rule = Callable[[Tensor | OneHot, Tree, Randomness], tuple[list[int], int]]
+
+# ---- heads ---------------------------------------------------------------------------------------
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(Wx + b); it begins as the identity."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class Heads(nn.ModuleList):
+    """K heads of `layers` residual blocks and a projection each, under the published names.
+
+    With `vocab_size` None the heads have no projections, and end in the target's lm_head. `tree`
+    are the paths that `medusa` proposes by default, `accuracy` (K, RANKS) says how often a
+    candidate of this rank was right (None: not measured).
+    """
+
+    def __init__(self, heads: int, layers: int, hidden_size: int, vocab_size: int | None):
+        super().__init__()
+        for _ in range(heads):
+            head = nn.Sequential(*(ResBlock(hidden_size) for _ in range(layers)))
+            if vocab_size is not None:
+                head.append(nn.Linear(hidden_size, vocab_size, bias=False))
+            self.append(head)
+        self.layers, self.shared = layers, vocab_size is None
+        self.tree: list[Ranks] = [(0,) * heads]
+        self.accuracy: Tensor | None = None
+
+    def forward(self, hidden: Tensor, model: Transformer) -> Tensor:
+        """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm."""
+        outputs = torch.stack([head(hidden) for head in self])
+        return model.logits(outputs) if self.shared else outputs
+
+
+def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> Heads:
+    """Heads that all say what the model's lm_head says."""
+    config = model.config
+    new = Heads(heads, layers, config.hidden_size, None if shared else config.vocab_size)
+    if not shared:
+        for head in new:
+            head[-1].weight.data.copy_(model.lm_head.weight)
+    return new.to(model.device, model.dtype)
+
+
+# ---- decoding ------------------------------------------------------------------------------------
+
+
+class TreePolicy(Protocol):
+    """Chooses a tree by what the heads say before a round."""
+
+    def choose(self, chances: list[list[float]], room: int) -> list[Ranks]:
+        """At most `room` paths, for the probabilities (K, RANKS) of each head's candidates."""
+
+
+def medusa(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None, heads: Heads, tree: list[Ranks] | TreePolicy | None = None,
+) -> Iterator[Step]:  # fmt: skip
+    """Medusa with the lossless rule: greedy or sampled, the output is distributed as the target's.
+
+    `tree` is a list of rank paths, none longer than there are heads, or a policy that chooses one
+    for each round (see adaptive); by default the heads' own.
+    """
+    return rounds(model, prompt, sampling, randomness, cache, heads, tree, accept)
+
+
+def medusa_typical(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None, heads: Heads, tree: list[Ranks] | TreePolicy | None = None,
+    epsilon: float = 0.09, delta: float = 0.3,
+) -> Iterator[Step]:  # fmt: skip
+    """Medusa with typical acceptance: LOSSY, sampled output is not distributed as the target's.
+
+    (A greedy distribution has no entropy, so at temperature 0 the rule accepts what `accept` does.)
+    """
+
+    def rule(target: Tensor | OneHot, tree: Tree, randomness: Randomness) -> tuple[list[int], int]:
+        path = typical_path(target, tree, epsilon, delta)
+        return path, randomness.categorical(target[path[-1]])
+
+    return rounds(model, prompt, sampling, randomness, cache, heads, tree, rule)
+
+
+def rounds(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness,
+    cache: KVCache | None, heads: Heads, tree: list[Ranks] | TreePolicy | None, rule: Rule,
+) -> Iterator[Step]:  # fmt: skip
+    """The loop of both."""
+    chosen = heads.tree if tree is None else tree
+    if isinstance(chosen, list):
+        chosen = complete(chosen, len(heads), model.config.vocab_size)
+    cache = cache or model.new_cache()
+    tokens = list(prompt)
+    hidden = model.prefill(tokens[cache.length : -1], cache)[0, -1:]  # (1, d), or none
+    yield Step()
+    while True:
+        tree = propose(heads, model, hidden, tokens[-1], chosen, cache.room - 1)
+        hidden = model(tree.tokens, cache, tree.depth, tree.mask)[0]  # (nodes, d)
+        path, fresh = rule(probs(model.logits(hidden), sampling), tree, randomness)
+        cache.commit(path)
+        hidden = hidden[path[-1:]]  # the heads read the accepted node: no second target pass
+        new = tree.tokens_at(path[1:]) + [fresh]
+        tokens += new
+        yield Step(new, tree, path)
+
+
+def propose(
+    heads: Heads, model: Transformer, hidden: Tensor, root: int, chosen: list[Ranks] | TreePolicy,
+    room: int,
+) -> Tree:  # fmt: skip
+    """The tree of the heads' candidates below the newest token, of at most `room` nodes; the lone
+    root where no hidden state is at hand, as before the first pass of a prompt of one token."""
+    if not len(hidden) or not chosen:
+        return Tree.chain(root, [])
+    fixed = isinstance(chosen, list)
+    ranks = 1 + max(rank for path in chosen for rank in path) if fixed else RANKS
+    best = heads(hidden[0], model).softmax(-1).topk(min(ranks, model.config.vocab_size))
+    # one synchronisation for both: (2, K, ranks); float32 holds every token id exactly
+    chances, candidates = torch.stack([best.values.float(), best.indices.float()]).tolist()
+    paths = chosen if fixed else chosen.choose(chances, room)
+    return Tree.from_paths(root, paths[:room], [[int(x) for x in row] for row in candidates])
+
+
+def complete(paths: list[Ranks], depth: int, ranks: int) -> list[Ranks]:
+    """The paths and all their beginnings, each once; checked against the number of heads (`depth`)
+    and of candidates (`ranks`). Depth first: the path of best ranks comes first of all, and what
+    is accepted of it already lies in the cache where it belongs."""
+    deepest = max(map(len, paths), default=0)
+    if deepest > depth:
+        raise UserError(
+            f"the tree is {deepest} deep, but there are only {depth} heads: cut its paths"
+        )
+    for rank in (rank for path in paths for rank in path):
+        if type(rank) is not int or not 0 <= rank < ranks:
+            raise UserError(f"the tree's rank {rank!r}: must be an integer from 0 to {ranks - 1}")
+    return sorted({tuple(path[:n]) for path in paths for n in range(1, len(path) + 1)})
+
+
+def typical_path(target: Tensor | OneHot, tree: Tree, epsilon: float, delta: float) -> list[int]:
+    """The longest path all of whose tokens have p(x) > min(ε, δ · exp(-H(p))); of several, the
+    likeliest. Section 2.3.1 of the paper."""
+    paths, likelihood = {0: [0]}, {0: 1.0}
+    for node in range(1, len(tree)):
+        parent = tree.parents[node]
+        if parent not in paths:
+            continue
+        p = target[parent]
+        chance, entropy = float(p[tree.tokens[node]]), float(torch.special.entr(p).sum())
+        if chance > min(epsilon, delta * math.exp(-entropy)):
+            paths[node] = paths[parent] + [node]
+            likelihood[node] = likelihood[parent] * chance
+    return max(paths.values(), key=lambda path: (len(path), likelihood[path[-1]]))

@@ -1,0 +1,89 @@
+"""Draft-target speculative decoding (Leviathan et al. 2023; Chen et al. 2023).
+
+A small draft model proposes K tokens one by one; the target scores them all in one pass.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec.cache import KVCache
+from minispec.errors import UserError
+from minispec.model import Transformer
+from minispec.sampling import Randomness, Sampling, draw, probs
+from minispec.tree import Policy, Step, Tree
+from minispec.verify import accept
+
+
+def speculative(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None, draft: Transformer, k: int | Policy = 4,
+    draft_sampling: Sampling | None = None,
+) -> Iterator[Step]:  # fmt: skip
+    """Leviathan et al. 2023, algorithm 1, with γ = `k` draft tokens a round, or as many as a
+    policy says (see adaptive).
+
+    The draft draws with `draft_sampling` (default: as the target does); any choice is lossless.
+    Vocabularies may differ in length by padding.
+    """
+    if isinstance(k, int) and not 1 <= k < model.config.context:
+        raise UserError(f"k {k}: must be auto or from 1 to {model.config.context - 1}")
+    cache = cache or model.new_cache()
+    draft_cache = draft.new_cache(cache.capacity)
+    tokens = list(prompt)
+    model.prefill(tokens[cache.length : -1], cache)
+    draft.prefill(known(tokens[:-1], draft), draft_cache)
+    yield Step()
+    while True:
+        gamma = min(k if isinstance(k, int) else k.choose(), cache.room - 1)
+        guess, draft_probs = propose(
+            draft, draft_cache, tokens, gamma, draft_sampling or sampling, randomness,
+            model.config.vocab_size,
+        )  # fmt: skip
+        tree = Tree.chain(tokens[-1], guess, draft_probs)
+        hidden = model(tree.tokens, cache)
+        path, fresh = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
+        cache.commit(path)
+        # after a full match the draft is one row short: next round feeds it two tokens
+        draft_cache.truncate(min(draft_cache.length, cache.length))
+        if not isinstance(k, int):
+            k.observe(drafted=len(guess), accepted=len(path) - 1)
+        new = tree.tokens_at(path[1:]) + [fresh]
+        tokens += new
+        yield Step(new, tree, path)
+
+
+def propose(
+    draft: Transformer, cache: KVCache, tokens: list[int], k: int, sampling: Sampling,
+    randomness: Randomness, vocabulary: int,
+) -> tuple[list[int], list[Tensor | None]]:  # fmt: skip
+    """`k` tokens after `tokens`, each drawn from the draft's distribution; and the distributions
+    over the target's vocabulary (None: one-hot). Greedy drafts wait on the device till the end."""
+    feed = torch.tensor(known(tokens[cache.length :], draft))
+    guess: list[Tensor] = []
+    draft_probs: list[Tensor | None] = []
+    while len(guess) < k:
+        logits = draft.logits(draft(feed, cache)[0, -1:])[:, :vocabulary]  # (1, V) without padding
+        cache.commit(list(range(len(feed))))
+        feed, q = draw(logits, sampling, randomness)
+        guess.append(feed)
+        draft_probs.append(q if q is None else F.pad(q, (0, vocabulary - len(q))))
+    return torch.cat(guess).tolist() if guess else [], draft_probs
+
+
+def known(tokens: list[int], draft: Transformer) -> list[int]:
+    """As the draft sees them: a token that is padding to it is its token 0. What a draft is fed
+    decides how good it is, never what comes out."""
+    return [token if token < draft.config.vocab_size else 0 for token in tokens]
+
+
+def tokens_per_pass(alpha: float, gamma: int) -> float:
+    """E[tokens per target pass] = (1 - α^(γ+1)) / (1 - α), equation 1; α is the acceptance rate."""
+    return gamma + 1.0 if alpha >= 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def speedup(alpha: float, gamma: int, c: float) -> float:
+    """Over plain decoding, theorem 3.8; c is a draft pass's cost over a target pass's."""
+    return tokens_per_pass(alpha, gamma) / (gamma * c + 1)

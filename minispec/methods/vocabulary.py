@@ -1,0 +1,110 @@
+"""Language-aware vocabulary compression (FastMTP, section 3.3; FR-Spec, arXiv 2502.14856): a draft
+reads only those rows of lm_head that its text's language uses often.
+
+The target still verifies over the full vocabulary, so a wrong guess of the language costs speed,
+never text.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec.model import Transformer
+
+WINDOW = 32  # tokens of the latest text by which its language is known
+SURE = 4.0  # a token so many times as frequent in one language as in any other votes for it
+MOST = 0.8  # share of the votes that makes a text of one language, not a mixed one
+
+
+@dataclass(frozen=True)
+class Language:
+    """Its frequent tokens, most frequent first, and how often each was seen."""
+
+    ids: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+def count(texts: Iterable[list[int]], forced: list[int], size: int) -> Language:
+    """The `size` most frequent tokens of `texts`, `forced` ones in any case and first."""
+    seen: Counter[int] = Counter()
+    for tokens in texts:
+        seen.update(tokens)
+    ranked = sorted(seen.keys() - set(forced), key=lambda token: (-seen[token], token))
+    ids = list(dict.fromkeys(forced)) + ranked
+    return Language(tuple(ids[:size]), tuple(seen[token] for token in ids[:size]))
+
+
+# ---- at a draft's lm_head ------------------------------------------------------------------------
+
+
+class Subset:
+    """Some rows of lm_head, W[V_high], for the tokens `ids`."""
+
+    def __init__(self, weight: Tensor, ids: list[int]):
+        self.ids, self.size = torch.tensor(ids, device=weight.device), len(weight)
+        self.rows = weight[self.ids]  # (|V_high|, d)
+
+    def __len__(self) -> int:
+        """|V_high|."""
+        return len(self.ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., d) -> (..., |V_high|)."""
+        return F.linear(hidden, self.rows)
+
+    def full(self, token: Tensor) -> Tensor:
+        """The ids of tokens that the small vocabulary numbers so, on the same device."""
+        return self.ids.to(token.device)[token]
+
+    def scatter(self, probs: Tensor) -> Tensor:
+        """A distribution over the subset, (|V_high|,), as one over the vocabulary, (V,)."""
+        return probs.new_zeros(self.size).scatter(0, self.ids.to(probs.device), probs)
+
+
+class Compressed:
+    """The languages' subsets of a model's lm_head, and which of them a text calls for."""
+
+    def __init__(self, languages: dict[str, Language], model: Transformer):
+        assert languages, "at least one language"
+        self.languages, self.weight = languages, model.lm_head.weight.detach()
+        self.subsets: dict[tuple[str, ...], Subset] = {}
+        self.votes = votes(languages)
+
+    def pick(self, tokens: list[int]) -> Subset:
+        """The subset for what comes after `tokens`: their language's, or the union of those they
+        mix; all languages' where nothing tells."""
+        names = self.spoken(tokens)
+        if names not in self.subsets:
+            ids = dict.fromkeys(i for name in names for i in self.languages[name].ids)
+            self.subsets[names] = Subset(self.weight, list(ids))
+        return self.subsets[names]
+
+    def spoken(self, tokens: list[int]) -> tuple[str, ...]:
+        """The languages of the latest tokens: the one with MOST of the votes, else all that have
+        some."""
+        found = Counter(self.votes[t] for t in tokens[-WINDOW:] if t in self.votes)
+        names = tuple(sorted(found)) or tuple(sorted(self.languages))
+        for name, n in found.items():
+            if n >= MOST * found.total():
+                return (name,)
+        return names
+
+
+def votes(languages: dict[str, Language]) -> dict[int, str]:
+    """Tokens that tell a language: SURE times as frequent there as in every other."""
+    share: dict[int, dict[str, float]] = {}
+    for name, language in languages.items():
+        total = sum(language.counts) + 1
+        for token, n in zip(language.ids, language.counts):
+            share.setdefault(token, {})[name] = n / total
+    result = {}
+    for token, by_name in share.items():
+        best = max(by_name, key=by_name.get)
+        others = [p for name, p in by_name.items() if name != best]
+        if len(languages) > 1 and by_name[best] > SURE * max(others, default=0.0):
+            result[token] = best
+    return result
