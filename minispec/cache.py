@@ -21,8 +21,9 @@ class KVCache:
     ):  # fmt: skip
         shape = (2, layers, batch, capacity, heads, head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)  # K is stored rotated
-        # of each layer, in the same memory: (batch, capacity, heads, head_dim)
-        self.k, self.v = list(self.kv[0]), list(self.kv[1])
+        # of each layer, in the same memory: (batch, capacity, heads, head_dim); `.data`, so that a
+        # pass with gradients may write into a layer without touching what autograd kept of another
+        self.k, self.v = ([self.kv[i, layer].data for layer in range(layers)] for i in (0, 1))
         self.lengths = [0] * batch
         self.capacity, self.device = capacity, self.kv.device
         self.sequence = torch.arange(batch, device=device)[:, None]  # (B, 1)

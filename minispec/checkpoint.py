@@ -34,6 +34,7 @@ ROPE_TYPES = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 YARN_NUMBERS = "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"  # optional
+LEFT_OUT = re.compile(r"model\.mtp_layers\.|medusa_head\.|.*inv_freq$")  # heads', derived
 MOST_LAYERS = 1000  # each takes time to make, even where the weights turn out to have no more
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"  # the shipped ones
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -478,8 +479,7 @@ def load(
         config = replace(config, bos_id=tokenizer.backend.token_to_id(tokenizer.bos))
     with torch.device("meta"):
         model = Transformer(config)
-    left_out = re.compile(r"model\.mtp_layers\.|medusa_head\.|.*inv_freq$")  # heads', derived
-    tensors = (pair for file in files for pair in read_tensors(file) if not left_out.match(pair[0]))
+    tensors = (pair for file in files for pair in read_tensors(file) if not LEFT_OUT.match(pair[0]))
     state = read_weights(str(directory), tensors, kind, place)
     if config.tied:
         tie(state)

@@ -2,6 +2,8 @@
 
     python -m minispec.distill generate --model weights/target --data DIR --out own.jsonl
     python -m minispec.distill draft --model weights/target --own own.jsonl --out weights/draft
+    python -m minispec.distill vocabulary --text en=stories.txt,talk.txt --text zh=zh.txt \\
+        --out weights/mtp/vocabulary.json
 
 A draft is to say what the target would say, so the target's own output is its best text: sampled
 in batches from the beginnings of training documents, without near-duplicates unless they are asked
@@ -14,6 +16,7 @@ import hashlib
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,31 +32,26 @@ from minispec.checkpoint import (
     check_attention,
     check_fingerprint,
     check_tokenizer,
-    digest,
     load,
     read_tokenizer,
     save,
     write_tensors,
 )
-from minispec.cost import cost_curve
+from minispec.cost import cost_curve, heads_cost
 from minispec.errors import Parser, UserError, check_seed, command, prepare_file
-from minispec.methods.fastmtp import Head, read_mtp, save_mtp
 from minispec.grow import begin, grow
-from minispec.methods.medusa import (
-    BEST,
-    Heads,
-    Ranks,
-    accuracy_of,
-    heads_cost,
+from minispec.heads import (
     load_medusa,
-    medusa,
     read_medusa,
-    replayed,
+    read_mtp,
     save_medusa,
+    save_mtp,
     save_tree,
-    together,
-    untrained,
+    save_vocabulary,
 )
+from minispec.methods.fastmtp import Head
+from minispec.methods.medusa import RANKS, Heads, Ranks, medusa, untrained
+from minispec.methods.vocabulary import count
 from minispec.model import Pass, Transformer, count_parameters
 from minispec.pretrain import (
     KINDS,
@@ -71,6 +69,7 @@ from minispec.pretrain import (
     optimizers,
     prepare_training,
     read_corpus,
+    read_documents,
     shown,
     train,
     training_arguments,
@@ -81,7 +80,6 @@ from minispec.tokenizer import Tokenizer
 LONGEST = 24  # tokens of a prompt
 SKIPPED = 50  # held-out texts of a kind that are left to the benchmark
 HELD_OUT = 50  # every 50th generated document is for measuring
-OTHERS = 8  # of the tokens that are no label anywhere a batch scores one in so many
 TOGETHER = 16  # texts whose hidden states are computed at once: of more, a CPU waits for memory
 IDLE = 64  # prompts in a row after which nothing new came: enough
 
@@ -107,11 +105,11 @@ def sample_batch(
     output: list[list[int]] = [[] for _ in prompts]
     alive = [True] * len(prompts)
     while True:
-        laws = probs(model.logits(last), sampling)
-        if isinstance(laws, OneHot):
-            tokens = laws.tokens
+        p = probs(model.logits(last), sampling)  # (B, V)
+        if isinstance(p, OneHot):
+            tokens = p.tokens
         else:
-            tokens = torch.multinomial(laws, 1, generator=generator)[:, 0].tolist()
+            tokens = torch.multinomial(p, 1, generator=generator)[:, 0].tolist()
         for i, token in enumerate(tokens):
             if alive[i]:
                 output[i].append(token)
@@ -174,9 +172,7 @@ def generate(args: argparse.Namespace) -> None:
     names = "seed", "kind", "batch", "tokens", "temperature", "top_k", "top_p", "keep_duplicates"
     options = {"dtype": str(model.dtype).removeprefix("torch.")}
     options |= {name: getattr(args, name) for name in names}
-    model.undo()
     options |= {"model": model_digest(model), "data": digest_of(documents)}
-    model.prepare()
     duplicates, kept, batch = resumed(args.out, tokenizer, options)
     starts = beginnings(documents, tokenizer, args.seed)
     for _ in range(batch * args.batch):
@@ -264,22 +260,6 @@ def read_own(path: Path, tokenizer: Tokenizer | None = None) -> list[dict]:
     return rows
 
 
-def as_text(args: argparse.Namespace) -> None:
-    """Write what the target itself wrote, without the beginnings and special tokens, an empty line
-    between documents."""
-    if args.out.resolve() in [path.resolve() for path in args.own]:
-        raise UserError(f"--out {args.out} is a file of --own: give another")
-    prepare_file(args.out, "--out")
-    tokenizer, documents = read_tokenizer(args.model), []
-    for path in args.own:
-        rows = read_own(path, tokenizer)
-        check_ids(rows, tokenizer.size, path)
-        documents += [tokenizer.decode(row["tokens"]).strip() for row in rows]
-    if not any(documents):
-        raise UserError(f"{' and '.join(map(str, args.own))}: no text in there, give more")
-    args.out.write_text("\n\n".join(filter(None, documents)) + "\n", encoding="utf-8")
-
-
 def read_training(
     paths: list[Path], target: Transformer, tokenizer: Tokenizer | None
 ) -> list[dict]:
@@ -335,14 +315,6 @@ def load_both(args: argparse.Namespace, dtype: str) -> tuple[Transformer, Tokeni
     return model, tokenizer
 
 
-def plain_target(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
-    """--model as training wants it: frozen, in float32, its weights neither packed nor joined, so
-    that gradients pass and autocast sees them."""
-    target, tokenizer = load_both(args, "float32")
-    target.undo()
-    return target.requires_grad_(False), tokenizer
-
-
 # ---- documents and hidden states -----------------------------------------------------------------
 
 
@@ -362,9 +334,14 @@ def hidden_states(target: Transformer, rows: list[list[int]], dtype: torch.dtype
 
 
 def model_digest(model: Transformer) -> str:
-    """Of the weights, which must not be prepared, and of what else makes the function."""
+    """Of the weights, and of what else makes the function."""
     weights = [digest(p.detach().cpu()) for p in model.parameters()]
     return digest_of([weights, asdict(model.config)])
+
+
+def digest(tensor: Tensor) -> str:
+    """Of a tensor's numbers."""
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
 
 
 def digest_of(value: object) -> str:
@@ -444,8 +421,9 @@ class Shuffled:
 
 
 class SoftLabels(nn.Module):
-    """Indices of documents -> cross-entropy of the draft against the target's whole laws of the
-    generated tokens, in nats. The target's hidden states are known: only its lm_head runs."""
+    """Indices of documents -> cross-entropy of the draft against the target's whole distributions
+    of the generated tokens, in nats. The target's hidden states are known: only its lm_head runs.
+    """
 
     def __init__(
         self, draft: Transformer, target: Transformer, documents: Documents, dtype: torch.dtype
@@ -458,9 +436,9 @@ class SoftLabels(nn.Module):
         tokens, generated, hidden = self.gather(index)
         with torch.autocast(index.device.type, self.dtype, enabled=self.dtype != torch.float32):
             with torch.no_grad():
-                laws = self.target[0].logits(hidden).float().softmax(-1)  # (N, V)
+                p = self.target[0].logits(hidden).float().softmax(-1)  # (N, V)
             logits = self.draft.logits(self.draft(tokens)[generated])
-        return F.cross_entropy(logits.float(), laws, reduction="sum") / max(len(laws), 1)
+        return F.cross_entropy(logits.float(), p, reduction="sum") / max(len(p), 1)
 
     @torch.compiler.disable
     def gather(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -496,9 +474,9 @@ def agreement(
 
 
 def draft(args: argparse.Namespace) -> None:
-    """Train a draft on the target's own documents, by its tokens or by its laws."""
+    """Train a draft on the target's own documents, by its tokens or by its distributions."""
     one_process("draft")
-    target, tokenizer = plain_target(args)
+    target, tokenizer = load_both(args, "float32")
     model = build(args, tokenizer.backend)
     if args.init:
         begin(model, args.init, tokenizer)
@@ -544,7 +522,8 @@ def draft_card(
     )
     return DRAFT_CARD.format(
         parameters=count_parameters(trainer.model), c=config,
-        labels="the target's laws (soft labels)" if args.soft else "its tokens (hard labels)",
+        labels="the target's distributions (soft labels)" if args.soft
+        else "its tokens (hard labels)",
         padding=" with padding" if args.soft else "",
         command=shown(sys.argv[1:]), step=trainer.step, tokens=trainer.tokens,
         minutes=trainer.seconds / 60, threads=torch.get_num_threads(),
@@ -601,75 +580,89 @@ class Positions:
 
 
 class HeadsLoss(nn.Module):
-    """Indices of positions -> Σ over heads of 0.8^k · CE_k, in nats (section 2.2.1).
-
-    Most of the work is multiplying by the vocabulary. So a batch scores, besides all tokens that
-    are labels somewhere, one in OTHERS of the rest, each counted as so many: softmax's denominator
-    is right on average (its logarithm a little low).
-    """
+    """Indices of positions -> Σ over heads of 0.8^k · CE_k, in nats (section 2.2.1)."""
 
     def __init__(self, heads: Heads, target: Transformer, positions: Positions, dtype: torch.dtype):
         super().__init__()
         self.heads, self.positions, self.dtype = heads, positions, dtype
-        self.target = [target]  # no parameters of this module
-        occurs = torch.zeros(target.config.vocab_size, dtype=torch.bool)
-        occurs[positions.labels[positions.labels >= 0]] = True
-        rest = (~occurs).nonzero()[:, 0]
-        some = len(rest) // OTHERS  # what this leaves over is always scored
-        self.others = rest[: some * OTHERS].view(some, OTHERS)
-        self.always = torch.cat([occurs.nonzero()[:, 0], rest[some * OTHERS :]])
-        place = torch.zeros(len(occurs), dtype=torch.long)  # of a label among what is scored
-        place[self.always] = torch.arange(len(self.always))
-        known = positions.labels
-        self.labels = place[known.clamp(min=0)].where(known >= 0, known)
-        # for how many each token that is scored stands
-        self.counts = torch.cat([torch.ones(len(self.always)), torch.full((some,), float(OTHERS))])
-
-    def scored(self, index: Tensor) -> Tensor:
-        """The tokens that this batch scores, (v,): which of the rest follows from its order."""
-        others = self.others.index_select(1, index[:1] % OTHERS)[:, 0]
-        return torch.cat([self.always, others])
+        self.target = [target]  # in a list: no parameters of this module
 
     def forward(self, index: Tensor) -> Tensor:
         at = index.to(self.positions.hidden.device)
         hidden = self.positions.hidden[at].to(index.device, torch.float32)
-        labels = self.labels[at].to(index.device)
-        ids, weights = self.scored(at).to(index.device), self.counts.log().to(index.device)
+        labels = self.positions.labels[at].to(index.device)
         with torch.autocast(index.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            logits = self.heads.scores(hidden, self.target[0], ids) + weights  # (K, B, v)
+            logits = self.heads(hidden, self.target[0])  # (K, B, V)
         return sum(0.8**k * cross_entropy(row, labels[:, k]) for k, row in enumerate(logits))
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, laws: Tensor | None = None) -> Tensor:
-    """Mean over the rows that have a label, against it or, if given, the row's law (`laws`, (n,
-    V)); 0 if none has."""
+def cross_entropy(logits: Tensor, labels: Tensor, p: Tensor | None = None) -> Tensor:
+    """Mean over the rows that have a label, against it or, if given, the row's distribution in `p`
+    (n, V); 0 if none has."""
     real = labels >= 0
-    truth = labels if laws is None else laws * real[:, None]
+    truth = labels if p is None else p * real[:, None]
     return F.cross_entropy(logits.float(), truth, reduction="sum") / real.sum().clamp(min=1)
 
 
 @torch.no_grad()
 def ranks_of(heads: Heads, target: Transformer, hidden: Tensor, labels: Tensor) -> Tensor:
-    """The rank that each head gives its label, (K, n): BEST for all worse, -1 without a label."""
+    """The rank that each head gives its label, (K, n): RANKS for all worse, -1 without a label.
+    These are the `ranks` of all functions below."""
     ranks = torch.full(labels.T.shape, -1)
     for start in range(0, len(hidden), 512):
         part = slice(start, start + 512)
         logits = heads(hidden[part].to(target.device, target.dtype), target).cpu()  # (K, b, V)
         label = labels[part].T[..., None]  # (K, b, 1)
-        above = (logits > logits.gather(-1, label.clamp(min=0))).sum(-1).clamp(max=BEST)
+        above = (logits > logits.gather(-1, label.clamp(min=0))).sum(-1).clamp(max=RANKS)
         ranks[:, part] = above.where(label[..., 0] >= 0, -1)
     return ranks
+
+
+def accuracy_of(ranks: Tensor) -> Tensor:
+    """a[k][r], (K, RANKS): the share of labelled positions where head k's rank-r token is right."""
+    labelled = (ranks >= 0).sum(1, keepdim=True).clamp(min=1)
+    return torch.stack([(ranks == r).sum(1) for r in range(RANKS)], 1) / labelled
+
+
+def together(ranks: Tensor) -> list[Ranks]:
+    """The paths all of whose tokens were right somewhere, the most frequent first, counted where
+    every head has a label. Unlike a product of accuracies this knows that heads are right at the
+    same places."""
+    columns = ranks[:, (ranks >= 0).all(0)].T.tolist()
+    right: Counter[Ranks] = Counter()
+    for column in columns:
+        depth = next((k for k, rank in enumerate(column) if rank == RANKS), len(column))
+        right.update(tuple(column[:n]) for n in range(1, depth + 1))
+    return sorted(right, key=lambda path: (-right[path], len(path), path))  # beginnings first
+
+
+def replayed(ranks: Tensor, paths: list[Ranks]) -> tuple[int, int]:
+    """(tokens, passes) of greedy decoding along the text, with the tree of these paths."""
+    nodes, columns = set(paths), [tuple(column) for column in ranks.T.tolist()]
+    at = passes = 0
+    while at < len(columns):
+        length = 0
+        while length < len(ranks) and columns[at][: length + 1] in nodes:
+            length += 1
+        at, passes = at + length + 1, passes + 1
+    return at, passes
+
+
+def along(ranks: list[Tensor], paths: list[Ranks]) -> float:
+    """Tokens per pass of decoding these very texts."""
+    tokens, passes = map(sum, zip(*(replayed(r[:, (r >= 0).any(0)], paths) for r in ranks)))
+    return tokens / passes if passes else 1.0
 
 
 def medusa_heads(args: argparse.Namespace) -> None:
     """Train Medusa-1 heads on the frozen target's own documents."""
     one_process("medusa")
-    target, tokenizer = plain_target(args)
-    heads = untrained(args.heads, args.layers, target, args.shared).to(args.device)
+    target, tokenizer = load_both(args, "float32")
+    heads = untrained(args.heads, args.layers, target, args.shared)
     if args.init:
         known, folder = read_medusa(args.init)
         check_tokenizer(f"--init {args.init}", folder, tokenizer)
-        grow(dict(heads.tensors()), known, args.init)
+        grow(dict(heads.named_parameters()), known, args.init)
     own = read_training(args.own, target, tokenizer)
     rows = [row["prompt"] + row["tokens"] for row in own]
     prompts = [len(row["prompt"]) for row in own]
@@ -685,7 +678,7 @@ def medusa_heads(args: argparse.Namespace) -> None:
     heads.half().float()  # as they are stored
     ranks = [ranks_of(heads, target, states[i], labels[i]) for i in measured]
     heads.accuracy = accuracy_of(torch.cat(ranks, 1))
-    best = max(candidates(ranks, heads.prepare(), target.prepare()), key=lambda tree: tree.speedup)
+    best = max(candidates(ranks, heads, target), key=lambda tree: tree.speedup)
     heads.tree = best.paths
     save_medusa(heads, args.out, args.model, tokenizer, torch.float16)
     (args.out / "README.md").write_text(medusa_card(trainer, args, heads, best), encoding="utf-8")
@@ -708,10 +701,10 @@ class Candidate:
 def candidates(
     ranks: list[Tensor], heads: Heads, target: Transformer, most: int = 63
 ) -> list[Candidate]:
-    """The trees of 1 to `most` nodes whose paths are right most often in texts of these ranks
-    (K, n), or the one of none if no path is; each with what it brings along them and the cost of
-    its round on this machine: a pass over its nodes and the root, and the heads."""
-    curve, drafting = cost_curve(target), heads_cost(heads, target)
+    """The trees of 1 to `most` nodes whose paths are right most often in texts of these ranks, or
+    the one of none if no path is; each with what it brings along them and the cost of its round on
+    this machine: a pass over its nodes and the root, and the heads."""
+    curve, drafting = cost_curve(target), heads_cost(target, heads)
     paths = together(torch.cat(ranks, 1))[: min(most, len(curve) - 2)]
     trees = [paths[:n] for n in range(1, len(paths) + 1)] or [[]]
     return [Candidate(t, along(ranks, t), curve[len(t) + 1] + drafting) for t in trees]
@@ -737,7 +730,7 @@ def medusa_card(
     """The README.md beside the heads."""
     return MEDUSA_CARD.format(
         heads=len(heads), layers=args.layers, parameters=count_parameters(heads),
-        end="the target's lm_head (v2)" if heads.projection is None else "a projection (v1)",
+        end="the target's lm_head (v2)" if heads.shared else "a projection (v1)",
         command=shown(sys.argv[1:]), step=trainer.step, tokens=trainer.tokens,
         minutes=trainer.seconds / 60, threads=torch.get_num_threads(), device=args.device.type,
         held_out=HELD_OUT, table=accuracy_table(heads.accuracy),
@@ -815,7 +808,7 @@ def own_ranks(
     target: Transformer, prompts: list[list[int]], heads: Heads, sampling: Sampling,
     args: argparse.Namespace,
 ) -> list[Tensor]:  # fmt: skip
-    """The ranks (K, n) that the heads give the target's own continuation of each prompt."""
+    """The ranks that the heads give the target's own continuation of each prompt."""
     generator = torch.Generator().manual_seed(args.seed)
     answers = sample_batch(target, prompts, args.tokens, sampling, generator)
     rows = [prompt + answer for prompt, answer in zip(prompts, answers)]
@@ -863,12 +856,6 @@ def measured(
     raise AssertionError("decoding does not end")
 
 
-def along(ranks: list[Tensor], paths: list[Ranks]) -> float:
-    """Tokens per pass of decoding these very texts."""
-    tokens, passes = map(sum, zip(*(replayed(r[:, (r >= 0).any(0)], paths) for r in ranks)))
-    return tokens / passes if passes else 1.0
-
-
 # ---- FastMTP -------------------------------------------------------------------------------------
 
 
@@ -878,7 +865,7 @@ class Keys:
     def __init__(self):
         self.k, self.v = [], []
 
-    def write(self, layer: int, slots: None, k: Tensor, v: Tensor, span: int):
+    def write(self, layer: int, slots: None, k: Tensor, v: Tensor):
         self.k.append(k)
         self.v.append(v)
         return torch.cat(self.k, 1), torch.cat(self.v, 1)
@@ -891,7 +878,7 @@ class MTPLoss(nn.Module):
     and the true token i + k. In mode `parallel`, the published code's, it stays at position i and
     sees what step 1 saw, at its own step. In mode `aligned` it does what drafting with one cache
     does: it stands at position i + k - 1 and sees step 1 up to row i, then its own earlier steps.
-    With `soft` each CE is against the target's law of the label's place, not the label alone.
+    With `soft` each CE is against the target's distribution in the label's place, not the label.
     """
 
     def __init__(self, head: Head, target: Transformer, documents: Documents, steps: int,
@@ -905,10 +892,10 @@ class MTPLoss(nn.Module):
         hidden, tokens, labels = self.gather(index)
         with torch.autocast(index.device.type, self.dtype, enabled=self.dtype != torch.float32):
             logits = self.steps(hidden, tokens)
-            laws = self.laws(index) if self.soft else [None] * len(logits)
+            targets = self.target_probs(index) if self.soft else [None] * len(logits)
         return sum(
-            weight * cross_entropy(each.flatten(0, 1), label.flatten(), law)
-            for weight, each, label, law in zip(self.weights, logits, labels, laws)
+            weight * cross_entropy(each.flatten(0, 1), label.flatten(), p)
+            for weight, each, label, p in zip(self.weights, logits, labels, targets)
         )
 
     @torch.compiler.disable
@@ -928,20 +915,20 @@ class MTPLoss(nn.Module):
         return padded.to(index.device, torch.float32)
 
     @torch.no_grad()
-    def laws(self, index: Tensor) -> list[Tensor]:
-        """Of each step the target's laws (B n, V) of the places of its labels: step k's at row i
-        come from the hidden state i + k."""
+    def target_probs(self, index: Tensor) -> list[Tensor]:
+        """For each step the target's distributions (B n, V) in the places of its labels: step k's
+        at row i comes from the hidden state i + k."""
         n, steps = self.documents.tokens.shape[1] - 2, len(self.weights)
-        laws = self.target[0].logits(self.states(index, n + steps)).float().softmax(-1)
-        return [laws[:, k + 1 : k + 1 + n].flatten(0, 1) for k in range(steps)]
+        p = self.target[0].logits(self.states(index, n + steps)).float().softmax(-1)
+        return [p[:, k + 1 : k + 1 + n].flatten(0, 1) for k in range(steps)]
 
     def steps(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
         """Logits (B, n, V) of every step; hidden (B, n, d), tokens (B, n + steps at least)."""
         target, n, logits = self.target[0], hidden.shape[1], []
         keys = Keys()
         for k in range(len(self.weights)):
-            embedded = target.embed(tokens[:, k + 1 : k + 1 + n])
-            hidden = self.head(hidden, embedded, self.plan(n, k, keys))
+            embedded = target.model.embed_tokens(tokens[:, k + 1 : k + 1 + n])
+            hidden = self.head.layers(hidden, embedded, self.plan(n, k, keys))
             logits.append(target.logits(hidden))
         return logits
 
@@ -950,11 +937,11 @@ class MTPLoss(nn.Module):
         target = self.target[0]
         at = torch.arange(n, device=target.device)[None]
         if not self.aligned:
-            return Pass(*target.rope(at, target.dtype), causal=True)
+            return Pass(*self.head.rope(at, target.dtype))
         own = torch.eye(n, dtype=torch.bool, device=target.device)
         prefix = torch.ones_like(own).tril()
-        bias = target.bias(torch.cat([prefix] + [own] * k, 1))[None, None]  # (1, 1, n, (k + 1) n)
-        return Pass(*target.rope(at + k, target.dtype), bias, keys)
+        visible = torch.cat([prefix] + [own] * k, 1)[None, None]  # (1, 1, n, (k + 1) n)
+        return Pass(*self.head.rope(at + k, target.dtype), visible, keys)
 
 
 def step_weights(steps: int, beta: float) -> list[float]:
@@ -989,7 +976,7 @@ def mtp(args: argparse.Namespace) -> None:
         raise UserError("--documents counts those of --data: of --own all are read")
     args.documents = 6000 if args.documents is None else args.documents
     args.device, rank, world = begin_distributed(args)
-    target, tokenizer = plain_target(args)
+    target, tokenizer = load_both(args, "float32")
     head = new_head(target, args, tokenizer)
     own = (
         read_training(args.own, target, tokenizer)
@@ -1052,7 +1039,7 @@ def mtp_card(trainer: Trainer, args: argparse.Namespace, rates: dict[str, list[f
         parameters=count_parameters(trainer.model), command=shown(sys.argv[1:]),
         text="the frozen target's own documents" if args.own else "documents of the corpus",
         weights=", ".join(f"{w:.3f}" for w in step_weights(args.k, args.beta)), mode=args.mode,
-        labels="by the target's laws (soft labels)" if args.soft else "by their tokens",
+        labels="by the target's distributions (soft labels)" if args.soft else "by their tokens",
         step=trainer.step, tokens=trainer.tokens, minutes=trainer.seconds / 60,
         threads=torch.get_num_threads(), device=args.device.type, held_out=HELD_OUT,
         table=markdown("kind", [f"step {k + 1}" for k in range(args.k)], rates),
@@ -1076,6 +1063,33 @@ How often each step's best token is the right one, given right tokens before it,
 """
 
 
+# ---- vocabularies --------------------------------------------------------------------------------
+
+
+def vocabulary(args: argparse.Namespace) -> None:
+    """The frequent tokens of each --text, in one file that a draft's vocabulary is read from."""
+    tokenizer = read_tokenizer(args.model)
+    prepare_file(args.out, "--out")
+    languages = {}
+    for text in args.text:
+        name, _, files = text.partition("=")
+        if not (name and files):
+            raise UserError(f"--text {text}: must be NAME=FILE, as en=stories.txt")
+        if name in languages:
+            raise UserError(f"--text {text}: {name} came before: put commas between its files")
+        missing = [file for file in files.split(",") if not Path(file).exists()]
+        if missing:
+            raise UserError(f"--text {text}: no such file: {missing[0]}")
+        documents = (d for file in files.split(",") for d in read_documents(Path(file)))
+        texts = (tokenizer.encode(d) for d in tqdm(documents, desc=name, unit="document"))
+        languages[name] = count(texts, tokenizer.special_ids, args.size)
+        total = sum(languages[name].counts)
+        if not total:
+            raise UserError(f"--text {text}: holds no text (of a folder the .py files are read)")
+        print(f"{name}: {len(languages[name].ids)} of {tokenizer.size} tokens, {total} seen")
+    save_vocabulary(languages, tokenizer, args.out)
+
+
 # ---- command line --------------------------------------------------------------------------------
 
 
@@ -1094,7 +1108,7 @@ def sampling_arguments(
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = Parser(prog="python -m minispec.distill", description=__doc__.split("\n\n")[0])
     commands = p.add_subparsers(dest="command", required=True)
-    for add in add_generate, add_text, add_draft, add_medusa, add_mtp, add_tree:
+    for add in add_generate, add_draft, add_medusa, add_mtp, add_tree, add_vocabulary:
         add(commands).add_argument("--model", default="weights/target", help="the target")
     args, rest = p.parse_known_args(argv)
     if rest:
@@ -1102,10 +1116,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     rows = {"draft": 2, "medusa": 1, "mtp": 5}  # the least --context
     if args.command in rows:
         return checked(args, rows[args.command])
-    if args.command == "text":
-        return args
-    check_seed(args.seed)
-    counts = "documents", "tokens", "batch", "prompt_tokens", "nodes", "measured"
+    if "seed" in args:
+        check_seed(args.seed)
+    counts = "documents", "tokens", "batch", "prompt_tokens", "nodes", "measured", "size"
     for name in counts:
         if name in args and getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
@@ -1133,18 +1146,10 @@ def add_generate(commands) -> argparse.ArgumentParser:
     return g
 
 
-def add_text(commands) -> argparse.ArgumentParser:
-    t = commands.add_parser("text", help="that text as a text file, for generate --earlier")
-    t.set_defaults(run=as_text)
-    own_argument(t)
-    t.add_argument("--out", type=Path, required=True, help="a .txt file")
-    return t
-
-
 def add_draft(commands) -> argparse.ArgumentParser:
     d = commands.add_parser("draft", help="train a draft on that text")
     d.set_defaults(run=draft)
-    d.add_argument("--soft", action="store_true", help="learn the target's laws, not its tokens")
+    d.add_argument("--soft", action="store_true", help="learn distributions, not tokens")
     model_arguments(d, layers=3, width=64, heads=2, ffn=160)
     training_arguments(d, steps=1500)
     own_argument(d)
@@ -1169,7 +1174,7 @@ def add_mtp(commands) -> argparse.ArgumentParser:
     f.add_argument("--k", type=int, default=3, help="steps of the head on its own output")
     f.add_argument("--beta", type=float, default=0.6, help="weight of a step over the one before")
     f.add_argument("--mode", choices=["aligned", "parallel"], default="aligned")
-    f.add_argument("--soft", action="store_true", help="learn the target's laws, not the tokens")
+    f.add_argument("--soft", action="store_true", help="learn distributions, not tokens")
     init_argument(f)
     own_argument(f, required=False)
     f.add_argument("--data", type=Path, help="instead of --own: a corpus, as a control")
@@ -1191,6 +1196,17 @@ def add_tree(commands) -> argparse.ArgumentParser:
     t.add_argument("--nodes", type=int, help="default: what pays most on this machine")
     t.add_argument("--measured", type=int, default=10, help="texts that are decoded for real")
     return t
+
+
+def add_vocabulary(commands) -> argparse.ArgumentParser:
+    v = commands.add_parser("vocabulary", help="list each language's frequent tokens to draft from")
+    v.set_defaults(run=vocabulary)
+    v.add_argument("--text", action="append", required=True, metavar="NAME=FILE,…",
+                   help="a language and its texts: .txt, .jsonl, a folder of Python files "
+                        "(repeat)")  # fmt: skip
+    v.add_argument("--size", type=int, default=2048, help="tokens of each language")
+    v.add_argument("--out", type=Path, required=True)
+    return v
 
 
 @command

@@ -1,26 +1,41 @@
 """The seam: all that makes passes faster or smaller, done to a plain model after loading.
 
-The model does not know of it, nothing is undone, and who wants the plain model loads it again.
+The model does not know of it and nothing is undone: who wants the plain model loads it again.
 """
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minispec.model import Transformer
+from minispec.errors import UserError, check_compiler, make_folder
+from minispec.model import Body, Pass, Transformer
 
 FEW = 16  # rows up to which WideLinear's product is the faster one
+COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows of a graph on a GPU; the last is the most of any graph
 
 
 def quicken(model: Transformer, int8: bool = False, compiled: bool = False) -> None:
-    """What `generate` and `bench` do after loading."""
+    """What `generate` and `bench` do after loading: int8 weights, passes as graphs, or else what
+    is faster and costs nothing. Raises UserError where that is not to be had."""
     if int8:
         swap(model, Int8Linear)
-    elif model.device.type == "cpu" and model.dtype == torch.float32:
+    if compiled:
+        compile_passes(model)
+    if not int8 and model.device.type == "cpu" and model.dtype == torch.float32:
         swap(model, WideLinear)
 
 
-def swap(module: nn.Module, make) -> None:
+# ---- linear layers -------------------------------------------------------------------------------
+
+
+def swap(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
     """Replace each nn.Linear in the module by `make(linear)`, in place."""
     for name, child in module.named_children():
         if isinstance(child, nn.Linear):
@@ -30,8 +45,8 @@ def swap(module: nn.Module, make) -> None:
 
 
 class WideLinear(nn.Module):
-    """A linear layer that computes the product for 2 to FEW rows as weight @ rowsᵀ: the CPU
-    libraries read a weight for four rows so as fast as for one, and the other way round not."""
+    """A linear layer that computes the product for 2 to FEW rows as weight @ rowsᵀ: so a CPU takes
+    for four rows as long as for one, and for rows @ weightᵀ twice as long."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -60,3 +75,131 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight.to(x.dtype)) * self.scale
         return y if self.bias is None else y + self.bias
+
+
+# ---- passes as graphs ----------------------------------------------------------------------------
+
+
+class Function(nn.Module):
+    """A model's body as a function of tensors alone, which torch can compile: keys and values are
+    the layers' (1, span, heads, head_dim), which it writes."""
+
+    def __init__(self, body: Body):
+        super().__init__()
+        self.body = body
+
+    def forward(
+        self, tokens: Tensor, cos: Tensor, sin: Tensor, visible: Tensor, slots: Tensor,
+        keys: list[Tensor], values: list[Tensor],
+    ) -> Tensor:  # fmt: skip
+        return Body.forward(self.body, tokens, Pass(cos, sin, visible, Rows(keys, values), slots))
+
+
+class Rows:
+    """The part of a cache that a graph sees."""
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor]):
+        self.keys, self.values = keys, values
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """As KVCache.write, for one sequence."""
+        self.keys[layer][:, slots[0]] = k
+        self.values[layer][:, slots[0]] = v
+        return self.keys[layer], self.values[layer]
+
+
+def compile_passes(model: Transformer) -> None:
+    """Run the model's passes over 1 to 64 rows of one sequence as graphs from now on; others stay
+    as they are."""
+    kind, plain = model.device.type, model.model.forward
+    if kind == "cuda":
+        check_compiler("cuda")
+        torch._dynamo.config.recompile_limit = 64  # graphs, one for each count and cache length
+        options = {"mode": "reduce-overhead", "dynamic": False}
+        run = over_whole_cache(torch.compile(Function(model.model), **options))
+    elif kind == "cpu":
+        run = over_committed_rows(kept_graph(model))
+    else:
+        raise UserError(f"--compile is there for cpu and cuda, not for {kind}")
+
+    def forward(tokens: Tensor, now: Pass) -> Tensor:
+        n, cache = tokens.shape[1], now.cache
+        if cache is None or len(cache.lengths) > 1 or n > COUNTS[-1] or n > cache.room // 2:
+            return plain(tokens, now)
+        return run(tokens, now)
+
+    model.model.forward = forward
+
+
+def over_committed_rows(graph: Callable) -> Callable:
+    """A graph for any number of rows, on a CPU: it sees the cache as far as the pass does."""
+
+    def run(tokens: Tensor, now: Pass) -> Tensor:
+        span = now.visible.shape[-1]
+        keys, values = ([each[:, :span] for each in kept] for kept in (now.cache.k, now.cache.v))
+        return graph(tokens, now.cos, now.sin, now.visible, now.slots, keys, values)
+
+    return run
+
+
+def over_whole_cache(graph: Callable) -> Callable:
+    """A graph for each of COUNTS, on a GPU, replayed over all of the cache: rows are filled up to
+    the next count with the pass's last one, as scratch that nobody commits."""
+
+    def run(tokens: Tensor, now: Pass) -> Tensor:
+        n, cache, span = tokens.shape[1], now.cache, now.visible.shape[-1]
+        count = next(count for count in COUNTS if count >= n)
+        rows = torch.arange(count, device=tokens.device).clamp(max=n - 1)
+        slots = cache.row[None, cache.length : cache.length + count]
+        visible = F.pad(now.visible, (0, cache.capacity - span), value=-torch.inf)[:, :, rows]
+        for each in (*cache.k, *cache.v):  # written in place: their addresses belong to the graph
+            torch._dynamo.mark_static_address(each)
+        cos, sin = now.cos[:, rows], now.sin[:, rows]
+        return graph(tokens[:, rows], cos, sin, visible, slots, cache.k, cache.v)[:, :n].clone()
+
+    return run
+
+
+def kept_graph(model: Transformer) -> Callable:
+    """The graph of a model's passes on this CPU, made once and kept in the user's cache folder."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "minispec"
+    make_folder(folder, "--compile:", ": set XDG_CACHE_HOME to a folder for the graphs")
+    place = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    weights = [(p.dtype, p.double().sum().item(), p.norm().item()) for p in model.parameters()]
+    name = blake2b(repr((*place, model.config, weights)).encode(), digest_size=12).hexdigest()
+    path = folder / f"{name}.pt2"
+    if not path.exists():
+        check_compiler("cpu")
+        print("compiling the passes, once: this takes minutes …", file=sys.stderr, flush=True)
+        make_graph(model, path)
+    try:
+        return torch._inductor.aoti_load_package(str(path))
+    except RuntimeError as error:
+        raise UserError(f"{path} cannot be opened ({error}): delete it, then try again") from None
+
+
+def make_graph(model: Transformer, path: Path) -> None:
+    """Export the body for 1 to 64 rows and any number of cache rows, and compile it ahead of time
+    (AOTInductor), with the weights laid out for it."""
+    n, span = torch.export.Dim("n", min=1, max=COUNTS[-1]), torch.export.Dim("span")
+    cache, at = model.new_cache(128), torch.arange(60, 65)[None]
+    cos, sin = model.rope(at, model.dtype)
+    rows = torch.zeros_like(at), cos, sin, cos.new_zeros(1, 1, 5, 128), at
+    layers = [{1: span}] * len(cache.k)
+    shapes = {1: n}, {1: n}, {1: n}, {2: n, 3: span}, {1: n}, layers, layers
+    part = path.with_suffix(f".{os.getpid()}.pt2")
+    try:
+        with torch.no_grad(), contextlib.redirect_stderr(None):
+            arguments = *rows, cache.k, cache.v
+            program = torch.export.export(Function(model.model), arguments, dynamic_shapes=shapes)
+            options = {"freezing": True, "max_autotune_gemm": True}
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(part), inductor_configs=options
+            )
+        part.replace(path)
+    except Exception as error:  # whatever a compiler raises
+        said = str(error).strip().splitlines()[0][:200]
+        raise UserError(f"--compile failed ({said}): go on without it") from None
+    finally:
+        part.unlink(missing_ok=True)

@@ -260,7 +260,8 @@ def as_prompt(
     wrong = [i for i in ids if not 0 <= i < model.config.vocab_size]
     if wrong:
         raise UserError(
-            f"prompt id {wrong[0]} is out of range: the vocabulary has {model.config.vocab_size} ids"
+            f"prompt id {wrong[0]} is out of range: the vocabulary has "
+            f"{model.config.vocab_size} ids"
         )
     if len(ids) >= model.config.context:
         raise UserError(
@@ -313,11 +314,12 @@ def stream(
             f"a cache of {cache.length} rows and room for {cache.capacity} does not go with a "
             f"prompt of {len(ids)} tokens and a context of {context}: truncate it, or make another"
         )
-    options = with_policies(method, model, with_beside(method, model, tokenizer, options))
+    options = with_beside(method, model, tokenizer, options)
     try:
-        inspect.signature(decode_step).bind(model, ids, sampling, randomness, cache=cache, **options)
+        inspect.signature(decode_step).bind(model, ids, sampling, None, cache=cache, **options)
     except TypeError as error:
         raise UserError(f"{method}: {error}") from None
+    options = checked(method, with_policies(method, model, options))
     steps = decode_step(model, ids, sampling, randomness or Seeded(seed), cache=cache, **options)
     decoder = tokenizer.stream(ids) if tokenizer else None
     extra = sum(count_parameters(v) for v in options.values() if isinstance(v, torch.nn.Module))
@@ -367,6 +369,19 @@ def with_policies(method: str, model: Transformer, options: dict) -> dict:
     if options.get("tree") == "auto":
         policies["tree"] = BestTree(cost_curve(model), heads_cost(model, options["heads"]))
     return options | policies
+
+
+def checked(method: str, options: dict) -> dict:
+    """The options, numbers as Python's ints; raises UserError for one of a wrong type."""
+    defaults, result = inspect.signature(METHODS[method]).parameters, dict(options)
+    for name, value in options.items():
+        whole = isinstance(defaults[name].default, int)
+        if isinstance(value, Integral):  # numpy's, too
+            result[name] = int(value)
+        elif isinstance(value, str) or whole and not hasattr(value, "choose"):
+            kind = "must be a whole number" if whole else "cannot be text"
+            raise UserError(f"{method}: {name} {value!r}: {kind}")
+    return result
 
 
 def found_beside(method: str, model: Transformer) -> Path:

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from minispec.checkpoint import (
-    canonical,
+    LEFT_OUT,
     check_attention,
     check_floating,
     check_same,
     check_tokenizer,
     read_config,
     read_tensors,
+    read_weights,
     resolve,
+    tie,
     weight_files,
 )
 from minispec.errors import UserError
@@ -44,8 +46,13 @@ def begin(model: Transformer, source: str, tokenizer: Tokenizer) -> None:
     ours = model.config
     check_same(f"--init {source}", "tie_word_embeddings", theirs.tied, ours.tied)
     check_same(f"--init {source}", "rms_norm_eps", theirs.norm_eps, ours.norm_eps)
-    tensors = (pair for file in weight_files(folder) for pair in read_tensors(file))
-    grow(dict(model.named_parameters()), dict(canonical(theirs, tensors)), source, theirs.kv_heads)
+    files = weight_files(folder)
+    tensors = (pair for file in files for pair in read_tensors(file) if not LEFT_OUT.match(pair[0]))
+    known = read_weights(f"--init {source}", tensors, model.dtype, model.device)
+    if theirs.tied:
+        tie(known)
+        known.pop("lm_head.weight", None)  # `named_parameters` lists a tied weight once
+    grow(dict(model.named_parameters()), known, source, theirs.kv_heads)
 
 
 @torch.no_grad()

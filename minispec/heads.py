@@ -155,7 +155,7 @@ def save_tree(heads: Heads, directory: Path) -> None:
 
 def as_stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """On the host, in the type of the file."""
-    return {name: t.detach().to("cpu", dtype, copy=True).contiguous() for name, t in tensors.items()}
+    return {name: t.detach().to("cpu", dtype, copy=True) for name, t in tensors.items()}
 
 
 # ---- MTP -----------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ class Pass:
 
     cos: Tensor  # (B or 1, n, 1, head_dim / 2)
     sin: Tensor
-    visible: Tensor | None = None  # (B or 1, 1, n, keys), bool; None: each row, and those before it
+    visible: Tensor | None = None  # (B or 1, 1, n, keys), 0 or -inf; None: all rows up to its own
     cache: KVCache | None = None
     slots: Tensor | None = None  # (B, n): the cache rows that this pass writes
 
@@ -128,11 +128,17 @@ def plan(
     depth = torch.arange(n, device=like.device) if depth is None else depth.to(like.device)
     mask = mask if mask is None else mask.to(like.device)
     if cache is None:
-        return Pass(*rope(depth[None], like.dtype), mask if mask is None else mask[None, None])
+        turned = rope(depth[None], like.dtype)
+        return Pass(*turned) if mask is None else Pass(*turned, bias(mask[None, None], like))
     if mask is None:
         mask = torch.ones(n, n, dtype=torch.bool, device=like.device).tril()
     slots, position, visible = cache.place(n, depth, mask)
-    return Pass(*rope(position, like.dtype), visible, cache, slots)
+    return Pass(*rope(position, like.dtype), bias(visible, like), cache, slots)
+
+
+def bias(visible: Tensor, like: Tensor) -> Tensor:
+    """0 where a row sees a key, else -inf: attention would make this of booleans in every layer."""
+    return like.new_zeros(visible.shape).masked_fill_(~visible, -math.inf)
 
 
 # ---- layers --------------------------------------------------------------------------------------
@@ -260,7 +266,7 @@ class Transformer(nn.Module):
     def prefill(self, tokens: list[int], cache: KVCache, block: int = 512) -> Tensor:
         """Feed and commit `tokens`, a block at a time so that a long prompt needs no n × n mask;
         their hidden states (1, n, hidden_size)."""
-        hidden = [self.model.norm.weight.new_empty(1, 0, self.config.hidden_size)]
+        hidden = [torch.empty(1, 0, self.config.hidden_size, dtype=self.dtype, device=self.device)]
         for start in range(0, len(tokens), block):
             part = tokens[start : start + block]
             hidden.append(self(part, cache))

@@ -11,11 +11,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from minispec import certify, fastmtp, lookahead, medusa, prompt_lookup, speculative, verify
+from minispec import certify, verify
 from minispec.cache import KVCache
 from minispec.generate import Run
-from minispec.model import Transformer
-from minispec.sampling import OneHot, Sampling, Seeded, probs
+from minispec.methods import fastmtp, lookahead, medusa, prompt_lookup, speculative
+from minispec.model import Block, Transformer
+from minispec.sampling import OneHot, Sampling, Seeded, draw, probs
 from minispec.tree import Tree
 
 
@@ -68,8 +69,8 @@ def argmax_bonus(target, tree, randomness):
     return path, int(target[path[-1]].argmax()) if not tree.children(path[-1]) else fresh
 
 
-def law_of_the_child(target, tree, randomness):
-    """Judges a draft by the law after it, not by the law it was drawn to match."""
+def probs_after_the_draft(target, tree, randomness):
+    """Judges a draft by the distribution after it instead of the one it was to match."""
     shifted = [target[tree.children(i)[0] if tree.children(i) else i] for i in range(len(tree))]
     return verify.accept(shifted, tree, randomness)
 
@@ -95,7 +96,7 @@ def child_of_the_root_only(target, tree, randomness):
     """Siblings after the first are never tried, but still taken out of p."""
     p = target[0]
     for child in tree.children(0):
-        rest = verify.residual(p, tree.law(child), tree.tokens[child])
+        rest = verify.residual(p, tree.drawn_from(child), tree.tokens[child])
         p = p if rest is None else rest
     return [0], randomness.categorical(p)
 
@@ -118,89 +119,85 @@ def argmax_root(target, tree, randomness):
 propose, grow, propose_ranks = speculative.propose, certify.grow, medusa.propose
 
 
-def greedy_draft_with_softmax_law(draft, cache, tokens, k, sampling, randomness, vocabulary):
-    """The argmax of the draft, scored as if it had been drawn from its softmax."""
-    guess, laws = propose(draft, cache, tokens, k, Sampling(), randomness, vocabulary)
-    fresh = draft.new_cache(cache.capacity)
-    hidden = draft((tokens + guess)[: len(tokens) + k], fresh)
-    rows = probs(draft.logits(hidden[0]), Sampling(1.0))
-    return guess, [rows[len(tokens) - 1 + i] for i in range(len(guess))]
+def greedy_draft_with_softmax(logits, sampling, randomness):
+    """The argmax of a draft, said to have been drawn from its softmax."""
+    token, q = draw(logits, sampling, randomness)
+    return token, probs(logits, Sampling(1.0))[0] if q is None else q
 
 
-def confident_prefix(draft, cache, tokens, k, sampling, randomness, vocabulary):
+def confident_prefix(*arguments):
     """Drops what was drawn with little confidence, after it was drawn."""
-    guess, laws = propose(draft, cache, tokens, k, sampling, randomness, vocabulary)
-    for i, (x, q) in enumerate(zip(guess, laws)):
+    guess, draft_probs = propose(*arguments)
+    for i, (x, q) in enumerate(zip(guess, draft_probs)):
         if q is not None and q[x] < 0.4:
-            return guess[:i], laws[:i]
-    return guess, laws
+            return guess[:i], draft_probs[:i]
+    return guess, draft_probs
 
 
 class Reduced:
-    """Draws from the two likeliest tokens of whatever law it is given."""
+    """Draws from the two likeliest tokens of whatever it is given."""
 
     def __init__(self, randomness):
         self.original, self.bernoulli = randomness, randomness.bernoulli
 
-    def categorical(self, law: Tensor) -> int:
-        kept = torch.zeros_like(law)
-        best = law.topk(2).indices
-        kept[best] = law[best]
+    def categorical(self, probs: Tensor) -> int:
+        kept = torch.zeros_like(probs)
+        best = probs.topk(2).indices
+        kept[best] = probs[best]
         return self.original.categorical(kept / kept.sum())
 
 
 def reduced_vocabulary(draft, cache, tokens, k, sampling, randomness, vocabulary):
-    """Drawn from a reduced vocabulary, scored with the law over the full one."""
+    """Drawn from a reduced vocabulary, scored with the distribution over the full one."""
     return propose(draft, cache, tokens, k, sampling, Reduced(randomness), vocabulary)
 
 
-def ranks_with_softmax_law(heads, model, hidden, root, paths):
+def ranks_with_softmax(heads, model, hidden, *arguments):
     """The heads' best tokens put to the p / q test of drawn ones."""
-    tree = propose_ranks(heads, model, hidden, root, paths)
+    tree = propose_ranks(heads, model, hidden, *arguments)
     if len(tree) == 1:
         return tree
-    laws = heads(hidden[0], model).softmax(-1)
+    said = heads(hidden[0], model).softmax(-1)  # (K, V)
     return Tree(
-        tree.tokens, tree.parents, [laws[depth - 1] if depth else None for depth in tree.depths]
+        tree.tokens, tree.parents, [said[depth - 1] if depth else None for depth in tree.depths]
     )
 
 
-def candidates_with_softmax_law(draft, tokens, shape, kind, sampling, randomness):
+def candidates_with_softmax(draft, tokens, shape, kind, sampling, randomness):
     """Top-k candidates put to the p / q test of drawn ones."""
     tree = grow(draft, tokens, shape, kind, sampling, randomness)
     if kind != "one-hot":
         return tree
-    return Tree(tree.tokens, tree.parents, full_laws(draft, tokens, tree))
+    return Tree(tree.tokens, tree.parents, softmaxes(draft, tokens, tree))
 
 
 def siblings_not_renormalised(draft, tokens, shape, kind, sampling, randomness):
-    """Drawn without replacement, scored with the law of the first draw."""
+    """Drawn without replacement, each scored with the distribution of the first draw."""
     tree = grow(draft, tokens, shape, kind, sampling, randomness)
     if kind != "without replacement":
         return tree
-    return Tree(tree.tokens, tree.parents, full_laws(draft, tokens, tree))
+    return Tree(tree.tokens, tree.parents, softmaxes(draft, tokens, tree))
 
 
-def full_laws(draft, tokens: list[int], tree: Tree) -> list[Tensor | None]:
+def softmaxes(draft, tokens: list[int], tree: Tree) -> list[Tensor | None]:
     """The draft's softmax after each node's parent."""
     paths = {0: []}
-    laws: list[Tensor | None] = [None]
+    found: list[Tensor | None] = [None]
     for node in range(1, len(tree)):
         parent = tree.parents[node]
         paths[node] = paths[parent] + [tree.tokens[node]]
         hidden = draft(tokens + paths[parent])
-        laws.append(probs(draft.logits(hidden[0, -1:]), Sampling(1.0))[0])
-    return laws
+        found.append(probs(draft.logits(hidden[0, -1:]), Sampling(1.0))[0])
+    return found
 
 
-def hidden_of_the_round_before(heads, model, hidden, root, paths):
+def hidden_of_the_round_before(heads, model, hidden, *arguments):
     """The heads read what they read a round ago."""
     before, heads.before = getattr(heads, "before", hidden), hidden
-    return propose_ranks(heads, model, before, root, paths)
+    return propose_ranks(heads, model, before, *arguments)
 
 
 one_pass, after = lookahead.one_pass, lookahead.Pool.after
-learn = lookahead.Memory.learn
 
 
 def guesses_see_the_window(tree, window):
@@ -232,22 +229,14 @@ def aliased_pool(self, token: int) -> list[list[int]]:
     return guesses
 
 
-def learn_late(self, tokens, new):
-    """The token before the new ones is left out of their contexts."""
-    learn(self, [*tokens[: -new - 1], *tokens[-new:]], new)
-
-
 beside, window_layout = lookahead.beside, lookahead.window_layout
-chain, extend, forward = fastmtp.Drafter.chain, fastmtp.Drafter.extend, fastmtp.Head.forward
+chain, extend = fastmtp.Drafter.chain, fastmtp.Drafter.extend
 
 
 def token_first(self, hidden, embedded, now):
-    """As DeepSeek-V3 orders them, with a head of MiMo's."""
-    swapped = torch.nn.Linear(*self.input_proj.weight.T.shape, bias=False)
-    halves = self.input_proj.weight.chunk(2, -1)
-    swapped.weight = torch.nn.Parameter(torch.cat(halves[::-1], -1), requires_grad=False)
-    with mock.patch.dict(self._modules, input_proj=swapped):
-        return forward(self, hidden, embedded, now)
+    """In DeepSeek-V3's order, with a head of MiMo's."""
+    pair = [self.token_layernorm(embedded), self.hidden_layernorm(hidden)]
+    return self.final_layernorm(Block.forward(self, self.input_proj(torch.cat(pair, -1)), now))
 
 
 def hidden_before_the_norm(self, hidden, tokens):
@@ -266,9 +255,9 @@ def stale_rows(self, hidden, tokens):
 
 def chain_remembered(self, k, *arguments):
     length = self.cache.length
-    guess, laws = chain(self, k, *arguments)
+    guess, draft_probs = chain(self, k, *arguments)
     self.drafted = max(len(guess) - 1, 0) if self.cache.length == length else 0
-    return guess, laws
+    return guess, draft_probs
 
 
 def position_off_by_one(self, *arguments):
@@ -278,27 +267,35 @@ def position_off_by_one(self, *arguments):
     return drafts
 
 
-def law_over_all(self, k, sampling, randomness, vocabulary):
+def probs_over_all(self, k, sampling, randomness, subset):
     """Drawn from the small vocabulary, scored with the softmax over the full one."""
-    laws = []
+    whole = []
 
     class Spy:
-        full, scatter = vocabulary.full, vocabulary.scatter
+        full, scatter = subset.full, subset.scatter
 
         @staticmethod
-        def logits(model, hidden):
-            laws.append(probs(model.logits(hidden), Sampling(1.0))[0])
-            return vocabulary.logits(model, hidden)
+        def logits(hidden):
+            whole.append(probs(self.model.logits(hidden), Sampling(1.0))[0])
+            return subset.logits(hidden)
 
     guess, drawn = chain(self, k, sampling, randomness, Spy)
-    return guess, [law if q is not None else None for q, law in zip(drawn, laws)]
+    return guess, [q if q is None else p for q, p in zip(drawn, whole)]
 
 
-# ---- laws, trees, caches, endings ----------------------------------------------------------------
+# ---- sampling, trees, caches, endings ------------------------------------------------------------
+
+
+def never_zero(sampling: Sampling) -> Sampling:
+    return Sampling(1.0) if sampling.temperature == 0 else sampling
 
 
 def softmax_at_temperature_zero(logits: Tensor, sampling: Sampling):
-    return probs(logits, Sampling(1.0) if sampling.temperature == 0 else sampling)
+    return probs(logits, never_zero(sampling))
+
+
+def drawn_at_temperature_zero(logits: Tensor, sampling: Sampling, randomness):
+    return draw(logits, never_zero(sampling), randomness)
 
 
 def no_top_k(logits: Tensor, sampling: Sampling):
@@ -307,10 +304,10 @@ def no_top_k(logits: Tensor, sampling: Sampling):
 
 
 def bonus_without_warpers(logits: Tensor, sampling: Sampling):
-    laws = probs(logits, sampling)
-    if isinstance(laws, OneHot) or len(laws) == 1:  # the draft's own laws come one by one
-        return laws
-    return torch.cat([laws[:-1], probs(logits[-1:], Sampling(sampling.temperature))])
+    target = probs(logits, sampling)
+    if isinstance(target, OneHot):
+        return target
+    return torch.cat([target[:-1], probs(logits[-1:], Sampling(sampling.temperature))])
 
 
 def pad_is_token_zero(self: Tree, path: list[int]) -> list[int]:
@@ -393,18 +390,18 @@ MUTANTS = [
     Mutant("acceptance lenient by 0.8", "exact", in_accept(lenient)),
     Mutant("the bonus is an argmax", "exact", in_accept(argmax_bonus)),
     Mutant("the bonus has no warpers", "exact", ((speculative, "probs", bonus_without_warpers),)),
-    Mutant("a draft judged by the law after it", "greedy", in_accept(law_of_the_child)),
+    Mutant(
+        "a draft judged by the distribution after it", "greedy", in_accept(probs_after_the_draft)
+    ),
     Mutant("independent draws per path", "exact", in_accept(best_of_independent_paths)),
     Mutant("siblings removed untried", "exact", in_accept(child_of_the_root_only)),
     Mutant(
-        "a greedy draft with its softmax law",
+        "a greedy draft with its softmax",
         "exact",
-        ((speculative, "propose", greedy_draft_with_softmax_law),),
+        ((speculative, "draw", greedy_draft_with_softmax),),
     ),
-    Mutant(
-        "top-k candidates with p / q", "exact", ((certify, "grow", candidates_with_softmax_law),)
-    ),
-    Mutant("token before hidden", "proposals", ((fastmtp.Head, "forward", token_first),)),
+    Mutant("top-k candidates with p / q", "exact", ((certify, "grow", candidates_with_softmax),)),
+    Mutant("token before hidden", "proposals", ((fastmtp.Head, "layers", token_first),)),
     Mutant(
         "hidden before the norm",
         "proposals",
@@ -420,7 +417,12 @@ MUTANTS = [
         "proposals",
         ((fastmtp.Drafter, "chain", position_off_by_one),),
     ),
-    Mutant("q over the full vocabulary", "exact", ((fastmtp.Drafter, "chain", law_over_all),)),
+    Mutant("q over the full vocabulary", "exact", ((fastmtp.Drafter, "chain", probs_over_all),)),
+    Mutant(
+        "a head's best token with its softmax",
+        "exact",
+        ((fastmtp, "draw", greedy_draft_with_softmax),),
+    ),
     Mutant(
         "a hidden state of the round before",
         "proposals",
@@ -434,10 +436,9 @@ MUTANTS = [
     ),
     Mutant("warm-up verified", "greedy", ((lookahead, "one_pass", warm_up_verified),)),
     Mutant("an aliased pool", "proposals", ((lookahead.Pool, "after", aliased_pool),)),
-    Mutant("contexts one token late", "proposals", ((lookahead.Memory, "learn", learn_late),)),
     Mutant("padding taken for a token", "limits", ((medusa, "accept", padding_matches),)),
     Mutant("a root that is always argmax", "exact", ((medusa, "accept", argmax_root),)),
-    Mutant("ranks of heads with p / q", "exact", ((medusa, "propose", ranks_with_softmax_law),)),
+    Mutant("ranks of heads with p / q", "exact", ((medusa, "propose", ranks_with_softmax),)),
     Mutant(
         "siblings without replacement not renormalised",
         "exact",
@@ -456,7 +457,10 @@ MUTANTS = [
     Mutant(
         "greedy by a ratio of softmaxes",
         "greedy",
-        ((speculative, "probs", softmax_at_temperature_zero),),
+        (
+            (speculative, "probs", softmax_at_temperature_zero),
+            (speculative, "draw", drawn_at_temperature_zero),
+        ),
     ),
     Mutant("top-k without effect", "exact", ((speculative, "probs", no_top_k),)),
     Mutant("token 0 taken for padding", "exact", ((Tree, "tokens_at", pad_is_token_zero),)),

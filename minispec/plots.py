@@ -47,13 +47,12 @@ def speedups(axes, rows: list["Row"], machine: "Machine") -> None:
 
 
 def cost(axes, rows: list["Row"], machine: "Machine") -> None:
-    """The measured curve over what no code could go below on this machine."""
+    """The measured curve, and what no code could go below on this machine."""
     counts = range(1, len(machine.curve))
     axes.plot(counts, machine.curve[1:], label="measured")
     axes.axhline(1, color="0.5", linestyle="--", label="free rows")
-    least = [max(machine.floor, n * (machine.row or 0.0)) / machine.pass_seconds for n in counts]
-    floor = "each weight read once" + (", or all arithmetic" if machine.row else "")
-    axes.plot(counts, least, label=floor)
+    floor = machine.floor / machine.pass_seconds
+    axes.axhline(floor, color="0.3", linestyle=":", label="each weight read once")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("rows n of a pass")
     axes.set_ylabel("pass(n) / pass(1)")

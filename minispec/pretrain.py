@@ -32,10 +32,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec.methods.autoregressive import autoregressive
 from minispec.checkpoint import pick_device, resolve, save
 from minispec.errors import Parser, UserError, check_compiler, check_seed, command, prepare_folder
 from minispec.grow import begin
+from minispec.methods.autoregressive import autoregressive
 from minispec.model import Config, Transformer, count_parameters
 from minispec.sampling import Sampling, Seeded
 from minispec.tokenizer import Tokenizer, read_backend
@@ -267,7 +267,8 @@ class NextToken(nn.Module):
 
 
 def initialise(model: nn.Module, seed: int) -> None:
-    """Normal weights of deviation 0.02, 1/√(2·layers) of it where they write to the residual."""
+    """Biases 0; weights normal, of deviation 0.02, or 0.02/√(2·layers) where they write to the
+    residual stream."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
@@ -275,6 +276,8 @@ def initialise(model: nn.Module, seed: int) -> None:
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std /= math.sqrt(2 * model.config.layers)
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        elif name.endswith(".bias"):
+            parameter.data.zero_()
 
 
 def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -76,11 +76,11 @@ def flat(messages: list[dict[str, str]]) -> str:
 
 
 def answer_questions(
-    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, methods: dict[str, dict],
-    temperature: float,
-) -> None:  # fmt: skip
+    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, methods: dict[str, dict]
+) -> None:
     """Write one file per method into --answers, and print what Spec-Bench's speed report would
     say of them: tokens per second over plain decoding's, tokens per step."""
+    temperature = args.temperature[0]
     questions = read_questions(args.questions)
     questions = questions[:: max(len(questions) // args.prompts, 1)][: args.prompts]
     prepare_folder(args.answers, "--answers", *map(answer_file, methods))

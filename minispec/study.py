@@ -18,13 +18,14 @@ from tqdm import tqdm
 
 from minispec.bench import differing, per_pass, ratios
 from minispec.checkpoint import load
+from minispec.cost import head_cost, known
 from minispec.errors import Parser, UserError, check_package, command, prepare_file
-from minispec.methods.fastmtp import draft_cost, load_mtp
 from minispec.generate import WEIGHTS, Run, acceptance, decode
+from minispec.heads import load_mtp, load_vocabulary
+from minispec.methods.vocabulary import Compressed
 from minispec.model import Transformer, count_parameters
 from minispec.pretrain import KINDS, held_out_prompts
 from minispec.tokenizer import Tokenizer
-from minispec.methods.vocabulary import Compressed, load_vocabulary
 
 # ---- lookahead's scaling law ---------------------------------------------------------------------
 
@@ -150,7 +151,7 @@ def vocabulary(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     texts = held_out_prompts(args.data, ["stories_en", "stories_zh"], tokenizer, args.prompts)
     for kind, own, other in (("stories_en", "en", "zh"), ("stories_zh", "zh", "en")):
         for name, size in [("full", 0), *product((own, other), (256, 512, 1024, 2048, 4096))]:
-            words = Compressed({}, model)
+            words = None
             if size:
                 every = load_vocabulary(file, model, tokenizer, size).languages
                 words = Compressed({name: every[name]}, model)
@@ -159,7 +160,8 @@ def vocabulary(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
                        max_new_tokens=args.max_new_tokens) for prompt in texts[kind]
             ]  # fmt: skip
             tokens = len(words.languages[name].ids) if size else model.config.vocab_size
-            cost = draft_cost(head, model, words.pick([]))
+            known.clear()  # of another vocabulary
+            cost = head_cost(model, head, words and words.pick([]).logits)
             numbers = count_parameters(head) + tokens * model.config.hidden_size  # read by a step
             r = {"kind": kind, "set": name, "tokens": tokens, "tau": per_pass(runs), "cost": cost,
                  "megabytes": numbers * model.dtype.itemsize / 1e6,

@@ -7,17 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from minispec import fastmtp, medusa, prompt_lookup, speculative
 from minispec.cache import KVCache
 from minispec.generate import METHODS, Run
+from minispec.methods import fastmtp, medusa, prompt_lookup, speculative
 from minispec.model import Transformer
 
 PARTS = "draft", "target", "accept", "commit", "host"
 # what proposes, and what takes in the accepted tokens for the next proposal
 DRAFTS = (
     (speculative, "propose"), (prompt_lookup, "lookup"), (medusa, "propose"),
-    (medusa.Worth, "propose"), (fastmtp.Drafter, "chain"), (fastmtp.Drafter, "tree"),
-    (fastmtp.Drafter, "extend"),
+    (fastmtp.Drafter, "chain"), (fastmtp.Drafter, "extend"),
 )  # fmt: skip
 
 

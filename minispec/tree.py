@@ -26,7 +26,8 @@ class Tree:
 
     def __post_init__(self):
         assert self.parents[0] == -1 and all(0 <= p < i for i, p in enumerate(self.parents) if i)
-        assert len(self.tokens) == len(self.parents) and len(self.draft_probs) in (0, len(self.tokens))
+        assert len(self.tokens) == len(self.parents)
+        assert len(self.draft_probs) in (0, len(self.tokens))
 
     @classmethod
     def chain(

@@ -1,10 +1,10 @@
-"""A run to look at: its text coloured by who produced each token, and one HTML page to step
-through it, pass by pass.
+"""A look at a run: its text coloured by who produced each token, and an HTML page to step through
+it pass by pass.
 
     python -m minispec.generate "Once upon a time" --method medusa --color=full --html trace.html
 
-Both are made of the run's Steps alone. What a Step does not hold, the target's laws, is computed
-anew after the run, by one pass over each step's tree.
+Both need only the run's Steps. The target's distributions, which a Step does not keep, are computed
+again after the run, with one pass over each step's tree.
 """
 
 import json
@@ -23,23 +23,23 @@ from minispec.tokenizer import Tokenizer
 from minispec.tree import Step, Tree
 from minispec.verify import residual
 
-TOP = 8  # tokens of a law that the page shows
+TOP = 8  # tokens of a distribution that the page shows
 PAGE = Path(__file__).with_name("view.html")
-MARK = "__TRACE__"  # where the page takes its data
+MARK = "__TRACE__"  # where the page's data goes
 
 # ---- in the terminal -----------------------------------------------------------------------------
 
-# ECMA-48 colours that read on dark and on light: green, magenta; struck out and red
+# ECMA-48 colours, readable on dark and on light: green, magenta; red and struck out
 DRAFTED, FRESH, REJECTED = "32", "35", "9;31"
 
 
 class Painter:
-    """Colours the text of a run as it comes: green an accepted draft, magenta a token of the
-    target's own, every other pass underlined; with `full` also the rejected drafts, struck out
-    before the token that took their place.
+    """Colours the text of a run as it arrives: accepted drafts green, the target's own tokens
+    magenta, every other pass underlined. With `full`, rejected drafts are shown too, struck out,
+    before the token that replaced them.
 
-    A character of several tokens has the colour of the one that completes it. Without its escape
-    codes (and struck drafts) the text is what the run shows.
+    A character made of several tokens takes the colour of the one that completes it. Strip the
+    escape codes (and struck drafts) and what remains is the run's text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], full: bool = False):
@@ -50,7 +50,7 @@ class Painter:
         self.waiting: list[tuple[str, str]] = []  # styles and text that the run still holds back
 
     def paint(self, step: Step, tokens: list[int], text: str) -> str:
-        """`text`, by which the run's output grew when `step` emitted `tokens`, with its colours."""
+        """`text`, which `step` added to the run's output by emitting `tokens`, coloured."""
         underline = ";4" if self.passes % 2 else ""
         self.passes += 1
         drafted = len(step.path) - 1
@@ -73,7 +73,7 @@ class Painter:
         return "".join(out) + colored(text, self.style)  # left over: half a character at the end
 
     def rejected(self, step: Step) -> str:
-        """The drafts off the path, branch after branch."""
+        """The drafts off the path, branch by branch."""
         text, before = "", None
         for node in depth_first(step.tree):
             if node not in step.path:
@@ -86,17 +86,17 @@ class Painter:
 
 
 def colored(text: str, style: str) -> str:
-    """Each line by itself: pagers forget a colour where a line ends."""
+    """Each line is coloured by itself: pagers forget a colour at the end of a line."""
     return "\n".join(f"\x1b[{style}m{part}\x1b[0m" if part else "" for part in text.split("\n"))
 
 
 def visible(text: str) -> str:
-    """On one line: what a terminal would obey is spelled out."""
+    """The text on one line, with control characters spelled out."""
     return "".join(c if c.isprintable() else "↵" if c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def depth_first(tree: Tree) -> list[int]:
-    """The nodes, branch after branch."""
+    """The nodes, branch by branch."""
     order, ahead = [], [0]
     while ahead:
         order.append(ahead.pop())
@@ -108,18 +108,18 @@ def depth_first(tree: Tree) -> list[int]:
 
 
 def piece(tokenizer: Tokenizer | None, token: int) -> str:
-    r"""The text of one token by itself; bytes that are no characters as \xe4, unknown ids as #7."""
+    r"""The text of a single token; bytes that form no character as \xe4, unknown ids as #7."""
     name = tokenizer.backend.id_to_token(token) if tokenizer else None
     if name is None:
         return f"#{token}"
-    # twice: decoders strip the space in front of a text's first word only
+    # decoded twice: decoders strip only the space before a text's first word
     once, twice = (tokenizer.backend.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
     text = twice[len(once) :]
     return spelled(name) if "\ufffd" in text or not text else text
 
 
 def spelled(name: str) -> str:
-    r"""Bytes of an incomplete character, from the vocabulary's own spelling of them."""
+    r"""The bytes of an incomplete character, from the way its vocabulary spells them."""
     byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)  # byte fallback
     if byte:
         return rf"\x{byte[1].lower()}"
@@ -129,8 +129,8 @@ def spelled(name: str) -> str:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The characters by which byte-level BPE spells bytes: themselves where printable, the other
-    bytes from U+0100 on."""
+    """The characters that byte-level BPE writes for bytes: printable ones stand for themselves, the
+    others start at U+0100."""
     alphabet = sorted(ByteLevel.alphabet())
     table = {c: ord(c) for c in alphabet if ord(c) < 256}
     others = [byte for byte in range(256) if byte not in table.values()]
@@ -147,9 +147,9 @@ def write_page(
     file: str, model: Transformer, tokenizer: Tokenizer | None, rounds: list[Step], facts: dict,
     sampling: Sampling,
 ) -> None:  # fmt: skip
-    """One self-contained page to step through a run; `facts` are its --json object."""
+    """Write a self-contained page to step through a run; `facts` is its --json object."""
     data = json.dumps(trace(model, tokenizer, rounds, facts, sampling), ensure_ascii=False)
-    data = data.replace("<", r"\u003c")  # no text can end the script element that holds it
+    data = data.replace("<", r"\u003c")  # so that no text ends its script element
     try:
         Path(file).write_text(
             PAGE.read_text(encoding="utf-8").replace(MARK, data), encoding="utf-8"
@@ -163,9 +163,9 @@ def trace(
     model: Transformer, tokenizer: Tokenizer | None, rounds: list[Step], facts: dict,
     sampling: Sampling,
 ) -> dict:  # fmt: skip
-    """What the page shows, as a JSON object: the run's `facts`, its passes, the text of tokens.
+    """What the page shows, as a JSON object: the run's `facts`, its passes, the text of each token.
 
-    The cache is built as the run built its own: the prompt, then of each tree the accepted path.
+    The cache is filled as in the run: the prompt, then the accepted path of each tree.
     """
     prompt, emitted = facts["prompt_ids"], facts["tokens"]
     most = sum(len(step.tokens) for step in rounds) + max((len(s.tree) for s in rounds), default=0)
@@ -184,7 +184,7 @@ def trace(
             {
                 "rows": before,
                 "tokens": step.tokens,
-                "emitted": len(new),  # fewer than tokens where the run ended among them
+                "emitted": len(new),  # fewer than `tokens` if the run ended among them
                 "texts": [stream.push(t) if stream and t not in eos else "" for t in new],
                 "window": step.window,
                 **scored(logits, step, sampling, facts["stats"]["lossless"]),
@@ -202,45 +202,46 @@ def trace(
 
 
 def scored(logits: Tensor, step: Step, sampling: Sampling, lossless: bool) -> dict:
-    """The tree of a step with what was decided by: laws[i], the target's after node i (at
-    temperature 0 the one that greedy takes the best of), and its entropy; p[i], what the law after
-    node i's parent gives it; q[i], what its proposal gave it (None: one-hot); chance[i], that of
-    being accepted, where `accept` tried it."""
+    """A step's tree and what decided its path. Of node i: probs[i], the likeliest tokens of the
+    target's distribution after it (at temperature 0, of the one at temperature 1, whose likeliest
+    token greedy takes); entropy[i] of that distribution; p[i] and q[i], the probabilities that
+    target and draft gave the node's own token (q None: one-hot); chance[i] of being accepted, where
+    `accept` tried it."""
     tree = step.tree
-    laws = probs(logits, sampling)
-    shown = laws if sampling.temperature > 0 else probs(logits, Sampling(1.0))
-    # typical acceptance, our lossy rule, decides as `accept` does at temperature 0 only
+    target = probs(logits, sampling)
+    shown = target if sampling.temperature > 0 else probs(logits, Sampling(1.0))
+    # typical acceptance, our one lossy rule, decides as `accept` does only at temperature 0
     walked = lossless or sampling.temperature == 0
-    chance, drawn = decided(laws, step) if walked else ([None] * len(tree), laws[step.path[-1]])
+    chance, last = decided(target, step) if walked else ([None] * len(tree), target[step.path[-1]])
     top = shown.topk(min(TOP, shown.shape[-1])).indices.tolist()
-    listed = []  # of each law: its likeliest tokens, those proposed after the node, the fresh one
-    for i, law in enumerate(shown):
+    listed = []  # after each node: the likeliest tokens, those drafted there, the fresh one
+    for i, p in enumerate(shown):
         more = tree.tokens_at(tree.children(i)) + step.tokens[-1:] * (i == step.path[-1])
         ids = list(dict.fromkeys(top[i] + more))
-        pairs = zip(ids, law[ids].tolist())
-        listed.append([[x, short(p)] for x, p in pairs if p > 0 or x in more])
-    above = [0, *tree.parents[1:]]  # parents, the root's its own: its entries are not shown
-    q = [tree.law(i) for i in range(len(tree))]
+        pairs = zip(ids, p[ids].tolist())
+        listed.append([[x, short(weight)] for x, weight in pairs if weight > 0 or x in more])
+    above = [0, *tree.parents[1:]]  # parents; the root's p is not shown
+    q = [tree.drawn_from(i) for i in range(len(tree))]
     return {
         "tree": {"tokens": tree.tokens, "parents": tree.parents, "path": step.path},
-        "laws": listed,
+        "probs": listed,
         "entropy": [short(h) for h in torch.special.entr(shown).sum(-1).tolist()],
         "p": [short(shown[i, x]) for i, x in zip(above, tree.tokens)],
-        "q": [None if law is None else short(law[x]) for law, x in zip(q, tree.tokens)],
+        "q": [None if each is None else short(each[x]) for each, x in zip(q, tree.tokens)],
         "chance": chance,
-        "drawn": short(drawn[step.tokens[-1]]),  # chance of the fresh token where the walk ended
+        "drawn": short(last[step.tokens[-1]]),  # the fresh token's probability where the walk ended
     }
 
 
-def decided(laws: Sequence[Tensor], step: Step) -> tuple[list[float | None], Tensor]:
-    """`accept`'s walk once more, its outcomes known: the chance min(1, p / q) of every node it
-    tried, p being what the rejections before left of the target's law; and the last such p."""
+def decided(target: Sequence[Tensor], step: Step) -> tuple[list[float | None], Tensor]:
+    """Repeat `accept`'s walk with its outcome known: the chance min(1, p / q) of every node it
+    tried, where p is what earlier rejections left of the target's distribution; and the last p."""
     tree = step.tree
     chance: list[float | None] = [None] * len(tree)
     for node in step.path:
-        p = laws[node]
+        p = target[node]
         for child in tree.children(node):
-            x, q = tree.tokens[child], tree.law(child)
+            x, q = tree.tokens[child], tree.drawn_from(child)
             chance[child] = short(min(1.0, float(p[x]) / (1.0 if q is None else float(q[x]))))
             if child in step.path:
                 break
@@ -250,14 +251,14 @@ def decided(laws: Sequence[Tensor], step: Step) -> tuple[list[float | None], Ten
 
 
 def short(x: float | Tensor) -> float:
-    """Four digits are enough to look at."""
+    """Four digits are enough for a page."""
     return float(f"{float(x):.4g}")
 
 
 def mentioned(prompt: list[int], passes: list[dict]) -> set[int]:
-    """Every token that the page may have to write."""
+    """Every token that the page may show."""
     found = set(prompt)
     for now in passes:
         found.update(now["tokens"], now["tree"]["tokens"], *now["window"])
-        found.update(x for law in now["laws"] for x, _ in law)
+        found.update(x for pairs in now["probs"] for x, _ in pairs)
     return found

@@ -4,8 +4,8 @@
 
 Each folder holds a checkpoint as transformers saves it and golden.safetensors: tokens, their
 logits in float32 and float64, and 64 greedy tokens of the float64 model. transformers computes
-norms and rotary angles in float32 even in a float64 model; here those casts are widened, so that
-the float64 logits are exact to the last digits and the comparison can be as sharp as 1e-10.
+norms and rotary angles in float32 even in a float64 model; these casts are widened here, so that
+the float64 logits are exact to the last digits and can be compared to within 1e-10.
 """
 
 import copy
@@ -53,10 +53,7 @@ VARIANTS = {
     "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
     "qwen2-yarn": ("Qwen2", dict(rope_parameters=YARN | dict(beta_fast=16, beta_slow=2))),
     "qwen3": ("Qwen3", dict(head_dim=16, tie_word_embeddings=True)),
-    "mimo": (
-        "Qwen2",
-        dict(),
-    ),  # the main model of MiMo is Qwen2's; transformers has no class for it
+    "mimo": ("Qwen2", dict()),  # its main model is Qwen2's; transformers has no class for it
 }
 
 
@@ -79,10 +76,8 @@ def make(name: str, family: str, settings: dict, seed: int) -> None:
     config = getattr(transformers, f"{family}Config")(**(SMALL | settings))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for (
-            key,
-            parameter,
-        ) in model.named_parameters():  # norms and biases too: ones and zeros hide mistakes
+        # norms and biases too: ones and zeros hide mistakes
+        for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape) * (0.3 if parameter.dim() == 2 else 0.2)
             parameter.copy_((noise + (1.0 if "norm" in key else 0.0)).half().float())
     folder = GOLDEN / name
@@ -123,8 +118,8 @@ def make(name: str, family: str, settings: dict, seed: int) -> None:
     print(f"{name:16} largest logit {logits64.abs().max():.2f}")
 
 
-def make_laws() -> None:
-    """Laws of transformers' warpers, ties included, for random logits and settings."""
+def make_probs() -> None:
+    """Distributions from transformers' warpers, with ties, for random logits and settings."""
     torch.manual_seed(99)
     cases = []
     for i in range(24):
@@ -136,12 +131,12 @@ def make_laws() -> None:
             warped = transformers.TopKLogitsWarper(sampling["top_k"])(None, warped)
         if sampling["top_p"] < 1:
             warped = transformers.TopPLogitsWarper(sampling["top_p"])(None, warped)
-        law = warped.softmax(-1)[0].tolist()
-        cases.append(dict(logits=logits[0].tolist(), sampling=sampling, law=law))
-    (GOLDEN.parent / "golden_laws.json").write_text(json.dumps(cases) + "\n")
+        probs = warped.softmax(-1)[0].tolist()
+        cases.append(dict(logits=logits[0].tolist(), sampling=sampling, probs=probs))
+    (GOLDEN.parent / "golden_probs.json").write_text(json.dumps(cases) + "\n")
 
 
 if __name__ == "__main__":
-    make_laws()
+    make_probs()
     for i, (name, (family, settings)) in enumerate(VARIANTS.items()):
         make(name, family, settings, seed=i)

@@ -1,26 +1,28 @@
 """Seconds per token of plain decoding, ours over transformers' `generate`, in one process:
 
-    python tests/speed_of_transformers.py [CHECKPOINT]        (`reference` extra)
+    python tests/speed_of_transformers.py [CHECKPOINT] [--compile]        (`reference` extra)
 
 Rounds are interleaved; the figure is the median of their ratios.
 """
 
+import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 import transformers
 
 from minispec import load
+from minispec.checkpoint import WEIGHTS
+from minispec.fast import quicken
 from minispec.generate import decode
 
 transformers.logging.set_verbosity_error()
 
 
-def main(checkpoint: str, n: int = 100, rounds: int = 7) -> None:
+def main(checkpoint: str, compiled: bool, n: int = 100, rounds: int = 7) -> None:
     model, tokenizer = load(checkpoint, "float32", "cpu")
+    quicken(model, compiled=compiled)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     prompt = tokenizer.encode("Once upon a time")
     tokens, ratios, ours_seconds = torch.tensor([prompt]), [], []
@@ -45,4 +47,8 @@ def main(checkpoint: str, n: int = 100, rounds: int = 7) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if sys.argv[1:] else str(Path(__file__).parent.parent / "weights" / "target"))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint", nargs="?", default=str(WEIGHTS / "target"))
+    parser.add_argument("--compile", action="store_true")
+    args = parser.parse_args()
+    main(args.checkpoint, args.compile)

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from minispec import UserError, load
 from minispec.checkpoint import read_config, save
-from minispec.linear import KERNELS
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def logits(folder) -> torch.Tensor:
 def refused(folder, match: str, **options) -> None:
     with pytest.raises(UserError, match=match) as caught:
         load(folder, **({"device": "cpu"} | options))
-    assert len(str(caught.value)) < 500
+    assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
 
 
 # ---- layouts
@@ -79,17 +78,29 @@ def test_shards_and_bin_files_give_the_same_model(folder, tmp_path):
 
 
 def test_a_tied_head_stored_at_either_end_or_both(folder):
+    """Loaded, it is one tensor; saved, it is stored once, as the embedding."""
     expected, parts = logits(folder), tensors(folder)
     embedding = parts.pop("model.embed_tokens.weight")
     both = {"lm_head.weight": embedding.clone(), "model.embed_tokens.weight": embedding}
-    for stored in {"lm_head.weight": embedding}, both:
+    for stored in {"lm_head.weight": embedding}, {"model.embed_tokens.weight": embedding}, both:
         save_file(parts | stored, folder / "model.safetensors")
         assert torch.equal(logits(folder), expected)
+        model, _ = load(folder, "float64", "cpu")
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        save(model, None, folder.with_name("saved"))
+        assert "lm_head.weight" not in tensors(folder.with_name("saved"))
     both["lm_head.weight"][3, 4] += 1
     save_file(parts | both, folder / "model.safetensors")
     refused(folder, "tie_word_embeddings, but .* differ: set it to false")
     edit(folder, tie_word_embeddings=False)
     assert not torch.equal(logits(folder), expected)
+    save_file(parts, folder / "model.safetensors")
+    for tied in False, True:
+        edit(folder, tie_word_embeddings=tied)
+        refused(folder, 'Missing key.*"model.embed_tokens.weight", "lm_head.weight"')
+    save_file(parts | {"model.embed_tokens.weight": embedding}, folder / "model.safetensors")
+    edit(folder, tie_word_embeddings=False)
+    refused(folder, r'Missing key\(s\) in state_dict: "lm_head.weight"\.$')
 
 
 def test_derived_tensors_are_left_out_and_mimos_prediction_layers_too(tmp_path):
@@ -104,8 +115,8 @@ def test_derived_tensors_are_left_out_and_mimos_prediction_layers_too(tmp_path):
 
 @pytest.mark.parametrize("variant", ["llama-linear", "llama-llama3", "llama-yarn"])
 def test_both_spellings_of_the_rope_keys(variant, tmp_path):
-    """Each alone, or both as files for old and new readers have them; the original length beside
-    them, where it counts, or within."""
+    """Each alone, or both, as in files meant for old and new readers; the original length within
+    them, or beside them, where it takes precedence."""
     old, expected = shutil.copytree(GOLDEN / variant, tmp_path / "old"), logits(GOLDEN / variant)
     new = json.loads((old / "config.json").read_text())["rope_parameters"]
     rope = {key: value for key, value in new.items() if key != "rope_theta"}
@@ -123,7 +134,8 @@ def test_both_spellings_of_the_rope_keys(variant, tmp_path):
 
 
 def test_a_sliding_window_ends_the_context_and_yarn_stretches_it(folder):
-    """As far as the window reaches attention is full; yarn's cards leave the other length alone."""
+    """Attention is full up to the window's length; with yarn, max_position_embeddings may still be the
+    original length."""
     for changes, context in (
         ({"model_type": "mistral", "sliding_window": 8, "use_sliding_window": False}, 8),
         ({"model_type": "mistral", "sliding_window": 500}, 128),
@@ -171,47 +183,43 @@ def test_absent_keys_take_the_familys_defaults(folder):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_loading_and_decoding_take_little_more_memory_than_the_weights(tmp_path):
-    """The peak, and what is held after it: in float32 the packed weights, of whose memory the
-    embedding's rows are read; less where float16 holds them, though a tied embedding is kept
-    twice then; in int8 a quarter. No second copy at any time."""
+    """At the peak 1.05 times the weights, as stored or widened, and as int8 less than half of them
+    afterwards: there is never a second copy."""
     model = random_model(dtype=torch.float32, hidden_size=512, intermediate_size=2048, layers=8,
                          heads=8, kv_heads=8, head_dim=64, vocab_size=16384)  # fmt: skip
-    save(model, None, tmp_path / "big")
-    for p in model.parameters():
-        p.data = p.bfloat16().float()
-    save(model, None, tmp_path / "exact")
+    save(model, None, tmp_path / "float32")
+    save(model, None, tmp_path / "bfloat16", torch.bfloat16)
     script = (
         "import gc, sys, minispec\n"
+        "from minispec.fast import quicken\n"
         "from minispec.generate import decode\n"
         "def memory(key):\n"
         "    lines = open('/proc/self/status').read().splitlines()\n"
         "    return next(int(x.split()[1]) for x in lines if x.startswith(key)) * 1024\n"
-        "def run(path, quantize):\n"
+        "def run(path, int8):\n"
         "    gc.collect()\n"
         "    with open('/proc/self/clear_refs', 'w') as file:\n"
         "        file.write('5')\n"
         "    before = memory('VmRSS')\n"
-        "    model, _ = minispec.load(path, 'float32', 'cpu', quantize)\n"
+        "    model, _ = minispec.load(path, 'float32', 'cpu')\n"
+        "    quicken(model, int8)\n"
         "    decode(model, None, [1, 2, 3], max_new_tokens=3)\n"
         "    return memory('VmHWM') - before, memory('VmRSS') - before\n"
-        "for quantize in None, 'int8':\n"
-        "    run(sys.argv[1], quantize)\n"  # so that libraries are there
-        "for case in sys.argv[2:]:\n"
-        "    path, quantize = case.split(',')\n"
-        "    print(*run(path, quantize or None))\n"
+        "for int8 in False, True:\n"
+        "    run(sys.argv[1], int8)\n"  # so that libraries are loaded
+        "for path in sys.argv[2:]:\n"
+        "    for int8 in False, True:\n"
+        "        print(*run(path, int8))\n"
     )
-    size = (tmp_path / "big" / "model.safetensors").stat().st_size
-    # large blocks are given back when freed, so RSS is what the program holds, not its allocator
+    size = (tmp_path / "float32" / "model.safetensors").stat().st_size
+    # freed blocks go back to the system, so RSS is what the program holds, not its allocator
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    most = {"big,": (1.25, 1.13), "big,int8": (0.7, 0.3)}
-    if torch.backends.quantized.engine in KERNELS:
-        most["exact,"] = 0.95, 0.75
-    cases = [str(tmp_path / case) for case in most]
-    command = [sys.executable, "-c", script, str(GOLDEN / "llama"), *cases]
+    folders = [str(tmp_path / "float32"), str(tmp_path / "bfloat16")]
+    command = [sys.executable, "-c", script, str(GOLDEN / "llama"), *folders]
     out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    for line, (case, (most_peak, most_held)) in zip(out.stdout.splitlines(), most.items()):
+    for line, most_held in zip(out.stdout.splitlines(), (1.05, 0.5) * 2, strict=True):
         peak, held = (int(x) / size for x in line.split())
-        assert peak < most_peak and held < most_held, (case, peak, held)
+        assert peak < 1.12 and held < most_held, (peak, held)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
@@ -277,14 +285,21 @@ def test_truncated_and_foreign_weight_files(folder):
 
 
 def test_missing_extra_and_misshapen_tensors_are_named(folder):
+    """In torch's own words; a list that would fill the screen is cut."""
     parts, name = tensors(folder), "model.layers.1.mlp.up_proj.weight"
-    path = folder / "model.safetensors"
-    save_file({k: v for k, v in parts.items() if k != name}, path)
-    refused(folder, f"lacks tensors: {name}")
-    save_file(parts | {"model.layers.7.mlp.up_proj.weight": parts[name].clone()}, path)
-    refused(folder, "unexpected tensors: model.layers.7")
+    path, other = folder / "model.safetensors", "model.layers.7.mlp.up_proj.weight"
+    lacking = {k: v for k, v in parts.items() if k != name}
+    save_file(lacking, path)
+    refused(folder, rf'weights do not belong together: Missing key.*: "{name}"\.$')
+    save_file(parts | {other: parts[name].clone()}, path)
+    refused(folder, rf'Unexpected key.*: "{other}"\.$')
+    save_file(lacking | {other: parts[name]}, path)
+    refused(folder, f'Missing key.*"{name}".*Unexpected key.*"{other}"')
     save_file(parts | {name: parts[name][:5].clone()}, path)
-    refused(folder, r"misshapen tensors: .*up_proj.weight \[5, 32\] instead of \[48, 32\]")
+    refused(folder, rf"size mismatch for {name}: .*\[5, 32\].*\[48, 32\]")
+    save_file(parts, path)
+    edit(folder, num_hidden_layers=40)
+    refused(folder, "Missing key.* …$")
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from conftest import random_model
 from test_generate import TOKENIZER, VOCAB, byte_model
 from test_pretrain import data  # noqa: F401  a small corpus
 
-from minispec import Sampling, UserError, distill, load, vocabulary
-from minispec.checkpoint import save
+from minispec import Sampling, UserError, distill, load
+from minispec.checkpoint import WEIGHTS, save
 from minispec.generate import decode
 from minispec.pretrain import Batches, NextToken
 
@@ -24,16 +24,16 @@ def test_a_batch_says_what_each_prompt_says_alone():
         assert tokens == decode(model, None, prompt, max_new_tokens=20).tokens
 
 
-def test_sampled_batches_follow_the_law_and_their_seed():
+def test_sampled_batches_follow_the_distribution_and_their_seed():
     model = random_model(vocab_size=4, dtype=torch.float32)
-    law = (model.logits(model([1, 2]))[0, -1]).softmax(-1)
+    p = model.logits(model([1, 2]))[0, -1].softmax(-1)
     prompts, draws = [[1, 2]] * 4000, []
     for seed in (1, 1, 2):
         generator = torch.Generator().manual_seed(seed)
         draws.append(distill.sample_batch(model, prompts, 1, Sampling(1.0), generator))
     assert draws[0] == draws[1] != draws[2]
     counts = torch.bincount(torch.tensor(draws[0])[:, 0], minlength=4) / 4000
-    assert (counts - law).abs().max() < 4 * (0.25 / 4000) ** 0.5
+    assert (counts - p).abs().max() < 4 * (0.25 / 4000) ** 0.5
 
 
 def test_near_duplicates_are_found():
@@ -45,8 +45,7 @@ def test_near_duplicates_are_found():
 
 
 @pytest.fixture
-def target(tmp_path, monkeypatch):
-    monkeypatch.setattr("minispec.linear.SMALL", 2**9)  # its weights are packed away: it is "large"
+def target(tmp_path):
     model = random_model(vocab_size=VOCAB, hidden_size=64, bos_id=256, eos_ids=(256, 259))
     save(model, TOKENIZER, tmp_path / "target")
     return tmp_path / "target"
@@ -114,34 +113,6 @@ def test_near_duplicates_are_kept_where_that_is_asked_for(target, data, tmp_path
     with pytest.raises(SystemExit):
         run("generate", *options, "--keep-duplicates", "--out", files[1])
     assert "was begun with no --keep-duplicates" in capsys.readouterr().err
-
-
-def test_own_text_becomes_a_text_file(target, tmp_path, capsys):
-    """Without the beginnings and what is special, an empty line between documents."""
-    own, more, out = tmp_path / "own.jsonl", tmp_path / "more.jsonl", tmp_path / "own.txt"
-    written = ["One day,\nTom ran.", " 然后 he slept."]
-    for file, text in zip((own, more), written):
-        row = {"kind": "stories_en", "prompt": [256, 97], "tokens": TOKENIZER.encode(text) + [256]}
-        file.write_text(json.dumps(row) + "\n")
-    run("text", "--model", target, "--own", own, more, "--out", out)
-    assert out.read_text(encoding="utf-8") == "One day,\nTom ran.\n\n然后 he slept.\n"
-    other, before = tmp_path / "other.txt", own.read_text()
-    row = json.loads(before)
-    for content, out, message in (
-        (before, own, "is a file of --own"),
-        ("", other, "no text in there"),
-        (json.dumps(row | {"tokens": [256]}) + "\n", other, "no text in there"),
-        (json.dumps(row | {"tokens": [5 * 10**9]}) + "\n", other, "another model wrote it"),
-        ("[" * 10**5 + "\n", other, "is not a file of minispec.distill generate"),
-    ):
-        own.write_text(content)
-        with pytest.raises(SystemExit) as caught:
-            run("text", "--model", target, "--own", own, "--out", out)
-        assert caught.value.code == 2 and message in capsys.readouterr().err
-        assert own.read_text() == content and not other.exists()
-    own.write_text(before + json.dumps(row | {"tokens": [256]}) + "\n" + before)
-    run("text", "--model", target, "--own", own, "--out", other)
-    assert other.read_text(encoding="utf-8") == "One day,\nTom ran.\n\nOne day,\nTom ran.\n"
 
 
 def test_a_target_without_a_tokenizer_is_refused(target, data, tmp_path, capsys):  # noqa: F811
@@ -225,7 +196,7 @@ def test_what_is_measured_was_neither_learnt_nor_is_near_to_what_was(tmp_path):
     assert distill.split(copies) == ([1, 2], [0])  # rather than nothing
 
 
-def test_soft_labels_are_the_cross_entropy_of_the_laws():
+def test_soft_labels_are_the_cross_entropy_of_the_distributions():
     """Those of generated tokens alone, in documents of different lengths; one is all prompt."""
     target, draft = (random_model(seed, dtype=torch.float32) for seed in (1, 2))
     generator = torch.Generator().manual_seed(0)
@@ -274,15 +245,16 @@ def test_a_draft_trained_on_a_target_agrees_with_it(target, tmp_path):
         assert after[0] > before[0] + 0.03 and after[1] > before[1]
 
 
-@pytest.mark.parametrize("command", [distill.main, vocabulary.main])
+@pytest.mark.parametrize(
+    "command", [("generate", "--data", "x"), ("vocabulary", "--text", f"en={__file__}")]
+)
 @pytest.mark.parametrize("out", [".", "file/out"])
 def test_an_output_that_cannot_be_is_refused_first(command, out, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(distill, "load", lambda *_: pytest.fail("the weights were read"))
-    monkeypatch.setattr(vocabulary, "count", lambda *_: pytest.fail("the texts were read"))
+    monkeypatch.setattr(distill, "count", lambda *_: pytest.fail("the texts were read"))
     (tmp_path / "file").touch()
-    more = ["generate", "--data", "x"] if command is distill.main else ["--text", f"en={__file__}"]
     with pytest.raises(SystemExit) as caught:
-        command([*more, "--out", str(tmp_path / out)])
+        run(*command, "--model", WEIGHTS / "target", "--out", tmp_path / out)
     error = capsys.readouterr().err
     assert caught.value.code == 2 and "--out" in error and error.count("\n") == 1
 

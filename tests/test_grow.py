@@ -15,13 +15,13 @@ from test_pretrain import data, run  # noqa: F401  a small corpus
 from minispec import UserError, load
 from minispec import distill as distill_module
 from minispec.checkpoint import save
-from minispec.methods.fastmtp import Drafter, Head, mtp_tensors, load_mtp, save_mtp
 from minispec.grow import begin, grow
-from minispec.methods.medusa import load_medusa, untrained
+from minispec.heads import load_medusa, load_mtp, mtp_tensors, save_mtp
+from minispec.methods.fastmtp import Drafter, Everything, Head
+from minispec.methods.medusa import untrained
 from minispec.model import Transformer
 from minispec.pretrain import initialise
 from minispec.sampling import Sampling, Seeded
-from minispec.methods.vocabulary import Compressed
 
 EXACT = {"norm_eps": 1e-30}  # the mean square is smaller by the new zeros, norm_eps is not
 
@@ -93,16 +93,15 @@ def test_grown_heads_draft_what_the_smaller_ones_did(seed):
         drafter = Drafter(its_head, model, 32, offset=0)
         with torch.no_grad():
             drafter.extend(model(tokens)[0, :-1], tokens[1:])
-            words = Compressed({}, model).pick([])
-            drafts.append(drafter.chain(4, Sampling(1.0), Seeded(seed), words))
+            drafts.append(drafter.chain(4, Sampling(1.0), Seeded(seed), Everything(model)))
     assert drafts[0][0] == drafts[1][0]
-    for law, other in zip(drafts[0][1], drafts[1][1]):
-        assert torch.allclose(law, other, atol=1e-9, rtol=0)
+    for p, other in zip(drafts[0][1], drafts[1][1]):
+        assert torch.allclose(p, other, atol=1e-9, rtol=0)
 
     heads, more = untrained(2, 2, small, shared=True), untrained(2, 2, large, shared=True)
     for parameter in heads.parameters():
         parameter.data.uniform_(-0.5, 0.5)
-    grow(dict(more.tensors()), dict(heads.tensors()), "here")
+    grow(dict(more.named_parameters()), dict(heads.named_parameters()), "here")
     with torch.no_grad():
         expected, got = (h(m(tokens)[0], m) for h, m in ((heads, small), (more, large)))
     assert torch.allclose(got, expected, atol=1e-9, rtol=0)
@@ -151,13 +150,14 @@ def test_quantised_weights_and_leftovers_of_heads_are_refused():
     for heads, layers, shared in ((3, 1, True), (2, 2, True), (2, 1, False)):
         more, fewer = untrained(heads, layers, model, shared), untrained(2, 1, model, True)
         with pytest.raises(UserError, match="for which there is no place here"):
-            grow(dict(fewer.tensors()), dict(more.tensors()), "here")
+            grow(dict(fewer.named_parameters()), dict(more.named_parameters()), "here")
 
 
 def test_a_head_begins_with_that_of_a_whole_model(tmp_path):
     model = random_model(layers=3)
     head = Head(model.config)
-    whole = {n: p.detach().clone() for n, p in model.named_parameters()} | mtp_tensors(head)
+    whole = {n: p.detach().clone() for n, p in model.named_parameters()}
+    whole |= mtp_tensors(head, torch.float64)
     file = tmp_path / "whole.safetensors"
     save_file({name: t.contiguous() for name, t in whole.items()}, file)
     args = Namespace(init=str(file), seed=1, device="cpu")
@@ -229,7 +229,7 @@ def test_drafts_and_heads_begin_with_others(target, data, tmp_path, monkeypatch,
     read = {
         "draft": lambda folder: load(folder, "float32", "cpu")[0].state_dict(),
         "mtp": lambda folder: load_mtp(folder, model).state_dict(),
-        "medusa": lambda folder: dict(load_medusa(folder, model).tensors()),
+        "medusa": lambda folder: load_medusa(folder, model).state_dict(),
     }
     for kind, options in kinds.items():
         once, twice = tmp_path / kind, tmp_path / f"{kind} again"

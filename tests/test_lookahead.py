@@ -1,16 +1,13 @@
-"""Jacobi and lookahead decoding: the iteration, the window, the pool, and the choice of sizes."""
-
-import json
-import random
+"""Jacobi and lookahead decoding: the iteration, the window, the pool."""
 
 import pytest
 import torch
 from conftest import GOLDEN, SHARED, needs_shared, random_model, random_tokens
 from test_medusa import count_up
 
-from minispec import UserError, generate, load, lookahead
+from minispec import generate, load
 from minispec.generate import decode
-from minispec.methods.lookahead import PERIOD, Choice, Memory, Pool, Window, memory_of
+from minispec.methods.lookahead import Pool, Window, beside, from_prompt
 from minispec.sampling import OneHot, Seeded
 from minispec.tree import Tree
 from minispec.verify import accept
@@ -35,7 +32,7 @@ def test_every_iteration_settles_a_token_and_the_fixed_point_is_greedy(seed, blo
 def test_a_guess_is_what_the_model_said_a_pass_ago():
     """The Jacobi map by hand: y_i ← argmax p(· | y_<i), from the prompt's tokens on."""
     model, prompt, block = random_model(3), random_tokens(5), 6
-    tokens, guess = list(prompt), lookahead.from_prompt(prompt, block)
+    tokens, guess = list(prompt), from_prompt(prompt, block)
     rounds = decode(model, None, prompt, "jacobi", block=block, max_new_tokens=40).rounds
     for step in rounds[:-1]:
         assert step.tree.tokens == [tokens[-1], *guess]
@@ -78,7 +75,7 @@ def test_a_right_window_s_grams_are_the_text():
     model, _ = count_up(12, 1)
     tokens, window = [3, 4], Window([3, 4], 4, 3)
     for passes in range(12):
-        depth, mask = lookahead.beside(Tree.chain(tokens[-1], []), window)
+        depth, mask = beside(Tree.chain(tokens[-1], []), window)
         logits = model.logits(model([tokens[-1], *window.tokens], depth=depth, mask=mask))[0]
         said = logits[window.said_by(1)].argmax(-1).tolist()
         grams = window.advance(tokens[-1], said)
@@ -98,7 +95,7 @@ def test_guesses_do_not_depend_on_the_window(seed):
     for filler in (random_tokens(9, seed + 10), random_tokens(9, seed + 20)):
         window = Window(filler, 4, 4)
         window.advance(tokens[-1], filler[:6])
-        depth, mask = lookahead.beside(tree, window)
+        depth, mask = beside(tree, window)
         rows.append(model(tree.tokens + window.tokens, cache, depth, mask)[0, : len(tree)])
     alone = model(tree.tokens, cache, tree.depth, tree.mask)[0]
     assert torch.allclose(rows[0], rows[1]) and torch.allclose(rows[0], alone)
@@ -173,67 +170,7 @@ def test_the_prompt_s_n_grams_are_guesses_from_the_first_pass_on():
     assert len(without.rounds[0].tokens) == 1
 
 
-@pytest.mark.parametrize("method", ["lookahead", "lookahead-auto"])
-def test_the_n_grams_of_earlier_texts_are_guesses_from_the_first_pass_on(method, monkeypatch):
-    monkeypatch.setattr(lookahead, "cost_curve", lambda model: [0.0] + [1.0] * 64)
-    model, _ = count_up(6, 1)
-    earlier = [[3, 3, 3], [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]
-    for _ in range(2):  # nothing stays from run to run, in the texts least of all
-        run = decode(model, None, [0], method, earlier=earlier, max_new_tokens=20)
-        assert run.tokens == [(1 + i) % 6 for i in range(20)]
-        assert len(run.rounds[0].tokens) > 1
-        assert earlier == [[3, 3, 3], [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]
-        assert len(decode(model, None, [0], method, max_new_tokens=20).rounds[0].tokens) == 1
-
-
-def test_greedy_tokens_are_plain_decoding_s_after_any_texts(monkeypatch):
-    monkeypatch.setattr(lookahead, "cost_curve", lambda model: [0.0] + [1.0] * 64)
-    for seed in range(6):
-        model, prompt = random_model(seed), random_tokens(3, seed)
-        plain = decode(model, None, prompt, max_new_tokens=40)
-        texts = [random_tokens(n, seed + n) for n in (0, 1, 3, 60)] + [plain.tokens]
-        for method in ("lookahead", "lookahead-auto"):
-            run = decode(model, None, prompt, method, earlier=texts, max_new_tokens=40)
-            assert run.tokens == plain.tokens and len(run.rounds) < 40
-        known = memory_of(texts)
-        for _ in range(2):  # one memory serves many runs
-            again = decode(model, None, prompt, "lookahead-auto", earlier=known, max_new_tokens=40)
-            assert [s.tree for s in again.rounds] == [s.tree for s in run.rounds]
-            assert known.counts == memory_of(texts).counts
-
-
-def test_a_file_s_n_grams_are_the_pool_s(tmp_path, capsys, monkeypatch):
-    shipped = load(generate.WEIGHTS / "target", "float64", "cpu")
-    monkeypatch.setattr(generate, "load", lambda *names: shipped)  # once
-    options = ["--method", "lookahead", "--json", "--max-new-tokens", "12"]
-    generate.main(["Once upon a time", *options])
-    without = json.loads(capsys.readouterr().out)
-    file = tmp_path / "earlier.txt"
-    file.write_text("Once upon a time" + without["text"], encoding="utf-8")
-    generate.main(["Once upon a time", *options, "--earlier", str(file)])
-    after = json.loads(capsys.readouterr().out)
-    assert after["tokens"] == without["tokens"]
-    assert after["stats"]["target_passes"] < without["stats"]["target_passes"]
-    for method in (["lookahead", "--auto"], ["lookahead-auto"]):
-        arguments = ["--method", *method, "--earlier", str(file)]
-        generate.main(["Once upon a time", *options, *arguments])
-        assert json.loads(capsys.readouterr().out)["tokens"] == without["tokens"]
-
-
-@pytest.mark.parametrize("content", [None, b"", b" \n", b"\xff\xfe\xff", "a folder"])
-def test_an_earlier_text_that_is_none(content, tmp_path, capsys):
-    file = tmp_path / "earlier.txt"
-    if content == "a folder":
-        file.mkdir()
-    elif content is not None:
-        file.write_bytes(content)
-    with pytest.raises(SystemExit) as ended:
-        generate.main(["x", "--method", "lookahead", "--earlier", str(file)])
-    assert ended.value.code == 2
-    assert "--earlier" in (error := capsys.readouterr().err) and error.count("\n") == 1
-
-
-@pytest.mark.parametrize("method", ["lookahead", "lookahead-auto", "jacobi"])
+@pytest.mark.parametrize("method", ["lookahead", "jacobi"])
 def test_up_to_the_last_token_of_the_context(method):
     model = random_model(context=40)
     plain = decode(model, None, [1, 2], max_new_tokens=1000)
@@ -242,7 +179,7 @@ def test_up_to_the_last_token_of_the_context(method):
 
 
 @pytest.mark.parametrize("variant", sorted(p.name for p in GOLDEN.iterdir() if p.is_dir()))
-@pytest.mark.parametrize("method", ["jacobi", "lookahead", "lookahead-auto"])
+@pytest.mark.parametrize("method", ["jacobi", "lookahead"])
 def test_it_works_unchanged_with_every_family(variant, method):
     model, _ = load(GOLDEN / variant, "float64", "cpu")
     plain = decode(model, None, [3, 1, 4], max_new_tokens=24, ignore_eos=True)
@@ -252,7 +189,7 @@ def test_it_works_unchanged_with_every_family(variant, method):
 
 @needs_shared
 @pytest.mark.parametrize("name", ["tinystories-656k", "stories260k"])
-@pytest.mark.parametrize("method", ["jacobi", "lookahead", "lookahead-auto"])
+@pytest.mark.parametrize("method", ["jacobi", "lookahead"])
 def test_on_real_checkpoints(name, method):
     model, tokenizer = load(SHARED / "checkpoints" / name, "float64", "cpu")
     plain = decode(model, tokenizer, "Once upon a time", max_new_tokens=80)
@@ -260,126 +197,7 @@ def test_on_real_checkpoints(name, method):
     assert run.tokens == plain.tokens
 
 
-# ---- sizes chosen as it goes ---------------------------------------------------------------------
-
-
-def auto(model, curve, monkeypatch, prompt, n):
-    monkeypatch.setattr(lookahead, "cost_curve", lambda model: curve)
-    return decode(model, None, prompt, "lookahead-auto", max_new_tokens=n)
-
-
-def test_where_rows_are_dear_and_guesses_wrong_it_is_plain_decoding(monkeypatch):
-    model = random_model(1, vocab_size=200)
-    steep = [0.0] + [float(n) for n in range(1, 65)]  # a pass over n rows costs n passes
-    run = auto(model, steep, monkeypatch, random_tokens(9, vocab=200), 120)
-    assert run.stats["drafted"] == 0 and run.stats["tokens_per_pass"] == 1.0
-
-
-def test_where_rows_are_free_it_opens_the_window(monkeypatch):
-    used = []
-    original = Window.__init__
-    opened = lambda self, *sizes: (used.append(sizes[1]), original(self, *sizes))[1]  # noqa: E731
-    monkeypatch.setattr(Window, "__init__", opened)
-    run = auto(random_model(1), [0.0] + [1.0] * 64, monkeypatch, random_tokens(9), 150)
-    assert used and run.stats["tokens_per_pass"] > 1.1
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("luck", [0.0, 0.2, 0.9])
-@pytest.mark.parametrize("slope", [0.004, 0.01, 0.02, 0.04])
-def test_it_is_never_deep_in_debt_to_plain_decoding(seed, luck, slope):
-    """Whatever is accepted, passes cost at most DEBT more than their tokens, and CREDIT."""
-    rng = random.Random(seed)
-    curve = [0.0] + [1 + slope * (n - 1) for n in range(1, 65)]
-    choice, memory = Choice(curve), Memory(lookahead.ORDER)
-    text = [0, 1, 2, 3] * 50 if seed % 2 else rng.choices(range(4), k=50)  # sure, or not
-    memory.learn(text, len(text))
-    widths = set()
-    for i in range(400):
-        if choice.is_due():
-            widths.add(choice.width())
-        tree = choice.tree(text, memory, 100)
-        path = [0]
-        while tree.children(path[-1]) and rng.random() < (0.9 if i < 32 else luck):
-            path.append(tree.children(path[-1])[0])
-        choice.observe(tree, path)
-        owed = choice.tokens * (1 + lookahead.DEBT) + lookahead.CREDIT
-        assert choice.spent <= owed + 1e-9
-    assert choice.tokens / choice.spent > 0.95
-    assert len(widths) > 1 or slope > 0.01 or luck > 0.5  # a window was open
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_guesses_are_the_likeliest_and_as_many_as_pay(seed):
-    """Against all paths, each as likely as the product of its shares."""
-    rng = random.Random(seed)
-    memory, text = Memory(2), rng.choices(range(5), k=60)
-    memory.learn(text, len(text))
-    curve = [0.0] + [1 + rng.choice((0.01, 0.05, 0.2)) * (n - 1) for n in range(1, 65)]
-    curve = [0.0, *sorted(curve[1:])]
-    choice = Choice(curve)
-    choice.tokens = 10**4  # rich enough for anything
-    paths, todo = {(): 1.0}, [()]
-    while todo:
-        path = todo.pop()
-        for token, share in memory.after([*text, *path]):
-            if paths[path] * share >= lookahead.RARE:
-                paths[*path, token] = paths[path] * share
-                todo.append((*path, token))
-    chances = sorted(paths.values(), reverse=True)
-    worth = [sum(chances[:n]) / curve[n] for n in range(1, min(len(chances), 64) + 1)]
-    best = 1 + worth.index(max(worth))
-    tree = choice.tree(text, memory, 100)
-    assert len(tree) == best and tree.tokens[0] == text[-1]
-    assert len(choice.tree(text, memory, 3)) <= 3
-    grown = [()]
-    for token, parent in zip(tree.tokens[1:], tree.parents[1:]):
-        grown.append((*grown[parent], token))
-    assert len(set(grown)) == len(grown)
-    assert sum(paths[path] for path in grown) == pytest.approx(sum(chances[:best]))
-    assert choice.tree([7], memory, 100).tokens == [7]  # nothing is known of it
-
-
-def test_what_was_written_before_is_guessed_from_its_context():
-    """After 1 2 and 3 2 other tokens come: each is guessed behind its own."""
-    memory = Memory(lookahead.ORDER)
-    memory.learn([1, 2, 5, 6, 7, 9, 3, 2, 8, 4, 4], 11)
-    choice = Choice([0.0] + [1 + 0.05 * (n - 1) for n in range(1, 65)])
-    assert choice.tree([0, 1, 2], memory, 100).tokens[:4] == [2, 5, 6, 7]
-    assert choice.tree([0, 3, 2], memory, 100).tokens[:3] == [2, 8, 4]
-    assert choice.tree([0, 3, 2], memory, 1).tokens == [2]
-
-
-def test_the_speed_of_a_width_is_what_was_measured():
-    choice = Choice([0.0] + [1.0] * 64)
-    for width in lookahead.WIDTHS:
-        choice.speed[width] = 1.0
-    choice.speed[5] = 2.0
-    choice.tokens = 10**4  # rich enough for anything
-    choice.passes = 0
-    assert choice.width() == 5
-    for _ in range(PERIOD):
-        choice.observe(Tree.chain(0, []), [0])
-    assert choice.is_due() and choice.width() != 5 and choice.speed[5] == 1.0
-
-
-# ---- wrong input ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "method, options, message",
-    [
-        ("jacobi", {"block": 0}, "block 0: must be from 1 to 255"),
-        ("lookahead", {"window": 0}, "window 0: must be at least 1"),
-        ("lookahead", {"ngram": 1}, "ngram 1: must be at least 2"),
-        ("lookahead", {"guesses": -1}, "guesses -1: must be at least 0"),
-        ("jacobi", {"block": 256}, "block 256: must be from 1 to 255"),
-        ("lookahead", {"window": 64, "ngram": 5}, "256 rows never fit into a context of 256"),
-    ],
-)
-def test_impossible_sizes_are_refused(method, options, message):
-    with pytest.raises(UserError, match=message):
-        decode(random_model(), None, [1, 2], method, **options)
+# ---- the command line ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -387,10 +205,6 @@ def test_impossible_sizes_are_refused(method, options, message):
     [
         (["--method", "jacobi", "--window", "3"], "--window is for --method lookahead"),
         (["--method", "lookahead", "--block", "3"], "--block is for --method jacobi"),
-        (["--method", "jacobi", "--earlier", "x"], "--earlier is for --method lookahead"),
-        (["--auto"], "--auto is for --method lookahead, not for autoregressive"),
-        (["--method", "lookahead", "--auto", "--window", "3"], "leave --window"),
-        (["--method", "lookahead", "--auto", "--pool-from-prompt"], "leave --window"),
         (["--method", "lookahead", "--ngram", "1"], "ngram 1: must be at least 2"),
     ],
 )
@@ -403,7 +217,7 @@ def test_wrong_flags_are_one_line(arguments, message, capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["jacobi", "lookahead", "lookahead-auto"])
+@pytest.mark.parametrize("method", ["jacobi", "lookahead"])
 def test_on_a_gpu_in_float64_and_bfloat16(method):
     model = random_model().cuda()
     plain = decode(model, None, [1, 2, 3], max_new_tokens=40)

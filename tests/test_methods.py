@@ -5,12 +5,13 @@ import random
 import pytest
 from conftest import random_model, random_tokens
 from test_generate import TOKENIZER, byte_model
+from test_tokenizer import byte_tokenizer
 
-from minispec import Sampling, UserError, speculative
+from minispec import Sampling, UserError
 from minispec.generate import check_vocabularies, decode
 from minispec.methods.prompt_lookup import lookup
+from minispec.methods.speculative import speculative, speedup, tokens_per_pass
 from minispec.sampling import Seeded
-from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.tree import Tree
 
 
@@ -63,36 +64,6 @@ def test_the_formula_of_leviathan_et_al():
     assert abs(speedup(0.8, 5, 0.1) - tokens_per_pass(0.8, 5) / 1.5) < 1e-12
 
 
-def test_auto_drafts_much_where_drafts_are_good_and_little_where_they_are_not():
-    length = object.__new__(speculative.Length)
-    length.c, length.accepted, length.tried = 0.1, 3.0, 4.0
-    length.curve = [0.0] + [1 + 0.005 * (n - 1) for n in range(1, 65)]
-    for _ in range(50):
-        length.observe(accepted=length.best(), drafted=length.best())
-    assert length.best() >= 12
-    for _ in range(50):
-        length.observe(accepted=0, drafted=length.best())
-    assert length.best() == 1
-    length.accepted, length.tried = 3.2, 4.0
-    by_hand = (1 + 0.8 + 0.64) / (2 * 0.1 + 1 + 0.005 * 2)
-    assert abs(length.speedup(2) - by_hand) < 1e-12
-
-
-def test_the_costs_of_a_pair_are_measured_once_in_each_mode(monkeypatch):
-    calls = []
-    monkeypatch.setattr(speculative, "in_passes", lambda *given: calls.append(given) or 0.1)
-    model, draft = random_model(0), random_model(1)
-    for other in (draft, draft, model, model):
-        speculative.Length(model, other)
-    assert len(calls) == 2
-    draft.prepare(quantize=True)
-    for _ in range(2):
-        speculative.Length(model, draft)
-    assert len(calls) == 3
-    speculative.Length(random_model(0), draft)
-    assert len(calls) == 4
-
-
 @pytest.mark.parametrize("k", [1, 3, "auto"])
 def test_a_self_draft_yields_k_plus_one_tokens_a_pass(k):
     model = random_model()
@@ -117,23 +88,7 @@ def test_vocabularies_may_differ_by_padding(rows):
             assert run.tokens == plain.tokens
 
 
-def test_200_short_runs_at_temperature_1_with_top_p_are_in_law():
-    from minispec.certify import FALSE_ALARM, Counter, bound, chi_square_p, exact_law, small_model
-
-    model, draft = small_model(1, vocab=6), small_model(2, vocab=6)
-    sampling = Sampling(1.0, top_p=0.9)
-    law = exact_law(bound("autoregressive"), model, [1, 2], sampling, 2)
-    counts = Counter(
-        tuple(decode(model, None, [1, 2], "speculative", draft=draft, k=2, temperature=1.0,
-                     top_p=0.9, seed=seed, max_new_tokens=2).tokens)
-        for seed in range(200)
-    )  # fmt: skip
-    assert chi_square_p(counts, law) > FALSE_ALARM
-
-
 def test_pairs_that_do_not_fit_are_refused():
-    from test_tokenizer import byte_tokenizer
-
     other = byte_tokenizer()
     check_vocabularies(TOKENIZER, other, byte_model(), byte_model())
     other.backend.add_tokens(["extra"])
@@ -143,21 +98,7 @@ def test_pairs_that_do_not_fit_are_refused():
         check_vocabularies(None, None, random_model(), byte_model())
 
 
-@pytest.mark.parametrize(
-    "method, options",
-    [("speculative", {"k": 0}), ("speculative", {"k": 500}), ("prompt-lookup", {"k": 0})],
-)
-def test_impossible_lengths_are_refused(method, options):
-    model = random_model()
-    if method == "speculative":
-        options = options | {"draft": model}
-    with pytest.raises(UserError, match="k "):
-        decode(model, None, [1], method, **options)
-
-
 def test_a_draft_never_proposes_its_surplus_rows():
     target, draft = random_model(0, vocab_size=8), random_model(1, vocab_size=32)
-    for step, _ in zip(
-        speculative.speculative(target, [1], Sampling(1.0), Seeded(0), draft=draft), range(20)
-    ):
+    for step, _ in zip(speculative(target, [1], Sampling(1.0), Seeded(0), draft=draft), range(20)):
         assert max(step.tree.tokens if step.tree else [0]) < 8

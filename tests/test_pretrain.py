@@ -122,8 +122,8 @@ def test_bits_per_byte_is_the_plain_sum_over_documents(data, tmp_path):
     rows, sizes = pretrain.clip_held_out(tokenizer.backend, texts, 32)
     bits = 0.0
     for row in rows:
-        laws = model.logits(model(row[:-1]))[0].log_softmax(-1)
-        bits -= sum(laws[i, token].item() for i, token in enumerate(row[1:])) / np.log(2)
+        log_p = model.logits(model(row[:-1]))[0].log_softmax(-1)
+        bits -= sum(log_p[i, token].item() for i, token in enumerate(row[1:])) / np.log(2)
     assert sizes == [len(t.encode()) for t in texts] and rows[0][-1] == rows[0][0] == 0
     assert abs(pretrain.bits_per_byte(model, rows, sizes) - bits / sum(sizes)) < 1e-5
 

@@ -1,4 +1,4 @@
-"""With transformers at hand (`make reference`): what we write it reads, and says the same."""
+"""With transformers at hand (`make reference`): it reads what we write, and says the same."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_a_saved_checkpoint_loads_in_transformers(variant, tmp_path):
     tokens = random_tokens(50, vocab=64)
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits
-    # of the largest logit: processors and joined products sum in other orders
+    # relative to the largest logit: processors sum in different orders
     atol = 1e-5 * expected.abs().max().item()
     torch.testing.assert_close(model.logits(model(tokens)), expected, rtol=0, atol=atol)
 

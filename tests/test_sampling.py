@@ -1,4 +1,4 @@
-"""Warpers give transformers' laws; randomness is fresh, seeded and unbiased."""
+"""Warpers give transformers' distributions; randomness is fresh, seeded and unbiased."""
 
 import json
 import math
@@ -8,11 +8,11 @@ import torch
 from conftest import GOLDEN
 
 from minispec import Sampling, UserError
-from minispec.sampling import OneHot, Seeded, best, probs
+from minispec.sampling import OneHot, Seeded, draw, likeliest, probs
 
 
 def plainly(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """The same law in pure Python, token by token."""
+    """The same distribution in pure Python, token by token."""
     x = [value / temperature for value in logits]
     if top_k:
         least = sorted(x, reverse=True)[min(top_k, len(x)) - 1]
@@ -29,7 +29,7 @@ def plainly(logits: list[float], temperature: float, top_k: int, top_p: float) -
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_law_equals_the_plain_definition(seed):
+def test_the_distribution_equals_the_plain_definition(seed):
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(5, 17, generator=generator, dtype=torch.float64)
     temperature, top_k, top_p = (
@@ -37,43 +37,50 @@ def test_the_law_equals_the_plain_definition(seed):
         (0, 1, 5, 40)[seed % 4],
         (1.0, 0.9, 0.3)[seed % 3],
     )
-    laws = probs(logits, Sampling(temperature, top_k, top_p))
-    for row, law in zip(logits.tolist(), laws):
+    warped = probs(logits, Sampling(temperature, top_k, top_p))
+    for row, p in zip(logits.tolist(), warped):
         expected = torch.tensor(plainly(row, temperature, top_k, top_p), dtype=torch.float64)
-        torch.testing.assert_close(law, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(p, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("tiny", [1e-39, 1e-46, 5e-324])
 def test_a_tiny_temperature_is_nearly_greedy(tiny):
-    law = probs(torch.tensor([[30.0, 70.0, -5.0]]), Sampling(tiny))[0]
-    assert law.tolist() == [0.0, 1.0, 0.0]
+    p = probs(torch.tensor([[30.0, 70.0, -5.0]]), Sampling(tiny))[0]
+    assert p.tolist() == [0.0, 1.0, 0.0]
 
 
 def test_ties_at_the_top_k_boundary_all_stay():
-    law = probs(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), Sampling(1.0, top_k=1))[0]
-    assert law.tolist() == [0.0, 0.5, 0.5, 0.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_best_is_torch_s_argmax(dtype):
-    """The slow oracle: on a GPU it is used itself. Of equals the first; nan before all."""
-    logits = torch.randint(-9, 9, (50, 33)).to(dtype)  # many ties
-    logits[7, 3] = logits[8, 5] = torch.nan
-    logits[9] = -torch.inf
-    assert best(logits) == logits.argmax(-1).tolist()
-    assert best(logits[:0]) == []
-    assert best(logits.requires_grad_()) == logits.argmax(-1).tolist()
+    p = probs(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), Sampling(1.0, top_k=1))[0]
+    assert p.tolist() == [0.0, 0.5, 0.5, 0.0]
 
 
 def test_temperature_zero_is_one_hot_at_the_argmax():
-    laws = probs(torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]]), Sampling())
-    assert isinstance(laws, OneHot) and laws.tokens == [1, 0]
-    assert laws[0].tolist() == [0.0, 1.0, 0.0] and len(laws) == 2
+    greedy = probs(torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]]), Sampling())
+    assert isinstance(greedy, OneHot) and greedy.tokens == [1, 0]
+    assert greedy[0].tolist() == [0.0, 1.0, 0.0] and len(greedy) == 2
 
 
-def test_half_precision_logits_give_laws_in_float32():
-    law = probs(torch.randn(1, 9).bfloat16(), Sampling(1.0))[0]
-    assert law.dtype == torch.float32 and abs(law.sum() - 1) < 1e-6
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_likeliest_token_is_the_largest_logit(dtype, temperature):
+    logits = torch.stack([torch.randperm(33) for _ in range(50)]).to(dtype)
+    assert likeliest(probs(logits, Sampling(temperature))) == logits.argmax(-1).tolist()
+    assert likeliest(probs(logits[:0], Sampling(temperature))) == []
+
+
+def test_a_draft_comes_with_the_distribution_it_was_drawn_from():
+    logits = torch.randn(1, 33)
+    token, q = draw(logits, Sampling(), Seeded(0))
+    assert token.tolist() == logits.argmax(-1).tolist() and q is None
+    sampling = Sampling(1.5, top_k=20)
+    token, q = draw(logits, sampling, Seeded(4))
+    assert torch.equal(q, probs(logits, sampling)[0])
+    assert token.tolist() == [Seeded(4).categorical(q)]
+
+
+def test_half_precision_logits_give_float32_distributions():
+    p = probs(torch.randn(1, 9).bfloat16(), Sampling(1.0))[0]
+    assert p.dtype == torch.float32 and abs(p.sum() - 1) < 1e-6
 
 
 WRONG = [
@@ -92,37 +99,36 @@ def test_impossible_settings_are_refused(wrong):
 
 
 def test_a_seed_reproduces_and_every_draw_is_fresh():
-    law = torch.full((50,), 0.02)
-    a, b, c = ([r.categorical(law) for _ in range(20)] for r in (Seeded(3), Seeded(3), Seeded(4)))
+    p = torch.full((50,), 0.02)
+    a, b, c = ([r.categorical(p) for _ in range(20)] for r in (Seeded(3), Seeded(3), Seeded(4)))
     assert a == b != c and len(set(a)) > 10
 
 
-def test_draws_follow_the_law_and_never_leave_its_support():
-    law, r, n = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0]), Seeded(1), 20_000
+def test_draws_follow_the_distribution_and_never_leave_its_support():
+    p, r, n = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0]), Seeded(1), 20_000
     counts = torch.zeros(6)
     for _ in range(n):
-        counts[r.categorical(law)] += 1
+        counts[r.categorical(p)] += 1
     assert counts[[0, 2, 5]].sum() == 0
-    assert (counts / n - law).abs().max() < 4 * math.sqrt(0.25 / n)
+    assert (counts / n - p).abs().max() < 4 * math.sqrt(0.25 / n)
     assert abs(sum(r.bernoulli(0.3) for _ in range(n)) / n - 0.3) < 4 * math.sqrt(0.21 / n)
     assert not any(r.bernoulli(0.0) for _ in range(100)) and all(
         r.bernoulli(1.0) for _ in range(100)
     )
 
 
-def test_the_law_equals_transformers_warpers():
-    """Laws committed by tests/make_golden.py, made by transformers' own warpers."""
-    for case in json.loads((GOLDEN.parent / "golden_laws.json").read_text()):
-        law = probs(
-            torch.tensor([case["logits"]], dtype=torch.float64), Sampling(**case["sampling"])
-        )[0]
-        expected = torch.tensor(case["law"], dtype=torch.float64)
-        torch.testing.assert_close(law, expected, rtol=0, atol=1e-12)
+def test_the_distribution_equals_that_of_transformers_warpers():
+    """Those that tests/make_golden.py had transformers' own warpers compute."""
+    for case in json.loads((GOLDEN.parent / "golden_probs.json").read_text()):
+        logits = torch.tensor([case["logits"]], dtype=torch.float64)
+        expected = torch.tensor(case["probs"], dtype=torch.float64)
+        p = probs(logits, Sampling(**case["sampling"]))[0]
+        torch.testing.assert_close(p, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("top_k", [0, 50])
-def test_a_law_does_not_depend_on_the_other_rows_of_its_pass(top_k):
-    """Ties are common in bfloat16, and top-p must cut them alike in every pass."""
+def test_a_distribution_does_not_depend_on_the_other_rows_of_its_pass(top_k):
+    """Ties are common in bfloat16, and top-p must cut them the same way in every pass."""
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(60, 500, generator=generator)).bfloat16().float().round(decimals=1)
     sampling = Sampling(1.0, top_k=top_k, top_p=0.9)

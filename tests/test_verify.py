@@ -1,4 +1,4 @@
-"""The one rule of acceptance: exact laws over every random outcome, and its edge cases."""
+"""The one rule of acceptance: exact distributions over every random outcome, and edge cases."""
 
 import random
 
@@ -11,7 +11,7 @@ from minispec.tree import Tree
 from minispec.verify import accept
 
 
-def random_law(rng: random.Random, size: int = 4) -> torch.Tensor:
+def random_distribution(rng: random.Random, size: int = 4) -> torch.Tensor:
     weights = torch.tensor(
         [rng.choice([0.0, rng.random(), rng.random() ** 4]) for _ in range(size)]
     )
@@ -20,38 +20,38 @@ def random_law(rng: random.Random, size: int = 4) -> torch.Tensor:
 
 
 def propose(rng: random.Random, kind: str, randomness) -> tuple[Tree, dict]:
-    """A tree of two levels under the root; its laws are fixed by `rng`, its draws random."""
-    tokens, parents, laws = [0], [-1], [None]
+    """A tree of two levels below the root; `rng` fixes its distributions, its draws are random."""
+    tokens, parents, draft_probs = [0], [-1], [None]
     for parent in (0, 1):
-        law = random_law(rng)
+        q = random_distribution(rng)
         for _ in range(2 if kind != "chain" else 1):
             if kind == "one-hot":
                 tokens.append(rng.randrange(4))
-                laws.append(None)
+                draft_probs.append(None)
             else:
-                tokens.append(randomness.categorical(law))
-                laws.append(law)
+                tokens.append(randomness.categorical(q))
+                draft_probs.append(q)
                 if kind == "without replacement":
-                    law = law.clone()
-                    law[tokens[-1]] = 0.0
-                    if law.sum() == 0:
+                    q = q.clone()
+                    q[tokens[-1]] = 0.0
+                    if q.sum() == 0:
                         parents.append(parent)
                         break
-                    law = law / law.sum()
+                    q = q / q.sum()
             parents.append(parent)
-    return Tree(tokens, parents, laws)
+    return Tree(tokens, parents, draft_probs)
 
 
-@pytest.mark.parametrize("kind", ["chain", "one-hot", "full law", "without replacement"])
+@pytest.mark.parametrize("kind", ["chain", "one-hot", "with replacement", "without replacement"])
 @pytest.mark.parametrize("seed", range(25))
-def test_the_first_two_tokens_have_the_targets_law(kind, seed):
-    """The token after the root is p(. | root); the one after it, where a child was accepted, is
-    p(. | child's token): laws by context, as a model gives them."""
-    laws = {(): random_law(random.Random(seed))}
-    laws |= {(x,): random_law(random.Random(100 * seed + x)) for x in range(4)}
-    laws |= {
-        (x, y): random_law(random.Random(9 * seed + x + 4 * y)) for x in range(4) for y in range(4)
-    }
+def test_the_first_two_tokens_are_distributed_as_the_targets(kind, seed):
+    """The token after the root is drawn from p(. | root), the next one from p(. | that token): one
+    distribution for each context, as a model gives them."""
+    target = {(): random_distribution(random.Random(seed))}
+    for x in range(4):
+        target[x,] = random_distribution(random.Random(100 * seed + x))
+        for y in range(4):
+            target[x, y] = random_distribution(random.Random(9 * seed + x + 4 * y))
     joint: dict[tuple, float] = {}
 
     def round_of(randomness):
@@ -59,15 +59,15 @@ def test_the_first_two_tokens_have_the_targets_law(kind, seed):
         context = [()]
         for node in range(1, len(tree)):
             context.append(context[tree.parents[node]] + (tree.tokens[node],))
-        path, fresh = accept([laws[c] for c in context], tree, randomness)
+        path, fresh = accept([target[c] for c in context], tree, randomness)
         emitted = tree.tokens_at(path[1:]) + [fresh]
         if len(emitted) == 1:  # plain decoding goes on
-            emitted.append(randomness.categorical(laws[tuple(emitted)]))
+            emitted.append(randomness.categorical(target[tuple(emitted)]))
         return tuple(emitted[:2])
 
     for outcome, weight in every_outcome(round_of):
         joint[outcome] = joint.get(outcome, 0.0) + weight
-    expected = {(x, y): float(laws[()][x] * laws[(x,)][y]) for x in range(4) for y in range(4)}
+    expected = {(x, y): float(target[()][x] * target[x,][y]) for x in range(4) for y in range(4)}
     distance = sum(abs(joint.get(k, 0.0) - expected[k]) for k in expected) / 2
     assert abs(sum(joint.values()) - 1) < 1e-12 and distance < 1e-12
 
@@ -81,10 +81,10 @@ def test_greedy_follows_the_argmax_whatever_is_proposed():
 
 
 def test_a_draft_from_the_target_itself_is_always_accepted():
-    law = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    p = torch.tensor([0.1, 0.2, 0.3, 0.4])
     for seed in range(200):
-        tree = Tree.chain(0, [seed % 4, (seed // 4) % 4], [law, law])
-        assert accept([law, law, law], tree, Seeded(seed))[0] == [0, 1, 2]
+        tree = Tree.chain(0, [seed % 4, (seed // 4) % 4], [p, p])
+        assert accept([p, p, p], tree, Seeded(seed))[0] == [0, 1, 2]
 
 
 def test_rounding_that_leaves_no_residual_accepts():
@@ -95,8 +95,8 @@ def test_rounding_that_leaves_no_residual_accepts():
         def bernoulli(self, p):
             return False
 
-        def categorical(self, law):
-            assert law.sum() > 0
+        def categorical(self, probs):
+            assert probs.sum() > 0
             return 0
 
     assert accept([p, p], Tree.chain(0, [1], [q]), Never())[0] == [0, 1]

@@ -1,5 +1,5 @@
-"""What is shown is what happened: laws, chances and texts against their definitions; and the page
-in a real browser, where there is one."""
+"""What is shown is what happened: distributions, chances and texts against their definitions; and
+the page in a real browser, where there is one."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from test_generate import TOKENIZER, VOCAB, byte_model
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from minispec import Sampling, generate, lookahead, view
+from minispec import Sampling, generate, view
 from minispec.certify import random_head, random_heads
 from minispec.checkpoint import save
 from minispec.errors import check_writable, prepare_file
@@ -28,7 +28,7 @@ STRUCK = re.compile(r"\x1b\[9;31m.*?\x1b\[0m")
 
 
 class Recorder(Seeded):
-    """Remembers the chances it was asked for, and how likely the tokens were that it drew."""
+    """Remembers the chances it was given, and how likely each token was that it drew."""
 
     def __init__(self, seed: int):
         super().__init__(seed)
@@ -38,16 +38,16 @@ class Recorder(Seeded):
         self.chances.append(p)
         return super().bernoulli(p)
 
-    def categorical(self, law):
-        token = super().categorical(law)
-        self.drawn.append(float(law[token]))
+    def categorical(self, probs):
+        token = super().categorical(probs)
+        self.drawn.append(float(probs[token]))
         return token
 
 
 def traced(
     method: str, temperature: float = 0.0, model=None, tokenizer=None, prompt=None, **options
 ):
-    """A run and what the page would show of it."""
+    """A run, and what its page would show."""
     model = model or random_model()
     run = decode(model, tokenizer, prompt or random_tokens(9), method, max_new_tokens=20,
                  temperature=temperature, **options)  # fmt: skip
@@ -56,46 +56,44 @@ def traced(
 
 
 def proposing(model) -> dict[str, dict]:
-    """The methods whose trees differ in kind, with small random helpers."""
-    draft = random_model(1)
+    """Every method, with small random helpers."""
     return {
         "autoregressive": {},
-        "speculative": {"draft": draft, "k": 4},
+        "speculative": {"draft": random_model(1), "k": 4},
         "prompt-lookup": {},
-        "medusa": {"heads": random_heads(model, 1)},
+        "medusa": {"heads": random_heads(model, 1), "tree": [(0, 0), (1,), (0, 1), (2, 0, 1)]},
         "medusa-typical": {"heads": random_heads(model, 1)},
         "jacobi": {},
         "lookahead": {},
-        "lookahead-auto": {},
-        "fastmtp": {"head": random_head(model, 1), "k": 3, "tree": 8},
+        "fastmtp": {"head": random_head(model, 1), "k": 3},
     }
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", list(proposing(random_model())))
-def test_laws_are_those_of_plain_forward_passes(method, temperature):
+@pytest.mark.parametrize("method", list(METHODS))
+def test_distributions_are_those_of_plain_forward_passes(method, temperature):
     model = random_model()
     run, data = traced(method, temperature, model, **proposing(model)[method])
     before, sampling = list(run.prompt), Sampling(temperature or 1.0)
     for step, now in zip(run.rounds, data["passes"], strict=True):
         tree = step.tree
         assert now["rows"] == len(before) - 1 and now["tokens"] == step.tokens
-        laws = []
+        target = []
         for node in range(len(tree)):
             above, branch = node, []
             while above > 0:
                 branch.insert(0, tree.tokens[above])
                 above = tree.parents[above]
             logits = model.logits(model(before + branch)[0, -1:])
-            laws.append(probs(logits, sampling)[0])
-            ids, chances = zip(*now["laws"][node])
-            assert list(ids[: view.TOP]) == laws[node].topk(view.TOP).indices.tolist()
-            assert list(chances) == pytest.approx(laws[node][list(ids)].tolist(), rel=1e-3)
+            target.append(probs(logits, sampling)[0])
+            ids, shown = zip(*now["probs"][node])
+            assert list(ids[: view.TOP]) == target[node].topk(view.TOP).indices.tolist()
+            assert list(shown) == pytest.approx(target[node][list(ids)].tolist(), rel=1e-3)
             assert {tree.tokens[i] for i in tree.children(node)} <= set(ids)
-            entropy = -(laws[node] * laws[node].log()).sum()
+            entropy = -(target[node] * target[node].log()).sum()
             assert now["entropy"][node] == pytest.approx(float(entropy), rel=1e-3)
             if node:
-                p = float(laws[tree.parents[node]][tree.tokens[node]])
+                p = float(target[tree.parents[node]][tree.tokens[node]])
                 assert now["p"][node] == pytest.approx(p, rel=1e-3)
         before += step.tokens
     assert any(len(step.tree) > 1 for step in run.rounds) == (method != "autoregressive")
@@ -116,7 +114,7 @@ def test_chances_are_those_the_run_asked_its_randomness_for(method):
                       and now["chance"][i] is not None]  # fmt: skip
         drawn.append(now["drawn"])
     assert shown == pytest.approx(seen.chances, rel=1e-3) and len(shown) > 3
-    if method != "speculative":  # its draft draws from the same source
+    if method != "speculative":  # its draft draws from the same randomness
         assert drawn == pytest.approx(seen.drawn, rel=1e-3)
 
 
@@ -126,27 +124,22 @@ def test_greedy_and_typical_decisions():
     for now in data["passes"]:
         for i, chance in enumerate(now["chance"]):
             assert chance in (None, float(i in now["tree"]["path"]))
-        assert now["laws"][now["tree"]["path"][-1]][0][0] == now["tokens"][-1]
+        assert now["probs"][now["tree"]["path"][-1]][0][0] == now["tokens"][-1]
     _, data = traced("medusa-typical", 0.8, model, heads=random_heads(model, 1))
-    for now in data["passes"]:  # accept's chances are not this rule's
+    for now in data["passes"]:  # `accept`'s chances do not apply to this rule
         assert set(now["chance"]) == {None}
-        law = dict(now["laws"][now["tree"]["path"][-1]])
-        assert law[now["tokens"][-1]] == now["drawn"]
+        shown = dict(now["probs"][now["tree"]["path"][-1]])
+        assert shown[now["tokens"][-1]] == now["drawn"]
 
 
-@pytest.mark.parametrize("method", ["lookahead", "lookahead-auto"])
-def test_the_window_of_a_step_is_what_its_pass_carried(method, monkeypatch):
-    carried, one_pass = [], lookahead.one_pass
-
-    def recorded(model, cache, tree, ahead, *rest):
-        carried.append(list(ahead.tokens) if ahead else [])
-        return one_pass(model, cache, tree, ahead, *rest)
-
-    monkeypatch.setattr(lookahead, "one_pass", recorded)
-    monkeypatch.setattr(lookahead, "cost_curve", lambda model: [1.0] * 200)  # windows cost nothing
-    run = decode(random_model(), None, random_tokens(9), method, max_new_tokens=60)
-    assert [[x for row in step.window for x in row] for step in run.rounds] == carried
-    assert any(carried)
+def test_tree_and_window_of_a_step_are_what_its_pass_was_fed():
+    model, fed = random_model(context=64), []
+    model.register_forward_pre_hook(lambda _, arguments: fed.append(list(arguments[0])))
+    run = decode(model, None, random_tokens(9), "lookahead", max_new_tokens=60)
+    windows = [[x for row in step.window for x in row] for step in run.rounds]
+    shown = [step.tree.tokens + window for step, window in zip(run.rounds, windows)]
+    assert shown == fed[-len(run.rounds) :]
+    assert any(windows) and not windows[-1]  # at the end of the context there is no room for one
 
 
 def test_a_run_cut_inside_a_step_shows_what_was_emitted():
@@ -180,7 +173,7 @@ def test_the_pieces_of_a_vocabulary_with_byte_fallback_keep_their_spaces():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_page_s_texts_are_the_run_s_text(seed):
+def test_the_texts_of_the_page_are_the_run_s_text(seed):
     run, data = traced("prompt-lookup", 1.2, byte_model(), TOKENIZER, "你好你好 x", seed=seed)
     assert "".join(text for now in data["passes"] for text in now["texts"]) == run.text
     assert data["prompt"] == "你好你好 x" and data["tokens"] == run.tokens
@@ -195,7 +188,7 @@ def test_the_page_s_texts_are_the_run_s_text(seed):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("stop", [(), ("\x00", "e", "ab")])
 def test_without_its_colours_the_text_is_the_run_s(seed, stop, full):
-    """Chunk by chunk, whatever bytes the tokens are; struck drafts come with full only."""
+    """Chunk by chunk, whatever bytes the tokens are; drafts are struck out only with `full`."""
     model = random_model(seed, vocab_size=VOCAB, bos_id=256, eos_ids=(256,))
     run = stream(model, TOKENIZER, "你好 ab ab", "prompt-lookup", temperature=1.5, seed=seed,
                  stop=stop, max_new_tokens=60)  # fmt: skip
@@ -207,7 +200,7 @@ def test_without_its_colours_the_text_is_the_run_s(seed, stop, full):
 
 
 def test_who_and_which_pass_and_what_was_rejected():
-    """The tree: a, then b or c below it, and d beside it; a and c are accepted, then e drawn."""
+    """The tree: a, with b or c below it, and d beside it; a and c are accepted, then e is drawn."""
     root, a, b, c, d, e = TOKENIZER.encode("xabcde")
     tree = Tree([root, a, b, d, c, b], [-1, 0, 1, 0, 1, 2])
     step = Step([a, c, e], tree, [0, 1, 4])
@@ -244,7 +237,7 @@ def call(folder, *arguments: str) -> None:
 def test_the_flag_never_takes_the_prompt_for_its_value(folder, capsys, monkeypatch):
     call(folder, "full story")
     plain = capsys.readouterr().out
-    monkeypatch.setenv("NO_COLOR", "1")  # asked for by name, colours come, to a pipe too
+    monkeypatch.setenv("NO_COLOR", "1")  # an explicit --color wins, even into a pipe
     for words in (["--color", "full story"], ["full story", "--color"],
                   ["--color=full", "full story"]):  # fmt: skip
         call(folder, *words)
@@ -272,7 +265,7 @@ def test_a_chat_is_coloured_too(folder, capsys, monkeypatch):
         (["x", "--html", "."], "--html .: cannot be written"),
     ],
 )
-def test_what_cannot_be_is_refused_before_any_work(arguments, match, capsys, monkeypatch):
+def test_impossible_wishes_are_refused_before_any_work(arguments, match, capsys, monkeypatch):
     monkeypatch.setattr(generate, "load", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(SystemExit) as caught:
         generate.main(arguments)
@@ -322,7 +315,7 @@ def test_the_page_needs_no_network():
     assert re.findall(r"(?:src|href)=\"([^\"]*)\"", template) == ["data:,"]
 
 
-# every page in frames as wide as a phone and as a desktop; what a reader would do to it
+# each page in frames as wide as a phone and as a desktop, and what a reader would do with it
 HARNESS = """<!DOCTYPE html><meta charset="utf-8"><pre id="out"></pre><script>
 const pages = PAGES, out = [];
 function tried(frame, name, width) {
@@ -341,10 +334,11 @@ function tried(frame, name, width) {
   $("previous").click(); $("slider").value = 1; $("slider").dispatchEvent(new w.Event("input"));
   seen.slid = where();
   const nodes = d.querySelectorAll("#tree g[role=button]");
-  nodes[0].dispatchEvent(new w.MouseEvent("click")); seen.law = $("law-note").textContent;
+  nodes[0].dispatchEvent(new w.MouseEvent("click")); 
+  seen.note = $("distribution-note").textContent;
   const ground = () => w.getComputedStyle(d.body).backgroundColor;
   const before = ground(); $("theme").click(); seen.theme = before !== ground();
-  seen.nodes = nodes.length; seen.bars = d.querySelectorAll("#law .bar").length;
+  seen.nodes = nodes.length; seen.bars = d.querySelectorAll("#distribution .bar").length;
   seen.window = !$("window-part").hidden; seen.overflow = d.documentElement.scrollWidth - width;
   return seen;
 }
@@ -371,10 +365,8 @@ def pages(tmp_path_factory):
     """A page of every method on the shipped weights, and their data."""
     folder, made = tmp_path_factory.mktemp("pages"), {}
     for method in METHODS:
-        words = ["lookahead", "--auto"] if method == "lookahead-auto" else [method]
-        tree = ["--tree", "8", "--k", "4"] if method == "fastmtp" else []
         file = folder / f"{method}.html"
-        generate.main(["Once upon a time", "--max-new-tokens", "12", "--method", *words, *tree,
+        generate.main(["Once upon a time", "--max-new-tokens", "12", "--method", method,
                        "--html", str(file), "--device", "cpu"])  # fmt: skip
         made[method] = file.read_text(encoding="utf-8")
     return made
@@ -404,8 +396,7 @@ def test_every_method_s_page_in_a_browser(pages, tmp_path):
         assert one["swiped"] == f"pass {min(3, count)} of {count}"
         assert one["last"] == f"pass {count} of {count}"
         assert one["text"] == data["prompt"] + data["text"]
-        assert one["nodes"] == len(second["tree"]["tokens"]) and one["bars"] >= len(
-            second["laws"][0]
-        )
-        assert one["law"].startswith("node 0,") and one["theme"]
+        assert one["nodes"] == len(second["tree"]["tokens"])
+        assert one["bars"] >= len(second["probs"][0])
+        assert one["note"].startswith("node 0,") and one["theme"]
         assert one["window"] == bool(second["window"]) and one["overflow"] <= 0

@@ -1,9 +1,9 @@
-"""transformers' assisted generation as a black box for the certifier (`reference` extra):
+"""transformers' assisted generation, a black box for the certifier (`reference` extra):
 
     PYTHONPATH=tests python -m minispec.certify --impl transformers_assisted:assisted
 
-The assistant is the model itself with its weights disturbed, so that drafts are accepted often,
-but not always. `plain` is transformers without an assistant, for comparison.
+The assistant is the model itself with noise on its weights, so that drafts are often, but not
+always, accepted. `plain` is transformers without an assistant, for comparison.
 """
 
 import functools
@@ -34,7 +34,7 @@ def plain(checkpoint, prompt, **options):
 
 
 def generate(model, assistant, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
-    if max_new_tokens == 0:  # refused by transformers
+    if max_new_tokens == 0:  # transformers refuses this
         return []
     torch.manual_seed(seed)
     sampled = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)

@@ -1,7 +1,7 @@
 """Grades an implementation: pytest lessons/assignments/a2_accept --impl my_solution.py
 
-`@pytest.mark.points(5, task="commit")` gives a test its points. They are earned if the test passes
-for all its parameters, and a table of tasks is printed at the end.
+`@pytest.mark.points(5, task="commit")` says what a test is worth. Its points are earned if it
+passes for all of its parameters; a table of tasks is printed at the end.
 """
 
 import importlib
@@ -19,8 +19,8 @@ sys.path.insert(0, str(HERE.parent.parent))  # minispec, and what an assignment 
 
 @dataclass
 class Graded:
-    """One test: its points, its runs (one for each parameter) that have not passed yet, and the
-    first word on what is wrong."""
+    """One test: its points, how many of its runs (one for each parameter) have not passed yet, and
+    what the first failure said."""
 
     points: int
     waiting: int = 0
@@ -53,7 +53,7 @@ def pytest_addoption(parser):
         "--impl",
         default="starter",
         help="what is graded: a module, a .py file, a folder of files named after the assignments, "
-        "`minispec` for the reference; by default the starters",
+        "or `minispec` for the reference; by default the starters",
     )
 
 
@@ -88,7 +88,7 @@ def named(name: str) -> ModuleType:
 
 
 class Implementation:
-    """The module that is graded; a name that it lacks fails the test with one line."""
+    """The module that is graded; asking for a name that it lacks fails the test with one line."""
 
     def __init__(self, module: ModuleType, where: str):
         self._module, self._where = module, where
@@ -141,7 +141,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def first_line(call: pytest.CallInfo) -> str:
-    """What went wrong, in a line: an assertion's own words, or the kind of exception and its."""
+    """What went wrong, in a line: an assertion's own words, or the exception's kind and words."""
     words = str(call.excinfo.value).split("\n")[0]
     plain = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
     return words if plain and words else f"{call.excinfo.typename}: {words}".rstrip(": ")

@@ -38,7 +38,7 @@ class Head(Block):
 
     def new_cache(self, capacity: int) -> KVCache:
         """The head's own cache, of one layer."""
-        c, weight = self.config, self.input_proj.weight
+        c, weight = self.config, self.final_layernorm.weight
         return KVCache(1, c.kv_heads, c.head_dim, capacity, 1, weight.dtype, weight.device)
 
     def forward(

@@ -69,10 +69,11 @@ def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> Head
     """Heads that all say what the model's lm_head says."""
     config = model.config
     new = Heads(heads, layers, config.hidden_size, None if shared else config.vocab_size)
+    new = new.to(model.device, model.dtype)
     if not shared:
         for head in new:
             head[-1].weight.data.copy_(model.lm_head.weight)
-    return new.to(model.device, model.dtype)
+    return new
 
 
 # ---- decoding ------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ def rounds(
 ) -> Iterator[Step]:  # fmt: skip
     """The loop of both."""
     chosen = heads.tree if tree is None else tree
-    if isinstance(chosen, list):
+    if not hasattr(chosen, "choose"):
         chosen = complete(chosen, len(heads), model.config.vocab_size)
     cache = cache or model.new_cache()
     tokens = list(prompt)
@@ -158,7 +159,10 @@ def complete(paths: list[Ranks], depth: int, ranks: int) -> list[Ranks]:
     """The paths and all their beginnings, each once; checked against the number of heads (`depth`)
     and of candidates (`ranks`). Depth first: the path of best ranks comes first of all, and what
     is accepted of it already lies in the cache where it belongs."""
-    deepest = max(map(len, paths), default=0)
+    try:
+        deepest = max(map(len, paths), default=0)
+    except TypeError:
+        raise UserError(f"the tree {paths!r}: must be paths of ranks, as [(0,), (0, 1)]") from None
     if deepest > depth:
         raise UserError(
             f"the tree is {deepest} deep, but there are only {depth} heads: cut its paths"

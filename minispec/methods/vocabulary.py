@@ -45,7 +45,8 @@ class Subset:
     """Some rows of lm_head, W[V_high], for the tokens `ids`."""
 
     def __init__(self, weight: Tensor, ids: list[int]):
-        self.ids, self.size = torch.tensor(ids, device=weight.device), len(weight)
+        self.size, self.host_ids = len(weight), torch.tensor(ids)
+        self.ids = self.host_ids.to(weight.device)
         self.rows = weight[self.ids]  # (|V_high|, d)
 
     def __len__(self) -> int:
@@ -58,11 +59,12 @@ class Subset:
 
     def full(self, token: Tensor) -> Tensor:
         """The ids of tokens that the small vocabulary numbers so, on the same device."""
-        return self.ids.to(token.device)[token]
+        return (self.host_ids if token.device.type == "cpu" else self.ids)[token]
 
     def scatter(self, probs: Tensor) -> Tensor:
-        """A distribution over the subset, (|V_high|,), as one over the vocabulary, (V,)."""
-        return probs.new_zeros(self.size).scatter(0, self.ids.to(probs.device), probs)
+        """A distribution over the subset, (|V_high|,), as one over the vocabulary, (V,); both on
+        the host."""
+        return probs.new_zeros(self.size).scatter(0, self.host_ids, probs)
 
 
 class Compressed:
@@ -74,6 +76,7 @@ class Compressed:
         self.subsets: dict[tuple[str, ...], Subset] = {}
         self.votes = votes(languages)
 
+    @torch.inference_mode(False)  # kept beyond a run
     def pick(self, tokens: list[int]) -> Subset:
         """The subset for what comes after `tokens`: their language's, or the union of those they
         mix; all languages' where nothing tells."""

@@ -6,10 +6,11 @@ from minispec import cache
 
 
 def layout(parents: tuple[int, ...]) -> tuple[list[int], Tensor, Tensor]:
-    """Depths, as a list and a tensor (n,) of integers, and the mask (n, n), bool, of a tree.
+    """The depths of a tree's nodes, as a list and as a tensor (n,) of integers, and its mask
+    (n, n), bool.
 
     `parents[i]` is the parent of node i, -1 for the root, which is node 0; parents come before
-    their children. mask[i, j]: node i sees node j, its ancestor or itself.
+    their children. mask[i, j] is True where node i sees node j: its ancestors and itself.
     """
     raise NotImplementedError
 
@@ -18,18 +19,18 @@ class KVCache(cache.KVCache):
     """Keys and values: `self.k` and `self.v`, lists of (batch, capacity, heads, head_dim), one
     for each layer.
 
-    `self.lengths` holds one number a sequence (here there is one sequence, and `self.length` is its
-    number): rows [0, length) are committed, those behind them are scratch. Allocation and writing
-    are given; where a pass goes, what it sees and what stays are yours.
+    `self.lengths` holds one number per sequence (here there is one sequence, and `self.length` is
+    its number): rows [0, length) are committed, those behind them are scratch. Allocation and
+    writing are given; you decide where a pass goes, what it sees and what stays.
     """
 
     def place(self, n: int, depth: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where the `n` rows of the next pass go, and what they see.
 
-        Returns slots (1, n): the cache rows to write, right behind the committed ones; positions
-        (1, n): the row of depth 0 stands at `length`; and visible (1, 1, n, span), bool: the
-        committed rows for everybody, scratch row j for row i if mask[i, j], nothing else. `span` is
-        any number of rows that holds them, at most the capacity. ValueError if they do not fit.
+        Returns slots (1, n), the cache rows to write, right behind the committed ones; positions
+        (1, n), where a row of depth 0 stands at `length`; and visible (1, 1, n, length + n), bool:
+        every row sees the committed rows, and row i sees scratch row j if mask[i, j]. ValueError if
+        the rows do not fit.
         """
         raise NotImplementedError
 

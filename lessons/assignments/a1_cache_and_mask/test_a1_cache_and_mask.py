@@ -1,4 +1,4 @@
-"""Masks by the definition, cache rows that carry their own number, and a model's fresh prefill."""
+"""Masks against the definition, random cache rows, and a model's fresh prefill."""
 
 import random
 
@@ -74,8 +74,8 @@ def test_rows_go_behind_the_committed_ones_and_stand_at_their_depth(impl):
         depth = torch.tensor([len(ancestors(parents, i)) - 1 for i in range(n)])
         slots, positions, _ = cache.place(n, depth, torch.eye(n, dtype=torch.bool))
         assert slots.tolist() == [list(range(length, length + n))], (
-            f"{length} rows are committed: {n} rows go to {length}, {length + 1}, … one after "
-            f"another, not to {slots.tolist()}"
+            f"{length} rows are committed: the {n} new ones go to {length}, {length + 1}, …, "
+            f"not to {slots.tolist()}"
         )
         assert positions.tolist() == [[length + d for d in depth.tolist()]], (
             "a node's position is length + depth (siblings share it), not its slot"
@@ -91,16 +91,15 @@ def test_rows_see_the_committed_ones_and_what_the_mask_says(impl):
         cache, *_ = filled(impl, length)
         mask = torch.tensor([[rng.random() < 0.5 for _ in range(n)] for _ in range(n)])
         visible = cache.place(n, torch.arange(n), mask)[2]
-        span = visible.shape[-1]
-        assert visible.shape[:3] == (1, 1, n) and length + n <= span <= cache.capacity, (
-            f"visible is {tuple(visible.shape)}, not (1, 1, {n}, span)"
+        assert visible.shape == (1, 1, n, length + n), (
+            f"visible is {tuple(visible.shape)}, not (1, 1, {n}, {length + n}): rows behind this "
+            "pass are stale, and nobody may see them"
         )
         seen = visible[0, 0]
         assert seen[:, :length].all(), "every row sees every committed row"
-        assert torch.equal(seen[:, length : length + n], mask), (
-            "scratch rows see each other as the mask says: column j of it is cache row length + j"
+        assert torch.equal(seen[:, length:], mask), (
+            "scratch rows see each other as the mask says: its column j is cache row length + j"
         )
-        assert not seen[:, length + n :].any(), "rows behind this pass are stale: nobody sees them"
 
 
 @pytest.mark.points(1, task="place")
@@ -122,14 +121,14 @@ def test_the_path_s_rows_follow_the_committed_ones(impl):
         cache.commit(list(path))
         kept = [*range(length), *(length + row for row in path)]
         assert cache.lengths == [len(kept)], (
-            f"{length} rows and path {path} make {len(kept)}, not {cache.lengths[0]}: a path's "
-            "length counts, not its last row"
+            f"{length} rows and path {path} make {len(kept)}, not {cache.lengths[0]}: what counts "
+            "is the path's length, not its last row"
         )
         for name, rows, before in (("k", torch.stack(cache.k), k), ("v", torch.stack(cache.v), v)):
             for at, source in enumerate(kept):
                 assert torch.equal(rows[:, :, at], before[:, :, source]), (
                     f"{length} committed rows, path {path}: row {at} of {name} must be what row "
-                    f"{source} was, in all layers; a row must be read before it is overwritten"
+                    f"{source} was, in every layer; read a row before you overwrite it"
                 )
 
 
@@ -140,12 +139,12 @@ def test_truncate_moves_the_boundary_and_nothing_else(impl):
         cache.truncate(length)
         assert cache.lengths == [length], f"truncate({length}) leaves {length} committed rows"
         same = torch.equal(torch.stack(cache.k), k) and torch.equal(torch.stack(cache.v), v)
-        assert same, "no row needs to be changed"
+        assert same, "truncate moves the boundary and changes no row"
 
 
 @pytest.mark.points(5, task="together")
-def test_after_random_rounds_the_cache_is_a_fresh_prefill_s(impl):
-    """Trees scored, paths committed, tails forgotten: no row may tell the history."""
+def test_after_random_rounds_the_cache_equals_a_fresh_prefill(impl):
+    """Trees scored, paths committed, tails forgotten: no row may show what happened before."""
     for seed in range(4):
         rng, model = random.Random(seed), small_model(seed)
         c = model.config
@@ -171,5 +170,5 @@ def test_after_random_rounds_the_cache_is_a_fresh_prefill_s(impl):
                 wrong = (worst > 1e-10).nonzero().flatten().tolist()
                 assert cache.length == len(tokens) and not wrong, (
                     f"seed {seed}, round {round_}: row {wrong[:1]} of {name} is not what a fresh "
-                    f"pass over the {len(tokens)} committed tokens gives"
+                    f"pass over the {len(tokens)} committed tokens writes"
                 )

@@ -11,8 +11,8 @@ from minispec.tree import Tree
 def residual(p: Tensor, q: Tensor | None, x: int) -> Tensor | None:
     """norm(max(0, p - q)): what p becomes after the draft `x`, drawn from q, was rejected.
 
-    p and q are laws (V,); q None stands for the law that is one-hot at x. None if nothing is left
-    to draw from. Neither p nor q may be changed.
+    p and q are distributions (V,); q None stands for the one that is one-hot at x. None if nothing
+    is left to draw from. Neither p nor q may be changed.
     """
     raise NotImplementedError
 
@@ -20,9 +20,9 @@ def residual(p: Tensor, q: Tensor | None, x: int) -> Tensor | None:
 def accept(target: Sequence[Tensor], tree: Tree, randomness: Randomness) -> tuple[list[int], int]:
     """Walk down the tree as far as the target agrees: the path from node 0, and one fresh token.
 
-    target[i] is the target's law (V,) after node i. `tree.children(i)` are tried in their order;
-    child c holds token `tree.tokens[c]`, drawn from `tree.law(c)` (None: one-hot). The only random
-    decisions are `randomness.bernoulli(probability) -> bool` and
-    `randomness.categorical(law) -> int`. Where no residual is left, the child counts as accepted.
+    target[i] is the target's distribution (V,) after node i. Children are tried in the order of
+    `tree.children(i)`; child c holds token `tree.tokens[c]`, drawn from `tree.drawn_from(c)` (None:
+    one-hot). The only random decisions are `randomness.bernoulli(probability) -> bool` and
+    `randomness.categorical(probs) -> int`. Where no residual is left, the child counts as accepted.
     """
     raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Exact laws: every test sums over all random outcomes of `accept`, by `every_outcome`."""
+"""Exact distributions: `every_outcome` sums over all random outcomes of `accept`."""
 
 import random
 
@@ -12,19 +12,19 @@ from minispec.tree import Tree
 V = 4  # tokens
 
 
-def random_law(rng: random.Random, size: int = V) -> torch.Tensor:
+def random_probs(rng: random.Random, size: int = V) -> torch.Tensor:
     """With zeros now and then, as top-k and top-p leave them."""
     weights = [rng.choice([0.0, rng.random(), rng.random() ** 4]) for _ in range(size)]
     weights[rng.randrange(size)] += 0.1
-    law = torch.tensor(weights, dtype=torch.float64)
-    return law / law.sum()
+    probs = torch.tensor(weights, dtype=torch.float64)
+    return probs / probs.sum()
 
 
 def drafted(rng: random.Random, kind: str, children: int, levels: int, randomness) -> Tree:
     """`children` drafts below the root and, at two levels, as many below the first of them."""
-    tokens, parents, laws = [0], [-1], [None]
+    tokens, parents, draft_probs = [0], [-1], [None]
     for parent in range(levels):
-        q = random_law(rng)
+        q = random_probs(rng)
         for _ in range(children):
             if q.sum() == 0:  # all of it was drawn
                 break
@@ -32,60 +32,60 @@ def drafted(rng: random.Random, kind: str, children: int, levels: int, randomnes
             x = rng.randrange(V) if one_hot else randomness.categorical(q)
             tokens.append(x)
             parents.append(parent)
-            laws.append(None if one_hot else q)
+            draft_probs.append(None if one_hot else q)
             if kind == "without replacement":
                 q = q.clone()
                 q[x] = 0.0
                 q = q / q.sum() if q.sum() > 0 else q
-    return Tree(tokens, parents, laws)
+    return Tree(tokens, parents, draft_probs)
 
 
 def distance(accept, seed: int, kind: str, children: int) -> float:
-    """Total variation between the first two tokens' law and the target's own."""
+    """Total variation of the first two tokens' distribution from the target's own."""
     rng = random.Random(seed)
     contexts = [()] + [(x,) for x in range(V)] + [(x, y) for x in range(V) for y in range(V)]
-    laws = {context: random_law(rng) for context in contexts}
+    after = {context: random_probs(rng) for context in contexts}
 
     def first_two(randomness) -> tuple[int, ...]:
         tree = drafted(random.Random(seed), kind, children, 1 + seed % 2, randomness)
         context = [()]
         for node in range(1, len(tree)):
             context.append(context[tree.parents[node]] + (tree.tokens[node],))
-        path, fresh = accept([laws[c] for c in context], tree, randomness)
+        path, fresh = accept([after[c] for c in context], tree, randomness)
         tokens = tree.tokens_at(path[1:]) + [fresh]
         if len(tokens) == 1:  # the next pass is a plain one
-            tokens.append(randomness.categorical(laws[tuple(tokens)]))
+            tokens.append(randomness.categorical(after[tuple(tokens)]))
         return tuple(tokens[:2])
 
-    law = {(x, y): float(laws[()][x] * laws[(x,)][y]) for x in range(V) for y in range(V)}
+    excess = {(x, y): -float(after[()][x] * after[(x,)][y]) for x in range(V) for y in range(V)}
     for tokens, weight in every_outcome(first_two):
-        law[tokens] -= weight
-    return sum(map(abs, law.values())) / 2
+        excess[tokens] += weight
+    return sum(map(abs, excess.values())) / 2
 
 
 @pytest.mark.points(4, task="residual")
 def test_residual_is_what_q_leaves_of_p(impl):
     for seed in range(20):
         rng = random.Random(seed)
-        p, q, x = random_law(rng, 7), random_law(rng, 7), rng.randrange(7)
+        p, q, x = random_probs(rng, 7), random_probs(rng, 7), rng.randrange(7)
         before = p.clone(), q.clone()
-        for law, name in ((q, "a drawn draft"), (None, "a one-hot draft")):
-            rest = impl.residual(p, law, x)
-            cut = law if law is not None else torch.eye(7, dtype=torch.float64)[x]
+        for given, name in ((q, "a drawn draft"), (None, "a one-hot draft")):
+            rest = impl.residual(p, given, x)
+            cut = q if given is not None else torch.eye(7, dtype=torch.float64)[x]
             left = [max(0.0, float(a) - float(b)) for a, b in zip(p, cut)]
             if sum(left) == 0:
                 assert rest is None, f"{name}: q covers all of p, so the answer is None"
                 continue
-            assert rest is not None, f"{name}: p - q is positive somewhere, so a law is left"
+            assert rest is not None, f"{name}: p - q is positive somewhere, so something is left"
             assert abs(float(rest.sum()) - 1) < 1e-12, f"{name}: the residual must sum to 1"
             wrong = max(abs(float(a) - b / sum(left)) for a, b in zip(rest, left))
             assert wrong < 1e-12, f"{name}: the residual is norm(max(0, p - q)), not p nor |p - q|"
         unchanged = torch.equal(p, before[0]) and torch.equal(q, before[1])
-        assert unchanged, "p or q was changed in place: they are the caller's"
+        assert unchanged, "p or q was changed in place, but they belong to the caller"
 
 
 @pytest.mark.points(1, task="residual")
-def test_residual_of_a_law_that_is_certain_of_x_is_none(impl):
+def test_a_certain_target_that_agrees_leaves_no_residual(impl):
     for x in range(V):
         p = torch.eye(V, dtype=torch.float64)[x]
         for q in (None, p.clone()):
@@ -94,7 +94,7 @@ def test_residual_of_a_law_that_is_certain_of_x_is_none(impl):
 
 @pytest.mark.points(3, task="greedy")
 def test_a_greedy_target_is_followed_token_by_token(impl):
-    """One-hot laws: each step of the path goes to the first child that holds the target's token."""
+    """Each step of the path goes to the first child that holds the target's one token."""
     for seed in range(30):
         rng = random.Random(seed)
         parents = [-1] + [rng.randrange(i) for i in range(1, 15)]
@@ -108,28 +108,28 @@ def test_a_greedy_target_is_followed_token_by_token(impl):
             f"path {path} instead of {expected}: a child is accepted if it holds what the target "
             "says after its parent"
         )
-        assert fresh == said[path[-1]], "the fresh token is the target's after the path's last node"
+        assert fresh == said[path[-1]], "the fresh token is what the target says after the path"
 
 
 @pytest.mark.points(6, task="chain")
 @pytest.mark.parametrize("kind", ["one-hot", "drawn"])
-def test_a_chain_has_the_target_s_law(impl, kind):
+def test_a_chain_has_the_target_s_distribution(impl, kind):
     for seed in range(12):
         d = distance(impl.accept, seed, kind, children=1)
         assert d < 1e-12, (
-            f"the output is {d:.3f} (total variation) away from the target's law, for {kind} "
-            "drafts: accept x with min(1, p(x) / q(x)), else draw from the residual; bonus and "
-            "correction are both drawn from what p has become"
+            f"the output is {d:.3f} (total variation) away from the target, for {kind} "
+            "drafts: accept x with probability min(1, p(x) / q(x)), else draw from the residual; "
+            "bonus and correction are both drawn from what p has become"
         )
 
 
 @pytest.mark.points(6, task="tree")
 @pytest.mark.parametrize("kind", ["one-hot", "with replacement", "without replacement"])
-def test_siblings_have_the_target_s_law(impl, kind):
+def test_siblings_have_the_target_s_distribution(impl, kind):
     for seed in range(6):
         d = distance(impl.accept, seed, kind, children=2)
         assert d < 1e-12, (
-            f"the output is {d:.3f} (total variation) away from the target's law, for two "
+            f"the output is {d:.3f} (total variation) away from the target, for two "
             f"siblings ({kind}): after a rejection the next sibling is judged by the residual"
         )
 
@@ -139,8 +139,8 @@ def test_the_path_is_a_path(impl):
     rng, randomness = random.Random(0), Seeded(0)
     for _ in range(60):
         tree = drafted(rng, "with replacement", 3, 2, randomness)
-        path, fresh = impl.accept([random_law(rng) for _ in tree.tokens], tree, randomness)
-        assert path[0] == 0, "the path begins with node 0, which is emitted already"
+        path, fresh = impl.accept([random_probs(rng) for _ in tree.tokens], tree, randomness)
+        assert path[0] == 0, "the path begins with node 0, which was emitted already"
         steps = all(tree.parents[b] == a for a, b in zip(path, path[1:]))
         assert steps, f"path {path} of {tree}: each node must be a child of the one before it"
         assert 0 <= fresh < V and type(fresh) is int, "the fresh token is an int"
@@ -154,8 +154,8 @@ def test_a_draft_that_rounding_leaves_no_residual_for_is_accepted(impl):
         def bernoulli(self, p: float) -> bool:
             return False
 
-        def categorical(self, law) -> int:
-            assert float(law.sum()) > 0, "a draw from a law of nothing: accept where none is left"
+        def categorical(self, probs) -> int:
+            assert float(probs.sum()) > 0, "a draw from nothing: accept where no residual is left"
             return 0
 
     p = torch.tensor([0.5, 0.5], dtype=torch.float64)
@@ -167,10 +167,10 @@ def test_a_draft_that_rounding_leaves_no_residual_for_is_accepted(impl):
 def test_a_draft_that_is_the_target_is_always_accepted(impl):
     rng, randomness = random.Random(0), Seeded(0)
     for _ in range(30):
-        laws = [random_law(rng) for _ in range(4)]
-        tree = Tree.chain(0, [randomness.categorical(law) for law in laws[:3]], laws[:3])
-        path, _ = impl.accept(laws, tree, randomness)
+        target = [random_probs(rng) for _ in range(4)]
+        tree = Tree.chain(0, [randomness.categorical(p) for p in target[:3]], target[:3])
+        path, _ = impl.accept(target, tree, randomness)
         assert path == [0, 1, 2, 3], (
-            "a draft whose law is the target's must always be accepted: judge a node by the law "
-            "after its parent"
+            "a draft with q = p must always be accepted: judge a node by the target's "
+            "distribution after its parent"
         )

@@ -1,14 +1,13 @@
 """Assignment 3: draft-target decoding. Fill in the functions; see README.md."""
 
 from collections.abc import Iterator
-from typing import Literal
 
 from torch import Tensor
 
 from minispec.cache import KVCache
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling
-from minispec.tree import Step
+from minispec.tree import Policy, Step
 
 
 def lookup(tokens: list[int], k: int, ngram: int) -> list[int]:
@@ -21,10 +20,11 @@ def propose(
     draft: Transformer, cache: KVCache, tokens: list[int], k: int, sampling: Sampling,
     randomness: Randomness, vocabulary: int,
 ) -> tuple[list[int], list[Tensor | None]]:  # fmt: skip
-    """`k` tokens after `tokens`, each drawn from the draft's law; and the laws (None: one-hot).
+    """`k` tokens after `tokens`, each drawn from the draft's distribution; and the distribution of
+    each (None: one-hot).
 
-    `cache` is the draft's and holds a beginning of `tokens`: feed what it lacks, commit what is
-    fed. A law is (vocabulary,), over the target's tokens: logits of the draft beyond them are
+    `cache` is the draft's and holds a prefix of `tokens`: feed what it lacks, commit what is fed.
+    A distribution is (vocabulary,), over the target's tokens: the draft's logits beyond them are
     cut off before `probs`, and where the draft knows fewer, the rest is 0. At temperature 0 the
     draft takes its argmax and draws nothing.
     """
@@ -33,25 +33,25 @@ def propose(
 
 def speculative(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, draft: Transformer, k: int | Literal["auto"] = 4,
+    cache: KVCache | None = None, draft: Transformer, k: int | Policy = 4,
     draft_sampling: Sampling | None = None,
 ) -> Iterator[Step]:  # fmt: skip
-    """Leviathan et al. 2023, algorithm 1, without an end: first an empty `Step()` for the prefill,
-    then a Step(new tokens, tree, path) a round.
+    """Leviathan et al. 2023, algorithm 1, never ending: first an empty `Step()` for the prefill,
+    then one Step(new tokens, tree, path) a round.
 
-    `cache` may hold a beginning of the prompt already. `draft_sampling` is the draft's, by default
-    as the target's. After every round the target's cache holds all tokens but the last. Not graded:
-    k "auto", vocabularies of different size, the end of the context.
+    `cache` may hold a prefix of the prompt already. The draft draws with `draft_sampling`, by
+    default as the target does. After every round the target's cache holds all tokens but the last.
+    Not graded: a k that is a policy, vocabularies of different sizes, the end of the context.
     """
     raise NotImplementedError
 
 
 def tokens_per_pass(alpha: float, gamma: int) -> float:
-    """E[tokens per target pass] for γ drafts, each accepted with probability α, if those before it
+    """E[tokens per target pass] for γ drafts, each accepted with probability α if all before it
     were; α = 1 included."""
     raise NotImplementedError
 
 
 def speedup(alpha: float, gamma: int, c: float) -> float:
-    """Over plain decoding, where a draft pass costs c target passes."""
+    """Speed over plain decoding, where a draft pass costs c target passes."""
     raise NotImplementedError

@@ -1,21 +1,22 @@
-"""The certifier's exact laws and greedy identity; the draft against passes without a cache."""
+"""The certifier's exact sums and greedy identity; the draft against passes without a cache."""
 
 import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from minispec.methods.autoregressive import autoregressive
 from minispec.certify import (
     SAMPLINGS,
     Negated,
     Recorder,
     Toy,
-    exact_law,
+    exact_distribution,
     first_tokens,
     small_model,
     total_variation,
 )
+from minispec.methods.autoregressive import autoregressive
 from minispec.sampling import Sampling, Seeded, probs
 
 GREEDY, WARM = Sampling(), Sampling(0.8, top_k=5)
@@ -46,8 +47,9 @@ def test_lookup_finds_the_longest_and_then_the_latest_repeat(impl):
                 break
         guess = impl.lookup(list(tokens), k, ngram)
         assert guess == expected, (
-            f"{tokens}, at most {k}, n-grams up to {ngram}: {expected}, not {guess}: the longest "
-            "n-gram that came before, its latest place, and what followed, even if it is short"
+            f"{tokens}, at most {k}, n-grams up to {ngram}: {expected}, not {guess}: take the "
+            "longest n-gram that occurred before, where it last did, and what followed, however "
+            "short"
         )
 
 
@@ -59,35 +61,36 @@ def test_greedy_drafts_are_the_draft_s_argmax_and_one_hot(impl):
     for seed in range(4):
         draft, rng = small_model(seed), random.Random(seed)
         tokens, k = rng.choices(range(24), k=rng.randint(1, 9)), rng.randint(1, 5)
-        guess, laws = impl.propose(draft, draft.new_cache(), tokens, k, GREEDY, Seeded(), 24)
+        cache = draft.new_cache()
+        guess, draft_probs = impl.propose(draft, cache, tokens, k, GREEDY, Seeded(), 24)
         expected = greedy_after(draft, tokens, k)
         assert guess == expected, f"greedy drafts after {tokens}: {expected}, not {guess}"
-        assert laws == [None] * k, (
-            "an argmax was not drawn from the softmax: its law is one-hot, which is None"
+        assert draft_probs == [None] * k, (
+            "an argmax was not drawn from the softmax: its distribution is one-hot, which is None"
         )
 
 
 @pytest.mark.points(4, task="propose")
-def test_sampled_drafts_come_with_the_law_they_were_drawn_from(impl):
+def test_sampled_drafts_come_with_the_distribution_they_were_drawn_from(impl):
     for seed, rows in enumerate((24, 24, 20, 30)):  # the draft's vocabulary; the target's is 24
         draft, randomness = small_model(seed, vocab=rows), Recorder(seed)
         tokens = random.Random(seed).choices(range(20), k=5)
-        guess, laws = impl.propose(draft, draft.new_cache(), tokens, 4, WARM, randomness, 24)
+        cache = draft.new_cache()
+        guess, draft_probs = impl.propose(draft, cache, tokens, 4, WARM, randomness, 24)
         assert guess == randomness.drawn and len(guess) == 4, (
-            "k = 4 tokens, each what `randomness.categorical` gave: a draft may not be dropped "
-            "after it was drawn"
+            "k = 4 tokens, each as `randomness.categorical` gave it: no draft may be dropped after "
+            "it was drawn"
         )
-        for i, law in enumerate(laws):
+        for i, (q, drawn) in enumerate(zip(draft_probs, randomness.probs, strict=True)):
             known = [t if t < rows else 0 for t in tokens + guess[:i]]
             logits = draft.logits(draft(known)[0, -1:])[:, :24]
-            right = probs(logits, WARM)[0]
-            right = torch.cat([right, right.new_zeros(24 - len(right))])
-            drawn = randomness.laws[i]
-            assert law.shape == (24,) and torch.equal(law, drawn), (
-                f"draft {i} was drawn from another law than is returned for it"
+            right = F.pad(probs(logits, WARM)[0], (0, 24 - logits.shape[-1]))
+            assert torch.equal(q, F.pad(drawn, (0, 24 - len(drawn)))), (
+                f"draft {i} was drawn from another distribution than is returned for it"
             )
-            assert (law - right).abs().max() < 1e-9, (
-                f"draft {i}: the law is the draft's own after its warpers, over the target's tokens"
+            assert (q - right).abs().max() < 1e-9, (
+                f"draft {i}: q is the draft's own distribution after its warpers, over the "
+                "target's tokens"
             )
 
 
@@ -99,10 +102,10 @@ def test_drafting_feeds_only_what_the_cache_lacks(impl):
         draft(tokens[: 3 + seed], cache)
         cache.lengths = [3 + seed]
         guess, _ = impl.propose(draft, cache, tokens, 3, GREEDY, Seeded(), 24)
-        assert guess == greedy_after(draft, tokens, 3), "other drafts from a cache that lags behind"
+        assert guess == greedy_after(draft, tokens, 3), "a cache that lags changes the drafts"
         assert cache.length == len(tokens) + 2, (
             f"after 3 drafts the cache holds the {len(tokens)} tokens and the first two drafts, "
-            f"not {cache.length} rows: the last draft is fed next round, if it is accepted"
+            f"not {cache.length} rows: the last one is fed next round, if it is accepted"
         )
 
 
@@ -113,19 +116,20 @@ def test_drafting_feeds_only_what_the_cache_lacks(impl):
 @pytest.mark.parametrize(
     "label, k", [("T=1", 1), ("T=1", 2), ("T=0.7 top-k 2", 2), ("T=1.5 top-p 0.8", 1)]
 )
-def test_the_certifier_finds_the_target_s_law_exactly(impl, label, k):
-    """Every random outcome of the first tokens, on a target whose law shows every stale row."""
+def test_the_certifier_finds_exactly_the_target_s_distribution(impl, label, k):
+    """Every random outcome of the first tokens, on a target that every stale row changes."""
     model, draft, prompt = Toy(5), Toy(77), [1, 0, 1, 1, 0]
 
     def method(*arguments, **options):
         return impl.speculative(*arguments, draft=draft, k=k, **options)
 
-    plain = exact_law(autoregressive, model, prompt, SAMPLINGS[label], 2)
-    law = exact_law(method, model, prompt, SAMPLINGS[label], 2)
-    d = total_variation(law, plain)
+    d = total_variation(
+        exact_distribution(method, model, prompt, SAMPLINGS[label], 2),
+        exact_distribution(autoregressive, model, prompt, SAMPLINGS[label], 2),
+    )
     assert d < 1e-12, (
-        f"{label}, k={k}: the output is {d:.3f} (total variation) away from plain decoding; p is "
-        "judged by the law the draft was drawn from, both with their warpers"
+        f"{label}, k={k}: the output is {d:.3f} (total variation) away from plain decoding: q is "
+        "what the draft was drawn from, and p and q each come after their warpers"
     )
 
 
@@ -144,17 +148,17 @@ def test_greedy_tokens_are_plain_decoding_s(impl):
             rounds = [step for step, _ in zip(steps, range(9))]
             tokens = [t for step in rounds for t in step.tokens][:8]
             assert tokens == plain, f"greedy, k={k}: {tokens} instead of {plain}"
-            drawn = [step.tree.law(1) is not None for step in rounds[1:]]
+            drawn = [step.tree.drawn_from(1) is not None for step in rounds[1:]]
             assert drawn == [warm is not None] * 8, (
                 f"draft_sampling {warm}: the draft draws with it, or, where it is None, as the "
-                "target does; at temperature 0 the laws are one-hot"
+                "target does; at temperature 0 its distributions are one-hot"
             )
 
 
 @pytest.mark.points(3, task="caches")
 def test_both_caches_follow_the_text(impl):
-    """The target's rows against a fresh pass; the draft's by what it drafts."""
-    for seed in range(3):  # so many rows are kept from an earlier run
+    """The target's rows are compared with a fresh pass, the draft's show in what it drafts."""
+    for seed in range(3):  # also how many rows are kept from an earlier run
         model, draft = small_model(seed, vocab=4), small_model(seed + 50, vocab=4)
         cache, tokens = model.new_cache(), [1, 2, 3]
         model.prefill(tokens[:seed], cache)
@@ -171,13 +175,15 @@ def test_both_caches_follow_the_text(impl):
                 assert step.tokens == [] and step.tree is None, "the first step is the prefill's"
             tokens = tokens + step.tokens
             assert cache.length == len(tokens) - 1, (
-                f"round {round_}: {cache.length} rows for {len(tokens)} tokens: all but the last"
+                f"round {round_}: {cache.length} rows for all but the last of {len(tokens)} tokens"
             )
             fresh = model.new_cache()
             model(tokens[:-1], fresh)
             kept, expected = (torch.stack(each.k)[:, :, : cache.length] for each in (cache, fresh))
             worst = (kept - expected).abs().max()
-            assert worst < 1e-9, f"round {round_}: a row of the target's cache is not the text's"
+            assert worst < 1e-9, (
+                f"round {round_}: a row of the target's cache is not what the text gives"
+            )
 
 
 @pytest.mark.points(2, task="caches")

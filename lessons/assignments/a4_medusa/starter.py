@@ -1,27 +1,40 @@
 """Assignment 4: Medusa's heads and trees. Fill in the functions; see README.md."""
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from minispec import medusa
-from minispec.methods.medusa import Ranks
+from minispec.methods.medusa import Ranks, TreePolicy
 from minispec.model import Transformer
 from minispec.sampling import OneHot
 from minispec.tree import Tree
 
 
-class Heads(medusa.Heads):
-    """K heads of L residual blocks and a projection each. The parameters are given:
+class ResBlock(nn.Module):
+    """x + SiLU(W x + b). W and b are those of an nn.Linear called `linear`."""
 
-    `weight` (L, K, d, d), each a W transposed, (in, out); `bias` (L, K, 1, d); `projection`
-    (K, V, d), or None where the heads end in the target's lm_head (`model.logits`). len(heads) is
-    K.
+    def __init__(self, size: int):
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., size) -> (..., size)."""
+        raise NotImplementedError
+
+
+class Heads(nn.ModuleList):
+    """K = `heads` heads of `layers` residual blocks each, then a projection to `vocab_size` tokens
+    without a bias; with `vocab_size` None there are no projections, and the heads end in the
+    target's lm_head.
+
+    Each head is an nn.Sequential, so the parameters have the names of published checkpoints: block
+    i of head k is `k.i.linear.weight` and `k.i.linear.bias`, its projection `k.{layers}.weight`.
+    len(heads) is K.
     """
+
+    def __init__(self, heads: int, layers: int, hidden_size: int, vocab_size: int | None):
+        raise NotImplementedError
 
     def forward(self, hidden: Tensor, model: Transformer) -> Tensor:
         """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm.
-
-        A block is x + SiLU(W x + b); each head has its own.
-        """
+        `model.logits` is the target's lm_head."""
         raise NotImplementedError
 
 
@@ -34,7 +47,7 @@ def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> Head
 def labels_of(tokens: list[int], prompt: int, heads: int) -> Tensor:
     """What head k should say at t: token t + k + 2, -100 where the text has ended; (n, heads).
 
-    Rows of which a label would be a token of the prompt (the first `prompt` ones) have none at all.
+    A row that has a label within the prompt (the first `prompt` tokens) has no labels at all.
     """
     raise NotImplementedError
 
@@ -47,20 +60,22 @@ def from_paths(root: int, paths: list[list[int]], candidates: list[list[int]]) -
 
 
 def propose(
-    heads: Heads, model: Transformer, hidden: Tensor, root: int, paths: list[Ranks]
-) -> Tree:
-    """The tree of the heads' candidates below `root`, the newest token.
+    heads: Heads, model: Transformer, hidden: Tensor, root: int, chosen: list[Ranks] | TreePolicy,
+    room: int,
+) -> Tree:  # fmt: skip
+    """The tree of the heads' candidates below `root`, the newest token: the first `room` of the
+    rank paths `chosen`.
 
     `hidden` (1, d) is the target's hidden state before `root`; it is (0, d) before the first pass
-    of a prompt of one token: then, as without paths, the root alone. Trees may be less deep than
-    there are heads, and heads(hidden, model) is called once.
+    of a prompt of one token: then, as without paths, the root stands alone. A tree may be less deep
+    than there are heads. Call heads(hidden, model) once. Not graded: a policy that chooses.
     """
     raise NotImplementedError
 
 
 def expected(accuracy: Tensor, paths: list[Ranks]) -> float:
     """Tokens per pass if heads were right independently. accuracy[k, r] is the chance that head k's
-    rank-r token is right; `paths` are the tree's nodes, the root apart."""
+    rank-r token is right; `paths` are the tree's nodes without the root."""
     raise NotImplementedError
 
 
@@ -70,7 +85,7 @@ def grow_tree(accuracy: Tensor, nodes: int) -> list[Ranks]:
     raise NotImplementedError
 
 
-def typical_path(laws: Tensor | OneHot, tree: Tree, epsilon: float, delta: float) -> list[int]:
+def typical_path(target: Tensor | OneHot, tree: Tree, epsilon: float, delta: float) -> list[int]:
     """Typical acceptance, which is lossy: the longest path from node 0 all of whose later tokens
-    have p(x) > min(ε, δ · exp(-H(p))), p being laws[parent]; of several the likeliest."""
+    have p(x) > min(ε, δ · exp(-H(p))), p being target[parent]; of several the likeliest."""
     raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Heads by their formula, trees against all trees, and what a seen token is to a head."""
+"""Heads by their formula, trees against all trees, labels and typical paths by definition."""
 
 import itertools
 import math
@@ -31,15 +31,23 @@ def test_a_head_is_its_residual_blocks_and_its_projection(impl):
     for seed, (layers, shared) in enumerate(itertools.product((0, 1, 3), (True, False))):
         model = small_model(seed)
         heads = random_heads(impl, model, seed, layers, shared)
+        weights = heads.state_dict()
+        names = {f"{k}.{i}.linear.{part}" for k in range(3) for i in range(layers) for part in
+                 ("weight", "bias")}  # fmt: skip
+        names |= set() if shared else {f"{k}.{layers}.weight" for k in range(3)}
+        assert set(weights) == names, (
+            f"3 heads of {layers} blocks{', with lm_head' if shared else ''}: parameters "
+            f"{sorted(names)}, not {sorted(weights)}"
+        )
         hidden = model([3, 1, 4, 1, 5])  # (1, 5, d)
-        logits = heads.forward(hidden, model)
+        logits = heads(hidden, model)
         assert logits.shape == (3, 1, 5, 24), f"(K, ..., V) is (3, 1, 5, 24), not {logits.shape}"
         for k in range(3):
             x = hidden
-            for weight, bias in zip(heads.weight, heads.bias):
-                y = x @ weight[k] + bias[k]
+            for i in range(layers):
+                y = x @ weights[f"{k}.{i}.linear.weight"].T + weights[f"{k}.{i}.linear.bias"]
                 x = x + y * y.sigmoid()
-            right = model.logits(x) if shared else x @ heads.projection[k].T
+            right = model.logits(x) if shared else x @ weights[f"{k}.{layers}.weight"].T
             assert (logits[k] - right).abs().max() < 1e-9, (
                 f"head {k} of {layers} blocks{', with lm_head' if shared else ''}: each block adds "
                 "SiLU(W x + b) to x, with this head's own W and b; the projection comes last"
@@ -51,7 +59,7 @@ def test_one_hidden_state_gives_one_row_a_head(impl):
     model = small_model(0)
     heads = random_heads(impl, model, 0, 1, False)
     hidden = model([1, 2, 3])[0]
-    one, all_ = heads.forward(hidden[-1], model), heads.forward(hidden, model)
+    one, all_ = heads(hidden[-1], model), heads(hidden, model)
     assert one.shape == (3, 24) and all_.shape == (3, 3, 24), "(..., d) -> (K, ..., V), any shape"
     assert (one - all_[:, -1]).abs().max() < 1e-9, "a row's logits depend on its neighbours"
 
@@ -60,19 +68,22 @@ def test_one_hidden_state_gives_one_row_a_head(impl):
 def test_untrained_heads_begin_as_the_lm_head(impl):
     for layers, shared in itertools.product((1, 2), (True, False)):
         model = small_model(layers)
-        heads = impl.untrained(4, layers, model, shared)
-        assert len(heads) == 4 and len(heads.weight) == layers, "4 heads of the blocks asked for"
-        for name, parts in (("weight", heads.weight), ("bias", heads.bias)):
-            zero = not any(p.detach().any() for p in parts)
-            assert zero, f"a block begins as the identity: its {name} must be 0, the bias as well"
-        assert (heads.projection is None) == shared, "a shared projection is none of its own"
-        assert heads.weight[0].dtype == model.dtype, "in the model's type"
-        if not shared:
-            same = (heads.projection == model.lm_head.weight).all()
-            assert same, "each projection begins as a copy of lm_head"
-            assert heads.projection.data_ptr() != model.lm_head.weight.data_ptr(), (
-                "a copy: training the heads must not change the target's lm_head"
-            )
+        hidden = model([3, 1, 4])
+        said, heads = model.logits(hidden), impl.untrained(4, layers, model, shared)
+        weights = heads.state_dict()
+        assert len(heads) == 4 and len(weights) == 4 * (2 * layers + (not shared)), (
+            "4 heads of the blocks asked for, each with a projection of its own unless shared"
+        )
+        assert {weight.dtype for weight in weights.values()} == {model.dtype}, "the model's type"
+        assert (heads(hidden, model) - said).abs().max() < 1e-9, (
+            "every head begins by saying what lm_head says: a block is the identity if its weight "
+            "and its bias are 0"
+        )
+        for weight in weights.values():
+            weight += 1
+        assert torch.equal(model.logits(hidden), said), (
+            "a copy of lm_head: training the heads must not change the target"
+        )
 
 
 @pytest.mark.points(3, task="labels")
@@ -89,8 +100,8 @@ def test_head_k_says_the_token_at_t_plus_k_plus_2(impl):
             right = tokens[at] if learns else -100
             assert int(labels[t, k]) == right, (
                 f"{tokens}, prompt of {prompt}: head {k} at position {t} has label {right}, not "
-                f"{int(labels[t, k])}: lm_head says t + 1, so head k says t + k + 2; rows with a "
-                "label in the prompt have none"
+                f"{int(labels[t, k])}: lm_head says t + 1, so head k says t + k + 2; a row with a "
+                "label in the prompt has none"
             )
 
 
@@ -134,25 +145,26 @@ def test_the_tree_holds_the_heads_best_tokens(impl):
         heads, depth = RollingHeads(4), rng.randint(1, 4)
         chosen = {tuple(rng.choices(range(4), k=rng.randint(1, depth))) for _ in range(5)}
         nodes = {path[:n] for path in chosen for n in range(1, len(path) + 1)}
-        tree = impl.propose(heads, model, hidden, 9, sorted(nodes, key=lambda p: (len(p), p)))
+        paths, room = sorted(nodes, key=lambda path: (len(path), path)), rng.choice([99, 3])
+        tree = impl.propose(heads, model, hidden, 9, paths, room)
         best = [hidden[0].roll(k).argsort(descending=True).tolist() for k in range(4)]
-        right = {tuple(best[d][r] for d, r in enumerate(path)) for path in nodes}
+        right = {tuple(best[d][r] for d, r in enumerate(path)) for path in paths[:room]}
         assert tree.tokens[0] == 9 and set(paths_of(tree)) - {()} == right, (
-            "depth d + 1 holds head d's tokens by rank, best first, also in a tree less deep than "
-            "there are heads"
+            f"room for {room} nodes: depth d + 1 holds head d's tokens by rank, best first, also "
+            "in a tree less deep than there are heads"
         )
-        assert all(tree.law(node) is None for node in range(len(tree))), (
-            "a head's best tokens were not drawn from its softmax: their laws are one-hot, None"
+        assert all(tree.drawn_from(node) is None for node in range(len(tree))), (
+            "a head's best tokens were not drawn from its softmax: they are one-hot, None"
         )
-        assert heads.calls == 1, "the heads read one hidden state, once a round"
+        assert heads.calls == 1, "call the heads once a round, on one hidden state"
 
 
 @pytest.mark.points(1, task="propose")
 def test_without_a_hidden_state_or_paths_the_root_stands_alone(impl):
     model, some, none = small_model(0), torch.zeros(1, 24).double(), torch.zeros(0, 24).double()
     for hidden, paths in ((none, [(0,), (1,)]), (some, [])):
-        tree = impl.propose(RollingHeads(2), model, hidden, 5, paths)
-        assert (tree.tokens, tree.parents) == ([5], [-1]), f"only the root, not {tree}"
+        tree = impl.propose(RollingHeads(2), model, hidden, 5, paths, 99)
+        assert (tree.tokens, tree.parents) == ([5], [-1]), f"the root alone, not {tree}"
 
 
 def random_accuracy(seed: int, heads: int = 3, ranks: int = 3) -> torch.Tensor:
@@ -175,8 +187,8 @@ def test_each_node_adds_the_chance_that_its_path_is_right(impl):
         right = 1 + sum(gain(accuracy, path) for path in paths)
         given = impl.expected(accuracy, paths)
         assert abs(given - right) < 1e-6, (
-            f"{given:.4f}, not {right:.4f}: one token comes in any case, and each node adds the "
-            "product of the accuracies along its path, inner nodes too"
+            f"{given:.4f}, not {right:.4f}: one token comes in any case, and each node, inner ones "
+            "too, adds the product of the accuracies along its path"
         )
     assert impl.expected(random_accuracy(0), []) == 1.0, "without a tree a pass yields one token"
 
@@ -197,8 +209,8 @@ def test_the_grown_tree_is_the_best_of_all(impl):
         )
         reached = sum(map(gains.get, grown))
         assert len(grown) == 4 and abs(reached - best) < 1e-6, (
-            f"{grown} gains {reached:.4f}, the best tree of 4 nodes {best:.4f}: take the node of "
-            "the largest product next, whether sibling or child"
+            f"{grown} gains {reached:.4f}, the best tree of 4 nodes {best:.4f}: next comes the "
+            "node with the largest product, whether sibling or child"
         )
 
 
@@ -219,27 +231,27 @@ def test_typical_acceptance_takes_the_longest_path_that_is_typical_enough(impl):
         parents = [-1] + [rng.randrange(i) for i in range(1, 12)]
         tree = Tree([rng.randrange(5) for _ in parents], parents)
         generator = torch.Generator().manual_seed(seed)
-        laws = (3 * torch.randn(12, 5, generator=generator, dtype=torch.float64)).softmax(-1)
+        target = (3 * torch.randn(12, 5, generator=generator, dtype=torch.float64)).softmax(-1)
         epsilon, delta = rng.choice([(0.09, 0.3), (0.3, 0.9), (0.05, 2.0)])
         paths = {0: ([0], 1.0)}
         for node, parent in list(enumerate(parents))[1:]:
-            law = laws[parent]
-            entropy = -sum(float(p) * math.log(float(p)) for p in law)
-            p = float(law[tree.tokens[node]])
+            entropy = -sum(p * math.log(p) for p in target[parent].tolist())
+            p = float(target[parent, tree.tokens[node]])
             if parent in paths and p > min(epsilon, delta * math.exp(-entropy)):
                 paths[node] = ([*paths[parent][0], node], paths[parent][1] * p)
         right = max(paths.values(), key=lambda found: (len(found[0]), found[1]))[0]
-        given = impl.typical_path(laws, tree, epsilon, delta)
+        given = impl.typical_path(target, tree, epsilon, delta)
         assert given == right, (
             f"ε={epsilon}, δ={delta}: {given} instead of {right}: p(x) > min(ε, δ exp(-H)) at "
-            "every step, by the law after the parent; the longest such path, then the likeliest"
+            "every step, p being what follows the parent; the longest such path, of several the "
+            "likeliest"
         )
 
 
 @pytest.mark.points(1, task="typical")
-def test_a_greedy_law_is_followed(impl):
+def test_a_greedy_target_is_followed_by_typical_acceptance_too(impl):
     tree = Tree([9, 5, 3, 7, 8], [-1, 0, 0, 2, 2])
     path = impl.typical_path(OneHot([3, 0, 8, 0, 6], 10), tree, 0.09, 0.3)
     assert path == [0, 2, 4], (
-        "a one-hot law has no entropy: 0 · log 0 is 0, and only its token stays"
+        "a one-hot distribution has no entropy: 0 · log 0 is 0, and only its token is accepted"
     )

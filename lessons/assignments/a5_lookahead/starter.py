@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from minispec import lookahead
 from minispec.cache import KVCache
+from minispec.methods import lookahead
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling
 from minispec.tree import Step, Tree
@@ -17,10 +17,10 @@ def jacobi(
 ) -> Iterator[Step]:  # fmt: skip
     """Guess `block` tokens, replace each by what the model says there, until they stay.
 
-    First an empty `Step()` for the prefill, then a Step(new tokens, tree, path) a round, unending.
-    The first guess is the prompt's tokens, again and again (`lookahead.from_prompt`). A round's
-    tree is the chain of the guess; the next guess is what the argmax says behind the new tokens,
-    filled up at its end with the guess's own last tokens. Not graded: the end of the context.
+    Never ending: first an empty `Step()` for the prefill, then one Step(new tokens, tree, path) a
+    round. The first guess is the prompt's tokens, over and over (`lookahead.from_prompt`). A
+    round's tree is the chain of the guess. The next guess is what the argmax says behind the new
+    tokens, filled up with the last tokens of the old guess. Not graded: the end of the context.
     """
     raise NotImplementedError
 
@@ -32,20 +32,20 @@ def merged(root: int, chains: list[list[int]]) -> Tree:
 
 
 def window_layout(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Of a window whose rows are so long: each entry's distance from the current token (w,), and
-    who sees whom (w, w), bool; entries row by row.
+    """For a window with rows of these lengths: each entry's distance from the current token (w,),
+    and who sees whom (w, w), bool; entries row by row.
 
     Row r, column i guesses the token at distance i + r. Column 0 of row 0 is the current token,
     which is not stored: row 0 begins with column 1, all others with column 0. An entry sees row 0
-    up to its own column, then its own column of rows 1 to its own.
+    up to its own column, then its column from row 1 down to itself.
     """
     raise NotImplementedError
 
 
 def beside(tree: Tree, window: lookahead.Window | None) -> tuple[Tensor, Tensor]:
     """Depth (n,) and mask (n, n) of one pass over a tree's nodes and, behind them, a window's
-    entries (`window.layout` is their distance and mask): blind to each other, but for the root,
-    which is the current token to both. A window of None is no window."""
+    entries (`window.layout` is their distance and mask). The two are blind to each other, except
+    that the root, as the current token, is seen by both. A window of None is no window."""
     raise NotImplementedError
 
 
@@ -60,21 +60,22 @@ class Window(lookahead.Window):
     def advance(self, current: int, said: list[int]) -> list[tuple[int, ...]]:
         """Take in what the last row says; the n-grams down the columns, if there are enough rows.
 
-        With fewer than N - 1 rows `said` becomes one more and each row loses its first entry.
-        Otherwise column i gives the N-gram (row 0, …, row N - 2, said) at i, `current` being column
-        0 of row 0; then row 0 is row 1 without its first entry, and all others move up.
+        With fewer than N - 1 rows, `said` becomes one more row, and every row loses its first
+        entry. Otherwise column i gives the N-gram (row 0, …, row N - 2, said) at i, `current` being
+        column 0 of row 0; then all rows move up, and the new row 0 loses its first entry.
         """
         raise NotImplementedError
 
 
 class Pool:
-    """N-grams by their first token, of each at most `most` continuations: those seen last."""
+    """N-grams by their first token, for each at most `most` continuations: those seen last."""
 
     def __init__(self, most: int):
         raise NotImplementedError
 
     def add(self, gram: tuple[int, ...]) -> None:
-        """Remember it as the latest; of one first token the least recently seen is dropped."""
+        """Remember it as the latest; where a first token has too many, drop the one seen least
+        recently."""
         raise NotImplementedError
 
     def add_all(self, tokens: list[int], n: int, new: int) -> None:
@@ -82,5 +83,5 @@ class Pool:
         raise NotImplementedError
 
     def after(self, token: int) -> list[list[int]]:
-        """What may follow, seen last first. The caller may change the lists."""
+        """What may follow, latest first. The caller may change the lists."""
         raise NotImplementedError

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from minispec import lookahead
+from minispec.certify import Toy, exact_distribution, first_tokens, small_model, total_variation
+from minispec.methods import lookahead
 from minispec.methods.autoregressive import autoregressive
-from minispec.certify import Toy, exact_law, first_tokens, small_model, total_variation
 from minispec.sampling import Sampling, Seeded
 from minispec.tree import Tree
 
@@ -26,14 +26,16 @@ def test_jacobi_is_lossless(impl):
         for block in (1, 5):
             steps = impl.jacobi(model, prompt, GREEDY, Seeded(), block=block)
             tokens = [t for step, _ in zip(steps, range(13)) for t in step.tokens][:12]
-            assert tokens == plain, f"block {block}: {tokens}, plain decoding says {plain}"
+            assert tokens == plain, f"block {block}: {tokens}, but plain decoding says {plain}"
 
     def method(*arguments, **options):
         return impl.jacobi(*arguments, block=3, **options)
 
-    laws = [exact_law(f, Toy(5), [1, 0, 1], Sampling(1.0), 3) for f in (method, autoregressive)]
-    d = total_variation(*laws)
-    assert d < 1e-12, f"sampled, the output is {d:.3f} away: guesses are one-hot drafts to `accept`"
+    d = total_variation(
+        exact_distribution(method, Toy(5), [1, 0, 1], Sampling(1.0), 3),
+        exact_distribution(autoregressive, Toy(5), [1, 0, 1], Sampling(1.0), 3),
+    )
+    assert d < 1e-12, f"sampled, the output is {d:.3f} away: to `accept`, guesses are one-hot"
 
 
 @pytest.mark.points(3, task="jacobi")
@@ -48,14 +50,14 @@ def test_a_guess_is_what_the_model_said_a_pass_ago(impl):
         for round_, step in zip(range(8), steps):
             assert step.tree.tokens == [tokens[-1], *guess], (
                 f"round {round_}: the guess is {step.tree.tokens[1:]} instead of {guess}: what the "
-                "last pass said behind its new tokens, then the old guess's last tokens"
+                "last pass said behind its new tokens, then the last tokens of the old guess"
             )
             said = model.logits(model(tokens + guess))[0, len(tokens) - 1 :].argmax(-1).tolist()
             settled = len(step.tokens)
             tokens += step.tokens
             assert cache.length == len(tokens) - 1, (
-                f"round {round_}: the given cache has {cache.length} rows, {len(tokens) - 1} are "
-                "settled: feed what it lacks, and commit what was accepted"
+                f"round {round_}: the given cache has {cache.length} rows, but {len(tokens) - 1} "
+                "are settled: feed what it lacks, and commit what was accepted"
             )
             guess = (said[settled:] + guess[len(said) - settled :])[:block]
 
@@ -85,7 +87,7 @@ def test_what_chains_share_stands_once(impl):
 
 
 def random_lengths(rng: random.Random) -> tuple[int, ...]:
-    """Row 0, and as many others as have been added, of a window."""
+    """Of a window: row 0, and as many others as have been added."""
     width, ngram = rng.randint(1, 5), rng.randint(2, 5)
     rows = rng.randint(1, ngram - 1)
     first = width + ngram - 3 - (rows - 1)
@@ -186,13 +188,13 @@ def test_the_window_fills_harvests_its_columns_and_moves_up(impl):
                 columns = [[current, *before[0]], *before[1:], said]
                 right = [tuple(row[i] for row in columns) for i in range(width)]
                 assert [tuple(gram) for gram in grams] == right, (
-                    f"pass {pass_}, W={width}, N={ngram}: n-grams {grams} instead of {right}: down "
-                    "the columns, beginning with the current token"
+                    f"pass {pass_}, W={width}, N={ngram}: n-grams {grams} instead of {right}: read "
+                    "down the columns, beginning with the current token"
                 )
                 moved = [*before[1:], said]
                 moved[0] = moved[0][1:]
             assert [list(row) for row in window.rows] == moved, (
-                f"pass {pass_}: rows {window.rows} instead of {moved}: the window moves by one"
+                f"pass {pass_}: rows {window.rows} instead of {moved}: the window moves on by one"
             )
 
 
@@ -215,7 +217,7 @@ def test_the_pool_keeps_what_was_seen_last(impl):
                 f"at most {most}: {given} instead of {right}: latest first, each once, and one "
                 "that is seen again becomes the latest"
             )
-        assert pool.after(99) == [], "nothing is known after a token that was never first"
+        assert pool.after(99) == [], "nothing is known after a token that never came first"
 
 
 @pytest.mark.points(2, task="pool")
@@ -226,8 +228,8 @@ def test_what_the_caller_does_with_a_guess_leaves_the_pool_alone(impl):
     for _ in range(2):
         guesses = pool.after(1)
         assert guesses == [[4, 5], [2, 3]], (
-            f"{guesses}: a caller appended to the list it was given, and the pool changed: give "
-            "copies (this was a bug of the published code)"
+            f"{guesses}: a caller appended to the list it was given, and the pool changed: hand "
+            "out copies (the published code had this bug)"
         )
         guesses[0].append(99)
         guesses.append([7])
@@ -255,8 +257,8 @@ def test_n_grams_of_a_text_that_end_in_its_new_tokens(impl):
 
 
 @pytest.mark.points(4, task="together")
-def test_each_entry_s_logits_are_those_of_its_chain_alone(impl):
-    """Window, trie, layout and mask in one pass, against a pass per entry."""
+def test_each_entry_s_hidden_state_is_that_of_its_chain_alone(impl):
+    """Window, trie, layout and mask in one pass, compared with a pass for each entry."""
     for seed in range(4):
         rng, model = random.Random(seed), small_model(seed)
         width, ngram = rng.randint(1, 4), rng.randint(2, 4)
@@ -273,7 +275,7 @@ def test_each_entry_s_logits_are_those_of_its_chain_alone(impl):
                 chain = window.rows[0][:i] + [each[i] for each in window.rows[1 : r + 1]]
                 assert (row - model(tokens + chain)[0, -1]).abs().max() < 1e-9, (
                     f"pass {pass_}, W={width}, N={ngram}: row {r}, column {i} is not what a pass "
-                    "over prefix, row 0 and its column gives"
+                    "over the prefix, row 0 and its own column gives"
                 )
             said = model.logits(hidden[window.said_by(len(tree))]).argmax(-1).tolist()
             window.advance(tokens[-1], said)

@@ -3,26 +3,29 @@ README.md."""
 
 from torch import Tensor
 
-from minispec import distill, fastmtp
+from minispec import distill
 from minispec.distill import Keys
+from minispec.methods import fastmtp
+from minispec.methods.fastmtp import Everything
 from minispec.model import Pass
 from minispec.sampling import Randomness, Sampling
-from minispec.methods.vocabulary import Subset
 
 
 class Head(fastmtp.Head):
     """A block like the target's, with `hidden_layernorm`, `token_layernorm`, `input_proj` (2d -> d)
     and `final_layernorm`; its attention and MLP are `minispec.model.Block.forward(self, x, now)`.
+
+    `forward`, which plans the pass for a cache and calls `layers`, is given.
     """
 
-    def forward(self, hidden: Tensor, embedded: Tensor, now: Pass) -> Tensor:
+    def layers(self, hidden: Tensor, embedded: Tensor, now: Pass) -> Tensor:
         """Hidden states (B, n, d) and embedded tokens (B, n, d) -> (B, n, d), which feeds lm_head
         and the next step. The hidden state comes first in what `input_proj` reads."""
         raise NotImplementedError
 
 
 class Drafter(fastmtp.Drafter):
-    """The head beside its target. `self.run(hidden, tokens)` gives the head's outputs (n, d) at
+    """The head beside its target. `self.run(hidden, tokens)` gives the head's outputs (n, d) for
     hidden states (n, d) and a token each, as scratch rows of `self.cache` right behind its
     committed ones; `self.last` (1, d) is the output at the newest token, None before the first.
     """
@@ -30,19 +33,21 @@ class Drafter(fastmtp.Drafter):
     def extend(self, hidden: Tensor, tokens: list[int]) -> None:
         """Take in the target's own hidden states (n, d), each with the token that came after it.
 
-        Row j is (h_j, t_{j+1}). Rows are committed, `last` is the last output; n may be 0.
+        Row j is (h_j, t_{j+1}). Commit the rows and keep the last output in `last`; n may be 0.
         """
         raise NotImplementedError
 
     def chain(
-        self, k: int, sampling: Sampling, randomness: Randomness, vocabulary: Subset
+        self, k: int, sampling: Sampling, randomness: Randomness, subset: Everything
     ) -> tuple[list[int], list[Tensor | None]]:
-        """At most `k` drafts, each from the head's law over `vocabulary`; and the laws over the
-        full one (None: one-hot). None at all before the first hidden state.
+        """At most `k` drafts, each drawn from the head's distribution over `subset`, some tokens or
+        all; and the distribution of each over the full vocabulary (None: one-hot). No drafts
+        before the first hidden state.
 
-        The head runs on its own output and its newest draft; logits are `vocabulary.logits(model,
-        hidden)`. Their law's token j is token `vocabulary.full(j)`, and `vocabulary.scatter(law)`
-        is the law over the full vocabulary. The cache and `last` end as they began.
+        The head runs on its own output and its newest draft. `subset.logits(hidden)` are the logits
+        (..., size of the subset). `subset.full(j)` turns a tensor of their indices into tokens, and
+        `subset.scatter(q)` a distribution over the subset into one over the full vocabulary.
+        `minispec.sampling.draw` draws. The cache and `last` end as they began.
         """
         raise NotImplementedError
 
@@ -72,20 +77,22 @@ class MTPLoss(distill.MTPLoss):
         raise NotImplementedError
 
     def steps(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
-        """Logits (B, n, V) of every step, of hidden states (B, n, d) and tokens (B, n + steps).
+        """Logits (B, n, V) of every step, for hidden states (B, n, d) and tokens (B, n + steps).
 
-        Step k (from 1) at row i reads its own output of the step before (the hidden state at
-        first) and the true token i + k. Gradients flow through all steps.
+        Step k (from 1) at row i reads its own output of the step before (at first the hidden state)
+        and the true token i + k. Gradients flow through all steps. `self.head.layers` takes what
+        `plan` returns.
         """
         raise NotImplementedError
 
     def plan(self, n: int, k: int, keys: Keys) -> Pass:
-        """Positions and visibility of step k + 1 (k from 0), for `Head.forward`'s `now`.
+        """Positions and visibility of step k + 1 (k from 0).
 
         Not `aligned`: position i, causal, its own keys only. `aligned`, as drafting with one cache
-        does it: position i + k; row i sees step 1's keys up to row i, then of each later step, its
-        own included, those of row i alone. `keys`, given as `Pass.cache`, puts the keys of all
-        steps so far side by side: (k + 1) · n of them. `self.target[0].rope(positions, dtype)`
-        gives cos and sin, `self.target[0].bias(mask)` what `Pass.visible` wants.
+        does it: position i + k; row i sees step 1's keys up to row i, then, of every later step
+        including its own, those of row i alone. `keys`, given as `Pass.cache`, puts the keys of all
+        steps so far side by side: (k + 1) · n of them. `self.head.rope(positions, dtype)` gives cos
+        and sin. `Pass.visible` is the mask of `scaled_dot_product_attention`, (1, 1, n, keys); None
+        stands for causal.
         """
         raise NotImplementedError

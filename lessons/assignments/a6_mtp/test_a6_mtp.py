@@ -5,10 +5,12 @@ import random
 import pytest
 import torch
 
-from minispec import fastmtp
 from minispec.certify import Recorder, fresh_drafts, random_head, randomise, small_model
-from minispec.sampling import Sampling, Seeded, probs
+from minispec.methods import fastmtp
+from minispec.methods.fastmtp import Everything
 from minispec.methods.vocabulary import Subset
+from minispec.model import plan
+from minispec.sampling import Sampling, Seeded, probs
 
 GREEDY = Sampling()
 
@@ -43,16 +45,17 @@ def test_the_head_is_the_formula_s(impl):
         head = randomise(impl.Head(model.config).double(), seed)
         hidden = model(tokens)[:, :-1]  # (1, n, d)
         embedded = model.model.embed_tokens(torch.tensor([tokens[1:]]))
-        now = model.plan(len(tokens) - 1, None, None, None)
+        now = plan(head.rope, hidden, len(tokens) - 1, None, None, None)
         d = model.config.hidden_size
         left, right = head.input_proj.weight[:, :d], head.input_proj.weight[:, d:]
         x = head.hidden_layernorm(hidden) @ left.T + head.token_layernorm(embedded) @ right.T
         x = x + head.self_attn(head.input_layernorm(x), now)
         x = x + head.mlp(head.post_attention_layernorm(x))
-        output = head(hidden, embedded, now)
+        output = head(hidden, embedded)
         assert output.shape == hidden.shape, f"(B, n, d) -> (B, n, d), not {tuple(output.shape)}"
         assert (output - head.final_layernorm(x)).abs().max() < 1e-9, (
-            f"seed {seed}: norm both inputs, hidden first in input_proj, the block, the final norm"
+            f"seed {seed}: norm both inputs, concatenate them, the hidden state first, then "
+            "input_proj, the block and the final norm"
         )
 
 
@@ -73,10 +76,10 @@ def test_extending_piece_by_piece_is_one_pass_over_all(impl):
             at += n
         keys, last = fresh_rows(model, head, tokens)
         assert drafter.cache.length == at, (
-            f"{drafter.cache.length} rows for {at} hidden states: commit each of them"
+            f"{drafter.cache.length} rows for {at} hidden states: commit one for each"
         )
         worst = (drafter.cache.k[0] - keys)[:, :at].abs().max()
-        assert worst < 1e-9, "a row is not that of the target's hidden state and its next token"
+        assert worst < 1e-9, "row j must be made from h_j and the token after it, t_{j+1}"
         assert (drafter.last - last).abs().max() < 1e-9, "`last` is the output at the newest token"
 
 
@@ -87,34 +90,38 @@ def test_greedy_drafts_are_those_of_passes_without_a_cache(impl):
         head = random_head(model, seed)
         drafter = prepared(impl, model, head, tokens)
         length, last = drafter.cache.length, drafter.last
-        guess, laws = drafter.chain(k, GREEDY, Seeded(), Subset(model))
+        guess, draft_probs = drafter.chain(k, GREEDY, Seeded(), Everything(model))
         right = fresh_drafts(head, model, tokens, k)
         assert guess == right, (
-            f"{guess} instead of {right}: step k reads the head's own output and the draft before, "
-            "one position after it"
+            f"{guess} instead of {right}: every step reads the head's own output and the newest "
+            "draft, one position further on"
         )
-        assert laws == [None] * k, "an argmax draft is one-hot: its law is None"
+        assert draft_probs == [None] * k, "an argmax is one-hot: its distribution is None"
         assert drafter.cache.length == length and drafter.last is last, (
-            "the drafts' rows hold the head's own hidden states: roll the cache back to the text"
+            "the drafts' rows come from the head's own hidden states: roll the cache back to the "
+            "text, and leave `last` alone"
         )
     empty = impl.Drafter(head, model, 64, 0)
-    assert empty.chain(3, GREEDY, Seeded(), Subset(model)) == ([], []), "no hidden state, no draft"
+    drafts = empty.chain(3, GREEDY, Seeded(), Everything(model))
+    assert drafts == ([], []), "without a hidden state there are no drafts"
 
 
 @pytest.mark.points(4, task="chain")
-def test_sampled_drafts_carry_the_law_they_were_drawn_from(impl):
+def test_sampled_drafts_come_with_the_distribution_they_were_drawn_from(impl):
     for seed in range(6):
         rng, model, tokens = random.Random(seed), small_model(seed), random_text(seed)
         head, sampling, randomness = random_head(model, seed), Sampling(0.9), Recorder(seed)
-        ids = rng.sample(range(24), 7) if seed else list(range(24))
-        guess, laws = prepared(impl, model, head, tokens).chain(
-            3, sampling, randomness, Subset(model, ids)
+        ids = rng.sample(range(24), 7)
+        subset = Subset(model.lm_head.weight, ids)
+        drafter = prepared(impl, model, head, tokens)
+        guess, draft_probs = drafter.chain(3, sampling, randomness, subset)
+        assert guess == [ids[j] for j in randomness.drawn] and len(guess) == 3, (
+            "k = 3 tokens, each as it was drawn from the subset"
         )
-        assert guess == randomness.drawn and len(guess) == 3, "k = 3 tokens, each as it was drawn"
-        for i, (law, drawn) in enumerate(zip(laws, randomness.laws)):
-            assert torch.equal(law, drawn), (
-                f"draft {i} was drawn from another law than is returned: drawn from a small "
-                "vocabulary, q is the softmax over that vocabulary, 0 elsewhere"
+        for i, (q, drawn) in enumerate(zip(draft_probs, randomness.probs, strict=True)):
+            assert torch.equal(q, subset.scatter(drawn)), (
+                f"draft {i} was drawn from another distribution than is returned: drawn from a "
+                "small vocabulary, q is the softmax over that vocabulary, 0 elsewhere"
             )
             hidden = model(tokens[:-1])[0]
             for t in range(i + 1):
@@ -123,19 +130,19 @@ def test_sampled_drafts_carry_the_law_they_were_drawn_from(impl):
                 hidden = torch.cat([hidden, out])
             right = torch.zeros(24, dtype=torch.float64)
             right[ids] = probs(model.logits(out)[:, ids], sampling)[0]
-            assert (law - right).abs().max() < 1e-9, f"draft {i}: not the head's own law"
+            assert (q - right).abs().max() < 1e-9, f"draft {i}: q is not the head's own"
 
 
 @pytest.mark.points(3, task="rounds")
-def test_after_every_round_the_cache_is_the_text_s(impl):
-    """Draft, accept a few, extend by the target's own hidden states."""
+def test_after_every_round_the_cache_follows_the_text(impl):
+    """Draft, accept a few, extend with the target's own hidden states."""
     for seed in range(4):
         rng, model, tokens = random.Random(seed), small_model(seed), random_text(seed)
         head = random_head(model, seed)
         drafter = impl.Drafter(head, model, 64, 0)
         drafter.extend(model(tokens[:-1])[0], tokens[1:])
         for round_ in range(5):
-            guess, _ = drafter.chain(3, GREEDY, Seeded(), Subset(model))
+            guess, _ = drafter.chain(3, GREEDY, Seeded(), Everything(model))
             new = guess[: rng.randint(0, 3)] + [rng.randrange(24)]
             hidden = model(tokens + new[:-1])[0, len(tokens) - 1 :]
             tokens = tokens + new
@@ -146,8 +153,8 @@ def test_after_every_round_the_cache_is_the_text_s(impl):
             worst = (drafter.cache.k[0] - keys)[:, :n].abs().amax((0, 2, 3))
             wrong = (worst > 1e-9).nonzero().flatten().tolist()
             assert not wrong and (drafter.last - last).abs().max() < 1e-9, (
-                f"round {round_}: row {wrong[:1]} is not what a fresh pass gives: accepted drafts' "
-                "rows are made anew from the target's hidden states"
+                f"round {round_}: row {wrong[:1]} is not what a fresh pass gives: the rows of "
+                "accepted drafts are made anew from the target's hidden states"
             )
 
 
@@ -209,8 +216,8 @@ def test_aligned_training_is_drafting(impl):
             for k in range(4):
                 worst = (model.logits(out)[0] - logits[k][0, i]).abs().max()
                 assert worst < 1e-9, (
-                    f"step {k + 1}, row {i} is not what drafting does: it stands at position "
-                    "i + k - 1 and sees step 1 up to its row, then its own row of later steps"
+                    f"step {k + 1}, row {i} is not what drafting does: step k at row i stands at "
+                    "position i + k - 1 and sees step 1 up to row i, then row i of later steps"
                 )
                 out = drafter.run(out, [int(tokens[0, i + k + 2])])
                 drafter.cache.lengths = [i + k + 2]
@@ -225,10 +232,10 @@ def test_parallel_training_keeps_position_and_mask(impl):
         logits = loss_of(impl, model, head, False).steps(x, tokens)
         for k in range(3):
             embedded = model.model.embed_tokens(tokens[:, k + 1 : k + 1 + n])
-            x = head(x, embedded, model.plan(n, None, None, None))
+            x = head(x, embedded)
             assert (logits[k] - model.logits(x)).abs().max() < 1e-9, (
-                f"step {k + 1}: the same positions and causal mask as step 1, on its own output "
-                "and the true token i + k"
+                f"step {k + 1}: the positions and the causal mask of step 1, on the head's own "
+                "output and the true token i + k"
             )
 
 
@@ -238,9 +245,9 @@ def test_gradients_flow_through_all_steps(impl):
     hidden = model(text)[:, :-2].requires_grad_(True)
     loss = loss_of(impl, model, random_head(model, 0), False)
     logits = loss.steps(hidden, torch.tensor([text + [0] * 4]))
-    assert logits[2].requires_grad, "step 3 knows nothing of its input: no detach between steps"
+    assert logits[2].requires_grad, "step 3 ignores its input: do not detach between steps"
     (gradient,) = torch.autograd.grad(logits[2].sum(), hidden, allow_unused=True)
-    assert gradient is not None and float(gradient.abs().max()) > 0, "no detach between steps"
+    assert gradient is not None and gradient.any(), "do not detach between steps"
 
 
 @pytest.mark.points(4, task="loss")
@@ -252,7 +259,7 @@ def test_the_loss_weighs_means_over_labelled_rows(impl):
         for k, label in enumerate(labels):
             label[torch.rand(2, 5, generator=generator) < 0.3 * k] = -100
         if seed == 0:
-            labels[2][:] = -100  # no document is so long
+            labels[2][:] = -100  # no document is that long
         hidden = torch.zeros(2, 5, 16)
         loss = loss_of(
             impl, small_model(0), None, True,

@@ -4,18 +4,15 @@ A proposer proposes a tree, may let rows of its own ride along in the target's p
 what came of them. It never touches the target's cache, and it decides nothing about acceptance.
 """
 
-from collections.abc import Sequence
-from typing import Literal
-
 from torch import Tensor
 
-from minispec import certify, fastmtp, lookahead, medusa, speculative
-from minispec.methods.fastmtp import Drafter
-from minispec.methods.lookahead import Window, from_prompt, pool_of
+from minispec import certify
+from minispec.methods import lookahead, medusa, speculative
+from minispec.methods.fastmtp import Drafter, Everything
+from minispec.methods.lookahead import Pool, Window, from_prompt
 from minispec.methods.prompt_lookup import lookup
 from minispec.sampling import Randomness, Sampling
-from minispec.tree import Tree
-from minispec.methods.vocabulary import Compressed
+from minispec.tree import Policy, Tree
 
 
 class Proposer:
@@ -23,7 +20,7 @@ class Proposer:
 
     def begin(self, tokens: list[int], hidden: Tensor, capacity: int) -> None:
         """After the prefill: the prompt; the target's hidden states (n, d) of what was fed, which
-        ends before the prompt's last token; and how many rows the target's cache holds."""
+        ends before the prompt's last token; and how many rows fit into the target's cache."""
 
     def propose(
         self, tokens: list[int], room: int, sampling: Sampling, randomness: Randomness
@@ -32,38 +29,50 @@ class Proposer:
         return Tree.chain(tokens[-1], [])
 
     def beside(self, tree: Tree, room: int) -> tuple[list[int], Tensor, Tensor]:
-        """Tokens that ride along behind the tree's in a pass of at most `room` rows; and depth (n,)
-        and mask (n, n) of all rows, the tree's first."""
+        """Tokens that ride along behind the tree's in a pass of at most `room` rows; and the depth
+        (n,) and mask (n, n) of all rows, the tree's first."""
         return [], tree.depth, tree.mask
 
     def learn(self, tokens: list[int], tree: Tree, path: list[int], hidden: Tensor) -> None:
-        """After the commit: all tokens with the round's new ones, as many as `path` is long; and
-        the target's hidden states (n, d) of all rows of the pass."""
+        """After the commit: all tokens, the round's new ones (as many as `path` is long) included;
+        and the target's hidden states (n, d) of all rows of the pass."""
 
 
-class Draft(Proposer):
+class Drafted(Proposer):
+    """Chains of `k` drafts, which a subclass draws in `drafts`; `k` is a number, or a policy that
+    learns how many pay."""
+
+    def __init__(self, k: int | Policy, draft_sampling: Sampling | None):
+        self.k, self.sampling = k, draft_sampling
+
+    def propose(self, tokens, room, sampling, randomness):
+        k = min(self.k if isinstance(self.k, int) else self.k.choose(), room - 1)
+        drafts = self.drafts(tokens, k, self.sampling or sampling, randomness)
+        return Tree.chain(tokens[-1], *drafts)
+
+    def learn(self, tokens, tree, path, hidden):
+        if not isinstance(self.k, int):
+            self.k.observe(drafted=len(tree) - 1, accepted=len(path) - 1)
+
+
+class Draft(Drafted):
     """A small draft model."""
 
-    def __init__(self, model, draft, k: int | Literal["auto"] = 4, draft_sampling=None):
-        self.draft, self.k, self.sampling = draft, k, draft_sampling
-        self.vocabulary = model.config.vocab_size
-        self.length = speculative.Length(model, draft) if k == "auto" else None
+    def __init__(self, model, draft, k: int | Policy = 4, draft_sampling=None):
+        super().__init__(k, draft_sampling)
+        self.draft, self.vocabulary = draft, model.config.vocab_size
 
     def begin(self, tokens, hidden, capacity):
         self.cache = self.draft.new_cache(capacity)
 
-    def propose(self, tokens, room, sampling, randomness):
-        k = min(self.length.best() if self.length else self.k, room - 1)
-        drafts = speculative.propose(
-            self.draft, self.cache, tokens, k, self.sampling or sampling, randomness,
-            self.vocabulary,
-        )  # fmt: skip
-        return Tree.chain(tokens[-1], *drafts)
+    def drafts(self, tokens, k, sampling, randomness):
+        return speculative.propose(
+            self.draft, self.cache, tokens, k, sampling, randomness, self.vocabulary
+        )
 
     def learn(self, tokens, tree, path, hidden):
+        super().learn(tokens, tree, path, hidden)
         self.cache.truncate(min(self.cache.length, len(tokens) - 1))
-        if self.length:
-            self.length.observe(len(path) - 1, len(tree) - 1)
 
 
 class Lookup(Proposer):
@@ -79,14 +88,18 @@ class Lookup(Proposer):
 class Medusa(Proposer):
     """Heads on the target's hidden state."""
 
-    def __init__(self, model, heads, tree):
-        self.proposed = medusa.proposer(heads, model, tree)
+    def __init__(self, model, heads, tree: list[medusa.Ranks] | medusa.TreePolicy):
+        self.model, self.heads, self.chosen = model, heads, tree
+        if not hasattr(tree, "choose"):
+            self.chosen = medusa.complete(tree, len(heads), model.config.vocab_size)
 
     def begin(self, tokens, hidden, capacity):
         self.hidden = hidden[-1:]
 
     def propose(self, tokens, room, sampling, randomness):
-        return self.proposed(self.hidden, tokens[-1], room - 1)
+        return medusa.propose(
+            self.heads, self.model, self.hidden, tokens[-1], self.chosen, room - 1
+        )
 
     def learn(self, tokens, tree, path, hidden):
         self.hidden = hidden[path[-1:]]
@@ -113,9 +126,9 @@ class Lookahead(Proposer):
     """N-grams of Jacobi trajectories; the window rides along."""
 
     def __init__(self, model, window: int = 5, ngram: int = 4, guesses: int = 5,
-                 pool_from_prompt: bool = False, earlier: Sequence[list[int]] = ()):  # fmt: skip
+                 pool_from_prompt: bool = False):  # fmt: skip
         self.model, self.sizes, self.ngram = model, (window, ngram), ngram
-        self.pool, self.learns_text = pool_of(earlier, ngram, guesses), pool_from_prompt
+        self.pool, self.learns_text = Pool(guesses), pool_from_prompt
 
     def begin(self, tokens, hidden, capacity):
         self.window = Window(tokens, *self.sizes)
@@ -140,36 +153,29 @@ class Lookahead(Proposer):
             self.pool.add_all(tokens, self.ngram, len(path))
 
 
-class MTP(Proposer):
-    """A prediction head on its own output: a chain of `k`, or a dynamic tree of `tree` nodes."""
+class MTP(Drafted):
+    """A prediction head on its own output."""
 
-    def __init__(self, model, head, k: int = 3, tree: int = 0, vocabulary=None,
-                 draft_sampling=None):  # fmt: skip
-        self.model, self.head, self.k, self.nodes = model, head, k, tree
-        self.words, self.sampling = vocabulary or Compressed({}, model), draft_sampling
+    def __init__(self, model, head, k: int | Policy = 3, vocabulary=None, draft_sampling=None):
+        super().__init__(k, draft_sampling)
+        self.model, self.head, self.words = model, head, vocabulary
 
     def begin(self, tokens, hidden, capacity):
         offset = len(tokens) - 1 - len(hidden)  # rows of a kept cache have no hidden states
         self.drafter = Drafter(self.head, self.model, capacity, offset)
         self.drafter.extend(hidden, tokens[offset + 1 :])
 
-    def propose(self, tokens, room, sampling, randomness):
-        words = self.words.pick(tokens)
-        if self.nodes:
-            depth = min(self.k, (room - 1) // fastmtp.BEAM)
-            nodes, drawn = min(self.nodes, room - 1), self.sampling or sampling
-            return self.drafter.tree(tokens[-1], nodes, depth, words, drawn.temperature)
-        drafts = self.drafter.chain(
-            min(self.k, room - 1), self.sampling or sampling, randomness, words
-        )
-        return Tree.chain(tokens[-1], *drafts)
+    def drafts(self, tokens, k, sampling, randomness):
+        subset = self.words.pick(tokens) if self.words else Everything(self.model)
+        return self.drafter.chain(k, sampling, randomness, subset)
 
     def learn(self, tokens, tree, path, hidden):
+        super().learn(tokens, tree, path, hidden)
         self.drafter.extend(hidden[path], tokens[-len(path) :])
 
 
 class Forest(Proposer):
-    """The certifier's drafted trees of any shape and kind: for proofs, not for speed."""
+    """The certifier's drafted trees of every shape and kind: for proofs, not for speed."""
 
     def __init__(self, model, draft, shape: list[int], kind: str):
         self.draft, self.shape, self.kind = draft, shape, kind

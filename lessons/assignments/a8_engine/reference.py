@@ -1,5 +1,5 @@
 """A solution. The package has no such engine: its methods share verbs, not a framework, and each
-shows its own loop. So this one is written here, of the package's verbs."""
+shows its own loop. So this one is written here, with the package's verbs."""
 
 from collections.abc import Iterator
 from functools import cache as keep
@@ -27,8 +27,8 @@ def engine(
         tree = proposer.propose(tokens, cache.room, sampling, randomness)
         riding, depth, mask = proposer.beside(tree, cache.room)
         hidden = model(tree.tokens + riding, cache, depth, mask)[0]
-        laws = probs(model.logits(hidden[: len(tree)]), sampling)
-        path, fresh = accept(laws, tree, randomness)
+        target = probs(model.logits(hidden[: len(tree)]), sampling)
+        path, fresh = accept(target, tree, randomness)
         cache.commit(path)
         new = tree.tokens_at(path[1:]) + [fresh]
         tokens += new

@@ -13,14 +13,14 @@ def engine(
     model: Transformer, proposer: Proposer, prompt: list[int], sampling: Sampling,
     randomness: Randomness, *, cache: KVCache | None = None,
 ) -> Iterator[Step]:  # fmt: skip
-    """Decode without an end by whatever `proposer` proposes: first an empty `Step()` for the
-    prefill, then a Step(new tokens, tree, path) a round.
+    """Decode with whatever `proposer` proposes, never ending: first an empty `Step()` for the
+    prefill, then one Step(new tokens, tree, path) a round.
 
-    `cache` (default: a new one of the model's) may hold a beginning of the prompt already: feed
-    what it lacks. In this order: `proposer.begin` after the prefill; then a round is `propose`,
-    `beside`, one pass over the tree's tokens and those that ride along, `accept` over the tree,
-    `cache.commit`, `learn`. All the room is the cache's. After every round the cache holds all
-    tokens but the last.
+    `cache` (default: a new one of the model's) may hold a prefix of the prompt already: feed what
+    it lacks. The order: `proposer.begin` after the prefill; then, every round, `propose`, `beside`,
+    one pass over the tree's tokens and those that ride along, `accept` over the tree,
+    `cache.commit`, `learn`. A proposer may use all the room that the cache has. After every round
+    the cache holds all tokens but the last.
     """
     raise NotImplementedError
 
@@ -32,8 +32,8 @@ def black_box(
     """Your engine as the certifier wants it (`minispec.certify.Implementation`), with any proposer
     that needs no weights of its own.
 
-    The new tokens after `prompt`, exactly `max_new_tokens`, or fewer if one of
-    `model.config.eos_ids` comes, which is the last then. `minispec.load(checkpoint, "float64",
-    "cpu")` gives the model (and a tokenizer, here None): called thousands of times, so keep it.
+    Returns the new tokens after `prompt`: exactly `max_new_tokens`, or fewer if one of
+    `model.config.eos_ids` comes, which is then the last. `minispec.load(checkpoint, "float64",
+    "cpu")` gives the model (and a tokenizer, here None). Load it once: calls come in thousands.
     """
     raise NotImplementedError

@@ -1,0 +1,157 @@
+"""The seam: layers are swapped, and what they compute stays what it was."""
+
+import math
+import random
+
+import pytest
+import torch
+from conftest import GOLDEN, random_model, random_tokens
+from torch import nn
+
+from minispec import load
+from minispec.certify import random_head, random_heads
+from minispec.checkpoint import save
+from minispec.fast import Int8Linear, WideLinear, quicken, swap
+from minispec.generate import LOSSY, METHODS, decode
+
+LAYERS = [WideLinear, Int8Linear]
+
+
+def dense(layer: nn.Module, width: int) -> torch.Tensor:
+    """The weight (out, in) that a layer multiplies by: what it makes of the unit vectors."""
+    eye = torch.eye(width, dtype=torch.float64)
+    return (layer(eye) - layer(torch.zeros_like(eye[:1]))).T
+
+
+def linear(seed: int, dtype: torch.dtype = torch.float64) -> nn.Linear:
+    """A random layer of odd sizes, with or without a bias."""
+    torch.manual_seed(seed)
+    sizes = random.Random(seed).choices([1, 3, 7, 13, 31, 65], k=2)
+    return nn.Linear(*sizes, bias=bool(seed % 2), dtype=dtype).requires_grad_(False)
+
+
+# ---- swap
+
+
+def helpers(model):
+    """All that decoding runs."""
+    return model, random_heads(model, 1), random_head(model, 2)
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_every_linear_layer_is_replaced_and_nothing_else(make):
+    for module in helpers(random_model(qkv_bias=True, qk_norm=True)):
+        before, others = dict(module.named_modules()), dict(module.named_parameters())
+        swap(module, make)
+        after = dict(module.named_modules())
+        linears = {name for name, each in before.items() if isinstance(each, nn.Linear)}
+        assert linears and after.keys() == before.keys()
+        for name, each in after.items():
+            assert type(each) is make if name in linears else each is before[name]
+        for name, p in module.named_parameters():
+            assert p is others[name]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_swapped_model_is_saved_and_loaded_as_the_plain_one(tied, tmp_path):
+    model = random_model(3, tied=tied)
+    tokens = random_tokens(9)
+    expected, names = model.logits(model(tokens)), set(model.state_dict())
+    swap(model, WideLinear)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert set(model.state_dict()) == names
+    save(model, None, tmp_path)
+    plain, _ = load(tmp_path, "float64", "cpu")
+    assert torch.equal(plain.logits(plain(tokens)), expected)
+    swap(plain, WideLinear)
+    difference = plain.logits(plain(tokens)) - expected
+    assert difference.abs().max() <= 1e-12 * expected.abs().max()
+
+
+# ---- the layers
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_wide_product_is_the_linear_layer(seed, dtype, tolerance):
+    plain = linear(seed, dtype)
+    wide = WideLinear(plain)
+    shapes = [(), (0,), *((n,) for n in range(1, 21)), (1, 1), (2, 3), (1, 17), (5, 4), (3, 0)]
+    for shape in shapes:
+        x = torch.randn(*shape, plain.in_features, dtype=dtype)
+        torch.testing.assert_close(wide(x), plain(x), rtol=tolerance, atol=tolerance)
+    x = torch.randn(4, 2 * plain.in_features, dtype=dtype)[:, ::2]  # not contiguous
+    torch.testing.assert_close(wide(x), plain(x), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_int8_weights_are_the_nearest_multiples_of_a_scale(seed):
+    plain = linear(seed)
+    with torch.no_grad():
+        plain.weight[0] = 0.0
+        plain.weight[-1] *= 1e4  # a scale per output: large ones do not spoil the others
+    rounded = Int8Linear(plain)
+    weight = dense(rounded, plain.in_features)
+    scale = plain.weight.abs().amax(1, keepdim=True) / 127
+    assert ((weight - plain.weight).abs() <= 0.5001 * scale).all()
+    steps = weight / scale.clamp(min=1e-30)
+    assert (steps - steps.round()).abs().max() < 1e-6
+    for shape in (), (1,), (9,), (2, 3):
+        x = torch.randn(*shape, plain.in_features, dtype=torch.float64)
+        expected = nn.functional.linear(x, weight, plain.bias)
+        torch.testing.assert_close(rounded(x), expected, rtol=1e-12, atol=1e-12)
+    stored = sum(t.numel() * t.itemsize for t in rounded.state_dict().values())
+    assert stored <= plain.weight.numel() + 16 * plain.out_features
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_int8_is_the_plain_model_of_the_rounded_weights(tied):
+    """Every product is rounded, lm_head's too; the embedding stays as it is."""
+    model, oracle, plain = (random_model(4, tied=tied, vocab_size=70) for _ in range(3))
+    for layer in [each for each in oracle.modules() if isinstance(each, nn.Linear)]:
+        layer.weight = nn.Parameter(dense(Int8Linear(layer), layer.in_features))
+    quicken(model, int8=True)
+    tokens = random_tokens(9)
+    logits, expected, others = (m.logits(m(tokens)) for m in (model, oracle, plain))
+    assert (logits - expected).abs().max() < 1e-11 < 1e-4 < (others - expected).abs().max()
+    assert torch.equal(model.model.embed_tokens.weight, plain.model.embed_tokens.weight)
+
+
+# ---- what decoding makes of it
+
+
+@pytest.mark.parametrize("make", LAYERS)
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"autoregressive", *LOSSY}))
+def test_methods_are_lossless_with_respect_to_the_swapped_model(method, make):
+    """In float64, greedily: every method says what plain decoding of the same model says."""
+    drafted = 0
+    for seed in range(2):
+        model, heads, head = helpers(random_model(seed))
+        draft = random_model(seed)  # the plain model: what rounding leaves of it is accepted often
+        options = {"speculative": {"draft": draft}, "medusa": {"heads": heads},
+                   "fastmtp": {"head": head, "k": 3}}.get(method, {})  # fmt: skip
+        for module in model, heads, head:
+            swap(module, make)
+        prompt = random_tokens(9, seed)
+        plain = decode(model, None, prompt, max_new_tokens=24)
+        run = decode(model, None, prompt, method, max_new_tokens=24, **options)
+        assert run.tokens == plain.tokens
+        drafted += run.stats["drafted"]
+    assert drafted
+
+
+@pytest.mark.parametrize("variant", sorted(folder.name for folder in GOLDEN.iterdir()))
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_quickened_checkpoint_computes_nearly_what_it_did(variant, int8):
+    """In one pass, or a row and then a few at a time."""
+    model, _ = load(GOLDEN / variant, "float32", "cpu")
+    tokens = random_tokens(25, vocab=64)
+    expected = model.logits(model(tokens))[0]
+    quicken(model, int8)
+    cache, parts = model.new_cache(64), []
+    for n in (1, 2, 5, 1, 16):
+        parts.append(model(tokens[cache.length : cache.length + n], cache)[0])
+        cache.commit(list(range(n)))
+    for hidden in model(tokens)[0], torch.cat(parts):
+        error = (model.logits(hidden) - expected).norm() / expected.norm()
+        assert error < (0.05 if int8 else 1e-5) and math.isfinite(error)
