@@ -546,6 +546,8 @@ def save(
 
     `extra` tensors, a prediction head's, stand in the same file, as MiMo's do.
     """
+    if next(model.buffers(), None) is not None:
+        raise UserError("int8 weights cannot be saved: load the model again, and save that")
     directory.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.dtype
     # `named_parameters` lists a tied weight once, under the embedding's name

@@ -8,10 +8,10 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 
 from minispec.methods.fastmtp import Drafter, Head
 from minispec.methods.medusa import RANKS, Heads
+from minispec.methods.vocabulary import Compressed
 from minispec.model import Transformer
 
 T = TypeVar("T")
@@ -59,12 +59,12 @@ def in_passes(function: Callable[[], object], model: Transformer) -> float:
 known: WeakKeyDictionary = WeakKeyDictionary()  # model -> (module -> what was measured of it)
 
 
-def once(model: Transformer, module: nn.Module, measure: Callable[[], T]) -> T:
-    """`measure()` of a module beside the model, remembered as long as both live."""
+def once(model: Transformer, what: object, measure: Callable[[], T]) -> T:
+    """`measure()` of what is beside the model, remembered as long as both live."""
     place = known.setdefault(model, WeakKeyDictionary())
-    if module not in place:
-        place[module] = measure()
-    return place[module]
+    if what not in place:
+        place[what] = measure()
+    return place[what]
 
 
 def cost_curve(model: Transformer) -> list[float]:
@@ -95,16 +95,17 @@ def draft_cost(model: Transformer, draft: Transformer) -> float:
     return once(model, draft, lambda: in_passes(one_pass(draft, 1), model))
 
 
-def head_cost(model: Transformer, head: Head, logits: Callable | None = None) -> float:
-    """One token of a FastMTP head, whose output goes through `logits` (default: lm_head)."""
+def head_cost(model: Transformer, head: Head, vocabulary: Compressed | None = None) -> float:
+    """One token of a FastMTP head, over all languages of its vocabulary (None: the full one)."""
     drafter = Drafter(head, model, 8, offset=0)
     hidden = model.model.norm.weight.new_zeros(1, model.config.hidden_size)
+    logits = vocabulary.pick([]).logits if vocabulary else model.logits
 
     @torch.inference_mode()
     def one_draft() -> list:
-        return (logits or model.logits)(drafter.run(hidden, [0])).argmax(-1).tolist()
+        return logits(drafter.run(hidden, [0])).argmax(-1).tolist()
 
-    return once(model, head, lambda: in_passes(one_draft, model))
+    return once(model, vocabulary or head, lambda: in_passes(one_draft, model))
 
 
 @torch.inference_mode()

@@ -39,6 +39,7 @@ from minispec.checkpoint import (
 )
 from minispec.cost import cost_curve, heads_cost
 from minispec.errors import Parser, UserError, check_seed, command, prepare_file
+from minispec.fast import quicken
 from minispec.grow import begin, grow
 from minispec.heads import (
     load_medusa,
@@ -678,6 +679,7 @@ def medusa_heads(args: argparse.Namespace) -> None:
     heads.half().float()  # as they are stored
     ranks = [ranks_of(heads, target, states[i], labels[i]) for i in measured]
     heads.accuracy = accuracy_of(torch.cat(ranks, 1))
+    quicken(target)  # a tree is chosen for passes as they will be
     best = max(candidates(ranks, heads, target), key=lambda tree: tree.speedup)
     heads.tree = best.paths
     save_medusa(heads, args.out, args.model, tokenizer, torch.float16)
@@ -781,6 +783,7 @@ def tree(args: argparse.Namespace) -> None:
     ranks = own_ranks(target, prompts, heads, sampling, args)
     heads.accuracy = accuracy_of(torch.cat(ranks, 1))
     print(accuracy_table(heads.accuracy))
+    quicken(target)  # a tree is chosen for passes as they will be
     trees = candidates(ranks, heads, target)
     best = max(trees, key=lambda tree: tree.speedup)
     if args.nodes:

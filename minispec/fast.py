@@ -4,6 +4,7 @@ The model does not know of it and nothing is undone: who wants the plain model l
 """
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -68,12 +69,17 @@ class Int8Linear(nn.Module):
         super().__init__()
         weight = linear.weight.detach()
         scale = weight.abs().amax(1).clamp(min=1e-12) / 127  # (out,)
-        self.register_buffer("weight", (weight / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("rounded", (weight / scale[:, None]).round().to(torch.int8))
         self.register_buffer("scale", scale)
         self.bias = linear.bias
 
+    @property
+    def weight(self) -> Tensor:
+        """The weights that the rounded ones stand for."""
+        return self.rounded * self.scale[:, None]
+
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight.to(x.dtype)) * self.scale
+        y = F.linear(x, self.rounded.to(x.dtype)) * self.scale
         return y if self.bias is None else y + self.bias
 
 
@@ -190,7 +196,7 @@ def make_graph(model: Transformer, path: Path) -> None:
     shapes = {1: n}, {1: n}, {1: n}, {2: n, 3: span}, {1: n}, layers, layers
     part = path.with_suffix(f".{os.getpid()}.pt2")
     try:
-        with torch.no_grad(), contextlib.redirect_stderr(None):
+        with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
             arguments = *rows, cache.k, cache.v
             program = torch.export.export(Function(model.model), arguments, dynamic_shapes=shapes)
             options = {"freezing": True, "max_autotune_gemm": True}

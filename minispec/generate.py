@@ -363,8 +363,7 @@ def with_policies(method: str, model: Transformer, options: dict) -> dict:
         cost = draft_cost(model, options["draft"])
         policies["k"] = Length(cost_curve(model), cost)
     if options.get("k") == "auto" and method == "fastmtp":
-        words = options.get("vocabulary")
-        cost = head_cost(model, options["head"], words and words.pick([]).logits)
+        cost = head_cost(model, options["head"], options.get("vocabulary"))
         policies["k"] = Length(cost_curve(model), cost, most=8)
     if options.get("tree") == "auto":
         policies["tree"] = BestTree(cost_curve(model), heads_cost(model, options["heads"]))

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from minispec.bench import differing, per_pass, ratios
 from minispec.checkpoint import load
-from minispec.cost import head_cost, known
+from minispec.cost import head_cost
 from minispec.errors import Parser, UserError, check_package, command, prepare_file
 from minispec.generate import WEIGHTS, Run, acceptance, decode
 from minispec.heads import load_mtp, load_vocabulary
@@ -160,8 +160,7 @@ def vocabulary(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
                        max_new_tokens=args.max_new_tokens) for prompt in texts[kind]
             ]  # fmt: skip
             tokens = len(words.languages[name].ids) if size else model.config.vocab_size
-            known.clear()  # of another vocabulary
-            cost = head_cost(model, head, words and words.pick([]).logits)
+            cost = head_cost(model, head, words)
             numbers = count_parameters(head) + tokens * model.config.hidden_size  # read by a step
             r = {"kind": kind, "set": name, "tokens": tokens, "tau": per_pass(runs), "cost": cost,
                  "megabytes": numbers * model.dtype.itemsize / 1e6,

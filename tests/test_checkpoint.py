@@ -134,8 +134,8 @@ def test_both_spellings_of_the_rope_keys(variant, tmp_path):
 
 
 def test_a_sliding_window_ends_the_context_and_yarn_stretches_it(folder):
-    """Attention is full up to the window's length; with yarn, max_position_embeddings may still be the
-    original length."""
+    """Attention is full up to the window's length; beside yarn, max_position_embeddings may still
+    give the original length."""
     for changes, context in (
         ({"model_type": "mistral", "sliding_window": 8, "use_sliding_window": False}, 8),
         ({"model_type": "mistral", "sliding_window": 500}, 128),

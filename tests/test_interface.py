@@ -48,7 +48,8 @@ def test_what_lies_beside_a_model_is_loaded_once(shipped, monkeypatch):
         decode(model, tokenizer, PROMPT, method, max_new_tokens=1)
     monkeypatch.setattr(model, "source", None)  # nowhere to look again
     for method, _ in NEEDS:
-        assert decode(model, tokenizer, PROMPT, method, max_new_tokens=12).tokens == plain.tokens
+        run = decode(model, tokenizer, PROMPT, method, max_new_tokens=5)
+        assert run.tokens == plain.tokens[:5]
 
 
 def test_a_stream_gives_the_text_as_it_comes(shipped):

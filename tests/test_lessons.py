@@ -67,7 +67,7 @@ def test_it_was_run_from_top_to_bottom_and_is_clean(path):
 @each_notebook
 def test_the_code_that_it_shows_is_the_package_s(path):
     """Run before a change, a notebook would go on showing what is no more."""
-    files = (ROOT / "minispec").glob("*.py")
+    files = (ROOT / "minispec").rglob("*.py")
     known = {line.strip() for file in files for line in file.read_text("utf-8").splitlines()}
     for cell in cells_of(path, "code"):
         for output in cell["outputs"]:
