@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -115,55 +116,47 @@ class Rows:
 
 
 def compile_passes(model: Transformer) -> None:
-    """Run the model's passes over 1 to 64 rows of one sequence as graphs from now on; others stay
-    as they are."""
+    """Run the model's passes over 1 to 64 rows of one sequence as graphs from now on; others, and
+    those near the end of a cache, stay as they are."""
     kind, plain = model.device.type, model.model.forward
     if kind == "cuda":
         check_compiler("cuda")
-        torch._dynamo.config.recompile_limit = 64  # graphs, one for each count and cache length
-        options = {"mode": "reduce-overhead", "dynamic": False}
-        run = over_whole_cache(torch.compile(Function(model.model), **options))
+        torch._dynamo.config.recompile_limit = 64  # one for each count and length of a cache
+        graph = torch.compile(Function(model.model), mode="reduce-overhead", dynamic=False)
+        run = partial(over_whole_cache, graph)
     elif kind == "cpu":
-        run = over_committed_rows(kept_graph(model))
+        run = partial(over_committed_rows, kept_graph(model))
     else:
         raise UserError(f"--compile is there for cpu and cuda, not for {kind}")
 
     def forward(tokens: Tensor, now: Pass) -> Tensor:
         n, cache = tokens.shape[1], now.cache
-        if cache is None or len(cache.lengths) > 1 or n > COUNTS[-1] or n > cache.room // 2:
+        if cache is None or len(cache.lengths) > 1 or n > COUNTS[-1] or 2 * n > cache.room:
             return plain(tokens, now)
         return run(tokens, now)
 
     model.model.forward = forward
 
 
-def over_committed_rows(graph: Callable) -> Callable:
-    """A graph for any number of rows, on a CPU: it sees the cache as far as the pass does."""
-
-    def run(tokens: Tensor, now: Pass) -> Tensor:
-        span = now.visible.shape[-1]
-        keys, values = ([each[:, :span] for each in kept] for kept in (now.cache.k, now.cache.v))
-        return graph(tokens, now.cos, now.sin, now.visible, now.slots, keys, values)
-
-    return run
+def over_committed_rows(graph: Callable, tokens: Tensor, now: Pass) -> Tensor:
+    """A pass of a graph for any number of rows: it sees the cache as far as the pass does."""
+    span = now.visible.shape[-1]
+    keys, values = ([each[:, :span] for each in kept] for kept in (now.cache.k, now.cache.v))
+    return graph(tokens, now.cos, now.sin, now.visible, now.slots, keys, values)
 
 
-def over_whole_cache(graph: Callable) -> Callable:
-    """A graph for each of COUNTS, on a GPU, replayed over all of the cache: rows are filled up to
-    the next count with the pass's last one, as scratch that nobody commits."""
-
-    def run(tokens: Tensor, now: Pass) -> Tensor:
-        n, cache, span = tokens.shape[1], now.cache, now.visible.shape[-1]
-        count = next(count for count in COUNTS if count >= n)
-        rows = torch.arange(count, device=tokens.device).clamp(max=n - 1)
-        slots = cache.row[None, cache.length : cache.length + count]
-        visible = F.pad(now.visible, (0, cache.capacity - span), value=-torch.inf)[:, :, rows]
-        for each in (*cache.k, *cache.v):  # written in place: their addresses belong to the graph
-            torch._dynamo.mark_static_address(each)
-        cos, sin = now.cos[:, rows], now.sin[:, rows]
-        return graph(tokens[:, rows], cos, sin, visible, slots, cache.k, cache.v)[:, :n].clone()
-
-    return run
+def over_whole_cache(graph: Callable, tokens: Tensor, now: Pass) -> Tensor:
+    """A pass of a graph that is replayed for each of COUNTS, over all of the cache: rows are filled
+    up with the pass's last one, as scratch that nobody commits."""
+    n, cache, span = tokens.shape[1], now.cache, now.visible.shape[-1]
+    count = next(count for count in COUNTS if count >= n)
+    rows = torch.arange(count, device=tokens.device).clamp(max=n - 1)
+    slots = cache.row[None, cache.length : cache.length + count]
+    visible = F.pad(now.visible, (0, cache.capacity - span), value=-torch.inf)[:, :, rows]
+    for each in (*cache.k, *cache.v):  # written in place: their addresses belong to the graph
+        torch._dynamo.mark_static_address(each)
+    cos, sin = now.cos[:, rows], now.sin[:, rows]
+    return graph(tokens[:, rows], cos, sin, visible, slots, cache.k, cache.v)[:, :n].clone()
 
 
 def kept_graph(model: Transformer) -> Callable:

@@ -8,11 +8,21 @@ import torch
 from conftest import GOLDEN, random_model, random_tokens
 from torch import nn
 
-from minispec import load
+from minispec import UserError, load
 from minispec.certify import random_head, random_heads
 from minispec.checkpoint import save
-from minispec.fast import Int8Linear, WideLinear, quicken, swap
+from minispec.fast import (
+    Function,
+    Int8Linear,
+    WideLinear,
+    over_committed_rows,
+    over_whole_cache,
+    quicken,
+    swap,
+)
 from minispec.generate import LOSSY, METHODS, decode
+from minispec.model import plan
+from minispec.tree import Tree
 
 LAYERS = [WideLinear, Int8Linear]
 
@@ -155,3 +165,67 @@ def test_a_quickened_checkpoint_computes_nearly_what_it_did(variant, int8):
     for hidden in model(tokens)[0], torch.cat(parts):
         error = (model.logits(hidden) - expected).norm() / expected.norm()
         assert error < (0.05 if int8 else 1e-5) and math.isfinite(error)
+
+
+# ---- passes as graphs
+
+
+@pytest.mark.parametrize("runner", [over_committed_rows, over_whole_cache])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_graph_is_given_makes_the_plain_pass(runner, seed):
+    """Trees, chains and commits at random, through the tensors that a graph takes."""
+    rng, model = random.Random(seed), random_model(seed)
+    function = Function(model.model)
+    ours, theirs = model.new_cache(128), model.new_cache(128)
+    for _ in range(12):
+        n = rng.randint(1, 9)
+        tree = Tree(rng.choices(range(32), k=n), [-1] + [rng.randrange(i) for i in range(1, n)])
+        now = plan(model.rope, model.model.norm.weight, n, ours, tree.depth, tree.mask)
+        hidden = runner(function, torch.tensor([tree.tokens]), now)
+        expected = model(tree.tokens, theirs, tree.depth, tree.mask)
+        assert (hidden - expected).abs().max() < 1e-10
+        path = [0]
+        while tree.children(path[-1]) and rng.random() < 0.8:
+            path.append(rng.choice(tree.children(path[-1])))
+        for cache in ours, theirs:
+            cache.commit(path)
+
+
+@pytest.mark.slow
+def test_compiled_passes_decode_what_plain_ones_do_and_are_made_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prompt = random_tokens(20)
+    expected = decode(random_model(3, torch.float32), None, prompt, max_new_tokens=60).tokens
+    for opened in range(2):
+        model = random_model(3, torch.float32)
+        quicken(model, compiled=True)
+        assert ("compiling" in capsys.readouterr().err) == (not opened)
+        for method in "autoregressive", "prompt-lookup", "lookahead":
+            run = decode(model, None, prompt, method, max_new_tokens=60)
+            assert run.tokens == expected
+    assert len(list((tmp_path / "minispec").iterdir())) == 1
+
+
+def test_no_compiler_no_folder_and_other_devices_are_one_line(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    with pytest.raises(UserError, match="set XDG_CACHE_HOME"):
+        quicken(random_model(), compiled=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
+        quicken(random_model(), compiled=True)
+    with pytest.raises(UserError, match="for cpu and cuda, not for meta"):
+        quicken(random_model().to("meta"), compiled=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["autoregressive", "prompt-lookup", "lookahead", "jacobi"])
+def test_on_a_gpu_graphs_decode_what_eager_passes_do(method):
+    expected = decode(random_model(3).to("cuda"), None, random_tokens(20), max_new_tokens=60)
+    model = random_model(3).to("cuda")
+    quicken(model, compiled=True)
+    for _ in range(2):  # captured, then replayed
+        run = decode(model, None, random_tokens(20), method, max_new_tokens=60)
+        assert run.tokens == expected.tokens
