@@ -1,4 +1,4 @@
-"""The key-value cache: the only mutable state of a decoding run."""
+"""The key-value cache: what a rejected draft must be rolled back in."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,12 @@ class KVCache:
     """Keys and values of every layer, allocated once.
 
     Rows [0, length) of a sequence are committed. A pass writes its rows behind them as *scratch*
-    and never advances; `commit` and `truncate` alone move the boundary. So the reuse of a prefix,
-    the append of a token, the rollback of a rejected draft and the compaction of an accepted tree
-    path are all these two verbs.
+    and never advances; only `commit` (`extend` for a batch) and `truncate` move the boundary. So
+    the reuse of a prefix, the append of a token, the rollback of a rejected draft and the
+    compaction of an accepted tree path are all these two verbs.
 
-    A batch (data generation) has one length per sequence: right padding is scratch nobody commits.
+    A batch (data generation) has one length per sequence: right padding is scratch that is never
+    committed.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class KVCache:
                 f"{n} more tokens do not fit: the cache holds {self.capacity} and "
                 f"{max(self.lengths)} are committed"
             )
-        starts = torch.tensor(self.lengths, device=self.device)[:, None]  # (B, 1)
+        # of views: a copy from the host would wait for the device
+        starts = torch.stack([self.row[length] for length in self.lengths])[:, None]  # (B, 1)
         slots, span = starts + self.row[:n], max(self.lengths) + n
         visible = (self.row[:span] < starts)[:, None].repeat(1, n, 1)  # (B, n, span)
         visible[self.sequence[..., None], self.row[:n, None], slots[:, None]] = mask

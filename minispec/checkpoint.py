@@ -37,7 +37,7 @@ YARN_NUMBERS = "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_a
 LEFT_OUT = re.compile(r"model\.mtp_layers\.|medusa_head\.|.*inv_freq$")  # heads', derived
 MOST_LAYERS = 1000  # each takes time to make, even where the weights turn out to have no more
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"  # the shipped ones
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
 # ---- config --------------------------------------------------------------------------------------
@@ -163,8 +163,8 @@ def refuse_unsupported(path: Path, raw: dict) -> None:
 
 
 def read_context(keys: Keys, scaling: dict | None) -> int:
-    """The longest text: yarn may stretch max_position_embeddings; and a sliding window ends it,
-    as up to its length attention is full."""
+    """The longest text: yarn may stretch max_position_embeddings; and a sliding window caps it:
+    within the window, attention is still full."""
     context, kinds = keys.count("max_position_embeddings"), keys.raw.get("layer_types") or []
     if scaling and scaling["rope_type"] == "yarn":
         original = scaling.get("original_max_position_embeddings") or 0
@@ -312,7 +312,7 @@ def fill(module: torch.nn.Module, state: dict[str, Tensor], where: str) -> None:
 def check_floating(where: str, name: str, tensor: object) -> Tensor:
     """The tensor, if it is one of numbers that need no scale, all of them finite."""
     if not isinstance(tensor, Tensor):
-        raise UserError(f"{where}: {name} is no tensor")
+        raise UserError(f"{where}: {name} is not a tensor")
     if not tensor.is_floating_point() or tensor.itemsize < 2:
         raise UserError(
             f"{where}: {name} is stored as {tensor.dtype}: quantised weights are not supported"
@@ -356,7 +356,7 @@ def check_tokenizer(where: str, folder: Path, tokenizer: Tokenizer | None) -> No
 
 def check_attention(where: str, folder: Path, config: Config) -> None:
     """Refuse other heads of keys than a model's, or heads that are rotated otherwise, where a
-    config.json tells of heads: the shapes of the weights do not tell all."""
+    config.json tells of heads: weight shapes alone cannot show this."""
     path = folder / "config.json"
     keys = Keys(path, optional_json(path))
     if "num_attention_heads" not in keys.raw:
@@ -412,7 +412,7 @@ def resolve(
         return directory
     except Exception as error:  # the library's own and those of its HTTP client, which changes
         raise UserError(
-            f"no directory {name}, and the hub does not give it either "
+            f"no directory {name}, and it could not be fetched from the hub "
             f"({type(error).__name__}): check the name and the network"
         ) from None
 
@@ -431,7 +431,7 @@ def pick_device(device: str | torch.device) -> torch.device:
     count = torch.cuda.device_count() if kind == "cuda" else 1
     if not there.get(kind) or (colon and not (index.isdecimal() and int(index) < count)):
         raise UserError(
-            f"device {device} is not there: use one of "
+            f"device {device} is not available: use one of "
             f"{', '.join(name for name, present in there.items() if present)}"
         )
     return torch.device(device)
@@ -440,13 +440,13 @@ def pick_device(device: str | torch.device) -> torch.device:
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """`auto`: bfloat16 on a GPU, float32 on a CPU."""
     if isinstance(dtype, torch.dtype):
-        return dtype
+        dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype} is not supported: use auto, {', '.join(DTYPES)}")
     if dtype == "float64" and device.type == "mps":
-        raise UserError("dtype float64 is not there on mps: use --device cpu")
+        raise UserError("dtype float64 is not available on mps: use --device cpu")
     return DTYPES[dtype]
 
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from minispec.methods.fastmtp import Drafter, Head
-from minispec.methods.medusa import RANKS, Heads
+from minispec.methods.medusa import RANKS, Heads, best_candidates
 from minispec.methods.vocabulary import Compressed
 from minispec.model import Transformer
 
@@ -20,9 +20,10 @@ MOMENT = 0.02  # seconds of a function's turn, at least
 
 
 def least_in_turn(functions: list[Callable[[], object]], turns: int = 3) -> list[float]:
-    """The least seconds of each function; what they compute must end on the host. They take turns,
-    so that a noisy moment spoils a turn of each. A turn lasts a MOMENT, as decoding makes the same
-    pass again and again: behind another function, whose bytes fill the caches, it takes longer."""
+    """The shortest time of one call of each function, in seconds; each must end on the host. The
+    functions take turns, so that a noisy moment spoils one turn of each. A turn repeats its
+    function for at least MOMENT seconds, as decoding repeats the same pass: right after another
+    function, with cold caches, a call takes longer."""
     times = [math.inf] * len(functions)
     for _ in range(turns):
         times = [min(least, *of_a_turn(each)) for least, each in zip(times, functions)]
@@ -39,9 +40,9 @@ def of_a_turn(function: Callable[[], object]) -> list[float]:
 
 
 def one_pass(model: Transformer, n: int) -> Callable[[], object]:
-    """A pass over `n` tokens, to be timed, over an empty cache: what attention reads of a text is
-    not in it."""
-    cache, tokens = model.new_cache(max(n, 64)), [0] * n
+    """A pass over `n` tokens, to be timed, over an empty cache: so the cost of attending to earlier
+    text is not included."""
+    cache, tokens = model.new_cache(2 * max(n, 64)), [0] * n
 
     @torch.inference_mode()
     def run() -> list:
@@ -62,9 +63,10 @@ known: WeakKeyDictionary = WeakKeyDictionary()  # model -> (module -> what was m
 def once(model: Transformer, what: object, measure: Callable[[], T]) -> T:
     """`measure()` of what is beside the model, remembered as long as both live."""
     place = known.setdefault(model, WeakKeyDictionary())
-    if what not in place:
-        place[what] = measure()
-    return place[what]
+    state = model.device, model.dtype, type(model.lm_head), vars(model.model).get("forward")
+    if what not in place or place[what][0] != state:
+        place[what] = state, measure()
+    return place[what][1]
 
 
 def cost_curve(model: Transformer) -> list[float]:
@@ -108,14 +110,13 @@ def head_cost(model: Transformer, head: Head, vocabulary: Compressed | None = No
     return once(model, vocabulary or head, lambda: in_passes(one_draft, model))
 
 
-@torch.inference_mode()
 def heads_cost(model: Transformer, heads: Heads) -> float:
-    """A round's work of Medusa heads. They are timed behind a pass, as in decoding."""
-    hidden, before = model.prefill([0], model.new_cache(64))[0, -1], one_pass(model, 1)
+    """A round's work of Medusa heads, timed right after a target pass, as in decoding."""
+    hidden, before = model.model.norm.weight, one_pass(model, 1)
 
+    @torch.inference_mode()
     def both() -> list:
         before()
-        best = heads(hidden, model).softmax(-1).topk(min(RANKS, model.config.vocab_size))
-        return torch.stack([best.values.float(), best.indices.float()]).tolist()
+        return best_candidates(heads, model, hidden, RANKS)
 
     return once(model, heads, lambda: max(0.0, in_passes(both, model) - 1))

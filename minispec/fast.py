@@ -1,6 +1,7 @@
 """The seam: all that makes passes faster or smaller, done to a plain model after loading.
 
-The model does not know of it and nothing is undone: who wants the plain model loads it again.
+The model knows nothing of this, and nothing is ever undone: to get the plain model back, load it
+again.
 """
 
 import contextlib
@@ -20,12 +21,12 @@ from minispec.errors import UserError, check_compiler, make_folder
 from minispec.model import Body, Pass, Transformer
 
 FEW = 16  # rows up to which WideLinear's product is the faster one
-COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows of a graph on a GPU; the last is the most of any graph
+GRAPH_ROWS = 1, 2, 4, 8, 16, 32, 64  # of graphs on a GPU; the last is the most of any graph
 
 
 def quicken(model: Transformer, int8: bool = False, compiled: bool = False) -> None:
-    """What `generate` and `bench` do after loading: int8 weights, passes as graphs, or else what
-    is faster and costs nothing. Raises UserError where that is not to be had."""
+    """What `generate` and `bench` do after loading: int8 weights or compiled passes if asked for,
+    and on a float32 CPU the faster product. Raises UserError where compiling is impossible."""
     if int8:
         swap(model, Int8Linear)
     if compiled:
@@ -47,8 +48,8 @@ def swap(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
 
 
 class WideLinear(nn.Module):
-    """A linear layer that computes the product for 2 to FEW rows as weight @ rowsᵀ: so a CPU takes
-    for four rows as long as for one, and for rows @ weightᵀ twice as long."""
+    """A linear layer that computes the product for 2 to FEW rows as weight @ rowsᵀ: on a CPU, four
+    rows then take about as long as one; as rows @ weightᵀ they take about twice as long."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -69,9 +70,10 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear):
         super().__init__()
         weight = linear.weight.detach()
-        scale = weight.abs().amax(1).clamp(min=1e-12) / 127  # (out,)
-        self.register_buffer("rounded", (weight / scale[:, None]).round().to(torch.int8))
-        self.register_buffer("scale", scale)
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        scale = wide.abs().amax(1).clamp(min=1e-12) / 127  # (out,)
+        self.register_buffer("rounded", (wide / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("scale", scale.to(weight.dtype))
         self.bias = linear.bias
 
     @property
@@ -116,22 +118,23 @@ class Rows:
 
 
 def compile_passes(model: Transformer) -> None:
-    """Run the model's passes over 1 to 64 rows of one sequence as graphs from now on; others, and
-    those near the end of a cache, stay as they are."""
+    """Run the model's passes over 1 to 64 rows of one sequence as graphs from now on; all other
+    passes, and those near the end of a cache, run as before."""
     kind, plain = model.device.type, model.model.forward
     if kind == "cuda":
         check_compiler("cuda")
-        torch._dynamo.config.recompile_limit = 64  # one for each count and length of a cache
+        # a graph for each model, number of rows and length of a cache
+        torch.compiler.config.recompile_limit = 64
         graph = torch.compile(Function(model.model), mode="reduce-overhead", dynamic=False)
         run = partial(over_whole_cache, graph)
     elif kind == "cpu":
         run = partial(over_committed_rows, kept_graph(model))
     else:
-        raise UserError(f"--compile is there for cpu and cuda, not for {kind}")
+        raise UserError(f"--compile works on cpu and cuda, not on {kind}")
 
     def forward(tokens: Tensor, now: Pass) -> Tensor:
         n, cache = tokens.shape[1], now.cache
-        if cache is None or len(cache.lengths) > 1 or n > COUNTS[-1] or 2 * n > cache.room:
+        if cache is None or len(cache.lengths) > 1 or n > GRAPH_ROWS[-1] or 2 * n > cache.room:
             return plain(tokens, now)
         return run(tokens, now)
 
@@ -146,10 +149,10 @@ def over_committed_rows(graph: Callable, tokens: Tensor, now: Pass) -> Tensor:
 
 
 def over_whole_cache(graph: Callable, tokens: Tensor, now: Pass) -> Tensor:
-    """A pass of a graph that is replayed for each of COUNTS, over all of the cache: rows are filled
-    up with the pass's last one, as scratch that nobody commits."""
+    """A pass of a graph that is made for each of GRAPH_ROWS and sees all of the cache: rows are
+    filled up with the pass's last one, as scratch that is never committed."""
     n, cache, span = tokens.shape[1], now.cache, now.visible.shape[-1]
-    count = next(count for count in COUNTS if count >= n)
+    count = next(count for count in GRAPH_ROWS if count >= n)
     rows = torch.arange(count, device=tokens.device).clamp(max=n - 1)
     slots = cache.row[None, cache.length : cache.length + count]
     visible = F.pad(now.visible, (0, cache.capacity - span), value=-torch.inf)[:, :, rows]
@@ -165,9 +168,10 @@ def kept_graph(model: Transformer) -> Callable:
     folder = home / "minispec"
     make_folder(folder, "--compile:", ": set XDG_CACHE_HOME to a folder for the graphs")
     place = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    weights = [(p.dtype, p.double().sum().item(), p.norm().item()) for p in model.parameters()]
-    name = blake2b(repr((*place, model.config, weights)).encode(), digest_size=12).hexdigest()
-    path = folder / f"{name}.pt2"
+    name = blake2b(repr((*place, model.dtype, model.config)).encode(), digest_size=12)
+    for tensor in model.model.state_dict().values():  # buffers too: int8 weights are no parameters
+        name.update(tensor.contiguous().view(torch.uint8).numpy())
+    path = folder / f"{name.hexdigest()}.pt2"
     if not path.exists():
         check_compiler("cpu")
         print("compiling the passes, once: this takes minutes …", file=sys.stderr, flush=True)
@@ -181,7 +185,7 @@ def kept_graph(model: Transformer) -> Callable:
 def make_graph(model: Transformer, path: Path) -> None:
     """Export the body for 1 to 64 rows and any number of cache rows, and compile it ahead of time
     (AOTInductor), with the weights laid out for it."""
-    n, span = torch.export.Dim("n", min=1, max=COUNTS[-1]), torch.export.Dim("span")
+    n, span = torch.export.Dim("n", min=1, max=GRAPH_ROWS[-1]), torch.export.Dim("span")
     cache, at = model.new_cache(128), torch.arange(60, 65)[None]
     cos, sin = model.rope(at, model.dtype)
     rows = torch.zeros_like(at), cos, sin, cos.new_zeros(1, 1, 5, 128), at
@@ -198,7 +202,7 @@ def make_graph(model: Transformer, path: Path) -> None:
             )
         part.replace(path)
     except Exception as error:  # whatever a compiler raises
-        said = str(error).strip().splitlines()[0][:200]
+        said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise UserError(f"--compile failed ({said}): go on without it") from None
     finally:
         part.unlink(missing_ok=True)

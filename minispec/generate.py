@@ -162,7 +162,7 @@ class Run:
 
     @property
     def stats(self) -> dict:
-        """The figures of --json (design.md); seconds, tokens and passes."""
+        """The figures that --json and --stats report: seconds, tokens and passes."""
         passes, new = len(self.rounds), len(self.tokens)
         drafted = sum(len(step.tree) - 1 for step in self.rounds)
         return {
@@ -351,9 +351,10 @@ def with_beside(
     if argument is None or options.get(argument) is not None:
         return options
     known = beside.setdefault(model, {})
-    if folder not in known:
-        known[folder] = load_beside(method, model, tokenizer)
-    return known[folder] | {name: value for name, value in options.items() if value is not None}
+    key = folder, model.device, model.dtype, tokenizer is None
+    if key not in known:
+        known[key] = load_beside(method, model, tokenizer)
+    return known[key] | {name: value for name, value in options.items() if name != argument}
 
 
 def with_policies(method: str, model: Transformer, options: dict) -> dict:
@@ -370,16 +371,25 @@ def with_policies(method: str, model: Transformer, options: dict) -> dict:
     return options | policies
 
 
+# what an option that is an object must have to be one
+MARKS = {"draft": "new_cache", "heads": "__call__", "head": "new_cache", "draft_sampling": "top_p"}
+
+
 def checked(method: str, options: dict) -> dict:
     """The options, numbers as Python's ints; raises UserError for one of a wrong type."""
     defaults, result = inspect.signature(METHODS[method]).parameters, dict(options)
     for name, value in options.items():
         whole = isinstance(defaults[name].default, int)
+        policy = name == "k" and method in ("speculative", "fastmtp") and hasattr(value, "choose")
+        if name in MARKS:
+            wrong = value is not defaults[name].default and not hasattr(value, MARKS[name])
+        else:
+            wrong = isinstance(value, str) or whole and not (isinstance(value, Integral) or policy)
+        if wrong:
+            must = "must be a whole number" if whole else f"is no {name.replace('_', ' ')}"
+            raise UserError(f"{method}: {name} {value!r}: {must}")
         if isinstance(value, Integral):  # numpy's, too
             result[name] = int(value)
-        elif isinstance(value, str) or whole and not hasattr(value, "choose"):
-            kind = "must be a whole number" if whole else "cannot be text"
-            raise UserError(f"{method}: {name} {value!r}: {kind}")
     return result
 
 
@@ -497,10 +507,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def method_flags(p: argparse.ArgumentParser) -> None:
     """Add the flags that belong to some methods only; FLAGS says to which."""
-    p.add_argument("--draft", help="speculative: the draft (default: the shipped one)")
-    p.add_argument("--draft-temperature", type=float, help="speculative: default as --temperature")
+    p.add_argument("--draft", help="speculative: the draft (default: the one beside the model)")
+    p.add_argument("--draft-temperature", type=float,
+                   help="speculative, fastmtp: default as --temperature")  # fmt: skip
     p.add_argument("--k", help="drafts a round: a number, or auto (speculative, fastmtp)")
-    p.add_argument("--heads", help="medusa, fastmtp: directory, file or hub id (default: shipped)")
+    p.add_argument("--heads", help="medusa, fastmtp: directory, file or hub id (default: as draft)")
     p.add_argument("--tree", help="medusa: nodes, auto, a published name, or a JSON file of paths")
     p.add_argument("--vocabulary", help="fastmtp: file of distill vocabulary, a .pt, or none")
     p.add_argument("--vocabulary-size", type=int, help="fastmtp: tokens of a language at most")
@@ -545,7 +556,7 @@ PLAIN = "k", "block", "window", "ngram", "guesses", "pool_from_prompt"  # under 
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Complain of what can be seen to be wrong before the weights are read."""
+    """Reject what is visibly wrong before any weights are read."""
     method_named(args.method)
     Ending(args.max_new_tokens, tuple(args.stop))
     Sampling(args.temperature, args.top_k, args.top_p)
@@ -626,7 +637,7 @@ def read_tree_option(value: str, heads: Heads, most: int) -> list[Ranks] | Liter
 def check_vocabularies(
     tokenizer: Tokenizer | None, other: Tokenizer | None, model: Transformer, draft: Transformer
 ) -> None:
-    """Refuse a draft whose tokens mean something else; rows of padding do not matter."""
+    """Refuse a draft with a different vocabulary; padding rows do not count."""
     if tokenizer and other:
         ours, theirs = tokenizer.backend.get_vocab(), other.backend.get_vocab()
         differ = [
@@ -642,7 +653,7 @@ def check_vocabularies(
     elif model.config.vocab_size != draft.config.vocab_size:
         raise UserError(
             f"the draft has {draft.config.vocab_size} tokens, the target {model.config.vocab_size}"
-            ", and without both tokenizers nobody can say that the difference is padding"
+            ", and without both tokenizers there is no way to tell whether that is padding"
         )
 
 

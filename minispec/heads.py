@@ -80,16 +80,16 @@ def read_medusa(source: str | os.PathLike) -> tuple[dict[str, Tensor], Path]:
 
 
 def medusa_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> Heads:
-    """Empty heads with the counts that the names of the tensors tell."""
+    """Uninitialised heads; the tensor names give the numbers of heads and layers."""
     part = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
     parts = {name: part.fullmatch(name) for name in tensors}
     for name, found in parts.items():
         if not found or not isinstance(tensors[name], Tensor) or not tensors[name].dim():
-            raise UserError(f"{where}: {name} is no tensor of Medusa heads")
+            raise UserError(f"{where}: {name} is not a tensor of Medusa heads")
     heads = 1 + max(int(found[1]) for found in parts.values())
-    if heads > len(tensors):
-        raise UserError(f"{where}: its heads are not numbered from 0 on")
     layers = 1 + max((int(p[2]) for p in parts.values() if p[3] != "weight"), default=-1)
+    if max(heads, layers) > len(tensors):
+        raise UserError(f"{where}: its heads are not numbered from 0 on")
     width, config = next(iter(tensors.values())).shape[-1], model.config
     check_width(where, width, model)
     last = tensors.get(f"0.{layers}.weight")

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from minispec.cache import KVCache
 
+BLOCK = 512  # rows of a prompt in one pass: a long one needs no n × n mask
+
 
 @dataclass(frozen=True)
 class Config:
@@ -263,9 +265,8 @@ class Transformer(nn.Module):
         """(..., hidden_size) -> (..., vocab_size)."""
         return self.lm_head(hidden)
 
-    def prefill(self, tokens: list[int], cache: KVCache, block: int = 512) -> Tensor:
-        """Feed and commit `tokens`, a block at a time so that a long prompt needs no n × n mask;
-        their hidden states (1, n, hidden_size)."""
+    def prefill(self, tokens: list[int], cache: KVCache, block: int = BLOCK) -> Tensor:
+        """Feed and commit `tokens`, a block at a time; their hidden states (1, n, hidden_size)."""
         hidden = [torch.empty(1, 0, self.config.hidden_size, dtype=self.dtype, device=self.device)]
         for start in range(0, len(tokens), block):
             part = tokens[start : start + block]
@@ -275,5 +276,5 @@ class Transformer(nn.Module):
 
 
 def count_parameters(module: nn.Module) -> int:
-    """How many numbers it holds; a tied weight counts once."""
-    return sum(p.numel() for p in module.parameters())
+    """How many numbers it holds, int8 ones included; a tied weight counts once."""
+    return sum(each.numel() for each in (*module.parameters(), *module.buffers()))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Protocol
 
 import torch
@@ -20,6 +21,10 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
+        for name, kind in (("temperature", Real), ("top_k", Integral), ("top_p", Real)):
+            if not isinstance(getattr(self, name), kind):
+                whole = "whole " if kind is Integral else ""
+                raise UserError(f"{name} {getattr(self, name)!r}: must be a {whole}number")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UserError(
                 f"temperature {self.temperature}: must be 0 (greedy) or a positive number"
@@ -32,8 +37,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class OneHot(Sequence):
-    """Distributions that are certain, kept as their tokens; row i is made dense, (V,), when asked
-    for."""
+    """One-hot distributions, stored as token ids; indexing builds the dense row (V,)."""
 
     tokens: list[int]
     size: int
@@ -56,7 +60,7 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
     if sampling.temperature == 0:
         return OneHot(logits.argmax(-1).tolist(), logits.shape[-1])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # the largest becomes 0 first: a tiny temperature must not make infinities of all
+    # the largest becomes 0 first, so that a tiny temperature cannot overflow every logit
     logits = logits - logits.amax(-1, keepdim=True)
     logits = logits / max(sampling.temperature, 1e-30)  # float32 has no number near 1e-46
     if 0 < sampling.top_k < logits.shape[-1]:

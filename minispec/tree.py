@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from minispec.errors import UserError
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -39,7 +41,7 @@ class Tree:
 
     @classmethod
     def merged(cls, root: int, chains: list[list[int]]) -> "Tree":
-        """The trie of all chains below the root: what they share stands once."""
+        """The trie of all chains below the root: shared prefixes are stored once."""
         tokens, parents = [root], [-1]
         child: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         for chain in chains:
@@ -53,7 +55,7 @@ class Tree:
         return cls(tokens, parents)
 
     @classmethod
-    def from_paths(cls, root: int, paths: list[list[int]], candidates: list[list[int]]) -> "Tree":
+    def from_paths(cls, root: int, paths: list["Ranks"], candidates: list[list[int]]) -> "Tree":
         """The tree of rank paths: (0, 2) is the best candidate of depth 1, then the third best of
         depth 2. `candidates[k]` holds the tokens of depth k + 1, best first."""
         return cls.merged(
@@ -122,6 +124,11 @@ class Step:
     window: list[list[int]] = field(default_factory=list)
 
 
+# ---- how much to draft ---------------------------------------------------------------------------
+
+Ranks = tuple[int, ...]  # a path: (0, 2) is the best candidate, then the third best of those after
+
+
 class Policy(Protocol):
     """Chooses how many tokens to draft, from earlier rounds alone: choosing by what a round itself
     draws would bias the output."""
@@ -131,3 +138,28 @@ class Policy(Protocol):
 
     def observe(self, drafted: int, accepted: int) -> None:
         """What came of a round."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same number of drafts every round."""
+
+    k: int
+
+    def __post_init__(self):
+        if self.k < 1:
+            raise UserError(f"k {self.k}: must be auto or at least 1")
+
+    def choose(self) -> int:
+        return self.k
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        pass
+
+
+class TreePolicy(Protocol):
+    """Chooses a tree by what Medusa's heads say before a round."""
+
+    def choose(self, chances: list[list[float]], room: int) -> list[Ranks]:
+        """At most `room` paths, each after all of its beginnings, for the probabilities (K, ranks)
+        of each head's best candidates."""

@@ -7,7 +7,7 @@ from simulated import DEVICE, Running, Simulated
 
 from minispec import Sampling
 from minispec.certify import random_head, random_heads, switching
-from minispec.generate import METHODS, decode, stream
+from minispec.generate import METHODS, decode
 from minispec.methods.adaptive import BestTree, Length
 from minispec.model import Transformer
 from minispec.sampling import Seeded
@@ -94,17 +94,18 @@ def test_as_many_drafts_as_a_policy_says_wait_no_more_often():
         assert Simulated.crossings - before == 2
 
 
-@pytest.mark.parametrize("case", ["plain", "lookahead", "draft", "medusa", "fastmtp"])
-def test_a_conversation_keeps_its_cache_on_the_device(case):
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("case", CASES)
+def test_a_conversation_keeps_its_cache_on_the_device(case, temperature):
     method, options, *_ = CASES[case]
     turns = []
     for place in ("cpu", DEVICE):
         model = random_model(5, layers=1).to(place)
-        cache, more = model.new_cache(), options(model, place)
-        first = decode(model, None, random_tokens(9), method, cache=cache, max_new_tokens=6, **more)
+        more = options(model, place) | {"temperature": temperature, "max_new_tokens": 6}
+        cache = model.new_cache()
+        first = decode(model, None, random_tokens(9), method, cache=cache, **more)
         prompt = random_tokens(9) + first.tokens + random_tokens(4, seed=1)
-        second = stream(model, None, prompt, method, cache=cache, max_new_tokens=6, **more)
-        list(second)
+        second = decode(model, None, prompt, method, cache=cache, **more)
         turns.append((first.tokens, second.tokens, second.cached_tokens))
     assert turns[0] == turns[1] and turns[0][2] == 14
 

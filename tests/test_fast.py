@@ -167,6 +167,22 @@ def test_a_quickened_checkpoint_computes_nearly_what_it_did(variant, int8):
         assert error < (0.05 if int8 else 1e-5) and math.isfinite(error)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_largest_weight_of_a_row_keeps_its_sign(dtype, seed):
+    """Rounding of the scale must not carry it beyond 127, which is -128 in 8 bits."""
+    layer = linear(seed).to(dtype)
+    near = Int8Linear(layer).weight.double()
+    assert (near - layer.weight.double()).abs().max() <= 0.01 * layer.weight.double().abs().max()
+
+
+def test_an_int8_model_is_not_saved_as_half_a_checkpoint(tmp_path):
+    model = random_model()
+    quicken(model, int8=True)
+    with pytest.raises(UserError, match="int8 weights cannot be saved"):
+        save(model, None, tmp_path)
+
+
 # ---- passes as graphs
 
 
@@ -195,9 +211,9 @@ def test_what_a_graph_is_given_makes_the_plain_pass(runner, seed):
 def test_compiled_passes_decode_what_plain_ones_do_and_are_made_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     prompt = random_tokens(20)
-    expected = decode(random_model(3, torch.float32), None, prompt, max_new_tokens=60).tokens
+    expected = decode(random_model(3), None, prompt, max_new_tokens=60).tokens
     for opened in range(2):
-        model = random_model(3, torch.float32)
+        model = random_model(3)
         quicken(model, compiled=True)
         assert ("compiling" in capsys.readouterr().err) == (not opened)
         for method in "autoregressive", "prompt-lookup", "lookahead":
@@ -216,7 +232,7 @@ def test_no_compiler_no_folder_and_other_devices_are_one_line(tmp_path, monkeypa
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
         quicken(random_model(), compiled=True)
-    with pytest.raises(UserError, match="for cpu and cuda, not for meta"):
+    with pytest.raises(UserError, match="on cpu and cuda, not on meta"):
         quicken(random_model().to("meta"), compiled=True)
 
 

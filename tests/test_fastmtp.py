@@ -17,7 +17,7 @@ from minispec import Sampling, certify, distill, generate, load
 from minispec.certify import random_head, switching
 from minispec.generate import decode
 from minispec.heads import load_vocabulary
-from minispec.methods.fastmtp import Drafter, Everything
+from minispec.methods.fastmtp import Drafter, FullVocabulary
 from minispec.methods.vocabulary import Compressed, Language, Subset, count, votes
 from minispec.sampling import Seeded
 from minispec.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ def test_sampled_drafts_carry_the_distribution_they_were_drawn_from(compressed):
     model = random_model(2)
     drafter = Drafter(random_head(model, 0), model, 64, 0)
     drafter.extend(model([1, 2, 3])[0], [2, 3, 4])
-    subset = switching(model).pick([0] * 9) if compressed else Everything(model)
+    subset = switching(model).pick([0] * 9) if compressed else FullVocabulary(model)
     guess, draft_probs = drafter.chain(3, Sampling(1.0), Seeded(0), subset)
     assert len(guess) == len(draft_probs) == 3 and drafter.cache.length == 3
     hidden, tokens = model([1, 2, 3])[0], [2, 3, 4]
@@ -245,7 +245,7 @@ def test_the_small_head_is_the_full_one_s_rows():
     assert subset.full(token).tolist() == [30]
     p = subset.scatter(torch.tensor([0.5, 0.2, 0.3]))
     assert p.shape == (32,) and p[[4, 30, 7]].tolist() == pytest.approx([0.5, 0.2, 0.3])
-    whole = Everything(model)
+    whole = FullVocabulary(model)
     assert torch.equal(whole.logits(hidden), model.logits(hidden))
     assert whole.full(token) is token and whole.scatter(p) is p
 

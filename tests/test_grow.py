@@ -17,7 +17,7 @@ from minispec import distill as distill_module
 from minispec.checkpoint import save
 from minispec.grow import begin, grow
 from minispec.heads import load_medusa, load_mtp, mtp_tensors, save_mtp
-from minispec.methods.fastmtp import Drafter, Everything, Head
+from minispec.methods.fastmtp import Drafter, FullVocabulary, Head
 from minispec.methods.medusa import untrained
 from minispec.model import Transformer
 from minispec.pretrain import initialise
@@ -93,7 +93,7 @@ def test_grown_heads_draft_what_the_smaller_ones_did(seed):
         drafter = Drafter(its_head, model, 32, offset=0)
         with torch.no_grad():
             drafter.extend(model(tokens)[0, :-1], tokens[1:])
-            drafts.append(drafter.chain(4, Sampling(1.0), Seeded(seed), Everything(model)))
+            drafts.append(drafter.chain(4, Sampling(1.0), Seeded(seed), FullVocabulary(model)))
     assert drafts[0][0] == drafts[1][0]
     for p, other in zip(drafts[0][1], drafts[1][1]):
         assert torch.allclose(p, other, atol=1e-9, rtol=0)
@@ -142,7 +142,7 @@ def test_quantised_weights_and_leftovers_of_heads_are_refused():
     key = "model.layers.0.self_attn.k_proj.weight"
     for odd, message in (
         (torch.zeros(3, dtype=torch.int8), "quantised"),
-        (3, "is no tensor"),
+        (3, "is not a tensor"),
         (torch.tensor(1.0), "does not fit into"),
     ):
         with pytest.raises(UserError, match=message):

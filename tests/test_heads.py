@@ -141,7 +141,7 @@ def test_heads_of_something_else_are_refused_with_the_reason(tmp_path):
     refused("heads of 40 tokens, but the target", v1_tensors(random_model(vocab_size=40), 3, 1))
     for name in ("1.0.linear.bias", "2.1.weight"):
         refused(f"Missing.*{name}", {k: t for k, t in good.items() if k != name})
-    refused("0.q.weight is no tensor of Medusa heads", good | {"0.q.weight": torch.zeros(2)})
+    refused("0.q.weight is not a tensor of Medusa heads", good | {"0.q.weight": torch.zeros(2)})
     refused("1.0.linear.weight.*shape", good | {"1.0.linear.weight": torch.zeros(16, 8)})
     for wrong in ([[0, 0, 0, 0]], [[-1]], [0], 7):
         refused("medusa_choices", good, config={"medusa_choices": wrong})
@@ -163,7 +163,7 @@ def test_heads_of_something_else_are_refused_with_the_reason(tmp_path):
 )  # fmt: skip
 def test_odd_pt_files_are_one_line(tmp_path, tensors):
     torch.save(tensors, tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(UserError, match="no tensor of Medusa heads|not numbered"):
+    with pytest.raises(UserError, match="not a tensor of Medusa heads|not numbered"):
         load_medusa(tmp_path, random_model())
 
 

@@ -39,7 +39,8 @@ def test_a_name_is_enough_where_weights_lie_beside_the_model(shipped, method):
 def test_auto_is_enough_too(shipped, method, options):
     model, tokenizer, plain = shipped
     result = decode(model, tokenizer, PROMPT, method=method, max_new_tokens=12, **options)
-    assert result.tokens == plain.tokens and result.stats["drafted"] > 0
+    assert result.tokens == plain.tokens
+    assert result.stats["drafted"] > 0 or "tree" in options  # a tree may not pay here
 
 
 def test_what_lies_beside_a_model_is_loaded_once(shipped, monkeypatch):
@@ -155,7 +156,7 @@ def test_an_empty_prompt_begins_with_bos_where_the_model_has_one():
         ("lookahead", {"window": 0}, "window 0: must be at least 1"),
         ("lookahead", {"ngram": 1}, "ngram 1: must be at least 2"),
         ("lookahead", {"guesses": -1}, "guesses -1: must be at least 0"),
-        ("lookahead", {"window": 64, "ngram": 5}, "256 rows never fit into a context of 256"),
+        ("lookahead", {"window": 64, "ngram": 5}, "256 rows never fit into the 255 of the cache"),
         ("autoregressive", {"max_new_tokens": -1}, "must not be negative"),
         ("autoregressive", {"max_new_tokens": 2.5}, "must be a whole number"),
         ("autoregressive", {"temperature": -0.1}, "temperature -0.1: must be 0"),
@@ -173,11 +174,10 @@ def test_a_wrong_option_is_one_clear_line(method, options, message):
     [
         ("speculative", {"kk": 3}, "unexpected keyword argument 'kk'"),
         ("speculative", {"k": "many"}, "k 'many': must be a whole number"),
-        ("speculative", {"k": 0}, "k 0: must be auto or from 1 to 255"),
-        ("speculative", {"k": 500}, "k 500: must be auto or from 1 to 255"),
-        ("speculative", {"draft": "weights/draft"}, "draft 'weights/draft': cannot be text"),
+        ("speculative", {"k": 0}, "k 0: must be auto or at least 1"),
+        ("speculative", {"draft": "weights/draft"}, "draft 'weights/draft': is no draft"),
         ("medusa", {"k": 3}, "unexpected keyword argument 'k'"),
-        ("medusa", {"tree": "wide"}, "tree 'wide': cannot be text"),
+        ("medusa", {"tree": "wide"}, "tree 'wide': is no tree"),
         ("medusa", {"tree": 5}, r"the tree 5: must be paths of ranks, as \[\(0,\), \(0, 1\)\]"),
         ("medusa", {"tree": [0, 1]}, r"the tree \[0, 1\]: must be paths of ranks"),
         ("medusa", {"tree": [(0,) * 5]}, "the tree is 5 deep, but there are only 4 heads"),
@@ -204,3 +204,34 @@ def test_whole_numbers_may_be_numpy_s():
     ):
         run = decode(model, None, [1, 2], method, max_new_tokens=np.int64(9), **options)
         assert run.tokens == plain.tokens
+
+
+def test_what_lies_beside_the_model_follows_it_to_another_type():
+    model, tokenizer = load(ROOT / "weights" / "target", "float32", "cpu")
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        run = decode(model, tokenizer, "Once upon a time", method="medusa", max_new_tokens=4)
+        assert len(run.tokens) == 4
+
+
+def test_the_full_vocabulary_can_be_asked_for():
+    model, tokenizer = load(ROOT / "weights" / "target", "float32", "cpu")
+    options = {"method": "fastmtp", "max_new_tokens": 8}
+    small = decode(model, tokenizer, "Once upon a time", **options)
+    full = decode(model, tokenizer, "Once upon a time", vocabulary=None, **options)
+    assert small.tokens == full.tokens
+
+
+@pytest.mark.parametrize(
+    "method, options, message",
+    [
+        ("speculative", {"draft": 3}, "draft 3: is no draft"),
+        ("medusa", {"heads": 5}, "heads 5: is no heads"),
+        ("autoregressive", {"temperature": "hot"}, "temperature 'hot': must be a number"),
+        ("autoregressive", {"top_k": 2.5}, "top_k 2.5: must be a whole number"),
+        ("autoregressive", {"top_p": None}, "top_p None: must be a number"),
+    ],
+)
+def test_an_object_of_another_kind_is_one_clear_line(method, options, message):
+    with pytest.raises(UserError, match=message):
+        decode(random_model(), None, [1, 2, 3], method, **options)

@@ -90,8 +90,8 @@ def test_it_has_the_parts_of_a_lesson(path):
     code, text = (
         "\n".join(source(cell) for cell in cells_of(path, kind)) for kind in ("code", "markdown")
     )
-    assert len(cells_of(path, "code")) >= 15
-    assert len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) <= 2500
+    assert 15 <= len(cells_of(path, "code")) <= 25
+    assert len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) <= 1800
     if "from drawing import" in code:  # its helper shows sources
         code += (LESSONS / "drawing.py").read_text(encoding="utf-8")
     assert "inspect.getsource" in code

@@ -170,7 +170,7 @@ def test_two_processes_train_the_same_model_as_one(data, tmp_path):
         (["--heads", "3"], "must be an even multiple"),
         (["--batch-tokens", "8"], "must hold a row"),
         (["--tokenizer", "nowhere.json"], "no such tokenizer"),
-        (["--device", "abacus"], "device abacus is not there"),
+        (["--device", "abacus"], "device abacus is not available"),
         (["--context", "1"], "--context 1: must be at least 2"),
         (["--seed", "-1"], "--seed -1: must be at least 0"),
         (["--seed", "9" * 30], "must fit in 64 bits"),

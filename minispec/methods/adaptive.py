@@ -3,7 +3,8 @@
 One idea: a round is worth its expected tokens over its cost. The cost curve is measured by whoever
 makes a policy (`minispec.cost`): curve[n] is what a pass over n tokens costs, in passes over one. A
 policy chooses from what was seen before a round, never from what the round draws, so it is as
-lossless as any fixed choice; but a seed repeats a sampled run only as far as the costs repeat.
+lossless as any fixed choice; but a seed reproduces a sampled run only if the measured costs are the
+same.
 """
 
 import heapq
@@ -12,10 +13,10 @@ from itertools import islice
 
 from torch import Tensor
 
-Ranks = tuple[int, ...]  # as in medusa: (0, 2) is head 0's best token, then head 1's third best
+from minispec.tree import Ranks
 
 LEARN, LEAN = 0.1, 0.005  # how fast a rate follows its rounds, and an untried one its neighbour
-RARE = 0.02  # of likelier nodes a tree is made: to list the rest takes too long
+RARE = 0.02  # less likely paths are never considered: listing them all would take too long
 
 
 def most_worth(chances: Iterable[float], costs: list[float]) -> int:
@@ -34,12 +35,13 @@ def curve_at(curve: list[float], n: int) -> float:
 
 
 class Length:
-    """K for the next round of a chain: section 3.3 of Leviathan et al. 2023, but with the measured
+    """K for the next round of a chain: section 3.5 of Leviathan et al. 2023, but with the measured
     cost of the target's pass, which the paper takes to be 1 over any number of tokens.
 
     rate[i] is the chance that draft i + 1 is accepted if those before it were, a running mean over
-    the rounds that tried it; untried ones lean to the rate before, or long chains that would pay
-    were never found. `draft` is the cost of one draft, in target passes over one token.
+    the rounds that tried it; the rate of an untried position drifts towards the one before it, or
+    longer chains would never be tried. `draft` is the cost of one draft, in target passes over one
+    token.
     """
 
     def __init__(self, curve: list[float], draft: float, most: int = 16):
@@ -76,7 +78,7 @@ class BestTree:
         self.costs = [cost + draft for cost in curve[1:]]
 
     def choose(self, chances: list[list[float]], room: int) -> list[Ranks]:
-        """As medusa.TreePolicy."""
+        """As tree.TreePolicy."""
         likely, gains = [], []
         for path, gain in islice(best_first(chances), min(room, len(self.costs) - 1)):
             if gain < RARE:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
-from minispec.errors import UserError
-from minispec.model import Block, Config, Pass, Rope, Transformer, plan
+from minispec.model import BLOCK, Block, Config, Pass, Rope, Transformer, plan
 from minispec.sampling import Randomness, Sampling, draw, probs
-from minispec.tree import Policy, Step, Tree
+from minispec.tree import Fixed, Policy, Step, Tree
 from minispec.verify import accept
 
 # ---- the head ------------------------------------------------------------------------------------
@@ -56,7 +55,7 @@ class Head(Block):
         return self.final_layernorm(super().forward(self.input_proj(torch.cat(pair, -1)), now))
 
 
-class Everything:
+class FullVocabulary:
     """The full vocabulary, in the place of a vocabulary.Subset of it."""
 
     def __init__(self, model: Transformer):
@@ -72,7 +71,7 @@ class Everything:
 class Vocabulary(Protocol):
     """Which tokens the head drafts from: vocabulary.Compressed is one."""
 
-    def pick(self, tokens: list[int]) -> Everything:
+    def pick(self, tokens: list[int]) -> FullVocabulary:
         """What to draft from after `tokens`: a vocabulary.Subset, say."""
 
 
@@ -97,13 +96,13 @@ class Drafter:
 
     def extend(self, hidden: Tensor, tokens: list[int]) -> None:
         """Take in the target's own hidden states (n, d), each with the token that came after it."""
-        for start in range(0, len(tokens), 512):  # a long prompt needs no n × n mask
-            part = tokens[start : start + 512]
-            self.last = self.run(hidden[start : start + 512], part)[-1:]
+        for start in range(0, len(tokens), BLOCK):
+            part = tokens[start : start + BLOCK]
+            self.last = self.run(hidden[start : start + BLOCK], part)[-1:]
             self.cache.commit(list(range(len(part))))
 
     def chain(
-        self, k: int, sampling: Sampling, randomness: Randomness, subset: Everything
+        self, k: int, sampling: Sampling, randomness: Randomness, subset: FullVocabulary
     ) -> tuple[list[int], list[Tensor | None]]:
         """At most `k` drafts, each from the head's distribution over `subset`; and the
         distributions over the vocabulary (None: one-hot). The cache ends as it began."""
@@ -135,8 +134,7 @@ def fastmtp(
     The head draws with `draft_sampling` (default: as the target does) over the `vocabulary` of the
     text's language (default: the full one). Any choice is lossless.
     """
-    if isinstance(k, int) and k < 1:
-        raise UserError(f"k {k}: must be auto or at least 1")
+    policy = k if hasattr(k, "choose") else Fixed(k)
     cache = cache or model.new_cache()
     drafter = Drafter(head, model, cache.capacity, offset=cache.length)
     tokens = list(prompt)
@@ -144,8 +142,8 @@ def fastmtp(
     drafter.extend(hidden, tokens[drafter.offset + 1 :])
     yield Step()
     while True:
-        length = min(k if isinstance(k, int) else k.choose(), cache.room - 1)
-        subset = vocabulary.pick(tokens) if vocabulary else Everything(model)
+        length = min(policy.choose(), cache.room - 1)
+        subset = vocabulary.pick(tokens) if vocabulary else FullVocabulary(model)
         guess, draft_probs = drafter.chain(length, draft_sampling or sampling, randomness, subset)
         tree = Tree.chain(tokens[-1], guess, draft_probs)
         hidden = model(tree.tokens, cache)[0]
@@ -153,7 +151,6 @@ def fastmtp(
         cache.commit(path)
         new = tree.tokens_at(path[1:]) + [fresh]
         drafter.extend(hidden[path], new)  # in the place of the drafts' rows: the target's own
-        if not isinstance(k, int):
-            k.observe(drafted=len(guess), accepted=len(path) - 1)
+        policy.observe(drafted=len(guess), accepted=len(path) - 1)
         tokens += new
         yield Step(new, tree, path)

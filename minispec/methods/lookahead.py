@@ -29,8 +29,9 @@ def jacobi(
 ) -> Iterator[Step]:  # fmt: skip
     """Guess `block` tokens, replace each by what the model says there, until they stay.
 
-    What the model has confirmed leaves the block in front; so every pass settles one token at
-    least, and no Jacobian is anywhere. Under sampling the guesses are drafts like any others.
+    What the model has confirmed leaves the block in front, so every pass settles at least one
+    token. (Despite the name, no Jacobian is computed.) Under sampling the guesses are drafts like
+    any others.
     """
     if not 1 <= block < model.config.context:
         raise UserError(f"block {block}: must be from 1 to {model.config.context - 1}")
@@ -165,8 +166,8 @@ def lookahead(
     A pass carries the current token, the window, and the pool's continuations of the current token
     merged into a trie. With `pool_from_prompt` the n-grams of prompt and output join the pool.
     """
-    check_sizes(window, ngram, guesses, model.config.context)
     cache = cache or model.new_cache()
+    check_sizes(window, ngram, guesses, cache.capacity - len(prompt))
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)
     ahead, pool = Window(prompt, window, ngram), Pool(guesses)
@@ -205,14 +206,14 @@ def one_pass(
     return path, fresh, likeliest(target)[n:]
 
 
-def check_sizes(window: int, ngram: int, guesses: int, context: int) -> None:
-    """Refuse what is too small, and a window that would never fit into the context."""
+def check_sizes(window: int, ngram: int, guesses: int, room: int) -> None:
+    """Refuse what is too small, and a window that would never fit behind the prompt."""
     for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 0)):
         if value < least:
             raise UserError(f"{name} {value}: must be at least {least}")
     rows = (ngram - 1) * window
-    if rows >= context:
+    if rows >= room:
         raise UserError(
-            f"window {window}, ngram {ngram}: {rows} rows never fit into a context of {context}: "
-            "take smaller ones"
+            f"window {window}, ngram {ngram}: {rows} rows never fit into the {room} of the cache "
+            "behind the prompt: take smaller ones"
         )

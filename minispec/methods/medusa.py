@@ -7,7 +7,6 @@ says t + 1, which is the root of the next tree.
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +16,10 @@ from minispec.cache import KVCache
 from minispec.errors import UserError
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
-from minispec.tree import Step, Tree
+from minispec.tree import Ranks, Step, Tree, TreePolicy
 from minispec.verify import accept
 
 RANKS = 10  # candidates of a head that a tree may choose from, as many as the published trees use
-Ranks = tuple[int, ...]  # a path: (0, 2) is head 0's best token, then head 1's third best
 Rule = Callable[[Tensor | OneHot, Tree, Randomness], tuple[list[int], int]]
 
 # ---- heads ---------------------------------------------------------------------------------------
@@ -79,13 +77,6 @@ def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> Head
 # ---- decoding ------------------------------------------------------------------------------------
 
 
-class TreePolicy(Protocol):
-    """Chooses a tree by what the heads say before a round."""
-
-    def choose(self, chances: list[list[float]], room: int) -> list[Ranks]:
-        """At most `room` paths, for the probabilities (K, RANKS) of each head's candidates."""
-
-
 def medusa(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
     cache: KVCache | None = None, heads: Heads, tree: list[Ranks] | TreePolicy | None = None,
@@ -128,14 +119,14 @@ def rounds(
     hidden = model.prefill(tokens[cache.length : -1], cache)[0, -1:]  # (1, d), or none
     yield Step()
     while True:
-        tree = propose(heads, model, hidden, tokens[-1], chosen, cache.room - 1)
-        hidden = model(tree.tokens, cache, tree.depth, tree.mask)[0]  # (nodes, d)
-        path, fresh = rule(probs(model.logits(hidden), sampling), tree, randomness)
+        proposed = propose(heads, model, hidden, tokens[-1], chosen, cache.room - 1)
+        hidden = model(proposed.tokens, cache, proposed.depth, proposed.mask)[0]  # (nodes, d)
+        path, fresh = rule(probs(model.logits(hidden), sampling), proposed, randomness)
         cache.commit(path)
         hidden = hidden[path[-1:]]  # the heads read the accepted node: no second target pass
-        new = tree.tokens_at(path[1:]) + [fresh]
+        new = proposed.tokens_at(path[1:]) + [fresh]
         tokens += new
-        yield Step(new, tree, path)
+        yield Step(new, proposed, path)
 
 
 def propose(
@@ -148,11 +139,20 @@ def propose(
         return Tree.chain(root, [])
     fixed = isinstance(chosen, list)
     ranks = 1 + max(rank for path in chosen for rank in path) if fixed else RANKS
-    best = heads(hidden[0], model).softmax(-1).topk(min(ranks, model.config.vocab_size))
-    # one synchronisation for both: (2, K, ranks); float32 holds every token id exactly
-    chances, candidates = torch.stack([best.values.float(), best.indices.float()]).tolist()
+    chances, candidates = best_candidates(heads, model, hidden[0], ranks)
     paths = chosen if fixed else chosen.choose(chances, room)
-    return Tree.from_paths(root, paths[:room], [[int(x) for x in row] for row in candidates])
+    return Tree.from_paths(root, paths[:room], candidates)
+
+
+def best_candidates(
+    heads: Heads, model: Transformer, hidden: Tensor, ranks: int
+) -> tuple[list[list[float]], list[list[int]]]:
+    """Probabilities and tokens of each head's best candidates, both (K, ranks), after a hidden
+    state (d,)."""
+    best = heads(hidden, model).softmax(-1).topk(min(ranks, model.config.vocab_size))
+    # one synchronisation for both: float32 holds every token id exactly
+    chances, tokens = torch.stack([best.values.float(), best.indices.float()]).tolist()
+    return chances, [[int(token) for token in row] for row in tokens]
 
 
 def complete(paths: list[Ranks], depth: int, ranks: int) -> list[Ranks]:

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.cache import KVCache
-from minispec.errors import UserError
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, draw, probs
-from minispec.tree import Policy, Step, Tree
+from minispec.tree import Fixed, Policy, Step, Tree
 from minispec.verify import accept
 
 
@@ -28,8 +27,7 @@ def speculative(
     The draft draws with `draft_sampling` (default: as the target does); any choice is lossless.
     Vocabularies may differ in length by padding.
     """
-    if isinstance(k, int) and not 1 <= k < model.config.context:
-        raise UserError(f"k {k}: must be auto or from 1 to {model.config.context - 1}")
+    policy = k if hasattr(k, "choose") else Fixed(k)
     cache = cache or model.new_cache()
     draft_cache = draft.new_cache(cache.capacity)
     tokens = list(prompt)
@@ -37,7 +35,7 @@ def speculative(
     draft.prefill(known(tokens[:-1], draft), draft_cache)
     yield Step()
     while True:
-        gamma = min(k if isinstance(k, int) else k.choose(), cache.room - 1)
+        gamma = min(policy.choose(), cache.room - 1)
         guess, draft_probs = propose(
             draft, draft_cache, tokens, gamma, draft_sampling or sampling, randomness,
             model.config.vocab_size,
@@ -48,8 +46,7 @@ def speculative(
         cache.commit(path)
         # after a full match the draft is one row short: next round feeds it two tokens
         draft_cache.truncate(min(draft_cache.length, cache.length))
-        if not isinstance(k, int):
-            k.observe(drafted=len(guess), accepted=len(path) - 1)
+        policy.observe(drafted=len(guess), accepted=len(path) - 1)
         new = tree.tokens_at(path[1:]) + [fresh]
         tokens += new
         yield Step(new, tree, path)

@@ -7,7 +7,7 @@ import torch
 
 from minispec.certify import Recorder, fresh_drafts, random_head, randomise, small_model
 from minispec.methods import fastmtp
-from minispec.methods.fastmtp import Everything
+from minispec.methods.fastmtp import FullVocabulary
 from minispec.methods.vocabulary import Subset
 from minispec.model import plan
 from minispec.sampling import Sampling, Seeded, probs
@@ -90,7 +90,7 @@ def test_greedy_drafts_are_those_of_passes_without_a_cache(impl):
         head = random_head(model, seed)
         drafter = prepared(impl, model, head, tokens)
         length, last = drafter.cache.length, drafter.last
-        guess, draft_probs = drafter.chain(k, GREEDY, Seeded(), Everything(model))
+        guess, draft_probs = drafter.chain(k, GREEDY, Seeded(), FullVocabulary(model))
         right = fresh_drafts(head, model, tokens, k)
         assert guess == right, (
             f"{guess} instead of {right}: every step reads the head's own output and the newest "
@@ -102,7 +102,7 @@ def test_greedy_drafts_are_those_of_passes_without_a_cache(impl):
             "text, and leave `last` alone"
         )
     empty = impl.Drafter(head, model, 64, 0)
-    drafts = empty.chain(3, GREEDY, Seeded(), Everything(model))
+    drafts = empty.chain(3, GREEDY, Seeded(), FullVocabulary(model))
     assert drafts == ([], []), "without a hidden state there are no drafts"
 
 
@@ -142,7 +142,7 @@ def test_after_every_round_the_cache_follows_the_text(impl):
         drafter = impl.Drafter(head, model, 64, 0)
         drafter.extend(model(tokens[:-1])[0], tokens[1:])
         for round_ in range(5):
-            guess, _ = drafter.chain(3, GREEDY, Seeded(), Everything(model))
+            guess, _ = drafter.chain(3, GREEDY, Seeded(), FullVocabulary(model))
             new = guess[: rng.randint(0, 3)] + [rng.randrange(24)]
             hidden = model(tokens + new[:-1])[0, len(tokens) - 1 :]
             tokens = tokens + new

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minispec import certify
 from minispec.methods import lookahead, medusa, speculative
-from minispec.methods.fastmtp import Drafter, Everything
+from minispec.methods.fastmtp import Drafter, FullVocabulary
 from minispec.methods.lookahead import Pool, Window, from_prompt
 from minispec.methods.prompt_lookup import lookup
 from minispec.sampling import Randomness, Sampling
@@ -166,7 +166,7 @@ class MTP(Drafted):
         self.drafter.extend(hidden, tokens[offset + 1 :])
 
     def drafts(self, tokens, k, sampling, randomness):
-        subset = self.words.pick(tokens) if self.words else Everything(self.model)
+        subset = self.words.pick(tokens) if self.words else FullVocabulary(self.model)
         return self.drafter.chain(k, sampling, randomness, subset)
 
     def learn(self, tokens, tree, path, hidden):
