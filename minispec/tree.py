@@ -55,7 +55,7 @@ class Tree:
         return cls(tokens, parents)
 
     @classmethod
-    def from_paths(cls, root: int, paths: list["Ranks"], candidates: list[list[int]]) -> "Tree":
+    def from_paths(cls, root: int, paths: list[list[int]], candidates: list[list[int]]) -> "Tree":
         """The tree of rank paths: (0, 2) is the best candidate of depth 1, then the third best of
         depth 2. `candidates[k]` holds the tokens of depth k + 1, best first."""
         return cls.merged(

@@ -156,7 +156,7 @@ def test_an_empty_prompt_begins_with_bos_where_the_model_has_one():
         ("lookahead", {"window": 0}, "window 0: must be at least 1"),
         ("lookahead", {"ngram": 1}, "ngram 1: must be at least 2"),
         ("lookahead", {"guesses": -1}, "guesses -1: must be at least 0"),
-        ("lookahead", {"window": 64, "ngram": 5}, "256 rows never fit into the 255 of the cache"),
+        ("lookahead", {"window": 64, "ngram": 5}, "256 rows never fit into a cache of 256"),
         ("autoregressive", {"max_new_tokens": -1}, "must not be negative"),
         ("autoregressive", {"max_new_tokens": 2.5}, "must be a whole number"),
         ("autoregressive", {"temperature": -0.1}, "temperature -0.1: must be 0"),

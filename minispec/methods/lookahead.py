@@ -167,7 +167,7 @@ def lookahead(
     merged into a trie. With `pool_from_prompt` the n-grams of prompt and output join the pool.
     """
     cache = cache or model.new_cache()
-    check_sizes(window, ngram, guesses, cache.capacity - len(prompt))
+    check_sizes(window, ngram, guesses, cache.capacity)
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)
     ahead, pool = Window(prompt, window, ngram), Pool(guesses)
@@ -207,13 +207,13 @@ def one_pass(
 
 
 def check_sizes(window: int, ngram: int, guesses: int, room: int) -> None:
-    """Refuse what is too small, and a window that would never fit behind the prompt."""
+    """Refuse what is too small, and a window that would never fit into the cache."""
     for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 0)):
         if value < least:
             raise UserError(f"{name} {value}: must be at least {least}")
     rows = (ngram - 1) * window
     if rows >= room:
         raise UserError(
-            f"window {window}, ngram {ngram}: {rows} rows never fit into the {room} of the cache "
-            "behind the prompt: take smaller ones"
+            f"window {window}, ngram {ngram}: {rows} rows never fit into a cache of {room}: "
+            "take smaller ones"
         )
