@@ -4,9 +4,11 @@ import argparse
 import contextlib
 import functools
 import json
+import math
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -28,13 +30,30 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} ({self.prog} -h shows the flags)")
 
 
+def number(least: float, most: float = 2**63 - 1, kind: Callable = int) -> Callable[[str], float]:
+    """The `type=` of a flag that takes a number of this kind, from `least` to `most`."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if least <= (value := kind(text)) <= most and math.isfinite(value):
+                return value
+        short = most == 2**63 - 1 and len(text) < 19
+        end = f"at least {least}" if short else f"from {least} to {most}"
+        whole = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{text[:40]} must be a {whole}, {end}")
+
+    return parse
+
+
 def command(main: Callable) -> Callable:
     """A command line's `main`: a UserError ends it with one line and code 2, Ctrl-C with 130."""
 
     @functools.wraps(main)
     def wrapped(argv: list[str] | None = None) -> None:
-        speak_utf8()
+        prepare_streams()
         try:
+            if signal.getsignal(signal.SIGINT) is interrupted:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             main(argv)
         except UserError as error:
             print(f"minispec: {' '.join(str(error).split())}", file=sys.stderr)
@@ -57,13 +76,22 @@ def command(main: Callable) -> Callable:
     return wrapped
 
 
-def speak_utf8() -> None:
+def interrupted(*_) -> None:
+    """What Ctrl-C does while a command line's modules are imported (`minispec/__init__.py`)."""
+    os._exit(130)
+
+
+def prepare_streams() -> None:
     """Make files and pipes UTF-8 where the system has another encoding. Bytes that are not pass
-    standard input as lone surrogates, which a tokenizer refuses."""
+    standard input as lone surrogates, which a tokenizer refuses; a terminal shows what it can."""
     for stream, errors in (sys.stdin, "surrogateescape"), (sys.stdout, "strict"):
         with contextlib.suppress(ValueError):  # closed, or read from already
             if hasattr(stream, "reconfigure") and not stream.isatty():
                 stream.reconfigure(encoding="utf-8", errors=errors)
+            elif hasattr(stream, "reconfigure") and stream is sys.stdout:
+                stream.reconfigure(errors="replace")
+    if sys.stderr is None:  # closed: `print` would write to standard output instead
+        sys.stderr = open(os.devnull, "w")
 
 
 def drop_unwritable_output() -> None:
@@ -77,14 +105,14 @@ def drop_unwritable_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def read_json(path: Path) -> dict:
-    """The JSON object that a file holds."""
+def read_json(path: Path, kind: type = dict) -> dict | list:
+    """The JSON object, or list, that a file holds."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object")
+    if not isinstance(value, kind):
+        raise UserError(f"{path} must hold a JSON {'object' if kind is dict else 'list'}")
     return value
 
 
@@ -97,6 +125,25 @@ def check_package(name: str, flag: str) -> None:
     """Refuse a flag that needs a package that is not installed."""
     if find_spec(name) is None:
         raise UserError(f"{flag} needs {name}: pip install {name}")
+
+
+def check_writable(file: str | Path, flag: str) -> None:
+    """Make the folder that the file of a flag is to be in, and refuse, before any long work, a file
+    that could not be written after it."""
+    file = Path(file)
+    existed = file.exists() or file.is_symlink()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists() and not (file.is_file() or file.is_char_device()):  # a pipe would wait
+            raise OSError(0, "not a file")
+        file.open("a").close()
+    except OSError as error:
+        raise UserError(f"{flag} {file}: cannot be written ({error.strerror})") from None
+    if not existed:
+        file.unlink(missing_ok=True)  # another process tries as well
+
+
+# ---- to go: still imported elsewhere ----
 
 
 def check_compiler(device: str) -> None:
@@ -117,17 +164,6 @@ def check_seed(seed: int, least: int = 0) -> None:
         raise UserError(f"--seed {seed}: must be at least {least}")
     if seed >= 2**63:
         raise UserError(f"--seed {seed}: must fit in 64 bits")
-
-
-def check_writable(file: str | Path, flag: str) -> None:
-    """Refuse, before any long work, a file that could not be written after it."""
-    existed = Path(file).exists() or Path(file).is_symlink()
-    try:
-        Path(file).open("a").close()
-    except OSError as error:
-        raise UserError(f"{flag} {file}: cannot be written ({error.strerror})") from None
-    if not existed:
-        Path(file).unlink(missing_ok=True)  # another process tries as well
 
 
 def prepare_file(path: Path, flag: str) -> None:
