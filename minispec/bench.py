@@ -21,9 +21,10 @@ from tqdm import tqdm
 from minispec.against import transformers_runs
 from minispec.checkpoint import WEIGHTS, load
 from minispec.cost import COUNTS, cost_curve, least_in_turn, one_pass
+from minispec.drafters import load_drafter
 from minispec.errors import Parser, UserError, check_package, command, prepare_folder
 from minispec.fast import quicken
-from minispec.generate import Run, decode, load_draft, load_head_and_words, stream
+from minispec.generate import Run, decode, stream
 from minispec.heads import load_medusa
 from minispec.methods.adaptive import curve_at
 from minispec.methods.speculative import speedup, tokens_per_pass
@@ -264,13 +265,13 @@ def methods_of(
         name = min(wanted - known)
         raise UserError(f"--methods {name}: not one of the benchmark's, or without weights")
     if "speculative" in wanted:
-        draft = load_draft(args.draft, model, tokenizer)
+        draft = load_drafter("speculative", model, tokenizer, args.draft)["draft"]
         methods |= {f"speculative k={k}": {"draft": draft, "k": k} for k in (args.k, "auto")}
     if "medusa" in wanted:
         heads = {"heads": load_medusa(args.heads, model, tokenizer)}
         methods |= {"medusa": heads, "medusa tree=auto": heads | {"tree": "auto"}}
     if "fastmtp" in wanted:
-        head = load_head_and_words(args.mtp, model, tokenizer)
+        head = load_drafter("fastmtp", model, tokenizer, args.mtp)
         methods |= {f"fastmtp k={k}": head | {"k": k} for k in (2, 3, 4, "auto")}
     wanted.add("autoregressive")
     return {name: options for name, options in methods.items() if name.split()[0] in wanted}

@@ -20,11 +20,12 @@ from minispec.bench import differing, per_pass, ratios
 from minispec.checkpoint import load
 from minispec.cost import head_cost
 from minispec.errors import Parser, UserError, check_package, command, prepare_file
-from minispec.generate import WEIGHTS, Run, acceptance, decode
+from minispec.generate import WEIGHTS, Run, decode
 from minispec.heads import load_mtp, load_vocabulary
 from minispec.methods.vocabulary import Compressed
 from minispec.model import Transformer, count_parameters
 from minispec.pretrain import KINDS, held_out_prompts
+from minispec.run import acceptance
 from minispec.tokenizer import Tokenizer
 
 # ---- lookahead's scaling law ---------------------------------------------------------------------

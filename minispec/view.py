@@ -2,9 +2,6 @@
 it pass by pass.
 
     python -m minispec.generate "Once upon a time" --method medusa --color=full --html trace.html
-
-Both need only the run's Steps. The target's distributions, which a Step does not keep, are computed
-again after the run, with one pass over each step's tree.
 """
 
 import json
@@ -13,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
 from minispec.errors import UserError
 from minispec.model import Transformer
+from minispec.run import Chunk, Run
 from minispec.sampling import Sampling, probs
 from minispec.tokenizer import Tokenizer
 from minispec.tree import Step, Tree
@@ -33,56 +30,18 @@ MARK = "__TRACE__"  # where the page's data goes
 DRAFTED, FRESH, REJECTED = "32", "35", "9;31"
 
 
-class Painter:
-    """Colours the text of a run as it arrives: accepted drafts green, the target's own tokens
-    magenta, every other pass underlined. With `full`, rejected drafts are shown too, struck out,
-    before the token that replaced them.
+def paint(chunk: Chunk, tokenizer: Tokenizer, underline: bool = False, full: bool = False) -> str:
+    """A round's text: accepted drafts green, the target's own token magenta; with `full` the
+    rejected drafts too, struck out, before the token that replaced them.
 
-    A character made of several tokens takes the colour of the one that completes it. Strip the
-    escape codes (and struck drafts) and what remains is the run's text.
+    What several tokens make together, as the bytes of a character, takes the colour of the last.
     """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], full: bool = False):
-        self.tokenizer, self.full = tokenizer, full
-        self.stream = tokenizer.stream(prompt)
-        self.passes = 0
-        self.style = FRESH
-        self.waiting: list[tuple[str, str]] = []  # styles and text that the run still holds back
-
-    def paint(self, step: Step, tokens: list[int], text: str) -> str:
-        """`text`, which `step` added to the run's output by emitting `tokens`, coloured."""
-        underline = ";4" if self.passes % 2 else ""
-        self.passes += 1
-        drafted = len(step.path) - 1
-        for i, token in enumerate(tokens):
-            if i == drafted and self.full:
-                self.waiting.append((REJECTED, self.rejected(step)))
-            who = DRAFTED if i < drafted else FRESH
-            self.waiting.append((who + underline, self.stream.push(token)))
-        out = []
-        while self.waiting:
-            self.style, piece = self.waiting.pop(0)
-            if self.style == REJECTED:
-                out.append(colored(piece, REJECTED))
-                continue
-            shown, text = text[: len(piece)], text[len(piece) :]
-            out.append(colored(shown, self.style))
-            if shown != piece:  # held back, or cut by a stop string
-                self.waiting.insert(0, (self.style, piece[len(shown) :]))
-                break
-        return "".join(out) + colored(text, self.style)  # left over: half a character at the end
-
-    def rejected(self, step: Step) -> str:
-        """The drafts off the path, branch by branch."""
-        text, before = "", None
-        for node in depth_first(step.tree):
-            if node not in step.path:
-                follows = before is None or step.tree.parents[node] == before
-                text += ("" if follows else "|") + visible(
-                    piece(self.tokenizer, step.tree.tokens[node])
-                )
-                before = node
-        return text
+    out, drafted = "", len(chunk.step.path) - 1
+    for i, text in enumerate(chunk.texts):
+        if full and i == drafted:
+            out += colored(rejected(chunk.step, tokenizer), REJECTED)
+        out += colored(text, (DRAFTED if i < drafted else FRESH) + ";4" * underline)
+    return out
 
 
 def colored(text: str, style: str) -> str:
@@ -90,8 +49,14 @@ def colored(text: str, style: str) -> str:
     return "\n".join(f"\x1b[{style}m{part}\x1b[0m" if part else "" for part in text.split("\n"))
 
 
-def visible(text: str) -> str:
-    """The text on one line, with control characters spelled out."""
+def rejected(step: Step, tokenizer: Tokenizer) -> str:
+    """The drafts off the path, on one line; a | where a branch ends."""
+    text, before = "", None
+    for node in depth_first(step.tree):
+        if node not in step.path:
+            follows = before is None or step.tree.parents[node] == before
+            text += ("" if follows else "|") + piece(tokenizer, step.tree.tokens[node])
+            before = node
     return "".join(c if c.isprintable() else "↵" if c == "\n" else ascii(c)[1:-1] for c in text)
 
 
@@ -107,6 +72,17 @@ def depth_first(tree: Tree) -> list[int]:
 # ---- the text of one token -----------------------------------------------------------------------
 
 
+def byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level BPE writes for bytes: printable ones stand for themselves, the
+    others start at U+0100."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTE = byte_alphabet()
+
+
 def piece(tokenizer: Tokenizer | None, token: int) -> str:
     r"""The text of a single token; bytes that form no character as \xe4, unknown ids as #7."""
     name = tokenizer.backend.id_to_token(token) if tokenizer else None
@@ -115,89 +91,69 @@ def piece(tokenizer: Tokenizer | None, token: int) -> str:
     # decoded twice: decoders strip only the space before a text's first word
     once, twice = (tokenizer.backend.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
     text = twice[len(once) :]
-    return spelled(name) if "\ufffd" in text or not text else text
-
-
-def spelled(name: str) -> str:
-    r"""The bytes of an incomplete character, from the way its vocabulary spells them."""
+    if text and "\ufffd" not in text:
+        return text
     byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)  # byte fallback
     if byte:
         return rf"\x{byte[1].lower()}"
-    if not all(c in BYTE for c in name):
-        return name
-    return bytes(BYTE[c] for c in name).decode("utf-8", errors="backslashreplace")
-
-
-def byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes for bytes: printable ones stand for themselves, the
-    others start at U+0100."""
-    alphabet = sorted(ByteLevel.alphabet())
-    table = {c: ord(c) for c in alphabet if ord(c) < 256}
-    others = [byte for byte in range(256) if byte not in table.values()]
-    return table | dict(zip((c for c in alphabet if ord(c) >= 256), others))
-
-
-BYTE = byte_alphabet()
+    if all(c in BYTE for c in name):
+        return bytes(BYTE[c] for c in name).decode("utf-8", errors="backslashreplace")
+    return name
 
 
 # ---- the page ------------------------------------------------------------------------------------
 
 
 def write_page(
-    file: str, model: Transformer, tokenizer: Tokenizer | None, rounds: list[Step], facts: dict,
-    sampling: Sampling,
-) -> None:  # fmt: skip
-    """Write a self-contained page to step through a run; `facts` is its --json object."""
-    data = json.dumps(trace(model, tokenizer, rounds, facts, sampling), ensure_ascii=False)
+    file: str, model: Transformer, tokenizer: Tokenizer | None, run: Run, name: str
+) -> None:
+    """Write a self-contained page to step through a run of the model of this name."""
+    data = json.dumps(trace(model, tokenizer, run, name), ensure_ascii=False)
     data = data.replace("<", r"\u003c")  # so that no text ends its script element
+    page = PAGE.read_text(encoding="utf-8").replace(MARK, data)
     try:
-        Path(file).write_text(
-            PAGE.read_text(encoding="utf-8").replace(MARK, data), encoding="utf-8"
-        )
+        Path(file).write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--html {file}: cannot be written ({error.strerror})") from None
 
 
 @torch.no_grad()
-def trace(
-    model: Transformer, tokenizer: Tokenizer | None, rounds: list[Step], facts: dict,
-    sampling: Sampling,
-) -> dict:  # fmt: skip
-    """What the page shows, as a JSON object: the run's `facts`, its passes, the text of each token.
+def trace(model: Transformer, tokenizer: Tokenizer | None, run: Run, name: str) -> dict:
+    """What the page shows, as a JSON object: the run's --json, its passes, the text of each token.
 
-    The cache is filled as in the run: the prompt, then the accepted path of each tree.
+    A Step does not keep the target's distributions: they are computed again, with one pass over
+    each step's tree. The cache is filled as in the run: the prompt, then the accepted paths.
     """
-    prompt, emitted = facts["prompt_ids"], facts["tokens"]
-    most = sum(len(step.tokens) for step in rounds) + max((len(s.tree) for s in rounds), default=0)
-    cache = model.new_cache(min(len(prompt) + most, model.config.context))
-    model.prefill(prompt[:-1], cache)
-    stream = tokenizer.stream(prompt) if tokenizer else None
-    eos = model.config.eos_ids if facts["finish_reason"] == "eos" else ()
-    passes, done = [], 0
-    for step in rounds:
-        tree, before = step.tree, cache.length
-        logits = model.logits(model(tree.tokens, cache, tree.depth, tree.mask)[0])
+    rows = len(run.prompt) + sum(len(step.tokens) + len(step.tree) for step in run.rounds)
+    cache = model.new_cache(min(rows, model.config.context))
+    model.prefill(run.prompt[:-1], cache)
+    passes, done, lossless = [], 0, run.stats["lossless"]
+    for step in run.rounds:
+        before = cache.length
+        logits = model.logits(model(step.tree.tokens, cache, step.tree.depth, step.tree.mask)[0])
         cache.commit(step.path)
-        new = emitted[done : done + len(step.tokens)]
-        done += len(new)
+        texts = run.texts[done : done + len(step.tokens)]
+        done += len(texts)
         passes.append(
             {
                 "rows": before,
                 "tokens": step.tokens,
-                "emitted": len(new),  # fewer than `tokens` if the run ended among them
-                "texts": [stream.push(t) if stream and t not in eos else "" for t in new],
+                "emitted": len(texts),  # fewer than `tokens` if the run ended among them
+                "texts": texts,
                 "window": step.window,
-                **scored(logits, step, sampling, facts["stats"]["lossless"]),
+                **scored(logits, step, run.sampling, lossless),
             }
         )
-    if stream and passes and passes[-1]["texts"]:
-        passes[-1]["texts"][-1] += stream.flush()
+    mentioned = set(run.prompt)
+    for now in passes:
+        mentioned.update(now["tokens"], now["tree"]["tokens"], *now["window"])
+        mentioned.update(x for pairs in now["probs"] for x, _ in pairs)
     return {
-        **facts,
-        "prompt": tokenizer.decode(prompt) if tokenizer else "",
-        "sampling": vars(sampling),
+        **run.as_json(name),
+        "prompt": tokenizer.decode(run.prompt) if tokenizer else "",
+        "sampling": vars(run.sampling),
         "passes": passes,
-        "pieces": {token: piece(tokenizer, token) for token in sorted(mentioned(prompt, passes))},
+        "pieces": {token: piece(tokenizer, token) for token in sorted(mentioned)},
     }
 
 
@@ -253,12 +209,3 @@ def decided(target: Sequence[Tensor], step: Step) -> tuple[list[float | None], T
 def short(x: float | Tensor) -> float:
     """Four digits are enough for a page."""
     return float(f"{float(x):.4g}")
-
-
-def mentioned(prompt: list[int], passes: list[dict]) -> set[int]:
-    """Every token that the page may show."""
-    found = set(prompt)
-    for now in passes:
-        found.update(now["tokens"], now["tree"]["tokens"], *now["window"])
-        found.update(x for pairs in now["probs"] for x, _ in pairs)
-    return found

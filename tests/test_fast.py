@@ -20,8 +20,9 @@ from minispec.fast import (
     quicken,
     swap,
 )
-from minispec.generate import LOSSY, METHODS, decode
+from minispec.generate import METHODS, decode
 from minispec.model import plan
+from minispec.run import LOSSY
 from minispec.tree import Tree
 
 LAYERS = [WideLinear, Int8Linear]

@@ -1,0 +1,137 @@
+"""What drafts for a target: the draft model or the heads that a method needs, from where the user
+says or from beside the target, and how much they draft.
+"""
+
+from pathlib import Path
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+from minispec.checkpoint import load
+from minispec.cost import cost_curve, draft_cost, head_cost, heads_cost
+from minispec.errors import UserError, read_json
+from minispec.heads import PUBLISHED, load_medusa, load_mtp, load_vocabulary
+from minispec.methods.adaptive import BestTree, Length, grow_tree
+from minispec.methods.medusa import Heads
+from minispec.model import Transformer
+from minispec.tokenizer import Tokenizer
+from minispec.tree import Ranks
+
+# what a method needs beside its model: the argument, and the folder it is shipped in
+NEEDS = {
+    "speculative": ("draft", "draft"),
+    "medusa": ("heads", "medusa"),
+    "medusa-typical": ("heads", "medusa"),
+    "fastmtp": ("head", "mtp"),
+}
+loaded: WeakKeyDictionary = WeakKeyDictionary()  # model -> what was loaded from beside it
+
+
+def with_drafter(
+    method: str, model: Transformer, tokenizer: Tokenizer | None, options: dict
+) -> dict:
+    """The method's options; where they lack a draft or heads, those that lie beside the model."""
+    argument, folder = NEEDS.get(method, (None, None))
+    if argument is None or options.get(argument) is not None:
+        return options
+    known = loaded.setdefault(model, {})
+    key = folder, model.device, model.dtype, tokenizer is None
+    if key not in known:
+        known[key] = load_drafter(method, model, tokenizer)
+    return known[key] | {name: value for name, value in options.items() if name != argument}
+
+
+def load_drafter(
+    method: str, model: Transformer, tokenizer: Tokenizer | None, source: str | None = None,
+    vocabulary: str | None = None, size: int | None = None,
+) -> dict:  # fmt: skip
+    """What the method needs, as its options: from `source`, by default from beside the model.
+
+    With fastmtp's head comes the `vocabulary` of a file ("none": the full one), by default the one
+    beside the head, if there is one; of each language at most `size` tokens.
+    """
+    source = Path(source or found_beside(method, model))
+    if method == "speculative":
+        draft, its_tokenizer = load(source, model.dtype, str(model.device))
+        check_vocabularies(tokenizer, its_tokenizer, model, draft)
+        return {"draft": draft}
+    if method != "fastmtp":
+        return {"heads": load_medusa(source, model, tokenizer)}
+    shipped = (source.parent if source.is_file() else source) / "vocabulary.json"
+    if vocabulary is None and shipped.exists():
+        vocabulary = str(shipped)
+    words = None
+    if vocabulary not in (None, "none"):
+        words = load_vocabulary(vocabulary, model, tokenizer, size)
+    elif size is not None:
+        raise UserError("--vocabulary-size needs a --vocabulary")
+    return {"head": load_mtp(source, model, tokenizer), "vocabulary": words}
+
+
+def found_beside(method: str, model: Transformer) -> Path:
+    """The folder of the draft or heads beside the model's (as under weights/), or in its own."""
+    argument, folder = NEEDS[method]
+    source = getattr(model, "source", None)
+    places = [] if source is None else [source / folder, source.parent / folder]
+    if source and method == "fastmtp" and model.config.model_type == "mimo":
+        places.insert(0, source)  # its checkpoints hold their own head
+    place = next((place for place in places if (place / "config.json").exists()), None)
+    if place is None:
+        where = f", and there is no folder {folder} beside {source}" if source else ""
+        flag = "heads" if argument == "head" else argument
+        raise UserError(f"{method} needs {argument}=, on the command line --{flag} DIR{where}")
+    return place
+
+
+def check_vocabularies(
+    tokenizer: Tokenizer | None, other: Tokenizer | None, model: Transformer, draft: Transformer
+) -> None:
+    """Refuse a draft with a different vocabulary; padding rows do not count."""
+    if tokenizer and other and tokenizer.fingerprint != other.fingerprint:
+        raise UserError("the draft's vocabulary differs: use one with the target's tokenizer")
+    sizes = draft.config.vocab_size, model.config.vocab_size
+    if not (tokenizer and other) and sizes[0] != sizes[1]:
+        raise UserError(
+            f"the draft has {sizes[0]} tokens, the target {sizes[1]}, and without both tokenizers "
+            "there is no way to tell whether that is padding"
+        )
+
+
+# ---- how much they draft -------------------------------------------------------------------------
+
+
+def with_policies(method: str, model: Transformer, options: dict) -> dict:
+    """The options, with policies for this machine in the place of "auto"."""
+    policies = {}
+    if options.get("k") == "auto" and method == "speculative":
+        policies["k"] = Length(cost_curve(model), draft_cost(model, options["draft"]))
+    elif options.get("k") == "auto":
+        cost = head_cost(model, options["head"], options.get("vocabulary"))
+        policies["k"] = Length(cost_curve(model), cost, most=8)
+    if options.get("tree") == "auto":
+        policies["tree"] = BestTree(cost_curve(model), heads_cost(model, options["heads"]))
+    return options | policies
+
+
+def read_tree_option(value: str, heads: Heads, most: int) -> list[Ranks] | Literal["auto"]:
+    """What --tree means: a list of paths, or "auto". A number grows a tree of so many nodes, `most`
+    at most: more never fit."""
+    if value == "auto":
+        return value
+    if value.isdecimal():
+        if heads.accuracy is None:
+            raise UserError(
+                f"--tree {value}: these heads came without accuracies to grow a tree by: measure "
+                "them with minispec.distill tree, or take --tree auto, which needs none"
+            )
+        return grow_tree(heads.accuracy, min(int(value), most))
+    if value in PUBLISHED:
+        return PUBLISHED[value]
+    if not Path(value).exists():
+        raise UserError(
+            f"--tree {value}: neither auto, nor a number of nodes, nor one of "
+            f"{', '.join(PUBLISHED)}, nor a JSON file of paths like [[0], [0, 0], [1]]"
+        )
+    paths = read_json(Path(value), list)
+    if not paths or not all(isinstance(path, list) for path in paths):
+        raise UserError(f"--tree {value}: must hold paths like [[0], [0, 0], [1]]")
+    return [tuple(path) for path in paths]
