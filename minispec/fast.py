@@ -7,6 +7,7 @@ again.
 import contextlib
 import io
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minispec.errors import UserError, check_compiler, make_folder
+from minispec.errors import UserError, check_package
 from minispec.model import Body, Pass, Transformer
 
 FEW = 16  # rows up to which WideLinear's product is the faster one
@@ -141,6 +142,18 @@ def compile_passes(model: Transformer) -> None:
     model.model.forward = forward
 
 
+def check_compiler(device: str) -> None:
+    """Refuse --compile where there is nothing to compile with for such a device."""
+    kind, known = "C++", (os.environ.get("CXX", "g++"), "clang++", "c++", "cl")
+    if device == "cuda":  # torch writes Triton's code, and Triton a little C
+        check_package("triton", "--compile")
+        kind, known = "C", (os.environ.get("CC", "gcc"), "clang", "cc", "cl")
+    if not any(map(shutil.which, known)):
+        raise UserError(
+            f"--compile needs a {kind} compiler such as {known[0]}: go on without, or install one"
+        )
+
+
 def over_committed_rows(graph: Callable, tokens: Tensor, now: Pass) -> Tensor:
     """A pass of a graph for any number of rows: it sees the cache as far as the pass does."""
     span = now.visible.shape[-1]
@@ -166,7 +179,13 @@ def kept_graph(model: Transformer) -> Callable:
     """The graph of a model's passes on this CPU, made once and kept in the user's cache folder."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = home / "minispec"
-    make_folder(folder, "--compile:", ": set XDG_CACHE_HOME to a folder for the graphs")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--compile: {folder} cannot be made ({error.strerror}): set XDG_CACHE_HOME to a "
+            "folder for the graphs"
+        ) from None
     place = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     name = blake2b(repr((*place, model.dtype, model.config)).encode(), digest_size=12)
     for tensor in model.model.state_dict().values():  # buffers too: int8 weights are no parameters

@@ -15,12 +15,12 @@ from minispec.checkpoint import (
     check_fingerprint,
     check_tokenizer,
     fill,
-    load_pickle,
     read_tensors,
     read_weights,
     resolve,
     weight_files,
     write_tensors,
+    write_text,
 )
 from minispec.errors import UserError, optional_json, read_json
 from minispec.methods.fastmtp import Head
@@ -29,14 +29,42 @@ from minispec.methods.vocabulary import Compressed, Language
 from minispec.model import Transformer
 from minispec.tokenizer import Tokenizer
 
-# ---- Medusa --------------------------------------------------------------------------------------
-
-NAMES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
+MEDUSA, MTP = "medusa_head.", "model.mtp_layers.0."  # before their tensors' names in whole models
+FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # of Medusa heads alone
 # the trees published with Medusa (FasterDecoding/Medusa, Apache-2.0), as lists of paths
 PUBLISHED: dict[str, list[Ranks]] = {
     name: [tuple(path) for path in paths]
     for name, paths in read_json(Path(__file__).with_name("medusa_trees.json")).items()
 }
+
+
+def read_heads(source: str | os.PathLike, prefix: str) -> tuple[dict[str, Tensor], Path]:
+    """The tensors of a model's heads, without the prefix, and the directory they lie in; `source`
+    is a file, a directory or a hub id, of a whole model or the heads alone."""
+    path = Path(source)
+    folder = path.parent if path.is_file() else resolve(source)
+    alone = [path] if path.is_file() else [folder / name for name in FILES if prefix == MEDUSA]
+    alone = [file for file in alone if file.is_file()][:1]
+    tensors: dict[str, Tensor] = {}
+    for file in alone or weight_files(folder):
+        tensors |= read_tensors(file)
+    heads = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    if not heads and not alone:
+        raise UserError(f"{source} has no heads: no tensors {prefix}* in its model, no {FILES[0]}")
+    return heads or tensors, folder
+
+
+def check_width(where: str, width: int, model: Transformer) -> None:
+    """Refuse heads for hidden states of another size than the model's."""
+    size = model.config.hidden_size
+    if width != size:
+        raise UserError(
+            f"{where}: heads of hidden size {width}, but the target's is {size}: they belong to "
+            "another model"
+        )
+
+
+# ---- Medusa --------------------------------------------------------------------------------------
 
 
 def load_medusa(
@@ -50,65 +78,38 @@ def load_medusa(
     """
     tensors, folder = read_medusa(source)
     check_tokenizer(str(source), folder, tokenizer)
-    heads = medusa_like(tensors, model, str(source))
-    state = read_weights(str(source), tensors.items(), model.dtype, model.device)
+    state = read_weights(str(source), tensors, model.dtype, model.device)
+    heads = medusa_like(state, model, str(source))
     fill(heads, state, str(source))
     read_tree(heads, folder / "config.json")
     return heads.eval()
 
 
 def read_medusa(source: str | os.PathLike) -> tuple[dict[str, Tensor], Path]:
-    """The tensors of a file, a directory or a hub id, under the names of Heads' state dict; and the
-    directory they lie in."""
-    path = Path(source)
-    if path.is_file():
-        folder = path.parent
-    else:
-        folder = resolve(source, ("*.json", "*.safetensors", "medusa_lm_head.pt"))
-        path = next((folder / name for name in NAMES if (folder / name).exists()), folder)
-    files = weight_files(path) if path.is_dir() else [path]
-    tensors = {
-        str(name).removeprefix("medusa_head."): tensor
-        for file in files
-        for name, tensor in read_tensors(file)
-        if path.is_file() or name.startswith("medusa_head.")
-    }
-    if not tensors:
-        raise UserError(f"{source} has no Medusa heads: neither {' nor '.join(NAMES)}, nor a model "
-                        "with medusa_head. tensors")  # fmt: skip
-    return tensors, folder
+    """The tensors under the names of Heads' state dict, and the directory they lie in."""
+    return read_heads(source, MEDUSA)
 
 
-def medusa_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> Heads:
-    """Uninitialised heads; the tensor names give the numbers of heads and layers."""
-    part = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
-    parts = {name: part.fullmatch(name) for name in tensors}
-    for name, found in parts.items():
-        if not found or not isinstance(tensors[name], Tensor) or not tensors[name].dim():
-            raise UserError(f"{where}: {name} is not a tensor of Medusa heads")
-    heads = 1 + max(int(found[1]) for found in parts.values())
-    layers = 1 + max((int(p[2]) for p in parts.values() if p[3] != "weight"), default=-1)
-    if max(heads, layers) > len(tensors):
+def medusa_like(state: dict[str, Tensor], model: Transformer, where: str) -> Heads:
+    """Uninitialised heads; the tensors' names give the numbers of heads and layers."""
+    part = re.compile(r"(\d{1,4})\.(\d{1,4})\.(linear\.weight|linear\.bias|weight)")
+    found = {name: part.fullmatch(name) for name in state}
+    odd = next((name for name in state if not found[name] or not state[name].dim()), None)
+    if odd is not None:
+        raise UserError(f"{where}: {odd} is not a tensor of Medusa heads")
+    heads = 1 + max(int(each[1]) for each in found.values())
+    layers = 1 + max((int(each[2]) for each in found.values() if each[3] != "weight"), default=-1)
+    if max(heads, layers) > len(state):
         raise UserError(f"{where}: its heads are not numbered from 0 on")
-    width, config = next(iter(tensors.values())).shape[-1], model.config
-    check_width(where, width, model)
-    last = tensors.get(f"0.{layers}.weight")
+    check_width(where, next(iter(state.values())).shape[-1], model)
+    config, last = model.config, state.get(f"0.{layers}.weight")
     if last is not None and len(last) != config.vocab_size:
         raise UserError(
-            f"{where}: heads of {len(last)} tokens, but the target has {config.vocab_size}: "
-            "they belong to another model"
+            f"{where}: heads of {len(last)} tokens, but the target has {config.vocab_size}: they "
+            "belong to another model"
         )
     with torch.device("meta"):
-        return Heads(heads, layers, width, None if last is None else config.vocab_size)
-
-
-def check_width(where: str, width: int, model: Transformer) -> None:
-    """Refuse heads for hidden states of another size than the model's."""
-    if width != model.config.hidden_size:
-        raise UserError(
-            f"{where}: heads of hidden size {width}, but the target's is "
-            f"{model.config.hidden_size}: they belong to another model"
-        )
+        return Heads(heads, layers, config.hidden_size, None if last is None else len(last))
 
 
 def read_tree(heads: Heads, path: Path) -> None:
@@ -131,8 +132,7 @@ def save_medusa(
     heads: Heads, directory: Path, base: str, tokenizer: Tokenizer | None, dtype: torch.dtype
 ) -> None:
     """Write layout v1, or v2 where the projections are shared, that `load_medusa` reads."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_tensors(as_stored(heads.state_dict(), dtype), directory / NAMES[0])
+    write_tensors(heads.state_dict(), directory / FILES[0], dtype=dtype)
     config = {
         "base_model_name_or_path": base,
         "medusa_num_heads": len(heads),
@@ -140,27 +140,19 @@ def save_medusa(
         "version": "2" if heads.shared else "1",
         "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
     }
-    (directory / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
+    write_text(directory / "config.json", json.dumps(config))
     save_tree(heads, directory)
 
 
 def save_tree(heads: Heads, directory: Path) -> None:
     """Renew the tree and the accuracies in config.json, and nothing else."""
-    path = directory / "config.json"
-    config = optional_json(path)
+    config = optional_json(directory / "config.json")
     config["medusa_choices"] = heads.tree
     config["medusa_accuracy"] = None if heads.accuracy is None else heads.accuracy.tolist()
-    path.write_text(json.dumps(config) + "\n", encoding="utf-8")
-
-
-def as_stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """On the host, in the type of the file."""
-    return {name: t.detach().to("cpu", dtype, copy=True) for name, t in tensors.items()}
+    write_text(directory / "config.json", json.dumps(config) + "\n")
 
 
 # ---- MTP -----------------------------------------------------------------------------------------
-
-PREFIX = "model.mtp_layers.0."
 
 
 def load_mtp(
@@ -172,36 +164,24 @@ def load_mtp(
     """
     tensors, folder = read_mtp(source)
     check_tokenizer(str(source), folder, tokenizer)
-    norm = tensors.get("hidden_layernorm.weight")
-    if isinstance(norm, Tensor):
-        check_width(str(source), norm.numel(), model)
+    state = read_weights(str(source), tensors, model.dtype, model.device)
+    if "hidden_layernorm.weight" in state:
+        check_width(str(source), state["hidden_layernorm.weight"].numel(), model)
     check_attention(str(source), folder, model.config)
     with torch.device("meta"):
         head = Head(model.config)
-    state = read_weights(str(source), tensors.items(), model.dtype, model.device)
     fill(head, state, str(source))
     return head.eval()
 
 
 def read_mtp(source: str | os.PathLike) -> tuple[dict[str, Tensor], Path]:
     """A head's tensors, under the names of Head's parameters, and the directory they lie in."""
-    path = Path(source)
-    folder = path.parent if path.is_file() else resolve(source)
-    files = [path] if path.is_file() else weight_files(folder)
-    tensors = {
-        name.removeprefix(PREFIX): tensor
-        for file in files
-        for name, tensor in read_tensors(file)
-        if name.startswith(PREFIX)
-    }
-    if not tensors:
-        raise UserError(f"{source} has no prediction head: no tensors {PREFIX}*")
-    return tensors, folder
+    return read_heads(source, MTP)
 
 
-def mtp_tensors(head: Head, dtype: torch.dtype) -> dict[str, Tensor]:
+def mtp_tensors(head: Head) -> dict[str, Tensor]:
     """The head under MiMo's names."""
-    return as_stored({PREFIX + name: t for name, t in head.state_dict().items()}, dtype)
+    return {MTP + name: tensor for name, tensor in head.state_dict().items()}
 
 
 def save_mtp(
@@ -210,8 +190,7 @@ def save_mtp(
 ) -> None:  # fmt: skip
     """Write the head alone, in MiMo's names, that `load_mtp` reads; `weights` are those of its
     steps in the loss."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_tensors(mtp_tensors(head, dtype), directory / "model.safetensors")
+    write_tensors(mtp_tensors(head), directory / "model.safetensors", dtype=dtype)
     c = head.config
     config = {
         "base_model_name_or_path": base,
@@ -226,7 +205,7 @@ def save_mtp(
         "mtp_loss_step_weights": [round(weight, 4) for weight in weights],
         "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
     }
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 # ---- vocabularies --------------------------------------------------------------------------------
@@ -243,28 +222,27 @@ def load_vocabulary(
         raise UserError(f"vocabulary size {size}: must be at least 1")
     if not path.exists():
         raise UserError(f"no such vocabulary file: {path}")
-    published = path.suffix == ".pt"
-    languages = {path.stem: read_ids(path)} if published else read_languages(path, tokenizer)
+    languages = read_ids(path) if path.suffix == ".pt" else read_languages(path, tokenizer)
+    if not languages:
+        raise UserError(f"{path} has no languages")
     for name, language in languages.items():
         if not language.ids:
             raise UserError(f"{path}: {name} has no tokens")
-        wrong = [i for i in language.ids if not 0 <= i < model.config.vocab_size]
-        if wrong:
+        if not 0 <= min(language.ids) <= max(language.ids) < model.config.vocab_size:
             raise UserError(
-                f"{path}: id {wrong[0]} of {name} is outside the target's vocabulary of "
+                f"{path}: {name} has ids outside the target's vocabulary of "
                 f"{model.config.vocab_size}: it was made for another model"
             )
-    if not languages:
-        raise UserError(f"{path} has no languages")
     cut = {n: Language(each.ids[:size], each.counts[:size]) for n, each in languages.items()}
     return Compressed(cut, model)
 
 
-def read_ids(path: Path) -> Language:
+def read_ids(path: Path) -> dict[str, Language]:
     """FastMTP's map: a list or tensor of ids, most frequent first."""
     try:
-        ids = torch.as_tensor(load_pickle(path)).tolist()
-        return Language(tuple(dict.fromkeys(int(i) for i in ids)), (0,) * len(set(ids)))
+        listed = torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True))
+        ids = tuple(dict.fromkeys(int(i) for i in listed.tolist()))
+        return {path.stem: Language(ids, (0,) * len(ids))}
     except Exception as error:  # whatever reading a damaged pickle raises
         raise UserError(f"{path} is not a list of token ids: {error}") from None
 
@@ -278,11 +256,10 @@ def read_languages(path: Path, tokenizer: Tokenizer | None) -> dict[str, Languag
             name: Language(tuple(map(int, each["ids"])), tuple(map(int, each["counts"])))
             for name, each in raw["languages"].items()
         }
-        for name, each in languages.items():
-            if len(each.ids) != len(each.counts) or min(each.counts, default=0) < 0:
-                raise ValueError(f"{name} needs a count, from 0, for each id")
+        for each in languages.values():
+            assert len(each.ids) == len(each.counts) and min(each.counts, default=0) >= 0
         return languages
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
         raise UserError(f"{path} is not a file of `distill vocabulary`: {error!r}") from None
 
 
@@ -290,4 +267,4 @@ def save_vocabulary(languages: dict[str, Language], tokenizer: Tokenizer, path: 
     """Write what `load_vocabulary` reads."""
     rows = {n: {"ids": each.ids, "counts": each.counts} for n, each in languages.items()}
     whole = {"tokenizer_fingerprint": tokenizer.fingerprint, "languages": rows}
-    path.write_text(json.dumps(whole) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(whole) + "\n")

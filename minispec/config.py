@@ -1,0 +1,222 @@
+"""A checkpoint's config.json -> the model's Config; and back.
+
+What would change the mathematics, and is not implemented, is refused: never silently wrong logits.
+"""
+
+from collections.abc import Callable, Iterable
+from math import inf
+from pathlib import Path
+from reprlib import repr as brief
+
+import torch
+
+from minispec.errors import UserError, optional_json, read_json
+from minispec.model import Config
+
+FAMILIES = {  # and what transformers calls them
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mimo": "MiMoForCausalLM",
+}
+ORIGINAL = "original_max_position_embeddings"
+YARN = ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
+ROPE_TYPES = {  # the numbers that each needs, and those that it may have
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", ORIGINAL), ()),
+    "yarn": (("factor",), YARN),
+}
+
+# ---- the values of a JSON file -------------------------------------------------------------------
+
+Kind = tuple[str, Callable[[object], bool]]  # what a value must be, in words and as a test
+
+
+def one_of(known: Iterable[str]) -> Kind:
+    known = list(known)
+    return f"one of {', '.join(known)}", lambda v: v in known
+
+
+def whole(least: int, most: int) -> Kind:
+    words = f"a whole number from {least} to {most}"
+    return words, lambda v: type(v) is int and least <= v <= most
+
+
+def listed(value: object) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+SIZE = whole(1, 2**24)
+LAYERS = whole(1, 1000)  # each takes time to make, even if the weights have no more
+NUMBER = "a number above 0", lambda v: type(v) in (int, float) and 0 < v < inf
+BASE = "a number above 1", lambda v: type(v) in (int, float) and 1 < v < inf
+FLAG = "true or false", lambda v: type(v) is bool
+IDS = "a token id or a list of them", lambda v: all(type(i) is int for i in listed(v))
+FLAT = "one flat object", lambda v: type(v) is dict and dict not in map(type, v.values())
+WHOLE = "1.0: partial rotation is not supported", lambda v: v == 1
+ATTENTIONS = (
+    "a list of full_attention and sliding_attention",
+    lambda v: type(v) is list and all(x in ("full_attention", "sliding_attention") for x in v),
+)
+
+
+class Keys:
+    """The keys of a JSON file, each checked when it is looked up; null is as absent."""
+
+    def __init__(self, path: Path, raw: dict):
+        self.path, self.raw = path, raw
+
+    def get(self, key: str, kind: Kind, default: object = None):
+        words, holds = kind
+        value = default if self.raw.get(key) is None else self.raw[key]
+        if not holds(value):
+            raise self.wrong(key, words)
+        return value
+
+    def wrong(self, key: str, words: str) -> UserError:
+        return UserError(f"{self.path}: {key} must be {words} (it is {brief(self.raw.get(key))})")
+
+
+# ---- read ----------------------------------------------------------------------------------------
+
+
+def read_config(directory: Path) -> Config:
+    """The Config of a checkpoint directory."""
+    path = directory / "config.json"
+    if not path.exists():
+        raise UserError(f"{directory} has no config.json: not a Hugging Face checkpoint directory")
+    if (directory / "adapter_config.json").exists():
+        raise UserError(f"{directory} holds an adapter (PEFT): merge it into its model first")
+    keys = Keys(path, read_json(path))
+    family = keys.get("model_type", one_of(FAMILIES))
+    keys.get("hidden_act", one_of(["silu", "swish"]), "silu")
+    if keys.raw.get("quantization_config"):
+        raise UserError(f"{path}: quantization_config is not supported: use the unquantised model")
+    heads, kv_heads, head_dim = attention_sizes(keys)
+    theta, scaling = read_rope(keys)
+    qwen2 = family in ("qwen2", "mimo")  # with a bias on q, k and v, and never on o
+    bias = keys.get("attention_bias", FLAG, qwen2)
+    return Config(
+        hidden_size=keys.get("hidden_size", SIZE),
+        intermediate_size=keys.get("intermediate_size", SIZE),
+        layers=keys.get("num_hidden_layers", LAYERS),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=keys.get("vocab_size", SIZE),
+        context=read_context(keys, scaling),
+        model_type=family,
+        norm_eps=float(keys.get("rms_norm_eps", NUMBER, 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tied=keys.get("tie_word_embeddings", FLAG, False),
+        qkv_bias=bias,
+        o_bias=bias and not qwen2,
+        mlp_bias=keys.get("mlp_bias", FLAG, False),
+        qk_norm=family == "qwen3",
+        bos_id=next(iter(listed(keys.get("bos_token_id", IDS, []))), None),
+        eos_ids=read_eos(directory / "generation_config.json") or read_eos(path),
+    )
+
+
+def read_eos(path: Path) -> tuple[int, ...]:
+    """The end tokens that a JSON file names, if there is one."""
+    return tuple(listed(Keys(path, optional_json(path)).get("eos_token_id", IDS, [])))
+
+
+def attention_sizes(keys: Keys) -> tuple[int, int, int]:
+    """Heads, heads of keys and values, and the size of each."""
+    heads = keys.get("num_attention_heads", SIZE)
+    kv_heads = keys.get("num_key_value_heads", SIZE, heads)
+    if heads % kv_heads:
+        raise keys.wrong("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
+    head_dim = keys.get("head_dim", SIZE, keys.get("hidden_size", SIZE) // heads)
+    if head_dim % 2:
+        raise keys.wrong("head_dim", "even")
+    return heads, kv_heads, head_dim
+
+
+def read_context(keys: Keys, scaling: dict | None) -> int:
+    """The longest text: yarn may stretch max_position_embeddings; and a sliding window ends it,
+    within which attention is still full."""
+    context = keys.get("max_position_embeddings", SIZE)
+    if scaling and scaling["rope_type"] == "yarn":
+        context = max(context, int(min(scaling.get(ORIGINAL, 0) * scaling["factor"], 2**24)))
+    if not slides(keys) or keys.raw.get("sliding_window", 4096) is None:
+        return context
+    return min(context, keys.get("sliding_window", SIZE, 4096))
+
+
+def slides(keys: Keys) -> bool:
+    """Whether a layer's attention has a sliding window."""
+    kinds = keys.get("layer_types", ATTENTIONS, [])
+    if keys.raw["model_type"] == "mistral":  # no flag switches it off there
+        return True
+    if kinds:
+        return "sliding_attention" in kinds
+    full = keys.get("max_window_layers", whole(0, 2**24), 28)
+    slide = keys.get("use_sliding_window", FLAG, False)
+    return slide and full < keys.get("num_hidden_layers", LAYERS)
+
+
+def read_rope(keys: Keys) -> tuple[float, dict | None]:
+    """rope_theta and scaling: older files have rope_theta and rope_scaling, newer ones have both in
+    rope_parameters, and some have all three."""
+    old, new = (spelled(keys.get(key, FLAT, {})) for key in ("rope_scaling", "rope_parameters"))
+    thetas = new.pop("rope_theta", None), old.pop("rope_theta", None), keys.raw.get("rope_theta")
+    given = {"rope_theta": next((theta for theta in thetas if theta is not None), 10000.0)}
+    theta = float(Keys(keys.path, given).get("rope_theta", BASE))
+    if old and new and old != new:
+        raise UserError(f"{keys.path}: rope_scaling and rope_parameters contradict each other")
+    scaling = Keys(keys.path, new or old)
+    for place in keys, scaling:
+        place.get("partial_rotary_factor", WHOLE, 1.0)
+    kind = scaling.get("rope_type", one_of(ROPE_TYPES), None if scaling.raw else "default")
+    if kind == "default":
+        return theta, None
+    if kind != "linear" and keys.raw.get(ORIGINAL) is not None:  # beside rope_scaling it counts
+        scaling.raw[ORIGINAL] = keys.raw[ORIGINAL]
+    needed, possible = ROPE_TYPES[kind]
+    for key in (*needed, *(key for key in possible if key in scaling.raw)):
+        scaling.get(key, NUMBER)
+    return theta, scaling.raw
+
+
+def spelled(rope: dict) -> dict:
+    """Without nulls, and with rope_type, which older files call type."""
+    known = {key: value for key, value in rope.items() if value is not None}
+    return {"rope_type": known.pop("type"), **known} if "type" in known else known
+
+
+# ---- write ---------------------------------------------------------------------------------------
+
+
+def config_json(config: Config, dtype: torch.dtype) -> dict:
+    """The config.json that read_config and transformers read."""
+    raw = {
+        "architectures": [FAMILIES[config.model_type]],
+        "model_type": config.model_type,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": list(config.eos_ids) or None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if config.model_type in ("mistral", "qwen2", "mimo"):
+        raw["sliding_window"] = None
+    return raw

@@ -1,0 +1,393 @@
+"""Every layout a loader meets, and every mistake a user can make with one."""
+
+import json
+import math
+import os
+import resource
+import shutil
+
+import pytest
+import torch
+from conftest import GOLDEN, random_model, random_tokens
+from safetensors.torch import load_file, save_file
+
+from minispec import UserError, load
+from minispec.checkpoint import read_config, save, write_tensors
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of a golden checkpoint to damage."""
+    return shutil.copytree(GOLDEN / "llama", tmp_path / "model")
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in raw.items() if v is not ...}))
+
+
+def tensors(folder) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def logits(folder) -> torch.Tensor:
+    model, _ = load(folder, "float64", "cpu")
+    return model.logits(model(random_tokens(20)))
+
+
+def refused(folder, match: str, **options) -> None:
+    with pytest.raises(UserError, match=match) as caught:
+        load(folder, **({"device": "cpu"} | options))
+    assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", sorted(f.name for f in GOLDEN.iterdir()))
+def test_save_then_load_is_the_same_model(variant, tmp_path):
+    model, _ = load(GOLDEN / variant, "float32", "cpu")
+    save(model, None, tmp_path / "copy")
+    assert read_config(tmp_path / "copy") == model.config
+    assert torch.equal(logits(tmp_path / "copy"), logits(GOLDEN / variant))
+
+
+@pytest.mark.parametrize("suffix, write", [("safetensors", save_file), ("bin", torch.save)])
+def test_shards_and_bin_files_give_the_same_model(folder, suffix, write):
+    expected, parts = logits(folder), tensors(folder)
+    (folder / "model.safetensors").unlink()
+    stem = {"safetensors": "model", "bin": "pytorch_model"}[suffix]
+    write(parts, folder / f"{stem}.{suffix}")
+    assert torch.equal(logits(folder), expected)
+    (folder / f"{stem}.{suffix}").unlink()
+    names, index = sorted(parts), {}
+    for part, keys in ("a", names[:7]), ("b", names[7:]):
+        write({key: parts[key] for key in keys}, folder / f"{stem}-{part}.{suffix}")
+        index |= {key: f"{stem}-{part}.{suffix}" for key in keys}
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
+    assert torch.equal(logits(folder), expected)
+    (folder / f"{stem}-b.{suffix}").unlink()
+    refused(folder, f"lacks {stem}-b.{suffix}")
+
+
+def test_a_tied_head_stored_at_either_end_or_both(folder):
+    """Loaded, it is one tensor; saved, it is stored once, as the embedding."""
+    expected, parts = logits(folder), tensors(folder)
+    embedding, saved = parts.pop("model.embed_tokens.weight"), folder.with_name("saved")
+    both = {"lm_head.weight": embedding.clone(), "model.embed_tokens.weight": embedding}
+    for stored in *({name: tensor} for name, tensor in both.items()), both:
+        save_file(parts | stored, folder / "model.safetensors")
+        assert torch.equal(logits(folder), expected)
+        model, _ = load(folder, "float64", "cpu")
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        save(model, None, saved)
+        assert "lm_head.weight" not in tensors(saved)
+    both["lm_head.weight"][3, 4] += 1
+    save_file(parts | both, folder / "model.safetensors")
+    refused(folder, "tie_word_embeddings, but .* differ: set it to false")
+    edit(folder, tie_word_embeddings=False)
+    assert not torch.equal(logits(folder), expected)
+    for stored, missing in (({}, "embed_tokens"), ({"model.embed_tokens.weight": embedding}, "lm")):
+        save_file(parts | stored, folder / "model.safetensors")
+        refused(folder, f"Missing key.*{missing}")
+
+
+@pytest.mark.parametrize(
+    "variant, extra",
+    [("llama", "layers.0.self_attn.rotary_emb.inv_freq"), ("mimo", "mtp_layers.0.input_proj.weight")],
+)
+def test_derived_tensors_and_prediction_layers_are_left_out(variant, extra, tmp_path):
+    copy = shutil.copytree(GOLDEN / variant, tmp_path / variant)
+    save_file(tensors(copy) | {f"model.{extra}": torch.ones(4)}, copy / "model.safetensors")
+    assert torch.equal(logits(copy), logits(GOLDEN / variant))
+
+
+@pytest.mark.parametrize("variant", ["llama-linear", "llama-llama3", "llama-yarn"])
+def test_both_spellings_of_the_rope_keys(variant, tmp_path):
+    """Each alone, or both, as in files meant for old and new readers; the original length within
+    them, or beside them, where it takes precedence."""
+    copy, expected = shutil.copytree(GOLDEN / variant, tmp_path / "old"), logits(GOLDEN / variant)
+    new = json.loads((copy / "config.json").read_text())["rope_parameters"]
+    theta = {"rope_theta": new["rope_theta"]}
+    rope = {key: value for key, value in new.items() if key != "rope_theta"}
+    rope["type"] = rope.pop("rope_type")
+    key = "original_max_position_embeddings"
+    for changes in (
+        {"rope_parameters": ..., "rope_scaling": rope} | theta,
+        {"rope_parameters": new, "rope_scaling": rope | theta},
+        {"rope_parameters": ..., "rope_scaling": rope | {"type": "x", "rope_type": rope["type"]}},
+        {"rope_scaling": rope | {key: 77}, key: rope[key]} if key in rope else {},
+    ):
+        edit(copy, **changes)
+        assert torch.equal(logits(copy), expected)
+
+
+def test_a_sliding_window_ends_the_context_and_yarn_stretches_it(folder):
+    """Attention is full up to the window's length; beside yarn, max_position_embeddings may still
+    give the original length."""
+    for changes, context in (
+        ({"model_type": "mistral", "sliding_window": 8, "use_sliding_window": False}, 8),
+        ({"model_type": "mistral", "sliding_window": 500}, 128),
+        ({"model_type": "mistral", "sliding_window": None}, 128),
+        ({"model_type": "mistral", "max_position_embeddings": 9000, "sliding_window": ...}, 4096),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, 128),
+        ({"max_window_layers": 1}, 8),
+        ({"max_window_layers": 0}, 8),
+        ({"max_window_layers": None}, 128),
+        ({"layer_types": ["full_attention"] * 2}, 128),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, 8),
+        ({"layer_types": ..., "use_sliding_window": False}, 128),
+    ):
+        edit(folder, **{"max_position_embeddings": 128} | changes)
+        assert read_config(folder).context == context, changes
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+    edit(folder, rope_parameters=..., rope_scaling=yarn)
+    assert read_config(folder).context == 400
+
+
+def test_end_tokens_from_either_file_single_or_many(folder):
+    (folder / "generation_config.json").unlink()
+    for config, generation, expected in (
+        (7, None, (7,)), ([3, 5], None, (3, 5)), (None, None, ()),
+        (4, {"eos_token_id": None}, (4,)), (4, {"eos_token_id": [9, 2]}, (9, 2)),
+    ):  # fmt: skip
+        edit(folder, eos_token_id=config)
+        if generation:
+            (folder / "generation_config.json").write_text(json.dumps(generation))
+        assert read_config(folder).eos_ids == expected
+        save(load(folder, device="cpu")[0], None, folder.with_name("saved"))
+        assert read_config(folder.with_name("saved")).eos_ids == expected
+
+
+def test_absent_keys_take_the_familys_defaults(folder):
+    absent = "num_key_value_heads", "attention_bias", "tie_word_embeddings"
+    edit(folder, head_dim=None, **dict.fromkeys(absent, ...))
+    config = read_config(folder)
+    assert (config.kv_heads, config.head_dim, config.tied, config.qkv_bias) == (4, 8, False, False)
+    edit(folder, model_type="qwen2")
+    assert read_config(folder).qkv_bias and not read_config(folder).o_bias
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_hub_id_downloads_safetensors_and_only_without_them_bin(suffix, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    source, cache, bins = GOLDEN / "llama", tmp_path, []
+
+    def snapshot_download(name, allow_patterns, ignore_patterns):
+        assert name == "somebody/model"
+        bins.append("*.bin" in allow_patterns)
+        shutil.copy(source / "config.json", cache)
+        if suffix == "safetensors":
+            shutil.copy(source / "model.safetensors", cache)
+        elif bins[-1]:
+            torch.save(tensors(source), cache / "pytorch_model.bin")
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert torch.equal(logits("somebody/model"), logits(source))
+    assert bins == ([False] if suffix == "safetensors" else [False, True])
+
+
+# ---- files that are none of this -----------------------------------------------------------------
+
+
+def test_no_such_directory_or_id(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").touch()
+    for name in tmp_path / "nowhere", "x" * 300, tmp_path / "model.gguf", "", "a/b/c", "../a":
+        refused(name, "no such directory")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    refused("nobody/nothing-at-all", "could not be fetched from the hub")
+
+
+def test_a_directory_that_is_no_checkpoint(tmp_path, folder):
+    refused(tmp_path, "no config.json")
+    (folder / "model.safetensors").unlink()
+    refused(folder, "has no weights")
+    (folder / "config.json").write_text("[]")
+    refused(folder, "must hold a JSON object")
+    (folder / "adapter_config.json").touch()
+    refused(folder, "holds an adapter")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "model.safetensors.index.json",
+             "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"]
+)  # fmt: skip
+@pytest.mark.parametrize("text", ["{", '{"a":' * 100_000 + "1" + "}" * 100_000])
+def test_json_that_cannot_be_read(folder, name, text):
+    (folder / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
+    (folder / name).write_text(text)
+    if "index" in name:
+        (folder / "model.safetensors").unlink()
+    refused(folder, f"{name} (cannot be read|is not a tokenizer)")
+
+
+def test_truncated_and_foreign_weight_files(folder):
+    path, expected = folder / "model.safetensors", logits(folder)
+    data, deep = path.read_bytes(), b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+    header = len(deep).to_bytes(8, "little") + deep
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    for damaged in data[: len(data) // 2], data[:4], b"", b"not a tensor file", header, pointer:
+        path.write_bytes(damaged)
+        refused(folder, "model.safetensors cannot be read.*git lfs pull")
+    path.write_bytes(data)
+    parts, file = tensors(folder), folder / "pytorch_model.bin"
+    path.unlink()
+    torch.save(parts, file, _use_new_zipfile_serialization=False)  # as before torch 1.6
+    assert torch.equal(logits(folder), expected)
+    for odd, match in (
+        ({"x": print}, "holds more than tensors"),  # would run code if it were unpickled
+        (parts | {"x": 3}, "x is not a tensor"),
+        (parts | {"x": torch.ones(2, device="meta")}, "x is not a tensor"),
+        (parts | {"x": torch.ones(2, 2).to_sparse()}, "x is not a tensor"),
+        ([torch.ones(2)], "cannot be read"),
+    ):
+        torch.save(odd, file)
+        refused(folder, match)
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(folder):
+    """In torch's own words; a list that would fill the screen is cut."""
+    parts, path, other = tensors(folder), folder / "model.safetensors", UP.replace("1", "7")
+    lacking = {k: v for k, v in parts.items() if k != UP}
+    for stored, match in (
+        (lacking, f'do not fit each other: Missing key.*: "{UP}"\\.$'),
+        (parts | {other: parts[UP].clone()}, f'Unexpected key.*: "{other}"\\.$'),
+        (lacking | {other: parts[UP]}, f'Missing key.*"{UP}".*Unexpected key.*"{other}"'),
+        (parts | {UP: parts[UP][:5].clone()}, rf"mismatch for {UP}: .*\[5, 32\].*\[48, 32\]"),
+    ):
+        save_file(stored, path)
+        refused(folder, match)
+    save_file(parts, path)
+    edit(folder, num_hidden_layers=40)
+    refused(folder, "Missing key.* …$")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_damaged_numbers_are_refused(folder, value, dtype):
+    parts = tensors(folder)
+    odd = parts[UP].to(dtype)
+    odd.view(-1)[-1] = value
+    save_file(parts | {UP: odd}, folder / "model.safetensors")
+    refused(folder, f"{UP} has a NaN or an infinity")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_tensors_are_refused(folder, dtype):
+    parts = tensors(folder)
+    save_file(parts | {UP: parts[UP].to(dtype)}, folder / "model.safetensors")
+    refused(folder, f"{UP} is quantised, to {dtype}")
+
+
+ROPE = {"rope_type": "linear", "factor": 2.0}
+OLD = {"rope_parameters": ...}  # as files of before transformers 5
+DEEP = json.loads("[" * 500 + "]" * 500)
+
+
+@pytest.mark.parametrize(
+    "key, changes",
+    [
+        ("model_type", {"model_type": "gpt2"}),
+        ("model_type", {"model_type": ...}),
+        ("model_type", {"model_type": ["llama"]}),
+        ("model_type", {"model_type": DEEP}),
+        ("hidden_act", {"hidden_act": "gelu"}),
+        ("hidden_size", {"hidden_size": "many"}),
+        ("hidden_size", {"hidden_size": 10**12}),
+        ("num_hidden_layers", {"num_hidden_layers": 10**6}),
+        ("num_key_value_heads", {"num_key_value_heads": 3}),
+        ("num_key_value_heads", {"num_key_value_heads": "two"}),
+        ("head_dim", {"head_dim": 7}),
+        ("rms_norm_eps", {"rms_norm_eps": "x"}),
+        ("tie_word_embeddings", {"tie_word_embeddings": "yes"}),
+        ("eos_token_id", {"eos_token_id": "</s>"}),
+        ("layer_types", {"layer_types": ["full_attention", "linear_attention"]}),
+        ("sliding_window", {"model_type": "mistral", "sliding_window": "x"}),
+        ("max_window_layers", {"use_sliding_window": True, "max_window_layers": "2"}),
+        ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
+        ("partial_rotary_factor", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}),
+        ("rope_type", {"rope_parameters": {"rope_type": "longrope"}}),
+        ("rope_type", {"rope_parameters": {"rope_type": ["x"]}}),
+        ("rope_type", {"rope_parameters": {"factor": 4.0}}),
+        ("rope_type", OLD | {"rope_scaling": {"type": "dynamic"}}),
+        ("rope_scaling", OLD | {"rope_scaling": "linear"}),
+        ("rope_parameters", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}),
+        ("rope_theta", OLD | {"rope_theta": "x"}),
+        ("rope_theta", {"rope_parameters": {"rope_theta": "1e4"}}),
+        ("rope_theta", {"rope_parameters": {"rope_theta": 0}, "rope_theta": 5.0}),
+        ("rope_theta", {"rope_parameters": {"rope_theta": 1}}),
+        ("factor", {"rope_parameters": {"rope_type": "linear"}}),
+        ("factor", {"rope_parameters": ROPE | {"factor": 0}}),
+        ("factor", {"rope_parameters": {"rope_type": "yarn", "factor": math.inf}}),
+        ("beta_fast", {"rope_parameters": ROPE | {"rope_type": "yarn", "beta_fast": "x"}}),
+    ],
+)
+def test_unsupported_configurations_are_refused_by_name(folder, key, changes):
+    (folder / "generation_config.json").unlink()
+    edit(folder, **changes)
+    refused(folder, f"config.json: {key} must be ")
+
+
+def test_quantised_and_contradictory_configurations_are_refused(folder):
+    edit(folder, rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters=ROPE | {"factor": 3})
+    refused(folder, "contradict each other")
+    edit(folder, quantization_config={"bits": 4})
+    refused(folder, "quantization_config is not supported")
+
+
+def test_a_tokenizer_larger_than_the_embedding(folder):
+    vocabulary = {chr(0x4E00 + i): i for i in range(65)}
+    data = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "一"}}
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    refused(folder, "the tokenizer has 65 tokens, the embedding only 64")
+    del vocabulary[chr(0x4E00 + 64)]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    padding = {"id": 64, "content": "<pad>", "special": True} | flags
+    (folder / "tokenizer.json").write_text(json.dumps(data | {"added_tokens": [padding]}))
+    assert load(folder, device="cpu")[1].size == 65  # as Llama 2 has it: a token nobody uses
+
+
+def test_devices_and_dtypes_that_are_not_there(folder):
+    for device in "abacus", "cpu:x", "cpu:", "meta", "" if torch.cuda.is_available() else "cuda":
+        refused(folder, f"device {device} is not available: use one of .*cpu", device=device)
+    refused(folder, "dtype int3 is not supported", dtype="int3")
+    assert load(folder, device=torch.device("cpu"))[0].device.type == "cpu"
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def test_files_may_be_read_by_whom_the_umask_lets(tmp_path):
+    before = os.umask(0o027)
+    try:
+        save(random_model(), None, tmp_path / "model")
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "model").iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize("most", [0, 100, 10_000])
+def test_on_a_full_disk_the_old_checkpoint_stays(tmp_path, most):
+    """Where no file may grow beyond `most` bytes, which fails as a full disk does."""
+    old, new = random_model(0), random_model(1)
+    save(old, None, tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        with pytest.raises(UserError, match="model.safetensors cannot be written: ") as caught:
+            save(new, None, tmp_path)
+        with pytest.raises(UserError, match="other.safetensors cannot be written: "):
+            write_tensors({"x": torch.ones(10_000)}, tmp_path / "other.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        save(new, None, tmp_path / "file")
