@@ -45,14 +45,13 @@ def weight_files(directory: Path) -> list[Path]:
     raise UserError(f"{directory} has no weights: neither model.safetensors nor pytorch_model.bin")
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file, by name; code in a pickle is never run."""
+def read_file(path: Path) -> object:
+    """What a .safetensors, .bin or .pt file holds; code in a pickle is never run."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-        return {str(name): tensor for name, tensor in tensors.items()}
-    except pickle.UnpicklingError:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # torch would advise to run it
         raise UserError(
             f"{path} holds more than tensors, and code is never unpickled; or it is damaged"
         ) from None
@@ -61,6 +60,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             f"{path} cannot be read: it is damaged, cut short, or only a pointer, in the place of "
             f"which git lfs pull fetches it ({shorten(str(error), 200)})"
         ) from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, by name."""
+    tensors = read_file(path)
+    if not isinstance(tensors, dict):
+        raise UserError(f"{path} holds no tensors by name")
+    return {str(name): tensor for name, tensor in tensors.items()}
 
 
 def read_weights(

@@ -15,6 +15,7 @@ from minispec.checkpoint import (
     check_fingerprint,
     check_tokenizer,
     fill,
+    read_file,
     read_tensors,
     read_weights,
     resolve,
@@ -24,10 +25,11 @@ from minispec.checkpoint import (
 )
 from minispec.errors import UserError, optional_json, read_json
 from minispec.methods.fastmtp import Head
-from minispec.methods.medusa import Heads, Ranks, complete
+from minispec.methods.medusa import Heads, complete
 from minispec.methods.vocabulary import Compressed, Language
 from minispec.model import Transformer
 from minispec.tokenizer import Tokenizer
+from minispec.tree import Ranks
 
 MEDUSA, MTP = "medusa_head.", "model.mtp_layers.0."  # before their tensors' names in whole models
 FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # of Medusa heads alone
@@ -49,9 +51,10 @@ def read_heads(source: str | os.PathLike, prefix: str) -> tuple[dict[str, Tensor
     for file in alone or weight_files(folder):
         tensors |= read_tensors(file)
     heads = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    if not heads and not alone:
+    heads = heads or (tensors if alone else {})
+    if not heads:
         raise UserError(f"{source} has no heads: no tensors {prefix}* in its model, no {FILES[0]}")
-    return heads or tensors, folder
+    return heads, folder
 
 
 def check_width(where: str, width: int, model: Transformer) -> None:
@@ -76,18 +79,13 @@ def load_medusa(
     full model, under `medusa_head.`). Counts come from the tensors, whatever config.json says.
     Raises UserError for heads of another hidden size, vocabulary or tokenizer.
     """
-    tensors, folder = read_medusa(source)
+    tensors, folder = read_heads(source, MEDUSA)
     check_tokenizer(str(source), folder, tokenizer)
     state = read_weights(str(source), tensors, model.dtype, model.device)
     heads = medusa_like(state, model, str(source))
     fill(heads, state, str(source))
     read_tree(heads, folder / "config.json")
     return heads.eval()
-
-
-def read_medusa(source: str | os.PathLike) -> tuple[dict[str, Tensor], Path]:
-    """The tensors under the names of Heads' state dict, and the directory they lie in."""
-    return read_heads(source, MEDUSA)
 
 
 def medusa_like(state: dict[str, Tensor], model: Transformer, where: str) -> Heads:
@@ -123,8 +121,9 @@ def read_tree(heads: Heads, path: Path) -> None:
             complete(heads.tree, depth, 2**31)
         if config.get("medusa_accuracy") is not None:
             heads.accuracy = torch.tensor(config["medusa_accuracy"], dtype=torch.float64)
-            assert heads.accuracy.dim() == 2 and len(heads.accuracy) == depth
-    except (TypeError, ValueError, AssertionError) as error:
+            if heads.accuracy.dim() != 2 or len(heads.accuracy) != depth:
+                raise ValueError("each head needs a list of accuracies")
+    except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{path}: medusa_choices or medusa_accuracy: {error}") from None
 
 
@@ -162,7 +161,7 @@ def load_mtp(
 
     Raises UserError for a missing or misshapen tensor, and for heads of another tokenizer or model.
     """
-    tensors, folder = read_mtp(source)
+    tensors, folder = read_heads(source, MTP)
     check_tokenizer(str(source), folder, tokenizer)
     state = read_weights(str(source), tensors, model.dtype, model.device)
     if "hidden_layernorm.weight" in state:
@@ -172,11 +171,6 @@ def load_mtp(
         head = Head(model.config)
     fill(head, state, str(source))
     return head.eval()
-
-
-def read_mtp(source: str | os.PathLike) -> tuple[dict[str, Tensor], Path]:
-    """A head's tensors, under the names of Head's parameters, and the directory they lie in."""
-    return read_heads(source, MTP)
 
 
 def mtp_tensors(head: Head) -> dict[str, Tensor]:
@@ -239,11 +233,11 @@ def load_vocabulary(
 
 def read_ids(path: Path) -> dict[str, Language]:
     """FastMTP's map: a list or tensor of ids, most frequent first."""
+    stored = read_file(path)
     try:
-        listed = torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True))
-        ids = tuple(dict.fromkeys(int(i) for i in listed.tolist()))
+        ids = tuple(dict.fromkeys(map(int, torch.as_tensor(stored).tolist())))
         return {path.stem: Language(ids, (0,) * len(ids))}
-    except Exception as error:  # whatever reading a damaged pickle raises
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UserError(f"{path} is not a list of token ids: {error}") from None
 
 
@@ -257,9 +251,10 @@ def read_languages(path: Path, tokenizer: Tokenizer | None) -> dict[str, Languag
             for name, each in raw["languages"].items()
         }
         for each in languages.values():
-            assert len(each.ids) == len(each.counts) and min(each.counts, default=0) >= 0
+            if len(each.ids) != len(each.counts) or min(each.counts, default=0) < 0:
+                raise ValueError("each id needs a count, from 0")
         return languages
-    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"{path} is not a file of `distill vocabulary`: {error!r}") from None
 
 

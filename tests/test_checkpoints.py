@@ -96,8 +96,7 @@ def test_a_tied_head_stored_at_either_end_or_both(folder):
 
 
 @pytest.mark.parametrize(
-    "variant, extra",
-    [("llama", "layers.0.self_attn.rotary_emb.inv_freq"), ("mimo", "mtp_layers.0.input_proj.weight")],
+    "variant, extra", [("llama", "layers.0.rotary_emb.inv_freq"), ("mimo", "mtp_layers.0.x")]
 )
 def test_derived_tensors_and_prediction_layers_are_left_out(variant, extra, tmp_path):
     copy = shutil.copytree(GOLDEN / variant, tmp_path / variant)
@@ -244,7 +243,7 @@ def test_truncated_and_foreign_weight_files(folder):
         (parts | {"x": 3}, "x is not a tensor"),
         (parts | {"x": torch.ones(2, device="meta")}, "x is not a tensor"),
         (parts | {"x": torch.ones(2, 2).to_sparse()}, "x is not a tensor"),
-        ([torch.ones(2)], "cannot be read"),
+        ([torch.ones(2)], "holds no tensors by name"),
     ):
         torch.save(odd, file)
         refused(folder, match)
@@ -334,7 +333,7 @@ def test_unsupported_configurations_are_refused_by_name(folder, key, changes):
 
 
 def test_quantised_and_contradictory_configurations_are_refused(folder):
-    edit(folder, rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters=ROPE | {"factor": 3})
+    edit(folder, rope_scaling=ROPE, rope_parameters=ROPE | {"factor": 3.0})
     refused(folder, "contradict each other")
     edit(folder, quantization_config={"bits": 4})
     refused(folder, "quantization_config is not supported")
@@ -342,7 +341,7 @@ def test_quantised_and_contradictory_configurations_are_refused(folder):
 
 def test_a_tokenizer_larger_than_the_embedding(folder):
     vocabulary = {chr(0x4E00 + i): i for i in range(65)}
-    data = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "一"}}
+    data = {"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "一"}}
     (folder / "tokenizer.json").write_text(json.dumps(data))
     refused(folder, "the tokenizer has 65 tokens, the embedding only 64")
     del vocabulary[chr(0x4E00 + 64)]

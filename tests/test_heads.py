@@ -1,21 +1,19 @@
 """Heads, trees and vocabularies as published: every layout is read, and what we write is one."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import SHARED, needs_shared, random_model, random_tokens
 from safetensors.torch import load_file, save_file
-from test_generate import TOKENIZER, VOCAB, byte_model
-from test_tokenizer import byte_tokenizer
 
 from minispec import UserError, generate, load
-from minispec.certify import random_head, random_heads, randomise
-from minispec.checkpoint import save
+from minispec.checkpoint import save, write_tensors
 from minispec.generate import decode
 from minispec.heads import (
-    PREFIX,
     PUBLISHED,
     load_medusa,
     load_mtp,
@@ -28,13 +26,17 @@ from minispec.heads import (
 )
 from minispec.methods.medusa import complete, untrained
 from minispec.methods.vocabulary import count
+from minispec.model import Transformer
+from minispec.toys import letters, random_head, random_heads, randomise
+
+TOKENIZER, FOREIGN = letters(32), letters(31)
+UP = "1.0.linear.weight"
 
 
-def foreign_tokenizer():
-    """One with a token more than TOKENIZER."""
-    other = byte_tokenizer()
-    other.backend.add_tokens(["extra"])
-    return other
+def refused(match: str, read, *args, **options) -> None:
+    with pytest.raises(UserError, match=match) as caught:
+        read(*args, **options)
+    assert "\n" not in str(caught.value)
 
 
 # ---- Medusa --------------------------------------------------------------------------------------
@@ -62,22 +64,24 @@ def by_hand(tensors, hidden, i: int, layers: int, projection) -> torch.Tensor:
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("layout", ["v1.pt", "v1.safetensors", "v2", "1.0", "file"])
 def test_every_layout_loads_whatever_its_config_counts(tmp_path, layout, layers):
-    model, heads = random_model(), 5
+    model, heads, source = random_model(), 5, tmp_path
     tensors = v1_tensors(model, heads, layers)
     if layout == "v2":
         tensors = {name: t for name, t in tensors.items() if "linear" in name}
-    claims = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "x"}
-    (tmp_path / "config.json").write_text(json.dumps(claims))
-    source = tmp_path
-    if layout in ("v1.pt", "file"):
+    if layout == "1.0":
+        save(model, None, tmp_path)
+        parts = {f"medusa_head.{name}": t for name, t in tensors.items()}
+        write_tensors(dict(model.named_parameters()) | parts, tmp_path / "model.safetensors")
+        again, _ = load(tmp_path, "float64", "cpu")  # the model itself loads without its heads
+        assert torch.equal(again([1, 2]), model([1, 2]))
+    elif layout in ("v1.pt", "file"):
         torch.save(tensors, tmp_path / "medusa_lm_head.pt")
         source = tmp_path / "medusa_lm_head.pt" if layout == "file" else tmp_path
-    elif layout == "1.0":
-        save(model, None, tmp_path, extra={f"medusa_head.{n}": t for n, t in tensors.items()})
-        again, _ = load(tmp_path, "float64", "cpu")  # the model itself loads without its heads
-        assert torch.allclose(again([1, 2]), model([1, 2]))
     else:
         save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+    if layout != "1.0":
+        claims = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "x"}
+        (tmp_path / "config.json").write_text(json.dumps(claims))
     loaded = load_medusa(source, model)
     assert len(loaded) == heads and loaded.shared == (layout == "v2")
     assert loaded.tree == [path for path in PUBLISHED["mc_sim_7b_63"] if len(path) <= heads]
@@ -88,26 +92,18 @@ def test_every_layout_loads_whatever_its_config_counts(tmp_path, layout, layers)
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_what_is_written_is_read_back_and_has_the_layout_s_names(tmp_path, shared):
-    model = byte_model()
+def test_what_is_written_is_read_back_and_a_tree_is_renewed_alone(tmp_path, shared):
+    model = random_model()
     heads = randomise(untrained(3, 2, model, shared), 0)
     heads.tree, heads.accuracy = [(0,), (0, 1)], torch.rand(3, 10)
     save_medusa(heads, tmp_path, "base", TOKENIZER, torch.float64)
-    again = load_medusa(tmp_path, model, TOKENIZER)
-    hidden = model([1, 2, 3])
+    again, hidden = load_medusa(tmp_path, model, TOKENIZER), model([1, 2, 3])
     assert torch.equal(again(hidden, model), heads(hidden, model))
     assert again.tree == heads.tree and torch.allclose(again.accuracy, heads.accuracy.double())
     names = load_file(tmp_path / "medusa_lm_head.safetensors").keys()
     assert ("0.2.weight" in names) == (not shared) and "2.1.linear.bias" in names
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 2)
-
-
-def test_a_tree_is_renewed_and_nothing_else(tmp_path):
-    model = byte_model()
-    heads = random_heads(model, 0)
-    save_medusa(heads, tmp_path, "base", TOKENIZER, torch.float32)
     before = json.loads((tmp_path / "config.json").read_text())
+    assert (before["medusa_num_heads"], before["medusa_num_layers"]) == (3, 2)
     heads.tree = [(0,), (1,), (1, 0)]
     save_tree(heads, tmp_path)
     after = json.loads((tmp_path / "config.json").read_text())
@@ -125,46 +121,30 @@ def test_the_published_trees_are_those_of_the_reference():
 
 
 def test_heads_of_something_else_are_refused_with_the_reason(tmp_path):
-    model = byte_model()
-
-    def refused(message: str, tensors: dict | None = None, tokenizer=None, config: dict = {}):
-        if tensors is not None:
-            save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(UserError, match=message):
-            load_medusa(tmp_path, model, tokenizer)
-
-    refused("has no weights|no Medusa heads")
+    model = random_model()
+    refused("has no weights|no tensors medusa_head", load_medusa, tmp_path, model)
+    refused("no such directory", load_medusa, tmp_path / "nowhere", model)
     good = v1_tensors(model, 3, 1)
-    wide = random_model(hidden_size=32, vocab_size=VOCAB)
-    refused("hidden size 32, but the target's is 16", v1_tensors(wide, 3, 1))
-    refused("heads of 40 tokens, but the target", v1_tensors(random_model(vocab_size=40), 3, 1))
-    for name in ("1.0.linear.bias", "2.1.weight"):
-        refused(f"Missing.*{name}", {k: t for k, t in good.items() if k != name})
-    refused("0.q.weight is not a tensor of Medusa heads", good | {"0.q.weight": torch.zeros(2)})
-    refused("1.0.linear.weight.*shape", good | {"1.0.linear.weight": torch.zeros(16, 8)})
-    for wrong in ([[0, 0, 0, 0]], [[-1]], [0], 7):
-        refused("medusa_choices", good, config={"medusa_choices": wrong})
-    for wrong in ([[0.5]], [0.5, 0.5, 0.5], "high"):
-        refused("medusa_accuracy", good, config={"medusa_accuracy": wrong})
-    refused("another tokenizer", good, TOKENIZER, {"tokenizer_fingerprint": "0123"})
-    foreign_tokenizer().save(tmp_path)
-    refused("another tokenizer", good, TOKENIZER)
-    with pytest.raises(UserError, match="no such directory"):
-        load_medusa(tmp_path / "nowhere", model)
+    wide = v1_tensors(random_model(hidden_size=32), 3, 1)
+    for tensors, match in (
+        (wide, "hidden size 32, but the target's is 16"),
+        (v1_tensors(random_model(vocab_size=40), 3, 1), "heads of 40 tokens, but the target"),
+        ({k: t for k, t in good.items() if k != "1.0.linear.bias"}, "Missing.*1.0.linear.bias"),
+        ({k: t for k, t in good.items() if k != "2.1.weight"}, "Missing.*2.1.weight"),
+        (good | {"0.q.weight": torch.zeros(2)}, "0.q.weight is not a tensor of Medusa heads"),
+        (good | {UP: torch.zeros(16, 8)}, f"{UP}.*shape"),
+        ({UP: 3}, f"{UP} is not a tensor"),
+        ({3: torch.zeros(2)}, "3 is not a tensor of Medusa heads"),
+        ({"0.0.weight": torch.tensor(1.0)}, "0.0.weight is not a tensor of Medusa heads"),
+        ({"7.0.weight": torch.zeros(4, 4)}, "not numbered from 0 on"),
+        ({f"{'9' * 5000}.0.weight": torch.zeros(4, 4)}, "is not a tensor of Medusa heads"),
+        ({}, "has no heads"),
+        ({UP: Evil()}, "code is never unpickled"),
+    ):
+        torch.save(tensors, tmp_path / "medusa_lm_head.pt")
+        refused(match, load_medusa, tmp_path, model)
     (tmp_path / "medusa_lm_head.safetensors").write_bytes(b"rubbish")
-    with pytest.raises(UserError, match="cannot be read"):
-        load_medusa(tmp_path, model)
-
-
-@pytest.mark.parametrize(
-    "tensors", [{"0.0.linear.weight": 3}, {3: torch.zeros(2)}, {"0.0.weight": torch.tensor(1.0)},
-                {"7.0.weight": torch.zeros(4, 4)}]
-)  # fmt: skip
-def test_odd_pt_files_are_one_line(tmp_path, tensors):
-    torch.save(tensors, tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(UserError, match="not a tensor of Medusa heads|not numbered"):
-        load_medusa(tmp_path, random_model())
+    refused("cannot be read", load_medusa, tmp_path, model)
 
 
 class Evil:
@@ -172,13 +152,27 @@ class Evil:
         return exec, ("raise SystemExit('ran')",)
 
 
-def test_code_in_a_pt_file_is_never_run(tmp_path):
-    torch.save({"0.0.linear.weight": Evil()}, tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(UserError, match="code is never unpickled"):
-        load_medusa(tmp_path, random_model())
-    torch.save([Evil()], tmp_path / "words.pt")
-    with pytest.raises(UserError, match="is not a list of token ids"):
-        load_vocabulary(tmp_path / "words.pt", random_model())
+@pytest.mark.parametrize(
+    "config, match",
+    [
+        *(({"medusa_choices": tree}, "medusa_choices") for tree in ([[0] * 4], [[-1]], [0], 7)),
+        *(({"medusa_accuracy": a}, "medusa_accuracy") for a in ([[0.5]], [0.5] * 3, "high", [[]])),
+        ({"medusa_choices": json.loads("[" * 500 + "]" * 500)}, "medusa_choices"),
+        ({"tokenizer_fingerprint": "0123"}, "another tokenizer"),
+        ([], "must hold a JSON object"),
+        ({}, None),
+    ],
+)
+def test_a_config_that_does_not_fit_the_heads_is_refused(tmp_path, config, match):
+    model = random_model()
+    save_medusa(random_heads(model, 0, 3), tmp_path, "base", None, torch.float32)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if match:
+        return refused(match, load_medusa, tmp_path, model, TOKENIZER)
+    load_medusa(tmp_path, model, TOKENIZER)
+    for name, text in FOREIGN.files().items():
+        (tmp_path / name).write_text(text)
+    refused("another tokenizer", load_medusa, tmp_path, model, TOKENIZER)
 
 
 # ---- MTP -----------------------------------------------------------------------------------------
@@ -193,17 +187,18 @@ def tiny_mimo(folder) -> tuple:
     """A MiMo checkpoint as published: qwen2-like, with the head inside the model."""
     model = random_model(model_type="mimo", qkv_bias=True, tied=False)
     head = random_head(model, 5)
-    save(model, None, folder, extra=mtp_tensors(head, torch.float64))
+    save(model, None, folder)
+    whole = dict(model.named_parameters()) | mtp_tensors(head)
+    write_tensors(whole, folder / "model.safetensors")
     return model, head
 
 
 def test_a_mimo_checkpoint_gives_model_and_head(tmp_path, capsys):
     model, head = tiny_mimo(tmp_path)
-    assert len(mtp_tensors(head, torch.float64)) == 16  # as many as MiMo's layer has
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["num_nextn_predict_layers"] == 1 and config["model_type"] == "mimo"
+    assert len(mtp_tensors(head)) == 16  # as many as MiMo's layer has
     loaded, _ = load(tmp_path, "float64", "cpu")
-    assert same(head, load_mtp(tmp_path, loaded))
+    for source in tmp_path, tmp_path / "model.safetensors":
+        assert same(head, load_mtp(source, loaded))
     plain = decode(model, None, [1, 2, 3], max_new_tokens=20)
     result = decode(loaded, None, [1, 2, 3], "fastmtp", max_new_tokens=20)  # its own head
     assert result.tokens == plain.tokens and result.stats["drafted"] > 0
@@ -217,66 +212,75 @@ def test_a_head_in_a_file_of_its_own_and_back(tmp_path):
     save_mtp(head, tmp_path, "base", None, torch.float64, [1.0])
     for source in (tmp_path, tmp_path / "model.safetensors"):
         assert same(head, load_mtp(source, model))
-    names = set(load_file(tmp_path / "model.safetensors"))
-    assert names == set(mtp_tensors(head, torch.float64))
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert names == mtp_tensors(head).keys()
     assert all(name.startswith("model.mtp_layers.0.") for name in names)
+    for changes, match in (
+        ({"rope_theta": 5e5}, "its rope_theta is 10000.0, the model's is 500000.0"),
+        ({"kv_heads": 1, "head_dim": 8, "heads": 2}, "its num_key_value_heads is 2"),
+    ):
+        refused(match, load_mtp, tmp_path, Transformer(replace(model.config, **changes)))
 
 
 def test_a_missing_or_foreign_tensor_is_an_error(tmp_path):
     model, _ = tiny_mimo(tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
-    for change, message in (
-        ({PREFIX + "input_proj.weight": None}, "Missing.*input_proj.weight"),
-        ({PREFIX + "self_attn.q_proj.bias": None}, "Missing.*self_attn.q_proj.bias"),
-        ({PREFIX + "mtp_block.x": torch.zeros(2)}, "Unexpected.*mtp_block.x"),
-        ({PREFIX + "input_proj.weight": torch.zeros(16, 16)}, "input_proj.weight.*shape"),
+    for name, tensor, match in (
+        ("input_proj.weight", None, "Missing.*input_proj.weight"),
+        ("self_attn.q_proj.bias", None, "Missing.*self_attn.q_proj.bias"),
+        ("mtp_block.x", torch.zeros(2), "Unexpected.*mtp_block.x"),
+        ("input_proj.weight", torch.zeros(16, 16), "input_proj.weight.*shape"),
     ):
-        tensors = {n: t for n, t in (whole | change).items() if t is not None}
-        save_file(tensors, tmp_path / "model.safetensors")
-        with pytest.raises(UserError, match=message):
-            load_mtp(tmp_path, model)
+        changed = whole | {f"model.mtp_layers.0.{name}": tensor}
+        save_file({n: t for n, t in changed.items() if t is not None},
+                  tmp_path / "model.safetensors")  # fmt: skip
+        refused(match, load_mtp, tmp_path, model)
     save_file(whole, tmp_path / "model.safetensors")
-    width = model.config.hidden_size
-    other = random_model(hidden_size=2 * width)
-    with pytest.raises(UserError, match=f"hidden size {width}, but the target's is {2 * width}"):
-        load_mtp(tmp_path, other)
+    other = random_model(hidden_size=32)
+    refused("hidden size 16, but the target's is 32", load_mtp, tmp_path, other)
     save(model, None, tmp_path)
-    with pytest.raises(UserError, match="has no prediction head"):
-        load_mtp(tmp_path, model)
+    refused("has no heads: no tensors model.mtp_layers", load_mtp, tmp_path, model)
 
 
 # ---- vocabularies --------------------------------------------------------------------------------
 
 
 def test_a_vocabulary_is_written_read_and_cut(tmp_path):
-    model, path = byte_model(), tmp_path / "v.json"
-    languages = {"en": count([[97, 98, 98]], TOKENIZER.special_ids, 50)}
+    model, path = random_model(), tmp_path / "v.json"
+    languages = {"en": count([[7, 8, 8]], [31, 30], 20)}
     save_vocabulary(languages, TOKENIZER, path)
     assert load_vocabulary(path, model, TOKENIZER).languages == languages
-    assert load_vocabulary(path, model, TOKENIZER, 2).languages["en"].ids == languages["en"].ids[:2]
+    assert load_vocabulary(path, model, TOKENIZER, 2).languages["en"].ids == (31, 30)
+    refused("another tokenizer", load_vocabulary, path, model, FOREIGN)
+    small = random_model(vocab_size=9)
+    refused("outside the target's vocabulary of 9", load_vocabulary, path, small)
+    refused("no such vocabulary file", load_vocabulary, tmp_path / "no.json", model)
+    refused("vocabulary size 0: must be at least 1", load_vocabulary, path, model, size=0)
+
+
+def test_the_published_form_of_a_vocabulary(tmp_path):
+    file, model = tmp_path / "freq.pt", random_model()
     for ids in ([9, 4, 9, 7], torch.tensor([9, 4, 9, 7])):  # as FastMTP publishes its
-        torch.save(ids, tmp_path / "freq.pt")
-        assert load_vocabulary(tmp_path / "freq.pt", model).pick([1]).ids.tolist() == [9, 4, 7]
+        torch.save(ids, file)
+        assert load_vocabulary(file, model).pick([1]).ids.tolist() == [9, 4, 7]
+    for odd in {"a": "b"}, 7, [[1]], [-1], [math.inf], ["a"], [Evil()]:
+        torch.save(odd, file)
+        match = "is not a list of token ids|outside|code is never unpickled"
+        refused(match, load_vocabulary, file, model)
 
 
-def test_a_vocabulary_of_something_else_is_refused_with_the_reason(tmp_path):
-    model, path = byte_model(), tmp_path / "v.json"
-    save_vocabulary({"en": count([[97]], TOKENIZER.special_ids, 50)}, TOKENIZER, path)
-
-    def refused(message: str, path=path, model=model, tokenizer=None, size=None):
-        with pytest.raises(UserError, match=message):
-            load_vocabulary(path, model, tokenizer, size)
-
-    refused("another tokenizer", tokenizer=foreign_tokenizer())
-    refused("outside the target's vocabulary", model=random_model())
-    refused("no such vocabulary file", path=tmp_path / "no.json")
-    refused("vocabulary size 0: must be at least 1", size=0)
-    for wrong in "3", '{"ids": [1, 2], "counts": [-1, 5]}', '{"ids": [1, 2], "counts": [5]}':
-        path.write_text('{"languages": {"en": ' + wrong + "}}")
-        refused("not a file of `distill vocabulary`")
-    path.write_text('{"languages": {"en": {"ids": [], "counts": []}}}')
-    refused("en has no tokens")
-    path.write_text('{"languages": {}}')
-    refused("has no languages")
-    torch.save({"a": "b"}, tmp_path / "odd.pt")
-    refused("not a list of token ids", path=tmp_path / "odd.pt")
+@pytest.mark.parametrize(
+    "text, match",
+    [
+        ('{"en": 3}', "not a file of `distill vocabulary`"),
+        ('{"en": {"ids": [1, 2], "counts": [-1, 5]}}', "not a file of `distill vocabulary`"),
+        ('{"en": {"ids": [1, 2], "counts": [5]}}', "not a file of `distill vocabulary`"),
+        ('{"en": {"ids": [1e999], "counts": [5]}}', "not a file of `distill vocabulary`"),
+        ("[" * 100_000 + "]" * 100_000, "cannot be read as JSON"),
+        ('{"en": {"ids": [], "counts": []}}', "en has no tokens"),
+        ("{}", "has no languages"),
+    ],
+)
+def test_a_wrong_vocabulary_is_refused(tmp_path, text, match):
+    (tmp_path / "v.json").write_text('{"languages": ' + text + "}")
+    refused(match, load_vocabulary, tmp_path / "v.json", random_model())

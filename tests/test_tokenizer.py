@@ -4,13 +4,20 @@ import json
 import random
 
 import pytest
-from conftest import SHARED, needs_shared
+from conftest import ROOT, SHARED, needs_shared
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from minispec import UserError
-from minispec.pretrain import ASSISTANT, CHAT_TEMPLATE, END, END_TURN, USER
 from minispec.tokenizer import Tokenizer
+
+END, USER, ASSISTANT, END_TURN = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+TEXT = "Ünï 你好，世界 👩‍👩‍👧 𝔘 end � é"
 
 
 def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
@@ -23,19 +30,30 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
     return Tokenizer(backend, END, END, chat_template)
 
 
-TEXT = "Ünï 你好，世界 👩‍👩‍👧 𝔘 end � é"
+def saved(tokenizer: Tokenizer, folder) -> None:
+    for name, text in tokenizer.files().items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    stream = tokenizer.stream(prompt)
+    text = "".join(map(stream.push, tokens)) + stream.flush()
+    assert stream.text == text
+    return text
+
+
+# ---- streaming -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_stream_gives_whole_characters_and_in_the_end_the_whole_text(seed):
     tokenizer, rng = byte_tokenizer(), random.Random(seed)
     text = "".join(rng.choices(TEXT, k=60))
-    stream, pieces = tokenizer.stream(tokenizer.encode("before")), []
+    stream, shown = tokenizer.stream(tokenizer.encode("before")), ""
     for token in tokenizer.encode(text):
-        pieces.append(stream.push(token))
-        assert text.startswith("".join(pieces))
-    pieces.append(stream.flush())
-    assert "".join(pieces) == text == stream.text
+        shown += stream.push(token)
+        assert text.startswith(shown)
+    assert shown + stream.flush() == text
 
 
 def test_an_incomplete_character_is_held_and_shown_at_the_end():
@@ -55,8 +73,7 @@ def test_any_tokens_stream_to_their_text_and_nothing_raises(seed):
     rng = random.Random(seed)
     for tokenizer in tokenizers:
         prompt, tokens = ([rng.randrange(tokenizer.size) for _ in range(n)] for n in (5, 40))
-        stream = tokenizer.stream(prompt)
-        text = "".join(map(stream.push, tokens)) + stream.flush()
+        text = streamed(tokenizer, prompt, tokens)
         if tokenizer is tokenizers[0]:  # bytes: the rest of the whole, after what both share
             whole = tokenizer.decode(prompt + tokens)
             assert whole.endswith(text.lstrip("\ufffd")) and "\ufffd" * 41 not in text
@@ -66,17 +83,14 @@ def test_a_prompt_that_ends_inside_a_character_is_not_repeated():
     tokenizer = byte_tokenizer()
     tokens = tokenizer.encode("hello 你好x")
     for cut in range(1, len(tokens)):
-        stream = tokenizer.stream(tokens[:cut])
-        said = "".join(map(stream.push, tokens[cut:])) + stream.flush()
         before = tokenizer.decode(tokens[:cut]).rstrip("\ufffd")
-        assert before + said == "hello 你好x"
+        assert before + streamed(tokenizer, tokens[:cut], tokens[cut:]) == "hello 你好x"
 
 
 def test_special_tokens_are_not_text():
     tokenizer = byte_tokenizer()
     tokens = tokenizer.encode(f"a{USER}b{END}")
-    stream = tokenizer.stream([])
-    assert "".join(map(stream.push, tokens)) + stream.flush() == tokenizer.decode(tokens) == "ab"
+    assert streamed(tokenizer, [], tokens) == tokenizer.decode(tokens) == "ab"
 
 
 @needs_shared
@@ -84,34 +98,30 @@ def test_special_tokens_are_not_text():
 def test_the_first_space_of_a_continuation_is_kept(folder):
     """Decoders of SentencePiece kind strip the first space of a text, but this is not its first."""
     tokenizer = Tokenizer.from_directory(SHARED / "checkpoints" / folder)
-    text = "Once upon a time there was a big cat. She said: héllo"
-    tokens = tokenizer.encode(text)
+    tokens = tokenizer.encode("Once upon a time there was a big cat. She said: héllo")
     for cut in range(1, len(tokens)):
-        stream = tokenizer.stream(tokens[:cut])
-        said = "".join(map(stream.push, tokens[cut:])) + stream.flush()
+        said = streamed(tokenizer, tokens[:cut], tokens[cut:])
         assert tokenizer.decode(tokens[:cut]) + said == tokenizer.decode(tokens)
 
 
 @needs_shared
-def test_real_byte_level_vocabularies_stream(tmp_path):
-    for file in ("qwen2/tokenizer.built.json", "minimind/tokenizer.json"):
-        (tmp_path / "tokenizer.json").write_bytes((SHARED / "tokenizers" / file).read_bytes())
-        tokenizer = Tokenizer.from_directory(tmp_path)
-        tokens = tokenizer.encode(TEXT)
-        stream = tokenizer.stream([])
-        assert "".join(map(stream.push, tokens)) + stream.flush() == TEXT
+@pytest.mark.parametrize("file", ["qwen2/tokenizer.built.json", "minimind/tokenizer.json"])
+def test_real_byte_level_vocabularies_stream(file, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((SHARED / "tokenizers" / file).read_bytes())
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert streamed(tokenizer, [], tokenizer.encode(TEXT)) == TEXT
+
+
+# ---- chat ----------------------------------------------------------------------------------------
 
 
 def test_a_conversation_is_rendered_up_to_the_assistants_turn():
-    tokenizer = byte_tokenizer()
-    with pytest.raises(UserError, match="not valid Unicode"):
-        tokenizer.encode("a\udcff")
-    messages = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "Yo"},
-                {"role": "user", "content": "Bye"}]  # fmt: skip
-    text = tokenizer.backend.decode(tokenizer.chat(messages), skip_special_tokens=False)
-    assert (
-        text == f"{END}{USER}Hi <b>{END_TURN}{ASSISTANT}Yo{END_TURN}{USER}Bye{END_TURN}{ASSISTANT}"
-    )
+    tokenizer = Tokenizer.from_directory(ROOT / "weights" / "target")
+    said = zip(("user", "assistant", "user"), ("Hi <b>", "Yo", "Bye"))
+    tokens = tokenizer.chat([{"role": role, "content": text} for role, text in said])
+    text = tokenizer.backend.decode(tokens, skip_special_tokens=False)
+    turns = f"{USER}Hi <b>{END_TURN}{ASSISTANT}Yo{END_TURN}{USER}Bye{END_TURN}{ASSISTANT}"
+    assert text == END + turns and tokens.count(tokenizer.backend.token_to_id(USER)) == 2
 
 
 @pytest.mark.parametrize(
@@ -123,6 +133,8 @@ def test_a_conversation_is_rendered_up_to_the_assistants_turn():
         ("{{ messages.append(1) }}", "refuses"),
         ("{% for %}", "refuses"),
         ("{{ 'a' + none }}", "refuses"),
+        ("{{" + "(" * 100_000, "refuses"),
+        (5, "refuses"),
         ("{# nothing #}", "makes nothing"),
     ],
 )
@@ -139,8 +151,25 @@ def test_what_transformers_gives_to_templates():
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )
     tokenizer = byte_tokenizer(template)
-    text = tokenizer.backend.decode(tokenizer.chat([{"role": "user", "content": "Hi"}]))
+    text = tokenizer.decode(tokenizer.chat([{"role": "user", "content": "Hi"}]))
     assert text == 'aTrue[1, {"<": "é"}]{\n "x": 1\n}Hi'
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    saved(byte_tokenizer(), tmp_path)
+    again = Tokenizer.from_directory(tmp_path)
+    assert (again.bos, again.eos, again.chat_template) == (END, END, CHAT_TEMPLATE)
+    assert again.encode(TEXT) == byte_tokenizer().encode(TEXT)
+    assert again.fingerprint == byte_tokenizer().fingerprint
+    (tmp_path / "chat_template.jinja").write_bytes(b"from the file \xff")
+    settings = {"add_bos_token": True, "bos_token": {"content": END, "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    again = Tokenizer.from_directory(tmp_path)
+    assert again.chat_template == "from the file \ufffd"
+    assert again.encode("a") == [again.backend.token_to_id(END), *byte_tokenizer().encode("a")]
 
 
 def test_special_tokens_that_only_neighbours_name(tmp_path):
@@ -148,7 +177,7 @@ def test_special_tokens_that_only_neighbours_name(tmp_path):
     end among the words that tokenizer.json does not mark as special."""
     backend = Backend(models.WordLevel({"a": 0, "<s>": 1, "<unk>": 2}, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    backend.save(str(tmp_path / "tokenizer.json"))
+    saved(Tokenizer(backend), tmp_path)
     assert Tokenizer.from_directory(tmp_path).encode("<s>a") != [1, 0]
     (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}}')
     listed = {"3": {"content": "<|end|>", "special": True}, "4": {"content": "xy"}}
@@ -157,30 +186,39 @@ def test_special_tokens_that_only_neighbours_name(tmp_path):
     tokenizer = Tokenizer.from_directory(tmp_path)
     assert tokenizer.encode("<s>a<|end|>xy") == [1, 0, 3, 4] and tokenizer.bos == "<s>"
     assert tokenizer.special_ids == [1, 3] and tokenizer.chat_template is None
-    for wrong, match in (
-        ({"7": {"content": "zz"}}, "'zz' cannot be token 7"),
-        ({"x": {"content": "zz"}}, "must hold tokens by their ids"),
-        ({"3": 5}, "must hold tokens by their ids"),
-    ):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": wrong}))
-        with pytest.raises(UserError, match=match):
-            Tokenizer.from_directory(tmp_path)
 
 
-def test_save_and_load_keep_everything(tmp_path):
-    byte_tokenizer().save(tmp_path)
-    again = Tokenizer.from_directory(tmp_path)
-    assert (again.bos, again.eos, again.chat_template) == (END, END, CHAT_TEMPLATE)
-    assert again.encode(TEXT) == byte_tokenizer().encode(TEXT)
-    (tmp_path / "chat_template.jinja").write_text("from the file")
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings["add_bos_token"], settings["bos_token"] = True, {"content": END, "special": True}
+@pytest.mark.parametrize(
+    "settings, match",
+    [
+        ([], "must hold a JSON object"),
+        ({"add_bos_token": True, "bos_token": "<no>"}, "not in the vocabulary"),
+        ({"added_tokens_decoder": {"999": {"content": "zz"}}}, "'zz' cannot be token 999"),
+        ({"added_tokens_decoder": {"x": {"content": "zz"}}}, "must hold tokens by id"),
+        ({"added_tokens_decoder": {"3": 5}}, "must hold tokens by id"),
+        ({"added_tokens_decoder": {"260": {}}}, "must hold tokens by id"),
+        ({"added_tokens_decoder": {"260": {"content": 5}}}, "must hold tokens by id"),
+        ({"added_tokens_decoder": [5]}, "must hold tokens by id"),
+        ({"bos_token": 5, "eos_token": [5]}, None),
+    ],
+)
+def test_wrong_settings_are_one_line(settings, match, tmp_path):
+    saved(byte_tokenizer(), tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    again = Tokenizer.from_directory(tmp_path)
-    assert again.chat_template == "from the file"
-    for wrong, match in (("{", "cannot be read"), ("[]", "must hold"),
-                         ('{"add_bos_token": true, "bos_token": "<no>"}', "not in")):  # fmt: skip
-        (tmp_path / "tokenizer_config.json").write_text(wrong)
-        with pytest.raises(UserError, match=match):
-            Tokenizer.from_directory(tmp_path)
-    assert again.encode("a") == [again.backend.token_to_id(END), *byte_tokenizer().encode("a")]
+    if match is None:
+        assert Tokenizer.from_directory(tmp_path).bos is None
+        return
+    with pytest.raises(UserError, match=match):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_texts_that_cannot_be_encoded(tmp_path):
+    """A regular expression that takes too many steps makes its Rust code panic."""
+    backend = Backend(models.WordLevel({"x": 0}, "x"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    saved(Tokenizer(backend), tmp_path)
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    with pytest.raises(UserError, match="the tokenizer fails at this text: "):
+        tokenizer.encode("x" * 40)
+    with pytest.raises(UserError, match="not valid Unicode"):
+        tokenizer.encode("a\udcff")
