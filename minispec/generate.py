@@ -148,8 +148,10 @@ def check_cache(cache: KVCache, model: Transformer, prompt: int) -> None:
         )
 
 
-# what an object must have to be such an option
-MARKS = {"draft": "new_cache", "heads": "__call__", "head": "new_cache", "draft_sampling": "top_p"}
+MARKS = {  # what an object must have to be such an option
+    "draft": "new_cache", "heads": "__call__", "head": "new_cache", "vocabulary": "pick",
+    "draft_sampling": "top_p",
+}  # fmt: skip
 
 
 def checked(method: str, model: Transformer, options: dict) -> dict:
@@ -160,9 +162,9 @@ def checked(method: str, model: Transformer, options: dict) -> dict:
     except TypeError as error:
         raise UserError(f"{method}: {error}") from None
     for name, value in options.items():
-        policy = value == "auto" or hasattr(value, "choose")
-        if name == "k" and policy and method in ("speculative", "fastmtp"):
-            continue
+        if name == "k" and method in ("speculative", "fastmtp"):
+            if value == "auto" or hasattr(value, "choose"):
+                continue
         if isinstance(signature.parameters[name].default, int):
             if not isinstance(value, Integral):
                 raise UserError(f"{method}: {name} {value!r}: must be a whole number")
@@ -394,13 +396,15 @@ def chat(
     if system and tokenizer.chat(system + hello) == tokenizer.chat(hello):
         raise UserError("--system: the model's chat template leaves out system messages")
     cache = model.new_cache(min(model.config.context, CHAT_ROOM))
-    room = cache.capacity - min(args.max_new_tokens, cache.capacity // 2)
+    room = cache.capacity - max(1, min(args.max_new_tokens, cache.capacity // 2))
     messages, held = [], []  # the turns, and the tokens whose rows the cache holds
     for turn in user_turns(args.prompt):
         messages.append({"role": "user", "content": turn})
+        turns = len(messages)
         while len(prompt := tokenizer.chat(system + messages)) > room and len(messages) > 1:
             messages = messages[2:]
-            say("the conversation no longer fits into the context: its oldest turn is forgotten")
+        if len(messages) < turns:
+            say("the conversation is longer than the context: its oldest turns are forgotten")
         if len(prompt) >= cache.capacity:
             raise UserError(
                 f"the turn has {len(prompt)} tokens, the context only {cache.capacity}: shorten it"
@@ -414,7 +418,7 @@ def chat(
 
 def user_turns(first: str | None) -> Iterator[str]:
     """`first`, if any, and lines of standard input; a prompt sign where a person types."""
-    if first is not None:
+    if first:
         yield first
     while sys.stdin is not None:
         if sys.stdin.isatty():

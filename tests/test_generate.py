@@ -1,13 +1,15 @@
-"""One place ends a run: exactly where plain decoding would have stopped. And the command line."""
+"""One place ends a run: exactly where plain decoding would have stopped. And the command line, with
+everything that a user can get wrong there."""
 
 import io
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,9 @@ from test_tokenizer import byte_tokenizer
 
 from minispec import UserError, generate
 from minispec.checkpoint import load, save
-from minispec.errors import command
+from minispec.errors import check_writable, command
 from minispec.generate import decode, stream
-from minispec.sampling import Seeded
+from minispec.run import acceptance
 from minispec.tree import Step, Tree
 
 TOKENIZER = byte_tokenizer()
@@ -93,18 +95,15 @@ def test_a_stop_string_ends_at_its_last_token_and_is_not_shown(blocks, stop):
     assert run.tokens == tokens[: len((before + stop).encode())]
 
 
-def test_one_stop_string_may_come_alone(blocks):
-    blocks(TOKENIZER.encode("abcdef"))
-    for stop, text in ("ec", "abcde"), ("de", "abc"):
-        run = decode(byte_model(), TOKENIZER, "x", method="scripted", stop=stop, max_new_tokens=5)
-        assert run.text == text
-
-
-def test_what_might_begin_a_stop_string_is_held_back_and_then_shown(blocks):
+@pytest.mark.parametrize(
+    ("stop", "n", "text"),
+    [("ec", 5, "ababa"), ("ab", 5, ""), ("ba", 8, "a"), (("abac?", "b!"), 8, "ababac!!")],
+)
+def test_what_might_begin_a_stop_string_is_held_back_and_then_shown(blocks, stop, n, text):
+    """One string may come alone, and be longer than what is left."""
     blocks(TOKENIZER.encode("ababac!!"))
-    run = decode(byte_model(), TOKENIZER, "x", method="scripted", stop=("abac?", "b!"),
-                 max_new_tokens=8)  # fmt: skip
-    assert run.text == "ababac!!" and run.finish_reason == "length"
+    run = decode(byte_model(), TOKENIZER, "x", method="scripted", stop=stop, max_new_tokens=n)
+    assert run.text == text == "".join(run.texts) and len(run.texts) == len(run.tokens)
 
 
 @pytest.mark.parametrize("context", [4, 5, 6, 17])
@@ -165,7 +164,7 @@ def test_acceptance_by_position_counts_what_it_says():
         Step([5, 6, 7], Tree.chain(0, [5, 6]), [0, 1, 2]),
         Step([9], Tree.chain(0, [5, 6]), [0]),
     ]
-    rates = generate.acceptance(rounds)
+    rates = acceptance(rounds)
     assert rates == {"unconditional": [2 / 3, 1 / 2], "conditional": [2 / 3, 1.0]}
 
 
@@ -182,6 +181,23 @@ def folder(tmp_path_factory):
 
 def call(*arguments: str) -> None:
     generate.main([*arguments, "--device", "cpu"])
+
+
+def refused(capsys, main, arguments: list) -> str:
+    """The one line that ends the command."""
+    with pytest.raises(SystemExit) as caught:
+        main(list(map(str, arguments)))
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2 and err.count("\n") == 1 and out == ""
+    return err
+
+
+def in_a_process(*arguments: str, shell: str = "", **options) -> subprocess.CompletedProcess:
+    """The command line as a shell starts it."""
+    command = [sys.executable, "-m", "minispec.generate", *arguments, "--max-new-tokens", "2"]
+    if shell:
+        command = ["sh", "-c", f'exec "$0" "$@" {shell}', *command]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, timeout=100, **options)
 
 
 def test_json_is_the_contract(folder, capsys):
@@ -201,16 +217,14 @@ def test_json_is_the_contract(folder, capsys):
 
 
 def test_every_source_of_a_prompt_is_the_same_prompt(folder, capsys, tmp_path, monkeypatch):
-    options = ("--model", folder, "--json", "--max-new-tokens", "4")
+    """An editor's last newline belongs to the file, as does the mark before its first letter."""
     file = tmp_path / "prompt.txt"
-    file.write_text("héllo", encoding="utf-8")
-    ids = ",".join(map(str, TOKENIZER.encode("héllo")))
+    file.write_bytes("\ufeffhéllo\n".encode())
+    ids = TOKENIZER.encode("héllo")
     monkeypatch.setattr(sys, "stdin", io.StringIO("héllo\n"))
-    tokens = []
-    for source in (["héllo"], ["--prompt-ids", ids], ["--prompt-file", str(file)], []):
-        call(*source, *options)
-        tokens.append(json.loads(capsys.readouterr().out)["tokens"])
-    assert tokens == [tokens[0]] * 4
+    for source in ["héllo"], ["--prompt-ids", ",".join(map(str, ids))], ["--prompt-file", file], []:
+        call(*map(str, source), "--model", folder, "--json", "--max-new-tokens", "0")
+        assert json.loads(capsys.readouterr().out)["prompt_ids"] == ids
 
 
 def test_text_is_streamed_after_its_prompt_and_figures_go_to_stderr(folder, capsys):
@@ -219,50 +233,135 @@ def test_text_is_streamed_after_its_prompt_and_figures_go_to_stderr(folder, caps
     assert out.startswith("hello") and out.endswith("\n") and "5 tokens (length) in 5 passes" in err
 
 
-def test_the_prompt_is_not_shown_where_the_method_refuses_its_options(folder, capsys, monkeypatch):
-    def refuses(*arguments, **options):
-        raise UserError("k auto is for chains")
-        yield
-
-    monkeypatch.setitem(generate.METHODS, "autoregressive", refuses)
-    with pytest.raises(SystemExit):
-        call("hello", "--model", folder)
-    assert capsys.readouterr() == ("", "minispec: k auto is for chains\n")
-
-
-def test_a_text_is_the_same_prompt_from_anywhere(folder, tmp_path, capsys, monkeypatch):
-    """An editor's last newline belongs to the file, as does the mark before its first letter."""
-    file = tmp_path / "prompt.txt"
-    file.write_bytes("\ufeffab\n".encode())
-    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n"))
-    for source in ["ab"], ["--prompt-file", file], []:
-        call(*map(str, source), "--model", folder, "--json", "--max-new-tokens", "0")
-        assert json.loads(capsys.readouterr().out)["prompt_ids"] == TOKENIZER.encode("ab")
-
-
 def test_a_model_without_tokenizer_shows_ids_as_json_alone(tmp_path, capsys):
     save(byte_model(), None, tmp_path)
     arguments = ["--model", str(tmp_path), "--prompt-ids", "1,2", "--max-new-tokens", "3"]
     call(*arguments, "--json")
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 3
+    assert "give --json" in refused(capsys, generate.main, arguments)
+
+
+def test_the_golden_models_run_through_the_command_line(capsys):
+    model = str(GOLDEN / "qwen3")
+    call("--prompt-ids", "5,6,7", "--model", model, "--json", "--max-new-tokens", "3")
+    out = json.loads(capsys.readouterr().out)
+    assert len(out["tokens"]) == 3 and out["text"] == ""
+
+
+def test_a_window_that_does_not_fit_behind_the_prompt_is_said(folder, capsys):
+    line = "minispec: the window did not fit into the cache in 3 of 4 passes\n"
+    for prompt, said in ("x" * 9, ""), ("x" * 250, line):
+        call(prompt, "--model", folder, "--method", "lookahead", "--max-new-tokens", "4")
+        assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        (["x", "--model", "nowhere"], "no such directory: nowhere"),
+        (["x", "--model", ""], "--model must not be empty"),
+        (["x", "--method", "magic"], "invalid choice: 'magic' (choose from"),
+        (["x", "--max-new-tokens", "-3"], "-3 must be a whole number, at least 0"),
+        (["x", "--max-new-tokens", "ten"], "ten must be a whole number, at least 0"),
+        (["x", "--temperature", "nan"], "nan must be a number, at least 0"),
+        (["x", "--top-p", "2"], "2 must be a number, from 0 to 1"),
+        (["x", "--top-p", "0"], "top-p 0.0: must be above 0"),
+        (["x", "--seed", "9" * 30], "must be a whole number, from -9223372036854775808"),
+        (["x", "--prompt-ids", "1"], "--prompt-ids: not allowed with argument prompt"),
+        (["--prompt-ids", "1,b"], "invalid token_ids value: '1,b'"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (["--prompt-ids", "1,70000"], "70000 is out of range"),
+        (["x" * 300], "the prompt has 300 tokens, the context only 256"),
+        (["x", "--dtype", "int3"], "dtype int3"),
+        (["x", "--quantize", "int4"], "argument --quantize: invalid choice: 'int4'"),
+        (["x", "--nope"], "unrecognized arguments: --nope"),
+        (["a\udcff"], "not valid Unicode"),
+        (["x", "--stop", ""], "must not be empty"),
+        (["--chat", "--prompt-file", "nowhere"], "--chat takes its turns as text"),
+        (["x", "--system", "Be brief."], "--system is for --chat"),
+        (["x", "--k", "3"], "--k is for --method speculative or prompt-lookup or fastmtp, not for"),
+        (["x", "--method", "prompt-lookup", "--k", "auto"], "k 'auto': must be a whole number"),
+        (["x", "--method", "prompt-lookup", "--k", "0"], "0 must be a whole number, at least 1"),
+        (["x", "--method", "prompt-lookup", "--k", "256"], "must be less than the context, 256"),
+        (["x", "--method", "fastmtp", "--k", "1" + "0" * 20], "from 1 to 9223372036854775807"),
+        (["x", "--method", "speculative"], "needs draft=, on the command line --draft DIR"),
+        (["x", "--method", "speculative", "--draft", ""], "--draft must not be empty"),
+        (["x", "--color", "--json"], "give it without --json"),
+        (["--chat", "--html", "page.html"], "give it without --chat"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line_and_code_2(folder, arguments, match, capsys):
+    if "--model" not in arguments:
+        arguments = [*arguments, "--model", folder]
+    assert match in refused(capsys, generate.main, [*arguments, "--device", "cpu"])
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{}", "must hold a JSON list"),
+        ("[]", "must hold paths like"),
+        ("[0, 1]", "must hold paths like"),
+        ('[["a"]]', "the tree's rank 'a'"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ("[[0]", "cannot be read as JSON"),
+    ],
+    ids=["object", "empty", "flat", "text", "deep", "cut"],
+)
+def test_a_tree_that_is_none_is_one_line(tmp_path, text, match, capsys):
+    (tmp_path / "tree.json").write_text(text)
+    arguments = ["x", "--method", "medusa", "--tree", tmp_path / "tree.json", "--device", "cpu"]
+    assert match in refused(capsys, generate.main, arguments)
+
+
+# ---- what goes out, and where to -----------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_where_nothing_can_be_written_is_one_line(folder, tmp_path, capsys, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    run = ["x", "--model", folder, "--max-new-tokens", "1"]
+    for page in tmp_path / "pipe", tmp_path:
+        said = refused(capsys, generate.main, [*run, "--html", page])
+        assert f"--html {page}: cannot be written (not a file)" in said
     with pytest.raises(SystemExit):
-        call(*arguments)
-    assert "give --json" in capsys.readouterr().err
+        generate.main([*run, "--html", "/dev/full"])
+    assert "No space left" in capsys.readouterr().err
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert "No space left" in refused(capsys, generate.main, run)
 
 
-def test_bytes_that_are_no_text_end_a_chat_after_the_turns_before(folder, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n\xff\n")))
-    with pytest.raises(SystemExit) as caught:
-        call("--model", folder, "--chat", "--json", "--max-new-tokens", "2")
-    out, err = capsys.readouterr()
-    assert caught.value.code == 2 and len(out.splitlines()) == 1 and "not valid Unicode" in err
+def test_asking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path):
+    file, other = tmp_path / "new" / "page.html", tmp_path / "link"
+    check_writable(file, "--html")
+    assert list(tmp_path.rglob("*")) == [file.parent]
+    file.write_text("before")
+    check_writable(file, "--html")
+    other.symlink_to(tmp_path / "nothing yet")
+    check_writable(other, "--html")
+    assert file.read_text() == "before" and other.is_symlink()
+
+
+def test_figures_go_nowhere_where_standard_error_is_closed(folder):
+    done = in_a_process("ab", "--model", folder, "--stats", shell="2>&-")
+    assert done.returncode == 0 and done.stdout.startswith(b"ab") and b"passes" not in done.stdout
+
+
+def test_text_is_utf_8_whatever_the_system_says(folder):
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for source, text in (["你好"], None), ([], "你好".encode()):
+        done = in_a_process(*source, "--model", folder, "--stop", "é", env=env, input=text)
+        assert done.stdout.startswith("你好".encode()), done.stderr
 
 
 def test_mistakes_in_a_notebook_s_process_leave_its_output_alone(folder, tmp_path):
-    """Called twice, with a pipe that was read from, and with an output that is no file."""
+    """Called twice, with a pipe that was read from, and with an output that is no file; Ctrl-C is
+    the notebook's own."""
     script = (
-        "import contextlib, io, sys\n"
+        "import contextlib, io, signal, sys\n"
         "from minispec import errors, generate\n"
+        "assert signal.getsignal(signal.SIGINT) is not errors.interrupted\n"
         "sys.stdin.readline()\n"
         "def lost(argv): raise FileNotFoundError(2, 'gone')\n"
         "for out in io.StringIO(), sys.stdout:\n"
@@ -277,137 +376,50 @@ def test_mistakes_in_a_notebook_s_process_leave_its_output_alone(folder, tmp_pat
     assert done.stdout.endswith("still here\n") and "Traceback" not in done.stderr
 
 
-def test_without_standard_input(folder, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", None)
-    call("--model", folder, "--chat")
-    with pytest.raises(SystemExit):
-        call("--model", folder)
-    assert "no prompt" in capsys.readouterr().err
+def test_too_little_memory_is_one_line(capsys):
+    def main(argv):
+        raise RuntimeError(argv[0])
+
+    error = "DefaultCPUAllocator: can't allocate memory:\nyou tried 99 bytes"
+    assert "not enough memory" in refused(capsys, command(main), [error])
+    with pytest.raises(RuntimeError, match="a bug"):
+        command(main)(["a bug"])
 
 
-def test_a_file_that_is_tried_is_left_as_it_was(folder, tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "there")
-    call("x", "--model", folder, "--max-new-tokens", "1", "--html", str(tmp_path / "link"))
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "there").stat().st_size
+# ---- Ctrl-C --------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is not on this system")
-def test_a_full_disk_is_one_line(folder, capsys, monkeypatch):
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        with pytest.raises(SystemExit) as caught:
-            call("x", "--model", folder, "--max-new-tokens", "1")
-    err = capsys.readouterr().err
-    assert caught.value.code == 2 and "No space left" in err and err.count("\n") == 1
-
-
-def test_pipes_are_utf_8_whatever_the_system_says(folder, monkeypatch):
-    pipes = [io.TextIOWrapper(io.BytesIO(text), "cp1252") for text in ("你好".encode(), b"")]
-    monkeypatch.setattr(sys, "stdin", pipes[0])
-    monkeypatch.setattr(sys, "stdout", pipes[1])
-    call("--model", folder, "--max-new-tokens", "0")
-    assert pipes[1].buffer.getvalue().decode() == "你好\n"
-
-
-def test_a_chat_feeds_only_what_is_new(folder, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\nhow are you?\n"))
-    call("--model", folder, "--chat", "--json", "--max-new-tokens", "4", "--dtype", "float64")
-    turns = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(turns) == 2 and turns[0]["stats"]["cached_tokens"] == 0
-    # at least the first prompt; the answer too, as far as its text is encoded in the same tokens
-    assert turns[1]["stats"]["cached_tokens"] >= turns[0]["prompt_tokens"]
-    model, tokenizer = load(folder, "float64", "cpu")
-    answer = turns[0]["text"].strip()
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer},
-                {"role": "user", "content": "how are you?"}]  # fmt: skip
-    fresh = decode(model, tokenizer, tokenizer.chat(messages), max_new_tokens=4)
-    assert turns[1]["tokens"] == fresh.tokens
-
-
-def test_the_turns_of_a_sampled_chat_use_fresh_randomness(folder, capsys, monkeypatch):
-    seen = []
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nhi\n"))
-    uniform = Seeded.uniform
-    monkeypatch.setattr(Seeded, "uniform", lambda self: seen.append(uniform(self)) or seen[-1])
-    call("--model", folder, "--chat", "--max-new-tokens", "3", "--temperature", "1", "--seed", "4")
-    assert len(seen) == len(set(seen)) > 4
-
-
-@pytest.mark.parametrize(
-    "arguments, match",
-    [
-        (["x", "--model", "nowhere"], "no such directory: nowhere"),
-        (["x", "--method", "magic"], "unknown method 'magic'"),
-        (["x", "--max-new-tokens", "-3"], "must not be negative"),
-        (["x", "--top-p", "2"], "top-p 2.0"),
-        (["x", "--prompt-ids", "1"], "give one prompt, not a text and --prompt-ids"),
-        (["--prompt-ids", "1,b"], "must be integers between commas"),
-        (["--prompt-file", "nowhere.txt"], "nowhere.txt cannot be read"),
-        (["--prompt-ids", "1,70000"], "70000 is out of range"),
-        (["x" * 300], "the prompt has 300 tokens, the context only 256"),
-        (["x", "--dtype", "int3"], "dtype int3"),
-        (["x", "--seed", "9" * 30], "must fit in 64 bits"),
-        (["--chat", "--prompt-file", "nowhere"], "takes its turns from standard input"),
-        (["a\udcff"], "not valid Unicode"),
-        (["x", "--k", "3"], "--k is for --method speculative or prompt-lookup"),
-        (["x", "--method", "prompt-lookup", "--k", "auto"], "--k auto: must be a number\n"),
-        (["x", "--method", "speculative"], "needs draft=, on the command line --draft DIR"),
-        (["x", "--stop", ""], "must not be empty"),
-        (["--color", "full"], "write --color=full"),
-    ],
-)
-def test_mistakes_are_one_line_and_code_2(folder, arguments, match, capsys):
-    if "--model" not in arguments:
-        arguments = [*arguments, "--model", folder]
-    with pytest.raises(SystemExit) as caught:
-        call(*arguments)
-    out, err = capsys.readouterr()
-    assert caught.value.code == 2 and match in err and err.count("\n") == 1 and out == ""
-
-
-@pytest.mark.parametrize(
-    ("tool", "arguments", "match"),
-    [
-        ("generate", ["x", "--quantize", "int4"], "argument --quantize: invalid choice: 'int4'"),
-        ("generate", ["x", "--max-new-tokens", "ten"], "--max-new-tokens: invalid int value"),
-        ("generate", ["x", "--nope"], "unrecognized arguments: --nope"),
-        ("bench", ["--shape", "nope"], "argument --shape: invalid choice: 'nope'"),
-        ("certify", ["--model"], "argument --model: expected one argument"),
-        ("pretrain", [], "the following arguments are required: --data, --out"),
-        ("distill", ["draught"], "invalid choice: 'draught'"),
-        ("distill", ["mtp", "--mode", "x", "--out", "y"], "distill mtp -h shows the flags"),
-        ("distill", ["mtp", "--out", "y", "--nope"], "--nope (python -m minispec.distill mtp"),
-        ("distill", ["vocabulary"], "the following arguments are required"),
-        ("study", ["x"], "invalid choice: 'x'"),
-    ],
-)
-def test_what_no_parser_can_read_is_one_line_too(tool, arguments, match, capsys):
-    with pytest.raises(SystemExit) as caught:
-        import_module(f"minispec.{tool}").main(arguments)
-    err = capsys.readouterr().err
-    assert caught.value.code == 2 and match in err and err.count("\n") == 1
-
-
-def test_ctrl_c_ends_cleanly_with_what_was_produced(tmp_path):
-    save(byte_model(context=30_000), TOKENIZER, tmp_path)
-    arguments = ["-m", "minispec.generate", "x", "--model", str(tmp_path), "--stats",
-                 "--ignore-eos", "--max-new-tokens", "29000"]  # fmt: skip
+def interrupted(arguments: list[str], when) -> tuple[int, str]:
+    """The exit code and the words of a command that gets Ctrl-C once `when(process)` returns."""
     # a shell's background jobs ignore Ctrl-C, and their children inherit that
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE,
+        process = subprocess.Popen([sys.executable, "-m", "minispec.generate", *arguments],
+                                   cwd=ROOT, stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE)  # fmt: skip
     finally:
         signal.signal(signal.SIGINT, before)
     with process:
         try:
-            process.stdout.read(20)  # it has begun to speak
+            when(process)
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)
+            err = process.communicate(timeout=60)[1].decode()
         finally:
             process.kill()
-    assert process.returncode == 0 and b"tokens (interrupted) in" in err
-    assert b"Traceback" not in err
+    return process.returncode, err
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.7])
+def test_ctrl_c_while_torch_is_imported_is_silent(seconds):
+    assert interrupted(["x"], lambda process: time.sleep(seconds)) == (130, "")
+
+
+def test_ctrl_c_ends_cleanly_with_what_was_produced(tmp_path):
+    save(byte_model(context=30_000), TOKENIZER, tmp_path)
+    arguments = ["x", "--model", str(tmp_path), "--stats", "--ignore-eos",
+                 "--max-new-tokens", "29000"]  # fmt: skip
+    code, err = interrupted(arguments, lambda process: process.stdout.read(20))
+    assert code == 0 and "tokens (interrupted) in" in err and "Traceback" not in err
 
 
 def test_ctrl_c_shows_what_was_held_back_for_a_stop_string(monkeypatch, capsys):
@@ -415,31 +427,86 @@ def test_ctrl_c_shows_what_was_held_back_for_a_stop_string(monkeypatch, capsys):
     monkeypatch.setitem(generate.METHODS, "scripted", scripted(TOKENIZER.encode("xyzabc..."), 1))
     run = stream(byte_model(), TOKENIZER, "x", method="scripted", stop=("abcd",))
 
-    def interrupted(chunks):
+    def six_chunks(chunks):
         for _ in range(6):
             yield next(chunks)
         raise KeyboardInterrupt
 
-    run.chunks = interrupted(run.chunks)
+    run.chunks = six_chunks(run.chunks)
     generate.show(run, generate.parse(["x"]), TOKENIZER)
     assert run.text == "xyzabc" and capsys.readouterr().out == "xyzabc\n"
 
 
-def test_too_little_memory_is_one_line(capsys):
-    def main(argv):
-        raise RuntimeError(argv)
+# ---- chat ----------------------------------------------------------------------------------------
 
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory):
+    """As `folder`, but with a template that names the speakers, and a context of 64."""
+    path = tmp_path_factory.mktemp("talker")
+    save(byte_model(context=64), byte_tokenizer(TEMPLATE), path)
+    return str(path)
+
+
+def turns(capsys, monkeypatch, lines: str | None, *arguments: str) -> tuple[list[dict], str]:
+    """The runs of a chat with these lines on standard input, and what was said beside them."""
+    monkeypatch.setattr(sys, "stdin", lines and io.StringIO(lines))
+    call("--chat", "--json", "--dtype", "float64", *arguments)
+    out, err = capsys.readouterr()
+    return [json.loads(line) for line in out.splitlines()], err
+
+
+def test_a_chat_feeds_only_what_is_new(folder, capsys, monkeypatch):
+    options = ["--model", folder, "--max-new-tokens", "4"]
+    first, second = turns(capsys, monkeypatch, "hi\n\nhow are you?\n", *options)[0]
+    # at least the first prompt; the answer too, as far as its text is encoded in the same tokens
+    assert first["stats"]["cached_tokens"] == 0
+    assert second["stats"]["cached_tokens"] >= first["prompt_tokens"]
+    model, tokenizer = load(folder, "float64", "cpu")
+    messages = [{"role": "user", "content": "hi"},
+                {"role": "assistant", "content": first["text"].strip()},
+                {"role": "user", "content": "how are you?"}]  # fmt: skip
+    fresh = decode(model, tokenizer, tokenizer.chat(messages), max_new_tokens=4)
+    assert second["tokens"] == fresh.tokens
+
+
+def test_a_chat_begins_with_the_prompt_and_the_system_message(talker, capsys, monkeypatch):
+    options = ["--model", talker, "--max-new-tokens", "2", "--system", "S"]
+    for lines, prompt in (("yo\n", []), ("yo\n", ["hi"]), (None, ["hi"])):
+        runs = turns(capsys, monkeypatch, lines, *options, *prompt)[0]
+        said = [TOKENIZER.decode(run["prompt_ids"]) for run in runs]
+        assert said[0].startswith("s:S\nu:" + ("hi" if prompt else "yo"))
+        assert len(runs) == bool(lines) + len(prompt) and (lines is None or "u:yo\n" in said[-1])
+
+
+def test_a_chat_longer_than_the_context_forgets_its_oldest_turns(talker, capsys, monkeypatch):
+    lines = "".join(f"turn {i} of many\n" for i in range(6))
+    options = ["--model", talker, "--max-new-tokens", "9", "--system", "S"]
+    runs, err = turns(capsys, monkeypatch, lines, *options)
+    assert len(runs) == 6 and err.count("oldest turns are forgotten\n") == err.count("\n") > 1
+    last = TOKENIZER.decode(runs[-1]["prompt_ids"])
+    assert last.startswith("s:S\nu:turn") and "turn 5" in last and "turn 0" not in last
+    assert all(run["finish_reason"] == "length" for run in runs)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 99))
+    said = refused(capsys, generate.main, ["--chat", "--model", talker])
+    assert "the turn has 104 tokens, the context only 64" in said
+
+
+def test_bytes_that_are_no_text_end_a_chat_after_the_turns_before(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n\xff\n")))
     with pytest.raises(SystemExit) as caught:
-        command(main)("DefaultCPUAllocator: can't allocate memory:\nyou tried 99 bytes")
-    err = capsys.readouterr().err
-    assert caught.value.code == 2 and "not enough memory" in err and err.count("\n") == 1
-    with pytest.raises(RuntimeError, match="a bug"):
-        command(main)("a bug")
+        call("--model", folder, "--chat", "--json", "--max-new-tokens", "2")
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2 and len(out.splitlines()) == 1 and "not valid Unicode" in err
 
 
-def test_the_golden_models_run_through_the_command_line(capsys):
-    call(
-        "--prompt-ids", "5,6,7", "--model", str(GOLDEN / "qwen3"), "--json", "--max-new-tokens", "3"
-    )
-    out = json.loads(capsys.readouterr().out)
-    assert len(out["tokens"]) == 3 and out["text"] == ""
+def test_the_turns_of_a_sampled_chat_use_fresh_randomness(tmp_path, capsys, monkeypatch):
+    """With a template that forgets everything, the second turn's prompt is the first's."""
+    save(byte_model(), byte_tokenizer("{{ messages[-1].content }}"), tmp_path)
+    options = ["--model", str(tmp_path), "--temperature", "1", "--max-new-tokens", "9"]
+    first, second = turns(capsys, monkeypatch, "hi\nhi\n", *options)[0]
+    options = ["--chat", *options, "--system", "S"]
+    assert "template leaves out system messages" in refused(capsys, generate.main, options)
+    assert first["prompt_ids"] == second["prompt_ids"] and first["tokens"] != second["tokens"]

@@ -8,7 +8,8 @@ from test_generate import TOKENIZER, byte_model
 from test_tokenizer import byte_tokenizer
 
 from minispec import Sampling, UserError
-from minispec.generate import check_vocabularies, decode
+from minispec.drafters import check_vocabularies
+from minispec.generate import decode
 from minispec.methods.prompt_lookup import lookup
 from minispec.methods.speculative import speculative, speedup, tokens_per_pass
 from minispec.sampling import Seeded
@@ -92,7 +93,7 @@ def test_pairs_that_do_not_fit_are_refused():
     other = byte_tokenizer()
     check_vocabularies(TOKENIZER, other, byte_model(), byte_model())
     other.backend.add_tokens(["extra"])
-    with pytest.raises(UserError, match="differs from the target's in 1 tokens"):
+    with pytest.raises(UserError, match="the draft's vocabulary differs"):
         check_vocabularies(TOKENIZER, other, byte_model(), byte_model())
     with pytest.raises(UserError, match="no way to tell whether that is padding"):
         check_vocabularies(None, None, random_model(), byte_model())
