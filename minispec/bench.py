@@ -30,10 +30,10 @@ from minispec.methods.adaptive import curve_at
 from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Transformer
 from minispec.plots import PICTURES, save_plots
-from minispec.pretrain import KINDS, distinct_4grams, held_out_prompts
 from minispec.questions import answer_questions
 from minispec.replay import SHAPES, bench_shape, random_weights
 from minispec.sampling import Sampling
+from minispec.text import distinct_4grams, held_out_prompts
 from minispec.timing import PARTS, middle_of_turns, per_pass, seconds_per_token, split
 from minispec.tokenizer import Tokenizer
 
@@ -356,8 +356,8 @@ def main(argv: list[str] | None = None) -> None:
         if tokenizer is None:
             raise UserError(f"{args.model} has no tokenizer.json")
         methods = methods_of(args, model, tokenizer)
-        kinds = list(KINDS) if args.kind == "all" else [args.kind]
-        texts = dict.fromkeys(kinds, PROMPTS[: args.prompts])
+        kinds = None if args.kind == "all" else [args.kind]
+        texts = dict.fromkeys(kinds or ["built-in"], PROMPTS[: args.prompts])
         if args.data:
             texts = held_out_prompts(args.data, kinds, tokenizer, args.prompts)
     drafts = {options["draft"] for options in methods.values() if "draft" in options}

@@ -24,8 +24,8 @@ from minispec.generate import WEIGHTS, Run, decode
 from minispec.heads import load_mtp, load_vocabulary
 from minispec.methods.vocabulary import Compressed
 from minispec.model import Transformer, count_parameters
-from minispec.pretrain import KINDS, held_out_prompts
 from minispec.run import acceptance
+from minispec.text import held_out_prompts
 from minispec.tokenizer import Tokenizer
 
 # ---- lookahead's scaling law ---------------------------------------------------------------------
@@ -104,7 +104,7 @@ def fastmtp(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) 
     variants.append(("own output, aligned, + vocabulary", variants[-1][1], words))
     cases = list(product(variants, (1, 2, 3)))
     runs: dict[tuple, list[tuple[Run, Run]]] = {}
-    texts = held_out_prompts(args.data, list(KINDS), tokenizer, args.prompts)
+    texts = held_out_prompts(args.data, None, tokenizer, args.prompts)
     for kind, prompts in texts.items():
         for prompt in tqdm(prompts, desc=kind):
             n = {"max_new_tokens": args.max_new_tokens}

@@ -1,0 +1,3 @@
+from minispec.distill import main
+
+main()

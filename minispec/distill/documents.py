@@ -1,0 +1,204 @@
+"""What drafts and heads learn from: files of the target's own documents, and its hidden states.
+
+The first line of such a file says how it was made: `{"tokenizer", "options"}`. Each other line is a
+document in token ids: `{"kind", "prompt", "tokens", "batch"}`. A file that something else wrote may
+lack the first line and "batch": one can train on it, but `generate` does not go on with it.
+"""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from minispec.checkpoint import check_fingerprint, load
+from minispec.errors import UserError
+from minispec.model import Transformer
+from minispec.pretrain import digest
+from minispec.tokenizer import Tokenizer
+from minispec.training import Run, train
+
+HELD_OUT = 50  # every 50th document of a file is for measuring
+TOGETHER = 16  # texts whose hidden states are computed at once: of more, a CPU waits for memory
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def read_own(path: Path, tokenizer: Tokenizer | None = None) -> tuple[dict, list[dict]]:
+    """How the documents were made ({} if nothing says), and the documents. Those of another
+    tokenizer are refused. A last line without an end, as a kill leaves one, does not count."""
+    made: dict = {}
+    try:
+        rows = [json.loads(s) for s in path.read_text(encoding="utf-8").split("\n")[:-1]]
+        if rows and "options" in rows[0] and "tokens" not in rows[0]:
+            made = rows.pop(0)
+            assert isinstance(made["options"], dict), "options that are no object"
+            assert isinstance(made["tokenizer"], str), "a tokenizer that is no hash"
+        for row in rows:
+            assert row["kind"] and row["prompt"] and row["tokens"], "an empty row"
+            ids = row["prompt"] + row["tokens"]
+            assert all(type(i) is int and i >= 0 for i in ids), "tokens that are no ids"
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
+        raise UserError(f"{path} is not a file of minispec.distill generate: {error}") from None
+    check_fingerprint(str(path), made.get("tokenizer"), tokenizer)
+    return made, rows
+
+
+def read_training(
+    paths: list[Path], size: int, tokenizer: Tokenizer | None
+) -> tuple[list[dict], list[dict]]:
+    """The documents of several files, in a vocabulary of `size`: those to learn from, and those to
+    measure by. The latter are every HELD_OUTth of a file, but no near-duplicates of the former
+    (greedy documents often are), unless all are."""
+    learn, held_out, known = [], [], Duplicates()
+    for path in paths:
+        for i, row in enumerate(read_own(path, tokenizer)[1]):
+            if (most := max(row["prompt"] + row["tokens"])) >= size:
+                raise UserError(f"{path} holds token {most}, the target has {size}: another model "
+                                "wrote it")  # fmt: skip
+            (learn if i % HELD_OUT else held_out).append(row)
+    if not learn:
+        raise UserError(f"{paths[0]} holds {len(held_out)} documents, and none to learn from")
+    for row in learn:
+        known.seen |= known.grams(row["tokens"])
+    return learn, [row for row in held_out if not known.knows(row["tokens"])] or held_out
+
+
+class Duplicates:
+    """Near-duplicates: texts most of whose 8-grams have been seen before."""
+
+    def __init__(self, n: int = 8, share: float = 0.5):
+        self.n, self.share, self.seen = n, share, set()
+
+    def grams(self, tokens: list[int]) -> set[tuple[int, ...]]:
+        return {tuple(tokens[i : i + self.n]) for i in range(len(tokens) - self.n + 1)}
+
+    def knows(self, tokens: list[int]) -> bool:
+        """Whether `tokens` is near to what was added."""
+        grams = self.grams(tokens)
+        return len(grams & self.seen) > self.share * len(grams)
+
+    def add(self, tokens: list[int]) -> bool:
+        """`knows`; if not, it is added."""
+        known = self.knows(tokens)
+        if not known:
+            self.seen |= self.grams(tokens)
+        return known
+
+
+# ---- the target ----------------------------------------------------------------------------------
+
+
+def load_target(args: argparse.Namespace, dtype: str) -> tuple[Transformer, Tokenizer]:
+    """--model, from whose texts nothing can be learnt without a tokenizer."""
+    model, tokenizer = load(args.model, dtype, args.device)
+    if tokenizer is None:
+        raise UserError(f"{args.model} has no tokenizer.json: put its tokenizer there")
+    return model, tokenizer
+
+
+def weights_digest(model: Transformer) -> str:
+    """A hash of the function: weights, and what else makes it."""
+    each = [p.detach().cpu().contiguous().view(torch.uint8).numpy() for p in model.parameters()]
+    return digest([str(asdict(model.config)), [hashlib.sha256(a).hexdigest() for a in each]])
+
+
+@torch.no_grad()
+def hidden_states(target: Transformer, rows: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
+    """The target's hidden states (n, d) of each row of n tokens; rows of like lengths together."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    states: list[Tensor] = [torch.empty(0)] * len(rows)
+    for start in tqdm(range(0, len(order), TOGETHER), desc="hidden states", unit="batch"):
+        part = order[start : start + TOGETHER]
+        batch = nn.utils.rnn.pad_sequence([torch.tensor(rows[i]) for i in part], batch_first=True)
+        with torch.autocast(target.device.type, dtype, enabled=dtype != torch.float32):
+            hidden = target(batch.to(target.device))
+        for i, states_of_i in zip(part, hidden):
+            states[i] = states_of_i[: len(rows[i])].to("cpu", dtype, copy=True)
+    return states
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+class Documents:
+    """Whole documents, padded on the right to the longest of all: `tokens` (D, T), `lengths` and
+    `prompts` (D,), how many tokens each has and how many of these it was given; `hidden`, the
+    target's states (n, d) of each."""
+
+    def __init__(self, rows: list[list[int]], prompts: list[int], states: list[Tensor]):
+        pad = nn.utils.rnn.pad_sequence
+        self.tokens = pad([torch.tensor(row) for row in rows], batch_first=True)
+        self.hidden = states
+        self.prompts = torch.tensor(prompts)
+        self.lengths = torch.tensor([len(row) for row in rows])
+
+    @classmethod
+    def of(
+        cls, own: list[dict], target: Transformer, context: int, dtype: torch.dtype
+    ) -> "Documents":
+        """Rows of `read_own`, of at most `context` tokens."""
+        rows = [(row["prompt"] + row["tokens"])[:context] for row in own]
+        return cls(rows, [len(row["prompt"]) for row in own], hidden_states(target, rows, dtype))
+
+    def labels(self, index: Tensor, k: int) -> Tensor:
+        """Step k's label at i is token i + k + 1 if that is a generated one, else -100;
+        (B, T - 2)."""
+        at = torch.arange(self.tokens.shape[1] - 2) + k + 1  # (n,)
+        tokens = F.pad(self.tokens[index], (0, k))[:, k + 1 :][:, : len(at)]
+        real = (at < self.lengths[index, None]) & (at >= self.prompts[index, None])
+        return tokens.where(real, -100)
+
+    def states(self, index: Tensor, n: int) -> Tensor:
+        """The target's first `n` hidden states of each document, (B, n, d), 0 behind its end."""
+        states = [self.hidden[i][:n] for i in index.tolist()]
+        padded = torch.stack([F.pad(each, (0, 0, 0, n - len(each))) for each in states])
+        return padded.to(torch.float32)
+
+
+class Shuffled:
+    """Batches of the numbers below `count`, in another order every epoch."""
+
+    def __init__(self, count: int, seed: int):
+        self.count, self.seed = count, seed
+
+    def take(self, seen: int, rows: int, context: int) -> Tensor:
+        """The next (rows,) after `seen` tokens; no batch reaches into the next epoch."""
+        epoch, batch = divmod(seen // (rows * context), max(self.count // rows, 1))
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(self.count, generator=generator)
+        return order[batch * rows : (batch + 1) * rows]
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, p: Tensor | None = None) -> Tensor:
+    """Mean over the rows that have a label, against it or, if given, the row's distribution in `p`
+    (n, V); 0 if none has."""
+    real = labels >= 0
+    truth = labels if p is None else p * real[:, None]
+    return F.cross_entropy(logits.float(), truth, reduction="sum") / real.sum().clamp(min=1)
+
+
+def learn(
+    args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer, model: nn.Module,
+    optimizers: list[torch.optim.Optimizer], loss: Callable[[Documents], nn.Module], what: str,
+) -> tuple[Run, list[dict]]:  # fmt: skip
+    """Train `model` on --own, by the loss of its documents; `what` tells it from another training
+    in the same --out. Returns the run, and the documents to measure by."""
+    own, measured = read_training(args.own, target.config.vocab_size, tokenizer)
+    run = Run(model, optimizers, {"target": weights_digest(target), "text": digest(own),
+                                  "options": what})  # fmt: skip
+    documents = Documents.of(own, target, args.context, args.dtype)
+    train(run, loss(documents), Shuffled(len(own), args.seed).take, args)
+    return run, measured
+
+
+def own_argument(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--own", type=Path, nargs="+", required=True,
+                   help="what `generate` wrote, in a file or more")  # fmt: skip

@@ -1,0 +1,195 @@
+"""Documents from files of the user's own, for training and for prompts.
+
+A `.txt` holds documents, each followed by a line `<|endoftext|>`; one that begins with `User:` (or
+`用户：`) is a conversation. A `.jsonl` holds an object a line: `{"text"}`, `{"messages": [{"role",
+"content"}, ...]}`, `{"prompt"}`, `{"prompt", "completion"}`, `{"question", "answer"}` or `{"text",
+"code"}`. Any other text, a book or source code, is cut at blank lines into pieces of about 2,000
+characters. Of a folder, all .txt, .jsonl and .py files in it are read.
+
+A *kind* of text is the stem of a .txt of documents or of a .jsonl. What had to be cut is of the
+kind of the file or folder that was named. Every 50th document of a kind is held out: never trained
+on, it is for measuring.
+"""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+from minispec.errors import UserError
+from minispec.tokenizer import Tokenizer
+
+Message = dict[str, str]  # a role and a content
+Document = str | list[Message]  # a text, or a conversation
+Kinds = dict[str, list[Document]]
+
+END = "<|endoftext|>"
+DIVIDER = re.compile(f"^{re.escape(END)}$", re.M)
+SUFFIXES = ".txt", ".jsonl", ".py"  # of the files that are read in a folder
+ROLES = {"User: ": "user", "用户：": "user", "Assistant: ": "assistant", "助手：": "assistant"}
+PIECE = 2000  # characters
+HELD_OUT = 50
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def read_corpus(data: list[Path]) -> tuple[Kinds, Kinds]:
+    """The documents to train on and those held out, by kind. A path that is named twice counts
+    twice in training. A kind of one document has none to hold out."""
+    train: Kinds = {}
+    held_out: Kinds = {}
+    for path, times in Counter(data).items():
+        for kind, documents in read_kinds(path).items():
+            held = documents[::HELD_OUT] if len(documents) > 1 else []
+            rest = [d for i, d in enumerate(documents) if i % HELD_OUT or not held]
+            train.setdefault(kind, []).extend(rest * times)
+            held_out.setdefault(kind, []).extend(held)
+    if not any(train.values()):
+        raise UserError(f"{' '.join(map(str, data))}: holds no text")
+    return train, held_out
+
+
+def read_kinds(path: Path) -> Kinds:
+    """The documents of a file, or of all files in a folder, by kind."""
+    if not path.exists():
+        raise UserError(f"no such file or directory: {path}")
+    files = [path]
+    if path.is_dir():
+        inside = (f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
+        files = sorted(f for f in inside if "/." not in f"/{f.relative_to(path).as_posix()}")
+        if not files:
+            raise UserError(f"{path} holds no {', '.join(SUFFIXES)} file")
+    kinds: Kinds = {}
+    for file in files:
+        text = read_text(file)
+        divided = file.suffix == ".jsonl" or DIVIDER.search(text) is not None
+        documents = read_lines(file, text) if file.suffix == ".jsonl" else divide(text)
+        kind = file.stem if divided or file == path else path.resolve().name
+        kinds.setdefault(kind, []).extend(documents)
+    return {kind: documents for kind, documents in kinds.items() if documents}
+
+
+def read_text(file: Path) -> str:
+    """The text of a file; source code may hold bytes that are no UTF-8, which are skipped."""
+    errors = "ignore" if file.suffix == ".py" else "strict"
+    try:
+        return file.read_text(encoding="utf-8", errors=errors)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+
+
+def divide(text: str) -> list[Document]:
+    """The documents of a text that lines of END divide, or else its pieces."""
+    documents = DIVIDER.split(text)
+    if len(documents) == 1:
+        return pieces(text)
+    return [conversation(d) for d in map(str.strip, documents) if d]
+
+
+def pieces(text: str) -> list[Document]:
+    """A text cut at blank lines into pieces of about PIECE characters."""
+    result = [""]
+    for part in text.split("\n\n"):
+        if result[-1] and len(result[-1]) + len(part) > PIECE:
+            result.append("")
+        result[-1] += ("\n\n" if result[-1] else "") + part
+    return [piece.strip("\n") for piece in result if piece.strip()]
+
+
+def conversation(document: str) -> Document:
+    """The turns of a document like `User: … Assistant: …`; any other document as it is."""
+    if not document.startswith(tuple(ROLES)):
+        return document
+    parts = re.split(f"^({'|'.join(ROLES)})", document, flags=re.M)[1:]
+    return [
+        {"role": ROLES[name], "content": said.strip()}
+        for name, said in zip(parts[::2], parts[1::2])
+    ]
+
+
+def read_lines(file: Path, text: str) -> list[Document]:
+    """The documents of a .jsonl."""
+    documents = []
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            if line.strip():
+                documents.append(document_of(json.loads(line)))
+        except (ValueError, RecursionError):
+            raise UserError(
+                f'{file} line {number}: must be an object of strings: {{"text"}}, {{"prompt"}}, '
+                '{"prompt", "completion"}, {"question", "answer"} or {"text", "code"}; or '
+                '{"messages": [{"role", "content"}, ...]}'
+            ) from None
+    return documents
+
+
+def document_of(row: object) -> Document:
+    """What a line of a .jsonl says; raises ValueError for an unknown form. A worked problem loses
+    its calculator's marks."""
+    match row:
+        case {"messages": [_, *_] as messages}:
+            return [message_of(each) for each in messages]
+        case {"prompt": str(prompt), "completion": str(answer)}:
+            return [user(prompt), {"role": "assistant", "content": answer}]
+        case {"prompt": str(prompt)}:
+            return [user(prompt)]
+        case {"question": str(question), "answer": str(answer)}:
+            return f"Question: {question}\nAnswer: {re.sub('<<.*?>>', '', answer)}"
+        case {"text": str(text), "code": str(code)}:
+            return f"# {text.strip()}\n" + code.replace("\r\n", "\n").strip()
+        case {"text": str(text)}:
+            return text
+    raise ValueError
+
+
+def message_of(value: object) -> Message:
+    match value:
+        case {"role": str(role), "content": str(content)}:
+            return {"role": role, "content": content}
+    raise ValueError
+
+
+def user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+
+def plain(document: Document) -> str:
+    """Its text; a conversation's turns are lines."""
+    if isinstance(document, str):
+        return document
+    return "\n".join(message["content"] for message in document)
+
+
+def encode(document: Document, tokenizer: Tokenizer) -> list[int]:
+    """Its token ids; a conversation's as the model's chat template, if it has one, writes them."""
+    if isinstance(document, str) or tokenizer.chat_template is None:
+        return tokenizer.encode(plain(document))
+    *before, last = document
+    if before and last["role"] == "assistant":
+        return tokenizer.chat(before) + tokenizer.encode(last["content"], special=False)
+    return tokenizer.chat(document)
+
+
+def held_out_prompts(
+    data: Path, kinds: list[str] | None, tokenizer: Tokenizer, n: int, length: int = 16,
+    skip: int = 0,
+) -> dict[str, list[list[int]]]:  # fmt: skip
+    """Of each kind (None: of all) the first `length` tokens of `n` documents that were held out;
+    the first `skip` are left out, or half of them where they are few."""
+    held_out = {kind: texts for kind, texts in read_corpus([data])[1].items() if texts}
+    for kind in kinds or ():
+        if kind not in held_out:
+            raise UserError(f"{data} has no text of the kind {kind}, but {', '.join(held_out)}")
+    chosen = {kind: held_out[kind] for kind in kinds or held_out}
+    chosen = {k: texts[min(skip, len(texts) // 2) :][:n] for k, texts in chosen.items()}
+    return {k: [encode(d, tokenizer)[:length] for d in texts] for k, texts in chosen.items()}
+
+
+def distinct_4grams(tokens: list[int]) -> float:
+    """Share of different ones among the 4-grams: few in a loop, which flatters every draft."""
+    grams = list(zip(*(tokens[i:] for i in range(4))))
+    return len(set(grams)) / max(1, len(grams))
