@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from minispec import cost
-from minispec.certify import small_model
 from minispec.model import Transformer
+from minispec.toys import small_model
 
 torch.set_num_threads(1)  # tests' tensors are tiny: two threads would only wait for one another
 cost.MOMENT = 0.0  # nor does it matter how well a cost is measured

@@ -8,7 +8,6 @@ import torch
 from conftest import random_model, random_tokens
 from test_medusa import count_up
 
-from minispec.certify import random_head, random_heads, switching
 from minispec.generate import decode
 from minispec.methods.adaptive import (
     RARE,
@@ -20,6 +19,7 @@ from minispec.methods.adaptive import (
     most_worth,
 )
 from minispec.methods.medusa import complete
+from minispec.toys import random_head, random_heads, switching
 
 FLAT = [0.0] + [1.0] * 64  # a pass costs the same over any number of rows
 STEEP = [0.0] + [float(n) for n in range(1, 65)]  # and as much as its rows one by one

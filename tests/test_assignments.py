@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 
-from minispec import cache, distill, mutants, tree
+from minispec import cache, distill, tree
+from minispec.certify import mutants
+from minispec.certify.mutants import MUTANTS
 from minispec.methods import adaptive, fastmtp, lookahead, medusa, speculative, vocabulary
 from minispec.methods.prompt_lookup import lookup
 from minispec.model import Pass
-from minispec.mutants import MUTANTS
 from minispec.sampling import Sampling
 from minispec.tree import Tree
 from minispec.verify import residual
@@ -478,7 +479,7 @@ A5 = [
         ("the guess begins anew", {"jacobi"}, {"jacobi": guess_not_moved}),
         ("a causal window", {"window_layout", "together"}, {"window_layout": causal_window}),
         ("positions off by one", {"window_layout", "together"},
-         {"window_layout": mutants.window_off_by_one}),
+         {"window_layout": mistakes.window_off_by_one}),
         ("guesses see the window", {"beside"}, {"beside": mutants.guesses_see_the_window}),
         ("the current token forgotten", {"said_by"},
          {"Window": changed(lookahead.Window, said_by=without_root)}),
@@ -490,7 +491,7 @@ A5 = [
          {"Pool": changed(lookahead.Pool, add=first_in_first_out)}),
         ("all n-grams again", {"pool"}, {"Pool": changed(lookahead.Pool, add_all=all_n_grams)}),
         ("an aliased pool", {"pool"},
-         {"Pool": changed(lookahead.Pool, after=mutants.aliased_pool)}),
+         {"Pool": changed(lookahead.Pool, after=mistakes.aliased_pool)}),
         ("separate chains", {"trie"}, {"merged": separate_chains}),
         ("kept rows unused", {"jacobi"}, {"jacobi": from_no_row(lookahead.jacobi)}),
     )
@@ -555,16 +556,16 @@ A6 = [
     Wrong("a6_mtp", name, lost, names)
     for name, lost, names in (
         ("token before hidden", {"head"},
-         {"Head": changed(fastmtp.Head, layers=mutants.token_first)}),
+         {"Head": changed(fastmtp.Head, layers=mistakes.token_first)}),
         ("hidden before the norm", {"extend", "rounds"},
-         {"Drafter": changed(fastmtp.Drafter, extend=mutants.hidden_before_the_norm)}),
+         {"Drafter": changed(fastmtp.Drafter, extend=mistakes.hidden_before_the_norm)}),
         ("rows not committed", {"extend", "rounds"},
          {"Drafter": changed(fastmtp.Drafter, extend=last_of_all_rows)}),
         ("stale rows", {"rounds"},
-         {"Drafter": changed(fastmtp.Drafter, extend=mutants.stale_rows,
-                             chain=mutants.chain_remembered)}),
+         {"Drafter": changed(fastmtp.Drafter, extend=mistakes.stale_rows,
+                             chain=mistakes.chain_remembered)}),
         ("positions off by one", {"chain"},
-         {"Drafter": changed(fastmtp.Drafter, chain=mutants.position_off_by_one)}),
+         {"Drafter": changed(fastmtp.Drafter, chain=mistakes.position_off_by_one)}),
         ("no rollback", {"chain", "rounds"},
          {"Drafter": changed(fastmtp.Drafter, chain=no_rollback)}),
         ("q over the full vocabulary", {"chain"},

@@ -12,7 +12,6 @@ from conftest import random_model
 from test_generate import TOKENIZER, byte_model
 
 from minispec import bench
-from minispec.certify import random_head, random_heads
 from minispec.checkpoint import save
 from minispec.fast import quicken
 from minispec.generate import decode, stream
@@ -22,6 +21,7 @@ from minispec.model import Transformer, count_parameters
 from minispec.replay import SHAPES, decoded, random_weights, replayed
 from minispec.sampling import Sampling, Seeded
 from minispec.timing import PARTS, split
+from minispec.toys import random_head, random_heads
 from minispec.tree import Step, Tree
 
 bench.COPIED = 2**20  # it does not matter how well a copy is timed

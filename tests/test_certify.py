@@ -1,59 +1,48 @@
-"""The certifier passes on our methods, catches every mutant, and judges strangers."""
+"""The certifier catches every mutant, judges strangers, and explains two runs."""
 
 import json
 import subprocess
 import sys
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
-from minispec import certify, generate
-from minispec.certify import CHECKS, Counter, Toy, chi_square_p, first_tokens
+from minispec.certify import blackbox, cases
+from minispec.certify.__main__ import main
+from minispec.certify.checks import CHECKS, chi_square_p
+from minispec.certify.mutants import MUTANTS
 from minispec.checkpoint import load, save
-from minispec.mutants import MUTANTS
+from minispec.generate import decode
 from minispec.sampling import Sampling, Seeded
+from minispec.toys import Toy, first_tokens, small_model
 from minispec.tree import Tree
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_our_methods_pass(name):
-    verdicts = list(CHECKS[name](quick=True))
-    assert verdicts and [v for v in verdicts if not v.passed] == []
-
-
-def mutants():
-    """All; but of those that change one place and are caught by one check, one is enough here."""
-    seen = set()
-    for mutant in MUTANTS:
-        place = mutant.caught_by, mutant.patches[0][0]
-        marks = [pytest.mark.slow] if place in seen else []
-        seen.add(place)
-        yield pytest.param(mutant, marks=marks, id=mutant.name)
-
-
-@pytest.mark.parametrize("mutant", list(mutants()))
+@torch.no_grad()
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_mutant_is_caught_where_it_is_said_to_be(mutant):
-    with mutant.apply():
-        assert certify.first_failure(CHECKS[mutant.caught_by])
+    assert mutant.caught()
 
 
-@pytest.mark.parametrize("check", ["cache", "proposals"])
-def test_nothing_is_left_of_the_mutants(check):
-    """Not even in the layouts that runs share."""
-    assert certify.first_failure(CHECKS[check]) is None
+def test_a_survivor_fails():
+    harmless = cases.Proof  # replaced by itself
+    survivor = type(MUTANTS[0])("none", "cache", "prompt-lookup", ((cases, "Proof", harmless),))
+    assert survivor.caught() is None
 
 
 def test_the_cases_policies_soon_change_their_minds():
     drafted = []
     for accepted in 0, 1, 2:
-        (policy,) = certify.afresh({"k": certify.LENGTH}).values()
+        (policy,) = cases.afresh({"k": cases.LENGTH}).values()
         assert policy.choose() == 2
         policy.observe(drafted=2, accepted=accepted)
         drafted.append(policy.choose())
     assert drafted == [1, 1, 3]
     sure, unsure = [[0.9, 0.1]] * 4, [[0.1, 0.1]] * 4
-    sizes = [len(certify.BEST_TREE.choose(chances, room=16)) for chances in (unsure, sure)]
+    sizes = [len(cases.BEST_TREE.choose(chances, room=16)) for chances in (unsure, sure)]
     assert sizes[0] < sizes[1]
 
 
@@ -73,40 +62,45 @@ def test_the_toy_knows_its_context_by_position_and_token():
     assert heard == [
         prompt[:1], prompt, (*prompt, (2, 1)), (*prompt, (2, 1), (3, 2)), (*prompt, (2, 1), (3, 0)),
     ]  # fmt: skip
-    assert all(type(number) is int for context in heard for pair in context for number in pair)
     assert torch.equal(toy(torch.tensor([1, 2]), cache), toy([1, 2], cache))
 
 
 def test_chi_square_on_fair_and_loaded_counts():
     fair = {(i,): 0.25 for i in range(4)}
     assert chi_square_p(Counter({(i,): 100 for i in range(4)}), fair) == 1.0
-    # χ² = 7.815 at three degrees of freedom: the 5 % quantile of every table
+    # χ² = 14.58 at three degrees of freedom
     p = chi_square_p(Counter({(0,): 127, (1,): 100, (2,): 100, (3,): 73}), fair)
-    assert abs(p - 0.0022) < 3e-4  # χ² = 14.58
+    assert abs(p - 0.0022) < 3e-4
     assert chi_square_p(Counter({(9,): 1}), fair) == 0.0
 
+
+# ---- strangers -----------------------------------------------------------------------------------
 
 MODELS: dict = {}
 
 
 def ours(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
-    """A correct implementation: our own speculative decoding behind the black-box signature."""
+    """A correct implementation: our prompt lookup behind the black-box signature."""
     if checkpoint not in MODELS:
         MODELS[checkpoint] = load(checkpoint, "float64", "cpu")[0]
     model = MODELS[checkpoint]
-    run = generate.decode(
-        model, None, prompt, "speculative", draft=model, k=2, max_new_tokens=max_new_tokens,
+    run = decode(
+        model, None, prompt, "prompt-lookup", k=2, max_new_tokens=max_new_tokens,
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
     )  # fmt: skip
     return run.tokens
+
+
+def numpy_ids(checkpoint, prompt, **options):
+    return np.array(ours(checkpoint, prompt, **options), dtype=np.int64)
 
 
 def never_greedy(checkpoint, prompt, **options):
     return ours(checkpoint, prompt, **(options | {"temperature": 1.0}))
 
 
-def no_top_p(checkpoint, prompt, **options):
-    return ours(checkpoint, prompt, **(options | {"top_p": 1.0}))
+def wrong_on_long_prompts(checkpoint, prompt, **options):
+    return ours(checkpoint, prompt[-32:], **options)
 
 
 def too_long(checkpoint, prompt, **options):
@@ -118,14 +112,12 @@ def runs_past_the_end(checkpoint, prompt, *, max_new_tokens, **options):
     return (tokens + [0] * max_new_tokens)[:max_new_tokens]
 
 
-def no_temperature(checkpoint, prompt, **options):
-    return ours(
-        checkpoint, prompt, **(options | {"temperature": float(options["temperature"] > 0)})
+def first_end_token_only(checkpoint, prompt, **options):
+    model = load(checkpoint, "float64", "cpu")[0]
+    model.config = type(model.config)(
+        **{**vars(model.config), "eos_ids": model.config.eos_ids[:1]}
     )
-
-
-def one_warper(checkpoint, prompt, **options):
-    return ours(checkpoint, prompt, **(options | ({"top_p": 1.0} if options["top_k"] > 1 else {})))
+    return decode(model, None, prompt, **options).tokens
 
 
 def ends_only_greedily(checkpoint, prompt, **options):
@@ -138,42 +130,95 @@ def fades_when_sampled(checkpoint, prompt, **options):
     return tokens[:3] + [0] * len(tokens[3:]) if options["temperature"] else tokens
 
 
-def fails(function, check: str) -> bool:
-    verdicts = certify.check_implementation(function)
-    return any(v.check == check and not v.passed for v in verdicts)
+def fails_when_sampled(checkpoint, prompt, **options):
+    if options["temperature"]:
+        raise ValueError("no such luck")
+    return ours(checkpoint, prompt, **options)
 
 
-def test_a_correct_black_box_passes_and_wrong_ones_fail_where_they_are_wrong(monkeypatch, tmp_path):
-    monkeypatch.setattr(certify, "RUNS", 100)
-    verdicts = list(certify.check_implementation(ours))
-    assert {v.check for v in verdicts} == {"greedy", "limits", "statistical"}
+def returns_text(checkpoint, prompt, **options):
+    return "hello"
+
+
+def leaves(checkpoint, prompt, **options):
+    sys.exit(0)
+
+
+def test_a_correct_black_box_passes():
+    verdicts = list(blackbox.check_implementation(ours, runs=60))
+    assert [v.check for v in verdicts] == ["greedy"] * 3 + ["limits"] * 4 + ["statistical"] * 4
     assert all(v.passed for v in verdicts)
-    assert fails(never_greedy, "greedy")
-    folder, model = certify.write_checkpoint(tmp_path, 21, vocab=6)
-    for function, missed, seen in (
-        (no_top_p, certify.SAMPLED[2], certify.SAMPLED[1]), (one_warper, *certify.SAMPLED[2:]),
-        (no_temperature, certify.SAMPLED[0], certify.SAMPLED[1]),
-    ):  # fmt: skip
-        assert certify.impl_distribution(function, folder, model, missed).passed
-        assert not certify.impl_distribution(function, folder, model, seen).passed
-    assert fails(ends_only_greedily, "limits")
-    assert fails(fades_when_sampled, "greedy")
-    assert fails(too_long, "limits")
-    assert fails(runs_past_the_end, "limits")
+
+
+@pytest.mark.parametrize(
+    "function, right, wrong",
+    [
+        (numpy_ids, ["lengths", "model 0", "1 end token"], []),
+        (never_greedy, ["lengths"], ["model", "long", "end token"]),
+        (wrong_on_long_prompts, ["model", "lengths"], ["long prompts"]),
+        (first_end_token_only, ["1 end token,"], ["2 end tokens", "3 end tokens"]),
+        (runs_past_the_end, ["lengths"], ["end token"]),
+        (ends_only_greedily, ["lengths"], ["end token"]),
+        (fades_when_sampled, ["lengths"], ["model", "long"]),
+        (too_long, [], ["lengths"]),
+    ],
+)
+def test_a_black_box_fails_where_it_is_wrong_and_only_there(function, right, wrong):
+    for cases_named, passed in (right, True), (wrong, False):
+        for name in cases_named:
+            verdicts = list(blackbox.check_implementation(function, only=name))
+            assert verdicts and all(v.passed == passed for v in verdicts), verdicts
+
+
+@pytest.mark.parametrize(
+    "function, says",
+    [(returns_text, "must return token ids, not 'hello'"), (leaves, "raised SystemExit: 0"),
+     (fails_when_sampled, "raised ValueError: no such luck")],
+)  # fmt: skip
+def test_an_exception_fails_its_row_and_the_table_goes_on(function, says):
+    verdicts = list(blackbox.check_implementation(function))
+    assert len(verdicts) == 11 and not any(v.passed for v in verdicts if v.case != "lengths")
+    assert sum(says in v.detail for v in verdicts) >= 10
+
+
+def changed(**changes):
+    """Our implementation with options of its own."""
+    return lambda checkpoint, prompt, **options: ours(checkpoint, prompt, **(options | changes))
+
+
+def ignoring_top_p_beside_top_k(checkpoint, prompt, **options):
+    return ours(checkpoint, prompt, **(options | ({"top_p": 1.0} if options["top_k"] > 1 else {})))
+
+
+@pytest.mark.parametrize(
+    "function, missed, seen",
+    [
+        (changed(top_p=1.0), Sampling(1.5, 3), Sampling(0.7, top_p=0.8)),
+        (changed(temperature=1.0), Sampling(1.0), Sampling(0.7, top_p=0.8)),
+        (ignoring_top_p_beside_top_k, Sampling(1.5, 3), Sampling(1.5, 4, 0.9)),
+    ],
+)
+def test_a_warper_left_out_is_seen_where_it_matters(function, missed, seen, tmp_path):
+    folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=6)
+    assert blackbox.is_drawn(function, folder, model, missed, 150)[0]
+    assert not blackbox.is_drawn(function, folder, model, seen, 150)[0]
+
+
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def run(*arguments: str, code: int, capsys) -> str:
     with pytest.raises(SystemExit) as caught:
-        certify.main(list(arguments))
+        main(list(arguments))
     out, err = capsys.readouterr()
     assert caught.value.code == code, err
     return err if code == 2 else out
 
 
-def test_json_and_exit_codes(capsys, monkeypatch):
+def test_json_and_exit_codes(capsys):
     out = json.loads(run("--checks", "cache", "--json", code=0, capsys=capsys))
     assert out["passed"] and {v["check"] for v in out["verdicts"]} == {"cache"}
-    bad = next(m for m in MUTANTS if m.caught_by == "cache")
+    bad = next(m for m in MUTANTS if m.check == "cache")
     with bad.apply():
         assert "FAIL" in run("--checks", "cache", code=1, capsys=capsys)
 
@@ -185,89 +230,79 @@ def test_json_and_exit_codes(capsys, monkeypatch):
         (["--compare", "a", "b", "--impl", "a:b"], "give one of them"),
         (["--model", "x"], "--model is for --compare"),
         (["--checks", "nonsense"], "unknown check 'nonsense'"),
+        (["--checks", "exact,magic"], "unknown check 'magic'"),
+        (["--checks", ""], "unknown check ''"),
+        (["--impl", "no.such.module:f"], "cannot be imported"),
+        (["--impl", "no/such/file.py:f"], "cannot be imported"),
+        (["--impl", "json:nothing"], "cannot be imported"),
+        (["--impl", "json"], "cannot be imported"),
+        (["--impl", ""], "cannot be imported"),
+        (["--impl", "json:__name__"], "is not a function"),
     ],
 )
-def test_flags_that_would_go_unheard(arguments, message, capsys):
-    assert message in run(*arguments, code=2, capsys=capsys)
+def test_mistakes_are_one_line_and_code_2(arguments, message, capsys):
+    err = run(*arguments, code=2, capsys=capsys)
+    assert message in err and err.count("\n") == 1
+
+
+def test_a_function_in_a_file_is_found(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("import beside\n\ndef decode(*given, **options):\n    return beside.nothing\n")
+    (tmp_path / "beside.py").write_text("nothing = []\n")
+    assert blackbox.load_implementation(f"{file}:decode")() == []
 
 
 @pytest.mark.slow
 def test_the_command_itself_passes_and_catches_every_mutant():
-    """With the cases that quick runs leave out; and `python -m` must not check one copy of the
-    module while the mutants patch another."""
     arguments = [sys.executable, "-m", "minispec.certify"]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+    assert all(f"  {check} " in done.stdout for check in (*CHECKS, "mutants"))
 
 
-def returns_text(checkpoint, prompt, **options):
-    return "hello"
+# ---- two runs ------------------------------------------------------------------------------------
+
+PLAIN = cases.bound("autoregressive")
+MODEL, PROMPT = small_model(0), [1, 2]
+TOKENS = list(first_tokens(PLAIN, MODEL, PROMPT, Sampling(), Seeded(), 9))
+LINE = {"prompt_ids": PROMPT, "tokens": TOKENS}
 
 
-def raises(checkpoint, prompt, **options):
-    raise ValueError("no such luck")
+def other(at: int, token: int | None = None) -> list[int]:
+    """The tokens with one changed."""
+    token = (TOKENS[at] + 1) % 24 if token is None else token
+    return [*TOKENS[:at], token, *TOKENS[at + 1 :]]
 
 
-def leaves(checkpoint, prompt, **options):
-    sys.exit(0)
+def lines(*runs: dict) -> str:
+    return "".join(json.dumps(LINE | run) + "\n" for run in runs)
 
 
 @pytest.mark.parametrize(
-    "arguments, match",
+    "text, code, says",
     [
-        (["--impl", "no.such.module:f"], "cannot be imported"),
-        (["--impl", "json:nothing"], "cannot be imported"),
-        (["--impl", "json"], "cannot be imported"),
-        (["--impl", "json:__name__"], "is not a function"),
-        (["--impl", "test_certify:returns_text"], "must return a list of int"),
-        (["--impl", "test_certify:raises"], "raised ValueError: no such luck"),
-        (["--impl", "test_certify:leaves"], "raised SystemExit: 0"),
-        (["--checks", "exact,magic"], "unknown check 'magic'"),
+        (lines({}), 0, "9 tokens, the same"),
+        (lines({"tokens": other(4)}), 1, "differs at token 4"),
+        (lines({"tokens": other(4)}), 1, "a bug"),
+        (lines({"tokens": other(3, -1)}), 1, "top-2 gap inf"),
+        (lines({"tokens": TOKENS[:6], "finish_reason": "length"}), 0, "the same 6 tokens, where"),
+        (lines({"tokens": TOKENS[:6], "finish_reason": "eos"}), 1, "a bug"),
+        (lines({"tokens": [], "finish_reason": "length"}), 0, "the same 0 tokens, where one"),
+        (lines({"stats": {"temperature": 0.7}}), 2, "line 1: drawn at temperature 0.7"),
+        (lines({"stats": {"temperature": 0.7, "top_k": 1}}), 0, "the same"),
+        (lines({"stats": 3}), 0, "the same"),
+        (lines({"prompt_ids": []}), 2, "line 1: prompt_ids must not be empty"),
+        (lines({"prompt_ids": [2, 1]}), 2, "the prompts of"),
+        (lines({}, {}), 2, "b.jsonl has 2"),
+        ("{oops\n", 2, "b.jsonl line 1"),
+        ("[" * 100_000 + "\n", 2, "b.jsonl line 1"),
     ],
 )
-def test_mistakes_are_one_line_and_code_2(arguments, match, capsys):
-    err = run(*arguments, code=2, capsys=capsys)
-    assert match in err and err.count("\n") == 1
-
-
-def test_two_runs_are_compared_token_by_token(tmp_path, capsys):
-    model = certify.small_model(0)
-    save(model, None, tmp_path / "model")
-    tokens = list(
-        first_tokens(certify.bound("autoregressive"), model, [1, 2], Sampling(), Seeded(), 9)
-    )
-    wrong = tokens[:4] + [(tokens[4] + 1) % 24] + tokens[5:]
+def test_two_runs_are_compared_token_by_token(text, code, says, tmp_path, capsys):
+    save(MODEL, None, tmp_path / "model")
     a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    line = {"prompt_ids": [1, 2], "tokens": tokens}
-    a.write_text((json.dumps(line) + "\n") * 2)
-    b.write_text(json.dumps(line) + "\n" + json.dumps(line | {"tokens": wrong}) + "\n")
-    options = ["--model", str(tmp_path / "model")]
-    out = run("--compare", str(a), str(b), *options, code=1, capsys=capsys)
-    assert "line 1" in out and "9 tokens, the same" in out
-    assert "differs at token 4" in out and "top-2 gap" in out and "a bug" in out
-    run("--compare", str(a), str(a), *options, code=0, capsys=capsys)
-    short = line | {"tokens": tokens[:6]}
-    for ended, code, says in ("length", 0, "the same 6 tokens, where one"), ("eos", 1, "a bug"):
-        b.write_text((json.dumps(short | {"finish_reason": ended}) + "\n") * 2)
-        assert says in run("--compare", str(a), str(b), *options, code=code, capsys=capsys)
-    b.write_text((json.dumps(line | {"tokens": [], "finish_reason": "length"}) + "\n") * 2)
-    assert "a bug" in run("--compare", str(a), str(b), *options, code=1, capsys=capsys)
-    negative = tokens[:3] + [-1] + tokens[4:]
-    b.write_text((json.dumps(line | {"tokens": negative}) + "\n") * 2)
-    assert "top-2 gap inf" in run("--compare", str(a), str(b), *options, code=1, capsys=capsys)
-    drawn = json.dumps(line | {"stats": {"temperature": 0.7}})
-    b.write_text(json.dumps(line) + "\n" + drawn)
-    err = run("--compare", str(a), str(b), *options, code=2, capsys=capsys)
-    assert "line 2: drawn at temperature 0.7" in err
-    for stats in None, 3, {"temperature": 0.7, "top_k": 1}:
-        b.write_text((json.dumps(line | {"stats": stats}) + "\n") * 2)
-        run("--compare", str(a), str(b), *options, code=0, capsys=capsys)
-    b.write_text('{"prompt_ids": [], "tokens": [1]}\n' * 2)
-    err = run("--compare", str(a), str(b), *options, code=2, capsys=capsys)
-    assert "b.jsonl line 1: prompt_ids must not be empty" in err
-    b.write_text(json.dumps(line) + "\n{oops\n")
-    err = run("--compare", str(a), str(b), *options, code=2, capsys=capsys)
-    assert "b.jsonl line 2" in err
-    b.write_text(json.dumps(line))
-    err = run("--compare", str(a), str(b), *options, code=2, capsys=capsys)
-    assert "2 runs" in err and str(ROOT) not in err
+    a.write_text(lines({}))
+    b.write_text(text)
+    model = str(tmp_path / "model")
+    out = run("--compare", str(a), str(b), "--model", model, code=code, capsys=capsys)
+    assert says in out

@@ -6,11 +6,11 @@ from conftest import random_model, random_tokens
 from simulated import DEVICE, Running, Simulated
 
 from minispec import Sampling
-from minispec.certify import random_head, random_heads, switching
 from minispec.generate import METHODS, decode
 from minispec.methods.adaptive import BestTree, Length
 from minispec.model import Transformer
 from minispec.sampling import Seeded
+from minispec.toys import random_head, random_heads, switching
 
 K = 3
 CURVE = [0.0, *(1 + 0.02 * n for n in range(64))]

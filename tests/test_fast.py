@@ -9,7 +9,6 @@ from conftest import GOLDEN, random_model, random_tokens
 from torch import nn
 
 from minispec import UserError, load
-from minispec.certify import random_head, random_heads
 from minispec.checkpoint import save
 from minispec.fast import (
     Function,
@@ -23,6 +22,7 @@ from minispec.fast import (
 from minispec.generate import METHODS, decode
 from minispec.model import plan
 from minispec.run import LOSSY
+from minispec.toys import random_head, random_heads
 from minispec.tree import Tree
 
 LAYERS = [WideLinear, Int8Linear]

@@ -1,26 +1,19 @@
 """FastMTP: the head, its chain of drafts, compressed vocabularies, training."""
 
-import json
 import random
 
 import pytest
 import torch
 from conftest import SHARED, needs_shared, random_model, random_tokens
-from safetensors.torch import load_file
-from test_distill import run, target  # noqa: F401  a small checkpoint
-from test_generate import TOKENIZER
-from test_medusa import interrupted
-from test_pretrain import data  # noqa: F401  a small corpus
 from tokenizers import Tokenizer as Backend
 
-from minispec import Sampling, certify, distill, generate, load
-from minispec.certify import random_head, switching
+from minispec import Sampling, certify, generate
 from minispec.generate import decode
-from minispec.heads import load_vocabulary
 from minispec.methods.fastmtp import Drafter, FullVocabulary
 from minispec.methods.vocabulary import Compressed, Language, Subset, count, votes
 from minispec.sampling import Seeded
 from minispec.tokenizer import Tokenizer
+from minispec.toys import random_head, switching
 
 # ---- the head and its drafts ---------------------------------------------------------------------
 
@@ -85,96 +78,6 @@ def test_sampled_drafts_carry_the_distribution_they_were_drawn_from(compressed):
         hidden, tokens = torch.cat([hidden, row]), tokens + [token]
 
 
-# ---- training ------------------------------------------------------------------------------------
-
-
-def documents_of(model, seed: int = 0, sizes=(9, 6, 12)):
-    rows = [random_tokens(n, seed + n) for n in sizes]
-    states = [model(row)[0] for row in rows]
-    return rows, distill.Documents(rows, [3] * len(rows), states)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_aligned_training_is_incremental_drafting(seed):
-    """Step k's logits at row i = the head run row by row: extended to i, then on its own output
-    with the true tokens."""
-    model = random_model(seed)
-    head, (rows, documents) = random_head(model, seed), documents_of(model, seed)
-    loss = distill.MTPLoss(head, model, documents, 4, 0.6, True, torch.float64)
-    tokens = torch.tensor([rows[2] + [0] * 4])
-    logits = loss.steps(documents.hidden[2][None, :10], tokens)
-    for i in range(8):
-        drafter = Drafter(head, model, 64, 0)
-        drafter.extend(documents.hidden[2][: i + 1], rows[2][1 : i + 2])
-        out = drafter.last
-        for k in range(4):
-            worst = (model.logits(out)[0] - logits[k][0, i]).abs().max()
-            assert worst < 1e-10, (i, k)
-            out = drafter.run(out, [tokens[0, i + k + 2].item()])
-            drafter.cache.commit([0])
-
-
-def test_parallel_training_keeps_position_and_mask_and_so_differs_from_step_2_on():
-    model = random_model(1)
-    head, (rows, documents) = random_head(model, 1), documents_of(model)
-    tokens = torch.tensor([rows[0] + [0] * 4])
-    hidden = documents.hidden[0][None, :7]
-    both = [
-        distill.MTPLoss(head, model, documents, 3, 0.6, aligned, torch.float64).steps(
-            hidden, tokens
-        )
-        for aligned in (True, False)
-    ]
-    assert torch.allclose(both[0][0], both[1][0])
-    assert (both[0][1] - both[1][1]).abs().max() > 1e-3
-    x = hidden
-    for k in range(3):  # the published forward, by hand
-        x = head(x, model.model.embed_tokens(tokens[:, k + 1 : k + 8]))
-        assert torch.allclose(model.logits(x), both[1][k])
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_soft_labels_are_the_target_s_distributions_where_the_labels_are(seed):
-    model = random_model(seed, dtype=torch.float32)
-    head, (rows, documents) = random_head(model, seed), documents_of(model, seed)
-    loss = distill.MTPLoss(head, model, documents, 3, 0.6, True, torch.float32, soft=True)
-    logits = loss.steps(*loss.gather(torch.arange(3))[:2])
-    by_hand = 0.0
-    for k, weight in enumerate(loss.weights):
-        each = [
-            -(model.logits(documents.hidden[i][at - 1]).softmax(-1)
-              * logits[k][i, at - k - 2].log_softmax(-1)).sum()
-            for i, row in enumerate(rows)
-            for at in range(max(3, k + 2), len(row))  # of the token generated there
-        ]  # fmt: skip
-        by_hand += weight * sum(each) / len(each)
-    assert abs(loss(torch.arange(3)) - by_hand) < 1e-5
-
-
-def test_the_loss_is_the_paper_s_over_generated_tokens_of_one_document_only():
-    model = random_model(dtype=torch.float32)
-    head, (rows, documents) = random_head(model, 0), documents_of(model)
-    loss = distill.MTPLoss(head, model, documents, 3, 0.6, True, torch.float32)
-    assert [round(w, 3) for w in loss.weights] == [0.510, 0.306, 0.184]
-    total = loss(torch.tensor([0, 1, 2]))
-    by_hand = 0.0
-    for k, weight in enumerate(loss.weights):
-        logs = []
-        for row, hidden in zip(rows, documents.hidden):
-            tokens = torch.tensor([row + [0] * 4])
-            logits = loss.steps(hidden[None, : len(row) - 2], tokens)[k][0].log_softmax(-1)
-            for i in range(len(row) - 2):
-                if 3 <= i + k + 2 < len(row):
-                    logs.append(-logits[i, row[i + k + 2]])
-        by_hand += weight * torch.stack(logs).mean()
-    assert torch.allclose(total, by_hand, atol=1e-5)
-    for p in head.parameters():
-        p.requires_grad_(True)
-    loss(torch.tensor([0, 2])).backward()
-    assert all(p.grad is not None for p in head.parameters())
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_what_a_run_leaves_behind_can_be_trained_on():
     """Runs are in inference mode, whose tensors no gradient passes; what they keep is not."""
     model = random_model()
@@ -188,44 +91,6 @@ def test_what_a_run_leaves_behind_can_be_trained_on():
     words.pick([1, 2]).logits(hidden).square().sum().backward()
     for norm in (model.model.norm, model.model.layers[0].input_layernorm):
         assert norm.weight.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize("mode", ["aligned", "parallel"])
-def test_a_head_learns_resumes_and_is_used(target, data, tmp_path, capsys, mode):  # noqa: F811
-    own, small = tmp_path / "own.jsonl", ["--context", 40, "--batch-tokens", 320, "--device", "cpu"]
-    run("generate", "--model", target, "--data", data, "--tokens", 20, "--batch", 16,
-        "--documents", 100, "--device", "cpu", "--out", own, "--top-k", 3)  # fmt: skip
-    options = ["mtp", "--model", target, "--mode", mode, "--save-every", 4, *small]
-    whole, parts, corpus = tmp_path / "whole", tmp_path / "parts", tmp_path / "corpus"
-    run(*options, "--own", own, "--out", whole, "--steps", 10)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(distill, "train", interrupted(distill.train, at=4))
-        argv = [*options, "--own", own, "--out", parts, "--steps", 10]
-        distill.mtp(distill.parse(list(map(str, argv))))
-    run(*options, "--own", own, "--out", parts, "--steps", 10)
-    tensors = [load_file(folder / "model.safetensors") for folder in (whole, parts)]
-    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
-    run(*options, "--data", data, "--documents", 60, "--out", corpus, "--steps", 2, "--k", 1)
-    card = (whole / "README.md").read_text()
-    assert "0.510, 0.306, 0.184" in card and mode in card and str(tmp_path) not in card
-    soft = [*options, "--own", own, "--out", parts, "--soft"]
-    with pytest.raises(SystemExit):  # soft labels do not go on from hard ones
-        run(*soft, "--steps", 12)
-    assert "of another training" in capsys.readouterr().err
-    (parts / "training.pt").unlink()
-    run(*soft, "--steps", 2)
-    assert "by the target's distributions (soft labels)" in (parts / "README.md").read_text()
-    config = json.loads((whole / "config.json").read_text())
-    assert config["num_speculative_steps"] == 3 and config["num_nextn_predict_layers"] == 1
-    capsys.readouterr()
-    command = ["ab", "--model", target, "--method", "fastmtp", "--heads", whole, "--device", "cpu",
-               "--json", "--max-new-tokens", 9]  # fmt: skip
-    generate.main(list(map(str, command)))
-    result = json.loads(capsys.readouterr().out)
-    assert result["stats"]["drafted"] > 0 and len(result["tokens"]) == 9
-    with pytest.raises(SystemExit):
-        run("mtp", "--model", target, "--out", whole, "--steps", 2, *small)
-    assert "either --own" in capsys.readouterr().err
 
 
 # ---- vocabularies --------------------------------------------------------------------------------
@@ -266,30 +131,6 @@ def test_the_language_is_that_of_the_latest_tokens():
     assert set(words.pick([1, 1, 21, 22]).ids.tolist()) == {0, 1, 2, 3, 21, 22}
     assert words.pick([11]) is words.pick([12, 11])
     assert votes({"one": Language((1,), (5,))}) == {}
-
-
-def test_the_command_counts_a_corpus(target, tmp_path, capsys):  # noqa: F811
-    (tmp_path / "a.txt").write_text("abab\n<|endoftext|>\nabc")
-    (tmp_path / "z.txt").write_text("从前")
-    out = tmp_path / "v.json"
-    text = [f"en={tmp_path / 'a.txt'}", f"zh={tmp_path / 'z.txt'}"]
-    options = ["vocabulary", "--model", target, "--size", 12, "--out", out]
-    run(*options, "--text", text[0], "--text", text[1])
-    words = load_vocabulary(out, *load(target, "float32", "cpu"))
-    special = load(target)[1].special_ids
-    assert set(special) <= set(words.languages["en"].ids) & set(words.languages["zh"].ids)
-    (a,) = TOKENIZER.encode("a", special=False)
-    assert a in words.languages["en"].ids and a not in words.languages["zh"].ids
-    for wrong in (
-        ["--text", "en"],
-        ["--text", "en=nowhere.txt"],
-        ["--text", "=" + text[0][3:]],
-        ["--text", text[0], "--text", text[0]],
-        ["--text", text[0], "--size", "0"],
-    ):
-        with pytest.raises(SystemExit) as ended:
-            run(*options, *wrong)
-        assert ended.value.code == 2
 
 
 def test_another_vocabulary_than_the_text_s_costs_speed_not_text():

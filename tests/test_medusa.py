@@ -1,33 +1,21 @@
 """Medusa: heads, the trees they propose, typical acceptance and its bias, training."""
 
-import itertools
-import json
 import random
 
 import pytest
 import torch
 from conftest import random_model, random_tokens
-from test_distill import run, target  # noqa: F401  a small checkpoint
 from test_generate import TOKENIZER, byte_model
-from test_pretrain import data  # noqa: F401  a small corpus
 
-from minispec import Sampling, UserError, certify, distill, generate, load
-from minispec.certify import (
-    RANK_TREES,
-    Toy,
-    ToyHeads,
-    bound,
-    exact_distribution,
-    random_heads,
-    total_variation,
-)
+from minispec import Sampling, UserError, generate
+from minispec.certify.cases import RANK_TREES, bound
 from minispec.checkpoint import save
 from minispec.generate import decode
-from minispec.heads import load_medusa, save_medusa
+from minispec.heads import save_medusa
 from minispec.methods import medusa
-from minispec.methods.adaptive import grow_tree
-from minispec.methods.medusa import RANKS, complete, typical_path, untrained
+from minispec.methods.medusa import complete, typical_path, untrained
 from minispec.model import Config, Transformer
+from minispec.toys import Toy, ToyHeads, exact_distribution, random_heads, total_variation
 from minispec.tree import Tree
 
 
@@ -141,129 +129,6 @@ def test_it_goes_on_from_a_kept_cache():
         run = decode(model, None, prompt, "medusa", heads=heads, cache=cache, max_new_tokens=n)
         assert run.tokens == plain.tokens
         prompt = prompt + run.tokens + [3]
-
-
-# ---- training ------------------------------------------------------------------------------------
-
-
-def test_accuracies_have_the_right_denominators():
-    labels = distill.labels_of([10, 11, 12, 13, 14, 15], prompt=3, heads=3)
-    # position 1 is the first whose head 0 guesses a generated token (13, at index 3)
-    assert labels.tolist() == [
-        [-100] * 3, [13, 14, 15], [14, 15, -100], [15, -100, -100], [-100] * 3, [-100] * 3
-    ]  # fmt: skip
-    assert distill.labels_of([7, 8], prompt=1, heads=2).tolist() == [[-100] * 2] * 2
-    ranks = torch.tensor([[0, 0, 1, RANKS], [2, -1, -1, 0]])
-    accuracy = distill.accuracy_of(ranks)
-    assert accuracy[0, :2].tolist() == [0.5, 0.25] and accuracy[1, [0, 2]].tolist() == [0.5, 0.5]
-    assert accuracy.shape == (2, RANKS)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_paths_that_are_right_together_come_in_the_order_of_their_counts(seed):
-    generator = torch.Generator().manual_seed(seed)
-    ranks = torch.randint(0, 4, (3, 200), generator=generator)
-    ranks[ranks == 3] = RANKS  # not among the best
-    ranks[2, -1] = ranks[1, -1] = -1  # the end of a text, which does not count
-    columns = [tuple(column) for column in ranks.T[:-1].tolist()]
-    paths = distill.together(ranks)
-    every = [p for n in (1, 2, 3) for p in itertools.product(range(3), repeat=n)]
-    counts = {p: sum(c[: len(p)] == p for c in columns) for p in every}
-    assert set(paths) == {p for p in every if counts[p]}
-    assert [counts[p] for p in paths] == sorted(map(counts.get, paths), reverse=True)
-    for n in range(len(paths)):
-        assert set(complete(paths[:n], 3, 3)) == set(paths[:n]), "the first n are a tree"
-
-
-def test_a_tree_for_heads_that_are_right_at_the_same_places_is_deep():
-    """Of two places one is easy for both heads, the other for none: the second head's best
-    candidate below the first's is worth more than the product of accuracies says."""
-    ranks = torch.tensor([[0, 1, 0, 1, 0, 2], [0, 3, 0, 3, 0, 3]])
-    assert distill.together(ranks)[:2] == [(0,), (0, 0)]
-    assert grow_tree(distill.accuracy_of(ranks), 2) == [(0,), (1,)]
-    assert distill.together(ranks[:, :0]) == []
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_ranks_replayed_along_a_greedy_text_are_its_decoding(seed):
-    model, paths = random_model(seed), [(0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
-    heads, prompt = random_heads(model, seed), random_tokens(6, seed)
-    plain = decode(model, None, prompt, max_new_tokens=60)
-    text = prompt + plain.tokens
-    labels = distill.labels_of(text, len(prompt), len(heads))
-    ranks = distill.ranks_of(heads, model, model(text)[0], labels)
-    tokens, passes = distill.replayed(ranks[:, (ranks >= 0).any(0)], complete(paths, 4, 32))
-    run = decode(model, None, prompt, "medusa", heads=heads, tree=paths, max_new_tokens=60)
-    assert run.tokens == plain.tokens
-    assert abs(tokens - 60) <= 4 and abs(passes - len(run.rounds)) <= 1
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_heads_learn_resume_and_get_their_tree(target, data, tmp_path, capsys, shared):  # noqa: F811
-    own = tmp_path / "own.jsonl"
-    run("generate", "--model", target, "--data", data, "--tokens", 30, "--batch", 16,
-        "--documents", 100, "--device", "cpu", "--out", own, "--top-k", 3)  # fmt: skip
-    options = ["medusa", "--model", target, "--own", own, "--heads", 2, "--batch-tokens", 128,
-               "--device", "cpu", "--save-every", 5] + ["--shared"] * shared  # fmt: skip
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(*options, "--out", whole, "--steps", 12)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(distill, "train", interrupted(distill.train, at=5))
-        argv = [*options, "--out", parts, "--steps", 12]
-        distill.medusa_heads(distill.parse(list(map(str, argv))))
-    run(*options, "--out", parts, "--steps", 12)
-    model, tokenizer = load(target, "float32", "cpu")
-    first, second = (load_medusa(where, model, tokenizer) for where in (whole, parts))
-    hidden = model([5, 6, 7])
-    assert torch.equal(first(hidden, model), second(hidden, model))
-    assert first.tree and first.accuracy.shape == (2, RANKS)
-    card = (whole / "README.md").read_text()
-    assert "| 1 |" in card and "12 steps" in card and str(tmp_path) not in card
-    measure = ("--documents", 4, "--tokens", 20, "--measured", 2, "--nodes", 5, "--device", "cpu")
-    run("tree", "--model", target, "--heads", whole, "--data", data, *measure)
-    grown = load_medusa(whole, model, tokenizer).tree
-    assert 1 <= len(grown) <= 5 and f"chosen: {len(grown)} nodes" in capsys.readouterr().out
-    command = ["ab", "--model", target, "--method", "medusa", "--heads", whole, "--tree", 3]
-    limits = ["--max-new-tokens", 5, "--device", "cpu", "--json"]
-    generate.main(list(map(str, command + limits)))
-    stats = json.loads(capsys.readouterr().out)["stats"]
-    assert stats["extra_parameters"] == sum(p.numel() for p in first.parameters())
-    assert stats["peak_memory_bytes"] > 2**20
-
-
-def interrupted(train, at: int):
-    """`train`, ended by Ctrl-C once the checkpoint of step `at` is written."""
-
-    def stopped(trainer, args, objective):
-        args.steps = at
-        train(trainer, args, objective)
-        raise KeyboardInterrupt
-
-    return stopped
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_the_loss_is_the_paper_s_and_its_gradient_spares_the_target(shared):
-    """Σ over heads of 0.8^k · the mean of -log p(token t + k + 2 | hidden state t)."""
-    model = random_model(dtype=torch.float32)
-    rows = [random_tokens(9, seed) for seed in range(5)]
-    states = [model(row)[0] for row in rows]
-    positions = distill.Positions(states, [distill.labels_of(row, 2, 3) for row in rows])
-    heads = certify.randomise(untrained(3, 1, model, shared), 0).requires_grad_(True)
-    loss = distill.HeadsLoss(heads, model, positions, torch.float32)
-    total = loss(torch.arange(len(positions.hidden)))
-    by_formula = 0.0
-    for k in range(3):
-        logs = [
-            -heads(hidden[t], model)[k].log_softmax(-1)[row[t + k + 2]]
-            for row, hidden in zip(rows, states)
-            for t in range(len(row) - k - 2)
-        ]
-        by_formula += 0.8**k * torch.stack(logs).mean()
-    assert torch.allclose(total, by_formula, atol=1e-5)
-    total.backward()
-    assert all(p.grad is not None for p in heads.parameters())
-    assert all(p.grad is None for p in model.parameters())
 
 
 # ---- the command line ----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from minispec.certify import small_model
+from minispec.toys import small_model
 
 SEEDS = range(12)
 

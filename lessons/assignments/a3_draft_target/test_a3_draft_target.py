@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minispec.certify import (
-    SAMPLINGS,
+from minispec.certify.cases import SAMPLINGS
+from minispec.methods.autoregressive import autoregressive
+from minispec.sampling import Sampling, Seeded, probs
+from minispec.toys import (
     Negated,
     Recorder,
     Toy,
@@ -16,8 +18,6 @@ from minispec.certify import (
     small_model,
     total_variation,
 )
-from minispec.methods.autoregressive import autoregressive
-from minispec.sampling import Sampling, Seeded, probs
 
 GREEDY, WARM = Sampling(), Sampling(0.8, top_k=5)
 

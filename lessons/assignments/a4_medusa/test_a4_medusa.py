@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from minispec.certify import randomise, small_model
 from minispec.sampling import OneHot
+from minispec.toys import randomise, small_model
 from minispec.tree import Tree
 
 

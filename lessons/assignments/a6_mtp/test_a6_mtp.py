@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
-from minispec.certify import Recorder, fresh_drafts, random_head, randomise, small_model
 from minispec.methods import fastmtp
 from minispec.methods.fastmtp import FullVocabulary
 from minispec.methods.vocabulary import Subset
 from minispec.model import plan
 from minispec.sampling import Sampling, Seeded, probs
+from minispec.toys import Recorder, random_head, randomise, small_model
 
 GREEDY = Sampling()
 
@@ -33,6 +33,16 @@ def fresh_rows(model, head, tokens: list[int]):
     drafter = fastmtp.Drafter(head, model, 64, 0)
     outputs = drafter.run(model(tokens[:-1])[0], tokens[1:])
     return drafter.cache.k[0], outputs[-1:]
+
+
+def fresh_drafts(head, model, tokens: list[int], k: int) -> list[int]:
+    """Argmax drafts, every row of the head computed anew for each of them."""
+    hidden, drafts = model(tokens[:-1])[0], []
+    for _ in range(k):
+        row = fastmtp.Drafter(head, model, 64, 0).run(hidden, tokens[1:] + drafts)[-1:]
+        drafts.append(int(model.logits(row).argmax()))
+        hidden = torch.cat([hidden, row])
+    return drafts
 
 
 # ---- the head ------------------------------------------------------------------------------------

@@ -5,17 +5,17 @@ import random
 import pytest
 import torch
 
-from minispec.certify import (
+from minispec.methods.autoregressive import autoregressive
+from minispec.methods.fastmtp import fastmtp
+from minispec.methods.vocabulary import MOST, SURE, WINDOW, Language
+from minispec.sampling import Sampling, Seeded
+from minispec.toys import (
     exact_distribution,
     first_tokens,
     random_head,
     small_model,
     total_variation,
 )
-from minispec.methods.autoregressive import autoregressive
-from minispec.methods.fastmtp import fastmtp
-from minispec.methods.vocabulary import MOST, SURE, WINDOW, Language
-from minispec.sampling import Sampling, Seeded
 
 
 @pytest.mark.points(3, task="count")

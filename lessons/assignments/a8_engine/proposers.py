@@ -6,7 +6,7 @@ what came of them. It never touches the target's cache, and it decides nothing a
 
 from torch import Tensor
 
-from minispec import certify
+from minispec.certify import cases
 from minispec.methods import lookahead, medusa, speculative
 from minispec.methods.fastmtp import Drafter, FullVocabulary
 from minispec.methods.lookahead import Pool, Window, from_prompt
@@ -181,7 +181,7 @@ class Forest(Proposer):
         self.draft, self.shape, self.kind = draft, shape, kind
 
     def propose(self, tokens, room, sampling, randomness):
-        return certify.grow(self.draft, tokens, self.shape[:room], self.kind, sampling, randomness)
+        return cases.grow(self.draft, tokens, self.shape[:room], self.kind, sampling, randomness)
 
 
 PROPOSERS = {

@@ -10,21 +10,28 @@ import pytest
 import torch
 
 from lessons.assignments.a8_engine.proposers import PROPOSERS, Forest, Proposer
-from minispec import certify
-from minispec.certify import (
+from minispec.certify import cases
+from minispec.certify.blackbox import (
+    Raised,
+    ends,
+    is_drawn,
+    is_greedy,
+    keeps_lengths,
+    write_checkpoint,
+)
+from minispec.certify.cases import bound, every_path, greedy_cases
+from minispec.certify.checks import Verdict, check_cache, check_exact, ends_differently
+from minispec.generate import METHODS
+from minispec.sampling import Sampling, Seeded
+from minispec.toys import (
     Toy,
     ToyHeads,
-    Verdict,
-    bound,
-    every_path,
     first_tokens,
-    greedy_cases,
+    letters,
     random_head,
     random_heads,
     small_model,
 )
-from minispec.generate import METHODS
-from minispec.sampling import Sampling, Seeded
 
 GREEDY = Sampling()
 
@@ -50,8 +57,8 @@ def in_place(impl) -> Iterator[None]:
     """The certifier and `decode` run the engine, wherever they would run a method of the package.
     Plain decoding, which all are compared with, stays the package's."""
     methods = {name: as_method(impl.engine, PROPOSERS[name], METHODS[name]) for name in PROPOSERS}
-    forest = as_method(impl.engine, Forest, certify.forest)
-    with mock.patch.dict(METHODS, methods), mock.patch.object(certify, "forest", forest):
+    forest = as_method(impl.engine, Forest, cases.forest)
+    with mock.patch.dict(METHODS, methods), mock.patch.object(cases, "forest", forest):
         yield
 
 
@@ -60,10 +67,16 @@ def problem(verdicts: Iterator[Verdict]) -> str | None:
     return next((f"{v.check}, {v.case}: {v.detail}" for v in verdicts if not v.passed), None)
 
 
+EXACT = (
+    "speculative k=1", "speculative k=2, two tokens", "prompt-lookup, T=1", "tree, wide",
+    "medusa, deep, T=1", "lookahead W=3 N=3", "fastmtp, k=2, compressed", "fastmtp, k=auto",
+)  # fmt: skip
+
+
 @pytest.mark.points(10, task="exact")
 def test_the_certifier_s_exact_check(impl, in_place):
     """Over all random outcomes, the output of every proposer is distributed as plain decoding's."""
-    wrong = problem(certify.check_exact(quick=True))
+    wrong = problem(v for case in EXACT for v in check_exact(only=case))
     assert wrong is None, f"the certifier says: {wrong}: the output is not the target's"
 
 
@@ -79,7 +92,7 @@ def test_greedy_tokens_are_plain_decoding_s(impl, in_place):
 @pytest.mark.points(5, task="cache")
 def test_the_certifier_s_cache_check(impl, in_place):
     """After every round the committed rows equal a fresh prefill's, of all tokens but the last."""
-    wrong = problem(certify.check_cache(quick=True))
+    wrong = problem(check_cache())
     assert wrong is None, (
         f"the certifier says: {wrong} (inf: not as many rows as tokens but the last)"
     )
@@ -123,7 +136,7 @@ def same_tree(a, b) -> bool:
 @pytest.mark.points(5, task="limits")
 def test_runs_end_where_plain_decoding_s_do(impl, in_place):
     """At the context's last row, at an end token inside a round; then a turn on the kept cache."""
-    context, tokenizer = 24, certify.letters(3)
+    context, tokenizer = 24, letters(3)
     for method, options in (
         ("speculative", {"draft": Toy(5), "k": 4}),
         ("prompt-lookup", {}),
@@ -134,7 +147,7 @@ def test_runs_end_where_plain_decoding_s_do(impl, in_place):
         for eos, ending in (((), {"max_new_tokens": 99}), ((1,), {}), ((), {"max_new_tokens": 7})):
             model = Toy(5, context=context, eos=eos)
             for prompt in ([0], [1, 2, 0, 1, 2, 0]):
-                wrong = certify.ends_differently(
+                wrong = ends_differently(
                     model, tokenizer, prompt, method, dict(ending), options
                 )
                 assert wrong is None, (
@@ -156,18 +169,19 @@ def test_it_is_a_generator_that_begins_with_its_prefill(impl):
 
 
 @pytest.mark.points(6, task="black box")
-def test_the_certifier_s_black_box_checks(impl, tmp_path, monkeypatch):
+def test_the_certifier_s_black_box_checks(impl, tmp_path):
     """What `python -m minispec.certify --impl my_solution:black_box` does, with fewer runs."""
-    monkeypatch.setattr(certify, "RUNS", 100)
-    folder, model = certify.write_checkpoint(tmp_path / "greedy", 0, vocab=24)
-    impl.black_box(folder, [1, 2], max_new_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=0)
-    small = certify.write_checkpoint(tmp_path / "sampled", 21, vocab=6)
-    wrong = problem(
-        check() for check in (
-            lambda: certify.impl_greedy(impl.black_box, folder, model, 0),
-            lambda: certify.impl_lengths(impl.black_box, folder, model),
-            lambda: certify.impl_end(impl.black_box, tmp_path / "eos"),
-            lambda: certify.impl_distribution(impl.black_box, *small, Sampling(1.0, 0, 0.8)),
-        )
-    )  # fmt: skip
-    assert wrong is None, f"the certifier says: {wrong}"
+    box = impl.black_box
+    folder, model = write_checkpoint(tmp_path / "greedy", 0, vocab=24)
+    box(folder, [1, 2], max_new_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    small = write_checkpoint(tmp_path / "sampled", 21, vocab=6)
+    try:
+        for passed, detail in (
+            is_greedy(box, folder, model, [[3, 1, 4], [1] * 30]),
+            keeps_lengths(box, folder),
+            ends(box, tmp_path / "eos", 1, "config.json"),
+            is_drawn(box, *small, Sampling(1.0, 0, 0.8), 100),
+        ):
+            assert passed, f"the certifier says: {detail}"
+    except Raised as error:
+        raise AssertionError(f"the certifier says: {error}") from error

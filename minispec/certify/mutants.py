@@ -1,4 +1,5 @@
-"""Seeded mistakes. Each was made by somebody, and each must be caught by `certify`.
+"""Seeded mistakes. Each was made by somebody, and each must be caught by the check and in the case
+that it names.
 
 They are also the classic wrong answers: try one with `with mutant.apply(): ...`.
 """
@@ -11,21 +12,26 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from minispec import certify, verify
+from minispec import verify
 from minispec.cache import KVCache
+from minispec.certify import cases, checks
+from minispec.certify.checks import CHECKS, Verdict
 from minispec.generate import Run
 from minispec.methods import fastmtp, lookahead, medusa, prompt_lookup, speculative
-from minispec.model import Block, Transformer
+from minispec.model import Transformer
 from minispec.sampling import OneHot, Sampling, Seeded, draw, probs
+from minispec.toys import Toy
 from minispec.tree import Tree
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mistake: attributes of modules and classes, and what they are replaced by."""
+    """A mistake: attributes of modules and classes, what they are replaced by, and where that must
+    show."""
 
     name: str
-    caught_by: str  # the check tried first
+    check: str
+    case: str  # or the beginning of several
     patches: tuple[tuple[object, str, object], ...]
 
     @contextlib.contextmanager
@@ -35,10 +41,30 @@ class Mutant:
                 stack.enter_context(mock.patch.object(owner, attribute, mistake))
             yield
 
+    def caught(self) -> str | None:
+        """Where its check fails, if it does; a crash is a failure too."""
+        with self.apply():
+            try:
+                for verdict in CHECKS[self.check](only=self.case):
+                    if not verdict.passed:
+                        return f"caught by {self.check}: {verdict.case}"
+            except Exception as error:
+                return f"caught by {self.check}: {type(error).__name__}"
+        return None
+
+
+def check_mutants(only: str = "") -> Iterator[Verdict]:
+    """Every seeded mistake must make its check fail; a survivor fails the run."""
+    for mutant in MUTANTS:
+        if only in mutant.name:
+            caught = mutant.caught()
+            detail = caught or f"SURVIVED {mutant.check}: {mutant.case}"
+            yield Verdict("mutants", mutant.name, caught is not None, detail)
+
 
 def in_accept(mistake) -> tuple:
     """`accept` replaced wherever it verifies drafts."""
-    modules = speculative, prompt_lookup, medusa, lookahead, fastmtp, certify
+    modules = speculative, prompt_lookup, medusa, lookahead, fastmtp, cases
     return tuple((module, "accept", mistake) for module in modules)
 
 
@@ -116,7 +142,7 @@ def argmax_root(target, tree, randomness):
 
 # ---- proposals -----------------------------------------------------------------------------------
 
-propose, grow, propose_ranks = speculative.propose, certify.grow, medusa.propose
+propose, grow, propose_ranks = speculative.propose, cases.grow, medusa.propose
 
 
 def greedy_draft_with_softmax(logits, sampling, randomness):
@@ -191,13 +217,8 @@ def softmaxes(draft, tokens: list[int], tree: Tree) -> list[Tensor | None]:
     return found
 
 
-def hidden_of_the_round_before(heads, model, hidden, *arguments):
-    """The heads read what they read a round ago."""
-    before, heads.before = getattr(heads, "before", hidden), hidden
-    return propose_ranks(heads, model, before, *arguments)
-
-
-one_pass, after = lookahead.one_pass, lookahead.Pool.after
+beside, one_pass = lookahead.beside, lookahead.one_pass
+chain = fastmtp.Drafter.chain
 
 
 def guesses_see_the_window(tree, window):
@@ -207,11 +228,6 @@ def guesses_see_the_window(tree, window):
     return depth, mask
 
 
-def window_off_by_one(lengths):
-    depth, mask = window_layout(lengths)
-    return depth + 1, mask
-
-
 def warm_up_verified(model, cache, tree, ahead, sampling, randomness):
     """While the window fills, what its first guess says is emitted."""
     path, fresh, said = one_pass(model, cache, tree, ahead, sampling, randomness)
@@ -219,52 +235,6 @@ def warm_up_verified(model, cache, tree, ahead, sampling, randomness):
     return path, said[1] if filling and len(said) > 1 else fresh, said
 
 
-def aliased_pool(self, token: int) -> list[list[int]]:
-    """The caller's list is the pool's own, and the caller appends to it."""
-    guesses = after(self, token)
-    if guesses:
-        stored = self.known[token]
-        stored.popitem()
-        stored[tuple(guesses[0] + guesses[-1])] = None
-    return guesses
-
-
-beside, window_layout = lookahead.beside, lookahead.window_layout
-chain, extend = fastmtp.Drafter.chain, fastmtp.Drafter.extend
-
-
-def token_first(self, hidden, embedded, now):
-    """In DeepSeek-V3's order, with a head of MiMo's."""
-    pair = [self.token_layernorm(embedded), self.hidden_layernorm(hidden)]
-    return self.final_layernorm(Block.forward(self, self.input_proj(torch.cat(pair, -1)), now))
-
-
-def hidden_before_the_norm(self, hidden, tokens):
-    """The final norm's weight undone."""
-    return extend(self, hidden / self.model.model.norm.weight, tokens)
-
-
-def stale_rows(self, hidden, tokens):
-    """The drafts' rows stay where they were accepted, with the head's own hidden states."""
-    known = getattr(self, "drafted", 0)
-    keep = min(max(len(tokens) - 1, 0), known)
-    if keep:
-        self.cache.commit(list(range(keep)))
-    return extend(self, hidden[keep:], tokens[keep:])
-
-
-def chain_remembered(self, k, *arguments):
-    length = self.cache.length
-    guess, draft_probs = chain(self, k, *arguments)
-    self.drafted = max(len(guess) - 1, 0) if self.cache.length == length else 0
-    return guess, draft_probs
-
-
-def position_off_by_one(self, *arguments):
-    self.offset += 1
-    drafts = chain(self, *arguments)
-    self.offset -= 1
-    return drafts
 
 
 def probs_over_all(self, k, sampling, randomness, subset):
@@ -340,7 +310,7 @@ def one_cache_for_all_calls(self, capacity=None, batch=1):
     return shared_caches[key]
 
 
-original_new_cache = {kind: kind.new_cache for kind in (certify.Toy, Transformer)}
+original_new_cache = {kind: kind.new_cache for kind in (Toy, Transformer)}
 take = Run.take
 
 
@@ -386,101 +356,64 @@ def everything_before_is_visible(self: Tree) -> Tensor:
 
 
 MUTANTS = [
-    Mutant("a rejection resamples from p", "exact", ((verify, "residual", resample_from_p),)),
-    Mutant("acceptance lenient by 0.8", "exact", in_accept(lenient)),
-    Mutant("the bonus is an argmax", "exact", in_accept(argmax_bonus)),
-    Mutant("the bonus has no warpers", "exact", ((speculative, "probs", bonus_without_warpers),)),
-    Mutant(
-        "a draft judged by the distribution after it", "greedy", in_accept(probs_after_the_draft)
-    ),
-    Mutant("independent draws per path", "exact", in_accept(best_of_independent_paths)),
-    Mutant("siblings removed untried", "exact", in_accept(child_of_the_root_only)),
-    Mutant(
-        "a greedy draft with its softmax",
-        "exact",
-        ((speculative, "draw", greedy_draft_with_softmax),),
-    ),
-    Mutant("top-k candidates with p / q", "exact", ((certify, "grow", candidates_with_softmax),)),
-    Mutant("token before hidden", "proposals", ((fastmtp.Head, "layers", token_first),)),
-    Mutant(
-        "hidden before the norm",
-        "proposals",
-        ((fastmtp.Drafter, "extend", hidden_before_the_norm),),
-    ),
-    Mutant(
-        "stale rows of the head",
-        "proposals",
-        ((fastmtp.Drafter, "extend", stale_rows), (fastmtp.Drafter, "chain", chain_remembered)),
-    ),
-    Mutant(
-        "draft positions off by one",
-        "proposals",
-        ((fastmtp.Drafter, "chain", position_off_by_one),),
-    ),
-    Mutant("q over the full vocabulary", "exact", ((fastmtp.Drafter, "chain", probs_over_all),)),
-    Mutant(
-        "a head's best token with its softmax",
-        "exact",
-        ((fastmtp, "draw", greedy_draft_with_softmax),),
-    ),
-    Mutant(
-        "a hidden state of the round before",
-        "proposals",
-        ((medusa, "propose", hidden_of_the_round_before),),
-    ),
-    Mutant("guesses see the window", "exact", ((lookahead, "beside", guesses_see_the_window),)),
-    Mutant(
-        "window positions off by one",
-        "proposals",
-        ((lookahead, "window_layout", window_off_by_one),),
-    ),
-    Mutant("warm-up verified", "greedy", ((lookahead, "one_pass", warm_up_verified),)),
-    Mutant("an aliased pool", "proposals", ((lookahead.Pool, "after", aliased_pool),)),
-    Mutant("padding taken for a token", "limits", ((medusa, "accept", padding_matches),)),
-    Mutant("a root that is always argmax", "exact", ((medusa, "accept", argmax_root),)),
-    Mutant("ranks of heads with p / q", "exact", ((medusa, "propose", ranks_with_softmax),)),
-    Mutant(
-        "siblings without replacement not renormalised",
-        "exact",
-        ((certify, "grow", siblings_not_renormalised),),
-    ),
-    Mutant(
-        "an unlikely draft dropped after its draw",
-        "exact",
-        ((speculative, "propose", confident_prefix),),
-    ),
-    Mutant(
-        "a reduced vocabulary not renormalised",
-        "exact",
-        ((speculative, "propose", reduced_vocabulary),),
-    ),
-    Mutant(
-        "greedy by a ratio of softmaxes",
-        "greedy",
-        (
-            (speculative, "probs", softmax_at_temperature_zero),
-            (speculative, "draw", drawn_at_temperature_zero),
-        ),
-    ),
-    Mutant("top-k without effect", "exact", ((speculative, "probs", no_top_k),)),
-    Mutant("token 0 taken for padding", "exact", ((Tree, "tokens_at", pad_is_token_zero),)),
-    Mutant("positions off by one", "greedy", ((Tree, "depth", property(positions_off_by_one)),)),
-    Mutant(
-        "siblings see each other",
-        "exact",
-        ((Tree, "mask", property(everything_before_is_visible)),),
-    ),
-    Mutant("accepted rows not compacted", "cache", ((KVCache, "commit", commit_in_place),)),
-    Mutant("one row committed too many", "cache", ((KVCache, "commit", commit_one_too_many),)),
-    Mutant("a stale draft row kept", "cache", ((KVCache, "truncate", truncate_one_short),)),
-    Mutant(
-        "state kept between calls",
-        "greedy",
-        tuple((kind, "new_cache", one_cache_for_all_calls) for kind in original_new_cache),
-    ),
-    Mutant(
-        "ends looked for after the block", "limits", ((Run, "take", end_checked_after_the_block),)
-    ),
-    Mutant("EOS not seen inside a block", "limits", ((Run, "take", end_token_not_seen_inside),)),
-    Mutant("one random number for all draws", "statistical", ((certify, "Seeded", Stuck),)),
-]
+    Mutant("a rejection resamples from p", "exact", "speculative k=1",
+           ((verify, "residual", resample_from_p),)),
+    Mutant("acceptance lenient by 0.8", "exact", "speculative k=1", in_accept(lenient)),
+    Mutant("the bonus is an argmax", "exact", "speculative k=1", in_accept(argmax_bonus)),
+    Mutant("the bonus has no warpers", "exact", "speculative k=1, T=0.7",
+           ((speculative, "probs", bonus_without_warpers),)),
+    Mutant("a draft judged by the distribution after it", "greedy",
+           "speculative, random draft, k=1", in_accept(probs_after_the_draft)),
+    Mutant("independent draws per path", "exact", "tree, wide, one-hot",
+           in_accept(best_of_independent_paths)),
+    Mutant("siblings removed untried", "exact", "tree, wide", in_accept(child_of_the_root_only)),
+    Mutant("a greedy draft with its softmax", "exact", "speculative k=2, greedy draft",
+           ((speculative, "draw", greedy_draft_with_softmax),)),
+    Mutant("top-k candidates with p / q", "exact", "tree, wide, one-hot",
+           ((cases, "grow", candidates_with_softmax),)),
+    Mutant("q over the full vocabulary", "exact", "fastmtp, k=2, compressed",
+           ((fastmtp.Drafter, "chain", probs_over_all),)),
+    Mutant("a head's best token with its softmax", "exact", "fastmtp, k=2, argmax drafts",
+           ((fastmtp, "draw", greedy_draft_with_softmax),)),
+    Mutant("guesses see the window", "exact", "lookahead W=3 N=3",
+           ((lookahead, "beside", guesses_see_the_window),)),
+    Mutant("warm-up verified", "greedy", "lookahead, W=2 N=4",
+           ((lookahead, "one_pass", warm_up_verified),)),
+    Mutant("padding taken for a token", "limits", "medusa", ((medusa, "accept", padding_matches),)),
+    Mutant("a root that is always argmax", "exact", "medusa, deep",
+           ((medusa, "accept", argmax_root),)),
+    Mutant("ranks of heads with p / q", "exact", "medusa, deep",
+           ((medusa, "propose", ranks_with_softmax),)),
+    Mutant("siblings without replacement not renormalised", "exact",
+           "tree, wide, without replacement",
+           ((cases, "grow", siblings_not_renormalised),)),
+    Mutant("an unlikely draft dropped after its draw", "exact", "speculative k=1",
+           ((speculative, "propose", confident_prefix),)),
+    Mutant("a reduced vocabulary not renormalised", "exact", "speculative k=1",
+           ((speculative, "propose", reduced_vocabulary),)),
+    Mutant("top-k without effect", "exact", "speculative k=1, T=0.7",
+           ((speculative, "probs", no_top_k),)),
+    Mutant("token 0 taken for padding", "exact", "speculative k=1",
+           ((Tree, "tokens_at", pad_is_token_zero),)),
+    Mutant("positions off by one", "greedy", "tree, chain",
+           ((Tree, "depth", property(positions_off_by_one)),)),
+    Mutant("siblings see each other", "exact", "tree, wide, one-hot",
+           ((Tree, "mask", property(everything_before_is_visible)),)),
+    Mutant("accepted rows not compacted", "cache", "tree, wide",
+           ((KVCache, "commit", commit_in_place),)),
+    Mutant("one row committed too many", "cache", "prompt-lookup",
+           ((KVCache, "commit", commit_one_too_many),)),
+    Mutant("a stale draft row kept", "cache", "speculative",
+           ((KVCache, "truncate", truncate_one_short),)),
+    Mutant("ends looked for after the block", "limits", "speculative",
+           ((Run, "take", end_checked_after_the_block),)),
+    Mutant("EOS not seen inside a block", "limits", "speculative",
+           ((Run, "take", end_token_not_seen_inside),)),
+    Mutant("one random number for all draws", "statistical", "speculative",
+           ((checks, "Seeded", Stuck),)),
+    Mutant("greedy by a ratio of softmaxes", "greedy", "speculative, random draft, k=1",
+           ((speculative, "probs", softmax_at_temperature_zero),
+            (speculative, "draw", drawn_at_temperature_zero))),
+    Mutant("state kept between calls", "greedy", "prompt-lookup",
+           tuple((kind, "new_cache", one_cache_for_all_calls) for kind in original_new_cache)),
+]  # fmt: skip

@@ -1,0 +1,234 @@
+"""Small targets, drafts and heads, and the sum over everything that can happen.
+
+Lessons, assignments, tests and the certifier share these. A model over three tokens is small enough
+to follow every random choice a decoder could make, each with its probability; so what the decoder
+says first has a distribution that can be written down, and compared to the last digit:
+
+    exact_distribution(method, Toy(0), prompt=[1, 0], sampling=Sampling(1.0), n=2)
+    # {(0, 0): 0.12, (0, 1): 0.05, ...}
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import compress
+
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import models as tokenizer_models
+from torch import Tensor, nn
+
+from minispec.cache import KVCache
+from minispec.methods.fastmtp import Head
+from minispec.methods.medusa import Heads
+from minispec.methods.vocabulary import Compressed, count
+from minispec.model import Config, Transformer
+from minispec.sampling import Randomness, Sampling, Seeded
+from minispec.tokenizer import Tokenizer
+from minispec.tree import Step
+
+Method = Callable[..., Iterator[Step]]  # as all of minispec.methods
+
+# ---- targets and drafts --------------------------------------------------------------------------
+
+
+class Toy:
+    """A target whose distribution is a random function of its context, tokens *and* positions.
+
+    It goes through the real cache: a row holds its (position, token), so a stale, missing, shifted
+    or wrongly visible row changes the distribution at once, and a pass costs microseconds. What it
+    calls hidden states are its logits.
+    """
+
+    prefill = Transformer.prefill
+    source = None
+
+    def __init__(self, seed: int, vocab: int = 3, context: int = 32, eos: tuple[int, ...] = ()):
+        self.config = Config(vocab, 1, 1, 1, 1, 2, vocab, context, bos_id=0, eos_ids=eos)
+        self.device, self.dtype = torch.device("cpu"), torch.float64
+        self.seed, self.memory = seed, {}
+
+    def new_cache(self, capacity: int | None = None, batch: int = 1) -> KVCache:
+        return KVCache(1, 1, 2, capacity or self.config.context, batch, torch.float64)
+
+    def __call__(self, tokens, cache=None, depth=None, mask=None) -> Tensor:
+        """As Transformer: (1, n, vocab) for n tokens."""
+        tokens = torch.as_tensor(tokens)
+        n = len(tokens)
+        cache = cache or self.new_cache(n)
+        depth = torch.arange(n) if depth is None else depth
+        mask = torch.ones(n, n, dtype=torch.bool).tril() if mask is None else mask
+        slots, position, visible = cache.place(n, depth, mask)
+        row = torch.stack([position[0], tokens], -1).view(1, n, 1, 2).to(self.dtype)
+        rows, _ = cache.write(0, slots, row, row)  # (1, span, 1, 2)
+        rows = [tuple(pair) for pair in rows[0, :, 0].long().tolist()]
+        contexts = (sorted(compress(rows, seen)) for seen in visible[0, 0].tolist())
+        return torch.stack([self.after(tuple(context)) for context in contexts])[None]
+
+    def after(self, context: tuple) -> Tensor:
+        """Logits (vocab,) after a context of (position, token) pairs."""
+        if context not in self.memory:
+            draw = random.Random(repr((self.seed, context)))
+            logits = [2 * draw.gauss(0, 1) for _ in range(self.config.vocab_size)]
+            self.memory[context] = torch.tensor(logits, dtype=torch.float64)
+        return self.memory[context]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class Negated:
+    """An adversarial draft: it likes best what the target likes least."""
+
+    def __init__(self, model: Transformer):
+        self.model = model
+
+    def __getattr__(self, name: str):
+        return getattr(self.model, name)
+
+    def __call__(self, *arguments):
+        return self.model(*arguments)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return -self.model.logits(hidden)
+
+
+def small_model(seed: int, vocab: int = 24, context: int = 128, **changes) -> Transformer:
+    """A tiny random Transformer in float64, none of whose parameters is a one or a zero; `changes`
+    are fields of its Config."""
+    settings = dict(hidden_size=16, intermediate_size=24, layers=2, heads=4, kv_heads=2, head_dim=4)
+    model = Transformer(Config(**(settings | changes), vocab_size=vocab, context=context)).double()
+    return randomise(model, seed)
+
+
+def randomise(module: nn.Module, seed: int) -> nn.Module:
+    """All parameters random and frozen, norms about 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in module.named_parameters():
+        noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        p.data.copy_(0.5 * noise + (1.0 if "norm" in name else 0.0))
+        p.requires_grad_(False)
+    return module.eval()
+
+
+def letters(vocab: int) -> Tokenizer:
+    """A tokenizer of one letter a token."""
+    words = {chr(97 + i): i for i in range(vocab)}
+    return Tokenizer(Backend(tokenizer_models.WordLevel(words, unk_token="a")))
+
+
+# ---- heads ---------------------------------------------------------------------------------------
+
+
+class ToyHeads:
+    """Medusa heads over a Toy: head k says what the target says, rolled by k tokens."""
+
+    def __init__(self, heads: int):
+        self.heads = heads
+
+    def __len__(self) -> int:
+        return self.heads
+
+    def __call__(self, hidden: Tensor, model) -> Tensor:
+        return torch.stack([hidden.roll(k, -1) for k in range(self.heads)])
+
+
+def random_heads(model: Transformer, seed: int, heads: int = 4) -> Heads:
+    """Medusa heads of one residual block and a projection, all random."""
+    config = model.config
+    return randomise(Heads(heads, 1, config.hidden_size, config.vocab_size).to(model.dtype), seed)
+
+
+def random_head(model: Transformer, seed: int) -> Head:
+    """A FastMTP head for `model`, all random."""
+    return randomise(Head(model.config).to(model.dtype), seed)
+
+
+def switching(model: Transformer) -> Compressed:
+    """Two languages that share only a third of the vocabulary, so that a text switches often."""
+    size = model.config.vocab_size
+    third = max(size // 3, 1)
+    low, high = [[*range(2 * third)] * 2], [[*range(third, size)]]
+    return Compressed({"low": count(low, [], 99), "high": count(high, [], 99)}, model)
+
+
+# ---- every outcome -------------------------------------------------------------------------------
+
+
+class Enumerate:
+    """Randomness that follows a script of choices, then always the first; and the probability of
+    all it chose."""
+
+    def __init__(self, script: list[int]):
+        self.script, self.choices, self.weight = script, [], 1.0
+
+    def choose(self, weights: list[float]) -> int:
+        options = [i for i, w in enumerate(weights) if w > 0]
+        if len(options) == 1:  # nothing is random here
+            self.weight *= weights[options[0]]
+            return options[0]
+        at = len(self.choices)
+        pick = self.script[at] if at < len(self.script) else 0
+        self.choices.append((pick, len(options)))
+        self.weight *= weights[options[pick]]
+        return options[pick]
+
+    def bernoulli(self, p: float) -> bool:
+        return self.choose([1 - p, p]) == 1
+
+    def categorical(self, probs: Tensor) -> int:
+        return self.choose((probs.double() / probs.double().sum()).tolist())
+
+
+def every_outcome(function: Callable[[Randomness], object]) -> Iterator[tuple[object, float]]:
+    """(result, probability) of function(randomness) for every sequence of random choices."""
+    script: list[int] | None = []
+    while script is not None:
+        randomness = Enumerate(script)
+        yield function(randomness), randomness.weight
+        done = list(randomness.choices)
+        while done and done[-1][0] == done[-1][1] - 1:
+            done.pop()
+        script = [pick for pick, _ in done[:-1]] + [done[-1][0] + 1] if done else None
+
+
+def first_tokens(
+    method: Method, model, prompt: list[int], sampling: Sampling, randomness: Randomness, n: int
+) -> tuple[int, ...]:
+    """The first `n` tokens of a run."""
+    tokens: list[int] = []
+    for step in method(model, prompt, sampling, randomness):
+        tokens += step.tokens
+        if len(tokens) >= n:
+            return tuple(tokens[:n])
+    raise AssertionError("a method does not end")
+
+
+def exact_distribution(
+    method: Method, model, prompt: list[int], sampling: Sampling, n: int
+) -> dict[tuple[int, ...], float]:
+    """The probability of every sequence of the first `n` tokens, summed over every outcome."""
+    total: dict[tuple[int, ...], float] = Counter()
+    for tokens, weight in every_outcome(
+        lambda randomness: first_tokens(method, model, prompt, sampling, randomness, n)
+    ):
+        total[tokens] += weight
+    return total
+
+
+def total_variation(a: dict, b: dict) -> float:
+    """Half the sum of |a - b| over all outcomes: 0 for equal distributions, 1 for disjoint ones."""
+    return sum(abs(a.get(k, 0.0) - b.get(k, 0.0)) for k in a.keys() | b.keys()) / 2
+
+
+class Recorder(Seeded):
+    """Remembers the distributions it drew from, and what came of each."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.probs, self.drawn = [], []
+
+    def categorical(self, probs: Tensor) -> int:
+        self.probs.append(probs.clone())
+        self.drawn.append(super().categorical(probs))
+        return self.drawn[-1]

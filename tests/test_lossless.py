@@ -1,0 +1,132 @@
+"""The mission: every method says what plain decoding says.
+
+                  exact    the distribution of its first tokens, over every random outcome
+    method   ×    greedy   the same tokens, on random Transformers in float64
+                  cache    after every round each committed row is that of a fresh prefill
+                  limits   every way to end, at every offset, and the next turn after it
+
+`python -m minispec.certify` does the same with 130 sets of options, and shows that each check can
+fail; here each method has one or two.
+"""
+
+import random
+
+import pytest
+import torch
+
+from minispec.certify.cases import BEST_TREE, GREEDY, LENGTH, bound, every_path, tree_method
+from minispec.certify.checks import CONTEXT, EXACT, ends_of, worst_row
+from minispec.generate import METHODS
+from minispec.sampling import Sampling, Seeded
+from minispec.toys import (
+    Toy,
+    ToyHeads,
+    exact_distribution,
+    first_tokens,
+    random_head,
+    random_heads,
+    small_model,
+    switching,
+    total_variation,
+)
+
+TOY, TRANSFORMER = Toy(5), small_model(4, vocab=3, layers=1)  # small enough to enumerate
+WINDOW = {"window": 3, "ngram": 3, "guesses": 3}
+
+
+def drafts_and_heads(model: Toy | type(TRANSFORMER)) -> dict[str, tuple[str, dict]]:
+    """name -> (method, options) for a target of either kind."""
+    if isinstance(model, Toy):
+        draft, heads, tree = Toy(77), ToyHeads(3), [(0, 0), (1,)]
+    else:
+        vocab = model.config.vocab_size
+        draft, heads = small_model(9, vocab), random_heads(model, 1, 3)
+        tree = every_path(3, 16)
+    cases = {
+        "plain": ("autoregressive", {}),
+        "draft": ("speculative", {"draft": draft, "k": 1}),
+        "draft, k auto": ("speculative", {"draft": draft, "k": LENGTH}),
+        "prompt lookup": ("prompt-lookup", {"k": 2}),
+        "medusa": ("medusa", {"heads": heads, "tree": tree}),
+        "medusa, tree auto": ("medusa", {"heads": heads, "tree": BEST_TREE}),
+        "jacobi": ("jacobi", {"block": 3}),
+        "lookahead": ("lookahead", WINDOW | {"pool_from_prompt": True}),
+    }
+    if isinstance(model, Toy):
+        return cases
+    mtp = {"head": random_head(model, 2), "k": 2}
+    cases["fastmtp"] = "fastmtp", mtp
+    cases["fastmtp, small vocabulary"] = "fastmtp", mtp | {"vocabulary": switching(model)}
+    return cases
+
+
+NAMES = list(drafts_and_heads(TRANSFORMER))
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def test_the_table_has_every_method_that_promises_it():
+    of_the_table = {method for method, _ in drafts_and_heads(TRANSFORMER).values()}
+    assert of_the_table | {"medusa-typical"} == set(METHODS)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=2), GREEDY], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_exact(name, sampling):
+    target = TRANSFORMER if name.startswith("fastmtp") else TOY
+    method, options = drafts_and_heads(target)[name]
+    prompt, n = [1, 0, 1, 1, 0], 2 if target is TRANSFORMER else 3
+    ours = exact_distribution(bound(method, **options), target, prompt, sampling, n)
+    plain = exact_distribution(bound("autoregressive"), target, prompt, sampling, n)
+    assert total_variation(ours, plain) < EXACT and abs(sum(ours.values()) - 1) < EXACT
+
+
+@pytest.mark.parametrize(
+    "shape, kind",
+    [("chain", "with replacement"), ("wide", "one-hot"), ("wide", "without replacement")],
+)
+def test_exact_of_drafted_trees(shape, kind):
+    method, prompt, hot = tree_method(Toy(77), shape, kind), [1, 0, 1], Sampling(1.0)
+    ours = exact_distribution(method, TOY, prompt, hot, 2)
+    plain = exact_distribution(bound("autoregressive"), TOY, prompt, hot, 2)
+    assert total_variation(ours, plain) < EXACT
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy(name, seed):
+    model = small_model(seed)
+    prompt = random.Random(seed).choices(range(24), k=1 + 11 * seed)
+    plain = first_tokens(bound("autoregressive"), model, prompt, GREEDY, Seeded(), 24)
+    method, options = drafts_and_heads(model)[name]
+    for _ in range(2):  # nothing is kept between runs
+        ours = first_tokens(bound(method, **options), model, prompt, GREEDY, Seeded(), 24)
+        assert ours == plain
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cache(name):
+    model = small_model(7)
+    method, options = drafts_and_heads(model)[name]
+    assert worst_row(model, bound(method, **options)) < 1e-9
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "vocabulary" not in name])
+def test_limits(name):
+    if name.startswith("fastmtp"):
+        method, options = drafts_and_heads(TRANSFORMER)[name]
+
+        def target(eos):
+            return small_model(4, vocab=3, layers=1, context=CONTEXT, eos_ids=eos)
+    else:
+        method, options = drafts_and_heads(TOY)[name]
+
+        def target(eos):
+            return Toy(5, context=CONTEXT, eos=eos)
+
+    verdict = ends_of(method, options, [("", target)], {})
+    assert verdict.passed, verdict.detail
