@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -143,45 +142,13 @@ def check_writable(file: str | Path, flag: str) -> None:
         file.unlink(missing_ok=True)  # another process tries as well
 
 
-# ---- to go: still imported elsewhere ----
-
-
-def check_compiler(device: str) -> None:
-    """Refuse --compile where there is nothing to compile with for such a device."""
-    kind, known = "C++", (os.environ.get("CXX", "g++"), "clang++", "c++", "cl")
-    if device == "cuda":  # torch writes Triton's code, and Triton a little C
-        check_package("triton", "--compile")
-        kind, known = "C", (os.environ.get("CC", "gcc"), "clang", "cc", "cl")
-    if not any(map(shutil.which, known)):
-        raise UserError(
-            f"--compile needs a {kind} compiler such as {known[0]}: go on without, or install one"
-        )
-
-
-def check_seed(seed: int, least: int = 0) -> None:
-    """Refuse what no generator takes."""
-    if seed < least:
-        raise UserError(f"--seed {seed}: must be at least {least}")
-    if seed >= 2**63:
-        raise UserError(f"--seed {seed}: must fit in 64 bits")
+# ---- to go: still imported by questions, study, bench ----
 
 
 def prepare_file(path: Path, flag: str) -> None:
-    """Make the folder that the file of a flag is to be in, and see that it can be written there."""
-    make_folder(path.parent, f"the folder of {flag}")
     check_writable(path, flag)
 
 
 def prepare_folder(folder: Path, flag: str, *files: str) -> None:
-    """Make the folder of a flag, and see that these files can be written in it."""
-    make_folder(folder, flag)
     for file in files:
         check_writable(folder / file, flag)
-
-
-def make_folder(path: Path, flag: str, mend: str = "") -> None:
-    """Make the folder of a flag, if it is not there; `mend` is what to do if it cannot be made."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{flag} {path} cannot be made ({error.strerror}){mend}") from None

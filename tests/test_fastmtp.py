@@ -174,8 +174,8 @@ def test_frequencies_over_a_real_large_vocabulary():
         (["--tree", "4"], "--tree is for --method medusa or medusa-typical, not for fastmtp"),
         (["--heads", "nowhere"], "no such directory: nowhere"),
         (["--vocabulary", "nowhere.json"], "no such vocabulary file"),
-        (["--k", "many"], "--k many: must be a number"),
-        (["--vocabulary-size", "0"], "vocabulary size 0: must be at least 1"),
+        (["--k", "many"], "--k: many must be a whole number, at least 1"),
+        (["--vocabulary-size", "0"], "0 must be a whole number, at least 1"),
         (["--vocabulary", "none", "--vocabulary-size", "9"], "needs a --vocabulary"),
     ],
 )
