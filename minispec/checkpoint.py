@@ -14,9 +14,9 @@ from textwrap import shorten
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from minispec.config import FLAT, Keys, attention_sizes, config_json, read_config, read_rope
+from minispec.config import FLAT, Keys, config_json, read_config
 from minispec.errors import UserError, optional_json, read_json
 from minispec.model import Config, Transformer
 from minispec.tokenizer import Tokenizer
@@ -70,10 +70,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {str(name): tensor for name, tensor in tensors.items()}
 
 
-def read_weights(
-    where: str, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """The tensors as a state dict; all must be of finite numbers that need no scale."""
+def fill(
+    module: nn.Module, tensors: dict[str, Tensor], where: str, dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Copy tensors into a module made on the meta device, and freeze it; every name and shape must
+    fit, and all be finite numbers that need no scale."""
     state = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout != torch.strided:
@@ -83,30 +85,24 @@ def read_weights(
         if not tensor.isfinite().all():
             raise UserError(f"{where}: {name} has a NaN or an infinity: take undamaged weights")
         state[name] = tensor.to(device, dtype, copy=True)
-    return state
-
-
-def fill(module: torch.nn.Module, state: dict[str, Tensor], where: str) -> None:
-    """Load a state dict into a module made on the meta device, frozen; every name and shape must
-    fit."""
     try:
-        module.load_state_dict(state, strict=True, assign=True)
+        module.load_state_dict(state, assign=True)
     except RuntimeError as error:  # torch lists what is missing, unexpected and misshapen
         said = shorten(str(error).split("\n\t", 1)[-1], 500, placeholder=" …")
         raise UserError(f"{where}: weights and config.json do not fit each other: {said}") from None
     module.requires_grad_(False)
 
 
-def tie(state: dict[str, Tensor]) -> None:
+def tie(tensors: dict[str, Tensor]) -> None:
     """A tied head at both ends of the model, whichever of them the file has."""
-    stored = [state[name] for name in (EMBEDDING, LM_HEAD) if name in state]
-    if len(stored) == 2 and not torch.equal(*stored):
+    ends = [tensors[name] for name in (EMBEDDING, LM_HEAD) if name in tensors]
+    if len(ends) == 2 and not torch.equal(*ends):
         raise UserError(
             f"config.json says tie_word_embeddings, but {EMBEDDING} and {LM_HEAD} differ: set it "
             "to false"
         )
-    if stored:
-        state[EMBEDDING] = state[LM_HEAD] = stored[0]
+    if ends:
+        tensors[EMBEDDING] = tensors[LM_HEAD] = ends[0]
 
 
 # ---- load ----------------------------------------------------------------------------------------
@@ -160,10 +156,9 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def load(
-    source: str | os.PathLike,
-    dtype: str | torch.dtype = "auto",
+    source: str | os.PathLike, dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
-) -> tuple[Transformer, Tokenizer | None]:
+) -> tuple[Transformer, Tokenizer | None]:  # fmt: skip
     """Model and tokenizer (None where there is no tokenizer.json) of a directory or hub id;
     `model.source` remembers the directory.
 
@@ -179,15 +174,14 @@ def load(
         check_size(str(directory), tokenizer, config)
         if tokenizer.bos and config.bos_id is None:
             config = replace(config, bos_id=tokenizer.backend.token_to_id(tokenizer.bos))
-    state = {}
+    tensors = {}
     for file in files:
-        tensors = {n: t for n, t in read_tensors(file).items() if not LEFT_OUT.match(n)}
-        state |= read_weights(str(directory), tensors, kind, place)
+        tensors |= {n: t for n, t in read_tensors(file).items() if not LEFT_OUT.match(n)}
+    if config.tied:
+        tie(tensors)
     with torch.device("meta"):
         model = Transformer(config)
-    if config.tied:
-        tie(state)
-    fill(model, state, str(directory))
+    fill(model, tensors, str(directory), kind, place)
     if config.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.source = directory
@@ -232,22 +226,6 @@ def check_fingerprint(where: str, theirs: str | None, tokenizer: Tokenizer | Non
         )
 
 
-def check_attention(where: str, folder: Path, config: Config) -> None:
-    """Refuse a head with other heads of attention than the model's, or rotated otherwise, where
-    its config.json tells: the shapes of weights alone cannot show this."""
-    keys = Keys(folder / "config.json", optional_json(folder / "config.json"))
-    if "num_attention_heads" not in keys.raw:
-        return
-    names = "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling"
-    theirs = *attention_sizes(keys)[1:], *read_rope(keys)
-    ours = config.kv_heads, config.head_dim, config.rope_theta, config.rope_scaling
-    for name, its, own in zip(names, theirs, ours):
-        if its != own:
-            raise UserError(
-                f"{where}: its {name} is {its}, the model's is {own}: it belongs to another model"
-            )
-
-
 # ---- save ----------------------------------------------------------------------------------------
 
 
@@ -275,33 +253,26 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def write_tensors(
-    tensors: dict[str, Tensor],
-    path: Path,
-    metadata: dict[str, str] | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
     """Write a .safetensors file, its tensors in another type if `dtype` is given."""
     stored = {name: t.detach().to("cpu", dtype).contiguous() for name, t in tensors.items()}
     with replacing(path) as part:
-        save_file(stored, part, metadata or {"format": "pt"})
+        save_file(stored, part, {"format": "pt"})
 
 
 def save(
-    model: Transformer,
-    tokenizer: Tokenizer | None,
-    directory: Path,
+    model: Transformer, tokenizer: Tokenizer | None, directory: Path,
     dtype: torch.dtype | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write a directory that `load` and transformers read, each file whole or not at all."""
     if next(model.buffers(), None) is not None:
         raise UserError("int8 weights cannot be saved: load the model again, and save that")
     # `named_parameters` lists a tied weight once, under the embedding's name
-    write_tensors(dict(model.named_parameters()), directory / "model.safetensors", dtype=dtype)
+    write_tensors(directory / "model.safetensors", dict(model.named_parameters()), dtype)
     config = config_json(model.config, dtype or model.dtype)
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    for name, content in (("config.json", config), ("generation_config.json", ends)):
-        write_text(directory / name, json.dumps(content, indent=2) + "\n")
-    if tokenizer:
-        for name, text in tokenizer.files().items():
-            write_text(directory / name, text)
+    texts = tokenizer.files() if tokenizer else {}
+    for name, keys in (("config.json", config), ("generation_config.json", ends)):
+        texts[name] = json.dumps(keys, indent=2) + "\n"
+    for name, text in texts.items():
+        write_text(directory / name, text)

