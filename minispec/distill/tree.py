@@ -13,7 +13,6 @@ from minispec.distill.generate import sample_batch, sampling_arguments
 from minispec.errors import UserError, number
 from minispec.fast import quicken
 from minispec.heads import load_medusa, save_tree
-from minispec.methods.adaptive import most_worth
 from minispec.methods.medusa import RANKS, Heads
 from minispec.model import Transformer
 from minispec.sampling import Sampling
@@ -40,16 +39,16 @@ def labels_of(tokens: list[int], prompt: int, heads: int) -> Tensor:
 @torch.no_grad()
 def ranks_of(
     heads: Heads, target: Transformer, rows: list[list[int]], prompts: list[int]
-) -> Tensor:  # fmt: skip
-    """The rank that each head gives its label, (K, n), along texts of which the first tokens are a
-    prompt: RANKS for all worse, -1 without a label."""
+) -> list[Tensor]:
+    """The rank that each head gives its label, (K, n) for each text of n tokens, of which the first
+    are a prompt: RANKS for all worse, -1 without a label."""
     ranks = []
     for row, prompt, hidden in zip(rows, prompts, hidden_states(target, rows, torch.float32)):
         logits = heads(hidden.to(target.device, target.dtype), target).cpu()  # (K, n, V)
         label = labels_of(row, prompt, len(heads)).T[..., None]  # (K, n, 1)
         above = (logits > logits.gather(-1, label.clamp(min=0))).sum(-1).clamp(max=RANKS)
         ranks.append(above.where(label[..., 0] >= 0, -1))
-    return torch.cat(ranks, 1)
+    return ranks
 
 
 def accuracy_of(ranks: Tensor) -> Tensor:
@@ -67,37 +66,50 @@ def accuracy_table(accuracy: Tensor) -> str:
 # ---- trees ---------------------------------------------------------------------------------------
 
 
-def together(ranks: Tensor) -> list[tuple[Ranks, float]]:
-    """The paths all of whose tokens were right somewhere, the most frequent first, and at what
-    share of the places; counted where every head has a label. Unlike a product of accuracies this
-    knows that heads are right at the same places."""
-    columns = ranks[:, (ranks >= 0).all(0)].T.tolist()
+def together(ranks: Tensor) -> list[Ranks]:
+    """The paths all of whose tokens were right somewhere, the most frequent first, counted where
+    every head has a label. Unlike a product of accuracies this knows that heads are right at the
+    same places."""
     right: Counter[Ranks] = Counter()
-    for column in columns:
+    for column in ranks[:, (ranks >= 0).all(0)].T.tolist():
         depth = next((k for k, rank in enumerate(column) if rank == RANKS), len(column))
         right.update(tuple(column[:n]) for n in range(1, depth + 1))
-    ordered = sorted(right, key=lambda path: (-right[path], len(path), path))  # beginnings first
-    return [(path, right[path] / len(columns)) for path in ordered]
+    return sorted(right, key=lambda path: (-right[path], len(path), path))  # beginnings first
+
+
+def along(ranks: list[Tensor], paths: list[Ranks]) -> float:
+    """Tokens per pass of greedy decoding along these very texts, with the tree of these paths."""
+    nodes, tokens, passes = set(paths), 0, 0
+    for each in ranks:
+        columns, at = [tuple(column) for column in each[:, (each >= 0).any(0)].T.tolist()], 0
+        while at < len(columns):
+            length = 0
+            while length < len(each) and columns[at][: length + 1] in nodes:
+                length += 1
+            at, passes = at + length + 1, passes + 1
+        tokens += at
+    return tokens / passes if passes else 1.0
 
 
 def choose_tree(
-    ranks: Tensor, heads: Heads, target: Transformer, nodes: int | None = None
-) -> None:  # fmt: skip
+    ranks: list[Tensor], heads: Heads, target: Transformer, nodes: int | None = None
+) -> None:
     """Give the heads their accuracies and a tree of the paths that are right most often: of so many
     nodes, or of as many as pay most on this machine, where a round costs a pass over the nodes and
     the root, and the heads."""
-    heads.accuracy = accuracy_of(ranks)
+    heads.accuracy = accuracy_of(torch.cat(ranks, 1))
     quicken(target)  # a tree is chosen for passes as they will be
     drafting = heads_cost(target, heads)
     costs = [cost + drafting for cost in cost_curve(target)[1:]]  # of trees of 0, 1, … nodes
-    paths, shares = zip(*together(ranks)[: len(costs) - 1] or [((), 0.0)])
-    best = min(nodes, len(paths)) if nodes else most_worth(shares, costs)
+    paths = together(torch.cat(ranks, 1))[: len(costs) - 1]
+    tokens = [along(ranks, paths[:n]) for n in range(len(paths) + 1)]
+    speedups = [each / cost for each, cost in zip(tokens, costs)]
+    best = min(nodes, len(paths)) if nodes else speedups.index(max(speedups))
     print("nodes  tokens a pass   cost of a round   speedup")
     for n in sorted({1, 2, 4, 8, 16, 32, best, len(paths)} & set(range(len(paths) + 1))):
-        tokens = 1 + sum(shares[:n])
-        print(f"{n:>5}{tokens:>15.2f}{costs[n]:>18.2f}{tokens / costs[n]:>10.2f}")
+        print(f"{n:>5}{tokens[n]:>15.2f}{costs[n]:>18.2f}{speedups[n]:>10.2f}")
     print(f"chosen: {best} nodes")
-    heads.tree = list(paths[:best])
+    heads.tree = paths[:best]
 
 
 # ---- the command ---------------------------------------------------------------------------------
