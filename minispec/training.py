@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec.checkpoint import pick_device
+from minispec.checkpoint import pick_device, replacing, write_text
 from minispec.errors import UserError, check_writable, number
 
 CHECKPOINT = "training.pt"  # in --out, while a training goes on and after it
@@ -95,22 +95,19 @@ class Run:
     seconds: float = 0.0
 
     def save(self, path: Path) -> None:
-        """Write the checkpoint; it appears whole or not."""
+        """Write the checkpoint; on a full disk the one before stays."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [each.state_dict() for each in self.optimizers],
             "what": self.what,
             "counts": [self.step, self.tokens, self.seconds],
         }
-        part = path.with_suffix(".tmp")
-        try:
-            torch.save(state, part)
-            part.replace(path)
-        except (OSError, RuntimeError) as error:  # torch calls a full disk a RuntimeError
-            part.unlink(missing_ok=True)
-            said = str(error).partition("\n")[0]
-            raise UserError(f"{path} could not be written ({said}): make room and start again, it "
-                            "goes on from the checkpoint before") from None  # fmt: skip
+        with replacing(path) as part:
+            try:
+                torch.save(state, part)
+            except RuntimeError as error:  # torch's word for a full disk
+                said = str(error).partition("\n")[0]
+                raise OSError(f"{said}; make room, then start again: it goes on") from None
 
     def restore(self, state: dict, path: Path) -> None:
         """Become what `read_checkpoint` read."""
@@ -250,7 +247,7 @@ def write_card(
         title=title, about=about, line=args.line, run=run, minutes=run.seconds / 60,
         threads=torch.get_num_threads(), device=args.device.type, measured=measured,
     )  # fmt: skip
-    (args.out / "README.md").write_text(text, encoding="utf-8")
+    write_text(args.out / "README.md", text)
 
 
 def markdown(corner: str, columns: list[str], rows: dict[object, list[float]]) -> str:
@@ -312,7 +309,6 @@ def prepare(args: argparse.Namespace, line: list[str]) -> None:
         )
     args.dtype, args.device = getattr(torch, args.dtype), pick_device(args.device)
     args.line = " ".join(Path(word).name if Path(word).is_absolute() else word for word in line)
-    path = args.out / CHECKPOINT
-    check_writable(path.with_suffix(".tmp"), "--out")
-    if path.exists():
+    check_writable(args.out / CHECKPOINT, "--out")
+    if (args.out / CHECKPOINT).exists():
         args.init = None

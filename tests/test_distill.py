@@ -498,7 +498,7 @@ def test_a_target_without_a_tokenizer_is_refused(target, data, tmp_path, capsys)
 def test_an_output_that_cannot_be_is_refused_first(command, out, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(documents_module, "load", lambda *_: pytest.fail("the weights were read"))
     (tmp_path / "file").touch()
-    (tmp_path / "training.tmp").mkdir()
+    (tmp_path / "training.pt").mkdir()
     said = refused(capsys, *command, "--model", WEIGHTS / "target", "--out", tmp_path / out)
     assert "--out" in said
 
