@@ -117,7 +117,7 @@ def read_tree_option(value: str, heads: Heads, most: int) -> list[Ranks] | Liter
     at most: more never fit."""
     if value == "auto":
         return value
-    if value.isdecimal():
+    if value.isdecimal() and len(value) < 20:
         if heads.accuracy is None:
             raise UserError(
                 f"--tree {value}: these heads came without accuracies to grow a tree by: measure "

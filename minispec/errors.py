@@ -81,14 +81,12 @@ def interrupted(*_) -> None:
 
 
 def prepare_streams() -> None:
-    """Make files and pipes UTF-8 where the system has another encoding. Bytes that are not pass
-    standard input as lone surrogates, which a tokenizer refuses; a terminal shows what it can."""
+    """Speak UTF-8, whatever the system's encoding. Bytes that are not pass standard input as lone
+    surrogates, which a tokenizer refuses."""
     for stream, errors in (sys.stdin, "surrogateescape"), (sys.stdout, "strict"):
         with contextlib.suppress(ValueError):  # closed, or read from already
-            if hasattr(stream, "reconfigure") and not stream.isatty():
+            if hasattr(stream, "reconfigure"):
                 stream.reconfigure(encoding="utf-8", errors=errors)
-            elif hasattr(stream, "reconfigure") and stream is sys.stdout:
-                stream.reconfigure(errors="replace")
     if sys.stderr is None:  # closed: `print` would write to standard output instead
         sys.stderr = open(os.devnull, "w")
 

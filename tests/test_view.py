@@ -232,17 +232,14 @@ def test_the_flag_never_takes_the_prompt_for_its_value(folder, capsys, monkeypat
         call(folder, *words)
         out = capsys.readouterr().out
         assert "\x1b[" in out and ESCAPE.sub("", out) == plain
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nho\n"))
+    call(folder, "--chat", "--color")
+    assert capsys.readouterr().out.count("\x1b[0m") > 2
     call(folder, "--", "--color")
     assert capsys.readouterr().out.startswith("--color")
     with pytest.raises(SystemExit) as caught:
         call(folder, "x", "--color=loud")
     assert caught.value.code == 2
-
-
-def test_a_chat_is_coloured_too(folder, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nho\n"))
-    call(folder, "--chat", "--color")
-    assert capsys.readouterr().out.count("\x1b[0m") > 2
 
 
 # ---- the page
@@ -264,10 +261,7 @@ def test_the_page_holds_its_data_whatever_the_text(folder, capsys, tmp_path):
     template = view.PAGE.read_text(encoding="utf-8")
     assert template.count(view.MARK) == 1
     assert page.count("<script") == template.count("<script") == 2
-
-
-def test_the_page_needs_no_network():
-    template = view.PAGE.read_text(encoding="utf-8")
+    # and needs no network
     assert "default-src 'none'" in template
     assert set(re.findall(r"https?://[^\s\"']+", template)) == {"http://www.w3.org/2000/svg"}
     assert re.findall(r"(?:src|href)=\"([^\"]*)\"", template) == ["data:,"]
