@@ -250,7 +250,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--color=full", dest="color", action="store_const", const="full",
                    help="and the rejected drafts, struck out")
     p.add_argument("--html", metavar="FILE", help="a page to step through the run, pass by pass")
-    return p.parse_args(argv)  # fmt: skip
+    return p.parse_args(argv)
 
 
 def check_flags(args: argparse.Namespace) -> None:
