@@ -152,6 +152,8 @@ def test_near_duplicates_are_kept_where_that_is_asked_for(target, data, tmp_path
     known = distill.Duplicates()
     kept = [row for row in every if not known.add(row["tokens"])]
     assert len(every) == 64 > len(kept) and different == kept[: len(different)]
+    first, second = ([r["prompt"] for r in every if r["batch"] == batch] for batch in (0, 1))
+    assert first != second
 
 
 def test_a_conversation_is_asked_by_the_template_and_a_control_is_the_corpus(
@@ -229,7 +231,8 @@ def test_what_is_measured_was_neither_learnt_nor_is_near_to_what_was(tmp_path):
 def test_batches_show_every_document_once_an_epoch_and_begin_anywhere():
     shuffled = Shuffled(10, 0)
     epochs = [torch.cat([shuffled.take(i * 60 + j * 20, 2, 10) for j in range(5)]) for i in (0, 5)]
-    assert sorted(epochs[0].tolist()) == list(range(10)) != epochs[0].tolist()
+    assert all(sorted(each.tolist()) == list(range(10)) for each in epochs)
+    assert not torch.equal(*epochs)
     assert len(Shuffled(3, 0).take(100, 8, 10)) == 3
 
 

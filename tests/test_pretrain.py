@@ -123,6 +123,7 @@ def test_a_run_that_ctrl_c_ended_goes_on_as_if_it_had_not(data, tmp_path):
         run(data, tmp_path / "parts", steps, *often)
     assert caught.value.code == 130 and not (tmp_path / "parts" / "model.safetensors").exists()
     resumed = run(data, tmp_path / "parts", steps, *often)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     for name in whole:
         assert torch.equal(whole[name], resumed[name]), name
 
