@@ -138,15 +138,3 @@ def check_writable(file: str | Path, flag: str) -> None:
         raise UserError(f"{flag} {file}: cannot be written ({error.strerror})") from None
     if not existed:
         file.unlink(missing_ok=True)  # another process tries as well
-
-
-# ---- to go: still imported by questions, study, bench ----
-
-
-def prepare_file(path: Path, flag: str) -> None:
-    check_writable(path, flag)
-
-
-def prepare_folder(folder: Path, flag: str, *files: str) -> None:
-    for file in files:
-        check_writable(folder / file, flag)
