@@ -31,7 +31,7 @@ from minispec.errors import Parser, UserError, command, number
 from minispec.generate import decode
 from minispec.model import Config, Transformer, count_parameters
 from minispec.text import END, Document, Kinds, distinct_4grams, plain, read_corpus
-from minispec.tokenizer import Tokenizer, read_backend
+from minispec.tokenizer import Tokenizer, call, read_backend
 from minispec.training import (
     Run,
     muon_and_adamw,
@@ -106,7 +106,8 @@ def tokenize(tokenizer: Tokenizer, documents: list[Document]) -> Iterator[np.nda
     """Each document with its leading END; a document of the next follows in the packed stream."""
     for start in range(0, len(documents), 1000):
         texts = list(map(marked, documents[start : start + 1000]))
-        yield from (np.array(each.ids, np.int32) for each in tokenizer.backend.encode_batch(texts))
+        encoded = call("the tokenizer fails at a text", tokenizer.backend.encode_batch, texts)
+        yield from (np.array(each.ids, np.int32) for each in encoded)
 
 
 class Stream:

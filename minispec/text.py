@@ -115,6 +115,7 @@ def read_lines(file: Path, text: str) -> list[Document]:
         try:
             if line.strip():
                 documents.append(document_of(json.loads(line)))
+                plain(documents[-1]).encode()  # a lone surrogate is no text
         except (ValueError, RecursionError):
             raise UserError(
                 f'{file} line {number}: must be an object of strings: {{"text"}}, {{"prompt"}}, '

@@ -98,6 +98,7 @@ def test_a_conversation_is_encoded_by_the_model_s_template():
         ("a.jsonl", b"[1]", "line 1"),
         ("a.jsonl", b'{"text": "x"', "line 1"),
         ("a.jsonl", b'{"text": 3}', "line 1"),
+        ("a.jsonl", b'{"prompt": "\\ud800"}', "line 1"),
         ("a.jsonl", b'{"messages": []}', "line 1"),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}', "line 1"),
         ("a.jsonl", b"[" * 100_000, "line 1"),
