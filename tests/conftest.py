@@ -1,13 +1,19 @@
-"""Fixtures: tiny random models, and the folders that hold real ones."""
+"""What tests share: tiny random models, a tokenizer of bytes, and the folders of real ones."""
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 from minispec import cost
-from minispec.model import Transformer
+from minispec.methods.medusa import Heads, untrained
+from minispec.model import Config, Transformer
+from minispec.tokenizer import Tokenizer
 from minispec.toys import small_model
+from minispec.tree import Tree
 
 torch.set_num_threads(1)  # tests' tensors are tiny: two threads would only wait for one another
 cost.MOMENT = 0.0  # nor does it matter how well a cost is measured
@@ -25,3 +31,56 @@ def random_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes) -
 
 def random_tokens(n: int, seed: int = 0, vocab: int = 32) -> list[int]:
     return torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def random_tree(rng: random.Random, n: int, vocab: int = 32) -> Tree:
+    parents = [-1] + [rng.randrange(i) for i in range(1, n)]
+    return Tree([rng.randrange(vocab) for _ in range(n)], parents)
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+END, USER, ASSISTANT, END_TURN = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
+    """One token per byte, then the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END, USER, ASSISTANT, END_TURN])
+    return Tokenizer(backend, END, END, chat_template)
+
+
+TOKENIZER = byte_tokenizer()
+VOCAB = TOKENIZER.size
+
+
+def byte_model(seed: int = 0, context: int = 256, eos: tuple[int, ...] = ()) -> Transformer:
+    """A random model of TOKENIZER's bytes."""
+    return random_model(seed, vocab_size=VOCAB, context=context, bos_id=256, eos_ids=eos)
+
+
+# ---- a model whose text is known -----------------------------------------------------------------
+
+
+def count_up(vocab: int, heads: int) -> tuple[Transformer, Heads]:
+    """A model that says t + 1 after t, and heads that know it."""
+    config = Config(vocab, 2, 1, 1, 1, vocab, vocab, 64, tied=False)
+    model = Transformer(config).double()
+    for name, p in model.named_parameters():
+        p.data.fill_(1.0 if "norm" in name else 0.0)
+        p.requires_grad_(False)
+    one = torch.eye(vocab, dtype=torch.float64)
+    model.model.embed_tokens.weight.data.copy_(one)
+    model.lm_head.weight.data.copy_(one.roll(1, 0))
+    made = untrained(heads, 1, model, shared=False)
+    for k, head in enumerate(made):
+        head[-1].weight.data.copy_(one.roll(k + 2, 0))
+    return model, made.requires_grad_(False)

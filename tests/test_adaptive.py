@@ -5,8 +5,7 @@ import random
 
 import pytest
 import torch
-from conftest import random_model, random_tokens
-from test_medusa import count_up
+from conftest import count_up, random_model, random_tokens
 
 from minispec.generate import decode
 from minispec.methods.adaptive import (

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import mistakes
 import pytest
 import torch
 import torch.nn.functional as F

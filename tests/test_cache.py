@@ -4,8 +4,7 @@ import random
 
 import pytest
 import torch
-from conftest import random_model, random_tokens
-from test_model import random_tree
+from conftest import random_model, random_tokens, random_tree
 
 
 def assert_fresh(model, cache, tokens: list[int]) -> None:

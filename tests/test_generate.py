@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, random_model, random_tokens
-from test_tokenizer import byte_tokenizer
+from conftest import ROOT, TOKENIZER, byte_model, byte_tokenizer, random_model, random_tokens
 
 from minispec import UserError, generate
 from minispec.checkpoint import load, save
@@ -22,13 +21,6 @@ from minispec.errors import check_writable, command
 from minispec.generate import decode, stream
 from minispec.run import acceptance
 from minispec.tree import Step, Tree
-
-TOKENIZER = byte_tokenizer()
-VOCAB = TOKENIZER.size
-
-
-def byte_model(seed: int = 0, context: int = 256, eos: tuple[int, ...] = ()):
-    return random_model(seed, vocab_size=VOCAB, context=context, bos_id=256, eos_ids=eos)
 
 
 def scripted(text_tokens: list[int], block: int):

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, random_model
-from test_generate import TOKENIZER, byte_model
+from conftest import ROOT, TOKENIZER, byte_model, random_model
 
 from minispec import UserError, load
 from minispec.checkpoint import save

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from conftest import GOLDEN, SHARED, needs_shared, random_model, random_tokens
-from test_medusa import count_up
+from conftest import GOLDEN, SHARED, count_up, needs_shared, random_model, random_tokens
 
 from minispec import generate, load
 from minispec.generate import decode

@@ -4,8 +4,7 @@ import random
 
 import pytest
 import torch
-from conftest import random_model, random_tokens
-from test_generate import TOKENIZER, byte_model
+from conftest import TOKENIZER, byte_model, count_up, random_model, random_tokens
 
 from minispec import Sampling, UserError, generate
 from minispec.certify.cases import RANK_TREES, bound
@@ -14,25 +13,8 @@ from minispec.generate import decode
 from minispec.heads import save_medusa
 from minispec.methods import medusa
 from minispec.methods.medusa import complete, typical_path, untrained
-from minispec.model import Config, Transformer
 from minispec.toys import Toy, ToyHeads, exact_distribution, random_heads, total_variation
 from minispec.tree import Tree
-
-
-def count_up(vocab: int, heads: int):
-    """A model that says t + 1 after t, and heads that know it."""
-    size = vocab
-    model = Transformer(Config(size, 2, 1, 1, 1, size, vocab, 64, tied=False)).double()
-    for name, p in model.named_parameters():
-        p.data.fill_(1.0 if "norm" in name else 0.0)
-        p.requires_grad_(False)
-    one = torch.eye(vocab, dtype=torch.float64)
-    model.model.embed_tokens.weight.data.copy_(one)
-    model.lm_head.weight.data.copy_(one.roll(1, 0))
-    made = untrained(heads, 1, model, shared=False)
-    for k, head in enumerate(made):
-        head[-1].weight.data.copy_(one.roll(k + 2, 0))
-    return model, made.requires_grad_(False)
 
 
 def test_head_k_says_the_token_at_t_plus_k_plus_2():

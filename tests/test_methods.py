@@ -3,9 +3,7 @@
 import random
 
 import pytest
-from conftest import random_model, random_tokens
-from test_generate import TOKENIZER, byte_model
-from test_tokenizer import byte_tokenizer
+from conftest import TOKENIZER, byte_model, byte_tokenizer, random_model, random_tokens
 
 from minispec import Sampling, UserError
 from minispec.drafters import check_vocabularies

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from conftest import GOLDEN, SHARED, needs_shared, random_model, random_tokens
+from conftest import GOLDEN, SHARED, needs_shared, random_model, random_tokens, random_tree
 from safetensors.torch import load_file
 
 from minispec import load
@@ -66,11 +66,6 @@ def test_any_split_into_passes_gives_the_same_hiddens(seed):
         parts.append(model(part, cache))
         cache.commit(list(range(len(part))))
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
-
-
-def random_tree(rng: random.Random, n: int, vocab: int = 32) -> Tree:
-    parents = [-1] + [rng.randrange(i) for i in range(1, n)]
-    return Tree([rng.randrange(vocab) for _ in range(n)], parents)
 
 
 @pytest.mark.parametrize("seed", range(10))

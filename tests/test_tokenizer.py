@@ -4,30 +4,24 @@ import json
 import random
 
 import pytest
-from conftest import ROOT, SHARED, needs_shared
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from conftest import (
+    ASSISTANT,
+    CHAT_TEMPLATE,
+    END,
+    END_TURN,
+    ROOT,
+    SHARED,
+    USER,
+    byte_tokenizer,
+    needs_shared,
+)
+from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from minispec import UserError
 from minispec.tokenizer import Tokenizer
 
-END, USER, ASSISTANT, END_TURN = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 TEXT = "Ünï 你好，世界 👩‍👩‍👧 𝔘 end � é"
-
-
-def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
-    """One token per byte, then the special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([END, USER, ASSISTANT, END_TURN])
-    return Tokenizer(backend, END, END, chat_template)
 
 
 def saved(tokenizer: Tokenizer, folder) -> None:

@@ -9,8 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import random_model, random_tokens
-from test_generate import TOKENIZER, VOCAB, byte_model
+from conftest import TOKENIZER, VOCAB, byte_model, random_model, random_tokens
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
