@@ -26,7 +26,7 @@ from tokenizers import Tokenizer as BPE
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
-from minispec.checkpoint import load, read_tokenizer, save
+from minispec.checkpoint import check_fingerprint, load, read_tokenizer, save
 from minispec.errors import Parser, UserError, command, number
 from minispec.generate import decode
 from minispec.model import Config, Transformer, count_parameters
@@ -34,6 +34,7 @@ from minispec.text import END, Document, Kinds, distinct_4grams, plain, read_cor
 from minispec.tokenizer import Tokenizer, call, read_backend
 from minispec.training import (
     Run,
+    markdown,
     muon_and_adamw,
     prepare,
     processes,
@@ -149,8 +150,9 @@ class NextToken(nn.Module):
 
 
 def new_model(
-    args: argparse.Namespace, vocabulary: int, bos: int | None, eos: tuple[int, ...]
-) -> Transformer:
+    args: argparse.Namespace, tokenizer: Tokenizer, vocabulary: int, bos: int | None,
+    eos: tuple[int, ...],
+) -> Transformer:  # fmt: skip
     """A model of the command line's sizes: untrained, or with the weights of --init."""
     config = Config(
         hidden_size=args.width, intermediate_size=args.ffn, layers=args.layers, heads=args.heads,
@@ -160,7 +162,8 @@ def new_model(
     model = Transformer(config)
     initialise(model, args.seed)
     if args.init:
-        theirs, _ = load(args.init, "float32", "cpu")
+        theirs, its = load(args.init, "float32", "cpu")
+        check_fingerprint(f"--init {args.init}", its.fingerprint if its else None, tokenizer)
         ours = asdict(replace(config, context=theirs.config.context))
         for name, value in asdict(theirs.config).items():
             if value != ours[name]:
@@ -217,7 +220,8 @@ def finish(
     save(model, tokenizer, args.out, torch.float16)
     model.half().float()
     bits = evaluate(model, tokenizer, held_out)
-    rows = "\n".join(f"| {k} | {n:,} | {bits.get(k, math.nan):.3f} |" for k, n in sizes.items())
+    counts = ", ".join(f"{kind} {n:,}" for kind, n in sizes.items())
+    table = markdown("kind", ["held-out bits per byte"], {k: [v] for k, v in bits.items()})
     documents = next((d for d in held_out.values() if d), [""])
     prompt = next(tokenize(tokenizer, documents))[: min(24, args.context - 1)].tolist()
     said = decode(model, tokenizer, prompt, max_new_tokens=120).tokens
@@ -226,7 +230,7 @@ def finish(
         args, run, f"{count_parameters(model):,} parameters",
         f"{c.layers} layers of width {c.hidden_size}, {c.heads} heads ({c.kv_heads} for keys and "
         f"values), vocabulary {c.vocab_size}, context {c.context}. Llama layout, float16.",
-        f"| kind | training tokens | held-out bits per byte |\n|---|---|---|\n{rows}\n\n"
+        f"Learnt from so many tokens: {counts}.\n\n{table}\n\n"
         f"A greedy sample ({distinct_4grams(said):.2f} of its 4-grams are different):\n\n"
         f"```\n{sample}\n```",
     )  # fmt: skip
@@ -274,7 +278,7 @@ def main(argv: list[str] | None = None) -> None:
         kinds, held_out = read_corpus(args.data)
         tokenizer = choose_tokenizer(args, kinds, rank)
         ends = tuple(map(tokenizer.backend.token_to_id, (END, END_TURN)))
-        model = new_model(args, tokenizer.size, ends[0], ends)
+        model = new_model(args, tokenizer, tokenizer.size, ends[0], ends)
         ids = {kind: list(tokenize(tokenizer, documents)) for kind, documents in kinds.items()}
         sizes = {kind: sum(map(len, each)) for kind, each in ids.items()}
         stream = Stream([each for part in ids.values() for each in part], args.seed)

@@ -179,6 +179,10 @@ def test_a_model_begins_with_another_and_keeps_its_tokenizer(data, tmp_path, cap
         (["--heads", "4"], "its heads is 2, here it is 4"),  # of equal shapes
     ):
         assert said in refused(capsys, data, tmp_path / "new", 1, *begun, *change)
+    run(data, tmp_path / "other", 1, "--vocab", "300", "--data", *data[1:])
+    other = "--tokenizer", str(tmp_path / "other" / "tokenizer.json")
+    said = refused(capsys, data, tmp_path / "new", 1, *begun, *other)
+    assert "made with another tokenizer" in said
     (tmp_path / "first" / "config.json").unlink()
     run(data, out, 2, *begun, "--seed", "1")  # goes on without it
     assert (out / "tokenizer.json").read_text() == tokenizer

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     prepare(args, args.words)
     target, tokenizer = load_target(args, "float32")
     c = target.config
-    draft = new_model(args, c.vocab_size, c.bos_id, c.eos_ids)
+    draft = new_model(args, tokenizer, c.vocab_size, c.bos_id, c.eos_ids)
     run, measured = learn(
         args, target, tokenizer, draft, muon_and_adamw(draft),
         lambda documents: SoftLabels(draft, target, documents, args.dtype), str(draft.config),
