@@ -188,9 +188,3 @@ def held_out_prompts(
     chosen = {kind: held_out[kind] for kind in kinds or held_out}
     chosen = {k: texts[min(skip, len(texts) // 2) :][:n] for k, texts in chosen.items()}
     return {k: [encode(d, tokenizer)[:length] for d in texts] for k, texts in chosen.items()}
-
-
-def distinct_4grams(tokens: list[int]) -> float:
-    """Share of different ones among the 4-grams: few in a loop, which flatters every draft."""
-    grams = list(zip(*(tokens[i:] for i in range(4))))
-    return len(set(grams)) / max(1, len(grams))
