@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -197,7 +197,7 @@ class Reciter:
     prefill = Transformer.prefill
 
     def __init__(self, model: Transformer, text: list[int], acceptance: float):
-        self.config, rng = model.config, random.Random(0)
+        self.config, rng = replace(model.config, hidden_size=1), random.Random(0)
         self.dtype, self.device = torch.float32, torch.device("cpu")
         wrong = [(token + 1) % self.config.vocab_size for token in text]
         self.guesses = [t if rng.random() < acceptance else w for t, w in zip(text, wrong)]
