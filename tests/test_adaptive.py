@@ -191,8 +191,7 @@ def test_a_policy_is_asked_before_each_round_and_told_after_it(method):
     assert [drafted for drafted, _ in came[:3]] == [1, 5, 2]
 
 
-@pytest.mark.parametrize("curve", [FLAT, STEEP])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("curve, seed", [(FLAT, 0), (STEEP, 1)])
 def test_any_choice_of_k_is_plain_decoding(seed, curve):
     model, prompt = random_model(seed, context=60), random_tokens(1 + 5 * seed, seed)
     plain = decode(model, None, prompt, max_new_tokens=1000)
@@ -206,8 +205,7 @@ def test_any_choice_of_k_is_plain_decoding(seed, curve):
         assert run.tokens == plain.tokens and run.finish_reason == "context"
 
 
-@pytest.mark.parametrize("method", ["medusa", "medusa-typical"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("method, seed", [("medusa", 0), ("medusa-typical", 1)])
 def test_any_choice_of_trees_is_plain_decoding(method, seed):
     model = random_model(seed, context=40)
     # of heads with these seeds some guess right now and then
@@ -234,6 +232,6 @@ def test_good_drafts_make_chains_long_and_bad_ones_short():
     drafted = []
     for draft in (model, random_model(9)):
         k = Length(curve, draft=0.2)
-        run = decode(model, None, [1, 2], "speculative", draft=draft, k=k, max_new_tokens=150)
+        run = decode(model, None, [1, 2], "speculative", draft=draft, k=k, max_new_tokens=80)
         drafted.append(run.stats["drafted"] / run.stats["target_passes"])
     assert drafted[0] > 5 and drafted[1] < 2

@@ -58,19 +58,6 @@ def running():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("case", CASES)
-def test_it_says_on_the_device_what_it_says_on_the_host(case, temperature):
-    method, options, *_ = CASES[case]
-    runs = []
-    for place in ("cpu", DEVICE):
-        model = random_model(5, layers=1).to(place)
-        more = options(model, place) | {"temperature": temperature, "seed": 7}
-        run = decode(model, None, random_tokens(9), method, max_new_tokens=12, **more)
-        runs.append((run.tokens, run.stats["target_passes"]))
-    assert runs[0] == runs[1]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("case", CASES)
 def test_how_often_a_round_waits_for_the_device(case, temperature):
     method, options, *waits = CASES[case]
     model = random_model(5, layers=1).to(DEVICE)
@@ -96,18 +83,18 @@ def test_as_many_drafts_as_a_policy_says_wait_no_more_often():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("case", CASES)
-def test_a_conversation_keeps_its_cache_on_the_device(case, temperature):
+def test_a_conversation_says_on_the_device_what_it_says_on_the_host(case, temperature):
     method, options, *_ = CASES[case]
     turns = []
     for place in ("cpu", DEVICE):
         model = random_model(5, layers=1).to(place)
-        more = options(model, place) | {"temperature": temperature, "max_new_tokens": 6}
+        more = options(model, place) | {"temperature": temperature, "max_new_tokens": 5}
         cache = model.new_cache()
         first = decode(model, None, random_tokens(9), method, cache=cache, **more)
         prompt = random_tokens(9) + first.tokens + random_tokens(4, seed=1)
         second = decode(model, None, prompt, method, cache=cache, **more)
         turns.append((first.tokens, second.tokens, second.cached_tokens))
-    assert turns[0] == turns[1] and turns[0][2] == 14
+    assert turns[0] == turns[1] and turns[0][2] == 13
 
 
 def test_what_mixes_host_and_device_is_refused_and_what_crosses_is_counted():

@@ -1,13 +1,13 @@
-"""FastMTP: the head, its chain of drafts, compressed vocabularies, training."""
+"""FastMTP: the head, its chain of drafts, compressed vocabularies."""
 
 import random
 
 import pytest
 import torch
-from conftest import SHARED, needs_shared, random_model, random_tokens
+from conftest import SHARED, needs_shared, random_model
 from tokenizers import Tokenizer as Backend
 
-from minispec import Sampling, certify, generate
+from minispec import Sampling
 from minispec.generate import decode
 from minispec.methods.fastmtp import Drafter, FullVocabulary
 from minispec.methods.vocabulary import Compressed, Language, Subset, count, votes
@@ -18,45 +18,12 @@ from minispec.toys import random_head, switching
 # ---- the head and its drafts ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4, 8))
-def test_head_cache_and_drafts_are_those_of_fresh_passes(seed):
-    """The head is its formula; after every round its cache holds the rows that a fresh pass over
-    the committed tokens makes; and each draft is that of fresh passes over all rows before it."""
-    assert certify.head_problem(seed) is None and certify.drafts_problem(seed) is None
-
-
-@pytest.mark.parametrize("k", range(1, 7))
-def test_greedy_tokens_are_plain_decoding_s(k):
-    for seed in range(2):
-        model, prompt = random_model(seed), random_tokens(1 + 3 * seed, seed)
-        head = random_head(model, seed)
-        plain = decode(model, None, prompt, max_new_tokens=30)
-        for words in (None, switching(model)):
-            result = decode(model, None, prompt, "fastmtp", head=head, k=k, vocabulary=words,
-                            max_new_tokens=30)  # fmt: skip
-            assert result.tokens == plain.tokens
-            assert [len(step.tree) for step in result.rounds[1:-1]] == [k + 1] * (
-                len(result.rounds) - 2
-            )
-
-
-def test_a_prompt_of_one_token_and_the_end_of_the_context():
-    model = random_model(context=40)
-    plain = decode(model, None, [5], max_new_tokens=1000)
-    result = decode(model, None, [5], "fastmtp", head=random_head(model, 0), max_new_tokens=1000)
-    assert result.tokens == plain.tokens and result.finish_reason == "context"
-    assert len(result.rounds[0].tree) == 1  # nothing to draft from before a pass
-
-
-def test_it_goes_on_from_a_kept_cache():
-    """The rows of a kept cache have no hidden states: the head begins behind them."""
-    model, cache = random_model(), random_model().new_cache()
-    head, prompt = random_head(model, 1), random_tokens(9)
-    for n in (9, 4, 12):
-        plain = decode(model, None, prompt, max_new_tokens=n)
-        options = {"head": head, "cache": cache, "max_new_tokens": n}
-        assert decode(model, None, prompt, "fastmtp", **options).tokens == plain.tokens
-        prompt = prompt + plain.tokens + [3]
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_k_drafts_a_round_but_none_before_a_pass(k):
+    model = random_model(context=60)
+    run = decode(model, None, [5], "fastmtp", head=random_head(model, 0), k=k, max_new_tokens=99)
+    drafted = [len(step.tree) - 1 for step in run.rounds]
+    assert drafted[0] == 0 and set(drafted[1:-5]) == {k}  # at the end of the context fewer
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -148,8 +115,8 @@ def test_frequencies_over_a_real_large_vocabulary():
     folder = SHARED / "tokenizers" / "qwen2"
     tokenizer = Tokenizer(Backend.from_file(str(folder / "tokenizer.built.json")))
     texts = {
-        "en": (SHARED / "data" / "train" / "stories_en.txt").read_text()[:400_000],
-        "zh": (SHARED / "data" / "train" / "stories_zh.txt").read_text()[:200_000],
+        "en": (SHARED / "data" / "train" / "stories_en.txt").read_text()[:250_000],
+        "zh": (SHARED / "data" / "train" / "stories_zh.txt").read_text()[:120_000],
     }
     special = tokenizer.special_ids
     languages = {
@@ -163,34 +130,3 @@ def test_frequencies_over_a_real_large_vocabulary():
         inside = sum(token in frequent for token in held_out) / len(held_out)
         assert inside > 0.9 and len(frequent) < tokenizer.size / 15
         assert set(special) <= frequent
-
-
-# ---- the command line ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--tree", "4"], "--tree is for --method medusa or medusa-typical, not for fastmtp"),
-        (["--heads", "nowhere"], "no such directory: nowhere"),
-        (["--vocabulary", "nowhere.json"], "no such vocabulary file"),
-        (["--k", "many"], "--k: many must be a whole number, at least 1"),
-        (["--vocabulary-size", "0"], "0 must be a whole number, at least 1"),
-        (["--vocabulary", "none", "--vocabulary-size", "9"], "needs a --vocabulary"),
-    ],
-)
-def test_wrong_flags_are_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        generate.main(["x", "--method", "fastmtp", *arguments])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_it_equals_plain_decoding():
-    model, head = random_model().cuda(), random_head(random_model(), 0).cuda()
-    plain = decode(model, None, [1, 2, 3], max_new_tokens=40)
-    for k in (3, "auto"):
-        result = decode(model, None, [1, 2, 3], "fastmtp", head=head, k=k, max_new_tokens=40)
-        assert result.tokens == plain.tokens

@@ -13,10 +13,12 @@ import random
 
 import pytest
 import torch
+from conftest import GOLDEN, SHARED, needs_shared
 
+from minispec import load
 from minispec.certify.cases import BEST_TREE, GREEDY, LENGTH, bound, every_path, tree_method
 from minispec.certify.checks import CONTEXT, EXACT, ends_of, worst_row
-from minispec.generate import METHODS
+from minispec.generate import METHODS, decode
 from minispec.sampling import Sampling, Seeded
 from minispec.toys import (
     Toy,
@@ -130,3 +132,22 @@ def test_limits(name):
 
     verdict = ends_of(method, options, [("", target)], {})
     assert verdict.passed, verdict.detail
+
+
+@pytest.mark.parametrize("family", sorted(p.name for p in GOLDEN.iterdir() if p.is_dir()))
+@pytest.mark.parametrize("method", ["prompt-lookup", "jacobi", "lookahead"])
+def test_every_family(family, method):
+    model, _ = load(GOLDEN / family, "float64", "cpu")
+    plain = decode(model, None, [3, 1, 4], max_new_tokens=24, ignore_eos=True)
+    run = decode(model, None, [3, 1, 4], method, max_new_tokens=24, ignore_eos=True)
+    assert run.tokens == plain.tokens
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["tinystories-656k", "stories260k"])
+@pytest.mark.parametrize("method", ["jacobi", "lookahead"])
+def test_real_checkpoints(name, method):
+    model, tokenizer = load(SHARED / "checkpoints" / name, "float64", "cpu")
+    plain = decode(model, tokenizer, "Once upon a time", max_new_tokens=40)
+    run = decode(model, tokenizer, "Once upon a time", method, max_new_tokens=40)
+    assert run.tokens == plain.tokens

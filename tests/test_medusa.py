@@ -1,4 +1,4 @@
-"""Medusa: heads, the trees they propose, typical acceptance and its bias, training."""
+"""Medusa: heads, the trees they propose, typical acceptance and its bias."""
 
 import random
 
@@ -103,16 +103,6 @@ def test_typical_acceptance_takes_the_longest_then_the_likeliest_path():
     assert typical_path(probs, tree, 0.09, 0.3) == [0, 2, 3]
 
 
-def test_it_goes_on_from_a_kept_cache():
-    model, cache = random_model(), random_model().new_cache()
-    heads, prompt = random_heads(model, 1), random_tokens(9)
-    for n in (9, 4, 12):
-        plain = decode(model, None, prompt, max_new_tokens=n)
-        run = decode(model, None, prompt, "medusa", heads=heads, cache=cache, max_new_tokens=n)
-        assert run.tokens == plain.tokens
-        prompt = prompt + run.tokens + [3]
-
-
 # ---- the command line ----------------------------------------------------------------------------
 
 
@@ -136,28 +126,3 @@ def test_a_number_of_nodes_grows_no_more_than_ever_fit():
     heads.accuracy = torch.full((3, 10), 0.1)
     for value, nodes in (("7", 7), ("100000000", 40)):
         assert len(generate.read_tree_option(value, heads, 40)) == nodes
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--tree", "nonsense"], "neither auto, nor a number of nodes"),
-        (["--heads", "nowhere"], "no such directory: nowhere"),
-        (["--method", "speculative", "--tree", "3"], "--tree is for --method medusa"),
-    ],
-)
-def test_wrong_flags_are_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        generate.main(["x", "--method", "medusa", *arguments])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_it_equals_plain_decoding():
-    model, heads = random_model().cuda(), random_heads(random_model(), 0).cuda()
-    plain = decode(model, None, [1, 2, 3], max_new_tokens=40)
-    for tree in (None, "auto"):
-        run = decode(model, None, [1, 2, 3], "medusa", heads=heads, tree=tree, max_new_tokens=40)
-        assert run.tokens == plain.tokens

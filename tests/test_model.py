@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from minispec import load
 from minispec.methods.autoregressive import autoregressive
 from minispec.sampling import Sampling, Seeded
-from minispec.tree import Tree
 
 VARIANTS = sorted(folder.name for folder in GOLDEN.iterdir())
 
@@ -68,7 +67,7 @@ def test_any_split_into_passes_gives_the_same_hiddens(seed):
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("cached", [True, False])
 def test_each_row_of_a_tree_equals_the_chain_through_its_ancestors(seed, cached):
     rng = random.Random(seed)
@@ -138,16 +137,3 @@ def test_moving_to_half_precision_leaves_the_rotary_frequencies_alone():
     assert model.rope.frequencies.dtype == torch.float32 and torch.equal(
         model.rope.frequencies, before
     )
-
-
-@pytest.mark.gpu
-def test_cuda_equals_cpu():
-    model = random_model(dtype=torch.float32)
-    tokens = random_tokens(40)
-    expected = model.logits(model(tokens))
-    on_gpu = model.to("cuda")
-    cache = on_gpu.new_cache()
-    on_gpu.prefill(tokens[:-5], cache)
-    tree = Tree.chain(tokens[-5], tokens[-4:])
-    hidden = on_gpu(tree.tokens, cache, tree.depth, tree.mask)
-    torch.testing.assert_close(on_gpu.logits(hidden).cpu(), expected[:, -5:], rtol=1e-3, atol=1e-3)

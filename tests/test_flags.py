@@ -1,0 +1,29 @@
+"""Flags that do not go with the method, or name what is not there: one line and exit code 2."""
+
+import pytest
+
+from minispec import generate
+
+
+@pytest.mark.parametrize(
+    "method, arguments, message",
+    [
+        ("jacobi", "--window 3", "--window is for --method lookahead"),
+        ("lookahead", "--block 3", "--block is for --method jacobi"),
+        ("lookahead", "--ngram 1", "ngram 1: must be at least 2"),
+        ("medusa", "--tree nonsense", "neither auto, nor a number of nodes"),
+        ("medusa", "--heads nowhere", "no such directory: nowhere"),
+        ("speculative", "--tree 3", "--tree is for --method medusa"),
+        ("fastmtp", "--tree 4", "--tree is for --method medusa or medusa-typical, not for fastmtp"),
+        ("fastmtp", "--heads nowhere", "no such directory: nowhere"),
+        ("fastmtp", "--vocabulary nowhere.json", "no such vocabulary file"),
+        ("fastmtp", "--k many", "--k: many must be a whole number, at least 1"),
+        ("fastmtp", "--vocabulary-size 0", "0 must be a whole number, at least 1"),
+        ("fastmtp", "--vocabulary none --vocabulary-size 9", "needs a --vocabulary"),
+    ],
+)
+def test_it_is_one_line(method, arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["x", "--method", method, *arguments.split()])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and message in error and error.count("\n") == 1
