@@ -10,7 +10,7 @@ class KVCache:
     Rows [0, length) of a sequence are committed. A pass writes its rows behind them as *scratch*
     and never advances; only `commit` (`extend` for a batch) and `truncate` move the boundary. So
     the reuse of a prefix, the append of a token, the rollback of a rejected draft and the
-    compaction of an accepted tree path are all these two verbs.
+    compaction of an accepted tree path are all done by these two verbs.
 
     A batch (data generation) has one length per sequence: right padding is scratch that is never
     committed.
@@ -54,10 +54,11 @@ class KVCache:
                 f"{n} more tokens do not fit: the cache holds {self.capacity} and "
                 f"{max(self.lengths)} are committed"
             )
-        # of views: a copy from the host would wait for the device
+        # slices of self.row, not torch.tensor(lengths): a copy from the host would wait
         starts = torch.stack([self.row[length] for length in self.lengths])[:, None]  # (B, 1)
         slots, span = starts + self.row[:n], max(self.lengths) + n
         visible = (self.row[:span] < starts)[:, None].repeat(1, n, 1)  # (B, n, span)
+        # (B, 1, 1), (n, 1), (B, 1, n): each sequence's own scratch columns get the mask
         visible[self.sequence[..., None], self.row[:n, None], slots[:, None]] = mask
         return slots, starts + depth, visible[:, None]
 
@@ -75,7 +76,7 @@ class KVCache:
         assert path == sorted(set(path)), "a path descends: its rows are distinct and ascending"
         if path != list(range(len(path))):  # a chain's rows already lie where they belong
             rows = torch.tensor(path, device=self.device) + start
-            # K was rotated at its depth, which is its final row
+            # node i of the path was rotated for position start + i, the row it moves to
             self.kv[:, :, :, start : start + len(path)] = self.kv[:, :, :, rows]
         self.lengths = [start + len(path)]
 

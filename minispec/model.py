@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from minispec.cache import KVCache
 
-BLOCK = 512  # rows of a prompt in one pass: a long one needs no n × n mask
+CHUNK = 512  # rows of a prompt in one pass: a long one needs no n × n mask
 
 
 @dataclass(frozen=True)
 class Config:
-    """What the mathematics of the model depends on; `checkpoint` reads it from a config.json."""
+    """The hyperparameters of a forward pass; `config.py` reads them from a config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -37,7 +37,7 @@ class Config:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm on each head's q and k, before the rotation
-    bos_id: int | None = None  # begins every text, where the model was trained so
+    bos_id: int | None = None  # begins every prompt, where the model was trained so
     eos_ids: tuple[int, ...] = ()  # each ends one
 
 
@@ -85,11 +85,12 @@ def rope_frequencies(config: Config) -> tuple[Tensor, float]:
         return keep * base + (1 - keep) * base / factor, 1.0
     assert kind == "yarn", kind  # Peng et al. 2023 (arXiv 2309.00071)
 
-    def dimension(turns: float) -> float:
+    def pair(turns: float) -> float:
         """Index of the pair that turns this often within the original context."""
         return d * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
+    # 32 and 1: the paper's defaults
+    low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, d - 1)
@@ -139,7 +140,8 @@ def plan(
 
 
 def bias(visible: Tensor, like: Tensor) -> Tensor:
-    """0 where a row sees a key, else -inf: attention would make this of booleans in every layer."""
+    """0 where a row sees a key, else -inf, made once a pass: of a boolean mask attention would make
+    this again in every layer."""
     return like.new_zeros(visible.shape).masked_fill_(~visible, -math.inf)
 
 
@@ -157,10 +159,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-            for _ in "qk"
-        )
+        norm = nn.RMSNorm if config.qk_norm else nn.Identity
+        self.q_norm = norm(config.head_dim, config.norm_eps)
+        self.k_norm = norm(config.head_dim, config.norm_eps)
 
     def forward(self, x: Tensor, now: Pass) -> Tensor:
         B, n, _ = x.shape
@@ -181,10 +182,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
-        sizes = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(*sizes, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(*sizes, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(*reversed(sizes), bias=config.mlp_bias)
+        d, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(d, inner, bias)
+        self.up_proj = nn.Linear(d, inner, bias)
+        self.down_proj = nn.Linear(inner, d, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -265,11 +266,11 @@ class Transformer(nn.Module):
         """(..., hidden_size) -> (..., vocab_size)."""
         return self.lm_head(hidden)
 
-    def prefill(self, tokens: list[int], cache: KVCache, block: int = BLOCK) -> Tensor:
-        """Feed and commit `tokens`, a block at a time; their hidden states (1, n, hidden_size)."""
+    def prefill(self, tokens: list[int], cache: KVCache, chunk: int = CHUNK) -> Tensor:
+        """Feed and commit `tokens`, a chunk at a time; their hidden states (1, n, hidden_size)."""
         hidden = [torch.empty(1, 0, self.config.hidden_size, dtype=self.dtype, device=self.device)]
-        for start in range(0, len(tokens), block):
-            part = tokens[start : start + block]
+        for start in range(0, len(tokens), chunk):
+            part = tokens[start : start + chunk]
             hidden.append(self(part, cache))
             cache.commit(list(range(len(part))))
         return torch.cat(hidden, 1)

@@ -14,7 +14,8 @@ from minispec.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """Warpers in their order: temperature (0: greedy), top-k (0: off), top-p (1: off)."""
+    """Warpers of logits, in the order of their application, which is that of transformers:
+    temperature (0: greedy), top-k (0: off), top-p (1: off)."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -62,7 +63,7 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # the largest becomes 0 first, so that a tiny temperature cannot overflow every logit
     logits = logits - logits.amax(-1, keepdim=True)
-    logits = logits / max(sampling.temperature, 1e-30)  # float32 has no number near 1e-46
+    logits = logits / max(sampling.temperature, 1e-30)  # in float32 a tiny one would be 0
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k).values[..., -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
@@ -70,7 +71,8 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
         ascending, order = logits.sort()
         tail = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         tail[..., -1] = False  # the most likely token stays
-        logits = logits.masked_fill(tail.scatter(-1, order, tail), -math.inf)
+        removed = torch.zeros_like(tail).scatter(-1, order, tail)  # in the vocabulary's order
+        logits = logits.masked_fill(removed, -math.inf)
     return logits.softmax(-1).cpu()
 
 
@@ -117,6 +119,6 @@ class Seeded:
 
     def categorical(self, probs: Tensor) -> int:
         cumulative = probs.double().cumsum(-1)
-        # scaled by the total: rounding must not leave a gap at the end; right: never a token of
-        # probability 0
+        # scaled by the total, so that rounding cannot lead past the last token; right=True: a token
+        # of probability 0 is never chosen
         return int(torch.searchsorted(cumulative, self.uniform() * cumulative[-1], right=True))

@@ -44,7 +44,10 @@ class Toy:
     source = None
 
     def __init__(self, seed: int, vocab: int = 3, context: int = 32, eos: tuple[int, ...] = ()):
-        self.config = Config(vocab, 1, 1, 1, 1, 2, vocab, context, bos_id=0, eos_ids=eos)
+        self.config = Config(
+            hidden_size=vocab, intermediate_size=1, layers=1, heads=1, kv_heads=1, head_dim=2,
+            vocab_size=vocab, context=context, bos_id=0, eos_ids=eos,
+        )  # fmt: skip
         self.device, self.dtype = torch.device("cpu"), torch.float64
         self.seed, self.memory = seed, {}
 
@@ -186,6 +189,7 @@ def every_outcome(function: Callable[[Randomness], object]) -> Iterator[tuple[ob
     while script is not None:
         randomness = Enumerate(script)
         yield function(randomness), randomness.weight
+        # the next script: the last choice that has an option left takes it, those behind it go
         done = list(randomness.choices)
         while done and done[-1][0] == done[-1][1] - 1:
             done.pop()
@@ -201,7 +205,7 @@ def first_tokens(
         tokens += step.tokens
         if len(tokens) >= n:
             return tuple(tokens[:n])
-    raise AssertionError("a method does not end")
+    raise AssertionError("a method must never end")
 
 
 def exact_distribution(

@@ -126,7 +126,7 @@ class Step:
 
 # ---- how much to draft ---------------------------------------------------------------------------
 
-Ranks = tuple[int, ...]  # a path: (0, 2) is the best candidate, then the third best of those after
+Ranks = tuple[int, ...]  # a path: (0, 2) is head 0's best token, then head 1's third best
 
 
 class Policy(Protocol):
@@ -161,5 +161,5 @@ class TreePolicy(Protocol):
     """Chooses a tree by what Medusa's heads say before a round."""
 
     def choose(self, chances: list[list[float]], room: int) -> list[Ranks]:
-        """At most `room` paths, each after all of its beginnings, for the probabilities (K, ranks)
-        of each head's best candidates."""
+        """At most `room` paths, each after all of its prefixes, for the probabilities (K, ranks) of
+        each head's best candidates."""

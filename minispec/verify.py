@@ -14,33 +14,39 @@ def accept(target: Sequence[Tensor], tree: Tree, randomness: Randomness) -> tupl
     target[i] is the target's distribution (V,) after node i. Path and fresh token together are
     distributed as the target's own tokens, whatever was proposed: a child x drawn from q is
     accepted with probability min(1, p(x) / q(x)), and after a rejection p becomes norm(max(0, p -
-    q)) (Leviathan et al. 2023, algorithm 1; for siblings SpecInfer, algorithm 2). The bonus token
-    and the correction are one draw: from what p has become where the walk stops.
+    q)) (Leviathan et al. 2023, algorithm 1). The fresh token is the paper's t: the correction after
+    a rejection, or the bonus token where all was accepted, in both cases one draw from what p has
+    become.
+
+    At temperature 0 p is one-hot: a child is accepted if and only if it is the argmax. Where q is
+    one-hot (Medusa's candidates, n-grams), x is accepted with probability p(x). Siblings are tried
+    in the order of their numbers (SpecInfer, algorithm 2, shuffles them): any order that is fixed
+    before the draws is lossless.
     """
     path = [0]
     while True:
         p = target[path[-1]]
         for child in tree.children(path[-1]):
             x, q = tree.tokens[child], tree.drawn_from(child)
-            ratio = float(p[x]) / (1.0 if q is None else float(q[x]))
-            accepted = randomness.bernoulli(min(1.0, ratio))
-            # p = q up to rounding leaves nothing to draw from: as good as accepted
-            rest = None if accepted else residual(p, q, x)
-            if rest is None:
-                path.append(child)
+            ratio = float(p[x]) / (1.0 if q is None else float(q[x]))  # None: one-hot at x
+            if randomness.bernoulli(min(1.0, ratio)):
+                break
+            rest = residual(p, q, x)
+            if rest is None:  # p equals q up to rounding: nothing is left, so accept x
                 break
             p = rest
-        else:
+        else:  # no child was accepted, or there is none
             return path, randomness.categorical(p)
+        path.append(child)
 
 
 def residual(p: Tensor, q: Tensor | None, x: int) -> Tensor | None:
     """norm(max(0, p - q)), where q None is one-hot at x; None if nothing is left."""
     if q is None and p[x] == 0:
-        return p  # there was nothing to take away: every rejection of greedy decoding
+        return p  # to remove x changes nothing: so in every rejection of greedy decoding
     rest = p.clone()
     if q is None:
-        rest[x] = 0.0
+        rest[x] = 0.0  # max(0, p(x) - 1)
     else:
         rest = (rest - q).clamp(min=0.0)
     total = rest.sum()

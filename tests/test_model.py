@@ -77,7 +77,7 @@ def test_each_row_of_a_tree_equals_the_chain_through_its_ancestors(seed, cached)
     cache = None
     if cached:
         cache = model.new_cache()
-        model.prefill(prefix, cache, block=17)
+        model.prefill(prefix, cache, chunk=17)
     hidden = model(tree.tokens, cache, tree.depth, tree.mask)[0]
     for node in range(len(tree)):
         path = [node]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
-from minispec.model import BLOCK, Block, Config, Pass, Rope, Transformer, plan
+from minispec.model import CHUNK, Block, Config, Pass, Rope, Transformer, plan
 from minispec.sampling import Randomness, Sampling, draw, probs
 from minispec.tree import Fixed, Policy, Step, Tree
 from minispec.verify import accept
@@ -78,8 +78,9 @@ class Vocabulary(Protocol):
 class Drafter:
     """The head beside its target: its cache, and the output it drafts from.
 
-    `offset` committed rows of the target came without hidden states (a kept cache): the head's
-    cache begins behind them. Between rounds it holds a row for each other one.
+    The first `offset` committed rows of the target came from a kept cache, without their hidden
+    states: the head never sees them. Between rounds its cache holds a row for each other one, so
+    its length is the target's less `offset`.
     """
 
     def __init__(self, head: Head, model: Transformer, capacity: int, offset: int):
@@ -90,34 +91,37 @@ class Drafter:
     def run(self, hidden: Tensor, tokens: list[int] | Tensor) -> Tensor:
         """Outputs (n, d) of scratch rows: hidden states (n, d), and a token each."""
         tokens = torch.as_tensor(tokens, device=self.model.device)
+        # row r of the head's cache is at position r + offset
         depth = torch.arange(len(tokens), device=tokens.device) + self.offset
         embedded = self.model.model.embed_tokens(tokens)
         return self.head(hidden[None], embedded[None], self.cache, depth)[0]
 
     def extend(self, hidden: Tensor, tokens: list[int]) -> None:
         """Take in the target's own hidden states (n, d), each with the token that came after it."""
-        for start in range(0, len(tokens), BLOCK):
-            part = tokens[start : start + BLOCK]
-            self.last = self.run(hidden[start : start + BLOCK], part)[-1:]
+        for start in range(0, len(tokens), CHUNK):
+            part = tokens[start : start + CHUNK]
+            self.last = self.run(hidden[start : start + CHUNK], part)[-1:]
             self.cache.commit(list(range(len(part))))
 
     def chain(
         self, k: int, sampling: Sampling, randomness: Randomness, subset: FullVocabulary
     ) -> tuple[list[int], list[Tensor | None]]:
         """At most `k` drafts, each from the head's distribution over `subset`; and the
-        distributions over the vocabulary (None: one-hot). The cache ends as it began."""
-        guess: list[Tensor] = []
+        distributions over the vocabulary (None: one-hot). The first comes from the output of
+        `extend` at the newest token; each further one takes a pass of the head over its own output
+        and the draft before. The cache ends as it began."""
+        drafts: list[Tensor] = []
         draft_probs: list[Tensor | None] = []
         length, hidden = self.cache.length, self.last
-        while hidden is not None and len(guess) < k:
+        while hidden is not None and len(drafts) < k:
             token, q = draw(subset.logits(hidden), sampling, randomness)
-            guess.append(subset.full(token))
+            drafts.append(subset.full(token))
             draft_probs.append(q if q is None else subset.scatter(q))
-            if len(guess) < k:
-                hidden = self.run(hidden, guess[-1])
+            if len(drafts) < k:
+                hidden = self.run(hidden, drafts[-1])
                 self.cache.commit([0])
         self.cache.truncate(length)
-        return torch.cat(guess).tolist() if guess else [], draft_probs
+        return torch.cat(drafts).tolist() if drafts else [], draft_probs
 
 
 # ---- decoding ------------------------------------------------------------------------------------
@@ -138,19 +142,21 @@ def fastmtp(
     cache = cache or model.new_cache()
     drafter = Drafter(head, model, cache.capacity, offset=cache.length)
     tokens = list(prompt)
-    hidden = model.prefill(tokens[cache.length : -1], cache)[0]
-    drafter.extend(hidden, tokens[drafter.offset + 1 :])
-    yield Step()
+    # the cache holds every token but the newest, which is the root of the next tree
+    hidden = model.prefill(tokens[cache.length : -1], cache)[0]  # (n, d)
+    drafter.extend(hidden, tokens[drafter.offset + 1 :])  # each h_j with t_{j+1}
+    yield Step()  # the prefill, so that it can be timed apart
     while True:
-        length = min(policy.choose(), cache.room - 1)
+        most = min(policy.choose(), cache.room - 1)
         subset = vocabulary.pick(tokens) if vocabulary else FullVocabulary(model)
-        guess, draft_probs = drafter.chain(length, draft_sampling or sampling, randomness, subset)
-        tree = Tree.chain(tokens[-1], guess, draft_probs)
+        drafts, draft_probs = drafter.chain(most, draft_sampling or sampling, randomness, subset)
+        tree = Tree.chain(tokens[-1], drafts, draft_probs)
         hidden = model(tree.tokens, cache)[0]
         path, fresh = accept(probs(model.logits(hidden), sampling), tree, randomness)
         cache.commit(path)
         new = tree.tokens_at(path[1:]) + [fresh]
-        drafter.extend(hidden[path], new)  # in the place of the drafts' rows: the target's own
-        policy.observe(drafted=len(guess), accepted=len(path) - 1)
+        # the drafts' rows are gone: rows of the target's own hidden states take their place
+        drafter.extend(hidden[path], new)
+        policy.observe(drafted=len(drafts), accepted=len(path) - 1)
         tokens += new
         yield Step(new, tree, path)

@@ -1,8 +1,8 @@
 """Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the target's own hidden state guess several
 tokens ahead, and one pass verifies a tree of their best candidates.
 
-Head k (from 0) guesses token t + k + 2 from the hidden state at t: the model's own lm_head already
-says t + 1, which is the root of the next tree.
+Head k = 0 … K - 1 is the paper's head k + 1: from the hidden state at t it guesses token t + k + 2.
+The model's own lm_head says t + 1; the token drawn from that is the root of the next tree.
 """
 
 import math
@@ -96,7 +96,9 @@ def medusa_typical(
 ) -> Iterator[Step]:  # fmt: skip
     """Medusa with typical acceptance: LOSSY, sampled output is not distributed as the target's.
 
-    (A greedy distribution has no entropy, so at temperature 0 the rule accepts what `accept` does.)
+    The token after the path is drawn from the target's distribution, where the paper takes the
+    likeliest. (A greedy distribution has no entropy, so at temperature 0 the rule accepts what
+    `accept` does.)
     """
 
     def rule(target: Tensor | OneHot, tree: Tree, randomness: Randomness) -> tuple[list[int], int]:
@@ -110,14 +112,15 @@ def rounds(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness,
     cache: KVCache | None, heads: Heads, tree: list[Ranks] | TreePolicy | None, rule: Rule,
 ) -> Iterator[Step]:  # fmt: skip
-    """The loop of both."""
+    """The decoding loop of both, which differ in their `rule` of acceptance."""
     chosen = heads.tree if tree is None else tree
     if not hasattr(chosen, "choose"):
         chosen = complete(chosen, len(heads), model.config.vocab_size)
     cache = cache or model.new_cache()
     tokens = list(prompt)
+    # the cache holds every token but the newest, which is the root of the next tree
     hidden = model.prefill(tokens[cache.length : -1], cache)[0, -1:]  # (1, d), or none
-    yield Step()
+    yield Step()  # the prefill, so that it can be timed apart
     while True:
         proposed = propose(heads, model, hidden, tokens[-1], chosen, cache.room - 1)
         hidden = model(proposed.tokens, cache, proposed.depth, proposed.mask)[0]  # (nodes, d)
@@ -156,9 +159,9 @@ def best_candidates(
 
 
 def complete(paths: list[Ranks], depth: int, ranks: int) -> list[Ranks]:
-    """The paths and all their beginnings, each once; checked against the number of heads (`depth`)
-    and of candidates (`ranks`). Depth first: the path of best ranks comes first of all, and what
-    is accepted of it already lies in the cache where it belongs."""
+    """The paths and all their prefixes, each once; checked against the number of heads (`depth`)
+    and of candidates (`ranks`). In depth-first order the path of best ranks, (0, 0, …), comes
+    first: when it is accepted, its rows of the cache need no move."""
     try:
         deepest = max(map(len, paths), default=0)
     except TypeError:

@@ -1,6 +1,7 @@
 """Draft-target speculative decoding (Leviathan et al. 2023; Chen et al. 2023).
 
-A small draft model proposes K tokens one by one; the target scores them all in one pass.
+A small draft model proposes γ tokens (the argument `k`: other papers say K) one by one; the target
+scores them all in one pass.
 """
 
 from collections.abc import Iterator
@@ -31,22 +32,28 @@ def speculative(
     cache = cache or model.new_cache()
     draft_cache = draft.new_cache(cache.capacity)
     tokens = list(prompt)
+    # Between rounds the cache holds every token but the newest. A pass feeds that one first, as the
+    # tree's root: over 1 + γ rows it yields p_1 … p_{γ+1} of the paper.
     model.prefill(tokens[cache.length : -1], cache)
-    draft.prefill(known(tokens[:-1], draft), draft_cache)
-    yield Step()
+    draft.prefill(clipped(tokens[:-1], draft), draft_cache)
+    yield Step()  # the prefill, so that it can be timed apart
     while True:
-        gamma = min(policy.choose(), cache.room - 1)
-        guess, draft_probs = propose(
+        gamma = min(policy.choose(), cache.room - 1)  # the root takes a row of the pass
+        # x_1 … x_γ, each drawn from q of one pass of the draft
+        drafts, draft_probs = propose(
             draft, draft_cache, tokens, gamma, draft_sampling or sampling, randomness,
             model.config.vocab_size,
         )  # fmt: skip
-        tree = Tree.chain(tokens[-1], guess, draft_probs)
-        hidden = model(tree.tokens, cache)
-        path, fresh = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
+        tree = Tree.chain(tokens[-1], drafts, draft_probs)
+        # p_1 … p_{γ+1}, in one pass of the target
+        p = probs(model.logits(model(tree.tokens, cache)[0]), sampling)
+        # the first n drafts, and t
+        path, fresh = accept(p, tree, randomness)
         cache.commit(path)
-        # after a full match the draft is one row short: next round feeds it two tokens
+        # the draft never ran on its own last token: where all was accepted it lacks that row, and
+        # `propose` feeds it two tokens
         draft_cache.truncate(min(draft_cache.length, cache.length))
-        policy.observe(drafted=len(guess), accepted=len(path) - 1)
+        policy.observe(drafted=len(drafts), accepted=len(path) - 1)
         new = tree.tokens_at(path[1:]) + [fresh]
         tokens += new
         yield Step(new, tree, path)
@@ -58,21 +65,21 @@ def propose(
 ) -> tuple[list[int], list[Tensor | None]]:  # fmt: skip
     """`k` tokens after `tokens`, each drawn from the draft's distribution; and the distributions
     over the target's vocabulary (None: one-hot). Greedy drafts wait on the device till the end."""
-    feed = torch.tensor(known(tokens[cache.length :], draft))
-    guess: list[Tensor] = []
+    feed = torch.tensor(clipped(tokens[cache.length :], draft))
+    drafts: list[Tensor] = []
     draft_probs: list[Tensor | None] = []
-    while len(guess) < k:
+    while len(drafts) < k:
         logits = draft.logits(draft(feed, cache)[0, -1:])[:, :vocabulary]  # (1, V) without padding
         cache.commit(list(range(len(feed))))
         feed, q = draw(logits, sampling, randomness)
-        guess.append(feed)
+        drafts.append(feed)
         draft_probs.append(q if q is None else F.pad(q, (0, vocabulary - len(q))))
-    return torch.cat(guess).tolist() if guess else [], draft_probs
+    return torch.cat(drafts).tolist() if drafts else [], draft_probs
 
 
-def known(tokens: list[int], draft: Transformer) -> list[int]:
-    """As the draft sees them: a token that is padding to it is its token 0. What a draft is fed
-    decides how good it is, never what comes out."""
+def clipped(tokens: list[int], draft: Transformer) -> list[int]:
+    """The tokens, 0 in the place of those that the draft has no embedding for (the target's padding
+    rows). What a draft reads decides how often it is right, never what comes out."""
     return [token if token < draft.config.vocab_size else 0 for token in tokens]
 
 

@@ -58,7 +58,7 @@ class Subset:
         return F.linear(hidden, self.rows)
 
     def full(self, token: Tensor) -> Tensor:
-        """The ids of tokens that the small vocabulary numbers so, on the same device."""
+        """From numbers in the small vocabulary to token ids, V_high[j], on the same device."""
         return (self.host_ids if token.device.type == "cpu" else self.ids)[token]
 
     def scatter(self, probs: Tensor) -> Tensor:

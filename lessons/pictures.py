@@ -1,0 +1,64 @@
+"""The README's pictures: one real round of each method, drawn from the shipped model's run.
+
+    python lessons/pictures.py
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "lessons")]
+
+import matplotlib  # noqa: E402
+
+matplotlib.use("Agg")
+from drawing import CONTEXT, draw_legend, draw_rows, draw_tree, label  # noqa: E402
+from matplotlib import pyplot as plt  # noqa: E402
+
+from minispec import load  # noqa: E402
+from minispec.generate import decode  # noqa: E402
+from minispec.tree import Step  # noqa: E402
+
+STORY = "Once upon a time, there was a little girl named Lily."
+COUNTING = "one two three four one two three four one two five four one two"
+METHODS = {  # prompt and options
+    "speculative": (STORY, {"k": 5}),
+    "prompt-lookup": (COUNTING, {"k": 6}),
+    "medusa": (STORY, {}),
+    "jacobi": (STORY, {"block": 6}),
+    "lookahead": (STORY, {"window": 5, "ngram": 4, "guesses": 4}),
+    "fastmtp": (STORY, {"k": 4}),
+}
+
+
+def worth_seeing(step: Step) -> tuple:
+    """A round in which drafts were accepted and others were not; the longest path of these."""
+    accepted, drafted = len(step.path) - 1, len(step.tree) - 1
+    return accepted > 0 and drafted > accepted, accepted, drafted
+
+
+def draw(method: str, model, tokenizer, file: Path) -> None:
+    """The round, its tree from left to right; under it lookahead's window."""
+    prompt, options = METHODS[method]
+    run = decode(model, tokenizer, prompt, method, max_new_tokens=80, **options)
+    step = max(run.rounds[1:], key=worth_seeing)
+    leaves = sum(not step.tree.children(node) for node in range(len(step.tree))) + 1
+    rows = len(step.window)
+    figure, axes = plt.subplots(
+        1 + bool(rows), figsize=(8.5, 0.5 + 0.4 * leaves + 0.3 * rows), layout="constrained",
+        squeeze=False, height_ratios=[leaves, 0.7 * rows][: 1 + bool(rows)],
+    )  # fmt: skip
+    draw_tree(axes[0, 0], step.tree, step.path, tokenizer, fresh=step.tokens[-1])
+    draw_legend(axes[0, 0], ncol=3, loc="lower left", bbox_to_anchor=(0, 1))
+    if rows:
+        words = [[label(token, tokenizer) for token in row] for row in step.window]
+        fills = [[CONTEXT] * len(row) for row in words]
+        draw_rows(axes[1, 0], words, fills, [f"window, row {i + 1}" for i in range(rows)], 7.0)
+    figure.savefig(file, dpi=100)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    model, tokenizer = load(ROOT / "weights" / "target")
+    for method in METHODS:
+        draw(method, model, tokenizer, ROOT / "lessons" / "images" / f"{method}.png")
