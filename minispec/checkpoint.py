@@ -3,11 +3,9 @@
 import contextlib
 import json
 import os
-import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
@@ -17,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from minispec.config import FLAT, Keys, config_json, read_config
-from minispec.errors import UserError, optional_json, read_json
-from minispec.model import Config, Transformer
+from minispec.errors import UserError, read_json
+from minispec.model import Transformer
 from minispec.tokenizer import Tokenizer
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"  # the shipped ones
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 LEFT_OUT = re.compile(r"model\.mtp_layers\.|medusa_head\.|.*inv_freq$")  # heads', derived
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ENDS = "model.embed_tokens.weight", "lm_head.weight"  # one tensor in a tied model
 
 # ---- tensors -------------------------------------------------------------------------------------
 
@@ -37,11 +35,7 @@ def weight_files(directory: Path) -> list[Path]:
         index = directory / f"{name}.index.json"
         if index.exists():
             shards = Keys(index, read_json(index)).get("weight_map", FLAT)
-            files = [directory / shard for shard in sorted(set(map(str, shards.values())))]
-            missing = ", ".join(file.name for file in files if not file.exists())
-            if missing:
-                raise UserError(f"{directory} lacks {missing}: download the shards again")
-            return files
+            return [directory / shard for shard in sorted(set(map(str, shards.values())))]
     raise UserError(f"{directory} has no weights: neither model.safetensors nor pytorch_model.bin")
 
 
@@ -51,22 +45,19 @@ def read_file(path: Path) -> object:
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # torch would advise to run it
+    except Exception as error:  # a damaged file may raise anything; torch would advise to unpickle
         raise UserError(
-            f"{path} holds more than tensors, and code is never unpickled; or it is damaged"
-        ) from None
-    except Exception as error:  # a damaged file may raise anything
-        raise UserError(
-            f"{path} cannot be read: it is damaged, cut short, or only a pointer, in the place of "
-            f"which git lfs pull fetches it ({shorten(str(error), 200)})"
+            f"{path} cannot be read ({type(error).__name__}): it is missing, damaged, a pointer of "
+            "git lfs (git lfs pull fetches the file), or has code, which is never unpickled"
         ) from None
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one file, by name."""
     tensors = read_file(path)
-    if not isinstance(tensors, dict):
-        raise UserError(f"{path} holds no tensors by name")
+    for name, tensor in tensors.items() if isinstance(tensors, dict) else [("it", None)]:
+        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout != torch.strided:
+            raise UserError(f"{path} must hold tensors by name: {name} is none")
     return {str(name): tensor for name, tensor in tensors.items()}
 
 
@@ -75,13 +66,11 @@ def fill(
     device: torch.device,
 ) -> None:  # fmt: skip
     """Copy tensors into a module made on the meta device, and freeze it; every name and shape must
-    fit, and all be finite numbers that need no scale."""
+    fit, and all be finite numbers."""
     state = {}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout != torch.strided:
-            raise UserError(f"{where}: {name} is not a tensor")
-        if not tensor.is_floating_point() or tensor.itemsize < 2:
-            raise UserError(f"{where}: {name} is quantised, to {tensor.dtype}: not supported")
+        if tensor.dtype not in DTYPES.values():
+            raise UserError(f"{where}: {name} is {tensor.dtype}: quantised, which is not supported")
         if not tensor.isfinite().all():
             raise UserError(f"{where}: {name} has a NaN or an infinity: take undamaged weights")
         state[name] = tensor.to(device, dtype, copy=True)
@@ -89,20 +78,17 @@ def fill(
         module.load_state_dict(state, assign=True)
     except RuntimeError as error:  # torch lists what is missing, unexpected and misshapen
         said = shorten(str(error).split("\n\t", 1)[-1], 500, placeholder=" …")
-        raise UserError(f"{where}: weights and config.json do not fit each other: {said}") from None
+        raise UserError(f"{where}: the tensors do not fit the model: {said}") from None
     module.requires_grad_(False)
 
 
 def tie(tensors: dict[str, Tensor]) -> None:
     """A tied head at both ends of the model, whichever of them the file has."""
-    ends = [tensors[name] for name in (EMBEDDING, LM_HEAD) if name in tensors]
+    ends = [tensors[name] for name in ENDS if name in tensors]
     if len(ends) == 2 and not torch.equal(*ends):
-        raise UserError(
-            f"config.json says tie_word_embeddings, but {EMBEDDING} and {LM_HEAD} differ: set it "
-            "to false"
-        )
+        raise UserError(f"tie_word_embeddings is true, but {' and '.join(ENDS)} differ")
     if ends:
-        tensors[EMBEDDING] = tensors[LM_HEAD] = ends[0]
+        tensors.update(dict.fromkeys(ENDS, ends[0]))
 
 
 # ---- load ----------------------------------------------------------------------------------------
@@ -117,14 +103,15 @@ def resolve(source: str | os.PathLike) -> Path:
         raise UserError(f"no such directory: {name} (nor is it an id on the hub, OWNER/MODEL)")
     from huggingface_hub import snapshot_download
 
-    # not the same weights in another layout, or of other times
-    fetch = partial(snapshot_download, name, ignore_patterns=["consolidated*", "*/*"])
     wanted = ["*.json", "*.jinja", "*.safetensors", "medusa_lm_head.pt"]
+    # not the same weights in another layout, or of other times
+    left_out = ["consolidated*", "*/*"]
     try:
-        directory = Path(fetch(allow_patterns=wanted))
-        if not any(directory.glob("*.safetensors")):  # an old one
-            directory = Path(fetch(allow_patterns=[*wanted, "*.bin"]))
-        return directory
+        directory = snapshot_download(name, allow_patterns=wanted, ignore_patterns=left_out)
+        if not any(Path(directory).glob("*.safetensors")):  # an old one
+            wanted.append("*.bin")
+            directory = snapshot_download(name, allow_patterns=wanted, ignore_patterns=left_out)
+        return Path(directory)
     except Exception as error:  # the library's own and those of its HTTP client, which changes
         raise UserError(
             f"no directory {name}, and it could not be fetched from the hub "
@@ -159,11 +146,8 @@ def load(
     source: str | os.PathLike, dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
 ) -> tuple[Transformer, Tokenizer | None]:  # fmt: skip
-    """Model and tokenizer (None where there is no tokenizer.json) of a directory or hub id;
-    `model.source` remembers the directory.
-
-    Raises UserError for whatever is missing, damaged or not implemented.
-    """
+    """Model and tokenizer (None where there is no tokenizer.json) of a directory or hub id, which
+    `model.source` remembers. Raises UserError for what is missing, damaged or not implemented."""
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     directory = resolve(source)
@@ -171,7 +155,13 @@ def load(
     tokenizer = None
     if (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer.from_directory(directory)
-        check_size(str(directory), tokenizer, config)
+        # added tokens may lie beyond: some files pad with one that the model never learnt
+        words = tokenizer.backend.get_vocab_size(with_added_tokens=False)
+        if words > config.vocab_size:
+            raise UserError(
+                f"{directory}: the tokenizer has {words} tokens, the embedding only "
+                f"{config.vocab_size}: they do not belong together"
+            )
         if tokenizer.bos and config.bos_id is None:
             config = replace(config, bos_id=tokenizer.backend.token_to_id(tokenizer.bos))
     tensors = {}
@@ -194,28 +184,6 @@ def read_tokenizer(source: str | os.PathLike) -> Tokenizer:
     if not (directory / "tokenizer.json").exists():
         raise UserError(f"{source} has no tokenizer.json")
     return Tokenizer.from_directory(directory)
-
-
-# ---- what belongs together -----------------------------------------------------------------------
-
-
-def check_size(where: str, tokenizer: Tokenizer, config: Config) -> None:
-    """Refuse a tokenizer with more tokens than the model has. Added ones may lie beyond: some
-    files have a padding token that the model never learnt."""
-    words = tokenizer.backend.get_vocab_size(with_added_tokens=False)
-    if words > config.vocab_size:
-        raise UserError(
-            f"{where}: the tokenizer has {words} tokens, the embedding only {config.vocab_size}: "
-            "they do not belong together"
-        )
-
-
-def check_tokenizer(where: str, folder: Path, tokenizer: Tokenizer | None) -> None:
-    """Refuse what was made with another tokenizer, where it came with that or its fingerprint."""
-    theirs = optional_json(folder / "config.json").get("tokenizer_fingerprint")
-    if (folder / "tokenizer.json").exists():
-        theirs = Tokenizer.from_directory(folder).fingerprint
-    check_fingerprint(where, theirs, tokenizer)
 
 
 def check_fingerprint(where: str, theirs: str | None, tokenizer: Tokenizer | None) -> None:
@@ -241,8 +209,8 @@ def replacing(path: Path) -> Iterator[Path]:
         yield part
         part.chmod(mode)
         part.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be written: {error}") from None
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch's and safetensors' words
+        raise UserError(f"{path} cannot be written: {shorten(str(error), 200)}") from None
     finally:
         with contextlib.suppress(OSError):  # no such folder
             part.unlink(missing_ok=True)
@@ -266,7 +234,7 @@ def save(
 ) -> None:  # fmt: skip
     """Write a directory that `load` and transformers read, each file whole or not at all."""
     if next(model.buffers(), None) is not None:
-        raise UserError("int8 weights cannot be saved: load the model again, and save that")
+        raise UserError("int8 weights cannot be saved: save the model before it is quantised")
     # `named_parameters` lists a tied weight once, under the embedding's name
     write_tensors(directory / "model.safetensors", dict(model.named_parameters()), dtype)
     config = config_json(model.config, dtype or model.dtype)

@@ -3,7 +3,7 @@
 What would change the mathematics, and is not implemented, is refused: never silently wrong logits.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from reprlib import repr as brief
@@ -34,8 +34,7 @@ ROPE_TYPES = {  # the numbers that each needs, and those that it may have
 Kind = tuple[str, Callable[[object], bool]]  # what a value must be, in words and as a test
 
 
-def one_of(known: Iterable[str]) -> Kind:
-    known = list(known)
+def one_of(*known: str) -> Kind:
     return f"one of {', '.join(known)}", lambda v: v in known
 
 
@@ -56,12 +55,10 @@ FLAG = "true or false", lambda v: type(v) is bool
 IDS = "a token id or a list of them", lambda v: all(type(i) is int for i in listed(v))
 FLAT = "one flat object", lambda v: type(v) is dict and dict not in map(type, v.values())
 WHOLE = "1.0: partial rotation is not supported", lambda v: v == 1
-ATTENTIONS = (
-    "a list of full_attention and sliding_attention",
-    lambda v: type(v) is list and all(x in ("full_attention", "sliding_attention") for x in v),
-)
+SLIDING = ["full_attention", "sliding_attention"]
+ATTENTIONS = f"a list of {SLIDING}", lambda v: type(v) is list and all(x in SLIDING for x in v)
 FIELDS = {  # of a Config: the key in config.json, what it must be, and what it is if absent
-    "model_type": ("model_type", one_of(FAMILIES), None),
+    "model_type": ("model_type", one_of(*FAMILIES), None),
     "hidden_size": ("hidden_size", SIZE, None),
     "intermediate_size": ("intermediate_size", SIZE, None),
     "layers": ("num_hidden_layers", LAYERS, None),
@@ -103,7 +100,7 @@ def read_config(directory: Path) -> Config:
         raise UserError(f"{directory} holds an adapter (PEFT): merge it into its model first")
     keys = Keys(path, read_json(path))
     fields = {field: keys.get(*row) for field, row in FIELDS.items()}
-    keys.get("hidden_act", one_of(["silu", "swish"]), "silu")
+    keys.get("hidden_act", one_of("silu", "swish"), "silu")
     if keys.raw.get("quantization_config"):
         raise UserError(f"{path}: quantization_config is not supported: use the unquantised model")
     fields["kv_heads"], fields["head_dim"] = attention_sizes(keys)
@@ -111,19 +108,17 @@ def read_config(directory: Path) -> Config:
     fields["context"] = read_context(keys, fields["rope_scaling"])
     qwen2 = fields["model_type"] in ("qwen2", "mimo")  # a bias on q, k and v, and never on o
     bias = keys.get("attention_bias", FLAG, qwen2)
+    bos, eos = (listed(keys.get(key, IDS, [])) for key in ("bos_token_id", "eos_token_id"))
+    path = directory / "generation_config.json"  # where it names end tokens, it names all
+    eos = listed(Keys(path, optional_json(path)).get("eos_token_id", IDS, eos))
     return Config(
         **fields,
         qkv_bias=bias,
         o_bias=bias and not qwen2,
         qk_norm=fields["model_type"] == "qwen3",
-        bos_id=next(iter(listed(keys.get("bos_token_id", IDS, []))), None),
-        eos_ids=read_eos(directory / "generation_config.json") or read_eos(path),
+        bos_id=bos[0] if bos else None,
+        eos_ids=tuple(eos),
     )
-
-
-def read_eos(path: Path) -> tuple[int, ...]:
-    """The end tokens that a JSON file names, if there is one."""
-    return tuple(listed(Keys(path, optional_json(path)).get("eos_token_id", IDS, [])))
 
 
 def attention_sizes(keys: Keys) -> tuple[int, int]:
@@ -144,21 +139,18 @@ def read_context(keys: Keys, scaling: dict | None) -> int:
     context = keys.get("max_position_embeddings", SIZE)
     if scaling and scaling["rope_type"] == "yarn":
         context = max(context, int(min(scaling.get(ORIGINAL, 0) * scaling["factor"], 2**24)))
-    if not slides(keys) or keys.raw.get("sliding_window", 4096) is None:
-        return context
-    return min(context, keys.get("sliding_window", SIZE, 4096))
-
-
-def slides(keys: Keys) -> bool:
-    """Whether a layer's attention has a sliding window."""
     kinds = keys.get("layer_types", ATTENTIONS, [])
     if keys.raw["model_type"] == "mistral":  # no flag switches it off there
-        return True
-    if kinds:
-        return "sliding_attention" in kinds
-    full = keys.get("max_window_layers", whole(0, 2**24), 28)
-    slide = keys.get("use_sliding_window", FLAG, False)
-    return slide and full < keys.get("num_hidden_layers", LAYERS)
+        slides = True
+    elif kinds:
+        slides = "sliding_attention" in kinds
+    else:
+        full = keys.get("max_window_layers", whole(0, 2**24), 28)
+        layers = keys.get("num_hidden_layers", LAYERS)
+        slides = keys.get("use_sliding_window", FLAG, False) and full < layers
+    if not slides or keys.raw.get("sliding_window", 4096) is None:
+        return context
+    return min(context, keys.get("sliding_window", SIZE, 4096))
 
 
 def read_rope(keys: Keys) -> tuple[float, dict | None]:
@@ -171,9 +163,9 @@ def read_rope(keys: Keys) -> tuple[float, dict | None]:
     if old and new and old != new:
         raise UserError(f"{keys.path}: rope_scaling and rope_parameters contradict each other")
     scaling = Keys(keys.path, new or old)
-    for place in keys, scaling:
-        place.get("partial_rotary_factor", WHOLE, 1.0)
-    kind = scaling.get("rope_type", one_of(ROPE_TYPES), None if scaling.raw else "default")
+    keys.get("partial_rotary_factor", WHOLE, 1.0)
+    scaling.get("partial_rotary_factor", WHOLE, 1.0)
+    kind = scaling.get("rope_type", one_of(*ROPE_TYPES), None if scaling.raw else "default")
     if kind == "default":
         return theta, None
     if kind != "linear" and keys.raw.get(ORIGINAL) is not None:  # beside rope_scaling it counts

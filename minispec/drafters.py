@@ -49,16 +49,16 @@ def load_drafter(
     With fastmtp's head comes the `vocabulary` of a file ("none": the full one), by default the one
     beside the head, if there is one; of each language at most `size` tokens.
     """
-    source = Path(source or found_beside(method, model))
+    source = found_beside(method, model) if source is None else source
     if method == "speculative":
         draft, its_tokenizer = load(source, model.dtype, str(model.device))
         check_vocabularies(tokenizer, its_tokenizer, model, draft)
         return {"draft": draft}
     if method != "fastmtp":
         return {"heads": load_medusa(source, model, tokenizer)}
-    shipped = (source.parent if source.is_file() else source) / "vocabulary.json"
-    if vocabulary is None and shipped.exists():
-        vocabulary = str(shipped)
+    beside = Path(source).parent if Path(source).is_file() else Path(source)
+    if vocabulary is None and (beside / "vocabulary.json").exists():
+        vocabulary = beside / "vocabulary.json"
     words = None
     if vocabulary not in (None, "none"):
         words = load_vocabulary(vocabulary, model, tokenizer, size)
@@ -86,14 +86,12 @@ def check_vocabularies(
     tokenizer: Tokenizer | None, other: Tokenizer | None, model: Transformer, draft: Transformer
 ) -> None:
     """Refuse a draft with a different vocabulary; padding rows do not count."""
-    if tokenizer and other and tokenizer.fingerprint != other.fingerprint:
+    if tokenizer and other:
+        same = tokenizer.fingerprint == other.fingerprint
+    else:  # without both tokenizers there is no way to tell what is padding
+        same = draft.config.vocab_size == model.config.vocab_size
+    if not same:
         raise UserError("the draft's vocabulary differs: use one with the target's tokenizer")
-    sizes = draft.config.vocab_size, model.config.vocab_size
-    if not (tokenizer and other) and sizes[0] != sizes[1]:
-        raise UserError(
-            f"the draft has {sizes[0]} tokens, the target {sizes[1]}, and without both tokenizers "
-            "there is no way to tell whether that is padding"
-        )
 
 
 # ---- how much they draft -------------------------------------------------------------------------
@@ -102,11 +100,12 @@ def check_vocabularies(
 def with_policies(method: str, model: Transformer, options: dict) -> dict:
     """The options, with policies for this machine in the place of "auto"."""
     policies = {}
-    if options.get("k") == "auto" and method == "speculative":
-        policies["k"] = Length(cost_curve(model), draft_cost(model, options["draft"]))
-    elif options.get("k") == "auto":
-        cost = head_cost(model, options["head"], options.get("vocabulary"))
-        policies["k"] = Length(cost_curve(model), cost, most=8)
+    if options.get("k") == "auto":
+        if method == "speculative":
+            policies["k"] = Length(cost_curve(model), draft_cost(model, options["draft"]))
+        else:
+            cost = head_cost(model, options["head"], options.get("vocabulary"))
+            policies["k"] = Length(cost_curve(model), cost, most=8)
     if options.get("tree") == "auto":
         policies["tree"] = BestTree(cost_curve(model), heads_cost(model, options["heads"]))
     return options | policies
@@ -124,14 +123,9 @@ def read_tree_option(value: str, heads: Heads, most: int) -> list[Ranks] | Liter
                 "them with minispec.distill tree, or take --tree auto, which needs none"
             )
         return grow_tree(heads.accuracy, min(int(value), most))
-    if value in PUBLISHED:
-        return PUBLISHED[value]
-    if not Path(value).exists():
+    if value not in PUBLISHED and not Path(value).exists():
         raise UserError(
             f"--tree {value}: neither auto, nor a number of nodes, nor one of "
             f"{', '.join(PUBLISHED)}, nor a JSON file of paths like [[0], [0, 0], [1]]"
         )
-    paths = read_json(Path(value), list)
-    if not paths or not all(isinstance(path, list) for path in paths):
-        raise UserError(f"--tree {value}: must hold paths like [[0], [0, 0], [1]]")
-    return [tuple(path) for path in paths]
+    return PUBLISHED.get(value) or read_json(Path(value), list)

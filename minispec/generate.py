@@ -7,11 +7,11 @@ import argparse
 import contextlib
 import inspect
 import json
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral
+from operator import index
 from pathlib import Path
 
 import torch
@@ -45,6 +45,7 @@ METHODS: dict[str, Callable[..., Iterator[Step]]] = {
     "fastmtp": fastmtp,
 }
 
+ADAPTIVE = "speculative", "fastmtp"  # their k may be chosen round by round
 TREE_ROOM = 512  # cache rows beyond the tokens asked for: room for the last window or tree
 CACHE_STEP = 512  # a cache's capacity is a multiple of this: graphs on a GPU are made for each
 CHAT_ROOM = 8192  # cache rows of a chat: the context, but no more than this
@@ -80,7 +81,7 @@ def stream(
         cache = model.new_cache(min(model.config.context, -(-rows // CACHE_STEP) * CACHE_STEP))
     check_cache(cache, model, len(ids))
     options = with_drafter(method, model, tokenizer, options)
-    options = with_policies(method, model, checked(method, model, options))
+    options = with_policies(method, model, checked(method, options))
     steps = METHODS[method](
         model, ids, sampling, randomness or Seeded(seed), cache=cache, **options
     )
@@ -105,12 +106,16 @@ def as_prompt(
 ) -> list[int]:
     """Token ids of a prompt: in range, at least one, with room for an answer."""
     c = model.config
-    if not isinstance(prompt, str):
-        ids = as_ids(prompt)
-    elif tokenizer is None:
+    if isinstance(prompt, str) and tokenizer is None:
         raise UserError("this model has no tokenizer.json: give token ids (--prompt-ids)")
-    else:
-        ids = tokenizer.encode(prompt)
+    try:
+        if isinstance(prompt, (bytes, bytearray)):
+            raise TypeError  # it would pass for integers
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(index, prompt))
+    except TypeError:
+        raise UserError(
+            "a prompt must be text, or token ids: a list, or an array or tensor in one dimension"
+        ) from None
     if not ids and c.bos_id is None:
         raise UserError("the prompt is empty, and this model has no BOS token to begin with")
     ids = ids or [c.bos_id]
@@ -121,27 +126,13 @@ def as_prompt(
     return ids
 
 
-def as_ids(tokens: Iterable[int]) -> list[int]:
-    """Python's integers of a list, an array or a tensor in one dimension."""
-    try:
-        if isinstance(tokens, (bytes, bytearray)):
-            raise TypeError
-        # a tensor's row of one entry would pass for an integer
-        return [operator.index(None if getattr(t, "ndim", 0) else t) for t in tokens]
-    except TypeError:
-        raise UserError(
-            "a prompt must be text, or one sequence of token ids: a list, a tuple, or integers "
-            "of numpy or torch in one dimension"
-        ) from None
-
-
 def check_cache(cache: KVCache, model: Transformer, prompt: int) -> None:
     """Refuse a cache that holds other rows than one sequence's of this model, or has no room."""
     c, keys = model.config, cache.k[0]
     its = len(cache.lengths), len(cache.k), *keys.shape[2:], keys.dtype, keys.device.type
     if its != (1, c.layers, c.kv_heads, c.head_dim, model.dtype, model.device.type):
         raise UserError("the cache is another model's or a batch's: make it by model.new_cache()")
-    if cache.length >= prompt or not prompt < cache.capacity <= c.context:
+    if not cache.length < prompt < cache.capacity <= c.context:
         raise UserError(
             f"a cache of {cache.length} rows and room for {cache.capacity} does not go with a "
             f"prompt of {prompt} tokens and a context of {c.context}: truncate it, or make another"
@@ -154,25 +145,23 @@ MARKS = {  # what an object must have to be such an option
 }  # fmt: skip
 
 
-def checked(method: str, model: Transformer, options: dict) -> dict:
+def checked(method: str, options: dict) -> dict:
     """The method's options, numbers as Python's ints; raises UserError for what it cannot take."""
     signature = inspect.signature(METHODS[method])
     try:
         signature.bind(None, None, None, None, cache=None, **options)
     except TypeError as error:
         raise UserError(f"{method}: {error}") from None
+    taken = {}
     for name, value in options.items():
-        if name == "k" and method in ("speculative", "fastmtp"):
-            if value == "auto" or hasattr(value, "choose"):
-                continue
-        if isinstance(signature.parameters[name].default, int):
-            if not isinstance(value, Integral):
-                raise UserError(f"{method}: {name} {value!r}: must be a whole number")
-        elif value is not None and not hasattr(value, MARKS.get(name, "__class__")):
+        counted = isinstance(signature.parameters[name].default, int)
+        adaptive = method in ADAPTIVE and (value == "auto" or hasattr(value, "choose"))
+        if counted and not adaptive and not isinstance(value, Integral):
+            raise UserError(f"{method}: {name} {value!r}: must be a whole number")
+        if not counted and value is not None and not hasattr(value, MARKS.get(name, "__class__")):
             raise UserError(f"{method}: {name} {value!r}: is no {name.replace('_', ' ')}")
-        if name == "k" and value >= model.config.context:
-            raise UserError(f"k {value}: must be less than the context, {model.config.context}")
-    return {n: int(v) if isinstance(v, Integral) else v for n, v in options.items()}
+        taken[name] = int(value) if isinstance(value, Integral) else value
+    return taken
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -260,20 +249,18 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UserError(
                 f"{as_flag(name)} is for --method {' or '.join(methods)}, not for {args.method}"
             )
-    for name in ("model", "draft", "heads", "tree", "vocabulary", "prompt_file", "html"):
-        if getattr(args, name) == "":
-            raise UserError(f"{as_flag(name)} must not be empty")
     Ending(args.max_new_tokens, tuple(args.stop))
     Sampling(args.temperature, args.top_k, args.top_p)
-    if args.chat and (args.prompt_ids is not None or args.prompt_file is not None):
-        raise UserError("--chat takes its turns as text, not from --prompt-ids or --prompt-file")
-    if args.system is not None and not args.chat:
-        raise UserError("--system is for --chat")
-    if args.color and args.json:
-        raise UserError("--color is for text: give it without --json")
+    ids_or_file = args.prompt_ids is not None or args.prompt_file is not None
+    for wrong, message in (
+        (args.chat and ids_or_file, "--chat takes its turns as text: give a prompt, or none"),
+        (args.chat and args.html is not None, "--html shows one run: give it without --chat"),
+        (args.system is not None and not args.chat, "--system is for --chat"),
+        (args.color and args.json, "--color is for text: give it without --json"),
+    ):
+        if wrong:
+            raise UserError(message)
     if args.html is not None:
-        if args.chat:
-            raise UserError("--html shows one run: give it without --chat")
         check_writable(args.html, "--html")
 
 
@@ -285,7 +272,8 @@ def method_options(
     if args.draft_temperature is not None:
         options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
     if args.method in NEEDS:
-        where = args.draft or args.heads, args.vocabulary, args.vocabulary_size
+        source = args.heads if args.draft is None else args.draft
+        where = source, args.vocabulary, args.vocabulary_size
         options |= load_drafter(args.method, model, tokenizer, *where)
     if args.tree is not None:
         options["tree"] = read_tree_option(args.tree, options["heads"], model.config.context)
@@ -329,16 +317,8 @@ def show(run: Run, args: argparse.Namespace, tokenizer: Tokenizer | None, prompt
         before += "" if args.json else run.text[shown:]  # it might have begun a stop string
     facts = json.dumps(run.as_json(args.model), ensure_ascii=False) if args.json else ""
     print(before + facts, flush=True)
-    without = sum(not step.window for step in run.rounds)
-    if run.method == "lookahead" and without:
-        say(f"the window did not fit into the cache in {without} of {len(run.rounds)} passes")
     if args.stats:
         print(describe(run), file=sys.stderr)
-
-
-def say(line: str) -> None:
-    """A remark, where it mixes with no output."""
-    print(f"minispec: {line}", file=sys.stderr)
 
 
 def describe(run: Run) -> str:
@@ -392,19 +372,14 @@ def chat(
     if tokenizer is None:
         raise UserError("--chat needs a tokenizer.json, which this model lacks")
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    hello = [{"role": "user", "content": "hello"}]
-    if system and tokenizer.chat(system + hello) == tokenizer.chat(hello):
-        raise UserError("--system: the model's chat template leaves out system messages")
     cache = model.new_cache(min(model.config.context, CHAT_ROOM))
     room = cache.capacity - max(1, min(args.max_new_tokens, cache.capacity // 2))
     messages, held = [], []  # the turns, and the tokens whose rows the cache holds
     for turn in user_turns(args.prompt):
         messages.append({"role": "user", "content": turn})
-        turns = len(messages)
         while len(prompt := tokenizer.chat(system + messages)) > room and len(messages) > 1:
             messages = messages[2:]
-        if len(messages) < turns:
-            say("the conversation is longer than the context: its oldest turns are forgotten")
+            print("minispec: the context is full: the oldest turn is forgotten", file=sys.stderr)
         if len(prompt) >= cache.capacity:
             raise UserError(
                 f"the turn has {len(prompt)} tokens, the context only {cache.capacity}: shorten it"

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from minispec.checkpoint import (
     check_fingerprint,
-    check_tokenizer,
     fill,
     read_file,
     read_tensors,
@@ -39,9 +38,12 @@ PUBLISHED: dict[str, list[Ranks]] = {
 }
 
 
-def read_heads(source: str | os.PathLike, prefix: str) -> tuple[dict[str, Tensor], Path]:
+def read_heads(
+    source: str | os.PathLike, prefix: str, tokenizer: Tokenizer | None
+) -> tuple[dict[str, Tensor], Path]:
     """The tensors of a model's heads, without the prefix, and the directory they lie in; `source`
-    is a file, a directory or a hub id, of a whole model or the heads alone."""
+    is a file, a directory or a hub id, of a whole model or the heads alone. Raises UserError if
+    they were made with another tokenizer, where its files or its fingerprint lie beside them."""
     path = Path(source)
     folder = path.parent if path.is_file() else resolve(source)
     alone = [path] if path.is_file() else [folder / name for name in FILES if prefix == MEDUSA]
@@ -53,33 +55,11 @@ def read_heads(source: str | os.PathLike, prefix: str) -> tuple[dict[str, Tensor
     heads = heads or (tensors if alone else {})
     if not heads:
         raise UserError(f"{source} has no heads: no tensors {prefix}* in its model, no {FILES[0]}")
+    theirs = optional_json(folder / "config.json").get("tokenizer_fingerprint")
+    if (folder / "tokenizer.json").exists():
+        theirs = Tokenizer.from_directory(folder).fingerprint
+    check_fingerprint(str(source), theirs, tokenizer)
     return heads, folder
-
-
-def check_width(where: str, width: int, model: Transformer) -> None:
-    """Refuse heads for hidden states of another size than the model's."""
-    size = model.config.hidden_size
-    if width != size:
-        raise UserError(
-            f"{where}: heads of hidden size {width}, but the target's is {size}: they belong to "
-            "another model"
-        )
-
-
-def check_attention(where: str, folder: Path, config: Config) -> None:
-    """Refuse a head with other heads of attention than the model's, or rotated otherwise, where
-    its config.json tells: the shapes of weights alone cannot show this."""
-    keys = Keys(folder / "config.json", optional_json(folder / "config.json"))
-    if "num_attention_heads" not in keys.raw:
-        return
-    names = "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling"
-    theirs = *attention_sizes(keys), *read_rope(keys)
-    ours = config.kv_heads, config.head_dim, config.rope_theta, config.rope_scaling
-    for name, its, own in zip(names, theirs, ours):
-        if its != own:
-            raise UserError(
-                f"{where}: its {name} is {its}, the model's is {own}: it belongs to another model"
-            )
 
 
 # ---- Medusa --------------------------------------------------------------------------------------
@@ -92,10 +72,9 @@ def load_medusa(
 
     Reads the layouts v1 (projections in the file), v2 (residual blocks only) and Medusa-1.0 (in a
     full model, under `medusa_head.`). Counts come from the tensors, whatever config.json says.
-    Raises UserError for heads of another hidden size, vocabulary or tokenizer.
+    Raises UserError for heads of another model or tokenizer.
     """
-    tensors, folder = read_heads(source, MEDUSA)
-    check_tokenizer(str(source), folder, tokenizer)
+    tensors, folder = read_heads(source, MEDUSA, tokenizer)
     heads = medusa_like(tensors, model, str(source))
     fill(heads, tensors, str(source), model.dtype, model.device)
     read_tree(heads, folder / "config.json")
@@ -105,23 +84,16 @@ def load_medusa(
 def medusa_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> Heads:
     """Uninitialised heads; the tensors' names give the numbers of heads and layers."""
     part = re.compile(r"(\d{1,4})\.(\d{1,4})\.(linear\.weight|linear\.bias|weight)")
-    parts = {name: part.fullmatch(name) for name in tensors}
-    for name, tensor in tensors.items():
-        if not parts[name] or not isinstance(tensor, Tensor) or not tensor.dim():
-            raise UserError(f"{where}: {name} is not a tensor of Medusa heads")
-    heads = 1 + max(int(each[1]) for each in parts.values())
-    layers = 1 + max((int(each[2]) for each in parts.values() if each[3] != "weight"), default=-1)
+    parts = [part.fullmatch(name) for name in tensors]
+    if None in parts:
+        raise UserError(f"{where}: {list(tensors)[parts.index(None)]} is no tensor of Medusa heads")
+    heads = 1 + max(int(each[1]) for each in parts)
+    layers = 1 + max((int(each[2]) for each in parts if each[3] != "weight"), default=-1)
     if max(heads, layers) > len(tensors):
         raise UserError(f"{where}: its heads are not numbered from 0 on")
-    check_width(where, next(iter(tensors.values())).shape[-1], model)
-    config, last = model.config, tensors.get(f"0.{layers}.weight")
-    if last is not None and len(last) != config.vocab_size:
-        raise UserError(
-            f"{where}: heads of {len(last)} tokens, but the target has {config.vocab_size}: they "
-            "belong to another model"
-        )
+    c, shared = model.config, all(each[3] != "weight" for each in parts)
     with torch.device("meta"):
-        return Heads(heads, layers, config.hidden_size, None if last is None else len(last))
+        return Heads(heads, layers, c.hidden_size, None if shared else c.vocab_size)
 
 
 def read_tree(heads: Heads, path: Path) -> None:
@@ -171,15 +143,9 @@ def save_tree(heads: Heads, directory: Path) -> None:
 def load_mtp(
     source: str | os.PathLike, model: Transformer, tokenizer: Tokenizer | None = None
 ) -> Head:
-    """The head in a directory, a hub id or a file: a whole MiMo model, or the head alone.
-
-    Raises UserError for a missing or misshapen tensor, and for heads of another tokenizer or model.
-    """
-    tensors, folder = read_heads(source, MTP)
-    check_tokenizer(str(source), folder, tokenizer)
-    norm = tensors.get("hidden_layernorm.weight")
-    if isinstance(norm, Tensor):
-        check_width(str(source), norm.numel(), model)
+    """The head in a directory, a hub id or a file: a whole MiMo model, or the head alone. Raises
+    UserError for a head of another model or tokenizer."""
+    tensors, folder = read_heads(source, MTP, tokenizer)
     check_attention(str(source), folder, model.config)
     with torch.device("meta"):
         head = Head(model.config)
@@ -187,9 +153,19 @@ def load_mtp(
     return head.eval()
 
 
-def mtp_tensors(head: Head) -> dict[str, Tensor]:
-    """The head under MiMo's names."""
-    return {MTP + name: tensor for name, tensor in head.state_dict().items()}
+def check_attention(where: str, folder: Path, config: Config) -> None:
+    """Refuse a head whose config.json tells of other heads of attention than the model's, or of
+    another rotation: the shapes of its weights cannot."""
+    keys = Keys(folder / "config.json", optional_json(folder / "config.json"))
+    if "num_attention_heads" not in keys.raw:
+        return
+    its = *attention_sizes(keys), *read_rope(keys)
+    for name, value in zip(("kv_heads", "head_dim", "rope_theta", "rope_scaling"), its):
+        own = getattr(config, name)
+        if value != own:
+            raise UserError(
+                f"{where}: {name} is {value}, the model's {own}: it belongs to another model"
+            )
 
 
 def save_mtp(
@@ -198,7 +174,8 @@ def save_mtp(
 ) -> None:  # fmt: skip
     """Write the head alone, in MiMo's names, that `load_mtp` reads; `weights` are those of its
     steps in the loss."""
-    write_tensors(directory / "model.safetensors", mtp_tensors(head), dtype)
+    tensors = {MTP + name: tensor for name, tensor in head.state_dict().items()}
+    write_tensors(directory / "model.safetensors", tensors, dtype)
     config = config_json(head.config, dtype) | {
         "base_model_name_or_path": base,
         "num_nextn_predict_layers": 1,
@@ -218,24 +195,18 @@ def load_vocabulary(
 ) -> Compressed:  # fmt: skip
     """The languages of a file of `save_vocabulary`, or FastMTP's list of ids in a .pt; of each at
     most `size` tokens."""
-    path = Path(path)
-    if size is not None and size < 1:
-        raise UserError(f"vocabulary size {size}: must be at least 1")
-    if not path.exists():
-        raise UserError(f"no such vocabulary file: {path}")
-    languages = read_ids(path) if path.suffix == ".pt" else read_languages(path, tokenizer)
-    if not languages:
-        raise UserError(f"{path} has no languages")
+    path, vocab = Path(path), model.config.vocab_size
+    read = read_ids(path) if path.suffix == ".pt" else read_languages(path, tokenizer)
+    languages = {n: Language(each.ids[:size], each.counts[:size]) for n, each in read.items()}
+    if not languages or not all(each.ids for each in languages.values()):
+        raise UserError(f"{path} has no languages, or one without tokens")
     for name, language in languages.items():
-        if not language.ids:
-            raise UserError(f"{path}: {name} has no tokens")
-        if not 0 <= min(language.ids) <= max(language.ids) < model.config.vocab_size:
+        if not 0 <= min(language.ids) <= max(language.ids) < vocab:
             raise UserError(
-                f"{path}: {name} has ids outside the target's vocabulary of "
-                f"{model.config.vocab_size}: it was made for another model"
+                f"{path}: {name} has ids outside the target's vocabulary of {vocab}: it was made "
+                "for another model"
             )
-    cut = {n: Language(each.ids[:size], each.counts[:size]) for n, each in languages.items()}
-    return Compressed(cut, model)
+    return Compressed(languages, model)
 
 
 def read_ids(path: Path) -> dict[str, Language]:
@@ -243,26 +214,25 @@ def read_ids(path: Path) -> dict[str, Language]:
     stored = read_file(path)
     try:
         ids = tuple(dict.fromkeys(map(int, torch.as_tensor(stored).tolist())))
-        return {path.stem: Language(ids, (0,) * len(ids))}
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UserError(f"{path} is not a list of token ids: {error}") from None
+    return {path.stem: Language(ids, (0,) * len(ids))}
 
 
 def read_languages(path: Path, tokenizer: Tokenizer | None) -> dict[str, Language]:
     """What `save_vocabulary` wrote."""
     raw = read_json(path)
     check_fingerprint(str(path), raw.get("tokenizer_fingerprint"), tokenizer)
+    languages = {}
     try:
-        languages = {
-            name: Language(tuple(map(int, each["ids"])), tuple(map(int, each["counts"])))
-            for name, each in raw["languages"].items()
-        }
-        for each in languages.values():
-            if len(each.ids) != len(each.counts) or min(each.counts, default=0) < 0:
+        for name, each in raw["languages"].items():
+            ids, counts = (tuple(map(int, each[key])) for key in ("ids", "counts"))
+            if len(ids) != len(counts) or min(counts, default=0) < 0:
                 raise ValueError("each id needs a count, from 0")
-        return languages
+            languages[name] = Language(ids, counts)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"{path} is not a file of `distill vocabulary`: {error!r}") from None
+    return languages
 
 
 def save_vocabulary(languages: dict[str, Language], tokenizer: Tokenizer, path: Path) -> None:

@@ -38,10 +38,9 @@ class Ending:
     ignore_eos: bool = False
 
     def __post_init__(self):
-        if not isinstance(self.max_new_tokens, Integral):
-            raise UserError(f"max-new-tokens {self.max_new_tokens}: must be a whole number")
-        if self.max_new_tokens < 0:
-            raise UserError(f"max-new-tokens {self.max_new_tokens}: must not be negative")
+        n = self.max_new_tokens
+        if not isinstance(n, Integral) or n < 0:
+            raise UserError(f"max-new-tokens {n}: must be a whole number, at least 0")
         if "" in self.stop:
             raise UserError("a stop string must not be empty")
 

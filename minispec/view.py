@@ -5,19 +5,17 @@ it pass by pass.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from minispec.errors import UserError
 from minispec.model import Transformer
 from minispec.run import Chunk, Run
 from minispec.sampling import Sampling, probs
 from minispec.tokenizer import Tokenizer
-from minispec.tree import Step, Tree
+from minispec.tree import Step
 from minispec.verify import residual
 
 TOP = 8  # tokens of a distribution that the page shows
@@ -52,53 +50,24 @@ def colored(text: str, style: str) -> str:
 def rejected(step: Step, tokenizer: Tokenizer) -> str:
     """The drafts off the path, on one line; a | where a branch ends."""
     text, before = "", None
-    for node in depth_first(step.tree):
+    for node in range(1, len(step.tree)):
         if node not in step.path:
-            follows = before is None or step.tree.parents[node] == before
-            text += ("" if follows else "|") + piece(tokenizer, step.tree.tokens[node])
-            before = node
+            if before not in (None, step.tree.parents[node]):
+                text += "|"
+            text, before = text + piece(tokenizer, step.tree.tokens[node]), node
     return "".join(c if c.isprintable() else "↵" if c == "\n" else ascii(c)[1:-1] for c in text)
 
 
-def depth_first(tree: Tree) -> list[int]:
-    """The nodes, branch by branch."""
-    order, ahead = [], [0]
-    while ahead:
-        order.append(ahead.pop())
-        ahead += reversed(tree.children(order[-1]))
-    return order
-
-
-# ---- the text of one token -----------------------------------------------------------------------
-
-
-def byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes for bytes: printable ones stand for themselves, the
-    others start at U+0100."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-BYTE = byte_alphabet()
-
-
 def piece(tokenizer: Tokenizer | None, token: int) -> str:
-    r"""The text of a single token; bytes that form no character as \xe4, unknown ids as #7."""
+    """The text of a single token; where it is no text by itself, as some bytes of a character, the
+    name that the vocabulary gives it; unknown ids as #7."""
     name = tokenizer.backend.id_to_token(token) if tokenizer else None
     if name is None:
         return f"#{token}"
     # decoded twice: decoders strip only the space before a text's first word
     once, twice = (tokenizer.backend.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
     text = twice[len(once) :]
-    if text and "\ufffd" not in text:
-        return text
-    byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)  # byte fallback
-    if byte:
-        return rf"\x{byte[1].lower()}"
-    if all(c in BYTE for c in name):
-        return bytes(BYTE[c] for c in name).decode("utf-8", errors="backslashreplace")
-    return name
+    return text if text and "\ufffd" not in text else name
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -111,10 +80,7 @@ def write_page(
     data = json.dumps(trace(model, tokenizer, run, name), ensure_ascii=False)
     data = data.replace("<", r"\u003c")  # so that no text ends its script element
     page = PAGE.read_text(encoding="utf-8").replace(MARK, data)
-    try:
-        Path(file).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--html {file}: cannot be written ({error.strerror})") from None
+    Path(file).write_text(page, encoding="utf-8")
 
 
 @torch.no_grad()

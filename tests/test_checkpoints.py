@@ -71,7 +71,7 @@ def test_shards_and_bin_files_give_the_same_model(folder, suffix, write):
     (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
     assert torch.equal(logits(folder), expected)
     (folder / f"{stem}-b.{suffix}").unlink()
-    refused(folder, f"lacks {stem}-b.{suffix}")
+    refused(folder, f"{stem}-b.{suffix} cannot be read .FileNotFoundError")
 
 
 def test_a_tied_head_stored_at_either_end_or_both(folder):
@@ -88,7 +88,7 @@ def test_a_tied_head_stored_at_either_end_or_both(folder):
         assert "lm_head.weight" not in tensors(saved)
     both["lm_head.weight"][3, 4] += 1
     save_file(parts | both, folder / "model.safetensors")
-    refused(folder, "tie_word_embeddings, but .* differ: set it to false")
+    refused(folder, "tie_word_embeddings is true, but .* differ")
     edit(folder, tie_word_embeddings=False)
     assert not torch.equal(logits(folder), expected)
     for stored, missing in (({}, "embed_tokens"), ({"model.embed_tokens.weight": embedding}, "lm")):
@@ -96,13 +96,12 @@ def test_a_tied_head_stored_at_either_end_or_both(folder):
         refused(folder, f"Missing key.*{missing}")
 
 
-@pytest.mark.parametrize(
-    "variant, extra", [("llama", "layers.0.rotary_emb.inv_freq"), ("mimo", "mtp_layers.0.x")]
-)
-def test_derived_tensors_and_prediction_layers_are_left_out(variant, extra, tmp_path):
-    copy = shutil.copytree(GOLDEN / variant, tmp_path / variant)
-    save_file(tensors(copy) | {f"model.{extra}": torch.ones(4)}, copy / "model.safetensors")
-    assert torch.equal(logits(copy), logits(GOLDEN / variant))
+def test_derived_tensors_and_prediction_layers_are_left_out(folder):
+    expected = logits(folder)
+    extra = {"model.layers.0.rotary_emb.inv_freq": 4, "model.mtp_layers.0.x": 2}
+    more = {name: torch.ones(n) for name, n in extra.items()}
+    save_file(tensors(folder) | more, folder / "model.safetensors")
+    assert torch.equal(logits(folder), expected)
 
 
 @pytest.mark.parametrize("variant", ["llama-linear", "llama-llama3", "llama-yarn"])
@@ -195,15 +194,12 @@ def test_a_hub_id_downloads_safetensors_and_only_without_them_bin(suffix, tmp_pa
 # ---- files that are none of this -----------------------------------------------------------------
 
 
-def test_no_such_directory_or_id(tmp_path, monkeypatch):
+def test_a_directory_that_is_none_or_no_checkpoint(tmp_path, folder, monkeypatch):
     (tmp_path / "model.gguf").touch()
     for name in tmp_path / "nowhere", "x" * 300, tmp_path / "model.gguf", "", "a/b/c", "../a":
         refused(name, "no such directory")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     refused("nobody/nothing-at-all", "could not be fetched from the hub")
-
-
-def test_a_directory_that_is_no_checkpoint(tmp_path, folder):
     refused(tmp_path, "no config.json")
     (folder / "model.safetensors").unlink()
     refused(folder, "has no weights")
@@ -233,18 +229,18 @@ def test_truncated_and_foreign_weight_files(folder):
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     for damaged in data[: len(data) // 2], data[:4], b"", b"not a tensor file", header, pointer:
         path.write_bytes(damaged)
-        refused(folder, "model.safetensors cannot be read.*git lfs pull")
+        refused(folder, "model.safetensors cannot be read .*git lfs pull")
     path.write_bytes(data)
     parts, file = tensors(folder), folder / "pytorch_model.bin"
     path.unlink()
     torch.save(parts, file, _use_new_zipfile_serialization=False)  # as before torch 1.6
     assert torch.equal(logits(folder), expected)
     for odd, match in (
-        ({"x": print}, "holds more than tensors"),  # would run code if it were unpickled
-        (parts | {"x": 3}, "x is not a tensor"),
-        (parts | {"x": torch.ones(2, device="meta")}, "x is not a tensor"),
-        (parts | {"x": torch.ones(2, 2).to_sparse()}, "x is not a tensor"),
-        ([torch.ones(2)], "holds no tensors by name"),
+        ({"x": print}, "code, which is never unpickled"),
+        (parts | {"lm_head.weight": 3}, "lm_head.weight is none"),
+        (parts | {"x": torch.ones(2, device="meta")}, "x is none"),
+        (parts | {"x": torch.ones(2, 2).to_sparse()}, "x is none"),
+        ([torch.ones(2)], "must hold tensors by name"),
     ):
         torch.save(odd, file)
         refused(folder, match)
@@ -255,7 +251,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
     parts, path, other = tensors(folder), folder / "model.safetensors", UP.replace("1", "7")
     lacking = {k: v for k, v in parts.items() if k != UP}
     for stored, match in (
-        (lacking, f'do not fit each other: Missing key.*: "{UP}"\\.$'),
+        (lacking, f'do not fit the model: Missing key.*: "{UP}"\\.$'),
         (parts | {other: parts[UP].clone()}, f'Unexpected key.*: "{other}"\\.$'),
         (lacking | {other: parts[UP]}, f'Missing key.*"{UP}".*Unexpected key.*"{other}"'),
         (parts | {UP: parts[UP][:5].clone()}, rf"mismatch for {UP}: .*\[5, 32\].*\[48, 32\]"),
@@ -267,17 +263,17 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
     refused(folder, "Missing key.* …$")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_damaged_and_quantised_numbers_are_refused(folder, value):
+def test_damaged_and_quantised_numbers_are_refused(folder):
     parts = tensors(folder)
     for dtype in torch.float32, torch.float16, torch.bfloat16, torch.float64:
-        odd = parts[UP].to(dtype)
-        odd.view(-1)[-1] = value
-        save_file(parts | {UP: odd}, folder / "model.safetensors")
-        refused(folder, f"{UP} has a NaN or an infinity")
+        for value in math.nan, math.inf, -math.inf:
+            odd = parts[UP].to(dtype)
+            odd.view(-1)[-1] = value
+            save_file(parts | {UP: odd}, folder / "model.safetensors")
+            refused(folder, f"{UP} has a NaN or an infinity")
     for dtype in torch.int8, torch.float8_e4m3fn:
         save_file(parts | {UP: parts[UP].to(dtype)}, folder / "model.safetensors")
-        refused(folder, f"{UP} is quantised, to {dtype}")
+        refused(folder, f"{UP} is {dtype}: quantised")
 
 
 ROPE = {"rope_type": "linear", "factor": 2.0}
@@ -347,31 +343,24 @@ def test_devices_and_dtypes_that_are_not_there(folder):
 # ---- writing -------------------------------------------------------------------------------------
 
 
-def test_files_may_be_read_by_whom_the_umask_lets(tmp_path):
-    before = os.umask(0o027)
-    try:
-        save(random_model(), None, tmp_path / "model")
-    finally:
-        os.umask(before)
-    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "model").iterdir()} == {0o640}
-
-
-@pytest.mark.parametrize("most", [0, 100, 10_000])
+@pytest.mark.parametrize("most", [0, 10_000])
 def test_on_a_full_disk_the_old_checkpoint_stays(tmp_path, most):
     """Where no file may grow beyond `most` bytes, which fails as a full disk does."""
     old, new = random_model(0), random_model(1)
+    umask = os.umask(0o027)
     save(old, None, tmp_path)
+    os.umask(umask)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o640}
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
     try:
-        with pytest.raises(UserError, match="model.safetensors cannot be written: ") as caught:
+        with pytest.raises(UserError, match="model.safetensors cannot be written: [^\n]*$"):
             save(new, None, tmp_path)
         with pytest.raises(UserError, match="other.safetensors cannot be written: "):
             write_tensors(tmp_path / "other.safetensors", {"x": torch.ones(10_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "\n" not in str(caught.value)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):

@@ -16,7 +16,7 @@ from minispec import generate
         ("speculative", "--tree 3", "--tree is for --method medusa"),
         ("fastmtp", "--tree 4", "--tree is for --method medusa or medusa-typical, not for fastmtp"),
         ("fastmtp", "--heads nowhere", "no such directory: nowhere"),
-        ("fastmtp", "--vocabulary nowhere.json", "no such vocabulary file"),
+        ("fastmtp", "--vocabulary nowhere.json", "nowhere.json cannot be read"),
         ("fastmtp", "--k many", "--k: many must be a whole number, at least 1"),
         ("fastmtp", "--vocabulary-size 0", "0 must be a whole number, at least 1"),
         ("fastmtp", "--vocabulary none --vocabulary-size 9", "needs a --vocabulary"),

@@ -53,26 +53,16 @@ def blocks(request, monkeypatch):
 
 
 @pytest.mark.parametrize("offset", range(8))
-@pytest.mark.parametrize("eos", [(256,), (258, 259, 256)])
-def test_an_end_token_ends_at_every_offset_of_a_block(blocks, offset, eos):
-    tokens = TOKENIZER.encode("abcdefghijklmnop")
+def test_an_end_token_ends_at_every_offset_of_a_block(blocks, offset):
+    tokens, model = TOKENIZER.encode("abcdefghijklmnop"), byte_model(eos=(258, 256))
     blocks(tokens[:offset] + [256] + tokens[offset:])
-    run = decode(byte_model(eos=eos), TOKENIZER, "x", method="scripted")
+    run = decode(model, TOKENIZER, "x", method="scripted")
     assert run.tokens == tokens[:offset] + [256]
     assert (run.text, run.finish_reason) == ("abcdefghijklmnop"[:offset], "eos")
-    assert run.cache.length <= 1 + len(run.tokens) - 1
-    run = decode(byte_model(eos=eos), TOKENIZER, "x", method="scripted", ignore_eos=True,
-                 max_new_tokens=12)  # fmt: skip
-    assert (len(run.tokens), run.finish_reason) == (12, "length")
-
-
-@pytest.mark.parametrize("n", range(16))
-def test_the_number_of_tokens_is_never_overshot(blocks, n):
-    tokens = TOKENIZER.encode("abcdefghijklmnopqrst")
-    blocks(tokens)
-    run = decode(byte_model(), TOKENIZER, "x", method="scripted", max_new_tokens=n)
-    assert run.tokens == tokens[:n] and run.finish_reason == "length"
-    assert run.stats["new_tokens"] == n
+    assert run.cache.length <= len(run.tokens)
+    for n in 0, 1, 9 + offset:  # nor is their number ever overshot
+        run = decode(model, TOKENIZER, "x", "scripted", ignore_eos=True, max_new_tokens=n)
+        assert (len(run.tokens), run.stats["new_tokens"], run.finish_reason) == (n, n, "length")
 
 
 @pytest.mark.parametrize("stop", ["d", "def", "fgh", "p", "no", "é", "你", "好x"])
@@ -135,18 +125,14 @@ def test_a_cache_that_does_not_go_with_the_prompt_is_refused():
             decode(model, TOKENIZER, [1, 2, 3], cache=cache)
 
 
-def test_twice_in_a_row_gives_the_same_and_a_seed_decides():
-    model = byte_model()
-    runs = [decode(model, TOKENIZER, "hello", temperature=1.0, seed=s, max_new_tokens=30).tokens
+def test_plain_decodings_statistics_and_seeds():
+    runs = [decode(byte_model(), TOKENIZER, "hello", temperature=1.0, seed=s, max_new_tokens=30)
             for s in (1, 1, 2)]  # fmt: skip
-    assert runs[0] == runs[1] != runs[2]
-
-
-def test_plain_decodings_statistics():
-    stats = decode(byte_model(), TOKENIZER, "hello", max_new_tokens=9).stats
-    assert (stats["target_passes"], stats["new_tokens"], stats["tokens_per_pass"]) == (9, 9, 1.0)
-    assert stats["drafted"] == stats["accepted"] == stats["extra_parameters"] == 0
-    assert stats["prefill_seconds"] > 0 and stats["tokens_per_second"] > 0
+    assert runs[0].tokens == runs[1].tokens != runs[2].tokens
+    s = runs[0].stats
+    assert (s["target_passes"], s["new_tokens"], s["tokens_per_pass"]) == (30, 30, 1.0)
+    assert s["drafted"] == s["accepted"] == s["extra_parameters"] == 0
+    assert s["prefill_seconds"] > 0 and s["tokens_per_second"] > 0
 
 
 def test_acceptance_by_position_counts_what_it_says():
@@ -219,21 +205,16 @@ def test_a_model_without_tokenizer_shows_ids_as_json_alone(tmp_path, capsys):
     assert "give --json" in refused(capsys, generate.main, arguments)
 
 
-def test_a_window_that_does_not_fit_behind_the_prompt_is_said(folder, capsys):
-    line = "minispec: the window did not fit into the cache in 3 of 4 passes\n"
-    for prompt, said in ("x" * 9, ""), ("x" * 250, line):
-        call(prompt, "--model", folder, "--method", "lookahead", "--max-new-tokens", "4")
-        assert capsys.readouterr().err == said
-
-
 @pytest.mark.parametrize(
     "arguments, match",
     [
         (["x", "--model", "nowhere"], "no such directory: nowhere"),
-        (["x", "--model", ""], "--model must not be empty"),
+        (["x", "--model", ""], "no such directory: "),
         (["x", "--method", "magic"], "invalid choice: 'magic' (choose from"),
         (["x", "--max-new-tokens", "-3"], "-3 must be a whole number, at least 0"),
         (["x", "--temperature", "nan"], "nan must be a number, at least 0"),
+        (["--prompt-file", ""], "cannot be read"),
+        (["x", "--html", ""], "cannot be written (not a file)"),
         (["x", "--top-p", "2"], "2 must be a number, from 0 to 1"),
         (["x", "--top-p", "0"], "top-p 0.0: must be above 0"),
         (["x", "--seed", "9" * 30], "must be a whole number, from -9223372036854775808"),
@@ -253,7 +234,8 @@ def test_a_window_that_does_not_fit_behind_the_prompt_is_said(folder, capsys):
         (["x", "--method", "prompt-lookup", "--k", "auto"], "k 'auto': must be a whole number"),
         (["x", "--method", "prompt-lookup", "--k", "0"], "0 must be a whole number, at least 1"),
         (["x", "--method", "fastmtp", "--k", "1" + "0" * 20], "from 1 to 9223372036854775807"),
-        (["x", "--method", "speculative", "--draft", ""], "--draft must not be empty"),
+        (["x", "--method", "speculative", "--draft", ""], "no such directory: "),
+        (["x", "--method", "medusa", "--heads", ""], "no such directory: "),
         (["x", "--color", "--json"], "give it without --json"),
         (["--chat", "--html", "page.html"], "give it without --chat"),
     ],
@@ -268,13 +250,12 @@ def test_mistakes_are_one_line_and_code_2(folder, arguments, match, capsys):
     ("text", "match"),
     [
         ("{}", "must hold a JSON list"),
-        ("[]", "must hold paths like"),
-        ("[0, 1]", "must hold paths like"),
+        ("[0, 1]", "must be paths of ranks"),
         ('[["a"]]', "the tree's rank 'a'"),
         ("[" * 100_000, "cannot be read as JSON"),
         ("[[0]", "cannot be read as JSON"),
     ],
-    ids=["object", "empty", "flat", "text", "deep", "cut"],
+    ids=["object", "flat", "text", "deep", "cut"],
 )
 def test_a_tree_that_is_none_is_one_line(tmp_path, text, match, capsys):
     (tmp_path / "tree.json").write_text(text)
@@ -298,17 +279,11 @@ def test_where_nothing_can_be_written_is_one_line(folder, tmp_path, capsys, monk
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert "No space left" in refused(capsys, generate.main, run)
-
-
-def test_asking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path):
-    file, other = tmp_path / "new" / "page.html", tmp_path / "link"
-    check_writable(file, "--html")
-    assert list(tmp_path.rglob("*")) == [file.parent]
-    file.write_text("before")
-    check_writable(file, "--html")
-    other.symlink_to(tmp_path / "nothing yet")
-    check_writable(other, "--html")
-    assert file.read_text() == "before" and other.is_symlink()
+    page, link = tmp_path / "new" / "page.html", tmp_path / "link"
+    link.symlink_to(tmp_path / "nothing yet")
+    for file in page, link:  # asking leaves all as it was, but for the folder
+        check_writable(file, "--html")
+    assert page.parent.is_dir() and not page.exists() and link.is_symlink()
 
 
 def test_a_bare_shell(folder):
@@ -354,7 +329,7 @@ def test_too_little_memory_is_one_line(capsys):
     def main(argv):
         raise RuntimeError(argv[0])
 
-    error = "DefaultCPUAllocator: can't allocate memory:\nyou tried 99 bytes"
+    error = "DefaultCPUAllocator: can't allocate memory: you tried 99 bytes"
     assert "not enough memory" in refused(capsys, command(main), [error])
     with pytest.raises(RuntimeError, match="a bug"):
         command(main)(["a bug"])
@@ -363,36 +338,22 @@ def test_too_little_memory_is_one_line(capsys):
 # ---- Ctrl-C --------------------------------------------------------------------------------------
 
 
-def interrupted(arguments: list[str], when) -> tuple[int, str]:
-    """The exit code and the words of a command that gets Ctrl-C once `when(process)` returns."""
-    # a shell's background jobs ignore Ctrl-C, and their children inherit that
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        process = subprocess.Popen([sys.executable, "-m", "minispec.generate", *arguments],
-                                   cwd=ROOT, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE)  # fmt: skip
-    finally:
-        signal.signal(signal.SIGINT, before)
-    with process:
-        try:
-            when(process)
-            process.send_signal(signal.SIGINT)
-            err = process.communicate(timeout=60)[1].decode()
-        finally:
-            process.kill()
-    return process.returncode, err
-
-
-def test_ctrl_c_while_torch_is_imported_is_silent():
-    assert interrupted(["x"], lambda process: time.sleep(0.5)) == (130, "")
-
-
 def test_ctrl_c_ends_cleanly_with_what_was_produced(tmp_path):
+    """At once, while torch is imported; and in the middle of a run."""
     save(byte_model(context=30_000), TOKENIZER, tmp_path)
-    arguments = ["x", "--model", str(tmp_path), "--stats", "--ignore-eos",
-                 "--max-new-tokens", "29000"]  # fmt: skip
-    code, err = interrupted(arguments, lambda process: process.stdout.read(20))
-    assert code == 0 and "tokens (interrupted) in" in err and "Traceback" not in err
+    command = [sys.executable, "-m", "minispec.generate", "x", "--model", str(tmp_path),
+               "--stats", "--ignore-eos", "--max-new-tokens", "29000"]  # fmt: skip
+    for wait, code in (lambda _: time.sleep(0.5), 130), (lambda out: out.read(20), 0):
+        # a shell's background jobs ignore Ctrl-C, and their children inherit that
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE) as process:  # fmt: skip
+            signal.signal(signal.SIGINT, before)
+            wait(process.stdout)
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=60)[1].decode()
+        assert process.returncode == code and "Traceback" not in said
+        assert ("tokens (interrupted) in" in said) == (code == 0)
 
 
 def test_ctrl_c_shows_what_was_held_back_for_a_stop_string(monkeypatch, capsys):
@@ -458,7 +419,7 @@ def test_a_chat_longer_than_the_context_forgets_its_oldest_turns(talker, capsys,
     lines = "".join(f"turn {i} of many\n" for i in range(6))
     options = ["--model", talker, "--max-new-tokens", "9", "--system", "S"]
     runs, err = turns(capsys, monkeypatch, lines, *options)
-    assert len(runs) == 6 and err.count("oldest turns are forgotten\n") == err.count("\n") > 1
+    assert len(runs) == 6 and err.count("oldest turn is forgotten\n") == err.count("\n") > 1
     last = TOKENIZER.decode(runs[-1]["prompt_ids"])
     assert last.startswith("s:S\nu:turn") and "turn 5" in last and "turn 0" not in last
     assert all(run["finish_reason"] == "length" for run in runs)
@@ -480,6 +441,4 @@ def test_the_turns_of_a_sampled_chat_use_fresh_randomness(tmp_path, capsys, monk
     save(byte_model(), byte_tokenizer("{{ messages[-1].content }}"), tmp_path)
     options = ["--model", str(tmp_path), "--temperature", "1", "--max-new-tokens", "9"]
     first, second = turns(capsys, monkeypatch, "hi\nhi\n", *options)[0]
-    options = ["--chat", *options, "--system", "S"]
-    assert "template leaves out system messages" in refused(capsys, generate.main, options)
     assert first["prompt_ids"] == second["prompt_ids"] and first["tokens"] != second["tokens"]

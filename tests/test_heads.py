@@ -18,7 +18,6 @@ from minispec.heads import (
     load_medusa,
     load_mtp,
     load_vocabulary,
-    mtp_tensors,
     save_medusa,
     save_mtp,
     save_tree,
@@ -61,10 +60,9 @@ def by_hand(tensors, hidden, i: int, layers: int, projection) -> torch.Tensor:
     return hidden @ projection.T.double()
 
 
-@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("layout", ["v1.pt", "v1.safetensors", "v2", "1.0", "file"])
-def test_every_layout_loads_whatever_its_config_counts(tmp_path, layout, layers):
-    model, heads, source = random_model(), 5, tmp_path
+def test_every_layout_loads_whatever_its_config_counts(tmp_path, layout):
+    model, heads, layers, source = random_model(), 5, 2, tmp_path
     tensors = v1_tensors(model, heads, layers)
     if layout == "v2":
         tensors = {name: t for name, t in tensors.items() if "linear" in name}
@@ -122,29 +120,25 @@ def test_the_published_trees_are_those_of_the_reference():
 
 def test_heads_of_something_else_are_refused_with_the_reason(tmp_path):
     model = random_model()
-    refused("has no weights|no tensors medusa_head", load_medusa, tmp_path, model)
+    refused("has no weights", load_medusa, tmp_path, model)
     refused("no such directory", load_medusa, tmp_path / "nowhere", model)
     good = v1_tensors(model, 3, 1)
-    wide = v1_tensors(random_model(hidden_size=32), 3, 1)
     for tensors, match in (
-        (wide, "hidden size 32, but the target's is 16"),
-        (v1_tensors(random_model(vocab_size=40), 3, 1), "heads of 40 tokens, but the target"),
+        (v1_tensors(random_model(hidden_size=32), 3, 1), r"do not fit.*\[32, 32\].*\[16, 16\]"),
+        (v1_tensors(random_model(vocab_size=40), 3, 1), r"do not fit.*\[40, 16\].*\[32, 16\]"),
         ({k: t for k, t in good.items() if k != "1.0.linear.bias"}, "Missing.*1.0.linear.bias"),
         ({k: t for k, t in good.items() if k != "2.1.weight"}, "Missing.*2.1.weight"),
-        (good | {"0.q.weight": torch.zeros(2)}, "0.q.weight is not a tensor of Medusa heads"),
-        (good | {UP: torch.zeros(16, 8)}, f"{UP}.*shape"),
-        ({UP: 3}, f"{UP} is not a tensor"),
-        ({3: torch.zeros(2)}, "3 is not a tensor of Medusa heads"),
-        ({"0.0.weight": torch.tensor(1.0)}, "0.0.weight is not a tensor of Medusa heads"),
+        (good | {"0.q.weight": torch.zeros(2)}, "0.q.weight is no tensor of Medusa heads"),
+        ({UP: 3}, f"must hold tensors by name: {UP} is none"),
+        ({3: torch.zeros(2)}, "3 is no tensor of Medusa heads"),
+        ({"0.0.weight": torch.tensor(1.0)}, "do not fit"),
         ({"7.0.weight": torch.zeros(4, 4)}, "not numbered from 0 on"),
-        ({f"{'9' * 5000}.0.weight": torch.zeros(4, 4)}, "is not a tensor of Medusa heads"),
+        ({f"{'9' * 5000}.0.weight": torch.zeros(4, 4)}, "is no tensor of Medusa heads"),
         ({}, "has no heads"),
-        ({UP: Evil()}, "code is never unpickled"),
+        ({UP: Evil()}, "code, which is never unpickled"),
     ):
         torch.save(tensors, tmp_path / "medusa_lm_head.pt")
         refused(match, load_medusa, tmp_path, model)
-    (tmp_path / "medusa_lm_head.safetensors").write_bytes(b"rubbish")
-    refused("cannot be read", load_medusa, tmp_path, model)
 
 
 class Evil:
@@ -178,9 +172,9 @@ def test_a_config_that_does_not_fit_the_heads_is_refused(tmp_path, config, match
 # ---- MTP -----------------------------------------------------------------------------------------
 
 
-def same(a, b) -> bool:
-    """Whether two heads have the same parameters."""
-    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+def published(head) -> dict[str, torch.Tensor]:
+    """The head's tensors under MiMo's names."""
+    return {f"model.mtp_layers.0.{name}": t for name, t in head.state_dict().items()}
 
 
 def tiny_mimo(folder) -> tuple:
@@ -188,35 +182,30 @@ def tiny_mimo(folder) -> tuple:
     model = random_model(model_type="mimo", qkv_bias=True, tied=False)
     head = random_head(model, 5)
     save(model, None, folder)
-    whole = dict(model.named_parameters()) | mtp_tensors(head)
+    whole = dict(model.named_parameters()) | published(head)
     write_tensors(folder / "model.safetensors", whole)
     return model, head
 
 
-def test_a_mimo_checkpoint_gives_model_and_head(tmp_path):
-    model, head = tiny_mimo(tmp_path)
-    assert len(mtp_tensors(head)) == 16  # as many as MiMo's layer has
-    loaded, _ = load(tmp_path, "float64", "cpu")
-    for source in tmp_path, tmp_path / "model.safetensors":
-        assert same(head, load_mtp(source, loaded))
+def test_a_head_inside_its_model_or_in_a_file_of_its_own(tmp_path):
+    model, head = tiny_mimo(tmp_path / "whole")
+    save_mtp(head, tmp_path / "alone", "base", None, torch.float64, [1.0])
+    assert len(published(head)) == 16  # as many as MiMo's layer has
+    assert load_file(tmp_path / "alone" / "model.safetensors").keys() == published(head).keys()
+    loaded, _ = load(tmp_path / "whole", "float64", "cpu")
+    for folder in tmp_path / "whole", tmp_path / "alone":
+        for source in folder, folder / "model.safetensors":
+            again = load_mtp(source, loaded).parameters()
+            assert all(map(torch.equal, head.parameters(), again))
     plain = decode(model, None, [1, 2, 3], max_new_tokens=20)
     result = decode(loaded, None, [1, 2, 3], "fastmtp", max_new_tokens=20)  # its own head
     assert result.tokens == plain.tokens and result.stats["drafted"] > 0
-
-
-def test_a_head_in_a_file_of_its_own_and_back(tmp_path):
-    model, head = random_model(), random_head(random_model(), 3)
-    save_mtp(head, tmp_path, "base", None, torch.float64, [1.0])
-    for source in (tmp_path, tmp_path / "model.safetensors"):
-        assert same(head, load_mtp(source, model))
-    names = load_file(tmp_path / "model.safetensors").keys()
-    assert names == mtp_tensors(head).keys()
-    assert all(name.startswith("model.mtp_layers.0.") for name in names)
     for changes, match in (
-        ({"rope_theta": 5e5}, "its rope_theta is 10000.0, the model's is 500000.0"),
-        ({"kv_heads": 1, "head_dim": 8, "heads": 2}, "its num_key_value_heads is 2"),
+        ({"rope_theta": 5e5}, "rope_theta is 10000.0, the model's 500000.0"),
+        ({"kv_heads": 1, "head_dim": 8, "heads": 2}, "kv_heads is 2, the model's 1"),
     ):
-        refused(match, load_mtp, tmp_path, Transformer(replace(model.config, **changes)))
+        other = Transformer(replace(model.config, **changes))
+        refused(match, load_mtp, tmp_path / "alone", other)
 
 
 def test_a_missing_or_foreign_tensor_is_an_error(tmp_path):
@@ -224,7 +213,6 @@ def test_a_missing_or_foreign_tensor_is_an_error(tmp_path):
     file = tmp_path / "model.safetensors"
     whole = {n: t.clone() for n, t in load_file(file).items()}
     for name, tensor, match in (
-        ("input_proj.weight", None, "Missing.*input_proj.weight"),
         ("self_attn.q_proj.bias", None, "Missing.*self_attn.q_proj.bias"),
         ("mtp_block.x", torch.zeros(2), "Unexpected.*mtp_block.x"),
         ("input_proj.weight", torch.zeros(16, 16), "input_proj.weight.*shape"),
@@ -232,9 +220,6 @@ def test_a_missing_or_foreign_tensor_is_an_error(tmp_path):
         changed = whole | {f"model.mtp_layers.0.{name}": tensor}
         save_file({n: t for n, t in changed.items() if t is not None}, file)
         refused(match, load_mtp, tmp_path, model)
-    save_file(whole, file)
-    wide = random_model(hidden_size=32)
-    refused("hidden size 16, but the target's is 32", load_mtp, tmp_path, wide)
     save(model, None, tmp_path)
     refused("has no heads: no tensors model.mtp_layers", load_mtp, tmp_path, model)
 
@@ -251,8 +236,8 @@ def test_a_vocabulary_is_written_read_and_cut(tmp_path):
     refused("another tokenizer", load_vocabulary, path, model, FOREIGN)
     small = random_model(vocab_size=9)
     refused("outside the target's vocabulary of 9", load_vocabulary, path, small)
-    refused("no such vocabulary file", load_vocabulary, tmp_path / "no.json", model)
-    refused("vocabulary size 0: must be at least 1", load_vocabulary, path, model, size=0)
+    refused("no.json cannot be read", load_vocabulary, tmp_path / "no.json", model)
+    refused("one without tokens", load_vocabulary, path, model, size=0)
 
 
 def test_the_published_form_of_a_vocabulary(tmp_path):
@@ -262,7 +247,7 @@ def test_the_published_form_of_a_vocabulary(tmp_path):
         assert load_vocabulary(file, model).pick([1]).ids.tolist() == [9, 4, 7]
     for odd in {"a": "b"}, 7, [[1]], [-1], [math.inf], ["a"], [Evil()]:
         torch.save(odd, file)
-        match = "is not a list of token ids|outside|code is never unpickled"
+        match = "is not a list of token ids|outside|code, which is never unpickled"
         refused(match, load_vocabulary, file, model)
 
 
@@ -274,8 +259,8 @@ def test_the_published_form_of_a_vocabulary(tmp_path):
         ('{"en": {"ids": [1, 2], "counts": [5]}}', "not a file of `distill vocabulary`"),
         ('{"en": {"ids": [1e999], "counts": [5]}}', "not a file of `distill vocabulary`"),
         ("[" * 100_000 + "]" * 100_000, "cannot be read as JSON"),
-        ('{"en": {"ids": [], "counts": []}}', "en has no tokens"),
-        ("{}", "has no languages"),
+        ('{"en": {"ids": [], "counts": []}}', "no languages, or one without tokens"),
+        ("{}", "no languages"),
     ],
 )
 def test_a_wrong_vocabulary_is_refused(tmp_path, text, match):

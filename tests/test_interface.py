@@ -66,20 +66,6 @@ def test_what_is_missing_is_named(tmp_path, method, given):
         decode(model, tokenizer, "x", method, **given)
 
 
-def test_a_draft_or_heads_may_be_given():
-    model = random_model()
-    plain = decode(model, None, [1, 2], max_new_tokens=20)
-    for method, drafter in (
-        ("speculative", random_model(1)),
-        ("medusa", random_heads(model, 0)),
-        ("fastmtp", random_head(model, 0)),
-    ):
-        result = decode(model, None, [1, 2], method, max_new_tokens=20, **{NEEDS[method]: drafter})
-        assert result.tokens == plain.tokens
-        size = sum(p.numel() for p in drafter.parameters())
-        assert result.stats["extra_parameters"] == size
-
-
 # ---- prompts -------------------------------------------------------------------------------------
 
 
@@ -95,7 +81,7 @@ def test_text_list_tuple_array_and_tensor_are_one_prompt():
     assert run.prompt == [256] and len(run.tokens) == 3
 
 
-NO_SEQUENCE = "a prompt must be text, or one sequence of token ids"
+NO_SEQUENCE = "a prompt must be text, or token ids: a list, "
 
 
 @pytest.mark.parametrize(
@@ -103,9 +89,7 @@ NO_SEQUENCE = "a prompt must be text, or one sequence of token ids"
     [([[1, 2]], NO_SEQUENCE), ([1.0, 2.0], NO_SEQUENCE), ([1, "a"], NO_SEQUENCE),
      (np.array([1.5]), NO_SEQUENCE), (np.array([[1, 2]]), NO_SEQUENCE),
      (torch.tensor([1.5]), NO_SEQUENCE), (torch.tensor([[1, 2]]), NO_SEQUENCE),
-     (torch.tensor([[1]]), NO_SEQUENCE), (np.array([[1]]), NO_SEQUENCE),
-     (torch.tensor(1), NO_SEQUENCE), (7, NO_SEQUENCE), (None, NO_SEQUENCE),
-     (b"hello", NO_SEQUENCE), (bytearray(b"hello"), NO_SEQUENCE),
+     (torch.tensor(1), NO_SEQUENCE), (None, NO_SEQUENCE), (bytearray(b"hello"), NO_SEQUENCE),
      ([], "the prompt is empty"), ([3, 999], "prompt id 999 is out of range"),
      ([-1], "prompt id -1 is out of range"), ("text", "no tokenizer.json"),
      ([1] * 256, "has 256 tokens, the context only 256")],
@@ -125,7 +109,7 @@ def test_a_prompt_that_the_model_cannot_take_is_refused(prompt, message):
         ("magic", {}, "unknown method 'magic': use one of autoregressive, "),
         ("autoregressive", {"kk": 3}, "unexpected keyword argument 'kk'"),
         ("autoregressive", {"sampling": 3}, "multiple values for argument 'sampling'"),
-        ("autoregressive", {"max_new_tokens": -1}, "must not be negative"),
+        ("autoregressive", {"max_new_tokens": -1}, "must be a whole number, at least 0"),
         ("autoregressive", {"max_new_tokens": 2.5}, "must be a whole number"),
         ("autoregressive", {"temperature": -0.1}, "temperature -0.1: must be 0"),
         ("autoregressive", {"temperature": "hot"}, "temperature 'hot': must be a number"),
@@ -135,7 +119,6 @@ def test_a_prompt_that_the_model_cannot_take_is_refused(prompt, message):
         ("autoregressive", {"stop": "a"}, "need a tokenizer.json"),
         ("prompt-lookup", {"k": "auto"}, "k 'auto': must be a whole number"),
         ("prompt-lookup", {"k": 0}, "k 0 and ngram 3: must both be at least 1"),
-        ("prompt-lookup", {"k": 256}, "k 256: must be less than the context, 256"),
         ("jacobi", {"block": 2.5}, "block 2.5: must be a whole number"),
         ("jacobi", {"block": 256}, "block 256: must be from 1 to 255"),
         ("lookahead", {"tree": "auto"}, "unexpected keyword argument 'tree'"),
@@ -146,7 +129,6 @@ def test_a_prompt_that_the_model_cannot_take_is_refused(prompt, message):
         ("lookahead", {"window": 64, "ngram": 5}, "256 rows never fit into a cache of 256"),
         ("speculative", {"k": "many"}, "k 'many': must be a whole number"),
         ("speculative", {"k": 0}, "k 0: must be auto or at least 1"),
-        ("speculative", {"k": 10**20}, "must be less than the context, 256"),
         ("speculative", {"draft": "weights/draft"}, "draft 'weights/draft': is no draft"),
         ("speculative", {"draft": 3, "k": "auto"}, "draft 3: is no draft"),
         ("speculative", {"draft_sampling": 0.5}, "draft_sampling 0.5: is no draft sampling"),
@@ -170,13 +152,19 @@ def test_a_wrong_option_is_one_clear_line(method, options, message):
         decode(model, None, [1], method, **drafters.get(method, {}) | options)
 
 
-def test_whole_numbers_may_be_numpy_s():
+def test_drafters_may_be_given_and_whole_numbers_be_numpy_s():
     model, three = random_model(), np.int64(3)
+    draft, heads, head = random_model(1), random_heads(model, 0), random_head(model, 0)
     plain = decode(model, None, [1, 2], max_new_tokens=9)
     for method, options in (
-        ("speculative", {"draft": random_model(1), "k": three}),
-        ("medusa", {"heads": random_heads(model, 0), "tree": ((0,), (0, 1))}),
+        ("speculative", {"draft": draft, "k": three}),
+        ("speculative", {"draft": draft, "k": 10**20}),  # as many as there is room for
+        ("medusa", {"heads": heads, "tree": ((0,), (0, 1))}),
+        ("fastmtp", {"head": head}),
         ("lookahead", {"window": three, "ngram": three, "guesses": three}),
     ):
         run = decode(model, None, [1, 2], method, max_new_tokens=np.int64(9), **options)
         assert run.tokens == plain.tokens
+        drafter = options.get(NEEDS.get(method), None)
+        size = sum(p.numel() for p in drafter.parameters()) if drafter else 0
+        assert run.stats["extra_parameters"] == size
