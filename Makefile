@@ -33,7 +33,7 @@ certify: .venv/installed
 # against transformers: same logits, its speed, and the certifier's verdict on it
 reference: .venv/referenced
 	$(BIN)/python -m pytest -q tests/test_reference.py
-	$(BIN)/python tests/speed_of_transformers.py
+	$(BIN)/python -m minispec.bench --against transformers --prompts 4
 	-PYTHONPATH=tests $(BIN)/python -m minispec.certify --impl transformers_assisted:assisted
 
 # points of an assignment, or of all: make grade IMPL=my_solution.py A=a2_accept
