@@ -24,8 +24,6 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 LEFT_OUT = re.compile(r"model\.mtp_layers\.|medusa_head\.|.*inv_freq$")  # heads', derived
 ENDS = "model.embed_tokens.weight", "lm_head.weight"  # one tensor in a tied model
 
-# ---- tensors -------------------------------------------------------------------------------------
-
 
 def weight_files(directory: Path) -> list[Path]:
     """The files of one checkpoint: single or sharded safetensors, else the same of .bin."""
@@ -89,9 +87,6 @@ def tie(tensors: dict[str, Tensor]) -> None:
         raise UserError(f"tie_word_embeddings is true, but {' and '.join(ENDS)} differ")
     if ends:
         tensors.update(dict.fromkeys(ENDS, ends[0]))
-
-
-# ---- load ----------------------------------------------------------------------------------------
 
 
 def resolve(source: str | os.PathLike) -> Path:
@@ -192,9 +187,6 @@ def check_fingerprint(where: str, theirs: str | None, tokenizer: Tokenizer | Non
         raise UserError(
             f"{where}: made with another tokenizer than the model's; take what was made with that"
         )
-
-
-# ---- save ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

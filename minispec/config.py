@@ -29,8 +29,6 @@ ROPE_TYPES = {  # the numbers that each needs, and those that it may have
     "yarn": (("factor",), YARN),
 }
 
-# ---- the values of a JSON file -------------------------------------------------------------------
-
 Kind = tuple[str, Callable[[object], bool]]  # what a value must be, in words and as a test
 
 
@@ -86,9 +84,6 @@ class Keys:
 
     def wrong(self, key: str, words: str) -> UserError:
         return UserError(f"{self.path}: {key} must be {words} (it is {brief(self.raw.get(key))})")
-
-
-# ---- read ----------------------------------------------------------------------------------------
 
 
 def read_config(directory: Path) -> Config:
@@ -180,9 +175,6 @@ def spelled(rope: dict) -> dict:
     """Without nulls, and with rope_type, which older files call type."""
     known = {key: value for key, value in rope.items() if value is not None}
     return {"rope_type": known.pop("type"), **known} if "type" in known else known
-
-
-# ---- write ---------------------------------------------------------------------------------------
 
 
 def config_json(config: Config, dtype: torch.dtype) -> dict:

@@ -94,9 +94,6 @@ def check_vocabularies(
         raise UserError("the draft's vocabulary differs: use one with the target's tokenizer")
 
 
-# ---- how much they draft -------------------------------------------------------------------------
-
-
 def with_policies(method: str, model: Transformer, options: dict) -> dict:
     """The options, with policies for this machine in the place of "auto"."""
     policies = {}

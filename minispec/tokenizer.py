@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import Path
 
 import jinja2
-import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
 
@@ -124,9 +123,6 @@ class TextStream:
         return whole[len(os.path.commonprefix([before, whole])) :]
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
 def call(problem: str, function: Callable, *args, **options):
     """Call the library, whose errors are bare Exceptions, and not even those where its Rust code
     panics, as at a regular expression that takes too many steps."""
@@ -155,16 +151,12 @@ def mark_special(backend: Backend, token: str | dict | None) -> str | None:
     return text
 
 
-# ---- chat ----------------------------------------------------------------------------------------
-
-
 def render(template: str, messages: list[dict[str, str]], bos: str, eos: str) -> str:
     """The text of a conversation, by a template that is given what transformers gives it."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals |= {"raise_exception": refuse, "strftime_now": datetime.now().strftime}
-    environment.filters["tojson"] = tojson
     known = dict(messages=messages, bos_token=bos, eos_token=eos, add_generation_prompt=True)
     try:  # templates ask whether these two are none
         return environment.from_string(template).render(known, tools=None, documents=None)
@@ -175,18 +167,3 @@ def render(template: str, messages: list[dict[str, str]], bos: str, eos: str) ->
 def refuse(message: str) -> None:
     """What templates call as raise_exception."""
     raise jinja2.TemplateError(message)
-
-
-def tojson(value, ensure_ascii=False, indent=None, **more) -> str:
-    """What templates call so: jinja's own would escape for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
-
-
-class Generation(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks, for training, what the assistant says."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -22,8 +22,6 @@ TOP = 8  # tokens of a distribution that the page shows
 PAGE = Path(__file__).with_name("view.html")
 MARK = "__TRACE__"  # where the page's data goes
 
-# ---- in the terminal -----------------------------------------------------------------------------
-
 # ECMA-48 colours, readable on dark and on light: green, magenta; red and struck out
 DRAFTED, FRESH, REJECTED = "32", "35", "9;31"
 
@@ -68,9 +66,6 @@ def piece(tokenizer: Tokenizer | None, token: int) -> str:
     once, twice = (tokenizer.backend.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
     text = twice[len(once) :]
     return text if text and "\ufffd" not in text else name
-
-
-# ---- the page ------------------------------------------------------------------------------------
 
 
 def write_page(

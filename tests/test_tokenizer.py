@@ -34,9 +34,6 @@ def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     return "".join(map(stream.push, tokens)) + stream.flush()
 
 
-# ---- streaming -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_a_stream_gives_whole_characters_and_in_the_end_the_whole_text(seed):
     tokenizer, rng = byte_tokenizer(), random.Random(seed)
@@ -93,9 +90,6 @@ def test_a_real_byte_level_vocabulary_streams(tmp_path):
     assert streamed(tokenizer, [], tokenizer.encode(TEXT)) == TEXT
 
 
-# ---- chat ----------------------------------------------------------------------------------------
-
-
 def test_a_conversation_is_rendered_up_to_the_assistants_turn():
     tokenizer = Tokenizer.from_directory(ROOT / "weights" / "target")
     said = zip(("user", "assistant", "user"), ("Hi <b>", "Yo", "Bye"))
@@ -125,18 +119,12 @@ def test_templates_that_cannot_or_must_not_be_rendered(template, match):
 
 
 def test_what_transformers_gives_to_templates():
-    """No tools, a filter's arguments by place, and a tag that only training asks for."""
     template = (
-        "{% if tools is none %}a{% endif %}{{ documents is none }}{{ [1, {'<': 'é'}] | tojson }}"
-        "{{ {'x': 1} | tojson(true, 1) }}"
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+        "{% if tools is none %}a{% endif %}{{ documents is none }}{{ strftime_now('%%') }}"
+        "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}"
     )
     tokenizer = byte_tokenizer(template)
-    text = tokenizer.decode(tokenizer.chat([{"role": "user", "content": "Hi"}]))
-    assert text == 'aTrue[1, {"<": "é"}]{\n "x": 1\n}Hi'
-
-
-# ---- files ---------------------------------------------------------------------------------------
+    assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "Hi"}])) == "aTrue%Hi"
 
 
 def test_what_is_written_is_read_back(tmp_path):

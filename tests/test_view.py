@@ -148,9 +148,6 @@ def test_a_run_cut_inside_a_step_shows_what_was_emitted():
     assert view.trace(random_model(), None, none, "model")["passes"] == []
 
 
-# ---- the text of tokens
-
-
 def test_the_pieces_of_a_byte_level_vocabulary():
     pieces = [view.piece(TOKENIZER, token) for token in TOKENIZER.encode("a 你\n")]
     assert pieces == ["a", " ", "ä", "½", "ł", "\n"]  # its letters for the bytes E4 BD A0
@@ -176,9 +173,6 @@ def test_the_texts_of_the_page_are_the_run_s_text(seed):
     assert data["prompt"] == "你好你好 x" and data["tokens"] == run.tokens
     used = {t for now in data["passes"] for t in now["tokens"] + now["tree"]["tokens"]}
     assert used <= data["pieces"].keys()
-
-
-# ---- in the terminal
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -239,9 +233,6 @@ def test_the_flag_never_takes_the_prompt_for_its_value(folder, capsys, monkeypat
     with pytest.raises(SystemExit) as caught:
         call(folder, "x", "--color=loud")
     assert caught.value.code == 2
-
-
-# ---- the page
 
 
 def data_of(page: str) -> dict:
