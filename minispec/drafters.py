@@ -70,16 +70,15 @@ def load_drafter(
 def found_beside(method: str, model: Transformer) -> Path:
     """The folder of the draft or heads beside the model's (as under weights/), or in its own."""
     argument, folder = NEEDS[method]
-    source = getattr(model, "source", None)
-    places = [] if source is None else [source / folder, source.parent / folder]
+    source, flag = getattr(model, "source", None), "draft" if argument == "draft" else "heads"
+    places = [source / folder, source.parent / folder] if source else []
     if source and method == "fastmtp" and model.config.model_type == "mimo":
         places.insert(0, source)  # its checkpoints hold their own head
-    place = next((place for place in places if (place / "config.json").exists()), None)
-    if place is None:
-        where = f", and there is no folder {folder} beside {source}" if source else ""
-        flag = "heads" if argument == "head" else argument
-        raise UserError(f"{method} needs {argument}=, on the command line --{flag} DIR{where}")
-    return place
+    for place in places:
+        if (place / "config.json").exists():
+            return place
+    where = f", and there is no folder {folder} beside {source}" if source else ""
+    raise UserError(f"{method} needs {argument}=, on the command line --{flag} DIR{where}")
 
 
 def check_vocabularies(

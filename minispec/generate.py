@@ -130,12 +130,11 @@ def check_cache(cache: KVCache, model: Transformer, prompt: int) -> None:
     """Refuse a cache that holds other rows than one sequence's of this model, or has no room."""
     c, keys = model.config, cache.k[0]
     its = len(cache.lengths), len(cache.k), *keys.shape[2:], keys.dtype, keys.device.type
-    if its != (1, c.layers, c.kv_heads, c.head_dim, model.dtype, model.device.type):
-        raise UserError("the cache is another model's or a batch's: make it by model.new_cache()")
-    if not cache.length < prompt < cache.capacity <= c.context:
+    same = its == (1, c.layers, c.kv_heads, c.head_dim, model.dtype, model.device.type)
+    if not (same and cache.length < prompt < cache.capacity <= c.context):
         raise UserError(
-            f"a cache of {cache.length} rows and room for {cache.capacity} does not go with a "
-            f"prompt of {prompt} tokens and a context of {c.context}: truncate it, or make another"
+            f"the cache does not go with this model and a prompt of {prompt} tokens: truncate it, "
+            "or make another by model.new_cache()"
         )
 
 

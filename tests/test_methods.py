@@ -55,15 +55,6 @@ def test_the_formula_of_leviathan_et_al():
     assert abs(speedup(0.8, 5, 0.1) - tokens_per_pass(0.8, 5) / 1.5) < 1e-12
 
 
-@pytest.mark.parametrize("k", [1, 3, "auto"])
-def test_a_self_draft_yields_k_plus_one_tokens_a_pass(k):
-    model = random_model()
-    run = decode(model, None, [1, 2, 3], "speculative", draft=model, k=k, max_new_tokens=60)
-    assert run.stats["accepted"] == run.stats["drafted"] > 0
-    if k != "auto":
-        assert [len(step.tokens) for step in run.rounds[:-1]] == [k + 1] * (len(run.rounds) - 1)
-
-
 @pytest.mark.parametrize("rows", [(32, 40), (40, 32)])
 def test_vocabularies_may_differ_by_padding(rows):
     """Target and draft of 30 real tokens in tables of different lengths."""

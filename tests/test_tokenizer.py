@@ -1,7 +1,6 @@
 """Streaming decode never breaks a character; chat templates render in a sandbox."""
 
 import random
-import shutil
 
 import pytest
 from conftest import (
@@ -81,13 +80,6 @@ def test_the_first_space_of_a_continuation_is_kept(folder):
     for cut in range(1, len(tokens)):
         said = streamed(tokenizer, tokens[:cut], tokens[cut:])
         assert tokenizer.decode(tokens[:cut]) + said == tokenizer.decode(tokens)
-
-
-@needs_shared
-def test_a_real_byte_level_vocabulary_streams(tmp_path):
-    file = SHARED / "tokenizers" / "qwen2" / "tokenizer.built.json"
-    tokenizer = Tokenizer.from_directory(shutil.copy(file, tmp_path / "tokenizer.json").parent)
-    assert streamed(tokenizer, [], tokenizer.encode(TEXT)) == TEXT
 
 
 def test_a_conversation_is_rendered_up_to_the_assistants_turn():

@@ -43,14 +43,11 @@ class Recorder(Seeded):
         return token
 
 
-def traced(
-    method: str, temperature: float = 0.0, model=None, tokenizer=None, prompt=None, **options
-):
-    """A run, and what its page would show."""
-    model = model or random_model()
-    run = decode(model, tokenizer, prompt or random_tokens(9), method, max_new_tokens=20,
+def traced(method: str, temperature: float, model, **options):
+    """A run of 20 tokens, and what its page would show."""
+    run = decode(model, None, random_tokens(9), method, max_new_tokens=20,
                  temperature=temperature, **options)  # fmt: skip
-    return run, view.trace(model, tokenizer, run, "model")
+    return run, view.trace(model, None, run, "model")
 
 
 def proposing(model) -> dict[str, dict]:
@@ -141,7 +138,7 @@ def test_tree_and_window_of_a_step_are_what_its_pass_was_fed():
 
 
 def test_a_run_cut_inside_a_step_shows_what_was_emitted():
-    run, data = traced("speculative", model=random_model(), draft=random_model(), k=6)
+    run, data = traced("speculative", 0.0, random_model(), draft=random_model(), k=6)
     assert [now["emitted"] for now in data["passes"]] == [7, 7, 6]
     assert [len(now["tokens"]) for now in data["passes"]] == [7, 7, 7]
     none = decode(random_model(), None, [1, 2], max_new_tokens=0)
@@ -165,28 +162,23 @@ def test_the_pieces_of_a_vocabulary_with_byte_fallback_keep_their_spaces():
     assert [view.piece(tokenizer, i) for i in range(5)] == [" a", "b", "<0xE4>", " ", "<"]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_texts_of_the_page_are_the_run_s_text(seed):
-    run, data = traced("prompt-lookup", 1.2, byte_model(), TOKENIZER, "你好你好 x", seed=seed,
-                       stop=("a", "\x01\x02"))  # fmt: skip
-    assert "".join(text for now in data["passes"] for text in now["texts"]) == run.text
-    assert data["prompt"] == "你好你好 x" and data["tokens"] == run.tokens
-    used = {t for now in data["passes"] for t in now["tokens"] + now["tree"]["tokens"]}
-    assert used <= data["pieces"].keys()
-
-
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("stop", [(), ("\x00", "e", "ab")])
-def test_without_its_colours_the_text_is_the_run_s(seed, stop, full):
+@pytest.mark.parametrize("seed", range(3))
+def test_the_texts_of_page_and_terminal_are_the_run_s(seed, stop):
     """Chunk by chunk, whatever bytes the tokens are; drafts are struck out only with `full`."""
     model = random_model(seed, vocab_size=VOCAB, bos_id=256, eos_ids=(256,))
     run = stream(model, TOKENIZER, "你好 ab ab", "prompt-lookup", temperature=1.5, seed=seed,
                  stop=stop, max_new_tokens=60)  # fmt: skip
     for chunk in run:
-        painted = view.paint(chunk, TOKENIZER, full=full)
-        assert full or not STRUCK.search(painted)
-        assert ESCAPE.sub("", STRUCK.sub("", painted)) == chunk.text
+        for full in False, True:
+            painted = view.paint(chunk, TOKENIZER, full=full)
+            assert full or not STRUCK.search(painted)
+            assert ESCAPE.sub("", STRUCK.sub("", painted)) == chunk.text
+    data = view.trace(model, TOKENIZER, run, "model")
+    assert "".join(text for now in data["passes"] for text in now["texts"]) == run.text
+    assert data["prompt"] == "你好 ab ab" and data["tokens"] == run.tokens
+    used = {t for now in data["passes"] for t in now["tokens"] + now["tree"]["tokens"]}
+    assert used <= data["pieces"].keys()
 
 
 def test_who_and_which_pass_and_what_was_rejected():
