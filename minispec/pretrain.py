@@ -3,24 +3,21 @@
     python -m minispec.pretrain --data stories.txt dialogues.jsonl --out target --steps 3000
 
 Next-token cross-entropy over packed documents; Muon for the matrices, AdamW for the rest; a cosine
-schedule. Everything random follows from `--seed` and the number of tokens seen, so a run started
-again with the same --out goes on from its checkpoint exactly as if it had not stopped. It may go on
-with other --steps or another --context: short rows first train faster. Under `torchrun` each
+schedule. A run started again with the same --out goes on where it stopped. Under `torchrun` each
 process takes its share of every batch. What --data may hold is written in `minispec.text`.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from tokenizers import Tokenizer as BPE
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -31,15 +28,13 @@ from minispec.errors import Parser, UserError, command, number
 from minispec.generate import decode
 from minispec.model import Config, Transformer, count_parameters
 from minispec.text import END, Document, Kinds, plain, read_corpus
-from minispec.tokenizer import Tokenizer, call, read_backend
+from minispec.tokenizer import Tokenizer, read_backend
 from minispec.training import (
+    Batch,
     Run,
     markdown,
-    muon_and_adamw,
     prepare,
     processes,
-    read_checkpoint,
-    size_arguments,
     train,
     training_arguments,
     write_card,
@@ -53,18 +48,12 @@ CHAT_TEMPLATE = (
 )
 
 
-# ---- tokens --------------------------------------------------------------------------------------
-
-
-def train_tokenizer(kinds: Kinds, size: int, most: int = 2_500_000) -> BPE:
-    """A byte-level BPE of `size` tokens from at most `most` characters of every kind."""
+def train_tokenizer(kinds: Kinds, size: int) -> BPE:
+    """A byte-level BPE of `size` tokens, each digit one of them."""
     bpe = BPE(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
@@ -72,16 +61,8 @@ def train_tokenizer(kinds: Kinds, size: int, most: int = 2_500_000) -> BPE:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-
-    def sample() -> Iterator[str]:
-        for documents in kinds.values():
-            left = most
-            for text in map(plain, documents):
-                if left > 0:
-                    yield text[:left]
-                left -= len(text)
-
-    bpe.train_from_iterator(sample(), trainer)
+    texts = (plain(document) for documents in kinds.values() for document in documents)
+    bpe.train_from_iterator(texts, trainer)
     return bpe
 
 
@@ -103,34 +84,28 @@ def marked(document: Document) -> str:
     return "".join(f"<|{each['role']}|>{each['content']}{END_TURN}" for each in document)
 
 
-def tokenize(tokenizer: Tokenizer, documents: list[Document]) -> Iterator[np.ndarray]:
+def tokenize(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]:
     """Each document with its leading END; a document of the next follows in the packed stream."""
-    for start in range(0, len(documents), 1000):
-        texts = list(map(marked, documents[start : start + 1000]))
-        encoded = call("the tokenizer fails at a text", tokenizer.backend.encode_batch, texts)
-        yield from (np.array(each.ids, np.int32) for each in encoded)
+    return [np.array(tokenizer.encode(marked(each)), np.int32) for each in documents]
 
 
-class Stream:
-    """Documents packed end to end, in another order every epoch."""
+def packed(documents: list[np.ndarray], rows: int, context: int, seed: int) -> Batch:
+    """The documents packed end to end, in another order every epoch, as each step's tokens (rows,
+    context + 1): a row's last one, a label, is the first of the next row."""
+    size, n = sum(map(len, documents)), rows * context
 
-    def __init__(self, documents: list[np.ndarray], seed: int):
-        self.documents, self.seed, self.epoch = documents, seed, -1
-        self.size = sum(map(len, self.documents))
+    @functools.lru_cache(1)
+    def stream(epoch: int) -> np.ndarray:
+        order = np.random.default_rng([seed, epoch]).permutation(len(documents))
+        tokens = np.concatenate([documents[i] for i in order])
+        return np.resize(tokens, max(size, n + 1))  # a small text repeats itself
 
-    def take(self, seen: int, rows: int, context: int) -> Tensor:
-        """The tokens (rows, context + 1) after the first `seen`; each row's last one, a label, is
-        the first of the next row."""
-        parts, n = [], rows * context + 1
-        while n > 0:
-            epoch, offset = divmod(seen, self.size)
-            if epoch != self.epoch:
-                order = np.random.default_rng([self.seed, epoch]).permutation(len(self.documents))
-                self.epoch = epoch
-                self.tokens = np.concatenate([self.documents[i] for i in order])
-            parts.append(self.tokens[offset : offset + n])
-            seen, n = seen + len(parts[-1]), n - len(parts[-1])
-        return torch.from_numpy(np.concatenate(parts)).long().unfold(0, context + 1, context)
+    def batch(step: int) -> Tensor:
+        epoch, i = divmod(step, max((size - 1) // n, 1))
+        tokens = torch.from_numpy(stream(epoch)[i * n : i * n + n + 1])
+        return tokens.long().unfold(0, context + 1, context)
+
+    return batch
 
 
 # ---- the model and its loss ----------------------------------------------------------------------
@@ -139,72 +114,67 @@ class Stream:
 class NextToken(nn.Module):
     """rows (B, T + 1) -> mean cross-entropy in nats."""
 
-    def __init__(self, model: Transformer, dtype: torch.dtype):
+    def __init__(self, model: Transformer):
         super().__init__()
-        self.transformer, self.dtype = model, dtype
+        self.transformer = model
 
     def forward(self, rows: Tensor) -> Tensor:
-        with torch.autocast(rows.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            logits = self.transformer.logits(self.transformer(rows[:, :-1]))
-        return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+        logits = self.transformer.logits(self.transformer(rows[:, :-1]))
+        labels = rows[:, 1:].to(logits.device)
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def new_model(
-    args: argparse.Namespace, tokenizer: Tokenizer, vocabulary: int, bos: int | None,
-    eos: tuple[int, ...],
-) -> Transformer:  # fmt: skip
-    """A model of the command line's sizes: untrained, or with the weights of --init."""
+def size_arguments(p: argparse.ArgumentParser, **sizes: int) -> None:
+    """The sizes of a new model, with these defaults, and the model it may begin with."""
+    for name, size in {**sizes, "kv-heads": 1}.items():
+        most = 1000 if name == "layers" else 2**16
+        p.add_argument(f"--{name}", type=number(1, most), default=size, help="default: %(default)s")
+    p.add_argument("--init", help="begin with this checkpoint, whose sizes then count")
+
+
+def new_model(args: argparse.Namespace, tokenizer: Tokenizer, **known) -> Transformer:
+    """An untrained model of the command line's sizes, or that of --init, in --context tokens.
+    `known` is what no flag says: vocab_size, bos_id and eos_ids."""
+    if args.init:
+        model, its = load(args.init, "float32", args.device)
+        check_fingerprint(f"--init {args.init}", its.fingerprint if its else None, tokenizer)
+        if model.config.vocab_size != known["vocab_size"]:
+            raise UserError(f"--init {args.init}: its vocabulary has another size")
+        model.config = replace(model.config, context=args.context)
+        return model.requires_grad_(True)
+    if args.width % args.heads or args.heads % args.kv_heads or args.width // args.heads % 2:
+        raise UserError(f"--width {args.width} must be an even multiple of --heads {args.heads}, "
+                        f"and those a multiple of --kv-heads {args.kv_heads}")  # fmt: skip
     config = Config(
         hidden_size=args.width, intermediate_size=args.ffn, layers=args.layers, heads=args.heads,
-        kv_heads=args.kv_heads, head_dim=args.width // args.heads, vocab_size=vocabulary,
-        context=args.context, bos_id=bos, eos_ids=eos,
+        kv_heads=args.kv_heads, head_dim=args.width // args.heads, context=args.context, **known,
     )  # fmt: skip
     model = Transformer(config)
     initialise(model, args.seed)
-    if args.init:
-        theirs, its = load(args.init, "float32", "cpu")
-        check_fingerprint(f"--init {args.init}", its.fingerprint if its else None, tokenizer)
-        ours = asdict(replace(config, context=theirs.config.context))
-        for name, value in asdict(theirs.config).items():
-            if value != ours[name]:
-                raise UserError(f"--init {args.init}: its {name} is {value}, here it is "
-                                f"{ours[name]}: give the same sizes")  # fmt: skip
-        model.load_state_dict(theirs.state_dict())
     return model.to(args.device)
 
 
 def initialise(model: nn.Module, seed: int) -> None:
-    """Biases 0; weights normal, of deviation 0.02, or 0.02/√(2·layers) where they write to the
-    residual stream."""
+    """Weights normal, of deviation 0.02; biases 0."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
-            std = 0.02
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                std /= math.sqrt(2 * model.config.layers)
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            nn.init.normal_(parameter, std=0.02, generator=generator)
         elif name.endswith(".bias"):
-            parameter.data.zero_()
+            nn.init.zeros_(parameter)
 
 
 @torch.no_grad()
 def bits_per_byte(model: Transformer, tokenizer: Tokenizer, documents: list[Document]) -> float:
-    """Bits to code the documents, cut to the context, over the bytes of their text. END is coded
-    behind those that end inside it."""
-    rows = [torch.from_numpy(ids).long() for ids in tokenize(tokenizer, documents)]
-    rows = [torch.cat([ids, ids[:1]])[: model.config.context + 1] for ids in rows]
-    size = sum(len(tokenizer.decode(ids.tolist()).encode()) for ids in rows)
-    rows, bits = sorted(rows, key=len), 0.0
-    for start in range(0, len(rows), 8):
-        batch = nn.utils.rnn.pad_sequence(rows[start : start + 8], True, -100).to(model.device)
-        logits = model.logits(model(batch[:, :-1].clamp(min=0))).float()
-        bits += F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
-    return float(bits) / math.log(2) / max(size, 1)
-
-
-def evaluate(model: Transformer, tokenizer: Tokenizer, kinds: Kinds) -> dict[str, float]:
-    """Bits per byte of every kind."""
-    return {k: round(bits_per_byte(model, tokenizer, d), 4) for k, d in kinds.items() if d}
+    """Bits to code the documents and their ends, cut to the context, over the bytes of text."""
+    bits = size = 0
+    for ids in tokenize(tokenizer, documents):
+        row = torch.from_numpy(ids).long().to(model.device)
+        row = torch.cat([row, row[:1]])[: model.config.context + 1]
+        logits = model.logits(model(row[None, :-1]))[0].float()
+        bits += float(F.cross_entropy(logits, row[1:], reduction="sum"))
+        size += len(tokenizer.decode(row.tolist()).encode())
+    return bits / math.log(2) / max(size, 1)
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -216,94 +186,69 @@ def distinct_4grams(tokens: list[int]) -> float:
     return len(set(grams)) / max(1, len(grams))
 
 
-def finish(
-    run: Run, tokenizer: Tokenizer, sizes: dict[str, int], held_out: Kinds,
-    args: argparse.Namespace,
-) -> None:  # fmt: skip
-    """Write the checkpoint directory; the model is judged as it is stored, in float16. `sizes` are
-    the training tokens of each kind."""
-    model, c = run.model, run.model.config
-    save(model, tokenizer, args.out, torch.float16)
-    model.half().float()
-    bits = evaluate(model, tokenizer, held_out)
-    counts = ", ".join(f"{kind} {n:,}" for kind, n in sizes.items())
-    table = markdown("kind", ["held-out bits per byte"], {k: [v] for k, v in bits.items()})
-    documents = next((d for d in held_out.values() if d), [""])
-    prompt = next(tokenize(tokenizer, documents))[: min(24, args.context - 1)].tolist()
-    said = decode(model, tokenizer, prompt, max_new_tokens=120).tokens
-    sample = tokenizer.backend.decode(prompt + said, skip_special_tokens=False)
-    write_card(
-        args, run, f"{count_parameters(model):,} parameters",
-        f"{c.layers} layers of width {c.hidden_size}, {c.heads} heads ({c.kv_heads} for keys and "
-        f"values), vocabulary {c.vocab_size}, context {c.context}. Llama layout, float16.",
-        f"Learnt from so many tokens: {counts}.\n\n{table}\n\n"
-        f"A greedy sample ({distinct_4grams(said):.2f} of its 4-grams are different):\n\n"
-        f"```\n{sample}\n```",
-    )  # fmt: skip
-    print("held-out bits per byte:", bits)
-
-
-def choose_tokenizer(args: argparse.Namespace, kinds: Kinds, rank: int) -> Tokenizer:
-    """That of --tokenizer, of the training that goes on in --out, or of --init; else a new one,
-    which rank 0 trains for all."""
-    if args.tokenizer:
-        return complete(read_backend(args.tokenizer))
-    if state := read_checkpoint(args.out):
-        return complete(BPE.from_str(state["what"]["tokenizer"]))
-    if args.init:
-        return complete(read_tokenizer(args.init).backend)
-    new = [train_tokenizer(kinds, args.vocab).to_str() if rank == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(new, device=args.device)
-    return complete(BPE.from_str(new[0]))
-
-
 def digest(value: object) -> str:
     """A short hash of what JSON can write."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    p = Parser(prog="python -m minispec.pretrain", description=__doc__.split("\n\n")[0])
-    p.add_argument("--data", type=Path, nargs="+", required=True, metavar="PATH",
-                   help="a .txt, a .jsonl, other text, or a folder of such (see text.py)")
-    p.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use instead of a new one")
-    p.add_argument("--vocab", type=number(260, 2**20), default=4096,
-                   help="tokens of a new tokenizer (default: %(default)s)")  # fmt: skip
-    size_arguments(p, layers=6, width=192, heads=3, ffn=512)
-    training_arguments(p, steps=2000, batch_tokens=4096, context=256, least_context=2)
-    args = p.parse_args(argv)
-    prepare(args, ["pretrain", *argv])
-    return args
+def choose_tokenizer(args: argparse.Namespace, kinds: Kinds) -> Tokenizer:
+    """That of --tokenizer or of --init, else a new one, which is the same in every process."""
+    if args.tokenizer:
+        return complete(read_backend(args.tokenizer))
+    if args.init:
+        return complete(read_tokenizer(args.init).backend)
+    return complete(train_tokenizer(kinds, args.vocab))
+
+
+def finish(
+    run: Run, tokenizer: Tokenizer, sizes: dict[str, int], held_out: Kinds,
+    args: argparse.Namespace,
+) -> None:  # fmt: skip
+    """Write the checkpoint directory and its card; `sizes` are the tokens of each kind."""
+    model, c = run.model, run.model.config
+    save(model, tokenizer, args.out, torch.float16)
+    model.half().float()  # as it is stored
+    said = decode(model, tokenizer, tokenizer.encode(""), max_new_tokens=120).tokens
+    facts = {
+        "sizes": f"{c.layers} layers of width {c.hidden_size}, {c.heads} heads ({c.kv_heads} for "
+                 f"keys and values), vocabulary {c.vocab_size}, context {c.context}",
+        "text, in tokens": ", ".join(f"{kind} {n:,}" for kind, n in sizes.items()),
+        "a greedy sample": repr(tokenizer.decode(said)),
+        "its distinct 4-grams": f"{distinct_4grams(said):.2f}",
+    }  # fmt: skip
+    bits = {kind: [bits_per_byte(model, tokenizer, each)] for kind, each in held_out.items()}
+    table = markdown("kind", ["held-out bits per byte"], bits)
+    write_card(args, run, f"A model of {count_parameters(model):,} parameters", facts, table)
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    args = parse(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    p = Parser(prog="python -m minispec.pretrain", description=__doc__.split("\n\n")[0])
+    p.add_argument("--data", type=Path, nargs="+", required=True, metavar="PATH",
+                   help="texts: files or folders (see text.py)")  # fmt: skip
+    p.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use instead of a new one")
+    p.add_argument("--vocab", type=number(260, 2**20), default=4096,
+                   help="tokens of a new tokenizer (default: %(default)s)")  # fmt: skip
+    size_arguments(p, layers=6, width=192, heads=3, ffn=512)
+    training_arguments(p, steps=2000, context=256, lr=4e-3)
+    args = p.parse_args(argv)
+    prepare(args, ["pretrain", *argv])
     with processes(args) as rank:
         kinds, held_out = read_corpus(args.data)
-        tokenizer = choose_tokenizer(args, kinds, rank)
+        tokenizer = choose_tokenizer(args, kinds)
         ends = tuple(map(tokenizer.backend.token_to_id, (END, END_TURN)))
-        model = new_model(args, tokenizer, tokenizer.size, ends[0], ends)
-        ids = {kind: list(tokenize(tokenizer, documents)) for kind, documents in kinds.items()}
-        sizes = {kind: sum(map(len, each)) for kind, each in ids.items()}
-        stream = Stream([each for part in ids.values() for each in part], args.seed)
+        model = new_model(args, tokenizer, vocab_size=tokenizer.size, bos_id=ends[0], eos_ids=ends)
+        ids = {kind: tokenize(tokenizer, documents) for kind, documents in kinds.items()}
         what = {
             "data": digest(kinds),
-            "tokenizer": tokenizer.backend.to_str(),
-            "model": str(replace(model.config, context=0)),
+            "tokenizer": tokenizer.fingerprint,
+            "model": str(model.config),
         }
-        run = Run(model, muon_and_adamw(model), what)
+        batch = packed(sum(ids.values(), []), args.rows, args.context, args.seed)
+        run = train(model, what, NextToken(model), batch, args)
         if rank == 0:
-            counts = ", ".join(f"{kind} {n:,}" for kind, n in sizes.items())
-            print(f"{count_parameters(model):,} parameters; {counts} tokens")
-        few = {kind: documents[:32] for kind, documents in held_out.items()}
-
-        def note() -> str:
-            return f"held-out bits per byte {evaluate(model, tokenizer, few)}"
-
-        train(run, NextToken(model, args.dtype), stream.take, args, note)
-        if rank == 0:
+            sizes = {kind: sum(map(len, each)) for kind, each in ids.items()}
             finish(run, tokenizer, sizes, held_out, args)
 
 

@@ -6,21 +6,18 @@ A `.txt` holds documents, each followed by a line `<|endoftext|>`; one that begi
 "code"}`. Any other text, a book or source code, is cut at blank lines into pieces of about 2,000
 characters. Of a folder, all .txt, .jsonl and .py files in it are read.
 
-A *kind* of text is the stem of a .txt of documents or of a .jsonl. What had to be cut is of the
-kind of the file or folder that was named. Every 50th document of a kind is held out: never trained
-on, it is for measuring.
+A *kind* of text is the stem of its file's name; the .py files of a folder are of one kind, the
+folder's name. Every 50th document of a kind is held out: never trained on, it is for measuring.
 """
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 from minispec.errors import UserError
 from minispec.tokenizer import Tokenizer
 
-Message = dict[str, str]  # a role and a content
-Document = str | list[Message]  # a text, or a conversation
+Document = str | list[dict[str, str]]  # a text, or a conversation's turns: {role, content}
 Kinds = dict[str, list[Document]]
 
 END = "<|endoftext|>"
@@ -31,19 +28,15 @@ PIECE = 2000  # characters
 HELD_OUT = 50
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
 def read_corpus(data: list[Path]) -> tuple[Kinds, Kinds]:
-    """The documents to train on and those held out, by kind. A path that is named twice counts
-    twice in training. A kind of one document has none to hold out."""
+    """The documents to train on and those held out, by kind; of a lone one none is held out."""
     train: Kinds = {}
     held_out: Kinds = {}
-    for path, times in Counter(data).items():
+    for path in dict.fromkeys(data):
         for kind, documents in read_kinds(path).items():
             held = documents[::HELD_OUT] if len(documents) > 1 else []
             rest = [d for i, d in enumerate(documents) if i % HELD_OUT or not held]
-            train.setdefault(kind, []).extend(rest * times)
+            train.setdefault(kind, []).extend(rest)
             held_out.setdefault(kind, []).extend(held)
     if not any(train.values()):
         raise UserError(f"{' '.join(map(str, data))}: holds no text")
@@ -51,7 +44,7 @@ def read_corpus(data: list[Path]) -> tuple[Kinds, Kinds]:
 
 
 def read_kinds(path: Path) -> Kinds:
-    """The documents of a file, or of all files in a folder, by kind."""
+    """The documents of a file, or of all files in a folder but hidden ones, by kind."""
     if not path.exists():
         raise UserError(f"no such file or directory: {path}")
     files = [path]
@@ -63,17 +56,16 @@ def read_kinds(path: Path) -> Kinds:
     kinds: Kinds = {}
     for file in files:
         text = read_text(file)
-        divided = file.suffix == ".jsonl" or DIVIDER.search(text) is not None
         documents = read_lines(file, text) if file.suffix == ".jsonl" else divide(text)
-        kind = file.stem if divided or file == path else path.resolve().name
+        kind = path.resolve().name if file.suffix == ".py" and file != path else file.stem
         kinds.setdefault(kind, []).extend(documents)
     return {kind: documents for kind, documents in kinds.items() if documents}
 
 
 def read_text(file: Path) -> str:
     """The text of a file; source code may hold bytes that are no UTF-8, which are skipped."""
-    errors = "ignore" if file.suffix == ".py" else "strict"
     try:
+        errors = "ignore" if file.suffix == ".py" else "strict"
         return file.read_text(encoding="utf-8", errors=errors)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
@@ -102,10 +94,11 @@ def conversation(document: str) -> Document:
     if not document.startswith(tuple(ROLES)):
         return document
     parts = re.split(f"^({'|'.join(ROLES)})", document, flags=re.M)[1:]
-    return [
-        {"role": ROLES[name], "content": said.strip()}
-        for name, said in zip(parts[::2], parts[1::2])
-    ]
+    return [turn(ROLES[name], said.strip()) for name, said in zip(parts[::2], parts[1::2])]
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def read_lines(file: Path, text: str) -> list[Document]:
@@ -116,25 +109,23 @@ def read_lines(file: Path, text: str) -> list[Document]:
             if line.strip():
                 documents.append(document_of(json.loads(line)))
                 plain(documents[-1]).encode()  # a lone surrogate is no text
-        except (ValueError, RecursionError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(
-                f'{file} line {number}: must be an object of strings: {{"text"}}, {{"prompt"}}, '
-                '{"prompt", "completion"}, {"question", "answer"} or {"text", "code"}; or '
-                '{"messages": [{"role", "content"}, ...]}'
+                f'{file} line {number}: must be an object of strings, as {{"text"}}, {{"prompt"}}, '
+                '{"prompt", "completion"} or {"messages": [{"role", "content"}, ...]}'
             ) from None
     return documents
 
 
 def document_of(row: object) -> Document:
-    """What a line of a .jsonl says; raises ValueError for an unknown form. A worked problem loses
-    its calculator's marks."""
+    """What a line of a .jsonl says. A worked problem loses its calculator's marks."""
     match row:
         case {"messages": [_, *_] as messages}:
-            return [message_of(each) for each in messages]
+            return [turn(each["role"], each["content"]) for each in messages]
         case {"prompt": str(prompt), "completion": str(answer)}:
-            return [user(prompt), {"role": "assistant", "content": answer}]
+            return [turn("user", prompt), turn("assistant", answer)]
         case {"prompt": str(prompt)}:
-            return [user(prompt)]
+            return [turn("user", prompt)]
         case {"question": str(question), "answer": str(answer)}:
             return f"Question: {question}\nAnswer: {re.sub('<<.*?>>', '', answer)}"
         case {"text": str(text), "code": str(code)}:
@@ -144,25 +135,11 @@ def document_of(row: object) -> Document:
     raise ValueError
 
 
-def message_of(value: object) -> Message:
-    match value:
-        case {"role": str(role), "content": str(content)}:
-            return {"role": role, "content": content}
-    raise ValueError
-
-
-def user(content: str) -> Message:
-    return {"role": "user", "content": content}
-
-
-# ---- tokens --------------------------------------------------------------------------------------
-
-
 def plain(document: Document) -> str:
     """Its text; a conversation's turns are lines."""
     if isinstance(document, str):
         return document
-    return "\n".join(message["content"] for message in document)
+    return "\n".join(turn["content"] for turn in document)
 
 
 def encode(document: Document, tokenizer: Tokenizer) -> list[int]:
@@ -176,15 +153,12 @@ def encode(document: Document, tokenizer: Tokenizer) -> list[int]:
 
 
 def held_out_prompts(
-    data: Path, kinds: list[str] | None, tokenizer: Tokenizer, n: int, length: int = 16,
-    skip: int = 0,
-) -> dict[str, list[list[int]]]:  # fmt: skip
-    """Of each kind (None: of all) the first `length` tokens of `n` documents that were held out;
-    the first `skip` are left out, or half of them where they are few."""
+    data: Path, kinds: list[str] | None, tokenizer: Tokenizer, n: int
+) -> dict[str, list[list[int]]]:
+    """Of each kind (None: of all) the first 16 tokens of `n` documents that were held out."""
     held_out = {kind: texts for kind, texts in read_corpus([data])[1].items() if texts}
     for kind in kinds or ():
         if kind not in held_out:
             raise UserError(f"{data} has no text of the kind {kind}, but {', '.join(held_out)}")
-    chosen = {kind: held_out[kind] for kind in kinds or held_out}
-    chosen = {k: texts[min(skip, len(texts) // 2) :][:n] for k, texts in chosen.items()}
-    return {k: [encode(d, tokenizer)[:length] for d in texts] for k, texts in chosen.items()}
+    chosen = {kind: held_out[kind][:n] for kind in kinds or held_out}
+    return {kind: [encode(d, tokenizer)[:16] for d in texts] for kind, texts in chosen.items()}

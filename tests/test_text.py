@@ -2,12 +2,11 @@
 
 import json
 import random
-from pathlib import Path
 
 import pytest
+from conftest import TOKENIZER, byte_tokenizer
 
-from minispec import UserError, load
-from minispec.checkpoint import WEIGHTS
+from minispec import UserError
 from minispec.text import encode, held_out_prompts, pieces, read_corpus, read_kinds
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello\nthere"}]
@@ -35,10 +34,9 @@ def test_documents_of_a_text_and_its_conversations(tmp_path):
     assert read_kinds(tmp_path / "a.txt") == {"a": ["one\n\n\ntwo", TALK, TALK]}
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_any_other_text_is_cut_at_blank_lines_and_nothing_is_lost(seed):
-    rng = random.Random(seed)
-    parts = ["word " * rng.randint(1, 900) + "end" for _ in range(30)]
+def test_any_other_text_is_cut_at_blank_lines_and_nothing_is_lost():
+    rng = random.Random(0)
+    parts = ["word " * rng.randint(1, 900) + "end" for _ in range(99)]
     cut = pieces("\n\n".join(parts))
     assert "\n\n".join(cut) == "\n\n".join(parts)
     assert all(len(piece) <= max(2000, *map(len, parts)) + 2 for piece in cut)
@@ -46,48 +44,45 @@ def test_any_other_text_is_cut_at_blank_lines_and_nothing_is_lost(seed):
     assert pieces(" \n\n\n") == []
 
 
-def test_a_folder_s_kinds(tmp_path):
-    """Files of documents are each a kind; what had to be cut is of the folder's."""
+def test_a_folder_s_kinds_are_its_files_but_source_code_is_one(tmp_path):
     folder = tmp_path / "mine"
     (folder / "deep" / ".hidden").mkdir(parents=True)
     (folder / "tales.txt").write_text("one\n<|endoftext|>\ntwo")
     (folder / "deep" / "book.txt").write_text("a book")
     (folder / "deep" / "code.py").write_bytes(b"x = 1  # \xff and <|endoftext|>\n")
+    (folder / "more.py").write_text("y = 2")
     (folder / "deep" / "rows.jsonl").write_text('{"text": "row"}')
     (folder / "deep" / ".hidden" / "no.txt").write_text("not this")
     (folder / "notes.md").write_text("nor this")
-    kinds = read_kinds(folder)
-    assert kinds["mine"] == ["a book", "x = 1  #  and <|endoftext|>"]
-    assert kinds == {"tales": ["one", "two"], "rows": ["row"], "mine": kinds["mine"]}
+    code = ["x = 1  #  and <|endoftext|>", "y = 2"]
+    kinds = {"tales": ["one", "two"], "book": ["a book"], "rows": ["row"], "mine": code}
+    assert read_kinds(folder) == kinds
     assert read_kinds(folder / "notes.md") == {"notes": ["nor this"]}
 
 
 def test_every_fiftieth_document_is_held_out(tmp_path):
     (tmp_path / "many.txt").write_text("\n<|endoftext|>\n".join(f"text {i}" for i in range(120)))
     (tmp_path / "one.txt").write_text("the only one")
-    files = [tmp_path / "many.txt", tmp_path / "one.txt"]
+    files = [tmp_path / "many.txt", tmp_path / "one.txt", tmp_path / "many.txt"]
     train, held_out = read_corpus(files)
     assert held_out == {"many": ["text 0", "text 50", "text 100"], "one": []}
     assert len(train["many"]) == 117 and not set(train["many"]) & set(held_out["many"])
     assert train["one"] == ["the only one"]
-    twice, same = read_corpus([files[0], *files])
-    assert sorted(twice["many"]) == sorted(train["many"] * 2) and same == held_out
-    tokenizer = load(WEIGHTS / "target", device="cpu")[1]
-    for skip, first in ((1, "text 50"), (9, "text 50")):  # of few at most half are skipped
-        prompts = held_out_prompts(tmp_path, None, tokenizer, 2, 3, skip)
-        assert prompts["many"][0] == tokenizer.encode(first)[:3] and len(prompts["many"]) == 2
+    prompts = held_out_prompts(tmp_path, None, TOKENIZER, 2)
+    assert prompts == {"many": [TOKENIZER.encode(f"text {i}") for i in (0, 50)]}
     with pytest.raises(UserError, match="has no text of the kind poems, but many"):
-        held_out_prompts(tmp_path, ["poems"], tokenizer, 2)
+        held_out_prompts(tmp_path, ["poems"], TOKENIZER, 2)
 
 
 def test_a_conversation_is_encoded_by_the_model_s_template():
-    tokenizer = load(WEIGHTS / "target", device="cpu")[1]
-    said = tokenizer.backend.decode(encode(TALK, tokenizer), skip_special_tokens=False)
-    assert said == "<|endoftext|><|user|>hi<|end|><|assistant|>hello\nthere"
-    asked = tokenizer.backend.decode(encode(TALK[:1], tokenizer), skip_special_tokens=False)
-    assert asked == "<|endoftext|><|user|>hi<|end|><|assistant|>"
-    tokenizer.chat_template = None
-    assert encode(TALK, tokenizer) == tokenizer.encode("hi\nhello\nthere")
+    for document, text in (
+        (TALK, "<|endoftext|><|user|>hi<|end|><|assistant|>hello\nthere"),
+        (TALK[:1], "<|endoftext|><|user|>hi<|end|><|assistant|>"),
+    ):
+        ids = encode(document, TOKENIZER)
+        assert TOKENIZER.backend.decode(ids, skip_special_tokens=False) == text
+    bare = byte_tokenizer(chat_template=None)
+    assert encode(TALK, bare) == bare.encode("hi\nhello\nthere")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +96,8 @@ def test_a_conversation_is_encoded_by_the_model_s_template():
         ("a.jsonl", b'{"prompt": "\\ud800"}', "line 1"),
         ("a.jsonl", b'{"messages": []}', "line 1"),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}', "line 1"),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": 3}]}', "line 1"),
+        ("a.jsonl", b'{"messages": ["hi"]}', "line 1"),
         ("a.jsonl", b"[" * 100_000, "line 1"),
         ("a.txt", b" \n", "holds no text"),
         ("a.md", b"text", "holds no .txt, .jsonl, .py file"),
@@ -110,8 +107,3 @@ def test_a_corpus_that_is_none_is_refused(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=said):
         read_corpus([tmp_path])
-
-
-def test_a_path_that_is_none_is_refused():
-    with pytest.raises(UserError, match="no such file or directory: nowhere"):
-        read_corpus([Path("nowhere")])

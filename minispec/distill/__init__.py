@@ -7,16 +7,16 @@ A draft is to say what the target would say, so the target's own output is its b
 again, generation and training go on where they stopped.
 """
 
-import os
 import sys
+from pathlib import Path
 
 from minispec.distill import draft, generate, medusa, mtp, tree, vocabulary
-from minispec.distill.documents import Documents, Duplicates, hidden_states
-from minispec.distill.generate import sample_batch
+from minispec.distill.documents import Documents, hidden_states
+from minispec.distill.generate import Duplicates, sample_batch
 from minispec.distill.medusa import HeadsLoss
 from minispec.distill.mtp import Keys, MTPLoss, step_accuracy, step_weights
 from minispec.distill.tree import labels_of
-from minispec.errors import Parser, UserError, command
+from minispec.errors import Parser, command
 
 __all__ = [
     "Documents", "Duplicates", "HeadsLoss", "Keys", "MTPLoss", "hidden_states", "labels_of", "main",
@@ -33,12 +33,11 @@ def main(argv: list[str] | None = None) -> None:
         name, says = module.__name__.rpartition(".")[2], module.__doc__.split("\n\n")[0]
         each = commands.add_parser(name, help=says, description=says)
         each.add_argument("--model", default="weights/target", help="the target")
+        if module in (draft, medusa, mtp, tree):
+            each.add_argument("--own", type=Path, nargs="+", required=True,
+                              help="what `generate` wrote, in a file or more")  # fmt: skip
         module.arguments(each)
         each.set_defaults(run=module.run)
-    args, rest = p.parse_known_args(argv)
-    if rest:
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("minispec.distill runs in one process: start it without torchrun")
+    args = p.parse_args(argv)
     args.words = ["distill", *argv]
     args.run(args)

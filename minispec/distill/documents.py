@@ -1,8 +1,8 @@
 """What drafts and heads learn from: files of the target's own documents, and its hidden states.
 
 The first line of such a file says how it was made: `{"tokenizer", "options"}`. Each other line is a
-document in token ids: `{"kind", "prompt", "tokens", "batch"}`. A file that something else wrote may
-lack the first line and "batch": one can train on it, but `generate` does not go on with it.
+document in token ids: `{"kind", "prompt", "tokens"}`. A file that something else wrote may lack the
+first line: one can train on it, but `generate` does not go on with it.
 """
 
 import argparse
@@ -22,13 +22,9 @@ from minispec.errors import UserError
 from minispec.model import Transformer
 from minispec.pretrain import digest
 from minispec.tokenizer import Tokenizer
-from minispec.training import Run, train
+from minispec.training import Batch, Run, train
 
 HELD_OUT = 50  # every 50th document of a file is for measuring
-TOGETHER = 16  # texts whose hidden states are computed at once: of more, a CPU waits for memory
-
-
-# ---- files ---------------------------------------------------------------------------------------
 
 
 def read_own(path: Path, tokenizer: Tokenizer | None = None) -> tuple[dict, list[dict]]:
@@ -37,7 +33,7 @@ def read_own(path: Path, tokenizer: Tokenizer | None = None) -> tuple[dict, list
     made: dict = {}
     try:
         rows = [json.loads(s) for s in path.read_text(encoding="utf-8").split("\n")[:-1]]
-        if rows and "options" in rows[0] and "tokens" not in rows[0]:
+        if rows and "options" in rows[0]:
             made = rows.pop(0)
             assert isinstance(made["options"], dict), "options that are no object"
             assert isinstance(made["tokenizer"], str), "a tokenizer that is no hash"
@@ -52,23 +48,22 @@ def read_own(path: Path, tokenizer: Tokenizer | None = None) -> tuple[dict, list
 
 
 def read_training(
-    paths: list[Path], size: int, tokenizer: Tokenizer | None
+    paths: list[Path], target: Transformer, tokenizer: Tokenizer
 ) -> tuple[list[dict], list[dict]]:
-    """The documents of several files, in a vocabulary of `size`: those to learn from, and those to
-    measure by. The latter are every HELD_OUTth of a file, but no near-duplicates of the former
-    (greedy documents often are), unless all are."""
+    """The documents to learn from, and those to measure by: every HELD_OUTth of a file, but no
+    near-duplicates of the former (greedy documents often are), unless all are."""
     learn, held_out, known = [], [], Duplicates()
     for path in paths:
         for i, row in enumerate(read_own(path, tokenizer)[1]):
-            if (most := max(row["prompt"] + row["tokens"])) >= size:
-                raise UserError(f"{path} holds token {most}, the target has {size}: another model "
+            if max(row["prompt"] + row["tokens"]) >= target.config.vocab_size:
+                raise UserError(f"{path} holds tokens that the target has not: another model "
                                 "wrote it")  # fmt: skip
             (learn if i % HELD_OUT else held_out).append(row)
     if not learn:
         raise UserError(f"{paths[0]} holds {len(held_out)} documents, and none to learn from")
     for row in learn:
-        known.seen |= known.grams(row["tokens"])
-    return learn, [row for row in held_out if not known.knows(row["tokens"])] or held_out
+        known.add(row["tokens"])
+    return learn, [row for row in held_out if not known.add(row["tokens"])] or held_out
 
 
 class Duplicates:
@@ -77,26 +72,16 @@ class Duplicates:
     def __init__(self, n: int = 8, share: float = 0.5):
         self.n, self.share, self.seen = n, share, set()
 
-    def grams(self, tokens: list[int]) -> set[tuple[int, ...]]:
-        return {tuple(tokens[i : i + self.n]) for i in range(len(tokens) - self.n + 1)}
-
-    def knows(self, tokens: list[int]) -> bool:
-        """Whether `tokens` is near to what was added."""
-        grams = self.grams(tokens)
-        return len(grams & self.seen) > self.share * len(grams)
-
     def add(self, tokens: list[int]) -> bool:
-        """`knows`; if not, it is added."""
-        known = self.knows(tokens)
-        if not known:
-            self.seen |= self.grams(tokens)
-        return known
+        """Whether `tokens` is near to what was added before; if not, it is added."""
+        grams = {tuple(tokens[i : i + self.n]) for i in range(len(tokens) - self.n + 1)}
+        near = len(grams & self.seen) > self.share * len(grams)
+        if not near:
+            self.seen |= grams
+        return near
 
 
-# ---- the target ----------------------------------------------------------------------------------
-
-
-def load_target(args: argparse.Namespace, dtype: str) -> tuple[Transformer, Tokenizer]:
+def load_target(args: argparse.Namespace, dtype: str = "float32") -> tuple[Transformer, Tokenizer]:
     """--model, from whose texts nothing can be learnt without a tokenizer."""
     model, tokenizer = load(args.model, dtype, args.device)
     if tokenizer is None:
@@ -112,20 +97,12 @@ def weights_digest(model: Transformer) -> str:
 
 @torch.no_grad()
 def hidden_states(target: Transformer, rows: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
-    """The target's hidden states (n, d) of each row of n tokens; rows of like lengths together."""
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    states: list[Tensor] = [torch.empty(0)] * len(rows)
-    for start in tqdm(range(0, len(order), TOGETHER), desc="hidden states", unit="batch"):
-        part = order[start : start + TOGETHER]
-        batch = nn.utils.rnn.pad_sequence([torch.tensor(rows[i]) for i in part], batch_first=True)
+    """The target's hidden states (n, d) of each row of n tokens, kept on the host."""
+    states = []
+    for row in tqdm(rows, desc="hidden states", unit="document"):
         with torch.autocast(target.device.type, dtype, enabled=dtype != torch.float32):
-            hidden = target(batch.to(target.device))
-        for i, states_of_i in zip(part, hidden):
-            states[i] = states_of_i[: len(rows[i])].to("cpu", dtype, copy=True)
+            states.append(target(row)[0].to("cpu", dtype))
     return states
-
-
-# ---- training ------------------------------------------------------------------------------------
 
 
 class Documents:
@@ -163,18 +140,16 @@ class Documents:
         return padded.to(torch.float32)
 
 
-class Shuffled:
-    """Batches of the numbers below `count`, in another order every epoch."""
+def shuffled(count: int, rows: int, seed: int) -> Batch:
+    """What gives each step `rows` of the numbers below `count`, in another order every epoch; no
+    batch reaches into the next."""
 
-    def __init__(self, count: int, seed: int):
-        self.count, self.seed = count, seed
+    def batch(step: int) -> Tensor:
+        epoch, i = divmod(step, max(count // rows, 1))
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch))
+        return order[i * rows : (i + 1) * rows]
 
-    def take(self, seen: int, rows: int, context: int) -> Tensor:
-        """The next (rows,) after `seen` tokens; no batch reaches into the next epoch."""
-        epoch, batch = divmod(seen // (rows * context), max(self.count // rows, 1))
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        order = torch.randperm(self.count, generator=generator)
-        return order[batch * rows : (batch + 1) * rows]
+    return batch
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, p: Tensor | None = None) -> Tensor:
@@ -187,18 +162,13 @@ def cross_entropy(logits: Tensor, labels: Tensor, p: Tensor | None = None) -> Te
 
 def learn(
     args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer, model: nn.Module,
-    optimizers: list[torch.optim.Optimizer], loss: Callable[[Documents], nn.Module], what: str,
+    loss: Callable[[Documents], Callable], options: str,
+    optimizers: list[torch.optim.Optimizer] | None = None,
 ) -> tuple[Run, list[dict]]:  # fmt: skip
-    """Train `model` on --own, by the loss of its documents; `what` tells it from another training
+    """Train `model` on --own, by the loss of its documents; `options` tell it from another training
     in the same --out. Returns the run, and the documents to measure by."""
-    own, measured = read_training(args.own, target.config.vocab_size, tokenizer)
-    run = Run(model, optimizers, {"target": weights_digest(target), "text": digest(own),
-                                  "options": what})  # fmt: skip
+    own, measured = read_training(args.own, target, tokenizer)
+    what = {"target": weights_digest(target), "text": digest(own), "options": options}
     documents = Documents.of(own, target, args.context, args.dtype)
-    train(run, loss(documents), Shuffled(len(own), args.seed).take, args)
-    return run, measured
-
-
-def own_argument(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--own", type=Path, nargs="+", required=True,
-                   help="what `generate` wrote, in a file or more")  # fmt: skip
+    batch = shuffled(len(own), args.rows, args.seed)
+    return train(model, what, loss(documents), batch, args, optimizers), measured

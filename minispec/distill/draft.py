@@ -8,58 +8,36 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from minispec.checkpoint import save
-from minispec.distill.documents import HELD_OUT, Documents, learn, load_target, own_argument
+from minispec.distill.documents import Documents, learn, load_target
 from minispec.model import Transformer, count_parameters
-from minispec.pretrain import new_model
-from minispec.training import (
-    markdown,
-    muon_and_adamw,
-    prepare,
-    size_arguments,
-    training_arguments,
-    write_card,
-)
+from minispec.pretrain import new_model, size_arguments
+from minispec.training import markdown, prepare, training_arguments, write_card
 
 
-class SoftLabels(nn.Module):
+class SoftLabels:
     """Indices of documents -> cross-entropy of the draft against the target's whole distributions
     of the generated tokens, in nats. The target's hidden states are known: only its lm_head runs.
     """
 
-    def __init__(
-        self, draft: Transformer, target: Transformer, documents: Documents, dtype: torch.dtype
-    ):
-        super().__init__()
-        self.draft, self.documents, self.dtype = draft, documents, dtype
-        self.target = [target]  # no parameters of this module
+    def __init__(self, draft: Transformer, target: Transformer, documents: Documents):
+        self.draft, self.target, self.documents = draft, target, documents
 
-    def forward(self, index: Tensor) -> Tensor:
-        tokens, generated, hidden = self.gather(index)
-        with torch.autocast(index.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            with torch.no_grad():
-                p = self.target[0].logits(hidden).float().softmax(-1)  # (N, V)
-            logits = self.draft.logits(self.draft(tokens)[generated])
+    def __call__(self, index: Tensor) -> Tensor:
+        device = self.draft.device
+        generated = self.documents.labels(index, 0) >= 0  # (B, n): the token after each is one
+        n = generated.shape[1]
+        hidden = self.documents.states(index, n)[generated].to(device)  # (N, d)
+        p = self.target.logits(hidden).float().softmax(-1)  # (N, V)
+        outputs = self.draft(self.documents.tokens[index, :n])
+        logits = self.draft.logits(outputs[generated.to(device)])
         return F.cross_entropy(logits.float(), p, reduction="sum") / max(len(p), 1)
-
-    def gather(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (B, T - 1), which of them a generated one follows, and the target's hidden states
-        (N, d) at these."""
-        at, device, documents = index.cpu(), index.device, self.documents
-        tokens = documents.tokens[at, :-1]
-        follows = torch.arange(tokens.shape[1]) + 1
-        generated = follows >= documents.prompts[at, None]
-        generated &= follows < documents.lengths[at, None]
-        hidden = documents.states(at, tokens.shape[1])[generated]
-        return tokens.to(device), generated.to(device), hidden.to(device)
 
 
 @torch.no_grad()
-def agreement(
-    draft: Transformer, target: Transformer, rows: list[dict]
-) -> dict[str, list[float]]:  # fmt: skip
+def agreement(draft: Transformer, target: Transformer, rows: list[dict]) -> dict[str, list[float]]:
     """Per kind: how often both argmaxes are equal, and Σ min(p, q), the chance that a draft drawn
     from q is accepted, over the generated tokens of `rows`."""
     both: dict[str, list[Tensor]] = {}
@@ -73,28 +51,26 @@ def agreement(
 
 def run(args: argparse.Namespace) -> None:
     prepare(args, args.words)
-    target, tokenizer = load_target(args, "float32")
+    target, tokenizer = load_target(args)
     c = target.config
-    draft = new_model(args, tokenizer, c.vocab_size, c.bos_id, c.eos_ids)
-    run, measured = learn(
-        args, target, tokenizer, draft, muon_and_adamw(draft),
-        lambda documents: SoftLabels(draft, target, documents, args.dtype), str(draft.config),
-    )  # fmt: skip
+    draft = new_model(args, tokenizer, vocab_size=c.vocab_size, bos_id=c.bos_id, eos_ids=c.eos_ids)
+
+    def loss_of(documents: Documents) -> SoftLabels:
+        return SoftLabels(draft, target, documents)
+
+    run, measured = learn(args, target, tokenizer, draft, loss_of, str(draft.config))
     save(draft, tokenizer, args.out, torch.float16)
     draft.half().float()  # as it is stored
+    facts = {
+        "sizes": f"{draft.config.layers} layers of width {draft.config.hidden_size}",
+        "loss": "cross-entropy with the target's distributions along its own text",
+        "measured": "on held-out documents: how often the draft's best token is the target's, and "
+                    "Σ min(p, q), the chance that a drawn one is accepted at temperature 1",
+    }  # fmt: skip
     table = markdown("kind", ["same argmax", "Σ min(p, q)"], agreement(draft, target, measured))
-    write_card(
-        args, run, f"A draft of {count_parameters(draft):,} parameters",
-        f"{args.layers} layers of width {args.width}, {args.heads} heads. Llama layout, float16. "
-        "Learnt from the target's distributions along its own output.",
-        f"On every {HELD_OUT}th document, not trained on and near to none that was: how often the "
-        "draft's best token is the target's, and Σ min(p, q), the chance that a token drawn from "
-        f"the draft is accepted at temperature 1.\n\n{table}",
-    )  # fmt: skip
-    print(table)
+    write_card(args, run, f"A draft of {count_parameters(draft):,} parameters", facts, table)
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
-    own_argument(p)
     size_arguments(p, layers=2, width=96, heads=3, ffn=256)
-    training_arguments(p, steps=1500, batch_tokens=4096, context=256, least_context=3)
+    training_arguments(p, steps=1500, context=256, lr=4e-3)

@@ -6,20 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minispec.distill.documents import (
-    HELD_OUT,
-    Documents,
-    cross_entropy,
-    learn,
-    load_target,
-    own_argument,
-)
+from minispec.distill.documents import Documents, cross_entropy, learn, load_target
 from minispec.errors import number
 from minispec.heads import load_mtp, save_mtp
 from minispec.methods.fastmtp import Head
 from minispec.model import Pass, Transformer, count_parameters
 from minispec.pretrain import initialise
-from minispec.training import markdown, muon_and_adamw, prepare, training_arguments, write_card
+from minispec.training import markdown, prepare, training_arguments, write_card
 
 
 class Keys:
@@ -45,38 +38,32 @@ class MTPLoss(nn.Module):
     """
 
     def __init__(self, head: Head, target: Transformer, documents: Documents, steps: int,
-                 beta: float, aligned: bool, dtype: torch.dtype, soft: bool = False):  # fmt: skip
+                 beta: float, aligned: bool, soft: bool = False):  # fmt: skip
         super().__init__()
-        self.head, self.documents, self.aligned, self.dtype = head, documents, aligned, dtype
-        self.target, self.soft = [target], soft  # in a list: no parameters of this module
+        self.head, self.documents, self.aligned, self.soft = head, documents, aligned, soft
+        self.target = [target]  # in a list: no parameters of this module
         self.weights = step_weights(steps, beta)
 
     def forward(self, index: Tensor) -> Tensor:
         hidden, tokens, labels = self.gather(index)
-        with torch.autocast(index.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            logits = self.steps(hidden, tokens)
-            targets = self.target_probs(index) if self.soft else [None] * len(logits)
-        return sum(
-            weight * cross_entropy(each.flatten(0, 1), label.flatten(), p)
-            for weight, each, label, p in zip(self.weights, logits, labels, targets)
-        )
+        total = 0.0
+        for k, logits in enumerate(self.steps(hidden, tokens)):
+            p = self.target_probs(index, k) if self.soft else None
+            total += self.weights[k] * cross_entropy(logits.flatten(0, 1), labels[k].flatten(), p)
+        return total
 
     def gather(self, index: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Hidden states (B, T - 2, d), tokens (B, T + steps) and each step's labels."""
-        at, device, documents = index.cpu(), index.device, self.documents
-        n, steps = documents.tokens.shape[1] - 2, len(self.weights)
-        tokens = F.pad(documents.tokens[at], (0, steps))
-        labels = [documents.labels(at, k + 1).to(device) for k in range(steps)]
-        return documents.states(at, n).to(device), tokens.to(device), labels
+        documents, device, steps = self.documents, self.target[0].device, len(self.weights)
+        tokens = F.pad(documents.tokens[index], (0, steps)).to(device)
+        labels = [documents.labels(index, k + 1).to(device) for k in range(steps)]
+        return documents.states(index, labels[0].shape[1]).to(device), tokens, labels
 
-    @torch.no_grad()
-    def target_probs(self, index: Tensor) -> list[Tensor]:
-        """For each step the target's distributions (B n, V) in the places of its labels: step k's
-        at row i comes from the hidden state i + k."""
-        n, steps = self.documents.tokens.shape[1] - 2, len(self.weights)
-        hidden = self.documents.states(index.cpu(), n + steps).to(index.device)
-        p = self.target[0].logits(hidden).float().softmax(-1)
-        return [p[:, k + 1 : k + 1 + n].flatten(0, 1) for k in range(steps)]
+    def target_probs(self, index: Tensor, k: int) -> Tensor:
+        """The target's distributions (B n, V) in the places of step k's labels."""
+        target, n = self.target[0], self.documents.tokens.shape[1] - 2
+        hidden = self.documents.states(index, n + k + 1)[:, k + 1 :].to(target.device)
+        return target.logits(hidden).float().softmax(-1).flatten(0, 1)
 
     def steps(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
         """Logits (B, n, V) of every step; hidden (B, n, d), tokens (B, n + steps at least)."""
@@ -111,7 +98,7 @@ def step_accuracy(loss: MTPLoss, indices: list[int]) -> list[float]:
     """How often each step's best token is the true one, its input tokens being true as well."""
     right, count = [0] * len(loss.weights), [0] * len(loss.weights)
     for i in indices:
-        hidden, tokens, labels = loss.gather(torch.tensor([i], device=loss.target[0].device))
+        hidden, tokens, labels = loss.gather(torch.tensor([i]))
         for k, logits in enumerate(loss.steps(hidden, tokens)):
             right[k] += int((logits.argmax(-1) == labels[k]).sum())
             count[k] += int((labels[k] >= 0).sum())
@@ -120,41 +107,41 @@ def step_accuracy(loss: MTPLoss, indices: list[int]) -> list[float]:
 
 def run(args: argparse.Namespace) -> None:
     prepare(args, args.words)
-    target, tokenizer = load_target(args, "float32")
-    head = Head(target.config)
-    initialise(head, args.seed)
+    target, tokenizer = load_target(args)
     if args.init:
-        head.load_state_dict(load_mtp(args.init, target, tokenizer).state_dict())
-    head.to(args.device)
+        head = load_mtp(args.init, target, tokenizer).requires_grad_(True)
+    else:
+        head = Head(target.config)
+        initialise(head, args.seed)
+        head.to(args.device)
 
     def loss_of(documents: Documents) -> MTPLoss:
-        aligned = args.mode == "aligned"
-        return MTPLoss(head, target, documents, args.k, args.beta, aligned, args.dtype, args.soft)
+        return MTPLoss(
+            head, target, documents, args.k, args.beta, args.mode == "aligned", args.soft
+        )
 
-    what = f"{args.mode} {args.k} {args.beta} {args.soft}"
-    run, measured = learn(args, target, tokenizer, head, muon_and_adamw(head), loss_of, what)
+    options = f"{args.mode} {args.k} {args.beta} {args.soft}"
+    run, measured = learn(args, target, tokenizer, head, loss_of, options)
     head.half().float()  # as it is stored
-    rates = {}
-    for kind in sorted({row["kind"] for row in measured}):
-        rows = [row for row in measured if row["kind"] == kind]
-        loss = loss_of(Documents.of(rows, target, args.context, torch.float32))
-        rates[kind] = step_accuracy(loss, list(range(len(rows))))
+    loss = loss_of(Documents.of(measured, target, args.context, torch.float32))
     save_mtp(head, args.out, args.model, tokenizer, torch.float16, loss.weights)
+    kinds: dict[str, list[int]] = {}
+    for i, row in enumerate(measured):
+        kinds.setdefault(row["kind"], []).append(i)
+    facts = {
+        "layout": "MiMo's; embedding and lm_head are the target's",
+        "loss": f"Σ α_k · CE_k, α = {', '.join(f'{w:.3f}' for w in loss.weights)}, {args.mode}, "
+                f"against the target's {'distributions' if args.soft else 'tokens'}",
+        "measured": "how often each step's best token is right on held-out documents, given right "
+                    "tokens before it",
+    }  # fmt: skip
+    rates = {kind: step_accuracy(loss, indices) for kind, indices in kinds.items()}
     table = markdown("kind", [f"step {k + 1}" for k in range(args.k)], rates)
-    write_card(
-        args, run, f"A FastMTP head of {count_parameters(head):,} parameters",
-        "One block in MiMo's layout (tensors model.mtp_layers.0.*), float16; embedding and lm_head "
-        "are the target's. Learnt from the frozen target's own documents, by "
-        f"{'its distributions (soft labels)' if args.soft else 'their tokens'}: Σ α_k · CE_k with "
-        f"α = {', '.join(f'{w:.3f}' for w in loss.weights)}, mode {args.mode}.",
-        "How often each step's best token is the right one, given right tokens before it, on every "
-        f"{HELD_OUT}th document (not trained on, and near to none that was):\n\n{table}",
-    )  # fmt: skip
-    print(table)
+    title = f"A FastMTP head of {count_parameters(head):,} parameters"
+    write_card(args, run, title, facts, table)
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
-    own_argument(p)
     p.add_argument("--k", type=number(1, 32), default=3,
                    help="steps of the head on its own output (default: %(default)s)")  # fmt: skip
     p.add_argument("--beta", type=number(0, 10, float), default=0.6,
@@ -163,4 +150,4 @@ def arguments(p: argparse.ArgumentParser) -> None:
                    help="as drafting runs it, or as the published code does")  # fmt: skip
     p.add_argument("--soft", action="store_true", help="learn distributions, not tokens")
     p.add_argument("--init", help="begin with this head")
-    training_arguments(p, steps=1000, batch_tokens=3584, context=224, least_context=5)
+    training_arguments(p, steps=1000, context=224, lr=4e-3)

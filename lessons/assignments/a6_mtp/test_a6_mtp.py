@@ -207,7 +207,7 @@ def test_a_label_is_a_generated_token_of_the_same_document(impl):
 def loss_of(impl, model, head, aligned: bool, k: int = 3, **given):
     """The loss of `k` steps, without documents; `given` are methods in the place of its own."""
     kind = type("Graded", (impl.MTPLoss,), given)
-    return kind(head, model, None, k, 0.6, aligned, torch.float32)
+    return kind(head, model, None, k, 0.6, aligned)
 
 
 @pytest.mark.points(6, task="aligned")
