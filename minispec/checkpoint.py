@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 
+import safetensors.torch
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from minispec.config import FLAT, Keys, config_json, read_config
@@ -41,7 +40,7 @@ def read_file(path: Path) -> object:
     """What a .safetensors, .bin or .pt file holds; code in a pickle is never run."""
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
+            return safetensors.torch.load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file may raise anything; torch would advise to unpickle
         raise UserError(
@@ -196,12 +195,9 @@ def replacing(path: Path) -> Iterator[Path]:
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.touch()
-        mode = part.stat().st_mode  # by the umask, which safetensors does not heed
         yield part
-        part.chmod(mode)
         part.replace(path)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch's and safetensors' words
+    except (OSError, RuntimeError) as error:  # which torch makes of an OSError
         raise UserError(f"{path} cannot be written: {shorten(str(error), 200)}") from None
     finally:
         with contextlib.suppress(OSError):  # no such folder
@@ -216,8 +212,8 @@ def write_text(path: Path, text: str) -> None:
 def write_tensors(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
     """Write a .safetensors file, its tensors in another type if `dtype` is given."""
     stored = {name: t.detach().to("cpu", dtype).contiguous() for name, t in tensors.items()}
-    with replacing(path) as part:
-        save_file(stored, part, {"format": "pt"})
+    with replacing(path) as part:  # safetensors' own save_file does not heed the umask
+        part.write_bytes(safetensors.torch.save(stored, {"format": "pt"}))
 
 
 def save(

@@ -50,21 +50,16 @@ def command(main: Callable) -> Callable:
             if signal.getsignal(signal.SIGINT) is interrupted:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             main(argv)
-        except UserError as error:
-            print(f"minispec: {' '.join(str(error).split())}", file=sys.stderr)
-            sys.exit(2)
         except KeyboardInterrupt:
             sys.exit(130)
         except BrokenPipeError:  # the reader of our output has gone: nothing is left to say
             drop_unwritable_output()
-        except OSError as error:  # a full disk, or a file that has gone
-            print(f"minispec: {error}", file=sys.stderr)
-            drop_unwritable_output()
-            sys.exit(2)
-        except (MemoryError, RuntimeError) as error:  # torch has a RuntimeError for it
-            if not isinstance(error, MemoryError) and "memory" not in str(error):
+        except (UserError, OSError, MemoryError, RuntimeError) as error:
+            said = " ".join(str(error).split()) or "not enough memory"
+            if isinstance(error, RuntimeError) and "memory" not in said:  # a bug of ours
                 raise
-            print("minispec: not enough memory: take smaller sizes", file=sys.stderr)
+            print(f"minispec: {said}", file=sys.stderr)
+            drop_unwritable_output()
             sys.exit(2)
 
     return wrapped

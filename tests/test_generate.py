@@ -282,7 +282,7 @@ def test_too_little_memory_is_one_line(capsys):
         raise RuntimeError(argv[0])
 
     error = "DefaultCPUAllocator: can't allocate memory: you tried 99 bytes"
-    assert "not enough memory" in refused(capsys, command(main), [error])
+    assert error in refused(capsys, command(main), [error])
     with pytest.raises(RuntimeError, match="a bug"):
         command(main)(["a bug"])
 
