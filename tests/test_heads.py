@@ -38,31 +38,15 @@ def refused(match: str, read, *args, **options) -> None:
     assert "\n" not in str(caught.value)
 
 
-def v1_tensors(model, heads: int, layers: int) -> dict[str, torch.Tensor]:
+def medusa_tensors(model, heads: int, layers: int, shared: bool = False) -> dict[str, torch.Tensor]:
     """Random tensors under the names of FasterDecoding's files."""
-    d, generator = model.config.hidden_size, torch.Generator().manual_seed(heads)
-    shapes = {}
-    for i in range(heads):
-        for j in range(layers):
-            shapes |= {f"{i}.{j}.linear.weight": (d, d), f"{i}.{j}.linear.bias": (d,)}
-        shapes[f"{i}.{layers}.weight"] = (model.config.vocab_size, d)
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def by_hand(tensors, hidden, i: int, layers: int, projection) -> torch.Tensor:
-    """What head `i` says."""
-    for j in range(layers):
-        w, b = tensors[f"{i}.{j}.linear.weight"], tensors[f"{i}.{j}.linear.bias"]
-        hidden = hidden + F.silu(hidden @ w.T.double() + b.double())
-    return hidden @ projection.T.double()
+    return randomise(untrained(heads, layers, model, shared), heads).state_dict()
 
 
 @pytest.mark.parametrize("layout", ["v1.pt", "v1.safetensors", "v2", "1.0", "file"])
 def test_every_layout_loads_whatever_its_config_counts(tmp_path, layout):
-    model, heads, layers, source = random_model(), 5, 2, tmp_path
-    tensors = v1_tensors(model, heads, layers)
-    if layout == "v2":
-        tensors = {name: t for name, t in tensors.items() if "linear" in name}
+    model, source = random_model(), tmp_path
+    tensors = medusa_tensors(model, 5, 2, shared=layout == "v2")
     if layout == "1.0":
         save(model, None, tmp_path)
         parts = {f"medusa_head.{name}": t for name, t in tensors.items()}
@@ -78,12 +62,16 @@ def test_every_layout_loads_whatever_its_config_counts(tmp_path, layout):
         claims = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "x"}
         (tmp_path / "config.json").write_text(json.dumps(claims))
     loaded = load_medusa(source, model)
-    assert len(loaded) == heads and loaded.shared == (layout == "v2")
-    assert loaded.tree == [path for path in PUBLISHED["mc_sim_7b_63"] if len(path) <= heads]
-    hidden = model(random_tokens(4))[0, -1]
-    for i, logits in enumerate(loaded(hidden, model)):
-        projection = tensors.get(f"{i}.{layers}.weight", model.lm_head.weight)
-        assert torch.allclose(logits, by_hand(tensors, hidden, i, layers, projection))
+    assert len(loaded) == 5 and loaded.shared == (layout == "v2")
+    assert loaded.tree == [path for path in PUBLISHED["mc_sim_7b_63"] if len(path) <= 5]
+    last = model(random_tokens(4))[0, -1]
+    for i, logits in enumerate(loaded(last, model)):
+        hidden = last
+        for j in range(2):
+            part = tensors[f"{i}.{j}.linear.weight"], tensors[f"{i}.{j}.linear.bias"]
+            hidden = hidden + F.silu(F.linear(hidden, *part))
+        projection = tensors.get(f"{i}.2.weight", model.lm_head.weight)
+        assert torch.allclose(logits, F.linear(hidden, projection))
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -118,10 +106,10 @@ def test_heads_of_something_else_are_refused_with_the_reason(tmp_path):
     model = random_model()
     refused("has no weights", load_medusa, tmp_path, model)
     refused("no such directory", load_medusa, tmp_path / "nowhere", model)
-    good = v1_tensors(model, 3, 1)
+    good = medusa_tensors(model, 3, 1)
     for tensors, match in (
-        (v1_tensors(random_model(hidden_size=32), 3, 1), r"do not fit.*\[32, 32\].*\[16, 16\]"),
-        (v1_tensors(random_model(vocab_size=40), 3, 1), r"do not fit.*\[40, 16\].*\[32, 16\]"),
+        (medusa_tensors(random_model(hidden_size=32), 3, 1), r"do not fit.*\[32, 32\].*\[16,"),
+        (medusa_tensors(random_model(vocab_size=40), 3, 1), r"do not fit.*\[40, 16\].*\[32,"),
         ({k: t for k, t in good.items() if k != "1.0.linear.bias"}, "Missing.*1.0.linear.bias"),
         ({k: t for k, t in good.items() if k != "2.1.weight"}, "Missing.*2.1.weight"),
         (good | {"0.q.weight": torch.zeros(2)}, "0.q.weight is no tensor of Medusa heads"),
