@@ -108,9 +108,6 @@ def packed(documents: list[np.ndarray], rows: int, context: int, seed: int) -> B
     return batch
 
 
-# ---- the model and its loss ----------------------------------------------------------------------
-
-
 class NextToken(nn.Module):
     """rows (B, T + 1) -> mean cross-entropy in nats."""
 
@@ -175,9 +172,6 @@ def bits_per_byte(model: Transformer, tokenizer: Tokenizer, documents: list[Docu
         bits += float(F.cross_entropy(logits, row[1:], reduction="sum"))
         size += len(tokenizer.decode(row.tolist()).encode())
     return bits / math.log(2) / max(size, 1)
-
-
-# ---- the command ---------------------------------------------------------------------------------
 
 
 def distinct_4grams(tokens: list[int]) -> float:

@@ -74,9 +74,6 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
 
 
-# ---- a run and its checkpoint --------------------------------------------------------------------
-
-
 @dataclass
 class Run:
     """What a checkpoint holds. `what` describes the run: it goes on only as it was begun."""
@@ -168,8 +165,8 @@ def processes(args: argparse.Namespace) -> Iterator[int]:
         args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     try:
         if args.rows % dist.get_world_size():
-            raise UserError(f"--batch-tokens {args.batch_tokens} must hold rows of --context "
-                            f"{args.context} for {dist.get_world_size()} processes")  # fmt: skip
+            raise UserError(f"--rows {args.rows} must be a multiple of {dist.get_world_size()}, "
+                            "the number of processes")  # fmt: skip
         yield dist.get_rank()
     finally:
         dist.destroy_process_group()
@@ -198,9 +195,6 @@ def markdown(corner: str, columns: list[str], rows: dict[object, list[float]]) -
     return "\n".join(lines)
 
 
-# ---- command lines -------------------------------------------------------------------------------
-
-
 def whole_numbers(p: argparse.ArgumentParser, *flags: tuple[str, int, int, str]) -> None:
     """A flag for each name, with its least value, its default and what it counts."""
     for name, least, default, text in flags:
@@ -214,7 +208,7 @@ def training_arguments(p: argparse.ArgumentParser, steps: int, context: int, lr:
     whole_numbers(
         p,
         ("steps", 1, steps, "steps"),
-        ("batch-tokens", 1, 4096, "tokens of a step"),
+        ("rows", 1, 16, "rows of a step"),
         ("context", 8, context, "tokens of a row"),
         ("save-every", 1, 100, "steps between checkpoints"),
         ("seed", 0, 0, "of all that is random"),
@@ -226,13 +220,8 @@ def training_arguments(p: argparse.ArgumentParser, steps: int, context: int, lr:
 
 
 def prepare(args: argparse.Namespace, words: list[str]) -> None:
-    """Refuse what cannot be before any long work; dtype and device become torch's. `args.line` is
-    the command line without this machine's folders, `args.rows` how many rows a step has."""
-    args.rows = args.batch_tokens // args.context
-    if not args.rows:
-        raise UserError(
-            f"--batch-tokens {args.batch_tokens} must hold a row of --context {args.context}"
-        )
+    """Refuse what cannot be before any long work; dtype and device become torch's, and `args.line`
+    is the command line without this machine's folders."""
     args.dtype, args.device = getattr(torch, args.dtype), pick_device(args.device)
     args.line = " ".join(Path(word).name if Path(word).is_absolute() else word for word in words)
     check_writable(args.out / CHECKPOINT, "--out")

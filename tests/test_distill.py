@@ -20,7 +20,6 @@ from minispec.distill.documents import read_own, read_training, shuffled
 from minispec.distill.generate import lock
 from minispec.generate import decode
 from minispec.heads import load_medusa, load_mtp, load_vocabulary
-from minispec.methods.fastmtp import Drafter
 from minispec.methods.medusa import RANKS, complete, untrained
 from minispec.tokenizer import Tokenizer
 from minispec.toys import random_head, randomise
@@ -166,7 +165,7 @@ def test_a_model_with_any_tokenizer_is_asked(data, tmp_path):
     assert len(rows) >= 60 and all(max(row["prompt"]) < 4 for row in rows)
     assert all(len(row["tokens"]) == 20 for row in rows)
     run("mtp", "--model", tmp_path / "plain", "--own", tmp_path / "own.jsonl", "--steps", 2,
-        "--out", tmp_path / "mtp", "--batch-tokens", 300, "--device", "cpu")  # fmt: skip
+        "--out", tmp_path / "mtp", "--rows", 1, "--device", "cpu")  # fmt: skip
     load_mtp(tmp_path / "mtp", *load(tmp_path / "plain", "float32", "cpu"))
 
 
@@ -287,40 +286,10 @@ def test_the_head_s_loss_is_the_paper_s_over_generated_tokens_of_one_document_on
     assert spares_the_target(loss, head, model)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_aligned_training_is_incremental_drafting_and_parallel_is_the_published_forward(seed):
-    """Aligned: step k's logits at row i = the head run row by row: extended to i, then on its own
-    output with the true tokens."""
-    model = random_model(seed)
-    head, (rows, documents) = random_head(model, seed), documents_of(model, seed=seed)
-    x, tokens = documents.hidden[2][None, :10], torch.tensor([rows[2] + [0] * 4])
-    aligned, parallel = (
-        distill.MTPLoss(head, model, documents, 4, 0.6, mode).steps(x, tokens)
-        for mode in (True, False)
-    )
-    for i in range(8):
-        drafter = Drafter(head, model, 64, 0)
-        drafter.extend(documents.hidden[2][: i + 1], rows[2][1 : i + 2])
-        out = drafter.last
-        for k in range(4):
-            assert (model.logits(out)[0] - aligned[k][0, i]).abs().max() < 1e-10, (i, k)
-            out = drafter.run(out, [tokens[0, i + k + 2].item()])
-            drafter.cache.commit([0])
-    for k in range(4):
-        x = head(x, model.model.embed_tokens(tokens[:, k + 1 : k + 11]))
-        assert torch.allclose(model.logits(x), parallel[k])
-
-
 # ---- trees ---------------------------------------------------------------------------------------
 
 
 def test_accuracies_have_the_right_denominators():
-    labels = distill.labels_of([10, 11, 12, 13, 14, 15], prompt=3, heads=3)
-    # position 1 is the first whose head 0 guesses a generated token (13, at index 3)
-    assert labels.tolist() == [
-        [-100] * 3, [13, 14, 15], [14, 15, -100], [15, -100, -100], [-100] * 3, [-100] * 3
-    ]  # fmt: skip
-    assert distill.labels_of([7, 8], prompt=1, heads=2).tolist() == [[-100] * 2] * 2
     accuracy = tree.accuracy_of(torch.tensor([[0, 0, 1, RANKS], [2, -1, -1, 0]]))
     assert accuracy[0, :2].tolist() == [0.5, 0.25] and accuracy[1, [0, 2]].tolist() == [0.5, 0.5]
     assert accuracy.shape == (2, RANKS)
@@ -362,7 +331,7 @@ def test_what_is_trained_loads_and_another_begins_with_it(target, data, tmp_path
     sizes, other, file, method, flag = TRAININGS[command]
     made(target, data, own, 60)
     options = [kind, "--model", target, "--own", own, "--device", "cpu", *flags, *sizes]
-    options += ["--batch-tokens", 320, "--context", 40, "--steps"]
+    options += ["--rows", 8, "--context", 40, "--steps"]
     run(*options, 8, "--out", whole)
     card = (whole / "README.md").read_text()
     assert "8 steps" in card and ("| tales |" in card or "| 1 |" in card)
@@ -426,18 +395,3 @@ def test_what_cannot_be_is_refused_first(target, command, tmp_path, capsys):
     (target / "tokenizer.json").unlink()
     said = refused(capsys, *given, place, tmp_path)
     assert "has no tokenizer.json" in said or command in ("generate", "vocabulary")
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["draft", "--context", 1], "--context: 1 must be a whole number, at least 8"),
-        (["mtp", "--beta", -1], "--beta: -1 must be a number, from 0 to 10"),
-        (["medusa", "--lr", "nan"], "--lr: nan must be a number"),
-        (["medusa", "--seed", 2**63], "--seed: 9223372036854775808 must be"),
-        (["mtp", "--mode", "x"], "invalid choice: 'x'"),
-    ],
-)
-def test_values_that_cannot_be_are_refused_first(arguments, said, tmp_path, capsys):
-    own = "--own", tmp_path / "own.jsonl", "--out", tmp_path / "out"
-    assert said in refused(capsys, *arguments, *own)

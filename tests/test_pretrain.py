@@ -18,7 +18,7 @@ from minispec import load, pretrain, training
 from minispec.generate import decode
 
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--ffn", "24", "--vocab", "300",
-         "--context", "32", "--batch-tokens", "128", "--device", "cpu", "--lr", "0.01"]  # fmt: skip
+         "--context", "32", "--rows", "4", "--device", "cpu", "--lr", "0.01"]  # fmt: skip
 WORDS = "the cat sat on a mat and saw one red bird fly over it".split()
 
 
@@ -167,7 +167,9 @@ def test_any_tokenizer_will_do(data, tmp_path):
     other.pre_tokenizer = pre_tokenizers.Whitespace()
     other.enable_truncation(3)
     other.save(str(tmp_path / "other.json"))
-    run(data, tmp_path / "out", 1, "--tokenizer", str(tmp_path / "other.json"))
+    (tmp_path / "one.txt").write_text("the cat, of whom nothing is held out")
+    run([str(tmp_path / "one.txt")], tmp_path / "out", 1, "--tokenizer",
+        str(tmp_path / "other.json"), "--context", "8")  # fmt: skip
     model, tokenizer = load(tmp_path / "out", "float32", "cpu")
     assert model.config.vocab_size == len(WORDS) + 4 == tokenizer.size
     assert len(tokenizer.encode("<|user|>the cat sat on<|end|>")) == 7
@@ -178,7 +180,6 @@ def test_any_tokenizer_will_do(data, tmp_path):
     [
         (["--layers", "0"], "--layers: 0 must be a whole number, from 1"),
         (["--heads", "3"], "must be an even multiple"),
-        (["--batch-tokens", "8"], "must hold a row"),
         (["--tokenizer", "nowhere.json"], "nowhere.json"),
         (["--init", "nowhere"], "no such directory: nowhere"),
         (["--device", "abacus"], "device abacus is not available"),
@@ -205,9 +206,3 @@ def test_a_checkpoint_of_another_training_is_refused(data, tmp_path, capsys):
     for damaged in b"PK", [], {"model": {}}, {"model": [1]}:
         file.write_bytes(damaged) if isinstance(damaged, bytes) else torch.save(damaged, file)
         assert "training.pt is damaged" in refused(capsys, data, out, 3)
-
-
-def test_a_lone_short_text_is_wholly_learnt_from(data, tmp_path):
-    (tmp_path / "one.txt").write_text("all of it")
-    run([str(tmp_path / "one.txt")], tmp_path / "out", 2, "--context", "8")
-    assert "a greedy sample" in (tmp_path / "out" / "README.md").read_text()
