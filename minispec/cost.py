@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from minispec.methods.fastmtp import Drafter, Head
-from minispec.methods.medusa import RANKS, Heads, best_candidates
+from minispec.methods.fastmtp import Drafter, MTPHead
+from minispec.methods.medusa import RANKS, MedusaHeads, best_candidates
 from minispec.methods.vocabulary import Compressed
 from minispec.model import Transformer
 
@@ -97,7 +97,7 @@ def draft_cost(model: Transformer, draft: Transformer) -> float:
     return once(model, draft, lambda: in_passes(one_pass(draft, 1), model))
 
 
-def head_cost(model: Transformer, head: Head, vocabulary: Compressed | None = None) -> float:
+def head_cost(model: Transformer, head: MTPHead, vocabulary: Compressed | None = None) -> float:
     """One token of a FastMTP head, over all languages of its vocabulary (None: the full one)."""
     drafter = Drafter(head, model, 8, offset=0)
     hidden = model.model.norm.weight.new_zeros(1, model.config.hidden_size)
@@ -110,7 +110,7 @@ def head_cost(model: Transformer, head: Head, vocabulary: Compressed | None = No
     return once(model, vocabulary or head, lambda: in_passes(one_draft, model))
 
 
-def heads_cost(model: Transformer, heads: Heads) -> float:
+def heads_cost(model: Transformer, heads: MedusaHeads) -> float:
     """A round's work of Medusa heads, timed right after a target pass, as in decoding."""
     hidden, before = model.model.norm.weight, one_pass(model, 1)
 

@@ -11,7 +11,7 @@ from minispec.cost import cost_curve, draft_cost, head_cost, heads_cost
 from minispec.errors import UserError, read_json
 from minispec.heads import PUBLISHED, load_medusa, load_mtp, load_vocabulary
 from minispec.methods.adaptive import BestTree, Length, grow_tree
-from minispec.methods.medusa import Heads
+from minispec.methods.medusa import MedusaHeads
 from minispec.model import Transformer
 from minispec.tokenizer import Tokenizer
 from minispec.tree import Ranks
@@ -107,7 +107,7 @@ def with_policies(method: str, model: Transformer, options: dict) -> dict:
     return options | policies
 
 
-def read_tree_option(value: str, heads: Heads, most: int) -> list[Ranks] | Literal["auto"]:
+def read_tree_option(value: str, heads: MedusaHeads, most: int) -> list[Ranks] | Literal["auto"]:
     """What --tree means: a list of paths, or "auto". A number grows a tree of so many nodes, `most`
     at most: more never fit."""
     if value == "auto":

@@ -109,8 +109,8 @@ def as_prompt(
     if isinstance(prompt, str) and tokenizer is None:
         raise UserError("this model has no tokenizer.json: give token ids (--prompt-ids)")
     try:
-        if isinstance(prompt, (bytes, bytearray)):
-            raise TypeError  # it would pass for integers
+        if isinstance(prompt, (bytes, bytearray)) or getattr(prompt, "ndim", 1) != 1:
+            raise TypeError  # it could pass for integers
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(index, prompt))
     except TypeError:
         raise UserError(

@@ -22,8 +22,8 @@ from minispec.checkpoint import (
 )
 from minispec.config import Keys, attention_sizes, config_json, read_rope
 from minispec.errors import UserError, optional_json, read_json
-from minispec.methods.fastmtp import Head
-from minispec.methods.medusa import Heads, complete
+from minispec.methods.fastmtp import MTPHead
+from minispec.methods.medusa import MedusaHeads, complete
 from minispec.methods.vocabulary import Compressed, Language
 from minispec.model import Config, Transformer
 from minispec.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def read_heads(
 
 def load_medusa(
     source: str | os.PathLike, model: Transformer, tokenizer: Tokenizer | None = None
-) -> Heads:
+) -> MedusaHeads:
     """The heads of a file, a directory or a hub id, on the model's device and in its type.
 
     Reads the layouts v1 (projections in the file), v2 (residual blocks only) and Medusa-1.0 (in a
@@ -81,7 +81,7 @@ def load_medusa(
     return heads.eval()
 
 
-def medusa_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> Heads:
+def medusa_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> MedusaHeads:
     """Uninitialised heads; the tensors' names give the numbers of heads and layers."""
     part = re.compile(r"(\d{1,4})\.(\d{1,4})\.(linear\.weight|linear\.bias|weight)")
     parts = [part.fullmatch(name) for name in tensors]
@@ -93,10 +93,10 @@ def medusa_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> H
         raise UserError(f"{where}: its heads are not numbered from 0 on")
     c, shared = model.config, all(each[3] != "weight" for each in parts)
     with torch.device("meta"):
-        return Heads(heads, layers, c.hidden_size, None if shared else c.vocab_size)
+        return MedusaHeads(heads, layers, c.hidden_size, None if shared else c.vocab_size)
 
 
-def read_tree(heads: Heads, path: Path) -> None:
+def read_tree(heads: MedusaHeads, path: Path) -> None:
     """The tree and the accuracies that config.json holds; without one the published tree, as deep
     as there are heads."""
     config, depth = optional_json(path), len(heads)
@@ -114,7 +114,7 @@ def read_tree(heads: Heads, path: Path) -> None:
 
 
 def save_medusa(
-    heads: Heads, directory: Path, base: str, tokenizer: Tokenizer | None, dtype: torch.dtype
+    heads: MedusaHeads, directory: Path, base: str, tokenizer: Tokenizer | None, dtype: torch.dtype
 ) -> None:
     """Write layout v1, or v2 where the projections are shared, that `load_medusa` reads."""
     write_tensors(directory / FILES[0], heads.state_dict(), dtype)
@@ -129,7 +129,7 @@ def save_medusa(
     save_tree(heads, directory)
 
 
-def save_tree(heads: Heads, directory: Path) -> None:
+def save_tree(heads: MedusaHeads, directory: Path) -> None:
     """Renew the tree and the accuracies in config.json, and nothing else."""
     config = optional_json(directory / "config.json")
     config["medusa_choices"] = heads.tree
@@ -142,13 +142,13 @@ def save_tree(heads: Heads, directory: Path) -> None:
 
 def load_mtp(
     source: str | os.PathLike, model: Transformer, tokenizer: Tokenizer | None = None
-) -> Head:
+) -> MTPHead:
     """The head in a directory, a hub id or a file: a whole MiMo model, or the head alone. Raises
     UserError for a head of another model or tokenizer."""
     tensors, folder = read_heads(source, MTP, tokenizer)
     check_attention(str(source), folder, model.config)
     with torch.device("meta"):
-        head = Head(model.config)
+        head = MTPHead(model.config)
     fill(head, tensors, str(source), model.dtype, model.device)
     return head.eval()
 
@@ -169,7 +169,7 @@ def check_attention(where: str, folder: Path, config: Config) -> None:
 
 
 def save_mtp(
-    head: Head, directory: Path, base: str, tokenizer: Tokenizer | None, dtype: torch.dtype,
+    head: MTPHead, directory: Path, base: str, tokenizer: Tokenizer | None, dtype: torch.dtype,
     weights: list[float],
 ) -> None:  # fmt: skip
     """Write the head alone, in MiMo's names, that `load_mtp` reads; `weights` are those of its

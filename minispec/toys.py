@@ -19,8 +19,8 @@ from tokenizers import models as tokenizer_models
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
-from minispec.methods.fastmtp import Head
-from minispec.methods.medusa import Heads
+from minispec.methods.fastmtp import MTPHead
+from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import Compressed, count
 from minispec.model import Config, Transformer
 from minispec.sampling import Randomness, Sampling, Seeded
@@ -136,15 +136,15 @@ class ToyHeads:
         return torch.stack([hidden.roll(k, -1) for k in range(self.heads)])
 
 
-def random_heads(model: Transformer, seed: int, heads: int = 4) -> Heads:
+def random_heads(model: Transformer, seed: int, heads: int = 4) -> MedusaHeads:
     """Medusa heads of one residual block and a projection, all random."""
-    config = model.config
-    return randomise(Heads(heads, 1, config.hidden_size, config.vocab_size).to(model.dtype), seed)
+    made = MedusaHeads(heads, 1, model.config.hidden_size, model.config.vocab_size)
+    return randomise(made.to(model.dtype), seed)
 
 
-def random_head(model: Transformer, seed: int) -> Head:
+def random_head(model: Transformer, seed: int) -> MTPHead:
     """A FastMTP head for `model`, all random."""
-    return randomise(Head(model.config).to(model.dtype), seed)
+    return randomise(MTPHead(model.config).to(model.dtype), seed)
 
 
 def switching(model: Transformer) -> Compressed:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from minispec import cost
-from minispec.methods.medusa import Heads, untrained
+from minispec.methods.medusa import MedusaHeads, untrained
 from minispec.model import Config, Transformer
 from minispec.tokenizer import Tokenizer
 from minispec.toys import small_model
@@ -70,7 +70,7 @@ def byte_model(seed: int = 0, context: int = 256, eos: tuple[int, ...] = ()) -> 
 # ---- a model whose text is known -----------------------------------------------------------------
 
 
-def count_up(vocab: int, heads: int) -> tuple[Transformer, Heads]:
+def count_up(vocab: int, heads: int) -> tuple[Transformer, MedusaHeads]:
     """A model that says t + 1 after t, and heads that know it."""
     config = Config(vocab, 2, 1, 1, 1, vocab, vocab, 64, tied=False)
     model = Transformer(config).double()

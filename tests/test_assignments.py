@@ -239,7 +239,7 @@ TABLE = {
     ],
     "a6_mtp": [
         ("token before hidden", "head",
-         {"Head": changed(fastmtp.Head, layers=mistakes.token_first)}),
+         {"MTPHead": changed(fastmtp.MTPHead, layers=mistakes.token_first)}),
         ("hidden before the norm", "extend rounds",
          {"Drafter": changed(Drafter, extend=mistakes.hidden_before_the_norm)}),
         ("stale rows", "rounds",

@@ -10,7 +10,7 @@ import torch
 
 from minispec.certify.cases import GREEDY, RANK_TREES, bound
 from minispec.methods import lookahead, medusa
-from minispec.methods.fastmtp import Drafter, Head
+from minispec.methods.fastmtp import Drafter, MTPHead
 from minispec.methods.medusa import complete
 from minispec.model import Transformer, plan
 from minispec.sampling import Seeded
@@ -97,7 +97,7 @@ def mtp_drafts(seed: int) -> None:
         assert close(kept.cache.k[0][:, rows], fresh.cache.k[0][:, rows])
 
 
-def fresh_drafts(head: Head, model: Transformer, tokens: list[int], k: int) -> list[int]:
+def fresh_drafts(head: MTPHead, model: Transformer, tokens: list[int], k: int) -> list[int]:
     """Argmax drafts, every row of the head computed anew for each of them."""
     hidden, drafts = model(tokens[:-1])[0], []
     for _ in range(k):
@@ -124,7 +124,7 @@ def test_proposals_are_those_of_a_slow_oracle(oracle, seed):
         (lookahead_window, lookahead, {"window_layout": mistakes.window_off_by_one}),
         (lookahead_pool, lookahead.Pool, {"after": mistakes.aliased_pool}),
         (medusa_tree, medusa, {"propose": mistakes.hidden_of_the_round_before}),
-        (mtp_head, Head, {"layers": mistakes.token_first}),
+        (mtp_head, MTPHead, {"layers": mistakes.token_first}),
         (mtp_drafts, Drafter, {"extend": mistakes.hidden_before_the_norm}),
         (mtp_drafts, Drafter, {"extend": mistakes.stale_rows, "chain": mistakes.chain_remembered}),
         (mtp_drafts, Drafter, {"chain": mistakes.position_off_by_one}),

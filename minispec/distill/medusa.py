@@ -8,7 +8,7 @@ from torch import Tensor
 from minispec.distill.documents import Documents, cross_entropy, learn, load_target
 from minispec.distill.tree import accuracy_table, choose_tree
 from minispec.heads import load_medusa, save_medusa
-from minispec.methods.medusa import Heads, untrained
+from minispec.methods.medusa import MedusaHeads, untrained
 from minispec.model import Transformer, count_parameters
 from minispec.training import prepare, training_arguments, whole_numbers, write_card
 
@@ -17,7 +17,7 @@ class HeadsLoss:
     """Indices of documents -> Σ over heads of 0.8^k · CE_k, in nats (section 2.2.1); CE_k is over
     the full vocabulary, against the generated token at t + k + 2."""
 
-    def __init__(self, heads: Heads, target: Transformer, documents: Documents):
+    def __init__(self, heads: MedusaHeads, target: Transformer, documents: Documents):
         self.heads, self.target, self.documents = heads, target, documents
 
     def __call__(self, index: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from minispec.distill.documents import Documents, cross_entropy, learn, load_target
 from minispec.errors import number
 from minispec.heads import load_mtp, save_mtp
-from minispec.methods.fastmtp import Head
+from minispec.methods.fastmtp import MTPHead
 from minispec.model import Pass, Transformer, count_parameters
 from minispec.pretrain import initialise
 from minispec.training import markdown, prepare, training_arguments, write_card
@@ -37,7 +37,7 @@ class MTPLoss(nn.Module):
     With `soft` each CE is against the target's distribution in the label's place, not the label.
     """
 
-    def __init__(self, head: Head, target: Transformer, documents: Documents, steps: int,
+    def __init__(self, head: MTPHead, target: Transformer, documents: Documents, steps: int,
                  beta: float, aligned: bool, soft: bool = False):  # fmt: skip
         super().__init__()
         self.head, self.documents, self.aligned, self.soft = head, documents, aligned, soft
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
     if args.init:
         head = load_mtp(args.init, target, tokenizer).requires_grad_(True)
     else:
-        head = Head(target.config)
+        head = MTPHead(target.config)
         initialise(head, args.seed)
         head.to(args.device)
 

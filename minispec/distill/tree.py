@@ -13,7 +13,7 @@ from minispec.distill.documents import hidden_states, load_target, read_training
 from minispec.errors import UserError
 from minispec.fast import quicken
 from minispec.heads import load_medusa, save_tree
-from minispec.methods.medusa import RANKS, Heads
+from minispec.methods.medusa import RANKS, MedusaHeads
 from minispec.model import Transformer
 from minispec.training import markdown
 from minispec.tree import Ranks
@@ -33,7 +33,7 @@ def labels_of(tokens: list[int], prompt: int, heads: int) -> Tensor:
 
 
 @torch.no_grad()
-def ranks_of(heads: Heads, target: Transformer, own: list[dict], context: int) -> Tensor:
+def ranks_of(heads: MedusaHeads, target: Transformer, own: list[dict], context: int) -> Tensor:
     """The rank that each head gives its label, (K, n) for all n tokens of documents, each cut to
     `context`: RANKS for all worse, -1 without a label."""
     rows = [(row["prompt"] + row["tokens"])[:context] for row in own]
@@ -64,7 +64,7 @@ def together(ranks: Tensor) -> dict[Ranks, float]:
     return {path: right[path] / len(columns) for path in paths}
 
 
-def choose_tree(heads: Heads, target: Transformer, own: list[dict], context: int) -> None:
+def choose_tree(heads: MedusaHeads, target: Transformer, own: list[dict], context: int) -> None:
     """Give the heads their accuracies on the target's documents, and a tree of the paths that are
     right most often there: of as many nodes as pay most on this machine, where a round costs a pass
     over the nodes and the root, and the heads."""
@@ -81,7 +81,7 @@ def choose_tree(heads: Heads, target: Transformer, own: list[dict], context: int
     heads.tree = list(shares)[:best]
 
 
-def accuracy_table(heads: Heads) -> str:
+def accuracy_table(heads: MedusaHeads) -> str:
     """Markdown: a row per head, a column per rank."""
     ranks = [f"rank {r}" for r in range(RANKS)]
     return markdown("head", ranks, dict(enumerate(heads.accuracy.tolist())))

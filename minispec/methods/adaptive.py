@@ -108,7 +108,7 @@ def best_first(chances: list[list[float]]) -> Iterator[tuple[Ranks, float]]:
 
 def grow_tree(accuracy: Tensor, nodes: int) -> list[Ranks]:
     """The tree of `nodes` nodes below the root that gains most by `expected`, best node first;
-    fewer where no more gain anything. `accuracy` (K, RANKS) as Heads has it."""
+    fewer where no more gain anything. `accuracy` (K, RANKS) as MedusaHeads has it."""
     return [path for path, _ in islice(best_first(accuracy.tolist()), nodes)]
 
 

@@ -20,7 +20,7 @@ from minispec.verify import accept
 # ---- the head ------------------------------------------------------------------------------------
 
 
-class Head(Block):
+class MTPHead(Block):
     """One block like the target's, fed with a hidden state and a token; MiMo's tensor names.
 
     Embedding and lm_head are the target's.
@@ -83,7 +83,7 @@ class Drafter:
     its length is the target's less `offset`.
     """
 
-    def __init__(self, head: Head, model: Transformer, capacity: int, offset: int):
+    def __init__(self, head: MTPHead, model: Transformer, capacity: int, offset: int):
         self.head, self.model, self.offset = head, model, offset
         self.cache = head.new_cache(capacity)
         self.last: Tensor | None = None  # (1, d): the head's output at the newest token
@@ -129,7 +129,7 @@ class Drafter:
 
 def fastmtp(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, head: Head, k: int | Policy = 3,
+    cache: KVCache | None = None, head: MTPHead, k: int | Policy = 3,
     vocabulary: Vocabulary | None = None, draft_sampling: Sampling | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """K = `k` drafts a round from one head, section 3 of the paper, or as many as a policy says

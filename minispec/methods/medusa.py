@@ -38,7 +38,7 @@ class ResBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class Heads(nn.ModuleList):
+class MedusaHeads(nn.ModuleList):
     """K heads of `layers` residual blocks and a projection each, under the published names.
 
     With `vocab_size` None the heads have no projections, and end in the target's lm_head. `tree`
@@ -63,10 +63,10 @@ class Heads(nn.ModuleList):
         return model.logits(outputs) if self.shared else outputs
 
 
-def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> Heads:
+def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> MedusaHeads:
     """Heads that all say what the model's lm_head says."""
     config = model.config
-    new = Heads(heads, layers, config.hidden_size, None if shared else config.vocab_size)
+    new = MedusaHeads(heads, layers, config.hidden_size, None if shared else config.vocab_size)
     new = new.to(model.device, model.dtype)
     if not shared:
         for head in new:
@@ -79,7 +79,7 @@ def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> Head
 
 def medusa(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, heads: Heads, tree: list[Ranks] | TreePolicy | None = None,
+    cache: KVCache | None = None, heads: MedusaHeads, tree: list[Ranks] | TreePolicy | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Medusa with the lossless rule: greedy or sampled, the output is distributed as the target's.
 
@@ -91,7 +91,7 @@ def medusa(
 
 def medusa_typical(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, heads: Heads, tree: list[Ranks] | TreePolicy | None = None,
+    cache: KVCache | None = None, heads: MedusaHeads, tree: list[Ranks] | TreePolicy | None = None,
     epsilon: float = 0.09, delta: float = 0.3,
 ) -> Iterator[Step]:  # fmt: skip
     """Medusa with typical acceptance: LOSSY, sampled output is not distributed as the target's.
@@ -110,7 +110,7 @@ def medusa_typical(
 
 def rounds(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness,
-    cache: KVCache | None, heads: Heads, tree: list[Ranks] | TreePolicy | None, rule: Rule,
+    cache: KVCache | None, heads: MedusaHeads, tree: list[Ranks] | TreePolicy | None, rule: Rule,
 ) -> Iterator[Step]:  # fmt: skip
     """The decoding loop of both, which differ in their `rule` of acceptance."""
     chosen = heads.tree if tree is None else tree
@@ -133,8 +133,8 @@ def rounds(
 
 
 def propose(
-    heads: Heads, model: Transformer, hidden: Tensor, root: int, chosen: list[Ranks] | TreePolicy,
-    room: int,
+    heads: MedusaHeads, model: Transformer, hidden: Tensor, root: int,
+    chosen: list[Ranks] | TreePolicy, room: int,
 ) -> Tree:  # fmt: skip
     """The tree of the heads' candidates below the newest token, of at most `room` nodes; the lone
     root where no hidden state is at hand, as before the first pass of a prompt of one token."""
@@ -148,7 +148,7 @@ def propose(
 
 
 def best_candidates(
-    heads: Heads, model: Transformer, hidden: Tensor, ranks: int
+    heads: MedusaHeads, model: Transformer, hidden: Tensor, ranks: int
 ) -> tuple[list[list[float]], list[list[int]]]:
     """Probabilities and tokens of each head's best candidates, both (K, ranks), after a hidden
     state (d,)."""

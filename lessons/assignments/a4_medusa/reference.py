@@ -2,12 +2,12 @@
 
 from minispec.distill import labels_of
 from minispec.methods.adaptive import expected, grow_tree
-from minispec.methods.medusa import Heads, ResBlock, propose, typical_path, untrained
+from minispec.methods.medusa import MedusaHeads, ResBlock, propose, typical_path, untrained
 from minispec.tree import Tree
 
 from_paths = Tree.from_paths
 
 __all__ = [
-    "Heads", "ResBlock", "expected", "from_paths", "grow_tree", "labels_of", "propose",
+    "MedusaHeads", "ResBlock", "expected", "from_paths", "grow_tree", "labels_of", "propose",
     "typical_path", "untrained",
 ]  # fmt: skip

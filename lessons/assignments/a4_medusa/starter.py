@@ -19,7 +19,7 @@ class ResBlock(nn.Module):
         raise NotImplementedError
 
 
-class Heads(nn.ModuleList):
+class MedusaHeads(nn.ModuleList):
     """K = `heads` heads of `layers` residual blocks each, then a projection to `vocab_size` tokens
     without a bias; with `vocab_size` None there are no projections, and the heads end in the
     target's lm_head.
@@ -38,7 +38,7 @@ class Heads(nn.ModuleList):
         raise NotImplementedError
 
 
-def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> Heads:
+def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> MedusaHeads:
     """Heads, on the model's device and in its type, that all say what the model's lm_head says:
     blocks begin as the identity, projections (none if `shared`) as a copy of lm_head."""
     raise NotImplementedError
@@ -60,8 +60,8 @@ def from_paths(root: int, paths: list[list[int]], candidates: list[list[int]]) -
 
 
 def propose(
-    heads: Heads, model: Transformer, hidden: Tensor, root: int, chosen: list[Ranks] | TreePolicy,
-    room: int,
+    heads: MedusaHeads, model: Transformer, hidden: Tensor, root: int,
+    chosen: list[Ranks] | TreePolicy, room: int,
 ) -> Tree:  # fmt: skip
     """The tree of the heads' candidates below `root`, the newest token: the first `room` of the
     rank paths `chosen`.

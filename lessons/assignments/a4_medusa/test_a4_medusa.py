@@ -14,7 +14,7 @@ from minispec.tree import Tree
 
 def random_heads(impl, model, seed: int, layers: int, shared: bool):
     size, vocab = model.config.hidden_size, None if shared else model.config.vocab_size
-    return randomise(impl.Heads(3, layers, size, vocab).double(), seed)
+    return randomise(impl.MedusaHeads(3, layers, size, vocab).double(), seed)
 
 
 def paths_of(tree: Tree) -> dict[tuple[int, ...], int]:

@@ -11,7 +11,7 @@ from minispec.model import Pass
 from minispec.sampling import Randomness, Sampling
 
 
-class Head(fastmtp.Head):
+class MTPHead(fastmtp.MTPHead):
     """A block like the target's, with `hidden_layernorm`, `token_layernorm`, `input_proj` (2d -> d)
     and `final_layernorm`; its attention and MLP are `minispec.model.Block.forward(self, x, now)`.
 

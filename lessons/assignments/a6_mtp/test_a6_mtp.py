@@ -52,7 +52,7 @@ def fresh_drafts(head, model, tokens: list[int], k: int) -> list[int]:
 def test_the_head_is_the_formula_s(impl):
     for seed in range(4):
         model, tokens = small_model(seed), random_text(seed)
-        head = randomise(impl.Head(model.config).double(), seed)
+        head = randomise(impl.MTPHead(model.config).double(), seed)
         hidden = model(tokens)[:, :-1]  # (1, n, d)
         embedded = model.model.embed_tokens(torch.tensor([tokens[1:]]))
         now = plan(head.rope, hidden, len(tokens) - 1, None, None, None)
