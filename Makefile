@@ -9,7 +9,7 @@ demo: .venv/installed
 	$(BIN)/python -m minispec.generate "$(PROMPT)" --stats
 
 test: .venv/tested
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 test-all: .venv/tested
 	$(BIN)/python -m pytest -q -m "not lessons"
