@@ -11,6 +11,7 @@ Greedy output is compared with plain decoding's, token for token.
 """
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
@@ -30,7 +31,7 @@ from tqdm import tqdm
 from minispec.cache import KVCache
 from minispec.checkpoint import WEIGHTS, load, pick_device, pick_dtype
 from minispec.cost import COUNTS, cost_curve, draft_cost, least_in_turn, one_pass
-from minispec.drafters import load_drafter
+from minispec.drafters import found_beside, load_drafter
 from minispec.errors import Parser, UserError, check_package, check_writable, command, number
 from minispec.fast import quicken
 from minispec.generate import as_prompt, decode
@@ -109,13 +110,20 @@ def prompts_of(args: argparse.Namespace, tokenizer: Tokenizer, context: int) -> 
     return {kind: each[: args.prompts] for kind, each in kinds.items()}
 
 
+def lies_beside(method: str, model: Transformer) -> bool:
+    """Whether its draft or heads lie beside the model."""
+    with contextlib.suppress(UserError):
+        return found_beside(method, model).exists()
+    return False
+
+
 def read_questions(path: Path, tokenizer: Tokenizer, context: int) -> Prompts:
     """The first turn of each question of Spec-Bench, by category, as a chat if there is a
     template; those longer than the context are left out."""
     kinds: Prompts = {}
     longer = Counter()
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in filter(str.strip, path.read_text(encoding="utf-8").split("\n")):
             question = json.loads(line)
             turn, kind = str(question["turns"][0]), str(question["category"])
             chat = [{"role": "user", "content": turn}]
@@ -147,19 +155,16 @@ def methods_of(
         "medusa": (args.heads, [{}, {"tree": "auto"}]),
         "fastmtp": (args.mtp, [{"k": 2}, {"k": 3}, {"k": "auto"}]),
     }
-    wanted = set(args.methods.split(",")) if args.methods else None
+    wanted = set(args.methods.split(",")) if args.methods is not None else None
     unknown = (wanted or set()) - {name.split()[0] for name in methods} - drafted.keys()
     if unknown:
         raise UserError(f"--methods {min(unknown)}: not one of the benchmark's")
     for method, (source, variants) in drafted.items():
         if wanted is not None and method not in wanted:
             continue
-        try:
-            options = load_drafter(method, model, tokenizer, source)
-        except UserError:
-            if wanted is not None or source is not None:
-                raise
+        if wanted is source is None and not lies_beside(method, model):
             continue
+        options = load_drafter(method, model, tokenizer, source)
         for more in variants:
             label = "".join(f" {name}={value}" for name, value in more.items())
             methods[method + label] = options | more
@@ -264,7 +269,7 @@ def transformers_runs(
 
     target, draft = read(args.model), args.draft or Path(args.model).parent / "draft"
     assistants = {"transformers": None}
-    if Path(draft).exists():
+    if args.draft or draft.exists():
         assistants["transformers, assisted"] = read(str(draft))
     for name, assistant in assistants.items():
         theirs = partial(generated, target, assistant, args.max_new_tokens)
@@ -362,7 +367,7 @@ class Row:
         if self.speedup >= 1:
             return line
         if self.tokens_per_pass < 1.1:
-            return f"{line}: hardly a guess is right"
+            return f"{line}: hardly any guess is right"
         own = self.round_cost - self.pass_cost
         if self.pass_cost - 1 > own:
             return f"{line}: its pass over {self.rows_per_pass:.0f} rows costs {self.pass_cost:.2f}"
@@ -474,7 +479,7 @@ def parser() -> Parser:
     p.add_argument("--data", type=Path, help="a file or folder: its held-out text")
     p.add_argument("--kind", help="with --data: kinds of text, between commas (default: all)")
     p.add_argument("--questions", type=Path, help="Spec-Bench's question.jsonl")
-    p.add_argument("--prompts", type=number(1), default=20, help="of a kind at most")
+    p.add_argument("--prompts", type=number(1), default=20, help="at most this many of each kind")
     p.add_argument("--max-new-tokens", type=number(1), default=100)
     p.add_argument("--temperature", default="0", help="one or several, between commas")
     p.add_argument("--k", type=number(1), default=4, help="drafts of the draft model")
@@ -493,10 +498,11 @@ def parser() -> Parser:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags, checked before the weights are read."""
     args = parser().parse_args(argv)
-    sources = "model", "draft", "heads", "mtp", "methods", "data", "questions", "against"
-    given = [flag for flag in sources if getattr(args, flag) != parser().get_default(flag)]
+    unused = ("model", "draft", "heads", "mtp", "methods", "data", "kind", "questions", "against",
+              "temperature", "k", "prompts")  # fmt: skip
+    given = [flag for flag in unused if getattr(args, flag) != parser().get_default(flag)]
     if args.shape and given:
-        raise UserError(f"--shape makes weights and drafts of its own: leave --{given[0]} out")
+        raise UserError(f"--shape has its own weights, prompt and drafts: leave --{given[0]} out")
     if args.acceptance is not None and not args.shape:
         raise UserError("--acceptance is of the drafts of --shape: leave it out")
     if args.kind and args.data is None:
@@ -548,6 +554,9 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"{args.model} has no tokenizer.json")
         kinds = prompts_of(args, tokenizer, model.config.context)
         kinds = {k: [as_prompt(model, tokenizer, ids) for ids in each] for k, each in kinds.items()}
+        if not any(kinds.values()):
+            raise UserError("there are no prompts: the text holds no document that is held out, or "
+                            "none that fits into the context")  # fmt: skip
     methods = {} if args.shape else methods_of(args, model, tokenizer)
     drafts = {options["draft"] for options in methods.values() if "draft" in options}
     for each in (model, *drafts):

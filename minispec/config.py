@@ -102,7 +102,9 @@ def read_config(directory: Path) -> Config:
     fields["rope_theta"], fields["rope_scaling"] = read_rope(keys)
     fields["context"] = read_context(keys, fields["rope_scaling"])
     qwen2 = fields["model_type"] in ("qwen2", "mimo")  # a bias on q, k and v, and never on o
-    bias = keys.get("attention_bias", FLAG, qwen2)
+    # qwen2 always has one and mistral never: their code does not read attention_bias
+    asks = fields["model_type"] in ("llama", "qwen3", "mimo")
+    bias = keys.get("attention_bias", FLAG, qwen2) if asks else qwen2
     bos, eos = (listed(keys.get(key, IDS, [])) for key in ("bos_token_id", "eos_token_id"))
     path = directory / "generation_config.json"  # where it names end tokens, it names all
     eos = listed(Keys(path, optional_json(path)).get("eos_token_id", IDS, eos))

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from numbers import Integral
+from numbers import Integral, Real
 from operator import index
 from pathlib import Path
 
@@ -71,7 +71,9 @@ def stream(
     """
     if method not in METHODS:
         raise UserError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
-    ending = Ending(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eos)
+    if not isinstance(seed, Integral):
+        raise UserError(f"seed {seed!r}: must be a whole number")
+    ending = Ending(max_new_tokens, (stop,) if isinstance(stop, str) else stop, ignore_eos)
     sampling = Sampling(temperature, top_k, top_p)
     if ending.stop and tokenizer is None:
         raise UserError("stop strings need a tokenizer.json, which this model lacks")
@@ -79,6 +81,8 @@ def stream(
     if cache is None:
         rows = len(ids) + max_new_tokens + TREE_ROOM
         cache = model.new_cache(min(model.config.context, -(-rows // CACHE_STEP) * CACHE_STEP))
+    if not isinstance(cache, KVCache):
+        raise UserError(f"cache {cache!r}: must be made by model.new_cache()")
     check_cache(cache, model, len(ids))
     options = with_drafter(method, model, tokenizer, options)
     options = with_policies(method, model, checked(method, options))
@@ -153,10 +157,13 @@ def checked(method: str, options: dict) -> dict:
         raise UserError(f"{method}: {error}") from None
     taken = {}
     for name, value in options.items():
-        counted = isinstance(signature.parameters[name].default, int)
+        default = signature.parameters[name].default
+        counted = isinstance(default, int)
         adaptive = method in ADAPTIVE and (value == "auto" or hasattr(value, "choose"))
         if counted and not adaptive and not isinstance(value, Integral):
             raise UserError(f"{method}: {name} {value!r}: must be a whole number")
+        if isinstance(default, float) and not isinstance(value, Real):
+            raise UserError(f"{method}: {name} {value!r}: must be a number")
         if not counted and value is not None and not hasattr(value, MARKS.get(name, "__class__")):
             raise UserError(f"{method}: {name} {value!r}: is no {name.replace('_', ' ')}")
         taken[name] = int(value) if isinstance(value, Integral) else value

@@ -50,7 +50,8 @@ def read_heads(
     alone = [file for file in alone if file.is_file()][:1]
     tensors: dict[str, Tensor] = {}
     for file in alone or weight_files(folder):
-        tensors |= read_tensors(file)
+        kept = read_tensors(file).items()  # of a whole model only the heads
+        tensors |= {n: t for n, t in kept if alone or n.startswith(prefix)}
     heads = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     heads = heads or (tensors if alone else {})
     if not heads:

@@ -31,7 +31,7 @@ from minispec.text import END, Document, Kinds, plain, read_corpus
 from minispec.tokenizer import Tokenizer, read_backend
 from minispec.training import (
     Batch,
-    Run,
+    Training,
     markdown,
     prepare,
     processes,
@@ -195,7 +195,7 @@ def choose_tokenizer(args: argparse.Namespace, kinds: Kinds) -> Tokenizer:
 
 
 def finish(
-    run: Run, tokenizer: Tokenizer, sizes: dict[str, int], held_out: Kinds,
+    run: Training, tokenizer: Tokenizer, sizes: dict[str, int], held_out: Kinds,
     args: argparse.Namespace,
 ) -> None:  # fmt: skip
     """Write the checkpoint directory and its card; `sizes` are the tokens of each kind."""
@@ -210,7 +210,8 @@ def finish(
         "a greedy sample": repr(tokenizer.decode(said)),
         "its distinct 4-grams": f"{distinct_4grams(said):.2f}",
     }  # fmt: skip
-    bits = {kind: [bits_per_byte(model, tokenizer, each)] for kind, each in held_out.items()}
+    measured = {kind: each for kind, each in held_out.items() if each}
+    bits = {kind: [bits_per_byte(model, tokenizer, each)] for kind, each in measured.items()}
     table = markdown("kind", ["held-out bits per byte"], bits)
     write_card(args, run, f"A model of {count_parameters(model):,} parameters", facts, table)
 

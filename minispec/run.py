@@ -41,8 +41,10 @@ class Ending:
         n = self.max_new_tokens
         if not isinstance(n, Integral) or n < 0:
             raise UserError(f"max-new-tokens {n}: must be a whole number, at least 0")
-        if "" in self.stop:
-            raise UserError("a stop string must not be empty")
+        if not isinstance(self.stop, (tuple, list)) or not all(
+            isinstance(text, str) and text for text in self.stop
+        ):
+            raise UserError(f"stop {self.stop!r}: must be text, and must not be empty")
 
 
 @dataclass(eq=False)

@@ -1,17 +1,22 @@
 """Text to tokens and back: encode, streaming decode, chat template."""
 
+import datetime
 import hashlib
 import json
 import os
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 
 import jinja2
+import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
 
 from minispec.errors import UserError, optional_json
+
+ADDED = "content", "single_word", "lstrip", "rstrip", "normalized", "special"  # of an AddedToken
 
 
 class Tokenizer:
@@ -31,12 +36,15 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         settings = optional_json(directory / "tokenizer_config.json")
+        add_listed(backend, settings, directory)
         named = optional_json(directory / "special_tokens_map.json") | settings
         bos, eos = (mark_special(backend, named.get(key)) for key in ("bos_token", "eos_token"))
-        template, file = settings.get("chat_template"), directory / "chat_template.jinja"
-        if file.exists():
-            template = file.read_text(encoding="utf-8", errors="replace")
-        return cls(backend, bos, eos, template)
+        if settings.get("add_bos_token") and bos and backend.post_processor is None:
+            backend.post_processor = call(
+                f"{directory}: its bos_token {bos!r} is not in the vocabulary",
+                TemplateProcessing, f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))],
+            )  # fmt: skip
+        return cls(backend, bos, eos, read_template(directory, settings))
 
     def files(self) -> dict[str, str]:
         """What `from_directory` and transformers read, by the names of its files."""
@@ -48,8 +56,8 @@ class Tokenizer:
             "clean_up_tokenization_spaces": False,
         }
         settings = {key: value for key, value in settings.items() if value is not None}
-        settings = json.dumps(settings, indent=2)
-        return {"tokenizer.json": self.backend.to_str(), "tokenizer_config.json": settings}
+        texts = self.backend.to_str(), json.dumps(settings, indent=2)
+        return dict(zip(("tokenizer.json", "tokenizer_config.json"), texts))
 
     @property
     def size(self) -> int:
@@ -102,7 +110,7 @@ class TextStream:
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: list[int]):
-        self.decode, self.shown, self.tokens = decode, prompt, []
+        self.decode, self.shown, self.tokens, self.text = decode, prompt, [], ""
 
     def push(self, token: int) -> str:
         """The characters that `token` completes (maybe none yet)."""
@@ -113,7 +121,7 @@ class TextStream:
     def flush(self) -> str:
         """What is left at the end: an incomplete character, shown as U+FFFD."""
         new = self.new()
-        self.shown, self.tokens = self.tokens, []
+        self.text, self.shown, self.tokens = self.text + new, self.tokens, []
         return new
 
     def new(self) -> str:
@@ -121,6 +129,9 @@ class TextStream:
         before, whole = self.decode(self.shown), self.decode(self.shown + self.tokens)
         # not its length: the U+FFFD of a prompt that ends inside a character becomes the character
         return whole[len(os.path.commonprefix([before, whole])) :]
+
+
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def call(problem: str, function: Callable, *args, **options):
@@ -139,6 +150,19 @@ def read_backend(path: Path) -> Backend:
     return call(f"{path} is not a tokenizer", Backend.from_file, str(path))
 
 
+def add_listed(backend: Backend, settings: dict, where: Path) -> None:
+    """Add the tokens that tokenizer_config.json lists by their ids and tokenizer.json lacks."""
+    try:
+        listed = {int(i): t for i, t in (settings.get("added_tokens_decoder") or {}).items()}
+        for i, token in sorted(listed.items()):
+            if backend.token_to_id(token["content"]) is None:
+                backend.add_tokens([AddedToken(**{k: token[k] for k in ADDED if k in token})])
+                if backend.token_to_id(token["content"]) != i:
+                    raise ValueError(f"{token['content']!r} cannot be token {i}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{where}: added_tokens_decoder must hold tokens by id: {error}") from None
+
+
 def mark_special(backend: Backend, token: str | dict | None) -> str | None:
     """The text of an end, spelled so or as {content: …}, which is no text to show, whether or not
     tokenizer.json says so."""
@@ -151,12 +175,29 @@ def mark_special(backend: Backend, token: str | dict | None) -> str | None:
     return text
 
 
+def read_template(directory: Path, settings: dict) -> str | None:
+    """The chat template: a file's, else that of tokenizer_config.json, or the default of several
+    there."""
+    file, template = directory / "chat_template.jinja", settings.get("chat_template")
+    if file.exists():
+        return file.read_text(encoding="utf-8", errors="replace")
+    if isinstance(template, list):
+        template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        return template.get("default")
+    return template
+
+
+# ---- chat ----------------------------------------------------------------------------------------
+
+
 def render(template: str, messages: list[dict[str, str]], bos: str, eos: str) -> str:
     """The text of a conversation, by a template that is given what transformers gives it."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
-    environment.globals |= {"raise_exception": refuse, "strftime_now": datetime.now().strftime}
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = datetime.datetime.now().strftime
+    environment.filters["tojson"] = tojson
     known = dict(messages=messages, bos_token=bos, eos_token=eos, add_generation_prompt=True)
     try:  # templates ask whether these two are none
         return environment.from_string(template).render(known, tools=None, documents=None)
@@ -167,3 +208,18 @@ def render(template: str, messages: list[dict[str, str]], bos: str, eos: str) ->
 def refuse(message: str) -> None:
     """What templates call as raise_exception."""
     raise jinja2.TemplateError(message)
+
+
+def tojson(value, ensure_ascii=False, indent=None, **more) -> str:
+    """What templates call so: jinja's own would escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+
+class Generation(jinja2.ext.Extension):
+    """{% generation %} … {% endgeneration %} marks, for training, what the assistant says."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

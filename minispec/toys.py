@@ -5,7 +5,7 @@ to follow every random choice a decoder could make, each with its probability; s
 says first has a distribution that can be written down, and compared to the last digit:
 
     exact_distribution(method, Toy(0), prompt=[1, 0], sampling=Sampling(1.0), n=2)
-    # {(0, 0): 0.12, (0, 1): 0.05, ...}
+    # {(0, 0): 0.131, (0, 1): 0.150, (0, 2): 0.063, (1, 0): 0.008, (1, 1): 0.481, ...}
 """
 
 import random

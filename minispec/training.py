@@ -75,7 +75,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 @dataclass
-class Run:
+class Training:
     """What a checkpoint holds. `what` describes the run: it goes on only as it was begun."""
 
     model: nn.Module
@@ -116,11 +116,12 @@ class Run:
 def train(
     model: nn.Module, what: dict[str, str], loss: Callable[[Tensor], Tensor], batch: Batch,
     args: argparse.Namespace, optimizers: list[torch.optim.Optimizer] | None = None,
-) -> Run:  # fmt: skip
+) -> Training:  # fmt: skip
     """Steps until --steps, from the checkpoint in --out if there is one; rank 0 writes it every
     --save-every steps and in the end. By default with Muon and AdamW."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    run = Run(model, optimizers or muon_and_adamw(model), what)
+    what |= {name: str(getattr(args, name)) for name in ("rows", "context", "seed")}
+    run = Training(model, optimizers or muon_and_adamw(model), what)
     if (args.out / CHECKPOINT).exists():
         run.restore(args.out / CHECKPOINT)
     if world > 1:
@@ -146,7 +147,7 @@ def descend(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: float) 
     groups = [group for each in optimizers for group in each.param_groups]
     length = nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
     if not length.isfinite():
-        raise UserError(f"the loss is {loss:.3f} and its gradient no number: lower --lr")
+        raise UserError(f"the loss is {loss:.3f} and its gradient is not finite: lower --lr")
     for group in groups:
         group["lr"] = rate
     for optimizer in optimizers:
@@ -173,12 +174,12 @@ def processes(args: argparse.Namespace) -> Iterator[int]:
 
 
 def write_card(
-    args: argparse.Namespace, run: Run, title: str, facts: dict[str, object], table: str
+    args: argparse.Namespace, run: Training, title: str, facts: dict[str, object], table: str
 ) -> None:  # fmt: skip
     """The README.md beside the weights: what they are, how they were made, what they reach."""
     tokens = run.step * args.rows * args.context
     facts["training"] = (
-        f"{run.step:,} steps, {tokens:,} tokens, {run.seconds / 60:.1f} minutes on "
+        f"{run.step:,} steps, {tokens:,} tokens with padding, {run.seconds / 60:.1f} minutes on "
         f"{torch.get_num_threads()} thread(s), {args.device.type}"
     )
     items = "".join(f"- {name}: {fact}\n" for name, fact in facts.items())

@@ -59,7 +59,7 @@ def test_what_differs_from_plain_decoding_is_counted():
     "tokens, seconds, tree, says",
     [
         (12, 1.0, Tree.chain(0, [1]), "2.00 tokens a pass, for a round that costs 1.00 plain ones"),
-        (6, 2.0, Tree.chain(0, [1]), "hardly a guess is right"),
+        (6, 2.0, Tree.chain(0, [1]), "hardly any guess is right"),
         (12, 4.5, Tree.chain(0, [1, 2]), "its pass over 3 rows costs 4.00"),
         (12, 6.0, Tree.chain(0, [1]), "drafting and accepting cost 4.50"),
     ],
@@ -106,8 +106,9 @@ def test_prompts_are_our_own_or_held_out_or_questions(weights, tmp_path, capsys)
     data, questions = tmp_path / "stories_en.txt", tmp_path / "questions.jsonl"
     stories = [f"{i} {i * i} birds flew over the sea." for i in range(101)]
     data.write_text("\n<|endoftext|>\n".join(stories))
-    asked = [{"category": c, "turns": [t]} for c, t in [("qa", "Why?"), ("maths", "x" * 5000)]]
-    questions.write_text("\n".join(map(json.dumps, asked)))
+    asked = [{"category": c, "turns": [t]} for c, t in [("qa", "W\u2028hy?"), ("maths", "x" * 5000)]]
+    lines = (json.dumps(each, ensure_ascii=False) for each in asked)
+    questions.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
     for source, tables in (
         ([], ["stories, 1 prompts"]),
         (["--data", str(data), "--prompts", "9"], ["stories_en, 3 prompts"]),
@@ -127,7 +128,8 @@ def test_prompts_are_our_own_or_held_out_or_questions(weights, tmp_path, capsys)
         "--temperature -1", "--kind maths", "--methods magic", "--acceptance 2", "--acceptance 0.5",
         "--picture /dev/null/x.png", "--questions nowhere", "--questions . --data .",
         "--against transformers --temperature 1", "--shape smollm2-135m --acceptance 2",
-        "--shape smollm2-135m --methods medusa", "--shape magic",
+        "--shape smollm2-135m --methods medusa", "--shape magic", "--shape smollm2-135m --k 3",
+        "--methods ,",
     ],
 )  # fmt: skip
 def test_nonsense_is_one_line(weights, wrong, capsys):
@@ -144,6 +146,13 @@ def test_questions_of_another_kind_are_refused(weights, line, tmp_path, capsys):
     with pytest.raises(SystemExit):
         bench.main(options_of(weights, "--questions", str(file)))
     assert "must hold objects with category and turns" in capsys.readouterr().err
+
+
+def test_where_nothing_is_held_out_there_is_nothing_to_decode(weights, tmp_path, capsys):
+    (tmp_path / "lone.txt").write_text("One story.\n<|endoftext|>\n")
+    with pytest.raises(SystemExit):
+        bench.main(options_of(weights, "--data", str(tmp_path / "lone.txt")))
+    assert "there are no prompts" in capsys.readouterr().err
 
 
 # ---- random weights ------------------------------------------------------------------------------

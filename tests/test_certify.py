@@ -136,6 +136,11 @@ def fails_when_sampled(checkpoint, prompt, **options):
     return ours(checkpoint, prompt, **options)
 
 
+def raises_late(checkpoint, prompt, **options):
+    yield 1
+    raise ValueError("no such luck")
+
+
 def returns_text(checkpoint, prompt, **options):
     return "hello"
 
@@ -176,6 +181,7 @@ def test_an_exception_fails_its_row_and_the_table_goes_on():
     assert sum("raised ValueError: no such luck" in v.detail for v in verdicts) == 10
     for function, says in (
         (returns_text, "must return token ids, not 'hello'"), (leaves, "raised SystemExit: 0"),
+        (raises_late, "raised ValueError: no such luck"),
     ):  # fmt: skip
         (verdict,) = blackbox.check_implementation(function, only="lengths")
         assert not verdict.passed and says in verdict.detail
@@ -250,7 +256,11 @@ def test_mistakes_are_one_line_and_code_2(arguments, message, capsys):
 
 def test_a_function_in_a_file_is_found(tmp_path, capsys):
     file = tmp_path / "mine.py"
-    file.write_text("import beside\n\ndef decode(*given, **options):\n    return beside.nothing\n")
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport beside\n"
+        "@dataclass\nclass State:\n    tokens: list\n\n"
+        "def decode(*given, **options):\n    return State(beside.nothing).tokens\n"
+    )
     (tmp_path / "beside.py").write_text("nothing = []\n")
     assert blackbox.load_implementation(f"{file}:decode")() == []
 
@@ -291,7 +301,7 @@ def lines(*runs: dict) -> str:
         (lines({"tokens": TOKENS[:6], "finish_reason": "length"}), 0, "the same 6 tokens, where"),
         (lines({"tokens": TOKENS[:6], "finish_reason": "eos"}), 1, "a bug"),
         (lines({"tokens": [], "finish_reason": "length"}), 0, "the same 0 tokens, where one"),
-        (lines({"stats": {"temperature": 0.7}}), 2, "line 1: drawn at temperature 0.7"),
+        (lines({"stats": {"temperature": 0.7}}), 2, "line 1: sampled at temperature 0.7"),
         (lines({"stats": {"temperature": 0.7, "top_k": 1}}), 0, "the same"),
         (lines({"stats": 3}), 0, "the same"),
         (lines({"prompt_ids": []}), 2, "line 1: prompt_ids must not be empty"),

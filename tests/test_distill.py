@@ -177,7 +177,7 @@ def test_a_model_with_any_tokenizer_is_asked(data, tmp_path):
         (['{"options": [], "tokenizer": "x"}'], "options that are no object"),
         (['{"options": {}, "tokenizer": [1]}'], "a tokenizer that is no hash"),
         (['{"options": {}, "tokenizer": "x"}'], "another tokenizer"),
-        (['{"kind": "a", "prompt": [1], "tokens": [-1]}'], "tokens that are no ids"),
+        (['{"kind": "a", "prompt": [1], "tokens": [-1]}'], "tokens that are not token ids"),
         (['{"kind": "a", "prompt": "abc", "tokens": [1]}'], "is not a file"),
         (['{"kind": "a", "prompt": [1], "tokens": []}'], "an empty row"),
         (['{"kind": "a", "prompt": [1], "tokens": [1000]}'] * 2, "another model wrote it"),

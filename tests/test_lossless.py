@@ -5,8 +5,8 @@
                   cache    after every round each committed row is that of a fresh prefill
                   limits   every way to end, at every offset, and the next turn after it
 
-`python -m minispec.certify` does the same with 130 sets of options, and shows that each check can
-fail; here each method has one or two.
+`python -m minispec.certify` does the same in many more cases, 130 of the exact check alone, and
+shows that each check can fail; here each method has one or two.
 """
 
 import random

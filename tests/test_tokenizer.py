@@ -1,5 +1,6 @@
 """Streaming decode never breaks a character; chat templates render in a sandbox."""
 
+import json
 import random
 
 import pytest
@@ -30,7 +31,12 @@ def saved(tokenizer: Tokenizer, folder) -> None:
 
 def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     stream = tokenizer.stream(prompt)
-    return "".join(map(stream.push, tokens)) + stream.flush()
+    text = "".join(map(stream.push, tokens)) + stream.flush()
+    assert stream.text == text
+    return text
+
+
+# ---- streaming -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -53,14 +59,20 @@ def test_an_incomplete_character_is_shown_at_the_end_and_special_tokens_never():
     assert streamed(tokenizer, [], tokens) == tokenizer.decode(tokens) == "ab"
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(20))
 def test_any_tokens_stream_to_their_text_and_nothing_raises(seed):
-    """Random ids, invalid bytes among them, after random prompts: the rest of the whole."""
-    tokenizer, rng = byte_tokenizer(), random.Random(seed)
-    prompt, tokens = ([rng.randrange(tokenizer.size) for _ in range(n)] for n in (5, 40))
-    text = streamed(tokenizer, prompt, tokens)
-    assert tokenizer.decode(prompt + tokens).endswith(text.lstrip("\ufffd"))
-    assert "\ufffd" * 41 not in text
+    """Random ids, invalid bytes among them, after random prompts."""
+    tokenizers = [byte_tokenizer()]
+    if SHARED.exists():
+        folders = ("tinystories-656k", "stories260k")
+        tokenizers += [Tokenizer.from_directory(SHARED / "checkpoints" / f) for f in folders]
+    rng = random.Random(seed)
+    for tokenizer in tokenizers:
+        prompt, tokens = ([rng.randrange(tokenizer.size) for _ in range(n)] for n in (5, 40))
+        text = streamed(tokenizer, prompt, tokens)
+        if tokenizer is tokenizers[0]:  # bytes: the rest of the whole, after what both share
+            whole = tokenizer.decode(prompt + tokens)
+            assert whole.endswith(text.lstrip("\ufffd")) and "\ufffd" * 41 not in text
 
 
 def test_a_prompt_that_ends_inside_a_character_is_not_repeated():
@@ -80,6 +92,17 @@ def test_the_first_space_of_a_continuation_is_kept(folder):
     for cut in range(1, len(tokens)):
         said = streamed(tokenizer, tokens[:cut], tokens[cut:])
         assert tokenizer.decode(tokens[:cut]) + said == tokenizer.decode(tokens)
+
+
+@needs_shared
+@pytest.mark.parametrize("file", ["qwen2/tokenizer.built.json", "minimind/tokenizer.json"])
+def test_real_byte_level_vocabularies_stream(file, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((SHARED / "tokenizers" / file).read_bytes())
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert streamed(tokenizer, [], tokenizer.encode(TEXT)) == TEXT
+
+
+# ---- chat ----------------------------------------------------------------------------------------
 
 
 def test_a_conversation_is_rendered_up_to_the_assistants_turn():
@@ -111,12 +134,18 @@ def test_templates_that_cannot_or_must_not_be_rendered(template, match):
 
 
 def test_what_transformers_gives_to_templates():
+    """No tools, a filter's arguments by place, and a tag that only training asks for."""
     template = (
-        "{% if tools is none %}a{% endif %}{{ documents is none }}{{ strftime_now('%%') }}"
-        "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}"
+        "{% if tools is none %}a{% endif %}{{ documents is none }}{{ [1, {'<': 'é'}] | tojson }}"
+        "{{ {'x': 1} | tojson(true, 1) }}"
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )
     tokenizer = byte_tokenizer(template)
-    assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "Hi"}])) == "aTrue%Hi"
+    text = tokenizer.decode(tokenizer.chat([{"role": "user", "content": "Hi"}]))
+    assert text == 'aTrue[1, {"<": "é"}]{\n "x": 1\n}Hi'
+
+
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def test_what_is_written_is_read_back(tmp_path):
@@ -126,22 +155,49 @@ def test_what_is_written_is_read_back(tmp_path):
     assert again.encode(TEXT) == byte_tokenizer().encode(TEXT)
     assert again.fingerprint == byte_tokenizer().fingerprint
     (tmp_path / "chat_template.jinja").write_bytes(b"from the file \xff")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert Tokenizer.from_directory(tmp_path).chat_template == "from the file \ufffd"
+    settings = {"add_bos_token": True, "bos_token": {"content": END, "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    again = Tokenizer.from_directory(tmp_path)
+    assert again.chat_template == "from the file \ufffd"
+    assert again.encode("a") == [again.backend.token_to_id(END), *byte_tokenizer().encode("a")]
 
 
-def test_an_end_that_only_a_neighbour_names_is_special(tmp_path):
-    """As in older checkpoints: tokenizer.json has it among the words."""
+def test_special_tokens_that_only_neighbours_name(tmp_path):
+    """As older checkpoints have them: in special_tokens_map.json, in added_tokens_decoder, or an
+    end among the words that tokenizer.json does not mark as special."""
     backend = Backend(models.WordLevel({"a": 0, "<s>": 1, "<unk>": 2}, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     saved(Tokenizer(backend), tmp_path)
     assert Tokenizer.from_directory(tmp_path).encode("<s>a") != [1, 0]
     (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}}')
+    listed = {"3": {"content": "<|end|>", "special": True}, "4": {"content": "xy"}}
+    settings = {"added_tokens_decoder": listed, "chat_template": [{"name": "default"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = Tokenizer.from_directory(tmp_path)
-    assert tokenizer.encode("<s>a") == [1, 0] and tokenizer.bos == "<s>"
-    assert tokenizer.special_ids == [1]
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": 5, "eos_token": [5]}')
-    assert Tokenizer.from_directory(tmp_path).bos is None  # no text
+    assert tokenizer.encode("<s>a<|end|>xy") == [1, 0, 3, 4] and tokenizer.bos == "<s>"
+    assert tokenizer.special_ids == [1, 3] and tokenizer.chat_template is None
+
+
+@pytest.mark.parametrize(
+    "settings, match",
+    [
+        ([], "must hold a JSON object"),
+        ({"add_bos_token": True, "bos_token": "<no>"}, "not in the vocabulary"),
+        ({"added_tokens_decoder": {"999": {"content": "zz"}}}, "'zz' cannot be token 999"),
+        ({"added_tokens_decoder": {"x": {"content": "zz"}}}, "must hold tokens by id"),
+        ({"added_tokens_decoder": {"3": 5}}, "must hold tokens by id"),
+        ({"added_tokens_decoder": {"260": {"content": 5}}}, "must hold tokens by id"),
+        ({"bos_token": 5, "eos_token": [5]}, None),
+    ],
+)
+def test_wrong_settings_are_one_line(settings, match, tmp_path):
+    saved(byte_tokenizer(), tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if match is None:
+        assert Tokenizer.from_directory(tmp_path).bos is None
+        return
+    with pytest.raises(UserError, match=match):
+        Tokenizer.from_directory(tmp_path)
 
 
 def test_texts_that_cannot_be_encoded(tmp_path):

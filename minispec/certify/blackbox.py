@@ -56,7 +56,7 @@ def load_implementation(name: str) -> Implementation:
         if place.endswith(".py"):
             sys.path.insert(0, str(Path(place).parent))
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            module = importlib.util.module_from_spec(spec)
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
@@ -75,17 +75,18 @@ def call(impl: Implementation, folder: str, prompt: list[int], seed: int = 0, n:
          sampling: Sampling = GREEDY) -> list[int]:  # fmt: skip
     """The implementation's tokens, as ints; Raised where they are not token ids."""
     try:
-        tokens = impl(
+        given = impl(
             folder, list(prompt), max_new_tokens=n, temperature=sampling.temperature,
             top_k=sampling.top_k, top_p=sampling.top_p, seed=seed,
         )  # fmt: skip
+        tokens = list(given)
     except (Exception, SystemExit) as error:
         said = (str(error).strip().splitlines() or ["no message"])[-1]
         raise Raised(f"raised {type(error).__name__}: {said}") from error
     try:
         return [operator.index(token) for token in tokens]  # numpy's and torch's too
     except TypeError:
-        raise Raised(f"must return token ids, not {str(tokens)[:80]!r}") from None
+        raise Raised(f"must return token ids, not {str(given)[:80]!r}") from None
 
 
 SAMPLED = Sampling(1.0), Sampling(0.7, top_p=0.8), Sampling(1.5, top_k=3), Sampling(1.5, 4, 0.9)

@@ -26,7 +26,7 @@ def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
             raise UserError(f"line {i}: the prompts of {a} and {b} differ")
         drawn = [temperature for run in (x, y) if (temperature := drawn_at(run))]
         if drawn:
-            raise UserError(f"line {i}: drawn at temperature {drawn[0]}: compare greedy runs")
+            raise UserError(f"line {i}: sampled at temperature {drawn[0]}: compare greedy runs")
         passed, detail = judge(x, y, model)
         yield Verdict("compare", f"line {i}", passed, detail)
 

@@ -7,6 +7,7 @@ A draft is to say what the target would say, so the target's own output is its b
 again, generation and training go on where they stopped.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from minispec.distill.generate import Duplicates, sample_batch
 from minispec.distill.medusa import HeadsLoss
 from minispec.distill.mtp import Keys, MTPLoss, step_accuracy, step_weights
 from minispec.distill.tree import labels_of
-from minispec.errors import Parser, command
+from minispec.errors import Parser, UserError, command
 
 __all__ = [
     "Documents", "Duplicates", "HeadsLoss", "Keys", "MTPLoss", "hidden_states", "labels_of", "main",
@@ -39,5 +40,7 @@ def main(argv: list[str] | None = None) -> None:
         module.arguments(each)
         each.set_defaults(run=module.run)
     args = p.parse_args(argv)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("minispec.distill runs in one process: start it without torchrun")
     args.words = ["distill", *argv]
     args.run(args)

@@ -22,7 +22,7 @@ from minispec.errors import UserError
 from minispec.model import Transformer
 from minispec.pretrain import digest
 from minispec.tokenizer import Tokenizer
-from minispec.training import Batch, Run, train
+from minispec.training import Batch, Training, train
 
 HELD_OUT = 50  # every 50th document of a file is for measuring
 
@@ -40,7 +40,7 @@ def read_own(path: Path, tokenizer: Tokenizer | None = None) -> tuple[dict, list
         for row in rows:
             assert row["kind"] and row["prompt"] and row["tokens"], "an empty row"
             ids = row["prompt"] + row["tokens"]
-            assert all(type(i) is int and i >= 0 for i in ids), "tokens that are no ids"
+            assert all(type(i) is int and i >= 0 for i in ids), "tokens that are not token ids"
     except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
         raise UserError(f"{path} is not a file of minispec.distill generate: {error}") from None
     check_fingerprint(str(path), made.get("tokenizer"), tokenizer)
@@ -56,8 +56,8 @@ def read_training(
     for path in paths:
         for i, row in enumerate(read_own(path, tokenizer)[1]):
             if max(row["prompt"] + row["tokens"]) >= target.config.vocab_size:
-                raise UserError(f"{path} holds tokens that the target has not: another model "
-                                "wrote it")  # fmt: skip
+                raise UserError(f"{path} holds tokens outside the target's vocabulary: another "
+                                "model wrote it")  # fmt: skip
             (learn if i % HELD_OUT else held_out).append(row)
     if not learn:
         raise UserError(f"{paths[0]} holds {len(held_out)} documents, and none to learn from")
@@ -164,7 +164,7 @@ def learn(
     args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer, model: nn.Module,
     loss: Callable[[Documents], Callable], options: str,
     optimizers: list[torch.optim.Optimizer] | None = None,
-) -> tuple[Run, list[dict]]:  # fmt: skip
+) -> tuple[Training, list[dict]]:  # fmt: skip
     """Train `model` on --own, by the loss of its documents; `options` tell it from another training
     in the same --out. Returns the run, and the documents to measure by."""
     own, measured = read_training(args.own, target, tokenizer)

@@ -27,8 +27,10 @@ class SoftLabels:
 
     def __call__(self, index: Tensor) -> Tensor:
         device = self.draft.device
-        generated = self.documents.labels(index, 0) >= 0  # (B, n): the token after each is one
-        n = generated.shape[1]
+        documents, n = self.documents, self.documents.tokens.shape[1] - 1
+        after = torch.arange(n) + 1
+        generated = after < documents.lengths[index, None]  # (B, n): the token after each is one
+        generated &= after >= documents.prompts[index, None]
         hidden = self.documents.states(index, n)[generated].to(device)  # (N, d)
         p = self.target.logits(hidden).float().softmax(-1)  # (N, V)
         outputs = self.draft(self.documents.tokens[index, :n])

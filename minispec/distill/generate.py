@@ -105,6 +105,9 @@ def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> lis
     """The documents of a file that was begun with these options, or that is new. What a kill left
     of a last line is cut off."""
     made, rows = read_own(path, tokenizer)
+    file.seek(0)
+    if not rows and file.read(1) and not made:
+        raise UserError(f"{path} was not begun by minispec.distill generate: give another --out")
     for name, value in options.items():
         if rows and made.get("options", {}).get(name) != value:
             raise UserError(f"{path} was not begun with this --{name.replace('_', '-')}: give what "
