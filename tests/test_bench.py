@@ -106,7 +106,8 @@ def test_prompts_are_our_own_or_held_out_or_questions(weights, tmp_path, capsys)
     data, questions = tmp_path / "stories_en.txt", tmp_path / "questions.jsonl"
     stories = [f"{i} {i * i} birds flew over the sea." for i in range(101)]
     data.write_text("\n<|endoftext|>\n".join(stories))
-    asked = [{"category": c, "turns": [t]} for c, t in [("qa", "W\u2028hy?"), ("maths", "x" * 5000)]]
+    turns = {"qa": "W\u2028hy?", "maths": "x" * 5000}
+    asked = [{"category": c, "turns": [t]} for c, t in turns.items()]
     lines = (json.dumps(each, ensure_ascii=False) for each in asked)
     questions.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
     for source, tables in (

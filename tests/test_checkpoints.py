@@ -149,6 +149,9 @@ def test_defaults_of_absent_keys_and_end_tokens_from_either_file_single_or_many(
     edit(folder, model_type="qwen2", head_dim=None, **dict.fromkeys(absent, ...))
     c = read_config(folder)
     assert (c.kv_heads, c.head_dim, c.tied, c.qkv_bias, c.o_bias) == (4, 8, False, True, False)
+    for family, bias in ("qwen2", True), ("mistral", False):  # whose code does not read this key
+        edit(folder, model_type=family, attention_bias=not bias)
+        assert read_config(folder).qkv_bias == bias
     shutil.copy(GOLDEN / "llama" / "config.json", folder)
     (folder / "generation_config.json").unlink()
     for config, generation, expected in (

@@ -127,6 +127,9 @@ def test_generation_goes_on_as_if_it_had_not_stopped(target, data, tmp_path, cap
         assert said in refused(capsys, *asking(target, data, parts, *changed))
     parts.write_text('{"kind": "x", "prompt": [1], "tokens": [2]}\n')
     assert "was not begun with this" in refused(capsys, *asking(target, data, parts))
+    parts.write_text("my own words, without an end of line")
+    assert "was not begun" in refused(capsys, *asking(target, data, parts))
+    assert parts.read_text() == "my own words, without an end of line"
     with whole.open("a") as file:
         lock(file, whole)
         said = refused(capsys, *asking(target, data, whole))

@@ -72,11 +72,13 @@ def test_muon_s_update_keeps_directions_and_loses_sizes(shape):
 
 
 def test_training_learns_and_what_it_writes_loads(data, tmp_path):
-    out = tmp_path / "out"
-    run(data, out, 60)
+    out, lone = tmp_path / "out", tmp_path / "lone.jsonl"
+    lone.write_text('{"text": "the cat"}\n')
+    run([*data, str(lone)], out, 60)
     card = (out / "README.md").read_text()
     assert "60 steps, 7,680 tokens" in card and "| tales |" in card and "| talk |" in card
-    assert "pretrain --data tales.txt talk.jsonl" in card and len(card.splitlines()) <= 60
+    assert "| lone |" not in card  # of which nothing is held out
+    assert "pretrain --data tales.txt talk.jsonl lone.jsonl" in card and len(card.splitlines()) <= 60
     model, tokenizer = load(out, "float64", "cpu")
     assert model.config.eos_ids == (0, 3) and model.config.bos_id == 0
     chat = tokenizer.chat([{"role": "user", "content": "hi"}])
@@ -203,6 +205,7 @@ def test_a_checkpoint_of_another_training_is_refused(data, tmp_path, capsys):
     run(data, out, 2)
     assert "(other model)" in refused(capsys, data, out, 3, "--heads", "4")
     assert "(other data)" in refused(capsys, data[:1], out, 3)
+    assert "(other rows)" in refused(capsys, data, out, 3, "--rows", "8")
     for damaged in b"PK", [], {"model": {}}, {"model": [1]}:
         file.write_bytes(damaged) if isinstance(damaged, bytes) else torch.save(damaged, file)
         assert "training.pt is damaged" in refused(capsys, data, out, 3)
