@@ -181,12 +181,14 @@ def ends(impl: Implementation, path: Path, count: int, where: str) -> tuple[bool
 
 
 def name_end_tokens(folder: Path, where: str, tokens: int | list[int]) -> None:
-    """Write eos_token_id into this file of a checkpoint, and take it out of the others."""
-    for name in "config.json", GENERATION:
-        file = folder / name
-        values = json.loads(file.read_text()) if file.exists() else {}
-        values.pop("eos_token_id", None)
-        file.write_text(json.dumps(values | ({"eos_token_id": tokens} if name == where else {})))
+    """Write eos_token_id into this file of a checkpoint alone. A generation_config.json without one
+    would say that there is none, as transformers reads it: so it is deleted first."""
+    (folder / GENERATION).unlink(missing_ok=True)
+    values = json.loads((folder / "config.json").read_text())
+    values.pop("eos_token_id", None)
+    (folder / "config.json").write_text(json.dumps(values))
+    named = (values if where == "config.json" else {}) | {"eos_token_id": tokens}
+    (folder / where).write_text(json.dumps(named))
 
 
 def is_drawn(
