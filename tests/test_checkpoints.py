@@ -189,7 +189,8 @@ def test_a_hub_id_downloads_safetensors_and_only_without_them_bin(suffix, tmp_pa
 
 def test_a_directory_that_is_none_or_no_checkpoint(tmp_path, folder, monkeypatch):
     (tmp_path / "model.gguf").touch()
-    for name in tmp_path / "nowhere", "x" * 300, tmp_path / "model.gguf", "", "a/b/c", "../nowhere/at/all":
+    beside = "../nowhere/at/all"
+    for name in tmp_path / "nowhere", "x" * 300, tmp_path / "model.gguf", "", "a/b/c", beside:
         refused(name, "no such directory")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     refused("nobody/nothing-at-all", "could not be fetched from the hub")
