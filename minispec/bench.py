@@ -11,7 +11,6 @@ Greedy output is compared with plain decoding's, token for token.
 """
 
 import argparse
-import contextlib
 import json
 import random
 import statistics
@@ -112,9 +111,11 @@ def prompts_of(args: argparse.Namespace, tokenizer: Tokenizer, context: int) -> 
 
 def lies_beside(method: str, model: Transformer) -> bool:
     """Whether its draft or heads lie beside the model."""
-    with contextlib.suppress(UserError):
-        return found_beside(method, model).exists()
-    return False
+    try:
+        found_beside(method, model)
+    except UserError:
+        return False
+    return True
 
 
 def read_questions(path: Path, tokenizer: Tokenizer, context: int) -> Prompts:

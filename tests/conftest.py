@@ -38,6 +38,16 @@ def random_tree(rng: random.Random, n: int, vocab: int = 32) -> Tree:
     return Tree([rng.randrange(vocab) for _ in range(n)], parents)
 
 
+def last_line_of_refusal(capsys, command) -> str:
+    """The one line that a command ends with, with exit code 2, after its progress."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        command()
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert caught.value.code == 2 and error.startswith("minispec: ")
+    return error
+
+
 # ---- text ----------------------------------------------------------------------------------------
 
 END, USER, ASSISTANT, END_TURN = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"

@@ -8,7 +8,13 @@ import shutil
 
 import pytest
 import torch
-from conftest import TOKENIZER, byte_model, random_model, random_tokens
+from conftest import (
+    TOKENIZER,
+    byte_model,
+    last_line_of_refusal,
+    random_model,
+    random_tokens,
+)
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
@@ -51,13 +57,7 @@ def run(*arguments) -> None:
 
 
 def refused(capsys, *arguments) -> str:
-    """The one line that a command ends with."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as caught:
-        run(*arguments)
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert caught.value.code == 2 and error.startswith("minispec: ")
-    return error
+    return last_line_of_refusal(capsys, lambda: run(*arguments))
 
 
 def asking(target, data, out, *more) -> list:

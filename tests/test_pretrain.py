@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, last_line_of_refusal
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
@@ -40,13 +40,7 @@ def weights(out) -> dict[str, torch.Tensor]:
 
 
 def refused(capsys, *arguments) -> str:
-    """The one line that a run ends with."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as caught:
-        run(*arguments)
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert caught.value.code == 2 and error.startswith("minispec: ")
-    return error
+    return last_line_of_refusal(capsys, lambda: run(*arguments))
 
 
 def test_an_epoch_shows_every_document_once_in_another_order_each_time():
