@@ -9,14 +9,14 @@ demo: .venv/installed
 	$(BIN)/python -m minispec.generate "$(PROMPT)" --stats
 
 test: .venv/tested
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q
 
 test-all: .venv/tested
 	$(BIN)/python -m pytest -q -m "not lessons"
 
 # every notebook, run from a clean state; what fails is an error
 lessons: .venv/lessons
-	$(BIN)/python -m pytest -q -m lessons --durations=0 --durations-min=0.05 tests/test_lessons.py
+	$(BIN)/python -m pytest -q -n 0 -m lessons --durations=0 --durations-min=0.05 tests/test_lessons.py
 
 # their committed outputs, made anew
 lessons-refresh: .venv/lessons

@@ -288,7 +288,12 @@ def method_options(
 
 def token_ids(text: str) -> list[int]:
     """What --prompt-ids takes."""
-    return [int(part) for part in text.split(",") if part.strip()]
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]} must be whole numbers between commas, as 1,2,3"
+        ) from None
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:

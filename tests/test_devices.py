@@ -81,14 +81,13 @@ def test_as_many_drafts_as_a_policy_says_wait_no_more_often():
         assert Simulated.crossings - before == 2
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("case", CASES)
-def test_a_conversation_says_on_the_device_what_it_says_on_the_host(case, temperature):
+def test_a_conversation_says_on_the_device_what_it_says_on_the_host(case):
     method, options, *_ = CASES[case]
     turns = []
     for place in ("cpu", DEVICE):
         model = random_model(5, layers=1).to(place)
-        more = options(model, place) | {"temperature": temperature, "max_new_tokens": 4}
+        more = options(model, place) | {"temperature": 0.9, "max_new_tokens": 4}
         cache = model.new_cache()
         first = decode(model, None, random_tokens(9), method, cache=cache, **more)
         prompt = random_tokens(9) + first.tokens + random_tokens(4, seed=1)

@@ -186,7 +186,7 @@ def test_every_source_of_a_prompt_is_the_same_prompt(folder, capsys, tmp_path, m
         (["x", "--top-p", "2"], "2 must be a number, from 0 to 1"),
         (["x", "--seed", "9" * 30], "must be a whole number, from -9223372036854775808"),
         (["x", "--prompt-ids", "1"], "--prompt-ids: not allowed with argument prompt"),
-        (["--prompt-ids", "1,b"], "invalid token_ids value: '1,b'"),
+        (["--prompt-ids", "1,b"], "1,b must be whole numbers between commas"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["--prompt-ids", "1,70000"], "70000 is out of range"),
         (["x" * 300], "the prompt has 300 tokens, the context only 256"),

@@ -15,12 +15,12 @@ from minispec.distill import draft, generate, medusa, mtp, tree, vocabulary
 from minispec.distill.documents import Documents, hidden_states
 from minispec.distill.generate import Duplicates, sample_batch
 from minispec.distill.medusa import HeadsLoss
-from minispec.distill.mtp import Keys, MTPLoss, step_accuracy, step_weights
+from minispec.distill.mtp import AllSteps, MTPLoss, step_accuracy, step_weights
 from minispec.distill.tree import labels_of
 from minispec.errors import Parser, UserError, command
 
 __all__ = [
-    "Documents", "Duplicates", "HeadsLoss", "Keys", "MTPLoss", "hidden_states", "labels_of", "main",
+    "AllSteps", "Documents", "Duplicates", "HeadsLoss", "MTPLoss", "hidden_states", "labels_of", "main",
     "sample_batch", "step_accuracy", "step_weights",
 ]  # fmt: skip
 

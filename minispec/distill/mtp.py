@@ -4,7 +4,7 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from minispec.distill.documents import Documents, cross_entropy, learn, load_target
 from minispec.errors import number
@@ -15,7 +15,7 @@ from minispec.pretrain import initialise
 from minispec.training import markdown, prepare, training_arguments, write_card
 
 
-class Keys:
+class AllSteps:
     """Keys and values of all steps so far, in the place of a cache: training needs them all."""
 
     def __init__(self):
@@ -27,7 +27,7 @@ class Keys:
         return torch.cat(self.k, 1), torch.cat(self.v, 1)
 
 
-class MTPLoss(nn.Module):
+class MTPLoss:
     """Indices of documents -> Σ α_k · CE_k, in nats: section 3.2 of the paper.
 
     Step k at row i reads its own output of the step before (the target's hidden state at first)
@@ -39,12 +39,11 @@ class MTPLoss(nn.Module):
 
     def __init__(self, head: MTPHead, target: Transformer, documents: Documents, steps: int,
                  beta: float, aligned: bool, soft: bool = False):  # fmt: skip
-        super().__init__()
-        self.head, self.documents, self.aligned, self.soft = head, documents, aligned, soft
-        self.target = [target]  # in a list: no parameters of this module
+        self.head, self.target, self.documents = head, target, documents
+        self.aligned, self.soft = aligned, soft
         self.weights = step_weights(steps, beta)
 
-    def forward(self, index: Tensor) -> Tensor:
+    def __call__(self, index: Tensor) -> Tensor:
         hidden, tokens, labels = self.gather(index)
         total = 0.0
         for k, logits in enumerate(self.steps(hidden, tokens)):
@@ -54,30 +53,30 @@ class MTPLoss(nn.Module):
 
     def gather(self, index: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Hidden states (B, T - 2, d), tokens (B, T + steps) and each step's labels."""
-        documents, device, steps = self.documents, self.target[0].device, len(self.weights)
+        documents, device, steps = self.documents, self.target.device, len(self.weights)
         tokens = F.pad(documents.tokens[index], (0, steps)).to(device)
         labels = [documents.labels(index, k + 1).to(device) for k in range(steps)]
         return documents.states(index, labels[0].shape[1]).to(device), tokens, labels
 
     def target_probs(self, index: Tensor, k: int) -> Tensor:
         """The target's distributions (B n, V) in the places of step k's labels."""
-        target, n = self.target[0], self.documents.tokens.shape[1] - 2
+        target, n = self.target, self.documents.tokens.shape[1] - 2
         hidden = self.documents.states(index, n + k + 1)[:, k + 1 :].to(target.device)
         return target.logits(hidden).float().softmax(-1).flatten(0, 1)
 
     def steps(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
         """Logits (B, n, V) of every step; hidden (B, n, d), tokens (B, n + steps at least)."""
-        target, n, logits = self.target[0], hidden.shape[1], []
-        keys = Keys()
+        target, n, logits = self.target, hidden.shape[1], []
+        keys = AllSteps()
         for k in range(len(self.weights)):
             embedded = target.model.embed_tokens(tokens[:, k + 1 : k + 1 + n])
             hidden = self.head.layers(hidden, embedded, self.plan(n, k, keys))
             logits.append(target.logits(hidden))
         return logits
 
-    def plan(self, n: int, k: int, keys: Keys) -> Pass:
+    def plan(self, n: int, k: int, keys: AllSteps) -> Pass:
         """Step k's positions, and what it sees."""
-        target = self.target[0]
+        target = self.target
         at = torch.arange(n, device=target.device)[None]
         if not self.aligned:
             return Pass(*self.head.rope(at, target.dtype))

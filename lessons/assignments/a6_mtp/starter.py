@@ -4,7 +4,7 @@ README.md."""
 from torch import Tensor
 
 from minispec import distill
-from minispec.distill import Keys
+from minispec.distill import AllSteps
 from minispec.methods import fastmtp
 from minispec.methods.fastmtp import FullVocabulary
 from minispec.model import Pass
@@ -68,10 +68,10 @@ class Documents(distill.Documents):
 
 
 class MTPLoss(distill.MTPLoss):
-    """Indices of documents -> Σ α_k · CE_k. `self.head`, `self.target[0]`, `self.weights` (the
+    """Indices of documents -> Σ α_k · CE_k. `self.head`, `self.target`, `self.weights` (the
     α_k) and `self.aligned` are given, and so is `self.gather`."""
 
-    def forward(self, index: Tensor) -> Tensor:
+    def __call__(self, index: Tensor) -> Tensor:
         """The loss, in nats. `hidden, tokens, labels = self.gather(index)`: what `steps` reads, and
         each step's labels (B, n). CE_k is the mean over the rows that have a label, 0 if none."""
         raise NotImplementedError
@@ -85,7 +85,7 @@ class MTPLoss(distill.MTPLoss):
         """
         raise NotImplementedError
 
-    def plan(self, n: int, k: int, keys: Keys) -> Pass:
+    def plan(self, n: int, k: int, keys: AllSteps) -> Pass:
         """Positions and visibility of step k + 1 (k from 0).
 
         Not `aligned`: position i, causal, its own keys only. `aligned`, as drafting with one cache

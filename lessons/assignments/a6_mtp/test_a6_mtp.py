@@ -281,7 +281,7 @@ def test_the_loss_weighs_means_over_labelled_rows(impl):
             logs = each.log_softmax(-1).gather(-1, label.clamp(min=0)[..., None])[..., 0]
             kept = label >= 0
             right += weight * float(-logs[kept].mean()) if kept.any() else 0.0
-        given = float(loss.forward(torch.tensor([0, 1])))
+        given = float(loss(torch.tensor([0, 1])))
         assert given == pytest.approx(right, abs=1e-5), (
             f"{given:.4f} instead of {right:.4f}: Σ α_k · CE_k, each CE_k the mean over its own "
             "rows with a label (0 if there is none), α for K = 3 and β = 0.6"
