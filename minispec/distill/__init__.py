@@ -20,8 +20,8 @@ from minispec.distill.tree import labels_of
 from minispec.errors import Parser, UserError, command
 
 __all__ = [
-    "AllSteps", "Documents", "Duplicates", "HeadsLoss", "MTPLoss", "hidden_states", "labels_of", "main",
-    "sample_batch", "step_accuracy", "step_weights",
+    "AllSteps", "Documents", "Duplicates", "HeadsLoss", "MTPLoss", "hidden_states", "labels_of",
+    "main", "sample_batch", "step_accuracy", "step_weights",
 ]  # fmt: skip
 
 
