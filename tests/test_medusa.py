@@ -1,65 +1,27 @@
-"""Medusa: heads, the trees they propose, typical acceptance and its bias."""
-
-import random
+"""Medusa: trees from Python and from the command line, typical acceptance and its bias. Heads and
+what they propose are assignment 4's and test_proposals'."""
 
 import pytest
 import torch
-from conftest import TOKENIZER, byte_model, count_up, random_model, random_tokens
+from conftest import TOKENIZER, byte_model, count_up, random_model
 
 from minispec import Sampling, UserError, generate
 from minispec.certify.cases import RANK_TREES, bound
 from minispec.checkpoint import save
 from minispec.generate import decode
 from minispec.heads import save_medusa
-from minispec.methods import medusa
-from minispec.methods.medusa import complete, typical_path, untrained
+from minispec.methods.adaptive import BestTree
+from minispec.methods.medusa import complete
 from minispec.toys import Toy, ToyHeads, exact_distribution, random_heads, total_variation
-from minispec.tree import Tree
 
 
-def test_head_k_says_the_token_at_t_plus_k_plus_2():
+@pytest.mark.parametrize("tree", [[(0, 0, 0)], BestTree([0.0] + [1.0] * 64, 0.0)])
+def test_heads_that_know_are_followed_to_their_full_depth(tree):
+    """But for the first round of a prompt of one token: there is nothing to read before a pass."""
     model, heads = count_up(12, 3)
-    run = decode(model, None, [3, 4], "medusa", heads=heads, tree=[(0, 0, 0)], max_new_tokens=40)
-    assert run.tokens == [(5 + i) % 12 for i in range(40)]
-    assert {len(step.tokens) for step in run.rounds} == {4}
-    hidden = model([3, 4])[0, -1]
-    assert heads(hidden, model).argmax(-1).tolist() == [6, 7, 8]
-    run = decode(model, None, [3], "medusa", heads=heads, tree=[(0, 0, 0)], max_new_tokens=9)
-    assert [len(step.tokens) for step in run.rounds] == [1, 4, 4]  # nothing to read before a pass
-
-
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("layers", [0, 1, 3])
-def test_untrained_heads_say_what_the_model_says(shared, layers):
-    model = random_model()
-    hidden = model(random_tokens(5))
-    logits = untrained(3, layers, model, shared)(hidden, model)
-    assert logits.shape == (3, 1, 5, 32)
-    assert (logits[1] - model.logits(hidden)).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_every_node_s_logits_equal_a_forward_over_its_path(seed):
-    rng, model = random.Random(seed), random_model(seed)
-    prompt = random_tokens(rng.randint(2, 20), seed)
-    cache = model.new_cache()
-    hidden = model.prefill(prompt[:-1], cache)[0, -1:]
-    paths = [tuple(rng.randrange(5) for _ in range(rng.randint(1, 4))) for _ in range(12)]
-    paths = complete(paths, 4, 32)
-    heads = random_heads(model, seed)
-    tree = medusa.propose(heads, model, hidden, prompt[-1], paths, cache.room)
-    assert len(tree) == len(paths) + 1
-    logits = model.logits(model(tree.tokens, cache, tree.depth, tree.mask))[0]
-    for node in range(len(tree)):
-        path, at = [], node
-        while at:
-            path.insert(0, tree.tokens[at])
-            at = tree.parents[at]
-        alone = model.logits(model(prompt + path))[0, -1]
-        assert (logits[node] - alone).abs().max() < 1e-10
-
-
-# ---- trees ---------------------------------------------------------------------------------------
+    run = decode(model, None, [3], "medusa", heads=heads, tree=tree, max_new_tokens=41)
+    assert run.tokens == [(4 + i) % 12 for i in range(41)]
+    assert [len(step.tokens) for step in run.rounds] == [1] + [4] * 10
 
 
 def test_a_tree_gets_its_missing_beginnings_and_is_checked():
@@ -76,9 +38,6 @@ def test_a_tree_gets_its_missing_beginnings_and_is_checked():
             complete(paths, 2, 9)
 
 
-# ---- acceptance ----------------------------------------------------------------------------------
-
-
 def test_typical_acceptance_is_lossy_and_says_so():
     sampling, arguments = Sampling(1.0), {"heads": ToyHeads(3), "tree": RANK_TREES["wide"]}
     plain = exact_distribution(bound("autoregressive"), Toy(5), [1, 0], sampling, 2)
@@ -91,19 +50,6 @@ def test_typical_acceptance_is_lossy_and_says_so():
     assert not run.stats["lossless"] and "(lossy)" in generate.describe(run)
     exact = decode(model, None, [1, 2], "medusa", **options)
     assert exact.stats["lossless"] and "(lossy)" not in generate.describe(exact)
-
-
-def test_typical_acceptance_takes_the_longest_then_the_likeliest_path():
-    probs = torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.06, 0.04], [0.4, 0.35, 0.25], [0.2, 0.2, 0.6]])
-    tree = Tree([0, 0, 1, 2], [-1, 0, 0, 0])
-    assert typical_path(probs, tree, 0.09, 0.3) == [0, 1]
-    tree = Tree([0, 0, 1, 1], [-1, 0, 0, 1])  # 0.06 is too little, so [0, 1] ends there
-    assert typical_path(probs, tree, 0.09, 0.3) == [0, 1]
-    tree = Tree([0, 0, 1, 1], [-1, 0, 0, 2])
-    assert typical_path(probs, tree, 0.09, 0.3) == [0, 2, 3]
-
-
-# ---- the command line ----------------------------------------------------------------------------
 
 
 def test_the_command_line_takes_every_kind_of_tree(tmp_path, capsys):
@@ -119,10 +65,7 @@ def test_the_command_line_takes_every_kind_of_tree(tmp_path, capsys):
         more = [] if tree is None else ["--tree", tree]
         generate.main([*arguments, "--method", "medusa", *more])
         assert capsys.readouterr().out == plain
-
-
-def test_a_number_of_nodes_grows_no_more_than_ever_fit():
-    heads = random_heads(random_model(), 0)
-    heads.accuracy = torch.full((3, 10), 0.1)
-    for value, nodes in (("7", 7), ("100000000", 40)):
+    for value, nodes in (("7", 7), ("100000000", 40)):  # no more than ever fit
         assert len(generate.read_tree_option(value, heads, 40)) == nodes
+
+

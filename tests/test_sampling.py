@@ -8,39 +8,7 @@ import torch
 from conftest import GOLDEN
 
 from minispec import Sampling, UserError
-from minispec.sampling import OneHot, Seeded, draw, likeliest, probs
-
-
-def plainly(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """The same distribution in pure Python, token by token."""
-    x = [value / temperature for value in logits]
-    if top_k:
-        least = sorted(x, reverse=True)[min(top_k, len(x)) - 1]
-        x = [v if v >= least else -math.inf for v in x]
-    weights = [math.exp(v - max(x)) for v in x]
-    p = [w / sum(weights) for w in weights]
-    kept, total = set(), 0.0
-    for i in sorted(range(len(p)), key=lambda i: -p[i]):
-        if total < top_p - 1e-12:  # the smallest set that reaches top_p
-            kept.add(i)
-        total += p[i]
-    mass = sum(p[i] for i in kept)
-    return [p[i] / mass if i in kept else 0.0 for i in range(len(p))]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_distribution_equals_the_plain_definition(seed):
-    generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(5, 17, generator=generator, dtype=torch.float64)
-    temperature, top_k, top_p = (
-        (0.3, 1.0, 2.5)[seed % 3],
-        (0, 1, 5, 40)[seed % 4],
-        (1.0, 0.9, 0.3)[seed % 3],
-    )
-    warped = probs(logits, Sampling(temperature, top_k, top_p))
-    for row, p in zip(logits.tolist(), warped):
-        expected = torch.tensor(plainly(row, temperature, top_k, top_p), dtype=torch.float64)
-        torch.testing.assert_close(p, expected, rtol=0, atol=1e-12)
+from minispec.sampling import Seeded, likeliest, probs
 
 
 @pytest.mark.parametrize("tiny", [1e-39, 1e-46, 5e-324])
@@ -54,12 +22,6 @@ def test_ties_at_the_top_k_boundary_all_stay():
     assert p.tolist() == [0.0, 0.5, 0.5, 0.0]
 
 
-def test_temperature_zero_is_one_hot_at_the_argmax():
-    greedy = probs(torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]]), Sampling())
-    assert isinstance(greedy, OneHot) and greedy.tokens == [1, 0]
-    assert greedy[0].tolist() == [0.0, 1.0, 0.0] and len(greedy) == 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_likeliest_token_is_the_largest_logit(dtype, temperature):
@@ -68,40 +30,18 @@ def test_the_likeliest_token_is_the_largest_logit(dtype, temperature):
     assert likeliest(probs(logits[:0], Sampling(temperature))) == []
 
 
-def test_a_draft_comes_with_the_distribution_it_was_drawn_from():
-    logits = torch.randn(1, 33)
-    token, q = draw(logits, Sampling(), Seeded(0))
-    assert token.tolist() == logits.argmax(-1).tolist() and q is None
-    sampling = Sampling(1.5, top_k=20)
-    token, q = draw(logits, sampling, Seeded(4))
-    assert torch.equal(q, probs(logits, sampling)[0])
-    assert token.tolist() == [Seeded(4).categorical(q)]
-
-
 def test_half_precision_logits_give_float32_distributions():
     p = probs(torch.randn(1, 9).bfloat16(), Sampling(1.0))[0]
     assert p.dtype == torch.float32 and abs(p.sum() - 1) < 1e-6
 
 
-WRONG = [
-    {"temperature": -1},
-    {"temperature": math.nan},
-    {"top_k": -1},
-    {"top_p": 0},
-    {"top_p": 1.5},
-]
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_impossible_settings_are_refused(wrong):
+@pytest.mark.parametrize(
+    "name, value",
+    [("temperature", -1), ("temperature", math.nan), ("top_k", -1), ("top_p", 0), ("top_p", 1.5)],
+)
+def test_impossible_settings_are_refused(name, value):
     with pytest.raises(UserError, match="must be"):
-        Sampling(**wrong)
-
-
-def test_a_seed_reproduces_and_every_draw_is_fresh():
-    p = torch.full((50,), 0.02)
-    a, b, c = ([r.categorical(p) for _ in range(20)] for r in (Seeded(3), Seeded(3), Seeded(4)))
-    assert a == b != c and len(set(a)) > 10
+        Sampling(**{name: value})
 
 
 def test_draws_follow_the_distribution_and_never_leave_its_support():
@@ -112,9 +52,8 @@ def test_draws_follow_the_distribution_and_never_leave_its_support():
     assert counts[[0, 2, 5]].sum() == 0
     assert (counts / n - p).abs().max() < 4 * math.sqrt(0.25 / n)
     assert abs(sum(r.bernoulli(0.3) for _ in range(n)) / n - 0.3) < 4 * math.sqrt(0.21 / n)
-    assert not any(r.bernoulli(0.0) for _ in range(100)) and all(
-        r.bernoulli(1.0) for _ in range(100)
-    )
+    assert not any(r.bernoulli(0.0) for _ in range(100))
+    assert all(r.bernoulli(1.0) for _ in range(100))
 
 
 def test_the_distribution_equals_that_of_transformers_warpers():
