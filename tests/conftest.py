@@ -1,4 +1,5 @@
-"""What tests share: tiny random models, a tokenizer of bytes, and the folders of real ones."""
+"""What tests share: tiny random models with drafts and heads, a tokenizer of bytes, and the folders
+of real ones."""
 
 import random
 from pathlib import Path
@@ -9,10 +10,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from minispec import cost
+from minispec.checkpoint import save
 from minispec.methods.medusa import MedusaHeads, untrained
 from minispec.model import Config, Transformer
 from minispec.tokenizer import Tokenizer
-from minispec.toys import small_model
+from minispec.toys import random_head, random_heads, small_model
 from minispec.tree import Tree
 
 torch.set_num_threads(1)  # tests' tensors are tiny: two threads would only wait for one another
@@ -36,6 +38,18 @@ def random_tokens(n: int, seed: int = 0, vocab: int = 32) -> list[int]:
 def random_tree(rng: random.Random, n: int, vocab: int = 32) -> Tree:
     parents = [-1] + [rng.randrange(i) for i in range(1, n)]
     return Tree([rng.randrange(vocab) for _ in range(n)], parents)
+
+
+def companions(model: Transformer) -> dict[str, dict]:
+    """Small random drafts and heads, where the model is, as the options of methods that need them;
+    their trees branch, and some of their guesses are right."""
+    heads = {"heads": random_heads(model, 1).to(model.device)}
+    return {
+        "speculative": {"draft": random_model(1, layers=1).to(model.device), "k": 3},
+        "medusa": heads | {"tree": [(0, 0, 0), (1,), (0, 1), (2, 0, 1)]},
+        "medusa-typical": heads,
+        "fastmtp": {"head": random_head(model, 2).to(model.device), "k": 3},
+    }
 
 
 def last_line_of_refusal(capsys, command) -> str:
@@ -75,6 +89,14 @@ VOCAB = TOKENIZER.size
 def byte_model(seed: int = 0, context: int = 256, eos: tuple[int, ...] = ()) -> Transformer:
     """A random model of TOKENIZER's bytes."""
     return random_model(seed, vocab_size=VOCAB, context=context, bos_id=256, eos_ids=eos)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A byte-level model on disk."""
+    path = tmp_path_factory.mktemp("model")
+    save(byte_model(), TOKENIZER, path)
+    return str(path)
 
 
 # ---- a model whose text is known -----------------------------------------------------------------

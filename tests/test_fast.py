@@ -5,25 +5,15 @@ import random
 
 import pytest
 import torch
-from conftest import GOLDEN, random_model, random_tokens
+from conftest import GOLDEN, companions, random_model, random_tokens, random_tree
 from torch import nn
 
-from minispec import UserError, load
+from minispec import UserError, fast, load
 from minispec.checkpoint import save
-from minispec.fast import (
-    Function,
-    Int8Linear,
-    WideLinear,
-    over_committed_rows,
-    over_whole_cache,
-    quicken,
-    swap,
-)
+from minispec.fast import Function, Int8Linear, WideLinear, quicken, swap
 from minispec.generate import METHODS, decode
 from minispec.model import plan
 from minispec.run import LOSSY
-from minispec.toys import random_head, random_heads
-from minispec.tree import Tree
 
 LAYERS = [WideLinear, Int8Linear]
 
@@ -41,17 +31,18 @@ def linear(seed: int, dtype: torch.dtype = torch.float64) -> nn.Linear:
     return nn.Linear(*sizes, bias=bool(seed % 2), dtype=dtype).requires_grad_(False)
 
 
+def modules(model) -> list[nn.Module]:
+    """All that decoding runs: the model, a draft, heads."""
+    options = [x for each in companions(model).values() for x in each.values()]
+    return [model, *dict.fromkeys(x for x in options if isinstance(x, nn.Module))]
+
+
 # ---- swap
-
-
-def helpers(model):
-    """All that decoding runs."""
-    return model, random_heads(model, 1), random_head(model, 2)
 
 
 @pytest.mark.parametrize("make", LAYERS)
 def test_every_linear_layer_is_replaced_and_nothing_else(make):
-    for module in helpers(random_model(qkv_bias=True, qk_norm=True)):
+    for module in modules(random_model(qkv_bias=True, qk_norm=True)):
         before, others = dict(module.named_modules()), dict(module.named_parameters())
         swap(module, make)
         after = dict(module.named_modules())
@@ -137,13 +128,11 @@ def test_methods_are_lossless_with_respect_to_the_swapped_model(method, make):
     """In float64, greedily: every method says what plain decoding of the same model says."""
     drafted = 0
     for seed in range(2):
-        model, heads, head = helpers(random_model(seed))
-        draft = random_model(seed)  # the plain model: what rounding leaves of it is accepted often
-        options = {"speculative": {"draft": draft}, "medusa": {"heads": heads},
-                   "fastmtp": {"head": head, "k": 3}}.get(method, {})  # fmt: skip
-        for module in model, heads, head:
-            swap(module, make)
-        prompt = random_tokens(9, seed)
+        model, prompt = random_model(seed), random_tokens(9, seed)
+        options = companions(model).get(method, {})
+        for module in [model, *options.values()]:
+            if isinstance(module, nn.Module):
+                swap(module, make)
         plain = decode(model, None, prompt, max_new_tokens=24)
         run = decode(model, None, prompt, method, max_new_tokens=24, **options)
         assert run.tokens == plain.tokens
@@ -187,7 +176,7 @@ def test_an_int8_model_is_not_saved_as_half_a_checkpoint(tmp_path):
 # ---- passes as graphs
 
 
-@pytest.mark.parametrize("runner", [over_committed_rows, over_whole_cache])
+@pytest.mark.parametrize("runner", [fast.over_committed_rows, fast.over_whole_cache])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_a_graph_is_given_makes_the_plain_pass(runner, seed):
     """Trees, chains and commits at random, through the tensors that a graph takes."""
@@ -195,9 +184,8 @@ def test_what_a_graph_is_given_makes_the_plain_pass(runner, seed):
     function = Function(model.model)
     ours, theirs = model.new_cache(128), model.new_cache(128)
     for _ in range(12):
-        n = rng.randint(1, 9)
-        tree = Tree(rng.choices(range(32), k=n), [-1] + [rng.randrange(i) for i in range(1, n)])
-        now = plan(model.rope, model.model.norm.weight, n, ours, tree.depth, tree.mask)
+        tree = random_tree(rng, rng.randint(1, 9))
+        now = plan(model.rope, model.model.norm.weight, len(tree), ours, tree.depth, tree.mask)
         hidden = runner(function, torch.tensor([tree.tokens]), now)
         expected = model(tree.tokens, theirs, tree.depth, tree.mask)
         assert (hidden - expected).abs().max() < 1e-10
