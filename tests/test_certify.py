@@ -1,9 +1,11 @@
 """The certifier catches every mutant, judges strangers, and explains two runs."""
 
+import functools
 import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,35 +78,30 @@ def test_chi_square_on_fair_and_loaded_counts():
 
 # ---- strangers -----------------------------------------------------------------------------------
 
-MODELS: dict = {}
+loaded = functools.cache(lambda checkpoint: load(checkpoint, "float64", "cpu")[0])
 
 
-def ours(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
+def ours(checkpoint, prompt, **options):
     """A correct implementation: our prompt lookup behind the black-box signature."""
-    if checkpoint not in MODELS:
-        MODELS[checkpoint] = load(checkpoint, "float64", "cpu")[0]
-    model = MODELS[checkpoint]
-    run = decode(
-        model, None, prompt, "prompt-lookup", k=2, max_new_tokens=max_new_tokens,
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-    )  # fmt: skip
-    return run.tokens
+    return decode(loaded(checkpoint), None, prompt, "prompt-lookup", k=2, **options).tokens
+
+
+def changed(**changes):
+    """Our implementation with options of its own: values, or functions of the options given."""
+
+    def implementation(checkpoint, prompt, **options):
+        made = {name: x(options) if callable(x) else x for name, x in changes.items()}
+        return ours(checkpoint, prompt, **(options | made))
+
+    return implementation
 
 
 def numpy_ids(checkpoint, prompt, **options):
     return np.array(ours(checkpoint, prompt, **options), dtype=np.int64)
 
 
-def never_greedy(checkpoint, prompt, **options):
-    return ours(checkpoint, prompt, **(options | {"temperature": 1.0}))
-
-
 def wrong_on_long_prompts(checkpoint, prompt, **options):
     return ours(checkpoint, prompt[-32:], **options)
-
-
-def too_long(checkpoint, prompt, **options):
-    return ours(checkpoint, prompt, **(options | {"max_new_tokens": options["max_new_tokens"] + 1}))
 
 
 def runs_past_the_end(checkpoint, prompt, *, max_new_tokens, **options):
@@ -114,9 +111,7 @@ def runs_past_the_end(checkpoint, prompt, *, max_new_tokens, **options):
 
 def first_end_token_only(checkpoint, prompt, **options):
     model = load(checkpoint, "float64", "cpu")[0]
-    model.config = type(model.config)(
-        **{**vars(model.config), "eos_ids": model.config.eos_ids[:1]}
-    )
+    model.config = replace(model.config, eos_ids=model.config.eos_ids[:1])
     return decode(model, None, prompt, **options).tokens
 
 
@@ -141,14 +136,6 @@ def raises_late(checkpoint, prompt, **options):
     raise ValueError("no such luck")
 
 
-def returns_text(checkpoint, prompt, **options):
-    return "hello"
-
-
-def leaves(checkpoint, prompt, **options):
-    sys.exit(0)
-
-
 def test_a_correct_black_box_passes():
     verdicts = list(blackbox.check_implementation(ours, runs=30))
     assert [v.check for v in verdicts] == ["greedy"] * 3 + ["limits"] * 4 + ["statistical"] * 4
@@ -159,20 +146,19 @@ def test_a_correct_black_box_passes():
     "function, right, wrong",
     [
         (numpy_ids, ["lengths", "1 end token"], []),
-        (never_greedy, ["lengths"], ["model 0", "1 end token"]),
+        (changed(temperature=1.0), ["lengths"], ["model 0", "1 end token"]),
         (wrong_on_long_prompts, ["lengths"], ["long prompts"]),
         (first_end_token_only, ["1 end token,"], ["2 end tokens", "3 end tokens"]),
         (runs_past_the_end, ["lengths"], ["1 end token"]),
         (ends_only_greedily, ["lengths"], ["1 end token"]),
         (fades_when_sampled, ["lengths"], ["model 0"]),
-        (too_long, [], ["lengths"]),
+        (changed(max_new_tokens=lambda given: given["max_new_tokens"] + 1), [], ["lengths"]),
     ],
 )
 def test_a_black_box_fails_where_it_is_wrong_and_only_there(function, right, wrong):
-    for cases_named, passed in (right, True), (wrong, False):
-        for name in cases_named:
-            verdicts = list(blackbox.check_implementation(function, only=name))
-            assert verdicts and all(v.passed == passed for v in verdicts), verdicts
+    for name in right + wrong:
+        verdicts = list(blackbox.check_implementation(function, only=name))
+        assert verdicts and all(v.passed == (name in right) for v in verdicts), verdicts
 
 
 def test_an_exception_fails_its_row_and_the_table_goes_on():
@@ -180,20 +166,12 @@ def test_an_exception_fails_its_row_and_the_table_goes_on():
     assert len(verdicts) == 11 and [v.case for v in verdicts if v.passed] == ["lengths"]
     assert sum("raised ValueError: no such luck" in v.detail for v in verdicts) == 10
     for function, says in (
-        (returns_text, "must return token ids, not 'hello'"), (leaves, "raised SystemExit: 0"),
+        (lambda *_, **options: "hello", "must return token ids, not 'hello'"),
+        (lambda *_, **options: sys.exit(0), "raised SystemExit: 0"),
         (raises_late, "raised ValueError: no such luck"),
-    ):  # fmt: skip
+    ):
         (verdict,) = blackbox.check_implementation(function, only="lengths")
         assert not verdict.passed and says in verdict.detail
-
-
-def changed(**changes):
-    """Our implementation with options of its own."""
-    return lambda checkpoint, prompt, **options: ours(checkpoint, prompt, **(options | changes))
-
-
-def ignoring_top_p_beside_top_k(checkpoint, prompt, **options):
-    return ours(checkpoint, prompt, **(options | ({"top_p": 1.0} if options["top_k"] > 1 else {})))
 
 
 @pytest.mark.parametrize(
@@ -201,9 +179,11 @@ def ignoring_top_p_beside_top_k(checkpoint, prompt, **options):
     [
         (changed(top_p=1.0), Sampling(1.5, 3), Sampling(0.7, top_p=0.8)),
         (changed(temperature=1.0), Sampling(1.0), Sampling(0.7, top_p=0.8)),
-        (ignoring_top_p_beside_top_k, Sampling(1.5, 3), Sampling(1.5, 4, 0.9)),
+        # top-p ignored beside a top-k
+        (changed(top_p=lambda given: 1.0 if given["top_k"] > 1 else given["top_p"]),
+         Sampling(1.5, 3), Sampling(1.5, 4, 0.9)),
     ],
-)
+)  # fmt: skip
 def test_a_warper_left_out_is_seen_where_it_matters(function, missed, seen, tmp_path):
     folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=6)
     assert blackbox.is_drawn(function, folder, model, missed, 100)[0]
