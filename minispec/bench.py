@@ -12,15 +12,15 @@ Greedy output is compared with plain decoding's, token for token.
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +38,7 @@ from minispec.methods.adaptive import curve_at
 from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Config, Transformer, count_parameters
 from minispec.run import Run
-from minispec.sampling import Sampling
-from minispec.text import held_out_prompts
+from minispec.text import encode, held_out_prompts
 from minispec.tokenizer import Tokenizer
 
 # beginnings of our own, for where no held-out text is at hand
@@ -54,38 +53,35 @@ PROMPTS = [
     "In a quiet village lived a boy who loved to paint stones.",
 ]
 Prompts = dict[str, list[list[int]]]  # kind of text -> token ids
+Methods = dict[str, dict]  # row of the table -> options of the method that is its first word
 
 # ---- the machine ---------------------------------------------------------------------------------
 
 COPIED, SIDE = 2**28, 2048  # bytes of the copy that times memory, side of the product for sums
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What decides every speedup here. No pass can be faster than reading its weights once at the
-    speed of a copy, or than its multiplications at the speed of a large product."""
-
-    pass_seconds: float  # over one token
-    curve: list[float]  # pass(n) / pass(1)
-    memory_floor: float  # seconds, of any pass
-    compute_floor: float  # seconds, for each row
-
-    @classmethod
-    def of(cls, model: Transformer) -> "Machine":
-        source = torch.ones(COPIED, dtype=torch.uint8, device=model.device)
-        target = torch.ones_like(source)
-        a = torch.ones(SIDE, SIDE, dtype=model.dtype, device=model.device)
-        own, copy, product = least_in_turn(
-            [one_pass(model, 1), lambda: target.copy_(source)[-1].item(),
-             lambda: (a @ a)[-1, -1].item()], turns=5,
-        )  # fmt: skip
-        sums = count_parameters(model.model.layers) + model.lm_head.weight.numel()
-        read = weights_read(model) * copy / (2 * COPIED)
-        return cls(own, cost_curve(model), read, sums * product / SIDE**3)
-
-    def floor(self, n: int) -> float:
-        """Seconds of a pass over n rows, at least."""
-        return max(self.memory_floor, n * self.compute_floor)
+def measured(model: Transformer) -> dict:
+    """What decides every speedup here, as --json prints it. No pass can be faster than reading its
+    weights once at the speed of a copy, or than its multiplications at the speed of a large
+    product."""
+    source = torch.ones(COPIED, dtype=torch.uint8, device=model.device)
+    target = torch.ones_like(source)
+    a = torch.ones(SIDE, SIDE, dtype=model.dtype, device=model.device)
+    own, copy, square = least_in_turn(
+        [one_pass(model, 1), lambda: target.copy_(source)[-1].item(),
+         lambda: (a @ a)[-1, -1].item()], turns=5,
+    )  # fmt: skip
+    sums = count_parameters(model.model.layers) + count_parameters(model.lm_head)
+    memory, compute = weights_read(model) * copy / (2 * COPIED), sums * square / SIDE**3
+    curve = cost_curve(model)
+    return {
+        "pass_seconds": own,  # over one token
+        "memory_floor": memory,  # seconds, of any pass
+        "compute_floor": compute,  # seconds, for each row
+        "rows": [n for n in COUNTS if n < len(curve)],  # at which the curve was measured
+        "curve": curve,  # pass(n) / pass(1)
+        "floor": [max(memory, n * compute) / own for n in range(len(curve))],  # of the curve
+    }
 
 
 def weights_read(model: Transformer) -> int:
@@ -97,80 +93,70 @@ def weights_read(model: Transformer) -> int:
 # ---- what is decoded -----------------------------------------------------------------------------
 
 
-def prompts_of(args: argparse.Namespace, tokenizer: Tokenizer, context: int) -> Prompts:
-    """At most --prompts of each kind of text."""
+def prompts_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Prompts:
+    """At most --prompts of each kind of text; those longer than the context are left out."""
     if args.questions:
-        kinds = read_questions(args.questions, tokenizer, context)
+        kinds = read_questions(args.questions, tokenizer)
     elif args.data:
         names = args.kind.split(",") if args.kind else None
         kinds = held_out_prompts(args.data, names, tokenizer, args.prompts)
     else:
         kinds = {"stories": [tokenizer.encode(text) for text in PROMPTS]}
-    return {kind: each[: args.prompts] for kind, each in kinds.items()}
+    for kind, prompts in kinds.items():
+        fit = [ids for ids in prompts if len(ids) < model.config.context]
+        if len(fit) < len(prompts):
+            n = len(prompts) - len(fit)
+            print(f"{kind}: {n} longer than the context, left out", file=sys.stderr)
+        kinds[kind] = [as_prompt(model, tokenizer, ids) for ids in fit[: args.prompts]]
+    if not any(kinds.values()):
+        raise UserError("there are no prompts: the text holds no document that is held out, or "
+                        "none that fits into the context")  # fmt: skip
+    return {kind: prompts for kind, prompts in kinds.items() if prompts}
 
 
-def lies_beside(method: str, model: Transformer) -> bool:
-    """Whether its draft or heads lie beside the model."""
-    try:
-        found_beside(method, model)
-    except UserError:
-        return False
-    return True
-
-
-def read_questions(path: Path, tokenizer: Tokenizer, context: int) -> Prompts:
+def read_questions(path: Path, tokenizer: Tokenizer) -> Prompts:
     """The first turn of each question of Spec-Bench, by category, as a chat if there is a
-    template; those longer than the context are left out."""
+    template."""
     kinds: Prompts = {}
-    longer = Counter()
     try:
         for line in filter(str.strip, path.read_text(encoding="utf-8").split("\n")):
             question = json.loads(line)
-            turn, kind = str(question["turns"][0]), str(question["category"])
-            chat = [{"role": "user", "content": turn}]
-            ids = tokenizer.chat(chat) if tokenizer.chat_template else tokenizer.encode(turn)
-            if len(ids) < context:
-                kinds.setdefault(kind, []).append(ids)
-            else:
-                longer[kind] += 1
+            chat = [{"role": "user", "content": str(question["turns"][0])}]
+            kinds.setdefault(str(question["category"]), []).append(encode(chat, tokenizer))
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise UserError(
             f"--questions {path}: must hold objects with category and turns, one a line ({error})"
         ) from None
-    for kind, n in longer.items():
-        questions = "question" if n == 1 else "questions"
-        print(f"{n} {questions} of {kind} longer than the context: left out", file=sys.stderr)
     return kinds
 
 
-def methods_of(
-    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer
-) -> dict[str, dict]:
-    """Row of the table -> options of the method that is its first word. Without --methods, those
-    that have no draft or heads beside the model are left out."""
-    methods: dict[str, dict] = {"autoregressive": {}, "prompt-lookup": {}, "jacobi": {}}
-    for w, n, g in (5, 4, 5), (10, 5, 10), (15, 5, 15):
-        methods[f"lookahead ({w},{n},{g})"] = {"window": w, "ngram": n, "guesses": g}
-    drafted = {  # where its draft or heads are, and how much it drafts
-        "speculative": (args.draft, [{"k": args.k}, {"k": "auto"}]),
-        "medusa": (args.heads, [{}, {"tree": "auto"}]),
-        "fastmtp": (args.mtp, [{"k": 2}, {"k": 3}, {"k": "auto"}]),
-    }
-    wanted = set(args.methods.split(",")) if args.methods is not None else None
-    unknown = (wanted or set()) - {name.split()[0] for name in methods} - drafted.keys()
-    if unknown:
-        raise UserError(f"--methods {min(unknown)}: not one of the benchmark's")
-    for method, (source, variants) in drafted.items():
-        if wanted is not None and method not in wanted:
+def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Methods:
+    """Without --methods, those that have no draft or heads beside the model are left out."""
+    methods: Methods = {
+        "autoregressive": {}, "prompt-lookup": {}, "jacobi": {},
+        "lookahead (5,4,5)": {"window": 5, "ngram": 4, "guesses": 5},
+        "lookahead (10,5,10)": {"window": 10, "ngram": 5, "guesses": 10},
+        "lookahead (15,5,15)": {"window": 15, "ngram": 5, "guesses": 15},
+        f"speculative k={args.k}": {"k": args.k}, "speculative k=auto": {"k": "auto"},
+        "medusa": {}, "medusa tree=auto": {"tree": "auto"},
+        "fastmtp k=2": {"k": 2}, "fastmtp k=3": {"k": 3}, "fastmtp k=auto": {"k": "auto"},
+    }  # fmt: skip
+    named = {row: row.split()[0] for row in methods}
+    known = set(named.values())
+    wanted = known if args.methods is None else {"autoregressive", *args.methods.split(",")}
+    if wanted - known:
+        raise UserError(f"--methods {min(wanted - known)}: not one of the benchmark's")
+    sources = {"speculative": args.draft, "medusa": args.heads, "fastmtp": args.mtp}
+    drafters: Methods = {method: {} for method in wanted - sources.keys()}
+    for method in sorted(wanted & sources.keys()):
+        try:
+            source = sources[method] or found_beside(method, model)
+        except UserError:
+            if args.methods:
+                raise
             continue
-        if wanted is source is None and not lies_beside(method, model):
-            continue
-        options = load_drafter(method, model, tokenizer, source)
-        for more in variants:
-            label = "".join(f" {name}={value}" for name, value in more.items())
-            methods[method + label] = options | more
-    keep = None if wanted is None else wanted | {"autoregressive"}
-    return {name: o for name, o in methods.items() if keep is None or name.split()[0] in keep}
+        drafters[method] = load_drafter(method, model, tokenizer, source)
+    return {row: drafters[each] | methods[row] for row, each in named.items() if each in drafters}
 
 
 # ---- random weights ------------------------------------------------------------------------------
@@ -200,13 +186,12 @@ class Reciter:
     """A draft that costs nothing: it knows what the target will say, and each of its tokens is that
     with a chosen probability. What a real draft costs is to be taken off its speedup."""
 
-    prefill = Transformer.prefill
+    prefill, dtype, device = Transformer.prefill, torch.float32, torch.device("cpu")
 
     def __init__(self, model: Transformer, text: list[int], acceptance: float):
-        self.config, rng = replace(model.config, hidden_size=1), random.Random(0)
-        self.dtype, self.device = torch.float32, torch.device("cpu")
-        wrong = [(token + 1) % self.config.vocab_size for token in text]
-        self.guesses = [t if rng.random() < acceptance else w for t, w in zip(text, wrong)]
+        self.config = replace(model.config, hidden_size=1)
+        wrong = torch.rand(len(text), generator=torch.Generator().manual_seed(0)) >= acceptance
+        self.guesses = (torch.tensor(text) + wrong) % model.config.vocab_size
 
     def new_cache(self, capacity: int) -> KVCache:
         return KVCache(1, 1, 1, capacity, 1, torch.float32)
@@ -216,14 +201,15 @@ class Reciter:
         return torch.arange(1, len(tokens) + 1)[None, :, None] + cache.length
 
     def logits(self, hidden: Tensor) -> Tensor:
-        known = [self.guesses[min(int(at), len(self.guesses) - 1)] for at in hidden.flatten()]
-        return F.one_hot(torch.tensor(known), self.config.vocab_size).float()
+        known = self.guesses[hidden.flatten().clamp(max=len(self.guesses) - 1)]
+        return F.one_hot(known, self.config.vocab_size).float()
 
 
-def drafts_of(args: argparse.Namespace, model: Transformer, prompt: list[int]) -> dict[str, dict]:
+def recited(args: argparse.Namespace, model: Transformer, prompt: list[int]) -> Methods:
     """For --shape: chains of 1 to 16 drafts."""
     plain = decode(model, None, prompt, max_new_tokens=args.max_new_tokens, ignore_eos=True)
-    draft = Reciter(model, prompt + plain.tokens, args.acceptance)
+    acceptance = 0.8 if args.acceptance is None else args.acceptance
+    draft = Reciter(model, prompt + plain.tokens, acceptance)
     chains = {f"speculative k={k}": {"draft": draft, "k": k} for k in (1, 2, 4, 8, 16)}
     return {"autoregressive": {}} | chains
 
@@ -232,73 +218,55 @@ def drafts_of(args: argparse.Namespace, model: Transformer, prompt: list[int]) -
 
 
 def measure(
-    model: Transformer, tokenizer: Tokenizer | None, methods: dict[str, dict], prompts: list,
-    n: int, temperature: float = 0.0,
+    model: Transformer, tokenizer: Tokenizer | None, methods: Methods, prompts: list, n: int,
+    temperature: float = 0.0, others: dict[str, Callable] | None = None,
 ) -> dict[str, list[Run]]:  # fmt: skip
-    """Row of the table -> a run per prompt, the methods in turn. The first prompt also warms up."""
-    runs: dict[str, list[Run]] = {name: [] for name in methods}
-    for i, prompt in enumerate(tqdm([prompts[0], *prompts], unit="prompt")):
-        for name, options in methods.items():
-            run = decode(model, tokenizer, prompt, name.split()[0], max_new_tokens=n,
-                         temperature=temperature, **options)  # fmt: skip
-            if i:
-                runs[name].append(run)
-    return runs
+    """Row of the table -> a run per prompt, the methods in turn. The first prompt also warms up.
+    `others` are decoders that are not ours: of a prompt, what the table needs of a Run."""
+    settings = {"max_new_tokens": n, "temperature": temperature}
+    decoders = {
+        row: partial(decode, model, tokenizer, method=row.split()[0], **settings, **options)
+        for row, options in methods.items()
+    } | (others or {})
+    _, *turns = [
+        {row: decoder(prompt) for row, decoder in decoders.items()}
+        for prompt in tqdm([prompts[0], *prompts], unit="prompt")
+    ]
+    return {row: [turn[row] for turn in turns] for row in decoders}
 
 
-@dataclass
-class Theirs:
-    """What the table needs of a run of transformers."""
+def transformers_decoders(model: Transformer, draft: Transformer | None, n: int) -> dict:
+    """transformers' own greedy `generate`, plain and with the draft as its assistant."""
+    from transformers import AutoModelForCausalLM, logging
 
-    tokens: list[int]
-    decode_seconds: float
-    rounds: list = field(default_factory=list)
-    extra_parameters: int = 0
+    logging.set_verbosity_error()
 
+    def read(source: Path):
+        return AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype).to(model.device)
 
-def transformers_runs(
-    args: argparse.Namespace, model: Transformer, plain: list[Run]
-) -> Iterator[tuple[str, list[Theirs]]]:
-    """transformers' `generate` on the same prompts, plain and with the draft as its assistant."""
-    import transformers
+    def decoder(assistant, prompt: list[int]) -> SimpleNamespace:
+        ids, seconds = torch.tensor([prompt], device=model.device), []
+        for count in (1, n):
+            begin = time.perf_counter()
+            out = target.generate(
+                ids, attention_mask=torch.ones_like(ids), assistant_model=assistant,
+                do_sample=False, max_new_tokens=count, pad_token_id=0,
+                eos_token_id=list(model.config.eos_ids) or None,
+            )  # fmt: skip
+            seconds.append(time.perf_counter() - begin)
+        tokens = out[0, len(prompt) :].tolist()
+        # the prefill brings the first token: what the others take without it, scaled to all
+        rest = max(seconds[1] - seconds[0], 1e-9) * len(tokens) / max(len(tokens) - 1, 1)
+        return SimpleNamespace(tokens=tokens, decode_seconds=rest, rounds=[], extra_parameters=0)
 
-    transformers.logging.set_verbosity_error()
-
-    def read(name: str):
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype)
-        return loaded.to(model.device).eval()
-
-    target, draft = read(args.model), args.draft or Path(args.model).parent / "draft"
-    assistants = {"transformers": None}
-    if args.draft or draft.exists():
-        assistants["transformers, assisted"] = read(str(draft))
-    for name, assistant in assistants.items():
-        theirs = partial(generated, target, assistant, args.max_new_tokens)
-        theirs(plain[0])  # warms up
-        yield name, [theirs(run) for run in tqdm(plain, desc=name, unit="prompt")]
-
-
-@torch.no_grad()
-def generated(target, assistant, n: int, run: Run) -> Theirs:
-    """Greedy tokens after the run's prompt, and the seconds they would take without the prefill:
-    those of all but the first, which comes with it, scaled to all."""
-    ids = torch.tensor([run.prompt], device=target.device)
-
-    def timed(count: int) -> tuple[list[int], float]:
-        begin = time.perf_counter()
-        out = target.generate(
-            ids, attention_mask=torch.ones_like(ids), assistant_model=assistant, do_sample=False,
-            max_new_tokens=count, eos_token_id=list(run.eos_ids) or None, pad_token_id=0,
-        )  # fmt: skip
-        return out[0, ids.shape[1] :].tolist(), time.perf_counter() - begin
-
-    _, prefill = timed(1)
-    tokens, seconds = timed(n)
-    seconds = max(seconds - prefill, 1e-9) * len(tokens) / max(len(tokens) - 1, 1)
-    return Theirs(tokens, seconds)
+    target = read(model.source)
+    decoders = {"transformers": partial(decoder, None)}
+    if draft is not None:
+        decoders["transformers, assisted"] = partial(decoder, read(draft.source))
+    return decoders
 
 
-# ---- figures -------------------------------------------------------------------------------------
+# ---- figures, words and a picture ----------------------------------------------------------------
 
 
 def seconds_per_token(run: Run) -> float:
@@ -336,105 +304,96 @@ def rows_fed(runs: list[Run]) -> float:
     return statistics.mean(len(s.tree) + sum(map(len, s.window)) for s in steps) if steps else 0.0
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one method did over all prompts of a kind at a temperature."""
+def table_of(
+    kind: str, temperature: float, runs: dict[str, list[Run]], machine: dict, methods: Methods,
+    model: Transformer,
+) -> list[dict]:  # fmt: skip
+    """A table's rows, as --json prints them: what each method did over all prompts.
 
-    kind: str
-    temperature: float
-    method: str
-    speedup: float  # the median over prompts
-    least: float
-    most: float
-    tokens_per_second: float
-    tokens_per_pass: float
-    rows_per_pass: float
-    pass_cost: float  # of a pass over so many rows, in passes over one, by the curve
-    acceptance: float | None  # chance that a draft that was tried is accepted
-    expected_tokens_per_pass: float | None  # by Leviathan et al. 2023, for a draft model
-    expected_speedup: float | None
-    differing: int | None  # prompts whose tokens are not plain decoding's; None under sampling
-    extra_parameters: int
-
-    @property
-    def round_cost(self) -> float:
-        """In passes of plain decoding."""
-        return self.tokens_per_pass / self.speedup
-
-    def reason(self) -> str:
-        """One sentence: what a round brings against what it costs, and why that is not enough."""
-        line = (f"{self.method}: {self.tokens_per_pass:.2f} tokens a pass, for a round that costs "
-                f"{self.round_cost:.2f} plain ones")  # fmt: skip
-        if self.speedup >= 1:
-            return line
-        if self.tokens_per_pass < 1.1:
-            return f"{line}: hardly any guess is right"
-        own = self.round_cost - self.pass_cost
-        if self.pass_cost - 1 > own:
-            return f"{line}: its pass over {self.rows_per_pass:.0f} rows costs {self.pass_cost:.2f}"
-        return f"{line}: drafting and accepting cost {own:.2f} of them"
-
-
-def summarise(
-    kind: str, temperature: float, name: str, runs: list[Run], plain: list[Run], machine: Machine,
-    options: dict, model: Transformer,
-) -> Row:  # fmt: skip
-    """The paper's formula takes a target pass over k + 1 tokens to cost no more than one over 1:
-    here it costs what the curve says."""
-    speeds, a, rows = ratios(plain, runs), alpha(runs), rows_fed(runs)
-    draft, k, expected, gain = options.get("draft"), options.get("k"), None, None
-    if draft is not None and isinstance(k, int) and a is not None:
-        flat = curve_at(machine.curve, k + 1)
-        c = draft_cost(model, draft) if isinstance(draft, Transformer) else 0.0
-        expected, gain = tokens_per_pass(a, k), speedup(a, k, c / flat) / flat
-    return Row(
-        kind, temperature, name, statistics.median(speeds), min(speeds), max(speeds),
-        1 / statistics.median(map(seconds_per_token, runs)), per_pass(runs), rows,
-        curve_at(machine.curve, round(rows)), a, expected, gain,
-        None if temperature else differing(plain, runs), runs[0].extra_parameters,
-    )  # fmt: skip
+    The formula of Leviathan et al. 2023, for a draft model, takes a target pass over k + 1 tokens
+    to cost no more than one over 1: here it costs what the curve says.
+    """
+    table: list[dict] = []
+    plain, curve = runs["autoregressive"], machine["curve"]
+    for method, own in runs.items():
+        speeds, a, rows = ratios(plain, own), alpha(own), rows_fed(own)
+        options, expected, gain = methods.get(method, {}), None, None
+        if "draft" in options and isinstance(options["k"], int) and a is not None:
+            draft, k, flat = options["draft"], options["k"], curve_at(curve, options["k"] + 1)
+            c = draft_cost(model, draft) if isinstance(draft, Transformer) else 0.0
+            expected, gain = tokens_per_pass(a, k), speedup(a, k, c / flat) / flat
+        table.append({
+            "kind": kind,
+            "temperature": temperature,
+            "method": method,
+            "speedup": statistics.median(speeds),
+            "least": min(speeds),
+            "most": max(speeds),
+            "tokens_per_second": 1 / statistics.median(map(seconds_per_token, own)),
+            "tokens_per_pass": per_pass(own) or None,
+            "rows_per_pass": rows,
+            "pass_cost": curve_at(curve, round(rows)),  # of a pass over so many rows
+            "acceptance": a,  # chance that a draft that was tried is accepted
+            "expected_tokens_per_pass": expected,
+            "expected_speedup": gain,
+            "differing": None if temperature else differing(plain, own),  # prompts
+            "extra_parameters": own[0].extra_parameters,
+        })  # fmt: skip
+    return table
 
 
-# ---- words and a picture -------------------------------------------------------------------------
+def reason(row: dict) -> str:
+    """One sentence: what a round brings against what it costs, in passes of plain decoding, and why
+    that is not enough."""
+    cost = row["tokens_per_pass"] / row["speedup"]
+    own = cost - row["pass_cost"]  # of all but the pass
+    why = f": drafting and accepting cost {own:.2f} of them"
+    if row["speedup"] >= 1:
+        why = ""
+    elif row["tokens_per_pass"] < 1.1:
+        why = ": hardly any guess is right"
+    elif row["pass_cost"] - 1 > own:
+        why = f": its pass over {row['rows_per_pass']:.0f} rows costs {row['pass_cost']:.2f}"
+    brought = f"{row['tokens_per_pass']:.2f} tokens a pass"
+    return f"{row['method']}: {brought}, for a round that costs {cost:.2f} plain ones{why}"
 
 
-def show_machine(machine: Machine, model: Transformer) -> None:
-    own = machine.pass_seconds
+def show_machine(machine: dict, model: Transformer) -> None:
+    counts, curve, floor = machine["rows"], machine["curve"], machine["floor"]
     print(f"{count_parameters(model) / 1e6:.1f}M parameters, {model.dtype} on {model.device}: a "
-          f"pass over one token takes {1e3 * own:.2f} ms")  # fmt: skip
-    print("rows n            " + "".join(f"{n:>8}" for n in known_counts(machine)))
-    curve = [machine.curve[n] for n in known_counts(machine)]
-    print("pass(n) / pass(1) " + "".join(f"{cost:8.2f}" for cost in curve))
-    floors = [own * machine.curve[n] / machine.floor(n) for n in known_counts(machine)]
-    print("pass(n) / floor   " + "".join(f"{ratio:8.2f}" for ratio in floors))
+          f"pass over one token takes {1e3 * machine['pass_seconds']:.2f} ms")  # fmt: skip
+    print("rows n            " + "".join(f"{n:8}" for n in counts))
+    print("pass(n) / pass(1) " + "".join(f"{curve[n]:8.2f}" for n in counts))
+    print("pass(n) / floor   " + "".join(f"{curve[n] / floor[n]:8.2f}" for n in counts))
 
 
-def known_counts(machine: Machine) -> list[int]:
-    return [n for n in COUNTS if n < len(machine.curve)]
+COLUMNS = {  # title -> cell, of a row's figures
+    "speedup": "{speedup}", "(least-most)": "({least}-{most})", "tokens/s": "{tokens_per_second}",
+    "tokens/pass": "{tokens_per_pass}", "accepted": "{acceptance}",
+    "formula": "{expected_tokens_per_pass}, {expected_speedup}", "differ": "{differing}",
+}  # fmt: skip
 
 
-def show(rows: list[Row], prompts: int) -> None:
-    """One kind's table at one temperature, and the reasons."""
-    print(f"\n{rows[0].kind}, {prompts} prompts, temperature {rows[0].temperature:g}")
-    titles = "speedup", "(least-most)", "tokens/s", "tokens/pass", "accepted", "formula", "differ"
-    print(f"{'method':<22}" + "".join(f"{title:>13}" for title in titles))
-    for r in rows:
-        formula = f"{figure(r.expected_tokens_per_pass)}, {figure(r.expected_speedup)}"
-        cells = (figure(r.speedup), f"({r.least:.2f}-{r.most:.2f})", f"{r.tokens_per_second:.1f}",
-                 figure(r.tokens_per_pass or None), figure(r.acceptance), formula,
-                 "-" if r.differing is None else str(r.differing))  # fmt: skip
-        print(f"{r.method:<22}" + "".join(f"{cell:>13}" for cell in cells))
-    for row in rows[1:]:
-        if row.tokens_per_pass:
-            print("  " + row.reason())
+def show(table: list[dict]) -> None:
+    """The rows, and the reasons."""
+    print(f"{'method':<22}" + "".join(f"{title:>13}" for title in COLUMNS))
+    for row in table:
+        said = {name: figure(value) for name, value in row.items()}
+        cells = [cell.format(**said) for cell in COLUMNS.values()]
+        print(f"{row['method']:<22}" + "".join(f"{cell:>13}" for cell in cells))
+    for row in table[1:]:
+        if row["tokens_per_pass"]:
+            print("  " + reason(row))
     print(flush=True)
 
 
-def figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def figure(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def draw(file: Path, rows: list[Row], machine: Machine) -> None:
+def draw(file: Path, tables: list[list[dict]], machine: dict) -> None:
     """One PNG: the speedups, with their spread over prompts, and the cost curve over its floors."""
     import matplotlib
 
@@ -443,26 +402,22 @@ def draw(file: Path, rows: list[Row], machine: Machine) -> None:
 
     page, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained",
                                          width_ratios=[2, 1])  # fmt: skip
-    names = list(dict.fromkeys(row.method for row in rows[1:]))
-    groups = list(dict.fromkeys((row.kind, row.temperature) for row in rows))
-    width = 0.8 / len(groups)
-    for g, (kind, temperature) in enumerate(groups):
-        part = [r for r in rows if (r.kind, r.temperature) == (kind, temperature)]
-        part = [r for r in part if r.method in names]
-        at = [names.index(r.method) + (g - (len(groups) - 1) / 2) * width for r in part]
-        spread = [[r.speedup - r.least for r in part], [r.most - r.speedup for r in part]]
-        left.bar(at, [r.speedup for r in part], width, yerr=spread, ecolor="0.4",
-                 label=f"{kind}, T = {temperature:g}")  # fmt: skip
+    methods, width = [row["method"] for row in tables[0][1:]], 0.8 / len(tables)
+    for i, (first, *rows) in enumerate(tables):
+        at = [n + (i + 0.5) * width for n in range(len(rows))]
+        below, above = ([abs(r["speedup"] - r[end]) for r in rows] for end in ("least", "most"))
+        left.bar(at, [r["speedup"] for r in rows], width, yerr=[below, above], ecolor="0.4",
+                 label=f"{first['kind']}, T = {first['temperature']:g}")  # fmt: skip
     left.axhline(1, color="0.3", linewidth=1)
-    left.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
+    middle = [n + 0.4 for n in range(len(methods))]
+    left.set_xticks(middle, methods, rotation=35, ha="right", fontsize=8)
     left.set_ylabel("speed over plain decoding")
     left.legend(fontsize=7)
-    counts = range(1, len(machine.curve))
-    right.plot(counts, machine.curve[1:], label="measured")
-    floors = [machine.floor(n) / machine.pass_seconds for n in counts]
-    right.plot(counts, floors, "--", color="0.4", label="floor: memory, then sums")
+    counts = range(1, len(machine["curve"]))
+    right.plot(counts, machine["curve"][1:], label="measured")
+    right.plot(counts, machine["floor"][1:], "--", color="0.4", label="floor: memory, then sums")
     right.set(xscale="log", xlabel="rows n of a pass", ylabel="pass(n) / pass(1)", ylim=(0, None))
-    right.set_xticks(known_counts(machine), known_counts(machine))
+    right.set_xticks(machine["rows"], machine["rows"])
     right.legend(fontsize=8)
     page.savefig(file, dpi=110)
 
@@ -470,19 +425,22 @@ def draw(file: Path, rows: list[Row], machine: Machine) -> None:
 # ---- command line --------------------------------------------------------------------------------
 
 
-def parser() -> Parser:
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The flags, checked before the weights are read."""
     p = Parser(prog="python -m minispec.bench", description=__doc__.split("\n\n")[0])
     p.add_argument("--model", default=str(WEIGHTS / "target"), help="default: the shipped target")
     p.add_argument("--draft", help="a draft model (default: the one beside the model)")
     p.add_argument("--heads", help="Medusa heads (default: as --draft)")
     p.add_argument("--mtp", help="FastMTP's head (default: as --draft)")
     p.add_argument("--methods", help="only these, between commas")
-    p.add_argument("--data", type=Path, help="a file or folder: its held-out text")
+    text = p.add_mutually_exclusive_group()
+    text.add_argument("--data", type=Path, help="a file or folder: its held-out text")
+    text.add_argument("--questions", type=Path, help="Spec-Bench's question.jsonl")
     p.add_argument("--kind", help="with --data: kinds of text, between commas (default: all)")
-    p.add_argument("--questions", type=Path, help="Spec-Bench's question.jsonl")
     p.add_argument("--prompts", type=number(1), default=20, help="at most this many of each kind")
     p.add_argument("--max-new-tokens", type=number(1), default=100)
-    p.add_argument("--temperature", default="0", help="one or several, between commas")
+    p.add_argument("--temperature", default=[0.0], help="one or several, between commas",
+                   type=lambda text: [number(0, kind=float)(part) for part in text.split(",")])
     p.add_argument("--k", type=number(1), default=4, help="drafts of the draft model")
     p.add_argument("--dtype", default="auto")
     p.add_argument("--device", default="auto")
@@ -493,54 +451,25 @@ def parser() -> Parser:
     p.add_argument("--against", choices=["transformers"], help="its generate, plain and assisted")
     p.add_argument("--shape", choices=list(SHAPES), help="random weights of a real model's sizes")
     p.add_argument("--acceptance", type=number(0, 1, float), help="with --shape: of its drafts")
-    return p
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The flags, checked before the weights are read."""
-    args = parser().parse_args(argv)
-    unused = ("model", "draft", "heads", "mtp", "methods", "data", "kind", "questions", "against",
-              "temperature", "k", "prompts")  # fmt: skip
-    given = [flag for flag in unused if getattr(args, flag) != parser().get_default(flag)]
-    if args.shape and given:
-        raise UserError(f"--shape has its own weights, prompt and drafts: leave --{given[0]} out")
-    if args.acceptance is not None and not args.shape:
-        raise UserError("--acceptance is of the drafts of --shape: leave it out")
-    if args.kind and args.data is None:
-        raise UserError(f"--kind {args.kind}: is of the text of --data")
-    if args.data and args.questions:
-        raise UserError("--data and --questions are two sources of prompts: give one of them")
-    args.acceptance = 0.8 if args.acceptance is None else args.acceptance
-    try:
-        args.temperature = [Sampling(float(t)).temperature for t in args.temperature.split(",")]
-    except ValueError:
-        raise UserError("--temperature must be numbers from 0 on, between commas") from None
+    args = p.parse_args(argv)
+    own = ("model", "draft", "heads", "mtp", "methods", "data", "kind", "questions", "against",
+           "temperature", "k", "prompts")  # fmt: skip
+    given = ", ".join(f"--{flag}" for flag in own if getattr(args, flag) != p.get_default(flag))
+    for wrong, message in (
+        (args.shape and given, f"--shape has weights, prompt and drafts of its own: no {given}"),
+        (args.acceptance is not None and not args.shape, "--acceptance is of --shape's drafts"),
+        (args.kind and not args.data, f"--kind {args.kind} is of the text of --data"),
+        (args.against and (args.quantize or any(args.temperature)),
+         "--against transformers is greedy and unquantised: no --temperature, no --quantize"),
+    ):  # fmt: skip
+        if wrong:
+            raise UserError(message)
+    if args.against:
+        check_package("transformers", "--against")
     if args.picture:
         check_package("matplotlib", "--picture")
         check_writable(args.picture, "--picture")
-    if args.against:
-        check_package("transformers", "--against")
-        if args.quantize or args.temperature != [0]:
-            raise UserError("--against transformers is greedy and unquantised: give neither "
-                            "--temperature nor --quantize")  # fmt: skip
     return args
-
-
-def rows_of(
-    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer | None, machine: Machine,
-    methods: dict[str, dict], kinds: Prompts,
-) -> Iterator[list[Row]]:  # fmt: skip
-    """A table's rows for each kind of prompts and each temperature."""
-    for kind, prompts in kinds.items():
-        for temperature in args.temperature:
-            runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, temperature)
-            plain = runs["autoregressive"]
-            if args.against:
-                runs |= dict(transformers_runs(args, model, plain))
-            yield [
-                summarise(kind, temperature, name, each, plain, machine, methods.get(name, {}),
-                          model) for name, each in runs.items()
-            ]  # fmt: skip
 
 
 @command
@@ -548,34 +477,32 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if args.shape:
         model, tokenizer = random_weights(SHAPES[args.shape], args.dtype, args.device), None
-        kinds = {args.shape: [list(range(100, 116))]}
+        kinds, methods = {args.shape: [list(range(100, 116))]}, {}
     else:
         model, tokenizer = load(args.model, args.dtype, args.device)
         if tokenizer is None:
             raise UserError(f"{args.model} has no tokenizer.json")
-        kinds = prompts_of(args, tokenizer, model.config.context)
-        kinds = {k: [as_prompt(model, tokenizer, ids) for ids in each] for k, each in kinds.items()}
-        if not any(kinds.values()):
-            raise UserError("there are no prompts: the text holds no document that is held out, or "
-                            "none that fits into the context")  # fmt: skip
-    methods = {} if args.shape else methods_of(args, model, tokenizer)
-    drafts = {options["draft"] for options in methods.values() if "draft" in options}
-    for each in (model, *drafts):
+        kinds = prompts_of(args, model, tokenizer)
+        methods = methods_of(args, model, tokenizer)
+    draft = next((each["draft"] for each in methods.values() if "draft" in each), None)
+    for each in filter(None, (model, draft)):
         quicken(each, int8=args.quantize == "int8", compiled=args.compile)
     if args.shape:
-        methods = drafts_of(args, model, kinds[args.shape][0])
-    machine = Machine.of(model)
+        methods = recited(args, model, *kinds[args.shape])
+    others = transformers_decoders(model, draft, args.max_new_tokens) if args.against else {}
+    machine, tables = measured(model), []
     if not args.json:
         show_machine(machine, model)
-    rows = []
-    for each in rows_of(args, model, tokenizer, machine, methods, kinds):
+    for (kind, prompts), t in product(kinds.items(), args.temperature):
+        runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, t, others)
+        tables.append(table_of(kind, t, runs, machine, methods, model))
         if not args.json:
-            show(each, len(kinds[each[0].kind]))
-        rows += each
-    if args.json:
-        print(json.dumps({"machine": asdict(machine), "rows": [asdict(row) for row in rows]}))
+            print(f"\n{kind}, {len(prompts)} prompts, temperature {t:g}")
+            show(tables[-1])
     if args.picture:
-        draw(args.picture, rows, machine)
+        draw(args.picture, tables, machine)
+    if args.json:
+        print(json.dumps({"machine": machine, "rows": sum(tables, [])}))
 
 
 if __name__ == "__main__":
