@@ -62,6 +62,15 @@ def last_line_of_refusal(capsys, command) -> str:
     return error
 
 
+WORDS = "the cat sat on a mat and saw one red bird fly over it".split()
+
+
+def tales(n: int) -> str:
+    """Random words: `n` documents of a text file."""
+    rng = random.Random(0)
+    return "\n<|endoftext|>\n".join(" ".join(rng.choices(WORDS, k=30)) for _ in range(n))
+
+
 # ---- text ----------------------------------------------------------------------------------------
 
 END, USER, ASSISTANT, END_TURN = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
@@ -95,7 +104,7 @@ def byte_model(seed: int = 0, context: int = 256, eos: tuple[int, ...] = ()) -> 
 def folder(tmp_path_factory):
     """A byte-level model on disk."""
     path = tmp_path_factory.mktemp("model")
-    save(byte_model(), TOKENIZER, path)
+    save(byte_model(eos=(256,)), TOKENIZER, path)
     return str(path)
 
 

@@ -7,7 +7,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -121,48 +120,28 @@ def test_a_folder_holds_a_file_per_assignment_and_a_missing_name_is_one_line(tmp
     }
 
 
-def signatures(module: ModuleType, names: list[str] | None = None) -> dict[str, str]:
-    """Of a module's functions and its classes' methods; of dotted annotations the last name."""
-    names = names or [n for n, x in vars(module).items() if here(x, module)]
+def signatures(module: ModuleType, names: list[str]) -> dict[str, str]:
+    """Of functions and of classes' methods; of dotted annotations the last name."""
     found = {}
     for name in names:
         x = getattr(module, name)
-        members = (
-            {f"{name}.{n}": f for n, f in vars(x).items()} if inspect.isclass(x) else {name: x}
-        )
-        for member, function in members.items():
-            if callable(function) and (inspect.isfunction(function) or not inspect.isclass(x)):
-                text = str(inspect.signature(function)).replace("'", "")
-                found[member] = re.sub(r"[\w.]+\.(\w+)", r"\1", text)
+        methods = inspect.getmembers(x, inspect.isfunction) if inspect.isclass(x) else [("", x)]
+        for method, function in methods:
+            text = str(inspect.signature(function)).replace("'", "")
+            found[f"{name}.{method}"] = re.sub(r"[\w.]+\.(\w+)", r"\1", text)
     return found
-
-
-def here(x: object, module: ModuleType) -> bool:
-    return getattr(x, "__module__", None) == module.__name__
 
 
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
 def test_signatures_of_starter_and_reference_agree(assignment):
-    starter = signatures(load(FOLDER / assignment / "starter.py", f"{assignment}_stubs"))
-    solution = load(FOLDER / assignment / "reference.py", f"{assignment}_solution")
-    classes_and_functions = sorted({name.split(".")[0] for name in starter})
-    reference = signatures(solution, classes_and_functions)
+    stubs = load(FOLDER / assignment / "starter.py", f"{assignment}_stubs")
+    names = [n for n, x in vars(stubs).items() if getattr(x, "__module__", 0) == stubs.__name__]
+    starter = signatures(stubs, names)
+    reference = signatures(load(FOLDER / assignment / "reference.py", f"{assignment}_ref"), names)
     assert starter and {name: reference.get(name) for name in starter} == starter
 
 
 # ---- wrong answers -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """The reference of an assignment with a mistake: some of its names replaced, or one of the
-    certifier's mutants at work in the package. It loses points in the tasks `lost`, and only there.
-    """
-
-    assignment: str
-    name: str
-    lost: str  # tasks
-    names: dict[str, object] = field(default_factory=dict)  # none: the one of MUTANTS called `name`
 
 
 def changed(kind: type, **methods: Callable) -> type:
@@ -194,6 +173,9 @@ def runs_past_the_end(checkpoint, prompt, *, max_new_tokens, **options):
     return (tokens + [0] * max_new_tokens)[:max_new_tokens]
 
 
+# The reference of each assignment with a mistake: some of its names replaced or, where no names are
+# given, the certifier's mutant so called at work in the package. It loses points in the tasks
+# named, and only there.
 KVCache, Drafter, Pool, Subset = cache.KVCache, fastmtp.Drafter, lookahead.Pool, vocabulary.Subset
 TABLE = {
     "a1_cache_and_mask": [
@@ -267,26 +249,24 @@ TABLE = {
 }  # fmt: skip
 
 
-def cases() -> list:
-    """The short tests have the first of each assignment but the last, whose cases take seconds."""
-    return [
-        pytest.param(Wrong(assignment, *row), id=f"{assignment}, {row[0]}",
-                     marks=[pytest.mark.slow] if i or assignment == "a8_engine" else [])
-        for assignment, rows in TABLE.items() for i, row in enumerate(rows)
-    ]  # fmt: skip
+WRONG = [  # the short tests have the first of each assignment but the last, which takes seconds
+    pytest.param(assignment, *row, id=f"{assignment}, {row[0]}",
+                 marks=[pytest.mark.slow] if i or assignment == "a8_engine" else [])
+    for assignment, rows in TABLE.items() for i, row in enumerate(rows)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", cases())
-def test_a_wrong_answer_loses_the_points_of_its_task(wrong):
-    if wrong.names:
-        module = load(FOLDER / wrong.assignment / "reference.py", "a_wrong_answer")
-        for name, mistake in wrong.names.items():
-            assert hasattr(module, name)
-            setattr(module, name, mistake)
-        code, watch = grade(wrong.assignment, "a_wrong_answer")
+@pytest.mark.parametrize("assignment, name, tasks, names", WRONG)
+def test_a_wrong_answer_loses_the_points_of_its_task(assignment, name, tasks, names):
+    if names:
+        module = load(FOLDER / assignment / "reference.py", "a_wrong_answer")
+        for changed_name, mistake in names.items():
+            assert hasattr(module, changed_name)
+            setattr(module, changed_name, mistake)
+        code, watch = grade(assignment, "a_wrong_answer")
     else:
-        (mutant,) = (m for m in MUTANTS if m.name == wrong.name)
+        (mutant,) = (m for m in MUTANTS if m.name == name)
         with mutant.apply():
-            code, watch = grade(wrong.assignment, "minispec")
-    words, _, black_box = wrong.lost.partition("|")
+            code, watch = grade(assignment, "minispec")
+    words, _, black_box = tasks.partition("|")
     assert code == 1 and lost(watch) == {*words.split(), *filter(None, [black_box])}

@@ -8,13 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import (
-    TOKENIZER,
-    byte_model,
-    last_line_of_refusal,
-    random_model,
-    random_tokens,
-)
+from conftest import TOKENIZER, byte_model, last_line_of_refusal, random_model, random_tokens, tales
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
@@ -42,9 +36,7 @@ def data(tmp_path):
     """Tales, dialogues and questions."""
     rng, folder = random.Random(0), tmp_path / "data"
     folder.mkdir()
-    words = "the cat sat on a mat and saw one red bird fly over it".split()
-    tales = [" ".join(rng.choices(words, k=30)) for _ in range(120)]
-    (folder / "tales.txt").write_text("\n<|endoftext|>\n".join(tales))
+    (folder / "tales.txt").write_text(tales(120))
     talk = "User: hi\nAssistant: hello\nUser: a\nb\nAssistant: bye\n<|endoftext|>\n"
     (folder / "talk.txt").write_text(talk * 60)
     rows = [{"prompt": "".join(rng.choices("abc", k=5))} for _ in range(60)]
@@ -155,8 +147,8 @@ def test_a_prompt_is_a_beginning_or_a_conversation_up_to_an_answer(target, data,
     assert prompts["talk"] == {first, first + "hello<|end|><|user|>a\nb<|end|><|assistant|>"}
     questions = {json.loads(line)["prompt"] for line in (data / "asked.jsonl").open()}
     assert {text[8:-20] for text in prompts["asked"]} <= questions
-    tales = (data / "tales.txt").read_text()
-    assert all(3 <= len(text) < 24 and text in tales for text in prompts["tales"])
+    whole = tales(120)
+    assert all(3 <= len(text) < 24 and text in whole for text in prompts["tales"])
 
 
 def test_a_model_with_any_tokenizer_is_asked(data, tmp_path):
@@ -269,13 +261,12 @@ def test_medusa_s_loss_is_the_paper_s(shared):
     assert spares_the_target(loss, heads, model)
 
 
-@pytest.mark.parametrize("soft", [False, True])
-def test_the_head_s_loss_is_the_paper_s_over_generated_tokens_of_one_document_only(soft):
-    """With soft labels, the target's distributions stand where the labels are."""
+def test_the_head_s_loss_is_over_generated_tokens_of_one_document_only():
+    """With soft labels: the target's distributions stand where the labels are. Hard ones, steps and
+    weights are assignment 6's."""
     model = random_model(dtype=torch.float32)
     head, (rows, documents) = random_head(model, 0), documents_of(model)
-    loss, by_hand = distill.MTPLoss(head, model, documents, 3, 0.6, True, soft), 0.0
-    assert [round(w, 3) for w in loss.weights] == [0.510, 0.306, 0.184]
+    loss, by_hand = distill.MTPLoss(head, model, documents, 3, 0.6, True, soft=True), 0.0
     for k, weight in enumerate(loss.weights):
         each = []
         for row, hidden in zip(rows, documents.hidden):
@@ -283,7 +274,7 @@ def test_the_head_s_loss_is_the_paper_s_over_generated_tokens_of_one_document_on
             for i in range(max(0, 3 - k - 2), len(row) - k - 2):
                 log_q = steps[k][0, i].log_softmax(-1)
                 p = model.logits(hidden[i + k + 1]).softmax(-1)
-                each.append(-(p * log_q).sum() if soft else -log_q[row[i + k + 2]])
+                each.append(-(p * log_q).sum())
         by_hand += weight * torch.stack(each).mean()
     assert torch.allclose(loss(torch.arange(3)), by_hand, atol=1e-5)
     assert spares_the_target(loss, head, model)

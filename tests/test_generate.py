@@ -27,49 +27,39 @@ def scripted(text_tokens: list[int], block: int):
     """A method that emits these tokens, `block` a round, as if all its drafts had been accepted."""
 
     def method(model, prompt, sampling, randomness, *, cache=None) -> Iterator[Step]:
-        model.prefill(prompt[cache.length : -1], cache)
         yield Step()
-        tokens, rest = list(prompt), list(text_tokens)
-        while True:
-            new, rest = rest[:block], rest[block:]
-            guess = new[: cache.room][:-1]
-            tree = Tree.chain(tokens[-1], guess)
-            model(tree.tokens, cache, tree.depth, tree.mask)
-            cache.commit(list(range(len(tree))))
-            tokens += new[: cache.room + 1]
-            yield Step(new, tree, list(range(len(tree))))
+        for at in range(0, len(text_tokens), block):
+            new = text_tokens[at : at + block]
+            yield Step(new, Tree.chain(0, new[:-1]), list(range(len(new))))
 
     return method
 
 
 @pytest.fixture(params=[1, 2, 3, 7])
-def blocks(request, monkeypatch):
-    """Register a scripted method of this block size."""
-
-    def register(tokens):
-        monkeypatch.setitem(generate.METHODS, "scripted", scripted(tokens, request.param))
-
-    return register
+def register(request, monkeypatch):
+    """Name a scripted method of this block size."""
+    return lambda tokens: monkeypatch.setitem(
+        generate.METHODS, "scripted", scripted(tokens, request.param)
+    )
 
 
 @pytest.mark.parametrize("offset", range(8))
-def test_an_end_token_ends_at_every_offset_of_a_block(blocks, offset):
+def test_an_end_token_ends_at_every_offset_of_a_block(register, offset):
     tokens, model = TOKENIZER.encode("abcdefghijklmnop"), byte_model(eos=(258, 256))
-    blocks(tokens[:offset] + [256] + tokens[offset:])
+    register(tokens[:offset] + [256] + tokens[offset:])
     run = decode(model, TOKENIZER, "x", method="scripted")
     assert run.tokens == tokens[:offset] + [256]
     assert (run.text, run.finish_reason) == ("abcdefghijklmnop"[:offset], "eos")
-    assert run.cache.length <= len(run.tokens)
     for n in 0, 1, 9 + offset:  # nor is their number ever overshot
         run = decode(model, TOKENIZER, "x", "scripted", ignore_eos=True, max_new_tokens=n)
         assert (len(run.tokens), run.stats["new_tokens"], run.finish_reason) == (n, n, "length")
 
 
 @pytest.mark.parametrize("stop", ["d", "def", "fgh", "p", "no", "é", "你", "好x"])
-def test_a_stop_string_ends_at_its_last_token_and_is_not_shown(blocks, stop):
+def test_a_stop_string_ends_at_its_last_token_and_is_not_shown(register, stop):
     text = "abcdefghéi你好xnop"
     tokens = TOKENIZER.encode(text)
-    blocks(tokens)
+    register(tokens)
     run = stream(byte_model(), TOKENIZER, "x", method="scripted", stop=("zzz", stop))
     shown = [chunk.text for chunk in run]
     before = text[: text.index(stop)]
@@ -81,9 +71,9 @@ def test_a_stop_string_ends_at_its_last_token_and_is_not_shown(blocks, stop):
     ("stop", "n", "text"),
     [("ec", 5, "ababa"), ("ab", 5, ""), ("ba", 8, "a"), (("abac?", "b!"), 8, "ababac!!")],
 )
-def test_what_might_begin_a_stop_string_is_held_back_and_then_shown(blocks, stop, n, text):
+def test_what_might_begin_a_stop_string_is_held_back_and_then_shown(register, stop, n, text):
     """One string may come alone, and be longer than what is left."""
-    blocks(TOKENIZER.encode("ababac!!"))
+    register(TOKENIZER.encode("ababac!!"))
     run = decode(byte_model(), TOKENIZER, "x", method="scripted", stop=stop, max_new_tokens=n)
     assert run.text == text == "".join(run.texts) and len(run.texts) == len(run.tokens)
 
@@ -119,14 +109,6 @@ def test_acceptance_by_position_counts_what_it_says():
     ]
     rates = acceptance(rounds)
     assert rates == {"unconditional": [2 / 3, 1 / 2], "conditional": [2 / 3, 1.0]}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A byte-level model on disk."""
-    path = tmp_path_factory.mktemp("model")
-    save(byte_model(), TOKENIZER, path)
-    return str(path)
 
 
 def call(*arguments: str) -> None:
@@ -327,7 +309,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}
 def talker(tmp_path_factory):
     """As `folder`, but with a template that names the speakers, and a context of 64."""
     path = tmp_path_factory.mktemp("talker")
-    save(byte_model(context=64), byte_tokenizer(TEMPLATE), path)
+    save(byte_model(context=64, eos=(256,)), byte_tokenizer(TEMPLATE), path)
     return str(path)
 
 
@@ -364,7 +346,7 @@ def test_a_chat_begins_with_the_prompt_and_the_system_message(talker, capsys, mo
 
 def test_a_chat_longer_than_the_context_forgets_its_oldest_turns(talker, capsys, monkeypatch):
     lines = "".join(f"turn {i} of many\n" for i in range(6))
-    options = ["--model", talker, "--max-new-tokens", "9", "--system", "S"]
+    options = ["--model", talker, "--max-new-tokens", "9", "--system", "S", "--ignore-eos"]
     runs, err = turns(capsys, monkeypatch, lines, *options)
     assert len(runs) == 6 and err.count("oldest turn is forgotten\n") == err.count("\n") > 1
     last = TOKENIZER.decode(runs[-1]["prompt_ids"])

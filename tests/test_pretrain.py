@@ -1,7 +1,6 @@
 """Training is exact: stopped and resumed or not, in one process or two; what it writes loads."""
 
 import os
-import random
 import resource
 import socket
 import subprocess
@@ -10,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, last_line_of_refusal
+from conftest import ROOT, WORDS, last_line_of_refusal, tales
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
@@ -19,15 +18,13 @@ from minispec.generate import decode
 
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--ffn", "24", "--vocab", "300",
          "--context", "32", "--rows", "4", "--device", "cpu", "--lr", "0.01"]  # fmt: skip
-WORDS = "the cat sat on a mat and saw one red bird fly over it".split()
 
 
 @pytest.fixture
 def data(tmp_path):
-    rng, file = random.Random(0), tmp_path / "tales.txt"
-    file.write_text("\n<|endoftext|>\n".join(" ".join(rng.choices(WORDS, k=30)) for _ in range(99)))
+    (tmp_path / "tales.txt").write_text(tales(99))
     (tmp_path / "talk.jsonl").write_text('{"prompt": "hi", "completion": "hello"}\n' * 60)
-    return [str(file), str(tmp_path / "talk.jsonl")]
+    return [str(tmp_path / "tales.txt"), str(tmp_path / "talk.jsonl")]
 
 
 def run(data, out, steps: int, *more: str) -> dict[str, torch.Tensor]:
