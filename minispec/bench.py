@@ -223,10 +223,9 @@ def measure(
 ) -> dict[str, list[Run]]:  # fmt: skip
     """Row of the table -> a run per prompt, the methods in turn. The first prompt also warms up.
     `others` are decoders that are not ours: of a prompt, what the table needs of a Run."""
-    settings = {"max_new_tokens": n, "temperature": temperature}
+    ours = partial(decode, model, tokenizer, max_new_tokens=n, temperature=temperature)
     decoders = {
-        row: partial(decode, model, tokenizer, method=row.split()[0], **settings, **options)
-        for row, options in methods.items()
+        row: partial(ours, method=row.split()[0], **options) for row, options in methods.items()
     } | (others or {})
     _, *turns = [
         {row: decoder(prompt) for row, decoder in decoders.items()}
@@ -236,7 +235,7 @@ def measure(
 
 
 def transformers_decoders(model: Transformer, draft: Transformer | None, n: int) -> dict:
-    """transformers' own greedy `generate`, plain and with the draft as its assistant."""
+    """transformers' greedy `generate`, plain and with the draft, if there is one, as assistant."""
     from transformers import AutoModelForCausalLM, logging
 
     logging.set_verbosity_error()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TOKENIZER, byte_model, random_model
+from conftest import TOKENIZER, byte_model, last_line_of_refusal, random_model
 
 from minispec import bench
 from minispec.checkpoint import save
@@ -35,17 +35,13 @@ def row_of(runs, plain, temperature=0.0) -> dict:
 
 def test_alpha_counts_tried_drafts_only():
     """4 drafted, 1 accepted: 2 were tried. 2 drafted and accepted: 2 were tried. None drafted."""
-
-    class Rounds:
-        rounds = [
-            Step([1, 9], Tree.chain(0, [1, 2, 3, 4]), [0, 1]),
-            Step([1, 2, 9], Tree.chain(0, [1, 2]), [0, 1, 2]),
-            Step([9], Tree.chain(0, []), [0]),
-        ]
-
-    assert bench.alpha([Rounds()]) == 3 / 4
-    Rounds.rounds = Rounds.rounds[2:]
-    assert bench.alpha([Rounds()]) is None
+    rounds = [
+        Step([1, 9], Tree.chain(0, [1, 2, 3, 4]), [0, 1]),
+        Step([1, 2, 9], Tree.chain(0, [1, 2]), [0, 1, 2]),
+        Step([9], Tree.chain(0, []), [0]),
+    ]
+    assert bench.alpha([SimpleNamespace(rounds=rounds)]) == 3 / 4
+    assert bench.alpha([SimpleNamespace(rounds=rounds[2:])]) is None
 
 
 def test_what_differs_from_plain_decoding_is_counted():
@@ -102,6 +98,15 @@ def test_every_method_has_a_row_and_says_what_plain_decoding_says(weights, capsy
     assert rows["medusa"]["extra_parameters"] > 0
 
 
+def test_transformers_says_the_same_in_its_turn(weights, capsys):
+    pytest.importorskip("transformers", reason="the `reference` extra is not installed")
+    bench.main(options_of(weights, "--methods", "speculative", "--against", "transformers",
+                          "--json"))  # fmt: skip
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    theirs = {row["method"]: row["differing"] for row in rows[-2:]}
+    assert theirs == {"transformers": 0, "transformers, assisted": 0}
+
+
 def test_prompts_are_our_own_or_held_out_or_questions(weights, tmp_path, capsys):
     data, questions = tmp_path / "stories_en.txt", tmp_path / "questions.jsonl"
     stories = [f"{i} {i * i} birds flew over the sea." for i in range(101)]
@@ -110,14 +115,14 @@ def test_prompts_are_our_own_or_held_out_or_questions(weights, tmp_path, capsys)
     asked = [{"category": c, "turns": [t]} for c, t in turns.items()]
     lines = (json.dumps(each, ensure_ascii=False) for each in asked)
     questions.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
-    for source, tables in (
-        ([], ["stories, 1 prompts"]),
-        (["--data", str(data), "--prompts", "9"], ["stories_en, 3 prompts"]),
-        (["--questions", str(questions)], ["qa, 1 prompts"]),
+    for source, table in (
+        ([], "stories, 1 prompts"),
+        (["--data", str(data), "--prompts", "9"], "stories_en, 3 prompts"),
+        (["--questions", str(questions)], "qa, 1 prompts"),
     ):
         bench.main(options_of(weights, "--methods", "jacobi", *source))
         out = capsys.readouterr()
-        assert all(table in out.out for table in tables) and "speculative" not in out.out
+        assert table in out.out and "speculative" not in out.out
         assert "tokens a pass, for a round that costs" in out.out
     assert "maths: 1 longer than the context" in out.err
 
@@ -140,20 +145,17 @@ def test_nonsense_is_one_line(weights, wrong, capsys):
     assert caught.value.code == 2 and err.startswith("minispec: ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("line", ['{"turns": ["a"]}', '{"category": "c", "turns": []}', "{", "3"])
-def test_questions_of_another_kind_are_refused(weights, line, tmp_path, capsys):
-    file = tmp_path / "questions.jsonl"
-    file.write_text('{"category": "c", "turns": ["a"]}\n' + line)
-    with pytest.raises(SystemExit):
-        bench.main(options_of(weights, "--questions", str(file)))
-    assert "must hold objects with category and turns" in capsys.readouterr().err
-
-
-def test_where_nothing_is_held_out_there_is_nothing_to_decode(weights, tmp_path, capsys):
-    (tmp_path / "lone.txt").write_text("One story.\n<|endoftext|>\n")
-    with pytest.raises(SystemExit):
-        bench.main(options_of(weights, "--data", str(tmp_path / "lone.txt")))
-    assert "there are no prompts" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "flag, content, says",
+    [("--questions", line, "must hold objects with category and turns")
+     for line in ('{"turns": ["a"]}', '{"category": "c", "turns": []}', "{", "3")]
+    + [("--data", "<|endoftext|>\n", "there are no prompts")],
+)  # fmt: skip
+def test_text_of_another_kind_is_refused(weights, flag, content, says, tmp_path, capsys):
+    file = tmp_path / "text.txt"
+    file.write_text('{"category": "c", "turns": ["a"]}\n' + content)
+    wrong = options_of(weights, flag, str(file))
+    assert says in last_line_of_refusal(capsys, lambda: bench.main(wrong))
 
 
 # ---- random weights ------------------------------------------------------------------------------
