@@ -60,7 +60,7 @@ Methods = dict[str, dict]  # row of the table -> options of the method that is i
 COPIED, SIDE = 2**28, 2048  # bytes of the copy that times memory, side of the product for sums
 
 
-def measured(model: Transformer) -> dict:
+def measured(model: Transformer, draft: Transformer | None = None) -> dict:
     """What decides every speedup here, as --json prints it. No pass can be faster than reading its
     weights once at the speed of a copy, or than its multiplications at the speed of a large
     product."""
@@ -76,6 +76,7 @@ def measured(model: Transformer) -> dict:
     curve = cost_curve(model)
     return {
         "pass_seconds": own,  # over one token
+        "draft_cost": draft_cost(model, draft) if draft else 0.0,  # a token's, in such passes
         "memory_floor": memory,  # seconds, of any pass
         "compute_floor": compute,  # seconds, for each row
         "rows": [n for n in COUNTS if n < len(curve)],  # at which the curve was measured
@@ -304,22 +305,20 @@ def rows_fed(runs: list[Run]) -> float:
 
 
 def table_of(
-    kind: str, temperature: float, runs: dict[str, list[Run]], machine: dict, methods: Methods,
-    model: Transformer,
-) -> list[dict]:  # fmt: skip
+    kind: str, temperature: float, runs: dict[str, list[Run]], machine: dict, methods: Methods
+) -> list[dict]:
     """A table's rows, as --json prints them: what each method did over all prompts.
 
     The formula of Leviathan et al. 2023, for a draft model, takes a target pass over k + 1 tokens
     to cost no more than one over 1: here it costs what the curve says.
     """
     table: list[dict] = []
-    plain, curve = runs["autoregressive"], machine["curve"]
+    plain, curve, c = runs["autoregressive"], machine["curve"], machine["draft_cost"]
     for method, own in runs.items():
         speeds, a, rows = ratios(plain, own), alpha(own), rows_fed(own)
         options, expected, gain = methods.get(method, {}), None, None
         if "draft" in options and isinstance(options["k"], int) and a is not None:
-            draft, k, flat = options["draft"], options["k"], curve_at(curve, options["k"] + 1)
-            c = draft_cost(model, draft) if isinstance(draft, Transformer) else 0.0
+            k, flat = options["k"], curve_at(curve, options["k"] + 1)
             expected, gain = tokens_per_pass(a, k), speedup(a, k, c / flat) / flat
         table.append({
             "kind": kind,
@@ -455,8 +454,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
            "temperature", "k", "prompts")  # fmt: skip
     given = ", ".join(f"--{flag}" for flag in own if getattr(args, flag) != p.get_default(flag))
     for wrong, message in (
-        (args.shape and given, f"--shape has weights, prompt and drafts of its own: no {given}"),
-        (args.acceptance is not None and not args.shape, "--acceptance is of --shape's drafts"),
+        (args.shape and given, f"--shape has its own weights, prompt and drafts: omit {given}"),
+        (args.acceptance is not None and not args.shape, "--acceptance needs --shape: it is of its drafts"),
         (args.kind and not args.data, f"--kind {args.kind} is of the text of --data"),
         (args.against and (args.quantize or any(args.temperature)),
          "--against transformers is greedy and unquantised: no --temperature, no --quantize"),
@@ -489,12 +488,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.shape:
         methods = recited(args, model, *kinds[args.shape])
     others = transformers_decoders(model, draft, args.max_new_tokens) if args.against else {}
-    machine, tables = measured(model), []
+    machine, tables = measured(model, draft), []
     if not args.json:
         show_machine(machine, model)
     for (kind, prompts), t in product(kinds.items(), args.temperature):
         runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, t, others)
-        tables.append(table_of(kind, t, runs, machine, methods, model))
+        tables.append(table_of(kind, t, runs, machine, methods))
         if not args.json:
             print(f"\n{kind}, {len(prompts)} prompts, temperature {t:g}")
             show(tables[-1])
