@@ -13,14 +13,18 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from minispec.config import FLAT, Keys, config_json, read_config
+from minispec.config import FLAT, UNQUANTISED, Keys, config_json, read_config
 from minispec.errors import UserError, read_json
-from minispec.model import Transformer
-from minispec.tokenizer import Tokenizer
+from minispec.gguf import find_gguf, read_gguf
+from minispec.model import Config, Transformer
+from minispec.tokenizer import Tokenizer, needed
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"  # the shipped ones
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 LEFT_OUT = re.compile(r"model\.mtp_layers\.|medusa_head\.|.*inv_freq$")  # heads', derived
+FIRST_LAYER = re.compile(r"(|.*?\.)(model\.|)layers\.0\.input_layernorm\.weight")
+LAYOUTS = {".g_idx": "GPTQ", ".qweight": "AWQ", ".biases": "mlx", "weight_scale_inv": "FP8",
+           ".weight_scale": "FP8"}  # fmt: skip
 ENDS = "model.embed_tokens.weight", "lm_head.weight"  # one tensor in a tied model
 
 
@@ -67,7 +71,9 @@ def fill(
     state = {}
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES.values():
-            raise UserError(f"{where}: {name} is {tensor.dtype}: quantised, which is not supported")
+            raise UserError(
+                f"{where}: {name} is {tensor.dtype}: quantised weights: {UNQUANTISED}"
+            )
         if not tensor.isfinite().all():
             raise UserError(f"{where}: {name} has a NaN or an infinity: take undamaged weights")
         state[name] = tensor.to(device, dtype, copy=True)
@@ -89,9 +95,9 @@ def tie(tensors: dict[str, Tensor]) -> None:
 
 
 def resolve(source: str | os.PathLike) -> Path:
-    """A local directory, or the snapshot of a hub id, downloaded where it is not at hand."""
+    """A local directory or GGUF file, or the snapshot of a hub id, fetched where it is not here."""
     name = str(source)
-    if os.path.isdir(name):
+    if os.path.isdir(name) or name.endswith(".gguf") and os.path.isfile(name):
         return Path(name)
     if os.path.exists(name) or not re.fullmatch(r"[^/.~][^/]*/[^/]+", name):
         raise UserError(f"no such directory: {name} (nor is it an id on the hub, OWNER/MODEL)")
@@ -140,44 +146,71 @@ def load(
     source: str | os.PathLike, dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
 ) -> tuple[Transformer, Tokenizer | None]:  # fmt: skip
-    """Model and tokenizer (None where there is no tokenizer.json) of a directory or hub id, which
+    """Model and tokenizer (None where there is none) of a directory, hub id or GGUF file, which
     `model.source` remembers. Raises UserError for what is missing, damaged or not implemented."""
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
-    directory = resolve(source)
-    config, files = read_config(directory), weight_files(directory)
-    tokenizer = None
-    if (directory / "tokenizer.json").exists():
-        tokenizer = Tokenizer.from_directory(directory)
+    path = resolve(source)
+    if file := find_gguf(path):
+        config, tensors, tokenizer = read_gguf(file)
+    else:
+        config, tensors, tokenizer = read_directory(path)
+    if tokenizer:
         # added tokens may lie beyond: some files pad with one that the model never learnt
         words = tokenizer.backend.get_vocab_size(with_added_tokens=False)
         if words > config.vocab_size:
             raise UserError(
-                f"{directory}: the tokenizer has {words} tokens, the embedding only "
+                f"{path}: the tokenizer has {words} tokens, the embedding only "
                 f"{config.vocab_size}: they do not belong together"
             )
-        if tokenizer.bos and config.bos_id is None:
-            config = replace(config, bos_id=tokenizer.backend.token_to_id(tokenizer.bos))
-    tensors = {}
-    for file in files:
-        tensors |= {n: t for n, t in read_tensors(file).items() if not LEFT_OUT.match(n)}
+        if config.bos_id is None:
+            config = replace(config, bos_id=tokenizer.id_of("bos_token"))
     if config.tied:
         tie(tensors)
     with torch.device("meta"):
         model = Transformer(config)
-    fill(model, tensors, str(directory), kind, place)
+    fill(model, tensors, str(path), kind, place)
     if config.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
-    model.source = directory
+    model.source = path
     return model.eval(), tokenizer
 
 
+def read_directory(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
+    """Config, tensors and tokenizer of a checkpoint directory."""
+    config, tensors = read_config(path), {}
+    for file in weight_files(path):
+        tensors |= read_tensors(file)
+    for end, layout in LAYOUTS.items():
+        if any(name.endswith(end) for name in tensors):
+            raise UserError(f"{path}: quantised weights ({layout}): {UNQUANTISED}")
+    tensors = {n: t for n, t in unwrapped(tensors).items() if not LEFT_OUT.match(n)}
+    return config, tensors, tokenizer_in(path)
+
+
+def unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under published names: without a prefix that all have, as torch.compile
+    (`_orig_mod.`) and data parallelism (`module.`) leave it, and with the `model.` that a body
+    saved alone lacks."""
+    found = next(filter(None, map(FIRST_LAYER.fullmatch, tensors)), None)
+    if not found or not all(name.startswith(found[1]) for name in tensors):
+        return tensors
+    bare = {name.removeprefix(found[1]): tensor for name, tensor in tensors.items()}
+    if found[2]:
+        return bare
+    return {n if n.startswith("lm_head.") else f"model.{n}": t for n, t in bare.items()}
+
+
+def tokenizer_in(directory: Path) -> Tokenizer | None:
+    there = (directory / "tokenizer.json").exists()
+    return Tokenizer.from_directory(directory) if there else None
+
+
 def read_tokenizer(source: str | os.PathLike) -> Tokenizer:
-    """The tokenizer of a directory or hub id."""
-    directory = resolve(source)
-    if not (directory / "tokenizer.json").exists():
-        raise UserError(f"{source} has no tokenizer.json")
-    return Tokenizer.from_directory(directory)
+    """The tokenizer of a directory, a hub id or a GGUF file."""
+    path = resolve(source)
+    file = find_gguf(path)
+    return needed(read_gguf(file)[2] if file else tokenizer_in(path), path)
 
 
 def check_fingerprint(where: str, theirs: str | None, tokenizer: Tokenizer | None) -> None:

@@ -20,11 +20,15 @@ FAMILIES = {  # and what transformers calls them
     "qwen3": "Qwen3ForCausalLM",
     "mimo": "MiMoForCausalLM",
 }
+UNQUANTISED = "take the unquantised model, or a GGUF file of it"
+ENDS = "bos_token_id", "eos_token_id"
+CONTEXTS = {"mistral": 2**17, "qwen2": 2**15, "qwen3": 2**15, "mimo": 2**15}  # where none is named
 ORIGINAL = "original_max_position_embeddings"
 YARN = ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
 ROPE_TYPES = {  # the numbers that each needs, and those that it may have
     "default": ((), ()),
     "linear": (("factor",), ()),
+    "dynamic": ((), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", ORIGINAL), ()),
     "yarn": (("factor",), YARN),
 }
@@ -62,7 +66,7 @@ FIELDS = {  # of a Config: the key in config.json, what it must be, and what it 
     "layers": ("num_hidden_layers", LAYERS, None),
     "heads": ("num_attention_heads", SIZE, None),
     "vocab_size": ("vocab_size", SIZE, None),
-    "context": ("max_position_embeddings", SIZE, None),
+    "context": ("max_position_embeddings", SIZE, 2048),
     "norm_eps": ("rms_norm_eps", NUMBER, 1e-6),
     "tied": ("tie_word_embeddings", FLAG, False),
     "mlp_bias": ("mlp_bias", FLAG, False),
@@ -88,16 +92,23 @@ class Keys:
 
 def read_config(directory: Path) -> Config:
     """The Config of a checkpoint directory."""
-    path = directory / "config.json"
+    path, ends = directory / "config.json", directory / "generation_config.json"
     if not path.exists():
         raise UserError(f"{directory} has no config.json: not a Hugging Face checkpoint directory")
     if (directory / "adapter_config.json").exists():
         raise UserError(f"{directory} holds an adapter (PEFT): merge it into its model first")
-    keys = Keys(path, read_json(path))
+    return config_of(Keys(path, read_json(path)), Keys(ends, optional_json(ends)))
+
+
+def config_of(keys: Keys, ends: Keys) -> Config:
+    """The Config that the keys of a config.json make. What `ends`, those of generation_config.json,
+    name counts first: all of a model's end tokens."""
     fields = {field: keys.get(*row) for field, row in FIELDS.items()}
     keys.get("hidden_act", one_of("silu", "swish"), "silu")
-    if keys.raw.get("quantization_config"):
-        raise UserError(f"{path}: quantization_config is not supported: use the unquantised model")
+    for key, method in ("quantization", "mlx"), ("quantization_config", "by an unknown method"):
+        if given := keys.raw.get(key):
+            method = given.get("quant_method", method) if isinstance(given, dict) else method
+            raise UserError(f"{keys.path}: {key}: quantised weights ({method}): {UNQUANTISED}")
     fields["kv_heads"], fields["head_dim"] = attention_sizes(keys)
     fields["rope_theta"], fields["rope_scaling"] = read_rope(keys)
     fields["context"] = read_context(keys, fields["rope_scaling"])
@@ -105,9 +116,7 @@ def read_config(directory: Path) -> Config:
     # qwen2 always has one and mistral never: their code does not read attention_bias
     asks = fields["model_type"] in ("llama", "qwen3", "mimo")
     bias = keys.get("attention_bias", FLAG, qwen2) if asks else qwen2
-    bos, eos = (listed(keys.get(key, IDS, [])) for key in ("bos_token_id", "eos_token_id"))
-    path = directory / "generation_config.json"  # where it names end tokens, it names all
-    eos = listed(Keys(path, optional_json(path)).get("eos_token_id", IDS, eos))
+    bos, eos = (listed(ends.get(key, IDS, keys.get(key, IDS, []))) for key in ENDS)
     return Config(
         **fields,
         qkv_bias=bias,
@@ -131,11 +140,15 @@ def attention_sizes(keys: Keys) -> tuple[int, int]:
 
 
 def read_context(keys: Keys, scaling: dict | None) -> int:
-    """The longest text: yarn may stretch max_position_embeddings; and a sliding window ends it,
-    within which attention is still full."""
-    context = keys.get("max_position_embeddings", SIZE)
+    """The longest text. Scaled positions may stretch max_position_embeddings, where a config names
+    the longer text as well or, for yarn, the original one; and a sliding window ends it, within
+    which attention is still full. Beyond max_position_embeddings dynamic scaling would begin."""
+    context = keys.get("max_position_embeddings", SIZE, CONTEXTS.get(keys.raw["model_type"], 2048))
     if scaling and scaling["rope_type"] == "yarn":
         context = max(context, int(min(scaling.get(ORIGINAL, 0) * scaling["factor"], 2**24)))
+    if scaling and scaling["rope_type"] == "linear":  # vicuna-16k
+        longer = keys.get("max_sequence_length", SIZE, context)
+        context = max(context, int(min(longer, context * scaling["factor"])))
     kinds = keys.get("layer_types", ATTENTIONS, [])
     if keys.raw["model_type"] == "mistral":  # no flag switches it off there
         slides = True
@@ -163,7 +176,7 @@ def read_rope(keys: Keys) -> tuple[float, dict | None]:
     keys.get("partial_rotary_factor", WHOLE, 1.0)
     scaling.get("partial_rotary_factor", WHOLE, 1.0)
     kind = scaling.get("rope_type", one_of(*ROPE_TYPES), None if scaling.raw else "default")
-    if kind == "default":
+    if kind in ("default", "dynamic"):  # which is plain in the context
         return theta, None
     if kind != "linear" and keys.raw.get(ORIGINAL) is not None:  # beside rope_scaling it counts
         scaling.raw[ORIGINAL] = keys.raw[ORIGINAL]

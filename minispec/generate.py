@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
@@ -30,7 +31,7 @@ from minispec.methods.speculative import speculative
 from minispec.model import Transformer, count_parameters
 from minispec.run import Ending, Run
 from minispec.sampling import Randomness, Sampling, Seeded
-from minispec.tokenizer import Tokenizer
+from minispec.tokenizer import Tokenizer, needed
 from minispec.tree import Step
 from minispec.view import paint, write_page
 
@@ -73,10 +74,13 @@ def stream(
         raise UserError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
     if not isinstance(seed, Integral):
         raise UserError(f"seed {seed!r}: must be a whole number")
-    ending = Ending(max_new_tokens, (stop,) if isinstance(stop, str) else stop, ignore_eos)
     sampling = Sampling(temperature, top_k, top_p)
-    if ending.stop and tokenizer is None:
-        raise UserError("stop strings need a tokenizer.json, which this model lacks")
+    ending = Ending(max_new_tokens, (stop,) if isinstance(stop, str) else stop)
+    controls = needed(tokenizer, model.source).controls if ending.stop else {}
+    ending = replace(
+        ending, eos_ids=() if ignore_eos else model.config.eos_ids,
+        stop_ids=tuple(controls[text] for text in ending.stop if text in controls),
+    )  # fmt: skip
     ids = as_prompt(model, tokenizer, prompt)
     if cache is None:
         rows = len(ids) + max_new_tokens + TREE_ROOM
@@ -91,7 +95,7 @@ def stream(
     )
     decoder = tokenizer.stream(ids) if tokenizer else None
     extra = sum(count_parameters(v) for v in options.values() if isinstance(v, torch.nn.Module))
-    return Run(method, ids, steps, cache, sampling, ending, model.config.eos_ids, decoder, extra)
+    return Run(method, ids, steps, cache, sampling, ending, decoder, extra)
 
 
 def decode(
@@ -110,8 +114,8 @@ def as_prompt(
 ) -> list[int]:
     """Token ids of a prompt: in range, at least one, with room for an answer."""
     c = model.config
-    if isinstance(prompt, str) and tokenizer is None:
-        raise UserError("this model has no tokenizer.json: give token ids (--prompt-ids)")
+    if isinstance(prompt, str):
+        needed(tokenizer, model.source, "give token ids (--prompt-ids)")
     try:
         if isinstance(prompt, (bytes, bytearray)) or getattr(prompt, "ndim", 1) != 1:
             raise TypeError  # it could pass for integers
@@ -216,7 +220,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     prompt.add_argument("--prompt-file", help="a UTF-8 file that holds the prompt")
     p.add_argument("--method", default="autoregressive", choices=METHODS, metavar="M",
                    help=", ".join(METHODS))
-    p.add_argument("--model", default=str(WEIGHTS / "target"), help="directory or hub id")
+    p.add_argument("--model", default=str(WEIGHTS / "target"), help="directory, hub id or .gguf")
     some = p.add_argument_group("flags of some methods")
     for name, (methods, kind, help) in FLAGS.items():
         settings = {"type": kind} if kind else {"action": "store_const", "const": True}
@@ -332,6 +336,18 @@ def show(run: Run, args: argparse.Namespace, tokenizer: Tokenizer | None, prompt
         print(describe(run), file=sys.stderr)
 
 
+def tell_of_end_token(
+    model: Transformer, tokenizer: Tokenizer | None, args: argparse.Namespace
+) -> None:
+    """Say so where the tokenizer has an end token that the model's files do not name as one."""
+    end = tokenizer.named.get("eos_token") if tokenizer else None
+    if not end or args.ignore_eos or end in args.stop:
+        return
+    if tokenizer.id_of("eos_token") not in model.config.eos_ids:
+        print(f"minispec: {end} is the tokenizer's end token, but not the model's, by its config: "
+              f"--stop '{end}' ends there", file=sys.stderr)  # fmt: skip
+
+
 def describe(run: Run) -> str:
     """The statistics in one line of words."""
     s = run.stats
@@ -354,8 +370,8 @@ def main(argv: list[str] | None = None) -> None:
     check_flags(args)
     prompt = None if args.chat else read_prompt(args)
     model, tokenizer = load(args.model, args.dtype, args.device)
-    if tokenizer is None and not (args.json or args.chat):
-        raise UserError("this model has no tokenizer.json: give --json, which shows token ids")
+    if not args.json or args.chat:
+        needed(tokenizer, model.source, "give --json, which shows token ids")
     names = "method", "max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos"
     options = {name: getattr(args, name) for name in names} | {"stop": tuple(args.stop)}
     options["randomness"] = Seeded(args.seed)  # one for all turns of a chat
@@ -367,6 +383,7 @@ def main(argv: list[str] | None = None) -> None:
         chat(model, tokenizer, args, options)
         return
     run = stream(model, tokenizer, prompt, **options)
+    tell_of_end_token(model, tokenizer, args)
     show(run, args, tokenizer, prompt if isinstance(prompt, str) and not args.json else "")
     if args.html is not None:
         write_page(args.html, model, tokenizer, run, args.model)
@@ -376,15 +393,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def chat(
-    model: Transformer, tokenizer: Tokenizer | None, args: argparse.Namespace, options: dict
+    model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace, options: dict
 ) -> None:
     """The prompt, if any, then turns from standard input. The cache stays: a turn feeds only what
     is new in it. Where the context would not hold an answer, the oldest turns are forgotten."""
-    if tokenizer is None:
-        raise UserError("--chat needs a tokenizer.json, which this model lacks")
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     cache = model.new_cache(min(model.config.context, CHAT_ROOM))
     room = cache.capacity - max(1, min(args.max_new_tokens, cache.capacity // 2))
+    tell_of_end_token(model, tokenizer, args)
     messages, held = [], []  # the turns, and the tokens whose rows the cache holds
     for turn in user_turns(args.prompt):
         messages.append({"role": "user", "content": turn})

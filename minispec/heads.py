@@ -30,6 +30,9 @@ from minispec.tokenizer import Tokenizer
 from minispec.tree import Ranks
 
 MEDUSA, MTP = "medusa_head.", "model.mtp_layers.0."  # before their tensors' names in whole models
+VLLM = re.compile(
+    r"(?:medusa_heads\.)?(?:token_map|(blocks|lm_heads)\.(\d{1,4})\.(?:layers\.(\d{1,4})\.)?(\w+))"
+)
 FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # of Medusa heads alone
 # the trees published with Medusa (FasterDecoding/Medusa, Apache-2.0), as lists of paths
 PUBLISHED: dict[str, list[Ranks]] = {
@@ -51,7 +54,9 @@ def read_heads(
     tensors: dict[str, Tensor] = {}
     for file in alone or weight_files(folder):
         kept = read_tensors(file).items()  # of a whole model only the heads
-        tensors |= {n: t for n, t in kept if alone or n.startswith(prefix)}
+        tensors |= {n: t for n, t in kept if alone or n.startswith(prefix) or VLLM.match(n)}
+    if any(map(VLLM.match, tensors)):
+        tensors, alone = from_vllm(tensors, str(source)), [folder]
     heads = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     heads = heads or (tensors if alone else {})
     if not heads:
@@ -71,15 +76,37 @@ def load_medusa(
 ) -> MedusaHeads:
     """The heads of a file, a directory or a hub id, on the model's device and in its type.
 
-    Reads the layouts v1 (projections in the file), v2 (residual blocks only) and Medusa-1.0 (in a
-    full model, under `medusa_head.`). Counts come from the tensors, whatever config.json says.
-    Raises UserError for heads of another model or tokenizer.
+    Reads the layouts v1 (projections in the file), v2 (residual blocks only), Medusa-1.0 (in a full
+    model, under `medusa_head.`) and vLLM's. Counts come from the tensors, whatever config.json
+    says. Raises UserError for heads of another model or tokenizer.
     """
     tensors, folder = read_heads(source, MEDUSA, tokenizer)
     heads = medusa_like(tensors, model, str(source))
     fill(heads, tensors, str(source), model.dtype, model.device)
     read_tree(heads, folder / "config.json")
     return heads.eval()
+
+
+def from_vllm(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Tensors in vLLM's layout (blocks.0.layers.0.weight, lm_heads.0.weight) under the names of v1.
+    It may lack biases, which are 0 then, and all projections but the first, which all heads share
+    then."""
+    parts = {name: VLLM.fullmatch(name) for name in tensors}
+    layers = 1 + max((int(part[3]) for part in parts.values() if part and part[3]), default=-1)
+    found: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        if not (part and part[1]) or (part[1] == "blocks") != (part[3] is not None):
+            raise UserError(f"{where}: {name} of vLLM's layout is not supported")
+        kind, head, layer, end = part.groups()
+        if kind == "blocks":
+            found[f"{head}.{layer}.linear.{end}"] = tensor = tensors[name]
+            found.setdefault(f"{head}.{layer}.linear.bias", tensor.new_zeros(len(tensor)))
+        else:
+            found[f"{head}.{layers}.{end}"] = tensors[name]
+    first = found.get(f"0.{layers}.weight")
+    for name in [name for name in found if first is not None]:
+        found.setdefault(f"{name.partition('.')[0]}.{layers}.weight", first)
+    return found
 
 
 def medusa_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> MedusaHeads:
@@ -214,7 +241,10 @@ def read_ids(path: Path) -> dict[str, Language]:
     """FastMTP's map: a list or tensor of ids, most frequent first."""
     stored = read_file(path)
     try:
-        ids = tuple(dict.fromkeys(map(int, torch.as_tensor(stored).tolist())))
+        ids = torch.as_tensor(stored)
+        if ids.dtype == torch.bool or ids.is_floating_point():
+            raise TypeError("they must be whole numbers")
+        ids = tuple(dict.fromkeys(map(int, ids.tolist())))
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UserError(f"{path} is not a list of token ids: {error}") from None
     return {path.stem: Language(ids, (0,) * len(ids))}

@@ -74,7 +74,7 @@ def complete(bpe: BPE) -> Tokenizer:
     bpe.post_processor = processors.TemplateProcessing(
         single=f"{END} $A", special_tokens=[(END, bpe.token_to_id(END))]
     )
-    return Tokenizer(bpe, END, END, CHAT_TEMPLATE)
+    return Tokenizer(bpe, {"bos_token": END, "eos_token": END}, CHAT_TEMPLATE)
 
 
 def marked(document: Document) -> str:

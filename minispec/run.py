@@ -31,11 +31,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Ending:
-    """What ends a run: a number of tokens, end tokens, stop strings."""
+    """What ends a run: a number of tokens, the model's end tokens, stop strings; `stop_ids` are
+    those of the stop strings that are control tokens, which have no text."""
 
     max_new_tokens: int = 200
     stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
+    eos_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
         n = self.max_new_tokens
@@ -61,7 +63,6 @@ class Run:
     cache: KVCache
     sampling: Sampling
     ending: Ending
-    eos_ids: tuple[int, ...]
     decoder: TextStream | None
     extra_parameters: int
     tokens: list[int] = field(default_factory=list)
@@ -112,8 +113,11 @@ class Run:
 
     def end_after(self, token: int) -> str | None:
         """Show the text so far as it is safe; the reason to stop after this token, if any."""
-        if token in self.eos_ids and not self.ending.ignore_eos:
+        if token in self.ending.eos_ids:
             return "eos"
+        if token in self.ending.stop_ids:
+            self.texts[-1], self.held = self.held + self.decoder.flush(), ""
+            return "stop"
         self.held += self.decoder.push(token) if self.decoder else ""
         found = min((at for at in map(self.held.find, self.ending.stop) if at >= 0), default=None)
         if found is not None:

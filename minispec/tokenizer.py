@@ -1,63 +1,67 @@
-"""Text to tokens and back: encode, streaming decode, chat template."""
+"""Text to tokens and back: encode, streaming decode, conversations."""
 
-import datetime
 import hashlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
-from tokenizers.processors import TemplateProcessing
 
+from minispec import chat
 from minispec.errors import UserError, optional_json
 
-ADDED = "content", "single_word", "lstrip", "rstrip", "normalized", "special"  # of an AddedToken
+FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"  # of an AddedToken
+NAMES = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+OTHERS = "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json"  # of other libraries
+EXTRA = "extra_special_tokens", "additional_special_tokens"
 
 
 class Tokenizer:
-    """A tokenizer.json with what its neighbours say of special tokens and chat."""
+    """A tokenizer.json with what its neighbours say of special tokens and chat. `named` are special
+    tokens by their names: bos_token, eos_token, pad_token, …"""
 
     def __init__(
-        self, backend: Backend, bos: str | None = None, eos: str | None = None,
+        self, backend: Backend, named: dict[str, str] | None = None,
         chat_template: str | None = None,
     ):  # fmt: skip
-        self.backend, self.bos, self.eos, self.chat_template = backend, bos, eos, chat_template
+        self.backend, self.named, self.chat_template = backend, named or {}, chat_template
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
-        """Read tokenizer.json and, if there, tokenizer_config.json, special_tokens_map.json and
-        chat_template.jinja."""
+        """Read tokenizer.json and its neighbours as transformers 5 does: tokenizer_config.json and,
+        where that lists no added_tokens_decoder, special_tokens_map.json and added_tokens.json;
+        chat_template.jinja. Whether texts begin with BOS is for tokenizer.json alone to say."""
         backend = read_backend(directory / "tokenizer.json")
         backend.no_padding()
         backend.no_truncation()
         settings = optional_json(directory / "tokenizer_config.json")
-        add_listed(backend, settings, directory)
-        named = optional_json(directory / "special_tokens_map.json") | settings
-        bos, eos = (mark_special(backend, named.get(key)) for key in ("bos_token", "eos_token"))
-        if settings.get("add_bos_token") and bos and backend.post_processor is None:
-            backend.post_processor = call(
-                f"{directory}: its bos_token {bos!r} is not in the vocabulary",
-                TemplateProcessing, f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))],
-            )  # fmt: skip
-        return cls(backend, bos, eos, read_template(directory, settings))
+        template = chat.read_template(directory, settings)
+        try:
+            named = add_neighbours(backend, directory, settings)
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UserError(
+                f"{directory}: tokenizer_config.json or a neighbour of it names tokens in a form "
+                f"that is not transformers' ({error!r})"
+            ) from None
+        return cls(backend, named, template)
 
     def files(self) -> dict[str, str]:
         """What `from_directory` and transformers read, by the names of its files."""
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": self.bos,
-            "eos_token": self.eos,
-            "chat_template": self.chat_template,
+            **self.named,
             "clean_up_tokenization_spaces": False,
         }
-        settings = {key: value for key, value in settings.items() if value is not None}
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
         texts = self.backend.to_str(), json.dumps(settings, indent=2)
         return dict(zip(("tokenizer.json", "tokenizer_config.json"), texts))
+
+    def id_of(self, name: str) -> int | None:
+        """The id of a named special token, if there is one."""
+        return self.backend.token_to_id(self.named[name]) if name in self.named else None
 
     @property
     def size(self) -> int:
@@ -65,10 +69,16 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
-    def special_ids(self) -> list[int]:
-        """Of the tokens that are no text: ends, roles of a chat, and the like."""
-        added = self.backend.get_added_tokens_decoder()
-        return sorted(i for i, token in added.items() if token.special)
+    def controls(self) -> dict[str, int]:
+        """The tokens that are no text (ends, roles of a chat, and the like), and their ids."""
+        tokens = self.backend.get_added_tokens_decoder().items()
+        return {token.content: i for i, token in tokens if token.special}
+
+    def words(self, besides: "Tokenizer") -> dict[str, int]:
+        """Tokens and their ids, without those that were added here or `besides`."""
+        added = [t.get_added_tokens_decoder().values() for t in (self.backend, besides.backend)]
+        names = {token.content for tokens in added for token in tokens}
+        return {w: i for w, i in self.backend.get_vocab().items() if w not in names}
 
     @property
     def fingerprint(self) -> str:
@@ -76,10 +86,12 @@ class Tokenizer:
         vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids; `special` adds what the model begins texts with (BOS, if anything)."""
+    def encode(self, text: str, special: bool = True, literal: bool = False) -> list[int]:
+        """Token ids; `special` adds what the model begins texts with (BOS, if anything), and with
+        `literal` what spells a control token is text as well."""
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError("the text is not valid Unicode: give it as UTF-8")
+        self.backend.encode_special_tokens = literal
         problem = "the tokenizer fails at this text"
         return call(problem, self.backend.encode, text, add_special_tokens=special).ids
 
@@ -91,12 +103,15 @@ class Tokenizer:
         """A decoder of the tokens that follow `prompt`, one at a time."""
         return TextStream(self.decode, prompt)
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Ids of a conversation of {role, content}, up to where the assistant is to speak."""
+    def chat(self, messages: chat.Messages) -> list[int]:
+        """Ids of a conversation, up to where the assistant is to speak. What its turns say is text,
+        even where it spells a control token."""
         if self.chat_template is None:
             raise UserError("this model has no chat template: give it plain text, without --chat")
-        text = render(self.chat_template, messages, self.bos or "", self.eos or "")
-        tokens = self.encode(text, special=False)
+        hidden, spelled = chat.hide(messages, self.controls)
+        tokens: list[int] = []
+        for part in chat.split(chat.render(self.chat_template, hidden, self.named)):
+            tokens += self.encode(spelled.get(part, part), special=False, literal=part in spelled)
         if not tokens:
             raise UserError("the model's chat template makes nothing of this conversation")
         return tokens
@@ -131,6 +146,19 @@ class TextStream:
         return whole[len(os.path.commonprefix([before, whole])) :]
 
 
+def needed(tokenizer: Tokenizer | None, source: Path | None, instead: str = "") -> Tokenizer:
+    """The tokenizer; refuse a model that has none, and say how it gets one."""
+    if tokenizer is not None:
+        return tokenizer
+    cure = instead or "put the file of its tokenizer there"
+    for name in OTHERS:
+        if source and (source / name).exists():
+            cure = (f"transformers makes one from {name}, once: "
+                    "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)")  # fmt: skip
+            break
+    raise UserError(f"{source or 'this model'} has no tokenizer.json: {cure}")
+
+
 # ---- files ---------------------------------------------------------------------------------------
 
 
@@ -150,76 +178,36 @@ def read_backend(path: Path) -> Backend:
     return call(f"{path} is not a tokenizer", Backend.from_file, str(path))
 
 
-def add_listed(backend: Backend, settings: dict, where: Path) -> None:
-    """Add the tokens that tokenizer_config.json lists by their ids and tokenizer.json lacks."""
-    try:
-        listed = {int(i): t for i, t in (settings.get("added_tokens_decoder") or {}).items()}
-        for i, token in sorted(listed.items()):
-            if backend.token_to_id(token["content"]) is None:
-                backend.add_tokens([AddedToken(**{k: token[k] for k in ADDED if k in token})])
-                if backend.token_to_id(token["content"]) != i:
-                    raise ValueError(f"{token['content']!r} cannot be token {i}")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{where}: added_tokens_decoder must hold tokens by id: {error}") from None
+def add_neighbours(backend: Backend, directory: Path, settings: dict) -> dict[str, str]:
+    """Add the tokens that tokenizer.json's neighbours list or name, and return the special ones
+    that have names. What counts before what, and who gets which id, is as in transformers 5: where
+    the listed ids leave a gap, the next one in turn."""
+    own, legacy = backend.get_added_tokens_decoder(), {}
+    if "added_tokens_decoder" in settings:
+        listed = {int(i): added(t) for i, t in settings["added_tokens_decoder"].items()}
+    else:  # older files
+        legacy = optional_json(directory / "special_tokens_map.json")
+        numbers = optional_json(directory / "added_tokens.json")
+        listed = {i: added(text) for text, i in numbers.items()} | own
+    tokens = {token.content: token for _, token in sorted(listed.items())}
+    extra = [source.get(key) for source in (settings, legacy) for key in EXTRA]
+    extra = next(filter(None, extra), [])
+    several = extra if isinstance(extra, dict) else {}  # each with a name
+    named = {name: given for name, given in (dict.fromkeys(NAMES) | settings | legacy).items()
+             if name.endswith("_token") and isinstance(given, str | dict)} | several  # fmt: skip
+    known = {token.content for token in own.values()}
+    for token in map(added, named.values()):
+        if token.content in tokens or token.content not in known:
+            tokens.setdefault(token.content, token).special = True
+    for token in map(added, [] if several else extra):
+        if token.content not in known | tokens.keys():
+            token.special = True
+            tokens[token.content] = token
+    backend.add_tokens(list(tokens.values()))
+    return {name: added(given).content for name, given in named.items()}
 
 
-def mark_special(backend: Backend, token: str | dict | None) -> str | None:
-    """The text of an end, spelled so or as {content: …}, which is no text to show, whether or not
-    tokenizer.json says so."""
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
-        return None
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    if text not in known and backend.token_to_id(text) is not None:
-        backend.add_special_tokens([text])
-    return text
-
-
-def read_template(directory: Path, settings: dict) -> str | None:
-    """The chat template: a file's, else that of tokenizer_config.json, or the default of several
-    there."""
-    file, template = directory / "chat_template.jinja", settings.get("chat_template")
-    if file.exists():
-        return file.read_text(encoding="utf-8", errors="replace")
-    if isinstance(template, list):
-        template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        return template.get("default")
-    return template
-
-
-# ---- chat ----------------------------------------------------------------------------------------
-
-
-def render(template: str, messages: list[dict[str, str]], bos: str, eos: str) -> str:
-    """The text of a conversation, by a template that is given what transformers gives it."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = datetime.datetime.now().strftime
-    environment.filters["tojson"] = tojson
-    known = dict(messages=messages, bos_token=bos, eos_token=eos, add_generation_prompt=True)
-    try:  # templates ask whether these two are none
-        return environment.from_string(template).render(known, tools=None, documents=None)
-    except Exception as error:  # a template is code: it may raise anything
-        raise UserError(f"the model's chat template refuses this conversation: {error}") from None
-
-
-def refuse(message: str) -> None:
-    """What templates call as raise_exception."""
-    raise jinja2.TemplateError(message)
-
-
-def tojson(value, ensure_ascii=False, indent=None, **more) -> str:
-    """What templates call so: jinja's own would escape for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
-
-
-class Generation(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks, for training, what the assistant says."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+def added(token: str | dict) -> AddedToken:
+    """A token as files spell it: its text, or an object with flags."""
+    given = {"content": token} if isinstance(token, str) else token
+    return AddedToken(given["content"], **{key: given[key] for key in FLAGS if key in given})

@@ -88,7 +88,7 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([END, USER, ASSISTANT, END_TURN])
-    return Tokenizer(backend, END, END, chat_template)
+    return Tokenizer(backend, {"bos_token": END, "eos_token": END}, chat_template)
 
 
 TOKENIZER = byte_tokenizer()

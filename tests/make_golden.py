@@ -11,12 +11,16 @@ the float64 logits are exact to the last digits and can be compared to within 1e
 import copy
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
 import transformers
 from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, models
+from tokenizers.processors import TemplateProcessing
 from torch.overrides import TorchFunctionMode
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = dict(
@@ -54,6 +58,10 @@ VARIANTS = {
     "qwen2-yarn": ("Qwen2", dict(rope_parameters=YARN | dict(beta_fast=16, beta_slow=2))),
     "qwen3": ("Qwen3", dict(head_dim=16, tie_word_embeddings=True)),
     "mimo": ("Qwen2", dict()),  # its main model is Qwen2's; transformers has no class for it
+    "llama-dynamic": (
+        "Llama",
+        dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=500.0)),
+    ),
 }
 
 
@@ -136,7 +144,164 @@ def make_probs() -> None:
     (GOLDEN.parent / "golden_probs.json").write_text(json.dumps(cases) + "\n")
 
 
+ADDED = {
+    "plain": [],
+    "begins with <s>": [],
+    "has <x>": [AddedToken("<x>", special=False)],
+    "has <x> as special": [AddedToken("<x>", special=True)],
+}
+FLAGS = dict(lstrip=True, rstrip=False, normalized=False, single_word=False)
+
+
+def decoder(**tokens) -> dict:
+    """A tokenizer_config.json with an added_tokens_decoder."""
+    return {"tokenizer_config": {"added_tokens_decoder": tokens}}
+
+
+def config(**settings) -> dict:
+    return {"tokenizer_config": settings}
+
+
+X, Y = dict(content="<x>", special=True), dict(content="<y>", special=True)
+TEMPLATE = (
+    "{{ bos_token }}{{ unk_token }}{{ pad_token }}{{ extra_token }}{% for m in messages %}"
+    "<x>{{ m['content'] }}<y>{% endfor %}{% if add_generation_prompt %}<x>{% endif %}"
+)
+EVERY = dict(bos_token="<s>", unk_token="<in>", pad_token="<x>", extra_token="<y>")
+NEIGHBOURS = {  # case: which tokenizer.json, and the files beside it
+    "a BOS asked for": ("plain", config(bos_token="<s>", add_bos_token=True)),
+    "a BOS refused": ("begins with <s>", config(bos_token="<s>", add_bos_token=False)),
+    "an EOS asked for": ("begins with <s>", config(eos_token="</s>", add_eos_token=True)),
+    "a BOS that is new": ("plain", config(bos_token="<x>", add_bos_token=True)),
+    "added_tokens": ("plain", {"added_tokens": {"<x>": 46, "<y>": 47}}),
+    "added_tokens, a gap": ("plain", {"added_tokens": {"<x>": 46, "<y>": 60}}),
+    "added_tokens, one named": (
+        "plain",
+        {"added_tokens": {"<y>": 46, "<x>": 47}, "special_tokens_map": {"pad_token": "<x>"}},
+    ),
+    "added_tokens and a map": (
+        "plain",
+        {
+            "added_tokens": {"<x>": 46, "<y>": 47},
+            "special_tokens_map": {"additional_special_tokens": ["<x>"]},
+        },
+    ),
+    "a map": ("plain", {"special_tokens_map": {"additional_special_tokens": ["<x>", "<y>"]}}),
+    "a map and a config": (
+        "plain",
+        {"special_tokens_map": {"bos_token": "<x>"}} | config(bos_token="<s>", eos_token="</s>"),
+    ),
+    "a map that does not count": (
+        "plain",
+        {"special_tokens_map": {"unk_token": "<x>"}} | decoder(**{"44": dict(content="<s>")}),
+    ),
+    "additional": ("plain", config(additional_special_tokens=["<x>", "<y>"])),
+    "additional, known as text": ("has <x>", config(additional_special_tokens=["<x>"])),
+    "additional, a word": ("plain", config(additional_special_tokens=["<in>"])),
+    "extra": ("plain", config(extra_special_tokens=["<x>", "<y>"])),
+    "extra, with names": ("plain", config(extra_special_tokens=dict(image_token="<x>"))),
+    "extra and additional": (
+        "plain",
+        config(extra_special_tokens=["<x>"], additional_special_tokens=["<y>"]),
+    ),
+    "listed": ("plain", decoder(**{"46": X, "47": Y})),
+    "listed, a gap": ("plain", decoder(**{"46": X, "70": Y})),
+    "listed as text, a gap": ("plain", decoder(**{"70": Y | dict(special=False)})),
+    "listed as special, known as text": ("has <x>", decoder(**{"46": X})),
+    "listed with flags": ("has <x> as special", decoder(**{"46": X | FLAGS})),
+    "listed as text, known as special": (
+        "has <x> as special",
+        decoder(**{"46": X | dict(special=False)}),
+    ),
+    "listed, a word": ("plain", decoder(**{"43": dict(content="<in>", special=True)})),
+    "an end known as text": ("has <x>", config(eos_token="<x>")),
+    "an end that is a word": ("plain", config(eos_token="<in>")),
+    "a pad": ("plain", config(pad_token="<x>")),
+    "a pad with flags": (
+        "plain",
+        config(pad_token=dict(content="<x>", __type="AddedToken") | FLAGS),
+    ),
+    "a name of its own": ("plain", config(image_token="<x>")),
+    "a template of all names": ("plain", config(chat_template=TEMPLATE, **EVERY)),
+    "several templates": (
+        "plain",
+        config(
+            chat_template=[
+                dict(name="tool_use", template="no"),
+                dict(name="default", template=TEMPLATE),
+            ],
+            **EVERY,
+        ),
+    ),
+    "templates by name": ("plain", config(chat_template=dict(default=TEMPLATE), **EVERY)),
+    "a template in a folder": ("plain", config(chat_template="no", **EVERY)),
+}
+SENTENCE = "a <x> b<y>c <in>d<s>e</s>"
+
+
+def make_tokenizers() -> None:
+    """golden_tokenizers.json: small tokenizers, their neighbours, and what transformers reads."""
+    letters = {c: i for i, c in enumerate("abcdefghijklmnopqrstuvwxyz<>/[]_ 0123456789")}
+    files, cases = {}, {}
+    for name, added in ADDED.items():
+        backend = Tokenizer(models.BPE(letters | {"<in>": len(letters)}, []))
+        backend.add_special_tokens(["<s>", "</s>"])
+        backend.add_tokens(added)
+        if name == "begins with <s>":
+            bos = "<s>", backend.token_to_id("<s>")
+            backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[bos])
+        files[name] = backend.to_str()
+    for case, (name, neighbours) in NEIGHBOURS.items():
+        texts = {f"{file}.json": json.dumps(content) for file, content in neighbours.items()}
+        texts["tokenizer.json"] = files[name]
+        if case == "a template in a folder":
+            texts["additional_chat_templates/default.jinja"] = TEMPLATE
+        with tempfile.TemporaryDirectory() as folder:
+            for file, text in texts.items():
+                (Path(folder) / file).parent.mkdir(exist_ok=True)
+                (Path(folder) / file).write_text(text)
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        ids = tokenizer.encode(SENTENCE)
+        found = dict(ids=ids, shown=tokenizer.decode(ids, skip_special_tokens=True))
+        found["named"] = tokenizer.special_tokens_map
+        if tokenizer.chat_template:
+            chat = [dict(role="user", content="hi"), dict(role="assistant", content="yo")]
+            rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+            found["chat"] = rendered["input_ids"]
+        cases[case] = dict(tokenizer=name, files=neighbours, found=found)
+    golden = dict(sentence=SENTENCE, template=TEMPLATE, tokenizers=files, cases=cases)
+    path = GOLDEN.parent / "golden_tokenizers.json"
+    path.write_text(json.dumps(golden, indent=1) + "\n")
+
+
+def make_published() -> None:
+    """golden_published.json: what transformers makes of the configs in published.json."""
+    found = {}
+    for name, files in json.loads((GOLDEN.parent / "published.json").read_text()).items():
+        raw = dict(files["config"])
+        kind = raw.pop("model_type").title().replace("Mimo", "Qwen2")
+        config = getattr(transformers, f"{kind}Config")(**raw)
+        ends = transformers.GenerationConfig.from_model_config(config)
+        if "generation_config" in files:
+            ends = transformers.GenerationConfig.from_dict(files["generation_config"])
+        rope = LlamaRotaryEmbedding(config)
+        with torch.device("meta"):
+            model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        found[name] = dict(
+            parameters=sum(p.numel() for p in model.parameters()),
+            max_position_embeddings=config.max_position_embeddings,
+            bos_token_id=ends.bos_token_id,
+            eos_token_id=ends.eos_token_id,
+            frequencies=rope.inv_freq.tolist()[::9],
+            scale=rope.attention_scaling,
+        )
+    path = GOLDEN.parent / "golden_published.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 if __name__ == "__main__":
     make_probs()
+    make_tokenizers()
+    make_published()
     for i, (name, (family, settings)) in enumerate(VARIANTS.items()):
         make(name, family, settings, seed=i)

@@ -101,7 +101,9 @@ def test_derived_tensors_and_prediction_layers_are_left_out(folder):
     assert torch.equal(logits(folder), expected)
 
 
-@pytest.mark.parametrize("variant", ["llama-linear", "llama-llama3", "llama-yarn"])
+@pytest.mark.parametrize(
+    "variant", ["llama-linear", "llama-dynamic", "llama-llama3", "llama-yarn"]
+)
 def test_both_spellings_of_the_rope_keys(variant, tmp_path):
     """Each alone, or both, as in files meant for old and new readers; the original length within
     them, or beside them, where it takes precedence."""
@@ -188,9 +190,9 @@ def test_a_hub_id_downloads_safetensors_and_only_without_them_bin(suffix, tmp_pa
 
 
 def test_a_directory_that_is_none_or_no_checkpoint(tmp_path, folder, monkeypatch):
-    (tmp_path / "model.gguf").touch()
-    beside = "../nowhere/at/all"
-    for name in tmp_path / "nowhere", "x" * 300, tmp_path / "model.gguf", "", "a/b/c", beside:
+    (tmp_path / "a.file").touch()
+    beside, absent = "../nowhere/at/all", tmp_path / "absent.gguf"
+    for name in tmp_path / "nowhere", "x" * 300, tmp_path / "a.file", absent, "", "a/b/c", beside:
         refused(name, "no such directory")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     refused("nobody/nothing-at-all", "could not be fetched from the hub")
@@ -265,7 +267,36 @@ def test_damaged_and_quantised_numbers_are_refused(folder):
             refused(folder, f"{UP} has a NaN or an infinity")
     for dtype in torch.int8, torch.float8_e4m3fn:
         save_file(parts | {UP: parts[UP].to(dtype)}, folder / "model.safetensors")
-        refused(folder, f"{UP} is {dtype}: quantised")
+        refused(folder, f"{UP} is {dtype}: quantised weights: take the unquantised")
+
+
+@pytest.mark.parametrize(
+    "layout, ends",
+    [("GPTQ", ("qweight", "qzeros", "scales", "g_idx")), ("AWQ", ("qweight", "qzeros", "scales")),
+     ("mlx", ("weight", "scales", "biases")), ("FP8", ("weight", "weight_scale_inv")),
+     ("FP8", ("weight", "weight_scale"))],
+)  # fmt: skip
+def test_layouts_of_quantised_weights_are_named(folder, layout, ends):
+    parts = tensors(folder)
+    del parts[UP]
+    whole = torch.zeros(4, 4, dtype=torch.int32)
+    save_file(parts | {f"{UP.removesuffix('weight')}{end}": whole.clone() for end in ends},
+              folder / "model.safetensors")  # fmt: skip
+    refused(folder, rf"quantised weights \({layout}\): take the unquantised model, or a GGUF")
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bias"])
+@pytest.mark.parametrize("outer", ["", "_orig_mod.", "module.", "module._orig_mod."])
+@pytest.mark.parametrize("body", ["", "model."])
+def test_what_wrapped_a_model_in_training_leaves_no_trace(name, outer, body, tmp_path):
+    """Neither torch.compile's prefix nor data parallelism's, nor that a body was saved alone."""
+    folder = shutil.copytree(GOLDEN / name, tmp_path / "model")
+    expected = logits(folder)
+    renamed = {outer + n.replace("model.", body, 1): t for n, t in tensors(folder).items()}
+    save_file(renamed, folder / "model.safetensors")
+    assert torch.equal(logits(folder), expected)
+    save_file(renamed | {"other.weight": torch.ones(2)}, folder / "model.safetensors")
+    refused(folder, "do not fit the model")
 
 
 ROPE = {"rope_type": "linear", "factor": 2.0}
@@ -276,7 +307,9 @@ DEEP = json.loads("[" * 500 + "]" * 500)
 @pytest.mark.parametrize(
     "key, changes",
     [
-        ("quantization_config is not supported", {"quantization_config": {"bits": 4}}),
+        (r"quantization_config: .*\(by an unknown", {"quantization_config": {"bits": 4}}),
+        (r"quantization_config: .*\(fp8", {"quantization_config": {"quant_method": "fp8"}}),
+        (r"quantization: .*\(mlx", {"quantization": {"group_size": 64, "bits": 4}}),
         ("rope_scaling and rope_parameters contradict", {"rope_scaling": ROPE | {"factor": 3.0}}),
         ("model_type", {"model_type": DEEP}),
         ("hidden_act", {"hidden_act": "gelu"}),

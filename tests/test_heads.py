@@ -74,6 +74,34 @@ def test_every_layout_loads_whatever_its_config_counts(tmp_path, layout):
         assert torch.allclose(logits, F.linear(hidden, projection))
 
 
+@pytest.mark.parametrize("prefix", ["", "medusa_heads."])
+def test_heads_in_vllm_s_layout(tmp_path, prefix):
+    """In a folder of their own; without biases, or with one projection for all heads."""
+    model = random_model()
+    heads = random_heads(model, 0, 3)
+    whole = {}
+    for i, (block, projection) in enumerate(heads):
+        whole[f"{prefix}blocks.{i}.layers.0.weight"] = block.linear.weight
+        whole[f"{prefix}blocks.{i}.layers.0.bias"] = block.linear.bias
+        whole[f"{prefix}lm_heads.{i}.weight"] = projection.weight
+    (tmp_path / "config.json").write_text('{"model_type": "medusa", "num_heads": 3}')
+    hidden = model([1, 2, 3])
+
+    def read(tensors) -> torch.Tensor:
+        write_tensors(tmp_path / "model.safetensors", tensors)
+        return load_medusa(tmp_path, model)(hidden, model)
+
+    assert torch.equal(read(whole), heads(hidden, model))
+    kept = {n: t for n, t in whole.items() if not n.endswith(("bias", "1.weight", "2.weight"))}
+    kept |= {n: t for n, t in whole.items() if "blocks" in n and n.endswith("weight")}
+    for block, projection in heads:
+        block.linear.bias.zero_()
+        projection.weight.copy_(heads[0][-1].weight.clone())
+    assert torch.equal(read(kept), heads(hidden, model))
+    with pytest.raises(UserError, match="token_map of vLLM's layout is not supported"):
+        read(whole | {"token_map": torch.arange(9)})
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_what_is_written_is_read_back_and_a_tree_is_renewed_alone(tmp_path, shared):
     model = random_model()
@@ -223,7 +251,8 @@ def test_the_published_form_of_a_vocabulary(tmp_path):
     for ids in ([9, 4, 9, 7], torch.tensor([9, 4, 9, 7])):  # as FastMTP publishes its
         torch.save(ids, file)
         assert load_vocabulary(file, model).pick([1]).ids.tolist() == [9, 4, 7]
-    for odd in {"a": "b"}, 7, [[1]], [-1], [math.inf], ["a"], [Evil()]:
+    floats, flags = torch.tensor([9.0, 4.0]), torch.tensor([True, False])
+    for odd in {"a": "b"}, 7, [[1]], [-1], [math.inf], ["a"], [Evil()], [True], floats, flags:
         torch.save(odd, file)
         match = "is not a list of token ids|outside|code, which is never unpickled"
         refused(match, load_vocabulary, file, model)

@@ -109,7 +109,7 @@ def test_a_prompt_that_the_model_cannot_take_is_refused(prompt, message):
         ("autoregressive", {"top_k": 2.5}, "top_k 2.5: must be a whole number"),
         ("autoregressive", {"top_p": None}, "top_p None: must be a number"),
         ("autoregressive", {"stop": ("",)}, "must not be empty"),
-        ("autoregressive", {"stop": "a"}, "need a tokenizer.json"),
+        ("autoregressive", {"stop": "a"}, "has no tokenizer.json"),
         ("prompt-lookup", {"k": "auto"}, "k 'auto': must be a whole number"),
         ("prompt-lookup", {"k": 0}, "k 0 and ngram 3: must both be at least 1"),
         ("jacobi", {"block": 256}, "block 256: must be from 1 to 255"),

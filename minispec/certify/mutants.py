@@ -6,7 +6,7 @@ They are also the classic wrong answers: try one with `with mutant.apply(): ...`
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
@@ -16,9 +16,9 @@ from minispec import verify
 from minispec.cache import KVCache
 from minispec.certify import cases, checks
 from minispec.certify.checks import CHECKS, Verdict
-from minispec.generate import Run
 from minispec.methods import fastmtp, lookahead, medusa, prompt_lookup, speculative
 from minispec.model import Transformer
+from minispec.run import Ending, Run
 from minispec.sampling import OneHot, Sampling, Seeded, draw, probs
 from minispec.toys import Toy
 from minispec.tree import Tree
@@ -316,26 +316,25 @@ take = Run.take
 
 def end_checked_after_the_block(self: Run, step):
     """EOS, stops and lengths are looked for at the end of an accepted block only."""
-    before = self.eos_ids, self.ending
+    before = self.ending
     if len(step.tokens) > 1:
-        self.eos_ids = ()
-        self.ending = type(self.ending)(10**9, (), True)
+        self.ending = Ending(10**9)
     chunk = take(self, step)
-    self.eos_ids, self.ending = before
+    self.ending = before
     if self.finish_reason is None and len(self.tokens) >= self.ending.max_new_tokens:
         self.finish("length")
-    if self.finish_reason is None and self.tokens[-1] in self.eos_ids:
+    if self.finish_reason is None and self.tokens[-1] in self.ending.eos_ids:
         self.finish("eos")
     return chunk
 
 
 def end_token_not_seen_inside(self: Run, step):
     """An EOS that is not the last of its block passes unnoticed."""
-    before = self.eos_ids
-    if step.tokens[-1] not in before:
-        self.eos_ids = ()
+    before = self.ending
+    if step.tokens[-1] not in before.eos_ids:
+        self.ending = replace(before, eos_ids=())
     chunk = take(self, step)
-    self.eos_ids = before
+    self.ending = before
     return chunk
 
 

@@ -21,7 +21,7 @@ from minispec.checkpoint import check_fingerprint, load
 from minispec.errors import UserError
 from minispec.model import Transformer
 from minispec.pretrain import digest
-from minispec.tokenizer import Tokenizer
+from minispec.tokenizer import Tokenizer, needed
 from minispec.training import Batch, Training, train
 
 HELD_OUT = 50  # every 50th document of a file is for measuring
@@ -84,9 +84,7 @@ class Duplicates:
 def load_target(args: argparse.Namespace, dtype: str = "float32") -> tuple[Transformer, Tokenizer]:
     """--model, from whose texts nothing can be learnt without a tokenizer."""
     model, tokenizer = load(args.model, dtype, args.device)
-    if tokenizer is None:
-        raise UserError(f"{args.model} has no tokenizer.json: put its tokenizer there")
-    return model, tokenizer
+    return model, needed(tokenizer, model.source)
 
 
 def weights_digest(model: Transformer) -> str:

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> None:
         kinds = [read_kinds(Path(file)) for file in files.split(",")]
         documents = [d for each in kinds for texts in each.values() for d in texts]
         ids = (tokenizer.encode(plain(d)) for d in tqdm(documents, desc=name, unit="document"))
-        languages[name] = count(ids, tokenizer.special_ids, args.size)
+        languages[name] = count(ids, sorted(tokenizer.controls.values()), args.size)
         total = sum(languages[name].counts)
         if not total:
             raise UserError(f"--text {text}: holds no text")

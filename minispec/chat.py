@@ -1,0 +1,87 @@
+"""Conversations as text: a model's chat template, given what transformers gives it."""
+
+import datetime
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from minispec.errors import UserError
+
+Messages = list[dict[str, str]]  # {role, content}
+PRIVATE = "\U000f0000", "\U000ffffd"  # the first and last character of a plane that means nothing
+
+
+def read_template(directory: Path, settings: dict) -> str | None:
+    """The chat template of a checkpoint: a file's, else that of its tokenizer_config.json; of
+    several the one called default."""
+    for name in "chat_template.jinja", "additional_chat_templates/default.jinja":
+        if (directory / name).exists():
+            return (directory / name).read_text(encoding="utf-8", errors="replace")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def render(template: str, messages: Messages, named: dict[str, str]) -> str:
+    """The text of a conversation, up to where the assistant is to speak; `named` are the special
+    tokens by their names, such as bos_token."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = datetime.datetime.now().strftime
+    environment.filters["tojson"] = tojson
+    known = named | {"messages": messages, "add_generation_prompt": True}
+    try:  # templates ask whether these two are none
+        return environment.from_string(template).render(known, tools=None, documents=None)
+    except Exception as error:  # a template is code: it may raise anything
+        raise UserError(f"the model's chat template refuses this conversation: {error}") from None
+
+
+def refuse(message: str) -> None:
+    """What templates call as raise_exception."""
+    raise jinja2.TemplateError(message)
+
+
+def tojson(value, ensure_ascii=False, indent=None, **more) -> str:
+    """What templates call so: jinja's own would escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+
+class Generation(jinja2.ext.Extension):
+    """{% generation %} … {% endgeneration %} marks, for training, what the assistant says."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+# ---- what people say is text ---------------------------------------------------------------------
+
+
+def hide(messages: Messages, controls: Iterable[str]) -> tuple[Messages, dict[str, str]]:
+    """The messages with a private character for whatever in them spells a control token, and what
+    each of these characters stands for."""
+    found: dict[str, str] = {}
+
+    def mark(match: re.Match) -> str:
+        character = chr(ord(PRIVATE[0]) + len(found))
+        found[character] = match[0]
+        return character
+
+    spelled = [*map(re.escape, sorted(controls, key=len, reverse=True)), f"[{'-'.join(PRIVATE)}]"]
+    pattern = re.compile("|".join(spelled))
+    return [m | {"content": pattern.sub(mark, m["content"])} for m in messages], found
+
+
+def split(text: str) -> list[str]:
+    """A rendered text cut before and after each private character."""
+    return [part for part in re.split(f"([{'-'.join(PRIVATE)}])", text) if part]
