@@ -49,19 +49,13 @@ def test_the_cases_policies_soon_change_their_minds():
 
 
 def test_the_toy_knows_its_context_by_position_and_token():
-    class Listening(Toy):
-        def after(self, context):
-            heard.append(context)
-            return super().after(context)
-
-    heard: list[tuple] = []
-    toy = Listening(0)
+    toy = Toy(0)
     cache = toy.new_cache()
     toy.prefill([2, 0], cache)
     tree = Tree([1, 2, 0], [-1, 0, 0])
     toy(tree.tokens, cache, tree.depth, tree.mask)
     prompt = ((0, 2), (1, 0))
-    assert heard == [
+    assert list(toy.memory) == [  # every context that it was asked for
         prompt[:1], prompt, (*prompt, (2, 1)), (*prompt, (2, 1), (3, 2)), (*prompt, (2, 1), (3, 0)),
     ]  # fmt: skip
     assert torch.equal(toy(torch.tensor([1, 2]), cache), toy([1, 2], cache))
@@ -115,25 +109,19 @@ def first_end_token_only(checkpoint, prompt, **options):
     return decode(model, None, prompt, **options).tokens
 
 
-def ends_only_greedily(checkpoint, prompt, **options):
-    function = runs_past_the_end if options["temperature"] else ours
-    return function(checkpoint, prompt, **options)
-
-
-def fades_when_sampled(checkpoint, prompt, **options):
+def fades(checkpoint, prompt, **options):
     tokens = ours(checkpoint, prompt, **options)
-    return tokens[:3] + [0] * len(tokens[3:]) if options["temperature"] else tokens
-
-
-def fails_when_sampled(checkpoint, prompt, **options):
-    if options["temperature"]:
-        raise ValueError("no such luck")
-    return ours(checkpoint, prompt, **options)
+    return tokens[:3] + [0] * len(tokens[3:])
 
 
 def raises_late(checkpoint, prompt, **options):
     yield 1
     raise ValueError("no such luck")
+
+
+def when_sampled(other):
+    """Ours where greedy, else another one."""
+    return lambda *given, **options: (other if options["temperature"] else ours)(*given, **options)
 
 
 def test_a_correct_black_box_passes():
@@ -150,8 +138,8 @@ def test_a_correct_black_box_passes():
         (wrong_on_long_prompts, ["lengths"], ["long prompts"]),
         (first_end_token_only, ["1 end token,"], ["2 end tokens", "3 end tokens"]),
         (runs_past_the_end, ["lengths"], ["1 end token"]),
-        (ends_only_greedily, ["lengths"], ["1 end token"]),
-        (fades_when_sampled, ["lengths"], ["model 0"]),
+        (when_sampled(runs_past_the_end), ["lengths"], ["1 end token"]),
+        (when_sampled(fades), ["lengths"], ["model 0"]),
         (changed(max_new_tokens=lambda given: given["max_new_tokens"] + 1), [], ["lengths"]),
     ],
 )
@@ -162,7 +150,7 @@ def test_a_black_box_fails_where_it_is_wrong_and_only_there(function, right, wro
 
 
 def test_an_exception_fails_its_row_and_the_table_goes_on():
-    verdicts = list(blackbox.check_implementation(fails_when_sampled, runs=1))
+    verdicts = list(blackbox.check_implementation(when_sampled(raises_late), runs=1))
     assert len(verdicts) == 11 and [v.case for v in verdicts if v.passed] == ["lengths"]
     assert sum("raised ValueError: no such luck" in v.detail for v in verdicts) == 10
     for function, says in (
