@@ -455,7 +455,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     given = ", ".join(f"--{flag}" for flag in own if getattr(args, flag) != p.get_default(flag))
     for wrong, message in (
         (args.shape and given, f"--shape has its own weights, prompt and drafts: omit {given}"),
-        (args.acceptance is not None and not args.shape, "--acceptance needs --shape: it is of its drafts"),
+        (args.acceptance is not None and not args.shape, "--acceptance is for --shape: omit it"),
         (args.kind and not args.data, f"--kind {args.kind} is of the text of --data"),
         (args.against and (args.quantize or any(args.temperature)),
          "--against transformers is greedy and unquantised: no --temperature, no --quantize"),
