@@ -371,7 +371,7 @@ def test_the_command_counts_a_corpus(target, tmp_path, capsys):
     run(*options, "--text", text[0], "--text", text[1])
     model, tokenizer = load(target, "float32", "cpu")
     words = load_vocabulary(out, model, tokenizer).languages
-    assert set(tokenizer.special_ids) <= set(words["en"].ids) & set(words["zh"].ids)
+    assert set(tokenizer.controls.values()) <= set(words["en"].ids) & set(words["zh"].ids)
     (a,) = tokenizer.encode("a", special=False)
     assert a in words["en"].ids and a not in words["zh"].ids
     for wrong in ["en"], ["en=nowhere.txt"], ["=" + text[0][3:]], [text[0], "--text", text[0]]:

@@ -123,7 +123,7 @@ def test_a_run_cut_inside_a_step_shows_what_was_emitted():
 def test_the_pieces_of_a_vocabulary():
     pieces = [view.piece(TOKENIZER, token) for token in TOKENIZER.encode("a 你\n")]
     assert pieces == ["a", " ", "ä", "½", "ł", "\n"]  # its letters for the bytes E4 BD A0
-    assert view.piece(TOKENIZER, 256) == TOKENIZER.eos
+    assert view.piece(TOKENIZER, 256) == TOKENIZER.named["eos_token"]
     assert view.piece(TOKENIZER, 9999) == view.piece(None, 9999) == "#9999"
     # and of one with byte fallback, whose pieces keep their spaces
     backend = Backend(models.BPE({"▁a": 0, "b": 1, "<0xE4>": 2, "▁": 3, "<": 4}, []))
