@@ -72,8 +72,17 @@ def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer]:
             t.name: torch.from_numpy(dequantize(t.data, t.tensor_type).copy())
             for t in reader.tensors
         }
-    except Exception as error:  # whatever a damaged file, or an unknown quantisation, raises
+        return config_and_tensors(metadata, stored, path) + (read_tokenizer(metadata, path),)
+    except UserError:
+        raise
+    except Exception as error:  # whatever damage, or an unknown quantisation, makes of it
         raise UserError(f"{path} cannot be read as GGUF: {error!r}") from None
+
+
+def config_and_tensors(
+    metadata: dict, stored: dict[str, Tensor], path: Path
+) -> tuple[Config, dict[str, Tensor]]:
+    """The same as a checkpoint directory would hold them."""
     if metadata.get("split.count", 1) != 1:
         raise UserError(f"{path} is a part of a file: merge it first with llama-gguf-split --merge")
     divisors = stored.pop("rope_freqs.weight", None)
@@ -87,7 +96,7 @@ def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer]:
             if part := re.search(r"self_attn\.([qk])_proj\.", name):
                 heads = config.heads if part[1] == "q" else config.kv_heads
                 tensors[name] = halves(tensor, heads)
-    return config, tensors, read_tokenizer(metadata, path)
+    return config, tensors
 
 
 def config_keys(metadata: dict, stored: dict[str, Tensor], path: Path) -> dict:
@@ -178,12 +187,14 @@ def read_tokenizer(metadata: dict, path: Path) -> Tokenizer:
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     merges = [tuple(pair.split(" ")) for pair in metadata["tokenizer.ggml.merges"]]
     ids = {token: i for i, token in enumerate(tokens)}
+    if not all(len(pair) == 2 and {*pair, "".join(pair)} <= ids.keys() for pair in merges):
+        raise UserError(f"{path}: the tokenizer's merges do not go with its tokens")
     whole = pre == "llama-bpe"  # a word that is a token is not merged from its parts
     backend = Backend(models.BPE(ids, merges, ignore_merges=whole))
     backend.pre_tokenizer, backend.decoder = PRE[pre], decoders.ByteLevel()
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
-    for token, kind in zip(tokens, types):
+    for token, kind in zip(tokens, types, strict=True):
         if kind in (CONTROL, USER_DEFINED):
             backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False)])
     given = {NAMED[k]: metadata.get(f"tokenizer.ggml.{k}_token_id") for k in NAMED}

@@ -183,6 +183,10 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
         ("llama", {"llama.rope.scaling.type": "longrope"}, "rope_type must be one of"),
     ):
         refused(write(file, model, architecture, **more), match)
+    for key in "tokens", "token_type", "merges", "bos_token_id":  # what must be there, and of sense
+        for odd in None, "a b", 10**6, ["x"] * 3, -1.5:
+            more = {"tokenizer.ggml." + key: odd, "tokenizer.ggml.add_bos_token": True}
+            refused(write(file, model, "llama", **more), str(file))
     whole = write(file, model, "llama").read_bytes()
     for n in 0, 3, 100, len(whole) // 2, len(whole) - 9:
         file.write_bytes(whole[:n])
