@@ -97,6 +97,17 @@ def test_a_prompt_that_the_model_cannot_take_is_refused(prompt, message):
         decode(random_model(), None, prompt)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json"])
+def test_a_tokenizer_of_another_library_is_converted_once(name, tmp_path):
+    """A folder that has no tokenizer.json, but what transformers makes one of."""
+    save(byte_model(), None, tmp_path)
+    (tmp_path / name).touch()
+    model, tokenizer = load(tmp_path, "float64", "cpu")
+    with pytest.raises(UserError, match=rf"no tokenizer.json: .* {name}, .*save_pretrained\(DIR"):
+        decode(model, tokenizer, "text")
+    assert decode(model, tokenizer, [1, 2], max_new_tokens=3).tokens
+
+
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
