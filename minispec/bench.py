@@ -39,7 +39,7 @@ from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Config, Transformer, count_parameters
 from minispec.run import Run
 from minispec.text import encode, held_out_prompts
-from minispec.tokenizer import Tokenizer
+from minispec.tokenizer import Tokenizer, needed
 
 # beginnings of our own, for where no held-out text is at hand
 PROMPTS = [
@@ -242,7 +242,12 @@ def transformers_decoders(model: Transformer, draft: Transformer | None, n: int)
     logging.set_verbosity_error()
 
     def read(source: Path):
-        return AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype).to(model.device)
+        where, more = source, {}
+        if source.is_file():
+            check_package("accelerate", "--against transformers with a GGUF file")
+            where, more = source.parent, {"gguf_file": source.name}
+        theirs = AutoModelForCausalLM.from_pretrained(where, dtype=model.dtype, **more)
+        return theirs.to(model.device)
 
     def decoder(assistant, prompt: list[int]) -> SimpleNamespace:
         ids, seconds = torch.tensor([prompt], device=model.device), []
@@ -426,7 +431,7 @@ def draw(file: Path, tables: list[list[dict]], machine: dict) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags, checked before the weights are read."""
     p = Parser(prog="python -m minispec.bench", description=__doc__.split("\n\n")[0])
-    p.add_argument("--model", default=str(WEIGHTS / "target"), help="default: the shipped target")
+    p.add_argument("--model", default=str(WEIGHTS / "target"), help="directory, hub id or .gguf")
     p.add_argument("--draft", help="a draft model (default: the one beside the model)")
     p.add_argument("--heads", help="Medusa heads (default: as --draft)")
     p.add_argument("--mtp", help="FastMTP's head (default: as --draft)")
@@ -478,8 +483,7 @@ def main(argv: list[str] | None = None) -> None:
         kinds, methods = {args.shape: [list(range(100, 116))]}, {}
     else:
         model, tokenizer = load(args.model, args.dtype, args.device)
-        if tokenizer is None:
-            raise UserError(f"{args.model} has no tokenizer.json")
+        needed(tokenizer, model.source)
         kinds = prompts_of(args, model, tokenizer)
         methods = methods_of(args, model, tokenizer)
     draft = next((each["draft"] for each in methods.values() if "draft" in each), None)
