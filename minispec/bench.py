@@ -34,6 +34,7 @@ from minispec.drafters import found_beside, load_drafter
 from minispec.errors import Parser, UserError, check_package, check_writable, command, number
 from minispec.fast import quicken
 from minispec.generate import as_prompt, decode
+from minispec.gguf import find_gguf
 from minispec.methods.adaptive import curve_at
 from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Config, Transformer, count_parameters
@@ -243,9 +244,9 @@ def transformers_decoders(model: Transformer, draft: Transformer | None, n: int)
 
     def read(source: Path):
         where, more = source, {}
-        if source.is_file():
+        if file := find_gguf(source):
             check_package("accelerate", "--against transformers with a GGUF file")
-            where, more = source.parent, {"gguf_file": source.name}
+            where, more = file.parent, {"gguf_file": file.name}
         theirs = AutoModelForCausalLM.from_pretrained(where, dtype=model.dtype, **more)
         return theirs.to(model.device)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TOKENIZER, byte_model, byte_tokenizer, random_model
+from conftest import END, END_TURN, ROOT, TOKENIZER, byte_model, byte_tokenizer, random_model
 
 from minispec import UserError, errors, generate
 from minispec.checkpoint import load, save
@@ -76,6 +76,17 @@ def test_what_might_begin_a_stop_string_is_held_back_and_then_shown(register, st
     register(TOKENIZER.encode("ababac!!"))
     run = decode(byte_model(), TOKENIZER, "x", method="scripted", stop=stop, max_new_tokens=n)
     assert run.text == text == "".join(run.texts) and len(run.texts) == len(run.tokens)
+
+
+@pytest.mark.parametrize("before", ["", "a", "abcdé", "abcde" * 3])
+def test_a_stop_that_is_a_control_token_ends_by_its_id(register, before):
+    """It has no text; what was held back for another stop string is shown, with half a character."""
+    tokens = TOKENIZER.encode(before) + [TOKENIZER.encode("é")[0]]
+    register([*tokens, TOKENIZER.controls[END_TURN], *tokens])
+    run = decode(byte_model(), TOKENIZER, "x", "scripted", stop=(END_TURN, "de!", "é?"))
+    assert run.tokens == [*tokens, TOKENIZER.controls[END_TURN]]
+    assert (run.text, run.finish_reason) == (before + "\ufffd", "stop")
+    assert len(run.texts) == len(run.tokens)
 
 
 def test_a_cache_that_does_not_go_with_model_and_prompt_is_refused():
@@ -363,6 +374,18 @@ def test_bytes_that_are_no_text_end_a_chat_after_the_turns_before(folder, capsys
         call("--model", folder, "--chat", "--json", "--max-new-tokens", "2")
     out, err = capsys.readouterr()
     assert caught.value.code == 2 and len(out.splitlines()) == 1 and "not valid Unicode" in err
+
+
+def test_an_end_token_that_only_the_tokenizer_names_is_told_once(tmp_path, capsys, monkeypatch):
+    save(byte_model(eos=(258,)), TOKENIZER, tmp_path)
+    said = f"{END} is the tokenizer's end token, but not the model's, by its config: --stop '{END}'"
+    options = ["--model", str(tmp_path), "--max-new-tokens", "2"]
+    assert turns(capsys, monkeypatch, "hi\nho\n", *options)[1].count(said) == 1
+    call(*options, "x")
+    assert said in capsys.readouterr().err
+    for silent in ["--stop", END], ["--ignore-eos"]:
+        call(*options, "x", *silent)
+        assert capsys.readouterr().err == ""
 
 
 def test_the_turns_of_a_sampled_chat_use_fresh_randomness(tmp_path, capsys, monkeypatch):
