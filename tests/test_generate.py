@@ -80,7 +80,7 @@ def test_what_might_begin_a_stop_string_is_held_back_and_then_shown(register, st
 
 @pytest.mark.parametrize("before", ["", "a", "abcdé", "abcde" * 3])
 def test_a_stop_that_is_a_control_token_ends_by_its_id(register, before):
-    """It has no text; what was held back for another stop string is shown, with half a character."""
+    """It has no text. What was held back for other stop strings is shown, half characters too."""
     tokens = TOKENIZER.encode(before) + [TOKENIZER.encode("é")[0]]
     register([*tokens, TOKENIZER.controls[END_TURN], *tokens])
     run = decode(byte_model(), TOKENIZER, "x", "scripted", stop=(END_TURN, "de!", "é?"))
