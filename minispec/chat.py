@@ -3,7 +3,7 @@
 import datetime
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 import jinja2
@@ -13,19 +13,27 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from minispec.errors import UserError
 
 Messages = list[dict[str, str]]  # {role, content}
-PRIVATE = "\U000f0000", "\U000ffffd"  # the first and last character of a plane that means nothing
+PRIVATE = "\U000f0000", "\U000ffffd"  # Unicode's plane 15: characters for private use
 
 
 def read_template(directory: Path, settings: dict) -> str | None:
     """The chat template of a checkpoint: a file's, else that of its tokenizer_config.json; of
     several the one called default."""
-    for name in "chat_template.jinja", "additional_chat_templates/default.jinja":
+    for name in "additional_chat_templates/default.jinja", "chat_template.jinja":
         if (directory / name).exists():
             return (directory / name).read_text(encoding="utf-8", errors="replace")
     template = settings.get("chat_template")
     if isinstance(template, list):
         template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
     return template.get("default") if isinstance(template, dict) else template
+
+
+def check_messages(messages: object) -> None:
+    """Refuse what is no conversation."""
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages
+    ):
+        raise UserError('a conversation must be a list of {"role": …, "content": TEXT}')
 
 
 def render(template: str, messages: Messages, named: dict[str, str]) -> str:
@@ -67,21 +75,25 @@ class Generation(jinja2.ext.Extension):
 # ---- what people say is text ---------------------------------------------------------------------
 
 
-def hide(messages: Messages, controls: Iterable[str]) -> tuple[Messages, dict[str, str]]:
-    """The messages with a private character for whatever in them spells a control token, and what
-    each of these characters stands for."""
-    found: dict[str, str] = {}
+def hide(messages: Messages, controls: Collection[str]) -> tuple[Messages, dict[str, str]]:
+    """The messages with a private character in place of whatever spells a control token in them;
+    and what each of these characters stands for."""
+    characters: dict[str, str] = {}
 
     def mark(match: re.Match) -> str:
-        character = chr(ord(PRIVATE[0]) + len(found))
-        found[character] = match[0]
-        return character
+        return characters.setdefault(match[0], chr(ord(PRIVATE[0]) + len(characters)))
 
-    spelled = [*map(re.escape, sorted(controls, key=len, reverse=True)), f"[{'-'.join(PRIVATE)}]"]
-    pattern = re.compile("|".join(spelled))
-    return [m | {"content": pattern.sub(mark, m["content"])} for m in messages], found
+    # a private character of their own is hidden as well
+    spelled = re.compile(f"{alternatives(controls)}|[{'-'.join(PRIVATE)}]")
+    hidden = [m | {"content": spelled.sub(mark, m["content"])} for m in messages]
+    return hidden, {character: text for text, character in characters.items()}
 
 
-def split(text: str) -> list[str]:
-    """A rendered text cut before and after each private character."""
-    return [part for part in re.split(f"([{'-'.join(PRIVATE)}])", text) if part]
+def split_at(text: str, controls: Collection[str]) -> list[str]:
+    """A text cut before and after each control token."""
+    return [part for part in re.split(f"({alternatives(controls)})", text) if part]
+
+
+def alternatives(texts: Collection[str]) -> str:
+    """A regular expression for any of the texts, the longest first."""
+    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minispec.config import FLAT, UNQUANTISED, Keys, config_json, read_config
 from minispec.errors import UserError, read_json
-from minispec.gguf import find_gguf, read_gguf
+from minispec.gguf import find_gguf, read_gguf, read_gguf_tokenizer
 from minispec.model import Config, Transformer
 from minispec.tokenizer import Tokenizer, needed
 
@@ -72,7 +72,7 @@ def fill(
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES.values():
             raise UserError(
-                f"{where}: {name} is {tensor.dtype}: quantised weights: {UNQUANTISED}"
+                f"{where}: {name} is {tensor.dtype}, a quantised weight: {UNQUANTISED}"
             )
         if not tensor.isfinite().all():
             raise UserError(f"{where}: {name} has a NaN or an infinity: take undamaged weights")
@@ -97,7 +97,7 @@ def tie(tensors: dict[str, Tensor]) -> None:
 def resolve(source: str | os.PathLike) -> Path:
     """A local directory or GGUF file, or the snapshot of a hub id, fetched where it is not here."""
     name = str(source)
-    if os.path.isdir(name) or name.endswith(".gguf") and os.path.isfile(name):
+    if os.path.isdir(name) or name.lower().endswith(".gguf") and os.path.isfile(name):
         return Path(name)
     if os.path.exists(name) or not re.fullmatch(r"[^/.~][^/]*/[^/]+", name):
         raise UserError(f"no such directory: {name} (nor is it an id on the hub, OWNER/MODEL)")
@@ -210,7 +210,7 @@ def read_tokenizer(source: str | os.PathLike) -> Tokenizer:
     """The tokenizer of a directory, a hub id or a GGUF file."""
     path = resolve(source)
     file = find_gguf(path)
-    return needed(read_gguf(file)[2] if file else tokenizer_in(path), path)
+    return needed(read_gguf_tokenizer(file) if file else tokenizer_in(path), path)
 
 
 def check_fingerprint(where: str, theirs: str | None, tokenizer: Tokenizer | None) -> None:

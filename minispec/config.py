@@ -101,8 +101,8 @@ def read_config(directory: Path) -> Config:
 
 
 def config_of(keys: Keys, ends: Keys) -> Config:
-    """The Config that the keys of a config.json make. What `ends`, those of generation_config.json,
-    name counts first: all of a model's end tokens."""
+    """The Config that the keys of a config.json make. `ends` are those of generation_config.json:
+    its begin and end tokens take precedence, and it names all end tokens."""
     fields = {field: keys.get(*row) for field, row in FIELDS.items()}
     keys.get("hidden_act", one_of("silu", "swish"), "silu")
     for key, method in ("quantization", "mlx"), ("quantization_config", "by an unknown method"):

@@ -84,10 +84,10 @@ def found_beside(method: str, model: Transformer) -> Path:
 def check_vocabularies(
     tokenizer: Tokenizer | None, other: Tokenizer | None, model: Transformer, draft: Transformer
 ) -> None:
-    """Refuse a draft that has other words. Added tokens may differ: what a draft cannot say, or
-    says in vain, costs speed and never text; nor do padding rows count."""
+    """Refuse a draft that has other words. Added tokens may differ: one that a draft lacks, or
+    drafts in vain, costs speed, never correctness. Nor do padding rows count."""
     if tokenizer and other:
-        same = tokenizer.words(besides=other) == other.words(besides=tokenizer)
+        same = tokenizer.words(other) == other.words(tokenizer)
     else:  # without both tokenizers there is no way to tell what is padding
         same = draft.config.vocab_size == model.config.vocab_size
     if not same:

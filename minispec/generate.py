@@ -8,9 +8,9 @@ import contextlib
 import inspect
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
@@ -75,12 +75,10 @@ def stream(
     if not isinstance(seed, Integral):
         raise UserError(f"seed {seed!r}: must be a whole number")
     sampling = Sampling(temperature, top_k, top_p)
-    ending = Ending(max_new_tokens, (stop,) if isinstance(stop, str) else stop)
+    ends = () if ignore_eos else model.config.eos_ids
+    ending = Ending(max_new_tokens, (stop,) if isinstance(stop, str) else stop, ends)
     controls = needed(tokenizer, model.source).controls if ending.stop else {}
-    ending = replace(
-        ending, eos_ids=() if ignore_eos else model.config.eos_ids,
-        stop_ids=tuple(controls[text] for text in ending.stop if text in controls),
-    )  # fmt: skip
+    stop_ids = [controls[text] for text in ending.stop if text in controls]
     ids = as_prompt(model, tokenizer, prompt)
     if cache is None:
         rows = len(ids) + max_new_tokens + TREE_ROOM
@@ -95,7 +93,7 @@ def stream(
     )
     decoder = tokenizer.stream(ids) if tokenizer else None
     extra = sum(count_parameters(v) for v in options.values() if isinstance(v, torch.nn.Module))
-    return Run(method, ids, steps, cache, sampling, ending, decoder, extra)
+    return Run(method, ids, steps, cache, sampling, ending, stop_ids, decoder, extra)
 
 
 def decode(
@@ -344,8 +342,8 @@ def tell_of_end_token(
     if not end or args.ignore_eos or end in args.stop:
         return
     if tokenizer.id_of("eos_token") not in model.config.eos_ids:
-        print(f"minispec: {end} is the tokenizer's end token, but not the model's, by its config: "
-              f"--stop '{end}' ends there", file=sys.stderr)  # fmt: skip
+        print(f"minispec: the model's config does not list {end}, the tokenizer's end token: add "
+              f"--stop {shlex.quote(end)} to end at it", file=sys.stderr)  # fmt: skip
 
 
 def describe(run: Run) -> str:

@@ -89,8 +89,7 @@ def load_medusa(
 
 def from_vllm(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     """Tensors in vLLM's layout (blocks.0.layers.0.weight, lm_heads.0.weight) under the names of v1.
-    It may lack biases, which are 0 then, and all projections but the first, which all heads share
-    then."""
+    Missing biases are 0. If only the first projection is stored, all heads share it."""
     parts = {name: VLLM.fullmatch(name) for name in tensors}
     layers = 1 + max((int(part[3]) for part in parts.values() if part and part[3]), default=-1)
     found: dict[str, Tensor] = {}
@@ -103,9 +102,10 @@ def from_vllm(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
             found.setdefault(f"{head}.{layer}.linear.bias", tensor.new_zeros(len(tensor)))
         else:
             found[f"{head}.{layers}.{end}"] = tensors[name]
-    first = found.get(f"0.{layers}.weight")
-    for name in [name for name in found if first is not None]:
-        found.setdefault(f"{name.partition('.')[0]}.{layers}.weight", first)
+    projections = [name for name in found if name.endswith(f".{layers}.weight")]
+    if projections == [f"0.{layers}.weight"]:
+        heads = {name.partition(".")[0] for name in found}
+        found |= {f"{head}.{layers}.weight": found[projections[0]] for head in heads}
     return found
 
 

@@ -31,13 +31,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Ending:
-    """What ends a run: a number of tokens, the model's end tokens, stop strings; `stop_ids` are
-    those of the stop strings that are control tokens, which have no text."""
+    """What ends a run: a number of tokens, stop strings, the model's end tokens."""
 
     max_new_tokens: int = 200
     stop: tuple[str, ...] = ()
     eos_ids: tuple[int, ...] = ()
-    stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
         n = self.max_new_tokens
@@ -63,6 +61,7 @@ class Run:
     cache: KVCache
     sampling: Sampling
     ending: Ending
+    stop_ids: list[int]  # of the stop strings that are control tokens: they have no text
     decoder: TextStream | None
     extra_parameters: int
     tokens: list[int] = field(default_factory=list)
@@ -115,7 +114,7 @@ class Run:
         """Show the text so far as it is safe; the reason to stop after this token, if any."""
         if token in self.ending.eos_ids:
             return "eos"
-        if token in self.ending.stop_ids:
+        if token in self.stop_ids:
             self.texts[-1], self.held = self.held + self.decoder.flush(), ""
             return "stop"
         self.held += self.decoder.push(token) if self.decoder else ""

@@ -9,13 +9,13 @@ from pathlib import Path
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from minispec import chat
+from minispec.chat import Messages, check_messages, hide, read_template, render, split_at
 from minispec.errors import UserError, optional_json
 
 FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"  # of an AddedToken
 NAMES = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 OTHERS = "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json"  # of other libraries
-EXTRA = "extra_special_tokens", "additional_special_tokens"
+EXTRA, ADDITIONAL = "extra_special_tokens", "additional_special_tokens"
 
 
 class Tokenizer:
@@ -30,14 +30,15 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
-        """Read tokenizer.json and its neighbours as transformers 5 does: tokenizer_config.json and,
-        where that lists no added_tokens_decoder, special_tokens_map.json and added_tokens.json;
-        chat_template.jinja. Whether texts begin with BOS is for tokenizer.json alone to say."""
+        """Read tokenizer.json and its neighbours as PreTrainedTokenizerFast of transformers 5 does:
+        tokenizer_config.json and, where that lists no added_tokens_decoder,
+        special_tokens_map.json and added_tokens.json; chat_template.jinja. Whether texts begin
+        with BOS is for tokenizer.json alone to say."""
         backend = read_backend(directory / "tokenizer.json")
         backend.no_padding()
         backend.no_truncation()
         settings = optional_json(directory / "tokenizer_config.json")
-        template = chat.read_template(directory, settings)
+        template = read_template(directory, settings)
         try:
             named = add_neighbours(backend, directory, settings)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -70,13 +71,13 @@ class Tokenizer:
 
     @property
     def controls(self) -> dict[str, int]:
-        """The tokens that are no text (ends, roles of a chat, and the like), and their ids."""
+        """Special tokens, which stand for no text (ends, roles of a chat, …), and their ids."""
         tokens = self.backend.get_added_tokens_decoder().items()
         return {token.content: i for i, token in tokens if token.special}
 
-    def words(self, besides: "Tokenizer") -> dict[str, int]:
-        """Tokens and their ids, without those that were added here or `besides`."""
-        added = [t.get_added_tokens_decoder().values() for t in (self.backend, besides.backend)]
+    def words(self, other: "Tokenizer") -> dict[str, int]:
+        """The vocabulary proper: without what either tokenizer has as an added token."""
+        added = [t.get_added_tokens_decoder().values() for t in (self.backend, other.backend)]
         names = {token.content for tokens in added for token in tokens}
         return {w: i for w, i in self.backend.get_vocab().items() if w not in names}
 
@@ -87,13 +88,16 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
     def encode(self, text: str, special: bool = True, literal: bool = False) -> list[int]:
-        """Token ids; `special` adds what the model begins texts with (BOS, if anything), and with
-        `literal` what spells a control token is text as well."""
+        """Token ids. `special` adds what the model begins texts with (BOS, if anything); `literal`:
+        a control token that the text spells out is encoded as plain text."""
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError("the text is not valid Unicode: give it as UTF-8")
         self.backend.encode_special_tokens = literal
-        problem = "the tokenizer fails at this text"
-        return call(problem, self.backend.encode, text, add_special_tokens=special).ids
+        try:
+            problem = "the tokenizer fails at this text"
+            return call(problem, self.backend.encode, text, add_special_tokens=special).ids
+        finally:
+            self.backend.encode_special_tokens = False
 
     def decode(self, tokens: list[int]) -> str:
         """Text without the special tokens."""
@@ -103,17 +107,30 @@ class Tokenizer:
         """A decoder of the tokens that follow `prompt`, one at a time."""
         return TextStream(self.decode, prompt)
 
-    def chat(self, messages: chat.Messages) -> list[int]:
+    def chat(self, messages: Messages) -> list[int]:
         """Ids of a conversation, up to where the assistant is to speak. What its turns say is text,
         even where it spells a control token."""
         if self.chat_template is None:
             raise UserError("this model has no chat template: give it plain text, without --chat")
-        hidden, spelled = chat.hide(messages, self.controls)
-        tokens: list[int] = []
-        for part in chat.split(chat.render(self.chat_template, hidden, self.named)):
-            tokens += self.encode(spelled.get(part, part), special=False, literal=part in spelled)
+        check_messages(messages)
+        ids = set(self.controls.values())
+        if any(ids.intersection(self.encode(turn["content"], special=False)) for turn in messages):
+            tokens = self.chat_literally(messages)
+        else:
+            text = render(self.chat_template, messages, self.named)
+            tokens = self.encode(text, special=False)
         if not tokens:
             raise UserError("the model's chat template makes nothing of this conversation")
+        return tokens
+
+    def chat_literally(self, messages: Messages) -> list[int]:
+        """`chat`, where turns spell control tokens: only those of the template count."""
+        hidden, spelled = hide(messages, self.controls)
+        text = render(self.chat_template, hidden, self.named)
+        tokens: list[int] = []
+        for part in split_at(text, self.controls):
+            said = "".join(spelled.get(character, character) for character in part)
+            tokens += self.encode(said, special=False, literal=part not in self.controls)
         return tokens
 
 
@@ -163,8 +180,8 @@ def needed(tokenizer: Tokenizer | None, source: Path | None, instead: str = "") 
 
 
 def call(problem: str, function: Callable, *args, **options):
-    """Call the library, whose errors are bare Exceptions, and not even those where its Rust code
-    panics, as at a regular expression that takes too many steps."""
+    """Call the library, whose errors are bare Exceptions or, where its Rust code panics, as at a
+    regular expression that takes too many steps, BaseExceptions."""
     try:
         return function(*args, **options)
     except KeyboardInterrupt:
@@ -183,31 +200,51 @@ def add_neighbours(backend: Backend, directory: Path, settings: dict) -> dict[st
     that have names. What counts before what, and who gets which id, is as in transformers 5: where
     the listed ids leave a gap, the next one in turn."""
     own, legacy = backend.get_added_tokens_decoder(), {}
+    known = {token.content for token in own.values()}
     if "added_tokens_decoder" in settings:
         listed = {int(i): added(t) for i, t in settings["added_tokens_decoder"].items()}
     else:  # older files
         legacy = optional_json(directory / "special_tokens_map.json")
         numbers = optional_json(directory / "added_tokens.json")
         listed = {i: added(text) for text, i in numbers.items()} | own
+    extra = first_list(settings.get(EXTRA), settings.get(ADDITIONAL), legacy.get(EXTRA))
+    for token in listed.values():
+        token.special |= token.content not in known and token.content in map(text_of, extra)
     tokens = {token.content: token for _, token in sorted(listed.items())}
-    extra = [source.get(key) for source in (settings, legacy) for key in EXTRA]
-    extra = next(filter(None, extra), [])
-    several = extra if isinstance(extra, dict) else {}  # each with a name
-    named = {name: given for name, given in (dict.fromkeys(NAMES) | settings | legacy).items()
-             if name.endswith("_token") and isinstance(given, str | dict)} | several  # fmt: skip
-    known = {token.content for token in own.values()}
-    for token in map(added, named.values()):
-        if token.content in tokens or token.content not in known:
-            tokens.setdefault(token.content, token).special = True
-    for token in map(added, [] if several else extra):
-        if token.content not in known | tokens.keys():
-            token.special = True
-            tokens[token.content] = token
+    named = named_tokens(settings, legacy)
+    for given in named.values():
+        if text_of(given) in tokens:
+            tokens[text_of(given)].special = True
+        elif text_of(given) not in known:
+            tokens[text_of(given)] = added(given, special=True)
+    for given in first_list(extra, legacy.get(ADDITIONAL)):
+        if text_of(given) not in known | tokens.keys():
+            tokens[text_of(given)] = added(given, special=True)
     backend.add_tokens(list(tokens.values()))
-    return {name: added(given).content for name, given in named.items()}
+    return {name: text_of(given) for name, given in named.items()}
 
 
-def added(token: str | dict) -> AddedToken:
+def named_tokens(settings: dict, legacy: dict) -> dict[str, str | dict]:
+    """The special tokens that have names, the usual ones first, as the files spell them."""
+    every = dict.fromkeys(NAMES) | settings | legacy
+    named = {name: given for name, given in every.items()
+             if name.endswith("_token") and isinstance(given, str | dict)}  # fmt: skip
+    for key in EXTRA, "model_specific_special_tokens":
+        if isinstance(every.get(key), dict):
+            named |= every[key]
+    return named
+
+
+def first_list(*lists: object) -> list[str | dict]:
+    """The first of them that is a list and not empty."""
+    return next((each for each in lists if each and not isinstance(each, dict)), [])
+
+
+def text_of(token: str | dict) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def added(token: str | dict, **flags: bool) -> AddedToken:
     """A token as files spell it: its text, or an object with flags."""
-    given = {"content": token} if isinstance(token, str) else token
-    return AddedToken(given["content"], **{key: given[key] for key in FLAGS if key in given})
+    given = {} if isinstance(token, str) else {key: token[key] for key in FLAGS if key in token}
+    return AddedToken(text_of(token), **(given | flags))

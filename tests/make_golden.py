@@ -200,6 +200,18 @@ NEIGHBOURS = {  # case: which tokenizer.json, and the files beside it
     "additional, a word": ("plain", config(additional_special_tokens=["<in>"])),
     "extra": ("plain", config(extra_special_tokens=["<x>", "<y>"])),
     "extra, with names": ("plain", config(extra_special_tokens=dict(image_token="<x>"))),
+    "extra, with names, and additional": (
+        "plain",
+        config(extra_special_tokens=dict(image_token="<y>"), additional_special_tokens=["<x>"]),
+    ),
+    "names of a model's own": (
+        "plain",
+        config(model_specific_special_tokens=dict(image_token="<x>")),
+    ),
+    "added_tokens and a config": (
+        "plain",
+        {"added_tokens": {"<x>": 46, "<y>": 47}} | config(additional_special_tokens=["<y>"]),
+    ),
     "extra and additional": (
         "plain",
         config(extra_special_tokens=["<x>"], additional_special_tokens=["<y>"]),
@@ -234,7 +246,11 @@ NEIGHBOURS = {  # case: which tokenizer.json, and the files beside it
         ),
     ),
     "templates by name": ("plain", config(chat_template=dict(default=TEMPLATE), **EVERY)),
-    "a template in a folder": ("plain", config(chat_template="no", **EVERY)),
+    "a template in a folder": (
+        "plain",
+        config(chat_template="no", **EVERY)
+        | {"chat_template.jinja": "no", "additional_chat_templates/default.jinja": TEMPLATE},
+    ),
 }
 SENTENCE = "a <x> b<y>c <in>d<s>e</s>"
 
@@ -252,10 +268,10 @@ def make_tokenizers() -> None:
             backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[bos])
         files[name] = backend.to_str()
     for case, (name, neighbours) in NEIGHBOURS.items():
-        texts = {f"{file}.json": json.dumps(content) for file, content in neighbours.items()}
-        texts["tokenizer.json"] = files[name]
-        if case == "a template in a folder":
-            texts["additional_chat_templates/default.jinja"] = TEMPLATE
+        texts = {"tokenizer.json": files[name]}
+        for file, content in neighbours.items():
+            jinja = file.endswith(".jinja")
+            texts[file if jinja else f"{file}.json"] = content if jinja else json.dumps(content)
         with tempfile.TemporaryDirectory() as folder:
             for file, text in texts.items():
                 (Path(folder) / file).parent.mkdir(exist_ok=True)
@@ -268,8 +284,8 @@ def make_tokenizers() -> None:
             chat = [dict(role="user", content="hi"), dict(role="assistant", content="yo")]
             rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
             found["chat"] = rendered["input_ids"]
-        cases[case] = dict(tokenizer=name, files=neighbours, found=found)
-    golden = dict(sentence=SENTENCE, template=TEMPLATE, tokenizers=files, cases=cases)
+        cases[case] = dict(files=texts | {"tokenizer.json": name}, found=found)
+    golden = dict(sentence=SENTENCE, tokenizers=files, cases=cases)
     path = GOLDEN.parent / "golden_tokenizers.json"
     path.write_text(json.dumps(golden, indent=1) + "\n")
 

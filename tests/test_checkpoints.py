@@ -267,7 +267,7 @@ def test_damaged_and_quantised_numbers_are_refused(folder):
             refused(folder, f"{UP} has a NaN or an infinity")
     for dtype in torch.int8, torch.float8_e4m3fn:
         save_file(parts | {UP: parts[UP].to(dtype)}, folder / "model.safetensors")
-        refused(folder, f"{UP} is {dtype}: quantised weights: take the unquantised")
+        refused(folder, f"{UP} is {dtype}, a quantised weight: take the unquantised")
 
 
 @pytest.mark.parametrize(

@@ -378,7 +378,7 @@ def test_bytes_that_are_no_text_end_a_chat_after_the_turns_before(folder, capsys
 
 def test_an_end_token_that_only_the_tokenizer_names_is_told_once(tmp_path, capsys, monkeypatch):
     save(byte_model(eos=(258,)), TOKENIZER, tmp_path)
-    said = f"{END} is the tokenizer's end token, but not the model's, by its config: --stop '{END}'"
+    said = f"does not list {END}, the tokenizer's end token: add --stop '{END}'"
     options = ["--model", str(tmp_path), "--max-new-tokens", "2"]
     assert turns(capsys, monkeypatch, "hi\nho\n", *options)[1].count(said) == 1
     call(*options, "x")

@@ -97,12 +97,15 @@ def logits(model) -> torch.Tensor:
 def test_a_gguf_file_is_the_model_that_it_was_written_from(name, architecture, tmp_path):
     model, _ = load(GOLDEN / name, "float32", "cpu")
     file = write(tmp_path / "model.gguf", model, architecture)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # as some folders on the hub
     for source in file, tmp_path:
         again, tokenizer = load(source, "float32", "cpu")
         assert torch.equal(logits(again), logits(model))
         assert (again.config.bos_id, again.config.eos_ids) == (BOS, (EOS,))
         assert tokenizer.named == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    assert decode(again, tokenizer, "a cab", "prompt-lookup", max_new_tokens=9).text is not None
+    plain, run = (decode(again, tokenizer, "a cab", method, max_new_tokens=9) for method in
+                  ("autoregressive", "prompt-lookup"))  # fmt: skip
+    assert run.text == plain.text != ""
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "Q4_1"])
@@ -127,6 +130,27 @@ def test_scaled_rotation(name, tmp_path):
         more[key + "original_context_length"] = scaling["original_max_position_embeddings"]
     again, _ = load(write(tmp_path / "s.gguf", model, "llama", **more), "float32", "cpu")
     torch.testing.assert_close(logits(again), logits(model))
+    if name == "llama-linear":  # as older files have it, or without a type
+        for key in "llama.rope.scale_linear", "llama.rope.scaling.factor":
+            older = write(tmp_path / "s.gguf", model, "llama", **{key: scaling["factor"]})
+            torch.testing.assert_close(logits(load(older, "float32")[0]), logits(model))
+    plain, _ = load(GOLDEN / "llama", "float32", "cpu")
+    none = write(tmp_path / "s.gguf", plain, "llama", **{"llama.rope.scaling.type": "none"})
+    assert torch.equal(logits(load(none, "float32", "cpu")[0]), logits(plain))
+
+
+def test_an_end_is_whatever_llama_cpp_ends_at(tmp_path):
+    """Also a token without a key, by its name; and an end is no text, whatever its type."""
+    model = random_model(vocab_size=64, dtype=torch.float32)
+    key = "tokenizer.ggml."
+    for more, ends, control in (
+        ({key + "eos_token_id": TOOL, key + "eot_token_id": BOS}, (TOOL, BOS, EOS), True),
+        ({key + "token_type": [1] * 64}, (EOS,), True),
+        ({key + "token_type": [1] * 64, key + "eos_token_id": BOS}, (BOS,), False),
+    ):
+        again, tokenizer = load(write(tmp_path / "e.gguf", model, "llama", **more), "float32")
+        assert again.config.eos_ids == ends
+        assert ("<|im_end|>" in tokenizer.controls) == control
 
 
 def test_llama_3_s_rotation_is_written_as_divisors(tmp_path):
@@ -173,20 +197,31 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
     model = random_model(vocab_size=64, dtype=torch.float32)
     file = tmp_path / "x.gguf"
     for architecture, more, match in (
-        ("gemma3", {}, "the architecture gemma3 is not one of llama, mistral, qwen2, qwen3"),
+        ("gemma3", {}, "the architecture gemma3 is not one of llama, qwen2, qwen3"),
+        ("llama", {"llama.rope.scaling.attn_factor": 1.5}, "attn_factor = 1.5 is not supported"),
+        ("llama", {"llama.logit_scale": 0.5}, "logit_scale = 0.5 is not supported"),
+        ("llama", {"llama.attention.head_count": 3}, "hidden_size|q or k do not go|divisor"),
+        ("llama", {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.bos_token_id": None,
+                   "tokenizer.ggml.add_bos_token": True}, "begin with a BOS token, but none"),
+        ("llama", {"tokenizer.ggml.padding_token_id": 99}, "padding_token_id 99 is no token"),
         ("llama", {"tokenizer.ggml.model": "llama"}, "the tokenizer llama with pre smollm is not"),
         ("llama", {"tokenizer.ggml.pre": "tekken"}, "pre tekken is not supported, only gpt2 with"),
         ("llama", {"llama.context_length": 0}, "max_position_embeddings must be a whole number"),
         ("llama", {"llama.rope.dimension_count": 2}, "partial rotation"),
-        ("llama", {"split.count": 3}, "is a part of a file: merge it first"),
+        ("llama", {"split.count": 3}, "is a part of a file: merge it with"),
         ("qwen3", {}, "Missing key.*q_norm"),
         ("llama", {"llama.rope.scaling.type": "longrope"}, "rope_type must be one of"),
     ):
         refused(write(file, model, architecture, **more), match)
-    for key in "tokens", "token_type", "merges", "bos_token_id":  # what must be there, and of sense
+    for key, match in (
+        ("tokens", "missing or odd"),
+        ("token_type", "missing or odd"),
+        ("merges", "missing or odd|do not go with its tokens"),
+        ("bos_token_id", "is no token|none is named"),
+    ):
         for odd in None, "a b", 10**6, ["x"] * 3, -1.5:
             more = {"tokenizer.ggml." + key: odd, "tokenizer.ggml.add_bos_token": True}
-            refused(write(file, model, "llama", **more), str(file))
+            refused(write(file, model, "llama", **more), match)
     whole = write(file, model, "llama").read_bytes()
     for n in 0, 3, 100, len(whole) // 2, len(whole) - 9:
         file.write_bytes(whole[:n])

@@ -100,6 +100,8 @@ def test_heads_in_vllm_s_layout(tmp_path, prefix):
     assert torch.equal(read(kept), heads(hidden, model))
     with pytest.raises(UserError, match="token_map of vLLM's layout is not supported"):
         read(whole | {"token_map": torch.arange(9)})
+    with pytest.raises(UserError, match="Missing key.*1.1.weight"):
+        read({n: t for n, t in whole.items() if n != f"{prefix}lm_heads.1.weight"})
 
 
 @pytest.mark.parametrize("shared", [True, False])
