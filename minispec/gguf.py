@@ -96,6 +96,9 @@ def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer]:
     divisors = tensors.pop("rope_freqs.weight", None)
     keys = Keys(path, config_keys(metadata, tensors, path))
     config = config_of(keys, keys)
+    rotated = metadata.get(f"{config.model_type}.rope.dimension_count", config.head_dim)
+    if rotated != config.head_dim:
+        raise UserError(f"{path}: rotates {rotated} of {config.head_dim} dimensions: not supported")
     if divisors is not None:
         config = with_divisors(config, divisors, path)
     named = {published(name): tensor for name, tensor in tensors.items()}
@@ -132,11 +135,9 @@ def config_keys(metadata: dict, tensors: dict[str, Tensor], path: Path) -> dict:
     raw = {key: given.get(name) for name, key in CONFIG.items()}
     scaling = {key: given[name] for name, key in SCALING.items() if name in given}
     kind = scaling.setdefault("rope_type", "linear" if "factor" in scaling else "none")
-    head_dim = raw["head_dim"] or (raw["hidden_size"] or 0) // (raw["num_attention_heads"] or 1)
     return raw | {
         "model_type": architecture,
         "vocab_size": len(tensors.get("token_embd.weight", [])),
-        "partial_rotary_factor": given.get("rope.dimension_count", head_dim) / max(head_dim, 1),
         "rope_scaling": None if kind == "none" else scaling,
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,

@@ -207,7 +207,9 @@ def add_neighbours(backend: Backend, directory: Path, settings: dict) -> dict[st
         legacy = optional_json(directory / "special_tokens_map.json")
         numbers = optional_json(directory / "added_tokens.json")
         listed = {i: added(text) for text, i in numbers.items()} | own
-    extra = first_list(settings.get(EXTRA), settings.get(ADDITIONAL), legacy.get(EXTRA))
+    lists = settings.get(EXTRA), settings.get(ADDITIONAL), legacy.get(EXTRA)
+    lists = [each for each in lists if each is not None and not isinstance(each, dict)]
+    extra = next(filter(None, lists), [])
     for token in listed.values():
         token.special |= token.content not in known and token.content in map(text_of, extra)
     tokens = {token.content: token for _, token in sorted(listed.items())}
@@ -217,7 +219,7 @@ def add_neighbours(backend: Backend, directory: Path, settings: dict) -> dict[st
             tokens[text_of(given)].special = True
         elif text_of(given) not in known:
             tokens[text_of(given)] = added(given, special=True)
-    for given in first_list(extra, legacy.get(ADDITIONAL)):
+    for given in extra if lists else legacy.get(ADDITIONAL) or []:
         if text_of(given) not in known | tokens.keys():
             tokens[text_of(given)] = added(given, special=True)
     backend.add_tokens(list(tokens.values()))
@@ -233,11 +235,6 @@ def named_tokens(settings: dict, legacy: dict) -> dict[str, str | dict]:
         if isinstance(every.get(key), dict):
             named |= every[key]
     return named
-
-
-def first_list(*lists: object) -> list[str | dict]:
-    """The first of them that is a list and not empty."""
-    return next((each for each in lists if each and not isinstance(each, dict)), [])
 
 
 def text_of(token: str | dict) -> str:

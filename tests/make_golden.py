@@ -187,6 +187,11 @@ NEIGHBOURS = {  # case: which tokenizer.json, and the files beside it
         },
     ),
     "a map": ("plain", {"special_tokens_map": {"additional_special_tokens": ["<x>", "<y>"]}}),
+    "a map beside an empty list": (
+        "plain",
+        {"special_tokens_map": {"additional_special_tokens": ["<x>"]}}
+        | config(additional_special_tokens=[]),
+    ),
     "a map and a config": (
         "plain",
         {"special_tokens_map": {"bos_token": "<x>"}} | config(bos_token="<s>", eos_token="</s>"),
