@@ -1,25 +1,31 @@
 """The certifier catches every mutant, judges strangers, and explains two runs."""
 
+import contextlib
 import functools
 import json
+import random
 import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
-from minispec.certify import blackbox, cases
+from minispec.certify import blackbox, cases, mutants
 from minispec.certify.__main__ import main
-from minispec.certify.checks import CHECKS, chi_square_p
+from minispec.certify.checks import CHECKS
 from minispec.certify.mutants import MUTANTS
+from minispec.certify.statistics import chi_square_p, smallest_seen
+from minispec.certify.takeover import NotTaken, followed
 from minispec.checkpoint import load, save
 from minispec.generate import decode
+from minispec.methods import speculative
 from minispec.sampling import Sampling, Seeded
-from minispec.toys import Toy, first_tokens, small_model
+from minispec.toys import Toy, first_tokens, small_model, total_variation
 from minispec.tree import Tree
 
 
@@ -68,6 +74,19 @@ def test_chi_square_on_fair_and_loaded_counts():
     p = chi_square_p(Counter({(0,): 127, (1,): 100, (2,): 100, (3,): 73}), fair)
     assert abs(p - 0.0022) < 3e-4
     assert chi_square_p(Counter({(9,): 1}), fair) == 0.0
+
+
+def test_the_smallest_bias_that_would_be_seen_is_seen():
+    """In about nine of ten times, for the shape that is hardest to see."""
+    n, rng = 400, random.Random(0)
+    t = smallest_seen(3, n)
+    fair = {(i,): 0.25 for i in range(4)}
+    biased = [0.25 + t / 2, 0.25 + t / 2, 0.25 - t / 2, 0.25 - t / 2]
+    seen = [
+        chi_square_p(Counter((i,) for i in rng.choices(range(4), biased, k=n)), fair) < 1e-6
+        for _ in range(300)
+    ]
+    assert 0.8 < sum(seen) / 300 < 0.99 and smallest_seen(3, 8 * n) < t / 2
 
 
 # ---- strangers -----------------------------------------------------------------------------------
@@ -125,9 +144,10 @@ def when_sampled(other):
 
 
 def test_a_correct_black_box_passes():
-    verdicts = list(blackbox.check_implementation(ours, runs=30))
-    assert [v.check for v in verdicts] == ["greedy"] * 3 + ["limits"] * 4 + ["statistical"] * 4
-    assert all(v.passed for v in verdicts)
+    verdicts = list(blackbox.check_implementation(ours, runs=30, outcomes=30))
+    rows = {"greedy": 3, "limits": 4, "exact": 5, "statistical": 4}
+    assert Counter(v.check for v in verdicts) == rows
+    assert all(v.passed for v in verdicts), verdicts
 
 
 @pytest.mark.parametrize(
@@ -140,9 +160,10 @@ def test_a_correct_black_box_passes():
         (runs_past_the_end, ["lengths"], ["1 end token"]),
         (when_sampled(runs_past_the_end), ["lengths"], ["1 end token"]),
         (when_sampled(fades), ["lengths"], ["model 0"]),
-        (changed(max_new_tokens=lambda given: given["max_new_tokens"] + 1), [], ["lengths"]),
+        (changed(max_new_tokens=lambda given: given["max_new_tokens"] + 1), ["model 0"],
+         ["lengths"]),
     ],
-)
+)  # fmt: skip
 def test_a_black_box_fails_where_it_is_wrong_and_only_there(function, right, wrong):
     for name in right + wrong:
         verdicts = list(blackbox.check_implementation(function, only=name))
@@ -150,16 +171,56 @@ def test_a_black_box_fails_where_it_is_wrong_and_only_there(function, right, wro
 
 
 def test_an_exception_fails_its_row_and_the_table_goes_on():
-    verdicts = list(blackbox.check_implementation(when_sampled(raises_late), runs=1))
-    assert len(verdicts) == 11 and [v.case for v in verdicts if v.passed] == ["lengths"]
-    assert sum("raised ValueError: no such luck" in v.detail for v in verdicts) == 10
+    verdicts = list(blackbox.check_implementation(when_sampled(raises_late), runs=1, outcomes=9))
+    assert len(verdicts) == 16 and [v.case for v in verdicts if v.passed] == ["lengths"]
+    said = "raised ValueError: no such luck ("
+    assert sum(v.passed is False and said in v.detail for v in verdicts) == 15
+    assert "1 tokens of prompt, max_new_tokens 24, temperature 1.0, top_k 1" in verdicts[0].detail
     for function, says in (
         (lambda *_, **options: "hello", "must return token ids, not 'hello'"),
         (lambda *_, **options: sys.exit(0), "raised SystemExit: 0"),
         (raises_late, "raised ValueError: no such luck"),
     ):
-        (verdict,) = blackbox.check_implementation(function, only="lengths")
+        (verdict,) = check("lengths", function)
         assert not verdict.passed and says in verdict.detail
+
+
+def check(only: str, function, **options) -> list:
+    return list(blackbox.check_implementation(function, only=only, **options))
+
+
+def test_what_is_not_offered_is_skipped():
+    def greedy_only(checkpoint, prompt, **options):
+        if options["temperature"]:
+            raise NotImplementedError("no sampling")
+        return ours(checkpoint, prompt, **options)
+
+    verdicts = list(blackbox.check_implementation(greedy_only, runs=1, outcomes=9))
+    assert [v.passed for v in verdicts if v.case == "lengths"] == [True]
+    assert {v.passed for v in verdicts if v.case != "lengths"} == {None}
+    assert {v.detail for v in verdicts if v.passed is None} == {"not offered: no sampling"}
+
+
+def test_who_never_drafts_or_never_rejects_is_told_so():
+    for counts, passed, says in (((0, 0), None, "never drafted"), ((5, 5), None, "no rejection"),
+                                 ((5, 2), True, "2 of 5 drafts accepted")):  # fmt: skip
+        verdicts = check("no such case", lambda *_: None)
+        box = blackbox.Box(lambda *_, c=counts, **options: ([1], *c))
+        assert verdicts == [] and box("", [1]) == [1]
+        found, detail = blackbox.drafts_something(box)
+        assert found is passed and says in detail
+
+
+def test_an_engine_may_take_many_requests_at_once(tmp_path):
+    class Engine:
+        def many(self, checkpoint, requests):
+            asked.append(len(requests))
+            return [ours(checkpoint, **request) for request in requests]
+
+    asked: list[int] = []
+    folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
+    passed, detail = blackbox.is_drawn(blackbox.Box(Engine()), folder, model, Sampling(1.0), 50)
+    assert passed and asked == [50], detail
 
 
 @pytest.mark.parametrize(
@@ -169,13 +230,144 @@ def test_an_exception_fails_its_row_and_the_table_goes_on():
         (changed(temperature=1.0), Sampling(1.0), Sampling(0.7, top_p=0.8)),
         # top-p ignored beside a top-k
         (changed(top_p=lambda given: 1.0 if given["top_k"] > 1 else given["top_p"]),
-         Sampling(1.5, 3), Sampling(1.5, 4, 0.9)),
+         Sampling(1.5, 2), Sampling(1.5, 3, 0.9)),
     ],
 )  # fmt: skip
 def test_a_warper_left_out_is_seen_where_it_matters(function, missed, seen, tmp_path):
-    folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=6)
-    assert blackbox.is_drawn(function, folder, model, missed, 100)[0]
-    assert not blackbox.is_drawn(function, folder, model, seen, 100)[0]
+    box = blackbox.Box(function)
+    folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
+    assert blackbox.is_drawn(box, folder, model, missed, 60)[0]
+    assert not blackbox.is_drawn(box, folder, model, seen, 60)[0]
+    folder, model = blackbox.write_checkpoint(tmp_path / "exact", 21, vocab=3)
+    assert blackbox.is_exact(box, folder, model, missed, 30)[0]
+    passed, detail = blackbox.is_exact(box, folder, model, seen, 30)
+    assert passed is False and "instead of" in detail
+
+
+def test_with_a_baseline_conventions_are_no_losses():
+    """A decoder that ignores top-p, plain and speculative alike, loses nothing of its own."""
+    other = changed(top_p=1.0)
+    options = dict(runs=30, outcomes=30, checks=("exact", "statistical"))
+    rows = list(blackbox.check_implementation(other, baseline=other, **options))
+    assert all(v.passed for v in rows if v.check != "baseline")
+    differ = [v.case for v in rows if v.check == "baseline" and not v.passed]
+    assert len(differ) == 4 and all("top-p 0." in case for case in differ)
+    rows = list(blackbox.check_implementation(ours, baseline=other, only="T=0.7", **options))
+    assert [v.passed for v in rows if v.check == "exact"] == [False]
+
+
+# ---- another's randomness, taken over ------------------------------------------------------------
+
+
+def draw_by(way: str, p: torch.Tensor) -> int:
+    """A token of a distribution (V,), as somebody might write it."""
+    logits, last = p.log(), len(p) - 1
+    match way:
+        case "multinomial":
+            return torch.multinomial(p, 1).item()
+        case "categorical":
+            return torch.distributions.Categorical(probs=p).sample().item()
+        case "exponential race":
+            return p.div(torch.empty_like(p).exponential_(1)).argmax(-1).item()
+        case "race of waiting times":
+            return (-torch.rand_like(p).log() / p).argmin(-1).item()
+        case "Gumbel":
+            noise = -torch.log(-torch.log(torch.rand_like(p) + 1e-20) + 1e-20)
+            return (logits + noise).argmax(-1).item()
+        case "sum":
+            return min(int((p.cumsum(-1) < torch.rand(1)).sum()), last)
+        case "in place":
+            u = torch.empty(1)
+            u.uniform_()
+            return min(int((u > p.cumsum(-1)).sum()), last)
+        case "searchsorted":
+            return min(torch.searchsorted(p.cumsum(-1), torch.rand(1)).item(), last)
+        case "python's random":
+            u, total = random.random(), 0.0
+            for i, weight in enumerate(p.tolist()):
+                total += weight
+                if u < total:
+                    return i
+            return last
+        case "numpy":
+            return min(int((p.cumsum(-1).numpy() < np.random.rand()).sum()), last)
+    raise AssertionError(way)
+
+
+EXACTLY = ("multinomial", "categorical", "exponential race", "race of waiting times", "Gumbel",
+           "sum", "in place", "searchsorted", "python's random", "numpy")  # fmt: skip
+
+
+@pytest.mark.parametrize("way", EXACTLY)
+def test_whatever_way_a_token_is_drawn_has_its_exact_distribution(way):
+    p = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    found = followed(lambda seed: (draw_by(way, p), draw_by(way, p)))
+    expected = {(i, j): float(p[i] * p[j]) for i in range(3) for j in range(3)}
+    assert total_variation(found, expected) < 1e-9
+
+
+def test_one_uniform_number_compared_twice_stays_one_number():
+    """[0, 0.5) and [0.2, 1): never neither, both with probability 0.3."""
+
+    def function(seed):
+        u = torch.rand(2)[1]
+        return bool(u < 0.5), bool(1 - u <= 0.8)
+
+    found = followed(function)
+    expected = {(True, True): 0.3, (True, False): 0.2, (False, True): 0.5}
+    assert total_variation(found, expected) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "function, why",
+    [
+        (lambda seed: (int(torch.randn(1) > 0),), "it draws by torch.randn"),
+        (lambda seed: (random.Random(seed).randrange(99),), "it draws elsewhere"),
+        (lambda seed: (1,), "it draws nothing from torch, "),
+        (lambda seed: (int(torch.rand(1) * 3),), "uses a random number for itself"),
+        (lambda seed: (int(torch.rand(1) < torch.rand(1)),), "two random numbers"),
+        (lambda seed: (int(torch.rand(2).sort().values[0] < 0.5),), "torch's sort"),
+        (lambda seed: (int(torch.randint(2**31, (1,))),), "one of 2147483648 integers"),
+    ],
+)
+def test_what_cannot_be_taken_over_is_named(function, why):
+    with pytest.raises(NotTaken, match=why):
+        followed(function)
+
+
+def speculating(**patches):
+    """Our speculative decoding with the draft that lies beside a checkpoint, its k 2, and names of
+    its module replaced."""
+    pair = functools.cache(lambda folder: (loaded(folder), loaded(f"{folder}/draft")))
+
+    def implementation(checkpoint, prompt, **options):
+        model, draft = pair(checkpoint)
+        with contextlib.ExitStack() as stack:
+            for name, mistake in patches.items():
+                stack.enter_context(mock.patch.object(speculative, name, mistake))
+            run = decode(model, None, prompt, "speculative", draft=draft, k=2, **options)
+        return run.tokens, run.stats["drafted"], run.stats["accepted"]
+
+    return implementation
+
+
+@pytest.mark.parametrize(
+    "name, mistake",
+    [("accept", "lenient"), ("accept", "argmax_bonus"), ("accept", "argmax_root"),
+     ("propose", "confident_prefix"), ("propose", "reduced_vocabulary"), ("", "")],
+)  # fmt: skip
+def test_a_sampling_mistake_has_its_exact_bias(name, mistake, tmp_path):
+    """Behind the black-box signature, over the sequences of a few tokens of two words."""
+    passed = not mistake
+    box = blackbox.Box(speculating(**({name: getattr(mutants, mistake)} if mistake else {})))
+    # two of three words are a reduced vocabulary
+    words = 3 if mistake == "reduced_vocabulary" else 2
+    folder, model = blackbox.write_checkpoint(tmp_path, 21, words)
+    found, detail = blackbox.is_exact(box, folder, model, Sampling(1.0), 120)
+    assert found is passed, detail
+    if passed:
+        assert "sequences of 3 tokens" in detail  # more than are drafted
+        assert 0 < box.accepted < box.drafted
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -203,8 +395,12 @@ def test_json_and_exit_codes(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--impl", "a:b", "--checks", "greedy"], "give one of them"),
-        (["--compare", "a", "b", "--impl", "a:b"], "give one of them"),
+        (["--impl", "a:b", "--checks", "cache"], "unknown check 'cache': use some of greedy"),
+        (["--compare", "a", "b", "--impl", "a:b"], "leave out --impl"),
+        (["--compare", "a", "b", "--checks", "greedy"], "leave out --impl and --checks"),
+        (["--baseline", "a:b"], "--baseline is for --impl"),
+        (["--runs", "500"], "--runs is for --impl"),
+        (["--impl", "json:loads", "--baseline", "json:nothing"], "--baseline json:nothing: cannot"),
         (["--model", "x"], "--model is for --compare"),
         (["--checks", "nonsense"], "unknown check 'nonsense'"),
         (["--checks", "exact,magic"], "unknown check 'magic'"),

@@ -5,5 +5,6 @@
     python -m minispec.certify --compare a.jsonl b.jsonl --model DIR     explain two runs
 
 The exact check sums over *every* random outcome of the real decoding loops, so passing it is a
-proof for the toy models at hand; the mutants show that each check can fail.
+proof for the toy models at hand; the mutants show that each check can fail. A black box whose
+random numbers come from torch is followed through every outcome as well (takeover.py).
 """

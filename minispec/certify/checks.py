@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from minispec.certify.cases import (
     BEST_TREE,
     GREEDY,
@@ -21,6 +19,7 @@ from minispec.certify.cases import (
     proofs,
     tree_method,
 )
+from minispec.certify.statistics import FALSE_ALARM, chi_square_p
 from minispec.generate import METHODS, Run, common_prefix, decode
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
@@ -40,7 +39,6 @@ from minispec.toys import (
 )
 
 EXACT = 1e-12  # total variation that counts as none, for sums of float64 products
-FALSE_ALARM = 1e-6  # chance that one statistical check fails a correct decoder
 RUNS, JOINT = 400, 3  # runs of one statistical check, which tests so many tokens jointly
 
 
@@ -50,7 +48,7 @@ class Verdict:
 
     check: str
     case: str
-    passed: bool
+    passed: bool | None  # None: neither, as the detail explains
     detail: str
 
 
@@ -188,24 +186,6 @@ def check_statistical(only: str = "") -> Iterator[Verdict]:
         )
         detail = f"p = {p:.3f}, {RUNS} runs (below {FALSE_ALARM:.0e} fails)"
         yield Verdict("statistical", f"{name}, T=1 top-p 0.9", p > FALSE_ALARM, detail)
-
-
-def chi_square_p(counts: Counter, exact: dict[tuple[int, ...], float]) -> float:
-    """Chance of so large a χ² if the counts were drawn from `exact`; rare cells are pooled."""
-    n = sum(counts.values())
-    if any(exact.get(k, 0.0) == 0 for k in counts):
-        return 0.0  # something impossible was drawn
-    cells, rare = [], [0.0, 0.0]
-    for key, p in exact.items():
-        if n * p >= 5:
-            cells.append((counts[key], n * p))
-        else:
-            rare = [rare[0] + counts[key], rare[1] + n * p]
-    cells += [tuple(rare)] if rare[1] > 0 else []
-    chi2 = sum((seen - expected) ** 2 / expected for seen, expected in cells)
-    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
-    half = torch.tensor(chi2 / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, half)) if len(cells) > 1 else 1.0
 
 
 # ---- limits --------------------------------------------------------------------------------------

@@ -34,6 +34,6 @@ def black_box(
 
     Returns the new tokens after `prompt`: exactly `max_new_tokens`, or fewer if one of
     `model.config.eos_ids` comes, which is then the last. `minispec.load(checkpoint, "float64",
-    "cpu")` gives the model (and a tokenizer, here None). Load it once: calls come in thousands.
+    "cpu")` gives the model (and a tokenizer). Load it once: calls come in thousands.
     """
     raise NotImplementedError

@@ -12,6 +12,7 @@ import torch
 from lessons.assignments.a8_engine.proposers import PROPOSERS, Forest, Proposer
 from minispec.certify import cases
 from minispec.certify.blackbox import (
+    Box,
     Raised,
     ends,
     is_drawn,
@@ -173,10 +174,9 @@ def test_it_is_a_generator_that_begins_with_its_prefill(impl):
 @pytest.mark.points(6, task="black box")
 def test_the_certifier_s_black_box_checks(impl, tmp_path):
     """What `python -m minispec.certify --impl my_solution:black_box` does, with fewer runs."""
-    box = impl.black_box
     folder, model = write_checkpoint(tmp_path / "greedy", 0, vocab=24)
-    box(folder, [1, 2], max_new_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=0)
-    small = write_checkpoint(tmp_path / "sampled", 21, vocab=6)
+    impl.black_box(folder, [1, 2], max_new_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    box, small = Box(impl.black_box), write_checkpoint(tmp_path / "sampled", 21, vocab=4)
     try:
         for passed, detail in (
             is_greedy(box, folder, model, [[3, 1, 4], [1] * 30]),

@@ -1,0 +1,95 @@
+"""What counts of drawn sequences say, and how much they could have said."""
+
+import math
+from collections import Counter
+
+import torch
+
+FALSE_ALARM = 1e-6  # chance that one statistical check fails a correct decoder
+Sequences = dict[tuple[int, ...], float]  # tokens -> probability
+
+
+def chi_square_p(counts: Counter, exact: Sequences) -> float:
+    """Chance of so large a χ² if the counts were drawn from `exact`; rare cells are pooled."""
+    if impossible(counts, exact) is not None:
+        return 0.0
+    cells = pooled(counts, exact)
+    chi2 = sum((seen - expected) ** 2 / expected for seen, expected in cells)
+    return above(chi2, len(cells) - 1)
+
+
+def impossible(counts: Counter, exact: Sequences) -> tuple[int, ...] | None:
+    """A sequence that was drawn, but has probability 0."""
+    return next((tokens for tokens in counts if exact.get(tokens, 0.0) == 0), None)
+
+
+def pooled(counts: Counter, exact: Sequences) -> list[tuple[float, float]]:
+    """(seen, expected) of each sequence, those that are expected less than five times together."""
+    n = sum(counts.values())
+    cells, rare = [], [0.0, 0.0]
+    for tokens, p in exact.items():
+        if n * p >= 5:
+            cells.append((counts[tokens], n * p))
+        else:
+            rare = [rare[0] + counts[tokens], rare[1] + n * p]
+    return cells + [tuple(rare)] if rare[1] > 0 else cells
+
+
+def two_sample_p(a: Counter, b: Counter) -> float:
+    """The same of two counts that were drawn from one distribution, if from any."""
+    n, m = sum(a.values()), sum(b.values())
+    cells, rare = [], [0, 0]
+    for key in a.keys() | b.keys():
+        if a[key] + b[key] >= 10:
+            cells.append((a[key], b[key]))
+        else:
+            rare = [rare[0] + a[key], rare[1] + b[key]]
+    cells += [tuple(rare)] if sum(rare) else []
+    chi2 = sum((x * (m / n) ** 0.5 - y * (n / m) ** 0.5) ** 2 / (x + y) for x, y in cells)
+    return above(chi2, len(cells) - 1)
+
+
+def above(chi2: float, freedom: int) -> float:
+    """The chance that a χ² of so many degrees of freedom is larger."""
+    if freedom < 1:
+        return 1.0
+    half = (torch.tensor(x / 2, dtype=torch.float64) for x in (freedom, chi2))
+    return float(torch.special.gammaincc(*half))
+
+
+def smallest_seen(freedom: int, runs: int, false_alarm: float = FALSE_ALARM) -> float:
+    """The total variation that a χ² test sees in nine of ten cases, whatever its shape.
+
+    A bias of total variation t moves χ² by at least 4 · runs · t² (Cauchy and Schwarz); its power
+    is taken from a normal approximation of the noncentral χ²."""
+    low, high = 0.0, 1e4
+    while high - low > 1e-3:  # the critical value, by bisection
+        middle = (low + high) / 2
+        low, high = (middle, high) if above(middle, freedom) > false_alarm else (low, middle)
+    critical, moved = high, 0.0
+    while freedom + moved - 1.2816 * math.sqrt(2 * (freedom + 2 * moved)) < critical:
+        moved += 0.5
+    return math.sqrt(moved / (4 * runs))
+
+
+def projected(sequences: Sequences, places: tuple[int, ...]) -> Counter:
+    """Counts, or probabilities, of the tokens at these places alone."""
+    result: Counter = Counter()
+    for tokens, weight in sequences.items():
+        result[tuple(tokens[i] for i in places)] += weight
+    return result
+
+
+def least_p(counts: Counter, other: Sequences | Counter) -> tuple[float, str, int]:
+    """The smallest p of several tests of counts against a distribution, or against other counts,
+    times their number (Bonferroni); where that is, and the number of cells. Tested are the first
+    three tokens, and every place and pair of neighbours of the sequences, all of one length."""
+    n = len(next(iter(other)))
+    parts = [tuple(range(min(3, n))), *((i,) for i in range(n)), *zip(range(n), range(1, n))]
+    found = []
+    for places in parts:
+        seen, expected = projected(counts, places), projected(other, places)
+        test = two_sample_p if isinstance(other, Counter) else chi_square_p
+        where = "token" + "s" * (len(places) > 1) + " " + ", ".join(str(i + 1) for i in places)
+        found.append((min(1.0, len(parts) * test(seen, expected)), where, len(expected)))
+    return min(found)
