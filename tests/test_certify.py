@@ -363,10 +363,10 @@ def test_a_sampling_mistake_has_its_exact_bias(name, mistake, tmp_path):
     # two of three words are a reduced vocabulary
     words = 3 if mistake == "reduced_vocabulary" else 2
     folder, model = blackbox.write_checkpoint(tmp_path, 21, words)
-    found, detail = blackbox.is_exact(box, folder, model, Sampling(1.0), 120)
+    found, detail = blackbox.is_exact(box, folder, model, Sampling(1.0), 200)
     assert found is passed, detail
     if passed:
-        assert "sequences of 3 tokens" in detail  # more than are drafted
+        assert int(detail.split("sequences of ")[1][0]) > 2  # more than are drafted
         assert 0 < box.accepted < box.drafted
 
 
