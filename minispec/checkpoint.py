@@ -178,14 +178,15 @@ def load(
 
 def read_directory(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     """Config, tensors and tokenizer of a checkpoint directory."""
-    config, tensors = read_config(path), {}
-    for file in weight_files(path):
+    config, files = read_config(path), weight_files(path)
+    tokenizer, tensors = tokenizer_in(path), {}  # what can be wrong with it is told before the work
+    for file in files:
         tensors |= read_tensors(file)
     for end, layout in LAYOUTS.items():
         if any(name.endswith(end) for name in tensors):
             raise UserError(f"{path}: quantised weights ({layout}): {UNQUANTISED}")
     tensors = {n: t for n, t in unwrapped(tensors).items() if not LEFT_OUT.match(n)}
-    return config, tensors, tokenizer_in(path)
+    return config, tensors, tokenizer
 
 
 def unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

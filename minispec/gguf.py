@@ -85,9 +85,9 @@ def open_gguf(path: Path) -> tuple[dict, list]:
 
 def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer]:
     """Config, tensors under published names, dequantised, and tokenizer of a file."""
-    from gguf import dequantize
-
     metadata, stored = open_gguf(path)
+    from gguf import dequantize  # which is there, as the file could be opened
+
     tokenizer = tokenizer_of(metadata, path)
     try:
         tensors = {t.name: torch.tensor(dequantize(t.data, t.tensor_type)) for t in stored}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import GOLDEN, ROOT, random_model, random_tokens
 
-from minispec import UserError, load
+from minispec import UserError, errors, load
 from minispec.generate import decode
 from minispec.model import rope_frequencies
 
@@ -229,6 +229,13 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
         refused(file, "cannot be read as GGUF")
     (tmp_path / "y.gguf").touch()
     refused(tmp_path, "holds 2 GGUF files: name one")
+
+
+def test_without_the_package_that_reads_it_is_named(tmp_path, monkeypatch):
+    file = write(tmp_path / "x.gguf", random_model(vocab_size=64), "llama")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
+    refused(file, "needs gguf: pip install gguf")
 
 
 # ---- a real one ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from minispec import certify
 from minispec.certify.blackbox import CHECKS as BOXED
 from minispec.certify.blackbox import check_implementation, load_implementation
-from minispec.certify.checks import CHECKS, Verdict
+from minispec.certify.checks import CHECKS, RUNS, Verdict
 from minispec.certify.compare import compare
 from minispec.certify.mutants import check_mutants
 from minispec.checkpoint import WEIGHTS, load
@@ -29,7 +29,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p = Parser(prog="python -m minispec.certify", description=certify.__doc__.split("\n\n")[0])
     p.add_argument("--impl", help="package.module:function or file.py:function, a black box")
     p.add_argument("--baseline", help="its own plain decoding, which --impl must equal then")
-    p.add_argument("--runs", type=number(100), help="of each statistical row (default: 400)")
+    p.add_argument("--runs", type=number(100), help=f"of each statistical row (default: {RUNS})")
     p.add_argument("--compare", nargs=2, type=Path, metavar="JSONL", help="two files of runs, "
                    "lines of generate --json")  # fmt: skip
     p.add_argument("--model", help="model of --compare (default: the shipped target)")
@@ -60,7 +60,7 @@ def verdicts_of(args: argparse.Namespace) -> Iterator[Verdict]:
     if args.impl is not None:
         baseline = args.baseline and load_implementation(args.baseline, "--baseline")
         return check_implementation(
-            load_implementation(args.impl), runs=args.runs or 400, checks=args.checks,
+            load_implementation(args.impl), runs=args.runs or RUNS, checks=args.checks,
             baseline=baseline,
         )  # fmt: skip
     return (verdict for name in args.checks for verdict in KNOWN[name]())

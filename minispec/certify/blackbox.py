@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from minispec.certify.cases import GREEDY, bound
-from minispec.certify.checks import Verdict, first_difference
+from minispec.certify.checks import RUNS, Verdict, first_difference
 from minispec.certify.compare import TIE, divergence
 from minispec.certify.statistics import (
     FALSE_ALARM,
@@ -42,7 +42,7 @@ class Implementation(Protocol):
         top_k: int, top_p: float, seed: int,
     ) -> list[int] | tuple[list[int], int, int]:  # fmt: skip
         """The new tokens, an EOS that ends them included, after `prompt` (ids of the checkpoint, a
-        Hugging Face directory of a small llama in float32, with a tokenizer, and a smaller sibling
+        Hugging Face directory of a small llama in float32, with a tokenizer, and a disturbed copy
         in its folder `draft` that is right about half the time); or these and how many tokens were
         drafted and accepted. temperature 0 is greedy; top_k 0 and top_p 1 are off. Equal seeds may
         give equal, different seeds must give independent draws. Raise NotImplementedError for what
@@ -136,7 +136,7 @@ CHECKS = "greedy", "limits", "exact", "statistical"
 
 
 def check_implementation(
-    impl: Implementation, only: str = "", runs: int = 400, checks: tuple[str, ...] = CHECKS,
+    impl: Implementation, only: str = "", runs: int = RUNS, checks: tuple[str, ...] = CHECKS,
     outcomes: int = 400, baseline: Implementation | None = None,
 ) -> Iterator[Verdict]:  # fmt: skip
     """Greedy identity, lengths, end tokens and repeated calls; and the distribution of what is

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -13,8 +14,9 @@ def chi_square_p(counts: Counter, exact: Sequences) -> float:
     """Chance of so large a χ² if the counts were drawn from `exact`; rare cells are pooled."""
     if impossible(counts, exact) is not None:
         return 0.0
-    cells = pooled(counts, exact)
-    chi2 = sum((seen - expected) ** 2 / expected for seen, expected in cells)
+    n = sum(counts.values())
+    cells = pooled(((counts[key], n * p) for key, p in exact.items()), lambda seen, due: due >= 5)
+    chi2 = sum((seen - due) ** 2 / due for seen, due in cells)
     return above(chi2, len(cells) - 1)
 
 
@@ -23,28 +25,24 @@ def impossible(counts: Counter, exact: Sequences) -> tuple[int, ...] | None:
     return next((tokens for tokens in counts if exact.get(tokens, 0.0) == 0), None)
 
 
-def pooled(counts: Counter, exact: Sequences) -> list[tuple[float, float]]:
-    """(seen, expected) of each sequence, those that are expected less than five times together."""
-    n = sum(counts.values())
-    cells, rare = [], [0.0, 0.0]
-    for tokens, p in exact.items():
-        if n * p >= 5:
-            cells.append((counts[tokens], n * p))
+def pooled(
+    cells: Iterable[tuple[float, float]], large: Callable[[float, float], bool]
+) -> list[tuple[float, float]]:
+    """The cells of a χ² test, those that are not large in one."""
+    kept, rare = [], (0.0, 0.0)
+    for a, b in cells:
+        if large(a, b):
+            kept.append((a, b))
         else:
-            rare = [rare[0] + counts[tokens], rare[1] + n * p]
-    return cells + [tuple(rare)] if rare[1] > 0 else cells
+            rare = rare[0] + a, rare[1] + b
+    return kept + [rare] if sum(rare) > 0 else kept
 
 
 def two_sample_p(a: Counter, b: Counter) -> float:
     """The same of two counts that were drawn from one distribution, if from any."""
     n, m = sum(a.values()), sum(b.values())
-    cells, rare = [], [0, 0]
-    for key in a.keys() | b.keys():
-        if a[key] + b[key] >= 10:
-            cells.append((a[key], b[key]))
-        else:
-            rare = [rare[0] + a[key], rare[1] + b[key]]
-    cells += [tuple(rare)] if sum(rare) else []
+    pairs = ((a[key], b[key]) for key in a.keys() | b.keys())
+    cells = pooled(pairs, lambda x, y: x + y >= 10)
     chi2 = sum((x * (m / n) ** 0.5 - y * (n / m) ** 0.5) ** 2 / (x + y) for x, y in cells)
     return above(chi2, len(cells) - 1)
 
