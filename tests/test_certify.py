@@ -207,7 +207,7 @@ def test_who_never_drafts_or_never_rejects_is_told_so():
         verdicts = check("no such case", lambda *_: None)
         box = blackbox.Box(lambda *_, c=counts, **options: ([1], *c))
         assert verdicts == [] and box("", [1]) == [1]
-        found, detail = blackbox.drafts_something(box)
+        found, detail = blackbox.drafts_something(box.drafted, box.accepted)
         assert found is passed and says in detail
 
 

@@ -15,12 +15,21 @@ from minispec import certify
 from minispec.certify.blackbox import CHECKS as BOXED
 from minispec.certify.blackbox import check_implementation, load_implementation
 from minispec.certify.checks import CHECKS, RUNS, Verdict
+from minispec.certify.client import Server
 from minispec.certify.compare import compare
 from minispec.certify.mutants import check_mutants
+from minispec.certify.server import CHECKS as SERVED
+from minispec.certify.server import REQUESTS, check_server
 from minispec.checkpoint import WEIGHTS, load
 from minispec.errors import Parser, UserError, command, number
 
 KNOWN = CHECKS | {"mutants": check_mutants}
+EXAMS = "impl", "server", "compare"
+FLAGS = {  # what each is for, "" being ours
+    "baseline": ("impl", "server"), "runs": ("impl",), "model": ("server", "compare"),
+    "name": ("server",), "requests": ("server",), "precision": ("server",),
+    "checks": ("impl", "server", ""),
+}  # fmt: skip
 MARKS = {True: "pass", False: "FAIL", None: "skip"}
 
 
@@ -28,23 +37,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags; one that would go unheard is refused, as a verdict must be of what was asked."""
     p = Parser(prog="python -m minispec.certify", description=certify.__doc__.split("\n\n")[0])
     p.add_argument("--impl", help="package.module:function or file.py:function, a black box")
-    p.add_argument("--baseline", help="its own plain decoding, which --impl must equal then")
+    p.add_argument("--server", metavar="URL", help="a server of --model with /v1/completions; a "
+                   "key is read from OPENAI_API_KEY")  # fmt: skip
+    p.add_argument("--baseline", help="its own plain decoding, which --impl or --server must equal "
+                   "then: a function, or a URL")  # fmt: skip
     p.add_argument("--runs", type=number(100), help=f"of each statistical row (default: {RUNS})")
     p.add_argument("--compare", nargs=2, type=Path, metavar="JSONL", help="two files of runs, "
                    "lines of generate --json")  # fmt: skip
-    p.add_argument("--model", help="model of --compare (default: the shipped target)")
+    p.add_argument("--model", help="of --server or --compare (default: the shipped target)")
+    p.add_argument("--name", help="the model's name at --server (default: the only one there)")
+    p.add_argument("--requests", type=number(100), help=f"to --server (default: about {REQUESTS})")
+    p.add_argument("--precision", help="of --server: float32 (default), bfloat16, float16, or the "
+                   "gap between two logits that is a tie")  # fmt: skip
     p.add_argument("--checks", help=f"only these: {','.join(KNOWN)}; of a black box "
-                   f"{','.join(BOXED)}")  # fmt: skip
+                   f"{','.join(BOXED)}; of a server {','.join(SERVED)}")  # fmt: skip
     p.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     args = p.parse_args(argv)
-    if args.compare and (args.impl is not None or args.checks is not None):
-        raise UserError("--compare is an examination of its own: leave out --impl and --checks")
-    if args.model and not args.compare:
-        raise UserError("--model is for --compare: others bring models of their own")
-    for flag in "baseline", "runs":
-        if getattr(args, flag) is not None and args.impl is None:
-            raise UserError(f"--{flag} is for --impl")
-    known = BOXED if args.impl is not None else tuple(KNOWN)
+    asked = [name for name in EXAMS if getattr(args, name) is not None]
+    if len(asked) > 1:
+        raise UserError(f"--{asked[0]} and --{asked[1]} are two examinations: leave one out")
+    exam = asked[0] if asked else ""
+    for flag, exams in FLAGS.items():
+        if getattr(args, flag) is not None and exam not in exams:
+            where = " and ".join(f"--{name}" for name in exams if name)
+            raise UserError(f"--{flag} is for {where}")
+    known = {"impl": BOXED, "server": SERVED}.get(exam, tuple(KNOWN))
     args.checks = known if args.checks is None else tuple(args.checks.split(","))
     unknown = [name for name in args.checks if name not in known]
     if unknown:
@@ -54,9 +71,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def verdicts_of(args: argparse.Namespace) -> Iterator[Verdict]:
     """What the flags ask for, verdict by verdict."""
+    if args.compare or args.server is not None:
+        model, tokenizer = load(args.model or WEIGHTS / "target", "float64", "cpu")
     if args.compare:
-        model, _ = load(args.model or WEIGHTS / "target", "float64", "cpu")
         return compare(*args.compare, model)
+    if args.server is not None:
+        servers = [Server(url, tokenizer, args.name, model.config.eos_ids)
+                   for url in (args.server, args.baseline) if url is not None]  # fmt: skip
+        return check_server(
+            *servers[:1], model, tokenizer, *servers[1:], requests=args.requests or REQUESTS,
+            precision=args.precision or "float32", checks=args.checks,
+        )  # fmt: skip
     if args.impl is not None:
         baseline = args.baseline and load_implementation(args.baseline, "--baseline")
         return check_implementation(

@@ -7,7 +7,6 @@ import operator
 import random
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
@@ -19,13 +18,8 @@ import torch
 from minispec.certify.cases import GREEDY, bound
 from minispec.certify.checks import RUNS, Verdict, first_difference
 from minispec.certify.compare import TIE, divergence
-from minispec.certify.statistics import (
-    FALSE_ALARM,
-    Sequences,
-    impossible,
-    least_p,
-    smallest_seen,
-)
+from minispec.certify.scoring import Sequence, least_p, scored
+from minispec.certify.statistics import FALSE_ALARM, Sequences, smallest_seen
 from minispec.certify.takeover import NotTaken, TooMany, followed
 from minispec.checkpoint import load, save
 from minispec.errors import UserError
@@ -131,6 +125,7 @@ class Box:
 SAMPLED = Sampling(1.0), Sampling(0.7, top_p=0.8), Sampling(1.5, top_k=2), Sampling(1.5, 3, 0.9)
 SURE = Sampling(1.0, top_k=1)  # sampled, and yet of a known outcome: greedy decoding's
 LONG = 65, 130, 257  # tokens of prompts: just past usual sizes of a block
+VOCAB = 4  # of the statistical rows
 SPEAKS, TWO_WORDS = [1, 2, 0, 1, 2], [1, 0, 0, 1, 0]  # prompts that drafts may be copied from
 CHECKS = "greedy", "limits", "exact", "statistical"
 
@@ -154,7 +149,8 @@ def check_implementation(
                 given.append(plain)
             yield Verdict(check, case, *examined(examine, box, *given))
     if box.counts:
-        yield Verdict("drafts", "accepted and rejected", *drafts_something(box))
+        found = drafts_something(box.drafted, box.accepted)
+        yield Verdict("drafts", "accepted and rejected", *found)
 
 
 def examined(examine: Callable, box: Box, *given) -> tuple[bool | None, str]:
@@ -185,7 +181,7 @@ def rows(root: Path, runs: int, outcomes: int) -> Iterator[tuple]:
         checkpoint = write_checkpoint(root / f"words{vocab}", 21, vocab)
         case = f"{vocab} words, {short(sampling)}"
         yield "exact", case, is_exact, *checkpoint, sampling, outcomes
-    checkpoint = write_checkpoint(root / "sampled", 21, vocab=4)
+    checkpoint = write_checkpoint(root / "sampled", 21, VOCAB)
     for sampling in SAMPLED:
         yield "statistical", short(sampling), is_drawn, *checkpoint, sampling, runs
 
@@ -348,29 +344,31 @@ def is_drawn(
 ) -> tuple[bool, str]:  # fmt: skip
     """χ² of its first tokens over differently seeded runs; eight times as many where the first
     leave a doubt."""
-    exact = distribution(model, SPEAKS, sampling, n)
-    counts, plain = Counter(), Counter()
+    drawn: list[Sequence] = []
+    plain: list[Sequence] = []
     for seeds in range(runs), range(runs, 8 * runs):
         requests = [(SPEAKS, seed, n, sampling) for seed in seeds]
-        counts.update(tuple(tokens[:n]) for tokens in box.all(folder, requests))
+        drawn += [tuple(tokens[:n]) for tokens in box.all(folder, requests)]
         if baseline:
-            plain.update(tuple(tokens[:n]) for tokens in baseline.all(folder, requests))
-        if any(len(tokens) < n for tokens in counts | plain):
+            plain += [tuple(tokens[:n]) for tokens in baseline.all(folder, requests)]
+        if any(len(tokens) < n for tokens in drawn + plain):
             return False, f"fewer than {n} tokens, without an end token"
-        if not baseline and (never := impossible(counts, exact)) is not None:
-            return False, f"drew {never}, which has probability 0"
-        p, where, cells = least_p(counts, plain if baseline else exact)
+        if unknown := {t for tokens in drawn + plain for t in tokens} - set(range(VOCAB)):
+            return False, f"drew {min(unknown)}, which is no token"
+        found = scored(model, SPEAKS, drawn + plain, sampling)
+        if not baseline and found.never:
+            return False, f"drew {found.never}, which has probability 0"
+        p, where, cells = least_p(found, drawn, plain if baseline else None)
         if p > 0.01 or p < FALSE_ALARM:
             break
-    total = sum(counts.values())
-    seen = f"would have seen a TV of {smallest_seen(cells - 1, total):.2f}"
-    return p > FALSE_ALARM, f"p = {p:.2g} at {where}, {total} runs of {n} tokens; {seen}"
+    seen = f"would have seen a TV of {smallest_seen(cells - 1, len(drawn)):.2f}"
+    return p > FALSE_ALARM, f"p = {p:.2g} at {where}, {len(drawn)} runs of {n} tokens; {seen}"
 
 
-def drafts_something(box: Box) -> tuple[bool | None, str]:
+def drafts_something(drafted: int, accepted: int) -> tuple[bool | None, str]:
     """Whether what was tested is speculation at all."""
-    if box.drafted == 0:
+    if drafted == 0:
         return None, "it never drafted a token: what passed is plain decoding"
-    if box.accepted == box.drafted:
-        return None, f"all {box.drafted} drafts were accepted: no rejection was tested"
-    return True, f"{box.accepted} of {box.drafted} drafts accepted"
+    if accepted == drafted:
+        return None, f"all {drafted} drafts were accepted: no rejection was tested"
+    return True, f"{accepted} of {drafted} drafts accepted"

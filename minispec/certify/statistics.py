@@ -68,26 +68,3 @@ def smallest_seen(freedom: int, runs: int, false_alarm: float = FALSE_ALARM) -> 
     while freedom + moved - 1.2816 * math.sqrt(2 * (freedom + 2 * moved)) < critical:
         moved += 0.5
     return math.sqrt(moved / (4 * runs))
-
-
-def projected(sequences: Sequences, places: tuple[int, ...]) -> Counter:
-    """Counts, or probabilities, of the tokens at these places alone."""
-    result: Counter = Counter()
-    for tokens, weight in sequences.items():
-        result[tuple(tokens[i] for i in places)] += weight
-    return result
-
-
-def least_p(counts: Counter, other: Sequences | Counter) -> tuple[float, str, int]:
-    """The smallest p of several tests of counts against a distribution, or against other counts,
-    times their number (Bonferroni); where that is, and the number of cells. Tested are the first
-    three tokens, and every place and pair of neighbours of the sequences, all of one length."""
-    n = len(next(iter(other)))
-    parts = [tuple(range(min(3, n))), *((i,) for i in range(n)), *zip(range(n), range(1, n))]
-    found = []
-    for places in parts:
-        seen, expected = projected(counts, places), projected(other, places)
-        test = two_sample_p if isinstance(other, Counter) else chi_square_p
-        where = "token" + "s" * (len(places) > 1) + " " + ", ".join(str(i + 1) for i in places)
-        found.append((min(1.0, len(parts) * test(seen, expected)), where, len(expected)))
-    return min(found)

@@ -1,0 +1,274 @@
+"""A server that speaks OpenAI's completions API, over httpx."""
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import Lock
+
+import httpx
+
+from minispec.certify.cases import GREEDY
+from minispec.errors import UserError
+from minispec.sampling import Sampling
+from minispec.tokenizer import Tokenizer
+
+SECONDS = 120.0  # that one answer may take
+# warpers that a server may otherwise take from its own defaults, in the names of several servers,
+# and the wish for token ids; one that knows none of them may refuse all
+EXTRAS = {
+    "min_p": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0,
+    "samplers": ["temperature", "top_k", "top_p"], "return_token_ids": True, "return_tokens": True,
+}  # fmt: skip
+
+COUNTER = re.compile(r"\w*:?spec_decode_num_(draft|accepted)_tokens(?:_total)?[{ ]")
+
+
+class Refused(Exception):
+    """The server said no to a request (4xx), or broke while it answered."""
+
+
+class NotOffered(Refused):
+    """The server does not have this."""
+
+
+class Gone(Exception):
+    """The server cannot be reached any more."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One choice of a completion. `tokens` are ids, without an end token that ended it where
+    `ended`; `logprobs` is of each token, where asked for and given."""
+
+    text: str
+    tokens: list[int]
+    ended: bool  # by an end token or a stop string; else by its length
+    logprobs: list[float] | None = None
+    prompt_tokens: int | None = None  # as the server counts them
+
+
+class Server:
+    """Requests, one at a time or from several threads. What it takes and gives is found out by
+    `meet`: token ids as prompts, token ids in answers, extra fields."""
+
+    def __init__(
+        self, url: str, tokenizer: Tokenizer | None, name: str | None, ends: tuple,
+        seconds: float = SECONDS,
+    ):  # fmt: skip
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.tokenizer, self.name, self.ends = tokenizer, name, ends
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            self.http = httpx.Client(
+                base_url=self.url, headers=headers, timeout=seconds,
+                limits=httpx.Limits(max_connections=16),
+            )  # fmt: skip
+            if not httpx.URL(self.url).host:
+                raise ValueError
+        except (ValueError, httpx.InvalidURL):
+            raise UserError(f"{url}: is no address: give one as http://localhost:8000") from None
+        self.takes_ids = self.gives_ids = True
+        self.extras, self.logprobs = EXTRAS, False  # whether ids come beside logprobs only
+        self.requests = self.drafted = self.accepted = 0  # drafts that answers told of
+        self.lock = Lock()
+
+    # ---- meeting ---------------------------------------------------------------------------------
+
+    def meet(self, prompt: list[int]) -> None:
+        """Find its model's name, and how it is asked, by a prompt. UserError where that fails."""
+        try:
+            self.find_name()
+            for self.takes_ids, self.extras in (
+                (True, EXTRAS), (True, {}), (False, EXTRAS), (False, {})):  # fmt: skip
+                try:
+                    choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
+                    break
+                except Refused as error:
+                    refusal = error
+            else:
+                raise UserError(f"{self.url} refuses a plain completion: {refusal}")
+            if self.ids(choice) is None:
+                self.logprobs = True
+                self.gives_ids = False
+                try:
+                    choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
+                    self.gives_ids = self.ids(choice) is not None
+                except Refused:
+                    pass
+                self.logprobs = self.gives_ids
+            if not (self.takes_ids and self.gives_ids) and self.tokenizer is None:
+                raise UserError(f"{self.url} speaks text only, and --model has no tokenizer")
+        except Gone as error:
+            raise UserError(str(error)) from None
+
+    def find_name(self) -> None:
+        """The name of the model: the only one served, or the one asked for."""
+        try:
+            served = [model["id"] for model in self.get("/v1/models").json()["data"]]
+        except (Refused, ValueError, KeyError, TypeError):
+            if self.name is None:
+                raise UserError(
+                    f"{self.url} does not list its models: give the name of one by --name"
+                ) from None
+            return
+        if self.name is None and len(served) == 1:
+            self.name = served[0]
+        elif self.name not in served:
+            asked = "--name" if self.name is None else f"--name {self.name}, which is not there"
+            raise UserError(f"{self.url} serves {', '.join(served[:8])}: choose by {asked}")
+
+    # ---- asking ----------------------------------------------------------------------------------
+
+    def ask(
+        self, prompt: list[int], length: int, sampling: Sampling = GREEDY, seed: int = 0, **more
+    ) -> Answer:  # fmt: skip
+        """What it answers, at most `length` tokens; `more` are fields of the request."""
+        return self.choices(prompt, length, sampling, seed, **more)[0]
+
+    def offered(self, name: str, prompt: list[int], length: int, **more) -> Answer:
+        """`ask` with a field that not every server takes."""
+        try:
+            return self.ask(prompt, length, **more)
+        except Refused as error:
+            raise NotOffered(f"{name} ({error})") from None
+
+    def choices(
+        self, prompt: list[int], length: int, sampling: Sampling = GREEDY, seed: int = 0, **more
+    ) -> list[Answer]:  # fmt: skip
+        got = self.post(self.body(prompt, length, sampling, seed) | more)
+        usage = got.get("usage") or {}
+        try:
+            return [self.answer(choice, usage.get("prompt_tokens")) for choice in got["choices"]]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Refused(f"its answer is no completion: {type(error).__name__} {error}") from None
+
+    def body(self, prompt: list[int], length: int, sampling: Sampling, seed: int) -> dict:
+        asked = {
+            "model": self.name, "max_tokens": length, "temperature": sampling.temperature,
+            "top_p": sampling.top_p, "seed": seed,
+            "prompt": prompt if self.takes_ids else self.tokenizer.decode(prompt),
+        }  # fmt: skip
+        if self.extras:
+            asked |= self.extras | {"top_k": sampling.top_k or -1}
+        elif sampling.top_k:
+            raise NotOffered("top_k")
+        return asked | ({"logprobs": 1} if self.logprobs else {})
+
+    def post(self, body: dict) -> dict:
+        """The JSON object that a request is answered by."""
+        got = self.checked(lambda: self.http.post("/v1/completions", json=body), body)
+        try:
+            found = got.json()
+            if not found["choices"] or not all(isinstance(c, dict) for c in found["choices"]):
+                raise ValueError
+        except (ValueError, KeyError, TypeError):
+            raise Refused(f"answers no completion but {got.text[:60]!r}") from None
+        timings = found.get("timings") or {}
+        with self.lock:
+            self.drafted += timings.get("draft_n", 0)
+            self.accepted += timings.get("draft_n_accepted", 0)
+        return found
+
+    def get(self, path: str) -> httpx.Response:
+        return self.checked(lambda: self.http.get(path), {})
+
+    def checked(self, send, body: dict) -> httpx.Response:
+        """The response, where it is one; what else can happen, in one line."""
+        what = ", ".join(f"{k} {v}" for k, v in body.items() if k in ("max_tokens", "temperature"))
+        what = f" ({what}, a prompt of {len(body['prompt'])})" if body else ""
+        with self.lock:
+            self.requests += 1
+        begin = time.monotonic()
+        try:
+            got = send()
+        except httpx.ConnectError as error:
+            raise Gone(f"{self.url}: nobody answers there ({error}): is it running?") from None
+        except httpx.TimeoutException:
+            seconds = time.monotonic() - begin
+            raise Refused(f"{self.url}: no answer in {seconds:.0f} s{what}") from None
+        except httpx.HTTPError as error:
+            raise Refused(f"{self.url} broke off: {type(error).__name__}{what}") from None
+        if got.status_code in (401, 403):
+            raise UserError(f"{self.url} wants a key: put it into OPENAI_API_KEY")
+        if got.status_code >= 400:
+            raise Refused(f"HTTP {got.status_code}: {message(got)}{what}")
+        return got
+
+    # ---- what it answered ------------------------------------------------------------------------
+
+    def answer(self, choice: dict, prompt_tokens: int | None) -> Answer:
+        tokens = self.ids(choice) if self.gives_ids else None
+        ended = choice.get("finish_reason") == "stop"
+        if tokens is None:
+            tokens = self.tokenizer.encode(choice["text"], special=False)
+        if ended and tokens and tokens[-1] in self.ends:
+            tokens = tokens[:-1]
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+        content = (choice.get("logprobs") or {}).get("content")
+        if content:
+            logprobs = [each["logprob"] for each in content]
+        return Answer(choice["text"], tokens, ended, logprobs, prompt_tokens)
+
+    def ids(self, choice: dict) -> list[int] | None:
+        """The token ids of a choice, wherever servers put them."""
+        for found in choice.get("token_ids"), choice.get("tokens"):
+            if isinstance(found, list) and all(type(i) is int for i in found):
+                return found
+        content = (choice.get("logprobs") or {}).get("content") or []
+        if content and all(type(each.get("id")) is int for each in content):
+            return [each["id"] for each in content]
+        return None
+
+    def streamed(self, prompt: list[int], length: int, **more) -> tuple[str, str | None]:
+        """The text and the finish reason of an answer that comes in parts."""
+        body = self.body(prompt, length, GREEDY, 0) | {"stream": True} | more
+        text, reason = "", None
+        try:
+            with self.http.stream("POST", "/v1/completions", json=body) as got:
+                for part in events(got):
+                    for choice in part.get("choices") or []:
+                        text += choice.get("text") or ""
+                        reason = choice.get("finish_reason") or reason
+        except (httpx.HTTPError, ValueError) as error:
+            raise Refused(f"a stream broke off: {error}") from None
+        self.requests += 1
+        return text, reason
+
+    def drafts(self) -> tuple[int, int] | None:
+        """Tokens drafted and accepted so far, where it tells."""
+        try:
+            lines = self.get("/metrics").text.splitlines()
+        except (Refused, Gone):
+            lines = []
+        counts = {"draft": 0, "accepted": 0}
+        for line in lines:
+            if found := COUNTER.match(line):
+                counts[found[1]] += int(float(line.split()[-1]))
+        told = tuple(counts.values())
+        return next((each for each in (told, (self.drafted, self.accepted)) if any(each)), None)
+
+
+def events(got: httpx.Response) -> Iterator[dict]:
+    """The JSON objects of a stream of server-sent events."""
+    if got.status_code >= 400:
+        got.read()
+        raise Refused(f"HTTP {got.status_code}: {message(got)}")
+    for line in got.iter_lines():
+        data = line.removeprefix("data:").strip()
+        if line.startswith("data:") and data != "[DONE]":
+            yield json.loads(data)
+
+
+def message(got: httpx.Response) -> str:
+    """What a refusal says, in one line."""
+    try:
+        found = got.json()
+        found = found.get("error", found)
+        said = str(found.get("message", found) if isinstance(found, dict) else found)
+    except (ValueError, AttributeError):
+        said = got.text
+    return " ".join(said.split())[:200]

@@ -1,0 +1,530 @@
+"""A server's decoding, from outside: is it that of the checkpoint it says it serves?"""
+
+import copy
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+
+import torch
+from tqdm import tqdm
+
+from minispec.certify.blackbox import drafts_something, short
+from minispec.certify.cases import GREEDY
+from minispec.certify.checks import Verdict
+from minispec.certify.client import Answer, Gone, NotOffered, Refused, Server
+from minispec.certify.compare import TIE, divergence
+from minispec.certify.scoring import Sequence, answer_logits, gaps, least_p, one_end, scored
+from minispec.certify.statistics import FALSE_ALARM, smallest_seen
+from minispec.errors import UserError
+from minispec.generate import decode
+from minispec.model import Transformer
+from minispec.sampling import Sampling, probs
+from minispec.tokenizer import Tokenizer
+
+CHECKS = "greedy", "limits", "load", "distribution"
+REQUESTS, MINUTES = 2000, 30  # at most, unless told otherwise; and the time after which it stops
+LENGTH, DRAWN = 32, 8  # tokens of a greedy answer, of a sampled one
+AT_ONCE = 8
+SAMPLED = (
+    Sampling(1.0), Sampling(0.6), Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.8),
+    Sampling(1.3, top_k=20, top_p=0.9),
+)  # fmt: skip
+HOT = Sampling(1.5)
+
+# ---- prompts -------------------------------------------------------------------------------------
+
+TEXTS = (
+    "The old lighthouse keeper climbed the stairs every evening, and when the lamp was lit he",
+    "def largest(numbers):\n    best = numbers[0]\n    for number in numbers[1:]:\n        if",
+    "Der Zug nach Hamburg fährt um acht Uhr ab. Wer mitfahren will, muss",
+    '{"name": "Ada", "born": 1815, "languages": ["English", "French"], "works": [{"title":',
+    "Question: A box holds 12 eggs. How many eggs are there in 7 boxes?\nAnswer: There are",
+)
+LENGTHS = 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 513  # about blocks' borders
+
+
+def prompts_for(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, list[list[int]]]:
+    """Prompts of several kinds, those of text where there is a tokenizer."""
+    c, rng = model.config, random.Random(0)
+    usable = [i for i in range(c.vocab_size) if i not in c.eos_ids]
+    noise = [rng.choices(usable, k=n) for n in (3, 12, 40)]
+    texts = [ids for text in TEXTS if tokenizer and len(ids := tokenizer.encode(text)) > 1]
+    whole = [token for ids in texts or noise for token in ids]
+    kinds = {
+        "texts": texts,
+        "repetitive": [(ids[-8:] * 4)[: 8 * 3 + 2 + i] for i, ids in enumerate(texts + noise)],
+        "lengths": [list(islice(cycle(whole), n)) for n in LENGTHS],
+        "random ids": noise,
+    }
+    room = c.context - LENGTH
+    return {kind: [ids for ids in each if len(ids) <= room] for kind, each in kinds.items() if each}
+
+
+def half_copied(model: Transformer, texts: list[list[int]]) -> list[int]:
+    """The beginning of a text, and again a part of it: what was copied goes on about every other
+    time, so that a draft from the prompt is accepted as often as refused."""
+    found = []
+    for ids in texts:
+        for n in range(2, min(len(ids), 12)):
+            prompt = [*ids[:12], *ids[:n]]
+            p = probs(model.logits(model(prompt)[0, -1:]), Sampling(1.0))[0]
+            found.append((abs(float(p[ids[n]]) - 0.5), prompt))
+    return min(found)[1]
+
+
+# ---- the examination -----------------------------------------------------------------------------
+
+
+@dataclass
+class Exam:
+    """What every row needs. `answers` are the greedy ones, with their prompts."""
+
+    server: Server
+    baseline: Server | None
+    model: Transformer  # in float64
+    tokenizer: Tokenizer | None
+    tolerance: float  # a gap between logits that rounding may bridge
+    requests: int
+    samplings: tuple[Sampling, ...]
+    prompts: dict[str, list[list[int]]]
+    answers: list[tuple[list[int], Answer]] = field(default_factory=list)
+    begin: float = field(default_factory=time.monotonic)
+
+    @property
+    def no_tie(self) -> str:
+        return f"no tie (tolerance {self.tolerance:.2g})"
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() - self.begin > 60 * MINUTES
+
+
+Row = tuple[bool | None, str]
+
+
+def check_server(
+    server: Server, model: Transformer, tokenizer: Tokenizer | None, baseline: Server | None = None,
+    requests: int = REQUESTS, precision: str = "float32", checks: tuple[str, ...] = CHECKS,
+    samplings: tuple[Sampling, ...] = SAMPLED,
+) -> Iterator[Verdict]:  # fmt: skip
+    """Verdicts on a server of `model`. With a baseline, a server of the same model that decodes
+    plainly, that is what it must equal; where that differs from ours, a row says so. At most about
+    so many requests are made."""
+    prompts = prompts_for(model, tokenizer)
+    first = next(iter(prompts.values()))[0]
+    for each in filter(None, (server, baseline)):
+        each.meet(first)
+    if not server.takes_ids:  # what our tokenizer makes of a text is what the server's makes
+        prompts = {
+            kind: [tokenizer.encode(tokenizer.decode(ids)) for ids in each]
+            for kind, each in prompts.items()
+        }
+    tolerance = tolerance_of(precision, model, prompts)
+    exam = Exam(server, baseline, model, tokenizer, tolerance, requests, samplings, prompts)
+    before = server.drafts()
+    for check, case, row, *given in rows(exam):
+        if check not in (*checks, "server", "baseline"):
+            continue
+        passed, detail = examined(row, exam, *given)
+        yield Verdict(check, case, passed, detail)
+        if check == "server" and passed is False or detail.startswith(server.url):
+            return  # another model, or nobody there any more
+    after = server.drafts()
+    passed, detail = speculated(before, after)
+    yield Verdict("drafts", f"in {server.requests} requests", passed, detail)
+
+
+def examined(row: Callable, exam: Exam, *given) -> Row:
+    """One row's verdict; what the server refuses fails it."""
+    if exam.late:
+        return None, f"not asked: {MINUTES} minutes are over (--requests makes it shorter)"
+    try:
+        return row(exam, *given)
+    except NotOffered as error:
+        return None, f"not offered: {error}"
+    except (Refused, Gone) as error:
+        return False, str(error)
+
+
+def rows(exam: Exam) -> Iterator[tuple]:
+    """(check, case, function, its arguments after the exam). Some need token ids."""
+    yield "server", str(exam.server.name), is_this_model
+    for kind, prompts in exam.prompts.items():
+        if exam.baseline:
+            yield "baseline", f"greedy, {kind}", baseline_is_greedy, prompts
+        yield "greedy", kind, is_greedy, prompts
+    yield "limits", "stop strings", stops
+    yield "limits", "streaming", streams
+    yield "load", f"{AT_ONCE} at once, of mixed temperatures", bears_load
+    if not exam.server.gives_ids:
+        yield "limits", "all others, and distribution", needs_ids
+        return
+    yield "limits", "lengths", keeps_lengths
+    yield "limits", "where greedy answers end", ends
+    for end in exam.model.config.eos_ids:
+        yield "limits", f"end token {end}", stops_at, end
+    yield "limits", "logprobs", gives_logprobs
+    yield "limits", "several choices", chooses
+    yield "distribution", "seeds", seeds_matter
+    drawn = Drawn(exam)
+    for sampling in exam.samplings:
+        if exam.baseline:
+            yield "baseline", f"distribution, {short(sampling)}", drawn.plain, sampling
+        yield "distribution", short(sampling), drawn.row, sampling
+
+
+def needs_ids(exam: Exam) -> Row:
+    raise NotOffered("token ids in its answers")
+
+
+def tolerance_of(precision: str, model: Transformer, prompts: dict) -> float:
+    """A gap between two logits that a server's rounding may bridge: a number, or what rounding to a
+    dtype does to our own logits (twice the largest change of one, for two, and twice that)."""
+    try:
+        return float(precision)
+    except ValueError:
+        if precision not in ("float64", "float32", "float16", "bfloat16"):
+            raise UserError(
+                f"--precision {precision}: use float32, float16, bfloat16, or a gap in logits"
+            ) from None
+    rounded = copy.deepcopy(model).to(getattr(torch, precision))
+    moved = 0.0
+    for ids in [each[0] for each in prompts.values()]:
+        logits, other = (each.logits(each(ids)).double() for each in (model, rounded))
+        moved = max(moved, float((logits - other).abs().max()))
+    return max(TIE, 4 * moved)
+
+
+# ---- the right model -----------------------------------------------------------------------------
+
+
+def is_this_model(exam: Exam) -> Row:
+    """Its logprobs, or where it gives none its first tokens, are those of the checkpoint."""
+    server, off, best, counted = exam.server, [], [], []
+    asked = next(iter(exam.prompts.values()))[:5]
+    for ids in asked:
+        try:
+            answer = server.ask(ids, 4, logprobs=1)
+        except Refused:
+            answer = server.ask(ids, 4)
+        found = logprob_differences(exam, ids, answer)
+        off += found or []
+        first = read(exam, ids, answer)[:1]
+        best.append(bool(first) and worst(exam, ids, first)[0] < exam.tolerance)
+        counted.append((len(ids), answer.prompt_tokens or len(ids)))
+    how = "token ids" if server.takes_ids else "text"
+    gives = "token ids" if server.gives_ids else "text, read by our tokenizer"
+    said = f"takes {how}, gives {gives}; tolerance {exam.tolerance:.2g}"
+    typical = sorted(off)[len(off) // 2] if off else 0.0
+    if typical > max(0.5, exam.tolerance):
+        return False, f"another model or other weights: logprobs differ from ours by {typical:.1f}"
+    if sum(best) < len(best) / 2:
+        return False, (
+            f"another model, other weights, or wrong from the first token on: of {len(best)} "
+            f"prompts {sum(best)} go on as ours"
+        )
+    for ours, theirs in counted:
+        if ours != theirs:
+            said = f"it reads {ours} tokens of prompt as {theirs}"
+            return False, f"{said}: does it add a BOS, or a chat template?"
+    return True, said
+
+
+def logprob_differences(exam: Exam, prompt: list[int], answer: Answer) -> list[float] | None:
+    """How far each of its logprobs is from ours; None where it gives none."""
+    n = min(len(answer.tokens), len(answer.logprobs or []))
+    if n == 0 or not known(exam, answer.tokens):
+        return None
+    logits = answer_logits(exam.model, prompt, answer.tokens[:n])
+    ours = logits.log_softmax(-1)[torch.arange(n), answer.tokens[:n]]
+    return (ours - torch.tensor(answer.logprobs[:n], dtype=torch.float64)).abs().tolist()
+
+
+def read(exam: Exam, prompt: list[int], answer: Answer) -> list[int]:
+    """The tokens of an answer. Of one in text, ours as long as they spell it, then the
+    tokenizer's."""
+    if exam.server.gives_ids:
+        return answer.tokens
+    ours = decode(exam.model, None, prompt, max_new_tokens=LENGTH, ignore_eos=True).tokens
+    spelt = [exam.tokenizer.decode(ours[:n]) for n in range(len(ours) + 1)]
+    n = max(n for n, text in enumerate(spelt) if answer.text.startswith(text))
+    return ours[:n] + exam.tokenizer.encode(answer.text[len(spelt[n]) :], special=False)
+
+
+def known(exam: Exam, tokens: list[int]) -> bool:
+    return all(0 <= token < exam.model.config.vocab_size for token in tokens)
+
+
+# ---- greedy --------------------------------------------------------------------------------------
+
+
+def worst(exam: Exam, prompt: list[int], tokens: list[int]) -> tuple[float, int, int]:
+    """The largest gap below the best token, where, and how many tokens are not the best."""
+    if not known(exam, tokens):
+        return math.inf, next(i for i, t in enumerate(tokens) if not known(exam, [t])), 1
+    below = gaps(exam.model, prompt, tokens) if tokens else [0.0]
+    return max(below), below.index(max(below)), sum(gap > 0 for gap in below)
+
+
+def is_greedy(exam: Exam, prompts: list[list[int]]) -> Row:
+    """Every token of every answer, asked for twice, is the best after those before it, or as good
+    as the best; and, with a baseline, the answers are its answers but for ties."""
+    same, ties, total = 0, 0, 0
+    for ids in prompts:
+        answers = [exam.server.ask(ids, LENGTH) for _ in range(2)]
+        exam.answers.append((ids, answers[0]))
+        plain = exam.baseline and read(exam, ids, exam.baseline.ask(ids, LENGTH))
+        for answer in answers:
+            tokens = read(exam, ids, answer)
+            if not tokens and not answer.ended:
+                return False, f"{len(ids)} tokens of prompt: no tokens"
+            if plain is None:
+                gap, at, others = worst(exam, ids, tokens)
+            else:
+                n = min(len(plain), len(tokens))
+                at, gap = divergence(exam.model, ids, tokens[:n], plain[:n])
+                others = at is not None
+            if others and gap >= exam.tolerance:
+                where = f"{len(ids)} tokens of prompt, token {at}: {tokens[at : at + 3]}"
+                return False, f"{where}, {gap:.3g} below the best: {exam.no_tie}"
+            same, ties, total = same + (not others), ties + others, total + len(tokens)
+    low, high = interval(same, 2 * len(prompts))
+    of = "its baseline's" if exam.baseline else "ours"
+    detail = f"{same} of {2 * len(prompts)} answers are {of} ({low:.0%} to {high:.0%})"
+    return True, f"{detail}; {ties} ties in {total} tokens"
+
+
+def baseline_is_greedy(exam: Exam, prompts: list[list[int]]) -> Row:
+    plain = Exam(exam.baseline, None, exam.model, exam.tokenizer, exam.tolerance, 0, (), {})
+    passed, detail = is_greedy(plain, prompts)
+    return passed or None, detail
+
+
+def interval(hits: int, n: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a rate."""
+    z, p = 1.96, hits / n
+    middle, width = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (middle - width) / (1 + z * z / n), (middle + width) / (1 + z * z / n)
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+def keeps_lengths(exam: Exam) -> Row:
+    wrong = []
+    ids = long_answer(exam)[0]
+    for n in range(1, 12):
+        answer = exam.server.ask(ids, n)
+        if len(answer.tokens) != n or answer.ended:
+            wrong.append(n)
+    return not wrong, f"max_tokens {wrong[:4]} not kept" if wrong else "max_tokens 1 to 11 kept"
+
+
+def long_answer(exam: Exam) -> tuple[list[int], Answer]:
+    """A greedy answer that no end token cut short, and its prompt."""
+    for ids, answer in exam.answers or asked(exam):
+        if len(answer.tokens) == LENGTH:
+            return ids, answer
+    raise Refused(f"no greedy answer has {LENGTH} tokens")
+
+
+def asked(exam: Exam) -> list[tuple[list[int], Answer]]:
+    exam.answers += [
+        (ids, exam.server.ask(ids, LENGTH)) for each in exam.prompts.values() for ids in each[:2]
+    ]
+    return exam.answers
+
+
+def ends(exam: Exam) -> Row:
+    """Every greedy answer ended where an end token was the best, and nowhere else."""
+    eos, ended = exam.model.config.eos_ids, 0
+    for ids, answer in exam.answers or asked(exam):
+        said, where = answer.tokens, f"{len(ids)} tokens of prompt: "
+        if late := [token for token in said if token in eos]:
+            return False, f"{where}goes on after the end token {late[0]}"
+        if answer.ended:
+            ended += 1
+            below = [gaps(exam.model, ids, [*said, end])[-1] for end in eos]
+            if min(below, default=math.inf) >= exam.tolerance:
+                return False, f"{where}ends after {len(said)} tokens, by no end token"
+        elif len(said) != LENGTH:
+            return False, f"{where}{len(said)} tokens instead of {LENGTH}"
+    return True, f"{ended} of {len(exam.answers)} greedy answers ended by an end token"
+
+
+def stops_at(exam: Exam, end: int) -> Row:
+    """An end token that a bias makes the best ends the answer at once."""
+    ids, before = long_answer(exam)
+    answer = exam.server.offered("logit_bias", ids, 4, logit_bias={str(end): 100})
+    if answer.tokens[:1] == before.tokens[:1]:
+        raise NotOffered("logit_bias has no effect")
+    passed = answer.ended and not answer.tokens
+    return passed, "ends the answer" if passed else f"goes on: {answer.tokens}"
+
+
+def stops(exam: Exam) -> Row:
+    """Strings that begin within one token and end within another end the answer before them."""
+    if exam.tokenizer is None:
+        return None, "no tokenizer: no text"
+    tried = 0
+    for ids, answer in exam.answers or asked(exam):
+        for n in range(2, LENGTH, 7):
+            border = len(exam.tokenizer.decode(answer.tokens[:n]))
+            stop = answer.text[max(0, border - 2) : border + 2]
+            if len(stop) < 2 or "\ufffd" in stop:  # half a character
+                continue
+            expected = answer.text[: answer.text.index(stop)]
+            found = exam.server.ask(ids, LENGTH, stop=[stop])
+            tried += 1
+            if found.text != expected or not found.ended:
+                return False, f"stop {stop!r}: {found.text[-30:]!r} instead of {expected[-30:]!r}"
+        if tried > 8:
+            break
+    return bool(tried) or None, f"{tried} strings across the borders of tokens"
+
+
+def streams(exam: Exam) -> Row:
+    tried = 0
+    for ids, answer in (exam.answers or asked(exam))[:6]:
+        text, reason = exam.server.streamed(ids, LENGTH)
+        if text != answer.text:
+            return False, f"{len(ids)} tokens of prompt: {text[-30:]!r}, not {answer.text[-30:]!r}"
+        if (reason == "stop") != answer.ended:
+            return False, f"{len(ids)} tokens of prompt: finish_reason {reason}"
+        tried += 1
+    return True, f"{tried} streamed answers are those that came at once"
+
+
+def gives_logprobs(exam: Exam) -> Row:
+    found = []
+    for ids in next(iter(exam.prompts.values())):
+        answer = exam.server.offered("logprobs", ids, LENGTH, logprobs=1)
+        found += logprob_differences(exam, ids, answer) or []
+    if not found:
+        raise NotOffered("logprobs")
+    passed = max(found) < exam.tolerance
+    return passed, f"of {len(found)} tokens, at most {max(found):.2g} from ours"
+
+
+def chooses(exam: Exam) -> Row:
+    ids = long_answer(exam)[0]
+    exam.server.offered("n", ids, 1, n=2)
+    found = exam.server.choices(ids, DRAWN, HOT, seed=1, n=4)
+    different = len({tuple(each.tokens) for each in found})
+    return len(found) == 4 and different > 1, f"{different} different of {len(found)}, n = 4"
+
+
+# ---- load ----------------------------------------------------------------------------------------
+
+
+def at_once(function: Callable, jobs: list, label: str = "") -> list:
+    """The results of jobs, eight at a time, with progress where there is much to wait for."""
+    pool = ThreadPoolExecutor(AT_ONCE)
+    try:
+        results = pool.map(function, jobs)
+        return list(tqdm(results, label, len(jobs), disable=None if label else True))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def bears_load(exam: Exam) -> Row:
+    """Greedy answers are what they were alone while hot ones are drawn beside them."""
+    every = [ids for each in exam.prompts.values() for ids in each][:16]
+    jobs = [(ids, sampling) for ids in every for sampling in (GREEDY, HOT)]
+    found = at_once(lambda job: exam.server.ask(job[0], LENGTH, job[1]), jobs)
+    others = 0
+    for (ids, sampling), answer in zip(jobs, found):
+        if sampling is GREEDY:
+            gap, at, several = worst(exam, ids, read(exam, ids, answer))
+            others += several > 0
+            if gap >= exam.tolerance:
+                return False, f"{len(ids)} tokens of prompt, token {at}: {gap:.3g} below the best"
+    return True, f"{len(every)} greedy answers beside as many hot ones, {others} with ties"
+
+
+# ---- distribution --------------------------------------------------------------------------------
+
+
+def seeds_matter(exam: Exam) -> Row:
+    ids = long_answer(exam)[0]
+    drawn = [tuple(exam.server.ask(ids, DRAWN, HOT, seed).tokens) for seed in (1, 1, *range(2, 8))]
+    if len(set(drawn)) == 1:
+        return False, "repeats itself, whatever the seed: nothing is drawn"
+    if drawn[0] != drawn[1]:
+        return None, "draws anew for an equal seed: seeds are ignored"
+    return True, f"equal for equal seeds, {len(set(drawn[1:]))} of {len(drawn) - 1} different"
+
+
+class Drawn:
+    """What the server, and its baseline, drew: all samplings mixed, eight requests at a time."""
+
+    def __init__(self, exam: Exam):
+        self.exam = exam
+        self.prompt: list[int] = []
+        self.found: dict[tuple[Server, Sampling], list[Sequence]] = {}
+        self.refused: dict[tuple[Server, Sampling], Refused] = {}
+
+    def draw(self) -> None:
+        """All requests, once."""
+        exam, ends = self.exam, self.exam.model.config.eos_ids
+        self.prompt = half_copied(exam.model, [p for k in exam.prompts.values() for p in k][:8])
+        servers = list(filter(None, (exam.server, exam.baseline)))
+        left = exam.requests - sum(server.requests for server in servers)
+        each = max(100, left // (len(exam.samplings) * len(servers)))
+        jobs = [(s, how, i) for i in range(each) for how in exam.samplings for s in servers]
+
+        def one(job: tuple[Server, Sampling, int]) -> Sequence | None:
+            server, sampling, i = job
+            if exam.late or (server, sampling) in self.refused:
+                return None
+            seed = 1000 + exam.samplings.index(sampling) * each + i
+            try:
+                answer = server.ask(self.prompt, DRAWN, sampling, seed)
+            except Refused as error:
+                self.refused[server, sampling] = error
+                return None
+            return one_end(answer.tokens + list(ends[:1]) * answer.ended, ends)
+
+        for (server, sampling, _), sequence in zip(jobs, at_once(one, jobs, "drawing")):
+            if sequence is not None:
+                self.found.setdefault((server, sampling), []).append(sequence)
+
+    def row(self, exam: Exam, sampling: Sampling) -> Row:
+        """χ² against our distribution, or against what the baseline drew."""
+        return self.judge(exam.server, sampling, exam.baseline)
+
+    def plain(self, exam: Exam, sampling: Sampling) -> Row:
+        passed, detail = self.judge(exam.baseline, sampling, None)
+        return passed or None, detail
+
+    def judge(self, server: Server, sampling: Sampling, baseline: Server | None) -> Row:
+        if not self.prompt:
+            self.draw()
+        for each in server, baseline:
+            if (each, sampling) in self.refused:
+                raise self.refused[each, sampling]
+        drawn = self.found.get((server, sampling), [])
+        other = self.found.get((baseline, sampling), [])
+        if len(drawn) < 100 or (baseline and len(other) < 100):
+            return None, f"only {len(drawn)} answers in {MINUTES} minutes"
+        if any(not s or not known(self.exam, list(s)) for s in drawn + other):
+            return False, "an answer is empty, or is no token ids"
+        found = scored(self.exam.model, self.prompt, drawn + other, sampling, self.exam.tolerance)
+        if found.never and not baseline:
+            return False, f"drew {found.never}, which has probability 0: are all warpers applied?"
+        p, where, cells = least_p(found, drawn, other if baseline else None)
+        seen = f"would have seen a TV of {smallest_seen(cells - 1, len(drawn)):.2f}"
+        return p > FALSE_ALARM, f"p = {p:.2g} at {where}, {len(drawn)} answers; {seen}"
+
+
+def speculated(before: tuple[int, int] | None, after: tuple[int, int] | None) -> Row:
+    """Whether what was tested is speculation at all, as far as the server tells."""
+    if after is None:
+        return None, "it tells of no drafts: what passed may be plain decoding"
+    drafted, accepted = (b - a for a, b in zip(before or (0, 0), after))
+    return drafts_something(int(drafted), int(accepted))
+

@@ -1,0 +1,141 @@
+"""A small server of the OpenAI completions API over our own decoding, and servers that err."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from minispec.generate import decode
+
+DEFAULTS = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 0, "n": 1}
+
+
+class Honest:
+    """What a server does, by parts that a mistaken one overrides."""
+
+    name, path = "toy", "/v1/completions"
+
+    def __init__(self, model, tokenizer, method: str = "autoregressive", **options):
+        self.model, self.tokenizer, self.method, self.options = model, tokenizer, method, options
+        self.drafted = self.accepted = 0
+        self.lock = threading.RLock()  # one request at a time: mutants' patches are process-wide
+
+    def run(self, asked: dict, seed: int):
+        """One choice."""
+        if asked.get("logit_bias"):
+            return None
+        with self.lock:
+            run = decode(
+                self.model, self.tokenizer, self.prompt(asked["prompt"]), self.method,
+                max_new_tokens=asked["max_tokens"], temperature=asked["temperature"],
+                top_k=max(0, asked["top_k"]), top_p=asked["top_p"], seed=seed,
+                stop=tuple(asked.get("stop", ())), **self.options,
+            )  # fmt: skip
+        self.drafted += run.stats["drafted"]
+        self.accepted += run.stats["accepted"]
+        return run
+
+    def prompt(self, given):
+        return given
+
+    def choice(self, asked: dict, seed: int) -> dict:
+        run = self.run(asked, seed)
+        if run is None:  # a bias that makes an end token the best
+            return {"text": "", "token_ids": [], "finish_reason": "stop"}
+        ended = run.finish_reason in ("eos", "stop")
+        found = {
+            "text": run.text, "token_ids": run.tokens,
+            "finish_reason": "stop" if ended else "length",
+        }  # fmt: skip
+        if asked.get("logprobs") is not None:
+            found["logprobs"] = {"token_logprobs": self.logprobs(run)}
+        return found
+
+    def logprobs(self, run) -> list[float]:
+        before = [*run.prompt, *run.tokens]
+        rows = self.model.logits(self.model(before)[0]).log_softmax(-1)
+        at = len(run.prompt) - 1
+        return [float(rows[at + i, token]) for i, token in enumerate(run.tokens)]
+
+    def choices(self, asked: dict) -> list[dict]:
+        return [self.choice(asked, asked["seed"] + 100_003 * i) for i in range(asked["n"])]
+
+    def parts(self, choice: dict) -> list[dict]:
+        """A choice as it is streamed."""
+        text = choice["text"]
+        middle = len(text) // 2
+        return [{"text": text[:middle]}, {"text": text[middle:]},
+                {"text": "", "finish_reason": choice["finish_reason"]}]  # fmt: skip
+
+    def answer(self, asked: dict) -> tuple[int, dict]:
+        """The HTTP status and the JSON object."""
+        prompt = self.prompt(asked["prompt"])
+        length = len(prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt))
+        return 200, {"choices": self.choices(asked), "usage": {"prompt_tokens": length}}
+
+    def metrics(self) -> str:
+        return (
+            "# HELP vllm:spec_decode_num_draft_tokens_total Number of draft tokens.\n"
+            f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {float(self.drafted)}\n'
+            f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {float(self.accepted)}\n'
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} 9.0\n'
+        )
+
+
+def handler(served: Honest) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        wbufsize = -1  # head and body in one packet: two would wait for one another
+
+        def do_GET(self):
+            if self.path == "/metrics":
+                self.send(200, served.metrics().encode())
+            elif self.path == "/v1/models":
+                names = served.name if isinstance(served.name, list) else [served.name]
+                self.send(200, json.dumps({"data": [{"id": n} for n in names]}).encode())
+            else:
+                self.send(404, b"{}")
+
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path != served.path:
+                return self.send(404, b'{"error": {"message": "no such path"}}')
+            status, found = served.answer(DEFAULTS | asked)
+            if status == 200 and asked.get("stream"):
+                parts = [{"choices": [part]} for part in served.parts(found["choices"][0])]
+                lines = "".join(f"data: {json.dumps(part)}\n\n" for part in parts)
+                return self.send(200, (lines + "data: [DONE]\n\n").encode())
+            self.send(status, found if isinstance(found, bytes) else json.dumps(found).encode())
+
+        def send(self, status: int, data: bytes):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    return Handler
+
+
+class Quiet(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def handle_error(self, *_):
+        """A client that went away, or a mistake that breaks off: no traceback."""
+
+
+@contextmanager
+def serving(served: Honest):
+    """The address of a running server."""
+    server = Quiet(("127.0.0.1", 0), handler(served))
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
