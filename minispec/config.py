@@ -20,6 +20,7 @@ FAMILIES = {  # and what transformers calls them
     "qwen3": "Qwen3ForCausalLM",
     "mimo": "MiMoForCausalLM",
 }
+HF_TYPES = {"mimo": "qwen2"}  # transformers does not know mimo: its main model is a qwen2
 UNQUANTISED = "take the unquantised model, or a GGUF file of it"
 ENDS = "bos_token_id", "eos_token_id"
 CONTEXTS = {"mistral": 2**17, "qwen2": 2**15, "qwen3": 2**15, "mimo": 2**15}  # where none is named
@@ -104,6 +105,8 @@ def config_of(keys: Keys, ends: Keys) -> Config:
     """The Config that the keys of a config.json make. `ends` are those of generation_config.json:
     its begin and end tokens take precedence, and it names all end tokens."""
     fields = {field: keys.get(*row) for field, row in FIELDS.items()}
+    if keys.raw.get("architectures") == [FAMILIES["mimo"]]:
+        fields["model_type"] = "mimo"
     keys.get("hidden_act", one_of("silu", "swish"), "silu")
     for key, method in ("quantization", "mlx"), ("quantization_config", "by an unknown method"):
         if given := keys.raw.get(key):
@@ -195,6 +198,7 @@ def spelled(rope: dict) -> dict:
 def config_json(config: Config, dtype: torch.dtype) -> dict:
     """The config.json that read_config and transformers read."""
     raw = {key: getattr(config, field) for field, (key, _, _) in FIELDS.items()} | {
+        "model_type": HF_TYPES.get(config.model_type, config.model_type),
         "architectures": [FAMILIES[config.model_type]],
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SHARED, needs_shared, random_model, random_tokens
+from conftest import SHARED, last_line_of_refusal, needs_shared, random_model, random_tokens
 from safetensors.torch import load_file, save_file
 
 from minispec import UserError, load
 from minispec.checkpoint import save, write_tensors
+from minispec.distill import main as distill
 from minispec.generate import decode
 from minispec.heads import (
     PUBLISHED,
@@ -217,6 +218,46 @@ def test_a_head_inside_its_model_or_in_a_file_of_its_own(tmp_path):
     ):
         other = Transformer(replace(model.config, **changes))
         refused(match, load_mtp, tmp_path / "alone", other)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "medusa, shared", "mtp", "mtp, qwen2"])
+def test_what_is_exported_for_vllm_is_read_as_well(kind, tmp_path, capsys):
+    """And says the same: vLLM itself is tried by hand (tests/engines)."""
+    biased = {"model_type": "qwen2", "qkv_bias": True} if "qwen2" in kind else {}
+    model, prompt = random_model(**biased), [1, 2, 3]
+    save(model, TOKENIZER, tmp_path / "target", torch.float32)
+    name = kind.partition(",")[0]
+    if name == "medusa":
+        heads = randomise(untrained(3, 2, model, shared=kind.endswith("shared")), 4)
+        save_medusa(heads, tmp_path / "heads", "base", TOKENIZER, torch.float32)
+    else:
+        weights = [1.0]
+        save_mtp(random_head(model, 5), tmp_path / "heads", "b", TOKENIZER, torch.float32, weights)
+    target, heads, out = (str(tmp_path / part) for part in ("target", "heads", "out"))
+    distill(["export", "--model", target, f"--{name}", heads, "--dtype", "float32", "--out", out])
+    assert f'"method": "{name}"' in capsys.readouterr().out
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    if name == "medusa":
+        before, after = load_medusa(heads, model), load_medusa(out, model)
+        hidden = model(prompt)[0]
+        assert torch.allclose(before(hidden, model), after(hidden, model), atol=1e-5)
+        assert (config["num_heads"], config["num_hidden_layers"]) == (3, 2)
+    else:
+        runs = [
+            decode(load(folder, "float64", "cpu")[0], None, prompt, "fastmtp", k=3, **more)
+            for folder, more in ((target, {"head": load_mtp(heads, model)}), (out, {}))
+        ]
+        assert runs[0].tokens == runs[1].tokens and runs[0].rounds == runs[1].rounds
+        assert config["architectures"] == ["MiMoForCausalLM"] and config["model_type"] == "qwen2"
+
+
+def test_what_vllm_has_no_class_for_is_not_exported(tmp_path, capsys):
+    model = random_model(model_type="qwen3", qk_norm=True)
+    save(model, None, tmp_path / "target")
+    save_mtp(random_head(model, 5), tmp_path / "heads", "b", None, torch.float32, [1.0])
+    target, heads, out = (str(tmp_path / part) for part in ("target", "heads", "out"))
+    command = ["export", "--model", target, "--mtp", heads, "--out", out]
+    assert "is a qwen2" in last_line_of_refusal(capsys, lambda: distill(command))
 
 
 def test_a_missing_or_foreign_tensor_is_an_error(tmp_path):

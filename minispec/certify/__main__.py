@@ -97,7 +97,7 @@ def table(verdicts: Iterable[Verdict], quiet: bool) -> list[Verdict]:
     for v in verdicts:
         rows.append(v)
         if not quiet:
-            print(f"{MARKS[v.passed]}  {v.check:<12}{v.case:<46}{v.detail}", flush=True)
+            print(f"{MARKS[v.passed]}  {v.check:<14}{v.case:<44}{v.detail}", flush=True)
     return rows
 
 

@@ -412,7 +412,7 @@ def gives_logprobs(exam: Exam) -> Row:
 
 def chooses(exam: Exam) -> Row:
     ids = long_answer(exam)[0]
-    exam.server.offered("n", ids, 1, n=2)
+    exam.server.offered("n", ids, 1, sampling=HOT, n=2)
     found = exam.server.choices(ids, DRAWN, HOT, seed=1, n=4)
     different = len({tuple(each.tokens) for each in found})
     return len(found) == 4 and different > 1, f"{different} different of {len(found)}, n = 4"

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from minispec.distill import draft, generate, medusa, mtp, tree, vocabulary
+from minispec.distill import draft, export, generate, medusa, mtp, tree, vocabulary
 from minispec.distill.documents import Documents, hidden_states
 from minispec.distill.generate import Duplicates, sample_batch
 from minispec.distill.medusa import HeadsLoss
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     p = Parser(prog="python -m minispec.distill", description=__doc__.split("\n\n")[0])
     commands = p.add_subparsers(dest="command", required=True)
-    for module in (generate, draft, medusa, mtp, tree, vocabulary):
+    for module in (generate, draft, medusa, mtp, tree, vocabulary, export):
         name, says = module.__name__.rpartition(".")[2], module.__doc__.split("\n\n")[0]
         each = commands.add_parser(name, help=says, description=says)
         each.add_argument("--model", default="weights/target", help="the target")
