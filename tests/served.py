@@ -130,7 +130,7 @@ class Quiet(ThreadingHTTPServer):
 @contextmanager
 def serving(served: Honest):
     """The address of a running server."""
-    server = Quiet(("127.0.0.1", 0), handler(served))
+    server = served.server = Quiet(("127.0.0.1", 0), handler(served))
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:

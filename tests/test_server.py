@@ -375,6 +375,23 @@ def test_a_server_that_breaks_on_a_request_fails_that_row():
         assert says in detail and "a prompt of 127" in detail and "\n" not in detail
 
 
+class Dies(Honest):
+    """Not only the answer breaks off: nobody is there after it."""
+
+    def answer(self, asked):
+        if len(asked["prompt"]) > 100:
+            self.server.shutdown()
+            self.server.server_close()
+            raise RuntimeError
+        return super().answer(asked)
+
+
+def test_a_server_that_dies_ends_the_table():
+    verdicts = examine(honest(Dies), checks=("greedy", "limits"))
+    assert [v.passed for v in verdicts[-2:]] == [False, False]
+    assert "broke off" in verdicts[-2].detail and "is it running?" in verdicts[-1].detail
+
+
 class Locked(Honest):
     def answer(self, asked):
         return 401, {"error": {"message": "wrong key sk-secret"}}
@@ -414,7 +431,7 @@ class Elsewhere(Honest):
         (Two, {}, "serves one, two: choose by --name"),
         (Honest, {"name": "mine"}, "serves toy: choose by --name mine, which is not there"),
         (Elsewhere, {}, "HTTP 404: no such path"),
-        (Honest, {"url": "http://127.0.0.1:9"}, "http://127.0.0.1:9: nobody answers there"),
+        (Honest, {"url": "http://127.0.0.1:9"}, "http://127.0.0.1:9 refuses a plain completion: nobody answers"),
         (Honest, {"url": "here"}, "here: is no address"),
         (Honest, {"precision": "float8"}, "--precision float8: use float32"),
     ],

@@ -27,7 +27,11 @@ COUNTER = re.compile(r"\w*:?spec_decode_num_(draft|accepted)_tokens(?:_total)?[{
 
 
 class Refused(Exception):
-    """The server said no to a request (4xx), or broke while it answered."""
+    """The server said no to a request (4xx)."""
+
+
+class Broke(Refused):
+    """It broke while it answered, or took too long."""
 
 
 class NotOffered(Refused):
@@ -72,6 +76,7 @@ class Server:
         except (ValueError, httpx.InvalidURL):
             raise UserError(f"{url}: is no address: give one as http://localhost:8000") from None
         self.takes_ids = self.gives_ids = True
+        self.context = 2**31  # tokens at most, where it tells
         self.extras, self.logprobs = EXTRAS, False  # whether ids come beside logprobs only
         self.requests = self.drafted = self.accepted = 0  # drafts that answers told of
         self.lock = Lock()
@@ -82,44 +87,48 @@ class Server:
         """Find its model's name, and how it is asked, by a prompt. UserError where that fails."""
         try:
             self.find_name()
-            for self.takes_ids, self.extras in (
-                (True, EXTRAS), (True, {}), (False, EXTRAS), (False, {})):  # fmt: skip
-                try:
-                    choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
-                    break
-                except Refused as error:
-                    refusal = error
-            else:
-                raise UserError(f"{self.url} refuses a plain completion: {refusal}")
-            if self.ids(choice) is None:
-                self.logprobs = True
-                self.gives_ids = False
-                try:
-                    choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
-                    self.gives_ids = self.ids(choice) is not None
-                except Refused:
-                    pass
-                self.logprobs = self.gives_ids
-            if not (self.takes_ids and self.gives_ids) and self.tokenizer is None:
-                raise UserError(f"{self.url} speaks text only, and --model has no tokenizer")
-        except Gone as error:
-            raise UserError(str(error)) from None
+            self.find_manners(prompt)
+        except (Refused, Gone) as error:
+            raise UserError(f"{self.url} refuses a plain completion: {error}") from None
+        if not (self.takes_ids and self.gives_ids) and self.tokenizer is None:
+            raise UserError(f"{self.url} speaks text only, and --model has no tokenizer")
+
+    def find_manners(self, prompt: list[int]) -> None:
+        """Ask with ids and all fields, then with less, until an answer comes."""
+        ways = [(True, EXTRAS), (True, {}), (False, EXTRAS), (False, {})]
+        for self.takes_ids, self.extras in ways:
+            try:
+                choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
+                break
+            except Refused as error:
+                if isinstance(error, Broke) or (self.takes_ids, self.extras) == ways[-1]:
+                    raise
+        self.gives_ids = self.logprobs = True
+        if self.ids(choice) is not None:
+            self.logprobs = False
+            return
+        try:
+            choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
+            self.gives_ids = self.logprobs = self.ids(choice) is not None
+        except Refused:
+            self.gives_ids = self.logprobs = False
 
     def find_name(self) -> None:
         """The name of the model: the only one served, or the one asked for."""
         try:
-            served = [model["id"] for model in self.get("/v1/models").json()["data"]]
+            models = {each["id"]: each for each in self.get("/v1/models").json()["data"]}
         except (Refused, ValueError, KeyError, TypeError):
             if self.name is None:
                 raise UserError(
                     f"{self.url} does not list its models: give the name of one by --name"
                 ) from None
             return
-        if self.name is None and len(served) == 1:
-            self.name = served[0]
-        elif self.name not in served:
+        if self.name is None and len(models) == 1:
+            (self.name,) = models
+        elif self.name not in models:
             asked = "--name" if self.name is None else f"--name {self.name}, which is not there"
-            raise UserError(f"{self.url} serves {', '.join(served[:8])}: choose by {asked}")
+            raise UserError(f"{self.url} serves {', '.join(list(models)[:8])}: choose by {asked}")
+        self.context = models[self.name].get("max_model_len") or self.context
 
     # ---- asking ----------------------------------------------------------------------------------
 
@@ -186,16 +195,17 @@ class Server:
         try:
             got = send()
         except httpx.ConnectError as error:
-            raise Gone(f"{self.url}: nobody answers there ({error}): is it running?") from None
+            raise Gone(f"nobody answers there ({error}): is it running?") from None
         except httpx.TimeoutException:
             seconds = time.monotonic() - begin
-            raise Refused(f"{self.url}: no answer in {seconds:.0f} s{what}") from None
+            raise Broke(f"no answer in {seconds:.0f} s{what}") from None
         except httpx.HTTPError as error:
-            raise Refused(f"{self.url} broke off: {type(error).__name__}{what}") from None
+            raise Broke(f"it broke off: {type(error).__name__}{what}") from None
         if got.status_code in (401, 403):
             raise UserError(f"{self.url} wants a key: put it into OPENAI_API_KEY")
         if got.status_code >= 400:
-            raise Refused(f"HTTP {got.status_code}: {message(got)}{what}")
+            kind = Broke if got.status_code >= 500 else Refused
+            raise kind(f"HTTP {got.status_code}: {message(got)}{what}")
         return got
 
     # ---- what it answered ------------------------------------------------------------------------

@@ -1,31 +1,30 @@
 """vLLM's methods in one process, black boxes for the certifier (`make engines` says how)."""
 
-import functools
+import gc
 import os
-from pathlib import Path
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
                "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
 from vllm import LLM, SamplingParams
 
-from minispec.checkpoint import load
-from minispec.distill.export import export_medusa, export_mtp
-from minispec.toys import random_head, random_heads
 
+def engine(**speculation):
+    """A function over a checkpoint; `speculation` is vLLM's, {} being the checkpoint's folder."""
+    held: dict[str, LLM] = {}
 
-def engine(speculate=lambda folder: (folder, None)):
-    """A function over a checkpoint, whose folder and speculative_config `speculate` makes."""
-
-    @functools.lru_cache(1)
-    def loaded(checkpoint: str) -> LLM:
-        folder, config = speculate(checkpoint)
-        config = config and {"num_speculative_tokens": 3, **config}
-        return LLM(folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
-                   disable_log_stats=False, speculative_config=config)  # fmt: skip
+    def loaded(folder: str) -> LLM:
+        if folder not in held:
+            held.clear()  # and gone: its end tears down what a second one would share
+            gc.collect()
+            given = {name: str(value).format(folder) for name, value in speculation.items()}
+            held[folder] = LLM(
+                folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
+                disable_log_stats=False, speculative_config=given or None)  # fmt: skip
+        return held[folder]
 
     def counts(llm: LLM) -> list[int]:
-        found = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-        return [found.get(f"vllm:spec_decode_num_{what}_tokens", 0) for what in ("draft", "accepted")]
+        found = {each.name: getattr(each, "value", 0) for each in llm.get_metrics()}
+        return [found.get(f"vllm:spec_decode_num_{x}_tokens", 0) for x in ("draft", "accepted")]
 
     def many(checkpoint: str, requests: list[dict]) -> list:
         llm = loaded(checkpoint)
@@ -39,31 +38,16 @@ def engine(speculate=lambda folder: (folder, None)):
         drafted, accepted = (b - a for a, b in zip(before, counts(llm)))
         return [(found[0], drafted, accepted), *found[1:]]  # counted once
 
-    function = lambda checkpoint, prompt, **more: many(checkpoint, [{"prompt": prompt, **more}])[0]
+    def function(checkpoint, prompt, **options):
+        return many(checkpoint, [{"prompt": prompt, **options}])[0]
+
     function.many = many
     return function
 
 
-def ngram(folder):
-    return folder, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-
-
-def draft(sample):
-    return lambda folder: (folder, {"method": "draft_model", "model": f"{folder}/draft", "draft_sample_method": sample})
-
-
-def with_medusa(folder):
-    model, _ = load(folder, "float32", "cpu")
-    export_medusa(random_heads(model, 1), model, Path(folder) / "medusa")
-    return folder, {"method": "medusa", "model": f"{folder}/medusa"}
-
-
-def with_mtp(folder):
-    model, tokenizer = load(folder, "float32", "cpu")
-    export_mtp(random_head(model, 1), model, tokenizer, Path(folder) / "mtp")
-    return f"{folder}/mtp", {"method": "mtp"}
-
-
-plain, ngram = engine(), engine(ngram)
-draft_greedy, draft_probabilistic = engine(draft("greedy")), engine(draft("probabilistic"))
-medusa, mtp = engine(with_medusa), engine(with_mtp)
+K = {"num_speculative_tokens": 3}
+DRAFT = {"method": "draft_model", "model": "{}/draft", **K}
+plain = engine()
+ngram = engine(method="ngram", prompt_lookup_min=1, prompt_lookup_max=3, **K)
+draft_greedy = engine(**DRAFT, draft_sample_method="greedy")
+draft_probabilistic = engine(**DRAFT, draft_sample_method="probabilistic")
