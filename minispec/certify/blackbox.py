@@ -269,7 +269,8 @@ def ends(box: Box, path: Path, many: int, where: str) -> tuple[bool, str]:
     places = list(dict.fromkeys(tokens))[:4]
     for end in places:
         folder, _ = write_checkpoint(path / str(end), 2, vocab=24)
-        name_end_tokens(path / str(end), where, [*others, end] if others else end)
+        for each in path / str(end), path / str(end) / "draft":
+            name_end_tokens(each, where, [*others, end] if others else end)
         expected = list(tokens[: tokens.index(end) + 1])
         for sampling in GREEDY, SURE:
             given = box(folder, prompt, n=12, sampling=sampling)

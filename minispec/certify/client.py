@@ -193,7 +193,10 @@ class Server:
             self.requests += 1
         begin = time.monotonic()
         try:
-            got = send()
+            try:
+                got = send()
+            except httpx.RemoteProtocolError:  # a kept connection that the server had closed
+                got = send()
         except httpx.ConnectError as error:
             raise Gone(f"nobody answers there ({error}): is it running?") from None
         except httpx.TimeoutException:
@@ -236,16 +239,15 @@ class Server:
     def streamed(self, prompt: list[int], length: int, **more) -> tuple[str, str | None]:
         """The text and the finish reason of an answer that comes in parts."""
         body = self.body(prompt, length, GREEDY, 0) | {"stream": True} | more
+        got = self.checked(lambda: self.http.post("/v1/completions", json=body), body)
         text, reason = "", None
         try:
-            with self.http.stream("POST", "/v1/completions", json=body) as got:
-                for part in events(got):
-                    for choice in part.get("choices") or []:
-                        text += choice.get("text") or ""
-                        reason = choice.get("finish_reason") or reason
-        except (httpx.HTTPError, ValueError) as error:
-            raise Refused(f"a stream broke off: {error}") from None
-        self.requests += 1
+            for part in events(got.text):
+                for choice in part.get("choices") or []:
+                    text += choice.get("text") or ""
+                    reason = choice.get("finish_reason") or reason
+        except (ValueError, AttributeError) as error:
+            raise Refused(f"a stream is no stream of completions: {error}") from None
         return text, reason
 
     def drafts(self) -> tuple[int, int] | None:
@@ -262,12 +264,9 @@ class Server:
         return next((each for each in (told, (self.drafted, self.accepted)) if any(each)), None)
 
 
-def events(got: httpx.Response) -> Iterator[dict]:
+def events(text: str) -> Iterator[dict]:
     """The JSON objects of a stream of server-sent events."""
-    if got.status_code >= 400:
-        got.read()
-        raise Refused(f"HTTP {got.status_code}: {message(got)}")
-    for line in got.iter_lines():
+    for line in text.split("\n"):
         data = line.removeprefix("data:").strip()
         if line.startswith("data:") and data != "[DONE]":
             yield json.loads(data)

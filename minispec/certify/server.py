@@ -49,8 +49,8 @@ LENGTHS = 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 513  # a
 
 def prompts_for(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, list[list[int]]]:
     """Prompts of several kinds, those of text where there is a tokenizer."""
-    c, rng = model.config, random.Random(0)
-    usable = [i for i in range(c.vocab_size) if i not in c.eos_ids]
+    rng, ends = random.Random(0), model.config.eos_ids
+    usable = [i for i in range(model.config.vocab_size) if i not in ends]
     noise = [rng.choices(usable, k=n) for n in (3, 12, 40)]
     texts = [ids for text in TEXTS if tokenizer and len(ids := tokenizer.encode(text)) > 1]
     whole = [token for ids in texts or noise for token in ids]
@@ -60,14 +60,13 @@ def prompts_for(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, li
         "lengths": [list(islice(cycle(whole), n)) for n in LENGTHS],
         "random ids": noise,
     }
-    room = c.context - LENGTH
-    return {kind: [ids for ids in each if len(ids) <= room] for kind, each in kinds.items() if each}
+    return {kind: each for kind, each in kinds.items() if each}
 
 
 def half_copied(model: Transformer, texts: list[list[int]]) -> list[int]:
     """The beginning of a text, and again a part of it: what was copied goes on about every other
     time, so that a draft from the prompt is accepted as often as refused."""
-    found = []
+    found = [(1.0, texts[0])]
     for ids in texts:
         for n in range(2, min(len(ids), 12)):
             prompt = [*ids[:12], *ids[:n]]
@@ -117,8 +116,11 @@ def check_server(
     prompts, servers = prompts_for(model, tokenizer), list(filter(None, (server, baseline)))
     for each in servers:
         each.meet(next(iter(prompts.values()))[0])
-    room = min(each.context for each in servers) - LENGTH
+    room = min(model.config.context, *(each.context for each in servers)) - LENGTH
     prompts = {kind: [ids for ids in each if len(ids) <= room] for kind, each in prompts.items()}
+    prompts = {kind: each for kind, each in prompts.items() if each}
+    if not prompts:
+        raise UserError(f"a context of {room + LENGTH} tokens leaves no room for prompts")
     if not server.takes_ids:  # what our tokenizer makes of a text is what the server's makes
         prompts = {
             kind: [tokenizer.encode(tokenizer.decode(ids)) for ids in each]

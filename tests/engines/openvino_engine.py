@@ -17,7 +17,7 @@ FLOAT32 = {"INFERENCE_PRECISION_HINT": ov.Type.f32}
 
 
 def exported(checkpoint: str) -> str:
-    """The checkpoint in OpenVINO's format. It wants a tokenizer, of any words: only ids are used."""
+    """The checkpoint in OpenVINO's format, which wants some tokenizer: only ids are used."""
     model = OVModelForCausalLM.from_pretrained(
         checkpoint, export=True, compile=False, load_in_8bit=False)  # fmt: skip
     model.save_pretrained(f"{checkpoint}/openvino")
@@ -49,7 +49,8 @@ def engine(**drafts):
         config.stop_token_ids = {token for token in config.stop_token_ids if token >= 0}
         if config.eos_token_id < 0:  # none
             config.eos_token_id, config.ignore_eos = 0, True
-        config.max_new_tokens, config.rng_seed, config.do_sample = max_new_tokens, seed, temperature > 0
+        config.max_new_tokens, config.rng_seed = max_new_tokens, seed
+        config.do_sample = temperature > 0
         if temperature:
             config.temperature, config.top_p = temperature, top_p
             config.top_k = top_k or 2**31

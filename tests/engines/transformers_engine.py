@@ -1,10 +1,4 @@
-"""transformers' assisted generation, a black box for the certifier (`reference` extra):
-
-    PYTHONPATH=tests python -m minispec.certify --impl transformers_assisted:assisted
-
-The assistant is the model itself with noise on its weights, so that drafts are often, but not
-always, accepted. `plain` is transformers without an assistant, for comparison.
-"""
+"""transformers' generate, black boxes for the certifier (`make reference` says how)."""
 
 import functools
 
@@ -12,37 +6,29 @@ import torch
 import transformers
 
 transformers.logging.set_verbosity_error()
+read = functools.cache(transformers.AutoModelForCausalLM.from_pretrained)
 
 
-@functools.cache
-def pair(checkpoint: str):
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    assistant = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in assistant.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return model, assistant
-
-
-def assisted(checkpoint, prompt, **options):
-    return generate(*pair(checkpoint), prompt, **options)
-
-
-def plain(checkpoint, prompt, **options):
-    return generate(pair(checkpoint)[0], None, prompt, **options)
-
-
-def generate(model, assistant, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
-    if max_new_tokens == 0:  # transformers refuses this
+def generate(speculate, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
+    if max_new_tokens == 0:  # it refuses this
         return []
     torch.manual_seed(seed)
-    sampled = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
+    how = dict(do_sample=False)
+    if temperature:
+        how = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
     tokens = torch.tensor([prompt])
     with torch.no_grad():
-        output = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), assistant_model=assistant,
-            max_new_tokens=max_new_tokens, pad_token_id=0,
-            **(sampled if temperature else dict(do_sample=False)),
+        output = read(checkpoint, dtype=torch.float32).generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max_new_tokens,
+            pad_token_id=0, **how, **speculate(checkpoint),
         )  # fmt: skip
     return output[0, len(prompt) :].tolist()
+
+
+def with_draft(checkpoint):
+    return {"assistant_model": read(f"{checkpoint}/draft", dtype=torch.float32)}
+
+
+plain = functools.partial(generate, lambda checkpoint: {})
+assisted = functools.partial(generate, with_draft)
+prompt_lookup = functools.partial(generate, lambda checkpoint: {"prompt_lookup_num_tokens": 3})

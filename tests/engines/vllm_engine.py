@@ -4,7 +4,7 @@ import gc
 import os
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-               "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
+               "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "CRITICAL"}  # fmt: skip
 from vllm import LLM, SamplingParams
 
 
