@@ -13,7 +13,9 @@ from served import Honest, serving
 from minispec.certify import mutants
 from minispec.certify.__main__ import main
 from minispec.certify.client import Server
-from minispec.certify.server import LENGTH, SAMPLED, check_server
+from minispec.certify.drawn import SAMPLED
+from minispec.certify.exam import LENGTH
+from minispec.certify.server import check_server
 from minispec.checkpoint import save
 from minispec.errors import UserError
 from minispec.toys import letters, small_model

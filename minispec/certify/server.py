@@ -1,108 +1,40 @@
 """A server's decoding, from outside: is it that of the checkpoint it says it serves?"""
 
-import copy
 import math
-import random
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import cycle, islice
 
 import torch
-from tqdm import tqdm
 
 from minispec.certify.blackbox import drafts_something, short
 from minispec.certify.cases import GREEDY
 from minispec.certify.checks import Verdict
 from minispec.certify.client import Answer, Gone, NotOffered, Refused, Server
-from minispec.certify.compare import TIE, divergence
-from minispec.certify.scoring import Sequence, answer_logits, gaps, least_p, one_end, scored
-from minispec.certify.statistics import FALSE_ALARM, smallest_seen
+from minispec.certify.compare import divergence
+from minispec.certify.drawn import DRAWN, SAMPLED, Drawn, seeds_matter
+from minispec.certify.exam import (
+    AT_ONCE,
+    HOT,
+    LENGTH,
+    MINUTES,
+    Exam,
+    Row,
+    at_once,
+    known,
+    prompts_for,
+    read,
+    tolerance_of,
+    worst,
+)
+from minispec.certify.scoring import answer_logits, gaps
 from minispec.errors import UserError
-from minispec.generate import decode
 from minispec.model import Transformer
-from minispec.sampling import Sampling, probs
+from minispec.sampling import Sampling
 from minispec.tokenizer import Tokenizer
 
 CHECKS = "greedy", "limits", "load", "distribution"
-REQUESTS, MINUTES = 2000, 30  # at most, unless told otherwise; and the time after which it stops
-LENGTH, DRAWN = 32, 8  # tokens of a greedy answer, of a sampled one
-AT_ONCE = 8
-SAMPLED = (
-    Sampling(1.0), Sampling(0.6), Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.8),
-    Sampling(1.3, top_k=20, top_p=0.9),
-)  # fmt: skip
-HOT = Sampling(1.5)
-
-# ---- prompts -------------------------------------------------------------------------------------
-
-TEXTS = (
-    "The old lighthouse keeper climbed the stairs every evening, and when the lamp was lit he",
-    "def largest(numbers):\n    best = numbers[0]\n    for number in numbers[1:]:\n        if",
-    "Der Zug nach Hamburg fährt um acht Uhr ab. Wer mitfahren will, muss",
-    '{"name": "Ada", "born": 1815, "languages": ["English", "French"], "works": [{"title":',
-    "Question: A box holds 12 eggs. How many eggs are there in 7 boxes?\nAnswer: There are",
-)
-LENGTHS = 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 513  # about blocks' borders
-
-
-def prompts_for(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, list[list[int]]]:
-    """Prompts of several kinds, those of text where there is a tokenizer."""
-    rng, ends = random.Random(0), model.config.eos_ids
-    usable = [i for i in range(model.config.vocab_size) if i not in ends]
-    noise = [rng.choices(usable, k=n) for n in (3, 12, 40)]
-    texts = [ids for text in TEXTS if tokenizer and len(ids := tokenizer.encode(text)) > 1]
-    whole = [token for ids in texts or noise for token in ids]
-    kinds = {
-        "texts": texts,
-        "repetitive": [(ids[-8:] * 4)[: 8 * 3 + 2 + i] for i, ids in enumerate(texts + noise)],
-        "lengths": [list(islice(cycle(whole), n)) for n in LENGTHS],
-        "random ids": noise,
-    }
-    return {kind: each for kind, each in kinds.items() if each}
-
-
-def half_copied(model: Transformer, texts: list[list[int]]) -> list[int]:
-    """The beginning of a text, and again a part of it: what was copied goes on about every other
-    time, so that a draft from the prompt is accepted as often as refused."""
-    found = [(1.0, texts[0])]
-    for ids in texts:
-        for n in range(2, min(len(ids), 12)):
-            prompt = [*ids[:12], *ids[:n]]
-            p = probs(model.logits(model(prompt)[0, -1:]), Sampling(1.0))[0]
-            found.append((abs(float(p[ids[n]]) - 0.5), prompt))
-    return min(found)[1]
-
+REQUESTS = 2000  # about as many, unless told otherwise
 
 # ---- the examination -----------------------------------------------------------------------------
-
-
-@dataclass
-class Exam:
-    """What every row needs. `answers` are the greedy ones, with their prompts."""
-
-    server: Server
-    baseline: Server | None
-    model: Transformer  # in float64
-    tokenizer: Tokenizer | None
-    tolerance: float  # a gap between logits that rounding may bridge
-    requests: int
-    samplings: tuple[Sampling, ...]
-    prompts: dict[str, list[list[int]]]
-    answers: list[tuple[list[int], Answer]] = field(default_factory=list)
-    begin: float = field(default_factory=time.monotonic)
-
-    @property
-    def no_tie(self) -> str:
-        return f"no tie (tolerance {self.tolerance:.2g})"
-
-    @property
-    def late(self) -> bool:
-        return time.monotonic() - self.begin > 60 * MINUTES
-
-
-Row = tuple[bool | None, str]
 
 
 def check_server(
@@ -188,24 +120,6 @@ def needs_ids(exam: Exam) -> Row:
     raise NotOffered("token ids in its answers")
 
 
-def tolerance_of(precision: str, model: Transformer, prompts: dict) -> float:
-    """A gap between two logits that a server's rounding may bridge: a number, or what rounding to a
-    dtype does to our own logits (twice the largest change of one, for two, and twice that)."""
-    try:
-        return float(precision)
-    except ValueError:
-        if precision not in ("float64", "float32", "float16", "bfloat16"):
-            raise UserError(
-                f"--precision {precision}: use float32, float16, bfloat16, or a gap in logits"
-            ) from None
-    rounded = copy.deepcopy(model).to(getattr(torch, precision))
-    moved = 0.0
-    for ids in [each[0] for each in prompts.values()]:
-        logits, other = (each.logits(each(ids)).double() for each in (model, rounded))
-        moved = max(moved, float((logits - other).abs().max()))
-    return max(TIE, 4 * moved)
-
-
 # ---- the right model -----------------------------------------------------------------------------
 
 
@@ -251,30 +165,7 @@ def logprob_differences(exam: Exam, prompt: list[int], answer: Answer) -> list[f
     return (ours - torch.tensor(answer.logprobs[:n], dtype=torch.float64)).abs().tolist()
 
 
-def read(exam: Exam, prompt: list[int], answer: Answer) -> list[int]:
-    """The tokens of an answer. Of one in text, ours as long as they spell it, then the
-    tokenizer's."""
-    if exam.server.gives_ids:
-        return answer.tokens
-    ours = decode(exam.model, None, prompt, max_new_tokens=LENGTH, ignore_eos=True).tokens
-    spelt = [exam.tokenizer.decode(ours[:n]) for n in range(len(ours) + 1)]
-    n = max(n for n, text in enumerate(spelt) if answer.text.startswith(text))
-    return ours[:n] + exam.tokenizer.encode(answer.text[len(spelt[n]) :], special=False)
-
-
-def known(exam: Exam, tokens: list[int]) -> bool:
-    return all(0 <= token < exam.model.config.vocab_size for token in tokens)
-
-
 # ---- greedy --------------------------------------------------------------------------------------
-
-
-def worst(exam: Exam, prompt: list[int], tokens: list[int]) -> tuple[float, int, int]:
-    """The largest gap below the best token, where, and how many tokens are not the best."""
-    if not known(exam, tokens):
-        return math.inf, next(i for i, t in enumerate(tokens) if not known(exam, [t])), 1
-    below = gaps(exam.model, prompt, tokens) if tokens else [0.0]
-    return max(below), below.index(max(below)), sum(gap > 0 for gap in below)
 
 
 def is_greedy(exam: Exam, prompts: list[list[int]]) -> Row:
@@ -323,7 +214,7 @@ def interval(hits: int, n: int) -> tuple[float, float]:
 
 def keeps_lengths(exam: Exam) -> Row:
     wrong = []
-    ids = long_answer(exam)[0]
+    ids = exam.long()[0]
     for n in range(1, 12):
         answer = exam.server.ask(ids, n)
         if len(answer.tokens) != n or answer.ended:
@@ -331,25 +222,10 @@ def keeps_lengths(exam: Exam) -> Row:
     return not wrong, f"max_tokens {wrong[:4]} not kept" if wrong else "max_tokens 1 to 11 kept"
 
 
-def long_answer(exam: Exam) -> tuple[list[int], Answer]:
-    """A greedy answer that no end token cut short, and its prompt."""
-    for ids, answer in exam.answers or asked(exam):
-        if len(answer.tokens) == LENGTH:
-            return ids, answer
-    raise Refused(f"no greedy answer has {LENGTH} tokens")
-
-
-def asked(exam: Exam) -> list[tuple[list[int], Answer]]:
-    exam.answers += [
-        (ids, exam.server.ask(ids, LENGTH)) for each in exam.prompts.values() for ids in each[:2]
-    ]
-    return exam.answers
-
-
 def ends(exam: Exam) -> Row:
     """Every greedy answer ended where an end token was the best, and nowhere else."""
     eos, ended = exam.model.config.eos_ids, 0
-    for ids, answer in exam.answers or asked(exam):
+    for ids, answer in exam.greedy():
         said, where = answer.tokens, f"{len(ids)} tokens of prompt: "
         if late := [token for token in said if token in eos]:
             return False, f"{where}goes on after the end token {late[0]}"
@@ -365,7 +241,7 @@ def ends(exam: Exam) -> Row:
 
 def stops_at(exam: Exam, end: int) -> Row:
     """An end token that a bias makes the best ends the answer at once."""
-    ids, before = long_answer(exam)
+    ids, before = exam.long()
     answer = exam.server.offered("logit_bias", ids, 4, logit_bias={str(end): 100})
     if answer.tokens[:1] == before.tokens[:1]:
         raise NotOffered("logit_bias has no effect")
@@ -378,7 +254,7 @@ def stops(exam: Exam) -> Row:
     if exam.tokenizer is None:
         return None, "no tokenizer: no text"
     tried = 0
-    for ids, answer in exam.answers or asked(exam):
+    for ids, answer in exam.greedy():
         for n in range(2, LENGTH, 7):
             border = len(exam.tokenizer.decode(answer.tokens[:n]))
             stop = answer.text[max(0, border - 2) : border + 2]
@@ -396,7 +272,7 @@ def stops(exam: Exam) -> Row:
 
 def streams(exam: Exam) -> Row:
     tried = 0
-    for ids, answer in (exam.answers or asked(exam))[:6]:
+    for ids, answer in exam.greedy()[:6]:
         text, reason = exam.server.streamed(ids, LENGTH)
         if text != answer.text:
             return False, f"{len(ids)} tokens of prompt: {text[-30:]!r}, not {answer.text[-30:]!r}"
@@ -418,7 +294,7 @@ def gives_logprobs(exam: Exam) -> Row:
 
 
 def chooses(exam: Exam) -> Row:
-    ids = long_answer(exam)[0]
+    ids = exam.long()[0]
     exam.server.offered("n", ids, 1, sampling=HOT, n=2)
     found = exam.server.choices(ids, DRAWN, HOT, seed=1, n=4)
     different = len({tuple(each.tokens) for each in found})
@@ -426,16 +302,6 @@ def chooses(exam: Exam) -> Row:
 
 
 # ---- load ----------------------------------------------------------------------------------------
-
-
-def at_once(function: Callable, jobs: list, label: str = "") -> list:
-    """The results of jobs, eight at a time, with progress where there is much to wait for."""
-    pool = ThreadPoolExecutor(AT_ONCE)
-    try:
-        results = pool.map(function, jobs)
-        return list(tqdm(results, label, len(jobs), disable=None if label else True))
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def bears_load(exam: Exam) -> Row:
@@ -451,81 +317,6 @@ def bears_load(exam: Exam) -> Row:
             if gap >= exam.tolerance:
                 return False, f"{len(ids)} tokens of prompt, token {at}: {gap:.3g} below the best"
     return True, f"{len(every)} greedy answers beside as many hot ones, {others} with ties"
-
-
-# ---- distribution --------------------------------------------------------------------------------
-
-
-def seeds_matter(exam: Exam) -> Row:
-    ids = long_answer(exam)[0]
-    drawn = [tuple(exam.server.ask(ids, DRAWN, HOT, seed).tokens) for seed in (1, 1, *range(2, 8))]
-    if len(set(drawn)) == 1:
-        return False, "repeats itself, whatever the seed: nothing is drawn"
-    if drawn[0] != drawn[1]:
-        return None, "draws anew for an equal seed: seeds are ignored"
-    return True, f"equal for equal seeds, {len(set(drawn[1:]))} of {len(drawn) - 1} different"
-
-
-class Drawn:
-    """What the server, and its baseline, drew: all samplings mixed, eight requests at a time."""
-
-    def __init__(self, exam: Exam):
-        self.exam = exam
-        self.prompt: list[int] = []
-        self.found: dict[tuple[Server, Sampling], list[Sequence]] = {}
-        self.refused: dict[tuple[Server, Sampling], Refused] = {}
-
-    def draw(self) -> None:
-        """All requests, once."""
-        exam, ends = self.exam, self.exam.model.config.eos_ids
-        self.prompt = half_copied(exam.model, [p for k in exam.prompts.values() for p in k][:8])
-        servers = list(filter(None, (exam.server, exam.baseline)))
-        left = exam.requests - sum(server.requests for server in servers)
-        each = max(100, left // (len(exam.samplings) * len(servers)))
-        jobs = [(s, how, i) for i in range(each) for how in exam.samplings for s in servers]
-
-        def one(job: tuple[Server, Sampling, int]) -> Sequence | None:
-            server, sampling, i = job
-            if exam.late or (server, sampling) in self.refused:
-                return None
-            seed = 1000 + exam.samplings.index(sampling) * each + i
-            try:
-                answer = server.ask(self.prompt, DRAWN, sampling, seed)
-            except Refused as error:
-                self.refused[server, sampling] = error
-                return None
-            return one_end(answer.tokens + list(ends[:1]) * answer.ended, ends)
-
-        for (server, sampling, _), sequence in zip(jobs, at_once(one, jobs, "drawing")):
-            if sequence is not None:
-                self.found.setdefault((server, sampling), []).append(sequence)
-
-    def row(self, exam: Exam, sampling: Sampling) -> Row:
-        """χ² against our distribution, or against what the baseline drew."""
-        return self.judge(exam.server, sampling, exam.baseline)
-
-    def plain(self, exam: Exam, sampling: Sampling) -> Row:
-        passed, detail = self.judge(exam.baseline, sampling, None)
-        return passed or None, detail
-
-    def judge(self, server: Server, sampling: Sampling, baseline: Server | None) -> Row:
-        if not self.prompt:
-            self.draw()
-        for each in server, baseline:
-            if (each, sampling) in self.refused:
-                raise self.refused[each, sampling]
-        drawn = self.found.get((server, sampling), [])
-        other = self.found.get((baseline, sampling), [])
-        if len(drawn) < 100 or (baseline and len(other) < 100):
-            return None, f"only {len(drawn)} answers in {MINUTES} minutes"
-        if any(not s or not known(self.exam, list(s)) for s in drawn + other):
-            return False, "an answer is empty, or is no token ids"
-        found = scored(self.exam.model, self.prompt, drawn + other, sampling, self.exam.tolerance)
-        if found.never and not baseline:
-            return False, f"drew {found.never}, which has probability 0: are all warpers applied?"
-        p, where, cells = least_p(found, drawn, other if baseline else None)
-        seen = f"would have seen a TV of {smallest_seen(cells - 1, len(drawn)):.2f}"
-        return p > FALSE_ALARM, f"p = {p:.2g} at {where}, {len(drawn)} answers; {seen}"
 
 
 def speculated(before: tuple[int, int] | None, after: tuple[int, int] | None) -> Row:

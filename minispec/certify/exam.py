@@ -1,0 +1,148 @@
+"""What an examination of a server holds: prompts, tolerance, answers; and how they are read."""
+
+import copy
+import math
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+
+import torch
+from tqdm import tqdm
+
+from minispec.certify.client import Answer, Refused, Server
+from minispec.certify.compare import TIE
+from minispec.certify.scoring import gaps
+from minispec.errors import UserError
+from minispec.generate import decode
+from minispec.model import Transformer
+from minispec.sampling import Sampling
+from minispec.tokenizer import Tokenizer
+
+MINUTES = 30  # after which nothing more is asked
+LENGTH = 32  # tokens of a greedy answer
+AT_ONCE = 8
+HOT = Sampling(1.5)
+Row = tuple[bool | None, str]  # passed, detail
+
+
+@dataclass
+class Exam:
+    """What every row needs. `answers` are the greedy ones, with their prompts."""
+
+    server: Server
+    baseline: Server | None
+    model: Transformer  # in float64
+    tokenizer: Tokenizer | None
+    tolerance: float  # a gap between logits that rounding may bridge
+    requests: int
+    samplings: tuple[Sampling, ...]
+    prompts: dict[str, list[list[int]]]
+    answers: list[tuple[list[int], Answer]] = field(default_factory=list)
+    begin: float = field(default_factory=time.monotonic)
+
+    @property
+    def no_tie(self) -> str:
+        return f"no tie (tolerance {self.tolerance:.2g})"
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() - self.begin > 60 * MINUTES
+
+    def greedy(self) -> list[tuple[list[int], Answer]]:
+        """Greedy answers, and their prompts: those that were asked for, else some."""
+        if not self.answers:
+            prompts = [ids for each in self.prompts.values() for ids in each[:2]]
+            self.answers = [(ids, self.server.ask(ids, LENGTH)) for ids in prompts]
+        return self.answers
+
+    def long(self) -> tuple[list[int], Answer]:
+        """A greedy answer that no end token cut short, and its prompt."""
+        for ids, answer in self.greedy():
+            if len(answer.tokens) == LENGTH:
+                return ids, answer
+        raise Refused(f"no greedy answer has {LENGTH} tokens")
+
+
+# ---- prompts -------------------------------------------------------------------------------------
+
+TEXTS = (
+    "The old lighthouse keeper climbed the stairs every evening, and when the lamp was lit he",
+    "def largest(numbers):\n    best = numbers[0]\n    for number in numbers[1:]:\n        if",
+    "Der Zug nach Hamburg fährt um acht Uhr ab. Wer mitfahren will, muss",
+    '{"name": "Ada", "born": 1815, "languages": ["English", "French"], "works": [{"title":',
+    "Question: A box holds 12 eggs. How many eggs are there in 7 boxes?\nAnswer: There are",
+)
+LENGTHS = 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 513  # about blocks' borders
+
+
+def prompts_for(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, list[list[int]]]:
+    """Prompts of several kinds, those of text where there is a tokenizer."""
+    rng, ends = random.Random(0), model.config.eos_ids
+    usable = [i for i in range(model.config.vocab_size) if i not in ends]
+    noise = [rng.choices(usable, k=n) for n in (3, 12, 40)]
+    texts = [ids for text in TEXTS if tokenizer and len(ids := tokenizer.encode(text)) > 1]
+    whole = [token for ids in texts or noise for token in ids]
+    kinds = {
+        "texts": texts,
+        "repetitive": [(ids[-8:] * 4)[: 8 * 3 + 2 + i] for i, ids in enumerate(texts + noise)],
+        "lengths": [list(islice(cycle(whole), n)) for n in LENGTHS],
+        "random ids": noise,
+    }
+    return {kind: each for kind, each in kinds.items() if each}
+
+
+def tolerance_of(precision: str, model: Transformer, prompts: dict) -> float:
+    """A gap between two logits that a server's rounding may bridge: a number, or what rounding to a
+    dtype does to our own logits (twice the largest change of one, for two, and twice that)."""
+    try:
+        return float(precision)
+    except ValueError:
+        if precision not in ("float64", "float32", "float16", "bfloat16"):
+            raise UserError(
+                f"--precision {precision}: use float32, float16, bfloat16, or a gap in logits"
+            ) from None
+    rounded = copy.deepcopy(model).to(getattr(torch, precision))
+    moved = 0.0
+    for ids in [each[0] for each in prompts.values()]:
+        logits, other = (each.logits(each(ids)).double() for each in (model, rounded))
+        moved = max(moved, float((logits - other).abs().max()))
+    return max(TIE, 4 * moved)
+
+
+# ---- answers ------------------------------------------------------------------------------------
+
+
+def read(exam: Exam, prompt: list[int], answer: Answer) -> list[int]:
+    """The tokens of an answer. Of one in text, ours as long as they spell it, then the
+    tokenizer's."""
+    if exam.server.gives_ids:
+        return answer.tokens
+    ours = decode(exam.model, None, prompt, max_new_tokens=LENGTH, ignore_eos=True).tokens
+    spelt = [exam.tokenizer.decode(ours[:n]) for n in range(len(ours) + 1)]
+    n = max(n for n, text in enumerate(spelt) if answer.text.startswith(text))
+    return ours[:n] + exam.tokenizer.encode(answer.text[len(spelt[n]) :], special=False)
+
+
+def known(exam: Exam, tokens: list[int]) -> bool:
+    return all(0 <= token < exam.model.config.vocab_size for token in tokens)
+
+
+def worst(exam: Exam, prompt: list[int], tokens: list[int]) -> tuple[float, int, int]:
+    """The largest gap below the best token, where, and how many tokens are not the best."""
+    if not known(exam, tokens):
+        return math.inf, next(i for i, t in enumerate(tokens) if not known(exam, [t])), 1
+    below = gaps(exam.model, prompt, tokens) if tokens else [0.0]
+    return max(below), below.index(max(below)), sum(gap > 0 for gap in below)
+
+
+def at_once(function: Callable, jobs: list, label: str = "") -> list:
+    """The results of jobs, eight at a time, with progress where there is much to wait for."""
+    pool = ThreadPoolExecutor(AT_ONCE)
+    try:
+        results = pool.map(function, jobs)
+        return list(tqdm(results, label, len(jobs), disable=None if label else True))
+    finally:
+        pool.shutdown(cancel_futures=True)
