@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+from minispec import verify
 from minispec.certify import blackbox, cases, mutants
 from minispec.certify.__main__ import main
 from minispec.certify.checks import CHECKS
@@ -351,23 +352,66 @@ def speculating(**patches):
     return implementation
 
 
-@pytest.mark.parametrize(
-    "name, mistake",
-    [("accept", "lenient"), ("accept", "argmax_bonus"), ("accept", "argmax_root"),
-     ("propose", "confident_prefix"), ("propose", "reduced_vocabulary"), ("", "")],
-)  # fmt: skip
-def test_a_sampling_mistake_has_its_exact_bias(name, mistake, tmp_path):
+class MoreLenient:
+    """Every acceptance made easier by a factor 1.5."""
+
+    def __init__(self, randomness):
+        self.categorical, self.original = randomness.categorical, randomness
+
+    def bernoulli(self, p: float) -> bool:
+        return self.original.bernoulli(min(1.0, 1.5 * p))
+
+
+def lenient(target, tree, randomness):
+    return verify.accept(target, tree, MoreLenient(randomness))
+
+
+def typical(target, tree, randomness):
+    """Whatever is probable enough is accepted."""
+    path = [0]
+    while children := tree.children(path[-1]):
+        if target[path[-1]][tree.tokens[children[0]]] < 0.3:
+            break
+        path.append(children[0])
+    return path, randomness.categorical(target[path[-1]])
+
+
+def flat_bonus(target, tree, randomness):
+    """The bonus token is drawn from the square root of its distribution."""
+    flat = [p if tree.children(node) else p**0.5 / (p**0.5).sum() for node, p in enumerate(target)]
+    return verify.accept(flat, tree, randomness)
+
+
+MISTAKES = {
+    "lenient": ("accept", lenient), "typical": ("accept", typical),
+    "flat bonus": ("accept", flat_bonus), "best bonus": ("accept", mutants.argmax_bonus),
+    "best root": ("accept", mutants.argmax_root),
+    "confident": ("propose", mutants.confident_prefix),
+    "reduced": ("propose", mutants.reduced_vocabulary),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", ["none", *MISTAKES])
+def test_a_sampling_mistake_has_its_exact_bias(mistake, tmp_path):
     """Behind the black-box signature, over the sequences of a few tokens of two words."""
-    passed = not mistake
-    box = blackbox.Box(speculating(**({name: getattr(mutants, mistake)} if mistake else {})))
-    # two of three words are a reduced vocabulary
-    words = 3 if mistake == "reduced_vocabulary" else 2
+    correct = mistake == "none"
+    box = blackbox.Box(speculating(**({} if correct else dict([MISTAKES[mistake]]))))
+    words = 3 if mistake == "reduced" else 2  # two of three words are a reduced vocabulary
     folder, model = blackbox.write_checkpoint(tmp_path, 21, words)
     found, detail = blackbox.is_exact(box, folder, model, Sampling(1.0), 200)
-    assert found is passed, detail
-    if passed:
+    assert found is correct, detail
+    if correct:
         assert int(detail.split("sequences of ")[1][0]) > 2  # more than are drafted
         assert 0 < box.accepted < box.drafted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["lenient", "typical", "flat bonus"])
+def test_a_sampling_mistake_is_seen_in_what_is_drawn(mistake, tmp_path):
+    box = blackbox.Box(speculating(**dict([MISTAKES[mistake]])))
+    folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
+    found, detail = blackbox.is_drawn(box, folder, model, Sampling(1.0), 4000)
+    assert found is False, detail
 
 
 # ---- the command ---------------------------------------------------------------------------------
