@@ -90,6 +90,8 @@ def handler(served: Honest) -> type[BaseHTTPRequestHandler]:
         def do_GET(self):
             if self.path == "/metrics":
                 self.send(200, served.metrics().encode())
+            elif self.path == "/v1/models" and served.name is None:
+                self.send(401, b"{}")
             elif self.path == "/v1/models":
                 names = served.name if isinstance(served.name, list) else [served.name]
                 self.send(200, json.dumps({"data": [{"id": n} for n in names]}).encode())

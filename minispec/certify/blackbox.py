@@ -19,7 +19,7 @@ from minispec.certify.cases import GREEDY, bound
 from minispec.certify.checks import RUNS, Verdict, first_difference
 from minispec.certify.compare import TIE, divergence
 from minispec.certify.scoring import Sequence, least_p, scored
-from minispec.certify.statistics import FALSE_ALARM, Sequences, smallest_seen
+from minispec.certify.statistics import FALSE_ALARM, Sequences
 from minispec.certify.takeover import NotTaken, TooMany, followed
 from minispec.checkpoint import load, save
 from minispec.errors import UserError
@@ -359,11 +359,10 @@ def is_drawn(
         found = scored(model, SPEAKS, drawn + plain, sampling)
         if not baseline and found.never:
             return False, f"drew {found.never}, which has probability 0"
-        p, where, cells = least_p(found, drawn, plain if baseline else None)
+        p, detail = least_p(found, drawn, plain if baseline else None)
         if p > 0.01 or p < FALSE_ALARM:
             break
-    seen = f"would have seen a TV of {smallest_seen(cells - 1, len(drawn)):.2f}"
-    return p > FALSE_ALARM, f"p = {p:.2g} at {where}, {len(drawn)} runs of {n} tokens; {seen}"
+    return p > FALSE_ALARM, f"{n} tokens: {detail}"
 
 
 def drafts_something(drafted: int, accepted: int) -> tuple[bool | None, str]:

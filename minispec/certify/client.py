@@ -4,7 +4,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Lock
 
@@ -16,8 +16,8 @@ from minispec.sampling import Sampling
 from minispec.tokenizer import Tokenizer
 
 SECONDS = 120.0  # that one answer may take
-# warpers that a server may otherwise take from its own defaults, in the names of several servers,
-# and the wish for token ids; one that knows none of them may refuse all
+# warpers, under the names of several servers, that would else have each server's own defaults; and
+# a request for token ids. A strict server may refuse fields that it does not know
 EXTRAS = {
     "min_p": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0,
     "samplers": ["temperature", "top_k", "top_p"], "return_token_ids": True, "return_tokens": True,
@@ -30,8 +30,16 @@ class Refused(Exception):
     """The server said no to a request (4xx)."""
 
 
+class NoKey(Refused):
+    """It wants a key, or another one."""
+
+
 class Broke(Refused):
-    """It broke while it answered, or took too long."""
+    """It broke while it answered."""
+
+
+class Slow(Broke):
+    """It took too long."""
 
 
 class NotOffered(Refused):
@@ -44,11 +52,12 @@ class Gone(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """One choice of a completion. `tokens` are ids, without an end token that ended it where
-    `ended`; `logprobs` is of each token, where asked for and given."""
+    """One choice of a completion. `tokens` are without the end token that ended it; `logprobs` are
+    theirs, where they were asked for and given."""
 
     text: str
     tokens: list[int]
+    given: bool  # as ids; else our tokenizer read the text
     ended: bool  # by an end token or a stop string; else by its length
     logprobs: list[float] | None = None
     prompt_tokens: int | None = None  # as the server counts them
@@ -62,22 +71,24 @@ class Server:
         self, url: str, tokenizer: Tokenizer | None, name: str | None, ends: tuple,
         seconds: float = SECONDS,
     ):  # fmt: skip
-        self.url = url.rstrip("/").removesuffix("/v1")
         self.tokenizer, self.name, self.ends = tokenizer, name, ends
-        key = os.environ.get("OPENAI_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         try:
+            base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
             self.http = httpx.Client(
-                base_url=self.url, headers=headers, timeout=seconds,
+                base_url=base, headers=headers, timeout=seconds,
                 limits=httpx.Limits(max_connections=16),
             )  # fmt: skip
-            if not httpx.URL(self.url).host:
+            self.url = str(base.copy_with(userinfo=b""))  # as it is shown
+            if not base.host:
                 raise ValueError
         except (ValueError, httpx.InvalidURL):
             raise UserError(f"{url}: is no address: give one as http://localhost:8000") from None
         self.takes_ids = self.gives_ids = True
         self.context = 2**31  # tokens at most, where it tells
-        self.extras, self.logprobs = EXTRAS, False  # whether ids come beside logprobs only
+        self.extras = EXTRAS
+        self.logprobs = False  # whether ids come beside logprobs only
         self.requests = self.drafted = self.accepted = 0  # drafts that answers told of
         self.lock = Lock()
 
@@ -88,20 +99,23 @@ class Server:
         try:
             self.find_name()
             self.find_manners(prompt)
+        except NoKey:
+            raise UserError(f"{self.url} wants a key: put it into OPENAI_API_KEY") from None
         except (Refused, Gone) as error:
             raise UserError(f"{self.url} refuses a plain completion: {error}") from None
-        if not (self.takes_ids and self.gives_ids) and self.tokenizer is None:
-            raise UserError(f"{self.url} speaks text only, and --model has no tokenizer")
+        if not self.gives_ids and self.tokenizer is None:
+            raise UserError(f"{self.url} gives no token ids, and --model has no tokenizer")
 
     def find_manners(self, prompt: list[int]) -> None:
         """Ask with ids and all fields, then with less, until an answer comes."""
         ways = [(True, EXTRAS), (True, {}), (False, EXTRAS), (False, {})]
+        ways = ways if self.tokenizer else ways[:2]
         for self.takes_ids, self.extras in ways:
             try:
                 choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
                 break
             except Refused as error:
-                if isinstance(error, Broke) or (self.takes_ids, self.extras) == ways[-1]:
+                if isinstance(error, (Slow, NoKey)) or (self.takes_ids, self.extras) == ways[-1]:
                     raise
         self.gives_ids = self.logprobs = True
         if self.ids(choice) is not None:
@@ -117,6 +131,8 @@ class Server:
         """The name of the model: the only one served, or the one asked for."""
         try:
             models = {each["id"]: each for each in self.get("/v1/models").json()["data"]}
+        except NoKey:
+            raise
         except (Refused, ValueError, KeyError, TypeError):
             if self.name is None:
                 raise UserError(
@@ -142,6 +158,8 @@ class Server:
         """`ask` with a field that not every server takes."""
         try:
             return self.ask(prompt, length, **more)
+        except Broke:
+            raise
         except Refused as error:
             raise NotOffered(f"{name} ({error})") from None
 
@@ -175,11 +193,11 @@ class Server:
             if not found["choices"] or not all(isinstance(c, dict) for c in found["choices"]):
                 raise ValueError
         except (ValueError, KeyError, TypeError):
-            raise Refused(f"answers no completion but {got.text[:60]!r}") from None
+            raise Refused(f"answers no completion but {self.masked(got.text[:60])!r}") from None
         timings = found.get("timings") or {}
         with self.lock:
-            self.drafted += timings.get("draft_n", 0)
-            self.accepted += timings.get("draft_n_accepted", 0)
+            self.drafted += timings.get("draft_n") or 0
+            self.accepted += timings.get("draft_n_accepted") or 0
         return found
 
     def get(self, path: str) -> httpx.Response:
@@ -193,47 +211,50 @@ class Server:
             self.requests += 1
         begin = time.monotonic()
         try:
-            try:
-                got = send()
-            except httpx.RemoteProtocolError:  # a kept connection that the server had closed
-                got = send()
+            got = patiently(send)
         except httpx.ConnectError as error:
             raise Gone(f"nobody answers there ({error}): is it running?") from None
         except httpx.TimeoutException:
             seconds = time.monotonic() - begin
-            raise Broke(f"no answer in {seconds:.0f} s{what}") from None
+            raise Slow(f"no answer in {seconds:.0f} s{what}") from None
         except httpx.HTTPError as error:
             raise Broke(f"it broke off: {type(error).__name__}{what}") from None
         if got.status_code in (401, 403):
-            raise UserError(f"{self.url} wants a key: put it into OPENAI_API_KEY")
+            raise NoKey("it wants another key")
         if got.status_code >= 400:
             kind = Broke if got.status_code >= 500 else Refused
-            raise kind(f"HTTP {got.status_code}: {message(got)}{what}")
+            raise kind(f"HTTP {got.status_code}: {self.masked(message(got))}{what}")
         return got
+
+    def masked(self, text: str) -> str:
+        """What a server says, without the key, should it repeat that."""
+        return text.replace(self.key, "…") if self.key else text
 
     # ---- what it answered ------------------------------------------------------------------------
 
     def answer(self, choice: dict, prompt_tokens: int | None) -> Answer:
-        tokens = self.ids(choice) if self.gives_ids else None
-        ended = choice.get("finish_reason") == "stop"
-        if tokens is None:
-            tokens = self.tokenizer.encode(choice["text"], special=False)
-        if ended and tokens and tokens[-1] in self.ends:
-            tokens = tokens[:-1]
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-        content = (choice.get("logprobs") or {}).get("content")
-        if content:
-            logprobs = [each["logprob"] for each in content]
-        return Answer(choice["text"], tokens, ended, logprobs, prompt_tokens)
+        text, tokens = str(choice.get("text") or ""), self.ids(choice) if self.gives_ids else None
+        given = tokens is not None
+        if not given:
+            tokens = self.tokenizer.encode(text, special=False)
+        ended = choice.get("finish_reason") not in ("length", None)
+        if tokens and tokens[-1] in self.ends:
+            tokens, ended = tokens[:-1], True
+        said = choice.get("logprobs") or {}
+        content = said.get("content") or []
+        logprobs = said.get("token_logprobs") or [each["logprob"] for each in content]
+        numbers = given and all(isinstance(each, (int, float)) for each in logprobs)
+        return Answer(text, tokens, given, ended, logprobs if numbers else None, prompt_tokens)
 
     def ids(self, choice: dict) -> list[int] | None:
         """The token ids of a choice, wherever servers put them."""
-        for found in choice.get("token_ids"), choice.get("tokens"):
+        said = choice.get("logprobs")
+        content = said.get("content") if isinstance(said, dict) else None
+        content = content if isinstance(content, list) else []
+        beside = [each.get("id") for each in content if isinstance(each, dict)]
+        for found in choice.get("token_ids"), choice.get("tokens"), beside or None:
             if isinstance(found, list) and all(type(i) is int for i in found):
                 return found
-        content = (choice.get("logprobs") or {}).get("content") or []
-        if content and all(type(each.get("id")) is int for each in content):
-            return [each["id"] for each in content]
         return None
 
     def streamed(self, prompt: list[int], length: int, **more) -> tuple[str, str | None]:
@@ -246,7 +267,7 @@ class Server:
                 for choice in part.get("choices") or []:
                     text += choice.get("text") or ""
                     reason = choice.get("finish_reason") or reason
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, TypeError) as error:
             raise Refused(f"a stream is no stream of completions: {error}") from None
         return text, reason
 
@@ -262,6 +283,19 @@ class Server:
                 counts[found[1]] += int(float(line.split()[-1]))
         told = tuple(counts.values())
         return next((each for each in (told, (self.drafted, self.accepted)) if any(each)), None)
+
+
+def patiently(send: Callable[[], httpx.Response]) -> httpx.Response:
+    """Once more where the server had closed a kept connection, and later where it is too busy."""
+    for wait in 1, 2, 4:
+        try:
+            got = send()
+        except httpx.RemoteProtocolError:
+            return send()
+        if got.status_code != 429:
+            return got
+        time.sleep(wait)
+    return got
 
 
 def events(text: str) -> Iterator[dict]:

@@ -1,5 +1,6 @@
 """What an examination of a server holds: prompts, tolerance, answers; and how they are read."""
 
+import argparse
 import copy
 import math
 import random
@@ -7,15 +8,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 
 import torch
 from tqdm import tqdm
 
-from minispec.certify.client import Answer, Refused, Server
+from minispec.certify.client import Answer, NotOffered, Server
 from minispec.certify.compare import TIE
 from minispec.certify.scoring import gaps
-from minispec.errors import UserError
+from minispec.errors import number
 from minispec.generate import decode
 from minispec.model import Transformer
 from minispec.sampling import Sampling
@@ -39,6 +40,7 @@ class Exam:
     tolerance: float  # a gap between logits that rounding may bridge
     requests: int
     samplings: tuple[Sampling, ...]
+    checks: tuple[str, ...]
     prompts: dict[str, list[list[int]]]
     answers: list[tuple[list[int], Answer]] = field(default_factory=list)
     begin: float = field(default_factory=time.monotonic)
@@ -51,6 +53,12 @@ class Exam:
     def late(self) -> bool:
         return time.monotonic() - self.begin > 60 * MINUTES
 
+    def as_read(self, prompt: list[int]) -> list[int]:
+        """A prompt as the servers read it: where one takes text only, as our tokenizer reads it."""
+        if all(each.takes_ids for each in (self.server, self.baseline) if each):
+            return prompt
+        return self.tokenizer.encode(self.tokenizer.decode(prompt))
+
     def greedy(self) -> list[tuple[list[int], Answer]]:
         """Greedy answers, and their prompts: those that were asked for, else some."""
         if not self.answers:
@@ -61,9 +69,9 @@ class Exam:
     def long(self) -> tuple[list[int], Answer]:
         """A greedy answer that no end token cut short, and its prompt."""
         for ids, answer in self.greedy():
-            if len(answer.tokens) == LENGTH:
+            if len(answer.tokens) >= LENGTH:
                 return ids, answer
-        raise Refused(f"no greedy answer has {LENGTH} tokens")
+        raise NotOffered(f"no greedy answer has {LENGTH} tokens")
 
 
 # ---- prompts -------------------------------------------------------------------------------------
@@ -94,17 +102,24 @@ def prompts_for(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, li
     return {kind: each for kind, each in kinds.items() if each}
 
 
-def tolerance_of(precision: str, model: Transformer, prompts: dict) -> float:
+def precision(text: str) -> float | torch.dtype:
+    """What --precision takes: the name of a dtype, or the gap between two logits that is a tie."""
+    if text in ("float64", "float32", "float16", "bfloat16"):
+        return getattr(torch, text)
+    try:
+        return number(0, 100, float)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text}: use float32, float16, bfloat16, or a gap in logits"
+        ) from None
+
+
+def tolerance_of(precision: float | torch.dtype, model: Transformer, prompts: dict) -> float:
     """A gap between two logits that a server's rounding may bridge: a number, or what rounding to a
     dtype does to our own logits (twice the largest change of one, for two, and twice that)."""
-    try:
-        return float(precision)
-    except ValueError:
-        if precision not in ("float64", "float32", "float16", "bfloat16"):
-            raise UserError(
-                f"--precision {precision}: use float32, float16, bfloat16, or a gap in logits"
-            ) from None
-    rounded = copy.deepcopy(model).to(getattr(torch, precision))
+    if isinstance(precision, float):
+        return precision
+    rounded = copy.deepcopy(model).to(precision)
     moved = 0.0
     for ids in [each[0] for each in prompts.values()]:
         logits, other = (each.logits(each(ids)).double() for each in (model, rounded))
@@ -118,12 +133,21 @@ def tolerance_of(precision: str, model: Transformer, prompts: dict) -> float:
 def read(exam: Exam, prompt: list[int], answer: Answer) -> list[int]:
     """The tokens of an answer. Of one in text, ours as long as they spell it, then the
     tokenizer's."""
-    if exam.server.gives_ids:
+    if answer.given:
         return answer.tokens
-    ours = decode(exam.model, None, prompt, max_new_tokens=LENGTH, ignore_eos=True).tokens
-    spelt = [exam.tokenizer.decode(ours[:n]) for n in range(len(ours) + 1)]
+    ours = decode(exam.model, exam.tokenizer, prompt, max_new_tokens=LENGTH)
+    tokens = ours.tokens[: len(ours.tokens) - (ours.finish_reason == "eos")]
+    spelt = list(accumulate(ours.texts, initial=""))  # what was held back comes with the end token
     n = max(n for n, text in enumerate(spelt) if answer.text.startswith(text))
-    return ours[:n] + exam.tokenizer.encode(answer.text[len(spelt[n]) :], special=False)
+    return tokens[:n] + exam.tokenizer.encode(answer.text[len(spelt[n]) :], special=False)
+
+
+def whole(exam: Exam, prompt: list[int], answer: Answer) -> list[int]:
+    """The tokens of an answer, with the best end token of its place where one ended it."""
+    tokens, ends = read(exam, prompt, answer), exam.model.config.eos_ids
+    if not (answer.ended and ends and known(exam, tokens)):
+        return tokens
+    return [*tokens, min(ends, key=lambda end: gaps(exam.model, prompt, [*tokens, end])[-1])]
 
 
 def known(exam: Exam, tokens: list[int]) -> bool:

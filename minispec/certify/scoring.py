@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from minispec.certify.statistics import Sequences, chi_square_p, two_sample_p
+from minispec.certify.statistics import (
+    FALSE_ALARM,
+    Sequences,
+    chi_square_p,
+    smallest_seen,
+    two_sample_p,
+)
 from minispec.model import Transformer
 from minispec.sampling import Sampling, probs
 from minispec.tree import Tree
@@ -42,6 +48,7 @@ class Scored:
     cells: Sequences = field(default_factory=lambda: {(): 1.0})
     places: dict[Sequence, list[tuple[float, float]]] = field(default_factory=dict)
     never: Sequence | None = None  # drawn, and of probability 0
+    unsure: float = 0.0  # probability of what rounding may keep or leave out by a warper
 
     def cell(self, sequence: Sequence) -> Sequence:
         """The longest of its beginnings that is a cell."""
@@ -69,6 +76,7 @@ def scored(
     cache = model.new_cache(len(prompt) + TOGETHER * max(map(len, distinct)))
     model.prefill(prompt[:-1], cache)
     weights: Sequences = {(): 1.0}  # the probability of every prefix of what was drawn
+    seen: set[Sequence] = set()  # cells that are split
     for start in range(0, len(distinct), TOGETHER):
         part = distinct[start : start + TOGETHER]
         tree = Tree.merged(prompt[-1], [list(sequence) for sequence in part])
@@ -79,8 +87,10 @@ def scored(
             node, found.places[sequence] = 0, []
             for n, token in enumerate(sequence):
                 prefix, row = sequence[:n], rows[node]
-                if prefix in found.cells and sequence[: n + 1] not in weights:
+                if prefix in found.cells and prefix not in seen:
+                    seen.add(prefix)
                     split(found.cells, prefix, weights[prefix], row, least)
+                    found.unsure += weights[prefix] * at_stake(logits[node], row, sampling, edge)
                 above, p = place(row, token)
                 if p == 0 and at_the_edge(logits[node], token, sampling, edge):
                     above = LAST
@@ -101,10 +111,8 @@ def with_one_end(rows: Tensor, ends: tuple[int, ...]) -> Tensor:
 
 
 def split(cells: Sequences, prefix: Sequence, weight: float, row: Tensor, least: float) -> None:
-    """Make cells of those continuations of a cell that are probable enough, if it is done first."""
+    """Make cells of those continuations of a cell that are probable enough."""
     for token in (weight * row >= least).nonzero()[:, 0].tolist():
-        if (*prefix, token) in cells:  # done before
-            return
         cells[*prefix, token] = weight * float(row[token])
         cells[prefix] -= cells[*prefix, token]
 
@@ -117,10 +125,23 @@ def place(row: Tensor, token: int) -> tuple[float, float]:
 
 
 def at_the_edge(logits: Tensor, token: int, sampling: Sampling, edge: float) -> bool:
-    """Whether rounding may decide that a warper keeps this token."""
+    """Whether the warpers keep this token if its logit is larger by `edge`."""
     lifted = logits.clone()
     lifted[token] += edge
     return bool(probs(lifted[None], sampling)[0][token] > 0)
+
+
+def at_stake(logits: Tensor, row: Tensor, sampling: Sampling, edge: float) -> float:
+    """The probability of the last token that the warpers keep, where rounding may decide between it
+    and the first that they leave out, or nothing."""
+    kept = row > 0
+    if bool(kept.all()):
+        return 0.0
+    last = int(logits.masked_fill(~kept, torch.inf).argmin())
+    first = int(logits.masked_fill(kept, -torch.inf).argmax())
+    unsure = at_the_edge(logits, first, sampling, edge)
+    unsure = unsure or not at_the_edge(logits, last, sampling, -edge)
+    return float(row[last]) if unsure else 0.0
 
 
 # ---- tests ---------------------------------------------------------------------------------------
@@ -130,12 +151,13 @@ BINS, PAIRED = 10, 4  # of one place, of each of two
 
 def least_p(
     found: Scored, drawn: list[Sequence], other: list[Sequence] | None = None
-) -> tuple[float, str, int]:
+) -> tuple[float, str]:
     """The smallest p of several χ² tests of what was drawn, or of it and what another decoder drew,
-    times their number (Bonferroni); where that is, and the number of cells there.
+    times their number (Bonferroni); and where that is, and which bias would have been seen there.
 
     Tested are the first tokens jointly, each place, and each pair of neighbours."""
-    expected = dict(expectations(found, max(map(len, drawn))))
+    longest = min(max(map(len, each)) for each in (drawn, other or drawn))
+    expected = dict(expectations(found, longest))
     seen, others = counted(found, drawn), counted(found, other or [])
     results = []
     for where, exact in expected.items():
@@ -143,8 +165,11 @@ def least_p(
             p = chi_square_p(seen[where], exact)
         else:
             p = two_sample_p(seen[where], others[where])
-        results.append((min(1.0, len(expected) * p), where, len(exact)))
-    return min(results)
+        results.append((min(1.0, len(expected) * p), where))
+    p, where = min(results)
+    n = len(drawn) * len(other) / (len(drawn) + len(other)) if other else len(drawn)
+    bias = smallest_seen(max(1, len(expected[where]) - 1), n, FALSE_ALARM / len(expected))
+    return p, f"p = {p:.2g} at {where}, {len(drawn)} runs; would have seen a TV of {bias:.2f}"
 
 
 def expectations(found: Scored, longest: int) -> Iterator[tuple[str, dict]]:

@@ -55,7 +55,7 @@ def above(chi2: float, freedom: int) -> float:
     return float(torch.special.gammaincc(*half))
 
 
-def smallest_seen(freedom: int, runs: int, false_alarm: float = FALSE_ALARM) -> float:
+def smallest_seen(freedom: int, runs: float, false_alarm: float = FALSE_ALARM) -> float:
     """The total variation that a χ² test sees in nine of ten cases, whatever its shape.
 
     A bias of total variation t moves χ² by at least 4 · runs · t² (Cauchy and Schwarz); its power

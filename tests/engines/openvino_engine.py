@@ -45,7 +45,7 @@ def engine(**drafts):
         if max_new_tokens == 0:
             return []  # it refuses 0
         pipeline = loaded(checkpoint)
-        config = pipeline.get_generation_config()
+        config = genai.GenerationConfig(f"{checkpoint}/openvino/generation_config.json")
         config.stop_token_ids = {token for token in config.stop_token_ids if token >= 0}
         if config.eos_token_id < 0:  # none
             config.eos_token_id, config.ignore_eos = 0, True

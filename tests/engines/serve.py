@@ -47,7 +47,8 @@ try:
             break
         except httpx.HTTPError:
             time.sleep(1)
-    sys.argv[1:] = ["--server", "http://localhost:8123", "--model", args.model, *flags]
-    subprocess.run([sys.executable, "-m", "minispec.certify", *sys.argv[1:]])
+    asked = ["--server", "http://localhost:8123", "--model", args.model, *flags]
+    sys.exit(subprocess.run([sys.executable, "-m", "minispec.certify", *asked]).returncode)
 finally:
     server.terminate()
+    server.wait()
