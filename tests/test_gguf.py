@@ -264,7 +264,8 @@ def smollm2() -> Path:
 def mixed_texts() -> list[str]:
     """600: pieces of this repository, random characters, and what a tokenizer may trip over."""
     rng = random.Random(0)
-    sources = [p.read_text() for p in (*ROOT.glob("minispec/*.py"), *ROOT.glob("**/README.md"))]
+    cards = ROOT.glob("weights/*/README.md")
+    sources = [p.read_text() for p in (*ROOT.glob("minispec/*.py"), ROOT / "README.md", *cards)]
     whole = "".join(sources)
     texts = [whole[i : i + rng.randrange(5, 300)] for i in rng.sample(range(len(whole)), 400)]
     marks = ["<|im_start|>", "<|im_end|>", "user\n", "123", "don't", " ", "<repo_name>", "4.5"]

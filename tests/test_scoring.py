@@ -27,7 +27,7 @@ def drawn_by(model, n: int, sampling: Sampling = HOT, length: int = 6) -> list[t
 @pytest.mark.parametrize("sampling", [HOT, Sampling(0.8, top_k=4, top_p=0.9)])
 def test_what_the_model_draws_is_uniform_in_its_cells_and_places(ends, sampling):
     model = small_model(3, 8, eos_ids=ends, layers=1)
-    drawn = drawn_by(model, 150, sampling)
+    drawn = drawn_by(model, 80, sampling)
     found = scored(model, PROMPT, drawn, sampling)
     assert abs(sum(found.cells.values()) - 1) < 1e-9 and min(found.cells.values()) > -1e-12
     assert found.never is None and set(map(found.cell, drawn)) <= found.cells.keys()
@@ -49,7 +49,7 @@ def test_a_place_is_what_was_more_probable_and_the_token_s_own_probability():
 @pytest.mark.parametrize("place", [0, 2, 5])
 def test_a_bias_at_any_place_is_seen_there(place):
     model, rng = small_model(3, 8, layers=1), random.Random(0)
-    drawn = [(*s[:place], rng.randrange(8), *s[place + 1 :]) for s in drawn_by(model, 200)]
+    drawn = [(*s[:place], rng.randrange(8), *s[place + 1 :]) for s in drawn_by(model, 120)]
     p, detail = least_p(scored(model, PROMPT, drawn, HOT), drawn)
     where = detail.split(" at ")[1]
     assert p < 1e-6 and (f"{place + 1}" in where or where.startswith("the first tokens"))
@@ -57,10 +57,10 @@ def test_a_bias_at_any_place_is_seen_there(place):
 
 def test_what_two_drew_is_compared_and_impossible_tokens_are_named():
     model = small_model(3, 8, layers=1)
-    one, other = drawn_by(model, 200)[:100], drawn_by(model, 200)[100:]
+    one, other = (both := drawn_by(model, 160))[:80], both[80:]
     found = scored(model, PROMPT, one + other, HOT)
     assert least_p(found, one, other)[0] > 1e-4
-    cold = drawn_by(model, 100, Sampling(0.3))
+    cold = drawn_by(model, 80, Sampling(0.3))
     assert least_p(scored(model, PROMPT, one + cold, HOT), one, cold)[0] < 1e-6
     narrow = Sampling(1.0, top_k=2)
     found = scored(model, PROMPT, one, narrow)

@@ -83,7 +83,7 @@ TEXTS = (
     '{"name": "Ada", "born": 1815, "languages": ["English", "French"], "works": [{"title":',
     "Question: A box holds 12 eggs. How many eggs are there in 7 boxes?\nAnswer: There are",
 )
-LENGTHS = 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 513  # about blocks' borders
+LENGTHS = 1, 2, 16, 17, 33, 64, 65, 128, 129, 257, 513  # about blocks' borders
 
 
 def prompts_for(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, list[list[int]]]:
