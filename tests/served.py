@@ -18,19 +18,25 @@ class Honest:
     def __init__(self, model, tokenizer, method: str = "autoregressive", **options):
         self.model, self.tokenizer, self.method, self.options = model, tokenizer, method, options
         self.drafted = self.accepted = 0
+        self.runs = {}  # what is asked for again is not decoded again
         self.lock = threading.RLock()  # one request at a time: mutants' patches are process-wide
 
     def run(self, asked: dict, seed: int):
         """One choice."""
         if asked.get("logit_bias"):
             return None
+        prompt, greedy = self.prompt(asked["prompt"]), asked["temperature"] == 0
+        options = {
+            "max_new_tokens": asked["max_tokens"], "temperature": asked["temperature"],
+            "top_k": max(0, asked["top_k"]), "top_p": asked["top_p"], "seed": 0 if greedy else seed,
+            "stop": tuple(asked.get("stop", ())),
+        }  # fmt: skip
+        key = repr((prompt, options))
         with self.lock:
-            run = decode(
-                self.model, self.tokenizer, self.prompt(asked["prompt"]), self.method,
-                max_new_tokens=asked["max_tokens"], temperature=asked["temperature"],
-                top_k=max(0, asked["top_k"]), top_p=asked["top_p"], seed=seed,
-                stop=tuple(asked.get("stop", ())), **self.options,
-            )  # fmt: skip
+            run = self.runs.get(key) or decode(
+                self.model, self.tokenizer, prompt, self.method, **options, **self.options
+            )
+            self.runs[key] = run
         self.drafted += run.stats["drafted"]
         self.accepted += run.stats["accepted"]
         return run
