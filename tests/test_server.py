@@ -280,13 +280,21 @@ def test_with_a_baseline_a_convention_is_no_loss():
 # ---- what servers take and give ------------------------------------------------------------------
 
 
-class TextOnly(Honest):
-    """No ids in, none out."""
+class TextIn(Honest):
+    """No ids in, but ids out; and ends are called otherwise."""
 
     def answer(self, asked):
         if not isinstance(asked["prompt"], str):
             return 400, {"error": {"message": "prompt must be a string"}}
         return super().answer(asked)
+
+    def choice(self, asked, seed):
+        found = super().choice(asked, seed)
+        return found | {"finish_reason": {"stop": "eos_token"}.get(found["finish_reason"])}
+
+
+class TextOnly(TextIn):
+    """No ids in, none out."""
 
     def choice(self, asked, seed):
         found = super().choice(asked, seed)
@@ -313,19 +321,6 @@ class IdsBesideLogprobs(Honest):
             content = zip(ids, logprobs["token_logprobs"])
             found["logprobs"] = {"content": [{"id": i, "logprob": p} for i, p in content]}
         return found
-
-
-class TextIn(Honest):
-    """No ids in, but ids out; and ends are called otherwise."""
-
-    def answer(self, asked):
-        if not isinstance(asked["prompt"], str):
-            return 400, {"error": {"message": "prompt must be a string"}}
-        return super().answer(asked)
-
-    def choice(self, asked, seed):
-        found = super().choice(asked, seed)
-        return found | {"finish_reason": {"stop": "eos_token"}.get(found["finish_reason"])}
 
 
 @pytest.mark.parametrize("kind, says, check, missing", [
