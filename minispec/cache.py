@@ -21,14 +21,17 @@ class KVCache:
         dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         shape = (2, layers, batch, capacity, heads, head_dim)
-        self.kv = torch.zeros(shape, dtype=dtype, device=device)  # K is stored rotated
+        self.hold(torch.zeros(shape, dtype=dtype, device=device), [0] * batch)
+        self.capacity, self.device = capacity, self.kv.device
+        self.row = torch.arange(capacity, device=device)
+
+    def hold(self, kv: Tensor, lengths: list[int]) -> None:
+        """Hold these keys, rotated, and values, of which each sequence has committed `lengths`."""
+        self.kv, self.lengths = kv, lengths
         # of each layer, in the same memory: (batch, capacity, heads, head_dim); `.data`, so that a
         # pass with gradients may write into a layer without touching what autograd kept of another
-        self.k, self.v = ([self.kv[i, layer].data for layer in range(layers)] for i in (0, 1))
-        self.lengths = [0] * batch
-        self.capacity, self.device = capacity, self.kv.device
-        self.sequence = torch.arange(batch, device=device)[:, None]  # (B, 1)
-        self.row = torch.arange(capacity, device=device)
+        self.k, self.v = ([layer.data for layer in each] for each in kv)
+        self.sequence = torch.arange(len(lengths), device=kv.device)[:, None]  # (B, 1)
 
     @property
     def length(self) -> int:
@@ -83,6 +86,10 @@ class KVCache:
     def extend(self, counts: list[int]) -> None:
         """Commit the first `counts[b]` scratch rows of each sequence b of a batch."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def keep(self, sequences: list[int]) -> None:
+        """Go on with these sequences of a batch alone."""
+        self.hold(self.kv[:, :, sequences], [self.lengths[i] for i in sequences])
 
     def truncate(self, length: int) -> None:
         """Forget every row from `length` on."""

@@ -127,9 +127,10 @@ def document_of(row: object) -> Document:
         case {"prompt": str(prompt)}:
             return [turn("user", prompt)]
         case {"question": str(question), "answer": str(answer)}:
-            return f"Question: {question}\nAnswer: {re.sub('<<.*?>>', '', answer)}"
-        case {"text": str(text), "code": str(code)}:
-            return f"# {text.strip()}\n" + code.replace("\r\n", "\n").strip()
+            return [turn("user", question), turn("assistant", re.sub("<<.*?>>", "", answer))]
+        case {"text": str(task), "code": str(code)}:
+            code = code.replace("\r\n", "\n").strip()
+            return [turn("user", task.strip()), turn("assistant", code)]
         case {"text": str(text)}:
             return text
     raise ValueError

@@ -9,7 +9,15 @@ from pathlib import Path
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from minispec.chat import Messages, check_messages, hide, read_template, render, split_at
+from minispec.chat import (
+    PRIVATE,
+    Messages,
+    check_messages,
+    hide,
+    read_template,
+    render,
+    split_at,
+)  # fmt: skip
 from minispec.errors import UserError, optional_json
 
 FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"  # of an AddedToken
@@ -122,6 +130,14 @@ class Tokenizer:
         if not tokens:
             raise UserError("the model's chat template makes nothing of this conversation")
         return tokens
+
+    def user_header(self) -> list[int]:
+        """Ids of a conversation up to where the user is to speak first."""
+        if self.chat_template is None:
+            raise UserError("this model has no chat template, so it cannot play the user")
+        said = PRIVATE[0]
+        text = render(self.chat_template, [{"role": "user", "content": said}], self.named)
+        return self.encode(text.partition(said)[0], special=False)
 
     def chat_literally(self, messages: Messages) -> list[int]:
         """`chat`, where turns spell control tokens: only those of the template count."""

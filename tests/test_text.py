@@ -9,11 +9,16 @@ from conftest import TOKENIZER, byte_tokenizer
 from minispec import UserError
 from minispec.text import encode, held_out_prompts, pieces, read_corpus, read_kinds
 
-TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello\nthere"}]
+
+def talk(question: str, answer: str) -> list[dict]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+TALK = talk("hi", "hello\nthere")
 FORMS = [
     ({"text": "a tale"}, "a tale"),
-    ({"text": "Add.", "code": "def f():\r\n    pass\r\n"}, "# Add.\ndef f():\n    pass"),
-    ({"question": "2+2?", "answer": "2+2 = <<2+2=4>>4"}, "Question: 2+2?\nAnswer: 2+2 = 4"),
+    ({"text": "Add.", "code": "def f():\r\n    pass\r\n"}, talk("Add.", "def f():\n    pass")),
+    ({"question": "2+2?", "answer": "2+2 = <<2+2=4>>4"}, talk("2+2?", "2+2 = 4")),
     ({"prompt": "hi"}, TALK[:1]),
     ({"prompt": "hi", "completion": "hello\nthere"}, TALK),
     ({"messages": TALK, "source": 3}, TALK),

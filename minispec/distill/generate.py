@@ -1,12 +1,15 @@
 """Sample the target's own text.
 
-A text of the corpus gives its first tokens, and the target goes on. Of a conversation the target is
-asked, by its chat template, for the answer to a user's turn; so `{"prompt": ...}` a line is enough.
+A text of the corpus gives its first tokens, and the target goes on; or, with --ask, what to do with
+it is said first. Of a conversation the target is asked, by its chat template, for the answer to a
+user's turn; so `{"prompt": ...}` a line is enough. With --chat the target writes the user's turns
+as well, after the bare header of one (Magpie, arXiv 2406.08464), so no data is needed at all.
 Near-duplicates are left out: a model repeats itself.
 """
 
 import argparse
 import json
+from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
@@ -19,8 +22,8 @@ from minispec.distill.documents import Duplicates, load_target, read_own, weight
 from minispec.errors import UserError, check_writable
 from minispec.model import Transformer
 from minispec.pretrain import digest
-from minispec.sampling import OneHot, Sampling, probs
-from minispec.text import Document, Kinds, encode, read_corpus
+from minispec.sampling import OneHot, Sampling, invert, probs
+from minispec.text import Document, Kinds, encode, read_corpus, turn
 from minispec.tokenizer import Tokenizer
 from minispec.training import whole_numbers
 
@@ -31,7 +34,10 @@ except ImportError:  # on Windows, where no file is locked
 
 LONGEST = 24  # tokens of a beginning
 IDLE = 64  # prompts in a row after which nothing new came: enough
-OPTIONS = "seed", "batch", "tokens", "temperature", "top_k", "top_p", "keep_duplicates"
+TURN, ASKING = 96, Sampling(0.9)  # of a user's turn by the target: tokens, how drawn
+OPTIONS = (
+    "seed", "batch", "tokens", "temperature", "top_k", "top_p", "keep_duplicates", "ask", "chat"
+)  # fmt: skip
 
 
 @torch.no_grad()
@@ -41,7 +47,8 @@ def sample_batch(
 ) -> list[list[int]]:  # fmt: skip
     """At most `n` tokens after each prompt, all sampled together; an end token is a row's last.
 
-    Prompts are padded on the right: what lies behind a row's own length is never committed.
+    Prompts are padded on the right: what lies behind a row's own length is never committed. Rows
+    that have ended are dropped when they are a third of all.
     """
     lengths = [len(prompt) for prompt in prompts]
     rows = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
@@ -50,25 +57,55 @@ def sample_batch(
     cache.extend(lengths)
     last = hidden[torch.arange(len(prompts)), torch.tensor(lengths) - 1]  # (B, d)
     output: list[list[int]] = [[] for _ in prompts]
-    alive = [True] * len(prompts)
+    rows = output  # those that are still sampled, in the cache's order
     while True:
         p = probs(model.logits(last), sampling)  # (B, V)
         if isinstance(p, OneHot):
             tokens = p.tokens
         else:
-            tokens = torch.multinomial(p, 1, generator=generator)[:, 0].tolist()
-        for i, token in enumerate(tokens):
-            if alive[i]:
-                output[i].append(token)
-                alive[i] = token not in model.config.eos_ids and len(output[i]) < n
-        if not any(alive):
+            uniform = torch.rand(len(rows), 1, dtype=torch.float64, generator=generator)
+            tokens = invert(p, uniform)[:, 0].tolist()
+        for row, token in zip(rows, tokens):
+            if not ended(row, n, model.config.eos_ids):
+                row.append(token)
+        alive = [i for i, row in enumerate(rows) if not ended(row, n, model.config.eos_ids)]
+        if not alive:
             return output
+        if 3 * len(alive) < 2 * len(rows):
+            cache.keep(alive)
+            rows, tokens = [rows[i] for i in alive], [tokens[i] for i in alive]
         last = model(torch.tensor(tokens)[:, None], cache)[:, 0]
-        cache.extend([1] * len(prompts))
+        cache.extend([1] * len(rows))
 
 
-def prompt_of(document: Document, tokenizer: Tokenizer, rng: np.random.Generator) -> list[int]:
-    """A text's first tokens; a conversation up to the answer to one of the user's turns."""
+def ended(row: list[int], n: int, eos: tuple[int, ...]) -> bool:
+    return len(row) == n or (bool(row) and row[-1] in eos)
+
+
+def user_turns(
+    model: Transformer, tokenizer: Tokenizer, beginnings: list[str], n: int,
+    rng: np.random.Generator,
+) -> list[Document]:  # fmt: skip
+    """At most `n` conversations of one turn, which the target wrote after its template's header of
+    a user's turn and one of the `beginnings`. Turns without an end are left out."""
+    chosen = [str(rng.choice(beginnings or [""])) for _ in range(n)]
+    prompts = [tokenizer.user_header() + tokenizer.encode(b, special=False) for b in chosen]
+    generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
+    turns = sample_batch(model, prompts, min(TURN, model.config.context // 2), ASKING, generator)
+    said = [
+        (beginning + tokenizer.decode(tokens)).strip()
+        for beginning, tokens in zip(chosen, turns) if tokens[-1] in model.config.eos_ids
+    ]  # fmt: skip
+    return [[turn("user", text)] for text in said if text]
+
+
+def prompt_of(
+    document: Document, tokenizer: Tokenizer, rng: np.random.Generator, ask: str | None = None
+) -> list[int]:
+    """A text's first tokens, or the conversation in which `ask` speaks of it; a conversation up to
+    the answer to one of the user's turns."""
+    if isinstance(document, str) and ask:
+        document = [turn("user", ask.format(document))]
     if isinstance(document, str):
         return tokenizer.encode(document[: 20 * LONGEST])[: rng.integers(4, LONGEST)]
     ends = [i + 1 for i, turn in enumerate(document) if turn["role"] == "user"]
@@ -79,19 +116,18 @@ def new_documents(
     model: Transformer, tokenizer: Tokenizer, kinds: Kinds, args: argparse.Namespace,
     seed: list[int],
 ) -> list[dict]:  # fmt: skip
-    """What the target says to --batch prompts, of documents drawn at random."""
+    """What the target says to --batch prompts: of documents drawn at random, or of its own."""
     rng, longest = np.random.default_rng(seed), model.config.context - args.tokens
     documents = [(kind, document) for kind, texts in kinds.items() for document in texts]
-    asked: list[tuple[str, list[int]]] = []
-    for _ in range(100 * args.batch):
-        kind, document = documents[rng.integers(len(documents))]
-        prompt = prompt_of(document, tokenizer, rng)
-        if 0 < len(prompt) <= longest:
-            asked.append((kind, prompt))
-        if len(asked) == args.batch:
-            break
+    if args.chat is None:
+        drawn = (documents[i] for i in rng.integers(len(documents), size=100 * args.batch))
     else:
-        raise UserError(f"--data holds hardly a prompt of at most {longest} tokens: lower --tokens")
+        turns = user_turns(model, tokenizer, args.chat, args.batch, rng)
+        drawn = (("chat", document) for document in turns)
+    prompts = ((kind, prompt_of(document, tokenizer, rng, args.ask)) for kind, document in drawn)
+    asked = list(islice((each for each in prompts if 0 < len(each[1]) <= longest), args.batch))
+    if not asked:
+        raise UserError(f"there is hardly a prompt of at most {longest} tokens: lower --tokens")
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
     answers = sample_batch(model, [p for _, p in asked], args.tokens, sampling, generator)
@@ -133,8 +169,12 @@ def lock(file: TextIO, path: Path) -> None:
 def run(args: argparse.Namespace) -> None:
     """Append documents to --out until it holds --documents of them."""
     check_writable(args.out, "--out")
+    try:
+        (args.ask or "").format("a text")
+    except (LookupError, ValueError) as error:
+        raise UserError(f"--ask {args.ask}: the text goes where {{}} is ({error})") from None
     model, tokenizer = load_target(args, args.dtype)
-    kinds = read_corpus(args.data)[0]
+    kinds = read_corpus(args.data)[0] if args.data else {}
     options = {name: getattr(args, name) for name in OPTIONS}
     options |= {"dtype": str(model.dtype), "model": weights_digest(model), "data": digest(kinds)}
     with (
@@ -162,8 +202,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--data", type=Path, nargs="+", required=True, metavar="PATH",
-                   help="texts or prompts: files or folders (see text.py)")  # fmt: skip
+    of = p.add_mutually_exclusive_group(required=True)
+    of.add_argument("--data", type=Path, nargs="+", metavar="PATH",
+                    help="texts or prompts: files or folders (see text.py)")  # fmt: skip
+    of.add_argument("--chat", nargs="*", metavar="BEGINNING",
+                    help="the target plays the user too, whose turns begin so")  # fmt: skip
+    p.add_argument("--ask", metavar="FORMAT",
+                   help="what a user says of a text: 'Summarize: {}', 'Go on: {:.200}'")  # fmt: skip
     p.add_argument("--out", type=Path, required=True, help="a .jsonl file, appended to")
     whole_numbers(
         p,
