@@ -208,7 +208,7 @@ def arguments(p: argparse.ArgumentParser) -> None:
     of.add_argument("--chat", nargs="*", metavar="BEGINNING",
                     help="the target plays the user too, whose turns begin so")  # fmt: skip
     p.add_argument("--ask", metavar="FORMAT",
-                   help="what a user says of a text: 'Summarize: {}', 'Go on: {:.200}'")  # fmt: skip
+                   help="said of a text: 'Summarize: {}', 'Go on: {:.200}'")  # fmt: skip
     p.add_argument("--out", type=Path, required=True, help="a .jsonl file, appended to")
     whole_numbers(
         p,
