@@ -4,11 +4,14 @@ goes on."""
 import itertools
 import json
 import random
+import re
 import shutil
 
 import pytest
 import torch
-from conftest import TOKENIZER, byte_model, last_line_of_refusal, random_model, random_tokens, tales
+from conftest import (
+    TOKENIZER, byte_model, byte_tokenizer, last_line_of_refusal, random_model, random_tokens, tales,
+)  # fmt: skip
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
@@ -149,6 +152,39 @@ def test_a_prompt_is_a_beginning_or_a_conversation_up_to_an_answer(target, data,
     assert {text[8:-20] for text in prompts["asked"]} <= questions
     whole = tales(120)
     assert all(3 <= len(text) < 24 and text in whole for text in prompts["tales"])
+
+
+def test_a_text_is_asked_about(target, data, tmp_path):
+    rows = made(target, data / "tales.txt", tmp_path / "own.jsonl", 20, "--ask", "Go on: {:.9}!")
+    whole = tales(120)
+    for row in rows:
+        text = TOKENIZER.backend.decode(row["prompt"], skip_special_tokens=False)
+        said = re.fullmatch(r"<.endoftext.><.user.>Go on: (.{9})!<.end.><.assistant.>", text)
+        assert said[1] in whole
+
+
+def test_the_target_plays_the_user_too(target, tmp_path, capsys):
+    out, begun = tmp_path / "own.jsonl", ["Why", "How long"]
+    asking = ["generate", "--model", target, "--out", out, "--tokens", 20, "--device", "cpu"]
+    assert "ended none of 64 turns of a user" in refused(capsys, *asking, "--chat")
+    save(byte_model(eos=(258, 7, 8, 9)).float(), TOKENIZER, target)
+    run(*asking, "--documents", 30, "--chat", *begun)
+    questions = set()
+    for row in read_own(out)[1]:
+        text = TOKENIZER.backend.decode(row["prompt"], skip_special_tokens=False)
+        said = re.fullmatch("<.endoftext.><.user.>(.*)<.end.><.assistant.>", text, re.S)[1]
+        assert row["kind"] == "chat" and said.startswith(tuple(begun))
+        questions.add(said)
+    assert len(questions) > 20
+    run(*asking, "--documents", 40, "--chat", *begun)  # goes on
+    assert "was not begun with this --chat" in refused(capsys, *asking, "--chat")
+    assert "--data --chat is required" in refused(capsys, *asking)
+    assert "not allowed with" in refused(capsys, *asking, "--chat", "--data", out)
+    said = refused(capsys, *asking, "--data", out, "--ask", "What of {this}?")
+    assert "the text goes where {} is" in said
+    save(byte_model(), byte_tokenizer(chat_template=None), tmp_path / "bare")
+    said = refused(capsys, *asking, "--model", tmp_path / "bare", "--chat")
+    assert "has no chat template, so it cannot play the user" in said
 
 
 def test_a_model_with_any_tokenizer_is_asked(data, tmp_path):

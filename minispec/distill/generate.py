@@ -96,6 +96,8 @@ def user_turns(
         (beginning + tokenizer.decode(tokens)).strip()
         for beginning, tokens in zip(chosen, turns) if tokens[-1] in model.config.eos_ids
     ]  # fmt: skip
+    if not any(said):
+        raise UserError(f"the target ended none of {n} turns of a user: ask it with --data")
     return [[turn("user", text)] for text in said if text]
 
 
