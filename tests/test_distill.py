@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from conftest import (
-    TOKENIZER, byte_model, byte_tokenizer, last_line_of_refusal, random_model, random_tokens, tales,
+    TOKENIZER, byte_model, byte_tokenizer, last_line_of_refusal, random_model, random_tokens, tales
 )  # fmt: skip
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
@@ -183,7 +183,8 @@ def test_the_target_plays_the_user_too(target, tmp_path, capsys):
     said = refused(capsys, *asking, "--data", out, "--ask", "What of {this}?")
     assert "the text goes where {} is" in said
     save(byte_model(), byte_tokenizer(chat_template=None), tmp_path / "bare")
-    said = refused(capsys, *asking, "--model", tmp_path / "bare", "--chat")
+    asking += "--model", tmp_path / "bare", "--out", tmp_path / "other.jsonl", "--chat"
+    said = refused(capsys, *asking)
     assert "has no chat template, so it cannot play the user" in said
 
 
