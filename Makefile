@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= Once upon a time
 
-.PHONY: demo test test-all lessons lessons-refresh lint certify reference engines grade golden clean
+.PHONY: demo test test-all lessons lessons-refresh lint certify reference engines smollm2 grade golden clean
 
 demo: .venv/installed
 	$(BIN)/python -m minispec.generate "$(PROMPT)" --stats
@@ -29,6 +29,11 @@ lint: .venv/tested
 
 certify: .venv/installed
 	$(BIN)/python -m minispec.certify
+
+# SmolLM2-135M-Instruct, a real model: --model smollm2
+smollm2: .venv/installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[gguf]"
+	$(BIN)/python -m minispec.fetch
 
 # against transformers: same logits, its speed, and the certifier's verdict on it
 reference: .venv/referenced

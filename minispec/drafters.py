@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-from minispec.checkpoint import load
+from minispec.checkpoint import REAL, REAL_ID, load
 from minispec.cost import cost_curve, draft_cost, head_cost, heads_cost
 from minispec.errors import UserError, read_json
 from minispec.heads import PUBLISHED, load_medusa, load_mtp, load_vocabulary
@@ -72,6 +72,8 @@ def found_beside(method: str, model: Transformer) -> Path:
     argument, folder = NEEDS[method]
     source, flag = getattr(model, "source", None), "draft" if argument == "draft" else "heads"
     places = [source / folder, source.parent / folder] if source else []
+    if source and f"models--{REAL_ID.replace('/', '--')}" in source.parts:  # in the hub's cache
+        places.append(REAL / folder)
     if source and method == "fastmtp" and model.config.model_type == "mimo":
         places.insert(0, source)  # its checkpoints hold their own head
     for place in places:

@@ -24,7 +24,7 @@ from minispec.config import Keys, attention_sizes, config_json, read_rope
 from minispec.errors import UserError, optional_json, read_json
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads, complete
-from minispec.methods.vocabulary import Compressed, Language
+from minispec.methods.vocabulary import Compressed, Language, Subset
 from minispec.model import Config, Transformer
 from minispec.tokenizer import Tokenizer
 from minispec.tree import Ranks
@@ -235,6 +235,13 @@ def load_vocabulary(
                 "for another model"
             )
     return Compressed(languages, model)
+
+
+def load_subset(
+    path: str | Path | None, model: Transformer, tokenizer: Tokenizer | None = None
+) -> Subset | None:
+    """All tokens of a vocabulary's languages together; None for no file."""
+    return load_vocabulary(path, model, tokenizer).pick([]) if path else None
 
 
 def read_ids(path: Path) -> dict[str, Language]:

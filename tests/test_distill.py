@@ -10,7 +10,13 @@ import shutil
 import pytest
 import torch
 from conftest import (
-    TOKENIZER, byte_model, byte_tokenizer, last_line_of_refusal, random_model, random_tokens, tales
+    TOKENIZER,
+    byte_model,
+    byte_tokenizer,
+    last_line_of_refusal,
+    random_model,
+    random_tokens,
+    tales,
 )  # fmt: skip
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
@@ -19,11 +25,12 @@ from tokenizers import models, pre_tokenizers
 from minispec import Sampling, UserError, distill, generate, load
 from minispec.checkpoint import save
 from minispec.distill import draft, tree
-from minispec.distill.documents import read_own, read_training, shuffled
+from minispec.distill.documents import kept_states, read_own, read_training, shuffled
 from minispec.distill.generate import lock
 from minispec.generate import decode
 from minispec.heads import load_medusa, load_mtp, load_vocabulary
 from minispec.methods.medusa import RANKS, complete, untrained
+from minispec.methods.vocabulary import Subset
 from minispec.tokenizer import Tokenizer
 from minispec.toys import random_head, randomise
 
@@ -235,10 +242,14 @@ def test_what_is_measured_was_neither_learnt_nor_is_near_to_what_was(tmp_path):
     for file, part in zip(files, (rows[:60], rows[60:])):
         file.write_text("".join(json.dumps(row) + "\n" for row in part))
     learn, measured = read_training(files, model, None)
+    for i, row in enumerate(rows):
+        row["place"] = (files[i >= 60], i - 60 * (i >= 60))
     assert measured == [rows[0], rows[60], rows[110]]
     assert learn == [row for i, row in enumerate(rows) if i not in (0, 50, 60, 110)]
-    files[0].write_text((json.dumps(rows[0]) + "\n") * 3)
-    assert read_training(files[:1], model, None) == ([rows[0]] * 2, rows[:1])  # not nothing
+    text = {"kind": "x", "prompt": [1], "tokens": [2, 3]}
+    files[0].write_text((json.dumps(text) + "\n") * 3)
+    alike = [text | {"place": (files[0], i)} for i in range(3)]
+    assert read_training(files[:1], model, None) == (alike[1:], alike[:1])  # not nothing
 
 
 def test_batches_show_every_document_once_an_epoch():
@@ -246,6 +257,34 @@ def test_batches_show_every_document_once_an_epoch():
     epochs = [torch.cat([batch(step) for step in range(i, i + 5)]) for i in (0, 5)]
     assert all(sorted(each.tolist()) == list(range(10)) for each in epochs)
     assert not torch.equal(*epochs) and len(shuffled(3, 8, 0)(9)) == 3
+
+
+def test_hidden_states_are_kept_and_those_of_new_documents_added(tmp_path):
+    file, model = tmp_path / "own.jsonl", byte_model().float()
+    rows = [{"kind": "x", "prompt": [1], "tokens": random_tokens(n, n)} for n in (5, 9, 3, 30)]
+
+    def write(n: int) -> None:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows[:n]))
+
+    def check(n: int) -> None:
+        kept = kept_states(file, model, 12, torch.float32)
+        assert len(kept) == n
+        for row, states in zip(rows, kept):
+            alone = model((row["prompt"] + row["tokens"])[:12])[0]
+            torch.testing.assert_close(states.float(), alone, atol=4e-3, rtol=1e-3)
+
+    write(2)
+    check(2)
+    (states,) = tmp_path.glob("*.hidden")
+    with states.open("ab") as cut:  # killed while writing
+        cut.write(b"12345")
+    write(4)
+    check(4)
+    states.write_bytes(bytes(states.stat().st_size))
+    assert all((each == 0).all() for each in kept_states(file, model, 12, torch.float32))  # kept
+    model.model.norm.weight *= 2
+    check(4)  # another target's are others
+    assert len(list(tmp_path.glob("*.hidden"))) == 2
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -315,6 +354,35 @@ def test_the_head_s_loss_is_over_generated_tokens_of_one_document_only():
         by_hand += weight * torch.stack(each).mean()
     assert torch.allclose(loss(torch.arange(3)), by_hand, atol=1e-5)
     assert spares_the_target(loss, head, model)
+
+
+def test_heads_can_learn_the_words_of_a_vocabulary_alone():
+    """A label that is none of them does not count."""
+    model = random_model(dtype=torch.float32)
+    words = Subset(model.lm_head.weight, list(range(3, 32, 2)))
+    rows, documents = documents_of(model)
+    head, heads = random_head(model, 0), randomise(untrained(3, 1, model, True), 0)
+
+    def by_hand(weights: list[float], logits) -> torch.Tensor:
+        total = 0.0
+        for k, weight in enumerate(weights):
+            at = [(d, i) for d, row in enumerate(rows) for i in range(len(row) - k - 2)
+                  if i + k + 2 >= 3 and row[i + k + 2] in words.ids]  # fmt: skip
+            each = [-logits(k, d, i)[words.ids].log_softmax(-1)[
+                words.ids.tolist().index(rows[d][i + k + 2])] for d, i in at]  # fmt: skip
+            total += weight * torch.stack(each).mean()
+        return total
+
+    loss = distill.MTPLoss(head, model, documents, 3, 0.6, True, vocabulary=words)
+    steps = [
+        loss.steps(hidden[None, : len(row) - 2], torch.tensor([row + [0] * 4]))
+        for row, hidden in zip(rows, documents.hidden)
+    ]
+    expected = by_hand(loss.weights, lambda k, d, i: steps[d][k][0, i])
+    assert torch.allclose(loss(torch.arange(3)), expected, atol=1e-5)
+    loss = distill.HeadsLoss(heads, model, documents, words)
+    expected = by_hand([1, 0.8, 0.64], lambda k, d, i: heads(documents.hidden[d][i], model)[k])
+    assert torch.allclose(loss(torch.arange(3)), expected, atol=1e-5)
 
 
 # ---- trees ---------------------------------------------------------------------------------------

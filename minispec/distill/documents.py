@@ -8,8 +8,10 @@ first line: one can train on it, but `generate` does not go on with it.
 import argparse
 import hashlib
 import json
-from collections.abc import Callable
+from bisect import bisect
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -51,14 +53,15 @@ def read_training(
     paths: list[Path], target: Transformer, tokenizer: Tokenizer
 ) -> tuple[list[dict], list[dict]]:
     """The documents to learn from, and those to measure by: every HELD_OUTth of a file, but no
-    near-duplicates of the former (greedy documents often are), unless all are."""
+    near-duplicates of the former (greedy documents often are), unless all are. Each knows its
+    `place`, file and number."""
     learn, held_out, known = [], [], Duplicates()
     for path in paths:
         for i, row in enumerate(read_own(path, tokenizer)[1]):
             if max(row["prompt"] + row["tokens"]) >= target.config.vocab_size:
                 raise UserError(f"{path} holds tokens outside the target's vocabulary: another "
                                 "model wrote it")  # fmt: skip
-            (learn if i % HELD_OUT else held_out).append(row)
+            (learn if i % HELD_OUT else held_out).append(row | {"place": (path, i)})
     if not learn:
         raise UserError(f"{paths[0]} holds {len(held_out)} documents, and none to learn from")
     for row in learn:
@@ -94,13 +97,33 @@ def weights_digest(model: Transformer) -> str:
 
 
 @torch.no_grad()
-def hidden_states(target: Transformer, rows: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
-    """The target's hidden states (n, d) of each row of n tokens, kept on the host."""
-    states = []
+def kept_states(
+    path: Path, target: Transformer, context: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """The target's hidden states (n, d), in float16, of every document of a file of `generate`, cut
+    to `context` tokens. They are kept in a file beside it, to which those of documents that were
+    added since are added."""
+    rows = [(row["prompt"] + row["tokens"])[:context] for row in read_own(path)[1]]
+    key, size = digest([weights_digest(target), context])[:8], target.config.hidden_size
+    file = path.with_name(f"{path.name}.{key}.hidden")
+    ends = list(accumulate((2 * size * len(row) for row in rows), initial=0))  # bytes
+    with file.open("ab") as out:
+        done = bisect(ends, out.tell()) - 1
+        out.truncate(ends[done])
+        for states in hidden_states(target, rows[done:], dtype):
+            out.write(states.half().numpy().tobytes())
+    flat = torch.from_file(str(file), size=ends[-1] // 2, dtype=torch.float16)  # not read yet
+    return list(flat.view(-1, size).split([len(row) for row in rows]))
+
+
+@torch.no_grad()
+def hidden_states(
+    target: Transformer, rows: list[list[int]], dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """The target's hidden states (n, d) of each row of n tokens, on the host."""
     for row in tqdm(rows, desc="hidden states", unit="document"):
         with torch.autocast(target.device.type, dtype, enabled=dtype != torch.float32):
-            states.append(target(row)[0].to("cpu", dtype))
-    return states
+            yield target(row)[0].to("cpu", dtype)
 
 
 class Documents:
@@ -119,9 +142,12 @@ class Documents:
     def of(
         cls, own: list[dict], target: Transformer, context: int, dtype: torch.dtype
     ) -> "Documents":
-        """Rows of `read_own`, of at most `context` tokens."""
+        """Rows of `read_training`, of at most `context` tokens."""
         rows = [(row["prompt"] + row["tokens"])[:context] for row in own]
-        return cls(rows, [len(row["prompt"]) for row in own], hidden_states(target, rows, dtype))
+        files = dict.fromkeys(path for path, _ in (row["place"] for row in own))
+        kept = {path: kept_states(path, target, context, dtype) for path in files}
+        states = [kept[path][i] for path, i in (row["place"] for row in own)]
+        return cls(rows, [len(row["prompt"]) for row in own], states)
 
     def labels(self, index: Tensor, k: int) -> Tensor:
         """Step k's label at i is token i + k + 1 if that is a generated one, else -100;
@@ -166,7 +192,8 @@ def learn(
     """Train `model` on --own, by the loss of its documents; `options` tell it from another training
     in the same --out. Returns the run, and the documents to measure by."""
     own, measured = read_training(args.own, target, tokenizer)
-    what = {"target": weights_digest(target), "text": digest(own), "options": options}
+    text = digest([[row["prompt"], row["tokens"]] for row in own])
+    what = {"target": weights_digest(target), "text": text, "options": options}
     documents = Documents.of(own, target, args.context, args.dtype)
     batch = shuffled(len(own), args.rows, args.seed)
     return train(model, what, loss(documents), batch, args, optimizers), measured

@@ -7,26 +7,35 @@ from torch import Tensor
 
 from minispec.distill.documents import Documents, cross_entropy, learn, load_target
 from minispec.distill.tree import accuracy_table, choose_tree
-from minispec.heads import load_medusa, save_medusa
+from minispec.errors import UserError
+from minispec.heads import load_medusa, load_subset, save_medusa
+from minispec.methods.fastmtp import FullVocabulary
 from minispec.methods.medusa import MedusaHeads, untrained
+from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer, count_parameters
+from minispec.pretrain import digest
 from minispec.training import prepare, training_arguments, whole_numbers, write_card
 
 
 class HeadsLoss:
     """Indices of documents -> Σ over heads of 0.8^k · CE_k, in nats (section 2.2.1); CE_k is over
-    the full vocabulary, against the generated token at t + k + 2."""
+    the full vocabulary, against the generated token at t + k + 2. Heads that end in the target's
+    lm_head can take a `vocabulary` in its place; a label that is none of its tokens does not
+    count."""
 
-    def __init__(self, heads: MedusaHeads, target: Transformer, documents: Documents):
+    def __init__(self, heads: MedusaHeads, target: Transformer, documents: Documents,
+                 vocabulary: Subset | None = None):  # fmt: skip
         self.heads, self.target, self.documents = heads, target, documents
+        self.words = vocabulary or FullVocabulary(target)
 
     def __call__(self, index: Tensor) -> Tensor:
         labels = [self.documents.labels(index, k + 1) for k in range(len(self.heads))]
-        labels = torch.stack(labels)  # (K, B, n)
+        labels = torch.stack(labels).to(self.target.device)  # (K, B, n)
+        labels = self.words.numbers(labels)
         some = (labels >= 0).any(0)
-        hidden = self.documents.states(index, labels.shape[-1])[some]  # (N, d)
-        logits = self.heads(hidden.to(self.target.device), self.target)  # (K, N, V)
-        labels = labels[:, some].to(logits.device)
+        hidden = self.documents.states(index, labels.shape[-1]).to(some.device)[some]  # (N, d)
+        logits = self.heads(hidden, self.words)  # (K, N, V)
+        labels = labels[:, some]
         return sum(0.8**k * cross_entropy(*both) for k, both in enumerate(zip(logits, labels)))
 
 
@@ -38,11 +47,17 @@ def run(args: argparse.Namespace) -> None:
     else:
         heads = untrained(args.heads, args.layers, target, args.shared)
 
-    def loss_of(documents: Documents) -> HeadsLoss:
-        return HeadsLoss(heads, target, documents)
+    if args.vocabulary and not heads.shared:
+        raise UserError("--vocabulary is for heads with --shared; these have their own lm_heads")
+    words = load_subset(args.vocabulary, target, tokenizer)
 
+    def loss_of(documents: Documents) -> HeadsLoss:
+        return HeadsLoss(heads, target, documents, words)
+
+    ids = words and words.host_ids.tolist()
+    options = f"{heads} {ids and digest(ids)}"
     adamw = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    run, measured = learn(args, target, tokenizer, heads, loss_of, str(heads), [adamw])
+    run, measured = learn(args, target, tokenizer, heads, loss_of, options, [adamw])
     heads.half().float()  # as they are stored
     choose_tree(heads, target, measured, args.context)
     save_medusa(heads, args.out, args.model, tokenizer, torch.float16)
@@ -60,5 +75,6 @@ def run(args: argparse.Namespace) -> None:
 def arguments(p: argparse.ArgumentParser) -> None:
     whole_numbers(p, ("heads", 1, 4, "heads"), ("layers", 0, 1, "residual blocks of a head"))
     p.add_argument("--shared", action="store_true", help="end in the target's lm_head (layout v2)")
+    p.add_argument("--vocabulary", help="a file of distill vocabulary: learn its tokens alone")
     p.add_argument("--init", help="begin with these heads, whose sizes then count")
     training_arguments(p, steps=2000, context=256, lr=1e-3)

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from minispec.distill.documents import Documents, cross_entropy, learn, load_target
 from minispec.errors import number
-from minispec.heads import load_mtp, save_mtp
-from minispec.methods.fastmtp import MTPHead
+from minispec.heads import load_mtp, load_subset, save_mtp
+from minispec.methods.fastmtp import FullVocabulary, MTPHead
+from minispec.methods.vocabulary import Subset
 from minispec.model import Pass, Transformer, count_parameters
-from minispec.pretrain import initialise
+from minispec.pretrain import digest, initialise
 from minispec.training import markdown, prepare, training_arguments, write_card
 
 
@@ -35,20 +36,26 @@ class MTPLoss:
     sees what step 1 saw, at its own step. In mode `aligned` it does what drafting with one cache
     does: it stands at position i + k - 1 and sees step 1 up to row i, then its own earlier steps.
     With `soft` each CE is against the target's distribution in the label's place, not the label.
+    With a `vocabulary` all is over its tokens; a label that is none of them does not count.
     """
 
     def __init__(self, head: MTPHead, target: Transformer, documents: Documents, steps: int,
-                 beta: float, aligned: bool, soft: bool = False):  # fmt: skip
+                 beta: float, aligned: bool, soft: bool = False,
+                 vocabulary: Subset | None = None):  # fmt: skip
         self.head, self.target, self.documents = head, target, documents
         self.aligned, self.soft = aligned, soft
+        self.words = vocabulary or FullVocabulary(target)
         self.weights = step_weights(steps, beta)
 
     def __call__(self, index: Tensor) -> Tensor:
         hidden, tokens, labels = self.gather(index)
         total = 0.0
-        for k, logits in enumerate(self.steps(hidden, tokens)):
-            p = self.target_probs(index, k) if self.soft else None
-            total += self.weights[k] * cross_entropy(logits.flatten(0, 1), labels[k].flatten(), p)
+        for k, x in enumerate(self.outputs(hidden, tokens)):
+            label = self.words.numbers(labels[k])
+            real = label >= 0  # (B, n)
+            p = self.target_probs(index, k, real) if self.soft else None
+            logits = self.words.logits(x[real])
+            total += self.weights[k] * cross_entropy(logits, label[real], p)
         return total
 
     def gather(self, index: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -58,21 +65,26 @@ class MTPLoss:
         labels = [documents.labels(index, k + 1).to(device) for k in range(steps)]
         return documents.states(index, labels[0].shape[1]).to(device), tokens, labels
 
-    def target_probs(self, index: Tensor, k: int) -> Tensor:
-        """The target's distributions (B n, V) in the places of step k's labels."""
-        target, n = self.target, self.documents.tokens.shape[1] - 2
-        hidden = self.documents.states(index, n + k + 1)[:, k + 1 :].to(target.device)
-        return target.logits(hidden).float().softmax(-1).flatten(0, 1)
+    def target_probs(self, index: Tensor, k: int, real: Tensor) -> Tensor:
+        """The target's distributions (N, V) in the places of those of step k's labels that are
+        `real` (B, n)."""
+        n = real.shape[1]
+        hidden = self.documents.states(index, n + k + 1)[:, k + 1 :].to(self.target.device)
+        return self.words.logits(hidden[real]).float().softmax(-1)
+
+    def outputs(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+        """The head's outputs (B, n, d) of every step; hidden (B, n, d), tokens (B, n + steps at
+        least)."""
+        n, keys, outputs = hidden.shape[1], AllSteps(), []
+        for k in range(len(self.weights)):
+            embedded = self.target.model.embed_tokens(tokens[:, k + 1 : k + 1 + n])
+            hidden = self.head.layers(hidden, embedded, self.plan(n, k, keys))
+            outputs.append(hidden)
+        return outputs
 
     def steps(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
-        """Logits (B, n, V) of every step; hidden (B, n, d), tokens (B, n + steps at least)."""
-        target, n, logits = self.target, hidden.shape[1], []
-        keys = AllSteps()
-        for k in range(len(self.weights)):
-            embedded = target.model.embed_tokens(tokens[:, k + 1 : k + 1 + n])
-            hidden = self.head.layers(hidden, embedded, self.plan(n, k, keys))
-            logits.append(target.logits(hidden))
-        return logits
+        """Logits (B, n, V) of every step, from what `outputs` takes."""
+        return [self.target.logits(x) for x in self.outputs(hidden, tokens)]
 
     def plan(self, n: int, k: int, keys: AllSteps) -> Pass:
         """Step k's positions, and what it sees."""
@@ -114,15 +126,17 @@ def run(args: argparse.Namespace) -> None:
         initialise(head, args.seed)
         head.to(args.device)
 
-    def loss_of(documents: Documents) -> MTPLoss:
-        return MTPLoss(
-            head, target, documents, args.k, args.beta, args.mode == "aligned", args.soft
-        )
+    words = load_subset(args.vocabulary, target, tokenizer)
 
-    options = f"{args.mode} {args.k} {args.beta} {args.soft}"
+    def loss_of(documents: Documents, words: Subset | None = words) -> MTPLoss:
+        aligned = args.mode == "aligned"
+        return MTPLoss(head, target, documents, args.k, args.beta, aligned, args.soft, words)
+
+    ids = words and words.host_ids.tolist()
+    options = f"{args.mode} {args.k} {args.beta} {args.soft} {ids and digest(ids)}"
     run, measured = learn(args, target, tokenizer, head, loss_of, options)
     head.half().float()  # as it is stored
-    loss = loss_of(Documents.of(measured, target, args.context, torch.float32))
+    loss = loss_of(Documents.of(measured, target, args.context, torch.float32), words=None)
     save_mtp(head, args.out, args.model, tokenizer, torch.float16, loss.weights)
     kinds: dict[str, list[int]] = {}
     for i, row in enumerate(measured):
@@ -148,5 +162,6 @@ def arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--mode", choices=["aligned", "parallel"], default="aligned",
                    help="as drafting runs it, or as the published code does")  # fmt: skip
     p.add_argument("--soft", action="store_true", help="learn distributions, not tokens")
+    p.add_argument("--vocabulary", help="a file of distill vocabulary: learn its tokens alone")
     p.add_argument("--init", help="begin with this head")
     training_arguments(p, steps=1000, context=224, lr=4e-3)

@@ -64,6 +64,9 @@ class FullVocabulary:
     def full(self, token: Tensor) -> Tensor:
         return token
 
+    def numbers(self, tokens: Tensor) -> Tensor:
+        return tokens
+
     def scatter(self, probs: Tensor) -> Tensor:
         return probs
 

@@ -61,6 +61,12 @@ class Subset:
         """From numbers in the small vocabulary to token ids, V_high[j], on the same device."""
         return (self.host_ids if token.device.type == "cpu" else self.ids)[token]
 
+    def numbers(self, tokens: Tensor) -> Tensor:
+        """From token ids to numbers in the small vocabulary; -100 for all others, as for labels."""
+        number = torch.full((self.size,), -100, device=self.ids.device)
+        number[self.ids] = torch.arange(len(self), device=number.device)
+        return number[tokens.clamp(min=0)].where(tokens >= 0, -100)
+
     def scatter(self, probs: Tensor) -> Tensor:
         """A distribution over the subset, (|V_high|,), as one over the vocabulary, (V,); both on
         the host."""
