@@ -2,6 +2,7 @@
 
     python -m minispec.bench                                        built-in beginnings of stories
     python -m minispec.bench --data DIR --kind stories_en           held-out text
+    python -m minispec.bench --own chat.jsonl sums.jsonl            what distill set aside of them
     python -m minispec.bench --questions question.jsonl             Spec-Bench, a table a category
     python -m minispec.bench --shape smollm2-135m --acceptance 0.8  random weights of a real size
 
@@ -30,6 +31,7 @@ from tqdm import tqdm
 from minispec.cache import KVCache
 from minispec.checkpoint import WEIGHTS, load, pick_device, pick_dtype
 from minispec.cost import COUNTS, cost_curve, draft_cost, least_in_turn, one_pass
+from minispec.distill.documents import read_training
 from minispec.drafters import found_beside, load_drafter
 from minispec.errors import Parser, UserError, check_package, check_writable, command, number
 from minispec.fast import quicken
@@ -99,6 +101,11 @@ def prompts_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     """At most --prompts of each kind of text; those longer than the context are left out."""
     if args.questions:
         kinds = read_questions(args.questions, tokenizer)
+    elif args.own:
+        kinds = {}
+        for path in args.own:  # what no draft or head has learnt from
+            held_out = read_training([path], model, tokenizer)[1]
+            kinds[path.stem] = [row["prompt"] for row in held_out]
     elif args.data:
         names = args.kind.split(",") if args.kind else None
         kinds = held_out_prompts(args.data, names, tokenizer, args.prompts)
@@ -439,6 +446,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--methods", help="only these, between commas")
     text = p.add_mutually_exclusive_group()
     text.add_argument("--data", type=Path, help="a file or folder: its held-out text")
+    text.add_argument("--own", type=Path, nargs="+", help="files of distill generate")
     text.add_argument("--questions", type=Path, help="Spec-Bench's question.jsonl")
     p.add_argument("--kind", help="with --data: kinds of text, between commas (default: all)")
     p.add_argument("--prompts", type=number(1), default=20, help="at most this many of each kind")
@@ -456,8 +464,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--shape", choices=list(SHAPES), help="random weights of a real model's sizes")
     p.add_argument("--acceptance", type=number(0, 1, float), help="with --shape: of its drafts")
     args = p.parse_args(argv)
-    own = ("model", "draft", "heads", "mtp", "methods", "data", "kind", "questions", "against",
-           "temperature", "k", "prompts")  # fmt: skip
+    own = ("model", "draft", "heads", "mtp", "methods", "data", "kind", "own", "questions",
+           "against", "temperature", "k", "prompts")  # fmt: skip
     given = ", ".join(f"--{flag}" for flag in own if getattr(args, flag) != p.get_default(flag))
     for wrong, message in (
         (args.shape and given, f"--shape has its own weights, prompt and drafts: omit {given}"),

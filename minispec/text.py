@@ -156,10 +156,18 @@ def encode(document: Document, tokenizer: Tokenizer) -> list[int]:
 def held_out_prompts(
     data: Path, kinds: list[str] | None, tokenizer: Tokenizer, n: int
 ) -> dict[str, list[list[int]]]:
-    """Of each kind (None: of all) the first 16 tokens of `n` documents that were held out."""
+    """Of each kind (None: of all) the beginnings of `n` documents that were held out: 16 tokens of
+    a text, of a conversation all up to the first answer."""
     held_out = {kind: texts for kind, texts in read_corpus([data])[1].items() if texts}
     for kind in kinds or ():
         if kind not in held_out:
             raise UserError(f"{data} has no text of the kind {kind}, but {', '.join(held_out)}")
     chosen = {kind: held_out[kind][:n] for kind in kinds or held_out}
-    return {kind: [encode(d, tokenizer)[:16] for d in texts] for kind, texts in chosen.items()}
+    return {kind: [beginning(d, tokenizer) for d in texts] for kind, texts in chosen.items()}
+
+
+def beginning(document: Document, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(document, str) or tokenizer.chat_template is None:
+        return encode(document, tokenizer)[:16]
+    ends = [i + 1 for i, turn in enumerate(document) if turn["role"] == "user"]
+    return encode(document[: ends[0]] if ends else document, tokenizer)

@@ -111,6 +111,9 @@ def test_prompts_are_our_own_or_held_out_or_questions(weights, tmp_path, capsys)
     data, questions = tmp_path / "stories_en.txt", tmp_path / "questions.jsonl"
     stories = [f"{i} {i * i} birds flew over the sea." for i in range(101)]
     data.write_text("\n<|endoftext|>\n".join(stories))
+    own = tmp_path / "chat.jsonl"
+    rows = [{"kind": "x", "prompt": [i], "tokens": list(range(i, i + 99))} for i in range(1, 99)]
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
     turns = {"qa": "W\u2028hy?", "maths": "x" * 5000}
     asked = [{"category": c, "turns": [t]} for c, t in turns.items()]
     lines = (json.dumps(each, ensure_ascii=False) for each in asked)
@@ -119,6 +122,7 @@ def test_prompts_are_our_own_or_held_out_or_questions(weights, tmp_path, capsys)
         ([], "stories, 1 prompts"),
         (["--data", str(data), "--prompts", "9"], "stories_en, 3 prompts"),
         (["--questions", str(questions)], "qa, 1 prompts"),
+        (["--own", str(own)], "chat, 1 prompts"),
     ):
         bench.main(options_of(weights, "--methods", "jacobi", *source))
         out = capsys.readouterr()

