@@ -121,8 +121,8 @@ def test_prompts_are_our_own_or_held_out_or_questions(weights, tmp_path, capsys)
     for source, table in (
         ([], "stories, 1 prompts"),
         (["--data", str(data), "--prompts", "9"], "stories_en, 3 prompts"),
-        (["--questions", str(questions)], "qa, 1 prompts"),
         (["--own", str(own)], "chat, 1 prompts"),
+        (["--questions", str(questions)], "qa, 1 prompts"),
     ):
         bench.main(options_of(weights, "--methods", "jacobi", *source))
         out = capsys.readouterr()
