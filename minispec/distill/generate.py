@@ -33,6 +33,7 @@ except ImportError:  # on Windows, where no file is locked
     fcntl = None
 
 LONGEST = 24  # tokens of a beginning
+ALIKE = 4  # batches of prompts that are drawn together, and sorted
 IDLE = 64  # prompts in a row after which nothing new came: enough
 TURN, ASKING = 96, Sampling(0.9)  # of a user's turn by the target: tokens, how drawn
 OPTIONS = (
@@ -127,9 +128,14 @@ def new_documents(
         turns = user_turns(model, tokenizer, args.chat, args.batch, rng)
         drawn = (("chat", document) for document in turns)
     prompts = ((kind, prompt_of(document, tokenizer, rng, args.ask)) for kind, document in drawn)
-    asked = list(islice((each for each in prompts if 0 < len(each[1]) <= longest), args.batch))
+    most = args.batch if args.chat is not None else ALIKE * args.batch
+    asked = list(islice((each for each in prompts if 0 < len(each[1]) <= longest), most))
     if not asked:
         raise UserError(f"there is hardly a prompt of at most {longest} tokens: lower --tokens")
+    if len(asked) > args.batch:  # prompts of like lengths need little padding
+        asked.sort(key=lambda each: len(each[1]))
+        at = args.batch * rng.integers(len(asked) // args.batch)
+        asked = asked[at : at + args.batch]
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
     answers = sample_batch(model, [p for _, p in asked], args.tokens, sampling, generator)
