@@ -150,7 +150,7 @@ def test_near_duplicates_are_kept_where_that_is_asked_for(target, data, tmp_path
 
 def test_a_prompt_is_a_beginning_or_a_conversation_up_to_an_answer(target, data, tmp_path):
     prompts: dict[str, set[str]] = {}
-    for row in made(target, data, tmp_path / "own.jsonl", 60):
+    for row in made(target, data, tmp_path / "own.jsonl", 150):
         text = TOKENIZER.backend.decode(row["prompt"], skip_special_tokens=False)
         prompts.setdefault(row["kind"], set()).add(text.removeprefix("<|endoftext|>"))
     first = "<|user|>hi<|end|><|assistant|>"
