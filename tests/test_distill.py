@@ -479,6 +479,12 @@ def test_the_command_counts_a_corpus(target, tmp_path, capsys):
     assert set(tokenizer.controls.values()) <= set(words["en"].ids) & set(words["zh"].ids)
     (a,) = tokenizer.encode("a", special=False)
     assert a in words["en"].ids and a not in words["zh"].ids
+    made(target, tmp_path / "a.txt", tmp_path / "own.jsonl", 1)
+    (row,) = read_own(tmp_path / "own.jsonl")[1]
+    run(*options, "--text", f"own={tmp_path / 'own.jsonl'},{tmp_path / 'a.txt'}")
+    words = load_vocabulary(out, model, tokenizer).languages["own"]
+    seen = row["tokens"] + tokenizer.encode("ababc", special=False) + [tokenizer.id_of("bos_token")]
+    assert set(words.ids) <= {*seen, *tokenizer.controls.values()} and a in words.ids
     for wrong in ["en"], ["en=nowhere.txt"], ["=" + text[0][3:]], [text[0], "--text", text[0]]:
         assert refused(capsys, *options, "--text", *wrong)
 

@@ -1,15 +1,19 @@
 """List each language's frequent tokens, for a head to draft from."""
 
 import argparse
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from tqdm import tqdm
 
 from minispec.checkpoint import read_tokenizer
+from minispec.distill.documents import read_own
 from minispec.errors import UserError, check_writable, number
 from minispec.heads import save_vocabulary
 from minispec.methods.vocabulary import count
 from minispec.text import plain, read_kinds
+from minispec.tokenizer import Tokenizer
 
 
 def run(args: argparse.Namespace) -> None:
@@ -20,9 +24,8 @@ def run(args: argparse.Namespace) -> None:
         name, _, files = text.partition("=")
         if not (name and files) or name in languages:
             raise UserError(f"--text {text}: must be NAME=FILE,FILE… with each name once")
-        kinds = [read_kinds(Path(file)) for file in files.split(",")]
-        documents = [d for each in kinds for texts in each.values() for d in texts]
-        ids = (tokenizer.encode(plain(d)) for d in tqdm(documents, desc=name, unit="document"))
+        ids = chain.from_iterable(ids_of(Path(file), tokenizer) for file in files.split(","))
+        ids = tqdm(ids, desc=name, unit="document")
         languages[name] = count(ids, sorted(tokenizer.controls.values()), args.size)
         total = sum(languages[name].counts)
         if not total:
@@ -31,8 +34,20 @@ def run(args: argparse.Namespace) -> None:
     save_vocabulary(languages, tokenizer, args.out)
 
 
+def ids_of(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """The documents of a file or folder of texts; of a file of `generate` what the target said."""
+    if path.suffix == ".jsonl" and path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            begun = next(lines, "")
+        if begun.startswith('{"tokenizer"'):
+            yield from (row["tokens"] for row in read_own(path, tokenizer)[1])
+            return
+    for documents in read_kinds(path).values():
+        yield from (tokenizer.encode(plain(document)) for document in documents)
+
+
 def arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--text", action="append", required=True, metavar="NAME=FILE,…",
-                   help="a language and its texts, files or folders (repeat)")  # fmt: skip
+                   help="a language and its texts or own documents (repeat)")  # fmt: skip
     p.add_argument("--size", type=number(1), default=2048, help="tokens of each (%(default)s)")
     p.add_argument("--out", type=Path, required=True)
