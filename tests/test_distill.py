@@ -170,6 +170,29 @@ def test_a_text_is_asked_about(target, data, tmp_path):
         assert said[1] in whole
 
 
+def test_a_document_may_say_itself_what_comes_next(target, data, tmp_path, capsys):
+    (data / "sums.jsonl").write_text('{"question": "2+2?", "answer": "2+2 = <<2+2=4>>4"}\n' * 9)
+    save(byte_model(eos=(TOKENIZER.controls["<|end|>"],)), TOKENIZER, target)
+    said: dict[str, set] = {}
+    for row in made(target, data, tmp_path / "own.jsonl", 100, "--given", "--keep-duplicates"):
+        both = (row[part] for part in ("prompt", "tokens"))
+        text = "|".join(TOKENIZER.backend.decode(p, skip_special_tokens=False) for p in both)
+        said.setdefault(row["kind"], set()).add(text.removeprefix("<|endoftext|>"))
+    ask, answer = "<|user|>", "<|end|><|assistant|>|"
+    assert said["sums"] == {f"{ask}2+2?{answer}2+2 = 4<|end|>"}
+    rest = f"{ask}hi<|end|><|assistant|>hello<|end|>{ask}a\nb{answer}bye<|end|>"
+    assert said["talk"] == {f"{ask}hi{answer}hello<|end|>", rest}
+    whole = tales(120)
+    assert all(text.replace("|", "", 1) in whole for text in said["tales"])
+    rows = made(target, data / "tales.txt", tmp_path / "asked.jsonl", 9, "--given", "--ask", "Go!")
+    for row in rows:
+        text = TOKENIZER.decode(row["tokens"])
+        assert TOKENIZER.chat([{"role": "user", "content": "Go!"}]) == row["prompt"]
+        assert len(text) >= 19 and text in whole
+    wrong = ["generate", "--model", target, "--out", tmp_path / "x", "--given", "--chat"]
+    assert "--given takes what documents say" in refused(capsys, *wrong)
+
+
 def test_the_target_plays_the_user_too(target, tmp_path, capsys):
     out, begun = tmp_path / "own.jsonl", ["Why", "How long"]
     asking = ["generate", "--model", target, "--out", out, "--tokens", 20, "--device", "cpu"]

@@ -4,7 +4,8 @@ A text of the corpus gives its first tokens, and the target goes on; or, with --
 it is said first. Of a conversation the target is asked, by its chat template, for the answer to a
 user's turn; so `{"prompt": ...}` a line is enough. With --chat the target writes the user's turns
 as well, after the bare header of one (Magpie, arXiv 2406.08464), so no data is needed at all.
-Near-duplicates are left out: a model repeats itself.
+With --given a document says itself what comes after its beginning: the target's distributions over
+it, which mtp --soft learns, cost one pass. Near-duplicates are left out: a model repeats itself.
 """
 
 import argparse
@@ -37,7 +38,8 @@ ALIKE = 4  # batches of prompts that are drawn together, and sorted
 IDLE = 64  # prompts in a row after which nothing new came: enough
 TURN, ASKING = 96, Sampling(0.9)  # of a user's turn by the target: tokens, how drawn
 OPTIONS = (
-    "seed", "batch", "tokens", "temperature", "top_k", "top_p", "keep_duplicates", "ask", "chat"
+    "seed", "batch", "tokens", "temperature", "top_k", "top_p", "keep_duplicates", "ask", "chat",
+    "given",
 )  # fmt: skip
 
 
@@ -145,6 +147,31 @@ def new_documents(
     ]
 
 
+def given_documents(
+    tokenizer: Tokenizer, kinds: Kinds, args: argparse.Namespace, seed: list[int],
+    eos: tuple[int, ...],
+) -> list[dict]:  # fmt: skip
+    """What documents drawn at random say themselves after the prompts that a target would get."""
+    rng, rows = np.random.default_rng(seed), []
+    documents = [(kind, document) for kind, texts in kinds.items() for document in texts]
+    for i in rng.integers(len(documents), size=args.batch):
+        kind, document = documents[i]
+        if isinstance(document, str) and args.ask:
+            document = [turn("user", args.ask.format(document)), turn("assistant", document)]
+        if isinstance(document, str):
+            ids, cut = tokenizer.encode(document), rng.integers(4, LONGEST)
+            prompt, said = ids[:cut], ids[cut:]
+        else:
+            answers = [i for i, turn in enumerate(document) if turn["role"] == "assistant" and i]
+            at = rng.choice(answers or [len(document)])
+            prompt = encode(document[:at], tokenizer)
+            text = document[at]["content"] if answers else ""
+            said = tokenizer.encode(text, special=False) + list(eos[:1])
+        if answer := said[: args.tokens]:
+            rows.append({"kind": kind, "prompt": prompt, "tokens": answer})
+    return rows
+
+
 def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> list[dict]:
     """The documents of a file that was begun with these options, or that is new. What a kill left
     of a last line is cut off."""
@@ -153,7 +180,8 @@ def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> lis
     if not rows and file.read(1) and not made:
         raise UserError(f"{path} was not begun by minispec.distill generate: give another --out")
     for name, value in options.items():
-        if rows and made.get("options", {}).get(name) != value:
+        begun = made.get("options", {}).get(name)
+        if rows and (begun or None) != (value or None):  # files of before lack what was off
             raise UserError(f"{path} was not begun with this --{name.replace('_', '-')}: give what "
                             "it was begun with, or another --out")  # fmt: skip
     file.seek(0)
@@ -177,6 +205,8 @@ def lock(file: TextIO, path: Path) -> None:
 def run(args: argparse.Namespace) -> None:
     """Append documents to --out until it holds --documents of them."""
     check_writable(args.out, "--out")
+    if args.given and not args.data:
+        raise UserError("--given takes what documents say: give --data")
     try:
         (args.ask or "").format("a text")
     except (LookupError, ValueError) as error:
@@ -196,7 +226,11 @@ def run(args: argparse.Namespace) -> None:
             duplicates.add(row["tokens"])
         bar.update(kept)
         while kept < args.documents and idle < IDLE:
-            new = new_documents(model, tokenizer, kinds, args, [args.seed, kept, idle])
+            seed = [args.seed, kept, idle]
+            if args.given:
+                new = given_documents(tokenizer, kinds, args, seed, model.config.eos_ids)
+            else:
+                new = new_documents(model, tokenizer, kinds, args, seed)
             if not args.keep_duplicates:
                 new = [row for row in new if not duplicates.add(row["tokens"])]
             file.write("".join(json.dumps(row) + "\n" for row in new))
@@ -217,6 +251,8 @@ def arguments(p: argparse.ArgumentParser) -> None:
                     help="the target plays the user too, whose turns begin so")  # fmt: skip
     p.add_argument("--ask", metavar="FORMAT",
                    help="said of a text: 'Summarize: {}', 'Go on: {:.200}'")  # fmt: skip
+    p.add_argument("--given", action="store_true",
+                   help="what the documents say, not the target: to learn by --soft")  # fmt: skip
     p.add_argument("--out", type=Path, required=True, help="a .jsonl file, appended to")
     whole_numbers(
         p,
