@@ -118,13 +118,14 @@ class Seeded:
         return self.uniform() < p
 
     def categorical(self, probs: Tensor) -> int:
-        return int(invert(probs, torch.tensor([self.uniform()], dtype=torch.float64)))
+        return int(invert(probs, self.uniform()))
 
 
-def invert(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The tokens (..., 1) at which the cumulative sums of `probs` (..., V) pass `uniform` (..., 1),
+def invert(probs: Tensor, uniform: float | Tensor) -> Tensor:
+    """The tokens (...) at which the cumulative sums of `probs` (..., V) pass `uniform` (...),
     numbers of [0, 1) in float64."""
     cumulative = probs.double().cumsum(-1)
     # scaled by the total, so that rounding cannot lead past the last token; right=True: a token of
     # probability 0 is never chosen
-    return torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True)
+    drawn = uniform * cumulative[..., -1]
+    return torch.searchsorted(cumulative, drawn[..., None], right=True)[..., 0]

@@ -123,6 +123,7 @@ class Box:
 
 
 SAMPLED = Sampling(1.0), Sampling(0.7, top_p=0.8), Sampling(1.5, top_k=2), Sampling(1.5, 3, 0.9)
+WARM = Sampling(0.6)  # for who has temperatures alone
 SURE = Sampling(1.0, top_k=1)  # sampled, and yet of a known outcome: greedy decoding's
 LONG = 65, 130, 257  # tokens of prompts: just past usual sizes of a block
 VOCAB = 4  # of the statistical rows
@@ -177,7 +178,7 @@ def rows(root: Path, runs: int, outcomes: int) -> Iterator[tuple]:
         case = f"{many} end token{'s' * (many > 1)}, {where}"
         yield "limits", case, ends, root / f"eos{many}", many, where
     # of two words more tokens can be followed: they should be more than are drafted
-    for vocab, sampling in (2, SAMPLED[0]), *((3, each) for each in SAMPLED):
+    for vocab, sampling in (2, SAMPLED[0]), (3, WARM), *((3, each) for each in SAMPLED[1:]):
         checkpoint = write_checkpoint(root / f"words{vocab}", 21, vocab)
         case = f"{vocab} words, {short(sampling)}"
         yield "exact", case, is_exact, *checkpoint, sampling, outcomes
@@ -290,7 +291,7 @@ def is_exact(
 ) -> tuple[bool | None, str]:  # fmt: skip
     """The distribution of its first tokens over every outcome of its own random numbers: of one
     token more as long as there are hardly more than `outcomes`."""
-    detail, calls = None, count(1)
+    reached, detail, calls = 0, "", count(1)
     box(folder, TWO_WORDS, 0, 2, sampling)  # what is loaded once, and may draw
     for n in range(1, 9):
 
@@ -305,15 +306,17 @@ def is_exact(
             else:
                 exact = distribution(model, TWO_WORDS, sampling, n)
         except (NotTaken, Raised) as error:
-            if isinstance(error, TooMany) and detail:
+            if isinstance(error, TooMany) and reached:
                 break
             return None, f"not exactly: {error}"
         distance = total_variation(given, exact)
-        detail = f"TV {distance:.1e} over the sequences of {n} tokens"
+        reached, detail = n, f"TV {distance:.1e} over the sequences of {n} tokens"
         if distance > SAME:
             return False, f"{detail}: {largest(given, exact)}"
         if next(calls) > outcomes / 2:  # those of one more token would be too many
             break
+    if reached == 1:  # a token that comes before any draft
+        return None, f"{detail} alone: it draws more than can be followed"
     return True, detail
 
 

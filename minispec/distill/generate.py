@@ -66,8 +66,8 @@ def sample_batch(
         if isinstance(p, OneHot):
             tokens = p.tokens
         else:
-            uniform = torch.rand(len(rows), 1, dtype=torch.float64, generator=generator)
-            tokens = invert(p, uniform)[:, 0].tolist()
+            uniform = torch.rand(len(rows), dtype=torch.float64, generator=generator)
+            tokens = invert(p, uniform).tolist()
         for row, token in zip(rows, tokens):
             if not ended(row, n, model.config.eos_ids):
                 row.append(token)
