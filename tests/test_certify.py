@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import random
 import subprocess
 import sys
@@ -199,9 +200,24 @@ def test_what_is_not_offered_is_skipped():
         return ours(checkpoint, prompt, **options)
 
     verdicts = list(blackbox.check_implementation(greedy_only, runs=1, outcomes=9))
-    assert [v.passed for v in verdicts if v.case == "lengths"] == [True]
-    assert {v.passed for v in verdicts if v.case != "lengths"} == {None}
+    assert {v.passed for v in verdicts if v.check in ("greedy", "limits")} == {True}
+    assert {v.passed for v in verdicts if v.check in ("exact", "statistical")} == {None}
     assert {v.detail for v in verdicts if v.passed is None} == {"not offered: no sampling"}
+
+
+def test_what_raises_is_not_just_left_out_of_the_exact_rows(tmp_path):
+    def not_for_one_token(checkpoint, prompt, **options):
+        if options["max_new_tokens"] == 1:
+            raise ValueError("one is too few")
+        return ours(checkpoint, prompt, **options)
+
+    def draws_from_nothing(checkpoint, prompt, **options):
+        return torch.multinomial(torch.full((3,), math.nan), 2, True).tolist()
+
+    folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=3)
+    for function, said in (not_for_one_token, "one is too few"), (draws_from_nothing, "probab"):
+        with pytest.raises(blackbox.Raised, match=said):
+            blackbox.is_exact(blackbox.Box(function), folder, model, Sampling(1.0), 30)
 
 
 def test_who_never_drafts_or_never_rejects_is_told_so():

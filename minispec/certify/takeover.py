@@ -271,6 +271,8 @@ class TakenOver(TorchFunctionMode):
 
     def on_multinomial(self, p, num_samples, replacement=False, **_) -> Tensor:
         left, drawn = p.double().clone(), []
+        if not (left.isfinite().all() and (left >= 0).all() and (left.sum(-1) > 0).all()):
+            raise RuntimeError("torch.multinomial refuses such probabilities")
         for _ in range(num_samples):
             drawn.append(self.categorical(left, keepdim=True))
             if not replacement:

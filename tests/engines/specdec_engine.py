@@ -1,0 +1,38 @@
+"""specdec's decoders, black boxes for the certifier. They have no temperature, top-k or top-p, and
+only the plain one can be greedy."""
+
+import contextlib
+import functools
+from types import SimpleNamespace
+
+import torch
+from specdec.decoder import SpecDecoder
+
+
+@functools.cache
+def loaded(checkpoint):
+    """With a tokenizer whose text is the ids themselves."""
+    with contextlib.redirect_stdout(None):
+        decoder = SpecDecoder(f"{checkpoint}/draft", checkpoint, device="cpu")
+    decoder.tokenizer = SimpleNamespace(
+        encode=lambda ids, **_: torch.tensor([ids]), decode=lambda ids, **_: ids.tolist(),
+        eos_token_id=decoder.tokenizer.eos_token_id)  # fmt: skip
+    return decoder
+
+
+def generate(decode, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
+    if top_p < 1 or top_k > 1 or temperature not in (0, 1):
+        raise NotImplementedError("temperature, top-k, top-p")
+    torch.manual_seed(seed)
+    sampled = temperature > 0 and top_k != 1
+    return decode(loaded(checkpoint), prompt, max_new_tokens, sampled)[len(prompt) :]
+
+
+def spec_gen(decoder, prompt, n, sampled):
+    if not sampled:
+        raise NotImplementedError("greedy")
+    return decoder.spec_gen(prompt, n, num_sample_tok=2)
+
+
+plain = functools.partial(generate, SpecDecoder.autoregressive_gen)
+speculative = functools.partial(generate, spec_gen)

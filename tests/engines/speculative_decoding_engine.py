@@ -1,0 +1,40 @@
+"""speculative-decoding's loops over transformers' models, black boxes for the certifier."""
+
+from functools import cache, partial
+from types import SimpleNamespace
+
+import speculative_decoding as chains
+import torch
+from speculative_decoding import speculative_decoding_with_prophet as prophets
+from transformers import AutoModelForCausalLM, DynamicCache
+
+read = cache(AutoModelForCausalLM.from_pretrained)
+
+
+def net(folder, tokens, start_tokens=(), cache=None, return_early_exit_only=False, **_):
+    """What the loops call: with all tokens, and one tensor of keys and values."""
+    model = read(folder, **({"num_hidden_layers": 1} if return_early_exit_only else {}))
+    seen = DynamicCache([layer.unbind(1) for layer in cache[0].unbind(1)] if cache else None)
+    x = torch.cat([*start_tokens[:1], model.model.embed_tokens(tokens)[0]])[None]
+    hidden = model.model(inputs_embeds=x[:, seen.get_seq_length() :], cache=seen, use_cache=True)[0]
+    rows = [torch.stack([layer.keys, layer.values], 1) for layer in seen.layers]
+    return model.lm_head(hidden), (torch.stack(rows, 1), hidden)
+
+
+def generate(loop, nets, folder, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
+    if top_p < 1:
+        raise NotImplementedError("top-p")
+    torch.manual_seed(seed)
+    kept = (top_k - 0.5) / read(folder).config.vocab_size if top_k else 1  # a share, rounded up
+    both = SimpleNamespace(model=partial(net, folder), prophet=partial(net, f"{folder}/draft"),
+        to_prophet_start_token=torch.nn.Identity(), num_leading_start_tokens=1)  # fmt: skip
+    found = loop(*nets(both), torch.tensor([prompt]), len(prompt) + max_new_tokens,
+        temperature=temperature, filter_thres=1 - kept)  # fmt: skip
+    return found[0].flatten().tolist()  # the first row, or of a tuple
+
+
+plain = partial(generate, chains.base_decoding, lambda both: [both.model])
+draft, same_model, prophet = (partial(generate, partial(loop, gamma=2), nets) for loop, nets in [
+    (chains.speculative_decoding, lambda both: [both.model, both.prophet]),
+    (chains.speculative_decoding_with_same_model, lambda both: [both.model]),
+    (prophets.speculative_decoding_with_prophet_model, lambda both: [both])])  # fmt: skip
