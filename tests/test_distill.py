@@ -396,9 +396,10 @@ def test_heads_can_learn_the_words_of_a_vocabulary_alone():
             total += weight * torch.stack(each).mean()
         return total
 
+    plain = distill.MTPLoss(head, model, documents, 3, 0.6, True)
     loss = distill.MTPLoss(head, model, documents, 3, 0.6, True, vocabulary=words)
     steps = [
-        loss.steps(hidden[None, : len(row) - 2], torch.tensor([row + [0] * 4]))
+        plain.steps(hidden[None, : len(row) - 2], torch.tensor([row + [0] * 4]))
         for row, hidden in zip(rows, documents.hidden)
     ]
     expected = by_hand(loss.weights, lambda k, d, i: steps[d][k][0, i])
@@ -452,11 +453,12 @@ def test_what_is_trained_loads_and_another_begins_with_it(target, data, tmp_path
     own, (kind, *flags), whole = tmp_path / "own.jsonl", command.split(), tmp_path / "whole"
     sizes, other, file, method, flag = TRAININGS[command]
     made(target, data, own, 60)
+    (asked,) = {row["kind"] for row in read_own(own)[1][:1]}  # held out
     options = [kind, "--model", target, "--own", own, "--device", "cpu", *flags, *sizes]
     options += ["--rows", 8, "--context", 40, "--steps"]
     run(*options, 8, "--out", whole)
     card = (whole / "README.md").read_text()
-    assert "8 steps" in card and ("| tales |" in card or "| 1 |" in card)
+    assert "8 steps" in card and (f"| {asked} |" in card or "| 1 |" in card)
     assert str(tmp_path) not in card and len(card.splitlines()) <= 60
     run(*options, 1, "--out", tmp_path / "next", "--init", whole, "--lr", 1e-9, "--seed", 1)
     tensors = [load_file(tmp_path / name / f"{file}.safetensors") for name in ("whole", "next")]

@@ -54,8 +54,7 @@ class MTPLoss:
             label = self.words.numbers(labels[k])
             real = label >= 0  # (B, n)
             p = self.target_probs(index, k, real) if self.soft else None
-            logits = self.words.logits(x[real])
-            total += self.weights[k] * cross_entropy(logits, label[real], p)
+            total += self.weights[k] * cross_entropy(self.logits(x[real]), label[real], p)
         return total
 
     def gather(self, index: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -70,7 +69,11 @@ class MTPLoss:
         `real` (B, n)."""
         n = real.shape[1]
         hidden = self.documents.states(index, n + k + 1)[:, k + 1 :].to(self.target.device)
-        return self.words.logits(hidden[real]).float().softmax(-1)
+        return self.logits(hidden[real]).float().softmax(-1)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(..., d) -> (..., V)."""
+        return self.words.logits(x)
 
     def outputs(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
         """The head's outputs (B, n, d) of every step; hidden (B, n, d), tokens (B, n + steps at
@@ -84,7 +87,7 @@ class MTPLoss:
 
     def steps(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
         """Logits (B, n, V) of every step, from what `outputs` takes."""
-        return [self.target.logits(x) for x in self.outputs(hidden, tokens)]
+        return [self.logits(x) for x in self.outputs(hidden, tokens)]
 
     def plan(self, n: int, k: int, keys: AllSteps) -> Pass:
         """Step k's positions, and what it sees."""
