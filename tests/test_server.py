@@ -63,7 +63,7 @@ def failures(verdicts) -> list[tuple[str, str]]:
 
 
 def test_an_honest_server_passes():
-    verdicts = examine(honest(), requests=290, samplings=SAMPLED[4:])
+    verdicts = examine(honest(), requests=200, samplings=SAMPLED[4:])
     assert not failures(verdicts), verdicts
     assert {v.check for v in verdicts if v.passed} == {
         "server", "greedy", "limits", "load", "distribution", "drafts",
@@ -256,7 +256,7 @@ def test_a_wrong_acceptance_is_caught_in_what_is_drawn(mutant, requests):
     ],
 )  # fmt: skip
 def test_what_is_drawn_wrongly_is_seen(wrong, sampling, passed, says):
-    rows = examine_drawn(drawing(wrong), sampling, 120)
+    rows = examine_drawn(drawing(wrong), sampling, 90)
     assert [v.passed for v in rows] == passed, rows
     assert all(text in v.detail for text, v in zip(says, rows)), rows
 
@@ -266,13 +266,13 @@ def test_with_a_baseline_a_convention_is_no_loss():
     plain = Smaller(LETTERS, letters(8))
     served = Smaller(LETTERS, letters(8), "prompt-lookup")
     with serving(plain) as baseline:
-        verdicts = examine(served, baseline=baseline, requests=190, samplings=SAMPLED[3:4],
+        verdicts = examine(served, baseline=baseline, requests=150, samplings=SAMPLED[3:4],
                            checks=("distribution",))  # fmt: skip
     assert not failures(verdicts), verdicts
     differ = [v.case for v in verdicts if v.check == "baseline" and not v.passed]
     assert differ == ["distribution, T=1 top-k 0 top-p 0.8"]
     with serving(Honest(LETTERS, letters(8))) as baseline:
-        verdicts = examine(served, baseline=baseline, requests=190, samplings=SAMPLED[3:4],
+        verdicts = examine(served, baseline=baseline, requests=150, samplings=SAMPLED[3:4],
                            checks=("distribution",))  # fmt: skip
     assert failures(verdicts) == [("distribution", "T=1 top-k 0 top-p 0.8")]
 
@@ -331,7 +331,7 @@ class IdsBesideLogprobs(Honest):
 ])  # fmt: skip
 def test_servers_of_other_kinds_are_understood(kind, says, check, missing):
     checks = (check, "limits")
-    verdicts = examine(honest(kind), requests=230, samplings=SAMPLED[2:3], checks=checks)
+    verdicts = examine(honest(kind), requests=130, samplings=SAMPLED[2:3], checks=checks)
     assert says in verdicts[0].detail and not failures(verdicts), verdicts
     skipped = [v.case for v in verdicts if v.passed is None]
     assert skipped == missing, verdicts
