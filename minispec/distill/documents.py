@@ -134,7 +134,7 @@ class Documents:
     def __init__(self, rows: list[list[int]], prompts: list[int], states: list[Tensor]):
         pad = nn.utils.rnn.pad_sequence
         self.tokens = pad([torch.tensor(row) for row in rows], batch_first=True)
-        self.hidden = states
+        self.hidden = list(states)
         self.prompts = torch.tensor(prompts)
         self.lengths = torch.tensor([len(row) for row in rows])
 
