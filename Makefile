@@ -107,7 +107,7 @@ golden: .venv/referenced
 .engines/small/installed:
 	$(PYTHON) -m pip install -q --no-deps --target .engines/small flashspec==0.3.1 economize==0.3.2 specdec==0.2.0 \
 		speculative-decoding==0.2.0 sequential-speculative-decoding==0.1.1 \
-		beartype einops pydantic pydantic_core annotated_types typing_inspection matplotlib
+		beartype einops pydantic pydantic_core annotated_types typing_inspection
 	touch $@
 
 clean:

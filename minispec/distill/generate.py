@@ -4,8 +4,8 @@ A text of the corpus gives its first tokens, and the target goes on; or, with --
 it is said first. Of a conversation the target is asked, by its chat template, for the answer to a
 user's turn; so `{"prompt": ...}` a line is enough. With --chat the target writes the user's turns
 as well, after the bare header of one (Magpie, arXiv 2406.08464), so no data is needed at all.
-With --given a document says itself what comes after its beginning: the target's distributions over
-it, which mtp --soft learns, cost one pass. Near-duplicates are left out: a model repeats itself.
+With --given documents are taken as they are: mtp --soft learns the distributions over them, which
+cost one pass. Near-duplicates are left out: a model repeats itself.
 """
 
 import argparse
@@ -19,19 +19,20 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from minispec.distill.documents import Duplicates, load_target, read_own, weights_digest
+from minispec.distill.documents import (
+    Duplicates,
+    load_target,
+    lock,
+    read_own,
+    weights_digest,
+)  # fmt: skip
 from minispec.errors import UserError, check_writable
-from minispec.model import Transformer
+from minispec.model import Config, Transformer
 from minispec.pretrain import digest
 from minispec.sampling import OneHot, Sampling, invert, probs
 from minispec.text import Document, Kinds, encode, read_corpus, turn
 from minispec.tokenizer import Tokenizer
 from minispec.training import whole_numbers
-
-try:
-    import fcntl
-except ImportError:  # on Windows, where no file is locked
-    fcntl = None
 
 LONGEST = 24  # tokens of a beginning
 ALIKE = 4  # batches of prompts that are drawn together, and sorted
@@ -51,12 +52,12 @@ def sample_batch(
     """At most `n` tokens after each prompt, all sampled together; an end token is a row's last.
 
     Prompts are padded on the right: what lies behind a row's own length is never committed. Rows
-    that have ended are dropped when they are a third of all.
+    that have ended are dropped when they are more than a third.
     """
     lengths = [len(prompt) for prompt in prompts]
-    rows = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
+    padded = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
     cache = model.new_cache(max(lengths) + n, batch=len(prompts))
-    hidden = model(rows, cache)
+    hidden = model(padded, cache)
     cache.extend(lengths)
     last = hidden[torch.arange(len(prompts)), torch.tensor(lengths) - 1]  # (B, d)
     output: list[list[int]] = [[] for _ in prompts]
@@ -92,15 +93,14 @@ def user_turns(
     """At most `n` conversations of one turn, which the target wrote after its template's header of
     a user's turn and one of the `beginnings`. Turns without an end are left out."""
     chosen = [str(rng.choice(beginnings or [""])) for _ in range(n)]
-    prompts = [tokenizer.user_header() + tokenizer.encode(b, special=False) for b in chosen]
+    begun = [tokenizer.encode(beginning, special=False) for beginning in chosen]
+    prompts = [tokenizer.user_header() + ids for ids in begun]
     generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
     turns = sample_batch(model, prompts, min(TURN, model.config.context // 2), ASKING, generator)
     said = [
-        (beginning + tokenizer.decode(tokens)).strip()
-        for beginning, tokens in zip(chosen, turns) if tokens[-1] in model.config.eos_ids
+        tokenizer.decode(ids + tokens).strip()
+        for ids, tokens in zip(begun, turns) if tokens[-1] in model.config.eos_ids
     ]  # fmt: skip
-    if not any(said):
-        raise UserError(f"the target ended none of {n} turns of a user: ask it with --data")
     return [[turn("user", text)] for text in said if text]
 
 
@@ -132,8 +132,10 @@ def new_documents(
     prompts = ((kind, prompt_of(document, tokenizer, rng, args.ask)) for kind, document in drawn)
     most = args.batch if args.chat is not None else ALIKE * args.batch
     asked = list(islice((each for each in prompts if 0 < len(each[1]) <= longest), most))
-    if not asked:
+    if not asked and args.chat is None:
         raise UserError(f"there is hardly a prompt of at most {longest} tokens: lower --tokens")
+    if not asked:  # no turn of the user's ended
+        return []
     if len(asked) > args.batch:  # prompts of like lengths need little padding
         asked.sort(key=lambda each: len(each[1]))
         at = args.batch * rng.integers(len(asked) // args.batch)
@@ -148,11 +150,12 @@ def new_documents(
 
 
 def given_documents(
-    tokenizer: Tokenizer, kinds: Kinds, args: argparse.Namespace, seed: list[int],
-    eos: tuple[int, ...],
-) -> list[dict]:  # fmt: skip
+    config: Config, tokenizer: Tokenizer, kinds: Kinds, args: argparse.Namespace, seed: list[int]
+) -> list[dict]:
     """What documents drawn at random say themselves after the prompts that a target would get."""
     rng, rows = np.random.default_rng(seed), []
+    end = tokenizer.id_of("eos_token")  # of a turn, where a model has several ends
+    ends = [end] if end in config.eos_ids else list(config.eos_ids[:1])
     documents = [(kind, document) for kind, texts in kinds.items() for document in texts]
     for i in rng.integers(len(documents), size=args.batch):
         kind, document = documents[i]
@@ -162,12 +165,14 @@ def given_documents(
             ids, cut = tokenizer.encode(document), rng.integers(4, LONGEST)
             prompt, said = ids[:cut], ids[cut:]
         else:
-            answers = [i for i, turn in enumerate(document) if turn["role"] == "assistant" and i]
-            at = rng.choice(answers or [len(document)])
-            prompt = encode(document[:at], tokenizer)
-            text = document[at]["content"] if answers else ""
-            said = tokenizer.encode(text, special=False) + list(eos[:1])
-        if answer := said[: args.tokens]:
+            answers = [i for i, each in enumerate(document) if i and each["role"] == "assistant"]
+            if not answers:
+                continue
+            at = rng.choice(answers)
+            prompt, text = encode(document[:at], tokenizer), document[at]["content"]
+            said = tokenizer.encode(text, special=False) + ends
+        answer = said[: args.tokens]
+        if answer and len(prompt) + args.tokens <= config.context:
             rows.append({"kind": kind, "prompt": prompt, "tokens": answer})
     return rows
 
@@ -192,24 +197,15 @@ def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> lis
     return rows
 
 
-def lock(file: TextIO, path: Path) -> None:
-    """Refuse a file that another process writes. Closing it lets it go."""
-    try:
-        if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(f"--out {path}: another process is writing it: wait for its end, or give "
-                        "another --out") from None  # fmt: skip
-
-
 def run(args: argparse.Namespace) -> None:
     """Append documents to --out until it holds --documents of them."""
     check_writable(args.out, "--out")
-    if args.given and not args.data:
-        raise UserError("--given takes what documents say: give --data")
+    for flag in "given", "ask":
+        if getattr(args, flag) and not args.data:
+            raise UserError(f"--{flag} is about documents: give --data")
     try:
-        (args.ask or "").format("a text")
-    except (LookupError, ValueError) as error:
+        (args.ask or "").format("")
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"--ask {args.ask}: the text goes where {{}} is ({error})") from None
     model, tokenizer = load_target(args, args.dtype)
     kinds = read_corpus(args.data)[0] if args.data else {}
@@ -219,7 +215,7 @@ def run(args: argparse.Namespace) -> None:
         args.out.open("a+", encoding="utf-8", newline="\n") as file,
         tqdm(total=args.documents, unit="document") as bar,
     ):
-        lock(file, args.out)
+        lock(file, f"--out {args.out}")
         rows = resume(file, args.out, tokenizer, options)
         duplicates, kept, idle = Duplicates(), len(rows), 0
         for row in rows:
@@ -228,7 +224,7 @@ def run(args: argparse.Namespace) -> None:
         while kept < args.documents and idle < IDLE:
             seed = [args.seed, kept, idle]
             if args.given:
-                new = given_documents(tokenizer, kinds, args, seed, model.config.eos_ids)
+                new = given_documents(model.config, tokenizer, kinds, args, seed)
             else:
                 new = new_documents(model, tokenizer, kinds, args, seed)
             if not args.keep_duplicates:
@@ -239,7 +235,8 @@ def run(args: argparse.Namespace) -> None:
             bar.update(len(new))
     if kept < args.documents:
         raise UserError(
-            f"only {kept} different documents came: raise --temperature or ask for fewer"
+            f"only {kept} different documents came: raise --temperature, give more --data, or ask "
+            "for fewer"
         )
 
 

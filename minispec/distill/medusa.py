@@ -5,7 +5,7 @@ import argparse
 import torch
 from torch import Tensor
 
-from minispec.distill.documents import Documents, cross_entropy, learn, load_target
+from minispec.distill.documents import Documents, cross_entropy, learn, load_target, words_digest
 from minispec.distill.tree import accuracy_table, choose_tree
 from minispec.errors import UserError
 from minispec.heads import load_medusa, load_subset, save_medusa
@@ -13,7 +13,6 @@ from minispec.methods.fastmtp import FullVocabulary
 from minispec.methods.medusa import MedusaHeads, untrained
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer, count_parameters
-from minispec.pretrain import digest
 from minispec.training import prepare, training_arguments, whole_numbers, write_card
 
 
@@ -54,8 +53,7 @@ def run(args: argparse.Namespace) -> None:
     def loss_of(documents: Documents) -> HeadsLoss:
         return HeadsLoss(heads, target, documents, words)
 
-    ids = words and words.host_ids.tolist()
-    options = f"{heads} {ids and digest(ids)}"
+    options = f"{heads} {words_digest(words)}"
     adamw = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     run, measured = learn(args, target, tokenizer, heads, loss_of, options, [adamw])
     heads.half().float()  # as they are stored

@@ -1,18 +1,20 @@
 """Train FastMTP's head on the target's own text."""
 
 import argparse
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.distill.documents import Documents, cross_entropy, learn, load_target
+from minispec.checkpoint import write_text
+from minispec.distill.documents import Documents, cross_entropy, learn, load_target, words_digest
 from minispec.errors import number
 from minispec.heads import load_mtp, load_subset, save_mtp
 from minispec.methods.fastmtp import FullVocabulary, MTPHead
 from minispec.methods.vocabulary import Subset
 from minispec.model import Pass, Transformer, count_parameters
-from minispec.pretrain import digest, initialise
+from minispec.pretrain import initialise
 from minispec.training import markdown, prepare, training_arguments, write_card
 
 
@@ -109,12 +111,13 @@ def step_weights(steps: int, beta: float) -> list[float]:
 
 @torch.no_grad()
 def step_accuracy(loss: MTPLoss, indices: list[int]) -> list[float]:
-    """How often each step's best token is the true one, its input tokens being true as well."""
+    """How often each step's best token, of the loss's vocabulary, is the true one, its input tokens
+    being true as well."""
     right, count = [0] * len(loss.weights), [0] * len(loss.weights)
     for i in indices:
         hidden, tokens, labels = loss.gather(torch.tensor([i]))
         for k, logits in enumerate(loss.steps(hidden, tokens)):
-            right[k] += int((logits.argmax(-1) == labels[k]).sum())
+            right[k] += int((logits.argmax(-1) == loss.words.numbers(labels[k])).sum())
             count[k] += int((labels[k] >= 0).sum())
     return [r / max(c, 1) for r, c in zip(right, count)]
 
@@ -131,23 +134,25 @@ def run(args: argparse.Namespace) -> None:
 
     words = load_subset(args.vocabulary, target, tokenizer)
 
-    def loss_of(documents: Documents, words: Subset | None = words) -> MTPLoss:
+    def loss_of(documents: Documents) -> MTPLoss:
         aligned = args.mode == "aligned"
         return MTPLoss(head, target, documents, args.k, args.beta, aligned, args.soft, words)
 
-    ids = words and words.host_ids.tolist()
-    options = f"{args.mode} {args.k} {args.beta} {args.soft} {ids and digest(ids)}"
+    options = f"{args.mode} {args.k} {args.beta} {args.soft} {words_digest(words)}"
     run, measured = learn(args, target, tokenizer, head, loss_of, options)
     head.half().float()  # as it is stored
-    loss = loss_of(Documents.of(measured, target, args.context, torch.float32), words=None)
+    loss = loss_of(Documents.of(measured, target, args.context, torch.float32))
     save_mtp(head, args.out, args.model, tokenizer, torch.float16, loss.weights)
+    if words and Path(args.vocabulary).suffix == ".json":  # from now on it drafts from these
+        write_text(args.out / "vocabulary.json", Path(args.vocabulary).read_text("utf-8"))
     kinds: dict[str, list[int]] = {}
     for i, row in enumerate(measured):
         kinds.setdefault(row["kind"], []).append(i)
     facts = {
         "layout": "MiMo's; embedding and lm_head are the target's",
         "loss": f"Σ α_k · CE_k, α = {', '.join(f'{w:.3f}' for w in loss.weights)}, {args.mode}, "
-                f"against the target's {'distributions' if args.soft else 'tokens'}",
+                f"against the target's {'distributions' if args.soft else 'tokens'}"
+                f"{f', over {len(words)} tokens' if words else ''}",
         "measured": "how often each step's best token is right on held-out documents, given right "
                     "tokens before it",
     }  # fmt: skip

@@ -24,6 +24,9 @@ def run(args: argparse.Namespace) -> None:
         name, _, files = text.partition("=")
         if not (name and files) or name in languages:
             raise UserError(f"--text {text}: must be NAME=FILE,FILE… with each name once")
+        for file in files.split(","):
+            if not Path(file).exists():
+                raise UserError(f"no such file or directory: {file}")
         ids = chain.from_iterable(ids_of(Path(file), tokenizer) for file in files.split(","))
         ids = tqdm(ids, desc=name, unit="document")
         languages[name] = count(ids, sorted(tokenizer.controls.values()), args.size)

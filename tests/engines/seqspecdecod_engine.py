@@ -24,13 +24,14 @@ def generate(method, checkpoint, prompt, *, max_new_tokens, temperature, top_k, 
     if top_p < 1 or top_k > 1:
         raise NotImplementedError("top-k, top-p")
     torch.manual_seed(seed)
-    target, heat = read(checkpoint), 0.0 if top_k else float(temperature)
+    target, temperature = read(checkpoint), 0.0 if top_k else float(temperature)
     ids = Ids(eos_token_id=target.generation_config.eos_token_id, unk_token_id=None)
     request = target, ids, prompt, max_new_tokens
     if not method:
-        said = baseline_generate(*request, target_temperature=heat)
+        said = baseline_generate(*request, target_temperature=temperature)
         return [int(token) for token in said["text"].split()]
-    said = speculative_generate(read(f"{checkpoint}/draft"), *request, 2, heat, heat, method=method)
+    draft, heats = read(f"{checkpoint}/draft"), (temperature, temperature)  # the draft's, its own
+    said = speculative_generate(draft, *request, 2, *heats, method=method)
     tokens = [int(token) for token in said["text"].split()]
     return tokens, said["draft_tokens"], said["accepted_tokens"]
 
