@@ -105,6 +105,7 @@ def test_a_run_that_ctrl_c_ended_goes_on_as_if_it_had_not(data, tmp_path, monkey
         assert torch.equal(whole[name], resumed[name]), name
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_same_model_as_one(data, tmp_path):
     alone = run(data, tmp_path / "alone", 3)
     with socket.create_server(("localhost", 0)) as free:

@@ -327,7 +327,7 @@ def is_exact(
         if next(calls) > outcomes / 2:  # those of one more token would be too many
             break
     if reached == 1:  # a token that comes before any draft
-        return None, f"{detail} alone: it draws more than can be followed"
+        return None, f"only the first token could be followed, TV {distance:.1e}"
     return True, detail
 
 

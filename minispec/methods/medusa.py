@@ -58,8 +58,7 @@ class MedusaHeads(nn.ModuleList):
         self.accuracy: Tensor | None = None
 
     def forward(self, hidden: Tensor, model: Transformer) -> Tensor:
-        """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm; of
-        `model` only its `logits` are needed."""
+        """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm."""
         outputs = torch.stack([head(hidden) for head in self])
         return model.logits(outputs) if self.shared else outputs
 
