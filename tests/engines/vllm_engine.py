@@ -6,6 +6,7 @@ import os
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
                "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "CRITICAL"}  # fmt: skip
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 
 
 def engine(**speculation):
@@ -20,6 +21,8 @@ def engine(**speculation):
             held[folder] = LLM(
                 folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
                 disable_log_stats=False, speculative_config=given or None)  # fmt: skip
+            # in a second engine it would fail beside numba, which ngram brings
+            current_platform.register_triton_kernel_overrides = lambda: None
         return held[folder]
 
     def counts(llm: LLM) -> list[int]:
