@@ -167,7 +167,13 @@ def held_out_prompts(
 
 
 def beginning(document: Document, tokenizer: Tokenizer) -> list[int]:
+    """What `held_out_prompts` takes of a document."""
     if isinstance(document, str) or tokenizer.chat_template is None:
         return encode(document, tokenizer)[:16]
-    ends = [i + 1 for i, turn in enumerate(document) if turn["role"] == "user"]
-    return encode(document[: ends[0]] if ends else document, tokenizer)
+    return encode(document[: user_ends(document)[0]], tokenizer)
+
+
+def user_ends(document: list[dict[str, str]]) -> list[int]:
+    """How many turns there are up to each of the user's, that one included; all, if none is."""
+    ends = [i for i, each in enumerate(document, 1) if each["role"] == "user"]
+    return ends or [len(document)]

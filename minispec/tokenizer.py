@@ -17,7 +17,7 @@ from minispec.chat import (
     read_template,
     render,
     split_at,
-)  # fmt: skip
+)
 from minispec.errors import UserError, optional_json
 
 FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"  # of an AddedToken

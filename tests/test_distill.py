@@ -17,7 +17,7 @@ from conftest import (
     random_model,
     random_tokens,
     tales,
-)  # fmt: skip
+)
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
@@ -25,7 +25,13 @@ from tokenizers import models, pre_tokenizers
 from minispec import Sampling, UserError, distill, generate, load
 from minispec.checkpoint import save
 from minispec.distill import draft, tree
-from minispec.distill.documents import kept_states, read_own, read_training, shuffled
+from minispec.distill.documents import (
+    kept_states,
+    read_own,
+    read_training,
+    shuffled,
+    weights_digest,
+)
 from minispec.distill.generate import lock
 from minispec.generate import decode
 from minispec.heads import load_medusa, load_mtp, load_vocabulary
@@ -295,7 +301,7 @@ def test_hidden_states_are_kept_and_those_of_new_documents_added(tmp_path):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows[:n]))
 
     def check(n: int) -> None:
-        kept = kept_states(file, model, 12, torch.float32)
+        kept = kept_states(file, model, 12, torch.float32, weights_digest(model))
         assert len(kept) == n
         for row, states in zip(rows, kept):
             alone = model((row["prompt"] + row["tokens"])[:12])[0]
@@ -310,7 +316,7 @@ def test_hidden_states_are_kept_and_those_of_new_documents_added(tmp_path):
     check(4)
     kept = states.read_bytes()
     states.write_bytes(bytes(8) + kept[8:])  # what is kept is not computed again
-    assert (kept_states(file, model, 12, torch.float32)[0][0, :4] == 0).all()
+    assert (kept_states(file, model, 12, torch.float32, weights_digest(model))[0][0, :4] == 0).all()
     states.unlink()
     check(4)
     rows[3]["tokens"] = random_tokens(30, 99)  # another document in the place of the last

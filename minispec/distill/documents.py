@@ -111,13 +111,14 @@ def words_digest(words: Subset | None) -> str:
 
 @torch.no_grad()
 def kept_states(
-    path: Path, target: Transformer, context: int, dtype: torch.dtype
+    path: Path, target: Transformer, context: int, dtype: torch.dtype, weights: str
 ) -> list[Tensor]:
     """The target's hidden states (n, d), in float16, of every document of a file of `generate`, cut
-    to `context` tokens. They are kept in a file beside it, to which those of documents that were
-    added since are added; if the last of them is another document's, all are made anew."""
+    to `context` tokens; `weights` is the target's digest. They are kept in a file beside it, to
+    which those of documents that were added since are added; if the last of them is another
+    document's, all are made anew."""
     rows = [(row["prompt"] + row["tokens"])[:context] for row in read_own(path)[1]]
-    key, size = digest([weights_digest(target), context, str(dtype)])[:8], target.config.hidden_size
+    key, size = digest([weights, context, str(dtype)])[:8], target.config.hidden_size
     file = path.with_name(f"{path.name}.{key}.hidden")
     check_writable(file, "the hidden states of --own")
     ends = list(accumulate((2 * size * len(row) for row in rows), initial=0))  # bytes
@@ -175,8 +176,8 @@ class Documents:
         """Rows of `read_training`, of at most `context` tokens."""
         rows = [(row["prompt"] + row["tokens"])[:context] for row in own]
         places = [row["place"] for row in own]
-        files = {path for path, _ in places}
-        kept = {path: kept_states(path, target, context, dtype) for path in files}
+        files, weights = {path for path, _ in places}, weights_digest(target)
+        kept = {path: kept_states(path, target, context, dtype, weights) for path in files}
         states = [kept[path][i] for path, i in places]
         return cls(rows, [len(row["prompt"]) for row in own], states)
 

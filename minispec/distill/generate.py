@@ -25,12 +25,12 @@ from minispec.distill.documents import (
     lock,
     read_own,
     weights_digest,
-)  # fmt: skip
+)
 from minispec.errors import UserError, check_writable
 from minispec.model import Config, Transformer
 from minispec.pretrain import digest
 from minispec.sampling import OneHot, Sampling, invert, probs
-from minispec.text import Document, Kinds, encode, read_corpus, turn
+from minispec.text import Document, Kinds, encode, read_corpus, turn, user_ends
 from minispec.tokenizer import Tokenizer
 from minispec.training import whole_numbers
 
@@ -113,8 +113,7 @@ def prompt_of(
         document = [turn("user", ask.format(document))]
     if isinstance(document, str):
         return tokenizer.encode(document[: 20 * LONGEST])[: rng.integers(4, LONGEST)]
-    ends = [i + 1 for i, turn in enumerate(document) if turn["role"] == "user"]
-    return encode(document[: rng.choice(ends or [len(document)])], tokenizer)
+    return encode(document[: rng.choice(user_ends(document))], tokenizer)
 
 
 def new_documents(
@@ -132,10 +131,10 @@ def new_documents(
     prompts = ((kind, prompt_of(document, tokenizer, rng, args.ask)) for kind, document in drawn)
     most = args.batch if args.chat is not None else ALIKE * args.batch
     asked = list(islice((each for each in prompts if 0 < len(each[1]) <= longest), most))
-    if not asked and args.chat is None:
-        raise UserError(f"there is hardly a prompt of at most {longest} tokens: lower --tokens")
-    if not asked:  # no turn of the user's ended
-        return []
+    if not asked:
+        if args.chat is None:
+            raise UserError(f"there is hardly a prompt of at most {longest} tokens: lower --tokens")
+        return []  # no turn of the user's ended
     if len(asked) > args.batch:  # prompts of like lengths need little padding
         asked.sort(key=lambda each: len(each[1]))
         at = args.batch * rng.integers(len(asked) // args.batch)

@@ -1,7 +1,7 @@
 """List each language's frequent tokens, for a head to draft from."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
@@ -24,11 +24,8 @@ def run(args: argparse.Namespace) -> None:
         name, _, files = text.partition("=")
         if not (name and files) or name in languages:
             raise UserError(f"--text {text}: must be NAME=FILE,FILE… with each name once")
-        for file in files.split(","):
-            if not Path(file).exists():
-                raise UserError(f"no such file or directory: {file}")
-        ids = chain.from_iterable(ids_of(Path(file), tokenizer) for file in files.split(","))
-        ids = tqdm(ids, desc=name, unit="document")
+        each = [ids_of(Path(file), tokenizer) for file in files.split(",")]
+        ids = tqdm(chain.from_iterable(each), desc=name, unit="document")
         languages[name] = count(ids, sorted(tokenizer.controls.values()), args.size)
         total = sum(languages[name].counts)
         if not total:
@@ -37,16 +34,16 @@ def run(args: argparse.Namespace) -> None:
     save_vocabulary(languages, tokenizer, args.out)
 
 
-def ids_of(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The documents of a file or folder of texts; of a file of `generate` what the target said."""
+def ids_of(path: Path, tokenizer: Tokenizer) -> Iterable[list[int]]:
+    """The documents of a file or folder of texts, encoded one by one; of a file of `generate` what
+    the target said."""
     if path.suffix == ".jsonl" and path.is_file():
         with path.open(encoding="utf-8", errors="replace") as lines:
             begun = next(lines, "")
         if begun.startswith('{"tokenizer"'):
-            yield from (row["tokens"] for row in read_own(path, tokenizer)[1])
-            return
-    for documents in read_kinds(path).values():
-        yield from (tokenizer.encode(plain(document)) for document in documents)
+            return [row["tokens"] for row in read_own(path, tokenizer)[1]]
+    documents = chain.from_iterable(read_kinds(path).values())
+    return (tokenizer.encode(plain(document)) for document in documents)
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
