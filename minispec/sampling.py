@@ -60,6 +60,11 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
     """
     if sampling.temperature == 0:
         return OneHot(logits.argmax(-1).tolist(), logits.shape[-1])
+    return warp(logits, sampling).cpu()
+
+
+def warp(logits: Tensor, sampling: Sampling) -> Tensor:
+    """What `probs` says at a temperature above 0, on the device of the logits."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # the largest becomes 0 first, so that a tiny temperature cannot overflow every logit
     logits = logits - logits.amax(-1, keepdim=True)
@@ -73,7 +78,7 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
         tail[..., -1] = False  # the most likely token stays
         removed = torch.zeros_like(tail).scatter(-1, order, tail)  # in the vocabulary's order
         logits = logits.masked_fill(removed, -math.inf)
-    return logits.softmax(-1).cpu()
+    return logits.softmax(-1)
 
 
 def likeliest(probs: Tensor | OneHot) -> list[int]:

@@ -216,7 +216,8 @@ def training_arguments(p: argparse.ArgumentParser, steps: int, context: int, lr:
     )
     p.add_argument("--lr", type=number(1e-12, 1e3, float), default=lr, help="default: %(default)s")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
-                   help="of the products (bfloat16 is fast where AMX or a GPU is)")  # fmt: skip
+                   help="of the products (float32 is TF32 on a GPU; bfloat16 is fast there and "
+                        "where AMX is)")  # fmt: skip
     p.add_argument("--device", default="auto")
 
 
@@ -224,5 +225,7 @@ def prepare(args: argparse.Namespace, words: list[str]) -> None:
     """Refuse what cannot be before any long work; dtype and device become torch's, and `args.line`
     is the command line without this machine's folders."""
     args.dtype, args.device = getattr(torch, args.dtype), pick_device(args.device)
+    if args.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
     args.line = " ".join(Path(word).name if Path(word).is_absolute() else word for word in words)
     check_writable(args.out / CHECKPOINT, "--out")

@@ -1,16 +1,18 @@
-"""Every method on a device other than the host: the same tokens, and how often a round waits."""
+"""On a device other than the host: the same tokens, and how often a round waits; the same losses."""
 
 import pytest
 import torch
 from conftest import companions, random_model, random_tokens
 from simulated import DEVICE, Running, Simulated
 
-from minispec import Sampling
+from minispec import Sampling, distill
+from minispec.distill.draft import SoftLabels
 from minispec.generate import METHODS, decode
 from minispec.methods.adaptive import BestTree, Length
+from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
 from minispec.sampling import Seeded
-from minispec.toys import switching
+from minispec.toys import random_head, random_heads, switching
 
 CURVE = [0.0, *(1 + 0.02 * n for n in range(64))]
 
@@ -70,6 +72,39 @@ def test_a_conversation_says_on_the_device_what_it_says_on_the_host(case):
         second = decode(model, None, prompt, method, **options)
         turns.append((first.tokens, second.tokens, second.cached_tokens))
     assert turns[0] == turns[1] and turns[0][2] == 12
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_target_s_own_text_is_on_the_device_what_it_is_on_the_host(temperature):
+    def texts(place) -> list[list[int]]:
+        model, prompts = random_model(5, layers=1).to(place), [random_tokens(n) for n in (3, 6, 4)]
+        sampling, generator = Sampling(temperature, 9, 0.9), torch.Generator().manual_seed(0)
+        return distill.sample_batch(model, prompts, 9, sampling, generator)
+
+    assert texts("cpu") == texts(DEVICE)
+
+
+@pytest.mark.parametrize("trained", ["draft", "medusa", "mtp", "mtp, small vocabulary"])
+def test_a_training_s_loss_is_on_the_device_what_it_is_on_the_host(trained):
+    def loss(place) -> float:
+        model = random_model(5, torch.float32, layers=1).to(place)
+        head, heads = random_head(model, 0).to(place), random_heads(model, 0).to(place)
+        small = random_model(2, torch.float32).to(place)
+        rows = [random_tokens(n, n) for n in (9, 6, 12)]
+        states = [model(row)[0].cpu() for row in rows]
+        documents = distill.Documents(rows, [3, 3, 3], states)
+        words = Subset(model.lm_head.weight, list(range(3, 32, 2)))
+        losses = {
+            "draft": lambda: SoftLabels(small, model, documents),
+            "medusa": lambda: distill.HeadsLoss(heads, model, documents),
+            "mtp": lambda: distill.MTPLoss(head, model, documents, 3, 0.6, True, soft=True),
+            "mtp, small vocabulary": lambda: distill.MTPLoss(
+                head, model, documents, 3, 0.6, True, vocabulary=words
+            ),
+        }
+        return losses[trained]()(torch.tensor([0, 2])).item()
+
+    assert loss("cpu") == pytest.approx(loss(DEVICE))
 
 
 def test_what_mixes_host_and_device_is_refused_and_what_crosses_is_counted():

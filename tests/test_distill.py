@@ -319,9 +319,15 @@ def test_hidden_states_are_kept_and_those_of_new_documents_added(tmp_path):
     assert (kept_states(file, model, 12, torch.float32, weights_digest(model))[0][0, :4] == 0).all()
     states.unlink()
     check(4)
+    numbers = torch.frombuffer(bytearray(states.read_bytes()), dtype=torch.float16)
+    rounded = (numbers * 1.01).numpy().tobytes()  # as another machine rounds
+    states.write_bytes(rounded)
+    old = kept_states(file, model, 12, torch.float32, weights_digest(model))
+    assert states.read_bytes() == rounded
     rows[3]["tokens"] = random_tokens(30, 99)  # another document in the place of the last
     write(4)
     check(4)
+    assert old[0].isfinite().all()  # a training that began before goes on reading
     model.model.norm.weight *= 2
     check(4)  # another target's are others
     assert len(list(tmp_path.glob("*.hidden"))) == 2

@@ -8,10 +8,11 @@ first line: one can train on it, but `generate` does not go on with it.
 import argparse
 import hashlib
 import json
+import os
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import IO
 
@@ -34,6 +35,7 @@ except ImportError:  # on Windows, where no file is locked
     fcntl = None
 
 HALF = torch.float16
+TOGETHER = 64  # documents that a GPU passes through the target at once
 HELD_OUT = 50  # every 50th document of a file is for measuring
 
 
@@ -115,33 +117,40 @@ def kept_states(
 ) -> list[Tensor]:
     """The target's hidden states (n, d), in float16, of every document of a file of `generate`, cut
     to `context` tokens; `weights` is the target's digest. They are kept in a file beside it, to
-    which those of documents that were added since are added; if the last of them is another
-    document's, all are made anew."""
+    which those of documents that were added since are added. If the last of them is another
+    document's, all are made anew, in a new file: another training may still read the old one."""
     rows = [(row["prompt"] + row["tokens"])[:context] for row in read_own(path)[1]]
     key, size = digest([weights, context, str(dtype)])[:8], target.config.hidden_size
     file = path.with_name(f"{path.name}.{key}.hidden")
     check_writable(file, "the hidden states of --own")
     ends = list(accumulate((2 * size * len(row) for row in rows), initial=0))  # bytes
     with file.open("a+b") as out:
-        lock(out, str(file))
-        done = bisect(ends, out.tell()) - 1
+        lock(out, str(file), wait=True)  # two trainings on one text may begin together
+        done = bisect(ends, out.seek(0, os.SEEK_END)) - 1
+        other = False
         if done:
             out.seek(ends[done - 1])
             last = torch.frombuffer(bytearray(out.read(ends[done] - ends[done - 1])), dtype=HALF)
             (again,) = hidden_states(target, rows[done - 1 : done], dtype)
-            done *= torch.allclose(last.view(-1, size).float(), again.float(), 1e-2, 1e-2)
-        out.truncate(ends[done])
-        for states in hidden_states(target, tqdm(rows[done:], "hidden states"), dtype):
-            out.write(states.half().numpy().tobytes())
+            # another machine's differ by the rounding of its products, a GPU's most
+            far = (last.view(-1, size) - again).norm(dim=-1) > 0.1 * again.norm(dim=-1)
+            other = bool(far.any())
+        if not other and done < len(rows):
+            out.truncate(ends[done])  # what a kill left of the next
+            for states in hidden_states(target, tqdm(rows[done:], "hidden states"), dtype):
+                out.write(states.half().numpy().tobytes())
+    if other:
+        file.unlink()
+        return kept_states(path, target, context, dtype, weights)
     flat = torch.from_file(str(file), size=ends[-1] // 2, dtype=HALF)  # read when it is needed
     return list(flat.view(-1, size).split([len(row) for row in rows]))
 
 
-def lock(file: IO, where: str) -> None:
-    """Refuse a file that another process writes. Closing it lets it go."""
+def lock(file: IO, where: str, wait: bool = False) -> None:
+    """Refuse a file that another process writes, or wait for it. Closing it lets it go."""
     try:
         if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         raise UserError(f"{where}: another process is writing it: wait for its end, or give "
                         "another file") from None  # fmt: skip
@@ -152,9 +161,14 @@ def hidden_states(
     target: Transformer, rows: Iterable[list[int]], dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """The target's hidden states (n, d) of each row of n tokens, on the host."""
-    for row in rows:
+    rows = iter(rows)
+    together = TOGETHER if target.device.type == "cuda" else 1
+    while batch := list(islice(rows, together)):
+        padded = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in batch], batch_first=True)
         with torch.autocast(target.device.type, dtype, enabled=dtype != torch.float32):
-            yield target(row)[0].to("cpu", dtype)
+            states = target(padded).to("cpu", dtype)
+        for row, each in zip(batch, states):
+            yield each[: len(row)]
 
 
 class Documents:

@@ -29,7 +29,7 @@ from minispec.distill.documents import (
 from minispec.errors import UserError, check_writable
 from minispec.model import Config, Transformer
 from minispec.pretrain import digest
-from minispec.sampling import OneHot, Sampling, invert, probs
+from minispec.sampling import Sampling, invert, warp
 from minispec.text import Document, Kinds, encode, read_corpus, turn, user_ends
 from minispec.tokenizer import Tokenizer
 from minispec.training import whole_numbers
@@ -59,16 +59,16 @@ def sample_batch(
     cache = model.new_cache(max(lengths) + n, batch=len(prompts))
     hidden = model(padded, cache)
     cache.extend(lengths)
-    last = hidden[torch.arange(len(prompts)), torch.tensor(lengths) - 1]  # (B, d)
+    last = torch.stack([row[length - 1] for row, length in zip(hidden, lengths)])  # (B, d)
     output: list[list[int]] = [[] for _ in prompts]
     rows = output  # those that are still sampled, in the cache's order
     while True:
-        p = probs(model.logits(last), sampling)  # (B, V)
-        if isinstance(p, OneHot):
-            tokens = p.tokens
+        logits = model.logits(last)  # (B, V)
+        if sampling.temperature == 0:
+            tokens = logits.argmax(-1).tolist()
         else:
             uniform = torch.rand(len(rows), dtype=torch.float64, generator=generator)
-            tokens = invert(p, uniform).tolist()
+            tokens = invert(warp(logits, sampling), uniform.to(logits.device)).tolist()
         for row, token in zip(rows, tokens):
             if not ended(row, n, model.config.eos_ids):
                 row.append(token)

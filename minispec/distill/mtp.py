@@ -50,28 +50,24 @@ class MTPLoss:
         self.weights = step_weights(steps, beta)
 
     def __call__(self, index: Tensor) -> Tensor:
-        hidden, tokens, labels = self.gather(index)
-        total = 0.0
-        for k, x in enumerate(self.outputs(hidden, tokens)):
+        states, tokens, labels = self.gather(index)
+        n, total = labels[0].shape[1], 0.0
+        for k, x in enumerate(self.outputs(states[:, :n], tokens)):
             label = self.words.numbers(labels[k])
             real = label >= 0  # (B, n)
-            p = self.target_probs(index, k, real) if self.soft else None
+            p = None
+            if self.soft:  # the target's distributions (N, V) in the labels' places
+                p = self.logits(states[:, k + 1 :][:, :n][real]).float().softmax(-1)
             total += self.weights[k] * cross_entropy(self.logits(x[real]), label[real], p)
         return total
 
     def gather(self, index: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Hidden states (B, T - 2, d), tokens (B, T + steps) and each step's labels."""
+        """The target's states (B, T - 2 + steps, d), tokens (B, T + steps) and each step's labels
+        (B, T - 2)."""
         documents, device, steps = self.documents, self.target.device, len(self.weights)
         tokens = F.pad(documents.tokens[index], (0, steps)).to(device)
         labels = [documents.labels(index, k + 1).to(device) for k in range(steps)]
-        return documents.states(index, labels[0].shape[1]).to(device), tokens, labels
-
-    def target_probs(self, index: Tensor, k: int, real: Tensor) -> Tensor:
-        """The target's distributions (N, V) in the places of those of step k's labels that are
-        `real` (B, n)."""
-        n = real.shape[1]
-        hidden = self.documents.states(index, n + k + 1)[:, k + 1 :].to(self.target.device)
-        return self.logits(hidden[real]).float().softmax(-1)
+        return documents.states(index, labels[0].shape[1] + steps).to(device), tokens, labels
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., V)."""
@@ -115,8 +111,8 @@ def step_accuracy(loss: MTPLoss, indices: list[int]) -> list[float]:
     being true as well."""
     right, count = [0] * len(loss.weights), [0] * len(loss.weights)
     for i in indices:
-        hidden, tokens, labels = loss.gather(torch.tensor([i]))
-        for k, logits in enumerate(loss.steps(hidden, tokens)):
+        states, tokens, labels = loss.gather(torch.tensor([i]))
+        for k, logits in enumerate(loss.steps(states[:, : labels[0].shape[1]], tokens)):
             right[k] += int((logits.argmax(-1) == loss.words.numbers(labels[k])).sum())
             count[k] += int((labels[k] >= 0).sum())
     return [r / max(c, 1) for r, c in zip(right, count)]

@@ -39,10 +39,11 @@ def ranks_of(heads: MedusaHeads, target: Transformer, own: list[dict], context: 
     rows = [(row["prompt"] + row["tokens"])[:context] for row in own]
     ranks = []
     for i, hidden in enumerate(hidden_states(target, rows, torch.float32)):
-        logits = heads(hidden.to(target.device, target.dtype), target).cpu()  # (K, n, V)
+        logits = heads(hidden.to(target.device, target.dtype), target)  # (K, n, V)
         label = labels_of(rows[i], len(own[i]["prompt"]), len(heads)).T[..., None]  # (K, n, 1)
+        label = label.to(logits.device)
         above = (logits > logits.gather(-1, label.clamp(min=0))).sum(-1).clamp(max=RANKS)
-        ranks.append(above.where(label[..., 0] >= 0, -1))
+        ranks.append(above.where(label[..., 0] >= 0, -1).cpu())
     return torch.cat(ranks, 1)
 
 
