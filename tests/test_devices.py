@@ -1,4 +1,4 @@
-"""On a device other than the host: the same tokens, and how often a round waits; the same losses."""
+"""On a device other than the host: the same tokens and losses, and how often a round waits."""
 
 import pytest
 import torch
