@@ -1,12 +1,18 @@
-# make demo: build the environment and tell a story.  make test: build it and pass the tests.
+# make demo: build the environment and answer a question.  make test: build it and pass the tests.
 PYTHON ?= python3
 BIN := .venv/bin
-PROMPT ?= Once upon a time
+QUESTION ?= Why is the sky blue?
+REAL := weights/smollm2/target/config.json
 
 .PHONY: demo test test-all lessons lessons-refresh lint certify reference engines smollm2 grade golden clean
 
+# a real model answers, one token a pass and by FastMTP; without network a toy tells a story
 demo: .venv/installed
-	$(BIN)/python -m minispec.generate "$(PROMPT)" --stats
+	@if $(MAKE) -s smollm2; then ask="$(QUESTION)"; options="--model smollm2 --chat"; \
+	else ask="Once upon a time"; echo "The real model cannot be had now: a toy tells a story instead."; fi; \
+	for method in autoregressive fastmtp; do printf '\n> %s   (%s)\n' "$$ask" $$method; \
+		$(BIN)/python -m minispec.generate "$$ask" $$options --method $$method --color --stats \
+			--max-new-tokens 120 < /dev/null || exit; done
 
 test: .venv/tested
 	$(BIN)/python -m pytest -q
@@ -31,7 +37,9 @@ certify: .venv/installed
 	$(BIN)/python -m minispec.certify
 
 # SmolLM2-135M-Instruct, a real model: --model smollm2
-smollm2: .venv/installed
+smollm2: $(REAL)
+
+$(REAL): | .venv/installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[gguf]"
 	$(BIN)/python -m minispec.fetch
 

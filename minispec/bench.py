@@ -164,6 +164,11 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
                 raise
             continue
         drafters[method] = load_drafter(method, model, tokenizer, source)
+        for size in args.vocabulary_sizes if method == "fastmtp" else []:
+            words = {"vocabulary": "none"} if size is None else {"size": size}
+            row = f"fastmtp k=3 of {size or 'all'}"
+            methods[row] = load_drafter(method, model, tokenizer, source, **words) | {"k": 3}
+            named[row] = method
     return {row: drafters[each] | methods[row] for row, each in named.items() if each in drafters}
 
 
@@ -453,6 +458,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--temperature", default=[0.0], help="one or several, between commas",
                    type=lambda text: [number(0, kind=float)(part) for part in text.split(",")])
     p.add_argument("--k", type=number(1), default=4, help="drafts of the draft model")
+    p.add_argument("--vocabulary-sizes", default=[], metavar="N,N,…",
+                   help="fastmtp also with so many tokens of a language, or all that there are: none",
+                   type=lambda text: [None if part == "none" else number(1)(part)
+                                      for part in text.split(",")])  # fmt: skip
     p.add_argument("--dtype", default="auto")
     p.add_argument("--device", default="auto")
     p.add_argument("--quantize", choices=["int8"], help="int8 weights, of target and draft")
@@ -464,11 +473,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--acceptance", type=number(0, 1, float), help="with --shape: of its drafts")
     args = p.parse_args(argv)
     own = ("model", "draft", "heads", "mtp", "methods", "data", "kind", "own", "questions",
-           "against", "temperature", "k", "prompts")  # fmt: skip
-    given = ", ".join(f"--{flag}" for flag in own if getattr(args, flag) != p.get_default(flag))
+           "against", "temperature", "k", "prompts", "vocabulary_sizes")  # fmt: skip
+    given = [flag for flag in own if getattr(args, flag) != p.get_default(flag)]
+    given = ", ".join(f"--{flag.replace('_', '-')}" for flag in given)
     for wrong, message in (
         (args.shape and given, f"--shape has its own weights, prompt and drafts: omit {given}"),
         (args.acceptance is not None and not args.shape, "--acceptance is for --shape: omit it"),
+        (args.vocabulary_sizes and "fastmtp" not in (args.methods or "fastmtp").split(","),
+         "--vocabulary-sizes is for fastmtp: name it in --methods, or omit it"),
         (args.kind and not args.data, f"--kind {args.kind} is of the text of --data"),
         (args.against and (args.quantize or any(args.temperature)),
          "--against transformers is greedy and unquantised: no --temperature, no --quantize"),

@@ -12,7 +12,8 @@ from minispec import bench
 from minispec.checkpoint import save
 from minispec.fast import quicken
 from minispec.generate import decode
-from minispec.heads import save_medusa, save_mtp
+from minispec.heads import save_medusa, save_mtp, save_vocabulary
+from minispec.methods.vocabulary import Language
 from minispec.model import Transformer, count_parameters
 from minispec.toys import random_head, random_heads
 from minispec.tree import Step, Tree
@@ -98,6 +99,18 @@ def test_every_method_has_a_row_and_says_what_plain_decoding_says(weights, capsy
     assert rows["medusa"]["extra_parameters"] > 0
 
 
+def test_a_vocabulary_of_each_size_has_a_row(weights, capsys, tmp_path):
+    model = byte_model()
+    save_mtp(random_head(model, 0), tmp_path, "", TOKENIZER, model.dtype, [1.0])
+    words = Language(tuple(range(100)), tuple(range(100, 0, -1)))
+    save_vocabulary({"bytes": words}, TOKENIZER, tmp_path / "vocabulary.json")
+    bench.main(options_of(weights, "--methods", "fastmtp", "--mtp", str(tmp_path), "--json",
+                          "--vocabulary-sizes", "5,none"))  # fmt: skip
+    rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert {"fastmtp k=3 of 5", "fastmtp k=3 of all"} < rows.keys()
+    assert all(row["differing"] == 0 for row in rows.values())
+
+
 def test_transformers_says_the_same_in_its_turn(weights, capsys):
     pytest.importorskip("transformers", reason="the `reference` extra is not installed")
     bench.main(options_of(weights, "--methods", "speculative", "--against", "transformers",
@@ -139,7 +152,7 @@ def test_prompts_are_our_own_or_held_out_or_questions(weights, tmp_path, capsys)
         "--picture /dev/null/x.png", "--questions nowhere", "--questions . --data .",
         "--against transformers --temperature 1", "--shape smollm2-135m --acceptance 2",
         "--shape smollm2-135m --methods medusa", "--shape magic", "--shape smollm2-135m --k 3",
-        "--methods ,",
+        "--methods ,", "--vocabulary-sizes 9,x", "--vocabulary-sizes 9 --methods medusa",
     ],
 )  # fmt: skip
 def test_nonsense_is_one_line(weights, wrong, capsys):
