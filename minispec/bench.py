@@ -459,7 +459,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                    type=lambda text: [number(0, kind=float)(part) for part in text.split(",")])
     p.add_argument("--k", type=number(1), default=4, help="drafts of the draft model")
     p.add_argument("--vocabulary-sizes", default=[], metavar="N,N,…",
-                   help="fastmtp also with so many tokens of a language, or all that there are: none",
+                   help="fastmtp also with so many tokens of a language; none: all there are",
                    type=lambda text: [None if part == "none" else number(1)(part)
                                       for part in text.split(",")])  # fmt: skip
     p.add_argument("--dtype", default="auto")
