@@ -9,13 +9,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 
 VLLM = (".engines/vllm/bin/python -m vllm.entrypoints.openai.api_server --model {model} "
-        "--port 8123 --dtype float32 --enforce-eager --max-model-len 512")  # fmt: skip
-LLAMA = (".engines/llamacpp/build/bin/llama-server -m {model} --port 8123 --no-webui "
-         "-np 8 -c 8192 -fa off -ctk f32 -ctv f32")  # float16 by default  # fmt: skip
+        "--port {port} --dtype float32 --enforce-eager")  # fmt: skip
+LLAMA = ".engines/llamacpp/build/bin/llama-server -m {model} --port {port} --no-webui -c 8192"
 K = {"num_speculative_tokens": 3}
 DRAFT = {"method": "draft_model", "model": "{draft}", **K}
 VLLMS = {
@@ -28,27 +29,45 @@ LLAMAS = {
     "plain": "", "draft": "-md {draft} --spec-type draft-simple",
     "ngram": "--spec-type ngram-simple --spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 4",
 }
-os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-p = argparse.ArgumentParser(description=__doc__)
-p.add_argument("server", choices=[f"vllm-{x}" for x in VLLMS] + [f"llamacpp-{x}" for x in LLAMAS])
-p.add_argument("model")
-p.add_argument("--draft", help="a draft, or Medusa heads")
-args, flags = p.parse_known_args()
-engine, _, kind = args.server.partition("-")
-words = (VLLM if engine == "vllm" else f"{LLAMA} {LLAMAS[kind]}").split()
-if engine == "vllm" and VLLMS[kind]:
-    words += ["--speculative-config", json.dumps(VLLMS[kind])]
-server = subprocess.Popen([w.replace("{model}", args.model).replace("{draft}", args.draft or "")
-                           for w in words], stdout=subprocess.DEVNULL)  # fmt: skip
-try:
-    while server.poll() is None:
-        try:
-            httpx.get("http://localhost:8123/v1/models").raise_for_status()
-            break
-        except httpx.HTTPError:
-            time.sleep(1)
-    asked = ["--server", "http://localhost:8123", "--model", args.model, *flags]
-    sys.exit(subprocess.run([sys.executable, "-m", "minispec.certify", *asked]).returncode)
-finally:
-    server.terminate()
-    server.wait()
+CERTIFIED = {"vllm": "--max-model-len 512", "llamacpp": "-np 8 -fa off -ctk f32 -ctv f32"}
+
+
+@contextmanager
+def serving(server: str, model: str, draft: str = "", port: int = 8123,
+            more: str = "") -> Iterator[str]:  # fmt: skip
+    """The address of a server while it runs; `more` are flags of its own."""
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    engine, _, kind = server.partition("-")
+    words = (VLLM if engine == "vllm" else f"{LLAMA} {LLAMAS[kind]}").split()
+    if engine == "vllm" and VLLMS[kind]:
+        words += ["--speculative-config", json.dumps(VLLMS[kind])]
+    filled = [("{model}", model), ("{draft}", draft), ("{port}", str(port))]
+    for name, value in filled:
+        words = [word.replace(name, value) for word in words]
+    process = subprocess.Popen(words + more.split(), stdout=subprocess.DEVNULL)
+    address = f"http://localhost:{port}"
+    try:
+        while process.poll() is None:
+            try:
+                httpx.get(f"{address}/v1/models").raise_for_status()
+                break
+            except httpx.HTTPError:
+                time.sleep(1)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+if __name__ == "__main__":
+    p = argparse.ArgumentParser(description=__doc__)
+    servers = [f"vllm-{x}" for x in VLLMS] + [f"llamacpp-{x}" for x in LLAMAS]
+    p.add_argument("server", choices=servers)
+    p.add_argument("model")
+    p.add_argument("--draft", default="", help="a draft, or Medusa heads")
+    args, flags = p.parse_known_args()
+    more = CERTIFIED[args.server.partition("-")[0]]
+    with serving(args.server, args.model, args.draft, more=more) as address:
+        asked = ["--server", address, "--model", args.model, *flags]
+        code = subprocess.run([sys.executable, "-m", "minispec.certify", *asked]).returncode
+    sys.exit(code)
