@@ -246,7 +246,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                    help="accepted drafts green, the target's own tokens magenta")
     p.add_argument("--color=full", dest="color", action="store_const", const="full",
                    help="and the rejected drafts, struck out")
-    p.add_argument("--html", metavar="FILE", help="a page to step through the run, pass by pass")
+    p.add_argument("--html", metavar="FILE",
+                   help="a page to step through the run, or a chat's last answer, pass by pass")
     return p.parse_args(argv)
 
 
@@ -262,7 +263,6 @@ def check_flags(args: argparse.Namespace) -> None:
     ids_or_file = args.prompt_ids is not None or args.prompt_file is not None
     for wrong, message in (
         (args.chat and ids_or_file, "--chat takes its turns as text: give a prompt, or none"),
-        (args.chat and args.html is not None, "--html shows one run: give it without --chat"),
         (args.system is not None and not args.chat, "--system is for --chat"),
         (args.color and args.json, "--color is for text: give it without --json"),
     ):
@@ -378,12 +378,12 @@ def main(argv: list[str] | None = None) -> None:
         if each is not None:
             quicken(each, int8=args.quantize == "int8", compiled=args.compile)
     if args.chat:
-        chat(model, tokenizer, args, options)
-        return
-    run = stream(model, tokenizer, prompt, **options)
-    tell_of_end_token(model, tokenizer, args)
-    show(run, args, tokenizer, prompt if isinstance(prompt, str) and not args.json else "")
-    if args.html is not None:
+        run = chat(model, tokenizer, args, options)
+    else:
+        run = stream(model, tokenizer, prompt, **options)
+        tell_of_end_token(model, tokenizer, args)
+        show(run, args, tokenizer, prompt if isinstance(prompt, str) and not args.json else "")
+    if args.html is not None and run is not None:
         write_page(args.html, model, tokenizer, run, args.model)
 
 
@@ -392,14 +392,15 @@ def main(argv: list[str] | None = None) -> None:
 
 def chat(
     model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace, options: dict
-) -> None:
-    """The prompt, if any, then turns from standard input. The cache stays: a turn feeds only what
-    is new in it. Where the context would not hold an answer, the oldest turns are forgotten."""
+) -> Run | None:
+    """The prompt, if any, then turns from standard input; returns the last answer. The cache stays:
+    a turn feeds only what is new in it. Where the context would not hold an answer, the oldest
+    turns are forgotten."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     cache = model.new_cache(min(model.config.context, CHAT_ROOM))
     room = cache.capacity - max(1, min(args.max_new_tokens, cache.capacity // 2))
     tell_of_end_token(model, tokenizer, args)
-    messages, held = [], []  # the turns, and the tokens whose rows the cache holds
+    run, messages, held = None, [], []  # the turns, and the tokens whose rows the cache holds
     for turn in user_turns(args.prompt):
         messages.append({"role": "user", "content": turn})
         while len(prompt := tokenizer.chat(system + messages)) > room and len(messages) > 1:
@@ -414,6 +415,7 @@ def chat(
         show(run, args, tokenizer)
         messages.append({"role": "assistant", "content": run.text.strip()})
         held = (prompt + run.tokens)[: cache.length]
+    return run
 
 
 def user_turns(first: str | None) -> Iterator[str]:

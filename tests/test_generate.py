@@ -194,7 +194,6 @@ def test_every_source_of_a_prompt_is_the_same_prompt(folder, capsys, tmp_path, m
         (["x", "--method", "speculative", "--draft", ""], "no such directory: "),
         (["x", "--method", "medusa", "--heads", ""], "no such directory: "),
         (["x", "--color", "--json"], "give it without --json"),
-        (["--chat", "--html", "page.html"], "give it without --chat"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line_and_code_2(folder, arguments, match, capsys):
@@ -332,8 +331,9 @@ def turns(capsys, monkeypatch, lines: str | None, *arguments: str) -> tuple[list
     return [json.loads(line) for line in out.splitlines()], err
 
 
-def test_a_chat_feeds_only_what_is_new(folder, capsys, monkeypatch):
-    options = ["--model", folder, "--max-new-tokens", "4"]
+def test_a_chat_feeds_only_what_is_new(folder, capsys, monkeypatch, tmp_path):
+    page = tmp_path / "last.html"
+    options = ["--model", folder, "--max-new-tokens", "4", "--html", str(page)]
     first, second = turns(capsys, monkeypatch, "hi\n\nhow are you?\n", *options)[0]
     # at least the first prompt; the answer too, as far as its text is encoded in the same tokens
     assert first["stats"]["cached_tokens"] == 0
@@ -344,6 +344,7 @@ def test_a_chat_feeds_only_what_is_new(folder, capsys, monkeypatch):
                 {"role": "user", "content": "how are you?"}]  # fmt: skip
     fresh = decode(model, tokenizer, tokenizer.chat(messages), max_new_tokens=4)
     assert second["tokens"] == fresh.tokens
+    assert f'"tokens": {second["tokens"]}' in page.read_text(encoding="utf-8")
 
 
 def test_a_chat_begins_with_the_prompt_and_the_system_message(talker, capsys, monkeypatch):
