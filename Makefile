@@ -3,12 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 QUESTION ?= Why is the sky blue?
 REAL := weights/smollm2/target/config.json
+FETCH = $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt gguf && \
+	$(BIN)/python -m minispec.fetch
 
 .PHONY: demo test test-all lessons lessons-refresh lint certify reference engines smollm2 grade golden clean
 
 # a real model answers, one token a pass and by FastMTP; without network a toy tells a story
 demo: .venv/installed
-	@if $(MAKE) -s smollm2; then ask="$(QUESTION)"; options="--model smollm2 --chat"; \
+	@if [ -e $(REAL) ] || { $(FETCH); }; then ask="$(QUESTION)"; options="--model smollm2 --chat"; \
 	else ask="Once upon a time"; echo "The real model cannot be had now: a toy tells a story instead."; fi; \
 	for method in autoregressive fastmtp; do printf '\n> %s   (%s)\n' "$$ask" $$method; \
 		$(BIN)/python -m minispec.generate "$$ask" $$options --method $$method --color --stats \
@@ -40,8 +42,7 @@ certify: .venv/installed
 smollm2: $(REAL)
 
 $(REAL): | .venv/installed
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[gguf]"
-	$(BIN)/python -m minispec.fetch
+	$(FETCH)
 
 # against transformers: same logits, its speed, and the certifier's verdict on it
 reference: .venv/referenced
