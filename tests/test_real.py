@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import GOLDEN
 
-from minispec import UserError, checkpoint, drafters, fetch
+from minispec import UserError, checkpoint, drafters, fetch, load
 from minispec.checkpoint import resolve
+from minispec.generate import decode
 
 ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -68,3 +69,18 @@ def test_without_gguf_the_command_says_what_it_needs(real, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         fetch.main([])
     assert "needs gguf: pip install gguf" in capsys.readouterr().err
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("method", ["fastmtp", "prompt-lookup"])
+def test_the_real_model_says_by_every_method_what_it_says_plainly(method):
+    """make smollm2 fetches it. In float64; the heads that are shipped save passes."""
+    model, tokenizer = load("smollm2", "float64", "cpu")
+    asked = "Tom has 3 boxes of 12 pencils and gives 7 away. How many pencils has he left?"
+    prompt = tokenizer.chat([{"role": "user", "content": asked}])
+    plain, run = (
+        decode(model, tokenizer, prompt, each, max_new_tokens=60)
+        for each in ("autoregressive", method)
+    )
+    assert run.tokens == plain.tokens
+    assert len(run.rounds) < (0.7 if method != "prompt-lookup" else 1.0) * len(plain.rounds)
