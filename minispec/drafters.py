@@ -63,7 +63,8 @@ def load_drafter(
     if vocabulary not in (None, "none"):
         words = load_vocabulary(vocabulary, model, tokenizer, size)
     elif size is not None:
-        raise UserError("--vocabulary-size needs a --vocabulary")
+        raise UserError(f"no vocabulary of which to take {size} tokens: give one, or put it beside "
+                        f"the head, as {beside / 'vocabulary.json'}")  # fmt: skip
     return {"head": load_mtp(source, model, tokenizer), "vocabulary": words}
 
 

@@ -154,6 +154,7 @@ def test_prompts_are_our_own_or_held_out_or_questions(weights, tmp_path, capsys)
         "--against transformers --temperature 1", "--shape smollm2-135m --acceptance 2",
         "--shape smollm2-135m --methods medusa", "--shape magic", "--shape smollm2-135m --k 3",
         "--methods ,", "--vocabulary-sizes 9,x", "--vocabulary-sizes 9 --methods medusa",
+        "--vocabulary-sizes 9 --methods fastmtp",
     ],
 )  # fmt: skip
 def test_nonsense_is_one_line(weights, wrong, capsys):
