@@ -243,12 +243,16 @@ def test_what_is_exported_for_vllm_is_read_as_well(kind, tmp_path, capsys):
         assert torch.allclose(before(hidden, model), after(hidden, model), atol=1e-5)
         assert (config["num_heads"], config["num_hidden_layers"]) == (3, 2)
     else:
+        twin = Transformer(replace(model.config, model_type="qwen2", qkv_bias=True)).double()
+        for bias in twin.load_state_dict(model.state_dict(), strict=False).missing_keys:
+            twin.get_parameter(bias).data.zero_()
         runs = [
-            decode(load(folder, "float64", "cpu")[0], None, prompt, "fastmtp", k=3, **more)
-            for folder, more in ((target, {"head": load_mtp(heads, model)}), (out, {}))
+            decode(each, None, prompt, "fastmtp", k=3, head=load_mtp(folder, each))
+            for each, folder in ((model, heads), (twin, out))
         ]
         assert runs[0].tokens == runs[1].tokens and runs[0].rounds == runs[1].rounds
         assert config["architectures"] == ["MiMoForCausalLM"] and config["model_type"] == "qwen2"
+        assert config["num_nextn_predict_layers"] == 1
 
 
 def test_what_vllm_has_no_class_for_is_not_exported(tmp_path, capsys):

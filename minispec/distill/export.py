@@ -1,4 +1,9 @@
-"""Write a model's heads as vLLM loads them: Medusa heads alone, or the target with its MTP head."""
+"""Write a model's Medusa heads or its MTP head as vLLM loads them beside the model.
+
+For an MTP head vLLM looks into the target's config, which has to be told of it; and the target must
+be served by its own class: MiMo's gives the head states from before the final norm, ours learn from
+those behind it.
+"""
 
 import argparse
 import json
@@ -7,15 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minispec.checkpoint import load, save, write_tensors, write_text
-from minispec.errors import UserError, check_writable, read_json
+from minispec.checkpoint import load, write_tensors, write_text
+from minispec.config import config_json
+from minispec.errors import UserError, check_writable
 from minispec.heads import MTP, load_medusa, load_mtp
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.model import Transformer
-from minispec.tokenizer import Tokenizer
 
 FLAG = "--speculative-config"
+TOLD = """--hf-overrides '{"num_nextn_predict_layers": 1}'"""
 QKV = "q_proj.weight", "k_proj.weight", "v_proj.weight"
 
 
@@ -25,13 +31,12 @@ def run(args: argparse.Namespace) -> None:
     if args.medusa:
         heads = load_medusa(args.medusa, target, tokenizer)
         export_medusa(heads, target, args.out)
-        asked = {"method": "medusa", "model": str(args.out), "num_speculative_tokens": len(heads)}
-        served = args.model
+        asked, more = {"method": "medusa", "num_speculative_tokens": len(heads)}, ""
     else:
-        head = load_mtp(args.mtp, target, tokenizer)
-        export_mtp(head, target, tokenizer, args.out)
-        asked, served = {"method": "mtp", "num_speculative_tokens": 3}, args.out
-    print(f"vllm serve {served} {FLAG} '{json.dumps(asked)}'")
+        export_mtp(load_mtp(args.mtp, target, tokenizer), target, args.out)
+        asked, more = {"method": "mtp", "num_speculative_tokens": 3}, f" {TOLD}"
+    asked["model"] = str(args.out)
+    print(f"vllm serve {target.source}{more} {FLAG} '{json.dumps(asked)}'")
 
 
 def export_medusa(heads: MedusaHeads, target: Transformer, directory: Path) -> None:
@@ -61,27 +66,23 @@ def export_medusa(heads: MedusaHeads, target: Transformer, directory: Path) -> N
     write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def export_mtp(
-    head: MTPHead, target: Transformer, tokenizer: Tokenizer | None, directory: Path
-) -> None:
-    """Target and head in one directory, in MiMo's layout: a qwen2 whose biases may be zero."""
+def export_mtp(head: MTPHead, target: Transformer, directory: Path) -> None:
+    """The head in MiMo's layout, whose block is a qwen2's: its biases may be zero. vLLM shares the
+    target's embedding and lm_head with it."""
     c = target.config
     if c.qk_norm or c.o_bias or c.mlp_bias or c.heads * c.head_dim != c.hidden_size:
         raise UserError(
             "vLLM's class for an MTP head of this layout is a qwen2: it has no norms on q and k, "
             "biases on q, k and v alone, and heads that divide the hidden size"
         )
-    save(target, tokenizer, directory)
-    tensors = {**target.state_dict(), **{MTP + n: t for n, t in head.state_dict().items()}}
-    tensors["lm_head.weight"] = target.lm_head.weight.clone()  # the head's class wants its own
-    for name in [n for n in tensors if n.endswith(QKV)]:
+    tensors = {MTP + name: tensor for name, tensor in head.state_dict().items()}
+    for name in [name for name in tensors if name.endswith(QKV)]:
         bias = name.removesuffix("weight") + "bias"
         tensors.setdefault(bias, torch.zeros(len(tensors[name]), dtype=target.dtype))
     write_tensors(directory / "model.safetensors", tensors)
-    config = read_json(directory / "config.json") | {
+    config = config_json(c, target.dtype) | {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "qwen2",  # as transformers knows it
-        "tie_word_embeddings": False,
         "attention_bias": True,
         "num_nextn_predict_layers": 1,
     }

@@ -23,7 +23,7 @@ VLLMS = {
     "plain": None,
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, **K},
     "draft": {**DRAFT, "draft_sample_method": "probabilistic"}, "draft-greedy": DRAFT,
-    "medusa": {"method": "medusa", "model": "{draft}", **K}, "mtp": {"method": "mtp", **K},
+    "medusa": {**DRAFT, "method": "medusa"}, "mtp": {**DRAFT, "method": "mtp"},
 }  # fmt: skip
 LLAMAS = {
     "plain": "", "draft": "-md {draft} --spec-type draft-simple",
@@ -41,6 +41,8 @@ def serving(server: str, model: str, draft: str = "", port: int = 8123,
     words = (VLLM if engine == "vllm" else f"{LLAMA} {LLAMAS[kind]}").split()
     if engine == "vllm" and VLLMS[kind]:
         words += ["--speculative-config", json.dumps(VLLMS[kind])]
+    if server == "vllm-mtp":
+        words += ["--hf-overrides", '{"num_nextn_predict_layers": 1}']
     filled = [("{model}", model), ("{draft}", draft), ("{port}", str(port))]
     for name, value in filled:
         words = [word.replace(name, value) for word in words]
