@@ -3,15 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 QUESTION ?= Why is the sky blue?
 REAL := weights/smollm2/target/config.json
-FETCH = $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt gguf && \
-	$(BIN)/python -m minispec.fetch
+FETCH = $(BIN)/python -m minispec.fetch 2> /dev/null || { \
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "gguf>=0.17" && \
+	$(BIN)/python -m minispec.fetch; }
 
 .PHONY: demo test test-all lessons lessons-refresh lint certify reference engines smollm2 grade golden clean
 
 # a real model answers, one token a pass and by FastMTP; without network a toy tells a story
 demo: .venv/installed
 	@if [ -e $(REAL) ] || { $(FETCH); }; then ask="$(QUESTION)"; options="--model smollm2 --chat"; \
-	else ask="Once upon a time"; echo "The real model cannot be had now: a toy tells a story instead."; fi; \
+	else ask="Once upon a time"; options=; echo "The real model cannot be had now: a toy tells a story instead."; fi; \
 	for method in autoregressive fastmtp; do printf '\n> %s   (%s)\n' "$$ask" $$method; \
 		$(BIN)/python -m minispec.generate "$$ask" $$options --method $$method --color --stats \
 			--max-new-tokens 120 < /dev/null || exit; done

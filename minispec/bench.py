@@ -160,7 +160,7 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
         try:
             source = sources[method] or found_beside(method, model)
         except UserError:
-            if args.methods:
+            if args.methods or method == "fastmtp" and args.vocabulary_sizes:
                 raise
             continue
         drafters[method] = load_drafter(method, model, tokenizer, source)
@@ -469,7 +469,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                    type=lambda text: [number(0, kind=float)(part) for part in text.split(",")])
     p.add_argument("--k", type=number(1), default=4, help="drafts of the draft model")
     p.add_argument("--vocabulary-sizes", default=[], metavar="N,N,…",
-                   help="fastmtp also with so many tokens of a language; none: all there are",
+                   help="fastmtp also with so many tokens of a language; none: with the model's",
                    type=lambda text: [None if part == "none" else number(1)(part)
                                       for part in text.split(",")])  # fmt: skip
     p.add_argument("--dtype", default="auto")
@@ -478,7 +478,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--compile", action="store_true", help="passes as compiled graphs")
     p.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     p.add_argument("--picture", type=Path, metavar="FILE.png", help="speedups and cost curve")
-    p.add_argument("--against", choices=["transformers"], help="its own generate, three ways")
+    p.add_argument("--against", choices=["transformers"], help="its generate: plain, prompt lookup, and with the draft")
     p.add_argument("--shape", choices=list(SHAPES), help="random weights of a real model's sizes")
     p.add_argument("--acceptance", type=number(0, 1, float), help="with --shape: of its drafts")
     args = p.parse_args(argv)

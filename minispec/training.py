@@ -126,7 +126,10 @@ def train(
         run.restore(args.out / CHECKPOINT)
     if world > 1:
         loss = nn.parallel.DistributedDataParallel(loss)
-    with tqdm(total=args.steps, initial=run.step, unit="step", disable=rank > 0) as bar:
+    with (
+        tf32(args.device),
+        tqdm(total=args.steps, initial=run.step, unit="step", disable=rank > 0) as bar,
+    ):
         while run.step < args.steps:
             start = time.perf_counter()
             with torch.autocast(args.device.type, args.dtype, enabled=args.dtype != torch.float32):
@@ -139,6 +142,17 @@ def train(
             if rank == 0 and (run.step == args.steps or run.step % args.save_every == 0):
                 run.save(args.out / CHECKPOINT)
     return run
+
+
+@contextlib.contextmanager
+def tf32(device: torch.device) -> Iterator[None]:
+    """On a GPU, float32 products in TF32: five times as fast, and exact enough to learn by."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def descend(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: float) -> None:
@@ -216,8 +230,8 @@ def training_arguments(p: argparse.ArgumentParser, steps: int, context: int, lr:
     )
     p.add_argument("--lr", type=number(1e-12, 1e3, float), default=lr, help="default: %(default)s")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
-                   help="of the products (float32 is TF32 on a GPU; bfloat16 is fast there and "
-                        "where AMX is)")  # fmt: skip
+                   help="of the products (float32: TF32 on a GPU; bfloat16 is fast there and where "
+                        "AMX is)")  # fmt: skip
     p.add_argument("--device", default="auto")
 
 
@@ -225,7 +239,10 @@ def prepare(args: argparse.Namespace, words: list[str]) -> None:
     """Refuse what cannot be before any long work; dtype and device become torch's, and `args.line`
     is the command line without this machine's folders."""
     args.dtype, args.device = getattr(torch, args.dtype), pick_device(args.device)
-    if args.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32
-    args.line = " ".join(Path(word).name if Path(word).is_absolute() else word for word in words)
+    args.line = " ".join(map(without_folders, words))
     check_writable(args.out / CHECKPOINT, "--out")
+
+
+def without_folders(word: str) -> str:
+    """A path of this machine's as its last part."""
+    return Path(word).name if Path(word).is_absolute() else word

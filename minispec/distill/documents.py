@@ -12,7 +12,7 @@ import os
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import IO
 
@@ -35,7 +35,7 @@ except ImportError:  # on Windows, where no file is locked
     fcntl = None
 
 HALF = torch.float16
-TOGETHER = 64  # documents that a GPU passes through the target at once
+TOGETHER = 2**15  # tokens that a GPU passes through the target at once
 HELD_OUT = 50  # every 50th document of a file is for measuring
 
 
@@ -124,26 +124,28 @@ def kept_states(
     file = path.with_name(f"{path.name}.{key}.hidden")
     check_writable(file, "the hidden states of --own")
     ends = list(accumulate((2 * size * len(row) for row in rows), initial=0))  # bytes
-    with file.open("a+b") as out:
-        lock(out, str(file), wait=True)  # two trainings on one text may begin together
-        done = bisect(ends, out.seek(0, os.SEEK_END)) - 1
-        other = False
-        if done:
-            out.seek(ends[done - 1])
-            last = torch.frombuffer(bytearray(out.read(ends[done] - ends[done - 1])), dtype=HALF)
-            (again,) = hidden_states(target, rows[done - 1 : done], dtype)
-            # another machine's differ by the rounding of its products, a GPU's most
-            far = (last.view(-1, size) - again).norm(dim=-1) > 0.1 * again.norm(dim=-1)
-            other = bool(far.any())
-        if not other and done < len(rows):
-            out.truncate(ends[done])  # what a kill left of the next
-            for states in hidden_states(target, tqdm(rows[done:], "hidden states"), dtype):
-                out.write(states.half().numpy().tobytes())
-    if other:
-        file.unlink()
-        return kept_states(path, target, context, dtype, weights)
-    flat = torch.from_file(str(file), size=ends[-1] // 2, dtype=HALF)  # read when it is needed
-    return list(flat.view(-1, size).split([len(row) for row in rows]))
+    while True:
+        with file.open("a+b") as out:
+            lock(out, str(file), wait=True)  # two trainings on one text may begin together
+            if not (file.exists() and os.path.samestat(os.fstat(out.fileno()), file.stat())):
+                continue  # while this one waited, the other began a new file
+            done = bisect(ends, out.seek(0, os.SEEK_END)) - 1
+            if done:
+                out.seek(ends[done - 1])
+                last = bytearray(out.read(ends[done] - ends[done - 1]))
+                last = torch.frombuffer(last, dtype=HALF).view(-1, size)
+                (again,) = hidden_states(target, rows[done - 1 : done], dtype)
+                # another machine's differ by the rounding of its products
+                if ((last - again).norm(dim=-1) > 0.1 * again.norm(dim=-1)).any():
+                    file.unlink()
+                    continue
+            if done < len(rows):
+                out.truncate(ends[done])  # what a kill left of the next
+                for states in hidden_states(target, tqdm(rows[done:], "hidden states"), dtype):
+                    out.write(states.half().numpy().tobytes())
+                out.flush()
+            flat = torch.from_file(str(file), size=ends[-1] // 2, dtype=HALF)  # read when needed
+            return list(flat.view(-1, size).split([len(row) for row in rows]))
 
 
 def lock(file: IO, where: str, wait: bool = False) -> None:
@@ -158,17 +160,29 @@ def lock(file: IO, where: str, wait: bool = False) -> None:
 
 @torch.no_grad()
 def hidden_states(
-    target: Transformer, rows: Iterable[list[int]], dtype: torch.dtype
+    target: Transformer, rows: Iterable[list[int]], dtype: torch.dtype, most: int | None = None
 ) -> Iterator[Tensor]:
-    """The target's hidden states (n, d) of each row of n tokens, on the host."""
-    rows = iter(rows)
-    together = TOGETHER if target.device.type == "cuda" else 1
-    while batch := list(islice(rows, together)):
+    """The target's hidden states (n, d) of each row of n tokens, on the host. Rows share a pass
+    while they are `most` tokens with padding: by default a GPU takes many, a CPU each alone."""
+    most = (TOGETHER if target.device.type == "cuda" else 0) if most is None else most
+    for batch in batches(rows, most):
         padded = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in batch], batch_first=True)
         with torch.autocast(target.device.type, dtype, enabled=dtype != torch.float32):
             states = target(padded).to("cpu", dtype)
         for row, each in zip(batch, states):
             yield each[: len(row)]
+
+
+def batches(rows: Iterable[list[int]], most: int) -> Iterator[list[list[int]]]:
+    """The rows in their order, as many at once as are `most` tokens with padding, at least one."""
+    batch: list[list[int]] = []
+    for row in rows:
+        if batch and (len(batch) + 1) * max(map(len, [*batch, row])) > most:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
 
 
 class Documents:

@@ -68,7 +68,9 @@ def sample_batch(
             tokens = logits.argmax(-1).tolist()
         else:
             uniform = torch.rand(len(rows), dtype=torch.float64, generator=generator)
-            tokens = invert(warp(logits, sampling), uniform.to(logits.device)).tolist()
+            p = warp(logits, sampling)
+            p = p.cpu() if p.device.type == "mps" else p  # which has no float64
+            tokens = invert(p, uniform.to(p.device)).tolist()
         for row, token in zip(rows, tokens):
             if not ended(row, n, model.config.eos_ids):
                 row.append(token)

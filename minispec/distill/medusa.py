@@ -13,7 +13,13 @@ from minispec.methods.fastmtp import FullVocabulary
 from minispec.methods.medusa import MedusaHeads, untrained
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer, count_parameters
-from minispec.training import prepare, training_arguments, whole_numbers, write_card
+from minispec.training import (
+    prepare,
+    training_arguments,
+    whole_numbers,
+    without_folders,
+    write_card,
+)
 
 
 class HeadsLoss:
@@ -58,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     run, measured = learn(args, target, tokenizer, heads, loss_of, options, [adamw])
     heads.half().float()  # as they are stored
     choose_tree(heads, target, measured, args.context)
-    save_medusa(heads, args.out, args.model, tokenizer, torch.float16)
+    save_medusa(heads, args.out, without_folders(args.model), tokenizer, torch.float16)
     facts = {
         "layout": "v2, the target's lm_head" if heads.shared else "v1, a projection each",
         "residual blocks of a head": heads.layers,

@@ -15,7 +15,13 @@ from minispec.methods.fastmtp import FullVocabulary, MTPHead
 from minispec.methods.vocabulary import Subset
 from minispec.model import Pass, Transformer, count_parameters
 from minispec.pretrain import initialise
-from minispec.training import markdown, prepare, training_arguments, write_card
+from minispec.training import (
+    markdown,
+    prepare,
+    training_arguments,
+    without_folders,
+    write_card,
+)
 
 
 class AllSteps:
@@ -138,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
     run, measured = learn(args, target, tokenizer, head, loss_of, options)
     head.half().float()  # as it is stored
     loss = loss_of(Documents.of(measured, target, args.context, torch.float32))
-    save_mtp(head, args.out, args.model, tokenizer, torch.float16, loss.weights)
+    save_mtp(head, args.out, without_folders(args.model), tokenizer, torch.float16, loss.weights)
     if words and Path(args.vocabulary).suffix == ".json":  # from now on it drafts from these
         write_text(args.out / "vocabulary.json", Path(args.vocabulary).read_text("utf-8"))
     kinds: dict[str, list[int]] = {}

@@ -1,20 +1,20 @@
-"""Tokens a pass that exported heads bring in vLLM, beside ours on the same prompts, greedy:
+"""Tokens a pass that heads of ours bring in vLLM, beside what they bring here, greedy:
 
-    python -m minispec.distill export --model smollm2 --mtp weights/smollm2/mtp \
-        --dtype float32 --out HEAD
-    python tests/engines/accepted.py vllm-mtp weights/smollm2/target HEAD --own chat.jsonl
+    python tests/engines/accepted.py mtp weights/smollm2/target weights/smollm2/mtp --own chat.jsonl
 
 vLLM drafts three tokens over the full vocabulary, with Medusa heads a chain; so do we here.
 """
 
 import argparse
 import re
+import tempfile
 from pathlib import Path
 
 import httpx
-from serve import serving
+from serve import serving, vllm_tokens
 
 from minispec import bench, load
+from minispec.distill import main as distill
 from minispec.drafters import load_drafter
 from minispec.fast import quicken
 from minispec.generate import decode
@@ -22,9 +22,9 @@ from minispec.run import acceptance
 
 CHAIN = [(0,), (0, 0), (0, 0, 0)]
 p = argparse.ArgumentParser(description=__doc__)
-p.add_argument("server", choices=["vllm-mtp", "vllm-medusa"])
+p.add_argument("kind", choices=["mtp", "medusa"])
 p.add_argument("model")
-p.add_argument("heads", help="as export wrote them, with --dtype float32")
+p.add_argument("heads")
 p.add_argument("--own", type=Path, nargs="+", required=True)
 p.add_argument("--prompts", type=int, default=4)
 p.add_argument("--max-new-tokens", type=int, default=100)
@@ -32,23 +32,21 @@ args = p.parse_args()
 args.questions = args.data = None
 model, tokenizer = load(args.model, "float32", "cpu")
 quicken(model)
-method = args.server.replace("vllm-mtp", "fastmtp").replace("vllm-medusa", "medusa")
-options = load_drafter(method, model, tokenizer)
-options |= {"k": 3, "vocabulary": None} if method == "fastmtp" else {"tree": CHAIN}
+method, more = ("fastmtp", ("none",)) if args.kind == "mtp" else ("medusa", ())
+options = load_drafter(method, model, tokenizer, args.heads, *more)
+options |= {"k": 3} if args.kind == "mtp" else {"tree": CHAIN}
 prompts = [each for kind in bench.prompts_of(args, model, tokenizer).values() for each in kind]
 runs = [
     decode(model, tokenizer, prompt, method, max_new_tokens=args.max_new_tokens, **options)
     for prompt in prompts
 ]
-more = f"--max-model-len {min(1024, model.config.context)}"
-with serving(args.server, args.model, args.heads, more=more) as address:
-    same = 0
-    for prompt, run in zip(prompts, runs):
-        asked = {"model": args.model, "prompt": prompt, "max_tokens": args.max_new_tokens,
-                 "temperature": 0, "return_token_ids": True}  # fmt: skip
-        answer = httpx.post(f"{address}/v1/completions", json=asked, timeout=600).json()
-        same += answer["choices"][0]["token_ids"] == run.tokens
-    counts = httpx.get(f"{address}/metrics").text
+with tempfile.TemporaryDirectory() as folder:
+    distill(["export", "--model", args.model, f"--{args.kind}", args.heads, "--dtype", "float32",
+             "--out", folder])  # fmt: skip
+    length = f"--max-model-len {min(1024, model.config.context)}"
+    with serving(f"vllm-{args.kind}", args.model, folder, more=length) as address:
+        theirs = [vllm_tokens(address, args.model, p, args.max_new_tokens) for p in prompts]
+        counts = httpx.get(f"{address}/metrics").text
 
 
 def counted(name: str) -> list[float]:
@@ -56,9 +54,10 @@ def counted(name: str) -> list[float]:
     return [float(each) for each in found]
 
 
-theirs = [each / sum(counted("drafts")) for each in counted("accepted_tokens_per_pos")]
+vllm = [each / sum(counted("drafts")) for each in counted("accepted_tokens_per_pos")]
 ours = acceptance([step for run in runs for step in run.rounds])["unconditional"]
-for name, shares in (("ours", ours), ("vLLM", theirs)):
+for name, shares in (("ours", ours), ("vLLM", vllm)):
     by_place = ", ".join(f"{share:.3f}" for share in shares)
     print(f"{name}: {1 + sum(shares):.3f} tokens a pass, accepted by position {by_place}")
+same = sum(run.tokens == tokens for run, tokens in zip(runs, theirs))
 print(f"{same} of {len(runs)} answers are the same")

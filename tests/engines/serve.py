@@ -36,6 +36,9 @@ CERTIFIED = {"vllm": "--max-model-len 512", "llamacpp": "-np 8 -fa off -ctk f32 
 def serving(server: str, model: str, draft: str = "", port: int = 8123,
             more: str = "") -> Iterator[str]:  # fmt: skip
     """The address of a server while it runs; `more` are flags of its own."""
+    address = f"http://localhost:{port}"
+    if answers(address):
+        sys.exit(f"another server answers at {address}: stop it first")
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     engine, _, kind = server.partition("-")
     words = (VLLM if engine == "vllm" else f"{LLAMA} {LLAMAS[kind]}").split()
@@ -47,18 +50,30 @@ def serving(server: str, model: str, draft: str = "", port: int = 8123,
     for name, value in filled:
         words = [word.replace(name, value) for word in words]
     process = subprocess.Popen(words + more.split(), stdout=subprocess.DEVNULL)
-    address = f"http://localhost:{port}"
     try:
-        while process.poll() is None:
-            try:
-                httpx.get(f"{address}/v1/models").raise_for_status()
-                break
-            except httpx.HTTPError:
-                time.sleep(1)
+        while not answers(address):
+            if process.poll() is not None:
+                sys.exit(f"{server} ended with code {process.returncode}")
+            time.sleep(1)
         yield address
     finally:
         process.terminate()
         process.wait()
+
+
+def answers(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/v1/models").is_success
+    except httpx.HTTPError:
+        return False
+
+
+def vllm_tokens(address: str, model: str, prompt: list[int], n: int) -> list[int]:
+    """What vLLM says, greedily, in at most `n` tokens."""
+    asked = {"model": model, "prompt": prompt, "max_tokens": n, "temperature": 0,
+             "return_token_ids": True}  # fmt: skip
+    answer = httpx.post(f"{address}/v1/completions", json=asked, timeout=600).raise_for_status()
+    return answer.json()["choices"][0]["token_ids"]
 
 
 if __name__ == "__main__":
@@ -66,8 +81,10 @@ if __name__ == "__main__":
     servers = [f"vllm-{x}" for x in VLLMS] + [f"llamacpp-{x}" for x in LLAMAS]
     p.add_argument("server", choices=servers)
     p.add_argument("model")
-    p.add_argument("--draft", default="", help="a draft, or Medusa heads")
+    p.add_argument("--draft", default="", help="a draft, Medusa heads or an MTP head")
     args, flags = p.parse_known_args()
+    if not args.draft and args.server.split("-", 1)[1] not in ("plain", "ngram"):
+        p.error(f"{args.server} needs --draft")
     more = CERTIFIED[args.server.partition("-")[0]]
     with serving(args.server, args.model, args.draft, more=more) as address:
         asked = ["--server", address, "--model", args.model, *flags]

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import httpx
 import torch
-from serve import serving
+from serve import serving, vllm_tokens
 
 from minispec import bench, load
 from minispec.drafters import load_drafter
@@ -32,15 +32,11 @@ def llamacpp(address: str, n: int, prompt: list[int]) -> SimpleNamespace:
 
 
 def vllm(address: str, name: str, n: int, prompt: list[int]) -> SimpleNamespace:
-    def generate(count: int) -> list[int]:
-        asked = {"model": name, "prompt": prompt, "max_tokens": count, "temperature": 0,
-                 "return_token_ids": True}  # fmt: skip
-        answer = httpx.post(f"{address}/v1/completions", json=asked, timeout=600).json()
-        return answer["choices"][0]["token_ids"]
-
-    return bench.timed(generate, n)
+    return bench.timed(partial(vllm_tokens, address, name, prompt), n)
 
 
+# without prefix caching, for which the second of two requests would have no prompt to read
+ALONE = "--max-model-len 1024 --no-enable-prefix-caching"
 p = argparse.ArgumentParser(description=__doc__)
 p.add_argument("model")
 p.add_argument("gguf", nargs="*", type=Path)
@@ -61,7 +57,7 @@ with contextlib.ExitStack() as stack:
         server = serving("llamacpp-plain", str(file), port=port, more=f"-np 1 -t {threads}")
         others[f"llama.cpp {file.stem}"] = partial(llamacpp, stack.enter_context(server), n)
     if Path(".engines/vllm/installed").exists():
-        server = serving("vllm-plain", args.model, port=8199, more="--max-model-len 1024")
+        server = serving("vllm-plain", args.model, port=8199, more=ALONE)
         others["vllm"] = partial(vllm, stack.enter_context(server), args.model, n)
     quicken(model, compiled=args.compile)
     machine, tables = bench.measured(model), []
