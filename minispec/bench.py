@@ -478,7 +478,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--compile", action="store_true", help="passes as compiled graphs")
     p.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     p.add_argument("--picture", type=Path, metavar="FILE.png", help="speedups and cost curve")
-    p.add_argument("--against", choices=["transformers"], help="its generate: plain, prompt lookup, and with the draft")
+    p.add_argument("--against", choices=["transformers"], help="its own generate, in each way")
     p.add_argument("--shape", choices=list(SHAPES), help="random weights of a real model's sizes")
     p.add_argument("--acceptance", type=number(0, 1, float), help="with --shape: of its drafts")
     args = p.parse_args(argv)
