@@ -19,7 +19,7 @@ from minispec import generate
         ("fastmtp", "--vocabulary nowhere.json", "nowhere.json cannot be read"),
         ("fastmtp", "--k many", "--k: many must be a whole number, at least 1"),
         ("fastmtp", "--vocabulary-size 0", "0 must be a whole number, at least 1"),
-        ("fastmtp", "--vocabulary none --vocabulary-size 9", "needs a --vocabulary"),
+        ("fastmtp", "--vocabulary none --vocabulary-size 9", "of which to take 9 tokens"),
     ],
 )
 def test_it_is_one_line(method, arguments, message, capsys):
