@@ -1,7 +1,7 @@
 # make demo: build the environment and answer a question.  make test: build it and pass the tests.
 PYTHON ?= python3
 BIN := .venv/bin
-QUESTION ?= Why is the sky blue?
+QUESTION ?= A baker sells 12 cakes a day for 7 dollars each. How much money does he make in a week?
 REAL := weights/smollm2/target/config.json
 FETCH = $(BIN)/python -m minispec.fetch 2> /dev/null || { \
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "gguf>=0.17" && \
