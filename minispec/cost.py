@@ -11,7 +11,7 @@ import torch
 
 from minispec.methods.fastmtp import Drafter, MTPHead
 from minispec.methods.medusa import RANKS, MedusaHeads, best_candidates
-from minispec.methods.vocabulary import Compressed
+from minispec.methods.vocabulary import FullVocabulary, Vocabulary
 from minispec.model import Transformer
 
 T = TypeVar("T")
@@ -60,10 +60,14 @@ def in_passes(function: Callable[[], object], model: Transformer) -> float:
 known: WeakKeyDictionary = WeakKeyDictionary()  # model -> (module -> what was measured of it)
 
 
-def once(model: Transformer, what: object, measure: Callable[[], T]) -> T:
-    """`measure()` of what is beside the model, remembered as long as both live."""
+def once(
+    model: Transformer, what: object, measure: Callable[[], T], vocabulary: Vocabulary | None = None
+) -> T:
+    """`measure()` of what is beside the model, remembered as long as both live, and until it drafts
+    from another vocabulary."""
     place = known.setdefault(model, WeakKeyDictionary())
-    state = model.device, model.dtype, type(model.lm_head), vars(model.model).get("forward")
+    passes = type(model.lm_head), vars(model.model).get("forward")
+    state = model.device, model.dtype, *passes, vocabulary
     if what not in place or place[what][0] != state:
         place[what] = state, measure()
     return place[what][1]
@@ -97,26 +101,30 @@ def draft_cost(model: Transformer, draft: Transformer) -> float:
     return once(model, draft, lambda: in_passes(one_pass(draft, 1), model))
 
 
-def head_cost(model: Transformer, head: MTPHead, vocabulary: Compressed | None = None) -> float:
+def head_cost(model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None) -> float:
     """One token of a FastMTP head, over all languages of its vocabulary (None: the full one)."""
     drafter = Drafter(head, model, 8, offset=0)
     hidden = model.model.norm.weight.new_zeros(1, model.config.hidden_size)
-    logits = vocabulary.pick([]).logits if vocabulary else model.logits
+    words = (vocabulary or FullVocabulary(model)).pick([])
 
     @torch.inference_mode()
     def one_draft() -> list:
-        return logits(drafter.run(hidden, [0])).argmax(-1).tolist()
+        return words.logits(drafter.run(hidden, [0])).argmax(-1).tolist()
 
-    return once(model, vocabulary or head, lambda: in_passes(one_draft, model))
+    return once(model, head, lambda: in_passes(one_draft, model), vocabulary)
 
 
-def heads_cost(model: Transformer, heads: MedusaHeads) -> float:
-    """A round's work of Medusa heads, timed right after a target pass, as in decoding."""
+def heads_cost(
+    model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None = None
+) -> float:
+    """A round's work of Medusa heads, timed right after a target pass, as in decoding; `vocabulary`
+    as for `head_cost`."""
+    words = (vocabulary or FullVocabulary(model)).pick([])
     hidden, before = model.model.norm.weight, one_pass(model, 1)
 
     @torch.inference_mode()
     def both() -> list:
         before()
-        return best_candidates(heads, model, hidden, RANKS)
+        return best_candidates(heads, words, hidden, RANKS)
 
-    return once(model, heads, lambda: max(0.0, in_passes(both, model) - 1))
+    return once(model, heads, lambda: max(0.0, in_passes(both, model) - 1), vocabulary)

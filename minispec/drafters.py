@@ -46,16 +46,14 @@ def load_drafter(
 ) -> dict:  # fmt: skip
     """What the method needs, as its options: from `source`, by default from beside the model.
 
-    With fastmtp's head comes the `vocabulary` of a file ("none": the full one), by default the one
-    beside the head, if there is one; of each language at most `size` tokens.
+    With heads comes the `vocabulary` of a file ("none": the full one), by default the one beside
+    the heads, if there is one; of each language at most `size` tokens.
     """
     source = found_beside(method, model) if source is None else source
     if method == "speculative":
         draft, its_tokenizer = load(source, model.dtype, str(model.device))
         check_vocabularies(tokenizer, its_tokenizer, model, draft)
         return {"draft": draft}
-    if method != "fastmtp":
-        return {"heads": load_medusa(source, model, tokenizer)}
     beside = Path(source).parent if Path(source).is_file() else Path(source)
     if vocabulary is None and (beside / "vocabulary.json").exists():
         vocabulary = beside / "vocabulary.json"
@@ -64,8 +62,9 @@ def load_drafter(
         words = load_vocabulary(vocabulary, model, tokenizer, size)
     elif size is not None:
         raise UserError(f"no vocabulary of which to take {size} tokens: give one, or put it beside "
-                        f"the head, as {beside / 'vocabulary.json'}")  # fmt: skip
-    return {"head": load_mtp(source, model, tokenizer), "vocabulary": words}
+                        f"the heads, as {beside / 'vocabulary.json'}")  # fmt: skip
+    argument, read = NEEDS[method][0], load_mtp if method == "fastmtp" else load_medusa
+    return {argument: read(source, model, tokenizer), "vocabulary": words}
 
 
 def found_beside(method: str, model: Transformer) -> Path:
@@ -99,15 +98,16 @@ def check_vocabularies(
 
 def with_policies(method: str, model: Transformer, options: dict) -> dict:
     """The options, with policies for this machine in the place of "auto"."""
-    policies = {}
+    policies, vocabulary = {}, options.get("vocabulary")
     if options.get("k") == "auto":
         if method == "speculative":
             policies["k"] = Length(cost_curve(model), draft_cost(model, options["draft"]))
         else:
-            cost = head_cost(model, options["head"], options.get("vocabulary"))
+            cost = head_cost(model, options["head"], vocabulary)
             policies["k"] = Length(cost_curve(model), cost, most=8)
     if options.get("tree") == "auto":
-        policies["tree"] = BestTree(cost_curve(model), heads_cost(model, options["heads"]))
+        cost = heads_cost(model, options["heads"], vocabulary)
+        policies["tree"] = BestTree(cost_curve(model), cost)
     return options | policies
 
 

@@ -180,15 +180,16 @@ def drafts(text: str) -> int | str:
     return text if text == "auto" else number(1)(text)
 
 
+HEADED = "medusa", "medusa-typical", "fastmtp"
 # flags of some methods only: which methods, what argparse makes of the value, help
 FLAGS = {
     "draft": (("speculative",), str, "the draft model (default: the one beside the model)"),
     "draft_temperature": (("speculative", "fastmtp"), number(0, kind=float), "of the drafts"),
     "k": (("speculative", "prompt-lookup", "fastmtp"), drafts, "drafts a round, or auto"),
-    "heads": (("medusa", "medusa-typical", "fastmtp"), str, "directory, file or hub id"),
+    "heads": (HEADED, str, "directory, file or hub id"),
     "tree": (("medusa", "medusa-typical"), str, "nodes, auto, a published name, a JSON file"),
-    "vocabulary": (("fastmtp",), str, "file of distill vocabulary, a .pt, or none"),
-    "vocabulary_size": (("fastmtp",), number(1), "tokens of a language at most"),
+    "vocabulary": (HEADED, str, "file of distill vocabulary, a .pt, or none"),
+    "vocabulary_size": (HEADED, number(1), "tokens of a language at most"),
     "block": (("jacobi",), number(1), "tokens guessed at once"),
     "window": (("lookahead",), number(1), "W, columns of the window"),
     "ngram": (("lookahead", "prompt-lookup"), number(1), "N; or the longest match"),

@@ -136,9 +136,13 @@ class ToyHeads:
         return torch.stack([hidden.roll(k, -1) for k in range(self.heads)])
 
 
-def random_heads(model: Transformer, seed: int, heads: int = 4) -> MedusaHeads:
-    """Medusa heads of one residual block and a projection, all random."""
-    made = MedusaHeads(heads, 1, model.config.hidden_size, model.config.vocab_size)
+def random_heads(
+    model: Transformer, seed: int, heads: int = 4, shared: bool = False
+) -> MedusaHeads:
+    """Medusa heads of one residual block and a projection, or the target's lm_head if `shared`, all
+    random."""
+    c = model.config
+    made = MedusaHeads(heads, 1, c.hidden_size, None if shared else c.vocab_size)
     return randomise(made.to(model.dtype), seed)
 
 

@@ -3,9 +3,12 @@
 from functools import partial
 
 import pytest
+import torch
 from conftest import random_model
 
 from minispec import cost
+from minispec.methods.vocabulary import Subset
+from minispec.toys import random_heads
 
 
 def test_the_cost_curve_never_falls_and_is_measured_once():
@@ -13,6 +16,15 @@ def test_the_cost_curve_never_falls_and_is_measured_once():
     curve = cost.cost_curve(model)
     assert len(curve) == 33 and curve[1] == 1.0 and curve == sorted(curve)
     assert cost.cost_curve(model) is curve
+
+
+def test_what_heads_cost_is_measured_once_for_each_vocabulary():
+    model = random_model(dtype=torch.float32)
+    heads, words = random_heads(model, 0, shared=True), Subset(model.lm_head.weight, [1, 2])
+    measured = []
+    for vocabulary in (None, None, words, words, None):
+        cost.once(model, heads, lambda: measured.append(vocabulary), vocabulary)
+    assert measured == [None, words, None]
 
 
 @pytest.mark.parametrize("turns, moment", [(3, 6), (5, 12)])

@@ -33,6 +33,7 @@ from minispec.distill.documents import (
     weights_digest,
 )
 from minispec.distill.generate import lock
+from minispec.drafters import load_drafter
 from minispec.generate import decode
 from minispec.heads import load_medusa, load_mtp, load_vocabulary
 from minispec.methods.medusa import RANKS, complete, untrained
@@ -507,6 +508,29 @@ def test_what_is_trained_loads_and_another_begins_with_it(target, data, tmp_path
         heads = load_medusa(whole, *load(target, "float32", "cpu"))
         assert f"a tree of {len(heads.tree)} nodes" in capsys.readouterr().out
         assert heads.accuracy.shape == (2, RANKS)
+
+
+@pytest.mark.parametrize("command, method", [("mtp", "fastmtp"), ("medusa --shared", "medusa")])
+def test_heads_draft_from_the_vocabulary_that_they_have_learnt(
+    target, data, tmp_path, capsys, command, method
+):
+    own, words, whole = (tmp_path / name for name in ("own.jsonl", "words.json", "whole"))
+    made(target, data, own, 20)
+    run("vocabulary", "--model", target, "--size", 12, "--text", f"own={own}", "--out", words)
+    run(*command.split(), "--model", target, "--own", own, "--device", "cpu", "--vocabulary", words,
+        "--rows", 2, "--context", 40, "--steps", 1, "--out", whole)  # fmt: skip
+    asked = ["ab", "--model", str(target), "--method", method, "--heads", str(whole), "--json",
+             "--dtype", "float64", "--max-new-tokens", "9"]  # fmt: skip
+    for more in [], ["--vocabulary-size", "5"], ["--vocabulary", "none"]:
+        generate.main([*asked, *more])
+    capsys.readouterr()
+    model, tokenizer = load(target, "float64", "cpu")
+    vocabulary = load_drafter(method, model, tokenizer, str(whole))["vocabulary"]
+    assert vocabulary.languages == load_vocabulary(words, model, tokenizer).languages
+    if method == "medusa":
+        run("tree", "--model", target, "--heads", whole, "--own", own, "--device", "cpu")
+        (shares,) = load_medusa(whole, model, tokenizer).accuracy[:1].sum(1)
+        assert 0 <= shares <= 1
 
 
 def test_agreement_is_of_best_tokens_and_of_distributions_after_the_prompt():

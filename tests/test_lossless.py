@@ -59,8 +59,11 @@ def drafts_and_heads(model: Toy | Transformer) -> dict[str, tuple[str, dict]]:
     if isinstance(model, Toy):
         return cases
     mtp = {"head": random_head(model, 2), "k": 2}
+    words = {"vocabulary": switching(model)}
+    heads = {"heads": random_heads(model, 1, 3, shared=True), "tree": tree}
+    cases["medusa, small vocabulary"] = "medusa", heads | words
     cases["fastmtp"] = "fastmtp", mtp
-    cases["fastmtp, small vocabulary"] = "fastmtp", mtp | {"vocabulary": switching(model)}
+    cases["fastmtp, small vocabulary"] = "fastmtp", mtp | words
     return cases
 
 
@@ -81,7 +84,7 @@ def test_the_table_has_every_method_that_promises_it():
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=2), GREEDY], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_exact(name, sampling):
-    target = TRANSFORMER if name.startswith("fastmtp") else TOY
+    target = TRANSFORMER if name not in drafts_and_heads(TOY) else TOY
     method, options = drafts_and_heads(target)[name]
     prompt, n = [1, 0, 1, 1, 0], 2 if target is TRANSFORMER else 3
     ours = exact_distribution(bound(method, **options), target, prompt, sampling, n)

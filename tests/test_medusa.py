@@ -12,6 +12,7 @@ from minispec.generate import decode
 from minispec.heads import save_medusa
 from minispec.methods.adaptive import BestTree
 from minispec.methods.medusa import complete
+from minispec.methods.vocabulary import Subset
 from minispec.toys import Toy, ToyHeads, exact_distribution, random_heads, total_variation
 
 
@@ -22,6 +23,19 @@ def test_heads_that_know_are_followed_to_their_full_depth(tree):
     run = decode(model, None, [3], "medusa", heads=heads, tree=tree, max_new_tokens=41)
     assert run.tokens == [(4 + i) % 12 for i in range(41)]
     assert [len(step.tokens) for step in run.rounds] == [1] + [4] * 10
+
+
+@pytest.mark.parametrize("tree", [RANK_TREES["64 nodes"], BestTree([0.0] + [1.0] * 64, 0.0)])
+def test_heads_guess_only_the_words_of_a_vocabulary(tree):
+    model = random_model()
+    words, heads = Subset(model.lm_head.weight, [3, 7, 11]), random_heads(model, 0, shared=True)
+    options = {"tree": tree, "max_new_tokens": 30}
+    run = decode(model, None, [1, 2], "medusa", heads=heads, vocabulary=words, **options)
+    guessed = {token for step in run.rounds for token in step.tree.tokens[1:]}
+    assert guessed and guessed <= {3, 7, 11}
+    assert run.tokens == decode(model, None, [1, 2], max_new_tokens=30).tokens
+    with pytest.raises(UserError, match="end in the target's lm_head; these have projections"):
+        decode(model, None, [1, 2], "medusa", heads=random_heads(model, 0), vocabulary=words)
 
 
 def test_a_tree_gets_its_missing_beginnings_and_is_checked():

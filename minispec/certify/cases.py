@@ -152,6 +152,12 @@ def mtp_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     yield "k=auto", {"head": head, "k": LENGTH}
 
 
+def medusa_compressed(model: Transformer, seed: int, tree: list[Ranks]) -> Method:
+    """Medusa heads over a vocabulary that switches; it may have fewer words than the tree ranks."""
+    heads = random_heads(model, seed, shared=True)
+    return bound("medusa", heads=heads, tree=tree, vocabulary=switching(model))
+
+
 # ---- for proofs by enumeration -------------------------------------------------------------------
 
 
@@ -196,6 +202,8 @@ def proofs() -> Iterator[Proof]:
     model = small_model(4, vocab=3, layers=1)
     for name, options in mtp_options(model, 4):
         yield Proof(f"fastmtp, {name}", bound("fastmtp", **options), n=2, model=model)
+    method = medusa_compressed(model, 4, every_path(3, 16))
+    yield Proof("medusa, compressed", method, n=2, model=model)
 
 
 def chain_proofs(every: tuple[str, ...], other: Toy, two: Toy, other_two: Toy) -> Iterator[Proof]:
@@ -245,3 +253,4 @@ def greedy_cases(model: Transformer, seed: int) -> Iterator[tuple[str, Method]]:
     for name, paths in RANK_TREES.items():
         yield f"medusa, {name}", bound("medusa", heads=heads, tree=paths)
     yield "medusa, auto", bound("medusa", heads=heads, tree=BEST_TREE)
+    yield "medusa, compressed", medusa_compressed(model, seed, RANK_TREES["64 nodes"])

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec.checkpoint import check_fingerprint, load
+from minispec.checkpoint import check_fingerprint, load, write_text
 from minispec.errors import UserError, check_writable
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
@@ -109,6 +109,12 @@ def weights_digest(model: Transformer) -> str:
 def words_digest(words: Subset | None) -> str:
     """A hash of the vocabulary that is learnt."""
     return digest(words.host_ids.tolist()) if words else "all"
+
+
+def keep_vocabulary(args: argparse.Namespace) -> None:
+    """Put the vocabulary that heads have learnt beside them: from now on they draft from it."""
+    if args.vocabulary and Path(args.vocabulary).suffix == ".json":
+        write_text(args.out / "vocabulary.json", Path(args.vocabulary).read_text("utf-8"))
 
 
 @torch.no_grad()

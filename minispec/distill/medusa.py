@@ -5,13 +5,19 @@ import argparse
 import torch
 from torch import Tensor
 
-from minispec.distill.documents import Documents, cross_entropy, learn, load_target, words_digest
+from minispec.distill.documents import (
+    Documents,
+    cross_entropy,
+    keep_vocabulary,
+    learn,
+    load_target,
+    words_digest,
+)
 from minispec.distill.tree import accuracy_table, choose_tree
 from minispec.errors import UserError
 from minispec.heads import load_medusa, load_subset, save_medusa
-from minispec.methods.fastmtp import FullVocabulary
 from minispec.methods.medusa import MedusaHeads, untrained
-from minispec.methods.vocabulary import Subset
+from minispec.methods.vocabulary import FullVocabulary, Subset
 from minispec.model import Transformer, count_parameters
 from minispec.training import (
     prepare,
@@ -63,8 +69,9 @@ def run(args: argparse.Namespace) -> None:
     adamw = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     run, measured = learn(args, target, tokenizer, heads, loss_of, options, [adamw])
     heads.half().float()  # as they are stored
-    choose_tree(heads, target, measured, args.context)
+    choose_tree(heads, words, target, measured, args.context)
     save_medusa(heads, args.out, without_folders(args.model), tokenizer, torch.float16)
+    keep_vocabulary(args)
     facts = {
         "layout": "v2, the target's lm_head" if heads.shared else "v1, a projection each",
         "residual blocks of a head": heads.layers,

@@ -1,18 +1,23 @@
 """Train FastMTP's head on the target's own text."""
 
 import argparse
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.checkpoint import write_text
-from minispec.distill.documents import Documents, cross_entropy, learn, load_target, words_digest
+from minispec.distill.documents import (
+    Documents,
+    cross_entropy,
+    keep_vocabulary,
+    learn,
+    load_target,
+    words_digest,
+)
 from minispec.errors import number
 from minispec.heads import load_mtp, load_subset, save_mtp
-from minispec.methods.fastmtp import FullVocabulary, MTPHead
-from minispec.methods.vocabulary import Subset
+from minispec.methods.fastmtp import MTPHead
+from minispec.methods.vocabulary import FullVocabulary, Subset
 from minispec.model import Pass, Transformer, count_parameters
 from minispec.pretrain import initialise
 from minispec.training import (
@@ -145,8 +150,7 @@ def run(args: argparse.Namespace) -> None:
     head.half().float()  # as it is stored
     loss = loss_of(Documents.of(measured, target, args.context, torch.float32))
     save_mtp(head, args.out, without_folders(args.model), tokenizer, torch.float16, loss.weights)
-    if words and Path(args.vocabulary).suffix == ".json":  # from now on it drafts from these
-        write_text(args.out / "vocabulary.json", Path(args.vocabulary).read_text("utf-8"))
+    keep_vocabulary(args)
     kinds: dict[str, list[int]] = {}
     for i, row in enumerate(measured):
         kinds.setdefault(row["kind"], []).append(i)

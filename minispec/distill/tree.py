@@ -10,10 +10,12 @@ from torch import Tensor
 
 from minispec.cost import cost_curve, heads_cost
 from minispec.distill.documents import hidden_states, load_target, read_training
+from minispec.drafters import load_drafter
 from minispec.errors import UserError
 from minispec.fast import quicken
-from minispec.heads import load_medusa, save_tree
+from minispec.heads import save_tree
 from minispec.methods.medusa import RANKS, MedusaHeads
+from minispec.methods.vocabulary import FullVocabulary, Vocabulary, Words
 from minispec.model import Transformer
 from minispec.training import markdown
 from minispec.tree import Ranks
@@ -33,17 +35,21 @@ def labels_of(tokens: list[int], prompt: int, heads: int) -> Tensor:
 
 
 @torch.no_grad()
-def ranks_of(heads: MedusaHeads, target: Transformer, own: list[dict], context: int) -> Tensor:
-    """The rank that each head gives its label, (K, n) for all n tokens of documents, each cut to
-    `context`: RANKS for all worse, -1 without a label."""
+def ranks_of(
+    heads: MedusaHeads, words: Words, target: Transformer, own: list[dict], context: int
+) -> Tensor:
+    """The rank among `words` that each head gives its label, (K, n) for all n tokens of documents,
+    each cut to `context`: RANKS for all worse and for a label that is none of them, -1 without a
+    label."""
     rows = [(row["prompt"] + row["tokens"])[:context] for row in own]
     ranks = []
     for i, hidden in enumerate(hidden_states(target, rows, torch.float32)):
-        logits = heads(hidden.to(target.device, target.dtype), target)  # (K, n, V)
-        label = labels_of(rows[i], len(own[i]["prompt"]), len(heads)).T[..., None]  # (K, n, 1)
-        label = label.to(logits.device)
-        above = (logits > logits.gather(-1, label.clamp(min=0))).sum(-1).clamp(max=RANKS)
-        ranks.append(above.where(label[..., 0] >= 0, -1).cpu())
+        logits = heads(hidden.to(target.device, target.dtype), words)  # (K, n, V)
+        label = labels_of(rows[i], len(own[i]["prompt"]), len(heads)).T.to(logits.device)  # (K, n)
+        number = words.numbers(label)
+        own_logit = logits.gather(-1, number.clamp(min=0)[..., None])
+        above = (logits > own_logit).sum(-1).clamp(max=RANKS).where(number >= 0, RANKS)
+        ranks.append(above.where(label >= 0, -1).cpu())
     return torch.cat(ranks, 1)
 
 
@@ -65,16 +71,20 @@ def together(ranks: Tensor) -> dict[Ranks, float]:
     return {path: right[path] / len(columns) for path in paths}
 
 
-def choose_tree(heads: MedusaHeads, target: Transformer, own: list[dict], context: int) -> None:
+def choose_tree(
+    heads: MedusaHeads, vocabulary: Vocabulary | None, target: Transformer, own: list[dict],
+    context: int,
+) -> None:  # fmt: skip
     """Give the heads their accuracies on the target's documents, and a tree of the paths that are
     right most often there: of as many nodes as pay most on this machine, where a round costs a pass
-    over the nodes and the root, and the heads."""
-    ranks = ranks_of(heads, target, own, context)
+    over the nodes and the root, and the heads, which draft from the vocabulary (None: all)."""
+    words = (vocabulary or FullVocabulary(target)).pick([])
+    ranks = ranks_of(heads, words, target, own, context)
     heads.accuracy = accuracy_of(ranks)
     shares = together(ranks)
     tokens = list(accumulate(shares.values(), initial=1.0))  # of trees of 0, 1, … nodes
     quicken(target)  # a tree is chosen for passes as they will be
-    drafting = heads_cost(target, heads)
+    drafting = heads_cost(target, heads, vocabulary)
     costs = [cost + drafting for cost in cost_curve(target)[1:]]
     speedups = [each / cost for each, cost in zip(tokens, costs)]
     best = speedups.index(max(speedups))
@@ -93,9 +103,9 @@ def run(args: argparse.Namespace) -> None:
     if not Path(args.heads).is_dir():
         raise UserError(f"--heads {args.heads}: must be a directory, where its tree can be written")
     target, tokenizer = load_target(args, args.dtype)
-    heads = load_medusa(args.heads, target, tokenizer)
+    heads, vocabulary = load_drafter("medusa", target, tokenizer, args.heads).values()
     own = read_training(args.own, target, tokenizer)[1]
-    choose_tree(heads, target, own, target.config.context)
+    choose_tree(heads, vocabulary, target, own, target.config.context)
     save_tree(heads, Path(args.heads))
     print(accuracy_table(heads))
 

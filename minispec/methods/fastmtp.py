@@ -6,12 +6,12 @@ position j, and predicts t_{j+2}. Drafting goes on with the head's own output in
 """
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
+from minispec.methods.vocabulary import FullVocabulary, Vocabulary, Words
 from minispec.model import CHUNK, Block, Config, Pass, Rope, Transformer, plan
 from minispec.sampling import Randomness, Sampling, draw, probs
 from minispec.tree import Fixed, Policy, Step, Tree
@@ -55,29 +55,6 @@ class MTPHead(Block):
         return self.final_layernorm(super().forward(self.input_proj(torch.cat(pair, -1)), now))
 
 
-class FullVocabulary:
-    """The full vocabulary, in the place of a vocabulary.Subset of it."""
-
-    def __init__(self, model: Transformer):
-        self.logits = model.logits
-
-    def full(self, token: Tensor) -> Tensor:
-        return token
-
-    def numbers(self, tokens: Tensor) -> Tensor:
-        return tokens
-
-    def scatter(self, probs: Tensor) -> Tensor:
-        return probs
-
-
-class Vocabulary(Protocol):
-    """Which tokens the head drafts from: vocabulary.Compressed is one."""
-
-    def pick(self, tokens: list[int]) -> FullVocabulary:
-        """What to draft from after `tokens`: a vocabulary.Subset, say."""
-
-
 class Drafter:
     """The head beside its target: its cache, and the output it drafts from.
 
@@ -107,7 +84,7 @@ class Drafter:
             self.cache.commit(list(range(len(part))))
 
     def chain(
-        self, k: int, sampling: Sampling, randomness: Randomness, subset: FullVocabulary
+        self, k: int, sampling: Sampling, randomness: Randomness, subset: Words
     ) -> tuple[list[int], list[Tensor | None]]:
         """At most `k` drafts, each from the head's distribution over `subset`; and the
         distributions over the vocabulary (None: one-hot). The first comes from the output of
@@ -142,6 +119,7 @@ def fastmtp(
     text's language (default: the full one). Any choice is lossless.
     """
     policy = k if hasattr(k, "choose") else Fixed(k)
+    vocabulary = vocabulary or FullVocabulary(model)
     cache = cache or model.new_cache()
     drafter = Drafter(head, model, cache.capacity, offset=cache.length)
     tokens = list(prompt)
@@ -151,7 +129,7 @@ def fastmtp(
     yield Step()  # the prefill, so that it can be timed apart
     while True:
         most = min(policy.choose(), cache.room - 1)
-        subset = vocabulary.pick(tokens) if vocabulary else FullVocabulary(model)
+        subset = vocabulary.pick(tokens)
         drafts, draft_probs = drafter.chain(most, draft_sampling or sampling, randomness, subset)
         tree = Tree.chain(tokens[-1], drafts, draft_probs)
         hidden = model(tree.tokens, cache)[0]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from minispec.cache import KVCache
 from minispec.errors import UserError
+from minispec.methods.vocabulary import FullVocabulary, Vocabulary, Words
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
 from minispec.tree import Ranks, Step, Tree, TreePolicy
@@ -57,10 +58,11 @@ class MedusaHeads(nn.ModuleList):
         self.tree: list[Ranks] = [(0,) * heads]
         self.accuracy: Tensor | None = None
 
-    def forward(self, hidden: Tensor, model: Transformer) -> Tensor:
-        """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm."""
+    def forward(self, hidden: Tensor, words: Transformer | Words) -> Tensor:
+        """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm.
+        `words` has the lm_head in which heads without projections end, or some of its rows."""
         outputs = torch.stack([head(hidden) for head in self])
-        return model.logits(outputs) if self.shared else outputs
+        return words.logits(outputs) if self.shared else outputs
 
 
 def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> MedusaHeads:
@@ -80,19 +82,21 @@ def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> Medu
 def medusa(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
     cache: KVCache | None = None, heads: MedusaHeads, tree: list[Ranks] | TreePolicy | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Medusa with the lossless rule: greedy or sampled, the output is distributed as the target's.
 
     `tree` is a list of rank paths, none longer than there are heads, or a policy that chooses one
-    for each round (see adaptive); by default the heads' own.
+    for each round (see adaptive); by default the heads' own. Heads that end in the target's lm_head
+    can take the `vocabulary` of the text's language in its place, as FastMTP does.
     """
-    return rounds(model, prompt, sampling, randomness, cache, heads, tree, accept)
+    return rounds(model, prompt, sampling, randomness, cache, heads, tree, vocabulary, accept)
 
 
 def medusa_typical(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
     cache: KVCache | None = None, heads: MedusaHeads, tree: list[Ranks] | TreePolicy | None = None,
-    epsilon: float = 0.09, delta: float = 0.3,
+    vocabulary: Vocabulary | None = None, epsilon: float = 0.09, delta: float = 0.3,
 ) -> Iterator[Step]:  # fmt: skip
     """Medusa with typical acceptance: LOSSY, sampled output is not distributed as the target's.
 
@@ -105,14 +109,19 @@ def medusa_typical(
         path = typical_path(target, tree, epsilon, delta)
         return path, randomness.categorical(target[path[-1]])
 
-    return rounds(model, prompt, sampling, randomness, cache, heads, tree, rule)
+    return rounds(model, prompt, sampling, randomness, cache, heads, tree, vocabulary, rule)
 
 
 def rounds(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness,
-    cache: KVCache | None, heads: MedusaHeads, tree: list[Ranks] | TreePolicy | None, rule: Rule,
+    cache: KVCache | None, heads: MedusaHeads, tree: list[Ranks] | TreePolicy | None,
+    vocabulary: Vocabulary | None, rule: Rule,
 ) -> Iterator[Step]:  # fmt: skip
     """The decoding loop of both, which differ in their `rule` of acceptance."""
+    if vocabulary and not heads.shared:
+        raise UserError("a vocabulary is for heads that end in the target's lm_head; these have "
+                        "projections of their own")  # fmt: skip
+    vocabulary = vocabulary or FullVocabulary(model)
     chosen = heads.tree if tree is None else tree
     if not hasattr(chosen, "choose"):
         chosen = complete(chosen, len(heads), model.config.vocab_size)
@@ -122,7 +131,8 @@ def rounds(
     hidden = model.prefill(tokens[cache.length : -1], cache)[0, -1:]  # (1, d), or none
     yield Step()  # the prefill, so that it can be timed apart
     while True:
-        proposed = propose(heads, model, hidden, tokens[-1], chosen, cache.room - 1)
+        words = vocabulary.pick(tokens)
+        proposed = propose(heads, words, hidden, tokens[-1], chosen, cache.room - 1)
         hidden = model(proposed.tokens, cache, proposed.depth, proposed.mask)[0]  # (nodes, d)
         path, fresh = rule(probs(model.logits(hidden), sampling), proposed, randomness)
         cache.commit(path)
@@ -133,7 +143,7 @@ def rounds(
 
 
 def propose(
-    heads: MedusaHeads, model: Transformer, hidden: Tensor, root: int,
+    heads: MedusaHeads, words: Words, hidden: Tensor, root: int,
     chosen: list[Ranks] | TreePolicy, room: int,
 ) -> Tree:  # fmt: skip
     """The tree of the heads' candidates below the newest token, of at most `room` nodes; the lone
@@ -142,19 +152,22 @@ def propose(
         return Tree.chain(root, [])
     fixed = isinstance(chosen, list)
     ranks = 1 + max(rank for path in chosen for rank in path) if fixed else RANKS
-    chances, candidates = best_candidates(heads, model, hidden[0], ranks)
+    chances, candidates = best_candidates(heads, words, hidden[0], ranks)
     paths = chosen if fixed else chosen.choose(chances, room)
+    paths = [path for path in paths if max(path) < len(candidates[0])]  # there may be few words
     return Tree.from_paths(root, paths[:room], candidates)
 
 
 def best_candidates(
-    heads: MedusaHeads, model: Transformer, hidden: Tensor, ranks: int
+    heads: MedusaHeads, words: Words, hidden: Tensor, ranks: int
 ) -> tuple[list[list[float]], list[list[int]]]:
     """Probabilities and tokens of each head's best candidates, both (K, ranks), after a hidden
-    state (d,)."""
-    best = heads(hidden, model).softmax(-1).topk(min(ranks, model.config.vocab_size))
+    state (d,); of less than `ranks` if there are not as many words."""
+    chances = heads(hidden, words).softmax(-1)
+    best = chances.topk(min(ranks, chances.shape[-1]))
     # one synchronisation for both: float32 holds every token id exactly
-    chances, tokens = torch.stack([best.values.float(), best.indices.float()]).tolist()
+    tokens = words.full(best.indices)
+    chances, tokens = torch.stack([best.values.float(), tokens.float()]).tolist()
     return chances, [[int(token) for token in row] for row in tokens]
 
 

@@ -8,6 +8,7 @@ never text.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ def count(texts: Iterable[list[int]], forced: list[int], size: int) -> Language:
 
 
 class Subset:
-    """Some rows of lm_head, W[V_high], for the tokens `ids`."""
+    """Some rows of lm_head, W[V_high], for the tokens `ids`. As a Vocabulary it picks itself."""
 
     def __init__(self, weight: Tensor, ids: list[int]):
         self.size, self.host_ids = len(weight), torch.tensor(ids)
@@ -52,6 +53,9 @@ class Subset:
     def __len__(self) -> int:
         """|V_high|."""
         return len(self.ids)
+
+    def pick(self, tokens: list[int]) -> "Subset":
+        return self
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., d) -> (..., |V_high|)."""
@@ -71,6 +75,35 @@ class Subset:
         """A distribution over the subset, (|V_high|,), as one over the vocabulary, (V,); both on
         the host."""
         return probs.new_zeros(self.size).scatter(0, self.host_ids, probs)
+
+
+class FullVocabulary:
+    """The full vocabulary, in the place of a Subset of it."""
+
+    def __init__(self, model: Transformer):
+        self.logits = model.logits
+
+    def pick(self, tokens: list[int]) -> "FullVocabulary":
+        return self
+
+    def full(self, token: Tensor) -> Tensor:
+        return token
+
+    def numbers(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def scatter(self, probs: Tensor) -> Tensor:
+        return probs
+
+
+Words = Subset | FullVocabulary
+
+
+class Vocabulary(Protocol):
+    """Which tokens a method drafts from: Compressed chooses by the text's language."""
+
+    def pick(self, tokens: list[int]) -> Words:
+        """What to draft from after `tokens`."""
 
 
 class Compressed:

@@ -6,7 +6,7 @@ from torch import Tensor
 from minispec import distill
 from minispec.distill import AllSteps
 from minispec.methods import fastmtp
-from minispec.methods.fastmtp import FullVocabulary
+from minispec.methods.vocabulary import FullVocabulary
 from minispec.model import Pass
 from minispec.sampling import Randomness, Sampling
 

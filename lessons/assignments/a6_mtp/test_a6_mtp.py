@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from minispec.methods import fastmtp
-from minispec.methods.fastmtp import FullVocabulary
-from minispec.methods.vocabulary import Subset
+from minispec.methods.vocabulary import FullVocabulary, Subset
 from minispec.model import plan
 from minispec.sampling import Sampling, Seeded, probs
 from minispec.toys import Recorder, random_head, randomise, small_model

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from minispec.certify import cases
 from minispec.methods import lookahead, medusa, speculative
-from minispec.methods.fastmtp import Drafter, FullVocabulary
+from minispec.methods.fastmtp import Drafter
 from minispec.methods.lookahead import Pool, Window, from_prompt
 from minispec.methods.prompt_lookup import lookup
+from minispec.methods.vocabulary import FullVocabulary
 from minispec.sampling import Randomness, Sampling
 from minispec.tree import Policy, Tree
 
@@ -88,8 +89,10 @@ class Lookup(Proposer):
 class Medusa(Proposer):
     """Heads on the target's hidden state."""
 
-    def __init__(self, model, heads, tree: list[medusa.Ranks] | medusa.TreePolicy):
-        self.model, self.heads, self.chosen = model, heads, tree
+    def __init__(self, model, heads, tree: list[medusa.Ranks] | medusa.TreePolicy,
+                 vocabulary=None):  # fmt: skip
+        self.heads, self.chosen = heads, tree
+        self.vocabulary = vocabulary or FullVocabulary(model)
         if not hasattr(tree, "choose"):
             self.chosen = medusa.complete(tree, len(heads), model.config.vocab_size)
 
@@ -97,9 +100,8 @@ class Medusa(Proposer):
         self.hidden = hidden[-1:]
 
     def propose(self, tokens, room, sampling, randomness):
-        return medusa.propose(
-            self.heads, self.model, self.hidden, tokens[-1], self.chosen, room - 1
-        )
+        words = self.vocabulary.pick(tokens)
+        return medusa.propose(self.heads, words, self.hidden, tokens[-1], self.chosen, room - 1)
 
     def learn(self, tokens, tree, path, hidden):
         self.hidden = hidden[path[-1:]]
@@ -158,7 +160,8 @@ class MTP(Drafted):
 
     def __init__(self, model, head, k: int | Policy = 3, vocabulary=None, draft_sampling=None):
         super().__init__(k, draft_sampling)
-        self.model, self.head, self.words = model, head, vocabulary
+        self.model, self.head = model, head
+        self.vocabulary = vocabulary or FullVocabulary(model)
 
     def begin(self, tokens, hidden, capacity):
         offset = len(tokens) - 1 - len(hidden)  # rows of a kept cache have no hidden states
@@ -166,8 +169,7 @@ class MTP(Drafted):
         self.drafter.extend(hidden, tokens[offset + 1 :])
 
     def drafts(self, tokens, k, sampling, randomness):
-        subset = self.words.pick(tokens) if self.words else FullVocabulary(self.model)
-        return self.drafter.chain(k, sampling, randomness, subset)
+        return self.drafter.chain(k, sampling, randomness, self.vocabulary.pick(tokens))
 
     def learn(self, tokens, tree, path, hidden):
         super().learn(tokens, tree, path, hidden)
