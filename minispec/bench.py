@@ -3,7 +3,7 @@
     python -m minispec.bench                                        built-in beginnings of stories
     python -m minispec.bench --data DIR --kind stories_en           held-out text
     python -m minispec.bench --own chat.jsonl sums.jsonl            what distill set aside of them
-    python -m minispec.bench --questions question.jsonl             Spec-Bench, a table a category
+    python -m minispec.bench --questions question.jsonl             Spec-Bench, a table a group
     python -m minispec.bench --shape smollm2-135m --acceptance 0.8  random weights of a real size
 
 Each prompt is decoded by every method in turn, so that a noisy machine is noisy for all of them. A
@@ -37,10 +37,10 @@ from minispec.errors import Parser, UserError, check_package, check_writable, co
 from minispec.fast import quicken
 from minispec.generate import as_prompt, decode
 from minispec.gguf import find_gguf
-from minispec.methods.adaptive import curve_at
+from minispec.methods.adaptive import curve_at, grow_tree
 from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Config, Transformer, count_parameters
-from minispec.run import Run
+from minispec.run import Run, acceptance
 from minispec.text import encode, held_out_prompts
 from minispec.tokenizer import Tokenizer, needed
 
@@ -55,6 +55,7 @@ PROMPTS = [
     "A little dog sat at the window and waited for the rain to stop.",
     "In a quiet village lived a boy who loved to paint stones.",
 ]
+MT_BENCH = set("writing roleplay reasoning math coding extraction stem humanities".split())
 Prompts = dict[str, list[list[int]]]  # kind of text -> token ids
 Methods = dict[str, dict]  # row of the table -> options of the method that is its first word
 
@@ -98,7 +99,8 @@ def weights_read(model: Transformer) -> int:
 
 
 def prompts_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Prompts:
-    """At most --prompts of each kind of text; those longer than the context are left out."""
+    """At most --prompts of each kind of text, evenly chosen; those longer than the context are left
+    out."""
     if args.questions:
         kinds = read_questions(args.questions, tokenizer)
     elif args.own:
@@ -115,7 +117,8 @@ def prompts_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
         if len(fit) < len(prompts):
             n = len(prompts) - len(fit)
             print(f"{kind}: {n} longer than the context, left out", file=sys.stderr)
-        kinds[kind] = [as_prompt(model, tokenizer, ids) for ids in fit[: args.prompts]]
+        chosen = fit[:: max(1, len(fit) // args.prompts)][: args.prompts]
+        kinds[kind] = [as_prompt(model, tokenizer, ids) for ids in chosen]
     if not any(kinds.values()):
         raise UserError("there are no prompts: the text holds no document that is held out, or "
                         "none that fits into the context")  # fmt: skip
@@ -123,14 +126,16 @@ def prompts_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
 
 
 def read_questions(path: Path, tokenizer: Tokenizer) -> Prompts:
-    """The first turn of each question of Spec-Bench, by category, as a chat if there is a
-    template."""
+    """The first turn of each question of Spec-Bench, as a chat if there is a template, by its six
+    groups: the categories, but those of MT-Bench are one, "multi-turn"."""
     kinds: Prompts = {}
     try:
         for line in filter(str.strip, path.read_text(encoding="utf-8").split("\n")):
             question = json.loads(line)
             chat = [{"role": "user", "content": str(question["turns"][0])}]
-            kinds.setdefault(str(question["category"]), []).append(encode(chat, tokenizer))
+            category = str(question["category"])
+            group = "multi-turn" if category in MT_BENCH else category
+            kinds.setdefault(group, []).append(encode(chat, tokenizer))
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise UserError(
             f"--questions {path}: must hold objects with category and turns, one a line ({error})"
@@ -146,14 +151,18 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
         "lookahead (10,5,10)": {"window": 10, "ngram": 5, "guesses": 10},
         "lookahead (15,5,15)": {"window": 15, "ngram": 5, "guesses": 15},
         f"speculative k={args.k}": {"k": args.k}, "speculative k=auto": {"k": "auto"},
-        "medusa": {}, "medusa tree=auto": {"tree": "auto"},
+        "medusa": {}, "medusa tree=auto": {"tree": "auto"}, 
+        "medusa tree=32": None,  # if their accuracies were measured
         "fastmtp k=2": {"k": 2}, "fastmtp k=3": {"k": 3}, "fastmtp k=auto": {"k": "auto"},
     }  # fmt: skip
     named = {row: row.split()[0] for row in methods}
     known = set(named.values())
-    wanted = known if args.methods is None else {"autoregressive", *args.methods.split(",")}
-    if wanted - known:
-        raise UserError(f"--methods {min(wanted - known)}: not one of the benchmark's")
+    if args.methods is not None:
+        asked = {"autoregressive", *args.methods.split(",")}
+        if wrong := asked - known - methods.keys():
+            raise UserError(f"--methods {min(wrong)}: not one of the benchmark's or of its rows")
+        named = {row: each for row, each in named.items() if {row, each} & asked}
+    wanted = set(named.values())
     sources = {"speculative": args.draft, "medusa": args.heads, "fastmtp": args.mtp}
     drafters: Methods = {method: {} for method in wanted - sources.keys()}
     for method in sorted(wanted & sources.keys()):
@@ -164,12 +173,18 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
                 raise
             continue
         drafters[method] = load_drafter(method, model, tokenizer, source)
+        if method == "medusa" and (accuracy := drafters[method]["heads"].accuracy) is not None:
+            methods["medusa tree=32"] = {"tree": grow_tree(accuracy, 32)}
         for size in args.vocabulary_sizes if method == "fastmtp" else []:
             words = {"vocabulary": "none"} if size is None else {"size": size}
             row = f"fastmtp k=3 of {size or 'all'}"
             methods[row] = load_drafter(method, model, tokenizer, source, **words) | {"k": 3}
             named[row] = method
-    return {row: drafters[each] | methods[row] for row, each in named.items() if each in drafters}
+    return {
+        row: drafters[method] | methods[row]
+        for row, method in named.items()
+        if method in drafters and methods[row] is not None
+    }
 
 
 # ---- random weights ------------------------------------------------------------------------------
@@ -359,6 +374,7 @@ def table_of(
             "rows_per_pass": rows,
             "pass_cost": curve_at(curve, round(rows)),  # of a pass over so many rows
             "acceptance": a,  # chance that a draft that was tried is accepted
+            "by_step": acceptance([step for run in own for step in run.rounds])["conditional"],
             "expected_tokens_per_pass": expected,
             "expected_speedup": gain,
             "differing": None if temperature else differing(plain, own),  # prompts
@@ -457,7 +473,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--draft", help="a draft model (default: the one beside the model)")
     p.add_argument("--heads", help="Medusa heads (default: as --draft)")
     p.add_argument("--mtp", help="FastMTP's head (default: as --draft)")
-    p.add_argument("--methods", help="only these, between commas")
+    p.add_argument("--methods", help="only these, or rows of the table, between commas")
     text = p.add_mutually_exclusive_group()
     text.add_argument("--data", type=Path, help="a file or folder: its held-out text")
     text.add_argument("--own", type=Path, nargs="+", help="files of distill generate")
@@ -489,7 +505,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for wrong, message in (
         (args.shape and given, f"--shape has its own weights, prompt and drafts: omit {given}"),
         (args.acceptance is not None and not args.shape, "--acceptance is for --shape: omit it"),
-        (args.vocabulary_sizes and "fastmtp" not in (args.methods or "fastmtp").split(","),
+        (args.vocabulary_sizes and "fastmtp" not in (args.methods or "fastmtp"),
          "--vocabulary-sizes is for fastmtp: name it in --methods, or omit it"),
         (args.kind and not args.data, f"--kind {args.kind} is of the text of --data"),
         (args.against and (args.quantize or any(args.temperature)),

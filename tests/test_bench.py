@@ -73,7 +73,9 @@ def weights(tmp_path_factory):
     folder, model = tmp_path_factory.mktemp("weights"), byte_model()
     for name in "target", "draft":
         save(model, TOKENIZER, folder / name)
-    save_medusa(random_heads(model, 0), folder / "medusa", "", TOKENIZER, model.dtype)
+    heads = random_heads(model, 0)
+    heads.accuracy = torch.full((4, 10), 0.05)
+    save_medusa(heads, folder / "medusa", "", TOKENIZER, model.dtype)
     save_mtp(random_head(model, 0), folder / "mtp", "", TOKENIZER, model.dtype, [1.0])
     return folder
 
@@ -96,7 +98,24 @@ def test_every_method_has_a_row_and_says_what_plain_decoding_says(weights, capsy
     assert rows["autoregressive"]["speedup"] == 1.0 and rows["autoregressive"]["acceptance"] is None
     assert rows["speculative k=2"]["acceptance"] == 1.0  # the draft is the target
     assert rows["speculative k=2"]["expected_tokens_per_pass"] == 3.0
+    assert rows["speculative k=2"]["by_step"] == [1.0, 1.0]
     assert rows["medusa"]["extra_parameters"] > 0
+
+
+def test_rows_can_be_named_and_prompts_are_chosen_evenly(weights, capsys, tmp_path):
+    own = tmp_path / "chat.jsonl"
+    rows = [{"kind": "x", "prompt": [i % 250], "tokens": [5, 6]} for i in range(350)]
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = options_of(weights, "--own", str(own), "--methods", "fastmtp k=2,medusa tree=32")
+    args = bench.parse(asked)
+    model, tokenizer = bench.load(args.model, "float32", "cpu")
+    held = [row["prompt"] for row in bench.read_training(args.own, model, tokenizer)[1]]
+    assert len(held) == 7
+    for args.prompts, places in (1, [0]), (2, [0, 3]), (3, [0, 2, 4]), (9, range(7)):
+        chosen = bench.prompts_of(args, model, tokenizer)["chat"]
+        assert chosen == [held[i] for i in places]
+    rows = bench.methods_of(args, model, tokenizer).keys()
+    assert rows == {"autoregressive", "fastmtp k=2", "medusa tree=32"}
 
 
 def test_a_vocabulary_of_each_size_has_a_row(weights, capsys, tmp_path):
@@ -128,8 +147,8 @@ def test_prompts_are_our_own_or_held_out_or_questions(weights, tmp_path, capsys)
     own = tmp_path / "chat.jsonl"
     rows = [{"kind": "x", "prompt": [i], "tokens": list(range(i, i + 99))} for i in range(1, 99)]
     own.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    turns = {"qa": "W\u2028hy?", "maths": "x" * 5000}
-    asked = [{"category": c, "turns": [t]} for c, t in turns.items()]
+    turns = [("qa", "W\u2028hy?"), ("maths", "x" * 5000), ("writing", "Dear"), ("stem", "What?")]
+    asked = [{"category": c, "turns": [t]} for c, t in turns]
     lines = (json.dumps(each, ensure_ascii=False) for each in asked)
     questions.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
     for source, table in (
@@ -137,6 +156,7 @@ def test_prompts_are_our_own_or_held_out_or_questions(weights, tmp_path, capsys)
         (["--data", str(data), "--prompts", "9"], "stories_en, 3 prompts"),
         (["--own", str(own)], "chat, 1 prompts"),
         (["--questions", str(questions)], "qa, 1 prompts"),
+        (["--questions", str(questions), "--prompts", "3"], "multi-turn, 2 prompts"),
     ):
         bench.main(options_of(weights, "--methods", "jacobi", *source))
         out = capsys.readouterr()
