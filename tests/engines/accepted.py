@@ -32,8 +32,8 @@ args = p.parse_args()
 args.questions = args.data = None
 model, tokenizer = load(args.model, "float32", "cpu")
 quicken(model)
-method, more = ("fastmtp", ("none",)) if args.kind == "mtp" else ("medusa", ())
-options = load_drafter(method, model, tokenizer, args.heads, *more)
+method = "fastmtp" if args.kind == "mtp" else "medusa"
+options = load_drafter(method, model, tokenizer, args.heads, "none")
 options |= {"k": 3} if args.kind == "mtp" else {"tree": CHAIN}
 prompts = [each for kind in bench.prompts_of(args, model, tokenizer).values() for each in kind]
 runs = [
