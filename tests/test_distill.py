@@ -507,7 +507,7 @@ def test_what_is_trained_loads_and_another_begins_with_it(target, data, tmp_path
         run("tree", "--model", target, "--heads", whole, "--own", own, "--device", "cpu")
         heads = load_medusa(whole, *load(target, "float32", "cpu"))
         assert f"a tree of {len(heads.tree)} nodes" in capsys.readouterr().out
-        assert heads.accuracy.shape == (2, RANKS)
+        assert heads.accuracy.shape == (2, RANKS) and (heads.tree or not heads.accuracy[0].any())
 
 
 @pytest.mark.parametrize("command, method", [("mtp", "fastmtp"), ("medusa --shared", "medusa")])

@@ -87,6 +87,7 @@ def choose_tree(
     drafting = heads_cost(target, heads, vocabulary)
     costs = [cost + drafting for cost in cost_curve(target)[1:]]
     speedups = [each / cost for each, cost in zip(tokens, costs)]
+    speedups[0] = 0.0  # at least a node, if any was ever right: or the heads would be for nothing
     best = speedups.index(max(speedups))
     print(f"a tree of {best} nodes: {tokens[best]:.2f} tokens for {costs[best]:.2f} passes")
     heads.tree = list(shares)[:best]
