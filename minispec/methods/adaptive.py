@@ -46,7 +46,7 @@ class Length:
 
     def __init__(self, curve: list[float], draft: float, most: int = 16):
         self.costs = [curve_at(curve, k + 1) + k * draft for k in range(most + 1)]
-        self.rate = [0.8] * most  # prior
+        self.rate = [0.7] * most  # prior
 
     def choose(self) -> int:
         """As tree.Policy; at least one, or nothing would be learnt."""
