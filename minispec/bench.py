@@ -13,6 +13,7 @@ Greedy output is compared with plain decoding's, token for token.
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -32,12 +33,12 @@ from minispec.cache import KVCache
 from minispec.checkpoint import WEIGHTS, load, pick_device, pick_dtype
 from minispec.cost import COUNTS, cost_curve, draft_cost, least_in_turn, one_pass
 from minispec.distill.documents import read_training
-from minispec.drafters import found_beside, load_drafter
+from minispec.drafters import found_beside, load_drafter, read_tree_option
 from minispec.errors import Parser, UserError, check_package, check_writable, command, number
 from minispec.fast import quicken
 from minispec.generate import as_prompt, decode
 from minispec.gguf import find_gguf
-from minispec.methods.adaptive import curve_at, grow_tree
+from minispec.methods.adaptive import curve_at
 from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Config, Transformer, count_parameters
 from minispec.run import Run, acceptance
@@ -99,13 +100,13 @@ def weights_read(model: Transformer) -> int:
 
 
 def prompts_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Prompts:
-    """At most --prompts of each kind of text, evenly chosen; those longer than the context are left
-    out."""
+    """At most --prompts of each kind of text: every second, third … one, as long as there are
+    enough (of --data the first); those longer than the context are left out."""
     if args.questions:
         kinds = read_questions(args.questions, tokenizer)
     elif args.own:
         kinds = {}
-        for row in read_training(args.own, model, tokenizer)[1]:  # nothing has learnt from these
+        for row in read_training(args.own, model, tokenizer)[1]:  # set aside when they are learnt
             kinds.setdefault(row["place"][0].stem, []).append(row["prompt"])
     elif args.data:
         names = args.kind.split(",") if args.kind else None
@@ -151,14 +152,13 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
         "lookahead (10,5,10)": {"window": 10, "ngram": 5, "guesses": 10},
         "lookahead (15,5,15)": {"window": 15, "ngram": 5, "guesses": 15},
         f"speculative k={args.k}": {"k": args.k}, "speculative k=auto": {"k": "auto"},
-        "medusa": {}, "medusa tree=auto": {"tree": "auto"}, 
-        "medusa tree=32": None,  # if their accuracies were measured
+        "medusa": {}, "medusa tree=auto": {"tree": "auto"}, "medusa tree=32": {},
         "fastmtp k=2": {"k": 2}, "fastmtp k=3": {"k": 3}, "fastmtp k=auto": {"k": "auto"},
     }  # fmt: skip
     named = {row: row.split()[0] for row in methods}
     known = set(named.values())
     if args.methods is not None:
-        asked = {"autoregressive", *args.methods.split(",")}
+        asked = {"autoregressive", *re.split(r",(?![^(]*\))", args.methods)}
         if wrong := asked - known - methods.keys():
             raise UserError(f"--methods {min(wrong)}: not one of the benchmark's or of its rows")
         named = {row: each for row, each in named.items() if {row, each} & asked}
@@ -173,18 +173,19 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
                 raise
             continue
         drafters[method] = load_drafter(method, model, tokenizer, source)
-        if method == "medusa" and (accuracy := drafters[method]["heads"].accuracy) is not None:
-            methods["medusa tree=32"] = {"tree": grow_tree(accuracy, 32)}
+        if "medusa tree=32" in named and method == "medusa":
+            heads = drafters[method]["heads"]
+            if heads.accuracy is not None or "medusa tree=32" in (args.methods or ""):
+                tree = read_tree_option("32", heads, model.config.context)
+                methods["medusa tree=32"] = {"tree": tree}
+            else:  # there is nothing to grow it by
+                del named["medusa tree=32"]
         for size in args.vocabulary_sizes if method == "fastmtp" else []:
             words = {"vocabulary": "none"} if size is None else {"size": size}
             row = f"fastmtp k=3 of {size or 'all'}"
             methods[row] = load_drafter(method, model, tokenizer, source, **words) | {"k": 3}
             named[row] = method
-    return {
-        row: drafters[method] | methods[row]
-        for row, method in named.items()
-        if method in drafters and methods[row] is not None
-    }
+    return {row: drafters[each] | methods[row] for row, each in named.items() if each in drafters}
 
 
 # ---- random weights ------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from minispec.cost import cost_curve, draft_cost, head_cost, heads_cost
 from minispec.errors import UserError, read_json
 from minispec.heads import PUBLISHED, load_medusa, load_mtp, load_vocabulary
 from minispec.methods.adaptive import BestTree, Length, grow_tree
-from minispec.methods.medusa import MedusaHeads
+from minispec.methods.medusa import UNSHARED, MedusaHeads
 from minispec.model import Transformer
 from minispec.tokenizer import Tokenizer
 from minispec.tree import Ranks
@@ -63,8 +63,12 @@ def load_drafter(
     elif size is not None:
         raise UserError(f"no vocabulary of which to take {size} tokens: give one, or put it beside "
                         f"the heads, as {beside / 'vocabulary.json'}")  # fmt: skip
-    argument, read = NEEDS[method][0], load_mtp if method == "fastmtp" else load_medusa
-    return {argument: read(source, model, tokenizer), "vocabulary": words}
+    if method == "fastmtp":
+        return {"head": load_mtp(source, model, tokenizer), "vocabulary": words}
+    heads = load_medusa(source, model, tokenizer)
+    if words and not heads.shared:
+        raise UserError(UNSHARED)
+    return {"heads": heads, "vocabulary": words}
 
 
 def found_beside(method: str, model: Transformer) -> Path:

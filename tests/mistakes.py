@@ -11,10 +11,10 @@ propose_ranks, window_layout = medusa.propose, lookahead.window_layout
 chain, extend, after = Drafter.chain, Drafter.extend, lookahead.Pool.after
 
 
-def hidden_of_the_round_before(heads, model, hidden, *arguments):
+def hidden_of_the_round_before(heads, words, hidden, *arguments):
     """The heads read what they read a round ago."""
     before, heads.before = getattr(heads, "before", hidden), hidden
-    return propose_ranks(heads, model, before, *arguments)
+    return propose_ranks(heads, words, before, *arguments)
 
 
 def window_off_by_one(lengths):

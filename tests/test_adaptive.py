@@ -66,7 +66,7 @@ def test_rates_are_learnt_of_what_was_tried_alone():
     for i in range(200):  # half of the first drafts are right, and then all of a round of four
         length.observe(drafted=4, accepted=4 * (i % 2))
     assert abs(length.rate[0] - 0.5) < 0.1 and min(length.rate[1:4]) > 0.95
-    assert length.rate[4] > 0.9  # never tried: it leans to the rate before
+    assert length.rate[4] > 0.85  # never tried: it leans to the rate before
 
 
 # ---- trees ---------------------------------------------------------------------------------------

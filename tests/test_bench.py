@@ -106,7 +106,8 @@ def test_rows_can_be_named_and_prompts_are_chosen_evenly(weights, capsys, tmp_pa
     own = tmp_path / "chat.jsonl"
     rows = [{"kind": "x", "prompt": [i % 250], "tokens": [5, 6]} for i in range(350)]
     own.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = options_of(weights, "--own", str(own), "--methods", "fastmtp k=2,medusa tree=32")
+    methods = "fastmtp k=2,lookahead (5,4,5),medusa tree=32"
+    asked = options_of(weights, "--own", str(own), "--methods", methods)
     args = bench.parse(asked)
     model, tokenizer = bench.load(args.model, "float32", "cpu")
     held = [row["prompt"] for row in bench.read_training(args.own, model, tokenizer)[1]]
@@ -115,7 +116,7 @@ def test_rows_can_be_named_and_prompts_are_chosen_evenly(weights, capsys, tmp_pa
         chosen = bench.prompts_of(args, model, tokenizer)["chat"]
         assert chosen == [held[i] for i in places]
     rows = bench.methods_of(args, model, tokenizer).keys()
-    assert rows == {"autoregressive", "fastmtp k=2", "medusa tree=32"}
+    assert rows == {"autoregressive", "fastmtp k=2", "lookahead (5,4,5)", "medusa tree=32"}
 
 
 def test_a_vocabulary_of_each_size_has_a_row(weights, capsys, tmp_path):

@@ -50,7 +50,7 @@ def afresh(options: dict) -> dict:
 
 # Policies under invented costs, which soon change their minds: K begins at 2, falls to 1 when a
 # draft is refused and rises to 3 when both are accepted; a tree has few nodes or many.
-LENGTH = Length([0.0, 1.0, 1.0, 1.28, 1.495, 1.8], draft=0.1, most=4)
+LENGTH = Length([0.0, 1.0, 1.0, 1.205, 1.331, 1.42], draft=0.1, most=4)
 BEST_TREE = BestTree([0.0, *(1 + n / 20 for n in range(17))], draft=0.2)
 
 # ---- drafted trees of every kind -----------------------------------------------------------------

@@ -178,12 +178,12 @@ def reduced_vocabulary(draft, cache, tokens, k, sampling, randomness, vocabulary
     return propose(draft, cache, tokens, k, sampling, Reduced(randomness), vocabulary)
 
 
-def ranks_with_softmax(heads, model, hidden, *arguments):
+def ranks_with_softmax(heads, words, hidden, *arguments):
     """The heads' best tokens put to the p / q test of drawn ones."""
-    tree = propose_ranks(heads, model, hidden, *arguments)
+    tree = propose_ranks(heads, words, hidden, *arguments)
     if len(tree) == 1:
         return tree
-    said = heads(hidden[0], model).softmax(-1)  # (K, V)
+    said = heads(hidden[0], words).softmax(-1)  # (K, V)
     return Tree(
         tree.tokens, tree.parents, [said[depth - 1] if depth else None for depth in tree.depths]
     )

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec.checkpoint import check_fingerprint, load, write_text
+from minispec.checkpoint import check_fingerprint, load
 from minispec.errors import UserError, check_writable
+from minispec.heads import load_vocabulary, save_vocabulary
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
 from minispec.pretrain import digest
@@ -111,10 +112,15 @@ def words_digest(words: Subset | None) -> str:
     return digest(words.host_ids.tolist()) if words else "all"
 
 
-def keep_vocabulary(args: argparse.Namespace) -> None:
-    """Put the vocabulary that heads have learnt beside them: from now on they draft from it."""
-    if args.vocabulary and Path(args.vocabulary).suffix == ".json":
-        write_text(args.out / "vocabulary.json", Path(args.vocabulary).read_text("utf-8"))
+def keep_vocabulary(args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer) -> None:
+    """Put the vocabulary that heads have learnt beside them, and no other: from now on they draft
+    from it."""
+    beside = args.out / "vocabulary.json"
+    if args.vocabulary:
+        languages = load_vocabulary(args.vocabulary, target, tokenizer).languages
+        save_vocabulary(languages, tokenizer, beside)
+    else:
+        beside.unlink(missing_ok=True)
 
 
 @torch.no_grad()

@@ -30,8 +30,8 @@ from minispec.training import (
 
 class HeadsLoss:
     """Indices of documents -> Σ over heads of 0.8^k · CE_k, in nats (section 2.2.1); CE_k is over
-    the full vocabulary, against the generated token at t + k + 2. Heads that end in the target's
-    lm_head can take a `vocabulary` in its place; a label that is none of its tokens does not
+    the full vocabulary, against the generated token at t + k + 2. For heads that end in the
+    target's lm_head it can be over a `vocabulary`: a label that is none of its tokens does not
     count."""
 
     def __init__(self, heads: MedusaHeads, target: Transformer, documents: Documents,
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     heads.half().float()  # as they are stored
     choose_tree(heads, words, target, measured, args.context)
     save_medusa(heads, args.out, without_folders(args.model), tokenizer, torch.float16)
-    keep_vocabulary(args)
+    keep_vocabulary(args, target, tokenizer)
     facts = {
         "layout": "v2, the target's lm_head" if heads.shared else "v1, a projection each",
         "residual blocks of a head": heads.layers,

@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> None:
     head.half().float()  # as it is stored
     loss = loss_of(Documents.of(measured, target, args.context, torch.float32))
     save_mtp(head, args.out, without_folders(args.model), tokenizer, torch.float16, loss.weights)
-    keep_vocabulary(args)
+    keep_vocabulary(args, target, tokenizer)
     kinds: dict[str, list[int]] = {}
     for i, row in enumerate(measured):
         kinds.setdefault(row["kind"], []).append(i)

@@ -76,8 +76,9 @@ def choose_tree(
     context: int,
 ) -> None:  # fmt: skip
     """Give the heads their accuracies on the target's documents, and a tree of the paths that are
-    right most often there: of as many nodes as pay most on this machine, where a round costs a pass
-    over the nodes and the root, and the heads, which draft from the vocabulary (None: all)."""
+    right most often there: of as many nodes as pay most on this machine, but one at least. A round
+    costs a pass over the nodes and the root, and the heads, which draft from the vocabulary (None:
+    all)."""
     words = (vocabulary or FullVocabulary(target)).pick([])
     ranks = ranks_of(heads, words, target, own, context)
     heads.accuracy = accuracy_of(ranks)
@@ -87,7 +88,7 @@ def choose_tree(
     drafting = heads_cost(target, heads, vocabulary)
     costs = [cost + drafting for cost in cost_curve(target)[1:]]
     speedups = [each / cost for each, cost in zip(tokens, costs)]
-    speedups[0] = 0.0  # at least a node, if any was ever right: or the heads would be for nothing
+    speedups[0] = 0.0  # no tree at all would make heads for nothing
     best = speedups.index(max(speedups))
     print(f"a tree of {best} nodes: {tokens[best]:.2f} tokens for {costs[best]:.2f} passes")
     heads.tree = list(shares)[:best]

@@ -21,6 +21,8 @@ from minispec.tree import Ranks, Step, Tree, TreePolicy
 from minispec.verify import accept
 
 RANKS = 10  # candidates of a head that a tree may choose from, as many as the published trees use
+UNSHARED = ("a vocabulary is for heads that end in the target's lm_head; these have projections of "
+            "their own")  # fmt: skip
 Rule = Callable[[Tensor | OneHot, Tree, Randomness], tuple[list[int], int]]
 
 # ---- heads ---------------------------------------------------------------------------------------
@@ -119,8 +121,7 @@ def rounds(
 ) -> Iterator[Step]:  # fmt: skip
     """The decoding loop of both, which differ in their `rule` of acceptance."""
     if vocabulary and not heads.shared:
-        raise UserError("a vocabulary is for heads that end in the target's lm_head; these have "
-                        "projections of their own")  # fmt: skip
+        raise UserError(UNSHARED)
     vocabulary = vocabulary or FullVocabulary(model)
     chosen = heads.tree if tree is None else tree
     if not hasattr(chosen, "choose"):

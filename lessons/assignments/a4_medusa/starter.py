@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from minispec.methods.medusa import Ranks, TreePolicy
+from minispec.methods.vocabulary import Words
 from minispec.model import Transformer
 from minispec.sampling import OneHot
 from minispec.tree import Tree
@@ -32,9 +33,9 @@ class MedusaHeads(nn.ModuleList):
     def __init__(self, heads: int, layers: int, hidden_size: int, vocab_size: int | None):
         raise NotImplementedError
 
-    def forward(self, hidden: Tensor, model: Transformer) -> Tensor:
+    def forward(self, hidden: Tensor, words: Transformer | Words) -> Tensor:
         """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm.
-        `model.logits` is the target's lm_head."""
+        `words.logits` is the target's lm_head, or some of its rows."""
         raise NotImplementedError
 
 
@@ -60,7 +61,7 @@ def from_paths(root: int, paths: list[list[int]], candidates: list[list[int]]) -
 
 
 def propose(
-    heads: MedusaHeads, model: Transformer, hidden: Tensor, root: int,
+    heads: MedusaHeads, words: Words, hidden: Tensor, root: int,
     chosen: list[Ranks] | TreePolicy, room: int,
 ) -> Tree:  # fmt: skip
     """The tree of the heads' candidates below `root`, the newest token: the first `room` of the
@@ -68,7 +69,8 @@ def propose(
 
     `hidden` (1, d) is the target's hidden state before `root`; it is (0, d) before the first pass
     of a prompt of one token: then, as without paths, the root stands alone. A tree may be less deep
-    than there are heads. Call heads(hidden, model) once. Not graded: a policy that chooses.
+    than there are heads. Call heads(hidden, words) once; `words.full(j)` turns a tensor of indices
+    into tokens. Not graded: a policy that chooses.
     """
     raise NotImplementedError
 

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from minispec.methods.vocabulary import FullVocabulary, Subset
 from minispec.sampling import OneHot
 from minispec.toys import randomise, small_model
 from minispec.tree import Tree
@@ -132,7 +133,7 @@ class RollingHeads:
     def __len__(self) -> int:
         return self.heads
 
-    def __call__(self, hidden, model):
+    def __call__(self, hidden, words):
         self.calls += 1
         return torch.stack([hidden.roll(k, -1) for k in range(self.heads)])
 
@@ -146,12 +147,15 @@ def test_the_tree_holds_the_heads_best_tokens(impl):
         chosen = {tuple(rng.choices(range(4), k=rng.randint(1, depth))) for _ in range(5)}
         nodes = {path[:n] for path in chosen for n in range(1, len(path) + 1)}
         paths, room = sorted(nodes, key=lambda path: (len(path), path)), rng.choice([99, 3])
-        tree = impl.propose(heads, model, hidden, 9, paths, room)
-        best = [hidden[0].roll(k).argsort(descending=True).tolist() for k in range(4)]
+        ids = rng.sample(range(11), 11) if seed % 2 else list(range(11))  # of what is drafted from
+        words = Subset(model.lm_head.weight, ids) if seed % 2 else FullVocabulary(model)
+        tree = impl.propose(heads, words, hidden, 9, paths, room)
+        ranked = [hidden[0].roll(k).argsort(descending=True).tolist() for k in range(4)]
+        best = [[ids[j] for j in row] for row in ranked]
         right = {tuple(best[d][r] for d, r in enumerate(path)) for path in paths[:room]}
         assert tree.tokens[0] == 9 and set(paths_of(tree)) - {()} == right, (
             f"room for {room} nodes: depth d + 1 holds head d's tokens by rank, best first, also "
-            "in a tree less deep than there are heads"
+            "in a tree less deep than there are heads; words.full turns indices into tokens"
         )
         assert all(tree.drawn_from(node) is None for node in range(len(tree))), (
             "a head's best tokens were not drawn from its softmax: they are one-hot, None"
@@ -163,7 +167,8 @@ def test_the_tree_holds_the_heads_best_tokens(impl):
 def test_without_a_hidden_state_or_paths_the_root_stands_alone(impl):
     model, some, none = small_model(0), torch.zeros(1, 24).double(), torch.zeros(0, 24).double()
     for hidden, paths in ((none, [(0,), (1,)]), (some, [])):
-        tree = impl.propose(RollingHeads(2), model, hidden, 5, paths, 99)
+        words = FullVocabulary(model)
+        tree = impl.propose(RollingHeads(2), words, hidden, 5, paths, 99)
         assert (tree.tokens, tree.parents) == ([5], [-1]), f"the root alone, not {tree}"
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from minispec import distill
 from minispec.distill import AllSteps
 from minispec.methods import fastmtp
-from minispec.methods.vocabulary import FullVocabulary
+from minispec.methods.vocabulary import Words
 from minispec.model import Pass
 from minispec.sampling import Randomness, Sampling
 
@@ -38,7 +38,7 @@ class Drafter(fastmtp.Drafter):
         raise NotImplementedError
 
     def chain(
-        self, k: int, sampling: Sampling, randomness: Randomness, subset: FullVocabulary
+        self, k: int, sampling: Sampling, randomness: Randomness, subset: Words
     ) -> tuple[list[int], list[Tensor | None]]:
         """At most `k` drafts, each drawn from the head's distribution over `subset`, some tokens or
         all; and the distribution of each over the full vocabulary (None: one-hot). No drafts
