@@ -7,13 +7,19 @@ FETCH = $(BIN)/python -m minispec.fetch 2> /dev/null || { \
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "gguf>=0.17" && \
 	$(BIN)/python -m minispec.fetch; }
 
-.PHONY: demo test test-all lessons lessons-refresh lint certify reference engines smollm2 grade golden clean
+# the Python of a machine with a GPU, if it is not to be .venv's: make gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/tested)
+GPU_RUN = PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON)
+
+.PHONY: demo test test-all lessons lessons-refresh lint certify reference engines smollm2 gpu gpu-heads \
+	grade golden clean
 
 # a real model answers, one token a pass and by FastMTP; without network a toy tells a story
 demo: .venv/installed
 	@if [ -e $(REAL) ] || { $(FETCH); }; then ask="$(QUESTION)"; options="--model smollm2 --chat"; \
 	else ask="Once upon a time"; options=; echo "The real model cannot be had now: a toy tells a story instead."; fi; \
-	for method in autoregressive fastmtp; do printf '\n> %s   (%s)\n' "$$ask" $$method; \
+	for method in autoregressive "fastmtp --k auto"; do printf '\n> %s   (%s)\n' "$$ask" "$$method"; \
 		$(BIN)/python -m minispec.generate "$$ask" $$options --method $$method --color --stats \
 			--max-new-tokens 120 < /dev/null || exit; done
 
@@ -50,6 +56,15 @@ reference: .venv/referenced
 	$(BIN)/python -m pytest -q tests/test_reference.py
 	$(BIN)/python -m minispec.bench --against transformers --prompts 4
 	-$(BIN)/python -m minispec.certify --impl tests/engines/transformers_engine.py:assisted
+
+# on a machine with a GPU, each in under ten minutes; started again they continue. The first measures
+# speed, the second writes the model's own text and trains heads on it. ARGS=--small: the same on a CPU
+gpu: $(GPU_READY)
+	$(GPU_RUN) tests/gpu/speed.py $(ARGS)
+
+gpu-heads: $(GPU_READY)
+	$(GPU_RUN) tests/gpu/heads.py $(if $(QUESTIONS),--questions $(QUESTIONS)) \
+		$(if $(DATA),--data $(DATA)) $(ARGS)
 
 # what others run, in environments of their own; by hand, an hour. A failure of theirs is no error.
 engines: .venv/referenced .engines/vllm/installed .engines/openvino/installed .engines/llamacpp/installed \

@@ -12,10 +12,9 @@ Greedy output is compared with plain decoding's, token for token.
 """
 
 import argparse
+import contextlib
 import json
-import re
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +22,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TextIO
 
 import torch
 import torch.nn.functional as F
@@ -30,20 +30,30 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minispec.cache import KVCache
-from minispec.checkpoint import WEIGHTS, load, pick_device, pick_dtype
+from minispec.checkpoint import WEIGHTS, load, needed, pick_device, pick_dtype
 from minispec.cost import COUNTS, cost_curve, draft_cost, least_in_turn, one_pass
 from minispec.distill.documents import read_training
 from minispec.drafters import found_beside, load_drafter, read_tree_option
-from minispec.errors import Parser, UserError, check_package, check_writable, command, number
+from minispec.errors import (
+    Parser,
+    UserError,
+    check_package,
+    check_writable,
+    comma_separated,
+    command,
+    note,
+    number,
+    stdout_reserved,
+)
 from minispec.fast import quicken
-from minispec.generate import as_prompt, decode
+from minispec.generate import as_prompt, decode, unlisted_end
 from minispec.gguf import find_gguf
 from minispec.methods.adaptive import curve_at
 from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Config, Transformer, count_parameters
 from minispec.run import Run, acceptance
-from minispec.text import encode, held_out_prompts
-from minispec.tokenizer import Tokenizer, needed
+from minispec.text import Conversation, LeftOut, encode, held_out_prompts, turn
+from minispec.tokenizer import Tokenizer
 
 # beginnings of our own, for where no held-out text is at hand
 PROMPTS = [
@@ -101,46 +111,53 @@ def weights_read(model: Transformer) -> int:
 
 def prompts_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Prompts:
     """At most --prompts of each kind of text: every second, third … one, as long as there are
-    enough (of --data the first); those longer than the context are left out."""
+    enough (of --data the first); those longer than the context, and those that the chat template
+    refuses, are left out."""
+    left_out = LeftOut()
     if args.questions:
-        kinds = read_questions(args.questions, tokenizer)
+        kinds = read_questions(args.questions, tokenizer, left_out)
     elif args.own:
         kinds = {}
         for row in read_training(args.own, model, tokenizer)[1]:  # set aside when they are learnt
             kinds.setdefault(row["place"][0].stem, []).append(row["prompt"])
     elif args.data:
-        names = args.kind.split(",") if args.kind else None
-        kinds = held_out_prompts(args.data, names, tokenizer, args.prompts)
+        kinds = held_out_prompts(args.data, args.kind, tokenizer, args.prompts, left_out)
     else:
         kinds = {"stories": [tokenizer.encode(text) for text in PROMPTS]}
     for kind, prompts in kinds.items():
         fit = [ids for ids in prompts if len(ids) < model.config.context]
         if len(fit) < len(prompts):
             n = len(prompts) - len(fit)
-            print(f"{kind}: {n} longer than the context, left out", file=sys.stderr)
+            note(f"{kind}: {n} longer than the context, left out")
         chosen = fit[:: max(1, len(fit) // args.prompts)][: args.prompts]
         kinds[kind] = [as_prompt(model, tokenizer, ids) for ids in chosen]
     if not any(kinds.values()):
-        raise UserError("there are no prompts: the text holds no document that is held out, or "
-                        "none that fits into the context")  # fmt: skip
+        why = "the text holds no document that is held out, or none that fits into the context"
+        raise UserError(f"there are no prompts: {str(left_out) or why}")
+    if left_out.reasons:
+        note(str(left_out))
     return {kind: prompts for kind, prompts in kinds.items() if prompts}
 
 
-def read_questions(path: Path, tokenizer: Tokenizer) -> Prompts:
+def read_questions(path: Path, tokenizer: Tokenizer, left_out: LeftOut) -> Prompts:
     """The first turn of each question of Spec-Bench, as a chat if there is a template, by its six
     groups: the categories, but those of MT-Bench are one, "multi-turn"."""
-    kinds: Prompts = {}
+    chats: list[tuple[str, Conversation]] = []
     try:
-        for line in filter(str.strip, path.read_text(encoding="utf-8").split("\n")):
-            question = json.loads(line)
-            chat = [{"role": "user", "content": str(question["turns"][0])}]
-            category = str(question["category"])
-            group = "multi-turn" if category in MT_BENCH else category
-            kinds.setdefault(group, []).append(encode(chat, tokenizer))
+        for i, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+            if line.strip():
+                question = json.loads(line)
+                category, said = str(question["category"]), str(question["turns"][0])
+                chats.append((category, Conversation([turn("user", said)], f"{path} line {i}")))
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise UserError(
             f"--questions {path}: must hold objects with category and turns, one a line ({error})"
         ) from None
+    kinds: Prompts = {}
+    for category, chat in chats:
+        group = "multi-turn" if category in MT_BENCH else category
+        if prompt := left_out.attempt(chat, encode, tokenizer):
+            kinds.setdefault(group, []).append(prompt)
     return kinds
 
 
@@ -158,7 +175,7 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     named = {row: row.split()[0] for row in methods}
     known = set(named.values())
     if args.methods is not None:
-        asked = {"autoregressive", *re.split(r",(?![^(]*\))", args.methods)}
+        asked = {"autoregressive", *args.methods}
         if wrong := asked - known - methods.keys():
             raise UserError(f"--methods {min(wrong)}: not one of the benchmark's or of its rows")
         named = {row: each for row, each in named.items() if {row, each} & asked}
@@ -175,7 +192,7 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
         drafters[method] = load_drafter(method, model, tokenizer, source)
         if "medusa tree=32" in named and method == "medusa":
             heads = drafters[method]["heads"]
-            if heads.accuracy is not None or "medusa tree=32" in (args.methods or ""):
+            if heads.accuracy is not None or "medusa tree=32" in (args.methods or []):
                 tree = read_tree_option("32", heads, model.config.context)
                 methods["medusa tree=32"] = {"tree": tree}
             else:  # there is nothing to grow it by
@@ -215,7 +232,8 @@ class Reciter:
     """A draft that costs nothing: it knows what the target will say, and each of its tokens is that
     with a chosen probability. What a real draft costs is to be taken off its speedup."""
 
-    prefill, dtype, device = Transformer.prefill, torch.float32, torch.device("cpu")
+    prefill, prefill_chunks = Transformer.prefill, Transformer.prefill_chunks
+    dtype, device = torch.float32, torch.device("cpu")
 
     def __init__(self, model: Transformer, text: list[int], acceptance: float):
         self.config = replace(model.config, hidden_size=1)
@@ -469,26 +487,29 @@ def draw(file: Path, tables: list[list[dict]], machine: dict) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags, checked before the weights are read."""
-    p = Parser(prog="python -m minispec.bench", description=__doc__.split("\n\n")[0])
+    p = Parser(prog="python -m minispec.bench", description=__doc__)
     p.add_argument("--model", default=str(WEIGHTS / "target"), help="directory, hub id or .gguf")
     p.add_argument("--draft", help="a draft model (default: the one beside the model)")
     p.add_argument("--heads", help="Medusa heads (default: as --draft)")
     p.add_argument("--mtp", help="FastMTP's head (default: as --draft)")
-    p.add_argument("--methods", help="only these, or rows of the table, between commas")
+    p.add_argument("--methods", type=comma_separated,
+                   help="only these, or rows of the table, between commas")  # fmt: skip
     text = p.add_mutually_exclusive_group()
     text.add_argument("--data", type=Path, help="a file or folder: its held-out text")
     text.add_argument("--own", type=Path, nargs="+", help="files of distill generate")
     text.add_argument("--questions", type=Path, help="Spec-Bench's question.jsonl")
-    p.add_argument("--kind", help="with --data: kinds of text, between commas (default: all)")
+    p.add_argument("--kind", type=comma_separated,
+                   help="with --data: kinds of text, between commas (default: all)")  # fmt: skip
     p.add_argument("--prompts", type=number(1), default=20, help="at most this many of each kind")
     p.add_argument("--max-new-tokens", type=number(1), default=100)
     p.add_argument("--temperature", default=[0.0], help="one or several, between commas",
-                   type=lambda text: [number(0, kind=float)(part) for part in text.split(",")])
+                   type=lambda text: [number(0, kind=float)(part)
+                                      for part in comma_separated(text)])  # fmt: skip
     p.add_argument("--k", type=number(1), default=4, help="drafts of the draft model")
     p.add_argument("--vocabulary-sizes", default=[], metavar="N,N,…",
                    help="fastmtp also with so many tokens of a language; none: with the model's",
                    type=lambda text: [None if part == "none" else number(1)(part)
-                                      for part in text.split(",")])  # fmt: skip
+                                      for part in comma_separated(text)])  # fmt: skip
     p.add_argument("--dtype", default="auto")
     p.add_argument("--device", default="auto")
     p.add_argument("--quantize", choices=["int8"], help="int8 weights, of target and draft")
@@ -506,9 +527,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for wrong, message in (
         (args.shape and given, f"--shape has its own weights, prompt and drafts: omit {given}"),
         (args.acceptance is not None and not args.shape, "--acceptance is for --shape: omit it"),
-        (args.vocabulary_sizes and "fastmtp" not in (args.methods or "fastmtp"),
+        (args.vocabulary_sizes and "fastmtp" not in " ".join(args.methods or ["fastmtp"]),
          "--vocabulary-sizes is for fastmtp: name it in --methods, or omit it"),
-        (args.kind and not args.data, f"--kind {args.kind} is of the text of --data"),
+        (args.kind and not args.data, "--kind is of the text of --data: give that as well"),
         (args.against and (args.quantize or any(args.temperature)),
          "--against transformers is greedy and unquantised: no --temperature, no --quantize"),
     ):  # fmt: skip
@@ -525,6 +546,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 @command
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
+    with stdout_reserved() if args.json else contextlib.nullcontext() as out:
+        run(args, out)
+
+
+def run(args: argparse.Namespace, out: TextIO | None) -> None:
+    """Measure and compare; tables are printed as they come, the JSON object goes to `out`."""
     if args.shape:
         model, tokenizer = random_weights(SHAPES[args.shape], args.dtype, args.device), None
         kinds, methods = {args.shape: [list(range(100, 116))]}, {}
@@ -533,6 +560,8 @@ def main(argv: list[str] | None = None) -> None:
         needed(tokenizer, model.source)
         kinds = prompts_of(args, model, tokenizer)
         methods = methods_of(args, model, tokenizer)
+        if unlisted := unlisted_end(model, tokenizer):
+            note(unlisted)
     draft = next((each["draft"] for each in methods.values() if "draft" in each), None)
     for each in filter(None, (model, draft)):
         quicken(each, int8=args.quantize == "int8", compiled=args.compile)
@@ -551,7 +580,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.picture:
         draw(args.picture, tables, machine)
     if args.json:
-        print(json.dumps({"machine": machine, "rows": sum(tables, [])}))
+        print(json.dumps({"machine": machine, "rows": sum(tables, [])}), file=out)
 
 
 if __name__ == "__main__":

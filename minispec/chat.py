@@ -1,6 +1,7 @@
 """Conversations as text: a model's chat template, given what transformers gives it."""
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Collection
@@ -39,17 +40,28 @@ def check_messages(messages: object) -> None:
 def render(template: str, messages: Messages, named: dict[str, str]) -> str:
     """The text of a conversation, up to where the assistant is to speak; `named` are the special
     tokens by their names, such as bos_token."""
+    known = named | {"messages": messages, "add_generation_prompt": True}
+    try:  # templates ask whether these two are none
+        return compiled(template).render(known, tools=None, documents=None)
+    except Exception as error:  # a template is code: it may raise anything
+        raise UserError(f"the model's chat template refuses this conversation: {error}") from None
+
+
+@functools.lru_cache(maxsize=8)  # data generation renders one thousands of times
+def compiled(source: str) -> jinja2.Template:
+    """A template with what transformers gives it."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = datetime.datetime.now().strftime
+    environment.globals["strftime_now"] = strftime_now
     environment.filters["tojson"] = tojson
-    known = named | {"messages": messages, "add_generation_prompt": True}
-    try:  # templates ask whether these two are none
-        return environment.from_string(template).render(known, tools=None, documents=None)
-    except Exception as error:  # a template is code: it may raise anything
-        raise UserError(f"the model's chat template refuses this conversation: {error}") from None
+    return environment.from_string(source)
+
+
+def strftime_now(form: str) -> str:
+    """What templates call so: the date or time."""
+    return datetime.datetime.now().strftime(form)
 
 
 def refuse(message: str) -> None:
@@ -89,9 +101,9 @@ def hide(messages: Messages, controls: Collection[str]) -> tuple[Messages, dict[
     return hidden, {character: text for text, character in characters.items()}
 
 
-def split_at(text: str, controls: Collection[str]) -> list[str]:
-    """A text cut before and after each control token."""
-    return [part for part in re.split(f"({alternatives(controls)})", text) if part]
+def replace_all(text: str, replacements: dict[str, str]) -> str:
+    """Replace every key by its value, the longest first, in one pass."""
+    return re.sub(alternatives(replacements), lambda match: replacements[match[0]], text)
 
 
 def alternatives(texts: Collection[str]) -> str:

@@ -17,7 +17,7 @@ from minispec.config import FLAT, UNQUANTISED, Keys, config_json, read_config
 from minispec.errors import UserError, read_json
 from minispec.gguf import find_gguf, read_gguf, read_gguf_tokenizer
 from minispec.model import Config, Transformer
-from minispec.tokenizer import Tokenizer, needed
+from minispec.tokenizer import Tokenizer
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"  # the shipped ones
 REAL, REAL_ID = WEIGHTS / "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -27,6 +27,7 @@ FIRST_LAYER = re.compile(r"(|.*?\.)(model\.|)layers\.0\.input_layernorm\.weight"
 LAYOUTS = {".g_idx": "GPTQ", ".qweight": "AWQ", ".biases": "mlx", "weight_scale_inv": "FP8",
            ".weight_scale": "FP8"}  # fmt: skip
 ENDS = "model.embed_tokens.weight", "lm_head.weight"  # one tensor in a tied model
+OTHERS = "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json"  # of other libraries
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -36,8 +37,12 @@ def weight_files(directory: Path) -> list[Path]:
             return [directory / name]
         index = directory / f"{name}.index.json"
         if index.exists():
-            shards = Keys(index, read_json(index)).get("weight_map", FLAT)
-            return [directory / shard for shard in sorted(set(map(str, shards.values())))]
+            weight_map = Keys(index, read_json(index)).get("weight_map", FLAT)
+            shards = sorted(set(map(str, weight_map.values())))
+            for shard in map(Path, shards):
+                if shard.is_absolute() or ".." in shard.parts:
+                    raise UserError(f"{index} names {shard}, which is outside its folder")
+            return [directory / shard for shard in shards]
     raise UserError(f"{directory} has no weights: neither model.safetensors nor pytorch_model.bin")
 
 
@@ -76,7 +81,7 @@ def fill(
                 f"{where}: {name} is {tensor.dtype}, a quantised weight: {UNQUANTISED}"
             )
         if not tensor.isfinite().all():
-            raise UserError(f"{where}: {name} has a NaN or an infinity: take undamaged weights")
+            raise UserError(f"{where}: {name} contains NaN or infinity; the checkpoint is corrupt")
         state[name] = tensor.to(device, dtype, copy=True)
     try:
         module.load_state_dict(state, assign=True)
@@ -140,7 +145,7 @@ def real_model() -> Path:
 def pick_device(device: str | torch.device) -> torch.device:
     """`auto`: cuda, else mps, else cpu."""
     there = [kind for kind in ("cuda", "mps") if getattr(torch, kind).is_available()] + ["cpu"]
-    with contextlib.suppress(RuntimeError):  # no such name, or number
+    with contextlib.suppress(RuntimeError, TypeError):  # no such name, or number
         place = torch.device(there[0] if str(device) == "auto" else device)
         if place.type in there:
             torch.empty(0, device=place)
@@ -232,6 +237,21 @@ def read_tokenizer(source: str | os.PathLike) -> Tokenizer:
     return needed(read_gguf_tokenizer(file) if file else tokenizer_in(path), path)
 
 
+def needed(tokenizer: Tokenizer | None, source: Path | None, instead: str = "") -> Tokenizer:
+    """The tokenizer; refuse a model that has none, and say why or how it gets one."""
+    if tokenizer is not None:
+        return tokenizer
+    if source and (file := find_gguf(source)):
+        read_gguf_tokenizer(file)  # raises UserError with the reason
+    cure = instead or "put the file of its tokenizer there"
+    for name in OTHERS:
+        if source and (source / name).exists():
+            cure = (f"transformers makes one from {name}, once: "
+                    "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)")  # fmt: skip
+            break
+    raise UserError(f"{source or 'this model'} has no tokenizer.json: {cure}")
+
+
 def check_fingerprint(where: str, theirs: str | None, tokenizer: Tokenizer | None) -> None:
     """Refuse what was made with another tokenizer, as far as both are known."""
     if tokenizer and theirs and theirs != tokenizer.fingerprint:
@@ -244,7 +264,7 @@ def check_fingerprint(where: str, theirs: str | None, tokenizer: Tokenizer | Non
 def replacing(path: Path) -> Iterator[Path]:
     """A file beside `path` to write, which takes its place once it is whole: on a full disk what
     was there stays, and nothing is added."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # others may write it at this moment
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part

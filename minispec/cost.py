@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from minispec.cache import KVCache
 from minispec.methods.fastmtp import Drafter, MTPHead
 from minispec.methods.medusa import RANKS, MedusaHeads, best_candidates
 from minispec.methods.vocabulary import FullVocabulary, Vocabulary
@@ -19,30 +20,33 @@ COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows at which the curve is measured
 MOMENT = 0.02  # seconds of a function's turn, at least
 
 
-def least_in_turn(functions: list[Callable[[], object]], turns: int = 3) -> list[float]:
+def least_in_turn(
+    functions: list[Callable[[], object]], turns: int = 3, moment: float | None = None
+) -> list[float]:
     """The shortest time of one call of each function, in seconds; each must end on the host. The
     functions take turns, so that a noisy moment spoils one turn of each. A turn repeats its
-    function for at least MOMENT seconds, as decoding repeats the same pass: right after another
-    function, with cold caches, a call takes longer."""
+    function for at least `moment` (default: MOMENT) seconds, as decoding repeats the same pass:
+    right after another function, with cold caches, a call takes longer."""
+    moment = MOMENT if moment is None else moment
     times = [math.inf] * len(functions)
     for _ in range(turns):
-        times = [min(least, *of_a_turn(each)) for least, each in zip(times, functions)]
+        times = [min(least, *of_a_turn(each, moment)) for least, each in zip(times, functions)]
     return times
 
 
-def of_a_turn(function: Callable[[], object]) -> list[float]:
-    """Seconds of each of its calls."""
+def of_a_turn(function: Callable[[], object], moment: float) -> list[float]:
+    """Seconds of each of its calls, for at least `moment` seconds."""
     ends = [time.perf_counter()]
-    while len(ends) < 2 or ends[-1] - ends[0] < MOMENT:
+    while len(ends) < 2 or ends[-1] - ends[0] < moment:
         function()
         ends.append(time.perf_counter())
     return [end - start for start, end in pairwise(ends)]
 
 
-def one_pass(model: Transformer, n: int) -> Callable[[], object]:
+def one_pass(model: Transformer, n: int, cache: KVCache | None = None) -> Callable[[], object]:
     """A pass over `n` tokens, to be timed, over an empty cache: so the cost of attending to earlier
     text is not included."""
-    cache, tokens = model.new_cache(2 * max(n, 64)), [0] * n
+    cache, tokens = cache or model.new_cache(2 * max(n, 64)), [0] * n
 
     @torch.inference_mode()
     def run() -> list:

@@ -1,17 +1,27 @@
 """What a user can get wrong: one line that says what and how to mend it, exit code 2."""
 
 import argparse
+import atexit
 import contextlib
 import functools
 import json
 import math
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable
+import tempfile
+import unicodedata
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
+
+from tqdm import tqdm
+
+# How a user's text is read: UTF-8, without a byte-order mark, every line end as \n. Other bytes
+# become lone surrogates, which a tokenizer refuses.
+AS_TEXT = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": None}
 
 
 class UserError(ValueError):
@@ -19,7 +29,11 @@ class UserError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line's parser: what it cannot read is a UserError, as any wrong input."""
+    """A command line's parser. Wrong arguments raise UserError. The description is a module's
+    docstring, of which -h shows the first paragraph (python -OO leaves no docstring)."""
+
+    def __init__(self, *args, description: str | None = None, **options):
+        super().__init__(*args, description=(description or "").split("\n\n")[0], **options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} -h shows the flags)")
@@ -40,6 +54,14 @@ def number(least: float, most: float = 2**63 - 1, kind: Callable = int) -> Calla
     return parse
 
 
+def comma_separated(text: str) -> list[str]:
+    """The `type=` of a flag that takes a list; a comma inside parentheses is part of a name."""
+    parts = re.split(r",(?![^(]*\))", text)
+    if not all(map(str.strip, parts)):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} has an empty name before or after a comma")
+    return parts
+
+
 def command(main: Callable) -> Callable:
     """A command line's `main`: a UserError ends it with one line and code 2, Ctrl-C with 130."""
 
@@ -55,14 +77,32 @@ def command(main: Callable) -> Callable:
         except BrokenPipeError:  # the reader of our output has gone: nothing is left to say
             drop_unwritable_output()
         except (UserError, OSError, MemoryError, RuntimeError) as error:
-            said = " ".join(str(error).split()) or "not enough memory"
-            if isinstance(error, RuntimeError) and "memory" not in said:  # a bug of ours
+            if isinstance(error, RuntimeError) and not out_of_memory(error):  # a bug of ours
                 raise
-            print(f"minispec: {said}", file=sys.stderr)
+            note(" ".join(str(error).split()) or "not enough memory")
             drop_unwritable_output()
             sys.exit(2)
 
     return wrapped
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed, on a CPU or on a GPU. An illegal access to memory is a bug."""
+    return re.search("tried to allocate|out of memory", str(error), re.IGNORECASE) is not None
+
+
+def note(text: str) -> None:
+    """Print one line to standard error, between progress bars if there are any."""
+    tqdm.write(f"minispec: {printable(text)}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """The text with every character that could drive a terminal (control characters, changes of
+    direction, lone surrogates) replaced by its escape, such as \\x1b."""
+    return "".join(
+        c if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        else c.encode("unicode_escape").decode() for c in text
+    )  # fmt: skip
 
 
 def interrupted(*_) -> None:
@@ -71,14 +111,53 @@ def interrupted(*_) -> None:
 
 
 def prepare_streams() -> None:
-    """Speak UTF-8, whatever the system's encoding. Bytes that are not pass standard input as lone
-    surrogates, which a tokenizer refuses."""
-    for stream, errors in (sys.stdin, "surrogateescape"), (sys.stdout, "strict"):
+    """Speak UTF-8, whatever the system's encoding."""
+    for stream, how in (sys.stdin, AS_TEXT), (sys.stdout, {"encoding": "utf-8"}):
         with contextlib.suppress(ValueError):  # closed, or read from already
             if hasattr(stream, "reconfigure"):
-                stream.reconfigure(encoding="utf-8", errors=errors)
+                stream.reconfigure(**how)
     if sys.stderr is None:  # closed: `print` would write to standard output instead
         sys.stderr = open(os.devnull, "w")
+
+
+@contextlib.contextmanager
+def stdout_reserved() -> Iterator[TextIO]:
+    """Yield a stream for the answer, the only thing that reaches standard output. Meanwhile, and as
+    Python exits, what other code prints (child processes and C too) goes to standard error."""
+    stdout = sys.stdout
+    with contextlib.ExitStack() as stack:
+        if stdout is None:  # closed: file descriptor 1 may be any other file by now
+            yield stack.enter_context(open(os.devnull, "w"))
+            return
+        stdout.flush()
+        answer = stdout
+        if descriptor(stdout) == 1:  # else it was replaced, as pytest does
+            how = {"encoding": stdout.encoding, "errors": stdout.errors}
+            answer = stack.enter_context(open(os.dup(1), "w", **how))
+        stack.callback(atexit.register, divert_stdout)  # for what C has buffered, and handlers
+        kept = os.dup(1)
+        stack.callback(os.close, kept)
+        stack.callback(os.dup2, kept, 1)
+        divert_stdout()
+        stack.callback(stdout.flush)  # code may have kept a reference to it
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield answer
+
+
+def divert_stdout() -> None:
+    """Point file descriptor 1 to standard error."""
+    drop_unwritable_output()
+    stderr = descriptor(sys.stderr)
+    with contextlib.suppress(OSError):  # closed
+        os.dup2(2 if stderr is None else stderr, 1)
+
+
+def descriptor(stream: TextIO) -> int | None:
+    """The file descriptor of a stream, if it has one."""
+    try:
+        return stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def drop_unwritable_output() -> None:
@@ -115,16 +194,18 @@ def check_package(name: str, flag: str) -> None:
 
 
 def check_writable(file: str | Path, flag: str) -> None:
-    """Make the folder that the file of a flag is to be in, and refuse, before any long work, a file
-    that could not be written after it."""
+    """Make the folder of a flag's file, and refuse a file that could not be written, before any
+    long work. Another process may be making the same file, so the trial file has a name of its own.
+    """
     file = Path(file)
-    existed = file.exists() or file.is_symlink()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists() and not (file.is_file() or file.is_char_device()):  # a pipe would wait
+        place = file.resolve()  # where a link points, if anything is there or not
+        if not place.exists():
+            tempfile.TemporaryFile(dir=place.parent).close()
+        elif place.is_file() or place.is_char_device():
+            place.open("a").close()
+        else:  # a folder; or a pipe, which would wait for a reader
             raise OSError(0, "not a file")
-        file.open("a").close()
     except OSError as error:
         raise UserError(f"{flag} {file}: cannot be written ({error.strerror})") from None
-    if not existed:
-        file.unlink(missing_ok=True)  # another process tries as well

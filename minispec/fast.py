@@ -9,7 +9,7 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -18,22 +18,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minispec.cost import least_in_turn
 from minispec.errors import UserError, check_package
 from minispec.model import Body, Pass, Transformer
 
-FEW = 16  # rows up to which WideLinear's product is the faster one
+FEW = 2, 4, 8, 16  # numbers of rows at which the two products of WideLinear are timed
+FEW_BYTES = 2**26  # of weights for this: more than most caches hold
 GRAPH_ROWS = 1, 2, 4, 8, 16, 32, 64  # of graphs on a GPU; the last is the most of any graph
 
 
 def quicken(model: Transformer, int8: bool = False, compiled: bool = False) -> None:
     """What `generate` and `bench` do after loading: int8 weights or compiled passes if asked for,
-    and on a float32 CPU the faster product. Raises UserError where compiling is impossible."""
+    and on a float32 CPU the faster product for few rows, which is measured first. Raises UserError
+    if compiling is impossible."""
     if int8:
         swap(model, Int8Linear)
     if compiled:
         compile_passes(model)
     if not int8 and model.device.type == "cpu" and model.dtype == torch.float32:
-        swap(model, WideLinear)
+        layers: dict[torch.Size, list[nn.Linear]] = {}
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                layers.setdefault(module.weight.shape, []).append(module)
+        wide = {shape: wide_rows(each) for shape, each in layers.items()}
+        swap(model, lambda linear: WideLinear(linear, wide[linear.weight.shape]))
 
 
 # ---- linear layers -------------------------------------------------------------------------------
@@ -49,20 +57,46 @@ def swap(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
 
 
 class WideLinear(nn.Module):
-    """A linear layer that computes the product for 2 to FEW rows as weight @ rowsᵀ: on a CPU, four
-    rows then take about as long as one; as rows @ weightᵀ they take about twice as long."""
+    """A linear layer that computes the product for some numbers of rows as weight @ rowsᵀ. Compared
+    with rows @ weightᵀ this takes half as long for four rows on some CPUs, and twice as long on
+    others."""
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, linear: nn.Linear, wide: Collection[int] = range(2, FEW[-1] + 1)):
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight, self.bias, self.wide = linear.weight, linear.bias, wide
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])  # (n, in)
-        if not 2 <= len(rows) <= FEW:
+        if len(rows) not in self.wide:
             return F.linear(x, self.weight, self.bias)
         y = (self.weight @ rows.T).T  # (n, out)
         y = y if self.bias is None else y + self.bias
         return y.reshape(*x.shape[:-1], -1)
+
+
+@torch.inference_mode()
+def wide_rows(layers: list[nn.Linear]) -> list[int]:
+    """The numbers of rows for which weight @ rowsᵀ is clearly faster than rows @ weightᵀ on this
+    machine, for layers of one shape. Each product is timed over many layers, one after another, so
+    that weights come from memory as they do in a pass."""
+    layers = layers[: 1 + FEW_BYTES // layers[0].weight.nbytes]
+    chosen, last = [], 1
+    for n in FEW:
+        x = torch.ones(n, layers[0].in_features, dtype=layers[0].weight.dtype)
+
+        def tall() -> None:
+            for layer in layers:
+                F.linear(x, layer.weight)
+
+        def wide() -> None:
+            for layer in layers:
+                layer.weight @ x.T
+
+        tall_seconds, wide_seconds = least_in_turn([tall, wide], moment=0)
+        if wide_seconds < 0.9 * tall_seconds:
+            chosen += range(last + 1, n + 1)
+        last = n
+    return chosen
 
 
 class Int8Linear(nn.Module):

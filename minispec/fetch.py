@@ -43,7 +43,7 @@ def fetch(folder: Path = REAL) -> Path:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    p = Parser(prog="python -m minispec.fetch", description=__doc__.partition("\n\n")[0])
+    p = Parser(prog="python -m minispec.fetch", description=__doc__)
     p.parse_args(argv)
     try:
         where = real_model()

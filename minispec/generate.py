@@ -13,25 +13,35 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral, Real
 from operator import index
-from pathlib import Path
+from typing import TextIO
 
 import torch
 
 from minispec.cache import KVCache
-from minispec.checkpoint import WEIGHTS, load
+from minispec.checkpoint import WEIGHTS, load, needed
 from minispec.drafters import NEEDS, load_drafter, read_tree_option, with_drafter, with_policies
-from minispec.errors import Parser, UserError, check_writable, command, number
+from minispec.errors import (
+    AS_TEXT,
+    Parser,
+    UserError,
+    check_writable,
+    comma_separated,
+    command,
+    note,
+    number,
+    stdout_reserved,
+)
 from minispec.fast import quicken
 from minispec.methods.autoregressive import autoregressive
 from minispec.methods.fastmtp import fastmtp
-from minispec.methods.lookahead import jacobi, lookahead
-from minispec.methods.medusa import medusa, medusa_typical
+from minispec.methods.lookahead import check_block, check_window, jacobi, lookahead
+from minispec.methods.medusa import checked_tree, medusa, medusa_typical
 from minispec.methods.prompt_lookup import prompt_lookup
 from minispec.methods.speculative import speculative
 from minispec.model import Transformer, count_parameters
-from minispec.run import Ending, Run
+from minispec.run import Ending, Run, without_autocast
 from minispec.sampling import Randomness, Sampling, Seeded
-from minispec.tokenizer import Tokenizer, needed
+from minispec.tokenizer import Tokenizer
 from minispec.tree import Step
 from minispec.view import paint, write_page
 
@@ -67,13 +77,13 @@ def stream(
     `prompt` is text or token ids. `options` are the method's own; a draft or heads that are not
     given are looked for beside the model, k or tree "auto" becomes a policy made for this machine.
     A `cache` given holds the rows of a proper prefix of the prompt and is left holding those of
-    prompt and output; its capacity, at most the context, bounds both. Raises UserError for what
-    cannot be run.
+    prompt and output; its capacity, at most the context, bounds both. A surrounding autocast has no
+    effect: the model's dtype decides. Raises UserError for what cannot be run.
     """
     if method not in METHODS:
         raise UserError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
-    if not isinstance(seed, Integral):
-        raise UserError(f"seed {seed!r}: must be a whole number")
+    check_objects(model, tokenizer, randomness)
+    randomness = Seeded(seed) if randomness is None else randomness
     sampling = Sampling(temperature, top_k, top_p)
     ends = () if ignore_eos else model.config.eos_ids
     ending = Ending(max_new_tokens, (stop,) if isinstance(stop, str) else stop, ends)
@@ -83,14 +93,12 @@ def stream(
     if cache is None:
         rows = len(ids) + max_new_tokens + TREE_ROOM
         cache = model.new_cache(min(model.config.context, -(-rows // CACHE_STEP) * CACHE_STEP))
-    if not isinstance(cache, KVCache):
-        raise UserError(f"cache {cache!r}: must be made by model.new_cache()")
-    check_cache(cache, model, len(ids))
-    options = with_drafter(method, model, tokenizer, options)
-    options = with_policies(method, model, checked(method, options))
-    steps = METHODS[method](
-        model, ids, sampling, randomness or Seeded(seed), cache=cache, **options
-    )
+    check_cache(cache, model, len(ids), len(ids) + 1, model.config.context)
+    with without_autocast(model.device):
+        options = with_drafter(method, model, tokenizer, options)
+        options = with_policies(method, model, checked(method, options))
+    check_sizes(method, model, len(ids), cache, options)
+    steps = METHODS[method](model, ids, sampling, randomness, cache=cache, **options)
     decoder = tokenizer.stream(ids) if tokenizer else None
     extra = sum(count_parameters(v) for v in options.values() if isinstance(v, torch.nn.Module))
     return Run(method, ids, steps, cache, sampling, ending, stop_ids, decoder, extra)
@@ -132,18 +140,36 @@ def as_prompt(
     return ids
 
 
-def check_cache(cache: KVCache, model: Transformer, prompt: int) -> None:
-    """Refuse a cache that holds other rows than one sequence's of this model, or has no room."""
+def check_objects(
+    model: Transformer, tokenizer: Tokenizer | None, randomness: Randomness | None
+) -> None:
+    """Refuse objects of other libraries, and randomness that cannot draw."""
+    if not hasattr(model, "prefill"):
+        raise UserError(f"the model is a {type(model).__name__}: pass the one that load returns")
+    if tokenizer is not None and not hasattr(tokenizer, "controls"):
+        kind = type(tokenizer).__name__
+        raise UserError(f"the tokenizer is a {kind}: pass the one that load returns, or None")
+    verbs = "bernoulli", "categorical"
+    if randomness is not None and not all(hasattr(randomness, verb) for verb in verbs):
+        raise UserError(f"randomness {randomness!r}: must have {' and '.join(verbs)}")
+
+
+def check_cache(cache: KVCache, model: Transformer, prompt: int, least: int, most: int) -> None:
+    """Refuse a cache that holds other rows than one sequence's of this model, one that holds all of
+    the prompt, and one whose capacity is not from `least` to `most`."""
+    if not isinstance(cache, KVCache):
+        raise UserError(f"cache {cache!r}: must be made by model.new_cache()")
     c, keys = model.config, cache.k[0]
     its = len(cache.lengths), len(cache.k), *keys.shape[2:], keys.dtype, keys.device.type
     same = its == (1, c.layers, c.kv_heads, c.head_dim, model.dtype, model.device.type)
-    if not (same and cache.length < prompt < cache.capacity <= c.context):
+    if not (same and cache.length < prompt and least <= cache.capacity <= most):
         raise UserError(
             f"the cache does not go with this model and a prompt of {prompt} tokens: truncate it, "
             "or make another by model.new_cache()"
         )
 
 
+LEAST = {"k": 1, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
 MARKS = {  # what an object must have to be such an option
     "draft": "new_cache", "heads": "__call__", "head": "new_cache", "vocabulary": "pick",
     "draft_sampling": "top_p",
@@ -160,6 +186,8 @@ def checked(method: str, options: dict) -> dict:
     taken = {}
     for name, value in options.items():
         default = signature.parameters[name].default
+        if name == "tree" and hasattr(value, "tolist"):  # an array of paths
+            value = value.tolist()
         counted = isinstance(default, int)
         adaptive = method in ADAPTIVE and (value == "auto" or hasattr(value, "choose"))
         if counted and not adaptive and not isinstance(value, Integral):
@@ -172,12 +200,32 @@ def checked(method: str, options: dict) -> dict:
     return taken
 
 
+def check_sizes(
+    method: str, model: Transformer, prompt: int, cache: KVCache, options: dict
+) -> None:
+    """Refuse sizes that do not suit the model, the cache or each other before the run begins: the
+    method itself, a generator, would only do so when its first step is asked for."""
+    defaults = inspect.signature(METHODS[method]).parameters
+    sizes = {name: options.get(name, defaults[name].default) for name in defaults}
+    for name, least in LEAST.items():
+        if isinstance(sizes.get(name), int) and sizes[name] < least:
+            raise UserError(f"{method}: {name} {sizes[name]}: must be at least {least}")
+    if method == "jacobi":
+        check_block(sizes["block"], model)
+    elif method == "lookahead":
+        check_window(sizes["window"], sizes["ngram"], cache.capacity)
+    elif method in ("medusa", "medusa-typical"):
+        checked_tree(model, sizes["heads"], sizes["tree"], sizes["vocabulary"])
+    elif sizes.get("draft_cache") is not None:
+        check_cache(sizes["draft_cache"], sizes["draft"], prompt, cache.capacity, sys.maxsize)
+
+
 # ---- the command line ----------------------------------------------------------------------------
 
 
 def drafts(text: str) -> int | str:
     """What --k takes."""
-    return text if text == "auto" else number(1)(text)
+    return text if text == "auto" else number(LEAST["k"])(text)
 
 
 HEADED = "medusa", "medusa-typical", "fastmtp"
@@ -190,10 +238,10 @@ FLAGS = {
     "tree": (("medusa", "medusa-typical"), str, "nodes, auto, a published name, a JSON file"),
     "vocabulary": (HEADED, str, "file of distill vocabulary, a .pt, or none"),
     "vocabulary_size": (HEADED, number(1), "tokens of a language at most"),
-    "block": (("jacobi",), number(1), "tokens guessed at once"),
-    "window": (("lookahead",), number(1), "W, columns of the window"),
-    "ngram": (("lookahead", "prompt-lookup"), number(1), "N; or the longest match"),
-    "guesses": (("lookahead",), number(0), "G, guesses verified in a pass"),
+    "block": (("jacobi",), number(LEAST["block"]), "tokens guessed at once"),
+    "window": (("lookahead",), number(LEAST["window"]), "W, columns of the window"),
+    "ngram": (("lookahead", "prompt-lookup"), number(LEAST["ngram"]), "N; or the longest match"),
+    "guesses": (("lookahead",), number(LEAST["guesses"]), "G, guesses verified in a pass"),
     "pool_from_prompt": (("lookahead",), None, "prompt and output join the pool"),
 }
 PLAIN = "k", "block", "window", "ngram", "guesses", "pool_from_prompt"  # under their own names
@@ -212,7 +260,7 @@ def text(argument: str) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = Parser(prog="python -m minispec.generate", description=__doc__.split("\n\n")[0])
+    p = Parser(prog="python -m minispec.generate", description=__doc__)
     prompt = p.add_mutually_exclusive_group()
     prompt.add_argument("prompt", nargs="?", type=text, help="text to continue (default: stdin)")
     prompt.add_argument("--prompt-ids", type=token_ids, help="the prompt as token ids: 1,2,3")
@@ -292,7 +340,7 @@ def method_options(
 def token_ids(text: str) -> list[int]:
     """What --prompt-ids takes."""
     try:
-        return [int(part) for part in text.split(",") if part.strip()]
+        return list(map(int, comma_separated(text))) if text.strip() else []
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text[:40]} must be whole numbers between commas, as 1,2,3"
@@ -304,47 +352,56 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
     if args.prompt is not None or args.prompt_ids is not None:
         return args.prompt_ids if args.prompt is None else args.prompt
     if args.prompt_file is not None:
-        try:  # some editors put a mark before the first letter
-            read = Path(args.prompt_file).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
+        try:
+            with open(args.prompt_file, **AS_TEXT) as file:
+                return file.read().removesuffix("\n")
+        except OSError as error:
             raise UserError(f"--prompt-file {args.prompt_file} cannot be read: {error}") from None
-    elif sys.stdin is None or sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty():
         raise UserError("no prompt: give a text, --prompt-ids, --prompt-file, or pipe one in")
-    else:
-        read = sys.stdin.read()
-    return read.removesuffix("\n")
+    return sys.stdin.read().removesuffix("\n")
 
 
-def show(run: Run, args: argparse.Namespace, tokenizer: Tokenizer | None, prompt: str = "") -> None:
-    """Print a run as it goes, behind `prompt`, once the method has taken its options; Ctrl-C ends
-    it with what was produced."""
+def show(
+    run: Run, args: argparse.Namespace, tokenizer: Tokenizer | None, out: TextIO, prompt: str = ""
+) -> None:
+    """Print a run to `out` as it goes, after `prompt`; Ctrl-C ends it with what was produced."""
     before, shown = prompt, 0
     with contextlib.suppress(KeyboardInterrupt):
         for n, chunk in enumerate(run):
             new = "" if args.json else chunk.text
             if args.color and tokenizer:
                 new = paint(chunk, tokenizer, n % 2 == 1, args.color == "full")
-            print(before + new, end="", flush=True)
+            print(before + new, end="", file=out, flush=True)
             before, shown = "", shown + len(chunk.text)
     if run.finish_reason is None:
         run.finish("interrupted")
         before += "" if args.json else run.text[shown:]  # it might have begun a stop string
     facts = json.dumps(run.as_json(args.model), ensure_ascii=False) if args.json else ""
-    print(before + facts, flush=True)
+    print(before + facts, file=out, flush=True)
     if args.stats:
         print(describe(run), file=sys.stderr)
 
 
-def tell_of_end_token(
+def unlisted_end(model: Transformer, tokenizer: Tokenizer | None) -> str | None:
+    """What to tell the user if the tokenizer has an end token that the model's files do not list as
+    one, so that nothing ends at it; None if all is well."""
+    end = tokenizer.id_of("eos_token") if tokenizer else None
+    if end is None or end in model.config.eos_ids:
+        return None
+    return (
+        f"the model's config does not list {tokenizer.named['eos_token']}, the tokenizer's end "
+        f"token, so no text ends there: add {end} to eos_token_id in generation_config.json"
+    )
+
+
+def note_unlisted_end(
     model: Transformer, tokenizer: Tokenizer | None, args: argparse.Namespace
 ) -> None:
-    """Say so where the tokenizer has an end token that the model's files do not name as one."""
-    end = tokenizer.named.get("eos_token") if tokenizer else None
-    if not end or args.ignore_eos or end in args.stop:
-        return
-    if tokenizer.id_of("eos_token") not in model.config.eos_ids:
-        print(f"minispec: the model's config does not list {end}, the tokenizer's end token: add "
-              f"--stop {shlex.quote(end)} to end at it", file=sys.stderr)  # fmt: skip
+    """Print what `unlisted_end` says, unless the flags show that the user knows."""
+    unlisted = unlisted_end(model, tokenizer)
+    if unlisted and not args.ignore_eos and (end := tokenizer.named["eos_token"]) not in args.stop:
+        note(f"{unlisted}, or add --stop {shlex.quote(end)}")
 
 
 def describe(run: Run) -> str:
@@ -367,6 +424,12 @@ def describe(run: Run) -> str:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     check_flags(args)
+    with stdout_reserved() if args.json else contextlib.nullcontext(sys.stdout) as out:
+        generate(args, out)
+
+
+def generate(args: argparse.Namespace, out: TextIO) -> None:
+    """Do what the flags ask for; the text, or the JSON object, goes to `out`."""
     prompt = None if args.chat else read_prompt(args)
     model, tokenizer = load(args.model, args.dtype, args.device)
     if not args.json or args.chat:
@@ -379,11 +442,12 @@ def main(argv: list[str] | None = None) -> None:
         if each is not None:
             quicken(each, int8=args.quantize == "int8", compiled=args.compile)
     if args.chat:
-        run = chat(model, tokenizer, args, options)
+        run = chat(model, tokenizer, args, options, out)
     else:
         run = stream(model, tokenizer, prompt, **options)
-        tell_of_end_token(model, tokenizer, args)
-        show(run, args, tokenizer, prompt if isinstance(prompt, str) and not args.json else "")
+        note_unlisted_end(model, tokenizer, args)
+        before = prompt if isinstance(prompt, str) and not args.json else ""
+        show(run, args, tokenizer, out, before)
     if args.html is not None and run is not None:
         write_page(args.html, model, tokenizer, run, args.model)
 
@@ -392,28 +456,34 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def chat(
-    model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace, options: dict
+    model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace, options: dict, out: TextIO
 ) -> Run | None:
-    """The prompt, if any, then turns from standard input; returns the last answer. The cache stays:
-    a turn feeds only what is new in it. Where the context would not hold an answer, the oldest
-    turns are forgotten."""
+    """The prompt, if any, then turns from standard input; returns the last answer. The caches of
+    the model and of a draft model stay: a turn feeds only what is new in it. If the context would
+    not hold an answer, the oldest turns are forgotten."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     cache = model.new_cache(min(model.config.context, CHAT_ROOM))
+    caches = [cache]
+    if "draft" in options:
+        options["draft_cache"] = options["draft"].new_cache(cache.capacity)
+        caches.append(options["draft_cache"])
     room = cache.capacity - max(1, min(args.max_new_tokens, cache.capacity // 2))
-    tell_of_end_token(model, tokenizer, args)
+    note_unlisted_end(model, tokenizer, args)
     run, messages, held = None, [], []  # the turns, and the tokens whose rows the cache holds
     for turn in user_turns(args.prompt):
         messages.append({"role": "user", "content": turn})
         while len(prompt := tokenizer.chat(system + messages)) > room and len(messages) > 1:
             messages = messages[2:]
-            print("minispec: the context is full: the oldest turn is forgotten", file=sys.stderr)
+            note("the context is full: the oldest turn is forgotten")
         if len(prompt) >= cache.capacity:
             raise UserError(
                 f"the turn has {len(prompt)} tokens, the context only {cache.capacity}: shorten it"
             )
-        cache.truncate(min(common_prefix(held, prompt), cache.length, len(prompt) - 1))
+        kept = min(common_prefix(held, prompt), len(prompt) - 1)
+        for each in caches:
+            each.truncate(min(kept, each.length))
         run = stream(model, tokenizer, prompt, cache=cache, **options)
-        show(run, args, tokenizer)
+        show(run, args, tokenizer, out)
         messages.append({"role": "assistant", "content": run.text.strip()})
         held = (prompt + run.tokens)[: cache.length]
     return run

@@ -51,8 +51,19 @@ TENSORS = {
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # and in transformers
 ENDS = "eos", "eot", "eom"  # of a text, of a turn, of a message
+# Control tokens by name, whatever type a file gives them; the ends are llama.cpp's. None of them is
+# ever an ordinary word: every pre-tokenizer separates letters from these signs.
 ENDS_BY_NAME = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>",
-                "<end_of_turn>"}  # which llama.cpp ends at as well  # fmt: skip
+                "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "</s>",
+                "<｜end▁of▁sentence｜>"}  # fmt: skip
+CONTROL_BY_NAME = ENDS_BY_NAME | {"<|im_start|>", "<|start_header_id|>", "<|end_header_id|>"}
+PROJECTOR = "a multimodal projector, not a model: choose the model's own file"
+NO_MODEL = {  # by general.type or general.architecture
+    "adapter": "an adapter (LoRA), not a model: merge it into its model with llama-export-lora",
+    "imatrix": "an importance matrix, not a model: choose the model's own file",
+    "mmproj": PROJECTOR,
+    "clip": PROJECTOR,
+}
 
 
 def find_gguf(source: Path) -> Path | None:
@@ -80,15 +91,21 @@ def open_gguf(path: Path) -> tuple[dict, list]:
         raise UserError(f"{path} cannot be read as GGUF: {error!r}") from None
     if metadata.get("split.count", 1) != 1:
         raise UserError(f"{path} is a part of a file: merge it with llama-gguf-split --merge")
+    for key in "general.type", "general.architecture":
+        if (kind := str(metadata.get(key))) in NO_MODEL:
+            raise UserError(f"{path} holds {NO_MODEL[kind]}")
     return metadata, tensors
 
 
-def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer]:
-    """Config, tensors under published names, dequantised, and tokenizer of a file."""
+def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
+    """Config, tensors under published names, dequantised, and tokenizer of a file; None if that
+    tokenizer is not supported, as a prompt of token ids does not need one."""
     metadata, stored = open_gguf(path)
     from gguf import dequantize  # which is there, as the file could be opened
 
-    tokenizer = tokenizer_of(metadata, path)
+    if not stored:
+        raise UserError(f"{path} holds only a vocabulary: choose a file with the model's weights")
+    tokenizer = None if unsupported(metadata) else tokenizer_of(metadata, path)
     try:
         tensors = {t.name: torch.tensor(dequantize(t.data, t.tensor_type)) for t in stored}
     except (NotImplementedError, ValueError) as error:
@@ -142,18 +159,31 @@ def config_keys(metadata: dict, tensors: dict[str, Tensor], path: Path) -> dict:
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": special_ids(metadata).get("bos"),
         "eos_token_id": end_ids(metadata),
     }
 
 
+def token_list(metadata: dict) -> list[str]:
+    """The vocabulary; empty if the file has none."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    return tokens if isinstance(tokens, list) else []
+
+
+def special_ids(metadata: dict) -> dict[str, int]:
+    """The tokens that have keys of their own: bos, eos, eot, … An id out of range names no token;
+    converters write -1 or 4294967295 for none."""
+    size = len(token_list(metadata))
+    given = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in (*SPECIAL, *ENDS)}
+    return {name: i for name, i in given.items() if type(i) is int and 0 <= i < size}
+
+
 def end_ids(metadata: dict) -> list[int]:
     """The tokens that llama.cpp ends at: those with a key of their own, and some by their names."""
-    ids = [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ENDS]
-    tokens = zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"])
-    ids += [i for i, (token, kind) in enumerate(tokens)
-            if kind == CONTROL and token in ENDS_BY_NAME]  # fmt: skip
-    return list(dict.fromkeys(i for i in ids if i is not None))
+    named = special_ids(metadata)
+    ids = [named[end] for end in ENDS if end in named]
+    ids += [i for i, token in enumerate(token_list(metadata)) if token in ENDS_BY_NAME]
+    return list(dict.fromkeys(ids))
 
 
 def with_divisors(config: Config, divisors: Tensor, path: Path) -> Config:
@@ -196,6 +226,11 @@ WORDS = (  # llama 3's; qwen's has single digits
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+CASED = (  # mistral's: words also end before a capital letter
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)  # gpt-2's words
 BYTES_ALONE = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
@@ -210,16 +245,50 @@ PRE = {  # how a text is cut before its bytes are merged
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES]),
     "qwen2": words_of(WORDS.replace("{1,3}", "")),
     "llama-bpe": words_of(WORDS),
+    "smaug-bpe": words_of(WORDS),
+    "tekken": words_of(CASED),
 }
+SAME = {  # other names of these: llama.cpp cuts and merges alike
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "midm-2.0"), "llama-bpe"),
+    **dict.fromkeys(("mellum", "a.x-4.0", "trillion"), "gpt-2"),
+    **dict.fromkeys(("starcoder", "refact", "minerva-7b"), "smollm"),
+    "deepseek-r1-qwen": "qwen2", "dbrx": "smaug-bpe",
+}  # fmt: skip
+# a word that is a token is not merged from its parts; texts begin with BOS unless the file says not
+WHOLE = "llama-bpe", "tekken"
+
+
+def pre_of(metadata: dict) -> str:
+    """The name of the pre-tokenizer; empty if the file has none."""
+    name = str(metadata.get("tokenizer.ggml.pre", ""))
+    return SAME.get(name, name)
+
+
+def adds_bos(metadata: dict) -> bool:
+    """Whether texts begin with BOS."""
+    return metadata.get("tokenizer.ggml.add_bos_token", pre_of(metadata) in WHOLE)
+
+
+def unsupported(metadata: dict) -> str | None:
+    """Why a file's tokenizer cannot be read, if that is so."""
+    kind, pre = metadata.get("tokenizer.ggml.model"), pre_of(metadata)
+    if kind != "gpt2":
+        return f"its tokenizer, {kind}, is not supported, only gpt2 (BPE over bytes)"
+    if not pre:  # llama.cpp would guess, with a warning
+        return "it does not name its pre-tokenizer; gguf-new-metadata --pre-tokenizer NAME adds it"
+    if pre not in PRE:
+        return f"its pre-tokenizer, {pre}, is not one of {', '.join(PRE)}"
+    if adds_bos(metadata) and "bos" not in special_ids(metadata):
+        return "texts begin with a BOS token, but it does not name one"
+    return None
 
 
 def tokenizer_of(metadata: dict, path: Path) -> Tokenizer:
     """The tokenizer that the metadata hold: a BPE over bytes, which llama.cpp calls gpt2."""
-    kind, pre = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
-    if kind != "gpt2" or pre not in PRE:
+    if reason := unsupported(metadata):
         raise UserError(
-            f"{path}: the tokenizer {kind} with pre {pre} is not supported, only gpt2 with "
-            f"{', '.join(PRE)}: take the model's safetensors and tokenizer.json"
+            f"{path}: {reason}: use token ids (--prompt-ids with --json), or the model's "
+            "safetensors and tokenizer.json"
         )
     lists = [metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges")]
     if not all(isinstance(each, list) for each in lists) or len(lists[0]) != len(lists[1]):
@@ -229,33 +298,21 @@ def tokenizer_of(metadata: dict, path: Path) -> Tokenizer:
     pairs = [tuple(str(merge).split(" ")) for merge in merges]
     if not all(len(pair) == 2 and {*pair, "".join(pair)} <= ids.keys() for pair in pairs):
         raise UserError(f"{path}: the tokenizer's merges do not go with its tokens")
-    whole = pre == "llama-bpe"  # a word that is a token is not merged from its parts
-    backend = Backend(models.BPE(ids, pairs, ignore_merges=whole))
+    pre = pre_of(metadata)
+    backend = Backend(models.BPE(ids, pairs, ignore_merges=pre in WHOLE))
     backend.pre_tokenizer, backend.decoder = PRE[pre], decoders.ByteLevel()
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
-    named = special_tokens(metadata, tokens, path)
-    for token, kind in zip(tokens, types):
-        special = kind == CONTROL or token in named.values()
+    named = special_ids(metadata)
+    controls = {named.get("bos"), *end_ids(metadata)}  # but padding may be an ordinary word
+    for i, (token, kind) in enumerate(zip(tokens, types)):
+        special = kind == CONTROL or i in controls or token in CONTROL_BY_NAME
         if special or kind == USER_DEFINED:
             backend.add_tokens([AddedToken(token, special=special, normalized=False)])
-    if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
-        bos = named.get("bos_token")
-        if bos is None:
-            raise UserError(f"{path}: texts begin with a BOS token, but none is named")
+    if adds_bos(metadata):
+        bos = tokens[named["bos"]]
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, ids[bos])]
         )
-    return Tokenizer(backend, named, metadata.get("tokenizer.chat_template"))
-
-
-def special_tokens(metadata: dict, tokens: list[str], path: Path) -> dict[str, str]:
-    """bos_token, eos_token, unk_token and pad_token, as far as the file names them."""
-    named = {}
-    for ours, theirs in SPECIAL.items():
-        i = metadata.get(f"tokenizer.ggml.{ours}_token_id")
-        if i is not None and not (type(i) is int and i < len(tokens)):
-            raise UserError(f"{path}: {ours}_token_id {i} is no token")
-        if i is not None:
-            named[f"{theirs}_token"] = tokens[i]
-    return named
+    texts = {f"{SPECIAL[name]}_token": tokens[i] for name, i in named.items() if name in SPECIAL}
+    return Tokenizer(backend, texts, metadata.get("tokenizer.chat_template"))

@@ -4,6 +4,7 @@ Its modules carry the names of Hugging Face checkpoints, so a checkpoint is this
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -267,13 +268,22 @@ class Transformer(nn.Module):
         return self.lm_head(hidden)
 
     def prefill(self, tokens: list[int], cache: KVCache, chunk: int = CHUNK) -> Tensor:
-        """Feed and commit `tokens`, a chunk at a time; their hidden states (1, n, hidden_size)."""
-        hidden = [torch.empty(1, 0, self.config.hidden_size, dtype=self.dtype, device=self.device)]
+        """Feed and commit `tokens`, a chunk at a time. Returns the last one's hidden state,
+        (1, 1, hidden_size), or (1, 0, hidden_size) without tokens."""
+        last = torch.empty(1, 0, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        for hidden in self.prefill_chunks(tokens, cache, chunk):
+            last = hidden[:, -1:]
+        return last
+
+    def prefill_chunks(
+        self, tokens: list[int], cache: KVCache, chunk: int = CHUNK
+    ) -> Iterator[Tensor]:
+        """Feed and commit `tokens`; yields the hidden states (1, n, hidden_size) of each chunk."""
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
-            hidden.append(self(part, cache))
+            hidden = self(part, cache)
             cache.commit(list(range(len(part))))
-        return torch.cat(hidden, 1)
+            yield hidden
 
 
 def count_parameters(module: nn.Module) -> int:

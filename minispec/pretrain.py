@@ -33,7 +33,7 @@ from minispec.training import (
     Batch,
     Training,
     markdown,
-    prepare,
+    prepared,
     processes,
     train,
     training_arguments,
@@ -219,7 +219,7 @@ def finish(
 @command
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    p = Parser(prog="python -m minispec.pretrain", description=__doc__.split("\n\n")[0])
+    p = Parser(prog="python -m minispec.pretrain", description=__doc__)
     p.add_argument("--data", type=Path, nargs="+", required=True, metavar="PATH",
                    help="texts: files or folders (see text.py)")  # fmt: skip
     p.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use instead of a new one")
@@ -228,8 +228,7 @@ def main(argv: list[str] | None = None) -> None:
     size_arguments(p, layers=6, width=192, heads=3, ffn=512)
     training_arguments(p, steps=2000, context=256, lr=4e-3)
     args = p.parse_args(argv)
-    prepare(args, ["pretrain", *argv])
-    with processes(args) as rank:
+    with prepared(args, ["pretrain", *argv]), processes(args) as rank:
         kinds, held_out = read_corpus(args.data)
         tokenizer = choose_tokenizer(args, kinds)
         ends = tuple(map(tokenizer.backend.token_to_id, (END, END_TURN)))

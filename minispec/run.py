@@ -1,5 +1,6 @@
 """One generation: where it ends, the text that its tokens make, and its figures."""
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -87,16 +88,21 @@ class Run:
     def run(self) -> Iterator[Chunk]:
         """Round after round, each cut where the run ends."""
         begin = time.perf_counter()
-        next(self.steps)  # the prefill
+        self.next_step()  # the prefill
         self.prefill_seconds = time.perf_counter() - begin
         if self.ending.max_new_tokens == 0:
             self.finish("length")
         while self.finish_reason is None:
             begin = time.perf_counter()
-            step = next(self.steps)
+            step = self.next_step()
             self.decode_seconds += time.perf_counter() - begin
             self.rounds.append(step)
             yield self.take(step)
+
+    def next_step(self) -> Step:
+        """The method's next round, in the model's dtype even under a surrounding autocast."""
+        with without_autocast(self.cache.device):
+            return next(self.steps)
 
     def take(self, step: Step) -> Chunk:
         """Append the step's tokens up to the first that ends the run."""
@@ -170,6 +176,13 @@ class Run:
             "finish_reason": self.finish_reason,
             "stats": self.stats,
         }
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """Suspend a surrounding autocast: a cache holds the model's dtype and no other."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def longest_overlap(text: str, stops: tuple[str, ...]) -> int:

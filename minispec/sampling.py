@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from operator import index
 from typing import Protocol
 
 import torch
@@ -56,15 +57,30 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
     """The warped distributions (n, V) of logits (n, V), on the host: a round's one synchronisation.
 
     At temperature 0 each is one-hot at the argmax. Otherwise the warpers come in the order of
-    transformers and give its distributions, ties included. At least float32.
+    transformers and give its distributions, ties included. At least float32. Raises UserError if
+    the logits contain NaN or infinity.
     """
     if sampling.temperature == 0:
-        return OneHot(logits.argmax(-1).tolist(), logits.shape[-1])
-    return warp(logits, sampling).cpu()
+        best = logits.max(-1)
+        tokens = best.indices.where(best.values.isfinite(), -1).tolist()
+        if -1 in tokens:
+            raise not_finite(logits.dtype)
+        return OneHot(tokens, logits.shape[-1])
+    p = warp(logits, sampling).cpu()
+    if p[:, 0].isnan().any():  # one such logit makes its whole row NaN
+        raise not_finite(logits.dtype)
+    return p
+
+
+def not_finite(dtype: torch.dtype) -> UserError:
+    """The error for logits of this type that contain NaN or infinity."""
+    name = str(dtype).removeprefix("torch.")
+    cure = "the checkpoint is corrupt" if dtype.itemsize > 2 else "use --dtype bfloat16 or float32"
+    return UserError(f"the model's logits contain NaN or infinity in {name}: {cure}")
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
-    """What `probs` says at a temperature above 0, on the device of the logits."""
+    """`probs` at a temperature above 0, on the device of the logits and unchecked."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # the largest becomes 0 first, so that a tiny temperature cannot overflow every logit
     logits = logits - logits.amax(-1, keepdim=True)
@@ -101,12 +117,15 @@ def draw(
 ) -> tuple[Tensor, Tensor | None]:
     """A draft token (1,) from logits (1, V), and the distribution (V,) it was drawn from.
 
-    At temperature 0 that is one-hot (None), and the token stays on the device: drafting goes on
-    without waiting for it.
+    At temperature 0 that is one-hot (None), and the token stays on the device: drafting continues
+    without waiting for it. Logits with NaN or infinity yield a one-hot draft as well: a broken
+    draft costs speed and never changes the output.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1), None
-    q = probs(logits, sampling)[0]
+    q = warp(logits, sampling)[0].cpu()
+    if q[0].isnan():
+        return logits.argmax(-1).cpu(), None
     return torch.tensor([randomness.categorical(q)]), q
 
 
@@ -114,7 +133,12 @@ class Seeded:
     """Randomness from a seed: the same draws on every machine."""
 
     def __init__(self, seed: int = 0):
-        self.generator = torch.Generator().manual_seed(seed)
+        try:
+            self.generator = torch.Generator().manual_seed(index(seed))
+        except (TypeError, ValueError, RuntimeError):  # older torch raises the latter
+            raise UserError(
+                f"seed {seed!r}: must be a whole number from -2**63 to 2**64 - 1"
+            ) from None
 
     def uniform(self) -> float:
         return torch.rand((), dtype=torch.float64, generator=self.generator).item()

@@ -16,13 +16,12 @@ from minispec.chat import (
     hide,
     read_template,
     render,
-    split_at,
+    replace_all,
 )
 from minispec.errors import UserError, optional_json
 
 FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"  # of an AddedToken
 NAMES = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-OTHERS = "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json"  # of other libraries
 EXTRA, ADDITIONAL = "extra_special_tokens", "additional_special_tokens"
 
 
@@ -95,17 +94,12 @@ class Tokenizer:
         vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
-    def encode(self, text: str, special: bool = True, literal: bool = False) -> list[int]:
-        """Token ids. `special` adds what the model begins texts with (BOS, if anything); `literal`:
-        a control token that the text spells out is encoded as plain text."""
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids. `special` adds what the model begins texts with (BOS, if anything)."""
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError("the text is not valid Unicode: give it as UTF-8")
-        self.backend.encode_special_tokens = literal
-        try:
-            problem = "the tokenizer fails at this text"
-            return call(problem, self.backend.encode, text, add_special_tokens=special).ids
-        finally:
-            self.backend.encode_special_tokens = False
+        problem = "the tokenizer fails at this text"
+        return call(problem, self.backend.encode, text, add_special_tokens=special).ids
 
     def decode(self, tokens: list[int]) -> str:
         """Text without the special tokens."""
@@ -140,14 +134,20 @@ class Tokenizer:
         return self.encode(text.partition(said)[0], special=False)
 
     def chat_literally(self, messages: Messages) -> list[int]:
-        """`chat`, where turns spell control tokens: only those of the template count."""
+        """`chat`, if turns spell control tokens: only the template's own count.
+
+        The text is encoded in one piece by a twin of this tokenizer that knows each control token
+        under a private name instead, which no turn spells. So a turn changes no token of the
+        template around it.
+        """
         hidden, spelled = hide(messages, self.controls)
-        text = render(self.chat_template, hidden, self.named)
-        tokens: list[int] = []
-        for part in split_at(text, self.controls):
-            said = "".join(spelled.get(character, character) for character in part)
-            tokens += self.encode(said, special=False, literal=part not in self.controls)
-        return tokens
+        said = "".join(turn["content"] for turn in messages)
+        prefix = next(c for c in map(chr, range(0x100000, 0x10FFFE)) if c not in said)
+        names = {token: f"{prefix}{i}." for token, i in self.controls.items()}
+        twin = Tokenizer(renamed(self.backend, names))
+        text = replace_all(render(self.chat_template, hidden, self.named), names | spelled)
+        ids = {twin.controls[name]: self.controls[token] for token, name in names.items()}
+        return [ids.get(i, i) for i in twin.encode(text, special=False)]
 
 
 class TextStream:
@@ -179,19 +179,6 @@ class TextStream:
         return whole[len(os.path.commonprefix([before, whole])) :]
 
 
-def needed(tokenizer: Tokenizer | None, source: Path | None, instead: str = "") -> Tokenizer:
-    """The tokenizer; refuse a model that has none, and say how it gets one."""
-    if tokenizer is not None:
-        return tokenizer
-    cure = instead or "put the file of its tokenizer there"
-    for name in OTHERS:
-        if source and (source / name).exists():
-            cure = (f"transformers makes one from {name}, once: "
-                    "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)")  # fmt: skip
-            break
-    raise UserError(f"{source or 'this model'} has no tokenizer.json: {cure}")
-
-
 # ---- files ---------------------------------------------------------------------------------------
 
 
@@ -209,6 +196,24 @@ def call(problem: str, function: Callable, *args, **options):
 def read_backend(path: Path) -> Backend:
     """The tokenizer of a tokenizer.json."""
     return call(f"{path} is not a tokenizer", Backend.from_file, str(path))
+
+
+def renamed(backend: Backend, names: dict[str, str]) -> Backend:
+    """A copy in which special tokens have other names. One that is in the model's vocabulary is
+    renamed there too, or the model could still make it of a text that spells it."""
+    raw = json.loads(backend.to_str())
+    raw["post_processor"] = None  # it might mention them
+    for token in raw["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = raw["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(word, word): i for word, i in model["vocab"].items()}
+    else:  # Unigram's list of pieces and scores
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    problem = "the tokenizer cannot encode text that spells a control token"
+    return call(problem, Backend.from_str, json.dumps(raw))
 
 
 def add_neighbours(backend: Backend, directory: Path, settings: dict) -> dict[str, str]:

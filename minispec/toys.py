@@ -40,7 +40,7 @@ class Toy:
     calls hidden states are its logits.
     """
 
-    prefill = Transformer.prefill
+    prefill, prefill_chunks = Transformer.prefill, Transformer.prefill_chunks
     source = None
 
     def __init__(self, seed: int, vocab: int = 3, context: int = 32, eos: tuple[int, ...] = ()):

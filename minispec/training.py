@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,11 @@ from tqdm import tqdm
 
 from minispec.checkpoint import pick_device, replacing, write_text
 from minispec.errors import UserError, check_writable, number
+
+try:
+    import fcntl
+except ImportError:  # on Windows, where no file is locked
+    fcntl = None
 
 CHECKPOINT = "training.pt"  # in --out, while a training goes on and after it
 Batch = Callable[[int], Tensor]  # how many steps were taken -> the next batch
@@ -130,18 +136,26 @@ def train(
         tf32(args.device),
         tqdm(total=args.steps, initial=run.step, unit="step", disable=rank > 0) as bar,
     ):
-        while run.step < args.steps:
+        while run.step < (steps := steps_of(args, run)):
             start = time.perf_counter()
             with torch.autocast(args.device.type, args.dtype, enabled=args.dtype != torch.float32):
                 value = loss(batch(run.step)[rank::world])
-            descend(run.optimizers, value, learning_rate(run.step, args.steps, args.lr))
+            descend(run.optimizers, value, learning_rate(run.step, steps, args.lr))
             run.step += 1
             run.seconds += time.perf_counter() - start
+            bar.total = steps
             bar.set_postfix(loss=f"{value:.3f}", refresh=False)
             bar.update()
-            if rank == 0 and (run.step == args.steps or run.step % args.save_every == 0):
+            if rank == 0 and (run.step >= steps_of(args, run) or run.step % args.save_every == 0):
                 run.save(args.out / CHECKPOINT)
     return run
+
+
+def steps_of(args: argparse.Namespace, run: Training) -> int:
+    """--steps; with --minutes those that fit, at the pace so far, known from the tenth on."""
+    if not args.minutes or run.step < 10:
+        return args.steps
+    return max(run.step, int(run.step * 60 * args.minutes / run.seconds))
 
 
 @contextlib.contextmanager
@@ -175,6 +189,8 @@ def processes(args: argparse.Namespace) -> Iterator[int]:
     if "RANK" not in os.environ:
         yield 0
         return
+    if args.minutes:  # processes would stop at different steps
+        raise UserError("--minutes is for a training in one process: choose --steps")
     dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
     if args.device.type == "cuda":
         args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -228,6 +244,8 @@ def training_arguments(p: argparse.ArgumentParser, steps: int, context: int, lr:
         ("save-every", 1, 100, "steps between checkpoints"),
         ("seed", 0, 0, "of all that is random"),
     )
+    p.add_argument("--minutes", type=number(1e-3, 1e6, float),
+                   help="train for this long, whatever --steps says")  # fmt: skip
     p.add_argument("--lr", type=number(1e-12, 1e3, float), default=lr, help="default: %(default)s")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                    help="of the products (float32: TF32 on a GPU; bfloat16 is fast there and where "
@@ -235,12 +253,34 @@ def training_arguments(p: argparse.ArgumentParser, steps: int, context: int, lr:
     p.add_argument("--device", default="auto")
 
 
-def prepare(args: argparse.Namespace, words: list[str]) -> None:
-    """Refuse what cannot be before any long work; dtype and device become torch's, and `args.line`
-    is the command line without this machine's folders."""
+@contextlib.contextmanager
+def prepared(args: argparse.Namespace, words: list[str]) -> Iterator[None]:
+    """Refuse what cannot be before any long work, and hold --out against any other training until
+    this one ends. dtype and device become torch's, and `args.line` is the command line without
+    this machine's folders."""
     args.dtype, args.device = getattr(torch, args.dtype), pick_device(args.device)
     args.line = " ".join(map(without_folders, words))
     check_writable(args.out / CHECKPOINT, "--out")
+    with contextlib.ExitStack() as stack:
+        # the processes of torchrun share --out; Windows neither opens folders nor has these locks
+        if fcntl and os.environ.get("RANK", "0") == "0":
+            folder = os.open(args.out, os.O_RDONLY)
+            stack.callback(os.close, folder)
+            lock(folder, f"--out {args.out}")
+        yield
+
+
+def lock(file: IO | int, where: str, wait: bool = False) -> None:
+    """Refuse a file or folder that another process has locked, or wait for it. Closing the file
+    releases it. A file system without locks goes unlocked."""
+    try:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise UserError(f"{where}: another process is writing it; wait until it ends, or choose "
+                        "another") from None  # fmt: skip
+    except OSError:  # such as NFS without a lock daemon
+        pass
 
 
 def without_folders(word: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -18,6 +19,7 @@ class Honest:
     def __init__(self, model, tokenizer, method: str = "autoregressive", **options):
         self.model, self.tokenizer, self.method, self.options = model, tokenizer, method, options
         self.drafted = self.accepted = 0
+        self.keys = []  # the Authorization of every request
         self.runs = {}  # what is asked for again is not decoded again
         self.lock = threading.RLock()  # one request at a time: mutants' patches are process-wide
 
@@ -73,8 +75,16 @@ class Honest:
         return [{"text": text[:middle]}, {"text": text[middle:]},
                 {"text": "", "finish_reason": choice["finish_reason"]}]  # fmt: skip
 
-    def answer(self, asked: dict) -> tuple[int, dict]:
-        """The HTTP status and the JSON object."""
+    def models(self) -> tuple[int, dict]:
+        """The HTTP status of the list of models, and the list."""
+        if self.name is None:
+            return 401, {}
+        names = self.name if isinstance(self.name, list) else [self.name]
+        return 200, {"data": [{"id": name} for name in names]}
+
+    def answer(self, asked: dict) -> tuple[int, dict | bytes | str | Iterator[bytes]]:
+        """The HTTP status and the JSON object; or bytes, where a redirect leads, or parts that are
+        sent one by one."""
         prompt = self.prompt(asked["prompt"])
         length = len(prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt))
         return 200, {"choices": self.choices(asked), "usage": {"prompt_tokens": length}}
@@ -94,32 +104,39 @@ def handler(served: Honest) -> type[BaseHTTPRequestHandler]:
         wbufsize = -1  # head and body in one packet: two would wait for one another
 
         def do_GET(self):
+            served.keys.append(self.headers["Authorization"])
             if self.path == "/metrics":
                 self.send(200, served.metrics().encode())
-            elif self.path == "/v1/models" and served.name is None:
-                self.send(401, b"{}")
             elif self.path == "/v1/models":
-                names = served.name if isinstance(served.name, list) else [served.name]
-                self.send(200, json.dumps({"data": [{"id": n} for n in names]}).encode())
+                self.send(*served.models())
             else:
-                self.send(404, b"{}")
+                self.send(404, {})
 
         def do_POST(self):
+            served.keys.append(self.headers["Authorization"])
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if self.path != served.path:
-                return self.send(404, b'{"error": {"message": "no such path"}}')
+                return self.send(404, {"error": {"message": "no such path"}})
             status, found = served.answer(DEFAULTS | asked)
             if status == 200 and asked.get("stream"):
                 parts = [{"choices": [part]} for part in served.parts(found["choices"][0])]
                 lines = "".join(f"data: {json.dumps(part)}\n\n" for part in parts)
                 return self.send(200, (lines + "data: [DONE]\n\n").encode())
-            self.send(status, found if isinstance(found, bytes) else json.dumps(found).encode())
+            self.send(status, found)
 
-        def send(self, status: int, data: bytes):
+        def send(self, status: int, found: dict | bytes | str | Iterator[bytes]):
+            data = json.dumps(found).encode() if isinstance(found, dict) else found
             self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
+            if isinstance(data, str):
+                self.send_header("Location", data)
+                data = b""
+            parts = [data] if isinstance(data, bytes) else data
+            length = len(data) if isinstance(data, bytes) else 10**6
+            self.send_header("Content-Length", str(length))
             self.end_headers()
-            self.wfile.write(data)
+            for part in parts:
+                self.wfile.write(part)
+                self.wfile.flush()
 
         def log_message(self, *_):
             pass

@@ -6,9 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TOKENIZER, byte_model, last_line_of_refusal, random_model
+from conftest import (
+    CHAT_TEMPLATE,
+    TOKENIZER,
+    byte_model,
+    byte_tokenizer,
+    last_line_of_refusal,
+    random_model,
+)
 
-from minispec import bench
+from minispec import bench, generate
+from minispec.certify import __main__ as certify
 from minispec.checkpoint import save
 from minispec.fast import quicken
 from minispec.generate import decode
@@ -183,6 +191,54 @@ def test_nonsense_is_one_line(weights, wrong, capsys):
         bench.main(options_of(weights, *wrong.split()))
     err = capsys.readouterr().err
     assert caught.value.code == 2 and err.startswith("minispec: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "main, arguments",
+    [
+        (bench.main, "--methods jacobi,"), (bench.main, "--data . --kind a,,b"),
+        (bench.main, "--temperature 0,"), (bench.main, "--vocabulary-sizes ,9"),
+        (bench.main, "--methods ,jacobi"), (certify.main, "--checks scoring,,tree"),
+        (generate.main, "--prompt-ids 1,,2"), (generate.main, "--prompt-ids 1,2,"),
+    ],
+)  # fmt: skip
+def test_an_empty_name_in_a_list_is_refused(main, arguments, capsys):
+    said = last_line_of_refusal(capsys, lambda: main(arguments.split()))
+    assert "has an empty name before or after a comma" in said
+
+
+def test_prompts_that_the_template_refuses_are_left_out(weights, tmp_path, capsys):
+    """A file of questions is not malformed because of them."""
+    strict, questions, data = (tmp_path / name for name in ("strict", "q.jsonl", "talk.jsonl"))
+    no_x = "{% if 'x' in messages[0]['content'] %}{{ raise_exception('no x') }}{% endif %}"
+    save(byte_model(), byte_tokenizer(no_x + CHAT_TEMPLATE), strict)
+    for texts, left, first in ("axbxc", 2, 2), ("xx", 0, 1):
+        asked = [{"category": "qa", "turns": [text]} for text in texts]
+        questions.write_text("\n" + "".join(json.dumps(each) + "\n" for each in asked))
+        talks = [{"prompt": text} for text in texts for _ in range(50)]
+        data.write_text("".join(json.dumps(each) + "\n" for each in talks))
+        places = (("--questions", questions), first + 1), (("--data", data), 50 * first - 49)
+        for source, line in places:
+            file = source[1]
+            options = options_of(weights, "--model", str(strict), source[0], str(file), "--methods",
+                                 "autoregressive", "--prompts", "9")  # fmt: skip
+            reason = f"documents left out: 2; the first is {file} line {line}: the model's chat " \
+                     "template refuses this conversation: no x"  # fmt: skip
+            if left:
+                bench.main(options)
+                out = capsys.readouterr()
+                assert reason in out.err and f"{len(texts) - 2} prompts" in out.out
+            else:
+                said = last_line_of_refusal(capsys, lambda: bench.main(options))
+                assert said == f"minispec: there are no prompts: {reason}"
+
+
+def test_an_end_token_that_only_the_tokenizer_names_is_reported(weights, tmp_path, capsys):
+    save(byte_model(eos=(256,)), TOKENIZER, tmp_path)
+    for more, listed in ([], False), (["--model", str(tmp_path)], True):
+        bench.main(options_of(weights, "--methods", "autoregressive", *more))
+        said = capsys.readouterr().err
+        assert listed != ("the model's config does not list <|endoftext|>" in said)
 
 
 @pytest.mark.parametrize(

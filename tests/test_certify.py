@@ -21,7 +21,7 @@ from minispec.certify import blackbox, cases, mutants
 from minispec.certify.__main__ import main
 from minispec.certify.checks import CHECKS
 from minispec.certify.mutants import MUTANTS
-from minispec.certify.statistics import chi_square_p, smallest_seen
+from minispec.certify.statistics import FALSE_ALARM, chi_square_p, smallest_seen, two_sample_p
 from minispec.certify.takeover import NotTaken, followed
 from minispec.checkpoint import load, save
 from minispec.generate import decode
@@ -72,10 +72,38 @@ def test_the_toy_knows_its_context_by_position_and_token():
 def test_chi_square_on_fair_and_loaded_counts():
     fair = {(i,): 0.25 for i in range(4)}
     assert chi_square_p(Counter({(i,): 100 for i in range(4)}), fair) == 1.0
-    # χ² = 14.58 at three degrees of freedom
+    # G = 2 (127 ln 1.27 + 73 ln 0.73) = 14.76 at three degrees of freedom
     p = chi_square_p(Counter({(0,): 127, (1,): 100, (2,): 100, (3,): 73}), fair)
-    assert abs(p - 0.0022) < 3e-4
+    assert abs(p - 0.00203) < 3e-5
     assert chi_square_p(Counter({(9,): 1}), fair) == 0.0
+
+
+@pytest.mark.parametrize("due", [0.01, 0.3, 1, 2, 5, 10, 40])
+@pytest.mark.parametrize("runs", [100, 400])
+def test_a_correct_decoder_with_a_sharp_distribution_hardly_ever_fails(runs, due):
+    """The exact chance of a p-value below the limit, over all counts of a rare cell: no more than
+    twice the limit."""
+    rare = due / runs
+    sharp = {(0,): 1 - rare, (1,): rare}
+    chances = (
+        math.comb(runs, k) * rare**k * (1 - rare) ** (runs - k)
+        for k in range(runs + 1)
+        if chi_square_p(Counter({(0,): runs - k, (1,): k}), sharp) < FALSE_ALARM
+    )
+    assert sum(chances) < 2 * FALSE_ALARM
+
+
+def test_two_samples_of_one_sharp_distribution_hardly_ever_differ():
+    """The exact chance, over all ways in which a rare token's draws may fall to the two."""
+    for total in 10, 20, 40, 80:
+        chances = (
+            math.comb(total, k) / 2**total
+            for k in range(total + 1)
+            if two_sample_p(
+                Counter({0: 400 - k, 1: k}), Counter({0: 400 - total + k, 1: total - k})
+            ) < FALSE_ALARM
+        )  # fmt: skip
+        assert sum(chances) < 3 * FALSE_ALARM
 
 
 def test_the_smallest_bias_that_would_be_seen_is_seen():

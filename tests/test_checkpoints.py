@@ -12,7 +12,7 @@ from conftest import GOLDEN, random_model, random_tokens
 from safetensors.torch import load_file, save_file
 
 from minispec import UserError, load
-from minispec.checkpoint import read_config, save, write_tensors
+from minispec.checkpoint import read_config, save, write_tensors, write_text
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -69,6 +69,10 @@ def test_shards_and_bin_files_give_the_same_model(folder, suffix, write):
     assert torch.equal(logits(folder), expected)
     (folder / f"{stem}-b.{suffix}").unlink()
     refused(folder, f"{stem}-b.{suffix} cannot be read .FileNotFoundError")
+    for outside in "../a.bin", "/etc/passwd", "x/../../a":
+        weight_map = {"weight_map": index | {names[0]: outside}}
+        (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(weight_map))
+        refused(folder, f"names {outside}, which is outside its folder")
 
 
 def test_a_tied_head_stored_at_either_end_or_both(folder):
@@ -264,7 +268,7 @@ def test_damaged_and_quantised_numbers_are_refused(folder):
             odd = parts[UP].to(dtype)
             odd.view(-1)[-1] = value
             save_file(parts | {UP: odd}, folder / "model.safetensors")
-            refused(folder, f"{UP} has a NaN or an infinity")
+            refused(folder, f"{UP} contains NaN or infinity")
     for dtype in torch.int8, torch.float8_e4m3fn:
         save_file(parts | {UP: parts[UP].to(dtype)}, folder / "model.safetensors")
         refused(folder, f"{UP} is {dtype}, a quantised weight: take the unquantised")
@@ -354,7 +358,8 @@ def test_a_tokenizer_larger_than_the_embedding(folder):
 
 
 def test_devices_and_dtypes_that_are_not_there(folder):
-    for device in "abacus", "cpu:x", "cpu:", "meta", "" if torch.cuda.is_available() else "cuda":
+    missing = "" if torch.cuda.is_available() else "cuda"
+    for device in None, 5.0, "abacus", "cpu:x", "cpu:", "meta", missing:
         refused(folder, f"device {device} is not available: use one of .*cpu", device=device)
     refused(folder, "dtype int3 is not supported", dtype="int3")
     assert load(folder, device=torch.device("cpu"))[0].device.type == "cpu"
@@ -382,3 +387,6 @@ def test_on_a_full_disk_the_old_checkpoint_stays(tmp_path, most):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
         save(new, None, tmp_path / "file")
+    (tmp_path / "x.part").write_text("another's")  # which writes the same file at this moment
+    write_text(tmp_path / "x", "ours")
+    assert (tmp_path / "x.part").read_text() == "another's"

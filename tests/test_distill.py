@@ -3,13 +3,16 @@ goes on."""
 
 import itertools
 import json
+import os
 import random
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
+    ALTERNATING,
     TOKENIZER,
     byte_model,
     byte_tokenizer,
@@ -32,14 +35,16 @@ from minispec.distill.documents import (
     shuffled,
     weights_digest,
 )
-from minispec.distill.generate import lock
 from minispec.drafters import load_drafter
 from minispec.generate import decode
-from minispec.heads import load_medusa, load_mtp, load_vocabulary
+from minispec.heads import load_medusa, load_mtp, load_vocabulary, save_medusa, save_vocabulary
 from minispec.methods.medusa import RANKS, complete, untrained
-from minispec.methods.vocabulary import Subset
+from minispec.methods.vocabulary import Language, Subset
 from minispec.tokenizer import Tokenizer
 from minispec.toys import random_head, randomise
+from minispec.training import CHECKPOINT, lock
+
+MODULES = "generate", "draft", "medusa", "mtp", "tree", "vocabulary", "export"
 
 
 @pytest.fixture
@@ -230,6 +235,46 @@ def test_the_target_plays_the_user_too(target, tmp_path, capsys):
     assert "has no chat template, so it cannot play the user" in said
 
 
+def test_refused_conversations_are_left_out_whether_it_stopped_or_not(tmp_path, capsys):
+    """Of 8 conversations in a ShareGPT file the template refuses 2."""
+    save(byte_model().float(), byte_tokenizer(ALTERNATING), tmp_path / "strict")
+    file, whole, parts = (tmp_path / name for name in ("talk.json", "whole.jsonl", "parts.jsonl"))
+    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    bad = [{"from": "gpt", "value": "c"}, *talk]
+    file.write_text(json.dumps([{"conversations": bad if i % 4 == 1 else talk} for i in range(8)]))
+    reason = "the model's chat template refuses this conversation: roles must alternate"
+    for more in [], ["--given"]:
+        more += "--keep-duplicates", "--tokens", 4, "--batch", 4
+        made(tmp_path / "strict", file, whole, 12, *more)
+        said = capsys.readouterr().err.splitlines()[-1]
+        first = f"minispec: documents left out: 2; the first is {file} object [26]: "
+        assert re.fullmatch(first + reason, said)
+        for n in 4, 12:
+            rows = made(tmp_path / "strict", file, parts, n, *more)
+        assert whole.read_text() == parts.read_text()
+        assert {TOKENIZER.decode(row["prompt"]) for row in rows} == {"a"}
+        parts.unlink(), whole.unlink()
+    file.write_text(json.dumps([{"conversations": bad}] * 5))
+    for more in [], ["--given"]:
+        said = refused(capsys, *asking(tmp_path / "strict", file, whole, *more, "--batch", 1))
+        assert re.search(f"documents left out: .; the first is {file} object .: {reason}", said)
+
+
+def test_an_end_token_that_only_the_tokenizer_names_is_reported(target, data, tmp_path, capsys):
+    """The fixture's model lists none."""
+    said = "the model's config does not list <|endoftext|>, the tokenizer's end token"
+    made(target, data, tmp_path / "own.jsonl", 5)
+    assert capsys.readouterr().err.count(said) == 1
+    chat = asking(target, data, tmp_path / "chat.jsonl", "--chat")
+    chat.remove("--data"), chat.remove(data)
+    error = refused(capsys, *chat)
+    assert "only 0 different documents came: no user turn ended" in error
+    assert said in error and "add 256 to eos_token_id" in error and "--temperature" not in error
+    save(byte_model(eos=(256,)).float(), TOKENIZER, target)
+    made(target, data, tmp_path / "listed.jsonl", 5)
+    assert said not in capsys.readouterr().err
+
+
 def test_a_model_with_any_tokenizer_is_asked(data, tmp_path):
     """No begin token, no end tokens, no chat template."""
     backend = Backend(models.WordLevel({"the": 0, "cat": 1, "sat": 2, "?": 3}, "?"))
@@ -251,7 +296,12 @@ def test_a_model_with_any_tokenizer_is_asked(data, tmp_path):
         (['{"options": [], "tokenizer": "x"}'], "options that are no object"),
         (['{"options": {}, "tokenizer": [1]}'], "a tokenizer that is no hash"),
         (['{"options": {}, "tokenizer": "x"}'], "another tokenizer"),
-        (['{"kind": "a", "prompt": [1], "tokens": [-1]}'], "tokens that are not token ids"),
+        (['{"kind": "a", "prompt": [1], "tokens": [-1]}'], "a token that is no id"),
+        (['{"kind": "a", "prompt": [1], "tokens": [true]}'], "a token that is no id"),
+        (['{"kind": "a", "prompt": [1], "tokens": ["b"]}'], "a token that is no id"),
+        (['{"kind": "a", "prompt": [1], "tokens": [2.0]}'], "a token that is no id"),
+        (['{"kind": "a", "prompt": [9223372036854775808], "tokens": [1]}'], "a token that is no"),
+        (['{"kind": ["a"], "prompt": [1], "tokens": [1]}'], "a kind that is not text"),
         (['{"kind": "a", "prompt": "abc", "tokens": [1]}'], "is not a file"),
         (['{"kind": "a", "prompt": [1], "tokens": []}'], "an empty row"),
         (['{"kind": "a", "prompt": [1], "tokens": [1000]}'] * 2, "another model wrote it"),
@@ -261,9 +311,24 @@ def test_a_model_with_any_tokenizer_is_asked(data, tmp_path):
     ],
 )
 def test_own_text_that_is_none_is_refused(tmp_path, rows, said):
+    """By `python -O` as well, which drops assertions."""
     (tmp_path / "own.jsonl").write_text("".join(row + "\n" for row in rows))
-    with pytest.raises(UserError, match=said):
-        read_training([tmp_path / "own.jsonl"], byte_model(), TOKENIZER)
+    source = Path(distill.documents.__file__)
+    optimised = {"__name__": distill.documents.__name__}
+    exec(compile(source.read_text(encoding="utf-8"), source, "exec", optimize=1), optimised)
+    for read in read_training, optimised["read_training"]:
+        with pytest.raises(UserError, match=said):
+            read([tmp_path / "own.jsonl"], byte_model(), TOKENIZER)
+
+
+@pytest.mark.parametrize("name", ["", "generate", "draft", "medusa", "mtp", "tree", "vocabulary"])
+def test_help_needs_no_docstrings(monkeypatch, name, capsys):
+    """`python -OO` drops them."""
+    for module in (distill, *(getattr(distill, name) for name in MODULES)):
+        monkeypatch.setattr(module, "__doc__", None)
+    with pytest.raises(SystemExit) as caught:
+        run(*([name] if name else []), "-h")
+    assert caught.value.code == 0 and "usage: python -m minispec.distill" in capsys.readouterr().out
 
 
 def test_what_is_measured_was_neither_learnt_nor_is_near_to_what_was(tmp_path):
@@ -296,7 +361,7 @@ def test_batches_show_every_document_once_an_epoch():
 
 def test_hidden_states_are_kept_and_those_of_new_documents_added(tmp_path):
     file, model = tmp_path / "own.jsonl", byte_model().float()
-    rows = [{"kind": "x", "prompt": [1], "tokens": random_tokens(n, n)} for n in (5, 9, 3, 30)]
+    rows = [{"kind": "x", "prompt": [1], "tokens": random_tokens(n, n)} for n in (5, 9, 30, 3)]
 
     def write(n: int) -> None:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows[:n]))
@@ -308,27 +373,31 @@ def test_hidden_states_are_kept_and_those_of_new_documents_added(tmp_path):
             alone = model((row["prompt"] + row["tokens"])[:12])[0]
             torch.testing.assert_close(states.float(), alone, atol=4e-3, rtol=1e-3)
 
+    write(4)
+    check(4)
+    (states,) = tmp_path.glob("*.hidden")
+    kept = states.read_bytes()
+    states.unlink()
     write(2)
     check(2)
-    (states,) = tmp_path.glob("*.hidden")
-    with states.open("ab") as cut:  # killed while writing
-        cut.write(b"12345")
-    write(4)
-    check(4)
-    kept = states.read_bytes()
-    states.write_bytes(bytes(8) + kept[8:])  # what is kept is not computed again
-    assert (kept_states(file, model, 12, torch.float32, weights_digest(model))[0][0, :4] == 0).all()
-    states.unlink()
-    check(4)
-    numbers = torch.frombuffer(bytearray(states.read_bytes()), dtype=torch.float16)
-    rounded = (numbers * 1.01).numpy().tobytes()  # as another machine rounds
-    states.write_bytes(rounded)
+    two = states.read_bytes()
+    assert kept.startswith(two)
+    for more in 0, 5, 8, 99:  # bytes of the third: killed while writing
+        states.write_bytes(kept[: len(two) + more])
+        number = states.stat().st_ino
+        write(4)
+        check(4)
+        assert states.read_bytes() == kept and states.stat().st_ino == number
+    states.write_bytes(kept[:8] + bytes(8) + kept[16:])  # what is kept is not computed again
     old = kept_states(file, model, 12, torch.float32, weights_digest(model))
-    assert states.read_bytes() == rounded
-    rows[3]["tokens"] = random_tokens(30, 99)  # another document in the place of the last
-    write(4)
-    check(4)
-    assert old[0].isfinite().all()  # a training that began before goes on reading
+    assert (old[0][0, :4] == 0).all()
+    before = [states.clone() for states in old]
+    for i in 3, 0, 1:  # another document in the place of one, longer or as long
+        rows[i]["tokens"] = random_tokens(len(rows[i]["tokens"]) + (i == 3), 99)
+        write(4)
+        check(4)
+    for each, was in zip(old, before, strict=True):  # a training that began before goes on reading
+        assert torch.equal(each, was)
     model.model.norm.weight *= 2
     check(4)  # another target's are others
     assert len(list(tmp_path.glob("*.hidden"))) == 2
@@ -533,6 +602,69 @@ def test_heads_draft_from_the_vocabulary_that_they_have_learnt(
     assert not (whole / "vocabulary.json").exists()  # they have learnt all words now
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["draft", "medusa", "medusa --shared --vocabulary words.json", "mtp --vocabulary words.json"],
+)
+def test_documents_without_a_label_are_skipped_and_counted(target, tmp_path, capsys, command):
+    """Prompts that fill the context, two tokens in all, none of the vocabulary's."""
+    own, out, one = tmp_path / "own.jsonl", tmp_path / "out", "draft" in command
+    words = tmp_path / "words.json"
+    save_vocabulary({"x": Language((65,), (1,))}, TOKENIZER, words)
+    parts = command.replace("words.json", str(words)).split()
+    options = [*parts, "--model", target, "--own", own, "--device", "cpu", "--context", 8, "--rows",
+               2, "--steps", 1, "--out", out, *(TINY if one else ())]  # fmt: skip
+    full = {"kind": "x", "prompt": list(range(97, 109)), "tokens": [65, 65]}
+    short, other = ({"kind": "x", "prompt": [97], "tokens": t} for t in ([65], [97] * 4))
+    good = {"kind": "x", "prompt": [97], "tokens": [65, 65, 65, 65]}
+
+    def write(*rows: dict) -> None:
+        own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    useless = [full] * 3 + ([] if one else [short] * 2) + ([other] if "words" in command else [])
+    write(good, *useless)
+    said = refused(capsys, *options)
+    assert "nothing to learn from: the prompt fills the context of 8 tokens (3)" in said
+    assert one or "the text is too short (2)" in said
+    assert "words" not in command or "no generated token is in the vocabulary (1)" in said
+    assert not (out / CHECKPOINT).exists()
+    write(full, *[good] * 3)
+    assert "nothing to measure by: the prompt fills" in refused(capsys, *options)
+    write(good, *[{**good, "tokens": [65, 65, 65, i]} for i in range(3)], *useless)
+    run(*options)
+    said = capsys.readouterr().err
+    n = len(useless)
+    assert f"skipped {n} of {n + 3} documents, which have nothing to learn from" in said
+
+
+def test_a_tree_is_not_chosen_by_documents_without_labels(target, tmp_path, capsys):
+    model = byte_model().float()
+    save_medusa(untrained(2, 1, model, True), tmp_path / "heads", "", TOKENIZER, model.dtype)
+    before = (tmp_path / "heads" / "config.json").read_bytes()
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"kind": "x", "prompt": [1], "tokens": [2]}\n' * 3)
+    said = refused(capsys, "tree", "--model", target, "--heads", tmp_path / "heads", "--own", own)
+    assert "nothing to measure by: the text is too short (1)" in said
+    assert (tmp_path / "heads" / "config.json").read_bytes() == before
+
+
+def test_two_trainings_never_share_an_out(target, tmp_path, capsys):
+    own, out = tmp_path / "own.jsonl", tmp_path / "out"
+    own.write_text('{"kind": "x", "prompt": [1], "tokens": [2, 3, 4]}\n' * 3)
+    options = ["mtp", "--model", target, "--own", own, "--steps", 1, "--device", "cpu", "--context",
+               8, "--out", out]  # fmt: skip
+    out.mkdir()
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        lock(folder, "here")
+        said = refused(capsys, *options)
+        assert f"--out {out}: another process is writing it" in said and not list(out.iterdir())
+    finally:
+        os.close(folder)
+    run(*options)
+    run(*options)  # continues
+
+
 def test_ranks_are_those_among_the_words_that_are_drafted():
     model, ids = random_model(dtype=torch.float32), list(range(3, 32, 2))
     heads = randomise(untrained(3, 1, model, True), 0)
@@ -582,10 +714,12 @@ def test_the_command_counts_a_corpus(target, tmp_path, capsys):
     said = [token for row in read_own(tmp_path / "own.jsonl")[1] for token in row["tokens"]]
     run(*options, "--text", f"own={tmp_path / 'own.jsonl'},{tmp_path / 'a.txt'}")
     words = load_vocabulary(out, model, tokenizer).languages["own"]
-    for text in "abab", "abc":
-        said += tokenizer.encode(text)
+    for word in "abab", "abc":
+        said += tokenizer.encode(word)
     assert words.counts == tuple(said.count(token) for token in words.ids)
     assert words.counts[-1] == min(words.counts[-5:]) > 0
+    for wrong in "en=", f"{text[0]},", f"{text[0]},,{text[0][3:]}", f"en=,{text[0][3:]}":
+        assert "argument --text" in refused(capsys, *options, "--text", wrong)
     for wrong in ["en"], ["en=nowhere.txt"], ["=" + text[0][3:]], [text[0], "--text", text[0]]:
         assert refused(capsys, *options, "--text", *wrong)
 

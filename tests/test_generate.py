@@ -17,7 +17,7 @@ from conftest import END, END_TURN, ROOT, TOKENIZER, byte_model, byte_tokenizer,
 
 from minispec import UserError, errors, generate
 from minispec.checkpoint import load, save
-from minispec.errors import check_writable, command
+from minispec.errors import check_writable, command, printable
 from minispec.generate import decode, stream
 from minispec.run import acceptance
 from minispec.tree import Step, Tree
@@ -161,6 +161,13 @@ def test_every_source_of_a_prompt_is_the_same_prompt(folder, capsys, tmp_path, m
     for source in ["héllo"], ["--prompt-ids", ",".join(map(str, ids))], ["--prompt-file", file], []:
         call(*map(str, source), "--model", folder, "--json", "--max-new-tokens", "0")
         assert json.loads(capsys.readouterr().out)["prompt_ids"] == ids
+    for data in b"\xef\xbb\xbfa\r\nb\r\n", b"a\nb", b"a\nb\n":  # a pipe is read as a file is
+        file.write_bytes(data)
+        for source in ["--prompt-file", str(file)], []:
+            pipe = io.TextIOWrapper(io.BytesIO(data), "cp1252", newline="\n")
+            monkeypatch.setattr(sys, "stdin", pipe)
+            call(*source, "--model", folder, "--json", "--max-new-tokens", "0")
+            assert json.loads(capsys.readouterr().out)["prompt_ids"] == TOKENIZER.encode("a\nb")
     save(byte_model(), None, tmp_path)
     arguments = ["--model", str(tmp_path), "--prompt-ids", "1,2", "--max-new-tokens", "3"]
     call(*arguments, "--json")
@@ -232,6 +239,19 @@ def test_where_nothing_can_be_written_is_one_line(folder, tmp_path, capsys, monk
     for file in page, link:  # asking leaves all as it was, but for the folder
         check_writable(file, "--html")
     assert page.parent.is_dir() and not page.exists() and link.is_symlink()
+    assert not list(page.parent.iterdir())
+    exists = Path.exists
+
+    def made_meanwhile(file, **options):
+        """Another process makes the file right after it was looked for."""
+        found = exists(file, **options)
+        if file.name == "raced":
+            file.write_text("theirs")
+        return found
+
+    monkeypatch.setattr(Path, "exists", made_meanwhile)
+    check_writable(tmp_path / "raced", "--html")
+    assert (tmp_path / "raced").read_text() == "theirs"
 
 
 def test_a_bare_shell(folder):
@@ -273,10 +293,59 @@ def test_too_little_memory_is_one_line(capsys):
     def main(argv):
         raise RuntimeError(argv[0])
 
-    error = "DefaultCPUAllocator: can't allocate memory: you tried 99 bytes"
+    error = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"
     assert error in refused(capsys, command(main), [error])
-    with pytest.raises(RuntimeError, match="a bug"):
-        command(main)(["a bug"])
+    for error in "CUDA out of memory. Tried to allocate 2.00 GiB", "MPS backend out of memory":
+        assert error in refused(capsys, command(main), [error])
+    for error in "a bug", "CUDA error: an illegal memory access was encountered":
+        with pytest.raises(RuntimeError, match=error):
+            command(main)([error])
+
+
+def test_what_a_message_quotes_cannot_drive_the_terminal(tmp_path, capsys):
+    """A file's name, and what a chat template raises."""
+    wild = "\x1b]0;pwned\x07\x1b[2J\u202ename\r\x9b1m"
+    said = refused(capsys, generate.main, ["x", "--model", str(tmp_path / wild)])
+    assert r"\x1b]0;pwned\x07\x1b[2J\u202ename" in said and said.rstrip("\n").isprintable()
+    save(byte_model(eos=(256,)), byte_tokenizer("{{ raise_exception('\x1b[31mno') }}"), tmp_path)
+    said = refused(capsys, generate.main, ["hi", "--chat", "--model", str(tmp_path)])
+    assert r"refuses this conversation: \x1b[31mno" in said
+    assert printable("naïve 猫 🙂 é") == "naïve 猫 🙂 é"
+
+
+def test_with_json_standard_output_is_one_object_whatever_else_is_printed(folder):
+    """By Python, by C and by child processes, while the model is loaded and as Python exits."""
+    program = (
+        "import atexit, os, sys; from minispec import generate, checkpoint\n"
+        "load = generate.load\n"
+        "def noisy(*a):\n"
+        "    print('python'); os.system('echo child'); os.write(1, b'c\\n'); return load(*a)\n"
+        "generate.load = noisy; atexit.register(print, 'at exit'); generate.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", program, "hi", "--model", folder, "--json"]
+    done = subprocess.run([*command, "--max-new-tokens", "2"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0 and len(json.loads(done.stdout)["tokens"]) == 2
+    assert {b"python", b"child", b"c"} <= set(done.stderr.splitlines())
+
+
+def test_optimised_python_runs_and_refuses_the_same(folder):
+    """Without asserts and docstrings."""
+    program = (
+        "import sys; from minispec import generate, bench, certify, fetch, pretrain\n"
+        "from minispec.certify.__main__ import main\n"
+        "def code(run, *argv):\n"
+        "    try: run([*argv])\n"
+        "    except SystemExit as ended: return ended.code\n"
+        "helps = generate.main, bench.main, main, fetch.main, pretrain.main\n"
+        "[code(each, '-h') for each in helps] == [0] * 5 or sys.exit('help')\n"
+        "wrong = code(generate.main, *sys.argv[1:], '--method', 'jacobi', '--block', '999')\n"
+        "wrong == 2 or sys.exit('not refused')\n"
+        "generate.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-OO", "-c", program, "hi", "--model", folder]
+    done = subprocess.run([*command, "--max-new-tokens", "2"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == b"minispec: block 999: must be from 1 to 255\n"
 
 
 def test_ctrl_c_ends_cleanly_with_what_was_produced(tmp_path):
@@ -308,7 +377,7 @@ def test_ctrl_c_shows_what_was_held_back_for_a_stop_string(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     run.chunks = six_chunks(run.chunks)
-    generate.show(run, generate.parse(["x"]), TOKENIZER)
+    generate.show(run, generate.parse(["x"]), TOKENIZER, sys.stdout)
     assert run.text == "xyzabc" and capsys.readouterr().out == "xyzabc\n"
 
 
@@ -347,6 +416,26 @@ def test_a_chat_feeds_only_what_is_new(folder, capsys, monkeypatch, tmp_path):
     assert f'"tokens": {second["tokens"]}' in page.read_text(encoding="utf-8")
 
 
+def test_a_chat_feeds_a_draft_only_what_is_new(folder, capsys, monkeypatch):
+    fed = []
+
+    def watched(*arguments):
+        draft = loaded(*arguments)["draft"]
+        forward = draft.forward
+        draft.forward = lambda tokens, *more: fed.append(len(tokens)) or forward(tokens, *more)
+        return {"draft": draft}
+
+    loaded = generate.load_drafter
+    monkeypatch.setattr(generate, "load_drafter", watched)
+    lines = "tell me everything\nand now this\n"
+    options, drafts = ["--model", folder, "--max-new-tokens", "6"], ["--draft", folder]
+    runs, _ = turns(capsys, monkeypatch, lines, *options, "--method", "speculative", *drafts)
+    long = [n for n in fed if n > 2]  # passes that are neither a draft's nor a bonus token's
+    assert len(long) == 2 and sum(long) < runs[1]["prompt_tokens"] + 6
+    plain, _ = turns(capsys, monkeypatch, lines, *options)
+    assert [run["tokens"] for run in runs] == [run["tokens"] for run in plain]
+
+
 def test_a_chat_begins_with_the_prompt_and_the_system_message(talker, capsys, monkeypatch):
     options = ["--model", talker, "--max-new-tokens", "2", "--system", "S"]
     for lines, prompt in (("yo\n", []), ("yo\n", ["hi"]), (None, ["hi"])):
@@ -379,7 +468,8 @@ def test_bytes_that_are_no_text_end_a_chat_after_the_turns_before(folder, capsys
 
 def test_an_end_token_that_only_the_tokenizer_names_is_told_once(tmp_path, capsys, monkeypatch):
     save(byte_model(eos=(258,)), TOKENIZER, tmp_path)
-    said = f"does not list {END}, the tokenizer's end token: add --stop '{END}'"
+    said = (f"does not list {END}, the tokenizer's end token, so no text ends there: add 256 to "
+            f"eos_token_id in generation_config.json, or add --stop '{END}'")  # fmt: skip
     options = ["--model", str(tmp_path), "--max-new-tokens", "2"]
     assert turns(capsys, monkeypatch, "hi\nho\n", *options)[1].count(said) == 1
     call(*options, "x")

@@ -1,5 +1,6 @@
 """GGUF files: those that the tests write, and a real one beside transformers' reading of it."""
 
+import json
 import random
 import re
 import sys
@@ -8,17 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDEN, ROOT, random_model, random_tokens
+from conftest import GOLDEN, ROOT, last_line_of_refusal, random_model, random_tokens
 
-from minispec import UserError, errors, load
+from minispec import UserError, errors, generate, load
+from minispec.checkpoint import read_tokenizer
 from minispec.fetch import fetch
 from minispec.generate import decode
+from minispec.gguf import SAME
 from minispec.model import rope_frequencies
 
 gguf = pytest.importorskip("gguf")
-ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789Ġ.'Ã©Ċ"
-TOKENS = [*ALPHABET, "ab", "Ġa", "12", "ĠĠ", "ing", "in", "<|im_start|>", "<|im_end|>", "<tool>"]
-MERGES = ["a b", "Ġ a", "1 2", "Ġ Ġ", "i n", "in g"]
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789Ġ.'Ã©ĊA"
+TOKENS = [*ALPHABET, "ab", "Ġa", "12", "ĠĠ", "ing", "in", "aA", "ca",
+          "<|im_start|>", "<|im_end|>", "<tool>"]  # fmt: skip
+MERGES = ["a b", "Ġ a", "1 2", "Ġ Ġ", "i n", "in g", "a A"]
 BOS, EOS, TOOL = (TOKENS.index(token) for token in ("<|im_start|>", "<|im_end|>", "<tool>"))
 TYPES = {BOS: 3, EOS: 3, TOOL: 4}  # control, control, user-defined
 
@@ -39,7 +43,8 @@ NAMES = {
 
 
 def write(
-    path: Path, model, architecture: str, kind=None, pre: str = "smollm", divisors=None, **more
+    path: Path, model, architecture: str, kind=None, pre: str = "smollm", divisors=None,
+    tensors: bool = True, **more,
 ) -> Path:  # fmt: skip
     """The model as a GGUF file, its matrices in the quantisation `kind`; `more` are metadata, which
     may take the place of its own (None: leave it out)."""
@@ -63,8 +68,8 @@ def write(
            bool: writer.add_bool, list: writer.add_array}  # fmt: skip
     for key, value in facts.items():
         if value is not None:
-            add[type(value)](key, value)
-    for name, tensor in model.named_parameters():
+            (writer.add_int32 if value == -1 else add[type(value)])(key, value)
+    for name, tensor in model.named_parameters() if tensors else ():
         for ours, theirs in NAMES.items():
             name = name.replace(ours, theirs)
         if architecture == "llama" and ("attn_q." in name or "attn_k." in name):
@@ -140,15 +145,53 @@ def test_scaled_rotation(name, tmp_path):
 def test_an_end_is_whatever_llama_cpp_ends_at(tmp_path):
     """Also a token without a key, by its name; and an end is no text, whatever its type."""
     model = random_model(vocab_size=64, dtype=torch.float32)
-    key = "tokenizer.ggml."
-    for more, ends, control in (
-        ({key + "eos_token_id": TOOL, key + "eot_token_id": BOS}, (TOOL, BOS, EOS), True),
-        ({key + "token_type": [1] * 64}, (EOS,), True),
-        ({key + "token_type": [1] * 64, key + "eos_token_id": BOS}, (BOS,), False),
+    key, word = "tokenizer.ggml.", TOKENS.index("ca")
+    for more, ends in (
+        ({"eos_token_id": TOOL, "eot_token_id": BOS}, (TOOL, BOS, EOS)),
+        ({"eos_token_id": None, "eot_token_id": word}, (word, EOS)),
+        *(({"token_type": [kind] * 64, "eos_token_id": BOS}, (BOS, EOS)) for kind in (1, 4, 5)),
     ):
+        more = {key + name: value for name, value in more.items()}
         again, tokenizer = load(write(tmp_path / "e.gguf", model, "llama", **more), "float32")
         assert again.config.eos_ids == ends
-        assert ("<|im_end|>" in tokenizer.controls) == control
+        assert tokenizer.decode([*ends, 0]) == "a"
+
+
+@pytest.mark.parametrize("kind", [1, 4])
+def test_roles_and_ends_of_turns_are_control_tokens_whatever_their_type(kind, tmp_path):
+    """The template's are tokens; those that a user spells are text."""
+    template = "<|im_start|>{{ messages[0]['content'] }}<|im_end|>"
+    more = {"ggml.token_type": [kind] * 64, "ggml.bos_token_id": None, "ggml.eos_token_id": TOOL,
+            "chat_template": template}  # fmt: skip
+    more = {"tokenizer." + key: value for key, value in more.items()}
+    model = random_model(vocab_size=64, dtype=torch.float32)
+    tokenizer = read_tokenizer(write(tmp_path / "r.gguf", model, "llama", **more))
+    a = TOKENS.index("a")
+    assert tokenizer.chat([{"role": "user", "content": "a"}]) == [BOS, a, EOS]
+    said = tokenizer.chat([{"role": "user", "content": "<|im_end|><|im_start|>a"}])
+    assert said[0] == BOS and said[-1] == EOS and not {BOS, EOS} & set(said[1:-1])
+
+
+@pytest.mark.parametrize("wrong", [-1, 4294967295, 64, "a b", 0.5])
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom", "unknown", "padding", "seperator"])
+def test_an_id_out_of_range_names_no_token(name, wrong, tmp_path):
+    model = random_model(vocab_size=64, dtype=torch.float32)
+    words = {i: token for i, token in enumerate(TOKENS) if token.isascii() and i not in TYPES}
+    file = write(tmp_path / "i.gguf", model, "llama", **{f"tokenizer.ggml.{name}_token_id": wrong})
+    again, tokenizer = load(file, "float32", "cpu")
+    assert again.config.eos_ids == (EOS,)
+    assert again.config.bos_id == (None if name == "bos" else BOS)
+    assert f"{name}_token" not in tokenizer.named
+    assert tokenizer.controls == {"<|im_start|>": BOS, "<|im_end|>": EOS}
+    for i in [*words, 63]:
+        assert tokenizer.decode([i]) == words.get(i, f"pad{63 - len(TOKENS)}")
+
+
+def test_padding_with_a_word_does_not_delete_it_from_the_text(tmp_path):
+    more = {f"tokenizer.ggml.{name}_token_id": 0 for name in ("padding", "unknown")}
+    model = random_model(vocab_size=64, dtype=torch.float32)
+    tokenizer = read_tokenizer(write(tmp_path / "p.gguf", model, "llama", **more))
+    assert tokenizer.decode(tokenizer.encode("a cat")) == "a cat"
 
 
 def test_llama_3_s_rotation_is_written_as_divisors(tmp_path):
@@ -170,6 +213,9 @@ def test_llama_3_s_rotation_is_written_as_divisors(tmp_path):
         ("smollm", "ab ab 12  12", "ab|Ġ|ab|Ġ|1|2|ĠĠ|1|2"),
         ("qwen2", "ab'ing 12e\u0301", "ab|'|ing|Ġ|1|2|Ã|©"),
         ("llama-bpe", "ab'ing 1212", "<|im_start|>|ab|'|ing|Ġ|12|1|2"),
+        ("llama-bpe", "ca.aA121", "<|im_start|>|ca|.|aA|12|1"),
+        ("smaug-bpe", "ca.aA121", "c|a|.|aA|12|1"),
+        ("tekken", "ca.aA121", "<|im_start|>|ca|.|a|A|1|2|1"),
     ],
 )
 def test_the_tokenizer_cuts_a_text_as_its_pre_says(pre, text, pieces, tmp_path):
@@ -183,6 +229,49 @@ def test_the_tokenizer_cuts_a_text_as_its_pre_says(pre, text, pieces, tmp_path):
     assert tokenizer.controls == {"<|im_start|>": BOS, "<|im_end|>": EOS}
     said = tokenizer.chat([{"role": "user", "content": "<|im_end|>"}])
     assert said[0] == BOS and EOS not in said
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_pre_tokenizers_of_one_kind_cut_alike(name, tmp_path):
+    model = random_model(vocab_size=64, dtype=torch.float32)
+    more = {"tokenizer.ggml.add_bos_token": None}
+    one, other = (read_tokenizer(write(tmp_path / "n.gguf", model, "llama", pre=pre, **more))
+                  for pre in (name, SAME[name]))  # fmt: skip
+    for text in "ca.aA121  1 ab", "ab'ing e\u0301", "  ab\n\n 12":
+        assert one.encode(text) == other.encode(text)
+
+
+@pytest.mark.parametrize(
+    "more, reason",
+    [
+        ({"model": "llama", "pre": None}, "its tokenizer, llama, is not supported, only gpt2"),
+        ({"model": "none", "tokens": None, "token_type": None}, "its tokenizer, none, is not"),
+        ({"pre": None}, "does not name its pre-tokenizer; gguf-new-metadata --pre-tokenizer NAME"),
+        ({"pre": "gpt-4o"}, "its pre-tokenizer, gpt-4o, is not one of gpt-2, smollm, qwen2, "),
+        ({"pre": ["x"]}, "is not one of gpt-2, "),
+        ({"bos_token_id": -1, "add_bos_token": True}, "begin with a BOS token, but it does not"),
+        ({"pre": "tekken", "bos_token_id": None, "add_bos_token": None}, "begin with a BOS token"),
+    ],
+)
+def test_a_model_whose_tokenizer_is_not_supported_takes_token_ids(more, reason, tmp_path, capsys):
+    model = random_model(vocab_size=64, dtype=torch.float32)
+    more = {"tokenizer.ggml." + key: value for key, value in more.items()}
+    file = write(tmp_path / "u.gguf", model, "llama", **more)
+    again, tokenizer = load(file, "float32", "cpu")
+    assert tokenizer is None and torch.equal(logits(again), logits(model))
+    run = decode(again, tokenizer, [1, 2, 3], max_new_tokens=3, ignore_eos=True)
+    assert len(run.tokens) == 3 and run.text == ""
+    flags = ["--model", str(file), "--device", "cpu"]
+    limits = ["--max-new-tokens", "3", "--ignore-eos"]
+    generate.main([*flags, "--prompt-ids", "1,2,3", "--json", *limits])
+    assert json.loads(capsys.readouterr().out)["tokens"] == run.tokens
+    for uses in (lambda: decode(again, None, "a"), lambda: decode(again, None, [1], stop="a"),
+                 lambda: read_tokenizer(file)):  # fmt: skip
+        with pytest.raises(UserError) as caught:
+            uses()
+        assert reason in str(caught.value) and "use token ids (--prompt-ids" in str(caught.value)
+    for asks in (["a"], ["a", "--json"], ["--prompt-ids", "1"], ["--chat"]):
+        assert reason in last_line_of_refusal(capsys, lambda: generate.main([*flags, *asks]))
 
 
 def refused(source, match: str) -> None:
@@ -199,11 +288,11 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
         ("llama", {"llama.rope.scaling.attn_factor": 1.5}, "attn_factor = 1.5 is not supported"),
         ("llama", {"llama.logit_scale": 0.5}, "logit_scale = 0.5 is not supported"),
         ("llama", {"llama.attention.head_count": 3}, "hidden_size|q or k do not go|divisor"),
-        ("llama", {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.bos_token_id": None,
-                   "tokenizer.ggml.add_bos_token": True}, "begin with a BOS token, but none"),
-        ("llama", {"tokenizer.ggml.padding_token_id": 99}, "padding_token_id 99 is no token"),
-        ("llama", {"tokenizer.ggml.model": "llama"}, "the tokenizer llama with pre smollm is not"),
-        ("llama", {"tokenizer.ggml.pre": "tekken"}, "pre tekken is not supported, only gpt2 with"),
+        ("llama", {"general.type": "adapter"}, "holds an adapter .LoRA., not a model: merge it"),
+        ("llama", {"general.type": "imatrix"}, "holds an importance matrix, not a model"),
+        ("llama", {"general.type": "mmproj"}, "holds a multimodal projector, not a model"),
+        ("clip", {}, "holds a multimodal projector, not a model"),
+        ("llama", {"tensors": False}, "holds only a vocabulary: choose a file with the"),
         ("llama", {"llama.context_length": 0}, "max_position_embeddings must be a whole number"),
         ("llama", {"llama.rope.dimension_count": 2}, "rotates 2 of 4 dimensions"),
         ("llama", {"llama.rope.dimension_count": "x"}, "rotates x of 4 dimensions"),
@@ -216,11 +305,9 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
         ("tokens", "missing or odd"),
         ("token_type", "missing or odd"),
         ("merges", "missing or odd|do not go with its tokens"),
-        ("bos_token_id", "is no token|none is named"),
     ):
         for odd in None, "a b", 10**6, ["x"] * 3, -1.5:
-            more = {"tokenizer.ggml." + key: odd, "tokenizer.ggml.add_bos_token": True}
-            refused(write(file, model, "llama", **more), match)
+            refused(write(file, model, "llama", **{"tokenizer.ggml." + key: odd}), match)
     whole = write(file, model, "llama").read_bytes()
     for n in 0, 3, 100, len(whole) // 2, len(whole) - 9:
         file.write_bytes(whole[:n])

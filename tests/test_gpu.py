@@ -1,46 +1,70 @@
-"""On a GPU (pytest -m gpu): every method says what plain decoding says, compiled or not."""
+"""On a GPU (pytest -m gpu): every method says what plain decoding says, compiled or not.
+
+GPU_TESTS_DEVICE=cpu tries these tests without a GPU, except for compiled passes.
+"""
+
+import os
 
 import pytest
 import torch
-from conftest import random_model, random_tokens
+from conftest import companions, random_model, random_tokens
 
 from minispec.fast import quicken
 from minispec.generate import decode
-from minispec.toys import random_head, random_heads
+from minispec.model import Transformer
 from minispec.tree import Tree
 
 pytestmark = pytest.mark.gpu
+DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
+METHODS = ["autoregressive", "speculative", "prompt-lookup", "medusa", "jacobi", "lookahead",
+           "fastmtp"]  # fmt: skip
+ADAPTIVE = {"speculative": {"k": "auto"}, "medusa": {"tree": "auto"}, "fastmtp": {"k": "auto"}}
 
 
-def options_of(method: str) -> dict:
-    return {
-        "speculative": {"draft": random_model(1).cuda(), "k": "auto"},
-        "medusa": {"heads": random_heads(random_model(), 0).cuda(), "tree": "auto"},
-        "fastmtp": {"head": random_head(random_model(), 0).cuda(), "k": "auto"},
-    }.get(method, {})
+@pytest.fixture(scope="module")
+def plain() -> list[int]:
+    model = random_model(3).to(DEVICE)
+    return decode(model, None, random_tokens(20), max_new_tokens=60).tokens
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    "method",
-    ["autoregressive", "speculative", "prompt-lookup", "medusa", "jacobi", "lookahead", "fastmtp"],
-)
-def test_every_method_equals_plain_decoding(method, compiled):
-    plain = decode(random_model(3).cuda(), None, random_tokens(20), max_new_tokens=60)
-    model = random_model(3).cuda()
-    if compiled:
-        quicken(model, compiled=True)
+@pytest.fixture(scope="module")
+def compiled() -> Transformer:
+    """One model for all methods: each number of rows is compiled once."""
+    if DEVICE == "cpu":
+        pytest.skip("on a CPU compiling takes minutes")
+    model = random_model(3).to(DEVICE)
+    quicken(model, compiled=True)
+    return model
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_equals_plain_decoding(method, plain):
+    model = random_model(3).to(DEVICE)
+    options = companions(model).get(method, {})
+    for each in options, options | ADAPTIVE.get(method, {}):
+        run = decode(model, None, random_tokens(20), method, max_new_tokens=60, **each)
+        assert run.tokens == plain
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_equals_plain_decoding_when_compiled(method, plain, compiled):
+    options = companions(compiled).get(method, {})
     for _ in range(2):  # a graph is captured, then replayed
-        run = decode(model, None, random_tokens(20), method, max_new_tokens=60,
-                     **options_of(method))  # fmt: skip
-        assert run.tokens == plain.tokens
+        run = decode(compiled, None, random_tokens(20), method, max_new_tokens=60, **options)
+        assert run.tokens == plain
+
+
+def test_a_policy_runs_with_compiled_passes(plain, compiled):
+    options = companions(compiled)["fastmtp"] | {"k": "auto"}
+    run = decode(compiled, None, random_tokens(20), "fastmtp", max_new_tokens=60, **options)
+    assert run.tokens == plain
 
 
 def test_it_runs_in_bfloat16():
-    model = random_model().cuda().bfloat16()
+    model = random_model().to(DEVICE).bfloat16()
     for method in "lookahead", "medusa":
         options = {name: each.bfloat16() if hasattr(each, "bfloat16") else each
-                   for name, each in options_of(method).items()}  # fmt: skip
+                   for name, each in companions(model).get(method, {}).items()}  # fmt: skip
         run = decode(model, None, [1, 2, 3], method, max_new_tokens=40, **options)
         assert len(run.tokens) == 40
 
@@ -48,7 +72,7 @@ def test_it_runs_in_bfloat16():
 def test_a_pass_computes_what_the_cpu_computes():
     model, tokens = random_model(dtype=torch.float32), random_tokens(40)
     expected = model.logits(model(tokens))
-    on_gpu = model.to("cuda")
+    on_gpu = model.to(DEVICE)
     cache = on_gpu.new_cache()
     on_gpu.prefill(tokens[:-5], cache)
     tree = Tree.chain(tokens[-5], tokens[-4:])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TOKENIZER, byte_model, random_model
+from conftest import ROOT, TOKENIZER, byte_model, companions, random_model
 
 from minispec import UserError, load
 from minispec.checkpoint import save
@@ -122,28 +122,83 @@ def test_a_tokenizer_of_another_library_is_converted_once(name, tmp_path):
         ("autoregressive", {"stop": ("",)}, "must not be empty"),
         ("autoregressive", {"stop": "a"}, "has no tokenizer.json"),
         ("prompt-lookup", {"k": "auto"}, "k 'auto': must be a whole number"),
-        ("prompt-lookup", {"k": 0}, "k 0 and ngram 3: must both be at least 1"),
+        ("prompt-lookup", {"k": 0}, "k 0: must be at least 1"),
         ("jacobi", {"block": 256}, "block 256: must be from 1 to 255"),
         ("lookahead", {"window": None}, "window None: must be a whole number"),
         ("lookahead", {"window": 0}, "window 0: must be at least 1"),
         ("lookahead", {"guesses": -1}, "guesses -1: must be at least 0"),
         ("lookahead", {"window": 64, "ngram": 5}, "256 rows never fit into a cache of 256"),
         ("speculative", {"k": "many"}, "k 'many': must be a whole number"),
-        ("speculative", {"k": 0}, "k 0: must be auto or at least 1"),
+        ("speculative", {"k": 0}, "k 0: must be at least 1"),
         ("speculative", {"draft": "weights/draft"}, "draft 'weights/draft': is no draft"),
         ("speculative", {"draft_sampling": 0.5}, "draft_sampling 0.5: is no draft sampling"),
         ("medusa", {"heads": 5}, "heads 5: is no heads"),
+        ("medusa", {"tree": [(0,)] * 9999}, "the tree has 9999 paths: at most 4096 are supported"),
         ("medusa", {"tree": 5}, r"the tree 5: must be paths of ranks, as \[\(0,\), \(0, 1\)\]"),
         ("medusa", {"tree": [(40,)]}, "rank 40: must be an integer from 0 to 31"),
         ("fastmtp", {"vocabulary": "en.json"}, "vocabulary 'en.json': is no vocabulary"),
     ],
 )
-def test_a_wrong_option_is_one_clear_line(method, options, message):
+def test_a_wrong_option_is_one_clear_line_before_the_run_begins(method, options, message):
     model = random_model()
     drafters = {"speculative": {"draft": model}, "medusa": {"heads": random_heads(model, 0)},
                 "fastmtp": {"head": random_head(model, 0)}}  # fmt: skip
     with pytest.raises(UserError, match=message):
-        decode(model, None, [1], method, **drafters.get(method, {}) | options)
+        stream(model, None, [1], method, **drafters.get(method, {}) | options)
+
+
+def test_objects_of_other_libraries_are_refused():
+    model = byte_model()
+
+    class Foreign:  # as transformers' models and tokenizers
+        config = model.config
+
+        def encode(self, text):
+            return [1]
+
+    for arguments, message in (
+        ((Foreign(), None, [1]), "the model is a Foreign: pass the one that load returns"),
+        (("weights/target", None, [1]), "the model is a str"),
+        ((model, Foreign(), "x"), "the tokenizer is a Foreign: pass the one that load returns"),
+    ):
+        with pytest.raises(UserError, match=message):
+            stream(*arguments)
+    for wrong in 5, Foreign(), np.random.default_rng(0):
+        with pytest.raises(UserError, match="randomness .*: must have bernoulli and categorical"):
+            stream(model, TOKENIZER, "x", randomness=wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_surrounding_autocast_changes_nothing(method, dtype):
+    model = random_model(dtype=torch.float32)
+    options = companions(model).get(method, {})
+    plain = decode(model, None, [1, 2], method, max_new_tokens=9, **options)
+    with torch.autocast("cpu", dtype):
+        run = decode(model, None, [1, 2], method, max_new_tokens=9, **options)
+        assert run.tokens == plain.tokens
+        if method in ("speculative", "fastmtp"):
+            decode(model, None, [1, 2], method, max_new_tokens=9, **options | {"k": "auto"})
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_a_draft_s_cache_may_be_kept_as_the_target_s_is():
+    model, draft = random_model(), random_model(1)
+    caches = {"cache": model.new_cache(64), "draft_cache": draft.new_cache(64)}
+    options = {"method": "speculative", "draft": draft, "max_new_tokens": 8}
+    first = decode(model, None, [1, 2, 3], **options, **caches)
+    prompt = [1, 2, 3, *first.tokens, 5, 6]
+    for cache in caches.values():
+        cache.truncate(min(cache.length, 3 + 7))
+    fed, forward = [], draft.forward
+    draft.forward = lambda tokens, *more: fed.append(len(tokens)) or forward(tokens, *more)
+    second = decode(model, None, prompt, **options, **caches)
+    assert sum(fed) < len(prompt) + 8 * 5 and max(fed) <= 4  # never the whole prompt again
+    assert second.tokens == decode(model, None, prompt, max_new_tokens=8).tokens
+    for wrong in random_model(layers=1).new_cache(64), draft.new_cache(32), 5:
+        with pytest.raises(UserError, match="cache"):
+            stream(model, None, [1], "speculative", draft=draft, draft_cache=wrong,
+                   cache=model.new_cache(64))  # fmt: skip
 
 
 def test_drafters_may_be_given_and_whole_numbers_be_numpy_s():
@@ -154,6 +209,7 @@ def test_drafters_may_be_given_and_whole_numbers_be_numpy_s():
         ("speculative", {"draft": draft, "k": three}),
         ("speculative", {"draft": draft, "k": 10**20}),  # as many as there is room for
         ("medusa", {"heads": heads, "tree": ((0,), (0, 1))}),
+        ("medusa", {"heads": heads, "tree": np.array([[0, 0], [1, 0]])}),
         ("fastmtp", {"head": head}),
         ("lookahead", {"window": three, "ngram": three, "guesses": three}),
     ):

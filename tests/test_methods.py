@@ -1,16 +1,29 @@
 """What is particular to each method: proposals, lengths, shapes of trees, bad input."""
 
+import math
 import random
 
 import pytest
-from conftest import TOKENIZER, byte_model, byte_tokenizer, random_model, random_tokens
+import torch
+from conftest import (
+    TOKENIZER,
+    byte_model,
+    byte_tokenizer,
+    companions,
+    random_model,
+    random_tokens,
+)
 from tokenizers import models
 
 from minispec import UserError
 from minispec.drafters import check_vocabularies
 from minispec.generate import decode
+from minispec.methods.fastmtp import fastmtp
 from minispec.methods.prompt_lookup import lookup
 from minispec.methods.speculative import speedup, tokens_per_pass
+from minispec.model import Transformer
+from minispec.sampling import Sampling, Seeded
+from minispec.toys import random_head
 from minispec.tree import Tree
 
 
@@ -86,3 +99,37 @@ def test_a_draft_may_have_other_added_tokens_but_no_other_words():
             check_vocabularies(TOKENIZER, other, target, byte_model())
     with pytest.raises(UserError, match="the draft's vocabulary differs"):
         check_vocabularies(None, None, random_model(), byte_model())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["speculative", "medusa", "fastmtp"])
+def test_a_broken_draft_costs_speed_and_changes_nothing(method, temperature):
+    """Its weights overflow: all its logits are NaN."""
+    model = random_model()
+    options = companions(model)[method]
+    (drafter,) = (x for x in options.values() if isinstance(x, torch.nn.Module))
+    for p in drafter.parameters():
+        if p.data_ptr() not in {own.data_ptr() for own in model.parameters()}:
+            p.data.fill_(math.nan)
+    policies = [{}, {"tree": "auto"}] if method == "medusa" else [{}, {"k": "auto"}]
+    for policy in policies:
+        run = decode(model, None, [1, 2, 3], method, max_new_tokens=20, temperature=temperature,
+                     **options | policy)  # fmt: skip
+        assert all(0 <= token < 32 for token in run.tokens) and len(run.tokens) == 20
+        if temperature == 0:
+            assert run.tokens == decode(model, None, [1, 2, 3], max_new_tokens=20).tokens
+
+
+def test_a_prompt_is_prefilled_in_chunks_whose_hidden_states_fastmtp_reads(monkeypatch):
+    """The head's cache is what one pass over all of the prompt leaves."""
+    model, head = random_model(context=1200), random_head(random_model(), 2)
+    prompt, caches = random_tokens(1100), []
+    for chunk in 300, 2000:
+        monkeypatch.setattr(Transformer.prefill_chunks, "__defaults__", (chunk,))
+        kept, new_cache = [], head.new_cache
+        monkeypatch.setattr(head, "new_cache", lambda n: kept.append(new_cache(n)) or kept[0])
+        next(fastmtp(model, prompt, Sampling(), Seeded(), head=head))
+        monkeypatch.undo()
+        assert kept[0].length == len(prompt) - 1
+        caches.append(kept[0].kv[:, :, :, : len(prompt) - 1])
+    assert torch.allclose(*caches, atol=1e-10)

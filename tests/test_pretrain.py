@@ -105,6 +105,33 @@ def test_a_run_that_ctrl_c_ended_goes_on_as_if_it_had_not(data, tmp_path, monkey
         assert torch.equal(whole[name], resumed[name]), name
 
 
+def test_two_trainings_never_share_an_out(data, tmp_path, capsys, monkeypatch):
+    out, descend = tmp_path / "out", training.descend
+
+    def both(*arguments):
+        monkeypatch.setattr(training, "descend", descend)
+        with pytest.raises(SystemExit):
+            run(data, out, 2)
+        said.append(capsys.readouterr().err)
+        descend(*arguments)
+
+    said: list[str] = []
+    monkeypatch.setattr(training, "descend", both)
+    run(data, out, 1)
+    assert f"--out {out}: another process is writing it; wait until it ends" in said[0]
+    run(data, out, 2)  # continues
+
+
+def test_help_needs_no_docstring(monkeypatch, capsys):
+    """`python -OO` drops them."""
+    monkeypatch.setattr(pretrain, "__doc__", None)
+    with pytest.raises(SystemExit) as caught:
+        pretrain.main(["-h"])
+    assert (
+        caught.value.code == 0 and "usage: python -m minispec.pretrain" in capsys.readouterr().out
+    )
+
+
 @pytest.mark.slow
 def test_two_processes_train_the_same_model_as_one(data, tmp_path):
     alone = run(data, tmp_path / "alone", 3)

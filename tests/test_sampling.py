@@ -3,12 +3,13 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import GOLDEN
 
 from minispec import Sampling, UserError
-from minispec.sampling import Seeded, likeliest, probs
+from minispec.sampling import Seeded, draw, likeliest, probs
 
 
 @pytest.mark.parametrize("tiny", [1e-39, 1e-46, 5e-324])
@@ -72,3 +73,46 @@ def test_a_distribution_does_not_depend_on_the_other_rows_of_its_pass(top_k):
     together = probs(logits, sampling)
     for i in range(60):
         assert torch.equal(probs(logits[i : i + 1], sampling)[0], together[i])
+
+
+# ---- logits that are no numbers ------------------------------------------------------------------
+
+WRONG = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(1.0), Sampling(0.7, 2), Sampling(1, 0, 0.5)], ids=str
+)
+@pytest.mark.parametrize("value", WRONG)
+@pytest.mark.parametrize("row", range(3))
+def test_nan_and_infinity_are_refused_with_the_cure(value, row, sampling):
+    logits = torch.randn(3, 9, dtype=torch.float16)
+    logits[:, 4] = -math.inf  # a token that cannot be drawn is no fault
+    probs(logits, sampling)
+    logits[row, row + 5] = value
+    with pytest.raises(UserError, match="infinity in float16: use --dtype bfloat16 or float32"):
+        probs(logits, sampling)
+    with pytest.raises(UserError, match="in float32: the checkpoint is corrupt"):
+        probs(logits.float(), sampling)
+    logits[row] = -math.inf
+    with pytest.raises(UserError, match="NaN or infinity"):
+        probs(logits, sampling)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", WRONG)
+def test_a_draft_without_a_distribution_is_one_token_that_exists(value, temperature):
+    token, q = draw(torch.tensor([[1.0, value, 0.0]]), Sampling(temperature), Seeded(0))
+    assert token.tolist() in ([0], [1], [2]) and q is None
+
+
+@pytest.mark.parametrize("seed", [np.int64(7), np.uint8(7)])
+def test_a_seed_may_be_numpy_s(seed):
+    assert Seeded(seed).uniform() == Seeded(7).uniform()
+    Seeded(2**64 - 1), Seeded(-(2**63))
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 1.5, "7", None])
+def test_what_is_no_seed_is_refused(seed):
+    with pytest.raises(UserError, match=r"seed .*: must be a whole number from -2\*\*63 to 2"):
+        Seeded(seed)

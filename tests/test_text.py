@@ -1,13 +1,14 @@
 """A user's files are read as documented: forms, kinds, what is held out, what is refused."""
 
+import gzip
 import json
 import random
 
 import pytest
-from conftest import TOKENIZER, byte_tokenizer
+from conftest import ALTERNATING, TOKENIZER, byte_tokenizer
 
 from minispec import UserError
-from minispec.text import encode, held_out_prompts, pieces, read_corpus, read_kinds
+from minispec.text import LeftOut, encode, held_out_prompts, pieces, read_corpus, read_kinds
 
 
 def talk(question: str, answer: str) -> list[dict]:
@@ -15,6 +16,8 @@ def talk(question: str, answer: str) -> list[dict]:
 
 
 TALK = talk("hi", "hello\nthere")
+PARTS = [{"type": "text", "text": "hello\n"}, {"type": "text", "text": "there"}]
+SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello\nthere"}]
 FORMS = [
     ({"text": "a tale"}, "a tale"),
     ({"text": "Add.", "code": "def f():\r\n    pass\r\n"}, talk("Add.", "def f():\n    pass")),
@@ -22,6 +25,10 @@ FORMS = [
     ({"prompt": "hi"}, TALK[:1]),
     ({"prompt": "hi", "completion": "hello\nthere"}, TALK),
     ({"messages": TALK, "source": 3}, TALK),
+    ({"messages": [TALK[0], {"role": "assistant", "content": PARTS}]}, TALK),
+    ({"id": "x_0", "conversations": SHARED}, TALK),
+    ({"conversations": [{"from": "tool", "value": "3"}]}, [{"role": "tool", "content": "3"}]),
+    ({"conversations": []}, []),
 ]
 
 
@@ -29,6 +36,27 @@ FORMS = [
 def test_every_form_of_a_line(tmp_path, row, document):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n\n" + json.dumps(row) + "\n")
     assert read_kinds(tmp_path / "rows.jsonl") == {"rows": [document, document]}
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "ROWS.JSON"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_list_of_objects_is_read_as_what_they_are(tmp_path, name, indent):
+    rows, documents = zip(*FORMS)
+    (tmp_path / name).write_text(json.dumps(rows, indent=indent))
+    assert list(read_kinds(tmp_path / name).values()) == [list(documents)]
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("a.txt", "User: hi\nAssistant: hello\nthere\n<|endoftext|>\n"),
+        ("a.jsonl", json.dumps({"messages": TALK}) + "\n"),
+        ("a.json", json.dumps([{"messages": TALK}], indent=1)),
+    ],
+)
+def test_a_byte_order_mark_and_windows_line_ends_are_not_text(tmp_path, name, text):
+    (tmp_path / name).write_text("\ufeff" + text, newline="\r\n", encoding="utf-8")
+    assert read_kinds(tmp_path / name) == {"a": [TALK]}
 
 
 def test_documents_of_a_text_and_its_conversations(tmp_path):
@@ -59,6 +87,8 @@ def test_a_folder_s_kinds_are_its_files_but_source_code_is_one(tmp_path):
     (folder / "deep" / "rows.jsonl").write_text('{"text": "row"}')
     (folder / "deep" / ".hidden" / "no.txt").write_text("not this")
     (folder / "notes.md").write_text("nor this")
+    (folder / "config.json").write_text('{"vocab_size": 3}')
+    (folder / "talks.json").write_text(json.dumps([{"messages": TALK}]))
     code = ["x = 1  #  and <|endoftext|>", "y = 2"]
     kinds = {"tales": ["one", "two"], "book": ["a book"], "rows": ["row"], "mine": code}
     assert read_kinds(folder) == kinds
@@ -73,13 +103,30 @@ def test_every_fiftieth_document_is_held_out(tmp_path):
     assert held_out == {"many": ["text 0", "text 50", "text 100"], "one": []}
     assert len(train["many"]) == 117 and not set(train["many"]) & set(held_out["many"])
     assert train["one"] == ["the only one"]
-    prompts = held_out_prompts(tmp_path, None, TOKENIZER, 2)
+    prompts = held_out_prompts(tmp_path, None, TOKENIZER, 2, LeftOut())
     assert prompts == {"many": [TOKENIZER.encode(f"text {i}") for i in (0, 50)]}
     (tmp_path / "talk.txt").write_text("User: hi\nAssistant: hello\n<|endoftext|>\n" * 3)
-    prompts = held_out_prompts(tmp_path, ["talk"], TOKENIZER, 1)
+    prompts = held_out_prompts(tmp_path, ["talk"], TOKENIZER, 1, LeftOut())
     assert prompts == {"talk": [TOKENIZER.chat([{"role": "user", "content": "hi"}])]}
     with pytest.raises(UserError, match="has no text of the kind poems, but many"):
-        held_out_prompts(tmp_path, ["poems"], TOKENIZER, 2)
+        held_out_prompts(tmp_path, ["poems"], TOKENIZER, 2, LeftOut())
+
+
+@pytest.mark.parametrize("name, unit", [("a.jsonl", "line"), ("a.json", "object")])
+def test_what_the_template_refuses_is_left_out_and_another_takes_its_place(tmp_path, name, unit):
+    rows = [{"messages": TALK}] * 200
+    refused = [TALK[1:] + TALK[:1], [], [{"role": "user", "content": "a"}, *TALK]]
+    for i, messages in enumerate(refused):
+        rows[50 * i] = {"messages": messages}
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / name).write_text(lines if unit == "line" else json.dumps(rows))
+    strict, left_out = byte_tokenizer(ALTERNATING), LeftOut()
+    prompts = held_out_prompts(tmp_path / name, None, strict, 2, left_out)["a"]
+    # of the third only the first turn is needed, which the template takes
+    assert [strict.decode(ids) for ids in prompts] == ["a", "hi"]
+    first = f"{tmp_path / name} {unit} 1: the model's chat template refuses this conversation"
+    assert str(left_out) == f"documents left out: 2; the first is {first}: roles must alternate"
+    assert left_out.reasons[f"{tmp_path / name} {unit} 51"] == "it is empty"
 
 
 def test_a_conversation_is_encoded_by_the_model_s_template():
@@ -96,17 +143,29 @@ def test_a_conversation_is_encoded_by_the_model_s_template():
 @pytest.mark.parametrize(
     "name, content, said",
     [
-        ("a.txt", b"\xff\xfe\xff", "a.txt cannot be read"),
+        ("a.txt", b"a\xff\xfe\xff", "a.txt cannot be read"),
+        ("a.txt", "text".encode("utf-16"), "a.txt is UTF-16 text: convert it to UTF-8"),
+        ("a.txt", b"te\0xt", "a.txt is not text: it contains NUL bytes"),
+        ("a.jsonl", gzip.compress(b'{"text": "a"}'), "a.jsonl is compressed by gzip"),
+        ("data.parquet", b"PAR1\x15\x04", "data.parquet is a parquet file"),
+        ("config.json", b'{\n"vocab_size": 3}', "config.json line 1: must be an object of strings"),
+        ("config.json", b'{"vocab_size": 3}', "config.json line 1: must be an object of strings"),
+        ("a.json", b'[{"text": "a"}, {}]', "a.json object 2: must be an object of strings"),
+        ("a.json", b'[{"text": "a"}, ', "a.json cannot be read as one JSON list"),
         ("a.jsonl", b"\n{}\n", "a.jsonl line 2: must be an object of strings"),
-        ("a.jsonl", b"[1]", "line 1"),
+        ("a.jsonl", b"[1]", "a.jsonl object 1"),
         ("a.jsonl", b'{"text": "x"', "line 1"),
         ("a.jsonl", b'{"text": 3}', "line 1"),
         ("a.jsonl", b'{"prompt": "\\ud800"}', "line 1"),
-        ("a.jsonl", b'{"messages": []}', "line 1"),
+        ("a.jsonl", b'{"messages": []}', "holds no text"),
+        ("a.jsonl", b'{"messages": {}}', "line 1"),
+        ("a.jsonl", b'{"messages": [{"role": 3, "content": "a"}]}', "line 1"),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "line 1"),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}', "line 1"),
         ("a.jsonl", b'{"messages": [{"role": "user", "content": 3}]}', "line 1"),
         ("a.jsonl", b'{"messages": ["hi"]}', "line 1"),
-        ("a.jsonl", b"[" * 100_000, "line 1"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl cannot be read as one JSON list"),
+        ("a.jsonl", b'{"a":' * 100_000, "line 1"),
         ("a.txt", b" \n", "holds no text"),
         ("a.md", b"text", "holds no .txt, .jsonl, .py file"),
     ],
@@ -114,4 +173,4 @@ def test_a_conversation_is_encoded_by_the_model_s_template():
 def test_a_corpus_that_is_none_is_refused(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=said):
-        read_corpus([tmp_path])
+        read_corpus([tmp_path if name == "a.md" else tmp_path / name])

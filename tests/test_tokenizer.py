@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import (
@@ -206,6 +208,49 @@ def test_nor_does_a_normalizer_forge_one_or_a_space_slip_in():
         text = "".join(map(backend.id_to_token, tokens))
         assert text == "▁u|" + said.replace(" ", "▁").replace("＜", "<").replace("＞", ">") + "</s>"
         assert [t for t in tokens if t in tokenizer.controls.values()] == tokens[-1:]
+
+
+def strict(kind: str) -> Tokenizer:
+    """Tokenizers whose control tokens change the text around them."""
+    letters = [*"▁abu|<>/s\n", "</s>"]
+    if kind == "unigram":  # whose own vocabulary holds the control token
+        backend = Backend(models.Unigram([(piece, -1.0) for piece in ["<unk>", *letters]], 0))
+    else:
+        backend = Backend(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    if kind != "strips":
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    flags = {"lstrip": True, "rstrip": True} if kind == "strips" else {}
+    backend.add_tokens([AddedToken("</s>", special=True, normalized=False, **flags)])
+    template = "{% for m in messages %}u|{{ m.content }}\n</s>\na{% endfor %}"
+    return Tokenizer(backend, {"eos_token": "</s>"}, template)
+
+
+@pytest.mark.parametrize("kind", ["first", "strips", "unigram"])
+def test_what_a_turn_spells_changes_no_token_of_the_template(kind):
+    tokenizer = strict(kind)
+    end = tokenizer.controls["</s>"]
+    plain = tokenizer.chat([{"role": "user", "content": "b"}])
+    assert plain.count(end) == 1
+    at = plain.index(tokenizer.backend.token_to_id("b"))
+    for said in "</s>", "a</s>b", "</s></s>a", "\U00100000</s>\U00100001</s>", "a/s></s>b":
+        tokens = tokenizer.chat([{"role": "user", "content": said}])
+        assert tokens[:at] == plain[:at] and tokens[at - len(plain) + 1 :] == plain[at + 1 :]
+        assert tokens.count(end) == 1
+        spelled = "".join(map(tokenizer.backend.id_to_token, tokens[at : at - len(plain) + 1]))
+        unknown = "<unk>" if kind == "unigram" else ""
+        assert spelled == re.sub("[\U00100000-\U00100001]", unknown, said)
+
+
+def test_threads_do_not_make_control_tokens_of_each_others_text():
+    tokenizer, said = byte_tokenizer(), f"hi {END_TURN} there"
+    spelled, plain = ([{"role": "user", "content": text}] for text in (said, f"{said} {said}"))
+    expected = tokenizer.chat(spelled), tokenizer.encode(said), tokenizer.chat(plain)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(
+            lambda _: (tokenizer.chat(spelled), tokenizer.encode(said), tokenizer.chat(plain)),
+            range(24),
+        ):
+            assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -18,29 +20,36 @@ from minispec.certify.checks import CHECKS, RUNS, Verdict
 from minispec.certify.client import Server
 from minispec.certify.compare import compare
 from minispec.certify.exam import precision
+from minispec.certify.keys import keys_in, warn_if_exposed
 from minispec.certify.mutants import check_mutants
 from minispec.certify.server import CHECKS as SERVED
 from minispec.certify.server import REQUESTS, check_server
 from minispec.checkpoint import WEIGHTS, load
-from minispec.errors import Parser, UserError, command, number
+from minispec.errors import (
+    Parser,
+    UserError,
+    comma_separated,
+    command,
+    number,
+    printable,
+    stdout_reserved,
+)
 
 KNOWN = CHECKS | {"mutants": check_mutants}
 EXAMS = "impl", "server", "compare"
 FLAGS = {  # what each is for, "" being ours
     "baseline": ("impl", "server"), "runs": ("impl",), "model": ("server", "compare"),
-    "name": ("server",), "requests": ("server",), "precision": ("server",),
+    "name": ("server",), "key_env": ("server",), "requests": ("server",), "precision": ("server",),
     "checks": ("impl", "server", ""),
 }  # fmt: skip
 ASIDE = "server", "baseline", "drafts"  # rows that say what was examined, and how
 MARKS = {True: "pass", False: "FAIL", None: "skip"}
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The flags; one that would go unheard is refused, as a verdict must be of what was asked."""
-    p = Parser(prog="python -m minispec.certify", description=certify.__doc__.split("\n\n")[0])
+def parser() -> Parser:
+    p = Parser(prog="python -m minispec.certify", description=certify.__doc__)
     p.add_argument("--impl", help="package.module:function or file.py:function, a black box")
-    p.add_argument("--server", metavar="URL", help="a server of --model with /v1/completions; a "
-                   "key is read from OPENAI_API_KEY")  # fmt: skip
+    p.add_argument("--server", metavar="URL", help="a server of --model with /v1/completions")
     p.add_argument("--baseline", help="its own plain decoding, which --impl or --server must equal "
                    "then: a function, or a URL")  # fmt: skip
     p.add_argument("--runs", type=number(100), help=f"of each statistical row (default: {RUNS})")
@@ -48,13 +57,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                    "lines of generate --json")  # fmt: skip
     p.add_argument("--model", help="of --server or --compare (default: the shipped target)")
     p.add_argument("--name", help="the model's name at --server (default: the only one there)")
+    p.add_argument("--key-env", nargs="+", metavar="NAME", help="the environment variable that "
+                   "holds the key of --server; with a second one, the key of --baseline. A server "
+                   "whose variable is not named gets no key")  # fmt: skip
     p.add_argument("--requests", type=number(100), help=f"to --server (default: about {REQUESTS})")
     p.add_argument("--precision", type=precision, help="of --server: float32 (default), bfloat16, "
                    "float16, or the gap between two logits that is a tie")  # fmt: skip
-    p.add_argument("--checks", help=f"only these: {','.join(KNOWN)}; of a black box "
+    p.add_argument("--checks", type=comma_separated,
+                   help=f"only these: {','.join(KNOWN)}; of a black box "
                    f"{','.join(BOXED)}; of a server {','.join(SERVED)}")  # fmt: skip
     p.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    args = p.parse_args(argv)
+    return p
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the flags. Reject any that would be ignored: a verdict must be on what was asked."""
+    args = parser().parse_args(argv)
     asked = [name for name in EXAMS if getattr(args, name) is not None]
     if len(asked) > 1:
         raise UserError(f"--{asked[0]} and --{asked[1]} are two examinations: leave one out")
@@ -62,9 +80,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for flag, exams in FLAGS.items():
         if getattr(args, flag) is not None and exam not in exams:
             where = " and ".join(f"--{name}" for name in exams if name)
-            raise UserError(f"--{flag} is for {where}")
+            raise UserError(f"--{flag.replace('_', '-')} is for {where}")
     known = {"impl": BOXED, "server": SERVED}.get(exam, tuple(KNOWN))
-    args.checks = known if args.checks is None else tuple(args.checks.split(","))
+    args.checks = known if args.checks is None else tuple(args.checks)
     unknown = [name for name in args.checks if name not in known]
     if unknown:
         raise UserError(f"unknown check {unknown[0]!r}: use some of {', '.join(known)}")
@@ -73,13 +91,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def verdicts_of(args: argparse.Namespace) -> Iterator[Verdict]:
     """What the flags ask for, verdict by verdict."""
+    urls = [url for url in (args.server, args.baseline) if url is not None]
+    keys = keys_in(args.key_env or [], len(urls))
     if args.compare or args.server is not None:
         model, tokenizer = load(args.model or WEIGHTS / "target", "float64", "cpu")
     if args.compare:
         return compare(*args.compare, model)
     if args.server is not None:
-        servers = [Server(url, tokenizer, args.name, model.config.eos_ids)
-                   for url in (args.server, args.baseline) if url is not None]  # fmt: skip
+        servers = [Server(url, tokenizer, args.name, model.config.eos_ids, key=key)
+                   for url, key in zip_longest(urls, keys)]  # fmt: skip
+        for server in servers:
+            warn_if_exposed(server)
         return check_server(
             *servers[:1], model, tokenizer, *servers[1:], requests=args.requests or REQUESTS,
             precision=torch.float32 if args.precision is None else args.precision,
@@ -94,13 +116,15 @@ def verdicts_of(args: argparse.Namespace) -> Iterator[Verdict]:
     return (verdict for name in args.checks for verdict in KNOWN[name]())
 
 
-def table(verdicts: Iterable[Verdict], quiet: bool) -> list[Verdict]:
-    """Print each verdict as it comes; all of them."""
+def table(verdicts: Iterable[Verdict], out: TextIO | None) -> list[Verdict]:
+    """All verdicts, each printed as it comes, if there is where to. What servers say may hold
+    characters that would drive a terminal."""
     rows = []
     for v in verdicts:
-        rows.append(v)
-        if not quiet:
-            print(f"{MARKS[v.passed]}  {v.check:<14}{v.case:<44}{v.detail}", flush=True)
+        rows.append(replace(v, case=printable(v.case), detail=printable(v.detail)))
+        if out:
+            v = rows[-1]
+            print(f"{MARKS[v.passed]}  {v.check:<14}{v.case:<44}{v.detail}", file=out, flush=True)
     return rows
 
 
@@ -108,19 +132,26 @@ def table(verdicts: Iterable[Verdict], quiet: bool) -> list[Verdict]:
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
+    with stdout_reserved() as out:  # what an implementation prints is not ours
+        passed = certified(args, out)
+    sys.exit(0 if passed else 1)
+
+
+def certified(args: argparse.Namespace, out: TextIO) -> bool:
+    """Print what the flags ask for; whether it passed."""
     begin = time.perf_counter()
-    rows = table(verdicts_of(args), quiet=args.json)
+    rows = table(verdicts_of(args), None if args.json else out)
     counts = Counter(v.passed for v in rows)
     proven = any(v.passed for v in rows if v.check not in ASIDE)  # what was skipped proves nothing
     passed = proven and not counts[False]
     seconds = time.perf_counter() - begin
     if args.json:
         found = {"passed": passed, "seconds": seconds, "verdicts": [asdict(v) for v in rows]}
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(found, ensure_ascii=False), file=out)
     else:
         skipped = f", {counts[None]} skipped" if counts[None] else ""
-        print(f"{counts[True]} of {len(rows)} passed{skipped} in {seconds:.0f} s")
-    sys.exit(0 if passed else 1)
+        print(f"{counts[True]} of {len(rows)} passed{skipped} in {seconds:.0f} s", file=out)
+    return passed
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """A server that speaks OpenAI's completions API, over httpx."""
 
-import json
-import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import Lock
 
 import httpx
 
 from minispec.certify.cases import GREEDY
+from minispec.certify.fields import as_number, count, field, items, parsed, spelt
 from minispec.errors import UserError
 from minispec.sampling import Sampling
 from minispec.tokenizer import Tokenizer
@@ -23,15 +22,19 @@ EXTRAS = {
     "samplers": ["temperature", "top_k", "top_p"], "return_token_ids": True, "return_tokens": True,
 }  # fmt: skip
 
-COUNTER = re.compile(r"\w*:?spec_decode_num_(draft|accepted)_tokens(?:_total)?[{ ]")
+BUSY = {429: "is still too busy", 503: "is still loading, or overloaded,"}
+CUT = re.compile("length|limit|max", re.IGNORECASE)  # finish reasons of an answer that hit a limit
+COUNTER = re.compile(  # name{labels} value [timestamp]
+    r"\w*:?spec_decode_num_(draft|accepted)_tokens(?:_total)?(?:\{[^}]*\})?\s+(\S+)"
+)
 
 
 class Refused(Exception):
     """The server said no to a request (4xx)."""
 
 
-class NoKey(Refused):
-    """It wants a key, or another one."""
+class Denied(Refused):
+    """It answers no request at all: it wants a key, or is somewhere else."""
 
 
 class Broke(Refused):
@@ -39,7 +42,7 @@ class Broke(Refused):
 
 
 class Slow(Broke):
-    """It took too long."""
+    """It took too long, or was not ready for too long."""
 
 
 class NotOffered(Refused):
@@ -59,30 +62,32 @@ class Answer:
     tokens: list[int]
     given: bool  # as ids; else our tokenizer read the text
     ended: bool  # by an end token or a stop string; else by its length
+    reason: str | None  # the finish_reason; without one, an answer shorter than asked for has ended
     logprobs: list[float] | None = None
     prompt_tokens: int | None = None  # as the server counts them
 
 
 class Server:
     """Requests, one at a time or from several threads. What it takes and gives is found out by
-    `meet`: token ids as prompts, token ids in answers, extra fields."""
+    `meet`: token ids as prompts, token ids in answers, extra fields. The key goes to this server
+    only: redirects are not followed."""
 
     def __init__(
         self, url: str, tokenizer: Tokenizer | None, name: str | None, ends: tuple,
-        seconds: float = SECONDS,
+        seconds: float = SECONDS, key: str | None = None,
     ):  # fmt: skip
         self.tokenizer, self.name, self.ends = tokenizer, name, ends
-        self.key = os.environ.get("OPENAI_API_KEY")
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        self.seconds, self.key = seconds, key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
+            if not base.host or base.scheme not in ("http", "https"):
+                raise ValueError
             self.http = httpx.Client(
                 base_url=base, headers=headers, timeout=seconds,
                 limits=httpx.Limits(max_connections=16),
             )  # fmt: skip
             self.url = str(base.copy_with(userinfo=b""))  # as it is shown
-            if not base.host:
-                raise ValueError
         except (ValueError, httpx.InvalidURL):
             raise UserError(f"{url}: is no address: give one as http://localhost:8000") from None
         self.takes_ids = self.gives_ids = True
@@ -99,9 +104,9 @@ class Server:
         try:
             self.find_name()
             self.find_manners(prompt)
-        except NoKey:
-            raise UserError(f"{self.url} wants a key: put it into OPENAI_API_KEY") from None
-        except (Refused, Gone) as error:
+        except (Denied, Slow, Gone) as error:
+            raise UserError(f"{self.url} {error}") from None
+        except Refused as error:
             raise UserError(f"{self.url} refuses a plain completion: {error}") from None
         if not self.gives_ids and self.tokenizer is None:
             raise UserError(f"{self.url} gives no token ids, and --model has no tokenizer")
@@ -115,7 +120,7 @@ class Server:
                 choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
                 break
             except Refused as error:
-                if isinstance(error, (Slow, NoKey)) or (self.takes_ids, self.extras) == ways[-1]:
+                if isinstance(error, (Slow, Denied)) or (self.takes_ids, self.extras) == ways[-1]:
                     raise
         self.gives_ids = self.logprobs = True
         if self.ids(choice) is not None:
@@ -129,22 +134,26 @@ class Server:
 
     def find_name(self) -> None:
         """The name of the model: the only one served, or the one asked for."""
+        listed, why = [], ""
         try:
-            models = {each["id"]: each for each in self.get("/v1/models").json()["data"]}
-        except NoKey:
+            listed = items(parsed(self.request("GET", "/v1/models")), "data")
+        except (Slow, Denied):
             raise
-        except (Refused, ValueError, KeyError, TypeError):
+        except Refused as error:
+            why = f" ({error})"
+        models = {name: each for each in listed if (name := spelt(each, "id"))}
+        if not models:
             if self.name is None:
                 raise UserError(
-                    f"{self.url} does not list its models: give the name of one by --name"
-                ) from None
+                    f"{self.url} does not list its models{why}: give the name of one by --name"
+                )
             return
         if self.name is None and len(models) == 1:
             (self.name,) = models
         elif self.name not in models:
             asked = "--name" if self.name is None else f"--name {self.name}, which is not there"
             raise UserError(f"{self.url} serves {', '.join(list(models)[:8])}: choose by {asked}")
-        self.context = models[self.name].get("max_model_len") or self.context
+        self.context = count(models[self.name], "max_model_len") or self.context
 
     # ---- asking ----------------------------------------------------------------------------------
 
@@ -167,11 +176,8 @@ class Server:
         self, prompt: list[int], length: int, sampling: Sampling = GREEDY, seed: int = 0, **more
     ) -> list[Answer]:  # fmt: skip
         got = self.post(self.body(prompt, length, sampling, seed) | more)
-        usage = got.get("usage") or {}
-        try:
-            return [self.answer(choice, usage.get("prompt_tokens")) for choice in got["choices"]]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise Refused(f"its answer is no completion: {type(error).__name__} {error}") from None
+        prompt_tokens = count(got, "usage", "prompt_tokens")
+        return [self.answer(choice, length, prompt_tokens) for choice in got["choices"]]
 
     def body(self, prompt: list[int], length: int, sampling: Sampling, seed: int) -> dict:
         asked = {
@@ -186,45 +192,69 @@ class Server:
         return asked | ({"logprobs": 1} if self.logprobs else {})
 
     def post(self, body: dict) -> dict:
-        """The JSON object that a request is answered by."""
-        got = self.checked(lambda: self.http.post("/v1/completions", json=body), body)
-        try:
-            found = got.json()
-            if not found["choices"] or not all(isinstance(c, dict) for c in found["choices"]):
-                raise ValueError
-        except (ValueError, KeyError, TypeError):
-            raise Refused(f"answers no completion but {self.masked(got.text[:60])!r}") from None
-        timings = found.get("timings") or {}
+        """The JSON object that a request is answered by. It has choices, which are objects."""
+        text = self.request("POST", "/v1/completions", body)
+        found = parsed(text)
+        choices = items(found, "choices")
+        if not choices or not all(isinstance(choice, dict) for choice in choices):
+            raise Refused(f"answers no completion but {self.masked(text)[:60]!r}")
         with self.lock:
-            self.drafted += timings.get("draft_n") or 0
-            self.accepted += timings.get("draft_n_accepted") or 0
+            self.drafted += count(found, "timings", "draft_n") or 0
+            self.accepted += count(found, "timings", "draft_n_accepted") or 0
         return found
 
-    def get(self, path: str) -> httpx.Response:
-        return self.checked(lambda: self.http.get(path), {})
-
-    def checked(self, send, body: dict) -> httpx.Response:
-        """The response, where it is one; what else can happen, in one line."""
-        what = ", ".join(f"{k} {v}" for k, v in body.items() if k in ("max_tokens", "temperature"))
-        what = f" ({what}, a prompt of {len(body['prompt'])})" if body else ""
+    def request(self, method: str, path: str, body: dict | None = None) -> str:
+        """The text of a response; what else can happen, in one line."""
+        asked = [f"{k} {body[k]}" for k in ("max_tokens", "temperature") if body]
+        what = f" ({', '.join(asked)}, a prompt of {len(body['prompt'])})" if body else ""
         with self.lock:
             self.requests += 1
         begin = time.monotonic()
         try:
-            got = patiently(send)
+            got, text = self.patiently(method, path, body)
         except httpx.ConnectError as error:
-            raise Gone(f"nobody answers there ({error}): is it running?") from None
+            raise Gone(f"cannot be reached ({error}): is it running?") from None
         except httpx.TimeoutException:
             seconds = time.monotonic() - begin
-            raise Slow(f"no answer in {seconds:.0f} s{what}") from None
+            raise Slow(f"gave no answer in {seconds:.0f} s{what}") from None
         except httpx.HTTPError as error:
             raise Broke(f"it broke off: {type(error).__name__}{what}") from None
+        if got.next_request:
+            there = self.masked(str(got.next_request.url).removesuffix(path))
+            raise Denied(f"redirects to {there}: give that address instead")
         if got.status_code in (401, 403):
-            raise NoKey("it wants another key")
-        if got.status_code >= 400:
-            kind = Broke if got.status_code >= 500 else Refused
-            raise kind(f"HTTP {got.status_code}: {self.masked(message(got))}{what}")
-        return got
+            raise Denied("wants a key, or another one: --key-env names the variable that holds it")
+        refusal = f"HTTP {got.status_code}: {self.masked(message(text))[:200]}{what}"
+        if got.status_code in BUSY:
+            raise Slow(f"{BUSY[got.status_code]} after {self.seconds:.0f} s: {refusal}")
+        if not got.is_success:
+            raise (Broke if got.status_code >= 500 else Refused)(refusal)
+        return text
+
+    def patiently(self, method: str, path: str, body: dict | None) -> tuple[httpx.Response, str]:
+        """A response and its text. Ask again, with back-off, while the server is too busy or loads
+        its model, and once after a kept connection was closed."""
+        begin, wait = time.monotonic(), 0.1
+        while True:
+            try:
+                got, text = self.send(method, path, body)
+            except httpx.RemoteProtocolError:
+                got, text = self.send(method, path, body)
+            late = time.monotonic() - begin + wait > self.seconds
+            if got.status_code not in BUSY or late:
+                return got, text
+            time.sleep(wait)
+            wait = min(2 * wait, 5.0)
+
+    def send(self, method: str, path: str, body: dict | None) -> tuple[httpx.Response, str]:
+        """A response and its text. httpx limits the time of each read; this limits their sum."""
+        begin, parts = time.monotonic(), []
+        with self.http.stream(method, path, json=body) as got:
+            for part in got.iter_bytes():
+                parts.append(part)
+                if time.monotonic() - begin > self.seconds:
+                    raise httpx.ReadTimeout("the answer still comes in")
+        return got, b"".join(parts).decode("utf-8-sig", "replace")
 
     def masked(self, text: str) -> str:
         """What a server says, without the key, should it repeat that."""
@@ -232,26 +262,30 @@ class Server:
 
     # ---- what it answered ------------------------------------------------------------------------
 
-    def answer(self, choice: dict, prompt_tokens: int | None) -> Answer:
-        text, tokens = str(choice.get("text") or ""), self.ids(choice) if self.gives_ids else None
+    def answer(self, choice: dict, length: int, prompt_tokens: int | None) -> Answer:
+        text, tokens = spelt(choice, "text"), self.ids(choice) if self.gives_ids else None
         given = tokens is not None
+        if not given and self.tokenizer is None:
+            raise Refused("its answer has no token ids, and --model has no tokenizer")
         if not given:
             tokens = self.tokenizer.encode(text, special=False)
-        ended = choice.get("finish_reason") not in ("length", None)
+        reason = spelt(choice, "finish_reason") or None
+        ended = ended_by(reason)
+        if ended is None:
+            ended = given and len(tokens) < length
         if tokens and tokens[-1] in self.ends:
             tokens, ended = tokens[:-1], True
-        said = choice.get("logprobs") or {}
-        content = said.get("content") or []
-        logprobs = said.get("token_logprobs") or [each["logprob"] for each in content]
-        numbers = given and all(isinstance(each, (int, float)) for each in logprobs)
-        return Answer(text, tokens, given, ended, logprobs if numbers else None, prompt_tokens)
+        content = items(choice, "logprobs", "content")
+        logprobs = [as_number(each) for each in items(choice, "logprobs", "token_logprobs")]
+        logprobs = logprobs or [as_number(field(each, "logprob")) for each in content]
+        numbers = given and None not in logprobs
+        return Answer(
+            text, tokens, given, ended, reason, logprobs if numbers else None, prompt_tokens
+        )
 
     def ids(self, choice: dict) -> list[int] | None:
         """The token ids of a choice, wherever servers put them."""
-        said = choice.get("logprobs")
-        content = said.get("content") if isinstance(said, dict) else None
-        content = content if isinstance(content, list) else []
-        beside = [each.get("id") for each in content if isinstance(each, dict)]
+        beside = [field(each, "id") for each in items(choice, "logprobs", "content")]
         for found in choice.get("token_ids"), choice.get("tokens"), beside or None:
             if isinstance(found, list) and all(type(i) is int for i in found):
                 return found
@@ -260,58 +294,46 @@ class Server:
     def streamed(self, prompt: list[int], length: int, **more) -> tuple[str, str | None]:
         """The text and the finish reason of an answer that comes in parts."""
         body = self.body(prompt, length, GREEDY, 0) | {"stream": True} | more
-        got = self.checked(lambda: self.http.post("/v1/completions", json=body), body)
         text, reason = "", None
-        try:
-            for part in events(got.text):
-                for choice in part.get("choices") or []:
-                    text += choice.get("text") or ""
-                    reason = choice.get("finish_reason") or reason
-        except (ValueError, AttributeError, TypeError) as error:
-            raise Refused(f"a stream is no stream of completions: {error}") from None
+        for data in events(self.request("POST", "/v1/completions", body)):
+            part = parsed(data)
+            if not isinstance(part, dict):
+                said = self.masked(data)[:60]
+                raise Refused(f"a stream is no stream of completions: {said!r}")
+            for choice in items(part, "choices"):
+                text += spelt(choice, "text")
+                reason = spelt(choice, "finish_reason") or reason
         return text, reason
 
     def drafts(self) -> tuple[int, int] | None:
         """Tokens drafted and accepted so far, where it tells."""
         try:
-            lines = self.get("/metrics").text.splitlines()
+            lines = self.request("GET", "/metrics").splitlines()
         except (Refused, Gone):
             lines = []
         counts = {"draft": 0, "accepted": 0}
-        for line in lines:
-            if found := COUNTER.match(line):
-                counts[found[1]] += int(float(line.split()[-1]))
+        for found in filter(None, map(COUNTER.match, lines)):
+            counts[found[1]] += count(found[2]) or 0
         told = tuple(counts.values())
         return next((each for each in (told, (self.drafted, self.accepted)) if any(each)), None)
 
 
-def patiently(send: Callable[[], httpx.Response]) -> httpx.Response:
-    """Once more where the server had closed a kept connection, and later where it is too busy."""
-    for wait in 1, 2, 4:
-        try:
-            got = send()
-        except httpx.RemoteProtocolError:
-            return send()
-        if got.status_code != 429:
-            return got
-        time.sleep(wait)
-    return got
+def ended_by(reason: str | None) -> bool | None:
+    """Whether a finish reason is an end token or a stop string, not a limit; None without one."""
+    return reason and not CUT.search(reason)
 
 
-def events(text: str) -> Iterator[dict]:
-    """The JSON objects of a stream of server-sent events."""
+def events(text: str) -> Iterator[str]:
+    """The data of server-sent events."""
     for line in text.split("\n"):
         data = line.removeprefix("data:").strip()
         if line.startswith("data:") and data != "[DONE]":
-            yield json.loads(data)
+            yield data
 
 
-def message(got: httpx.Response) -> str:
+def message(text: str) -> str:
     """What a refusal says, in one line."""
-    try:
-        found = got.json()
-        found = found.get("error", found)
-        said = str(found.get("message", found) if isinstance(found, dict) else found)
-    except (ValueError, AttributeError):
-        said = got.text
-    return " ".join(said.split())[:200]
+    found = parsed(text)
+    places = ("error", "message"), ("message",), ("error",)
+    said = next(filter(None, (spelt(found, *place) for place in places)), text)
+    return " ".join(said.split())

@@ -9,7 +9,7 @@ import torch
 from minispec.certify.blackbox import drafts_something, short
 from minispec.certify.cases import GREEDY
 from minispec.certify.checks import Verdict
-from minispec.certify.client import Answer, Gone, NotOffered, Refused, Server
+from minispec.certify.client import Answer, Gone, NotOffered, Refused, Server, ended_by
 from minispec.certify.compare import divergence
 from minispec.certify.drawn import DRAWN, SAMPLED, Drawn, seeds_matter
 from minispec.certify.exam import (
@@ -217,13 +217,19 @@ def interval(hits: int, n: int) -> tuple[float, float]:
 
 
 def keeps_lengths(exam: Exam) -> Row:
-    wrong = []
     ids = exam.long()[0]
-    for n in range(1, 12):
-        answer = exam.server.ask(ids, n)
-        if len(answer.tokens) != n or answer.ended:
-            wrong.append(n)
-    return not wrong, f"max_tokens {wrong[:4]} not kept" if wrong else "max_tokens 1 to 11 kept"
+    answers = [exam.server.ask(ids, n) for n in range(1, 12)]
+    if wrong := [n for n, answer in enumerate(answers, 1) if len(answer.tokens) != n]:
+        return False, f"max_tokens {wrong[:4]} not kept"
+    if reasons := [answer.reason for answer in answers if answer.ended]:
+        return False, f"max_tokens 1 to 11 kept, but finish_reason is {reasons[0]!r}"
+    return True, f"max_tokens 1 to 11 kept{unseen(answers)}"
+
+
+def unseen(answers: list[Answer]) -> str:
+    """What could not be checked, as the server did not say why its answers ended."""
+    silent = sum(answer.reason is None for answer in answers)
+    return f"; {silent} without a finish_reason, which could not be checked" if silent else ""
 
 
 def ends(exam: Exam) -> Row:
@@ -231,8 +237,9 @@ def ends(exam: Exam) -> Row:
     for ids, answer in exam.greedy():
         if wrong := wrong_end(exam, ids, answer):
             return False, f"{len(ids)} tokens of prompt: {wrong}"
-    ended = sum(answer.ended for _, answer in exam.answers)
-    return True, f"{ended} of {len(exam.answers)} greedy answers ended by an end token"
+    answers = [answer for _, answer in exam.answers]
+    ended = f"{sum(answer.ended for answer in answers)} of {len(answers)} greedy answers"
+    return True, f"{ended} ended by an end token{unseen(answers)}"
 
 
 def wrong_end(exam: Exam, prompt: list[int], answer: Answer) -> str:
@@ -245,7 +252,8 @@ def wrong_end(exam: Exam, prompt: list[int], answer: Answer) -> str:
     if answer.ended:
         below = [gaps(exam.model, prompt, [*said, end])[-1] for end in eos]
         if min(below, default=math.inf) >= exam.tolerance:
-            return f"ends after {len(said)} tokens, by no end token"
+            why = f"finish_reason {answer.reason!r}"
+            return f"ends after {len(said)} tokens, by no end token ({why})"
     elif len(said) != LENGTH:
         return f"{len(said)} tokens instead of {LENGTH}"
     return ""
@@ -258,15 +266,18 @@ def stops_at(exam: Exam, end: int) -> Row:
     if answer.tokens[:1] == before.tokens[:1]:
         raise NotOffered("logit_bias has no effect")
     passed = answer.ended and not answer.tokens
-    return passed, "ends the answer" if passed else f"goes on: {answer.tokens}"
+    wrong = f"goes on: {answer.tokens}, finish_reason {answer.reason!r}"
+    return passed, f"ends the answer{unseen([answer])}" if passed else wrong
 
 
 def stops(exam: Exam) -> Row:
     """Strings that begin within one token and end within another end the answer before them."""
     if exam.tokenizer is None:
         return None, "no tokenizer: no text"
-    tried = 0
+    tried = []
     for ids, answer in exam.greedy():
+        if not known(exam, answer.tokens):
+            return False, f"{len(ids)} tokens of prompt: an id that is not in the vocabulary"
         for n in range(2, LENGTH, 7):
             border = len(exam.tokenizer.decode(answer.tokens[:n]))
             stop = answer.text[max(0, border - 2) : border + 2]
@@ -274,28 +285,31 @@ def stops(exam: Exam) -> Row:
                 continue
             expected = answer.text[: answer.text.index(stop)]
             found = exam.server.ask(ids, LENGTH, stop=[stop])
-            tried += 1
+            tried.append(found)
             if found.text != expected and exam.server.ask(ids, LENGTH).text != answer.text:
                 raise NotOffered("the same text twice: rounding decides")
-            if found.text != expected or not found.ended:
+            if found.text != expected:
                 return False, f"stop {stop!r}: {found.text[-30:]!r} instead of {expected[-30:]!r}"
-        if tried > 8:
+            if found.reason and not found.ended:
+                return False, f"stop {stop!r}: the text ends there, by {found.reason!r}"
+        if len(tried) > 8:
             break
-    return bool(tried) or None, f"{tried} strings across the borders of tokens"
+    return bool(tried) or None, f"{len(tried)} strings across the borders of tokens{unseen(tried)}"
 
 
 def streams(exam: Exam) -> Row:
-    tried = 0
-    for ids, answer in exam.greedy()[:6]:
+    asked = exam.greedy()[:6]
+    for ids, answer in asked:
         text, reason = exam.server.streamed(ids, LENGTH)
         if text != answer.text and exam.server.ask(ids, LENGTH).text != answer.text:
             raise NotOffered("the same text twice: rounding decides")
         if text != answer.text:
             return False, f"{len(ids)} tokens of prompt: {text[-30:]!r}, not {answer.text[-30:]!r}"
-        if (reason not in ("length", None)) != answer.ended:
-            return False, f"{len(ids)} tokens of prompt: finish_reason {reason}"
-        tried += 1
-    return True, f"{tried} streamed answers are those that came at once"
+        if ended_by(reason) != ended_by(answer.reason):
+            said = f"finish_reason {reason!r}, and {answer.reason!r} if it is not streamed"
+            return False, f"{len(ids)} tokens of prompt: {said}"
+    said = f"{len(asked)} streamed answers are those that came at once"
+    return True, said + unseen([answer for _, answer in asked])
 
 
 def gives_logprobs(exam: Exam) -> Row:
@@ -342,4 +356,3 @@ def speculated(before: tuple[int, int] | None, after: tuple[int, int] | None) ->
         return None, "it tells of no drafts: what passed may be plain decoding"
     drafted, accepted = (b - a for a, b in zip(before or (0, 0), after))
     return drafts_something(int(drafted), int(accepted))
-

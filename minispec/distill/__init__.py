@@ -7,6 +7,7 @@ A draft is to say what the target would say, so the target's own output is its b
 again, generation and training go on where they stopped.
 """
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from minispec.distill.medusa import HeadsLoss
 from minispec.distill.mtp import AllSteps, MTPLoss, step_accuracy, step_weights
 from minispec.distill.tree import labels_of
 from minispec.errors import Parser, UserError, command
+from minispec.training import prepared
 
 __all__ = [
     "AllSteps", "Documents", "Duplicates", "HeadsLoss", "MTPLoss", "hidden_states", "labels_of",
@@ -28,10 +30,10 @@ __all__ = [
 @command
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    p = Parser(prog="python -m minispec.distill", description=__doc__.split("\n\n")[0])
+    p = Parser(prog="python -m minispec.distill", description=__doc__)
     commands = p.add_subparsers(dest="command", required=True)
     for module in (generate, draft, medusa, mtp, tree, vocabulary, export):
-        name, says = module.__name__.rpartition(".")[2], module.__doc__.split("\n\n")[0]
+        name, says = module.__name__.rpartition(".")[2], (module.__doc__ or "").split("\n\n")[0]
         each = commands.add_parser(name, help=says, description=says)
         each.add_argument("--model", default="weights/target", help="the target")
         if module in (draft, medusa, mtp, tree):
@@ -42,5 +44,6 @@ def main(argv: list[str] | None = None) -> None:
     args = p.parse_args(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("minispec.distill runs in one process: start it without torchrun")
-    args.words = ["distill", *argv]
-    args.run(args)
+    trains = args.run in (draft.run, medusa.run, mtp.run)
+    with prepared(args, ["distill", *argv]) if trains else contextlib.nullcontext():
+        args.run(args)

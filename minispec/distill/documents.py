@@ -6,58 +6,74 @@ first line: one can train on it, but `generate` does not go on with it.
 """
 
 import argparse
+import gzip
 import hashlib
 import json
+import lzma
 import os
+import zlib
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec.checkpoint import check_fingerprint, load
-from minispec.errors import UserError, check_writable
+from minispec.checkpoint import check_fingerprint, load, needed
+from minispec.errors import UserError, check_writable, note
 from minispec.heads import load_vocabulary, save_vocabulary
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
 from minispec.pretrain import digest
-from minispec.tokenizer import Tokenizer, needed
-from minispec.training import Batch, Training, train
-
-try:
-    import fcntl
-except ImportError:  # on Windows, where no file is locked
-    fcntl = None
+from minispec.tokenizer import Tokenizer
+from minispec.training import Batch, Training, lock, train
 
 HALF = torch.float16
 TOGETHER = 2**15  # tokens that a GPU passes through the target at once
+UNPACK = {".gz": gzip.open, ".xz": lzma.open}  # files that are read although they are packed
+DAMAGED = EOFError, lzma.LZMAError, zlib.error  # what reading them raises besides
+PURPOSES = "learn from", "measure by"  # of documents
 HELD_OUT = 50  # every 50th document of a file is for measuring
 
 
 def read_own(path: Path, tokenizer: Tokenizer | None = None) -> tuple[dict, list[dict]]:
     """How the documents were made ({} if nothing says), and the documents. Those of another
-    tokenizer are refused. A last line without an end, as a kill leaves one, does not count."""
+    tokenizer are refused. A last line without an end, as a kill leaves one, does not count. The
+    file may be packed (.gz, .xz)."""
     made: dict = {}
     try:
-        rows = [json.loads(s) for s in path.read_text(encoding="utf-8").split("\n")[:-1]]
+        with unpacked(path) as file:
+            rows = [json.loads(line) for line in file.read().split("\n")[:-1]]
         if rows and "options" in rows[0]:
             made = rows.pop(0)
-            assert isinstance(made["options"], dict), "options that are no object"
-            assert isinstance(made["tokenizer"], str), "a tokenizer that is no hash"
+            check(isinstance(made["options"], dict), "options that are no object")
+            check(isinstance(made["tokenizer"], str), "a tokenizer that is no hash")
         for row in rows:
-            assert row["kind"] and row["prompt"] and row["tokens"], "an empty row"
+            check(isinstance(row["kind"], str), "a kind that is not text")
+            check(row["kind"] and row["prompt"] and row["tokens"], "an empty row")
             ids = row["prompt"] + row["tokens"]
-            assert all(type(i) is int and i >= 0 for i in ids), "tokens that are not token ids"
-    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
+            check(all(type(i) is int and 0 <= i < 2**31 for i in ids), "a token that is no id")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, *DAMAGED) as error:
         raise UserError(f"{path} is not a file of minispec.distill generate: {error}") from None
     check_fingerprint(str(path), made.get("tokenizer"), tokenizer)
     return made, rows
+
+
+def unpacked(path: Path) -> TextIO:
+    """The text of a file, which may be packed by gzip or xz."""
+    return UNPACK.get(path.suffix, open)(path, "rt", encoding="utf-8")
+
+
+def check(valid: object, fault: str) -> None:
+    """Unlike an assertion, this also stops under `python -O`."""
+    if not valid:
+        raise ValueError(fault)
 
 
 def read_training(
@@ -128,46 +144,42 @@ def kept_states(
     path: Path, target: Transformer, context: int, dtype: torch.dtype, weights: str
 ) -> list[Tensor]:
     """The target's hidden states (n, d), in float16, of every document of a file of `generate`, cut
-    to `context` tokens; `weights` is the target's digest. They are kept in a file beside it, to
-    which those of documents that were added since are added. If the last of them is another
-    document's, all are made anew, in a new file: another training may still read the old one."""
+    to `context` tokens; `weights` is the target's digest. They are kept in a file next to it, each
+    document's behind a hash of its tokens, and those of documents added since are appended. If any
+    hash is another document's, all are computed again, in a new file: another training may still be
+    reading the old one."""
     rows = [(row["prompt"] + row["tokens"])[:context] for row in read_own(path)[1]]
-    key, size = digest([weights, context, str(dtype)])[:8], target.config.hidden_size
+    hashes = [bytes.fromhex(digest(row)) for row in rows]  # of 8 bytes
+    key, size = digest([weights, context, str(dtype), "hashes"])[:8], target.config.hidden_size
     file = path.with_name(f"{path.name}.{key}.hidden")
     check_writable(file, "the hidden states of --own")
-    ends = list(accumulate((2 * size * len(row) for row in rows), initial=0))  # bytes
+    ends = list(accumulate((8 + 2 * size * len(row) for row in rows), initial=0))  # bytes
     while True:
         with file.open("a+b") as out:
             lock(out, str(file), wait=True)  # two trainings on one text may begin together
             if not (file.exists() and os.path.samestat(os.fstat(out.fileno()), file.stat())):
                 continue  # while this one waited, the other began a new file
             done = bisect(ends, out.seek(0, os.SEEK_END)) - 1
-            if done:
-                out.seek(ends[done - 1])
-                last = bytearray(out.read(ends[done] - ends[done - 1]))
-                last = torch.frombuffer(last, dtype=HALF).view(-1, size)
-                (again,) = hidden_states(target, rows[done - 1 : done], dtype)
-                # another machine's differ by the rounding of its products
-                if ((last - again).norm(dim=-1) > 0.1 * again.norm(dim=-1)).any():
-                    file.unlink()
-                    continue
+            # of the document after the `done` whole ones a kill may have left a part
+            each = zip(hashes[: done + 1], ends)
+            if not all(own.startswith(read_at(out, at, 8)) for own, at in each):
+                file.unlink()
+                continue
             if done < len(rows):
-                out.truncate(ends[done])  # what a kill left of the next
-                for states in hidden_states(target, tqdm(rows[done:], "hidden states"), dtype):
-                    out.write(states.half().numpy().tobytes())
+                out.truncate(ends[done])
+                states = hidden_states(target, tqdm(rows[done:], "hidden states"), dtype)
+                for own, each in zip(hashes[done:], states):
+                    out.write(own + each.half().numpy().tobytes())
                 out.flush()
             flat = torch.from_file(str(file), size=ends[-1] // 2, dtype=HALF)  # read when needed
-            return list(flat.view(-1, size).split([len(row) for row in rows]))
+            parts = flat.split([4 + size * len(row) for row in rows])
+            return [part[4:].view(-1, size) for part in parts]
 
 
-def lock(file: IO, where: str, wait: bool = False) -> None:
-    """Refuse a file that another process writes, or wait for it. Closing it lets it go."""
-    try:
-        if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:
-        raise UserError(f"{where}: another process is writing it: wait for its end, or give "
-                        "another file") from None  # fmt: skip
+def read_at(file: IO, place: int, n: int) -> bytes:
+    """The `n` bytes at a place in a file; fewer at its end."""
+    file.seek(place)
+    return file.read(n)
 
 
 @torch.no_grad()
@@ -256,14 +268,45 @@ def cross_entropy(logits: Tensor, labels: Tensor, p: Tensor | None = None) -> Te
     return F.cross_entropy(logits.float(), truth, reduction="sum") / real.sum().clamp(min=1)
 
 
+def labelled(
+    own: list[dict], context: int, purpose: str, first: int = 2, words: Subset | None = None
+) -> list[dict]:
+    """Those documents that have a label within `context` tokens: a generated token, one of `words`,
+    that is not before number `first`, as heads predict the token after the next. The others are
+    counted in a note; it is an error if none is left for the `purpose`."""
+    kept, skipped, known = [], Counter(), set(words.host_ids.tolist()) if words else None
+    for row in own:
+        labels = (row["prompt"] + row["tokens"])[max(first, len(row["prompt"])) : context]
+        if len(row["prompt"]) >= context:
+            skipped[f"the prompt fills the context of {context} tokens"] += 1
+        elif not labels:
+            skipped["the text is too short"] += 1
+        elif known is not None and known.isdisjoint(labels):
+            skipped["no generated token is in the vocabulary"] += 1
+        else:
+            kept.append(row)
+    why = ", ".join(f"{reason} ({n})" for reason, n in skipped.items())
+    if not kept:
+        raise UserError(f"the documents of --own have nothing to {purpose}: {why}")
+    if skipped:
+        note(f"skipped {skipped.total()} of {len(own)} documents, which have nothing to {purpose}: "
+             f"{why}")  # fmt: skip
+    return kept
+
+
 def learn(
     args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer, model: nn.Module,
     loss: Callable[[Documents], Callable], options: str,
-    optimizers: list[torch.optim.Optimizer] | None = None,
+    optimizers: list[torch.optim.Optimizer] | None = None, first: int = 2,
+    words: Subset | None = None,
 ) -> tuple[Training, list[dict]]:  # fmt: skip
     """Train `model` on --own, by the loss of its documents; `options` tell it from another training
-    in the same --out. Returns the run, and the documents to measure by."""
-    own, measured = read_training(args.own, target, tokenizer)
+    in the same --out. Which of them count, `labelled` says. Returns the run, and the documents to
+    measure by."""
+    own, measured = (
+        labelled(rows, args.context, purpose, first, words)
+        for rows, purpose in zip(read_training(args.own, target, tokenizer), PURPOSES)
+    )
     text = digest([[row["prompt"], row["tokens"]] for row in own])
     what = {"target": weights_digest(target), "text": text, "options": options}
     documents = Documents.of(own, target, args.context, args.dtype)

@@ -14,7 +14,7 @@ from minispec.checkpoint import save
 from minispec.distill.documents import Documents, learn, load_target
 from minispec.model import Transformer, count_parameters
 from minispec.pretrain import new_model, size_arguments
-from minispec.training import markdown, prepare, training_arguments, write_card
+from minispec.training import markdown, training_arguments, write_card
 
 
 class SoftLabels:
@@ -52,7 +52,6 @@ def agreement(draft: Transformer, target: Transformer, rows: list[dict]) -> dict
 
 
 def run(args: argparse.Namespace) -> None:
-    prepare(args, args.words)
     target, tokenizer = load_target(args)
     c = target.config
     draft = new_model(args, tokenizer, vocab_size=c.vocab_size, bos_id=c.bos_id, eos_ids=c.eos_ids)
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
     def loss_of(documents: Documents) -> SoftLabels:
         return SoftLabels(draft, target, documents)
 
-    run, measured = learn(args, target, tokenizer, draft, loss_of, str(draft.config))
+    run, measured = learn(args, target, tokenizer, draft, loss_of, str(draft.config), first=1)
     save(draft, tokenizer, args.out, torch.float16)
     draft.half().float()  # as it is stored
     facts = {

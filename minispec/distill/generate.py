@@ -19,20 +19,24 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from minispec.distill.documents import (
-    Duplicates,
-    load_target,
-    lock,
-    read_own,
-    weights_digest,
-)
-from minispec.errors import UserError, check_writable
+from minispec.distill.documents import UNPACK, Duplicates, load_target, read_own, weights_digest
+from minispec.errors import UserError, check_writable, note
+from minispec.generate import unlisted_end
 from minispec.model import Config, Transformer
 from minispec.pretrain import digest
-from minispec.sampling import Sampling, invert, warp
-from minispec.text import Document, Kinds, encode, read_corpus, turn, user_ends
+from minispec.sampling import Sampling, invert, likeliest, not_finite, probs, warp
+from minispec.text import (
+    Conversation,
+    Document,
+    Kinds,
+    LeftOut,
+    encode,
+    read_corpus,
+    turn,
+    user_ends,
+)
 from minispec.tokenizer import Tokenizer
-from minispec.training import whole_numbers
+from minispec.training import lock, whole_numbers
 
 LONGEST = 24  # tokens of a beginning
 ALIKE = 4  # batches of prompts that are drawn together, and sorted
@@ -65,12 +69,15 @@ def sample_batch(
     while True:
         logits = model.logits(last)  # (B, V)
         if sampling.temperature == 0:
-            tokens = logits.argmax(-1).tolist()
+            tokens = likeliest(probs(logits, sampling))
         else:
             uniform = torch.rand(len(rows), dtype=torch.float64, generator=generator)
             p = warp(logits, sampling)
             p = p.cpu() if p.device.type == "mps" else p  # which has no float64
-            tokens = invert(p, uniform.to(p.device)).tolist()
+            drawn = invert(p, uniform.to(p.device))
+            tokens = drawn.where(p[:, 0].isfinite(), -1).tolist()
+            if -1 in tokens:
+                raise not_finite(logits.dtype)
         for row, token in zip(rows, tokens):
             if not ended(row, n, model.config.eos_ids):
                 row.append(token)
@@ -103,7 +110,7 @@ def user_turns(
         tokenizer.decode(ids + tokens).strip()
         for ids, tokens in zip(begun, turns) if tokens[-1] in model.config.eos_ids
     ]  # fmt: skip
-    return [[turn("user", text)] for text in said if text]
+    return [Conversation([turn("user", text)]) for text in said if text]
 
 
 def prompt_of(
@@ -120,7 +127,7 @@ def prompt_of(
 
 def new_documents(
     model: Transformer, tokenizer: Tokenizer, kinds: Kinds, args: argparse.Namespace,
-    seed: list[int],
+    seed: list[int], left_out: LeftOut,
 ) -> list[dict]:  # fmt: skip
     """What the target says to --batch prompts: of documents drawn at random, or of its own."""
     rng, longest = np.random.default_rng(seed), model.config.context - args.tokens
@@ -130,12 +137,14 @@ def new_documents(
     else:
         turns = user_turns(model, tokenizer, args.chat, args.batch, rng)
         drawn = (("chat", document) for document in turns)
-    prompts = ((kind, prompt_of(document, tokenizer, rng, args.ask)) for kind, document in drawn)
+    how = prompt_of, tokenizer, rng, args.ask
+    prompts = ((kind, left_out.attempt(document, *how)) for kind, document in drawn)
     most = args.batch if args.chat is not None else ALIKE * args.batch
     asked = list(islice((each for each in prompts if 0 < len(each[1]) <= longest), most))
     if not asked:
         if args.chat is None:
-            raise UserError(f"there is hardly a prompt of at most {longest} tokens: lower --tokens")
+            why = str(left_out) or "lower --tokens"
+            raise UserError(f"there is hardly a prompt of at most {longest} tokens: {why}")
         return []  # no turn of the user's ended
     if len(asked) > args.batch:  # prompts of like lengths need little padding
         asked.sort(key=lambda each: len(each[1]))
@@ -151,8 +160,9 @@ def new_documents(
 
 
 def given_documents(
-    config: Config, tokenizer: Tokenizer, kinds: Kinds, args: argparse.Namespace, seed: list[int]
-) -> list[dict]:
+    config: Config, tokenizer: Tokenizer, kinds: Kinds, args: argparse.Namespace, seed: list[int],
+    left_out: LeftOut,
+) -> list[dict]:  # fmt: skip
     """What documents drawn at random say themselves after the prompts that a target would get."""
     rng, rows = np.random.default_rng(seed), []
     end = tokenizer.id_of("eos_token")  # of a turn, where a model has several ends
@@ -170,10 +180,10 @@ def given_documents(
             if not answers:
                 continue
             at = rng.choice(answers)
-            prompt, text = encode(document[:at], tokenizer), document[at]["content"]
-            said = tokenizer.encode(text, special=False) + ends
+            prompt = left_out.attempt(document, lambda turns: encode(turns[:at], tokenizer))
+            said = tokenizer.encode(document[at]["content"], special=False) + ends
         answer = said[: args.tokens]
-        if answer and len(prompt) + args.tokens <= config.context:
+        if prompt and answer and len(prompt) + args.tokens <= config.context:
             rows.append({"kind": kind, "prompt": prompt, "tokens": answer})
     return rows
 
@@ -198,8 +208,11 @@ def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> lis
     return rows
 
 
-def run(args: argparse.Namespace) -> None:
-    """Append documents to --out until it holds --documents of them."""
+def check_flags(args: argparse.Namespace) -> None:
+    """Reject what is visibly wrong before any weights are read."""
+    if args.out.suffix in UNPACK:
+        raise UserError(f"--out {args.out}: a packed file cannot be appended to; choose a .jsonl "
+                        "file and pack it afterwards")  # fmt: skip
     check_writable(args.out, "--out")
     for flag in "given", "ask":
         if getattr(args, flag) and not args.data:
@@ -208,7 +221,14 @@ def run(args: argparse.Namespace) -> None:
         (args.ask or "").format("")
     except (LookupError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"--ask {args.ask}: the text goes where {{}} is ({error})") from None
+
+
+def run(args: argparse.Namespace) -> None:
+    """Append documents to --out until it holds --documents of them."""
+    check_flags(args)
     model, tokenizer = load_target(args, args.dtype)
+    if unlisted := unlisted_end(model, tokenizer):
+        note(unlisted)
     kinds = read_corpus(args.data)[0] if args.data else {}
     options = {name: getattr(args, name) for name in OPTIONS}
     options |= {"dtype": str(model.dtype), "model": weights_digest(model), "data": digest(kinds)}
@@ -218,27 +238,31 @@ def run(args: argparse.Namespace) -> None:
     ):
         lock(file, f"--out {args.out}")
         rows = resume(file, args.out, tokenizer, options)
-        duplicates, kept, idle = Duplicates(), len(rows), 0
+        duplicates, kept, idle, left_out = Duplicates(), len(rows), 0, LeftOut()
         for row in rows:
             duplicates.add(row["tokens"])
         bar.update(kept)
         while kept < args.documents and idle < IDLE:
             seed = [args.seed, kept, idle]
             if args.given:
-                new = given_documents(model.config, tokenizer, kinds, args, seed)
+                new = given_documents(model.config, tokenizer, kinds, args, seed, left_out)
             else:
-                new = new_documents(model, tokenizer, kinds, args, seed)
+                new = new_documents(model, tokenizer, kinds, args, seed, left_out)
             if not args.keep_duplicates:
                 new = [row for row in new if not duplicates.add(row["tokens"])]
             file.write("".join(json.dumps(row) + "\n" for row in new))
             file.flush()
             kept, idle = kept + len(new), 0 if new else idle + args.batch
             bar.update(len(new))
+    if kept and left_out.reasons:
+        note(str(left_out))
     if kept < args.documents:
-        raise UserError(
-            f"only {kept} different documents came: raise --temperature, give more --data, or ask "
-            "for fewer"
-        )
+        why = "raise --temperature, give more --data, or ask for fewer"
+        if not kept and left_out.reasons:
+            why = str(left_out)
+        elif not kept and args.chat is not None:
+            why = f"no user turn ended; {unlisted or 'use a model trained to chat, or give --data'}"
+        raise UserError(f"only {kept} different documents came: {why}")
 
 
 def arguments(p: argparse.ArgumentParser) -> None:

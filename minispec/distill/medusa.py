@@ -19,13 +19,7 @@ from minispec.heads import load_medusa, load_subset, save_medusa
 from minispec.methods.medusa import MedusaHeads, untrained
 from minispec.methods.vocabulary import FullVocabulary, Subset
 from minispec.model import Transformer, count_parameters
-from minispec.training import (
-    prepare,
-    training_arguments,
-    whole_numbers,
-    without_folders,
-    write_card,
-)
+from minispec.training import training_arguments, whole_numbers, without_folders, write_card
 
 
 class HeadsLoss:
@@ -51,7 +45,6 @@ class HeadsLoss:
 
 
 def run(args: argparse.Namespace) -> None:
-    prepare(args, args.words)
     target, tokenizer = load_target(args)
     if args.init:
         heads = load_medusa(args.init, target, tokenizer).requires_grad_(True)
@@ -67,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
 
     options = f"{heads} {words_digest(words)}"
     adamw = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    run, measured = learn(args, target, tokenizer, heads, loss_of, options, [adamw])
+    run, measured = learn(args, target, tokenizer, heads, loss_of, options, [adamw], words=words)
     heads.half().float()  # as they are stored
     choose_tree(heads, words, target, measured, args.context)
     save_medusa(heads, args.out, without_folders(args.model), tokenizer, torch.float16)

@@ -20,13 +20,7 @@ from minispec.methods.fastmtp import MTPHead
 from minispec.methods.vocabulary import FullVocabulary, Subset
 from minispec.model import Pass, Transformer, count_parameters
 from minispec.pretrain import initialise
-from minispec.training import (
-    markdown,
-    prepare,
-    training_arguments,
-    without_folders,
-    write_card,
-)
+from minispec.training import markdown, training_arguments, without_folders, write_card
 
 
 class AllSteps:
@@ -130,7 +124,6 @@ def step_accuracy(loss: MTPLoss, indices: list[int]) -> list[float]:
 
 
 def run(args: argparse.Namespace) -> None:
-    prepare(args, args.words)
     target, tokenizer = load_target(args)
     if args.init:
         head = load_mtp(args.init, target, tokenizer).requires_grad_(True)
@@ -146,7 +139,7 @@ def run(args: argparse.Namespace) -> None:
         return MTPLoss(head, target, documents, args.k, args.beta, aligned, args.soft, words)
 
     options = f"{args.mode} {args.k} {args.beta} {args.soft} {words_digest(words)}"
-    run, measured = learn(args, target, tokenizer, head, loss_of, options)
+    run, measured = learn(args, target, tokenizer, head, loss_of, options, words=words)
     head.half().float()  # as it is stored
     loss = loss_of(Documents.of(measured, target, args.context, torch.float32))
     save_mtp(head, args.out, without_folders(args.model), tokenizer, torch.float16, loss.weights)

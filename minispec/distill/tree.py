@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minispec.cost import cost_curve, heads_cost
-from minispec.distill.documents import hidden_states, load_target, read_training
+from minispec.distill.documents import hidden_states, labelled, load_target, read_training
 from minispec.drafters import load_drafter
 from minispec.errors import UserError
 from minispec.fast import quicken
@@ -106,7 +106,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--heads {args.heads}: must be a directory, where its tree can be written")
     target, tokenizer = load_target(args, args.dtype)
     heads, vocabulary = load_drafter("medusa", target, tokenizer, args.heads).values()
-    own = read_training(args.own, target, tokenizer)[1]
+    measured = read_training(args.own, target, tokenizer)[1]
+    own = labelled(measured, target.config.context, "measure by")
     choose_tree(heads, vocabulary, target, own, target.config.context)
     save_tree(heads, Path(args.heads))
     print(accuracy_table(heads))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minispec.cache import KVCache
 from minispec.methods.vocabulary import FullVocabulary, Vocabulary, Words
-from minispec.model import CHUNK, Block, Config, Pass, Rope, Transformer, plan
+from minispec.model import Block, Config, Pass, Rope, Transformer, plan
 from minispec.sampling import Randomness, Sampling, draw, probs
 from minispec.tree import Fixed, Policy, Step, Tree
 from minispec.verify import accept
@@ -78,10 +78,9 @@ class Drafter:
 
     def extend(self, hidden: Tensor, tokens: list[int]) -> None:
         """Take in the target's own hidden states (n, d), each with the token that came after it."""
-        for start in range(0, len(tokens), CHUNK):
-            part = tokens[start : start + CHUNK]
-            self.last = self.run(hidden[start : start + CHUNK], part)[-1:]
-            self.cache.commit(list(range(len(part))))
+        if tokens:
+            self.last = self.run(hidden, tokens)[-1:]
+            self.cache.commit(list(range(len(tokens))))
 
     def chain(
         self, k: int, sampling: Sampling, randomness: Randomness, subset: Words
@@ -124,8 +123,9 @@ def fastmtp(
     drafter = Drafter(head, model, cache.capacity, offset=cache.length)
     tokens = list(prompt)
     # the cache holds every token but the newest, which is the root of the next tree
-    hidden = model.prefill(tokens[cache.length : -1], cache)[0]  # (n, d)
-    drafter.extend(hidden, tokens[drafter.offset + 1 :])  # each h_j with t_{j+1}
+    for hidden in model.prefill_chunks(tokens[cache.length : -1], cache):  # (1, n, d)
+        n = hidden.shape[1]
+        drafter.extend(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])  # h_j, t_{j+1}
     yield Step()  # the prefill, so that it can be timed apart
     while True:
         most = min(policy.choose(), cache.room - 1)

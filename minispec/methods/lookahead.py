@@ -33,8 +33,7 @@ def jacobi(
     token. (Despite the name, no Jacobian is computed.) Under sampling the guesses are drafts like
     any others.
     """
-    if not 1 <= block < model.config.context:
-        raise UserError(f"block {block}: must be from 1 to {model.config.context - 1}")
+    check_block(block, model)
     cache = cache or model.new_cache()
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)
@@ -51,6 +50,12 @@ def jacobi(
         new = tree.tokens_at(path[1:]) + [fresh]
         tokens += new
         yield Step(new, tree, path)
+
+
+def check_block(block: int, model: Transformer) -> None:
+    """Raise UserError for a block that is empty or does not fit into the context."""
+    if not 1 <= block < model.config.context:
+        raise UserError(f"block {block}: must be from 1 to {model.config.context - 1}")
 
 
 def from_prompt(prompt: list[int], n: int) -> list[int]:
@@ -167,7 +172,7 @@ def lookahead(
     merged into a trie. With `pool_from_prompt` the n-grams of prompt and output join the pool.
     """
     cache = cache or model.new_cache()
-    check_sizes(window, ngram, guesses, cache.capacity)
+    check_window(window, ngram, cache.capacity)
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)
     ahead, pool = Window(prompt, window, ngram), Pool(guesses)
@@ -206,9 +211,9 @@ def one_pass(
     return path, fresh, likeliest(target)[n:]
 
 
-def check_sizes(window: int, ngram: int, guesses: int, room: int) -> None:
-    """Refuse what is too small, and a window that would never fit into the cache."""
-    for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 0)):
+def check_window(window: int, ngram: int, room: int) -> None:
+    """Raise UserError for a window that is empty or would never fit into the cache."""
+    for name, value, least in (("window", window, 1), ("ngram", ngram, 2)):
         if value < least:
             raise UserError(f"{name} {value}: must be at least {least}")
     rows = (ngram - 1) * window

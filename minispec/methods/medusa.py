@@ -7,6 +7,7 @@ The model's own lm_head says t + 1; the token drawn from that is the root of the
 
 import math
 from collections.abc import Callable, Iterator
+from numbers import Integral
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from minispec.tree import Ranks, Step, Tree, TreePolicy
 from minispec.verify import accept
 
 RANKS = 10  # candidates of a head that a tree may choose from, as many as the published trees use
+MOST_PATHS = 4096  # of a tree; a larger one never pays
 UNSHARED = ("a vocabulary is for heads that end in the target's lm_head; these have projections of "
             "their own")  # fmt: skip
 Rule = Callable[[Tensor | OneHot, Tree, Randomness], tuple[list[int], int]]
@@ -120,16 +122,12 @@ def rounds(
     vocabulary: Vocabulary | None, rule: Rule,
 ) -> Iterator[Step]:  # fmt: skip
     """The decoding loop of both, which differ in their `rule` of acceptance."""
-    if vocabulary and not heads.shared:
-        raise UserError(UNSHARED)
+    chosen = checked_tree(model, heads, tree, vocabulary)
     vocabulary = vocabulary or FullVocabulary(model)
-    chosen = heads.tree if tree is None else tree
-    if not hasattr(chosen, "choose"):
-        chosen = complete(chosen, len(heads), model.config.vocab_size)
     cache = cache or model.new_cache()
     tokens = list(prompt)
     # the cache holds every token but the newest, which is the root of the next tree
-    hidden = model.prefill(tokens[cache.length : -1], cache)[0, -1:]  # (1, d), or none
+    hidden = model.prefill(tokens[cache.length : -1], cache)[0]  # (1, d), or (0, d)
     yield Step()  # the prefill, so that it can be timed apart
     while True:
         words = vocabulary.pick(tokens)
@@ -141,6 +139,20 @@ def rounds(
         new = proposed.tokens_at(path[1:]) + [fresh]
         tokens += new
         yield Step(new, proposed, path)
+
+
+def checked_tree(
+    model: Transformer, heads: MedusaHeads, tree: list[Ranks] | TreePolicy | None,
+    vocabulary: Vocabulary | None,
+) -> list[Ranks] | TreePolicy:  # fmt: skip
+    """The policy, or all paths of the tree (None: the heads' own). Raises UserError for a tree or a
+    vocabulary that does not go with the heads."""
+    if vocabulary and not heads.shared:
+        raise UserError(UNSHARED)
+    chosen = heads.tree if tree is None else tree
+    if hasattr(chosen, "choose"):
+        return chosen
+    return complete(chosen, len(heads), model.config.vocab_size)
 
 
 def propose(
@@ -180,14 +192,16 @@ def complete(paths: list[Ranks], depth: int, ranks: int) -> list[Ranks]:
         deepest = max(map(len, paths), default=0)
     except TypeError:
         raise UserError(f"the tree {paths!r}: must be paths of ranks, as [(0,), (0, 1)]") from None
+    if len(paths) > MOST_PATHS:
+        raise UserError(f"the tree has {len(paths)} paths: at most {MOST_PATHS} are supported")
     if deepest > depth:
         raise UserError(
             f"the tree is {deepest} deep, but there are only {depth} heads: cut its paths"
         )
     for rank in (rank for path in paths for rank in path):
-        if type(rank) is not int or not 0 <= rank < ranks:
+        if not isinstance(rank, Integral) or not 0 <= rank < ranks:
             raise UserError(f"the tree's rank {rank!r}: must be an integer from 0 to {ranks - 1}")
-    return sorted({tuple(path[:n]) for path in paths for n in range(1, len(path) + 1)})
+    return sorted({tuple(map(int, path[:n])) for path in paths for n in range(1, len(path) + 1)})
 
 
 def typical_path(target: Tensor | OneHot, tree: Tree, epsilon: float, delta: float) -> list[int]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from minispec.cache import KVCache
-from minispec.errors import UserError
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, probs
 from minispec.tree import Step, Tree
@@ -15,8 +14,6 @@ def prompt_lookup(
     cache: KVCache | None = None, k: int = 10, ngram: int = 3,
 ) -> Iterator[Step]:  # fmt: skip
     """Guess what followed the last n tokens when they last occurred, at most `k` tokens."""
-    if k < 1 or ngram < 1:
-        raise UserError(f"k {k} and ngram {ngram}: must both be at least 1")
     cache = cache or model.new_cache()
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)

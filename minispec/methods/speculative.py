@@ -20,22 +20,23 @@ from minispec.verify import accept
 def speculative(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
     cache: KVCache | None = None, draft: Transformer, k: int | Policy = 4,
-    draft_sampling: Sampling | None = None,
+    draft_sampling: Sampling | None = None, draft_cache: KVCache | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Leviathan et al. 2023, algorithm 1, with γ = `k` draft tokens a round, or as many as a
     policy says (see adaptive).
 
     The draft draws with `draft_sampling` (default: as the target does); any choice is lossless.
-    Vocabularies may differ in length by padding.
+    `draft_cache` may hold the draft's rows of a prefix of the prompt, as `cache` holds the
+    target's. Vocabularies may differ in length by padding.
     """
     policy = k if hasattr(k, "choose") else Fixed(k)
     cache = cache or model.new_cache()
-    draft_cache = draft.new_cache(cache.capacity)
+    draft_cache = draft_cache or draft.new_cache(cache.capacity)
     tokens = list(prompt)
     # Between rounds the cache holds every token but the newest. A pass feeds that one first, as the
     # tree's root: over 1 + γ rows it yields p_1 … p_{γ+1} of the paper.
     model.prefill(tokens[cache.length : -1], cache)
-    draft.prefill(clipped(tokens[:-1], draft), draft_cache)
+    draft.prefill(clipped(tokens[draft_cache.length : -1], draft), draft_cache)
     yield Step()  # the prefill, so that it can be timed apart
     while True:
         gamma = min(policy.choose(), cache.room - 1)  # the root takes a row of the pass

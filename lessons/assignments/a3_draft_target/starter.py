@@ -34,14 +34,15 @@ def propose(
 def speculative(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
     cache: KVCache | None = None, draft: Transformer, k: int | Policy = 4,
-    draft_sampling: Sampling | None = None,
+    draft_sampling: Sampling | None = None, draft_cache: KVCache | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Leviathan et al. 2023, algorithm 1, never ending: first an empty `Step()` for the prefill,
     then one Step(new tokens, tree, path) a round.
 
-    `cache` may hold a prefix of the prompt already. The draft draws with `draft_sampling`, by
-    default as the target does. After every round the target's cache holds all tokens but the last.
-    Not graded: a k that is a policy, vocabularies of different sizes, the end of the context.
+    `cache` may hold a prefix of the prompt already, and so may `draft_cache`. The draft draws with
+    `draft_sampling`, by default as the target does. After every round the target's cache holds all
+    tokens but the last. Not graded: a k that is a policy, a given `draft_cache`, vocabularies of
+    different sizes, the end of the context.
     """
     raise NotImplementedError
 

@@ -4,6 +4,8 @@ shows its own loop. So this one is written here, with the package's verbs."""
 from collections.abc import Iterator
 from functools import cache as keep
 
+import torch
+
 from lessons.assignments.a8_engine.proposers import Lookup, Proposer
 from minispec import load
 from minispec.cache import KVCache
@@ -20,8 +22,9 @@ def engine(
     """Every method is the same round: propose, score, accept, commit, learn, yield."""
     cache = cache or model.new_cache()
     tokens = list(prompt)
-    hidden = model.prefill(tokens[cache.length : -1], cache)[0]  # (n, d)
-    proposer.begin(tokens, hidden, cache.capacity)
+    none = torch.empty(1, 0, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    hidden = [none, *model.prefill_chunks(tokens[cache.length : -1], cache)]
+    proposer.begin(tokens, torch.cat(hidden, 1)[0], cache.capacity)
     yield Step()
     while True:
         tree = proposer.propose(tokens, cache.room, sampling, randomness)

@@ -1,0 +1,195 @@
+"""How fast decoding is on a GPU: over the bandwidth of its memory, and over plain decoding.
+
+    make gpu                    on a machine with a GPU, under ten minutes
+    make gpu ARGS=--small       the same code on small models, on a CPU too
+
+SmolLM2 (make smollm2) answers questions and the toy tells stories, with the drafts and heads that
+are shipped. Larger shapes have random weights, a draft that is right with a probability of 0.8
+(`bench.Reciter`) and Medusa heads that have learned nothing: they show what a round costs.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from steps import ROOT, Results, Step, main, table
+
+from minispec import UserError, bench, load
+from minispec.checkpoint import WEIGHTS
+from minispec.cost import COUNTS, least_in_turn, one_pass
+from minispec.fast import quicken
+from minispec.generate import decode
+from minispec.heads import PUBLISHED
+from minispec.methods.medusa import untrained
+from minispec.model import Transformer
+from minispec.run import Run
+from minispec.text import Conversation, encode
+
+TOY = str(WEIGHTS / "target")
+QUESTIONS = ["Write a short story about a bird that could not fly.",
+             "Tom has 12 apples and buys 3 bags of 8 apples each. How many has he? Explain.",
+             "Write a Python function that returns the n-th Fibonacci number."]  # fmt: skip
+ASKED = [Conversation([{"role": "user", "content": question}]) for question in QUESTIONS]
+TEXTS = {"smollm2": ASKED, TOY: bench.PROMPTS[:3]}
+TREE, PATHS = "medusa tree=64", PUBLISHED["mc_sim_7b_63"]  # 63 nodes and the root
+ROWS = 1024  # of the cache: what `decode` makes for a short prompt
+FIRST = 1, 8, 64  # rows of the passes that are measured before the methods
+TINY = {"hidden_size": 64, "intermediate_size": 96, "layers": 2, "heads": 4, "kv_heads": 2,
+        "head_dim": 16, "vocab_size": 256}  # fmt: skip
+# a model, its tokenizer, prompts, and methods with their options
+Loaded = tuple[Transformer, object, list[list[int]], bench.Methods]
+
+
+def pretrained(source: str, args: argparse.Namespace) -> Loaded:
+    """All methods for which there is a draft or heads."""
+    model, tokenizer = load(source)
+    prompts = [encode(text, tokenizer) for text in TEXTS[source][: 1 if args.small else 3]]
+    methods = bench.methods_of(bench.parse(["--model", source]), model, tokenizer)
+    if "medusa" in methods:
+        methods[TREE] = methods["medusa"] | {"tree": PATHS}
+    return model, tokenizer, prompts, methods
+
+
+def random_shape(shape: str, args: argparse.Namespace) -> Loaded:
+    """Random weights; the prompt is short, as its passes would be compiled too."""
+    config = bench.SHAPES[shape]
+    model = bench.random_weights(replace(config, **TINY) if args.small else config)
+    wanted = SimpleNamespace(max_new_tokens=tokens(args), acceptance=None)
+    methods = bench.recited(wanted, model, [1, 2])
+    methods["lookahead (15,5,15)"] = {"window": 15, "ngram": 5, "guesses": 15}
+    methods[TREE] = {"heads": untrained(4, 1, model, shared=True), "tree": PATHS}
+    return model, None, [[1, 2]], methods
+
+
+def tokens(args: argparse.Namespace) -> int:
+    return 24 if args.small else 64
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def gpu_tests(args: argparse.Namespace) -> Iterator[dict]:
+    """The tests marked gpu; on a CPU those that compile nothing."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests/test_gpu.py"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
+                         env=os.environ | {"GPU_TESTS_DEVICE": device})  # fmt: skip
+    print(run.stdout[-3000:], run.stderr[-3000:], flush=True)
+    yield {"tests on": device, "result": (run.stdout.strip().splitlines() or ["no output"])[-1]}
+    if run.returncode:
+        raise RuntimeError(f"pytest ended with {run.returncode}")
+
+
+def figures(
+    loader: Callable[[argparse.Namespace], Loaded], graphs: bool, args: argparse.Namespace
+) -> Iterator[dict]:
+    """Plain decoding, the cost curve, and every method over plain decoding, last ones first."""
+    try:
+        model, tokenizer, prompts, methods = loader(args)
+    except UserError as error:
+        yield {"skipped": str(error)}
+        return
+    drafts = {each["draft"] for each in methods.values() if "draft" in each}
+    for each in {model} | {draft for draft in drafts if isinstance(draft, Transformer)}:
+        quicken(each, compiled=graphs)
+    # one for all runs: graphs that were captured need not be captured again
+    cache = model.new_cache(min(model.config.context, ROWS))
+
+    def run(row: str, options: dict, prompt: list[int]) -> Run:
+        cache.truncate(0)
+        return decode(model, tokenizer, prompt, row.split()[0], max_new_tokens=tokens(args),
+                      cache=cache, **options)  # fmt: skip
+
+    def runs(row: str, options: dict) -> list[Run]:
+        """The second time around, when every graph has been compiled."""
+        return [[run(row, options, prompt) for prompt in prompts] for _ in range(2)][1]
+
+    def passes(counts: Iterable[int]) -> Iterator[dict]:
+        cache.truncate(0)
+        for n in counts:
+            yield {"rows": n, "seconds": least_in_turn([one_pass(model, n, cache)])[0]}
+
+    plain = runs("autoregressive", {})
+    yield bandwidth(model, plain)
+    yield from passes(FIRST)
+    for row, options in reversed(methods.items()):
+        # a policy would have passes over another cache compiled
+        if row != "autoregressive" and not (graphs and "auto" in options.values()):
+            yield {"method": row} | compared(plain, runs(row, options))
+    yield from passes(n for n in COUNTS if n not in FIRST)
+
+
+def bandwidth(model: Transformer, plain: list[Run]) -> dict:
+    """Plain decoding's bytes a second, over those that a large copy reads and writes."""
+    size = 2**32 if model.device.type == "cuda" else 2**28
+    source = torch.ones(size, dtype=torch.uint8, device=model.device)
+    target = torch.ones_like(source)
+    copied = 2 * size / least_in_turn([lambda: target.copy_(source)[-1].item()])[0]
+    read, seconds = bench.weights_read(model), median_seconds(plain)
+    return {
+        "type": str(model.dtype).removeprefix("torch."), "weights, GB": read / 1e9,
+        "copy, GB/s": copied / 1e9, "ms a token": 1e3 * seconds, "tokens/s": 1 / seconds,
+        "of the copy's bandwidth": read / seconds / copied,
+    }  # fmt: skip
+
+
+def compared(plain: list[Run], runs: list[Run]) -> dict:
+    """A method's figures; what a round costs is in rounds of plain decoding."""
+    per_pass, speedup = bench.per_pass(runs), statistics.median(bench.ratios(plain, runs))
+    return {
+        "tokens a pass": per_pass, "speed over plain": speedup, "a round costs": per_pass / speedup,
+        "tokens/s": 1 / median_seconds(runs), "rows a pass": bench.rows_fed(runs),
+        "texts": len(runs), "differing": bench.differing(plain, runs),
+    }  # fmt: skip
+
+
+def median_seconds(runs: list[Run]) -> float:
+    return statistics.median(map(bench.seconds_per_token, runs))
+
+
+def steps_of(args: argparse.Namespace) -> dict[str, Step]:
+    """Every model eagerly, then as CUDA graphs; what matters most comes first."""
+    models = {  # how each is loaded, seconds eagerly and as graphs
+        "SmolLM2": (partial(pretrained, "smollm2"), 60, 150),
+        "1B": (partial(random_shape, "llama-3.2-1b"), 30, 50),
+        "7B": (partial(random_shape, "llama-2-7b"), 40, 85),
+        "toy": (partial(pretrained, TOY), 35, 45),
+    }
+    if args.small:
+        del models["SmolLM2"]
+    steps = {"tests": Step(75, gpu_tests)}
+    for name, (loader, seconds, _) in models.items():
+        steps[f"{name}, eager"] = Step(seconds, partial(figures, loader, False))
+    if args.compile or torch.cuda.is_available():
+        for name, (loader, _, seconds) in models.items():
+            steps[f"{name}, graphs"] = Step(seconds, partial(figures, loader, True))
+    return steps
+
+
+def tables(results: Results) -> list[str]:
+    """Markdown: the tests, plain decoding, cost curves, methods."""
+    curves: Results = {}
+    for step, rows in results.items():
+        passes = {row["rows"]: row["seconds"] for row in rows if "rows" in row}
+        if 1 in passes:
+            over_one = {f"n = {n}": passes[n] / passes[1] for n in COUNTS if n in passes}
+            curves[step] = [{"n = 1, ms": 1e3 * passes[1]} | over_one]
+    return [
+        table(results, "tests on"), "Plain decoding:\n", table(results, "ms a token"),
+        "A pass over n tokens, in passes over one:\n", table(curves, "n = 1, ms"),
+        "Every method; what a round costs is in rounds of plain decoding:\n",
+        table(results, "method"),
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="tests/gpu/speed.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--compile", action="store_true", help="graphs on a CPU too: minutes")
+    main(parser, steps_of, tables)

@@ -1,0 +1,189 @@
+"""Steps that each run in a process of their own and within a time limit, so that one that fails or
+hangs costs no other its results.
+
+A step is a generator of rows; each row is kept in a file as soon as it is there. The report, JSON
+and Markdown, is written again after every step. Started again, a command skips finished steps.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MINUTES = 9.5  # of all steps
+Results = dict[str, list[dict]]  # step -> its rows; the last one says how it ended
+
+
+@dataclass(frozen=True)
+class Step:
+    seconds: float  # at most
+    run: Callable[[argparse.Namespace], Iterable[dict]]  # gets `args.seconds`, its actual limit
+
+
+def main(
+    parser: argparse.ArgumentParser, steps_of: Callable[[argparse.Namespace], dict[str, Step]],
+    tables: Callable[[Results], list[str]],
+) -> None:  # fmt: skip
+    """The command line of a script: all its steps, or the one that a process like it runs."""
+    parser.add_argument("--small", action="store_true", help="the same code on small models")
+    parser.add_argument("--out", type=Path, help="folder of the report")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu", help="folder of the "
+                        "folder that a later run continues from (%(default)s)")  # fmt: skip
+    parser.add_argument("--fresh", action="store_true", help="start over: delete that folder")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of all steps (%(default)s)")
+    parser.add_argument("--commit", help="of a copy without .git")
+    parser.add_argument("--step", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    args, script = parser.parse_args(), Path(sys.argv[0])
+    name = script.stem + "-small" * args.small
+    args.work = args.work.absolute() / name
+    args.out = args.out or (args.work / "out" if args.small else ROOT / "tests/gpu/results")
+    steps = steps_of(args)
+    if args.step:
+        return run_here(steps[args.step], file_of(args, args.step), args)
+    facts = {"date": time.strftime("%Y-%m-%d"), **machine(), "commit": args.commit or commit(),
+             "command": " ".join([script.name, *sys.argv[1:]])}  # fmt: skip
+    if not (args.small or facts["cuda"]):
+        parser.error("there is no GPU; --small runs everything on a CPU")
+    if args.fresh:
+        shutil.rmtree(args.work, ignore_errors=True)
+    deadline = time.monotonic() + 60 * args.minutes
+    for step in steps:
+        run_apart(step, steps[step].seconds, deadline, facts, args)
+        results = {each: rows_of(file_of(args, each)) for each in steps}
+        text = write_report(f"make gpu: {name}", facts, results, tables, args.out)
+    print(f"\n{text}", flush=True)
+    if any("failed" in str(rows[-1].get("ended")) for rows in results.values() if rows):
+        sys.exit(1)
+
+
+def run_apart(step: str, seconds: float, deadline: float, facts: dict, args) -> None:
+    """Run a step that is not finished in a process of its own, and keep how it ended."""
+    file, begin = file_of(args, step), time.monotonic()
+    last, limit = last_of(file), min(seconds * (4 if args.small else 1), deadline - begin)
+    if limit <= 0 or last.get("ended") == "finished" and last["card"] == facts["card"]:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    print(f"{step} …", flush=True)
+    own = [sys.executable, *sys.argv, "--step", step, "--seconds", f"{limit:.0f}"]
+    ended, last = run_process(own, limit), last_of(file)
+    for how in {"skipped", "failed"} & last.keys():
+        ended = f"{how}: {last[how]}"
+    seconds = round(time.monotonic() - begin, 1)
+    kept = {key: facts[key] for key in ("date", "card", "commit")}
+    keep(file, {"ended": ended, "seconds": seconds} | kept)
+    print(f"{step}: {ended}, {seconds} s", flush=True)
+
+
+def run_process(command: list[str], limit: float) -> str:
+    """How a process ended; after `limit` seconds it is killed, with all that it has started."""
+    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if "--small" in command else {})
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, process_group=0)
+    try:
+        code = child.wait(limit)
+        return "finished" if code == 0 else f"failed with exit code {code}"
+    except subprocess.TimeoutExpired:
+        return f"stopped after {limit:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def run_here(step: Step, file: Path, args: argparse.Namespace) -> None:
+    """Keep the rows of a step, or its error."""
+    try:
+        for row in step.run(args):
+            keep(file, row)
+    except Exception as error:
+        traceback.print_exc()
+        keep(file, {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
+        sys.exit(1)
+
+
+# ---- what is kept --------------------------------------------------------------------------------
+
+
+def file_of(args: argparse.Namespace, step: str) -> Path:
+    return args.work / f"{step.replace(', ', '-')}.rows"
+
+
+def keep(file: Path, row: dict) -> None:
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(row) + "\n")
+
+
+def rows_of(file: Path) -> list[dict]:
+    """The rows of a file; a last line without an end, as a kill leaves one, does not count."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def last_of(file: Path) -> dict:
+    return (rows_of(file) or [{}])[-1]
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def write_report(
+    title: str, facts: dict, results: Results, tables: Callable[[Results], list[str]], folder: Path
+) -> str:
+    """Write the JSON and the Markdown, which is returned."""
+    from minispec.checkpoint import write_text
+
+    path = folder / "-".join([title.split()[-1], facts["date"], *facts["card"].lower().split()])
+    items = "".join(f"- {name}: {fact}\n" for name, fact in facts.items())
+    unknown = {step: rows or [{"ended": "not begun"}] for step, rows in results.items()}
+    text = "\n".join([f"# {title}\n", items, *tables(results), table(unknown, "ended")])
+    write_text(path.with_name(f"{path.name}.json"), json.dumps(facts | {"steps": results}) + "\n")
+    write_text(path.with_name(f"{path.name}.md"), text)
+    return text
+
+
+def table(results: Results, mark: str) -> str:
+    """Markdown: all rows that have the column `mark`, after the names of their steps."""
+    rows = [{"step": step} | row for step, each in results.items() for row in each if mark in row]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [columns, ["---"] * len(columns), *([row.get(c) for c in columns] for row in rows)]
+    return "".join(f"| {' | '.join(map(cell, line))} |\n" for line in lines if rows)
+
+
+def cell(value: object) -> str:
+    """Numbers with three digits or so."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def machine() -> dict:
+    """The GPU, else the processor, and the versions of torch and CUDA."""
+    import torch  # whose import a step need not wait for
+
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line for line in lines if line.startswith("model name")).split(": ")[1].strip()
+    cuda = torch.version.cuda if torch.cuda.is_available() else None
+    name = torch.cuda.get_device_name() if cuda else name
+    return {"card": name, "torch": torch.__version__, "cuda": cuda}
+
+
+def commit() -> str:
+    """The checkout's, with a mark if files were changed since."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    return "unknown"
