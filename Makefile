@@ -7,7 +7,7 @@ FETCH = $(BIN)/python -m minispec.fetch 2> /dev/null || { \
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "gguf>=0.17" && \
 	$(BIN)/python -m minispec.fetch; }
 
-# the Python of a machine with a GPU, if it is not to be .venv's: make gpu GPU_PYTHON=python3
+# make gpu GPU_PYTHON=python3 uses that Python and its torch instead of .venv
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/tested)
 GPU_RUN = PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON)
@@ -57,8 +57,8 @@ reference: .venv/referenced
 	$(BIN)/python -m minispec.bench --against transformers --prompts 4
 	-$(BIN)/python -m minispec.certify --impl tests/engines/transformers_engine.py:assisted
 
-# on a machine with a GPU, each in under ten minutes; started again they continue. The first measures
-# speed, the second writes the model's own text and trains heads on it. ARGS=--small: the same on a CPU
+# For a machine with a GPU, each under ten minutes: the first measures speed, the second generates
+# SmolLM2's own text and trains heads on it. Both continue where they stopped. ARGS=--small: on a CPU.
 gpu: $(GPU_READY)
 	$(GPU_RUN) tests/gpu/speed.py $(ARGS)
 

@@ -505,7 +505,7 @@ def test_json_and_exit_codes(tmp_path, capsys):
         (["--server", "x", "--checks", "exact"], "unknown check 'exact': use some of greedy, lim"),
         (["--checks", "nonsense"], "unknown check 'nonsense'"),
         (["--checks", "exact,magic"], "unknown check 'magic'"),
-        (["--checks", ""], "unknown check ''"),
+        (["--checks", ""], "has an empty name before or after a comma"),
         (["--impl", "no.such.module:f"], "cannot be imported"),
         (["--impl", "no/such/file.py:f"], "cannot be imported"),
         (["--impl", "json:nothing"], "cannot be imported"),

@@ -2,6 +2,7 @@
 
 import math
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -83,6 +84,26 @@ def test_the_wide_product_is_the_linear_layer(seed, dtype, tolerance):
         torch.testing.assert_close(wide(x), plain(x), rtol=tolerance, atol=tolerance)
     x = torch.randn(4, 2 * plain.in_features, dtype=dtype)[:, ::2]  # not contiguous
     torch.testing.assert_close(wide(x), plain(x), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("wins", [[], [2, 4], [16], [2, 4, 8, 16]])
+def test_each_shape_uses_the_product_that_was_faster(wins, monkeypatch):
+    """Whatever the machine: here the clock says that the wide product wins at some row counts."""
+    rows = []
+
+    def least_in_turn(functions, moment):
+        with mock.patch.object(nn.functional, "linear", lambda x, weight: rows.append(len(x))):
+            functions[0]()
+        functions[1]()
+        return [1.0, 0.5 if rows[-1] in wins else 0.95]
+
+    monkeypatch.setattr(fast, "least_in_turn", least_in_turn)
+    model = random_model(dtype=torch.float32)
+    quicken(model)
+    expected = {n for top in wins for n in range(top // 2 + 1, top + 1)}
+    layers = [each for each in model.modules() if isinstance(each, WideLinear)]
+    assert layers and all(set(each.wide) == expected for each in layers)
+    assert set(rows) == {2, 4, 8, 16}
 
 
 @pytest.mark.parametrize("seed", range(20))

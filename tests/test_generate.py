@@ -328,6 +328,7 @@ def test_with_json_standard_output_is_one_object_whatever_else_is_printed(folder
     assert {b"python", b"child", b"c"} <= set(done.stderr.splitlines())
 
 
+@pytest.mark.slow  # Python compiles all of torch once more
 def test_optimised_python_runs_and_refuses_the_same(folder):
     """Without asserts and docstrings."""
     program = (

@@ -129,13 +129,13 @@ def test_speed_measures_passes_and_methods_over_plain_decoding():
     loader = partial(speed.random_shape, "llama-2-7b")
     results = {"7B": list(speed.figures(loader, False, args))}
     plain, *rows = results["7B"]
-    assert plain["tokens/s"] * plain["ms a token"] == pytest.approx(1e3)
+    assert plain["tokens/s"] * plain["ms per token"] == pytest.approx(1e3)
     assert plain["weights, GB"] == pytest.approx(1e-9 * 4 * 78_080)  # without the embedding
     assert sorted(row["rows"] for row in rows if "rows" in row) == [1, 2, 4, 8, 16, 32, 64]
     methods = {row["method"]: row for row in rows if "method" in row}
-    assert methods["medusa tree=64"]["rows a pass"] == 64
-    assert methods["lookahead (15,5,15)"]["rows a pass"] > 50
-    assert methods["speculative k=4"]["tokens a pass"] > 2
+    assert methods["medusa tree=64"]["rows per pass"] == 64
+    assert methods["lookahead (15,5,15)"]["rows per pass"] > 50
+    assert methods["speculative k=4"]["tokens per pass"] > 2
     assert all(row["differing"] == 0 for row in methods.values())
     page = "\n".join(speed.tables(results))
     assert "| 7B | speculative k=16 | 4.8 |" in page and "| n = 64 |" in page

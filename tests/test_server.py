@@ -698,8 +698,8 @@ def test_ids_of_any_size_are_verdicts():
 
 
 def test_odd_fields_in_the_middle_of_an_examination_are_verdicts():
-    verdicts = examine(drawing(Wild), checks=("greedy", "limits", "load"))
-    assert verdicts[0].passed and {v.check for v in verdicts} >= {"greedy", "limits", "load"}
+    verdicts = examine(drawing(Wild), checks=("limits", "load"))
+    assert verdicts[0].passed and {v.check for v in verdicts} >= {"limits", "load"}
     assert failures(verdicts)
 
 

@@ -121,9 +121,9 @@ def table(verdicts: Iterable[Verdict], out: TextIO | None) -> list[Verdict]:
     characters that would drive a terminal."""
     rows = []
     for v in verdicts:
-        rows.append(replace(v, case=printable(v.case), detail=printable(v.detail)))
+        v = replace(v, case=printable(v.case), detail=printable(v.detail))
+        rows.append(v)
         if out:
-            v = rows[-1]
             print(f"{MARKS[v.passed]}  {v.check:<14}{v.case:<44}{v.detail}", file=out, flush=True)
     return rows
 

@@ -1,12 +1,12 @@
-"""A model's own text, and a FastMTP head and Medusa heads that learn from all of it.
+"""Generate a model's own text, then train a FastMTP head and Medusa heads on all of it.
 
     make gpu-heads                               SmolLM2 (make smollm2) on a GPU, under ten minutes
-    make gpu-heads QUESTIONS=question.jsonl      and what they bring on Spec-Bench
-    make gpu-heads ARGS=--small                  the same code with the toy, on a CPU too
+    make gpu-heads QUESTIONS=question.jsonl      and measure the heads on Spec-Bench
+    make gpu-heads ARGS=--small                  the same code with the toy, on a CPU as well
 
-The model plays its users as well, so nothing else is needed; DATA="FILE …" adds prompts of your
-own. Every phase ends at its time limit with what it has. Next to the report come the text, packed
-as `distill --own` reads it, and heads.tar.
+The model also writes the users' turns, so no other text is needed; DATA="FILE …" adds your own
+prompts. Each phase ends at its time limit with the work done so far. The text, in files that
+`distill --own` reads, and heads.tar are written next to the report.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from minispec.distill.documents import read_own
 from minispec.generate import decode
 from minispec.training import CHECKPOINT
 
-BEGINNINGS = {  # kind of text -> how users begin; "": as the model likes
+BEGINNINGS = {  # kind of text -> beginnings of users' turns; "" leaves it to the model
     "prose": ["", "", "", "", "Translate German to English:", "Summarize:", "Who", "When", "Where",
               "What", "How many", "Why", "Explain", "Write a story about", "Write a letter",
               "Give me advice on", "Answer the question by the text below."],
@@ -53,7 +53,7 @@ HEADS = {"mtp": ["--k", "3", "--soft", "--lr", "3e-3"],
 
 
 def existing(name: str) -> Path:
-    """A file or folder that is there, before minutes of work."""
+    """Check a path before minutes of work."""
     if not Path(name).exists():
         raise argparse.ArgumentTypeError(f"{name} does not exist")
     return Path(name)
@@ -64,13 +64,13 @@ def scale(args: argparse.Namespace) -> dict:
 
 
 def text_files(args: argparse.Namespace) -> list[Path]:
-    """What heads learn from."""
+    """List the files that heads learn from."""
     kinds = [*BEGINNINGS, *(["data"] if args.data else [])]
     return args.own or [args.work / f"{kind}.jsonl.xz" for kind in kinds]
 
 
 def distill(command: str, args: argparse.Namespace, *flags: object) -> list[str]:
-    """A command line of minispec.distill."""
+    """Make a command line of minispec.distill."""
     words = ["-m", "minispec.distill", command, "--model", scale(args)["model"], *flags]
     return [sys.executable, *map(str, words)]
 
@@ -79,7 +79,7 @@ def distill(command: str, args: argparse.Namespace, *flags: object) -> list[str]
 
 
 def text(args: argparse.Namespace) -> Iterator[dict]:
-    """All kinds at once, until the documents are there or three quarters of the time are over."""
+    """Generate all kinds of text in parallel, for at most three quarters of the time; pack it."""
     end, size = time.monotonic() + 0.75 * args.seconds, scale(args)
     how = ["--temperature", 0, "--tokens", size["tokens"]]
     flags = {kind: ["--chat", *begin, "--documents", size["documents"][kind], "--batch",
@@ -104,8 +104,8 @@ def text(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def pack(files: list[Path], most: int) -> None:
-    """Write each file as FILE.xz too; if they come to more than `most` bytes, the same share of
-    the documents of each is left out."""
+    """Compress each file to FILE.xz. If these exceed `most` bytes together, leave out the same
+    share of documents from each."""
     share, lines = 1.0, [file.read_bytes().splitlines(keepends=True) for file in files]
     while True:
         kept = [b"".join(each[: max(2, int(share * len(each)))]) for each in lines]
@@ -119,7 +119,7 @@ def pack(files: list[Path], most: int) -> None:
 
 
 def vocabulary(args: argparse.Namespace) -> Iterator[dict]:
-    """The most frequent tokens of each kind, which both drafts learn."""
+    """Count the most frequent tokens of each kind; both heads learn only these."""
     out, flags = args.work / "vocabulary.json", ["--size", scale(args)["vocabulary"]]
     for file in text_files(args):
         flags += ["--text", f"{file.name.partition('.')[0]}={file}"]
@@ -129,7 +129,7 @@ def vocabulary(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def learn(head: str, args: argparse.Namespace) -> Iterator[dict]:
-    """Train for half of the time; reading the text and measuring the head take the rest."""
+    """Train for half of the time; reading the text and evaluating the head take the rest."""
     size, out = scale(args), args.work / head
     flags = ["--own", *text_files(args), "--vocabulary", args.work / "vocabulary.json", "--rows",
              size["rows"], "--context", size["context"], *HEADS[head], "--save-every", 50,
@@ -138,7 +138,7 @@ def learn(head: str, args: argparse.Namespace) -> Iterator[dict]:
     try:
         subprocess.run(distill(head, args, *flags, "--minutes", minutes), check=True,
                        timeout=0.8 * args.seconds)  # fmt: skip
-    except subprocess.TimeoutExpired:  # what the checkpoint holds is what there is
+    except subprocess.TimeoutExpired:  # finish with the steps in the checkpoint
         line = distill(head, args, *flags, "--steps", counts(out)[0])
         subprocess.run(line, check=True)
     publish(args)
@@ -149,12 +149,12 @@ def learn(head: str, args: argparse.Namespace) -> Iterator[dict]:
 
 
 def counts(out: Path) -> list[float]:
-    """Steps and seconds of a training so far."""
+    """Read the steps and seconds of a training so far."""
     return torch.load(out / CHECKPOINT, "cpu", weights_only=True)["counts"]
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict]:
-    """Tokens a pass on Spec-Bench and on the text that was set aside."""
+    """Measure tokens per pass on Spec-Bench and on held-out text."""
     size = scale(args)
     model, tokenizer = load(size["model"])
     flags = ["--mtp", args.work / "mtp", "--heads", args.work / "medusa", "--prompts",
@@ -163,7 +163,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     if args.questions:
         sources = {"Spec-Bench": ["--questions", args.questions]} | sources
     else:
-        yield {"tokens a pass on": "Spec-Bench: not measured; QUESTIONS= names its question.jsonl"}
+        yield {"tokens per pass on": "Spec-Bench: not measured; QUESTIONS= names its file"}
     for source, prompts_from in sources.items():
         parsed = bench.parse(list(map(str, ["--model", size["model"], *flags, *prompts_from])))
         methods, found = bench.methods_of(parsed, model, tokenizer), []
@@ -174,13 +174,13 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
                     for row, options in methods.items()}  # fmt: skip
             found.append({row: bench.per_pass(each) for row, each in runs.items()})
             kind = kind.removesuffix(".jsonl")
-            yield {"tokens a pass on": f"{source}, {kind}", "prompts": len(prompts)} | found[-1]
+            yield {"tokens per pass on": f"{source}, {kind}", "prompts": len(prompts)} | found[-1]
         means = {row: statistics.mean(each[row] for each in found) for row in methods}
-        yield {"tokens a pass on": f"**{source}, mean**"} | means
+        yield {"tokens per pass on": f"**{source}, mean**"} | means
 
 
 def publish(args: argparse.Namespace, *files: Path) -> None:
-    """Put files, and the heads that there are, next to the report."""
+    """Copy files, and all heads trained so far, next to the report."""
     args.out.mkdir(parents=True, exist_ok=True)
     for file in files:
         shutil.copy(file, args.out)
@@ -204,12 +204,12 @@ def steps_of(args: argparse.Namespace) -> dict[str, Step]:
 
 
 def tables(results: Results) -> list[str]:
-    """Markdown: the text, the heads and their cards, tokens a pass."""
+    """Make the tables: text, vocabularies, heads with their cards, tokens per pass."""
     cards = [row["readme"] for rows in results.values() for row in rows if "readme" in row]
     return [
         table(results, "text"), table(results, "vocabulary"), table(results, "head"), *cards,
-        "Tokens a pass, greedy; the goal on Spec-Bench is 2.0:\n",
-        table(results, "tokens a pass on"),
+        "Tokens per pass, greedy; the goal on Spec-Bench is 2.0:\n",
+        table(results, "tokens per pass on"),
     ]  # fmt: skip
 
 
@@ -217,5 +217,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="tests/gpu/heads.py", description=__doc__.split("\n")[0])
     parser.add_argument("--questions", type=existing, help="Spec-Bench's question.jsonl")
     parser.add_argument("--data", nargs="+", type=existing, help="prompts: files or folders")
-    parser.add_argument("--own", nargs="+", type=existing, help="learn from this text, write none")
+    parser.add_argument("--own", nargs="+", type=existing, help="learn from this text instead")
     main(parser, steps_of, tables)

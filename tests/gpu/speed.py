@@ -1,11 +1,11 @@
-"""How fast decoding is on a GPU: over the bandwidth of its memory, and over plain decoding.
+"""Measure plain decoding against a GPU's memory bandwidth, and every method against plain decoding.
 
     make gpu                    on a machine with a GPU, under ten minutes
-    make gpu ARGS=--small       the same code on small models, on a CPU too
+    make gpu ARGS=--small       the same code with small models, on a CPU as well
 
-SmolLM2 (make smollm2) answers questions and the toy tells stories, with the drafts and heads that
-are shipped. Larger shapes have random weights, a draft that is right with a probability of 0.8
-(`bench.Reciter`) and Medusa heads that have learned nothing: they show what a round costs.
+SmolLM2 (make smollm2) answers questions and the toy tells stories, with the shipped drafts and
+heads. Larger shapes have random weights, a draft whose tokens are right with probability 0.8
+(`bench.Reciter`) and untrained Medusa heads: they show what a round costs.
 """
 
 import argparse
@@ -48,7 +48,7 @@ Loaded = tuple[Transformer, object, list[list[int]], bench.Methods]
 
 
 def pretrained(source: str, args: argparse.Namespace) -> Loaded:
-    """All methods for which there is a draft or heads."""
+    """Load a model, with every method whose draft or heads lie next to it."""
     model, tokenizer = load(source)
     prompts = [encode(text, tokenizer) for text in TEXTS[source][: 1 if args.small else 3]]
     methods = bench.methods_of(bench.parse(["--model", source]), model, tokenizer)
@@ -58,7 +58,7 @@ def pretrained(source: str, args: argparse.Namespace) -> Loaded:
 
 
 def random_shape(shape: str, args: argparse.Namespace) -> Loaded:
-    """Random weights; the prompt is short, as its passes would be compiled too."""
+    """Make a model with random weights. Its prompt is short, as its prefill is compiled too."""
     config = bench.SHAPES[shape]
     model = bench.random_weights(replace(config, **TINY) if args.small else config)
     wanted = SimpleNamespace(max_new_tokens=tokens(args), acceptance=None)
@@ -76,7 +76,7 @@ def tokens(args: argparse.Namespace) -> int:
 
 
 def gpu_tests(args: argparse.Namespace) -> Iterator[dict]:
-    """The tests marked gpu; on a CPU those that compile nothing."""
+    """Run the tests marked gpu; on a CPU, those that compile nothing."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests/test_gpu.py"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
@@ -90,7 +90,7 @@ def gpu_tests(args: argparse.Namespace) -> Iterator[dict]:
 def figures(
     loader: Callable[[argparse.Namespace], Loaded], graphs: bool, args: argparse.Namespace
 ) -> Iterator[dict]:
-    """Plain decoding, the cost curve, and every method over plain decoding, last ones first."""
+    """Measure plain decoding, the cost curve, and every method, the last ones first."""
     try:
         model, tokenizer, prompts, methods = loader(args)
     except UserError as error:
@@ -99,7 +99,7 @@ def figures(
     drafts = {each["draft"] for each in methods.values() if "draft" in each}
     for each in {model} | {draft for draft in drafts if isinstance(draft, Transformer)}:
         quicken(each, compiled=graphs)
-    # one for all runs: graphs that were captured need not be captured again
+    # one cache for all runs, so that no graph is captured twice
     cache = model.new_cache(min(model.config.context, ROWS))
 
     def run(row: str, options: dict, prompt: list[int]) -> Run:
@@ -108,7 +108,7 @@ def figures(
                       cache=cache, **options)  # fmt: skip
 
     def runs(row: str, options: dict) -> list[Run]:
-        """The second time around, when every graph has been compiled."""
+        """Decode all prompts twice; return the second runs, in which nothing is compiled."""
         return [[run(row, options, prompt) for prompt in prompts] for _ in range(2)][1]
 
     def passes(counts: Iterable[int]) -> Iterator[dict]:
@@ -127,7 +127,7 @@ def figures(
 
 
 def bandwidth(model: Transformer, plain: list[Run]) -> dict:
-    """Plain decoding's bytes a second, over those that a large copy reads and writes."""
+    """Compare the rate at which plain decoding reads weights with that of a large copy."""
     size = 2**32 if model.device.type == "cuda" else 2**28
     source = torch.ones(size, dtype=torch.uint8, device=model.device)
     target = torch.ones_like(source)
@@ -135,18 +135,19 @@ def bandwidth(model: Transformer, plain: list[Run]) -> dict:
     read, seconds = bench.weights_read(model), median_seconds(plain)
     return {
         "type": str(model.dtype).removeprefix("torch."), "weights, GB": read / 1e9,
-        "copy, GB/s": copied / 1e9, "ms a token": 1e3 * seconds, "tokens/s": 1 / seconds,
+        "copy, GB/s": copied / 1e9, "ms per token": 1e3 * seconds, "tokens/s": 1 / seconds,
         "of the copy's bandwidth": read / seconds / copied,
     }  # fmt: skip
 
 
 def compared(plain: list[Run], runs: list[Run]) -> dict:
-    """A method's figures; what a round costs is in rounds of plain decoding."""
+    """Compare a method's runs with plain decoding's, prompt by prompt."""
     per_pass, speedup = bench.per_pass(runs), statistics.median(bench.ratios(plain, runs))
     return {
-        "tokens a pass": per_pass, "speed over plain": speedup, "a round costs": per_pass / speedup,
-        "tokens/s": 1 / median_seconds(runs), "rows a pass": bench.rows_fed(runs),
-        "texts": len(runs), "differing": bench.differing(plain, runs),
+        "tokens per pass": per_pass, "speed over plain": speedup,
+        "cost of a round": per_pass / speedup, "tokens/s": 1 / median_seconds(runs),
+        "rows per pass": bench.rows_fed(runs), "texts": len(runs),
+        "differing": bench.differing(plain, runs),
     }  # fmt: skip
 
 
@@ -155,8 +156,8 @@ def median_seconds(runs: list[Run]) -> float:
 
 
 def steps_of(args: argparse.Namespace) -> dict[str, Step]:
-    """Every model eagerly, then as CUDA graphs; what matters most comes first."""
-    models = {  # how each is loaded, seconds eagerly and as graphs
+    """List the steps: each model eagerly, then as CUDA graphs, the most important first."""
+    models = {  # name -> loader, seconds eagerly, seconds as graphs
         "SmolLM2": (partial(pretrained, "smollm2"), 60, 150),
         "1B": (partial(random_shape, "llama-3.2-1b"), 30, 50),
         "7B": (partial(random_shape, "llama-2-7b"), 40, 85),
@@ -174,7 +175,7 @@ def steps_of(args: argparse.Namespace) -> dict[str, Step]:
 
 
 def tables(results: Results) -> list[str]:
-    """Markdown: the tests, plain decoding, cost curves, methods."""
+    """Make the tables: tests, plain decoding, cost curves, methods."""
     curves: Results = {}
     for step, rows in results.items():
         passes = {row["rows"]: row["seconds"] for row in rows if "rows" in row}
@@ -182,9 +183,9 @@ def tables(results: Results) -> list[str]:
             over_one = {f"n = {n}": passes[n] / passes[1] for n in COUNTS if n in passes}
             curves[step] = [{"n = 1, ms": 1e3 * passes[1]} | over_one]
     return [
-        table(results, "tests on"), "Plain decoding:\n", table(results, "ms a token"),
+        table(results, "tests on"), "Plain decoding:\n", table(results, "ms per token"),
         "A pass over n tokens, in passes over one:\n", table(curves, "n = 1, ms"),
-        "Every method; what a round costs is in rounds of plain decoding:\n",
+        "Every method; the cost of a round is in rounds of plain decoding:\n",
         table(results, "method"),
     ]  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""Steps that each run in a process of their own and within a time limit, so that one that fails or
-hangs costs no other its results.
+"""Run steps in separate processes with time limits, so that a step that fails or hangs cannot lose
+the results of another.
 
-A step is a generator of rows; each row is kept in a file as soon as it is there. The report, JSON
-and Markdown, is written again after every step. Started again, a command skips finished steps.
+A step is a generator of rows. Each row is written to a file immediately, and the report (JSON and
+Markdown) is rewritten after every step. A command that is started again skips finished steps.
 """
 
 import argparse
@@ -28,21 +28,21 @@ Results = dict[str, list[dict]]  # step -> its rows; the last one says how it en
 @dataclass(frozen=True)
 class Step:
     seconds: float  # at most
-    run: Callable[[argparse.Namespace], Iterable[dict]]  # gets `args.seconds`, its actual limit
+    run: Callable[[argparse.Namespace], Iterable[dict]]  # `args.seconds` is its actual limit
 
 
 def main(
     parser: argparse.ArgumentParser, steps_of: Callable[[argparse.Namespace], dict[str, Step]],
     tables: Callable[[Results], list[str]],
 ) -> None:  # fmt: skip
-    """The command line of a script: all its steps, or the one that a process like it runs."""
+    """Run all steps of a script, or, in a process that this function started, one of them."""
     parser.add_argument("--small", action="store_true", help="the same code on small models")
     parser.add_argument("--out", type=Path, help="folder of the report")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu", help="folder of the "
-                        "folder that a later run continues from (%(default)s)")  # fmt: skip
-    parser.add_argument("--fresh", action="store_true", help="start over: delete that folder")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="of all steps (%(default)s)")
-    parser.add_argument("--commit", help="of a copy without .git")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu",
+                        help="folder for what a later run continues from")  # fmt: skip
+    parser.add_argument("--fresh", action="store_true", help="delete that, and start over")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="limit for all steps")
+    parser.add_argument("--commit", help="for a copy of the checkout without .git")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     args, script = parser.parse_args(), Path(sys.argv[0])
@@ -69,7 +69,7 @@ def main(
 
 
 def run_apart(step: str, seconds: float, deadline: float, facts: dict, args) -> None:
-    """Run a step that is not finished in a process of its own, and keep how it ended."""
+    """Run a step in its own process, unless it is finished, and record how it ended."""
     file, begin = file_of(args, step), time.monotonic()
     last, limit = last_of(file), min(seconds * (4 if args.small else 1), deadline - begin)
     if limit <= 0 or last.get("ended") == "finished" and last["card"] == facts["card"]:
@@ -88,7 +88,7 @@ def run_apart(step: str, seconds: float, deadline: float, facts: dict, args) -> 
 
 
 def run_process(command: list[str], limit: float) -> str:
-    """How a process ended; after `limit` seconds it is killed, with all that it has started."""
+    """Run a command and say how it ended. After `limit` seconds kill it and all its children."""
     environment = os.environ | ({"OMP_NUM_THREADS": "1"} if "--small" in command else {})
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, process_group=0)
     try:
@@ -103,7 +103,7 @@ def run_process(command: list[str], limit: float) -> str:
 
 
 def run_here(step: Step, file: Path, args: argparse.Namespace) -> None:
-    """Keep the rows of a step, or its error."""
+    """Record the rows of a step, or its error."""
     try:
         for row in step.run(args):
             keep(file, row)
@@ -126,7 +126,7 @@ def keep(file: Path, row: dict) -> None:
 
 
 def rows_of(file: Path) -> list[dict]:
-    """The rows of a file; a last line without an end, as a kill leaves one, does not count."""
+    """Read the rows of a file, without a last line that a kill has cut off."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
@@ -141,7 +141,7 @@ def last_of(file: Path) -> dict:
 def write_report(
     title: str, facts: dict, results: Results, tables: Callable[[Results], list[str]], folder: Path
 ) -> str:
-    """Write the JSON and the Markdown, which is returned."""
+    """Write the report as JSON and as Markdown; return the latter."""
     from minispec.checkpoint import write_text
 
     path = folder / "-".join([title.split()[-1], facts["date"], *facts["card"].lower().split()])
@@ -154,7 +154,7 @@ def write_report(
 
 
 def table(results: Results, mark: str) -> str:
-    """Markdown: all rows that have the column `mark`, after the names of their steps."""
+    """Make a Markdown table of all rows that have the column `mark`."""
     rows = [{"step": step} | row for step, each in results.items() for row in each if mark in row]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = [columns, ["---"] * len(columns), *([row.get(c) for c in columns] for row in rows)]
@@ -162,15 +162,15 @@ def table(results: Results, mark: str) -> str:
 
 
 def cell(value: object) -> str:
-    """Numbers with three digits or so."""
+    """Format a value; numbers get about three digits."""
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def machine() -> dict:
-    """The GPU, else the processor, and the versions of torch and CUDA."""
-    import torch  # whose import a step need not wait for
+    """Name the GPU, or else the processor, and the versions of torch and CUDA."""
+    import torch  # here, so that no step has to wait for it
 
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
@@ -182,7 +182,7 @@ def machine() -> dict:
 
 
 def commit() -> str:
-    """The checkout's, with a mark if files were changed since."""
+    """Name the commit of the checkout, marked if files have changed since."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
