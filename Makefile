@@ -3,9 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 QUESTION ?= A baker sells 12 cakes a day for 7 dollars each. How much money does he make in a week?
 REAL := weights/smollm2/target/config.json
-FETCH = $(BIN)/python -m minispec.fetch 2> /dev/null || { \
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "gguf>=0.17" && \
-	$(BIN)/python -m minispec.fetch; }
 
 # make gpu GPU_PYTHON=python3 uses that Python and its torch instead of .venv
 GPU_PYTHON ?= $(BIN)/python
@@ -17,7 +14,7 @@ GPU_RUN = PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON)
 
 # a real model answers, one token a pass and by FastMTP; without network a toy tells a story
 demo: .venv/installed
-	@if [ -e $(REAL) ] || { $(FETCH); }; then ask="$(QUESTION)"; options="--model smollm2 --chat"; \
+	@if [ -e $(REAL) ] || $(BIN)/python -m minispec.fetch; then ask="$(QUESTION)"; options="--model smollm2 --chat"; \
 	else ask="Once upon a time"; options=; echo "The real model cannot be had now: a toy tells a story instead."; fi; \
 	for method in autoregressive "fastmtp --k auto"; do printf '\n> %s   (%s)\n' "$$ask" "$$method"; \
 		$(BIN)/python -m minispec.generate "$$ask" $$options --method $$method --color --stats \
@@ -49,12 +46,12 @@ certify: .venv/installed
 smollm2: $(REAL)
 
 $(REAL): | .venv/installed
-	$(FETCH)
+	$(BIN)/python -m minispec.fetch
 
 # against transformers: same logits, its speed, and the certifier's verdict on it
 reference: .venv/referenced
 	$(BIN)/python -m pytest -q tests/test_reference.py
-	$(BIN)/python -m minispec.bench --against transformers --prompts 4
+	$(BIN)/python tests/engines/speed.py weights/target --prompts 4
 	-$(BIN)/python -m minispec.certify --impl tests/engines/transformers_engine.py:assisted
 
 # For a machine with a GPU, each under ten minutes: the first measures speed, the second generates

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from minispec.tokenizer import Tokenizer
+from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.tree import Tree
 
 ACCEPTED, REJECTED, FRESH, CONTEXT = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"

@@ -7,12 +7,12 @@ import sys
 
 from minispec.errors import UserError, interrupted
 
-# python -m minispec.…: to import torch takes seconds, in which Ctrl-C would be a traceback
-if sys.argv[:1] == ["-m"] and any(word.startswith("minispec.") for word in sys.orig_argv):
+# python -m minispec.…: importing torch takes seconds, in which Ctrl-C would print a traceback
+if sys.argv[:1] == ["-m"] and any(word.startswith("minispec") for word in sys.orig_argv):
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupted)
 
-from minispec.checkpoint import load
+from minispec.checkpoints.load import load
 from minispec.sampling import Sampling
 
 __all__ = ["Sampling", "UserError", "load"]

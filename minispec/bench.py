@@ -15,13 +15,11 @@ import argparse
 import contextlib
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TextIO
 
 import torch
@@ -30,10 +28,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minispec.cache import KVCache
-from minispec.checkpoint import WEIGHTS, load, needed, pick_device, pick_dtype
+from minispec.checkpoints.fetch import default_model
+from minispec.checkpoints.load import load, needed, pick_device, pick_dtype
+from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cost import COUNTS, cost_curve, draft_cost, least_in_turn, one_pass
-from minispec.distill.documents import read_training
-from minispec.drafters import found_beside, load_drafter, read_tree_option
 from minispec.errors import (
     Parser,
     UserError,
@@ -46,14 +44,15 @@ from minispec.errors import (
     stdout_reserved,
 )
 from minispec.fast import quicken
-from minispec.generate import as_prompt, decode, unlisted_end
-from minispec.gguf import find_gguf
+from minispec.generate import decode
+from minispec.generate.api import as_prompt, unlisted_end
+from minispec.generate.drafters import found_beside, load_drafter, read_tree_option
+from minispec.generate.run import Run, acceptance
 from minispec.methods.adaptive import curve_at
 from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Config, Transformer, count_parameters
-from minispec.run import Run, acceptance
-from minispec.text import Conversation, LeftOut, encode, held_out_prompts, turn
-from minispec.tokenizer import Tokenizer
+from minispec.training.own_text import read_training
+from minispec.training.text import Conversation, LeftOut, encode, held_out_prompts, turn
 
 # beginnings of our own, for where no held-out text is at hand
 PROMPTS = [
@@ -281,52 +280,6 @@ def measure(
     return {row: [turn[row] for turn in turns] for row in decoders}
 
 
-def timed(generate: Callable[[int], list[int]], n: int) -> SimpleNamespace:
-    """What the table needs of a decoder that is not ours, which generates so many tokens. The first
-    comes from the prefill: the seconds are those that the others take, scaled to all."""
-    begin = time.perf_counter()
-    generate(1)
-    middle = time.perf_counter()
-    tokens = generate(n)
-    rest = max(time.perf_counter() - middle - (middle - begin), 1e-9)
-    seconds = rest * len(tokens) / max(len(tokens) - 1, 1)
-    return SimpleNamespace(tokens=tokens, decode_seconds=seconds, rounds=[], extra_parameters=0)
-
-
-def transformers_decoders(model: Transformer, draft: Transformer | None, n: int) -> dict:
-    """transformers' greedy `generate`: plain, with prompt lookup, and with the draft, if there is
-    one, as assistant."""
-    from transformers import AutoModelForCausalLM, logging
-
-    logging.set_verbosity_error()
-
-    def read(source: Path):
-        where, more = source, {}
-        if file := find_gguf(source):
-            check_package("accelerate", "--against transformers with a GGUF file")
-            where, more = file.parent, {"gguf_file": file.name}
-        theirs = AutoModelForCausalLM.from_pretrained(where, dtype=model.dtype, **more)
-        return theirs.to(model.device)
-
-    def decoder(options: dict, prompt: list[int]) -> SimpleNamespace:
-        ids = torch.tensor([prompt], device=model.device)
-
-        def generate(count: int) -> list[int]:
-            out = target.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-                pad_token_id=0, eos_token_id=list(model.config.eos_ids) or None, **options,
-            )  # fmt: skip
-            return out[0, len(prompt) :].tolist()
-
-        return timed(generate, n)
-
-    target = read(model.source)
-    options = {"transformers": {}, "transformers, lookup": {"prompt_lookup_num_tokens": 4}}
-    if draft is not None:
-        options["transformers, assisted"] = {"assistant_model": read(draft.source)}
-    return {row: partial(decoder, each) for row, each in options.items()}
-
-
 # ---- figures, words and a picture ----------------------------------------------------------------
 
 
@@ -488,7 +441,7 @@ def draw(file: Path, tables: list[list[dict]], machine: dict) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags, checked before the weights are read."""
     p = Parser(prog="python -m minispec.bench", description=__doc__)
-    p.add_argument("--model", default=str(WEIGHTS / "target"), help="directory, hub id or .gguf")
+    p.add_argument("--model", help="directory, hub id or .gguf (default: the shipped toy)")
     p.add_argument("--draft", help="a draft model (default: the one beside the model)")
     p.add_argument("--heads", help="Medusa heads (default: as --draft)")
     p.add_argument("--mtp", help="FastMTP's head (default: as --draft)")
@@ -516,12 +469,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--compile", action="store_true", help="passes as compiled graphs")
     p.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     p.add_argument("--picture", type=Path, metavar="FILE.png", help="speedups and cost curve")
-    p.add_argument("--against", choices=["transformers"], help="its own generate, in each way")
     p.add_argument("--shape", choices=list(SHAPES), help="random weights of a real model's sizes")
     p.add_argument("--acceptance", type=number(0, 1, float), help="with --shape: of its drafts")
     args = p.parse_args(argv)
     own = ("model", "draft", "heads", "mtp", "methods", "data", "kind", "own", "questions",
-           "against", "temperature", "k", "prompts", "vocabulary_sizes")  # fmt: skip
+           "temperature", "k", "prompts", "vocabulary_sizes")  # fmt: skip
     given = [flag for flag in own if getattr(args, flag) != p.get_default(flag)]
     given = ", ".join(f"--{flag.replace('_', '-')}" for flag in given)
     for wrong, message in (
@@ -530,13 +482,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         (args.vocabulary_sizes and "fastmtp" not in " ".join(args.methods or ["fastmtp"]),
          "--vocabulary-sizes is for fastmtp: name it in --methods, or omit it"),
         (args.kind and not args.data, "--kind is of the text of --data: give that as well"),
-        (args.against and (args.quantize or any(args.temperature)),
-         "--against transformers is greedy and unquantised: no --temperature, no --quantize"),
     ):  # fmt: skip
         if wrong:
             raise UserError(message)
-    if args.against:
-        check_package("transformers", "--against")
     if args.picture:
         check_package("matplotlib", "--picture")
         check_writable(args.picture, "--picture")
@@ -556,6 +504,7 @@ def run(args: argparse.Namespace, out: TextIO | None) -> None:
         model, tokenizer = random_weights(SHAPES[args.shape], args.dtype, args.device), None
         kinds, methods = {args.shape: [list(range(100, 116))]}, {}
     else:
+        args.model = default_model() if args.model is None else args.model
         model, tokenizer = load(args.model, args.dtype, args.device)
         needed(tokenizer, model.source)
         kinds = prompts_of(args, model, tokenizer)
@@ -567,12 +516,11 @@ def run(args: argparse.Namespace, out: TextIO | None) -> None:
         quicken(each, int8=args.quantize == "int8", compiled=args.compile)
     if args.shape:
         methods = recited(args, model, *kinds[args.shape])
-    others = transformers_decoders(model, draft, args.max_new_tokens) if args.against else {}
     machine, tables = measured(model, draft), []
     if not args.json:
         show_machine(machine, model)
     for (kind, prompts), t in product(kinds.items(), args.temperature):
-        runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, t, others)
+        runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, t)
         tables.append(table_of(kind, t, runs, machine, methods))
         if not args.json:
             print(f"\n{kind}, {len(prompts)} prompts, temperature {t:g}")

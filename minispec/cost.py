@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -61,27 +60,23 @@ def in_passes(function: Callable[[], object], model: Transformer) -> float:
     return own / whole
 
 
-known: WeakKeyDictionary = WeakKeyDictionary()  # model -> (module -> what was measured of it)
-
-
-def once(
+def memoised(
     model: Transformer, what: object, measure: Callable[[], T], vocabulary: Vocabulary | None = None
 ) -> T:
-    """`measure()` of what is beside the model, remembered as long as both live, and until it drafts
-    from another vocabulary."""
-    place = known.setdefault(model, WeakKeyDictionary())
+    """`measure()`, the cost of `what` next to the model, kept in the model's memo until the passes,
+    the device, the dtype or the vocabulary change."""
     passes = type(model.lm_head), vars(model.model).get("forward")
     state = model.device, model.dtype, *passes, vocabulary
-    if what not in place or place[what][0] != state:
-        place[what] = state, measure()
-    return place[what][1]
+    if what not in model.memo or model.memo[what][0] != state:
+        model.memo[what] = state, measure()
+    return model.memo[what][1]
 
 
 def cost_curve(model: Transformer) -> list[float]:
     """curve[n] = pass(n) / pass(1) for n from 1 to 64, or to the largest power of two in the
     context; measured once a model, at powers of two, in turn, and linear between them. It never
     falls, as more rows cannot cost less."""
-    return once(model, model, lambda: measured_curve(model))
+    return memoised(model, model, lambda: measured_curve(model))
 
 
 def measured_curve(model: Transformer) -> list[float]:
@@ -100,9 +95,9 @@ def measured_curve(model: Transformer) -> list[float]:
 
 def draft_cost(model: Transformer, draft: Transformer) -> float:
     """One token of a draft model."""
-    if draft is model:  # `once` knows its curve
+    if draft is model:  # its curve may be in the memo
         return 1.0
-    return once(model, draft, lambda: in_passes(one_pass(draft, 1), model))
+    return memoised(model, draft, lambda: in_passes(one_pass(draft, 1), model))
 
 
 def head_cost(model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None) -> float:
@@ -115,7 +110,7 @@ def head_cost(model: Transformer, head: MTPHead, vocabulary: Vocabulary | None =
     def one_draft() -> list:
         return words.logits(drafter.run(hidden, [0])).argmax(-1).tolist()
 
-    return once(model, head, lambda: in_passes(one_draft, model), vocabulary)
+    return memoised(model, head, lambda: in_passes(one_draft, model), vocabulary)
 
 
 def heads_cost(
@@ -131,4 +126,4 @@ def heads_cost(
         before()
         return best_candidates(heads, words, hidden, RANKS)
 
-    return once(model, heads, lambda: max(0.0, in_passes(both, model) - 1), vocabulary)
+    return memoised(model, heads, lambda: max(0.0, in_passes(both, model) - 1), vocabulary)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minispec.checkpoints import places
 from minispec.cost import least_in_turn
 from minispec.errors import UserError, check_package
 from minispec.model import Body, Pass, Transformer
@@ -211,8 +212,7 @@ def over_whole_cache(graph: Callable, tokens: Tensor, now: Pass) -> Tensor:
 
 def kept_graph(model: Transformer) -> Callable:
     """The graph of a model's passes on this CPU, made once and kept in the user's cache folder."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "minispec"
+    folder = places.CACHE
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -228,10 +228,15 @@ class Transformer(nn.Module):
         super().__init__()
         self.config, self.rope = config, Rope(config)
         self.source: Path | None = None  # the directory it was loaded from
+        self.memo: dict = {}  # drafts and heads loaded, and costs measured, for this model
         self.model = Body(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def __getstate__(self) -> dict:
+        """Copies and pickles start with an empty memo."""
+        return self.__dict__ | {"memo": {}}
 
     @property
     def device(self) -> torch.device:

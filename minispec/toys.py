@@ -19,12 +19,12 @@ from tokenizers import models as tokenizer_models
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
+from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import Compressed, count
 from minispec.model import Config, Transformer
 from minispec.sampling import Randomness, Sampling, Seeded
-from minispec.tokenizer import Tokenizer
 from minispec.tree import Step
 
 Method = Callable[..., Iterator[Step]]  # as all of minispec.methods
@@ -44,6 +44,7 @@ class Toy:
     source = None
 
     def __init__(self, seed: int, vocab: int = 3, context: int = 32, eos: tuple[int, ...] = ()):
+        self.memo: dict = {}
         self.config = Config(
             hidden_size=vocab, intermediate_size=1, layers=1, heads=1, kv_heads=1, head_dim=2,
             vocab_size=vocab, context=context, bos_id=0, eos_ids=eos,

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from minispec import cost
-from minispec.checkpoint import save
+from minispec.checkpoints.load import save
+from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.methods.medusa import MedusaHeads, untrained
 from minispec.model import Config, Transformer
-from minispec.tokenizer import Tokenizer
 from minispec.toys import random_head, random_heads, small_model
 from minispec.tree import Tree
 

@@ -13,9 +13,9 @@ import mistakes
 import pytest
 from conftest import ROOT
 
-from minispec import distill
-from minispec.certify import mutants
+from minispec.certify.ours import mutants
 from minispec.methods import adaptive, vocabulary
+from minispec.training import distill
 
 FOLDER = ROOT / "lessons" / "assignments"
 ASSIGNMENTS = sorted(path.name for path in FOLDER.iterdir() if (path / "starter.py").exists())

@@ -15,12 +15,13 @@ from conftest import (
     random_model,
 )
 
-from minispec import bench, generate
+from minispec import bench
 from minispec.certify import __main__ as certify
-from minispec.checkpoint import save
+from minispec.checkpoints.heads import save_medusa, save_mtp, save_vocabulary
+from minispec.checkpoints.load import save
 from minispec.fast import quicken
+from minispec.generate import __main__ as generate
 from minispec.generate import decode
-from minispec.heads import save_medusa, save_mtp, save_vocabulary
 from minispec.methods.vocabulary import Language
 from minispec.model import Transformer, count_parameters
 from minispec.toys import random_head, random_heads
@@ -139,16 +140,6 @@ def test_a_vocabulary_of_each_size_has_a_row(weights, capsys, tmp_path):
     assert all(row["differing"] == 0 for row in rows.values())
 
 
-def test_transformers_says_the_same_in_its_turn(weights, capsys):
-    pytest.importorskip("transformers", reason="the `reference` extra is not installed")
-    bench.main(options_of(weights, "--methods", "speculative", "--against", "transformers",
-                          "--json"))  # fmt: skip
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    theirs = {row["method"]: row["differing"] for row in rows[-3:]}
-    names = "transformers", "transformers, lookup", "transformers, assisted"
-    assert theirs == dict.fromkeys(names, 0)
-
-
 def test_prompts_are_our_own_or_held_out_or_questions(weights, tmp_path, capsys):
     data, questions = tmp_path / "stories_en.txt", tmp_path / "questions.jsonl"
     stories = [f"{i} {i * i} birds flew over the sea." for i in range(101)]
@@ -180,7 +171,7 @@ def test_prompts_are_our_own_or_held_out_or_questions(weights, tmp_path, capsys)
         "--k 0", "--k 1e3", "--draft nowhere", "--data nowhere", "--temperature x", "--prompts 0",
         "--temperature -1", "--kind maths", "--methods magic", "--acceptance 2", "--acceptance 0.5",
         "--picture /dev/null/x.png", "--questions nowhere", "--questions . --data .",
-        "--against transformers --temperature 1", "--shape smollm2-135m --acceptance 2",
+        "--shape smollm2-135m --acceptance 2",
         "--shape smollm2-135m --methods medusa", "--shape magic", "--shape smollm2-135m --k 3",
         "--methods ,", "--vocabulary-sizes 9,x", "--vocabulary-sizes 9 --methods medusa",
         "--vocabulary-sizes 9 --methods fastmtp",

@@ -17,13 +17,19 @@ import torch
 from conftest import ROOT
 
 from minispec import verify
-from minispec.certify import blackbox, cases, mutants
 from minispec.certify.__main__ import main
-from minispec.certify.checks import CHECKS
-from minispec.certify.mutants import MUTANTS
-from minispec.certify.statistics import FALSE_ALARM, chi_square_p, smallest_seen, two_sample_p
-from minispec.certify.takeover import NotTaken, followed
-from minispec.checkpoint import load, save
+from minispec.certify.others import blackbox
+from minispec.certify.others.statistics import (
+    FALSE_ALARM,
+    chi_square_p,
+    smallest_seen,
+    two_sample_p,
+)
+from minispec.certify.others.takeover import NotTaken, followed
+from minispec.certify.ours import cases, mutants
+from minispec.certify.ours.checks import CHECKS
+from minispec.certify.ours.mutants import MUTANTS
+from minispec.checkpoints.load import load, save
 from minispec.generate import decode
 from minispec.methods import speculative
 from minispec.sampling import Sampling, Seeded

@@ -12,7 +12,9 @@ from conftest import GOLDEN, random_model, random_tokens
 from safetensors.torch import load_file, save_file
 
 from minispec import UserError, load
-from minispec.checkpoint import read_config, save, write_tensors, write_text
+from minispec.checkpoints.config import read_config
+from minispec.checkpoints.load import save
+from minispec.checkpoints.weights import write_tensors, write_text
 
 UP = "model.layers.1.mlp.up_proj.weight"
 

@@ -23,7 +23,7 @@ def test_what_heads_cost_is_measured_once_for_each_vocabulary():
     heads, words = random_heads(model, 0, shared=True), Subset(model.lm_head.weight, [1, 2])
     measured = []
     for vocabulary in (None, None, words, words, None):
-        cost.once(model, heads, lambda: measured.append(vocabulary), vocabulary)
+        cost.memoised(model, heads, lambda: measured.append(vocabulary), vocabulary)
     assert measured == [None, words, None]
 
 

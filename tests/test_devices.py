@@ -5,14 +5,15 @@ import torch
 from conftest import companions, random_model, random_tokens
 from simulated import DEVICE, Running, Simulated
 
-from minispec import Sampling, distill
-from minispec.distill.draft import SoftLabels
+from minispec import Sampling
 from minispec.generate import METHODS, decode
 from minispec.methods.adaptive import BestTree, Length
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
 from minispec.sampling import Seeded
 from minispec.toys import random_head, random_heads, switching
+from minispec.training import distill
+from minispec.training.distill.draft import SoftLabels
 
 CURVE = [0.0, *(1 + 0.02 * n for n in range(64))]
 

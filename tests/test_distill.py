@@ -25,24 +25,27 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from minispec import Sampling, UserError, distill, generate, load
-from minispec.checkpoint import save
-from minispec.distill import draft, tree
-from minispec.distill.documents import (
-    kept_states,
-    read_own,
-    read_training,
-    shuffled,
-    weights_digest,
+from minispec import Sampling, UserError, load
+from minispec.checkpoints.heads import (
+    load_medusa,
+    load_mtp,
+    load_vocabulary,
+    save_medusa,
+    save_vocabulary,
 )
-from minispec.drafters import load_drafter
+from minispec.checkpoints.load import save
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.generate import __main__ as generate
 from minispec.generate import decode
-from minispec.heads import load_medusa, load_mtp, load_vocabulary, save_medusa, save_vocabulary
+from minispec.generate.drafters import load_drafter
 from minispec.methods.medusa import RANKS, complete, untrained
 from minispec.methods.vocabulary import Language, Subset
-from minispec.tokenizer import Tokenizer
 from minispec.toys import random_head, randomise
-from minispec.training import CHECKPOINT, lock
+from minispec.training import distill
+from minispec.training.distill import draft, tree
+from minispec.training.distill.documents import kept_states, shuffled, weights_digest
+from minispec.training.loop import CHECKPOINT, lock
+from minispec.training.own_text import read_own, read_training
 
 MODULES = "generate", "draft", "medusa", "mtp", "tree", "vocabulary", "export"
 

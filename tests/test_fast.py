@@ -10,7 +10,8 @@ from conftest import GOLDEN, companions, random_model, random_tokens, random_tre
 from torch import nn
 
 from minispec import UserError, fast, load
-from minispec.checkpoint import save
+from minispec.checkpoints import places
+from minispec.checkpoints.load import save
 from minispec.fast import Function, Int8Linear, WideLinear, quicken, swap
 from minispec.generate import decode
 from minispec.model import plan
@@ -196,7 +197,7 @@ def test_what_a_graph_is_given_makes_the_plain_pass(runner, seed):
 
 @pytest.mark.slow
 def test_compiled_passes_decode_what_plain_ones_do_and_are_made_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(places, "CACHE", tmp_path)
     prompt = random_tokens(20)
     expected = decode(random_model(3), None, prompt, max_new_tokens=60).tokens
     for opened in range(2):
@@ -206,16 +207,16 @@ def test_compiled_passes_decode_what_plain_ones_do_and_are_made_once(tmp_path, m
         for method in "autoregressive", "prompt-lookup", "lookahead":
             run = decode(model, None, prompt, method, max_new_tokens=60)
             assert run.tokens == expected
-    assert len(list((tmp_path / "minispec").iterdir())) == 1
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_no_compiler_no_folder_and_other_devices_are_one_line(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    monkeypatch.setattr(places, "CACHE", file)
     with pytest.raises(UserError, match="set XDG_CACHE_HOME"):
         quicken(random_model(), compiled=True)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(places, "CACHE", tmp_path)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
         quicken(random_model(), compiled=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minispec import generate
+from minispec.generate import __main__ as generate
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 from conftest import END, END_TURN, ROOT, TOKENIZER, byte_model, byte_tokenizer, random_model
 
-from minispec import UserError, errors, generate
-from minispec.checkpoint import load, save
+from minispec import UserError, errors
+from minispec.checkpoints.load import load, save
 from minispec.errors import check_writable, command, printable
+from minispec.generate import __main__ as generate
 from minispec.generate import decode, stream
-from minispec.run import acceptance
+from minispec.generate.run import acceptance
 from minispec.tree import Step, Tree
 
 
@@ -316,7 +317,7 @@ def test_what_a_message_quotes_cannot_drive_the_terminal(tmp_path, capsys):
 def test_with_json_standard_output_is_one_object_whatever_else_is_printed(folder):
     """By Python, by C and by child processes, while the model is loaded and as Python exits."""
     program = (
-        "import atexit, os, sys; from minispec import generate, checkpoint\n"
+        "import atexit, os, sys; from minispec.generate import __main__ as generate\n"
         "load = generate.load\n"
         "def noisy(*a):\n"
         "    print('python'); os.system('echo child'); os.write(1, b'c\\n'); return load(*a)\n"
@@ -332,7 +333,8 @@ def test_with_json_standard_output_is_one_object_whatever_else_is_printed(folder
 def test_optimised_python_runs_and_refuses_the_same(folder):
     """Without asserts and docstrings."""
     program = (
-        "import sys; from minispec import generate, bench, certify, fetch, pretrain\n"
+        "import sys; from minispec import bench, certify, fetch, pretrain\n"
+        "from minispec.generate import __main__ as generate\n"
         "from minispec.certify.__main__ import main\n"
         "def code(run, *argv):\n"
         "    try: run([*argv])\n"

@@ -14,10 +14,11 @@ import pytest
 import torch
 from conftest import ROOT, TOKENIZER, byte_model, last_line_of_refusal
 
-from minispec import UserError, distill, pretrain
-from minispec.checkpoint import save
-from minispec.distill.documents import read_own
-from minispec.training import CHECKPOINT
+from minispec import UserError
+from minispec.checkpoints.load import save
+from minispec.training import distill, pretrain
+from minispec.training.loop import CHECKPOINT
+from minispec.training.own_text import read_own
 
 sys.path.append(str(ROOT / "tests" / "gpu"))
 import heads

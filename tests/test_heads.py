@@ -11,10 +11,7 @@ from conftest import SHARED, last_line_of_refusal, needs_shared, random_model, r
 from safetensors.torch import load_file, save_file
 
 from minispec import UserError, load
-from minispec.checkpoint import save, write_tensors
-from minispec.distill import main as distill
-from minispec.generate import decode
-from minispec.heads import (
+from minispec.checkpoints.heads import (
     PUBLISHED,
     load_medusa,
     load_mtp,
@@ -24,10 +21,14 @@ from minispec.heads import (
     save_tree,
     save_vocabulary,
 )
+from minispec.checkpoints.load import save
+from minispec.checkpoints.weights import write_tensors
+from minispec.generate import decode
 from minispec.methods.medusa import complete, untrained
 from minispec.methods.vocabulary import count
 from minispec.model import Transformer
 from minispec.toys import letters, random_head, random_heads, randomise
+from minispec.training.distill import main as distill
 
 TOKENIZER, FOREIGN = letters(32), letters(31)
 UP = "1.0.linear.weight"

@@ -6,9 +6,9 @@ import torch
 from conftest import ROOT, TOKENIZER, byte_model, companions, random_model
 
 from minispec import UserError, load
-from minispec.checkpoint import save
+from minispec.checkpoints.load import save
 from minispec.generate import METHODS, decode, stream
-from minispec.run import LOSSY
+from minispec.generate.run import LOSSY
 from minispec.toys import random_head, random_heads
 
 PROMPT = "Once upon a time"

@@ -16,8 +16,8 @@ import torch
 from conftest import GOLDEN, SHARED, needs_shared
 
 from minispec import load
-from minispec.certify.cases import BEST_TREE, GREEDY, LENGTH, bound, every_path, tree_method
-from minispec.certify.checks import CONTEXT, EXACT, ends_of, worst_row
+from minispec.certify.ours.cases import BEST_TREE, GREEDY, LENGTH, bound, every_path, tree_method
+from minispec.certify.ours.checks import CONTEXT, EXACT, ends_of, worst_row
 from minispec.generate import METHODS, decode
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded

@@ -5,11 +5,13 @@ import pytest
 import torch
 from conftest import TOKENIZER, byte_model, count_up, random_model
 
-from minispec import Sampling, UserError, generate
-from minispec.certify.cases import RANK_TREES, bound
-from minispec.checkpoint import save
+from minispec import Sampling, UserError
+from minispec.certify.ours.cases import RANK_TREES, bound
+from minispec.checkpoints.heads import save_medusa
+from minispec.checkpoints.load import save
 from minispec.generate import decode
-from minispec.heads import save_medusa
+from minispec.generate import __main__ as generate
+from minispec.generate.terminal import describe
 from minispec.methods.adaptive import BestTree
 from minispec.methods.medusa import complete
 from minispec.methods.vocabulary import Subset
@@ -61,9 +63,9 @@ def test_typical_acceptance_is_lossy_and_says_so():
     options = {"heads": random_heads(model, 0), "max_new_tokens": 30}
     run = decode(model, None, [1, 2], "medusa-typical", **options)
     assert run.tokens == decode(model, None, [1, 2], max_new_tokens=30).tokens  # greedy has no H
-    assert not run.stats["lossless"] and "(lossy)" in generate.describe(run)
+    assert not run.stats["lossless"] and "(lossy)" in describe(run)
     exact = decode(model, None, [1, 2], "medusa", **options)
-    assert exact.stats["lossless"] and "(lossy)" not in generate.describe(exact)
+    assert exact.stats["lossless"] and "(lossy)" not in describe(exact)
 
 
 def test_the_command_line_takes_every_kind_of_tree(tmp_path, capsys):

@@ -16,8 +16,8 @@ from conftest import (
 from tokenizers import models
 
 from minispec import UserError
-from minispec.drafters import check_vocabularies
 from minispec.generate import decode
+from minispec.generate.drafters import check_vocabularies
 from minispec.methods.fastmtp import fastmtp
 from minispec.methods.prompt_lookup import lookup
 from minispec.methods.speculative import speedup, tokens_per_pass

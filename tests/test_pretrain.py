@@ -13,8 +13,11 @@ from conftest import ROOT, WORDS, last_line_of_refusal, tales
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from minispec import load, pretrain, training
+from minispec import load
 from minispec.generate import decode
+from minispec.training import loop as training
+from minispec.training import pretrain
+from minispec.training.new_model import initialise
 
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--ffn", "24", "--vocab", "300",
          "--context", "32", "--rows", "4", "--device", "cpu", "--lr", "0.01"]  # fmt: skip
@@ -82,7 +85,7 @@ def test_training_learns_and_what_it_writes_loads(data, tmp_path):
         bits -= sum(log_p[i, token].item() for i, token in enumerate(row[1:])) / np.log(2)
     after = pretrain.bits_per_byte(model, tokenizer, texts)
     assert abs(after - bits / sum(len(text.encode()) for text in texts)) < 1e-5
-    pretrain.initialise(model, 0)
+    initialise(model, 0)
     assert after < 0.8 * pretrain.bits_per_byte(model, tokenizer, texts)
 
 

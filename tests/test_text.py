@@ -8,7 +8,14 @@ import pytest
 from conftest import ALTERNATING, TOKENIZER, byte_tokenizer
 
 from minispec import UserError
-from minispec.text import LeftOut, encode, held_out_prompts, pieces, read_corpus, read_kinds
+from minispec.training.text import (
+    LeftOut,
+    encode,
+    held_out_prompts,
+    pieces,
+    read_corpus,
+    read_kinds,
+)
 
 
 def talk(question: str, answer: str) -> list[dict]:

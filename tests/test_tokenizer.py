@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from minispec import UserError
-from minispec.tokenizer import Tokenizer
+from minispec.checkpoints.tokenizer import Tokenizer
 
 TEXT = "Ünï 你好，世界 👩‍👩‍👧 𝔘 end � é"
 

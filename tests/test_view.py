@@ -13,11 +13,12 @@ from conftest import TOKENIZER, VOCAB, companions, random_model, random_tokens
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from minispec import Sampling, generate, view
-from minispec.generate import METHODS, decode, stream
-from minispec.run import Chunk
+from minispec import Sampling
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.generate import METHODS, decode, stream, view
+from minispec.generate import __main__ as generate
+from minispec.generate.run import Chunk
 from minispec.sampling import probs
-from minispec.tokenizer import Tokenizer
 from minispec.toys import Recorder
 from minispec.tree import Step, Tree
 

@@ -14,17 +14,18 @@ from typing import TextIO
 import torch
 
 from minispec import certify
-from minispec.certify.blackbox import CHECKS as BOXED
-from minispec.certify.blackbox import check_implementation, load_implementation
-from minispec.certify.checks import CHECKS, RUNS, Verdict
-from minispec.certify.client import Server
 from minispec.certify.compare import compare
-from minispec.certify.exam import precision
-from minispec.certify.keys import keys_in, warn_if_exposed
-from minispec.certify.mutants import check_mutants
-from minispec.certify.server import CHECKS as SERVED
-from minispec.certify.server import REQUESTS, check_server
-from minispec.checkpoint import WEIGHTS, load
+from minispec.certify.others.blackbox import CHECKS as BOXED
+from minispec.certify.others.blackbox import check_implementation, load_implementation
+from minispec.certify.others.client import Server
+from minispec.certify.others.exam import precision
+from minispec.certify.others.keys import keys_in, warn_if_exposed
+from minispec.certify.others.server import CHECKS as SERVED
+from minispec.certify.others.server import REQUESTS, check_server
+from minispec.certify.ours.checks import CHECKS, RUNS, Verdict
+from minispec.certify.ours.mutants import check_mutants
+from minispec.checkpoints.fetch import default_model
+from minispec.checkpoints.load import load
 from minispec.errors import (
     Parser,
     UserError,
@@ -94,7 +95,8 @@ def verdicts_of(args: argparse.Namespace) -> Iterator[Verdict]:
     urls = [url for url in (args.server, args.baseline) if url is not None]
     keys = keys_in(args.key_env or [], len(urls))
     if args.compare or args.server is not None:
-        model, tokenizer = load(args.model or WEIGHTS / "target", "float64", "cpu")
+        model = default_model() if args.model is None else args.model
+        model, tokenizer = load(model, "float64", "cpu")
     if args.compare:
         return compare(*args.compare, model)
     if args.server is not None:

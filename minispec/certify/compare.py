@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from minispec.certify.checks import Verdict, first_difference
+from minispec.certify.ours.checks import Verdict, first_difference
 from minispec.errors import UserError
-from minispec.generate import common_prefix
+from minispec.generate.api import common_prefix
 from minispec.model import Transformer
 
 TIE = 1e-3  # a top-2 logit gap below this may be decided by rounding, in float32

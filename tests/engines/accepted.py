@@ -14,11 +14,11 @@ import httpx
 from serve import serving, vllm_tokens
 
 from minispec import bench, load
-from minispec.distill import main as distill
-from minispec.drafters import load_drafter
 from minispec.fast import quicken
 from minispec.generate import decode
-from minispec.run import acceptance
+from minispec.generate.drafters import load_drafter
+from minispec.generate.run import acceptance
+from minispec.training.distill import main as distill
 
 CHAIN = [(0,), (0, 0), (0, 0, 0)]
 p = argparse.ArgumentParser(description=__doc__)

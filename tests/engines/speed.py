@@ -9,6 +9,8 @@ where a GGUF file has other numbers than the model, other tokens are no fault.
 import argparse
 import contextlib
 import json
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +20,55 @@ import torch
 from serve import serving, vllm_tokens
 
 from minispec import bench, load
-from minispec.drafters import load_drafter
+from minispec.checkpoints.gguf import find_gguf
 from minispec.fast import quicken
+from minispec.generate.drafters import load_drafter
+from minispec.model import Transformer
+
+
+def timed(generate: Callable[[int], list[int]], n: int) -> SimpleNamespace:
+    """What the table needs of a decoder that is not ours, which generates so many tokens. The first
+    comes from the prefill: the seconds are those that the others take, scaled to all."""
+    begin = time.perf_counter()
+    generate(1)
+    middle = time.perf_counter()
+    tokens = generate(n)
+    rest = max(time.perf_counter() - middle - (middle - begin), 1e-9)
+    seconds = rest * len(tokens) / max(len(tokens) - 1, 1)
+    return SimpleNamespace(tokens=tokens, decode_seconds=seconds, rounds=[], extra_parameters=0)
+
+
+def transformers_decoders(model: Transformer, draft: Transformer | None, n: int) -> dict:
+    """transformers' greedy `generate`: plain, with prompt lookup, and with the draft, if there is
+    one, as assistant."""
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.set_verbosity_error()
+
+    def read(source: Path):
+        where, more = source, {}
+        if file := find_gguf(source):
+            where, more = file.parent, {"gguf_file": file.name}
+        theirs = AutoModelForCausalLM.from_pretrained(where, dtype=model.dtype, **more)
+        return theirs.to(model.device)
+
+    def decoder(options: dict, prompt: list[int]) -> SimpleNamespace:
+        ids = torch.tensor([prompt], device=model.device)
+
+        def generate(count: int) -> list[int]:
+            out = target.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
+                pad_token_id=0, eos_token_id=list(model.config.eos_ids) or None, **options,
+            )  # fmt: skip
+            return out[0, len(prompt) :].tolist()
+
+        return timed(generate, n)
+
+    target = read(model.source)
+    options = {"transformers": {}, "transformers, lookup": {"prompt_lookup_num_tokens": 4}}
+    if draft is not None:
+        options["transformers, assisted"] = {"assistant_model": read(draft.source)}
+    return {row: partial(decoder, each) for row, each in options.items()}
 
 
 def llamacpp(address: str, n: int, prompt: list[int]) -> SimpleNamespace:
@@ -28,44 +77,51 @@ def llamacpp(address: str, n: int, prompt: list[int]) -> SimpleNamespace:
                  "return_tokens": True}  # fmt: skip
         return httpx.post(f"{address}/completion", json=asked, timeout=600).json()["tokens"]
 
-    return bench.timed(generate, n)
+    return timed(generate, n)
 
 
 def vllm(address: str, name: str, n: int, prompt: list[int]) -> SimpleNamespace:
-    return bench.timed(partial(vllm_tokens, address, name, prompt), n)
+    return timed(partial(vllm_tokens, address, name, prompt), n)
 
 
 # without prefix caching, for which the second of two requests would have no prompt to read
 ALONE = "--max-model-len 1024 --no-enable-prefix-caching"
-p = argparse.ArgumentParser(description=__doc__)
-p.add_argument("model")
-p.add_argument("gguf", nargs="*", type=Path)
-p.add_argument("--own", type=Path, nargs="+", required=True)
-p.add_argument("--prompts", type=int, default=4)
-p.add_argument("--max-new-tokens", type=int, default=100)
-p.add_argument("--compile", action="store_true", help="our passes")
-p.add_argument("--json", action="store_true")
-args = p.parse_args()
-args.questions = args.data = None
-n, threads = args.max_new_tokens, torch.get_num_threads()
-model, tokenizer = load(args.model, "float32", "cpu")
-head = load_drafter("fastmtp", model, tokenizer)
-methods = {"autoregressive": {}} | {f"fastmtp k={k}": head | {"k": k} for k in (3, "auto")}
-with contextlib.ExitStack() as stack:
-    others = bench.transformers_decoders(model, None, n)
-    for port, file in enumerate(args.gguf, 8200):
-        server = serving("llamacpp-plain", str(file), port=port, more=f"-np 1 -t {threads}")
-        others[f"llama.cpp {file.stem}"] = partial(llamacpp, stack.enter_context(server), n)
-    if Path(".engines/vllm/installed").exists():
-        server = serving("vllm-plain", args.model, port=8199, more=ALONE)
-        others["vllm"] = partial(vllm, stack.enter_context(server), args.model, n)
-    quicken(model, compiled=args.compile)
-    machine, tables = bench.measured(model), []
-    for kind, prompts in bench.prompts_of(args, model, tokenizer).items():
-        runs = bench.measure(model, tokenizer, methods, prompts, n, others=others)
-        tables.append(bench.table_of(kind, 0.0, runs, machine, methods))
-        if not args.json:
-            print(f"\n{kind}, {len(prompts)} prompts, {threads} threads")
-            bench.show(tables[-1])
-if args.json:
-    print(json.dumps({"machine": machine, "rows": sum(tables, [])}))
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("model")
+    p.add_argument("gguf", nargs="*", type=Path)
+    p.add_argument("--own", type=Path, nargs="+", help="default: beginnings of stories")
+    p.add_argument("--prompts", type=int, default=4)
+    p.add_argument("--max-new-tokens", type=int, default=100)
+    p.add_argument("--compile", action="store_true", help="our passes")
+    p.add_argument("--json", action="store_true")
+    args = p.parse_args(argv)
+    args.questions = args.data = None
+    n, threads = args.max_new_tokens, torch.get_num_threads()
+    model, tokenizer = load(args.model, "float32", "cpu")
+    head = load_drafter("fastmtp", model, tokenizer)
+    methods = {"autoregressive": {}} | {f"fastmtp k={k}": head | {"k": k} for k in (3, "auto")}
+    with contextlib.ExitStack() as stack:
+        others = transformers_decoders(model, None, n)
+        for port, file in enumerate(args.gguf, 8200):
+            server = serving("llamacpp-plain", str(file), port=port, more=f"-np 1 -t {threads}")
+            others[f"llama.cpp {file.stem}"] = partial(llamacpp, stack.enter_context(server), n)
+        if Path(".engines/vllm/installed").exists():
+            server = serving("vllm-plain", args.model, port=8199, more=ALONE)
+            others["vllm"] = partial(vllm, stack.enter_context(server), args.model, n)
+        quicken(model, compiled=args.compile)
+        machine, tables = bench.measured(model), []
+        for kind, prompts in bench.prompts_of(args, model, tokenizer).items():
+            runs = bench.measure(model, tokenizer, methods, prompts, n, others=others)
+            tables.append(bench.table_of(kind, 0.0, runs, machine, methods))
+            if not args.json:
+                print(f"\n{kind}, {len(prompts)} prompts, {threads} threads")
+                bench.show(tables[-1])
+    if args.json:
+        print(json.dumps({"machine": machine, "rows": sum(tables, [])}))
+
+
+if __name__ == "__main__":
+    main()

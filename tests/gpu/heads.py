@@ -27,10 +27,10 @@ import torch
 from steps import MINUTES, Results, Step, main, table
 
 from minispec import bench, load
-from minispec.checkpoint import WEIGHTS
-from minispec.distill.documents import read_own
+from minispec.checkpoints import places
 from minispec.generate import decode
-from minispec.training import CHECKPOINT
+from minispec.training.loop import CHECKPOINT
+from minispec.training.own_text import read_own
 
 BEGINNINGS = {  # kind of text -> beginnings of users' turns; "" leaves it to the model
     "prose": ["", "", "", "", "Translate German to English:", "Summarize:", "Who", "When", "Where",
@@ -45,7 +45,7 @@ PACKED = 4_000_000  # bytes of all text
 FULL = {"model": "smollm2", "documents": {"prose": 9000, "code": 5000, "sums": 7000},
         "tokens": 200, "batch": 512, "rows": 64, "context": 384, "vocabulary": 8192, "prompts": 5,
         "answer": 64}  # fmt: skip
-SMALL = {"model": str(WEIGHTS / "target"), "documents": dict.fromkeys(BEGINNINGS, 4),
+SMALL = {"model": str(places.TOY), "documents": dict.fromkeys(BEGINNINGS, 4),
          "tokens": 40, "batch": 16, "rows": 4, "context": 96, "vocabulary": 512, "prompts": 1,
          "answer": 24}  # fmt: skip
 HEADS = {"mtp": ["--k", "3", "--soft", "--lr", "3e-3"],

@@ -22,17 +22,17 @@ import torch
 from steps import ROOT, Results, Step, main, table
 
 from minispec import UserError, bench, load
-from minispec.checkpoint import WEIGHTS
+from minispec.checkpoints import places
+from minispec.checkpoints.heads import PUBLISHED
 from minispec.cost import COUNTS, least_in_turn, one_pass
 from minispec.fast import quicken
 from minispec.generate import decode
-from minispec.heads import PUBLISHED
+from minispec.generate.run import Run
 from minispec.methods.medusa import untrained
 from minispec.model import Transformer
-from minispec.run import Run
-from minispec.text import Conversation, encode
+from minispec.training.text import Conversation, encode
 
-TOY = str(WEIGHTS / "target")
+TOY = str(places.TOY)
 QUESTIONS = ["Write a short story about a bird that could not fly.",
              "Tom has 12 apples and buys 3 bags of 8 apples each. How many has he? Explain.",
              "Write a Python function that returns the n-th Fibonacci number."]  # fmt: skip

@@ -2,11 +2,10 @@
 
 from torch import Tensor, nn
 
-from minispec.methods.medusa import Ranks, TreePolicy
 from minispec.methods.vocabulary import Words
 from minispec.model import Transformer
 from minispec.sampling import OneHot
-from minispec.tree import Tree
+from minispec.tree import Ranks, Tree, TreePolicy
 
 
 class ResBlock(nn.Module):

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lessons.assignments.a8_engine.proposers import PROPOSERS, Forest, Proposer
-from minispec.certify import cases
-from minispec.certify.blackbox import (
+from minispec.certify.others.blackbox import (
     Box,
     Raised,
     ends,
@@ -20,8 +19,9 @@ from minispec.certify.blackbox import (
     keeps_lengths,
     write_checkpoint,
 )
-from minispec.certify.cases import bound, every_path, greedy_cases
-from minispec.certify.checks import Verdict, check_cache, check_exact, ends_differently
+from minispec.certify.ours import cases
+from minispec.certify.ours.cases import bound, every_path, greedy_cases
+from minispec.certify.ours.checks import Verdict, check_cache, check_exact, ends_differently
 from minispec.generate import METHODS
 from minispec.sampling import Sampling, Seeded
 from minispec.toys import (

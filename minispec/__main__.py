@@ -1,0 +1,34 @@
+"""All commands as one: `minispec generate …` is `python -m minispec.generate …`."""
+
+import sys
+from importlib import import_module
+
+from minispec.errors import Parser, command
+
+COMMANDS = {
+    "generate": "generate text with any method, or chat",
+    "bench": "compare the speed of all methods",
+    "certify": "check whether a decoder is lossless",
+    "pretrain": "train a small model from text",
+    "distill": "train drafts and heads for a model",
+    "fetch": "download a real model, SmolLM2-135M-Instruct",
+}
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    p = Parser(prog="minispec", description=__doc__, add_help=False)
+    p.add_argument("command", choices=COMMANDS)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] in ([], ["-h"], ["--help"]):
+        print("usage: minispec COMMAND …   (minispec COMMAND -h shows its flags)\n")
+        print("\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items()))
+        return
+    name = p.parse_args(argv[:1]).command
+    package = "minispec.generate.__main__", "minispec.certify.__main__"
+    module = next((each for each in package if name in each), f"minispec.{name}")
+    import_module(module).main(argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Decoders that are not ours, examined from outside: a function or a server."""

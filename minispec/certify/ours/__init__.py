@@ -1,0 +1,1 @@
+"""Proofs about the methods of this package, and mutants that each proof must catch."""

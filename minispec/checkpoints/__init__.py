@@ -1,0 +1,1 @@
+"""Checkpoints of models and heads, read and written in the layouts that their ecosystems use."""

@@ -1,0 +1,1 @@
+"""Training: a small target from text; drafts and heads from the target's own text."""

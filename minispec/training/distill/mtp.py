@@ -1,0 +1,174 @@
+"""Train FastMTP's head on the target's own text."""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec.checkpoints.heads import load_mtp, load_subset, save_mtp
+from minispec.errors import number
+from minispec.methods.fastmtp import MTPHead
+from minispec.methods.vocabulary import FullVocabulary, Subset
+from minispec.model import Pass, Transformer, count_parameters
+from minispec.training.distill.documents import (
+    Documents,
+    cross_entropy,
+    keep_vocabulary,
+    learn,
+    load_target,
+    words_digest,
+)
+from minispec.training.loop import markdown, training_arguments, without_folders, write_card
+from minispec.training.new_model import initialise
+
+
+class AllSteps:
+    """Keys and values of all steps so far, in the place of a cache: training needs them all."""
+
+    def __init__(self):
+        self.k, self.v = [], []
+
+    def write(self, layer: int, slots: None, k: Tensor, v: Tensor):
+        self.k.append(k)
+        self.v.append(v)
+        return torch.cat(self.k, 1), torch.cat(self.v, 1)
+
+
+class MTPLoss:
+    """Indices of documents -> Σ α_k · CE_k, in nats: section 3.2 of the paper.
+
+    Step k at row i reads its own output of the step before (the target's hidden state at first)
+    and the true token i + k. In mode `parallel`, the published code's, it stays at position i and
+    sees what step 1 saw, at its own step. In mode `aligned` it does what drafting with one cache
+    does: it stands at position i + k - 1 and sees step 1 up to row i, then its own earlier steps.
+    With `soft` each CE is against the target's distribution in the label's place, not the label.
+    With a `vocabulary` all is over its tokens; a label that is none of them does not count.
+    """
+
+    def __init__(self, head: MTPHead, target: Transformer, documents: Documents, steps: int,
+                 beta: float, aligned: bool, soft: bool = False,
+                 vocabulary: Subset | None = None):  # fmt: skip
+        self.head, self.target, self.documents = head, target, documents
+        self.aligned, self.soft = aligned, soft
+        self.words = vocabulary or FullVocabulary(target)
+        self.weights = step_weights(steps, beta)
+
+    def __call__(self, index: Tensor) -> Tensor:
+        states, tokens, labels = self.gather(index)
+        n, total = labels[0].shape[1], 0.0
+        for k, x in enumerate(self.outputs(states[:, :n], tokens)):
+            label = self.words.numbers(labels[k])
+            real = label >= 0  # (B, n)
+            p = None
+            if self.soft:  # the target's distributions (N, V) in the labels' places
+                p = self.logits(states[:, k + 1 :][:, :n][real]).float().softmax(-1)
+            total += self.weights[k] * cross_entropy(self.logits(x[real]), label[real], p)
+        return total
+
+    def gather(self, index: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The target's states (B, T - 2 + steps, d), tokens (B, T + steps) and each step's labels
+        (B, T - 2)."""
+        documents, device, steps = self.documents, self.target.device, len(self.weights)
+        tokens = F.pad(documents.tokens[index], (0, steps)).to(device)
+        labels = [documents.labels(index, k + 1).to(device) for k in range(steps)]
+        return documents.states(index, labels[0].shape[1] + steps).to(device), tokens, labels
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(..., d) -> (..., V)."""
+        return self.words.logits(x)
+
+    def outputs(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+        """The head's outputs (B, n, d) of every step; hidden (B, n, d), tokens (B, n + steps at
+        least)."""
+        n, keys, outputs = hidden.shape[1], AllSteps(), []
+        for k in range(len(self.weights)):
+            embedded = self.target.model.embed_tokens(tokens[:, k + 1 : k + 1 + n])
+            hidden = self.head.layers(hidden, embedded, self.plan(n, k, keys))
+            outputs.append(hidden)
+        return outputs
+
+    def steps(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+        """Logits (B, n, V) of every step, from what `outputs` takes."""
+        return [self.logits(x) for x in self.outputs(hidden, tokens)]
+
+    def plan(self, n: int, k: int, keys: AllSteps) -> Pass:
+        """Step k's positions, and what it sees."""
+        target = self.target
+        at = torch.arange(n, device=target.device)[None]
+        if not self.aligned:
+            return Pass(*self.head.rope(at, target.dtype))
+        own = torch.eye(n, dtype=torch.bool, device=target.device)
+        prefix = torch.ones_like(own).tril()
+        visible = torch.cat([prefix] + [own] * k, 1)[None, None]  # (1, 1, n, (k + 1) n)
+        return Pass(*self.head.rope(at + k, target.dtype), visible, keys)
+
+
+def step_weights(steps: int, beta: float) -> list[float]:
+    """α_k = β^(k-1) / Σ β^(j-1)."""
+    powers = [beta**k for k in range(steps)]
+    return [p / sum(powers) for p in powers]
+
+
+@torch.no_grad()
+def step_accuracy(loss: MTPLoss, indices: list[int]) -> list[float]:
+    """How often each step's best token, of the loss's vocabulary, is the true one, its input tokens
+    being true as well."""
+    right, count = [0] * len(loss.weights), [0] * len(loss.weights)
+    for i in indices:
+        states, tokens, labels = loss.gather(torch.tensor([i]))
+        for k, logits in enumerate(loss.steps(states[:, : labels[0].shape[1]], tokens)):
+            right[k] += int((logits.argmax(-1) == loss.words.numbers(labels[k])).sum())
+            count[k] += int((labels[k] >= 0).sum())
+    return [r / max(c, 1) for r, c in zip(right, count)]
+
+
+def run(args: argparse.Namespace) -> None:
+    target, tokenizer = load_target(args)
+    if args.init:
+        head = load_mtp(args.init, target, tokenizer).requires_grad_(True)
+    else:
+        head = MTPHead(target.config)
+        initialise(head, args.seed)
+        head.to(args.device)
+
+    words = load_subset(args.vocabulary, target, tokenizer)
+
+    def loss_of(documents: Documents) -> MTPLoss:
+        aligned = args.mode == "aligned"
+        return MTPLoss(head, target, documents, args.k, args.beta, aligned, args.soft, words)
+
+    options = f"{args.mode} {args.k} {args.beta} {args.soft} {words_digest(words)}"
+    run, measured = learn(args, target, tokenizer, head, loss_of, options, words=words)
+    head.half().float()  # as it is stored
+    loss = loss_of(Documents.of(measured, target, args.context, torch.float32))
+    save_mtp(head, args.out, without_folders(args.model), tokenizer, torch.float16, loss.weights)
+    keep_vocabulary(args, target, tokenizer)
+    kinds: dict[str, list[int]] = {}
+    for i, row in enumerate(measured):
+        kinds.setdefault(row["kind"], []).append(i)
+    facts = {
+        "layout": "MiMo's; embedding and lm_head are the target's",
+        "loss": f"Σ α_k · CE_k, α = {', '.join(f'{w:.3f}' for w in loss.weights)}, {args.mode}, "
+                f"against the target's {'distributions' if args.soft else 'tokens'}"
+                f"{f', over {len(words)} tokens' if words else ''}",
+        "measured": "how often each step's best token is right on held-out documents, given right "
+                    "tokens before it",
+    }  # fmt: skip
+    rates = {kind: step_accuracy(loss, indices) for kind, indices in kinds.items()}
+    table = markdown("kind", [f"step {k + 1}" for k in range(args.k)], rates)
+    title = f"A FastMTP head of {count_parameters(head):,} parameters"
+    write_card(args, run, title, facts, table)
+
+
+def arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--k", type=number(1, 32), default=3,
+                   help="steps of the head on its own output (default: %(default)s)")  # fmt: skip
+    p.add_argument("--beta", type=number(0, 10, float), default=0.6,
+                   help="weight of a step over the one before (default: %(default)s)")  # fmt: skip
+    p.add_argument("--mode", choices=["aligned", "parallel"], default="aligned",
+                   help="as drafting runs it, or as the published code does")  # fmt: skip
+    p.add_argument("--soft", action="store_true", help="learn distributions, not tokens")
+    p.add_argument("--vocabulary", help="a file of distill vocabulary: learn its tokens alone")
+    p.add_argument("--init", help="begin with this head")
+    training_arguments(p, steps=1000, context=224, lr=4e-3)
