@@ -31,7 +31,7 @@ from minispec.cache import KVCache
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, needed, pick_device, pick_dtype
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cost import COUNTS, cost_curve, draft_cost, least_in_turn, one_pass
+from minispec.cost import COUNTS, cost_curve, draft_cost, interleaved_min_times, one_pass
 from minispec.errors import (
     Parser,
     UserError,
@@ -43,7 +43,7 @@ from minispec.errors import (
     number,
     stdout_reserved,
 )
-from minispec.fast import quicken
+from minispec.fast import optimize
 from minispec.generate import decode
 from minispec.generate.api import as_prompt, unlisted_end
 from minispec.generate.drafters import found_beside, load_drafter, read_tree_option
@@ -81,7 +81,7 @@ def measured(model: Transformer, draft: Transformer | None = None) -> dict:
     source = torch.ones(COPIED, dtype=torch.uint8, device=model.device)
     target = torch.ones_like(source)
     a = torch.ones(SIDE, SIDE, dtype=model.dtype, device=model.device)
-    own, copy, square = least_in_turn(
+    own, copy, square = interleaved_min_times(
         [one_pass(model, 1), lambda: target.copy_(source)[-1].item(),
          lambda: (a @ a)[-1, -1].item()], turns=5,
     )  # fmt: skip
@@ -227,7 +227,7 @@ def random_weights(config: Config, dtype: str = "auto", device: str = "auto") ->
         torch.set_default_dtype(before)
 
 
-class Reciter:
+class OracleDraft:
     """A draft that costs nothing: it knows what the target will say, and each of its tokens is that
     with a chosen probability. What a real draft costs is to be taken off its speedup."""
 
@@ -255,7 +255,7 @@ def recited(args: argparse.Namespace, model: Transformer, prompt: list[int]) -> 
     """For --shape: chains of 1 to 16 drafts."""
     plain = decode(model, None, prompt, max_new_tokens=args.max_new_tokens, ignore_eos=True)
     acceptance = 0.8 if args.acceptance is None else args.acceptance
-    draft = Reciter(model, prompt + plain.tokens, acceptance)
+    draft = OracleDraft(model, prompt + plain.tokens, acceptance)
     chains = {f"speculative k={k}": {"draft": draft, "k": k} for k in (1, 2, 4, 8, 16)}
     return {"autoregressive": {}} | chains
 
@@ -513,7 +513,7 @@ def run(args: argparse.Namespace, out: TextIO | None) -> None:
             note(unlisted)
     draft = next((each["draft"] for each in methods.values() if "draft" in each), None)
     for each in filter(None, (model, draft)):
-        quicken(each, int8=args.quantize == "int8", compiled=args.compile)
+        optimize(each, int8=args.quantize == "int8", compiled=args.compile)
     if args.shape:
         methods = recited(args, model, *kinds[args.shape])
     machine, tables = measured(model, draft), []

@@ -40,7 +40,7 @@ class KVCache:
         return self.lengths[0]
 
     @property
-    def room(self) -> int:
+    def free_rows(self) -> int:
         """How many scratch rows still fit."""
         return self.capacity - max(self.lengths)
 
@@ -52,7 +52,7 @@ class KVCache:
         span) of the first `span` cache rows: the committed ones for everybody, scratch row j for
         row i if `mask[i, j]`. Raises ValueError where there is no room.
         """
-        if n > self.room:
+        if n > self.free_rows:
             raise ValueError(
                 f"{n} more tokens do not fit: the cache holds {self.capacity} and "
                 f"{max(self.lengths)} are committed"
@@ -60,10 +60,10 @@ class KVCache:
         # slices of self.row, not torch.tensor(lengths): a copy from the host would wait
         starts = torch.stack([self.row[length] for length in self.lengths])[:, None]  # (B, 1)
         slots, span = starts + self.row[:n], max(self.lengths) + n
-        visible = (self.row[:span] < starts)[:, None].repeat(1, n, 1)  # (B, n, span)
+        attn_mask = (self.row[:span] < starts)[:, None].repeat(1, n, 1)  # (B, n, span)
         # (B, 1, 1), (n, 1), (B, 1, n): each sequence's own scratch columns get the mask
-        visible[self.sequence[..., None], self.row[:n, None], slots[:, None]] = mask
-        return slots, starts + depth, visible[:, None]
+        attn_mask[self.sequence[..., None], self.row[:n, None], slots[:, None]] = mask
+        return slots, starts + depth, attn_mask[:, None]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put k, v (B, n, heads, head_dim) into rows `slots` (B, n) of a layer. Returns what the

@@ -19,7 +19,7 @@ COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows at which the curve is measured
 MOMENT = 0.02  # seconds of a function's turn, at least
 
 
-def least_in_turn(
+def interleaved_min_times(
     functions: list[Callable[[], object]], turns: int = 3, moment: float | None = None
 ) -> list[float]:
     """The shortest time of one call of each function, in seconds; each must end on the host. The
@@ -56,7 +56,7 @@ def one_pass(model: Transformer, n: int, cache: KVCache | None = None) -> Callab
 
 def in_passes(function: Callable[[], object], model: Transformer) -> float:
     """What a call costs, in passes of the model over one token; both are timed in turn."""
-    own, whole = least_in_turn([function, one_pass(model, 1)])
+    own, whole = interleaved_min_times([function, one_pass(model, 1)])
     return own / whole
 
 
@@ -82,7 +82,7 @@ def cost_curve(model: Transformer) -> list[float]:
 def measured_curve(model: Transformer) -> list[float]:
     """`cost_curve`, measured now."""
     counts = [n for n in COUNTS if n <= model.config.context]
-    seconds = least_in_turn([one_pass(model, n) for n in counts])
+    seconds = interleaved_min_times([one_pass(model, n) for n in counts])
     curve = [0.0, 1.0]
     for (m, a), (n, b) in pairwise(zip(counts, seconds)):
         for i in range(m + 1, n + 1):
@@ -104,7 +104,7 @@ def head_cost(model: Transformer, head: MTPHead, vocabulary: Vocabulary | None =
     """One token of a FastMTP head, over all languages of its vocabulary (None: the full one)."""
     drafter = Drafter(head, model, 8, offset=0)
     hidden = model.model.norm.weight.new_zeros(1, model.config.hidden_size)
-    words = (vocabulary or FullVocabulary(model)).pick([])
+    words = (vocabulary or FullVocabulary(model)).select([])
 
     @torch.inference_mode()
     def one_draft() -> list:
@@ -118,7 +118,7 @@ def heads_cost(
 ) -> float:
     """A round's work of Medusa heads, timed right after a target pass, as in decoding; `vocabulary`
     as for `head_cost`."""
-    words = (vocabulary or FullVocabulary(model)).pick([])
+    words = (vocabulary or FullVocabulary(model)).select([])
     hidden, before = model.model.norm.weight, one_pass(model, 1)
 
     @torch.inference_mode()

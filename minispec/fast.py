@@ -19,16 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.checkpoints import places
-from minispec.cost import least_in_turn
+from minispec.cost import interleaved_min_times
 from minispec.errors import UserError, check_package
-from minispec.model import Body, Pass, Transformer
+from minispec.model import Backbone, ForwardContext, Transformer
 
 FEW = 2, 4, 8, 16  # numbers of rows at which the two products of WideLinear are timed
 FEW_BYTES = 2**26  # of weights for this: more than most caches hold
 GRAPH_ROWS = 1, 2, 4, 8, 16, 32, 64  # of graphs on a GPU; the last is the most of any graph
 
 
-def quicken(model: Transformer, int8: bool = False, compiled: bool = False) -> None:
+def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> None:
     """What `generate` and `bench` do after loading: int8 weights or compiled passes if asked for,
     and on a float32 CPU the faster product for few rows, which is measured first. Raises UserError
     if compiling is impossible."""
@@ -41,8 +41,8 @@ def quicken(model: Transformer, int8: bool = False, compiled: bool = False) -> N
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 layers.setdefault(module.weight.shape, []).append(module)
-        wide = {shape: wide_rows(each) for shape, each in layers.items()}
-        swap(model, lambda linear: WideLinear(linear, wide[linear.weight.shape]))
+        wide = {shape: rows_for_wide_product(each) for shape, each in layers.items()}
+        swap(model, lambda linear: SmallBatchLinear(linear, wide[linear.weight.shape]))
 
 
 # ---- linear layers -------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def swap(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
             swap(child, make)
 
 
-class WideLinear(nn.Module):
+class SmallBatchLinear(nn.Module):
     """A linear layer that computes the product for some numbers of rows as weight @ rowsᵀ. Compared
     with rows @ weightᵀ this takes half as long for four rows on some CPUs, and twice as long on
     others."""
@@ -76,7 +76,7 @@ class WideLinear(nn.Module):
 
 
 @torch.inference_mode()
-def wide_rows(layers: list[nn.Linear]) -> list[int]:
+def rows_for_wide_product(layers: list[nn.Linear]) -> list[int]:
     """The numbers of rows for which weight @ rowsᵀ is clearly faster than rows @ weightᵀ on this
     machine, for layers of one shape. Each product is timed over many layers, one after another, so
     that weights come from memory as they do in a pass."""
@@ -93,7 +93,7 @@ def wide_rows(layers: list[nn.Linear]) -> list[int]:
             for layer in layers:
                 layer.weight @ x.T
 
-        tall_seconds, wide_seconds = least_in_turn([tall, wide], moment=0)
+        tall_seconds, wide_seconds = interleaved_min_times([tall, wide], moment=0)
         if wide_seconds < 0.9 * tall_seconds:
             chosen += range(last + 1, n + 1)
         last = n
@@ -129,15 +129,15 @@ class Function(nn.Module):
     """A model's body as a function of tensors alone, which torch can compile: keys and values are
     the layers' (1, span, heads, head_dim), which it writes."""
 
-    def __init__(self, body: Body):
+    def __init__(self, body: Backbone):
         super().__init__()
         self.body = body
 
     def forward(
-        self, tokens: Tensor, cos: Tensor, sin: Tensor, visible: Tensor, slots: Tensor,
+        self, tokens: Tensor, cos: Tensor, sin: Tensor, attn_mask: Tensor, slots: Tensor,
         keys: list[Tensor], values: list[Tensor],
     ) -> Tensor:  # fmt: skip
-        return Body.forward(self.body, tokens, Pass(cos, sin, visible, Rows(keys, values), slots))
+        return Backbone.forward(self.body, tokens, ForwardContext(cos, sin, attn_mask, Rows(keys, values), slots))
 
 
 class Rows:
@@ -168,11 +168,11 @@ def compile_passes(model: Transformer) -> None:
     else:
         raise UserError(f"--compile works on cpu and cuda, not on {kind}")
 
-    def forward(tokens: Tensor, now: Pass) -> Tensor:
-        n, cache = tokens.shape[1], now.cache
-        if cache is None or len(cache.lengths) > 1 or n > GRAPH_ROWS[-1] or 2 * n > cache.room:
-            return plain(tokens, now)
-        return run(tokens, now)
+    def forward(tokens: Tensor, ctx: ForwardContext) -> Tensor:
+        n, cache = tokens.shape[1], ctx.cache
+        if cache is None or len(cache.lengths) > 1 or n > GRAPH_ROWS[-1] or 2 * n > cache.free_rows:
+            return plain(tokens, ctx)
+        return run(tokens, ctx)
 
     model.model.forward = forward
 
@@ -189,25 +189,25 @@ def check_compiler(device: str) -> None:
         )
 
 
-def over_committed_rows(graph: Callable, tokens: Tensor, now: Pass) -> Tensor:
+def over_committed_rows(graph: Callable, tokens: Tensor, ctx: ForwardContext) -> Tensor:
     """A pass of a graph for any number of rows: it sees the cache as far as the pass does."""
-    span = now.visible.shape[-1]
-    keys, values = ([each[:, :span] for each in kept] for kept in (now.cache.k, now.cache.v))
-    return graph(tokens, now.cos, now.sin, now.visible, now.slots, keys, values)
+    span = ctx.attn_mask.shape[-1]
+    keys, values = ([each[:, :span] for each in kept] for kept in (ctx.cache.k, ctx.cache.v))
+    return graph(tokens, ctx.cos, ctx.sin, ctx.attn_mask, ctx.slots, keys, values)
 
 
-def over_whole_cache(graph: Callable, tokens: Tensor, now: Pass) -> Tensor:
+def over_whole_cache(graph: Callable, tokens: Tensor, ctx: ForwardContext) -> Tensor:
     """A pass of a graph that is made for each of GRAPH_ROWS and sees all of the cache: rows are
     filled up with the pass's last one, as scratch that is never committed."""
-    n, cache, span = tokens.shape[1], now.cache, now.visible.shape[-1]
+    n, cache, span = tokens.shape[1], ctx.cache, ctx.attn_mask.shape[-1]
     count = next(count for count in GRAPH_ROWS if count >= n)
     rows = torch.arange(count, device=tokens.device).clamp(max=n - 1)
     slots = cache.row[None, cache.length : cache.length + count]
-    visible = F.pad(now.visible, (0, cache.capacity - span), value=-torch.inf)[:, :, rows]
+    attn_mask = F.pad(ctx.attn_mask, (0, cache.capacity - span), value=-torch.inf)[:, :, rows]
     for each in (*cache.k, *cache.v):  # written in place: their addresses belong to the graph
         torch._dynamo.mark_static_address(each)
-    cos, sin = now.cos[:, rows], now.sin[:, rows]
-    return graph(tokens[:, rows], cos, sin, visible, slots, cache.k, cache.v)[:, :n].clone()
+    cos, sin = ctx.cos[:, rows], ctx.sin[:, rows]
+    return graph(tokens[:, rows], cos, sin, attn_mask, slots, cache.k, cache.v)[:, :n].clone()
 
 
 def kept_graph(model: Transformer) -> Callable:

@@ -113,12 +113,12 @@ def yarn_scale(scaling: dict, factor: float) -> float:
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardContext:
     """What all layers of one forward pass over n rows share."""
 
     cos: Tensor  # (B or 1, n, 1, head_dim / 2)
     sin: Tensor
-    visible: Tensor | None = None  # (B or 1, 1, n, keys), 0 or -inf; None: all rows up to its own
+    attn_mask: Tensor | None = None  # (B or 1, 1, n, keys), 0 or -inf; None: all rows up to its own
     cache: KVCache | None = None
     slots: Tensor | None = None  # (B, n): the cache rows that this pass writes
 
@@ -126,24 +126,24 @@ class Pass:
 def plan(
     rope: Rope, like: Tensor, n: int, cache: KVCache | None, depth: Tensor | None,
     mask: Tensor | None,
-) -> Pass:  # fmt: skip
+) -> ForwardContext:  # fmt: skip
     """Positions and visibility of a pass over `n` rows, on the device and in the type of `like`;
     see Transformer.forward."""
     depth = torch.arange(n, device=like.device) if depth is None else depth.to(like.device)
     mask = mask if mask is None else mask.to(like.device)
     if cache is None:
         turned = rope(depth[None], like.dtype)
-        return Pass(*turned) if mask is None else Pass(*turned, bias(mask[None, None], like))
+        return ForwardContext(*turned) if mask is None else ForwardContext(*turned, bias(mask[None, None], like))
     if mask is None:
         mask = torch.ones(n, n, dtype=torch.bool, device=like.device).tril()
-    slots, position, visible = cache.place(n, depth, mask)
-    return Pass(*rope(position, like.dtype), bias(visible, like), cache, slots)
+    slots, position, attn_mask = cache.place(n, depth, mask)
+    return ForwardContext(*rope(position, like.dtype), bias(attn_mask, like), cache, slots)
 
 
-def bias(visible: Tensor, like: Tensor) -> Tensor:
+def bias(attn_mask: Tensor, like: Tensor) -> Tensor:
     """0 where a row sees a key, else -inf, made once a pass: of a boolean mask attention would make
     this again in every layer."""
-    return like.new_zeros(visible.shape).masked_fill_(~visible, -math.inf)
+    return like.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -math.inf)
 
 
 # ---- layers --------------------------------------------------------------------------------------
@@ -164,18 +164,18 @@ class Attention(nn.Module):
         self.q_norm = norm(config.head_dim, config.norm_eps)
         self.k_norm = norm(config.head_dim, config.norm_eps)
 
-    def forward(self, x: Tensor, now: Pass) -> Tensor:
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         B, n, _ = x.shape
         q = self.q_proj(x).view(B, n, -1, self.head_dim)  # (B, n, heads, head_dim)
         k = self.k_proj(x).view(B, n, -1, self.head_dim)  # (B, n, kv_heads, head_dim)
         v = self.v_proj(x).view(B, n, -1, self.head_dim)
-        q = rotate(self.q_norm(q), now.cos, now.sin)
-        k = rotate(self.k_norm(k), now.cos, now.sin)
-        if now.cache is not None:
-            k, v = now.cache.write(self.layer, now.slots, k, v)  # (B, span, kv_heads, head_dim)
+        q = rotate(self.q_norm(q), ctx.cos, ctx.sin)
+        k = rotate(self.k_norm(k), ctx.cos, ctx.sin)
+        if ctx.cache is not None:
+            k, v = ctx.cache.write(self.layer, ctx.slots, k, v)  # (B, span, kv_heads, head_dim)
         y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=now.visible,
-            is_causal=now.visible is None, enable_gqa=True,
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=ctx.attn_mask,
+            is_causal=ctx.attn_mask is None, enable_gqa=True,
         )  # (B, heads, n, head_dim)  # fmt: skip
         return self.o_proj(y.transpose(1, 2).reshape(B, n, -1))
 
@@ -200,12 +200,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, now: Pass) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), now)
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), ctx)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Body(nn.Module):
+class Backbone(nn.Module):
     """Embedding, blocks and final norm: what checkpoints prefix with `model.`."""
 
     def __init__(self, config: Config):
@@ -214,10 +214,10 @@ class Body(nn.Module):
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, tokens: Tensor, now: Pass) -> Tensor:
+    def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
         x = self.embed_tokens(tokens)  # (B, n, hidden_size)
         for block in self.layers:
-            x = block(x, now)
+            x = block(x, ctx)
         return self.norm(x)
 
 
@@ -229,7 +229,7 @@ class Transformer(nn.Module):
         self.config, self.rope = config, Rope(config)
         self.source: Path | None = None  # the directory it was loaded from
         self.memo: dict = {}  # drafts and heads loaded, and costs measured, for this model
-        self.model = Body(config)
+        self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -265,8 +265,8 @@ class Transformer(nn.Module):
         """
         tokens = torch.as_tensor(tokens, device=self.device)
         tokens = tokens[None] if tokens.dim() == 1 else tokens  # (B, n)
-        now = plan(self.rope, self.model.norm.weight, tokens.shape[1], cache, depth, mask)
-        return self.model(tokens, now)
+        ctx = plan(self.rope, self.model.norm.weight, tokens.shape[1], cache, depth, mask)
+        return self.model(tokens, ctx)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., hidden_size) -> (..., vocab_size)."""

@@ -97,7 +97,7 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits.softmax(-1)
 
 
-def likeliest(probs: Tensor | OneHot) -> list[int]:
+def argmax(probs: Tensor | OneHot) -> list[int]:
     """Each row's likeliest token."""
     return probs.tokens if isinstance(probs, OneHot) else probs.argmax(-1).tolist()
 
@@ -147,10 +147,10 @@ class Seeded:
         return self.uniform() < p
 
     def categorical(self, probs: Tensor) -> int:
-        return int(invert(probs, self.uniform()))
+        return int(sample_inverse_cdf(probs, self.uniform()))
 
 
-def invert(probs: Tensor, uniform: float | Tensor) -> Tensor:
+def sample_inverse_cdf(probs: Tensor, uniform: float | Tensor) -> Tensor:
     """The tokens (...) at which the cumulative sums of `probs` (..., V) pass `uniform` (...),
     numbers of [0, 1) in float64."""
     cumulative = probs.double().cumsum(-1)

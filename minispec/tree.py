@@ -126,7 +126,7 @@ class Step:
 
 # ---- how much to draft ---------------------------------------------------------------------------
 
-Ranks = tuple[int, ...]  # a path: (0, 2) is head 0's best token, then head 1's third best
+RankPath = tuple[int, ...]  # a path: (0, 2) is head 0's best token, then head 1's third best
 
 
 class Policy(Protocol):
@@ -160,6 +160,6 @@ class Fixed:
 class TreePolicy(Protocol):
     """Chooses a tree by what Medusa's heads say before a round."""
 
-    def choose(self, chances: list[list[float]], room: int) -> list[Ranks]:
-        """At most `room` paths, each after all of its prefixes, for the probabilities (K, ranks) of
+    def choose(self, chances: list[list[float]], free_rows: int) -> list[RankPath]:
+        """At most `free_rows` paths, each after all of its prefixes, for the probabilities (K, ranks) of
         each head's best candidates."""

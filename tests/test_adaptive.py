@@ -9,7 +9,7 @@ import torch
 from conftest import random_model
 
 from minispec.generate import decode
-from minispec.methods.adaptive import RARE, BestTree, Length
+from minispec.methods.adaptive import RARE, AdaptiveK, AdaptiveTree
 from minispec.toys import random_head
 
 FLAT = [0.0] + [1.0] * 64  # a pass costs the same over any number of rows
@@ -30,7 +30,7 @@ def test_k_promises_most_tokens_for_its_cost(seed):
     """Against the formula: 1 + a1 + a1 a2 + … tokens for a pass over K + 1 rows and K drafts."""
     rng = random.Random(seed)
     curve = [0.0, 1.0, *itertools.accumulate((rng.random() / 9 for _ in range(20)), initial=1.1)]
-    length = Length(curve, draft=rng.random() / 4, most=8)
+    length = AdaptiveK(curve, draft=rng.random() / 4, most=8)
     length.rate = [rng.random() for _ in range(8)]
 
     def promise(k: int) -> float:
@@ -42,7 +42,7 @@ def test_k_promises_most_tokens_for_its_cost(seed):
 
 
 def test_it_drafts_much_where_drafts_are_good_and_little_where_they_are_not():
-    length = Length([0.0] + [1 + 0.005 * (n - 1) for n in range(1, 65)], draft=0.1)
+    length = AdaptiveK([0.0] + [1 + 0.005 * (n - 1) for n in range(1, 65)], draft=0.1)
     for _ in range(100):
         k = length.choose()
         length.observe(drafted=k, accepted=k)
@@ -56,13 +56,13 @@ def test_it_drafts_much_where_drafts_are_good_and_little_where_they_are_not():
 
 
 def test_a_cost_that_no_draft_earns_back_keeps_k_at_one():
-    assert Length(STEEP, draft=1.0).choose() == 1
-    assert Length(FLAT, draft=0.0).choose() == 16 and Length(FLAT, 0.0, most=5).choose() == 5
-    assert Length([0.0, 1.0, 1.0], draft=0.0).choose() == 16  # what lies beyond costs as the last
+    assert AdaptiveK(STEEP, draft=1.0).choose() == 1
+    assert AdaptiveK(FLAT, draft=0.0).choose() == 16 and AdaptiveK(FLAT, 0.0, most=5).choose() == 5
+    assert AdaptiveK([0.0, 1.0, 1.0], draft=0.0).choose() == 16  # what lies beyond costs as the last
 
 
 def test_rates_are_learnt_of_what_was_tried_alone():
-    length = Length(FLAT, draft=0.1, most=8)
+    length = AdaptiveK(FLAT, draft=0.1, most=8)
     for i in range(200):  # half of the first drafts are right, and then all of a round of four
         length.observe(drafted=4, accepted=4 * (i % 2))
     assert abs(length.rate[0] - 0.5) < 0.1 and min(length.rate[1:4]) > 0.95
@@ -82,23 +82,23 @@ def test_the_tree_promises_most_of_all_for_its_cost(seed):
     gains = {(r,): a for r, a in enumerate(chances[0])}
     gains |= {(r, s): a * b for (r,), a in gains.items() for s, b in enumerate(chances[1])}
     likely = sorted((path for path in gains if gains[path] >= RARE), key=gains.get, reverse=True)
-    for room in (0, 2, 99):
+    for free_rows in (0, 2, 99):
         promises = [
             (1 + sum(gains[path] for path in likely[:n])) / (curve[n + 1] + draft)
-            for n in range(min(room, len(likely)) + 1)
+            for n in range(min(free_rows, len(likely)) + 1)
         ]
         best = likely[: promises.index(max(promises))]
-        assert BestTree(curve, draft).choose(chances, room) == sorted(best)
+        assert AdaptiveTree(curve, draft).choose(chances, free_rows) == sorted(best)
 
 
 def test_what_is_sure_is_drafted_and_what_is_rare_is_not():
     sure = torch.eye(4, 12)[[0, 0, 0, 0]].tolist()
     rare = torch.full((4, 12), 1e-3).tolist()
-    assert BestTree(FLAT, 0.0).choose(rare, room=99) == []
-    assert BestTree(FLAT, 0.0).choose(sure, room=99) == [(0,) * n for n in range(1, 5)]
-    assert BestTree(FLAT, 0.0).choose(sure, room=2) == [(0,), (0, 0)]
-    assert BestTree([0.0, 1.0, 1.0], 0.0).choose(sure, room=99) == [(0,)]  # as far as costs go
-    assert BestTree(STEEP, 0.0).choose(falling((4, 12), 0).tolist(), room=99) == []
+    assert AdaptiveTree(FLAT, 0.0).choose(rare, free_rows=99) == []
+    assert AdaptiveTree(FLAT, 0.0).choose(sure, free_rows=99) == [(0,) * n for n in range(1, 5)]
+    assert AdaptiveTree(FLAT, 0.0).choose(sure, free_rows=2) == [(0,), (0, 0)]
+    assert AdaptiveTree([0.0, 1.0, 1.0], 0.0).choose(sure, free_rows=99) == [(0,)]  # as far as costs go
+    assert AdaptiveTree(STEEP, 0.0).choose(falling((4, 12), 0).tolist(), free_rows=99) == []
 
 
 # ---- in decoding ---------------------------------------------------------------------------------

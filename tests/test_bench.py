@@ -19,7 +19,7 @@ from minispec import bench
 from minispec.certify import __main__ as certify
 from minispec.checkpoints.heads import save_medusa, save_mtp, save_vocabulary
 from minispec.checkpoints.load import save
-from minispec.fast import quicken
+from minispec.fast import optimize
 from minispec.generate import __main__ as generate
 from minispec.generate import decode
 from minispec.methods.vocabulary import Language
@@ -252,7 +252,7 @@ def test_a_reciter_is_right_as_often_as_asked_and_changes_nothing():
     model, prompt = random_model(vocab_size=500), [1, 2, 3]
     plain = decode(model, None, prompt, max_new_tokens=120)
     for acceptance, least, most in ((0.0, 1.0, 1.0), (0.7, 1.9, 3.6), (1.0, 4.8, 5.0)):
-        draft = bench.Reciter(model, prompt + plain.tokens, acceptance)
+        draft = bench.OracleDraft(model, prompt + plain.tokens, acceptance)
         run = decode(model, None, prompt, "speculative", draft=draft, k=4, max_new_tokens=120)
         assert run.tokens == plain.tokens and least <= bench.per_pass([run]) <= most
 
@@ -282,5 +282,5 @@ def test_a_pass_reads_all_weights_but_an_embedding_as_they_are_kept(tied):
     assert torch.isfinite(model.logits(model([1, 2, 3]))).all()
     whole = bench.weights_read(model)
     assert whole == 4 * (count_parameters(model.model.layers) + 300 * config.hidden_size)
-    quicken(model, int8=True)
+    optimize(model, int8=True)
     assert 3.8 < whole / bench.weights_read(model) < 4

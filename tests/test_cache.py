@@ -53,7 +53,7 @@ def test_the_cache_says_when_it_is_full():
     cache = model.new_cache(capacity=8)
     model.prefill(random_tokens(6), cache)
     model(random_tokens(2), cache)
-    assert cache.room == 2
+    assert cache.free_rows == 2
     with pytest.raises(ValueError, match="3 more tokens do not fit: the cache holds 8 and 6"):
         model(random_tokens(3), cache)
 

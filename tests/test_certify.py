@@ -25,7 +25,7 @@ from minispec.certify.others.statistics import (
     smallest_seen,
     two_sample_p,
 )
-from minispec.certify.others.takeover import NotTaken, followed
+from minispec.certify.others.takeover import NotTaken, enumerate_outcomes
 from minispec.certify.ours import cases, mutants
 from minispec.certify.ours.checks import CHECKS
 from minispec.certify.ours.mutants import MUTANTS
@@ -58,7 +58,7 @@ def test_the_cases_policies_soon_change_their_minds():
         drafted.append(policy.choose())
     assert drafted == [1, 1, 3]
     sure, unsure = [[0.9, 0.1]] * 4, [[0.1, 0.1]] * 4
-    sizes = [len(cases.BEST_TREE.choose(chances, room=16)) for chances in (unsure, sure)]
+    sizes = [len(cases.BEST_TREE.choose(chances, free_rows=16)) for chances in (unsure, sure)]
     assert sizes[0] < sizes[1]
 
 
@@ -251,14 +251,14 @@ def test_what_raises_is_not_just_left_out_of_the_exact_rows(tmp_path):
     folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=3)
     for function, said in (not_for_one_token, "one is too few"), (draws_from_nothing, "probab"):
         with pytest.raises(blackbox.Raised, match=said):
-            blackbox.is_exact(blackbox.Box(function), folder, model, Sampling(1.0), 30)
+            blackbox.is_exact(blackbox.FunctionDecoder(function), folder, model, Sampling(1.0), 30)
 
 
 def test_who_never_drafts_or_never_rejects_is_told_so():
     for counts, passed, says in (((0, 0), None, "never drafted"), ((5, 5), None, "no rejection"),
                                  ((5, 2), True, "2 of 5 drafts accepted")):  # fmt: skip
         verdicts = check("no such case", lambda *_: None)
-        box = blackbox.Box(lambda *_, c=counts, **options: ([1], *c))
+        box = blackbox.FunctionDecoder(lambda *_, c=counts, **options: ([1], *c))
         assert verdicts == [] and box("", [1]) == [1]
         found, detail = blackbox.drafts_something(box.drafted, box.accepted)
         assert found is passed and says in detail
@@ -272,7 +272,7 @@ def test_an_engine_may_take_many_requests_at_once(tmp_path):
 
     asked: list[int] = []
     folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
-    passed, detail = blackbox.is_drawn(blackbox.Box(Engine()), folder, model, Sampling(1.0), 50)
+    passed, detail = blackbox.is_drawn(blackbox.FunctionDecoder(Engine()), folder, model, Sampling(1.0), 50)
     assert passed and asked == [50], detail
 
 
@@ -287,7 +287,7 @@ def test_an_engine_may_take_many_requests_at_once(tmp_path):
     ],
 )  # fmt: skip
 def test_a_warper_left_out_is_seen_where_it_matters(function, missed, seen, tmp_path):
-    box = blackbox.Box(function)
+    box = blackbox.FunctionDecoder(function)
     folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
     assert blackbox.is_drawn(box, folder, model, missed, 60)[0]
     assert not blackbox.is_drawn(box, folder, model, seen, 60)[0]
@@ -355,7 +355,7 @@ EXACTLY = ("multinomial", "categorical", "exponential race", "race of waiting ti
 @pytest.mark.parametrize("way", EXACTLY)
 def test_whatever_way_a_token_is_drawn_has_its_exact_distribution(way):
     p = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    found = followed(lambda seed: (draw_by(way, p), draw_by(way, p)))
+    found = enumerate_outcomes(lambda seed: (draw_by(way, p), draw_by(way, p)))
     expected = {(i, j): float(p[i] * p[j]) for i in range(3) for j in range(3)}
     assert total_variation(found, expected) < 1e-9
 
@@ -367,7 +367,7 @@ def test_one_uniform_number_compared_twice_stays_one_number():
         u = torch.rand(2)[1]
         return bool(u < 0.5), bool(1 - u <= 0.8)
 
-    found = followed(function)
+    found = enumerate_outcomes(function)
     expected = {(True, True): 0.3, (True, False): 0.2, (False, True): 0.5}
     assert total_variation(found, expected) < 1e-9
 
@@ -386,7 +386,7 @@ def test_one_uniform_number_compared_twice_stays_one_number():
 )
 def test_what_cannot_be_taken_over_is_named(function, why):
     with pytest.raises(NotTaken, match=why):
-        followed(function)
+        enumerate_outcomes(function)
 
 
 def speculating(**patches):
@@ -452,7 +452,7 @@ CASES = [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in M
 def test_a_sampling_mistake_has_its_exact_bias(mistake, tmp_path):
     """Behind the black-box signature, over the sequences of a few tokens of two words."""
     correct = mistake == "none"
-    box = blackbox.Box(speculating(**({} if correct else dict([MISTAKES[mistake]]))))
+    box = blackbox.FunctionDecoder(speculating(**({} if correct else dict([MISTAKES[mistake]]))))
     words = 3 if mistake == "reduced" else 2  # two of three words are a reduced vocabulary
     folder, model = blackbox.write_checkpoint(tmp_path, 21, words)
     late = mistake in ("none", "flat bonus", "best bonus", "best root")  # after all drafts
@@ -466,7 +466,7 @@ def test_a_sampling_mistake_has_its_exact_bias(mistake, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", ["lenient", "typical", "flat bonus"])
 def test_a_sampling_mistake_is_seen_in_what_is_drawn(mistake, tmp_path):
-    box = blackbox.Box(speculating(**dict([MISTAKES[mistake]])))
+    box = blackbox.FunctionDecoder(speculating(**dict([MISTAKES[mistake]])))
     folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
     found, detail = blackbox.is_drawn(box, folder, model, Sampling(1.0), 4000)
     assert found is False, detail

@@ -41,5 +41,5 @@ def test_a_noisy_moment_does_not_bend_what_is_timed_in_turn(turns, moment, monke
     functions = [partial(work, n) for n in (1.0, 2.0, 4.0)]
     for noisy in range(3 * turns):
         clock, calls = 0.0, 0
-        assert cost.least_in_turn(functions, turns) == [1.0, 2.0, 4.0]
+        assert cost.interleaved_min_times(functions, turns) == [1.0, 2.0, 4.0]
         assert calls == 3 * turns

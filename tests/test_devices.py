@@ -7,7 +7,7 @@ from simulated import DEVICE, Running, Simulated
 
 from minispec import Sampling
 from minispec.generate import METHODS, decode
-from minispec.methods.adaptive import BestTree, Length
+from minispec.methods.adaptive import AdaptiveK, AdaptiveTree
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
 from minispec.sampling import Seeded
@@ -25,9 +25,9 @@ CASES = {
     "jacobi": ("jacobi", {"block": 4}, 1, 1),
     "lookahead": ("lookahead", {"window": 3, "ngram": 3}, 1, 1),
     "draft": ("speculative", {}, 2, None),
-    "draft, k by policy": ("speculative", {"k": lambda _: Length(CURVE, 0.1)}, 2, None),
+    "draft, k by policy": ("speculative", {"k": lambda _: AdaptiveK(CURVE, 0.1)}, 2, None),
     "medusa": ("medusa", {}, 2, 2),
-    "medusa, a tree for each round": ("medusa", {"tree": BestTree(CURVE, 0.1)}, 2, 2),
+    "medusa, a tree for each round": ("medusa", {"tree": AdaptiveTree(CURVE, 0.1)}, 2, 2),
     "medusa, typical": ("medusa-typical", {}, 2, 2),
     "fastmtp": ("fastmtp", {}, 2, None),
     "fastmtp, small vocabulary": ("fastmtp", {"vocabulary": switching}, 2, None),

@@ -12,11 +12,11 @@ from torch import nn
 from minispec import UserError, fast, load
 from minispec.checkpoints import places
 from minispec.checkpoints.load import save
-from minispec.fast import Function, Int8Linear, WideLinear, quicken, swap
+from minispec.fast import Function, Int8Linear, SmallBatchLinear, optimize, swap
 from minispec.generate import decode
 from minispec.model import plan
 
-LAYERS = [WideLinear, Int8Linear]
+LAYERS = [SmallBatchLinear, Int8Linear]
 
 
 def dense(layer: nn.Module, width: int) -> torch.Tensor:
@@ -60,13 +60,13 @@ def test_a_swapped_model_is_saved_and_loaded_as_the_plain_one(tied, tmp_path):
     model = random_model(3, tied=tied)
     tokens = random_tokens(9)
     expected, names = model.logits(model(tokens)), set(model.state_dict())
-    swap(model, WideLinear)
+    swap(model, SmallBatchLinear)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert set(model.state_dict()) == names
     save(model, None, tmp_path)
     plain, _ = load(tmp_path, "float64", "cpu")
     assert torch.equal(plain.logits(plain(tokens)), expected)
-    swap(plain, WideLinear)
+    swap(plain, SmallBatchLinear)
     difference = plain.logits(plain(tokens)) - expected
     assert difference.abs().max() <= 1e-12 * expected.abs().max()
 
@@ -78,7 +78,7 @@ def test_a_swapped_model_is_saved_and_loaded_as_the_plain_one(tied, tmp_path):
 @pytest.mark.parametrize("seed", range(8))
 def test_the_wide_product_is_the_linear_layer(seed, dtype, tolerance):
     plain = linear(seed, dtype)
-    wide = WideLinear(plain)
+    wide = SmallBatchLinear(plain)
     shapes = [(), (0,), *((n,) for n in range(1, 21)), (1, 1), (2, 3), (1, 17), (5, 4), (3, 0)]
     for shape in shapes:
         x = torch.randn(*shape, plain.in_features, dtype=dtype)
@@ -92,17 +92,17 @@ def test_each_shape_uses_the_product_that_was_faster(wins, monkeypatch):
     """Whatever the machine: here the clock says that the wide product wins at some row counts."""
     rows = []
 
-    def least_in_turn(functions, moment):
+    def interleaved_min_times(functions, moment):
         with mock.patch.object(nn.functional, "linear", lambda x, weight: rows.append(len(x))):
             functions[0]()
         functions[1]()
         return [1.0, 0.5 if rows[-1] in wins else 0.95]
 
-    monkeypatch.setattr(fast, "least_in_turn", least_in_turn)
+    monkeypatch.setattr(fast, "least_in_turn", interleaved_min_times)
     model = random_model(dtype=torch.float32)
-    quicken(model)
+    optimize(model)
     expected = {n for top in wins for n in range(top // 2 + 1, top + 1)}
-    layers = [each for each in model.modules() if isinstance(each, WideLinear)]
+    layers = [each for each in model.modules() if isinstance(each, SmallBatchLinear)]
     assert layers and all(set(each.wide) == expected for each in layers)
     assert set(rows) == {2, 4, 8, 16}
 
@@ -138,7 +138,7 @@ def test_int8_is_the_plain_model_of_the_rounded_weights(tied):
     model, oracle, plain = (random_model(4, tied=tied, vocab_size=70) for _ in range(3))
     for layer in [each for each in oracle.modules() if isinstance(each, nn.Linear)]:
         layer.weight = nn.Parameter(dense(Int8Linear(layer), layer.in_features))
-    quicken(model, int8=True)
+    optimize(model, int8=True)
     tokens = random_tokens(9)
     logits, expected, others = (m.logits(m(tokens)) for m in (model, oracle, plain))
     assert (logits - expected).abs().max() < 1e-11 < 1e-4 < (others - expected).abs().max()
@@ -155,7 +155,7 @@ def test_a_quickened_checkpoint_computes_nearly_what_it_did(variant, int8):
     model, _ = load(GOLDEN / variant, "float32", "cpu")
     tokens = random_tokens(25, vocab=64)
     expected = model.logits(model(tokens))[0]
-    quicken(model, int8)
+    optimize(model, int8)
     cache, parts = model.new_cache(64), []
     for n in (1, 2, 5, 1, 16):
         parts.append(model(tokens[cache.length : cache.length + n], cache)[0])
@@ -167,7 +167,7 @@ def test_a_quickened_checkpoint_computes_nearly_what_it_did(variant, int8):
 
 def test_an_int8_model_is_not_saved_as_half_a_checkpoint(tmp_path):
     model = random_model()
-    quicken(model, int8=True)
+    optimize(model, int8=True)
     with pytest.raises(UserError, match="int8 weights cannot be saved"):
         save(model, None, tmp_path)
 
@@ -184,8 +184,8 @@ def test_what_a_graph_is_given_makes_the_plain_pass(runner, seed):
     ours, theirs = model.new_cache(128), model.new_cache(128)
     for _ in range(12):
         tree = random_tree(rng, rng.randint(1, 9))
-        now = plan(model.rope, model.model.norm.weight, len(tree), ours, tree.depth, tree.mask)
-        hidden = runner(function, torch.tensor([tree.tokens]), now)
+        ctx = plan(model.rope, model.model.norm.weight, len(tree), ours, tree.depth, tree.mask)
+        hidden = runner(function, torch.tensor([tree.tokens]), ctx)
         expected = model(tree.tokens, theirs, tree.depth, tree.mask)
         assert (hidden - expected).abs().max() < 1e-10
         path = [0]
@@ -202,7 +202,7 @@ def test_compiled_passes_decode_what_plain_ones_do_and_are_made_once(tmp_path, m
     expected = decode(random_model(3), None, prompt, max_new_tokens=60).tokens
     for opened in range(2):
         model = random_model(3)
-        quicken(model, compiled=True)
+        optimize(model, compiled=True)
         assert ("compiling" in capsys.readouterr().err) == (not opened)
         for method in "autoregressive", "prompt-lookup", "lookahead":
             run = decode(model, None, prompt, method, max_new_tokens=60)
@@ -215,10 +215,10 @@ def test_no_compiler_no_folder_and_other_devices_are_one_line(tmp_path, monkeypa
     file.touch()
     monkeypatch.setattr(places, "CACHE", file)
     with pytest.raises(UserError, match="set XDG_CACHE_HOME"):
-        quicken(random_model(), compiled=True)
+        optimize(random_model(), compiled=True)
     monkeypatch.setattr(places, "CACHE", tmp_path)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
-        quicken(random_model(), compiled=True)
+        optimize(random_model(), compiled=True)
     with pytest.raises(UserError, match="on cpu and cuda, not on meta"):
-        quicken(random_model().to("meta"), compiled=True)
+        optimize(random_model().to("meta"), compiled=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import companions, random_model, random_tokens
 
-from minispec.fast import quicken
+from minispec.fast import optimize
 from minispec.generate import decode
 from minispec.model import Transformer
 from minispec.tree import Tree
@@ -33,7 +33,7 @@ def compiled() -> Transformer:
     if DEVICE == "cpu":
         pytest.skip("on a CPU compiling takes minutes")
     model = random_model(3).to(DEVICE)
-    quicken(model, compiled=True)
+    optimize(model, compiled=True)
     return model
 
 

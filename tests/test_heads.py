@@ -298,7 +298,7 @@ def test_the_published_form_of_a_vocabulary(tmp_path):
     file, model = tmp_path / "freq.pt", random_model()
     for ids in ([9, 4, 9, 7], torch.tensor([9, 4, 9, 7])):  # as FastMTP publishes its
         torch.save(ids, file)
-        assert load_vocabulary(file, model).pick([1]).ids.tolist() == [9, 4, 7]
+        assert load_vocabulary(file, model).select([1]).ids.tolist() == [9, 4, 7]
     floats, flags = torch.tensor([9.0, 4.0]), torch.tensor([True, False])
     for odd in {"a": "b"}, 7, [[1]], [-1], [math.inf], ["a"], [Evil()], [True], floats, flags:
         torch.save(odd, file)

@@ -9,16 +9,16 @@ from minispec import Sampling, UserError
 from minispec.certify.ours.cases import RANK_TREES, bound
 from minispec.checkpoints.heads import save_medusa
 from minispec.checkpoints.load import save
-from minispec.generate import decode
 from minispec.generate import __main__ as generate
+from minispec.generate import decode
 from minispec.generate.terminal import describe
-from minispec.methods.adaptive import BestTree
+from minispec.methods.adaptive import AdaptiveTree
 from minispec.methods.medusa import complete
 from minispec.methods.vocabulary import Subset
 from minispec.toys import Toy, ToyHeads, exact_distribution, random_heads, total_variation
 
 
-@pytest.mark.parametrize("tree", [[(0, 0, 0)], BestTree([0.0] + [1.0] * 64, 0.0)])
+@pytest.mark.parametrize("tree", [[(0, 0, 0)], AdaptiveTree([0.0] + [1.0] * 64, 0.0)])
 def test_heads_that_know_are_followed_to_their_full_depth(tree):
     """But for the first round of a prompt of one token: there is nothing to read before a pass."""
     model, heads = count_up(12, 3)
@@ -27,7 +27,7 @@ def test_heads_that_know_are_followed_to_their_full_depth(tree):
     assert [len(step.tokens) for step in run.rounds] == [1] + [4] * 10
 
 
-@pytest.mark.parametrize("tree", [RANK_TREES["64 nodes"], BestTree([0.0] + [1.0] * 64, 0.0)])
+@pytest.mark.parametrize("tree", [RANK_TREES["64 nodes"], AdaptiveTree([0.0] + [1.0] * 64, 0.0)])
 def test_heads_guess_only_the_words_of_a_vocabulary(tree):
     model = random_model()
     words, heads = Subset(model.lm_head.weight, [3, 7, 11]), random_heads(model, 0, shared=True)

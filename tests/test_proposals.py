@@ -99,7 +99,7 @@ def test_what_a_run_leaves_behind_can_be_trained_on():
         norm.weight.requires_grad_(True)
     mask = run.rounds[-1].tree.mask
     hidden = model([3] * len(mask), run.cache, mask=mask)
-    words.pick([1, 2]).logits(hidden).square().sum().backward()
+    words.select([1, 2]).logits(hidden).square().sum().backward()
     assert all(norm.weight.grad.abs().sum() > 0 for norm in norms)
 
 

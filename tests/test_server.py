@@ -435,7 +435,7 @@ class Repeats(Honest):
         return 400, {"error": {"message": "Incorrect key provided: sk-secret"}}
 
 
-class Slow(Honest):
+class Timeout(Honest):
     def answer(self, asked):
         time.sleep(1)
         return super().answer(asked)
@@ -547,7 +547,7 @@ class Elsewhere(Honest):
         (Locked, {}, "wants a key, or another one: --key-env names the variable that holds it"),
         (LockedModels, {}, "wants a key, or another one: --key-env"),
         (Repeats, {}, "HTTP 400: Incorrect key provided: …"),
-        (Slow, {"seconds": 0.3}, "gave no answer in 0 s"),
+        (Timeout, {"seconds": 0.3}, "gave no answer in 0 s"),
         (Drips, {"seconds": 0.3}, "gave no answer in 0 s"),
         (LoadsForever, {"seconds": 0.3}, "is still loading, or overloaded, after 0 s: HTTP 503: L"),
         (Moved, {}, "redirects to https://example.org:1/v2: give that address instead"),
@@ -641,7 +641,7 @@ def test_a_field_of_any_type_is_read_or_ignored(path, right):
     for odd in disturbances(right):
         server.said[path], server.name = odd, None
         with contextlib.suppress(UserError):
-            server.meet([1, 2, 3])
+            server.probe([1, 2, 3])
             for asked in server.ask, server.streamed:
                 with contextlib.suppress(Refused):
                     asked([1, 2], 4)
@@ -655,7 +655,7 @@ def test_a_field_of_any_type_is_read_or_ignored(path, right):
 )
 def test_a_context_is_read_if_it_is_a_number(value, read):
     server = canned({"data": [{"id": "toy", "max_model_len": value}]})
-    server.meet([1])
+    server.probe([1])
     assert server.context == read
 
 

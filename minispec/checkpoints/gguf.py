@@ -117,7 +117,7 @@ def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
         raise UserError(f"{path}: rotates {rotated} of {config.head_dim} dimensions: not supported")
     if divisors is not None:
         config = with_divisors(config, divisors, path)
-    named = {published(name): tensor for name, tensor in tensors.items()}
+    named = {hf_name(name): tensor for name, tensor in tensors.items()}
     if config.model_type == "llama":
         for name, tensor in named.items():
             if part := re.search(r"self_attn\.([qk])_proj\.", name):
@@ -202,7 +202,7 @@ def with_divisors(config: Config, divisors: Tensor, path: Path) -> Config:
     return scaled
 
 
-def published(name: str) -> str:
+def hf_name(name: str) -> str:
     """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight"""
     layer = ""
     if name.startswith("blk."):

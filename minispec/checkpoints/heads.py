@@ -26,7 +26,7 @@ from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads, complete
 from minispec.methods.vocabulary import Compressed, Language, Subset
 from minispec.model import Config, Transformer
-from minispec.tree import Ranks
+from minispec.tree import RankPath
 
 MEDUSA, MTP = "medusa_head.", "model.mtp_layers.0."  # before their tensors' names in whole models
 VLLM = re.compile(
@@ -34,7 +34,7 @@ VLLM = re.compile(
 )
 FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # of Medusa heads alone
 # the trees published with Medusa (FasterDecoding/Medusa, Apache-2.0), as lists of paths
-PUBLISHED: dict[str, list[Ranks]] = {
+PUBLISHED: dict[str, list[RankPath]] = {
     name: [tuple(path) for path in paths]
     for name, paths in read_json(Path(__file__).with_name("medusa_trees.json")).items()
 }
@@ -240,7 +240,7 @@ def load_subset(
     path: str | Path | None, model: Transformer, tokenizer: Tokenizer | None = None
 ) -> Subset | None:
     """All tokens of a vocabulary's languages together; None for no file."""
-    return load_vocabulary(path, model, tokenizer).pick([]) if path else None
+    return load_vocabulary(path, model, tokenizer).select([]) if path else None
 
 
 def read_ids(path: Path) -> dict[str, Language]:

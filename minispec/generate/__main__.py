@@ -22,7 +22,7 @@ from minispec.errors import (
     number,
     stdout_reserved,
 )
-from minispec.fast import quicken
+from minispec.fast import optimize
 from minispec.generate.api import LEAST, METHODS, stream
 from minispec.generate.drafters import (
     NEEDS,
@@ -196,7 +196,7 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
     options |= method_options(args, model, tokenizer)
     for each in (model, options.get("draft")):
         if each is not None:
-            quicken(each, int8=args.quantize == "int8", compiled=args.compile)
+            optimize(each, int8=args.quantize == "int8", compiled=args.compile)
     if args.chat:
         run = chat(model, tokenizer, args, options, out)
     else:

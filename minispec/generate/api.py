@@ -151,7 +151,7 @@ def check_cache(cache: KVCache, model: Transformer, prompt: int, least: int, mos
 
 LEAST = {"k": 1, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
 MARKS = {  # what an object must have to be such an option
-    "draft": "new_cache", "heads": "__call__", "head": "new_cache", "vocabulary": "pick",
+    "draft": "new_cache", "heads": "__call__", "head": "new_cache", "vocabulary": "select",
     "draft_sampling": "top_p",
 }  # fmt: skip
 

@@ -11,12 +11,12 @@ from minispec.checkpoints.load import load
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cost import cost_curve, draft_cost, head_cost, heads_cost
 from minispec.errors import UserError, read_json
-from minispec.fast import quicken
-from minispec.methods.adaptive import BestTree, Length, grow_tree
+from minispec.fast import optimize
+from minispec.methods.adaptive import AdaptiveK, AdaptiveTree, grow_tree
 from minispec.methods.medusa import UNSHARED, MedusaHeads
 from minispec.methods.vocabulary import Vocabulary
 from minispec.model import Transformer
-from minispec.tree import Ranks
+from minispec.tree import RankPath
 
 # what a method needs beside its model: the argument, and the folder it is shipped in
 NEEDS = {
@@ -111,13 +111,13 @@ def with_policies(method: str, model: Transformer, options: dict) -> dict:
     policies, vocabulary = {}, options.get("vocabulary")
     if options.get("k") == "auto":
         if method == "speculative":
-            policies["k"] = Length(cost_curve(model), draft_cost(model, options["draft"]))
+            policies["k"] = AdaptiveK(cost_curve(model), draft_cost(model, options["draft"]))
         else:
             cost = head_cost(model, options["head"], vocabulary)
-            policies["k"] = Length(cost_curve(model), cost, most=8)
+            policies["k"] = AdaptiveK(cost_curve(model), cost, most=8)
     if options.get("tree") == "auto":
         cost = heads_cost(model, options["heads"], vocabulary)
-        policies["tree"] = BestTree(cost_curve(model), cost)
+        policies["tree"] = AdaptiveTree(cost_curve(model), cost)
     return options | policies
 
 
@@ -126,12 +126,12 @@ def tree_costs(
 ) -> list[float]:
     """The cost of a round with a tree of 0, 1, … nodes on this machine, in passes over one token.
     The model is optimized first, as it is for decoding."""
-    quicken(model)
+    optimize(model)
     drafting = heads_cost(model, heads, vocabulary)
     return [cost + drafting for cost in cost_curve(model)[1:]]
 
 
-def read_tree_option(value: str, heads: MedusaHeads, most: int) -> list[Ranks] | Literal["auto"]:
+def read_tree_option(value: str, heads: MedusaHeads, most: int) -> list[RankPath] | Literal["auto"]:
     """What --tree means: a list of paths, or "auto". A number grows a tree of so many nodes, `most`
     at most: more never fit."""
     if value == "auto":

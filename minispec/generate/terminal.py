@@ -79,12 +79,12 @@ def chat(
     if "draft" in options:
         options["draft_cache"] = options["draft"].new_cache(cache.capacity)
         caches.append(options["draft_cache"])
-    room = cache.capacity - max(1, min(args.max_new_tokens, cache.capacity // 2))
+    free_rows = cache.capacity - max(1, min(args.max_new_tokens, cache.capacity // 2))
     note_unlisted_end(model, tokenizer, args)
     run, messages, held = None, [], []  # the turns, and the tokens whose rows the cache holds
     for turn in user_turns(args.prompt):
         messages.append({"role": "user", "content": turn})
-        while len(prompt := tokenizer.chat(system + messages)) > room and len(messages) > 1:
+        while len(prompt := tokenizer.chat(system + messages)) > free_rows and len(messages) > 1:
             messages = messages[2:]
             note("the context is full: the oldest turn is forgotten")
         if len(prompt) >= cache.capacity:

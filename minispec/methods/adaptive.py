@@ -13,7 +13,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from minispec.tree import Ranks
+from minispec.tree import RankPath
 
 LEARN, LEAN = 0.1, 0.005  # how fast a rate follows its rounds, and an untried one its neighbour
 RARE = 0.02  # less likely paths are never considered: listing them all would take too long
@@ -34,7 +34,7 @@ def curve_at(curve: list[float], n: int) -> float:
     return curve[min(n, len(curve) - 1)]
 
 
-class Length:
+class AdaptiveK:
     """K for the next round of a chain: section 3.5 of Leviathan et al. 2023, but with the measured
     cost of the target's pass, which the paper takes to be 1 over any number of tokens.
 
@@ -68,7 +68,7 @@ class Length:
                 self.rate[i] += LEAN * (self.rate[i - 1] - rate)
 
 
-class BestTree:
+class AdaptiveTree:
     """A tree for each position: its likeliest paths by the heads' own probabilities there (as
     EAGLE-2, Li et al. 2024, grows its), as many as pay. `draft` is the cost of the heads, in passes
     over one token.
@@ -77,10 +77,10 @@ class BestTree:
     def __init__(self, curve: list[float], draft: float):
         self.costs = [cost + draft for cost in curve[1:]]
 
-    def choose(self, chances: list[list[float]], room: int) -> list[Ranks]:
+    def choose(self, chances: list[list[float]], free_rows: int) -> list[RankPath]:
         """As tree.TreePolicy."""
         likely, gains = [], []
-        for path, gain in islice(best_first(chances), min(room, len(self.costs) - 1)):
+        for path, gain in islice(best_first(chances), min(free_rows, len(self.costs) - 1)):
             if gain < RARE:
                 break
             likely.append(path)
@@ -88,7 +88,7 @@ class BestTree:
         return sorted(likely[: most_worth(gains, self.costs)])
 
 
-def best_first(chances: list[list[float]]) -> Iterator[tuple[Ranks, float]]:
+def best_first(chances: list[list[float]]) -> Iterator[tuple[RankPath, float]]:
     """Paths and their gains, while there is any: the product of chances[k][r] along the path.
 
     It falls from parent to child and from rank to rank, so taking the best node next, then its
@@ -106,13 +106,13 @@ def best_first(chances: list[list[float]]) -> Iterator[tuple[Ranks, float]]:
             heapq.heappush(queue, (sibling, path[:-1] + (rank + 1,)))
 
 
-def grow_tree(accuracy: Tensor, nodes: int) -> list[Ranks]:
+def grow_tree(accuracy: Tensor, nodes: int) -> list[RankPath]:
     """The tree of `nodes` nodes below the root that gains most by `expected`, best node first;
     fewer where no more gain anything. `accuracy` (K, RANKS) as MedusaHeads has it."""
     return [path for path, _ in islice(best_first(accuracy.tolist()), nodes)]
 
 
-def expected(accuracy: Tensor, paths: list[Ranks]) -> float:
+def expected(accuracy: Tensor, paths: list[RankPath]) -> float:
     """Tokens per pass if heads were right independently: 1 + Σ over nodes of Π a[k][r]."""
     a = accuracy.tolist()
     total = 1.0

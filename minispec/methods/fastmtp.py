@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
-from minispec.methods.vocabulary import FullVocabulary, Vocabulary, Words
-from minispec.model import Block, Config, Pass, Rope, Transformer, plan
+from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
+from minispec.model import Block, Config, ForwardContext, Rope, Transformer, plan
 from minispec.sampling import Randomness, Sampling, draw, probs
 from minispec.tree import Fixed, Policy, Step, Tree
 from minispec.verify import accept
@@ -46,13 +46,13 @@ class MTPHead(Block):
     ) -> Tensor:  # fmt: skip
         """Outputs (B, n, d), which feed lm_head and the next step, of hidden states (B, n, d) and
         embedded tokens (B, n, d); `cache` and `depth` as in Transformer.forward."""
-        now = plan(self.rope, hidden, hidden.shape[1], cache, depth, None)
-        return self.layers(hidden, embedded, now)
+        ctx = plan(self.rope, hidden, hidden.shape[1], cache, depth, None)
+        return self.layers(hidden, embedded, ctx)
 
-    def layers(self, hidden: Tensor, embedded: Tensor, now: Pass) -> Tensor:
+    def layers(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
         """What `forward` computes in a planned pass."""
         pair = [self.hidden_layernorm(hidden), self.token_layernorm(embedded)]  # hidden first
-        return self.final_layernorm(super().forward(self.input_proj(torch.cat(pair, -1)), now))
+        return self.final_layernorm(super().forward(self.input_proj(torch.cat(pair, -1)), ctx))
 
 
 class Drafter:
@@ -83,7 +83,7 @@ class Drafter:
             self.cache.commit(list(range(len(tokens))))
 
     def chain(
-        self, k: int, sampling: Sampling, randomness: Randomness, subset: Words
+        self, k: int, sampling: Sampling, randomness: Randomness, subset: DraftHead
     ) -> tuple[list[int], list[Tensor | None]]:
         """At most `k` drafts, each from the head's distribution over `subset`; and the
         distributions over the vocabulary (None: one-hot). The first comes from the output of
@@ -94,7 +94,7 @@ class Drafter:
         length, hidden = self.cache.length, self.last
         while hidden is not None and len(drafts) < k:
             token, q = draw(subset.logits(hidden), sampling, randomness)
-            drafts.append(subset.full(token))
+            drafts.append(subset.to_full_ids(token))
             draft_probs.append(q if q is None else subset.scatter(q))
             if len(drafts) < k:
                 hidden = self.run(hidden, drafts[-1])
@@ -128,8 +128,8 @@ def fastmtp(
         drafter.extend(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])  # h_j, t_{j+1}
     yield Step()  # the prefill, so that it can be timed apart
     while True:
-        most = min(policy.choose(), cache.room - 1)
-        subset = vocabulary.pick(tokens)
+        most = min(policy.choose(), cache.free_rows - 1)
+        subset = vocabulary.select(tokens)
         drafts, draft_probs = drafter.chain(most, draft_sampling or sampling, randomness, subset)
         tree = Tree.chain(tokens[-1], drafts, draft_probs)
         hidden = model(tree.tokens, cache)[0]

@@ -16,7 +16,7 @@ from torch import Tensor
 from minispec.cache import KVCache
 from minispec.errors import UserError
 from minispec.model import Transformer
-from minispec.sampling import Randomness, Sampling, likeliest, probs
+from minispec.sampling import Randomness, Sampling, argmax, probs
 from minispec.tree import Step, Tree
 from minispec.verify import accept
 
@@ -40,13 +40,13 @@ def jacobi(
     guess = from_prompt(prompt, block)
     yield Step()
     while True:
-        tree = Tree.chain(tokens[-1], guess[: cache.room - 1])
+        tree = Tree.chain(tokens[-1], guess[: cache.free_rows - 1])
         target = probs(model.logits(model(tree.tokens, cache)[0]), sampling)
         path, fresh = accept(target, tree, randomness)
         cache.commit(path)
         # node i said what follows it: those behind the fresh token's place are the next guess
-        said = likeliest(target)[len(path) :]
-        guess = said + guess[len(said) :]
+        predicted = argmax(target)[len(path) :]
+        guess = predicted + guess[len(predicted) :]
         new = tree.tokens_at(path[1:]) + [fresh]
         tokens += new
         yield Step(new, tree, path)
@@ -86,22 +86,22 @@ class Window:
         """Distances from the current token (w,), and who sees whom (w, w)."""
         return window_layout(tuple(map(len, self.rows)))
 
-    def said_by(self, nodes: int) -> list[int]:
+    def predicted_by(self, nodes: int) -> list[int]:
         """The rows of a pass (of `nodes` tree nodes, then the window) that say the next row."""
         end = nodes + len(self.tokens)
         last = list(range(end - len(self.rows[-1]), end))
         return [0, *last] if len(self.rows) == 1 else last
 
-    def advance(self, current: int, said: list[int]) -> list[tuple[int, ...]]:
+    def advance(self, current: int, predicted: list[int]) -> list[tuple[int, ...]]:
         """Take in what the last row says; the n-grams down the columns, if there are enough rows.
 
         The window moves on by one position, even where the pass accepted several tokens.
         """
         if len(self.rows) < self.ngram - 1:
-            self.rows = [row[1:] for row in [*self.rows, said]]
+            self.rows = [row[1:] for row in [*self.rows, predicted]]
             return []
-        grams = list(zip([current, *self.rows[0]], *self.rows[1:], said))
-        self.rows = [*self.rows[1:], said]
+        grams = list(zip([current, *self.rows[0]], *self.rows[1:], predicted))
+        self.rows = [*self.rows[1:], predicted]
         self.rows[0] = self.rows[0][1:]
         return grams
 
@@ -117,7 +117,7 @@ def window_layout(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return row + column, first_row | own_column
 
 
-def beside(tree: Tree, window: Window | None) -> tuple[Tensor, Tensor]:
+def combined_mask(tree: Tree, window: Window | None) -> tuple[Tensor, Tensor]:
     """Depth and mask of one pass over a tree and a window: blind to each other, but for the root,
     which is the current token to both."""
     if window is None:
@@ -180,17 +180,17 @@ def lookahead(
         pool.add_all(tokens, ngram, len(tokens))
     yield Step()
     while True:
-        tree = Tree.merged(tokens[-1], pool.after(tokens[-1])).first(cache.room)
+        tree = Tree.merged(tokens[-1], pool.after(tokens[-1])).first(cache.free_rows)
         rows = ahead.rows
-        path, fresh, said = one_pass(model, cache, tree, ahead, sampling, randomness)
-        if said:
-            for gram in ahead.advance(tokens[-1], said):
+        path, fresh, predicted = one_pass(model, cache, tree, ahead, sampling, randomness)
+        if predicted:
+            for gram in ahead.advance(tokens[-1], predicted):
                 pool.add(gram)
         new = tree.tokens_at(path[1:]) + [fresh]
         tokens += new
         if pool_from_prompt:
             pool.add_all(tokens, ngram, len(new))
-        yield Step(new, tree, path, rows if said else [])
+        yield Step(new, tree, path, rows if predicted else [])
 
 
 def one_pass(
@@ -199,26 +199,26 @@ def one_pass(
 ) -> tuple[list[int], int, list[int]]:  # fmt: skip
     """Score, accept and commit: the path, the fresh token, and what the window's last row says
     (nothing where the window does not fit into the cache any more)."""
-    if ahead and len(tree) + len(ahead.tokens) > cache.room:
+    if ahead and len(tree) + len(ahead.tokens) > cache.free_rows:
         ahead = None
-    depth, mask = beside(tree, ahead)
+    depth, mask = combined_mask(tree, ahead)
     hidden = model(tree.tokens + (ahead.tokens if ahead else []), cache, depth, mask)[0]
-    n, last = len(tree), ahead.said_by(len(tree)) if ahead else []
+    n, last = len(tree), ahead.predicted_by(len(tree)) if ahead else []
     # the rows between say nothing new
     target = probs(model.logits(hidden[[*range(n), *last]] if last else hidden[:n]), sampling)
     path, fresh = accept(target, tree, randomness)
     cache.commit(path)
-    return path, fresh, likeliest(target)[n:]
+    return path, fresh, argmax(target)[n:]
 
 
-def check_window(window: int, ngram: int, room: int) -> None:
+def check_window(window: int, ngram: int, free_rows: int) -> None:
     """Raise UserError for a window that is empty or would never fit into the cache."""
     for name, value, least in (("window", window, 1), ("ngram", ngram, 2)):
         if value < least:
             raise UserError(f"{name} {value}: must be at least {least}")
     rows = (ngram - 1) * window
-    if rows >= room:
+    if rows >= free_rows:
         raise UserError(
-            f"window {window}, ngram {ngram}: {rows} rows never fit into a cache of {room}: "
+            f"window {window}, ngram {ngram}: {rows} rows never fit into a cache of {free_rows}: "
             "take smaller ones"
         )

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from minispec.cache import KVCache
 from minispec.errors import UserError
-from minispec.methods.vocabulary import FullVocabulary, Vocabulary, Words
+from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs
-from minispec.tree import Ranks, Step, Tree, TreePolicy
+from minispec.tree import RankPath, Step, Tree, TreePolicy
 from minispec.verify import accept
 
 RANKS = 10  # candidates of a head that a tree may choose from, as many as the published trees use
@@ -59,10 +59,10 @@ class MedusaHeads(nn.ModuleList):
                 head.append(nn.Linear(hidden_size, vocab_size, bias=False))
             self.append(head)
         self.layers, self.shared = layers, vocab_size is None
-        self.tree: list[Ranks] = [(0,) * heads]
+        self.tree: list[RankPath] = [(0,) * heads]
         self.accuracy: Tensor | None = None
 
-    def forward(self, hidden: Tensor, words: Transformer | Words) -> Tensor:
+    def forward(self, hidden: Tensor, words: Transformer | DraftHead) -> Tensor:
         """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm.
         `words` has the lm_head in which heads without projections end, or some of its rows."""
         outputs = torch.stack([head(hidden) for head in self])
@@ -85,7 +85,7 @@ def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> Medu
 
 def medusa(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, heads: MedusaHeads, tree: list[Ranks] | TreePolicy | None = None,
+    cache: KVCache | None = None, heads: MedusaHeads, tree: list[RankPath] | TreePolicy | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Medusa with the lossless rule: greedy or sampled, the output is distributed as the target's.
@@ -99,7 +99,7 @@ def medusa(
 
 def medusa_typical(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, heads: MedusaHeads, tree: list[Ranks] | TreePolicy | None = None,
+    cache: KVCache | None = None, heads: MedusaHeads, tree: list[RankPath] | TreePolicy | None = None,
     vocabulary: Vocabulary | None = None, epsilon: float = 0.09, delta: float = 0.3,
 ) -> Iterator[Step]:  # fmt: skip
     """Medusa with typical acceptance: LOSSY, sampled output is not distributed as the target's.
@@ -118,7 +118,7 @@ def medusa_typical(
 
 def rounds(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness,
-    cache: KVCache | None, heads: MedusaHeads, tree: list[Ranks] | TreePolicy | None,
+    cache: KVCache | None, heads: MedusaHeads, tree: list[RankPath] | TreePolicy | None,
     vocabulary: Vocabulary | None, rule: Rule,
 ) -> Iterator[Step]:  # fmt: skip
     """The decoding loop of both, which differ in their `rule` of acceptance."""
@@ -130,8 +130,8 @@ def rounds(
     hidden = model.prefill(tokens[cache.length : -1], cache)[0]  # (1, d), or (0, d)
     yield Step()  # the prefill, so that it can be timed apart
     while True:
-        words = vocabulary.pick(tokens)
-        proposed = propose(heads, words, hidden, tokens[-1], chosen, cache.room - 1)
+        words = vocabulary.select(tokens)
+        proposed = propose(heads, words, hidden, tokens[-1], chosen, cache.free_rows - 1)
         hidden = model(proposed.tokens, cache, proposed.depth, proposed.mask)[0]  # (nodes, d)
         path, fresh = rule(probs(model.logits(hidden), sampling), proposed, randomness)
         cache.commit(path)
@@ -142,9 +142,9 @@ def rounds(
 
 
 def checked_tree(
-    model: Transformer, heads: MedusaHeads, tree: list[Ranks] | TreePolicy | None,
+    model: Transformer, heads: MedusaHeads, tree: list[RankPath] | TreePolicy | None,
     vocabulary: Vocabulary | None,
-) -> list[Ranks] | TreePolicy:  # fmt: skip
+) -> list[RankPath] | TreePolicy:  # fmt: skip
     """The policy, or all paths of the tree (None: the heads' own). Raises UserError for a tree or a
     vocabulary that does not go with the heads."""
     if vocabulary and not heads.shared:
@@ -156,35 +156,35 @@ def checked_tree(
 
 
 def propose(
-    heads: MedusaHeads, words: Words, hidden: Tensor, root: int,
-    chosen: list[Ranks] | TreePolicy, room: int,
+    heads: MedusaHeads, words: DraftHead, hidden: Tensor, root: int,
+    chosen: list[RankPath] | TreePolicy, free_rows: int,
 ) -> Tree:  # fmt: skip
-    """The tree of the heads' candidates below the newest token, of at most `room` nodes; the lone
+    """The tree of the heads' candidates below the newest token, of at most `free_rows` nodes; the lone
     root where no hidden state is at hand, as before the first pass of a prompt of one token."""
     if not len(hidden) or not chosen:
         return Tree.chain(root, [])
     fixed = isinstance(chosen, list)
     ranks = 1 + max(rank for path in chosen for rank in path) if fixed else RANKS
     chances, candidates = best_candidates(heads, words, hidden[0], ranks)
-    paths = chosen if fixed else chosen.choose(chances, room)
+    paths = chosen if fixed else chosen.choose(chances, free_rows)
     paths = [path for path in paths if max(path) < len(candidates[0])]  # there may be few words
-    return Tree.from_paths(root, paths[:room], candidates)
+    return Tree.from_paths(root, paths[:free_rows], candidates)
 
 
 def best_candidates(
-    heads: MedusaHeads, words: Words, hidden: Tensor, ranks: int
+    heads: MedusaHeads, words: DraftHead, hidden: Tensor, ranks: int
 ) -> tuple[list[list[float]], list[list[int]]]:
     """Probabilities and tokens of each head's best candidates, both (K, ranks), after a hidden
     state (d,); of less than `ranks` if there are not as many words."""
     chances = heads(hidden, words).softmax(-1)
     best = chances.topk(min(ranks, chances.shape[-1]))
     # one synchronisation for both: float32 holds every token id exactly
-    tokens = words.full(best.indices)
+    tokens = words.to_full_ids(best.indices)
     chances, tokens = torch.stack([best.values.float(), tokens.float()]).tolist()
     return chances, [[int(token) for token in row] for row in tokens]
 
 
-def complete(paths: list[Ranks], depth: int, ranks: int) -> list[Ranks]:
+def complete(paths: list[RankPath], depth: int, ranks: int) -> list[RankPath]:
     """The paths and all their prefixes, each once; checked against the number of heads (`depth`)
     and of candidates (`ranks`). In depth-first order the path of best ranks, (0, 0, …), comes
     first: when it is accepted, its rows of the cache need no move."""

@@ -19,7 +19,7 @@ def prompt_lookup(
     model.prefill(tokens[cache.length : -1], cache)
     yield Step()
     while True:
-        tree = Tree.chain(tokens[-1], lookup(tokens, min(k, cache.room - 1), ngram))
+        tree = Tree.chain(tokens[-1], lookup(tokens, min(k, cache.free_rows - 1), ngram))
         hidden = model(tree.tokens, cache)
         path, fresh = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
         cache.commit(path)

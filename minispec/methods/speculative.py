@@ -39,7 +39,7 @@ def speculative(
     draft.prefill(clipped(tokens[draft_cache.length : -1], draft), draft_cache)
     yield Step()  # the prefill, so that it can be timed apart
     while True:
-        gamma = min(policy.choose(), cache.room - 1)  # the root takes a row of the pass
+        gamma = min(policy.choose(), cache.free_rows - 1)  # the root takes a row of the pass
         # x_1 … x_γ, each drawn from q of one pass of the draft
         drafts, draft_probs = propose(
             draft, draft_cache, tokens, gamma, draft_sampling or sampling, randomness,

@@ -54,18 +54,18 @@ class Subset:
         """|V_high|."""
         return len(self.ids)
 
-    def pick(self, tokens: list[int]) -> "Subset":
+    def select(self, tokens: list[int]) -> "Subset":
         return self
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., d) -> (..., |V_high|)."""
         return F.linear(hidden, self.rows)
 
-    def full(self, token: Tensor) -> Tensor:
+    def to_full_ids(self, token: Tensor) -> Tensor:
         """From numbers in the small vocabulary to token ids, V_high[j], on the same device."""
         return (self.host_ids if token.device.type == "cpu" else self.ids)[token]
 
-    def numbers(self, tokens: Tensor) -> Tensor:
+    def to_subset_ids(self, tokens: Tensor) -> Tensor:
         """From token ids to numbers in the small vocabulary; -100 for all others, as for labels."""
         number = torch.full((self.size,), -100, device=self.ids.device)
         number[self.ids] = torch.arange(len(self), device=number.device)
@@ -83,26 +83,26 @@ class FullVocabulary:
     def __init__(self, model: Transformer):
         self.logits = model.logits
 
-    def pick(self, tokens: list[int]) -> "FullVocabulary":
+    def select(self, tokens: list[int]) -> "FullVocabulary":
         return self
 
-    def full(self, token: Tensor) -> Tensor:
+    def to_full_ids(self, token: Tensor) -> Tensor:
         return token
 
-    def numbers(self, tokens: Tensor) -> Tensor:
+    def to_subset_ids(self, tokens: Tensor) -> Tensor:
         return tokens
 
     def scatter(self, probs: Tensor) -> Tensor:
         return probs
 
 
-Words = Subset | FullVocabulary
+DraftHead = Subset | FullVocabulary
 
 
 class Vocabulary(Protocol):
     """Which tokens a method drafts from: Compressed chooses by the text's language."""
 
-    def pick(self, tokens: list[int]) -> Words:
+    def select(self, tokens: list[int]) -> DraftHead:
         """What to draft from after `tokens`."""
 
 
@@ -116,7 +116,7 @@ class Compressed:
         self.votes = votes(languages)
 
     @torch.inference_mode(False)  # kept beyond a run
-    def pick(self, tokens: list[int]) -> Subset:
+    def select(self, tokens: list[int]) -> Subset:
         """The subset for what comes after `tokens`: their language's, or the union of those they
         mix; all languages' where nothing tells."""
         names = self.spoken(tokens)

@@ -14,7 +14,7 @@ import httpx
 from serve import serving, vllm_tokens
 
 from minispec import bench, load
-from minispec.fast import quicken
+from minispec.fast import optimize
 from minispec.generate import decode
 from minispec.generate.drafters import load_drafter
 from minispec.generate.run import acceptance
@@ -31,7 +31,7 @@ p.add_argument("--max-new-tokens", type=int, default=100)
 args = p.parse_args()
 args.questions = args.data = None
 model, tokenizer = load(args.model, "float32", "cpu")
-quicken(model)
+optimize(model)
 method = "fastmtp" if args.kind == "mtp" else "medusa"
 options = load_drafter(method, model, tokenizer, args.heads, "none")
 options |= {"k": 3} if args.kind == "mtp" else {"tree": CHAIN}

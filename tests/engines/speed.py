@@ -21,7 +21,7 @@ from serve import serving, vllm_tokens
 
 from minispec import bench, load
 from minispec.checkpoints.gguf import find_gguf
-from minispec.fast import quicken
+from minispec.fast import optimize
 from minispec.generate.drafters import load_drafter
 from minispec.model import Transformer
 
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
         if Path(".engines/vllm/installed").exists():
             server = serving("vllm-plain", args.model, port=8199, more=ALONE)
             others["vllm"] = partial(vllm, stack.enter_context(server), args.model, n)
-        quicken(model, compiled=args.compile)
+        optimize(model, compiled=args.compile)
         machine, tables = bench.measured(model), []
         for kind, prompts in bench.prompts_of(args, model, tokenizer).items():
             runs = bench.measure(model, tokenizer, methods, prompts, n, others=others)

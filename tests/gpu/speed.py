@@ -5,7 +5,7 @@
 
 SmolLM2 (make smollm2) answers questions and the toy tells stories, with the shipped drafts and
 heads. Larger shapes have random weights, a draft whose tokens are right with probability 0.8
-(`bench.Reciter`) and untrained Medusa heads: they show what a round costs.
+(`bench.OracleDraft`) and untrained Medusa heads: they show what a round costs.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from steps import ROOT, Results, Step, main, table
 from minispec import UserError, bench, load
 from minispec.checkpoints import places
 from minispec.checkpoints.heads import PUBLISHED
-from minispec.cost import COUNTS, least_in_turn, one_pass
-from minispec.fast import quicken
+from minispec.cost import COUNTS, interleaved_min_times, one_pass
+from minispec.fast import optimize
 from minispec.generate import decode
 from minispec.generate.run import Run
 from minispec.methods.medusa import untrained
@@ -98,7 +98,7 @@ def figures(
         return
     drafts = {each["draft"] for each in methods.values() if "draft" in each}
     for each in {model} | {draft for draft in drafts if isinstance(draft, Transformer)}:
-        quicken(each, compiled=graphs)
+        optimize(each, compiled=graphs)
     # one cache for all runs, so that no graph is captured twice
     cache = model.new_cache(min(model.config.context, ROWS))
 
@@ -114,7 +114,7 @@ def figures(
     def passes(counts: Iterable[int]) -> Iterator[dict]:
         cache.truncate(0)
         for n in counts:
-            yield {"rows": n, "seconds": least_in_turn([one_pass(model, n, cache)])[0]}
+            yield {"rows": n, "seconds": interleaved_min_times([one_pass(model, n, cache)])[0]}
 
     plain = runs("autoregressive", {})
     yield bandwidth(model, plain)
@@ -131,7 +131,7 @@ def bandwidth(model: Transformer, plain: list[Run]) -> dict:
     size = 2**32 if model.device.type == "cuda" else 2**28
     source = torch.ones(size, dtype=torch.uint8, device=model.device)
     target = torch.ones_like(source)
-    copied = 2 * size / least_in_turn([lambda: target.copy_(source)[-1].item()])[0]
+    copied = 2 * size / interleaved_min_times([lambda: target.copy_(source)[-1].item()])[0]
     read, seconds = bench.weights_read(model), median_seconds(plain)
     return {
         "type": str(model.dtype).removeprefix("torch."), "weights, GB": read / 1e9,

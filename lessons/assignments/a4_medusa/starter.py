@@ -2,10 +2,10 @@
 
 from torch import Tensor, nn
 
-from minispec.methods.vocabulary import Words
+from minispec.methods.vocabulary import DraftHead
 from minispec.model import Transformer
 from minispec.sampling import OneHot
-from minispec.tree import Ranks, Tree, TreePolicy
+from minispec.tree import RankPath, Tree, TreePolicy
 
 
 class ResBlock(nn.Module):
@@ -32,7 +32,7 @@ class MedusaHeads(nn.ModuleList):
     def __init__(self, heads: int, layers: int, hidden_size: int, vocab_size: int | None):
         raise NotImplementedError
 
-    def forward(self, hidden: Tensor, words: Transformer | Words) -> Tensor:
+    def forward(self, hidden: Tensor, words: Transformer | DraftHead) -> Tensor:
         """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm.
         `words.logits` is the target's lm_head, or some of its rows."""
         raise NotImplementedError
@@ -60,10 +60,10 @@ def from_paths(root: int, paths: list[list[int]], candidates: list[list[int]]) -
 
 
 def propose(
-    heads: MedusaHeads, words: Words, hidden: Tensor, root: int,
-    chosen: list[Ranks] | TreePolicy, room: int,
+    heads: MedusaHeads, words: DraftHead, hidden: Tensor, root: int,
+    chosen: list[RankPath] | TreePolicy, free_rows: int,
 ) -> Tree:  # fmt: skip
-    """The tree of the heads' candidates below `root`, the newest token: the first `room` of the
+    """The tree of the heads' candidates below `root`, the newest token: the first `free_rows` of the
     rank paths `chosen`.
 
     `hidden` (1, d) is the target's hidden state before `root`; it is (0, d) before the first pass
@@ -74,13 +74,13 @@ def propose(
     raise NotImplementedError
 
 
-def expected(accuracy: Tensor, paths: list[Ranks]) -> float:
+def expected(accuracy: Tensor, paths: list[RankPath]) -> float:
     """Tokens per pass if heads were right independently. accuracy[k, r] is the chance that head k's
     rank-r token is right; `paths` are the tree's nodes without the root."""
     raise NotImplementedError
 
 
-def grow_tree(accuracy: Tensor, nodes: int) -> list[Ranks]:
+def grow_tree(accuracy: Tensor, nodes: int) -> list[RankPath]:
     """The `nodes` nodes below the root that gain most by `expected`, best first; accuracies (K, R)
     fall from rank to rank. Fewer where no more gain anything. A parent comes before its child."""
     raise NotImplementedError

@@ -146,15 +146,15 @@ def test_the_tree_holds_the_heads_best_tokens(impl):
         heads, depth = RollingHeads(4), rng.randint(1, 4)
         chosen = {tuple(rng.choices(range(4), k=rng.randint(1, depth))) for _ in range(5)}
         nodes = {path[:n] for path in chosen for n in range(1, len(path) + 1)}
-        paths, room = sorted(nodes, key=lambda path: (len(path), path)), rng.choice([99, 3])
+        paths, free_rows = sorted(nodes, key=lambda path: (len(path), path)), rng.choice([99, 3])
         ids = rng.sample(range(11), 11) if seed % 2 else list(range(11))  # of what is drafted from
         words = Subset(model.lm_head.weight, ids) if seed % 2 else FullVocabulary(model)
-        tree = impl.propose(heads, words, hidden, 9, paths, room)
+        tree = impl.propose(heads, words, hidden, 9, paths, free_rows)
         ranked = [hidden[0].roll(k).argsort(descending=True).tolist() for k in range(4)]
         best = [[ids[j] for j in row] for row in ranked]
-        right = {tuple(best[d][r] for d, r in enumerate(path)) for path in paths[:room]}
+        right = {tuple(best[d][r] for d, r in enumerate(path)) for path in paths[:free_rows]}
         assert tree.tokens[0] == 9 and set(paths_of(tree)) - {()} == right, (
-            f"room for {room} nodes: depth d + 1 holds head d's tokens by rank, best first, also "
+            f"room for {free_rows} nodes: depth d + 1 holds head d's tokens by rank, best first, also "
             "in a tree less deep than there are heads; words.full turns indices into tokens"
         )
         assert all(tree.drawn_from(node) is None for node in range(len(tree))), (

@@ -31,7 +31,7 @@ class Subset:
         """(..., d) -> (..., |V_high|); entry j is token ids[j]'s. Reads those rows alone."""
         raise NotImplementedError
 
-    def full(self, token: Tensor) -> Tensor:
+    def to_full_ids(self, token: Tensor) -> Tensor:
         """The ids of tokens that the small vocabulary numbers so: ids[j] for j. On the device of
         `token`, so that drafting need not wait for the host."""
         raise NotImplementedError
@@ -53,7 +53,7 @@ class Compressed(vocabulary.Compressed):
     """`self.weight`, lm_head's; `self.languages`, by name; `self.votes`, as `votes` gives them;
     `self.subsets`, a dict for what `pick` has made, by the tuple of its languages' names."""
 
-    def pick(self, tokens: list[int]) -> vocabulary.Subset:
+    def select(self, tokens: list[int]) -> vocabulary.Subset:
         """The subset for what comes after `tokens`: all tokens of the languages that `self.spoken`
         names, each once, in their order; made once for the same names. (`vocabulary.Subset` or
         yours.)"""

@@ -48,7 +48,7 @@ def test_the_small_head_is_rows_of_the_full_one(impl):
             f"entry j is the logit of token ids[j], for ids {ids} in their order"
         )
         assert len(subset) == len(ids), f"{len(ids)} tokens, not {len(subset)}"
-        found = subset.full(torch.arange(len(ids))).tolist()
+        found = subset.to_full_ids(torch.arange(len(ids))).tolist()
         assert found == ids, f"number j is token ids[j], so {ids}, not {found}"
 
 
@@ -76,7 +76,7 @@ class Always:
     def __init__(self, subset):
         self.subset = subset
 
-    def pick(self, tokens: list[int]):
+    def select(self, tokens: list[int]):
         return self.subset
 
 
@@ -174,13 +174,13 @@ def test_the_latest_tokens_tell_the_language(impl):
         )
 
 
-@pytest.mark.points(2, task="pick")
+@pytest.mark.points(2, task="select")
 def test_the_subset_is_the_union_of_what_is_spoken(impl):
     languages = {"a": Language((3, 1, 2), (9, 8, 7)), "b": Language((5, 1), (9, 9))}
     words = compressed(impl, languages, {})
     for names, ids in ((("a",), [3, 1, 2]), (("b",), [5, 1]), (("a", "b"), [3, 1, 2, 5])):
         words.spoken = lambda tokens, names=names: names
-        picked = words.pick([1, 2, 3])
-        found = picked.full(torch.arange(len(picked))).tolist()
+        picked = words.select([1, 2, 3])
+        found = picked.to_full_ids(torch.arange(len(picked))).tolist()
         assert found == ids, f"{names}: tokens {ids}, each once, not {found}"
-        assert words.pick([4]) is picked, "rows of lm_head are copied once, not in every round"
+        assert words.select([4]) is picked, "rows of lm_head are copied once, not in every round"

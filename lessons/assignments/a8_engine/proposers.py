@@ -24,13 +24,13 @@ class Proposer:
         ends before the prompt's last token; and how many rows fit into the target's cache."""
 
     def propose(
-        self, tokens: list[int], room: int, sampling: Sampling, randomness: Randomness
+        self, tokens: list[int], free_rows: int, sampling: Sampling, randomness: Randomness
     ) -> Tree:
-        """The tree below the newest of all `tokens`; at most `room` nodes, the root included."""
+        """The tree below the newest of all `tokens`; at most `free_rows` nodes, the root included."""
         return Tree.chain(tokens[-1], [])
 
-    def beside(self, tree: Tree, room: int) -> tuple[list[int], Tensor, Tensor]:
-        """Tokens that ride along behind the tree's in a pass of at most `room` rows; and the depth
+    def beside(self, tree: Tree, free_rows: int) -> tuple[list[int], Tensor, Tensor]:
+        """Tokens that ride along behind the tree's in a pass of at most `free_rows` rows; and the depth
         (n,) and mask (n, n) of all rows, the tree's first."""
         return [], tree.depth, tree.mask
 
@@ -46,8 +46,8 @@ class Drafted(Proposer):
     def __init__(self, k: int | Policy, draft_sampling: Sampling | None):
         self.k, self.sampling = k, draft_sampling
 
-    def propose(self, tokens, room, sampling, randomness):
-        k = min(self.k if isinstance(self.k, int) else self.k.choose(), room - 1)
+    def propose(self, tokens, free_rows, sampling, randomness):
+        k = min(self.k if isinstance(self.k, int) else self.k.choose(), free_rows - 1)
         drafts = self.drafts(tokens, k, self.sampling or sampling, randomness)
         return Tree.chain(tokens[-1], *drafts)
 
@@ -82,14 +82,14 @@ class Lookup(Proposer):
     def __init__(self, model, k: int = 10, ngram: int = 3):
         self.k, self.ngram = k, ngram
 
-    def propose(self, tokens, room, sampling, randomness):
-        return Tree.chain(tokens[-1], lookup(tokens, min(self.k, room - 1), self.ngram))
+    def propose(self, tokens, free_rows, sampling, randomness):
+        return Tree.chain(tokens[-1], lookup(tokens, min(self.k, free_rows - 1), self.ngram))
 
 
 class Medusa(Proposer):
     """Heads on the target's hidden state."""
 
-    def __init__(self, model, heads, tree: list[medusa.Ranks] | medusa.TreePolicy,
+    def __init__(self, model, heads, tree: list[medusa.RankPath] | medusa.TreePolicy,
                  vocabulary=None):  # fmt: skip
         self.heads, self.chosen = heads, tree
         self.vocabulary = vocabulary or FullVocabulary(model)
@@ -99,9 +99,9 @@ class Medusa(Proposer):
     def begin(self, tokens, hidden, capacity):
         self.hidden = hidden[-1:]
 
-    def propose(self, tokens, room, sampling, randomness):
-        words = self.vocabulary.pick(tokens)
-        return medusa.propose(self.heads, words, self.hidden, tokens[-1], self.chosen, room - 1)
+    def propose(self, tokens, free_rows, sampling, randomness):
+        words = self.vocabulary.select(tokens)
+        return medusa.propose(self.heads, words, self.hidden, tokens[-1], self.chosen, free_rows - 1)
 
     def learn(self, tokens, tree, path, hidden):
         self.hidden = hidden[path[-1:]]
@@ -116,8 +116,8 @@ class Jacobi(Proposer):
     def begin(self, tokens, hidden, capacity):
         self.guess = from_prompt(tokens, self.block)
 
-    def propose(self, tokens, room, sampling, randomness):
-        return Tree.chain(tokens[-1], self.guess[: room - 1])
+    def propose(self, tokens, free_rows, sampling, randomness):
+        return Tree.chain(tokens[-1], self.guess[: free_rows - 1])
 
     def learn(self, tokens, tree, path, hidden):
         said = self.model.logits(hidden[len(path) :]).argmax(-1).tolist()
@@ -137,17 +137,17 @@ class Lookahead(Proposer):
         if self.learns_text:
             self.pool.add_all(tokens, self.ngram, len(tokens))
 
-    def propose(self, tokens, room, sampling, randomness):
-        return Tree.merged(tokens[-1], self.pool.after(tokens[-1])).first(room)
+    def propose(self, tokens, free_rows, sampling, randomness):
+        return Tree.merged(tokens[-1], self.pool.after(tokens[-1])).first(free_rows)
 
-    def beside(self, tree, room):
-        fits = len(tree) + len(self.window.tokens) <= room
+    def beside(self, tree, free_rows):
+        fits = len(tree) + len(self.window.tokens) <= free_rows
         self.riding = self.window.tokens if fits else []
-        return self.riding, *lookahead.beside(tree, self.window if fits else None)
+        return self.riding, *lookahead.combined_mask(tree, self.window if fits else None)
 
     def learn(self, tokens, tree, path, hidden):
         if len(hidden) == len(tree) + len(self.window.tokens):
-            rows = self.window.said_by(len(tree))
+            rows = self.window.predicted_by(len(tree))
             said = self.model.logits(hidden[rows]).argmax(-1).tolist()
             for gram in self.window.advance(tree.tokens[0], said):
                 self.pool.add(gram)
@@ -169,7 +169,7 @@ class MTP(Drafted):
         self.drafter.extend(hidden, tokens[offset + 1 :])
 
     def drafts(self, tokens, k, sampling, randomness):
-        return self.drafter.chain(k, sampling, randomness, self.vocabulary.pick(tokens))
+        return self.drafter.chain(k, sampling, randomness, self.vocabulary.select(tokens))
 
     def learn(self, tokens, tree, path, hidden):
         super().learn(tokens, tree, path, hidden)
@@ -182,8 +182,8 @@ class Forest(Proposer):
     def __init__(self, model, draft, shape: list[int], kind: str):
         self.draft, self.shape, self.kind = draft, shape, kind
 
-    def propose(self, tokens, room, sampling, randomness):
-        return cases.grow(self.draft, tokens, self.shape[:room], self.kind, sampling, randomness)
+    def propose(self, tokens, free_rows, sampling, randomness):
+        return cases.grow(self.draft, tokens, self.shape[:free_rows], self.kind, sampling, randomness)
 
 
 PROPOSERS = {

@@ -11,7 +11,7 @@ import torch
 
 from lessons.assignments.a8_engine.proposers import PROPOSERS, Forest, Proposer
 from minispec.certify.others.blackbox import (
-    Box,
+    FunctionDecoder,
     Raised,
     ends,
     is_drawn,
@@ -176,7 +176,7 @@ def test_the_certifier_s_black_box_checks(impl, tmp_path):
     """What `python -m minispec.certify --impl my_solution:black_box` does, with fewer runs."""
     folder, model = write_checkpoint(tmp_path / "greedy", 0, vocab=24)
     impl.black_box(folder, [1, 2], max_new_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=0)
-    box, small = Box(impl.black_box), write_checkpoint(tmp_path / "sampled", 21, vocab=4)
+    box, small = FunctionDecoder(impl.black_box), write_checkpoint(tmp_path / "sampled", 21, vocab=4)
     try:
         for passed, detail in (
             is_greedy(box, folder, model, [[3, 1, 4], [1] * 30]),

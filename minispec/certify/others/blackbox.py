@@ -18,7 +18,7 @@ import torch
 from minispec.certify.compare import TIE, divergence
 from minispec.certify.others.scoring import Sequence, least_p, scored
 from minispec.certify.others.statistics import FALSE_ALARM, Sequences
-from minispec.certify.others.takeover import NotTaken, TooMany, followed
+from minispec.certify.others.takeover import NotTaken, TooMany, enumerate_outcomes
 from minispec.certify.ours.cases import GREEDY, bound
 from minispec.certify.ours.checks import RUNS, Verdict, first_difference
 from minispec.checkpoints.load import load, save
@@ -73,7 +73,7 @@ def load_implementation(name: str, flag: str = "--impl") -> Implementation:
     return found
 
 
-class Box:
+class FunctionDecoder:
     """An implementation as the certifier calls it; `drafted` and `accepted` add up its counts."""
 
     def __init__(self, impl: Implementation):
@@ -148,7 +148,7 @@ def check_implementation(
     sampled: exactly, where its randomness can be taken over, by up to so many `outcomes` a row, and
     by χ² of `runs` runs. With a `baseline`, the same decoder's plain decoding, that is what it must
     equal; where that differs from ours, a row says so."""
-    box, plain = Box(impl), Box(baseline) if baseline else None
+    box, plain = FunctionDecoder(impl), FunctionDecoder(baseline) if baseline else None
     with tempfile.TemporaryDirectory() as temporary:
         for check, case, examine, *given in rows(Path(temporary), runs, outcomes):
             if only not in case or check not in checks:
@@ -163,7 +163,7 @@ def check_implementation(
         yield Verdict("drafts", "accepted and rejected", *found)
 
 
-def examined(examine: Callable, box: Box, *given) -> tuple[bool | None, str]:
+def examined(examine: Callable, box: FunctionDecoder, *given) -> tuple[bool | None, str]:
     """One row's verdict: what is raised fails this row only."""
     try:
         return examine(box, *given)
@@ -240,8 +240,8 @@ def name_end_tokens(folder: Path, where: str, tokens: int | list[int]) -> None:
 
 
 def is_greedy(
-    box: Box, folder: str, model: Transformer, prompts: list[list[int]],
-    baseline: Box | None = None,
+    box: FunctionDecoder, folder: str, model: Transformer, prompts: list[list[int]],
+    baseline: FunctionDecoder | None = None,
 ) -> tuple[bool, str]:  # fmt: skip
     """The tokens of plain decoding, as many as there are, but for ties; called twice, and at top-k
     1 if it has that. How many there must be is judged elsewhere."""
@@ -263,13 +263,13 @@ def is_greedy(
     return True, f"prompts of {lengths} tokens, twice, and at top-k 1 if it has that; {ties} ties"
 
 
-def keeps_lengths(box: Box, folder: str) -> tuple[bool, str]:
+def keeps_lengths(box: FunctionDecoder, folder: str) -> tuple[bool, str]:
     wrong = [n for n in range(12) if len(box(folder, [1, 2, 3], n=n)) != n]
     detail = f"max_new_tokens {wrong[:4]} not kept" if wrong else "max_new_tokens 0 to 11 kept"
     return not wrong, detail
 
 
-def ends(box: Box, path: Path, many: int, where: str) -> tuple[bool, str]:
+def ends(box: FunctionDecoder, path: Path, many: int, where: str) -> tuple[bool, str]:
     """Four tokens of a greedy run in turn are the last of `many` end tokens, named in one file;
     the others never come."""
     _, model = write_checkpoint(path / "plain", 2, vocab=24)
@@ -295,8 +295,8 @@ SAME = 1e-5  # total variation that float32 may make
 
 
 def is_exact(
-    box: Box, folder: str, model: Transformer, sampling: Sampling, outcomes: int,
-    baseline: Box | None = None,
+    box: FunctionDecoder, folder: str, model: Transformer, sampling: Sampling, outcomes: int,
+    baseline: FunctionDecoder | None = None,
 ) -> tuple[bool | None, str]:  # fmt: skip
     """The distribution of its first tokens over every outcome of its own random numbers: of one
     token more as long as there are hardly more than `outcomes`."""
@@ -304,14 +304,14 @@ def is_exact(
     box(folder, TWO_WORDS, 0, 2, sampling)  # what is loaded once, and may draw
     for n in range(1, 9):
 
-        def one(seed: int, box: Box = box, n: int = n) -> tuple[int, ...]:
+        def one(seed: int, box: FunctionDecoder = box, n: int = n) -> tuple[int, ...]:
             next(calls)
             return tuple(box(folder, TWO_WORDS, seed, n, sampling)[:n])
 
         try:
-            given = followed(one, outcomes)
+            given = enumerate_outcomes(one, outcomes)
             if baseline:
-                exact = followed(partial(one, box=baseline))
+                exact = enumerate_outcomes(partial(one, box=baseline))
             else:
                 exact = distribution(model, TWO_WORDS, sampling, n)
         except (NotTaken, Raised) as error:
@@ -354,8 +354,8 @@ def distribution(model: Transformer, prompt: list[int], sampling: Sampling, n: i
 
 
 def is_drawn(
-    box: Box, folder: str, model: Transformer, sampling: Sampling, runs: int,
-    baseline: Box | None = None, n: int = 6,
+    box: FunctionDecoder, folder: str, model: Transformer, sampling: Sampling, runs: int,
+    baseline: FunctionDecoder | None = None, n: int = 6,
 ) -> tuple[bool, str]:  # fmt: skip
     """χ² of its first tokens over differently seeded runs; eight times as many where the first
     leave a doubt."""

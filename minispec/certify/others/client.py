@@ -37,11 +37,11 @@ class Denied(Refused):
     """It answers no request at all: it wants a key, or is somewhere else."""
 
 
-class Broke(Refused):
+class ServerError(Refused):
     """It broke while it answered."""
 
 
-class Slow(Broke):
+class Timeout(ServerError):
     """It took too long, or was not ready for too long."""
 
 
@@ -49,7 +49,7 @@ class NotOffered(Refused):
     """The server does not have this."""
 
 
-class Gone(Exception):
+class ConnectionLost(Exception):
     """The server cannot be reached any more."""
 
 
@@ -69,7 +69,7 @@ class Answer:
 
 class Server:
     """Requests, one at a time or from several threads. What it takes and gives is found out by
-    `meet`: token ids as prompts, token ids in answers, extra fields. The key goes to this server
+    `probe`: token ids as prompts, token ids in answers, extra fields. The key goes to this server
     only: redirects are not followed."""
 
     def __init__(
@@ -99,19 +99,19 @@ class Server:
 
     # ---- meeting ---------------------------------------------------------------------------------
 
-    def meet(self, prompt: list[int]) -> None:
+    def probe(self, prompt: list[int]) -> None:
         """Find its model's name, and how it is asked, by a prompt. UserError where that fails."""
         try:
             self.find_name()
-            self.find_manners(prompt)
-        except (Denied, Slow, Gone) as error:
+            self.probe_format(prompt)
+        except (Denied, Timeout, ConnectionLost) as error:
             raise UserError(f"{self.url} {error}") from None
         except Refused as error:
             raise UserError(f"{self.url} refuses a plain completion: {error}") from None
         if not self.gives_ids and self.tokenizer is None:
             raise UserError(f"{self.url} gives no token ids, and --model has no tokenizer")
 
-    def find_manners(self, prompt: list[int]) -> None:
+    def probe_format(self, prompt: list[int]) -> None:
         """Ask with ids and all fields, then with less, until an answer comes."""
         ways = [(True, EXTRAS), (True, {}), (False, EXTRAS), (False, {})]
         ways = ways if self.tokenizer else ways[:2]
@@ -120,7 +120,7 @@ class Server:
                 choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
                 break
             except Refused as error:
-                if isinstance(error, (Slow, Denied)) or (self.takes_ids, self.extras) == ways[-1]:
+                if isinstance(error, (Timeout, Denied)) or (self.takes_ids, self.extras) == ways[-1]:
                     raise
         self.gives_ids = self.logprobs = True
         if self.ids(choice) is not None:
@@ -137,7 +137,7 @@ class Server:
         listed, why = [], ""
         try:
             listed = items(parsed(self.request("GET", "/v1/models")), "data")
-        except (Slow, Denied):
+        except (Timeout, Denied):
             raise
         except Refused as error:
             why = f" ({error})"
@@ -167,7 +167,7 @@ class Server:
         """`ask` with a field that not every server takes."""
         try:
             return self.ask(prompt, length, **more)
-        except Broke:
+        except ServerError:
             raise
         except Refused as error:
             raise NotOffered(f"{name} ({error})") from None
@@ -213,12 +213,12 @@ class Server:
         try:
             got, text = self.patiently(method, path, body)
         except httpx.ConnectError as error:
-            raise Gone(f"cannot be reached ({error}): is it running?") from None
+            raise ConnectionLost(f"cannot be reached ({error}): is it running?") from None
         except httpx.TimeoutException:
             seconds = time.monotonic() - begin
-            raise Slow(f"gave no answer in {seconds:.0f} s{what}") from None
+            raise Timeout(f"gave no answer in {seconds:.0f} s{what}") from None
         except httpx.HTTPError as error:
-            raise Broke(f"it broke off: {type(error).__name__}{what}") from None
+            raise ServerError(f"it broke off: {type(error).__name__}{what}") from None
         if got.next_request:
             there = self.masked(str(got.next_request.url).removesuffix(path))
             raise Denied(f"redirects to {there}: give that address instead")
@@ -226,9 +226,9 @@ class Server:
             raise Denied("wants a key, or another one: --key-env names the variable that holds it")
         refusal = f"HTTP {got.status_code}: {self.masked(message(text))[:200]}{what}"
         if got.status_code in BUSY:
-            raise Slow(f"{BUSY[got.status_code]} after {self.seconds:.0f} s: {refusal}")
+            raise Timeout(f"{BUSY[got.status_code]} after {self.seconds:.0f} s: {refusal}")
         if not got.is_success:
-            raise (Broke if got.status_code >= 500 else Refused)(refusal)
+            raise (ServerError if got.status_code >= 500 else Refused)(refusal)
         return text
 
     def patiently(self, method: str, path: str, body: dict | None) -> tuple[httpx.Response, str]:
@@ -309,7 +309,7 @@ class Server:
         """Tokens drafted and accepted so far, where it tells."""
         try:
             lines = self.request("GET", "/metrics").splitlines()
-        except (Refused, Gone):
+        except (Refused, ConnectionLost):
             lines = []
         counts = {"draft": 0, "accepted": 0}
         for found in filter(None, map(COUNTER.match, lines)):

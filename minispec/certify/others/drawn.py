@@ -1,7 +1,7 @@
 """What a server draws: is it drawn from the distribution it should be?"""
 
 from minispec.certify.others.client import Refused, Server
-from minispec.certify.others.exam import HOT, MINUTES, Exam, Row, at_once, known
+from minispec.certify.others.exam import HOT, MINUTES, Row, ServerContext, at_once, known
 from minispec.certify.others.scoring import Sequence, least_p, one_end, scored
 from minispec.certify.others.statistics import FALSE_ALARM
 from minispec.sampling import Sampling, probs
@@ -13,7 +13,7 @@ SAMPLED = (
 )  # fmt: skip
 
 
-def half_copied(exam: Exam) -> list[int]:
+def half_copied(exam: ServerContext) -> list[int]:
     """The beginning of a text, and again a part of it: what was copied goes on about every other
     time, so that a draft from the prompt is accepted as often as refused."""
     model, texts = exam.model, [ids for each in exam.prompts.values() for ids in each][:8]
@@ -27,7 +27,7 @@ def half_copied(exam: Exam) -> list[int]:
     return min(found)[1]
 
 
-def seeds_matter(exam: Exam) -> Row:
+def seeds_matter(exam: ServerContext) -> Row:
     ids = exam.long()[0]
     drawn = [tuple(exam.server.ask(ids, DRAWN, HOT, seed).tokens) for seed in (1, 1, *range(2, 8))]
     if len(set(drawn)) == 1:
@@ -40,7 +40,7 @@ def seeds_matter(exam: Exam) -> Row:
 class Drawn:
     """What the server, and its baseline, drew: all samplings mixed, eight requests at a time."""
 
-    def __init__(self, exam: Exam):
+    def __init__(self, exam: ServerContext):
         self.exam = exam
         self.prompt: list[int] = []
         self.found: dict[tuple[Server, Sampling], list[Sequence]] = {}
@@ -71,11 +71,11 @@ class Drawn:
             if sequence is not None:
                 self.found.setdefault((server, sampling), []).append(sequence)
 
-    def row(self, exam: Exam, sampling: Sampling) -> Row:
+    def row(self, exam: ServerContext, sampling: Sampling) -> Row:
         """χ² against our distribution, or against what the baseline drew."""
         return self.judge(exam.server, sampling, exam.baseline)
 
-    def plain(self, exam: Exam, sampling: Sampling) -> Row:
+    def plain(self, exam: ServerContext, sampling: Sampling) -> Row:
         passed, detail = self.judge(exam.baseline, sampling, None)
         return passed or None, detail
 

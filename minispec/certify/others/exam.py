@@ -30,7 +30,7 @@ Row = tuple[bool | None, str]  # passed, detail
 
 
 @dataclass
-class Exam:
+class ServerContext:
     """What every row needs. `answers` are the greedy ones, with their prompts."""
 
     server: Server
@@ -92,11 +92,11 @@ def prompts_for(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, li
     usable = [i for i in range(model.config.vocab_size) if i not in ends]
     noise = [rng.choices(usable, k=n) for n in (3, 12, 40)]
     texts = [ids for text in TEXTS if tokenizer and len(ids := tokenizer.encode(text)) > 1]
-    whole = [token for ids in texts or noise for token in ids]
+    every = [token for ids in texts or noise for token in ids]
     kinds = {
         "texts": texts,
         "repetitive": [(ids[-8:] * 4)[: 8 * 3 + 2 + i] for i, ids in enumerate(texts + noise)],
-        "lengths": [list(islice(cycle(whole), n)) for n in LENGTHS],
+        "lengths": [list(islice(cycle(every), n)) for n in LENGTHS],
         "random ids": noise,
     }
     return {kind: each for kind, each in kinds.items() if each}
@@ -130,7 +130,7 @@ def tolerance_of(precision: float | torch.dtype, model: Transformer, prompts: di
 # ---- answers ------------------------------------------------------------------------------------
 
 
-def read(exam: Exam, prompt: list[int], answer: Answer) -> list[int]:
+def read(exam: ServerContext, prompt: list[int], answer: Answer) -> list[int]:
     """The tokens of an answer. Of one in text, ours as long as they spell it, then the
     tokenizer's."""
     if answer.given:
@@ -142,7 +142,7 @@ def read(exam: Exam, prompt: list[int], answer: Answer) -> list[int]:
     return tokens[:n] + exam.tokenizer.encode(answer.text[len(spelt[n]) :], special=False)
 
 
-def whole(exam: Exam, prompt: list[int], answer: Answer) -> list[int]:
+def with_eos(exam: ServerContext, prompt: list[int], answer: Answer) -> list[int]:
     """The tokens of an answer, with the best end token of its place where one ended it."""
     tokens, ends = read(exam, prompt, answer), exam.model.config.eos_ids
     if not (answer.ended and ends and known(exam, tokens)):
@@ -150,11 +150,11 @@ def whole(exam: Exam, prompt: list[int], answer: Answer) -> list[int]:
     return [*tokens, min(ends, key=lambda end: gaps(exam.model, prompt, [*tokens, end])[-1])]
 
 
-def known(exam: Exam, tokens: list[int]) -> bool:
+def known(exam: ServerContext, tokens: list[int]) -> bool:
     return all(0 <= token < exam.model.config.vocab_size for token in tokens)
 
 
-def worst(exam: Exam, prompt: list[int], tokens: list[int]) -> tuple[float, int, int]:
+def worst(exam: ServerContext, prompt: list[int], tokens: list[int]) -> tuple[float, int, int]:
     """The largest gap below the best token, where, and how many tokens are not the best."""
     if not known(exam, tokens):
         return math.inf, next(i for i, t in enumerate(tokens) if not known(exam, [t])), 1

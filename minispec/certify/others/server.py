@@ -8,20 +8,27 @@ import torch
 
 from minispec.certify.compare import divergence
 from minispec.certify.others.blackbox import drafts_something, short
-from minispec.certify.others.client import Answer, Gone, NotOffered, Refused, Server, ended_by
+from minispec.certify.others.client import (
+    Answer,
+    ConnectionLost,
+    NotOffered,
+    Refused,
+    Server,
+    ended_by,
+)
 from minispec.certify.others.drawn import DRAWN, SAMPLED, Drawn, seeds_matter
 from minispec.certify.others.exam import (
     AT_ONCE,
     HOT,
     LENGTH,
     MINUTES,
-    Exam,
     Row,
+    ServerContext,
     at_once,
     known,
     prompts_for,
     tolerance_of,
-    whole,
+    with_eos,
     worst,
 )
 from minispec.certify.others.scoring import answer_logits, gaps
@@ -48,20 +55,20 @@ def check_server(
     so many requests are made."""
     prompts, servers = prompts_for(model, tokenizer), list(filter(None, (server, baseline)))
     for each in servers:
-        each.meet(next(iter(prompts.values()))[0])
-    exam = Exam(server, baseline, model, tokenizer, 0.0, requests, samplings, checks, {})
-    room = min(model.config.context, *(each.context for each in servers)) - LENGTH
+        each.probe(next(iter(prompts.values()))[0])
+    exam = ServerContext(server, baseline, model, tokenizer, 0.0, requests, samplings, checks, {})
+    free_rows = min(model.config.context, *(each.context for each in servers)) - LENGTH
     for kind, each in prompts.items():
-        if fitting := [read for ids in each if 0 < len(read := exam.as_read(ids)) <= room]:
+        if fitting := [read for ids in each if 0 < len(read := exam.as_read(ids)) <= free_rows]:
             exam.prompts[kind] = fitting
     if not exam.prompts:
-        raise UserError(f"a context of {room + LENGTH} tokens leaves no room for prompts")
+        raise UserError(f"a context of {free_rows + LENGTH} tokens leaves no room for prompts")
     exam.tolerance = tolerance_of(precision, model, exam.prompts)
     before = server.drafts()
     for check, case, row, *given in rows(exam):
         try:
             passed, detail = examined(row, exam, *given)
-        except Gone as error:
+        except ConnectionLost as error:
             yield Verdict(check, case, False, str(error))
             return
         yield Verdict(check, case, passed, detail)
@@ -72,7 +79,7 @@ def check_server(
     yield Verdict("drafts", f"in {server.requests} requests", passed, detail)
 
 
-def examined(row: Callable, exam: Exam, *given) -> Row:
+def examined(row: Callable, exam: ServerContext, *given) -> Row:
     """One row's verdict; what the server refuses fails it."""
     if exam.late:
         return None, f"not asked: {MINUTES} minutes are over (--requests makes it shorter)"
@@ -84,7 +91,7 @@ def examined(row: Callable, exam: Exam, *given) -> Row:
         return False, str(error)
 
 
-def rows(exam: Exam) -> Iterator[tuple]:
+def rows(exam: ServerContext) -> Iterator[tuple]:
     """(check, case, function, its arguments after the exam)."""
     yield "server", str(exam.server.name), is_this_model
     ids = all(each.gives_ids for each in (exam.server, exam.baseline) if each)
@@ -102,7 +109,7 @@ def rows(exam: Exam) -> Iterator[tuple]:
         yield from samples(exam) if ids else [("distribution", "all", needs_ids)]
 
 
-def limits_of_ids(exam: Exam) -> Iterator[tuple]:
+def limits_of_ids(exam: ServerContext) -> Iterator[tuple]:
     yield "limits", "lengths", keeps_lengths
     yield "limits", "where greedy answers end", ends
     for end in exam.model.config.eos_ids:
@@ -111,7 +118,7 @@ def limits_of_ids(exam: Exam) -> Iterator[tuple]:
     yield "limits", "several choices", chooses
 
 
-def samples(exam: Exam) -> Iterator[tuple]:
+def samples(exam: ServerContext) -> Iterator[tuple]:
     yield "distribution", "seeds", seeds_matter
     drawn = Drawn(exam)
     for sampling in exam.samplings:
@@ -120,14 +127,14 @@ def samples(exam: Exam) -> Iterator[tuple]:
         yield "distribution", short(sampling), drawn.row, sampling
 
 
-def needs_ids(exam: Exam) -> Row:
+def needs_ids(exam: ServerContext) -> Row:
     raise NotOffered("token ids in its answers")
 
 
 # ---- the right model -----------------------------------------------------------------------------
 
 
-def is_this_model(exam: Exam) -> Row:
+def is_this_model(exam: ServerContext) -> Row:
     """Its logprobs, or where it gives none its first tokens, are those of the checkpoint."""
     server, off, best, counted = exam.server, [], [], []
     asked = next(iter(exam.prompts.values()))[:5]
@@ -138,7 +145,7 @@ def is_this_model(exam: Exam) -> Row:
             answer = server.ask(ids, 4)
         found = logprob_differences(exam, ids, answer)
         off += found or []
-        first = whole(exam, ids, answer)[:1]
+        first = with_eos(exam, ids, answer)[:1]
         best.append(bool(first) and worst(exam, ids, first)[0] < exam.tolerance)
         counted.append((len(ids), answer.prompt_tokens or len(ids)))
     how = "token ids" if server.takes_ids else "text"
@@ -159,7 +166,7 @@ def is_this_model(exam: Exam) -> Row:
     return True, said
 
 
-def logprob_differences(exam: Exam, prompt: list[int], answer: Answer) -> list[float] | None:
+def logprob_differences(exam: ServerContext, prompt: list[int], answer: Answer) -> list[float] | None:
     """How far each of its logprobs is from ours; None where it gives none."""
     n = min(len(answer.tokens), len(answer.logprobs or []))
     if n == 0 or not answer.given or not known(exam, answer.tokens):
@@ -172,16 +179,16 @@ def logprob_differences(exam: Exam, prompt: list[int], answer: Answer) -> list[f
 # ---- greedy --------------------------------------------------------------------------------------
 
 
-def is_greedy(exam: Exam, prompts: list[list[int]]) -> Row:
+def is_greedy(exam: ServerContext, prompts: list[list[int]]) -> Row:
     """Every token of every answer, each asked for twice, is the best of its place, but for ties.
     With a baseline, the answers are the baseline's, but for ties."""
     same, ties, total = 0, 0, 0
     for ids in prompts:
         answers = [exam.server.ask(ids, LENGTH) for _ in range(2)]
         exam.answers.append((ids, answers[0]))
-        plain = exam.baseline and whole(exam, ids, exam.baseline.ask(ids, LENGTH))
+        plain = exam.baseline and with_eos(exam, ids, exam.baseline.ask(ids, LENGTH))
         for answer in answers:
-            tokens = whole(exam, ids, answer)
+            tokens = with_eos(exam, ids, answer)
             if not tokens:
                 return False, f"{len(ids)} tokens of prompt: no tokens"
             if plain is None:
@@ -200,7 +207,7 @@ def is_greedy(exam: Exam, prompts: list[list[int]]) -> Row:
     return True, f"{detail}; {ties} ties in {total} tokens"
 
 
-def baseline_is_greedy(exam: Exam, prompts: list[list[int]]) -> Row:
+def baseline_is_greedy(exam: ServerContext, prompts: list[list[int]]) -> Row:
     plain = replace(exam, server=exam.baseline, baseline=None, answers=[])
     passed, detail = is_greedy(plain, prompts)
     return passed or None, detail
@@ -216,7 +223,7 @@ def interval(hits: int, n: int) -> tuple[float, float]:
 # ---- limits --------------------------------------------------------------------------------------
 
 
-def keeps_lengths(exam: Exam) -> Row:
+def keeps_lengths(exam: ServerContext) -> Row:
     ids = exam.long()[0]
     answers = [exam.server.ask(ids, n) for n in range(1, 12)]
     if wrong := [n for n, answer in enumerate(answers, 1) if len(answer.tokens) != n]:
@@ -232,7 +239,7 @@ def unseen(answers: list[Answer]) -> str:
     return f"; {silent} without a finish_reason, which could not be checked" if silent else ""
 
 
-def ends(exam: Exam) -> Row:
+def ends(exam: ServerContext) -> Row:
     """Every greedy answer ended where an end token was the best, and nowhere else."""
     for ids, answer in exam.greedy():
         if wrong := wrong_end(exam, ids, answer):
@@ -242,7 +249,7 @@ def ends(exam: Exam) -> Row:
     return True, f"{ended} ended by an end token{unseen(answers)}"
 
 
-def wrong_end(exam: Exam, prompt: list[int], answer: Answer) -> str:
+def wrong_end(exam: ServerContext, prompt: list[int], answer: Answer) -> str:
     """What is wrong with where an answer ends, if anything is; and if it gives ids."""
     eos, said = exam.model.config.eos_ids, answer.tokens
     if not answer.given or not known(exam, said):
@@ -259,7 +266,7 @@ def wrong_end(exam: Exam, prompt: list[int], answer: Answer) -> str:
     return ""
 
 
-def stops_at(exam: Exam, end: int) -> Row:
+def stops_at(exam: ServerContext, end: int) -> Row:
     """An end token that a bias makes the best ends the answer at once."""
     ids, before = exam.long()
     answer = exam.server.offered("logit_bias", ids, 4, logit_bias={str(end): 100})
@@ -270,7 +277,7 @@ def stops_at(exam: Exam, end: int) -> Row:
     return passed, f"ends the answer{unseen([answer])}" if passed else wrong
 
 
-def stops(exam: Exam) -> Row:
+def stops(exam: ServerContext) -> Row:
     """Strings that begin within one token and end within another end the answer before them."""
     if exam.tokenizer is None:
         return None, "no tokenizer: no text"
@@ -297,7 +304,7 @@ def stops(exam: Exam) -> Row:
     return bool(tried) or None, f"{len(tried)} strings across the borders of tokens{unseen(tried)}"
 
 
-def streams(exam: Exam) -> Row:
+def streams(exam: ServerContext) -> Row:
     asked = exam.greedy()[:6]
     for ids, answer in asked:
         text, reason = exam.server.streamed(ids, LENGTH)
@@ -312,7 +319,7 @@ def streams(exam: Exam) -> Row:
     return True, said + unseen([answer for _, answer in asked])
 
 
-def gives_logprobs(exam: Exam) -> Row:
+def gives_logprobs(exam: ServerContext) -> Row:
     found = []
     for ids in next(iter(exam.prompts.values())):
         answer = exam.server.offered("logprobs", ids, LENGTH, logprobs=1)
@@ -323,7 +330,7 @@ def gives_logprobs(exam: Exam) -> Row:
     return passed, f"of {len(found)} tokens, at most {max(found):.2g} from ours"
 
 
-def chooses(exam: Exam) -> Row:
+def chooses(exam: ServerContext) -> Row:
     ids = exam.long()[0]
     exam.server.offered("n", ids, 1, sampling=HOT, n=2)
     found = exam.server.choices(ids, DRAWN, HOT, seed=1, n=4)
@@ -334,7 +341,7 @@ def chooses(exam: Exam) -> Row:
 # ---- load ----------------------------------------------------------------------------------------
 
 
-def bears_load(exam: Exam) -> Row:
+def bears_load(exam: ServerContext) -> Row:
     """Greedy answers are what they were alone while hot ones are drawn beside them."""
     every = [ids for each in exam.prompts.values() for ids in each][:16]
     jobs = [(ids, sampling) for ids in every for sampling in (GREEDY, HOT)]
@@ -342,7 +349,7 @@ def bears_load(exam: Exam) -> Row:
     others = 0
     for (ids, sampling), answer in zip(jobs, found):
         if sampling is GREEDY:
-            gap, at, several = worst(exam, ids, whole(exam, ids, answer))
+            gap, at, several = worst(exam, ids, with_eos(exam, ids, answer))
             others += several > 0
             wrong = f"token {at} is {gap:.3g} below the best" if gap >= exam.tolerance else ""
             if wrong := wrong or wrong_end(exam, ids, answer):

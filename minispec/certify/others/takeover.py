@@ -45,7 +45,7 @@ class TooMany(NotTaken):
     """There are more outcomes than were to be followed."""
 
 
-def followed(
+def enumerate_outcomes(
     function: Callable[[int], tuple[int, ...]], most: float = math.inf
 ) -> dict[tuple[int, ...], float]:
     """The distribution of function(seed) over every outcome of its random choices. Raises NotTaken
@@ -75,7 +75,7 @@ def followed(
     return total
 
 
-class Undrawn:
+class SymbolicUniform:
     """Random numbers that nobody has drawn yet, in place of a tensor: scale · g(u) + shift.
 
     `index` says which uniform number u of `taken` each is; g is u itself, log u, or -log(-log u), a
@@ -95,9 +95,9 @@ class Undrawn:
     def __torch_function__(cls, function, types, args=(), options=None):
         name = function.__name__.strip("_")
         name = ALIASES.get(name, name)
-        if not isinstance(args[0], Undrawn):
+        if not isinstance(args[0], SymbolicUniform):
             args, name = [args[1], args[0], *args[2:]], REVERSED.get(name, name)
-        if not isinstance(args[0], Undrawn):
+        if not isinstance(args[0], SymbolicUniform):
             raise NotTaken(f"it calls torch's {name} with several random numbers")
         return getattr(args[0], name)(*args[1:], **(options or {}))
 
@@ -112,16 +112,16 @@ class Undrawn:
             raise AttributeError(name)
         raise NotTaken(f"it calls torch's {name} with a random number")
 
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> "Undrawn":
-        return Undrawn(self.taken, view(self.index), self.g, view(self.scale), view(self.shift))
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> "SymbolicUniform":
+        return SymbolicUniform(self.taken, view(self.index), self.g, view(self.scale), view(self.shift))
 
-    def __getitem__(self, at) -> "Undrawn":
+    def __getitem__(self, at) -> "SymbolicUniform":
         return self.viewed(lambda x: x[at])
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def item(self) -> "Undrawn":
+    def item(self) -> "SymbolicUniform":
         return self.reshape(())
 
     def tolist(self) -> list:
@@ -134,33 +134,33 @@ class Undrawn:
 
     # ---- arithmetic ------------------------------------------------------------------------------
 
-    def mul(self, x) -> "Undrawn":
-        return Undrawn(self.taken, self.index, self.g, self.scale * real(x), self.shift * real(x))
+    def mul(self, x) -> "SymbolicUniform":
+        return SymbolicUniform(self.taken, self.index, self.g, self.scale * real(x), self.shift * real(x))
 
-    def add(self, x) -> "Undrawn":
-        return Undrawn(self.taken, self.index, self.g, self.scale, self.shift + real(x))
+    def add(self, x) -> "SymbolicUniform":
+        return SymbolicUniform(self.taken, self.index, self.g, self.scale, self.shift + real(x))
 
-    def neg(self) -> "Undrawn":
+    def neg(self) -> "SymbolicUniform":
         return self.mul(-1)
 
-    def div(self, x) -> "Undrawn":
+    def div(self, x) -> "SymbolicUniform":
         return self.mul(1 / real(x))
 
-    def sub(self, x) -> "Undrawn":
+    def sub(self, x) -> "SymbolicUniform":
         return self.add(-real(x))
 
-    def rsub(self, x) -> "Undrawn":
+    def rsub(self, x) -> "SymbolicUniform":
         return self.neg().add(x)
 
-    def log(self) -> "Undrawn":
+    def log(self) -> "SymbolicUniform":
         if self.g == "u":  # what is added to u only keeps 0 away
-            return Undrawn(self.taken, self.index, "log")
+            return SymbolicUniform(self.taken, self.index, "log")
         self.check(self.g == "log" and bool((self.scale < 0).all()), "log")
-        return Undrawn(self.taken, self.index, "gumbel", -1.0, self.scale.neg().log())
+        return SymbolicUniform(self.taken, self.index, "gumbel", -1.0, self.scale.neg().log())
 
-    def rdiv(self, x) -> "Undrawn":
+    def rdiv(self, x) -> "SymbolicUniform":
         self.check(self.g == "log" and bool((self.scale < 0).all()), "div")
-        return Undrawn(self.taken, self.index, "race", 1.0, (real(x) / -self.scale).log())
+        return SymbolicUniform(self.taken, self.index, "race", 1.0, (real(x) / -self.scale).log())
 
     __mul__ = __rmul__ = mul
     __add__ = __radd__ = add
@@ -217,7 +217,7 @@ class Undrawn:
 
 
 def real(x) -> Tensor:
-    if isinstance(x, Undrawn):
+    if isinstance(x, SymbolicUniform):
         raise NotTaken("it compares or combines two random numbers")
     return torch.as_tensor(x, dtype=torch.float64)
 
@@ -230,7 +230,7 @@ class TakenOver(TorchFunctionMode):
         super().__init__()
         self.randomness, self.asked = randomness, False
         self.left: list[tuple[float, float]] = []  # of each uniform number: where it can be
-        self.inside: dict[int, tuple[Tensor, Undrawn]] = {}  # tensors that were filled in place
+        self.inside: dict[int, tuple[Tensor, SymbolicUniform]] = {}  # tensors that were filled in place
 
     def __torch_function__(self, function, types, args=(), options=None):
         options = options or {}
@@ -249,19 +249,19 @@ class TakenOver(TorchFunctionMode):
 
     # ---- torch's functions -----------------------------------------------------------------------
 
-    def on_rand(self, *size, **_) -> Undrawn:
+    def on_rand(self, *size, **_) -> SymbolicUniform:
         size = size[0] if size and not isinstance(size[0], int) else size
         n, self.asked = math.prod(size), True
         self.left += [(0.0, 1.0)] * n
-        return Undrawn(self, torch.arange(len(self.left) - n, len(self.left)).reshape(tuple(size)))
+        return SymbolicUniform(self, torch.arange(len(self.left) - n, len(self.left)).reshape(tuple(size)))
 
-    def on_rand_like(self, x, **_) -> Undrawn:
+    def on_rand_like(self, x, **_) -> SymbolicUniform:
         return self.on_rand(*x.shape)
 
-    def on_uniform(self, x, low=0.0, high=1.0, **_) -> Undrawn:
+    def on_uniform(self, x, low=0.0, high=1.0, **_) -> SymbolicUniform:
         return self.on_rand(*x.shape).mul(high - low).add(low)
 
-    def on_exponential(self, x, rate=1.0, **_) -> Undrawn:
+    def on_exponential(self, x, rate=1.0, **_) -> SymbolicUniform:
         return self.on_rand(*x.shape).log().div(-rate)
 
     def on_bernoulli(self, x, p=None, **_) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from minispec.cache import KVCache
 from minispec.checkpoints.heads import PUBLISHED
 from minispec.generate import METHODS
-from minispec.methods.adaptive import BestTree, Length
+from minispec.methods.adaptive import AdaptiveK, AdaptiveTree
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, probs
 from minispec.toys import (
@@ -22,7 +22,7 @@ from minispec.toys import (
     small_model,
     switching,
 )
-from minispec.tree import Ranks, Step, Tree
+from minispec.tree import RankPath, Step, Tree
 from minispec.verify import accept
 
 GREEDY = Sampling()
@@ -43,15 +43,15 @@ def afresh(options: dict) -> dict:
     """The options, with a policy as it was before it learnt anything: runs must not depend on
     those before them."""
     return {
-        name: copy.deepcopy(value) if isinstance(value, Length) else value
+        name: copy.deepcopy(value) if isinstance(value, AdaptiveK) else value
         for name, value in options.items()
     }
 
 
 # Policies under invented costs, which soon change their minds: K begins at 2, falls to 1 when a
 # draft is refused and rises to 3 when both are accepted; a tree has few nodes or many.
-LENGTH = Length([0.0, 1.0, 1.0, 1.205, 1.331, 1.42], draft=0.1, most=4)
-BEST_TREE = BestTree([0.0, *(1 + n / 20 for n in range(17))], draft=0.2)
+LENGTH = AdaptiveK([0.0, 1.0, 1.0, 1.205, 1.331, 1.42], draft=0.1, most=4)
+BEST_TREE = AdaptiveTree([0.0, *(1 + n / 20 for n in range(17))], draft=0.2)
 
 # ---- drafted trees of every kind -----------------------------------------------------------------
 
@@ -72,7 +72,7 @@ def forest(
     model.prefill(tokens[cache.length : -1], cache)
     yield Step()
     while True:
-        tree = grow(draft, tokens, shape[: cache.room], kind, sampling, randomness)
+        tree = grow(draft, tokens, shape[: cache.free_rows], kind, sampling, randomness)
         hidden = model(tree.tokens, cache, tree.depth, tree.mask)
         path, fresh = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
         cache.commit(path)
@@ -131,9 +131,9 @@ RANK_TREES = {
 WNG = (1, 2, 0), (1, 2, 1), (3, 2, 2), (1, 3, 2), (3, 3, 3), (2, 4, 1), (5, 4, 5), (10, 5, 10)
 
 
-def every_path(ranks: int, nodes: int) -> list[Ranks]:
+def every_path(ranks: int, nodes: int) -> list[RankPath]:
     """The first `nodes` paths over so many ranks, breadth first."""
-    paths: list[Ranks] = [()]
+    paths: list[RankPath] = [()]
     for at in range(nodes):
         paths += [paths[at] + (rank,) for rank in range(ranks)]
     return paths[1 : nodes + 1]
@@ -152,7 +152,7 @@ def mtp_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     yield "k=auto", {"head": head, "k": LENGTH}
 
 
-def medusa_compressed(model: Transformer, seed: int, tree: list[Ranks]) -> Method:
+def medusa_compressed(model: Transformer, seed: int, tree: list[RankPath]) -> Method:
     """Medusa heads over a vocabulary that switches; it may have fewer words than the tree ranks."""
     heads = random_heads(model, seed, shared=True)
     return bound("medusa", heads=heads, tree=tree, vocabulary=switching(model))

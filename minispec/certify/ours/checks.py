@@ -151,7 +151,7 @@ def worst_row(model: Transformer, method: Method, least: int = 9, most: int = 40
         kept = slice(cache.length)
         for ours, theirs in zip([*cache.k, *cache.v], [*fresh.k, *fresh.v]):
             error = max(error, float((ours[:, kept] - theirs[:, kept]).abs().max()))
-        enough = moved or not forked or round_ == most or cache.room < least
+        enough = moved or not forked or round_ == most or cache.free_rows < least
         if round_ >= least and enough:
             break
     return error

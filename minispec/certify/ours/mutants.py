@@ -217,12 +217,12 @@ def softmaxes(draft, tokens: list[int], tree: Tree) -> list[Tensor | None]:
     return found
 
 
-beside, one_pass = lookahead.beside, lookahead.one_pass
+combined_mask, one_pass = lookahead.combined_mask, lookahead.one_pass
 chain = fastmtp.Drafter.chain
 
 
 def guesses_see_the_window(tree, window):
-    depth, mask = beside(tree, window)
+    depth, mask = combined_mask(tree, window)
     mask = mask.clone()
     mask[1 : len(tree), len(tree) :] = True
     return depth, mask
@@ -242,7 +242,7 @@ def probs_over_all(self, k, sampling, randomness, subset):
     whole = []
 
     class Spy:
-        full, scatter = subset.full, subset.scatter
+        full, scatter = subset.to_full_ids, subset.scatter
 
         @staticmethod
         def logits(hidden):
@@ -375,7 +375,7 @@ MUTANTS = [
     Mutant("a head's best token with its softmax", "exact", "fastmtp, k=2, argmax drafts",
            ((fastmtp, "draw", greedy_draft_with_softmax),)),
     Mutant("guesses see the window", "exact", "lookahead W=3 N=3",
-           ((lookahead, "beside", guesses_see_the_window),)),
+           ((lookahead, "combined_mask", guesses_see_the_window),)),
     Mutant("warm-up verified", "greedy", "lookahead, W=2 N=4",
            ((lookahead, "one_pass", warm_up_verified),)),
     Mutant("padding taken for a token", "limits", "medusa", ((medusa, "accept", padding_matches),)),

@@ -23,7 +23,7 @@ from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.errors import UserError, check_writable, note
 from minispec.generate.api import unlisted_end
 from minispec.model import Config, Transformer
-from minispec.sampling import Sampling, invert, likeliest, not_finite, probs, warp
+from minispec.sampling import Sampling, argmax, not_finite, probs, sample_inverse_cdf, warp
 from minispec.training.distill.documents import load_target, weights_digest
 from minispec.training.loop import digest, lock, whole_numbers
 from minispec.training.own_text import UNPACK, Duplicates, read_own
@@ -69,12 +69,12 @@ def sample_batch(
     while True:
         logits = model.logits(last)  # (B, V)
         if sampling.temperature == 0:
-            tokens = likeliest(probs(logits, sampling))
+            tokens = argmax(probs(logits, sampling))
         else:
             uniform = torch.rand(len(rows), dtype=torch.float64, generator=generator)
             p = warp(logits, sampling)
             p = p.cpu() if p.device.type == "mps" else p  # which has no float64
-            drawn = invert(p, uniform.to(p.device))
+            drawn = sample_inverse_cdf(p, uniform.to(p.device))
             tokens = drawn.where(p[:, 0].isfinite(), -1).tolist()
             if -1 in tokens:
                 raise not_finite(logits.dtype)

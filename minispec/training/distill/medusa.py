@@ -36,7 +36,7 @@ class HeadsLoss:
     def __call__(self, index: Tensor) -> Tensor:
         labels = [self.documents.labels(index, k + 1) for k in range(len(self.heads))]
         labels = torch.stack(labels).to(self.target.device)  # (K, B, n)
-        labels = self.words.numbers(labels)
+        labels = self.words.to_subset_ids(labels)
         some = (labels >= 0).any(0)
         hidden = self.documents.states(index, labels.shape[-1]).to(some.device)[some]  # (N, d)
         logits = self.heads(hidden, self.words)  # (K, N, V)

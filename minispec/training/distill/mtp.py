@@ -10,7 +10,7 @@ from minispec.checkpoints.heads import load_mtp, load_subset, save_mtp
 from minispec.errors import number
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.vocabulary import FullVocabulary, Subset
-from minispec.model import Pass, Transformer, count_parameters
+from minispec.model import ForwardContext, Transformer, count_parameters
 from minispec.training.distill.documents import (
     Documents,
     cross_entropy,
@@ -58,7 +58,7 @@ class MTPLoss:
         states, tokens, labels = self.gather(index)
         n, total = labels[0].shape[1], 0.0
         for k, x in enumerate(self.outputs(states[:, :n], tokens)):
-            label = self.words.numbers(labels[k])
+            label = self.words.to_subset_ids(labels[k])
             real = label >= 0  # (B, n)
             p = None
             if self.soft:  # the target's distributions (N, V) in the labels' places
@@ -92,16 +92,16 @@ class MTPLoss:
         """Logits (B, n, V) of every step, from what `outputs` takes."""
         return [self.logits(x) for x in self.outputs(hidden, tokens)]
 
-    def plan(self, n: int, k: int, keys: AllSteps) -> Pass:
+    def plan(self, n: int, k: int, keys: AllSteps) -> ForwardContext:
         """Step k's positions, and what it sees."""
         target = self.target
         at = torch.arange(n, device=target.device)[None]
         if not self.aligned:
-            return Pass(*self.head.rope(at, target.dtype))
+            return ForwardContext(*self.head.rope(at, target.dtype))
         own = torch.eye(n, dtype=torch.bool, device=target.device)
         prefix = torch.ones_like(own).tril()
-        visible = torch.cat([prefix] + [own] * k, 1)[None, None]  # (1, 1, n, (k + 1) n)
-        return Pass(*self.head.rope(at + k, target.dtype), visible, keys)
+        attn_mask = torch.cat([prefix] + [own] * k, 1)[None, None]  # (1, 1, n, (k + 1) n)
+        return ForwardContext(*self.head.rope(at + k, target.dtype), attn_mask, keys)
 
 
 def step_weights(steps: int, beta: float) -> list[float]:
@@ -118,7 +118,7 @@ def step_accuracy(loss: MTPLoss, indices: list[int]) -> list[float]:
     for i in indices:
         states, tokens, labels = loss.gather(torch.tensor([i]))
         for k, logits in enumerate(loss.steps(states[:, : labels[0].shape[1]], tokens)):
-            right[k] += int((logits.argmax(-1) == loss.words.numbers(labels[k])).sum())
+            right[k] += int((logits.argmax(-1) == loss.words.to_subset_ids(labels[k])).sum())
             count[k] += int((labels[k] >= 0).sum())
     return [r / max(c, 1) for r, c in zip(right, count)]
 

@@ -12,12 +12,12 @@ from minispec.checkpoints.heads import save_tree
 from minispec.errors import UserError
 from minispec.generate.drafters import found_beside, load_drafter, tree_costs
 from minispec.methods.medusa import RANKS, MedusaHeads
-from minispec.methods.vocabulary import FullVocabulary, Vocabulary, Words
+from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
 from minispec.model import Transformer
 from minispec.training.distill.documents import hidden_states, labelled, load_target
 from minispec.training.loop import markdown
 from minispec.training.own_text import read_training
-from minispec.tree import Ranks
+from minispec.tree import RankPath
 
 
 def labels_of(tokens: list[int], prompt: int, heads: int) -> Tensor:
@@ -35,7 +35,7 @@ def labels_of(tokens: list[int], prompt: int, heads: int) -> Tensor:
 
 @torch.no_grad()
 def ranks_of(
-    heads: MedusaHeads, words: Words, target: Transformer, own: list[dict], context: int
+    heads: MedusaHeads, words: DraftHead, target: Transformer, own: list[dict], context: int
 ) -> Tensor:
     """The rank among `words` that each head gives its label, (K, n) for all n tokens of documents,
     each cut to `context`: RANKS for all worse and for a label that is none of them, -1 without a
@@ -45,7 +45,7 @@ def ranks_of(
     for i, hidden in enumerate(hidden_states(target, rows, torch.float32)):
         logits = heads(hidden.to(target.device, target.dtype), words)  # (K, n, V)
         label = labels_of(rows[i], len(own[i]["prompt"]), len(heads)).T.to(logits.device)  # (K, n)
-        number = words.numbers(label)
+        number = words.to_subset_ids(label)
         own_logit = logits.gather(-1, number.clamp(min=0)[..., None])
         above = (logits > own_logit).sum(-1).clamp(max=RANKS).where(number >= 0, RANKS)
         ranks.append(above.where(label >= 0, -1).cpu())
@@ -58,7 +58,7 @@ def accuracy_of(ranks: Tensor) -> Tensor:
     return torch.stack([(ranks == r).sum(1) for r in range(RANKS)], 1) / labelled
 
 
-def together(ranks: Tensor) -> dict[Ranks, float]:
+def together(ranks: Tensor) -> dict[RankPath, float]:
     """How often all tokens of a path were right, the most frequent path first, over the positions
     where every head has a label. Unlike a product of accuracies this knows that heads are right at
     the same places."""
@@ -78,7 +78,7 @@ def choose_tree(
     right most often there: of as many nodes as pay most on this machine, but one at least. A round
     costs a pass over the nodes and the root, and the heads, which draft from the vocabulary (None:
     all)."""
-    words = (vocabulary or FullVocabulary(target)).pick([])
+    words = (vocabulary or FullVocabulary(target)).select([])
     ranks = ranks_of(heads, words, target, own, context)
     heads.accuracy = accuracy_of(ranks)
     shares = together(ranks)
