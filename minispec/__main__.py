@@ -1,4 +1,4 @@
-"""All commands as one: `minispec generate …` is `python -m minispec.generate …`."""
+"""The `minispec` command: `minispec generate …` is short for `python -m minispec.generate …`."""
 
 import sys
 from importlib import import_module
@@ -10,7 +10,7 @@ COMMANDS = {
     "bench": "compare the speed of all methods",
     "certify": "check whether a decoder is lossless",
     "pretrain": "train a small model from text",
-    "distill": "train drafts and heads for a model",
+    "distill": "train a draft model or heads for a model",
     "fetch": "download a real model, SmolLM2-135M-Instruct",
 }
 
@@ -25,8 +25,8 @@ def main(argv: list[str] | None = None) -> None:
         print("\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items()))
         return
     name = p.parse_args(argv[:1]).command
-    package = "minispec.generate.__main__", "minispec.certify.__main__"
-    module = next((each for each in package if name in each), f"minispec.{name}")
+    is_package = name in ("generate", "certify")
+    module = f"minispec.{name}.__main__" if is_package else f"minispec.{name}"
     import_module(module).main(argv[1:])
 
 

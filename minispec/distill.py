@@ -1,4 +1,4 @@
-"""python -m minispec.distill: see training/distill/."""
+"""Entry point of `python -m minispec.distill`; see training/distill/."""
 
 from minispec.training.distill import main
 

@@ -1,4 +1,4 @@
-"""python -m minispec.fetch: see checkpoints/fetch.py."""
+"""`python -m minispec.fetch`; see checkpoints/fetch.py."""
 
 from minispec.checkpoints.fetch import main
 

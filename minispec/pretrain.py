@@ -1,4 +1,4 @@
-"""python -m minispec.pretrain: see training/pretrain.py."""
+"""Entry point of `python -m minispec.pretrain`; see training/pretrain.py."""
 
 from minispec.training.pretrain import main
 

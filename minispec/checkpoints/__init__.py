@@ -1,1 +1,1 @@
-"""Checkpoints of models and heads, read and written in the layouts that their ecosystems use."""
+"""Read and write checkpoints of models and heads in the layouts that their ecosystems use."""

@@ -1,6 +1,4 @@
-"""What is published beside models: Medusa heads, MTP heads and compressed vocabularies, read into
-the modules of `methods`, and written.
-"""
+"""Read and write Medusa heads, MTP heads and compressed vocabularies in their published layouts."""
 
 import json
 import os
@@ -23,18 +21,18 @@ from minispec.checkpoints.weights import (
 )
 from minispec.errors import UserError, optional_json, read_json
 from minispec.methods.fastmtp import MTPHead
-from minispec.methods.medusa import MedusaHeads, complete
+from minispec.methods.medusa import MedusaHeads, with_prefixes
 from minispec.methods.vocabulary import Compressed, Language, Subset
 from minispec.model import Config, Transformer
 from minispec.tree import RankPath
 
-MEDUSA, MTP = "medusa_head.", "model.mtp_layers.0."  # before their tensors' names in whole models
-VLLM = re.compile(
+MEDUSA_PREFIX, MTP_PREFIX = "medusa_head.", "model.mtp_layers.0."  # of tensors in a full model
+VLLM_NAME = re.compile(
     r"(?:medusa_heads\.)?(?:token_map|(blocks|lm_heads)\.(\d{1,4})\.(?:layers\.(\d{1,4})\.)?(\w+))"
 )
-FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # of Medusa heads alone
+MEDUSA_FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # these hold only the heads
 # the trees published with Medusa (FasterDecoding/Medusa, Apache-2.0), as lists of paths
-PUBLISHED: dict[str, list[RankPath]] = {
+PUBLISHED_TREES: dict[str, list[RankPath]] = {
     name: [tuple(path) for path in paths]
     for name, paths in read_json(Path(__file__).with_name("medusa_trees.json")).items()
 }
@@ -43,27 +41,29 @@ PUBLISHED: dict[str, list[RankPath]] = {
 def read_heads(
     source: str | os.PathLike, prefix: str, tokenizer: Tokenizer | None
 ) -> tuple[dict[str, Tensor], Path]:
-    """The tensors of a model's heads, without the prefix, and the directory they lie in; `source`
-    is a file, a directory or a hub id, of a whole model or the heads alone. Raises UserError if
-    they were made with another tokenizer, where its files or its fingerprint lie beside them."""
+    """Return the tensors of a model's heads, without the prefix, and their directory. `source` is a
+    file, a directory or a hub id that holds a full model or only the heads. Raises UserError if a
+    tokenizer or a fingerprint next to the heads shows that they belong to another tokenizer."""
     path = Path(source)
     folder = path.parent if path.is_file() else resolve(source)
-    alone = [path] if path.is_file() else [folder / name for name in FILES if prefix == MEDUSA]
-    alone = [file for file in alone if file.is_file()][:1]
+    names = MEDUSA_FILES if prefix == MEDUSA_PREFIX else ()
+    only_heads = [path] if path.is_file() else [folder / name for name in names]
+    only_heads = [file for file in only_heads if file.is_file()][:1]
     tensors: dict[str, Tensor] = {}
-    for file in alone or weight_files(folder):
-        kept = read_tensors(file).items()  # of a whole model only the heads
-        tensors |= {n: t for n, t in kept if alone or n.startswith(prefix) or VLLM.match(n)}
-    if any(map(VLLM.match, tensors)):
-        tensors, alone = from_vllm(tensors, str(source)), [folder]
+    for file in only_heads or weight_files(folder):
+        for name, tensor in read_tensors(file).items():
+            if only_heads or name.startswith(prefix) or VLLM_NAME.match(name):
+                tensors[name] = tensor
+    if any(map(VLLM_NAME.match, tensors)):
+        tensors, only_heads = from_vllm(tensors, str(source)), [folder]
     heads = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    heads = heads or (tensors if alone else {})
+    heads = heads or (tensors if only_heads else {})
     if not heads:
-        raise UserError(f"{source} has no heads: no tensors {prefix}* in its model, no {FILES[0]}")
-    theirs = optional_json(folder / "config.json").get("tokenizer_fingerprint")
+        raise UserError(f"{source} has no heads: no tensors {prefix}* and no {MEDUSA_FILES[0]}")
+    fingerprint = optional_json(folder / "config.json").get("tokenizer_fingerprint")
     if (folder / "tokenizer.json").exists():
-        theirs = Tokenizer.from_directory(folder).fingerprint
-    check_fingerprint(str(source), theirs, tokenizer)
+        fingerprint = Tokenizer.from_directory(folder).fingerprint
+    check_fingerprint(str(source), fingerprint, tokenizer)
     return heads, folder
 
 
@@ -73,23 +73,23 @@ def read_heads(
 def load_medusa(
     source: str | os.PathLike, model: Transformer, tokenizer: Tokenizer | None = None
 ) -> MedusaHeads:
-    """The heads of a file, a directory or a hub id, on the model's device and in its type.
+    """Load the heads from a file, a directory or a hub id to the model's device and dtype.
 
     Reads the layouts v1 (projections in the file), v2 (residual blocks only), Medusa-1.0 (in a full
-    model, under `medusa_head.`) and vLLM's. Counts come from the tensors, whatever config.json
-    says. Raises UserError for heads of another model or tokenizer.
+    model, under `medusa_head.`) and vLLM's. The tensors determine the numbers of heads and layers,
+    not config.json. Raises UserError for heads of another model or tokenizer.
     """
-    tensors, folder = read_heads(source, MEDUSA, tokenizer)
-    heads = medusa_like(tensors, model, str(source))
+    tensors, folder = read_heads(source, MEDUSA_PREFIX, tokenizer)
+    heads = empty_medusa(tensors, model, str(source))
     fill(heads, tensors, str(source), model.dtype, model.device)
     read_tree(heads, folder / "config.json")
     return heads.eval()
 
 
 def from_vllm(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Tensors in vLLM's layout (blocks.0.layers.0.weight, lm_heads.0.weight) under the names of v1.
-    Missing biases are 0. If only the first projection is stored, all heads share it."""
-    parts = {name: VLLM.fullmatch(name) for name in tensors}
+    """Rename tensors from vLLM's layout (blocks.0.layers.0.weight, lm_heads.0.weight) to v1's.
+    Missing biases become 0. If only the first projection is stored, all heads share it."""
+    parts = {name: VLLM_NAME.fullmatch(name) for name in tensors}
     layers = 1 + max((int(part[3]) for part in parts.values() if part and part[3]), default=-1)
     found: dict[str, Tensor] = {}
     for name, part in parts.items():
@@ -108,43 +108,44 @@ def from_vllm(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     return found
 
 
-def medusa_like(tensors: dict[str, Tensor], model: Transformer, where: str) -> MedusaHeads:
-    """Uninitialised heads; the tensors' names give the numbers of heads and layers."""
-    part = re.compile(r"(\d{1,4})\.(\d{1,4})\.(linear\.weight|linear\.bias|weight)")
-    parts = [part.fullmatch(name) for name in tensors]
-    if None in parts:
-        raise UserError(f"{where}: {list(tensors)[parts.index(None)]} is no tensor of Medusa heads")
-    heads = 1 + max(int(each[1]) for each in parts)
-    layers = 1 + max((int(each[2]) for each in parts if each[3] != "weight"), default=-1)
+def empty_medusa(tensors: dict[str, Tensor], model: Transformer, where: str) -> MedusaHeads:
+    """Create heads without weights, with as many heads and layers as the tensors' names show."""
+    pattern = re.compile(r"(\d{1,4})\.(\d{1,4})\.(linear\.weight|linear\.bias|weight)")
+    matches = [pattern.fullmatch(name) for name in tensors]
+    if None in matches:
+        unknown = list(tensors)[matches.index(None)]
+        raise UserError(f"{where}: {unknown} is not a tensor of Medusa heads")
+    heads = 1 + max(int(match[1]) for match in matches)
+    layers = 1 + max((int(match[2]) for match in matches if match[3] != "weight"), default=-1)
     if max(heads, layers) > len(tensors):
-        raise UserError(f"{where}: its heads are not numbered from 0 on")
-    c, shared = model.config, all(each[3] != "weight" for each in parts)
+        raise UserError(f"{where}: the heads or layers are not numbered consecutively from 0")
+    c, shared = model.config, all(match[3] != "weight" for match in matches)
     with torch.device("meta"):
         return MedusaHeads(heads, layers, c.hidden_size, None if shared else c.vocab_size)
 
 
 def read_tree(heads: MedusaHeads, path: Path) -> None:
-    """The tree and the accuracies that config.json holds; without one the published tree, as deep
-    as there are heads."""
+    """Set the tree and the accuracies from config.json. The default is the published tree, cut to
+    the number of heads."""
     config, depth = optional_json(path), len(heads)
-    heads.tree = [ranks for ranks in PUBLISHED["mc_sim_7b_63"] if len(ranks) <= depth]
+    heads.tree = [ranks for ranks in PUBLISHED_TREES["mc_sim_7b_63"] if len(ranks) <= depth]
     try:
         if config.get("medusa_choices") is not None:
             heads.tree = [tuple(ranks) for ranks in config["medusa_choices"]]
-            complete(heads.tree, depth, 2**31)
+            with_prefixes(heads.tree, depth, 2**31)
         if config.get("medusa_accuracy") is not None:
             heads.accuracy = torch.tensor(config["medusa_accuracy"], dtype=torch.float64)
             if heads.accuracy.dim() != 2 or len(heads.accuracy) != depth:
                 raise ValueError("each head needs a list of accuracies")
     except (TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{path}: medusa_choices or medusa_accuracy: {error}") from None
+        raise UserError(f"{path}: invalid medusa_choices or medusa_accuracy: {error}") from None
 
 
 def save_medusa(
     heads: MedusaHeads, directory: Path, base: str, tokenizer: Tokenizer | None, dtype: torch.dtype
 ) -> None:
-    """Write layout v1, or v2 where the projections are shared, that `load_medusa` reads."""
-    write_tensors(directory / FILES[0], heads.state_dict(), dtype)
+    """Write the heads for `load_medusa`, in layout v1, or v2 if they share lm_head."""
+    write_tensors(directory / MEDUSA_FILES[0], heads.state_dict(), dtype)
     config = {
         "base_model_name_or_path": base,
         "medusa_num_heads": len(heads),
@@ -157,7 +158,7 @@ def save_medusa(
 
 
 def save_tree(heads: MedusaHeads, directory: Path) -> None:
-    """Renew the tree and the accuracies in config.json, and nothing else."""
+    """Update the tree and the accuracies in config.json, and nothing else."""
     config = optional_json(directory / "config.json")
     config["medusa_choices"] = heads.tree
     config["medusa_accuracy"] = None if heads.accuracy is None else heads.accuracy.tolist()
@@ -170,9 +171,9 @@ def save_tree(heads: MedusaHeads, directory: Path) -> None:
 def load_mtp(
     source: str | os.PathLike, model: Transformer, tokenizer: Tokenizer | None = None
 ) -> MTPHead:
-    """The head in a directory, a hub id or a file: a whole MiMo model, or the head alone. Raises
-    UserError for a head of another model or tokenizer."""
-    tensors, folder = read_heads(source, MTP, tokenizer)
+    """Load the head from a directory, a hub id or a file that holds a full MiMo model or only the
+    head. Raises UserError for a head of another model or tokenizer."""
+    tensors, folder = read_heads(source, MTP_PREFIX, tokenizer)
     check_attention(str(source), folder, model.config)
     with torch.device("meta"):
         head = MTPHead(model.config)
@@ -181,17 +182,17 @@ def load_mtp(
 
 
 def check_attention(where: str, folder: Path, config: Config) -> None:
-    """Refuse a head whose config.json tells of other heads of attention than the model's, or of
-    another rotation: the shapes of its weights cannot."""
+    """Raise UserError if a head's config.json differs from the model's in attention heads or
+    rotation, which the shapes of the weights do not show."""
     keys = Keys(folder / "config.json", optional_json(folder / "config.json"))
     if "num_attention_heads" not in keys.raw:
         return
-    its = *attention_sizes(keys), *read_rope(keys)
-    for name, value in zip(("kv_heads", "head_dim", "rope_theta", "rope_scaling"), its):
-        own = getattr(config, name)
-        if value != own:
+    values = *attention_sizes(keys), *read_rope(keys)
+    for name, value in zip(("kv_heads", "head_dim", "rope_theta", "rope_scaling"), values):
+        expected = getattr(config, name)
+        if value != expected:
             raise UserError(
-                f"{where}: {name} is {value}, the model's {own}: it belongs to another model"
+                f"{where} is for another model: its {name} is {value}, the model's is {expected}"
             )
 
 
@@ -199,9 +200,9 @@ def save_mtp(
     head: MTPHead, directory: Path, base: str, tokenizer: Tokenizer | None, dtype: torch.dtype,
     weights: list[float],
 ) -> None:  # fmt: skip
-    """Write the head alone, in MiMo's names, that `load_mtp` reads; `weights` are those of its
-    steps in the loss."""
-    tensors = {MTP + name: tensor for name, tensor in head.state_dict().items()}
+    """Write only the head, under MiMo's names, for `load_mtp`. `weights` are those of its steps in
+    the loss."""
+    tensors = {MTP_PREFIX + name: tensor for name, tensor in head.state_dict().items()}
     write_tensors(directory / "model.safetensors", tensors, dtype)
     config = config_json(head.config, dtype) | {
         "base_model_name_or_path": base,
@@ -220,17 +221,17 @@ def load_vocabulary(
     path: str | Path, model: Transformer, tokenizer: Tokenizer | None = None,
     size: int | None = None,
 ) -> Compressed:  # fmt: skip
-    """The languages of a file of `save_vocabulary`, or FastMTP's list of ids in a .pt; of each at
-    most `size` tokens."""
+    """Load the languages of a file that `save_vocabulary` wrote, or FastMTP's list of ids in a .pt
+    file, and keep at most `size` tokens of each."""
     path, vocab = Path(path), model.config.vocab_size
-    read = read_ids(path) if path.suffix == ".pt" else read_languages(path, tokenizer)
-    languages = {n: Language(each.ids[:size], each.counts[:size]) for n, each in read.items()}
-    if not languages or not all(each.ids for each in languages.values()):
+    stored = read_ids(path) if path.suffix == ".pt" else read_languages(path, tokenizer)
+    languages = {n: Language(lang.ids[:size], lang.counts[:size]) for n, lang in stored.items()}
+    if not languages or not all(language.ids for language in languages.values()):
         raise UserError(f"{path} has no languages, or one without tokens")
     for name, language in languages.items():
         if not 0 <= min(language.ids) <= max(language.ids) < vocab:
             raise UserError(
-                f"{path}: {name} has ids outside the target's vocabulary of {vocab}: it was made "
+                f"{path}: {name} has ids outside the target's vocabulary of {vocab}; it was made "
                 "for another model"
             )
     return Compressed(languages, model)
@@ -239,17 +240,17 @@ def load_vocabulary(
 def load_subset(
     path: str | Path | None, model: Transformer, tokenizer: Tokenizer | None = None
 ) -> Subset | None:
-    """All tokens of a vocabulary's languages together; None for no file."""
+    """Return the tokens of all languages of a vocabulary together; None without a file."""
     return load_vocabulary(path, model, tokenizer).select([]) if path else None
 
 
 def read_ids(path: Path) -> dict[str, Language]:
-    """FastMTP's map: a list or tensor of ids, most frequent first."""
+    """Read FastMTP's map: a list or tensor of ids, the most frequent first."""
     stored = read_file(path)
     try:
         ids = torch.as_tensor(stored)
         if ids.dtype == torch.bool or ids.is_floating_point():
-            raise TypeError("they must be whole numbers")
+            raise TypeError("ids must be whole numbers")
         ids = tuple(dict.fromkeys(map(int, ids.tolist())))
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UserError(f"{path} is not a list of token ids: {error}") from None
@@ -257,23 +258,23 @@ def read_ids(path: Path) -> dict[str, Language]:
 
 
 def read_languages(path: Path, tokenizer: Tokenizer | None) -> dict[str, Language]:
-    """What `save_vocabulary` wrote."""
+    """Read a file that `save_vocabulary` wrote."""
     raw = read_json(path)
     check_fingerprint(str(path), raw.get("tokenizer_fingerprint"), tokenizer)
     languages = {}
     try:
-        for name, each in raw["languages"].items():
-            ids, counts = (tuple(map(int, each[key])) for key in ("ids", "counts"))
+        for name, fields in raw["languages"].items():
+            ids, counts = (tuple(map(int, fields[key])) for key in ("ids", "counts"))
             if len(ids) != len(counts) or min(counts, default=0) < 0:
-                raise ValueError("each id needs a count, from 0")
+                raise ValueError("each id needs a count of at least 0")
             languages[name] = Language(ids, counts)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise UserError(f"{path} is not a file of `distill vocabulary`: {error!r}") from None
+        raise UserError(f"{path} was not written by `distill vocabulary`: {error!r}") from None
     return languages
 
 
 def save_vocabulary(languages: dict[str, Language], tokenizer: Tokenizer, path: Path) -> None:
-    """Write what `load_vocabulary` reads."""
-    rows = {n: {"ids": each.ids, "counts": each.counts} for n, each in languages.items()}
-    whole = {"tokenizer_fingerprint": tokenizer.fingerprint, "languages": rows}
-    write_text(path, json.dumps(whole) + "\n")
+    """Write a file for `load_vocabulary`."""
+    rows = {name: {"ids": lang.ids, "counts": lang.counts} for name, lang in languages.items()}
+    content = {"tokenizer_fingerprint": tokenizer.fingerprint, "languages": rows}
+    write_text(path, json.dumps(content) + "\n")

@@ -1,4 +1,4 @@
-"""Generation from Python: METHODS, stream and decode."""
+"""The Python interface: METHODS, stream and decode."""
 
 import inspect
 import sys
@@ -9,16 +9,11 @@ from operator import index
 import torch
 
 from minispec.cache import KVCache
-from minispec.checkpoints.load import needed
+from minispec.checkpoints.load import require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import (
-    UserError,
-)
-from minispec.generate.drafters import (
-    with_drafter,
-    with_policies,
-)
-from minispec.generate.run import Ending, Run, without_autocast
+from minispec.errors import UserError
+from minispec.generate.drafters import with_drafter, with_policies
+from minispec.generate.run import Run, StopConditions, without_autocast
 from minispec.methods.autoregressive import autoregressive
 from minispec.methods.fastmtp import fastmtp
 from minispec.methods.lookahead import check_block, check_window, jacobi, lookahead
@@ -40,9 +35,16 @@ METHODS: dict[str, Callable[..., Iterator[Step]]] = {
     "fastmtp": fastmtp,
 }
 
-ADAPTIVE = "speculative", "fastmtp"  # their k may be chosen round by round
-TREE_ROOM = 512  # cache rows beyond the tokens asked for: room for the last window or tree
-CACHE_STEP = 512  # a cache's capacity is a multiple of this: graphs on a GPU are made for each
+ADAPTIVE_K_METHODS = "speculative", "fastmtp"  # k may be "auto", that is, chosen before each round
+SCRATCH_ROWS = 512  # extra cache rows, for the tree or window of the last pass
+CAPACITY_MULTIPLE = 512  # of a cache: on a GPU, each capacity needs its own graphs
+
+# the smallest value of each numeric option
+MIN_VALUES = {"k": 1, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
+REQUIRED_ATTRIBUTES = {  # an object without this attribute is not a valid option
+    "draft": "new_cache", "heads": "__call__", "head": "new_cache", "vocabulary": "select",
+    "draft_sampling": "top_p",
+}  # fmt: skip
 
 
 def stream(
@@ -52,13 +54,13 @@ def stream(
     stop: str | tuple[str, ...] = (), ignore_eos: bool = False, cache: KVCache | None = None,
     **options,
 ) -> Run:  # fmt: skip
-    """Begin a run: iterate over it for text as it comes.
+    """Start a run; iterate over it to get text as it is generated.
 
-    `prompt` is text or token ids. `options` are the method's own; a draft or heads that are not
-    given are looked for beside the model, k or tree "auto" becomes a policy made for this machine.
-    A `cache` given holds the rows of a proper prefix of the prompt and is left holding those of
-    prompt and output; its capacity, at most the context, bounds both. A surrounding autocast has no
-    effect: the model's dtype decides. Raises UserError for what cannot be run.
+    `prompt` is text or token ids. `options` are passed to the method. If it needs a draft or heads
+    and none are passed, they are loaded from next to the model; "auto" for k or tree becomes a
+    policy for this machine. A `cache` must hold a proper prefix of the prompt. It ends up holding
+    prompt and output, which must fit its capacity (at most the context). A surrounding autocast is
+    ignored: the model's dtype is used. Raises UserError for invalid arguments.
     """
     if method not in METHODS:
         raise UserError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
@@ -66,67 +68,43 @@ def stream(
     randomness = Seeded(seed) if randomness is None else randomness
     sampling = Sampling(temperature, top_k, top_p)
     ends = () if ignore_eos else model.config.eos_ids
-    ending = Ending(max_new_tokens, (stop,) if isinstance(stop, str) else stop, ends)
-    controls = needed(tokenizer, model.source).controls if ending.stop else {}
-    stop_ids = [controls[text] for text in ending.stop if text in controls]
-    ids = as_prompt(model, tokenizer, prompt)
+    stops = (stop,) if isinstance(stop, str) else stop
+    conditions = StopConditions(max_new_tokens, stops, ends)
+    control_ids = require_tokenizer(tokenizer, model.source).control_ids if stops else {}
+    stop_ids = [control_ids[text] for text in stops if text in control_ids]
+    ids = encode_prompt(model, tokenizer, prompt)
     if cache is None:
-        rows = len(ids) + max_new_tokens + TREE_ROOM
-        cache = model.new_cache(min(model.config.context, -(-rows // CACHE_STEP) * CACHE_STEP))
+        blocks = -(-(len(ids) + max_new_tokens + SCRATCH_ROWS) // CAPACITY_MULTIPLE)
+        cache = model.new_cache(min(model.config.context, blocks * CAPACITY_MULTIPLE))
     check_cache(cache, model, len(ids), len(ids) + 1, model.config.context)
     with without_autocast(model.device):
         options = with_drafter(method, model, tokenizer, options)
-        options = with_policies(method, model, checked(method, options))
+        options = with_policies(method, model, validate_options(method, options))
     check_sizes(method, model, len(ids), cache, options)
     steps = METHODS[method](model, ids, sampling, randomness, cache=cache, **options)
     decoder = tokenizer.stream(ids) if tokenizer else None
     extra = sum(count_parameters(v) for v in options.values() if isinstance(v, torch.nn.Module))
-    return Run(method, ids, steps, cache, sampling, ending, stop_ids, decoder, extra)
+    return Run(method, ids, steps, cache, sampling, conditions, stop_ids, decoder, extra)
 
 
 def decode(
     model: Transformer, tokenizer: Tokenizer | None, prompt: str | Iterable[int],
     method: str = "autoregressive", **options,
 ) -> Run:  # fmt: skip
-    """`stream`, run to its end: .text, .tokens, .finish_reason, .stats."""
+    """Run `stream` to its end. The run has .text, .tokens, .finish_reason and .stats."""
     run = stream(model, tokenizer, prompt, method, **options)
     for _ in run:
         pass
     return run
 
 
-def as_prompt(
-    model: Transformer, tokenizer: Tokenizer | None, prompt: str | Iterable[int]
-) -> list[int]:
-    """Token ids of a prompt: in range, at least one, with room for an answer."""
-    c = model.config
-    if isinstance(prompt, str):
-        needed(tokenizer, model.source, "give token ids (--prompt-ids)")
-    try:
-        if isinstance(prompt, (bytes, bytearray)) or getattr(prompt, "ndim", 1) != 1:
-            raise TypeError  # it could pass for integers
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(index, prompt))
-    except TypeError:
-        raise UserError(
-            "a prompt must be text, or token ids: a list, or an array or tensor in one dimension"
-        ) from None
-    if not ids and c.bos_id is None:
-        raise UserError("the prompt is empty, and this model has no BOS token to begin with")
-    ids = ids or [c.bos_id]
-    for wrong in (i for i in ids if not 0 <= i < c.vocab_size):
-        raise UserError(f"prompt id {wrong} is out of range: there are {c.vocab_size} tokens")
-    if len(ids) >= c.context:
-        raise UserError(f"the prompt has {len(ids)} tokens, the context only {c.context}")
-    return ids
-
-
 def check_objects(
     model: Transformer, tokenizer: Tokenizer | None, randomness: Randomness | None
 ) -> None:
-    """Refuse objects of other libraries, and randomness that cannot draw."""
+    """Reject a model or tokenizer of another library, and an object that is not a Randomness."""
     if not hasattr(model, "prefill"):
         raise UserError(f"the model is a {type(model).__name__}: pass the one that load returns")
-    if tokenizer is not None and not hasattr(tokenizer, "controls"):
+    if tokenizer is not None and not hasattr(tokenizer, "control_ids"):
         kind = type(tokenizer).__name__
         raise UserError(f"the tokenizer is a {kind}: pass the one that load returns, or None")
     verbs = "bernoulli", "categorical"
@@ -134,62 +112,87 @@ def check_objects(
         raise UserError(f"randomness {randomness!r}: must have {' and '.join(verbs)}")
 
 
-def check_cache(cache: KVCache, model: Transformer, prompt: int, least: int, most: int) -> None:
-    """Refuse a cache that holds other rows than one sequence's of this model, one that holds all of
-    the prompt, and one whose capacity is not from `least` to `most`."""
-    if not isinstance(cache, KVCache):
-        raise UserError(f"cache {cache!r}: must be made by model.new_cache()")
-    c, keys = model.config, cache.k[0]
-    its = len(cache.lengths), len(cache.k), *keys.shape[2:], keys.dtype, keys.device.type
-    same = its == (1, c.layers, c.kv_heads, c.head_dim, model.dtype, model.device.type)
-    if not (same and cache.length < prompt and least <= cache.capacity <= most):
+def encode_prompt(
+    model: Transformer, tokenizer: Tokenizer | None, prompt: str | Iterable[int]
+) -> list[int]:
+    """The prompt as token ids: at least one, all in range, and fewer than the context holds."""
+    c = model.config
+    if isinstance(prompt, str):
+        require_tokenizer(tokenizer, model.source, "pass token ids (--prompt-ids)")
+    try:
+        if isinstance(prompt, (bytes, bytearray)) or getattr(prompt, "ndim", 1) != 1:
+            raise TypeError  # its items could pass for token ids
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(index, prompt))
+    except TypeError:
         raise UserError(
-            f"the cache does not go with this model and a prompt of {prompt} tokens: truncate it, "
-            "or make another by model.new_cache()"
+            "a prompt must be text or token ids, as a list or as a one-dimensional array or tensor"
+        ) from None
+    if not ids and c.bos_id is None:
+        raise UserError("the prompt is empty, and this model has no BOS token to start from")
+    ids = ids or [c.bos_id]
+    for i in ids:
+        if not 0 <= i < c.vocab_size:
+            raise UserError(f"prompt id {i} is out of range: there are {c.vocab_size} tokens")
+    if len(ids) >= c.context:
+        raise UserError(f"the prompt has {len(ids)} tokens, but the context is only {c.context}")
+    return ids
+
+
+def check_cache(
+    cache: KVCache, model: Transformer, prompt_length: int, min_capacity: int, max_capacity: int
+) -> None:
+    """Reject a cache that is not for one sequence of this model, already holds the whole prompt, or
+    has a capacity that is out of bounds."""
+    if not isinstance(cache, KVCache):
+        raise UserError(f"cache {cache!r}: must come from model.new_cache()")
+    c, keys = model.config, cache.k[0]
+    layout = len(cache.lengths), len(cache.k), *keys.shape[2:], keys.dtype, keys.device.type
+    same = layout == (1, c.layers, c.kv_heads, c.head_dim, model.dtype, model.device.type)
+    fits = cache.length < prompt_length and min_capacity <= cache.capacity <= max_capacity
+    if not (same and fits):
+        raise UserError(
+            f"the cache does not fit this model and a prompt of {prompt_length} tokens; truncate "
+            "it, or create a new one with model.new_cache()"
         )
 
 
-LEAST = {"k": 1, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
-MARKS = {  # what an object must have to be such an option
-    "draft": "new_cache", "heads": "__call__", "head": "new_cache", "vocabulary": "select",
-    "draft_sampling": "top_p",
-}  # fmt: skip
-
-
-def checked(method: str, options: dict) -> dict:
-    """The method's options, numbers as Python's ints; raises UserError for what it cannot take."""
+def validate_options(method: str, options: dict) -> dict:
+    """The method's options, with integers as Python ints. Raises UserError for unknown options and
+    wrong types."""
     signature = inspect.signature(METHODS[method])
     try:
         signature.bind(None, None, None, None, cache=None, **options)
     except TypeError as error:
         raise UserError(f"{method}: {error}") from None
-    taken = {}
+    valid = {}
     for name, value in options.items():
         default = signature.parameters[name].default
-        if name == "tree" and hasattr(value, "tolist"):  # an array of paths
+        if name == "tree" and hasattr(value, "tolist"):  # an array of rank paths
             value = value.tolist()
-        counted = isinstance(default, int)
-        adaptive = method in ADAPTIVE and (value == "auto" or hasattr(value, "choose"))
-        if counted and not adaptive and not isinstance(value, Integral):
+        integral = isinstance(default, int)
+        adaptive = method in ADAPTIVE_K_METHODS and (value == "auto" or hasattr(value, "choose"))
+        if integral and not adaptive and not isinstance(value, Integral):
             raise UserError(f"{method}: {name} {value!r}: must be a whole number")
         if isinstance(default, float) and not isinstance(value, Real):
             raise UserError(f"{method}: {name} {value!r}: must be a number")
-        if not counted and value is not None and not hasattr(value, MARKS.get(name, "__class__")):
-            raise UserError(f"{method}: {name} {value!r}: is no {name.replace('_', ' ')}")
-        taken[name] = int(value) if isinstance(value, Integral) else value
-    return taken
+        attribute = REQUIRED_ATTRIBUTES.get(name, "__class__")
+        if not integral and value is not None and not hasattr(value, attribute):
+            kind = type(value).__name__
+            raise UserError(f"{method}: {name} {value!r}: has the wrong type, {kind}")
+        valid[name] = int(value) if isinstance(value, Integral) else value
+    return valid
 
 
 def check_sizes(
-    method: str, model: Transformer, prompt: int, cache: KVCache, options: dict
+    method: str, model: Transformer, prompt_length: int, cache: KVCache, options: dict
 ) -> None:
-    """Refuse sizes that do not suit the model, the cache or each other before the run begins: the
-    method itself, a generator, would only do so when its first step is asked for."""
+    """Reject sizes that do not fit the model, the cache or each other. The method itself, being a
+    generator, would only check them at its first step."""
     defaults = inspect.signature(METHODS[method]).parameters
     sizes = {name: options.get(name, defaults[name].default) for name in defaults}
-    for name, least in LEAST.items():
-        if isinstance(sizes.get(name), int) and sizes[name] < least:
-            raise UserError(f"{method}: {name} {sizes[name]}: must be at least {least}")
+    for name, minimum in MIN_VALUES.items():
+        if isinstance(sizes.get(name), int) and sizes[name] < minimum:
+            raise UserError(f"{method}: {name} {sizes[name]}: must be at least {minimum}")
     if method == "jacobi":
         check_block(sizes["block"], model)
     elif method == "lookahead":
@@ -197,21 +200,23 @@ def check_sizes(
     elif method in ("medusa", "medusa-typical"):
         checked_tree(model, sizes["heads"], sizes["tree"], sizes["vocabulary"])
     elif sizes.get("draft_cache") is not None:
-        check_cache(sizes["draft_cache"], sizes["draft"], prompt, cache.capacity, sys.maxsize)
+        draft, draft_cache = sizes["draft"], sizes["draft_cache"]
+        check_cache(draft_cache, draft, prompt_length, cache.capacity, sys.maxsize)
 
 
-def unlisted_end(model: Transformer, tokenizer: Tokenizer | None) -> str | None:
-    """What to tell the user if the tokenizer has an end token that the model's files do not list as
-    one, so that nothing ends at it; None if all is well."""
+def unlisted_eos_warning(model: Transformer, tokenizer: Tokenizer | None) -> str | None:
+    """A warning if the model's config does not list the tokenizer's end token, so that generation
+    would not stop there; otherwise None."""
     end = tokenizer.id_of("eos_token") if tokenizer else None
     if end is None or end in model.config.eos_ids:
         return None
+    name = tokenizer.special_tokens["eos_token"]
     return (
-        f"the model's config does not list {tokenizer.named['eos_token']}, the tokenizer's end "
-        f"token, so no text ends there: add {end} to eos_token_id in generation_config.json"
+        f"the model's config does not list {name}, the tokenizer's end token, so generation does "
+        f"not stop there; add {end} to eos_token_id in generation_config.json"
     )
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """How many leading tokens the two share."""
+def common_prefix_length(a: list[int], b: list[int]) -> int:
+    """The number of leading tokens that both share."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

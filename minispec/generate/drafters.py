@@ -1,12 +1,12 @@
-"""What drafts for a target: the draft model or the heads that a method needs, from where the user
-says or from beside the target, and how much they draft.
+"""Find and load the draft model or heads that a method needs, and choose how much they draft. By
+default they are loaded from next to the target.
 """
 
 from pathlib import Path
 from typing import Literal
 
 from minispec.checkpoints import places
-from minispec.checkpoints.heads import PUBLISHED, load_medusa, load_mtp, load_vocabulary
+from minispec.checkpoints.heads import PUBLISHED_TREES, load_medusa, load_mtp, load_vocabulary
 from minispec.checkpoints.load import load
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cost import cost_curve, draft_cost, head_cost, heads_cost
@@ -18,8 +18,8 @@ from minispec.methods.vocabulary import Vocabulary
 from minispec.model import Transformer
 from minispec.tree import RankPath
 
-# what a method needs beside its model: the argument, and the folder it is shipped in
-NEEDS = {
+# what a method needs in addition to the model: (argument, folder it is shipped in)
+REQUIRED_DRAFTERS = {
     "speculative": ("draft", "draft"),
     "medusa": ("heads", "medusa"),
     "medusa-typical": ("heads", "medusa"),
@@ -30,8 +30,8 @@ NEEDS = {
 def with_drafter(
     method: str, model: Transformer, tokenizer: Tokenizer | None, options: dict
 ) -> dict:
-    """The method's options; where they lack a draft or heads, those that lie beside the model."""
-    argument, folder = NEEDS.get(method, (None, None))
+    """The method's options; a missing draft or missing heads are loaded from next to the model."""
+    argument, folder = REQUIRED_DRAFTERS.get(method, (None, None))
     if argument is None or options.get(argument) is not None:
         return options
     key = folder, model.device, model.dtype, tokenizer is None
@@ -44,77 +44,77 @@ def load_drafter(
     method: str, model: Transformer, tokenizer: Tokenizer | None, source: str | None = None,
     vocabulary: str | None = None, size: int | None = None,
 ) -> dict:  # fmt: skip
-    """What the method needs, as its options: from `source`, by default from beside the model.
+    """Load what the method needs, as its options, from `source` (default: from next to the model).
 
-    With heads comes the `vocabulary` of a file ("none": the full one), by default the one beside
-    the heads, if there is one; of each language at most `size` tokens.
+    Heads also get the `vocabulary` of a file, by default the vocabulary.json next to them, if any,
+    with at most `size` tokens per language. "none" is the full vocabulary.
     """
-    source = found_beside(method, model) if source is None else source
+    source = find_drafter(method, model) if source is None else source
     if method == "speculative":
-        draft, its_tokenizer = load(source, model.dtype, str(model.device))
-        check_vocabularies(tokenizer, its_tokenizer, model, draft)
+        draft, draft_tokenizer = load(source, model.dtype, str(model.device))
+        check_vocabularies(tokenizer, draft_tokenizer, model, draft)
         return {"draft": draft}
-    beside = Path(source).parent if Path(source).is_file() else Path(source)
-    if vocabulary is None and (beside / "vocabulary.json").exists():
-        vocabulary = beside / "vocabulary.json"
-    words = None
+    folder = Path(source).parent if Path(source).is_file() else Path(source)
+    if vocabulary is None and (folder / "vocabulary.json").exists():
+        vocabulary = folder / "vocabulary.json"
+    draft_vocabulary = None
     if vocabulary not in (None, "none"):
-        words = load_vocabulary(vocabulary, model, tokenizer, size)
+        draft_vocabulary = load_vocabulary(vocabulary, model, tokenizer, size)
     elif size is not None:
-        raise UserError(f"no vocabulary of which to take {size} tokens: give one, or put it beside "
-                        f"the heads, as {beside / 'vocabulary.json'}")  # fmt: skip
+        raise UserError(f"no vocabulary to take {size} tokens from; use --vocabulary or put a file "
+                        f"next to the heads, {folder / 'vocabulary.json'}")  # fmt: skip
     if method == "fastmtp":
-        return {"head": load_mtp(source, model, tokenizer), "vocabulary": words}
+        return {"head": load_mtp(source, model, tokenizer), "vocabulary": draft_vocabulary}
     heads = load_medusa(source, model, tokenizer)
-    if words and not heads.shared:
+    if draft_vocabulary and not heads.shared:
         raise UserError(UNSHARED)
-    return {"heads": heads, "vocabulary": words}
+    return {"heads": heads, "vocabulary": draft_vocabulary}
 
 
-def found_beside(method: str, model: Transformer) -> Path:
-    """The folder of the draft or heads beside the model's (as under weights/), or in its own."""
-    argument, folder = NEEDS[method]
+def find_drafter(method: str, model: Transformer) -> Path:
+    """The folder of the draft or heads, inside the model's or next to it (as under weights/)."""
+    argument, folder = REQUIRED_DRAFTERS[method]
     source, flag = getattr(model, "source", None), "draft" if argument == "draft" else "heads"
     folders = [source / folder, source.parent / folder] if source else []
     if source and is_smollm2(source):
-        folders.append(places.REAL_HEADS / folder)
+        folders.append(places.SMOLLM2_HEADS / folder)
     if source and method == "fastmtp" and model.config.model_type == "mimo":
         folders.insert(0, source)  # its checkpoints contain their own head
-    for each in folders:
-        if (each / "config.json").exists():
-            return each
-    where = f", and there is no folder {folder} beside {source}" if source else ""
-    raise UserError(f"{method} needs {argument}=, on the command line --{flag} DIR{where}")
+    for candidate in folders:
+        if (candidate / "config.json").exists():
+            return candidate
+    where = f"; there is no folder {folder} next to {source}" if source else ""
+    raise UserError(f"{method} needs {argument}= (on the command line, --{flag} DIR){where}")
 
 
 def is_smollm2(source: Path) -> bool:
     """Whether a model was loaded from the Hugging Face cache of SmolLM2, or from our download."""
-    hub = f"models--{places.REAL_ID.replace('/', '--')}"
-    return hub in source.parts or source == places.REAL / "target"
+    hub = f"models--{places.SMOLLM2_ID.replace('/', '--')}"
+    return hub in source.parts or source == places.SMOLLM2 / "target"
 
 
 def check_vocabularies(
     tokenizer: Tokenizer | None, other: Tokenizer | None, model: Transformer, draft: Transformer
 ) -> None:
-    """Refuse a draft that has other words. Added tokens may differ: one that a draft lacks, or
-    drafts in vain, costs speed, never correctness. Nor do padding rows count."""
+    """Reject a draft with a different vocabulary. Padding rows and added tokens may differ: a token
+    that only one of the models has costs speed, never correctness."""
     if tokenizer and other:
-        same = tokenizer.words(other) == other.words(tokenizer)
-    else:  # without both tokenizers there is no way to tell what is padding
+        same = tokenizer.base_vocab(other) == other.base_vocab(tokenizer)
+    else:  # without both tokenizers, padding cannot be recognised
         same = draft.config.vocab_size == model.config.vocab_size
     if not same:
-        raise UserError("the draft's vocabulary differs: use one with the target's tokenizer")
+        raise UserError("the draft's vocabulary differs; use a draft with the target's tokenizer")
 
 
 def with_policies(method: str, model: Transformer, options: dict) -> dict:
-    """The options, with policies for this machine in the place of "auto"."""
+    """The options, with each "auto" replaced by a policy for this machine."""
     policies, vocabulary = {}, options.get("vocabulary")
     if options.get("k") == "auto":
         if method == "speculative":
             policies["k"] = AdaptiveK(cost_curve(model), draft_cost(model, options["draft"]))
         else:
             cost = head_cost(model, options["head"], vocabulary)
-            policies["k"] = AdaptiveK(cost_curve(model), cost, most=8)
+            policies["k"] = AdaptiveK(cost_curve(model), cost, max_k=8)
     if options.get("tree") == "auto":
         cost = heads_cost(model, options["heads"], vocabulary)
         policies["tree"] = AdaptiveTree(cost_curve(model), cost)
@@ -125,27 +125,29 @@ def tree_costs(
     model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None
 ) -> list[float]:
     """The cost of a round with a tree of 0, 1, … nodes on this machine, in passes over one token.
-    The model is optimized first, as it is for decoding."""
+    Optimizes the model first, as for decoding."""
     optimize(model)
     drafting = heads_cost(model, heads, vocabulary)
     return [cost + drafting for cost in cost_curve(model)[1:]]
 
 
-def read_tree_option(value: str, heads: MedusaHeads, most: int) -> list[RankPath] | Literal["auto"]:
-    """What --tree means: a list of paths, or "auto". A number grows a tree of so many nodes, `most`
-    at most: more never fit."""
+def read_tree_option(
+    value: str, heads: MedusaHeads, max_nodes: int
+) -> list[RankPath] | Literal["auto"]:
+    """The value of --tree: a list of paths, or "auto". A number grows a tree of that many nodes, at
+    most `max_nodes`, since more would never fit."""
     if value == "auto":
         return value
     if value.isdecimal() and len(value) < 20:
         if heads.accuracy is None:
             raise UserError(
-                f"--tree {value}: these heads came without accuracies to grow a tree by: measure "
-                "them with minispec.distill tree, or take --tree auto, which needs none"
+                f"--tree {value}: these heads have no measured accuracies to grow a tree from; "
+                "measure them with minispec.distill tree, or use --tree auto, which needs none"
             )
-        return grow_tree(heads.accuracy, min(int(value), most))
-    if value not in PUBLISHED and not Path(value).exists():
+        return grow_tree(heads.accuracy, min(int(value), max_nodes))
+    if value not in PUBLISHED_TREES and not Path(value).exists():
         raise UserError(
-            f"--tree {value}: neither auto, nor a number of nodes, nor one of "
-            f"{', '.join(PUBLISHED)}, nor a JSON file of paths like [[0], [0, 0], [1]]"
+            f"--tree {value}: must be auto, a number of nodes, one of "
+            f"{', '.join(PUBLISHED_TREES)}, or a JSON file of paths such as [[0], [0, 0], [1]]"
         )
-    return PUBLISHED.get(value) or read_json(Path(value), list)
+    return PUBLISHED_TREES.get(value) or read_json(Path(value), list)

@@ -1,4 +1,4 @@
-"""One generation: where it ends, the text that its tokens make, and its figures."""
+"""One generation: its tokens, their text, when it stops, and its statistics."""
 
 import contextlib
 import time
@@ -14,12 +14,12 @@ from minispec.errors import UserError
 from minispec.sampling import Sampling
 from minispec.tree import Step
 
-LOSSY = ("medusa-typical",)  # every other method draws as plain decoding does
+LOSSY = ("medusa-typical",)  # every other method keeps the distribution of plain decoding
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one round adds to the output: tokens, and the text that each makes visible."""
+    """The output of one round: its tokens, and the new text that each completes."""
 
     tokens: list[int]
     texts: list[str]
@@ -31,8 +31,8 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Ending:
-    """What ends a run: a number of tokens, stop strings, the model's end tokens."""
+class StopConditions:
+    """When a run stops: after `max_new_tokens`, at a stop string or at an end token."""
 
     max_new_tokens: int = 200
     stop: tuple[str, ...] = ()
@@ -50,10 +50,10 @@ class Ending:
 
 @dataclass(eq=False)
 class Run:
-    """One generation. Iterate over it for Chunks; what was produced so far is always in it.
+    """One generation. Iterate over it for Chunks; it always holds everything generated so far.
 
-    EOS, stop strings, lengths, the context limit and the statistics live here and nowhere else,
-    and cut inside an accepted block exactly where plain decoding would have stopped.
+    EOS, stop strings, lengths, the context limit and the statistics are handled here and nowhere
+    else. A run stops exactly where plain decoding would, even inside an accepted block.
     """
 
     method: str
@@ -61,13 +61,13 @@ class Run:
     steps: Iterator[Step]
     cache: KVCache
     sampling: Sampling
-    ending: Ending
-    stop_ids: list[int]  # of the stop strings that are control tokens: they have no text
+    stop_conditions: StopConditions
+    stop_ids: list[int]  # ids of stop strings that are control tokens, which have no text
     decoder: TextStream | None
     extra_parameters: int
     tokens: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)  # what each token made visible
-    held: str = ""  # decoded, but maybe the beginning of a stop string
+    texts: list[str] = field(default_factory=list)  # the new text that each token completed
+    held_back: str = ""  # decoded text that may be the start of a stop string
     finish_reason: str | None = None
     rounds: list[Step] = field(default_factory=list)
     prefill_seconds: float = 0.0
@@ -86,26 +86,26 @@ class Run:
 
     @torch.inference_mode()  # cheaper operators than under no_grad
     def run(self) -> Iterator[Chunk]:
-        """Round after round, each cut where the run ends."""
-        begin = time.perf_counter()
+        """Yield one chunk per round, the last one cut where the run ends."""
+        start = time.perf_counter()
         self.next_step()  # the prefill
-        self.prefill_seconds = time.perf_counter() - begin
-        if self.ending.max_new_tokens == 0:
+        self.prefill_seconds = time.perf_counter() - start
+        if self.stop_conditions.max_new_tokens == 0:
             self.finish("length")
         while self.finish_reason is None:
-            begin = time.perf_counter()
+            start = time.perf_counter()
             step = self.next_step()
-            self.decode_seconds += time.perf_counter() - begin
+            self.decode_seconds += time.perf_counter() - start
             self.rounds.append(step)
-            yield self.take(step)
+            yield self.emit(step)
 
     def next_step(self) -> Step:
         """The method's next round, in the model's dtype even under a surrounding autocast."""
         with without_autocast(self.cache.device):
             return next(self.steps)
 
-    def take(self, step: Step) -> Chunk:
-        """Append the step's tokens up to the first that ends the run."""
+    def emit(self, step: Step) -> Chunk:
+        """Append the step's tokens, up to the first one that ends the run."""
         before = len(self.tokens)
         for token in step.tokens:
             self.tokens.append(token)
@@ -117,37 +117,39 @@ class Run:
         return Chunk(self.tokens[before:], self.texts[before:], step)
 
     def end_after(self, token: int) -> str | None:
-        """Show the text so far as it is safe; the reason to stop after this token, if any."""
-        if token in self.ending.eos_ids:
+        """Add this token's text, as far as it cannot belong to a stop string. Return the reason to
+        stop after this token, if any."""
+        conditions = self.stop_conditions
+        if token in conditions.eos_ids:
             return "eos"
         if token in self.stop_ids:
-            self.texts[-1], self.held = self.held + self.decoder.flush(), ""
+            self.texts[-1], self.held_back = self.held_back + self.decoder.flush(), ""
             return "stop"
-        self.held += self.decoder.push(token) if self.decoder else ""
-        found = min((at for at in map(self.held.find, self.ending.stop) if at >= 0), default=None)
-        if found is not None:
-            self.texts[-1], self.held = self.held[:found], ""
+        self.held_back += self.decoder.push(token) if self.decoder else ""
+        positions = [i for i in map(self.held_back.find, conditions.stop) if i >= 0]
+        if positions:
+            self.texts[-1], self.held_back = self.held_back[: min(positions)], ""
             return "stop"
-        safe = len(self.held) - longest_overlap(self.held, self.ending.stop)
-        self.texts[-1], self.held = self.held[:safe], self.held[safe:]
-        if len(self.tokens) == self.ending.max_new_tokens:
+        safe = len(self.held_back) - longest_overlap(self.held_back, conditions.stop)
+        self.texts[-1], self.held_back = self.held_back[:safe], self.held_back[safe:]
+        if len(self.tokens) == conditions.max_new_tokens:
             return "length"
         if len(self.prompt) + len(self.tokens) == self.cache.capacity:
             return "context"
         return None
 
     def finish(self, reason: str) -> None:
-        """End here: show the text held back, and leave in the cache rows of emitted tokens only,
-        so that it serves the next turn."""
+        """End the run: add the text that was held back, and truncate the cache to the rows of
+        emitted tokens so that the next turn of a chat can use it."""
         self.finish_reason = reason
         if reason != "stop" and self.tokens:
-            self.texts[-1] += self.held + (self.decoder.flush() if self.decoder else "")
+            self.texts[-1] += self.held_back + (self.decoder.flush() if self.decoder else "")
         kept = len(self.prompt) + len(self.tokens) - 1
         self.cache.truncate(min(self.cache.length, kept))
 
     @property
     def stats(self) -> dict:
-        """The figures that --json and --stats report: seconds, tokens and passes."""
+        """The statistics that --json and --stats report: seconds, tokens and passes."""
         passes, new = len(self.rounds), len(self.tokens)
         return {
             "target_passes": passes,
@@ -179,21 +181,21 @@ class Run:
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """Suspend a surrounding autocast: a cache holds the model's dtype and no other."""
+    """Disable a surrounding autocast: the cache only holds the model's dtype."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
 
 def longest_overlap(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that begins one of `stops`."""
+    """Length of the longest suffix of `text` that is a proper prefix of one of `stops`."""
     lengths = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
     return max(lengths, default=0)
 
 
 def acceptance(rounds: list[Step]) -> dict[str, list[float]]:
-    """Share of drafts accepted at depth 1, 2, …: of the rounds that drafted so deep, and
-    (conditional) of those of them that had accepted the depth before."""
+    """Acceptance rate by depth: over all rounds that drafted that deep (unconditional), and over
+    those that also accepted the previous depth (conditional)."""
     deepest = [max(step.tree.depths) for step in rounds]
     unconditional, conditional = [], []
     for depth in range(1, max(deepest, default=0) + 1):

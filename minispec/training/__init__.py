@@ -1,1 +1,1 @@
-"""Training: a small target from text; drafts and heads from the target's own text."""
+"""Training: a small target model on text files; drafts and heads on the target's own output."""

@@ -1,7 +1,7 @@
-"""The training that `pretrain` and `distill` share: optimisers, the loop, its checkpoint, the card.
+"""What `pretrain` and `distill` share: optimisers, the training loop, checkpoints and model cards.
 
-A run started again with the same --out goes on from its checkpoint exactly as if it had not
-stopped: batches follow from the seed and the number of steps.
+A run restarted with the same --out resumes from its checkpoint exactly as if it had never stopped:
+each batch depends only on the seed and the step number.
 """
 
 import argparse
@@ -22,23 +22,24 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec.checkpoints.load import pick_device
-from minispec.checkpoints.weights import replacing, write_text
+from minispec.checkpoints.weights import atomic_write, write_text
 from minispec.errors import UserError, check_writable, number
 
 try:
     import fcntl
-except ImportError:  # on Windows, where no file is locked
+except ImportError:  # Windows: files are not locked
     fcntl = None
 
-CHECKPOINT = "training.pt"  # in --out, while a training goes on and after it
-Batch = Callable[[int], Tensor]  # how many steps were taken -> the next batch
+CHECKPOINT = "training.pt"  # in --out, kept after training ends
+Batch = Callable[[int], Tensor]  # number of completed steps -> the next batch
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon), in steps as
-    large as AdamW's (Liu et al. 2025, arXiv 2502.16982): one learning rate does for both. In
-    float32, for torch.optim.Muon computes in bfloat16, which many CPUs emulate. In two minutes on
-    one core of such a CPU a small model came to 1.44 bits per byte, with AdamW alone to 1.59."""
+    """Orthogonalised momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon). Updates are
+    scaled to AdamW's size (Liu et al. 2025, arXiv 2502.16982), so one learning rate suits both.
+    It runs in float32, because torch.optim.Muon uses bfloat16, which many CPUs emulate. In two
+    minutes on one core of such a CPU, a small model reached 1.44 bits per byte; with AdamW alone,
+    1.59."""
 
     def __init__(self, parameters, lr: float = 1e-3, momentum: float = 0.95, decay: float = 0.1):
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "decay": decay})
@@ -55,7 +56,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """About UVᵀ of x = USVᵀ: five Newton-Schulz steps with Jordan's quintic polynomial."""
+    """Approximate UVᵀ of x = USVᵀ: five Newton-Schulz steps with Jordan's quintic polynomial."""
     if x.shape[0] > x.shape[1]:
         return orthogonal(x.T).T
     x = x / (x.norm() + 1e-7)
@@ -67,15 +68,15 @@ def orthogonal(x: Tensor) -> Tensor:
 
 def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Muon for the blocks' matrices, AdamW for embeddings, norms and biases."""
-    ends = "embed_tokens.weight", "lm_head.weight"
-    inner = {n: p.dim() == 2 and not n.endswith(ends) for n, p in model.named_parameters()}
-    matrices = [p for n, p in model.named_parameters() if inner[n]]
-    others = [p for n, p in model.named_parameters() if not inner[n]]
+    excluded = "embed_tokens.weight", "lm_head.weight"
+    is_matrix = {n: p.dim() == 2 and not n.endswith(excluded) for n, p in model.named_parameters()}
+    matrices = [p for n, p in model.named_parameters() if is_matrix[n]]
+    others = [p for n, p in model.named_parameters() if not is_matrix[n]]
     return [Muon(matrices), torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up in the first tenth, of at most 100 steps; then a cosine to a fiftieth."""
+    """Linear warm-up over a tenth of the steps, at most 100, then cosine decay to peak / 50."""
     warmup = min(100, steps // 10 + 1)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -84,53 +85,53 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 @dataclass
-class Training:
-    """What a checkpoint holds. `what` describes the run: it goes on only as it was begun."""
+class TrainingRun:
+    """The state in a checkpoint. Only a run with an equal `identity` can resume it."""
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
-    what: dict[str, str]
+    identity: dict[str, str]
     step: int = 0
     seconds: float = 0.0
 
     def save(self, path: Path) -> None:
-        """Write the checkpoint; on a full disk the one before stays."""
+        """Write the checkpoint. If the disk is full, the previous one is kept."""
         state = {
             "model": self.model.state_dict(),
-            "optimizers": [each.state_dict() for each in self.optimizers],
-            "what": self.what,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "what": self.identity,
             "counts": [self.step, self.seconds],
         }
-        with replacing(path) as part:
+        with atomic_write(path) as part:
             torch.save(state, part)
 
     def restore(self, path: Path) -> None:
-        """Become what the checkpoint holds. It is never unpickled as code."""
+        """Load a checkpoint. Nothing in it is unpickled as code."""
         try:
             state = torch.load(path, "cpu", weights_only=True)
-            what, (self.step, self.seconds) = state["what"], state["counts"]
-            other = [key for key, value in self.what.items() if what[key] != value]
-            if not other:
+            saved, (self.step, self.seconds) = state["what"], state["counts"]
+            changed = [key for key, value in self.identity.items() if saved[key] != value]
+            if not changed:
                 self.model.load_state_dict(state["model"])
-                for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                    optimizer.load_state_dict(saved)
+                for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
+                    optimizer.load_state_dict(values)
         except Exception:  # whatever a damaged file raises
-            raise UserError(f"{path} is damaged, or of another version of this program: delete it "
-                            "to begin anew, or give another --out") from None  # fmt: skip
-        if other:
-            raise UserError(f"{path} is of another training (other {other[0]}): give what it was "
-                            "begun with, or another --out")  # fmt: skip
+            raise UserError(f"{path} is damaged, or from another version of minispec: delete it to "
+                            "start over, or choose another --out") from None  # fmt: skip
+        if changed:
+            raise UserError(f"{path} is from another run (different {changed[0]}): use the same "
+                            "settings, or choose another --out")  # fmt: skip
 
 
 def train(
-    model: nn.Module, what: dict[str, str], loss: Callable[[Tensor], Tensor], batch: Batch,
+    model: nn.Module, identity: dict[str, str], loss: Callable[[Tensor], Tensor], batch: Batch,
     args: argparse.Namespace, optimizers: list[torch.optim.Optimizer] | None = None,
-) -> Training:  # fmt: skip
-    """Steps until --steps, from the checkpoint in --out if there is one; rank 0 writes it every
-    --save-every steps and in the end. By default with Muon and AdamW."""
+) -> TrainingRun:  # fmt: skip
+    """Train until --steps, resuming from the checkpoint in --out if there is one. Rank 0 saves it
+    every --save-every steps and at the end. The default optimisers are Muon and AdamW."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    what |= {name: str(getattr(args, name)) for name in ("rows", "context", "seed")}
-    run = Training(model, optimizers or muon_and_adamw(model), what)
+    identity |= {name: str(getattr(args, name)) for name in ("rows", "context", "seed")}
+    run = TrainingRun(model, optimizers or muon_and_adamw(model), identity)
     if (args.out / CHECKPOINT).exists():
         run.restore(args.out / CHECKPOINT)
     if world > 1:
@@ -139,23 +140,24 @@ def train(
         tf32(args.device),
         tqdm(total=args.steps, initial=run.step, unit="step", disable=rank > 0) as bar,
     ):
-        while run.step < (steps := steps_of(args, run)):
+        while run.step < (steps := total_steps(args, run)):
             start = time.perf_counter()
             with torch.autocast(args.device.type, args.dtype, enabled=args.dtype != torch.float32):
                 value = loss(batch(run.step)[rank::world])
-            descend(run.optimizers, value, learning_rate(run.step, steps, args.lr))
+            optimizer_step(run.optimizers, value, learning_rate(run.step, steps, args.lr))
             run.step += 1
             run.seconds += time.perf_counter() - start
             bar.total = steps
             bar.set_postfix(loss=f"{value:.3f}", refresh=False)
             bar.update()
-            if rank == 0 and (run.step >= steps_of(args, run) or run.step % args.save_every == 0):
+            done = run.step >= total_steps(args, run)
+            if rank == 0 and (done or run.step % args.save_every == 0):
                 run.save(args.out / CHECKPOINT)
     return run
 
 
-def steps_of(args: argparse.Namespace, run: Training) -> int:
-    """--steps; with --minutes those that fit, at the pace so far, known from the tenth on."""
+def total_steps(args: argparse.Namespace, run: TrainingRun) -> int:
+    """--steps, or with --minutes as many as fit at the pace so far, measured after 10 steps."""
     if not args.minutes or run.step < 10:
         return args.steps
     return max(run.step, int(run.step * 60 * args.minutes / run.seconds))
@@ -163,7 +165,7 @@ def steps_of(args: argparse.Namespace, run: Training) -> int:
 
 @contextlib.contextmanager
 def tf32(device: torch.device) -> Iterator[None]:
-    """On a GPU, float32 products in TF32: five times as fast, and exact enough to learn by."""
+    """On a GPU, multiply float32 in TF32: five times as fast, and accurate enough for training."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
     try:
@@ -172,12 +174,12 @@ def tf32(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def descend(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: float) -> None:
-    """One step of this learning rate, its gradient clipped to length 1."""
+def optimizer_step(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: float) -> None:
+    """Take one step at this learning rate, with the gradient norm clipped to 1."""
     loss.backward()
-    groups = [group for each in optimizers for group in each.param_groups]
-    length = nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
-    if not length.isfinite():
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    norm = nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
+    if not norm.isfinite():
         raise UserError(f"the loss is {loss:.3f} and its gradient is not finite: lower --lr")
     for group in groups:
         group["lr"] = rate
@@ -187,13 +189,13 @@ def descend(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: float) 
 
 
 @contextlib.contextmanager
-def processes(args: argparse.Namespace) -> Iterator[int]:
-    """This process's rank among those that torchrun has started; on GPUs each takes its own."""
+def distributed(args: argparse.Namespace) -> Iterator[int]:
+    """Join the processes that torchrun started, one GPU each if there are any; yield the rank."""
     if "RANK" not in os.environ:
         yield 0
         return
     if args.minutes:  # processes would stop at different steps
-        raise UserError("--minutes is for a training in one process: choose --steps")
+        raise UserError("--minutes works in one process only: use --steps")
     dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
     if args.device.type == "cuda":
         args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -207,13 +209,13 @@ def processes(args: argparse.Namespace) -> Iterator[int]:
 
 
 def write_card(
-    args: argparse.Namespace, run: Training, title: str, facts: dict[str, object], table: str
+    args: argparse.Namespace, run: TrainingRun, title: str, facts: dict[str, object], table: str
 ) -> None:  # fmt: skip
-    """The README.md beside the weights: what they are, how they were made, what they reach."""
+    """Write README.md next to the weights: what they are, how they were made, how they score."""
     tokens = run.step * args.rows * args.context
     facts["training"] = (
-        f"{run.step:,} steps, {tokens:,} tokens with padding, {run.seconds / 60:.1f} minutes on "
-        f"{torch.get_num_threads()} thread(s), {args.device.type}"
+        f"{run.step:,} steps, {tokens:,} tokens including padding, {run.seconds / 60:.1f} minutes "
+        f"on {torch.get_num_threads()} thread(s), {args.device.type}"
     )
     items = "".join(f"- {name}: {fact}\n" for name, fact in facts.items())
     text = f"# {title}\n\n    python -m minispec.{args.line}\n\n{items}\n{table}\n"
@@ -221,51 +223,52 @@ def write_card(
     print(table)
 
 
-def markdown(corner: str, columns: list[str], rows: dict[object, list[float]]) -> str:
-    """A table of rates."""
+def markdown_table(corner: str, columns: list[str], rows: dict[object, list[float]]) -> str:
+    """A Markdown table of rates."""
     lines = [f"| {' | '.join([corner, *columns])} |", "|---" * len(columns) + "|---|"]
     for name, rates in rows.items():
         lines.append(f"| {name} | " + " | ".join(f"{rate:.3f}" for rate in rates) + " |")
     return "\n".join(lines)
 
 
-def whole_numbers(p: argparse.ArgumentParser, *flags: tuple[str, int, int, str]) -> None:
-    """A flag for each name, with its least value, its default and what it counts."""
-    for name, least, default, text in flags:
-        p.add_argument(f"--{name}", type=number(least), default=default,
+def integer_flags(p: argparse.ArgumentParser, *flags: tuple[str, int, int, str]) -> None:
+    """Add an integer flag for each (name, minimum, default, help)."""
+    for name, minimum, default, text in flags:
+        p.add_argument(f"--{name}", type=number(minimum), default=default,
                        help=f"{text} (default: {default})")  # fmt: skip
 
 
 def training_arguments(p: argparse.ArgumentParser, steps: int, context: int, lr: float) -> None:
-    """The flags of every training, with these defaults."""
-    p.add_argument("--out", type=Path, required=True, help="the directory to write")
-    whole_numbers(
+    """Add the flags that all training commands share, with these defaults."""
+    p.add_argument("--out", type=Path, required=True, help="directory to write")
+    integer_flags(
         p,
-        ("steps", 1, steps, "steps"),
-        ("rows", 1, 16, "rows of a step"),
-        ("context", 8, context, "tokens of a row"),
+        ("steps", 1, steps, "training steps"),
+        ("rows", 1, 16, "rows per step"),
+        ("context", 8, context, "tokens per row"),
         ("save-every", 1, 100, "steps between checkpoints"),
-        ("seed", 0, 0, "of all that is random"),
+        ("seed", 0, 0, "random seed"),
     )
     p.add_argument("--minutes", type=number(1e-3, 1e6, float),
-                   help="train for this long, whatever --steps says")  # fmt: skip
-    p.add_argument("--lr", type=number(1e-12, 1e3, float), default=lr, help="default: %(default)s")
+                   help="train for this long instead of for --steps")  # fmt: skip
+    p.add_argument("--lr", type=number(1e-12, 1e3, float), default=lr,
+                   help="peak learning rate (default: %(default)s)")  # fmt: skip
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
-                   help="of the products (float32: TF32 on a GPU; bfloat16 is fast there and where "
-                        "AMX is)")  # fmt: skip
-    p.add_argument("--device", default="auto")
+                   help="for matrix products (float32 uses TF32 on a GPU; bfloat16 is fast on GPUs "
+                        "and on CPUs with AMX)")  # fmt: skip
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
 
 
 @contextlib.contextmanager
-def prepared(args: argparse.Namespace, words: list[str]) -> Iterator[None]:
-    """Refuse what cannot be before any long work, and hold --out against any other training until
-    this one ends. dtype and device become torch's, and `args.line` is the command line without
-    this machine's folders."""
+def training_setup(args: argparse.Namespace, argv: list[str]) -> Iterator[None]:
+    """Check the arguments before any long work, and lock --out until training ends. This replaces
+    args.dtype and args.device by torch objects, and sets args.line to the command line with
+    absolute paths shortened to file names."""
     args.dtype, args.device = getattr(torch, args.dtype), pick_device(args.device)
-    args.line = " ".join(map(without_folders, words))
+    args.line = " ".join(map(without_folder, argv))
     check_writable(args.out / CHECKPOINT, "--out")
     with contextlib.ExitStack() as stack:
-        # the processes of torchrun share --out; Windows neither opens folders nor has these locks
+        # torchrun's processes share --out; Windows cannot open folders and has no such locks
         if fcntl and os.environ.get("RANK", "0") == "0":
             folder = os.open(args.out, os.O_RDONLY)
             stack.callback(os.close, folder)
@@ -273,24 +276,24 @@ def prepared(args: argparse.Namespace, words: list[str]) -> Iterator[None]:
         yield
 
 
-def lock(file: IO | int, where: str, wait: bool = False) -> None:
-    """Refuse a file or folder that another process has locked, or wait for it. Closing the file
-    releases it. A file system without locks goes unlocked."""
+def lock(file: IO | int, name: str, wait: bool = False) -> None:
+    """Lock a file or folder until it is closed. If another process holds the lock, raise UserError,
+    or `wait` for it. On a file system without locks this does nothing."""
     try:
         if fcntl:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
-        raise UserError(f"{where}: another process is writing it; wait until it ends, or choose "
-                        "another") from None  # fmt: skip
-    except OSError:  # such as NFS without a lock daemon
+        raise UserError(f"{name}: another process is writing to it; wait for that, or choose "
+                        "another name") from None  # fmt: skip
+    except OSError:  # for example NFS without a lock daemon
         pass
 
 
-def without_folders(word: str) -> str:
-    """A path of this machine's as its last part."""
-    return Path(word).name if Path(word).is_absolute() else word
+def without_folder(argument: str) -> str:
+    """The file name of an absolute path; any other argument unchanged."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def digest(value: object) -> str:
-    """A short hash of what JSON can write."""
+    """A short hash of any JSON value."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -1,10 +1,10 @@
-"""Train a small model from text.
+"""Train a small model on text.
 
     python -m minispec.pretrain --data stories.txt dialogues.jsonl --out target --steps 3000
 
-Next-token cross-entropy over packed documents; Muon for the matrices, AdamW for the rest; a cosine
-schedule. A run started again with the same --out goes on where it stopped. Under `torchrun` each
-process takes its share of every batch. What --data may hold is written in `minispec.text`.
+The loss is next-token cross-entropy over packed documents. Muon trains the matrices, AdamW the
+rest, on a cosine schedule. A run restarted with the same --out resumes where it stopped. Under
+`torchrun` each process takes its share of every batch. `training/text.py` lists the file formats.
 """
 
 import argparse
@@ -27,17 +27,17 @@ from minispec.generate import decode
 from minispec.model import Transformer, count_parameters
 from minispec.training.loop import (
     Batch,
-    Training,
+    TrainingRun,
     digest,
-    markdown,
-    prepared,
-    processes,
+    distributed,
+    markdown_table,
     train,
     training_arguments,
+    training_setup,
     write_card,
 )
 from minispec.training.new_model import new_model, size_arguments
-from minispec.training.text import END, Document, Kinds, plain, read_corpus
+from minispec.training.text import END, Corpus, Document, plain_text, read_corpus
 
 USER, ASSISTANT, END_TURN = "<|user|>", "<|assistant|>", "<|end|>"
 CHAT_TEMPLATE = (
@@ -47,8 +47,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(kinds: Kinds, size: int) -> BPE:
-    """A byte-level BPE of `size` tokens, each digit one of them."""
+def train_tokenizer(corpus: Corpus, size: int) -> BPE:
+    """Train a byte-level BPE tokenizer of `size` tokens. Each digit is a token of its own."""
     bpe = BPE(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -60,13 +60,13 @@ def train_tokenizer(kinds: Kinds, size: int) -> BPE:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (plain(document) for documents in kinds.values() for document in documents)
+    texts = (plain_text(document) for documents in corpus.values() for document in documents)
     bpe.train_from_iterator(texts, trainer)
     return bpe
 
 
-def complete(bpe: BPE) -> Tokenizer:
-    """A tokenizer with what a model trained here needs: END begins every text, roles are tokens."""
+def with_special_tokens(bpe: BPE) -> Tokenizer:
+    """Add what the model needs: END at the start of every text, and tokens for the roles."""
     bpe.no_padding()
     bpe.no_truncation()
     bpe.add_special_tokens([END, USER, ASSISTANT, END_TURN])
@@ -76,28 +76,29 @@ def complete(bpe: BPE) -> Tokenizer:
     return Tokenizer(bpe, {"bos_token": END, "eos_token": END}, CHAT_TEMPLATE)
 
 
-def marked(document: Document) -> str:
-    """A conversation as CHAT_TEMPLATE writes it."""
+def with_role_tokens(document: Document) -> str:
+    """A conversation in CHAT_TEMPLATE's format; a text unchanged."""
     if isinstance(document, str):
         return document
-    return "".join(f"<|{each['role']}|>{each['content']}{END_TURN}" for each in document)
+    return "".join(f"<|{turn['role']}|>{turn['content']}{END_TURN}" for turn in document)
 
 
 def tokenize(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]:
-    """Each document with its leading END; a document of the next follows in the packed stream."""
-    return [np.array(tokenizer.encode(marked(each)), np.int32) for each in documents]
+    """Token ids, each document with a leading END, which also ends the one before it in a batch."""
+    texts = map(with_role_tokens, documents)
+    return [np.array(tokenizer.encode(text), np.int32) for text in texts]
 
 
-def packed(documents: list[np.ndarray], rows: int, context: int, seed: int) -> Batch:
-    """The documents packed end to end, in another order every epoch, as each step's tokens (rows,
-    context + 1): a row's last one, a label, is the first of the next row."""
+def packed_batches(documents: list[np.ndarray], rows: int, context: int, seed: int) -> Batch:
+    """Batches (rows, context + 1) of documents packed end to end, reshuffled every epoch. A row's
+    last token is only a label; it is also the first token of the next row."""
     size, n = sum(map(len, documents)), rows * context
 
     @functools.lru_cache(1)
     def stream(epoch: int) -> np.ndarray:
         order = np.random.default_rng([seed, epoch]).permutation(len(documents))
         tokens = np.concatenate([documents[i] for i in order])
-        return np.resize(tokens, max(size, n + 1))  # a small text repeats itself
+        return np.resize(tokens, max(size, n + 1))  # repeats a text shorter than a batch
 
     def batch(step: int) -> Tensor:
         epoch, i = divmod(step, max((size - 1) // n, 1))
@@ -122,7 +123,8 @@ class NextToken(nn.Module):
 
 @torch.no_grad()
 def bits_per_byte(model: Transformer, tokenizer: Tokenizer, documents: list[Document]) -> float:
-    """Bits to code the documents and their ends, cut to the context, over the bytes of text."""
+    """Cross-entropy of documents and their ends, in bits, per byte of text. Documents are cut to
+    the context."""
     bits = size = 0
     for ids in tokenize(tokenizer, documents):
         row = torch.from_numpy(ids).long().to(model.device)
@@ -134,39 +136,41 @@ def bits_per_byte(model: Transformer, tokenizer: Tokenizer, documents: list[Docu
 
 
 def distinct_4grams(tokens: list[int]) -> float:
-    """Share of different ones among the 4-grams: few in a loop, which flatters every draft."""
+    """The share of distinct 4-grams. Looping text has few, and makes any draft look good."""
     grams = list(zip(*(tokens[i:] for i in range(4))))
     return len(set(grams)) / max(1, len(grams))
 
 
-def choose_tokenizer(args: argparse.Namespace, kinds: Kinds) -> Tokenizer:
-    """That of --tokenizer or of --init, else a new one, which is the same in every process."""
+def choose_tokenizer(args: argparse.Namespace, corpus: Corpus) -> Tokenizer:
+    """The tokenizer of --tokenizer or --init, or else a new one, identical in every process."""
     if args.tokenizer:
-        return complete(read_backend(args.tokenizer))
+        return with_special_tokens(read_backend(args.tokenizer))
     if args.init:
-        return complete(read_tokenizer(args.init).backend)
-    return complete(train_tokenizer(kinds, args.vocab))
+        return with_special_tokens(read_tokenizer(args.init).backend)
+    return with_special_tokens(train_tokenizer(corpus, args.vocab))
 
 
 def finish(
-    run: Training, tokenizer: Tokenizer, sizes: dict[str, int], held_out: Kinds,
+    run: TrainingRun, tokenizer: Tokenizer, sizes: dict[str, int], held_out: Corpus,
     args: argparse.Namespace,
 ) -> None:  # fmt: skip
-    """Write the checkpoint directory and its card; `sizes` are the tokens of each kind."""
+    """Write the model and its card. `sizes` are the token counts of each category."""
     model, c = run.model, run.model.config
     save(model, tokenizer, args.out, torch.float16)
-    model.half().float()  # as it is stored
-    said = decode(model, tokenizer, tokenizer.encode(""), max_new_tokens=120).tokens
+    model.half().float()  # round to float16, as stored
+    sample = decode(model, tokenizer, tokenizer.encode(""), max_new_tokens=120).tokens
     facts = {
         "sizes": f"{c.layers} layers of width {c.hidden_size}, {c.heads} heads ({c.kv_heads} for "
                  f"keys and values), vocabulary {c.vocab_size}, context {c.context}",
-        "text, in tokens": ", ".join(f"{kind} {n:,}" for kind, n in sizes.items()),
-        "a greedy sample": repr(tokenizer.decode(said)),
-        "its distinct 4-grams": f"{distinct_4grams(said):.2f}",
+        "tokens of text": ", ".join(f"{name} {n:,}" for name, n in sizes.items()),
+        "a greedy sample": repr(tokenizer.decode(sample)),
+        "its distinct 4-grams": f"{distinct_4grams(sample):.2f}",
     }  # fmt: skip
-    measured = {kind: each for kind, each in held_out.items() if each}
-    bits = {kind: [bits_per_byte(model, tokenizer, each)] for kind, each in measured.items()}
-    table = markdown("kind", ["held-out bits per byte"], bits)
+    bits = {
+        category: [bits_per_byte(model, tokenizer, documents)]
+        for category, documents in held_out.items() if documents
+    }  # fmt: skip
+    table = markdown_table("category", ["held-out bits per byte"], bits)
     write_card(args, run, f"A model of {count_parameters(model):,} parameters", facts, table)
 
 
@@ -175,28 +179,29 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     p = Parser(prog="python -m minispec.pretrain", description=__doc__)
     p.add_argument("--data", type=Path, nargs="+", required=True, metavar="PATH",
-                   help="texts: files or folders (see text.py)")  # fmt: skip
+                   help="text files or folders (see training/text.py)")  # fmt: skip
     p.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use instead of a new one")
     p.add_argument("--vocab", type=number(260, 2**20), default=4096,
-                   help="tokens of a new tokenizer (default: %(default)s)")  # fmt: skip
+                   help="size of a new tokenizer (default: %(default)s)")  # fmt: skip
     size_arguments(p, layers=6, width=192, heads=3, ffn=512)
     training_arguments(p, steps=2000, context=256, lr=4e-3)
     args = p.parse_args(argv)
-    with prepared(args, ["pretrain", *argv]), processes(args) as rank:
-        kinds, held_out = read_corpus(args.data)
-        tokenizer = choose_tokenizer(args, kinds)
-        ends = tuple(map(tokenizer.backend.token_to_id, (END, END_TURN)))
-        model = new_model(args, tokenizer, vocab_size=tokenizer.size, bos_id=ends[0], eos_ids=ends)
-        ids = {kind: tokenize(tokenizer, documents) for kind, documents in kinds.items()}
-        what = {
-            "data": digest(kinds),
+    with training_setup(args, ["pretrain", *argv]), distributed(args) as rank:
+        corpus, held_out = read_corpus(args.data)
+        tokenizer = choose_tokenizer(args, corpus)
+        eos_ids = tuple(map(tokenizer.backend.token_to_id, (END, END_TURN)))
+        config = {"vocab_size": tokenizer.size, "bos_id": eos_ids[0], "eos_ids": eos_ids}
+        model = new_model(args, tokenizer, **config)
+        tokens = {name: tokenize(tokenizer, documents) for name, documents in corpus.items()}
+        identity = {
+            "data": digest(corpus),
             "tokenizer": tokenizer.fingerprint,
             "model": str(model.config),
         }
-        batch = packed(sum(ids.values(), []), args.rows, args.context, args.seed)
-        run = train(model, what, NextToken(model), batch, args)
+        batch = packed_batches(sum(tokens.values(), []), args.rows, args.context, args.seed)
+        run = train(model, identity, NextToken(model), batch, args)
         if rank == 0:
-            sizes = {kind: sum(map(len, each)) for kind, each in ids.items()}
+            sizes = {name: sum(map(len, rows)) for name, rows in tokens.items()}
             finish(run, tokenizer, sizes, held_out, args)
 
 

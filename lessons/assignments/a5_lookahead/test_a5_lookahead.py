@@ -52,7 +52,8 @@ def test_a_guess_is_what_the_model_said_a_pass_ago(impl):
                 f"round {round_}: the guess is {step.tree.tokens[1:]} instead of {guess}: what the "
                 "last pass said behind its new tokens, then the last tokens of the old guess"
             )
-            predicted = model.logits(model(tokens + guess))[0, len(tokens) - 1 :].argmax(-1).tolist()
+            logits = model.logits(model(tokens + guess))[0, len(tokens) - 1 :]
+            predicted = logits.argmax(-1).tolist()
             settled = len(step.tokens)
             tokens += step.tokens
             assert cache.length == len(tokens) - 1, (
@@ -155,7 +156,7 @@ def test_tree_and_window_are_blind_to_each_other_but_for_the_root(impl):
     assert torch.equal(depth, tree.depth) and torch.equal(mask, tree.mask), "no window: the tree"
 
 
-@pytest.mark.points(2, task="said_by")
+@pytest.mark.points(2, task="predicting_rows")
 def test_the_last_row_says_the_next_one(impl):
     for seed in SEEDS:
         rng = random.Random(seed)
@@ -164,8 +165,9 @@ def test_the_last_row_says_the_next_one(impl):
         window.rows = [[0] * length for length in lengths]
         end = nodes + sum(lengths)
         right = [0] * (len(lengths) == 1) + list(range(end - lengths[-1], end))
-        assert window.predicted_by(nodes) == right, (
-            f"{nodes} nodes, rows of {lengths}: pass rows {right}, not {window.predicted_by(nodes)}: "
+        given = window.predicting_rows(nodes)
+        assert given == right, (
+            f"{nodes} nodes, rows of {lengths}: pass rows {right}, not {given}: "
             "column 0 of row 0 is the current token, which is pass row 0"
         )
 
@@ -277,5 +279,5 @@ def test_each_entry_s_hidden_state_is_that_of_its_chain_alone(impl):
                     f"pass {pass_}, W={width}, N={ngram}: row {r}, column {i} is not what a pass "
                     "over the prefix, row 0 and its own column gives"
                 )
-            predicted = model.logits(hidden[window.predicted_by(len(tree))]).argmax(-1).tolist()
+            predicted = model.logits(hidden[window.predicting_rows(len(tree))]).argmax(-1).tolist()
             window.advance(tokens[-1], predicted)

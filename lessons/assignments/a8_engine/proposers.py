@@ -9,7 +9,7 @@ from torch import Tensor
 from minispec.certify.ours import cases
 from minispec.methods import lookahead, medusa, speculative
 from minispec.methods.fastmtp import Drafter
-from minispec.methods.lookahead import Pool, Window, from_prompt
+from minispec.methods.lookahead import Pool, Window, initial_guess
 from minispec.methods.prompt_lookup import lookup
 from minispec.methods.vocabulary import FullVocabulary
 from minispec.sampling import Randomness, Sampling
@@ -26,12 +26,12 @@ class Proposer:
     def propose(
         self, tokens: list[int], free_rows: int, sampling: Sampling, randomness: Randomness
     ) -> Tree:
-        """The tree below the newest of all `tokens`; at most `free_rows` nodes, the root included."""
+        """The tree below the newest of all `tokens`; at most `free_rows` nodes, root included."""
         return Tree.chain(tokens[-1], [])
 
     def beside(self, tree: Tree, free_rows: int) -> tuple[list[int], Tensor, Tensor]:
-        """Tokens that ride along behind the tree's in a pass of at most `free_rows` rows; and the depth
-        (n,) and mask (n, n) of all rows, the tree's first."""
+        """Tokens that ride along behind the tree's in a pass of at most `free_rows` rows; and the
+        depth (n,) and mask (n, n) of all rows, the tree's first."""
         return [], tree.depth, tree.mask
 
     def learn(self, tokens: list[int], tree: Tree, path: list[int], hidden: Tensor) -> None:
@@ -91,17 +91,19 @@ class Medusa(Proposer):
 
     def __init__(self, model, heads, tree: list[medusa.RankPath] | medusa.TreePolicy,
                  vocabulary=None):  # fmt: skip
-        self.heads, self.chosen = heads, tree
+        self.heads, self.tree = heads, tree
         self.vocabulary = vocabulary or FullVocabulary(model)
         if not hasattr(tree, "choose"):
-            self.chosen = medusa.complete(tree, len(heads), model.config.vocab_size)
+            self.tree = medusa.with_prefixes(tree, len(heads), model.config.vocab_size)
 
     def begin(self, tokens, hidden, capacity):
         self.hidden = hidden[-1:]
 
     def propose(self, tokens, free_rows, sampling, randomness):
-        words = self.vocabulary.select(tokens)
-        return medusa.propose(self.heads, words, self.hidden, tokens[-1], self.chosen, free_rows - 1)
+        draft_head, root = self.vocabulary.select(tokens), tokens[-1]
+        return medusa.propose(
+            self.heads, draft_head, self.hidden, root, self.tree, free_rows - 1
+        )
 
     def learn(self, tokens, tree, path, hidden):
         self.hidden = hidden[path[-1:]]
@@ -114,14 +116,14 @@ class Jacobi(Proposer):
         self.model, self.block = model, block
 
     def begin(self, tokens, hidden, capacity):
-        self.guess = from_prompt(tokens, self.block)
+        self.guess = initial_guess(tokens, self.block)
 
     def propose(self, tokens, free_rows, sampling, randomness):
         return Tree.chain(tokens[-1], self.guess[: free_rows - 1])
 
     def learn(self, tokens, tree, path, hidden):
-        said = self.model.logits(hidden[len(path) :]).argmax(-1).tolist()
-        self.guess = said + self.guess[len(said) :]
+        predicted = self.model.logits(hidden[len(path) :]).argmax(-1).tolist()
+        self.guess = predicted + self.guess[len(predicted) :]
 
 
 class Lookahead(Proposer):
@@ -147,9 +149,9 @@ class Lookahead(Proposer):
 
     def learn(self, tokens, tree, path, hidden):
         if len(hidden) == len(tree) + len(self.window.tokens):
-            rows = self.window.predicted_by(len(tree))
-            said = self.model.logits(hidden[rows]).argmax(-1).tolist()
-            for gram in self.window.advance(tree.tokens[0], said):
+            rows = self.window.predicting_rows(len(tree))
+            predicted = self.model.logits(hidden[rows]).argmax(-1).tolist()
+            for gram in self.window.advance(tree.tokens[0], predicted):
                 self.pool.add(gram)
         if self.learns_text:
             self.pool.add_all(tokens, self.ngram, len(path))
@@ -183,7 +185,8 @@ class Forest(Proposer):
         self.draft, self.shape, self.kind = draft, shape, kind
 
     def propose(self, tokens, free_rows, sampling, randomness):
-        return cases.grow(self.draft, tokens, self.shape[:free_rows], self.kind, sampling, randomness)
+        shape = self.shape[:free_rows]
+        return cases.grow(self.draft, tokens, shape, self.kind, sampling, randomness)
 
 
 PROPOSERS = {

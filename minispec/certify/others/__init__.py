@@ -1,1 +1,1 @@
-"""Decoders that are not ours, examined from outside: a function or a server."""
+"""Black-box tests of other decoders: a Python function or a server."""

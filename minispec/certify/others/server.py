@@ -1,4 +1,4 @@
-"""A server's decoding, from outside: is it that of the checkpoint it says it serves?"""
+"""Check that a server decodes exactly as the checkpoint it claims to serve."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -6,172 +6,177 @@ from dataclasses import replace
 
 import torch
 
+from minispec.certify.common import GREEDY, Verdict, describe, drafting_result
 from minispec.certify.compare import divergence
-from minispec.certify.others.blackbox import drafts_something, short
 from minispec.certify.others.client import (
     Answer,
     ConnectionLost,
-    NotOffered,
-    Refused,
+    NotSupported,
+    RequestError,
     Server,
-    ended_by,
+    is_stop_reason,
 )
-from minispec.certify.others.drawn import DRAWN, SAMPLED, Drawn, seeds_matter
-from minispec.certify.others.exam import (
-    AT_ONCE,
-    HOT,
-    LENGTH,
-    MINUTES,
-    Row,
+from minispec.certify.others.context import (
+    ANSWER_TOKENS,
+    CONCURRENCY,
+    HIGH_TEMPERATURE,
+    TIME_LIMIT_MINUTES,
+    Result,
     ServerContext,
-    at_once,
-    known,
-    prompts_for,
+    in_vocabulary,
+    largest_gap,
+    make_prompts,
+    run_concurrently,
     tolerance_of,
     with_eos,
-    worst,
+)
+from minispec.certify.others.distribution import (
+    SAMPLE_TOKENS,
+    SERVER_SAMPLINGS,
+    Samples,
+    seeds_work,
 )
 from minispec.certify.others.scoring import answer_logits, gaps
-from minispec.certify.ours.cases import GREEDY
-from minispec.certify.ours.checks import Verdict
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.errors import UserError
 from minispec.model import Transformer
 from minispec.sampling import Sampling
 
-CHECKS = "greedy", "limits", "load", "distribution"
-REQUESTS = 2000  # about as many, unless told otherwise
+SERVER_CHECKS = "greedy", "limits", "load", "distribution"
+REQUESTS = 2000  # the approximate number of requests, by default
 
-# ---- the examination -----------------------------------------------------------------------------
+# ---- the test ------------------------------------------------------------------------------------
 
 
 def check_server(
     server: Server, model: Transformer, tokenizer: Tokenizer | None, baseline: Server | None = None,
     requests: int = REQUESTS, precision: float | torch.dtype = torch.float32,
-    checks: tuple[str, ...] = CHECKS, samplings: tuple[Sampling, ...] = SAMPLED,
+    checks: tuple[str, ...] = SERVER_CHECKS, samplings: tuple[Sampling, ...] = SERVER_SAMPLINGS,
 ) -> Iterator[Verdict]:  # fmt: skip
-    """Verdicts on a server of `model`. With a baseline, a server of the same model that decodes
-    plainly, that is what it must equal; where that differs from ours, a row says so. At most about
-    so many requests are made."""
-    prompts, servers = prompts_for(model, tokenizer), list(filter(None, (server, baseline)))
-    for each in servers:
-        each.probe(next(iter(prompts.values()))[0])
-    exam = ServerContext(server, baseline, model, tokenizer, 0.0, requests, samplings, checks, {})
-    free_rows = min(model.config.context, *(each.context for each in servers)) - LENGTH
-    for kind, each in prompts.items():
-        if fitting := [read for ids in each if 0 < len(read := exam.as_read(ids)) <= free_rows]:
-            exam.prompts[kind] = fitting
-    if not exam.prompts:
-        raise UserError(f"a context of {free_rows + LENGTH} tokens leaves no room for prompts")
-    exam.tolerance = tolerance_of(precision, model, exam.prompts)
-    before = server.drafts()
-    for check, case, row, *given in rows(exam):
+    """Yield verdicts on a server of `model`, with roughly `requests` requests.
+
+    A baseline is a server of the same model that decodes plainly. The server must then equal the
+    baseline instead of our model; a row reports where the baseline itself differs from ours."""
+    prompts, servers = make_prompts(model, tokenizer), list(filter(None, (server, baseline)))
+    for one in servers:
+        one.probe(next(iter(prompts.values()))[0])
+    ctx = ServerContext(server, baseline, model, tokenizer, 0.0, requests, samplings, checks, {})
+    max_prompt = min(model.config.context, *(s.context for s in servers)) - ANSWER_TOKENS
+    for category, candidates in prompts.items():
+        received = [ctx.as_received(ids) for ids in candidates]
+        if fitting := [ids for ids in received if 0 < len(ids) <= max_prompt]:
+            ctx.prompts[category] = fitting
+    if not ctx.prompts:
+        context = max_prompt + ANSWER_TOKENS
+        raise UserError(f"a context of {context} tokens is too short for any prompt")
+    ctx.tolerance = tolerance_of(precision, model, ctx.prompts)
+    before = server.draft_counts()
+    for check, case, function, *arguments in rows(ctx):
         try:
-            passed, detail = examined(row, exam, *given)
+            passed, detail = evaluate(function, ctx, *arguments)
         except ConnectionLost as error:
             yield Verdict(check, case, False, str(error))
             return
         yield Verdict(check, case, passed, detail)
         if check == "server" and not passed:
-            return  # of another model
-    after = server.drafts()
-    passed, detail = speculated(before, after)
+            return  # a different model: the other checks would be meaningless
+    after = server.draft_counts()
+    passed, detail = drafting_since(before, after)
     yield Verdict("drafts", f"in {server.requests} requests", passed, detail)
 
 
-def examined(row: Callable, exam: ServerContext, *given) -> Row:
-    """One row's verdict; what the server refuses fails it."""
-    if exam.late:
-        return None, f"not asked: {MINUTES} minutes are over (--requests makes it shorter)"
+def evaluate(function: Callable, ctx: ServerContext, *arguments) -> Result:
+    """Run one check; a request that the server rejects fails it."""
+    if ctx.out_of_time:
+        return None, f"skipped: {TIME_LIMIT_MINUTES} minutes are over (reduce --requests)"
     try:
-        return row(exam, *given)
-    except NotOffered as error:
-        return None, f"not offered: {error}"
-    except Refused as error:
+        return function(ctx, *arguments)
+    except NotSupported as error:
+        return None, f"not checked: {error}"
+    except RequestError as error:
         return False, str(error)
 
 
-def rows(exam: ServerContext) -> Iterator[tuple]:
-    """(check, case, function, its arguments after the exam)."""
-    yield "server", str(exam.server.name), is_this_model
-    ids = all(each.gives_ids for each in (exam.server, exam.baseline) if each)
-    for kind, prompts in exam.prompts.items() if "greedy" in exam.checks else ():
-        if exam.baseline:
-            yield "baseline", f"greedy, {kind}", baseline_is_greedy, prompts
-        yield "greedy", kind, is_greedy, prompts
-    if "limits" in exam.checks:
-        yield "limits", "stop strings", stops
-        yield "limits", "streaming", streams
-        yield from limits_of_ids(exam) if ids else [("limits", "all others", needs_ids)]
-    if "load" in exam.checks:
-        yield "load", f"{AT_ONCE} at once, of mixed temperatures", bears_load
-    if "distribution" in exam.checks:
-        yield from samples(exam) if ids else [("distribution", "all", needs_ids)]
+def rows(ctx: ServerContext) -> Iterator[tuple]:
+    """Yield (check, case, function, its arguments after the context)."""
+    yield "server", str(ctx.server.name), is_this_model
+    ids = all(server.returns_ids for server in (ctx.server, ctx.baseline) if server)
+    for category, prompts in ctx.prompts.items() if "greedy" in ctx.checks else ():
+        if ctx.baseline:
+            yield "baseline", f"greedy, {category}", baseline_is_greedy, prompts
+        yield "greedy", category, is_greedy, prompts
+    if "limits" in ctx.checks:
+        yield "limits", "stop strings", honours_stop_strings
+        yield "limits", "streaming", streams_same_text
+        yield from token_limits(ctx) if ids else [("limits", "all other limits", needs_ids)]
+    if "load" in ctx.checks:
+        yield "load", f"{CONCURRENCY} concurrent, mixed temperatures", handles_load
+    if "distribution" in ctx.checks:
+        yield from distribution_rows(ctx) if ids else [("distribution", "all", needs_ids)]
 
 
-def limits_of_ids(exam: ServerContext) -> Iterator[tuple]:
+def token_limits(ctx: ServerContext) -> Iterator[tuple]:
     yield "limits", "lengths", keeps_lengths
-    yield "limits", "where greedy answers end", ends
-    for end in exam.model.config.eos_ids:
-        yield "limits", f"end token {end}", stops_at, end
-    yield "limits", "logprobs", gives_logprobs
-    yield "limits", "several choices", chooses
+    yield "limits", "end of greedy answers", ends_at_eos
+    for end in ctx.model.config.eos_ids:
+        yield "limits", f"end token {end}", obeys_eos, end
+    yield "limits", "logprobs", logprobs_match
+    yield "limits", "several choices", returns_choices
 
 
-def samples(exam: ServerContext) -> Iterator[tuple]:
-    yield "distribution", "seeds", seeds_matter
-    drawn = Drawn(exam)
-    for sampling in exam.samplings:
-        if exam.baseline:
-            yield "baseline", f"distribution, {short(sampling)}", drawn.plain, sampling
-        yield "distribution", short(sampling), drawn.row, sampling
+def distribution_rows(ctx: ServerContext) -> Iterator[tuple]:
+    yield "distribution", "seeds", seeds_work
+    samples = Samples(ctx)
+    for sampling in ctx.samplings:
+        if ctx.baseline:
+            case = f"distribution, {describe(sampling)}"
+            yield "baseline", case, samples.judge_baseline, sampling
+        yield "distribution", describe(sampling), samples.judge_server, sampling
 
 
-def needs_ids(exam: ServerContext) -> Row:
-    raise NotOffered("token ids in its answers")
+def needs_ids(ctx: ServerContext) -> Result:
+    raise NotSupported("the server returns no token ids")
 
 
 # ---- the right model -----------------------------------------------------------------------------
 
 
-def is_this_model(exam: ServerContext) -> Row:
-    """Its logprobs, or where it gives none its first tokens, are those of the checkpoint."""
-    server, off, best, counted = exam.server, [], [], []
-    asked = next(iter(exam.prompts.values()))[:5]
-    for ids in asked:
+def is_this_model(ctx: ServerContext) -> Result:
+    """Check that logprobs, or first tokens if there are none, match the checkpoint."""
+    server, differences, best, lengths = ctx.server, [], [], []
+    for ids in next(iter(ctx.prompts.values()))[:5]:
         try:
             answer = server.ask(ids, 4, logprobs=1)
-        except Refused:
+        except RequestError:
             answer = server.ask(ids, 4)
-        found = logprob_differences(exam, ids, answer)
-        off += found or []
-        first = with_eos(exam, ids, answer)[:1]
-        best.append(bool(first) and worst(exam, ids, first)[0] < exam.tolerance)
-        counted.append((len(ids), answer.prompt_tokens or len(ids)))
-    how = "token ids" if server.takes_ids else "text"
-    gives = "token ids" if server.gives_ids else "text, read by our tokenizer"
-    said = f"takes {how}, gives {gives}; tolerance {exam.tolerance:.2g}"
-    typical = sorted(off)[len(off) // 2] if off else 0.0
-    if typical > max(0.5, exam.tolerance) and sum(best) < len(best):
+        differences += logprob_differences(ctx, ids, answer) or []
+        first = with_eos(ctx, ids, answer)[:1]
+        best.append(bool(first) and largest_gap(ctx, ids, first)[0] < ctx.tolerance)
+        lengths.append((len(ids), answer.prompt_tokens or len(ids)))
+    accepts = "token ids" if server.accepts_ids else "text"
+    returns = "token ids" if server.returns_ids else "text, encoded by our tokenizer"
+    summary = f"accepts {accepts}, returns {returns}; tolerance {ctx.tolerance:.2g}"
+    typical = sorted(differences)[len(differences) // 2] if differences else 0.0
+    if typical > max(0.5, ctx.tolerance) and sum(best) < len(best):
         return False, f"another model or other weights: logprobs differ from ours by {typical:.1f}"
     if sum(best) < len(best) / 2:
-        return False, (
-            f"another model, other weights, or wrong from the first token on: of {len(best)} "
-            f"prompts {sum(best)} go on as ours"
-        )
-    for ours, theirs in counted:
+        share = f"only {sum(best)} of {len(best)} prompts continue as ours do"
+        return False, f"another model, other weights, or wrong from the first token: {share}"
+    for ours, theirs in lengths:
         if ours != theirs:
-            said = f"it reads {ours} tokens of prompt as {theirs}"
-            return False, f"{said}: does it add a BOS, or a chat template?"
-    return True, said
+            counts = f"the server counts {theirs} tokens for a prompt of {ours}"
+            return False, f"{counts}: does it add BOS or a chat template?"
+    return True, summary
 
 
-def logprob_differences(exam: ServerContext, prompt: list[int], answer: Answer) -> list[float] | None:
-    """How far each of its logprobs is from ours; None where it gives none."""
+def logprob_differences(
+    ctx: ServerContext, prompt: list[int], answer: Answer
+) -> list[float] | None:
+    """Return how far each logprob is from ours, or None if the answer has none."""
     n = min(len(answer.tokens), len(answer.logprobs or []))
-    if n == 0 or not answer.given or not known(exam, answer.tokens):
+    if n == 0 or not answer.has_ids or not in_vocabulary(ctx, answer.tokens):
         return None
-    logits = answer_logits(exam.model, prompt, answer.tokens[:n])
+    logits = answer_logits(ctx.model, prompt, answer.tokens[:n])
     ours = logits.log_softmax(-1)[torch.arange(n), answer.tokens[:n]]
     return (ours - torch.tensor(answer.logprobs[:n], dtype=torch.float64)).abs().tolist()
 
@@ -179,42 +184,42 @@ def logprob_differences(exam: ServerContext, prompt: list[int], answer: Answer) 
 # ---- greedy --------------------------------------------------------------------------------------
 
 
-def is_greedy(exam: ServerContext, prompts: list[list[int]]) -> Row:
-    """Every token of every answer, each asked for twice, is the best of its place, but for ties.
-    With a baseline, the answers are the baseline's, but for ties."""
+def is_greedy(ctx: ServerContext, prompts: list[list[int]]) -> Result:
+    """Check that every token is the most probable at its position, up to ties; ask for every answer
+    twice. With a baseline, check that the answers equal the baseline's, up to ties."""
     same, ties, total = 0, 0, 0
     for ids in prompts:
-        answers = [exam.server.ask(ids, LENGTH) for _ in range(2)]
-        exam.answers.append((ids, answers[0]))
-        plain = exam.baseline and with_eos(exam, ids, exam.baseline.ask(ids, LENGTH))
+        answers = [ctx.server.ask(ids, ANSWER_TOKENS) for _ in range(2)]
+        ctx.answers.append((ids, answers[0]))
+        plain = ctx.baseline and with_eos(ctx, ids, ctx.baseline.ask(ids, ANSWER_TOKENS))
         for answer in answers:
-            tokens = with_eos(exam, ids, answer)
+            tokens = with_eos(ctx, ids, answer)
             if not tokens:
-                return False, f"{len(ids)} tokens of prompt: no tokens"
+                return False, f"prompt of {len(ids)} tokens: the answer is empty"
             if plain is None:
-                gap, at, others = worst(exam, ids, tokens)
+                gap, at, n_gaps = largest_gap(ctx, ids, tokens)
             else:
                 n = min(len(plain), len(tokens))
-                at, gap = divergence(exam.model, ids, tokens[:n], plain[:n])
-                others = at is not None
-            if others and gap >= exam.tolerance:
-                where = f"{len(ids)} tokens of prompt, token {at}: {tokens[at : at + 3]}"
-                return False, f"{where}, {gap:.3g} below the best: {exam.no_tie}"
-            same, ties, total = same + (not others), ties + others, total + len(tokens)
-    low, high = interval(same, 2 * len(prompts))
-    of = "its baseline's" if exam.baseline else "ours"
-    detail = f"{same} of {2 * len(prompts)} answers are {of} ({low:.0%} to {high:.0%})"
+                at, gap = divergence(ctx.model, ids, tokens[:n], plain[:n])
+                n_gaps = at is not None
+            if n_gaps and gap >= ctx.tolerance:
+                where = f"prompt of {len(ids)} tokens, token {at}: {tokens[at : at + 3]}"
+                return False, f"{where}, {gap:.3g} below the best: {ctx.not_a_tie}"
+            same, ties, total = same + (not n_gaps), ties + n_gaps, total + len(tokens)
+    low, high = wilson_interval(same, 2 * len(prompts))
+    reference = "the baseline's" if ctx.baseline else "ours"
+    detail = f"{same} of {2 * len(prompts)} answers equal {reference} ({low:.0%} to {high:.0%})"
     return True, f"{detail}; {ties} ties in {total} tokens"
 
 
-def baseline_is_greedy(exam: ServerContext, prompts: list[list[int]]) -> Row:
-    plain = replace(exam, server=exam.baseline, baseline=None, answers=[])
+def baseline_is_greedy(ctx: ServerContext, prompts: list[list[int]]) -> Result:
+    plain = replace(ctx, server=ctx.baseline, baseline=None, answers=[])
     passed, detail = is_greedy(plain, prompts)
     return passed or None, detail
 
 
-def interval(hits: int, n: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a rate."""
+def wilson_interval(hits: int, n: int) -> tuple[float, float]:
+    """Return Wilson's 95 % confidence interval of a rate."""
     z, p = 1.96, hits / n
     middle, width = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return (middle - width) / (1 + z * z / n), (middle + width) / (1 + z * z / n)
@@ -223,143 +228,148 @@ def interval(hits: int, n: int) -> tuple[float, float]:
 # ---- limits --------------------------------------------------------------------------------------
 
 
-def keeps_lengths(exam: ServerContext) -> Row:
-    ids = exam.long()[0]
-    answers = [exam.server.ask(ids, n) for n in range(1, 12)]
-    if wrong := [n for n, answer in enumerate(answers, 1) if len(answer.tokens) != n]:
-        return False, f"max_tokens {wrong[:4]} not kept"
+def keeps_lengths(ctx: ServerContext) -> Result:
+    """Check that answers have exactly max_tokens tokens if no end token comes."""
+    ids = ctx.long_answer()[0]
+    answers = [ctx.server.ask(ids, n) for n in range(1, 12)]
+    if problem := [n for n, answer in enumerate(answers, 1) if len(answer.tokens) != n]:
+        return False, f"max_tokens {problem[:4]} not respected"
     if reasons := [answer.reason for answer in answers if answer.ended]:
-        return False, f"max_tokens 1 to 11 kept, but finish_reason is {reasons[0]!r}"
-    return True, f"max_tokens 1 to 11 kept{unseen(answers)}"
+        return False, f"max_tokens 1 to 11 respected, but finish_reason is {reasons[0]!r}"
+    return True, f"max_tokens 1 to 11 respected{unchecked(answers)}"
 
 
-def unseen(answers: list[Answer]) -> str:
-    """What could not be checked, as the server did not say why its answers ended."""
-    silent = sum(answer.reason is None for answer in answers)
-    return f"; {silent} without a finish_reason, which could not be checked" if silent else ""
+def unchecked(answers: list[Answer]) -> str:
+    """Describe how many answers could not be checked because they have no finish_reason."""
+    missing = sum(answer.reason is None for answer in answers)
+    return f"; {missing} without a finish_reason could not be checked" if missing else ""
 
 
-def ends(exam: ServerContext) -> Row:
-    """Every greedy answer ended where an end token was the best, and nowhere else."""
-    for ids, answer in exam.greedy():
-        if wrong := wrong_end(exam, ids, answer):
-            return False, f"{len(ids)} tokens of prompt: {wrong}"
-    answers = [answer for _, answer in exam.answers]
+def ends_at_eos(ctx: ServerContext) -> Result:
+    """Check that every greedy answer ends where an end token is the best, and only there."""
+    for ids, answer in ctx.greedy_answers():
+        if problem := wrong_end(ctx, ids, answer):
+            return False, f"prompt of {len(ids)} tokens: {problem}"
+    answers = [answer for _, answer in ctx.answers]
     ended = f"{sum(answer.ended for answer in answers)} of {len(answers)} greedy answers"
-    return True, f"{ended} ended by an end token{unseen(answers)}"
+    return True, f"{ended} ended with an end token{unchecked(answers)}"
 
 
-def wrong_end(exam: ServerContext, prompt: list[int], answer: Answer) -> str:
-    """What is wrong with where an answer ends, if anything is; and if it gives ids."""
-    eos, said = exam.model.config.eos_ids, answer.tokens
-    if not answer.given or not known(exam, said):
+def wrong_end(ctx: ServerContext, prompt: list[int], answer: Answer) -> str:
+    """Describe what is wrong with the end of an answer, or return "". Text answers always pass."""
+    eos_ids, tokens = ctx.model.config.eos_ids, answer.tokens
+    if not answer.has_ids or not in_vocabulary(ctx, tokens):
         return ""
-    if late := [token for token in said if token in eos]:
-        return f"goes on after the end token {late[0]}"
+    if passed_over := [token for token in tokens if token in eos_ids]:
+        return f"continues after the end token {passed_over[0]}"
     if answer.ended:
-        below = [gaps(exam.model, prompt, [*said, end])[-1] for end in eos]
-        if min(below, default=math.inf) >= exam.tolerance:
+        below = [gaps(ctx.model, prompt, [*tokens, end])[-1] for end in eos_ids]
+        if min(below, default=math.inf) >= ctx.tolerance:
             why = f"finish_reason {answer.reason!r}"
-            return f"ends after {len(said)} tokens, by no end token ({why})"
-    elif len(said) != LENGTH:
-        return f"{len(said)} tokens instead of {LENGTH}"
+            return f"ends after {len(tokens)} tokens without an end token ({why})"
+    elif len(tokens) != ANSWER_TOKENS:
+        return f"{len(tokens)} tokens instead of {ANSWER_TOKENS}"
     return ""
 
 
-def stops_at(exam: ServerContext, end: int) -> Row:
-    """An end token that a bias makes the best ends the answer at once."""
-    ids, before = exam.long()
-    answer = exam.server.offered("logit_bias", ids, 4, logit_bias={str(end): 100})
+def obeys_eos(ctx: ServerContext, end: int) -> Result:
+    """Check that an answer ends at once if logit_bias makes this end token the best."""
+    ids, before = ctx.long_answer()
+    answer = ctx.server.ask_optional("logit_bias", ids, 4, logit_bias={str(end): 100})
     if answer.tokens[:1] == before.tokens[:1]:
-        raise NotOffered("logit_bias has no effect")
+        raise NotSupported("logit_bias has no effect")
     passed = answer.ended and not answer.tokens
-    wrong = f"goes on: {answer.tokens}, finish_reason {answer.reason!r}"
-    return passed, f"ends the answer{unseen([answer])}" if passed else wrong
+    problem = f"continues: {answer.tokens}, finish_reason {answer.reason!r}"
+    return passed, f"ends the answer{unchecked([answer])}" if passed else problem
 
 
-def stops(exam: ServerContext) -> Row:
-    """Strings that begin within one token and end within another end the answer before them."""
-    if exam.tokenizer is None:
-        return None, "no tokenizer: no text"
-    tried = []
-    for ids, answer in exam.greedy():
-        if not known(exam, answer.tokens):
-            return False, f"{len(ids)} tokens of prompt: an id that is not in the vocabulary"
-        for n in range(2, LENGTH, 7):
-            border = len(exam.tokenizer.decode(answer.tokens[:n]))
-            stop = answer.text[max(0, border - 2) : border + 2]
-            if len(stop) < 2 or "\ufffd" in stop:  # half a character
+def honours_stop_strings(ctx: ServerContext) -> Result:
+    """Check that a stop string that spans two tokens ends the answer just before it."""
+    if ctx.tokenizer is None:
+        return None, "--model has no tokenizer"
+    answers = []
+    for ids, answer in ctx.greedy_answers():
+        if not in_vocabulary(ctx, answer.tokens):
+            return False, f"prompt of {len(ids)} tokens: an id outside the vocabulary"
+        for n in range(2, ANSWER_TOKENS, 7):
+            boundary = len(ctx.tokenizer.decode(answer.tokens[:n]))
+            stop = answer.text[max(0, boundary - 2) : boundary + 2]
+            if len(stop) < 2 or "\ufffd" in stop:  # an incomplete character
                 continue
             expected = answer.text[: answer.text.index(stop)]
-            found = exam.server.ask(ids, LENGTH, stop=[stop])
-            tried.append(found)
-            if found.text != expected and exam.server.ask(ids, LENGTH).text != answer.text:
-                raise NotOffered("the same text twice: rounding decides")
-            if found.text != expected:
-                return False, f"stop {stop!r}: {found.text[-30:]!r} instead of {expected[-30:]!r}"
-            if found.reason and not found.ended:
-                return False, f"stop {stop!r}: the text ends there, by {found.reason!r}"
-        if len(tried) > 8:
+            stopped = ctx.server.ask(ids, ANSWER_TOKENS, stop=[stop])
+            answers.append(stopped)
+            if stopped.text != expected and ctx.server.ask(ids, ANSWER_TOKENS).text != answer.text:
+                raise NotSupported("answers are not reproducible, so rounding decides")
+            if stopped.text != expected:
+                text = stopped.text[-30:]
+                return False, f"stop {stop!r}: {text!r} instead of {expected[-30:]!r}"
+            if stopped.reason and not stopped.ended:
+                return False, f"stop {stop!r}: stopped, but finish_reason is {stopped.reason!r}"
+        if len(answers) > 8:
             break
-    return bool(tried) or None, f"{len(tried)} strings across the borders of tokens{unseen(tried)}"
+    detail = f"{len(answers)} strings across token boundaries{unchecked(answers)}"
+    return bool(answers) or None, detail
 
 
-def streams(exam: ServerContext) -> Row:
-    asked = exam.greedy()[:6]
-    for ids, answer in asked:
-        text, reason = exam.server.streamed(ids, LENGTH)
-        if text != answer.text and exam.server.ask(ids, LENGTH).text != answer.text:
-            raise NotOffered("the same text twice: rounding decides")
+def streams_same_text(ctx: ServerContext) -> Result:
+    answers = ctx.greedy_answers()[:6]
+    for ids, answer in answers:
+        text, reason = ctx.server.ask_streaming(ids, ANSWER_TOKENS)
+        if text != answer.text and ctx.server.ask(ids, ANSWER_TOKENS).text != answer.text:
+            raise NotSupported("answers are not reproducible, so rounding decides")
         if text != answer.text:
-            return False, f"{len(ids)} tokens of prompt: {text[-30:]!r}, not {answer.text[-30:]!r}"
-        if ended_by(reason) != ended_by(answer.reason):
-            said = f"finish_reason {reason!r}, and {answer.reason!r} if it is not streamed"
-            return False, f"{len(ids)} tokens of prompt: {said}"
-    said = f"{len(asked)} streamed answers are those that came at once"
-    return True, said + unseen([answer for _, answer in asked])
+            streamed, complete = text[-30:], answer.text[-30:]
+            return False, f"prompt of {len(ids)} tokens: {streamed!r} instead of {complete!r}"
+        if is_stop_reason(reason) != is_stop_reason(answer.reason):
+            reasons = f"finish_reason {reason!r} instead of {answer.reason!r}"
+            return False, f"prompt of {len(ids)} tokens: {reasons} when streamed"
+    detail = f"{len(answers)} streamed answers equal the unstreamed ones"
+    return True, detail + unchecked([answer for _, answer in answers])
 
 
-def gives_logprobs(exam: ServerContext) -> Row:
-    found = []
-    for ids in next(iter(exam.prompts.values())):
-        answer = exam.server.offered("logprobs", ids, LENGTH, logprobs=1)
-        found += logprob_differences(exam, ids, answer) or []
-    if not found:
-        raise NotOffered("logprobs")
-    passed = max(found) < exam.tolerance
-    return passed, f"of {len(found)} tokens, at most {max(found):.2g} from ours"
+def logprobs_match(ctx: ServerContext) -> Result:
+    differences = []
+    for ids in next(iter(ctx.prompts.values())):
+        answer = ctx.server.ask_optional("logprobs", ids, ANSWER_TOKENS, logprobs=1)
+        differences += logprob_differences(ctx, ids, answer) or []
+    if not differences:
+        raise NotSupported("answers have no logprobs")
+    worst = max(differences)
+    return worst < ctx.tolerance, f"at most {worst:.2g} from ours, for {len(differences)} tokens"
 
 
-def chooses(exam: ServerContext) -> Row:
-    ids = exam.long()[0]
-    exam.server.offered("n", ids, 1, sampling=HOT, n=2)
-    found = exam.server.choices(ids, DRAWN, HOT, seed=1, n=4)
-    different = len({tuple(each.tokens) for each in found})
-    return len(found) == 4 and different > 1, f"{different} different of {len(found)}, n = 4"
+def returns_choices(ctx: ServerContext) -> Result:
+    ids = ctx.long_answer()[0]
+    ctx.server.ask_optional("n", ids, 1, sampling=HIGH_TEMPERATURE, n=2)
+    choices = ctx.server.choices(ids, SAMPLE_TOKENS, HIGH_TEMPERATURE, seed=1, n=4)
+    different = len({tuple(choice.tokens) for choice in choices})
+    detail = f"n = 4: {len(choices)} choices, {different} of them different"
+    return len(choices) == 4 and different > 1, detail
 
 
 # ---- load ----------------------------------------------------------------------------------------
 
 
-def bears_load(exam: ServerContext) -> Row:
-    """Greedy answers are what they were alone while hot ones are drawn beside them."""
-    every = [ids for each in exam.prompts.values() for ids in each][:16]
-    jobs = [(ids, sampling) for ids in every for sampling in (GREEDY, HOT)]
-    found = at_once(lambda job: exam.server.ask(job[0], LENGTH, job[1]), jobs)
-    others = 0
-    for (ids, sampling), answer in zip(jobs, found):
+def handles_load(ctx: ServerContext) -> Result:
+    """Check that greedy answers stay correct while others are sampled concurrently."""
+    prompts = [ids for category in ctx.prompts.values() for ids in category][:16]
+    jobs = [(ids, sampling) for ids in prompts for sampling in (GREEDY, HIGH_TEMPERATURE)]
+    answers = run_concurrently(lambda job: ctx.server.ask(job[0], ANSWER_TOKENS, job[1]), jobs)
+    ties = 0
+    for (ids, sampling), answer in zip(jobs, answers):
         if sampling is GREEDY:
-            gap, at, several = worst(exam, ids, with_eos(exam, ids, answer))
-            others += several > 0
-            wrong = f"token {at} is {gap:.3g} below the best" if gap >= exam.tolerance else ""
-            if wrong := wrong or wrong_end(exam, ids, answer):
-                return False, f"{len(ids)} tokens of prompt: {wrong}"
-    return True, f"{len(every)} greedy answers beside as many hot ones, {others} with ties"
+            gap, at, n_gaps = largest_gap(ctx, ids, with_eos(ctx, ids, answer))
+            ties += n_gaps > 0
+            problem = f"token {at} is {gap:.3g} below the best" if gap >= ctx.tolerance else ""
+            if problem := problem or wrong_end(ctx, ids, answer):
+                return False, f"prompt of {len(ids)} tokens: {problem}"
+    return True, f"{len(prompts)} greedy and {len(prompts)} sampled answers; {ties} with ties"
 
 
-def speculated(before: tuple[int, int] | None, after: tuple[int, int] | None) -> Row:
-    """Whether what was tested is speculation at all, as far as the server tells."""
+def drafting_since(before: tuple[int, int] | None, after: tuple[int, int] | None) -> Result:
+    """Check, by the server's counters, that drafts were both accepted and rejected."""
     if after is None:
-        return None, "it tells of no drafts: what passed may be plain decoding"
+        return None, "no draft statistics: only plain decoding may have been tested"
     drafted, accepted = (b - a for a, b in zip(before or (0, 0), after))
-    return drafts_something(int(drafted), int(accepted))
+    return drafting_result(int(drafted), int(accepted))

@@ -1,1 +1,1 @@
-"""Proofs about the methods of this package, and mutants that each proof must catch."""
+"""Checks of the methods in this package, and mutants that the checks must catch."""

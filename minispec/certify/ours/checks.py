@@ -1,28 +1,26 @@
-"""The checks: that a method's output is plain decoding's, in distribution and token for token."""
+"""Check that each method's output equals plain decoding's: in distribution, and token by token."""
 
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
-from minispec.certify.others.statistics import FALSE_ALARM, chi_square_p
+from minispec.certify.common import GREEDY, RUNS, Verdict, first_difference
 from minispec.certify.ours.cases import (
-    BEST_TREE,
-    GREEDY,
-    LENGTH,
+    ADAPTIVE_K,
+    ADAPTIVE_TREE,
     RANK_TREES,
     SAMPLINGS,
-    afresh,
     bound,
     every_path,
+    exact_cases,
+    fresh_options,
     greedy_cases,
-    proofs,
     tree_method,
 )
+from minispec.certify.statistics import FALSE_ALARM, chi_square_p
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import METHODS, decode
-from minispec.generate.api import common_prefix
 from minispec.generate.run import Run
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
@@ -32,117 +30,105 @@ from minispec.toys import (
     ToyHeads,
     exact_distribution,
     first_tokens,
-    letters,
-    random_head,
-    random_heads,
+    letter_tokenizer,
+    random_medusa_heads,
+    random_mtp_head,
     small_model,
-    switching,
     total_variation,
+    two_languages,
 )
 
-EXACT = 1e-12  # total variation that counts as none, for sums of float64 products
-RUNS, JOINT = 400, 3  # runs of one statistical check, which tests so many tokens jointly
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One row of the table."""
-
-    check: str
-    case: str
-    passed: bool | None  # None: neither, as the detail explains
-    detail: str
+TV_TOLERANCE = 1e-12  # total variation due to rounding, in sums of float64 products
+JOINT_TOKENS = 3  # tokens that the statistical check tests jointly
 
 
 Check = Callable[..., Iterator[Verdict]]
-# check(only="") yields a verdict for each case whose name contains `only`
+# check(only="") yields a verdict on every case whose name contains `only`
 
 
 # ---- exact ---------------------------------------------------------------------------------------
 
 
 def check_exact(only: str = "") -> Iterator[Verdict]:
-    """The distribution of the output, summed over every random outcome, equals plain decoding's."""
+    """Check that the output distribution, summed over all random outcomes, is plain decoding's."""
     prompt = [1, 0, 1, 1, 0]
-    plain: dict[tuple, dict[tuple[int, ...], float]] = {}  # many cases share a model
-    for proof in proofs():
-        for label in proof.samplings:
-            name, how = f"{proof.name}, {label}", (SAMPLINGS[label], proof.n)
+    plain: dict[tuple, dict[tuple[int, ...], float]] = {}  # shared by cases with the same model
+    for case in exact_cases():
+        for label in case.samplings:
+            name, settings = f"{case.name}, {label}", (SAMPLINGS[label], case.n)
             if only not in name:
                 continue
-            key = id(proof.model), *how
+            key = id(case.model), *settings
             if key not in plain:
-                plain[key] = exact_distribution(bound("autoregressive"), proof.model, prompt, *how)
-            ours = exact_distribution(proof.method, proof.model, prompt, *how)
+                method = bound("autoregressive")
+                plain[key] = exact_distribution(method, case.model, prompt, *settings)
+            ours = exact_distribution(case.method, case.model, prompt, *settings)
             distance = max(total_variation(ours, plain[key]), abs(sum(ours.values()) - 1))
-            detail = f"TV {distance:.1e} over {len(ours)} sequences of {proof.n} tokens"
-            yield Verdict("exact", name, distance < EXACT, detail)
+            detail = f"TV {distance:.1e} over {len(ours)} sequences of {case.n} tokens"
+            yield Verdict("exact", name, distance < TV_TOLERANCE, detail)
 
 
 # ---- greedy --------------------------------------------------------------------------------------
 
-MODELS, TOKENS = 3, 16  # random models of the greedy check, and tokens of each run
+MODELS, RUN_TOKENS = 3, 16  # random models in the greedy check, and tokens per run
 
 
 def check_greedy(only: str = "") -> Iterator[Verdict]:
-    """Token identity with plain decoding on random Transformers in float64, twice in a row."""
-    runs: dict[str, list[str | None]] = {}
+    """Check token identity with plain decoding on random float64 Transformers, twice in a row."""
+    errors: dict[str, list[str | None]] = {}
     for seed in range(MODELS):
         model = small_model(seed)
         prompt = random.Random(seed).choices(range(24), k=1 + 6 * seed)
-        expected = first_tokens(bound("autoregressive"), model, prompt, GREEDY, Seeded(), TOKENS)
+        plain = bound("autoregressive")
+        expected = first_tokens(plain, model, prompt, GREEDY, Seeded(), RUN_TOKENS)
         for name, method in greedy_cases(model, seed):
             if only not in name:
                 continue
             for _ in range(2):
-                tokens = first_tokens(method, model, prompt, GREEDY, Seeded(), TOKENS)
-                wrong = None if tokens == expected else first_difference(tokens, expected)
-                runs.setdefault(name, []).append(wrong and f"model {seed}: {wrong}")
-    for name, found in runs.items():
-        wrong = next(filter(None, found), None)
-        detail = wrong or f"{len(found) // 2} models, {TOKENS} tokens, twice"
-        yield Verdict("greedy", name, wrong is None, detail)
-    if only in (name := "a draft that is the target"):
-        refused = refused_of_itself()
-        yield Verdict("greedy", name, refused == 0, f"{refused} tokens refused")
+                tokens = first_tokens(method, model, prompt, GREEDY, Seeded(), RUN_TOKENS)
+                error = None if tokens == expected else first_difference(tokens, expected)
+                errors.setdefault(name, []).append(error and f"model {seed}: {error}")
+    for name, of_runs in errors.items():
+        error = next(filter(None, of_runs), None)
+        detail = error or f"{len(of_runs) // 2} models, {RUN_TOKENS} tokens, twice"
+        yield Verdict("greedy", name, error is None, detail)
+    if only in (name := "target as its own draft"):
+        rejected = rejected_self_drafts()
+        yield Verdict("greedy", name, rejected == 0, f"{rejected} tokens rejected")
 
 
-def refused_of_itself() -> int:
-    """A draft that is the target must have every token accepted, sampled too."""
-    model, refused = small_model(3), 0
+def rejected_self_drafts() -> int:
+    """Count rejections, with sampling, when the target is its own draft; there must be none."""
+    model, rejected = small_model(3), 0
     steps = METHODS["speculative"](model, [1, 2], Sampling(1.0), Seeded(0), draft=model, k=4)
     for step, _ in zip(steps, range(13)):
-        refused += len(step.tree or ()) - len(step.path)
-    return refused
-
-
-def first_difference(a: Iterable[int], b: Iterable[int]) -> str:
-    a, b = list(a), list(b)
-    at = common_prefix(a, b)
-    return f"differs at token {at}: {a[at : at + 3]} instead of {b[at : at + 3]}"
+        rejected += len(step.tree or ()) - len(step.path)
+    return rejected
 
 
 # ---- cache ---------------------------------------------------------------------------------------
 
 
 def check_cache(only: str = "") -> Iterator[Verdict]:
-    """After every round each committed row equals a fresh prefill's, and all but one are there."""
+    """Check after every round that the cache equals a fresh prefill of all tokens but the last."""
     model = small_model(7)
     for name, method in greedy_cases(model, 0):
         if only in name:
-            error = worst_row(model, method)
-            detail = f"largest difference of a row {error:.1e}"
+            error = worst_cache_error(model, method)
+            detail = f"largest error of a row {error:.1e}"
             yield Verdict("cache", name, error < 1e-9, detail)
 
 
-def worst_row(model: Transformer, method: Method, least: int = 9, most: int = 40) -> float:
-    """The largest error of a committed row in `least` rounds; where proposals fork, rounds go on
-    until rows had to be moved together, `most` of them."""
+def worst_cache_error(
+    model: Transformer, method: Method, min_rounds: int = 9, max_rounds: int = 40
+) -> float:
+    """Return the largest error of a committed row over `min_rounds` rounds. If drafts branch,
+    continue until a commit has to move rows, for at most `max_rounds`."""
     cache, tokens, error = model.new_cache(), [3, 1, 4, 1, 5], 0.0
-    forked = moved = False
+    branched = moved = False
     for round_, step in enumerate(method(model, tokens, Sampling(1.0), Seeded(1), cache=cache), 1):
         tokens = tokens + step.tokens
-        forked |= step.tree is not None and len(step.tree) > max(step.tree.depths) + 1
+        branched |= step.tree is not None and len(step.tree) > max(step.tree.depths) + 1
         moved |= step.path != list(range(len(step.path)))
         if cache.length != len(tokens) - 1:
             return math.inf
@@ -151,8 +137,8 @@ def worst_row(model: Transformer, method: Method, least: int = 9, most: int = 40
         kept = slice(cache.length)
         for ours, theirs in zip([*cache.k, *cache.v], [*fresh.k, *fresh.v]):
             error = max(error, float((ours[:, kept] - theirs[:, kept]).abs().max()))
-        enough = moved or not forked or round_ == most or cache.free_rows < least
-        if round_ >= least and enough:
+        done = moved or not branched or round_ == max_rounds or cache.free_rows < min_rounds
+        if round_ >= min_rounds and done:
             break
     return error
 
@@ -161,12 +147,12 @@ def worst_row(model: Transformer, method: Method, least: int = 9, most: int = 40
 
 
 def check_statistical(only: str = "") -> Iterator[Verdict]:
-    """χ² of the first tokens of many seeded runs against their exact distribution: what the proofs
-    by enumeration leave out, the real random numbers."""
+    """Test the first tokens of many seeded runs against their exact distribution with χ². This
+    covers what enumeration replaces: the real random numbers."""
     toy, draft, prompt = Toy(21, vocab=6), Toy(24, vocab=6), [1, 2, 3, 1, 2]
     model = small_model(21, vocab=6, layers=1)
-    mtp = {"head": random_head(model, 2), "k": 2, "vocabulary": switching(model)}
-    heads = random_heads(model, 1)
+    mtp = {"head": random_mtp_head(model, 2), "k": 2, "vocabulary": two_languages(model)}
+    heads = random_medusa_heads(model, 1)
     cases = {
         "speculative": (toy, bound("speculative", draft=draft, k=3)),
         "tree, deep": (toy, tree_method(draft, "deep", "without replacement")),
@@ -178,10 +164,10 @@ def check_statistical(only: str = "") -> Iterator[Verdict]:
     for name, (target, method) in cases.items():
         if only not in name:
             continue
-        exact = exact_distribution(bound("autoregressive"), target, prompt, sampling, JOINT)
+        exact = exact_distribution(bound("autoregressive"), target, prompt, sampling, JOINT_TOKENS)
         p = chi_square_p(
             Counter(
-                first_tokens(method, target, prompt, sampling, Seeded(seed), JOINT)
+                first_tokens(method, target, prompt, sampling, Seeded(seed), JOINT_TOKENS)
                 for seed in range(RUNS)
             ),
             exact,
@@ -196,7 +182,7 @@ CONTEXT = 24
 
 
 def endings() -> Iterator[tuple[str, tuple[int, ...], dict]]:
-    """(name, end tokens, options): ways to end, each at every offset."""
+    """Yield (name, end tokens, options) for every way to end, at every offset in a round."""
     for n in range(9):
         yield f"max-new-tokens {n}", (), {"max_new_tokens": n}
     for eos in (0,), (1,), (2,), (0, 2), ():
@@ -207,35 +193,36 @@ def endings() -> Iterator[tuple[str, tuple[int, ...], dict]]:
 
 
 def check_limits(only: str = "") -> Iterator[Verdict]:
-    """Tokens, text and reason to stop equal plain decoding's; the next turn finds a sound cache."""
+    """Check that tokens, text, finish reason and the next turn are those of plain decoding."""
     toys = {
         "speculative": {"draft": Toy(77), "k": 4},
         "speculative, self": {"draft": Toy(5), "k": 4},
-        "speculative, auto": {"draft": Toy(77), "k": LENGTH},
+        "speculative, auto": {"draft": Toy(77), "k": ADAPTIVE_K},
         "prompt-lookup": {},
         "jacobi": {"block": 4},
         "lookahead": {"window": 3, "ngram": 3, "guesses": 4, "pool_from_prompt": True},
         "medusa": {"heads": ToyHeads(3), "tree": every_path(3, 16)},
-        "medusa, auto": {"heads": ToyHeads(3), "tree": BEST_TREE},
+        "medusa, auto": {"heads": ToyHeads(3), "tree": ADAPTIVE_TREE},
     }
     plain = {}
     for name, options in toys.items():
         if only in name:
             targets = [(seed, lambda eos, seed=seed: Toy(seed, context=CONTEXT, eos=eos))
                        for seed in (5, 6)]  # fmt: skip
-            yield ends_of(name, options, targets, plain)
+            yield check_endings(name, options, targets, plain)
     if only in "fastmtp":
-        head = random_head(small_model(1, vocab=3, layers=1), 1)
+        head = random_mtp_head(small_model(1, vocab=3, layers=1), 1)
 
         def transformer(eos: tuple[int, ...]) -> Transformer:
             return small_model(1, vocab=3, layers=1, context=CONTEXT, eos_ids=eos)
 
-        yield ends_of("fastmtp", {"head": head, "k": 4}, [("transformer", transformer)], plain)
+        targets = [("transformer", transformer)]
+        yield check_endings("fastmtp", {"head": head, "k": 4}, targets, plain)
 
 
-def ends_of(name: str, options: dict, targets: list[tuple], plain: dict) -> Verdict:
-    """Every ending of one method on models made by `targets`; `plain` keeps plain decoding's."""
-    failures, count, tokenizer = [], 0, letters(3)
+def check_endings(name: str, options: dict, targets: list[tuple], plain: dict) -> Verdict:
+    """Check every ending of one method on the `targets`; `plain` caches plain decoding's runs."""
+    failures, count, tokenizer = [], 0, letter_tokenizer(3)
     for key, make in targets:
         for label, eos, ending in endings():
             model = make(eos)
@@ -245,32 +232,33 @@ def ends_of(name: str, options: dict, targets: list[tuple], plain: dict) -> Verd
                 if at not in plain:
                     plain[at] = decode(model, tokenizer, prompt, **ending)
                 method = name.split(",")[0]
-                problem = ends_differently(
+                problem = ending_difference(
                     model, tokenizer, prompt, method, ending, options, plain[at]
                 )
                 if problem:
                     failures.append(f"{label}: {problem}")
-    detail = failures[0] if failures else f"{count} endings, each with a turn after it"
+    detail = failures[0] if failures else f"{count} endings, each followed by another turn"
     return Verdict("limits", name, not failures, detail)
 
 
-def ends_differently(
+def ending_difference(
     model: Toy, tokenizer: Tokenizer, prompt: list[int], method: str, ending: dict, options: dict,
     plain: Run | None = None,
 ) -> str | None:  # fmt: skip
-    """What differs from plain decoding in a run that ends so, or in the turn after it."""
+    """Describe how a run with this ending, or the turn after it, differs from plain decoding."""
     plain = plain or decode(model, tokenizer, prompt, **ending)
     cache = model.new_cache()
-    run = decode(model, tokenizer, prompt, method, cache=cache, **ending, **afresh(options))
+    run = decode(model, tokenizer, prompt, method, cache=cache, **ending, **fresh_options(options))
     for field in ("tokens", "text", "finish_reason"):
         if getattr(run, field) != getattr(plain, field):
             return f"{field} {getattr(run, field)!r} instead of {getattr(plain, field)!r}"
-    again = prompt + run.tokens + [1]
-    if len(again) >= model.config.context or run.finish_reason == "context":
+    longer = prompt + run.tokens + [1]
+    if len(longer) >= model.config.context or run.finish_reason == "context":
         return None
     few = {"max_new_tokens": 3}
-    next_turn = decode(model, tokenizer, again, method, cache=cache, **few, **afresh(options))
-    expected = decode(model, tokenizer, again, **few)
+    again = fresh_options(options)
+    next_turn = decode(model, tokenizer, longer, method, cache=cache, **few, **again)
+    expected = decode(model, tokenizer, longer, **few)
     return None if next_turn.tokens == expected.tokens else "the next turn's tokens differ"
 
 

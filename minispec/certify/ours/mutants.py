@@ -1,5 +1,4 @@
-"""Seeded mistakes. Each was made by somebody, and each must be caught by the check and in the case
-that it names.
+"""Deliberate bugs. Each has been made in practice; the check and case it names must catch it.
 
 They are also the classic wrong answers: try one with `with mutant.apply(): ...`.
 """
@@ -16,7 +15,7 @@ from minispec import verify
 from minispec.cache import KVCache
 from minispec.certify.ours import cases, checks
 from minispec.certify.ours.checks import CHECKS, Verdict
-from minispec.generate.run import Ending, Run
+from minispec.generate.run import Run, StopConditions
 from minispec.methods import fastmtp, lookahead, medusa, prompt_lookup, speculative
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Sampling, Seeded, draw, probs
@@ -26,13 +25,12 @@ from minispec.tree import Tree
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mistake: attributes of modules and classes, what they are replaced by, and where that must
-    show."""
+    """A bug, as replacements of module and class attributes, and the check that must catch it."""
 
     name: str
     check: str
-    case: str  # or the beginning of several
-    patches: tuple[tuple[object, str, object], ...]
+    case: str  # a part of the names of the cases to run
+    patches: tuple[tuple[object, str, object], ...]  # owner, attribute, replacement
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
@@ -42,7 +40,7 @@ class Mutant:
             yield
 
     def caught(self) -> str | None:
-        """Where its check fails, if it does; a crash is a failure too."""
+        """Describe where its check fails, or return None; a crash is a failure too."""
         with self.apply():
             try:
                 for verdict in CHECKS[self.check](only=self.case):
@@ -54,7 +52,7 @@ class Mutant:
 
 
 def check_mutants(only: str = "") -> Iterator[Verdict]:
-    """Every seeded mistake must make its check fail; a survivor fails the run."""
+    """Check that each mutant makes its check fail; a survivor fails the run."""
     for mutant in MUTANTS:
         if only in mutant.name:
             caught = mutant.caught()
@@ -63,7 +61,7 @@ def check_mutants(only: str = "") -> Iterator[Verdict]:
 
 
 def in_accept(mistake) -> tuple:
-    """`accept` replaced wherever it verifies drafts."""
+    """Replace `accept` wherever it verifies drafts."""
     modules = speculative, prompt_lookup, medusa, lookahead, fastmtp, cases
     return tuple((module, "accept", mistake) for module in modules)
 
@@ -72,12 +70,12 @@ def in_accept(mistake) -> tuple:
 
 
 def resample_from_p(p: Tensor, q: Tensor | None, x: int) -> Tensor:
-    """On a mismatch p stays what it was."""
+    """Leave p unchanged after a rejection."""
     return p
 
 
 class Lenient:
-    """Every acceptance made easier by a factor 0.8."""
+    """Raise every acceptance probability by a factor of 1 / 0.8."""
 
     def __init__(self, randomness):
         self.categorical, self.original = randomness.categorical, randomness
@@ -96,13 +94,13 @@ def argmax_bonus(target, tree, randomness):
 
 
 def probs_after_the_draft(target, tree, randomness):
-    """Judges a draft by the distribution after it instead of the one it was to match."""
+    """Verify a draft against the distribution after it instead of the one at its own position."""
     shifted = [target[tree.children(i)[0] if tree.children(i) else i] for i in range(len(tree))]
     return verify.accept(shifted, tree, randomness)
 
 
 def best_of_independent_paths(target, tree, randomness):
-    """Each path draws its own target tokens; the one that matches longest wins."""
+    """Draw target tokens separately for each path; the path with the longest match wins."""
     leaves = [i for i in range(len(tree)) if not tree.children(i)]
     best = ([0], None)
     for leaf in leaves:
@@ -119,7 +117,7 @@ def best_of_independent_paths(target, tree, randomness):
 
 
 def child_of_the_root_only(target, tree, randomness):
-    """Siblings after the first are never tried, but still taken out of p."""
+    """Accept no child, but subtract each from p as if it had been rejected."""
     p = target[0]
     for child in tree.children(0):
         rest = verify.residual(p, tree.drawn_from(child), tree.tokens[child])
@@ -128,14 +126,14 @@ def child_of_the_root_only(target, tree, randomness):
 
 
 def padding_matches(target, tree, randomness):
-    """Short paths are padded with token 0, and the padding is compared with an argmax as well."""
+    """Pad short paths with token 0, and compare the padding with the argmax as well."""
     path, fresh = verify.accept(target, tree, randomness)
     short = not tree.children(path[-1]) and len(path) <= max(tree.depths)
     return path, 0 if short and int(target[len(tree) - 1].argmax()) == 0 else fresh
 
 
 def argmax_root(target, tree, randomness):
-    """The next tree's root is the target's best token, under sampling too."""
+    """Take the target's best token as the next root, even when sampling."""
     path, _ = verify.accept(target, tree, randomness)
     return path, int(target[path[-1]].argmax())
 
@@ -146,13 +144,13 @@ propose, grow, propose_ranks = speculative.propose, cases.grow, medusa.propose
 
 
 def greedy_draft_with_softmax(logits, sampling, randomness):
-    """The argmax of a draft, said to have been drawn from its softmax."""
+    """Draft the argmax, but report it as drawn from the softmax."""
     token, q = draw(logits, sampling, randomness)
     return token, probs(logits, Sampling(1.0))[0] if q is None else q
 
 
 def confident_prefix(*arguments):
-    """Drops what was drawn with little confidence, after it was drawn."""
+    """Drop low-confidence drafts after they have been drawn."""
     guess, draft_probs = propose(*arguments)
     for i, (x, q) in enumerate(zip(guess, draft_probs)):
         if q is not None and q[x] < 0.4:
@@ -161,7 +159,7 @@ def confident_prefix(*arguments):
 
 
 class Reduced:
-    """Draws from the two likeliest tokens of whatever it is given."""
+    """Draw only from the two most probable tokens of any distribution."""
 
     def __init__(self, randomness):
         self.original, self.bernoulli = randomness, randomness.bernoulli
@@ -174,23 +172,22 @@ class Reduced:
 
 
 def reduced_vocabulary(draft, cache, tokens, k, sampling, randomness, vocabulary):
-    """Drawn from a reduced vocabulary, scored with the distribution over the full one."""
+    """Draw from a reduced vocabulary, but score with the distribution over the full one."""
     return propose(draft, cache, tokens, k, sampling, Reduced(randomness), vocabulary)
 
 
-def ranks_with_softmax(heads, words, hidden, *arguments):
-    """The heads' best tokens put to the p / q test of drawn ones."""
-    tree = propose_ranks(heads, words, hidden, *arguments)
+def ranks_with_softmax(heads, draft_head, hidden, *arguments):
+    """Apply the p / q test for sampled drafts to the heads' top tokens."""
+    tree = propose_ranks(heads, draft_head, hidden, *arguments)
     if len(tree) == 1:
         return tree
-    said = heads(hidden[0], words).softmax(-1)  # (K, V)
-    return Tree(
-        tree.tokens, tree.parents, [said[depth - 1] if depth else None for depth in tree.depths]
-    )
+    predicted = heads(hidden[0], draft_head).softmax(-1)  # (K, V)
+    draft_probs = [predicted[depth - 1] if depth else None for depth in tree.depths]
+    return Tree(tree.tokens, tree.parents, draft_probs)
 
 
 def candidates_with_softmax(draft, tokens, shape, kind, sampling, randomness):
-    """Top-k candidates put to the p / q test of drawn ones."""
+    """Apply the p / q test for sampled drafts to top-k candidates."""
     tree = grow(draft, tokens, shape, kind, sampling, randomness)
     if kind != "one-hot":
         return tree
@@ -198,7 +195,7 @@ def candidates_with_softmax(draft, tokens, shape, kind, sampling, randomness):
 
 
 def siblings_not_renormalised(draft, tokens, shape, kind, sampling, randomness):
-    """Drawn without replacement, each scored with the distribution of the first draw."""
+    """Draw siblings without replacement, but score each with the distribution of the first draw."""
     tree = grow(draft, tokens, shape, kind, sampling, randomness)
     if kind != "without replacement":
         return tree
@@ -206,7 +203,7 @@ def siblings_not_renormalised(draft, tokens, shape, kind, sampling, randomness):
 
 
 def softmaxes(draft, tokens: list[int], tree: Tree) -> list[Tensor | None]:
-    """The draft's softmax after each node's parent."""
+    """Return the draft's softmax at each node's parent."""
     paths = {0: []}
     found: list[Tensor | None] = [None]
     for node in range(1, len(tree)):
@@ -217,7 +214,7 @@ def softmaxes(draft, tokens: list[int], tree: Tree) -> list[Tensor | None]:
     return found
 
 
-combined_mask, one_pass = lookahead.combined_mask, lookahead.one_pass
+combined_mask, score_and_accept = lookahead.combined_mask, lookahead.score_and_accept
 chain = fastmtp.Drafter.chain
 
 
@@ -229,28 +226,26 @@ def guesses_see_the_window(tree, window):
 
 
 def warm_up_verified(model, cache, tree, ahead, sampling, randomness):
-    """While the window fills, what its first guess says is emitted."""
-    path, fresh, said = one_pass(model, cache, tree, ahead, sampling, randomness)
+    """Emit the prediction at the window's first guess while the window is still filling."""
+    path, fresh, predicted = score_and_accept(model, cache, tree, ahead, sampling, randomness)
     filling = ahead is not None and len(ahead.rows) < ahead.ngram - 1
-    return path, said[1] if filling and len(said) > 1 else fresh, said
+    return path, predicted[1] if filling and len(predicted) > 1 else fresh, predicted
 
 
-
-
-def probs_over_all(self, k, sampling, randomness, subset):
-    """Drawn from the small vocabulary, scored with the softmax over the full one."""
-    whole = []
+def probs_over_all(self, k, sampling, randomness, draft_head):
+    """Draw from the small vocabulary, but score with the softmax over the full one."""
+    full_probs = []
 
     class Spy:
-        full, scatter = subset.to_full_ids, subset.scatter
+        to_full_ids, scatter = draft_head.to_full_ids, draft_head.scatter
 
         @staticmethod
         def logits(hidden):
-            whole.append(probs(self.model.logits(hidden), Sampling(1.0))[0])
-            return subset.logits(hidden)
+            full_probs.append(probs(self.model.logits(hidden), Sampling(1.0))[0])
+            return draft_head.logits(hidden)
 
     guess, drawn = chain(self, k, sampling, randomness, Spy)
-    return guess, [q if q is None else p for q, p in zip(drawn, whole)]
+    return guess, [q if q is None else p for q, p in zip(drawn, full_probs)]
 
 
 # ---- sampling, trees, caches, endings ------------------------------------------------------------
@@ -269,7 +264,7 @@ def drawn_at_temperature_zero(logits: Tensor, sampling: Sampling, randomness):
 
 
 def no_top_k(logits: Tensor, sampling: Sampling):
-    """The result of masked_fill is thrown away."""
+    """Discard the result of masked_fill."""
     return probs(logits, Sampling(sampling.temperature, 0, sampling.top_p))
 
 
@@ -285,7 +280,7 @@ def pad_is_token_zero(self: Tree, path: list[int]) -> list[int]:
 
 
 def commit_in_place(self: KVCache, path: list[int]) -> None:
-    """The accepted rows are counted, not moved."""
+    """Count the accepted rows without moving them."""
     self.lengths = [self.length + len(path)]
 
 
@@ -295,7 +290,7 @@ def commit_one_too_many(self: KVCache, path: list[int]) -> None:
 
 
 def truncate_one_short(self: KVCache, length: int) -> None:
-    """A stale row of a rejected draft stays."""
+    """Keep one stale row of a rejected draft."""
     self.lengths = [min(self.length, length + 1)]
 
 
@@ -303,7 +298,7 @@ shared_caches: dict = {}
 
 
 def one_cache_for_all_calls(self, capacity=None, batch=1):
-    """State kept between calls."""
+    """Keep state between calls."""
     key = (id(self), capacity)
     if key not in shared_caches:
         shared_caches[key] = original_new_cache[type(self)](self, capacity, batch)
@@ -311,35 +306,35 @@ def one_cache_for_all_calls(self, capacity=None, batch=1):
 
 
 original_new_cache = {kind: kind.new_cache for kind in (Toy, Transformer)}
-take = Run.take
+emit = Run.emit
 
 
 def end_checked_after_the_block(self: Run, step):
-    """EOS, stops and lengths are looked for at the end of an accepted block only."""
-    before = self.ending
+    """Check EOS, stop strings and lengths only at the end of an accepted block."""
+    before = self.stop_conditions
     if len(step.tokens) > 1:
-        self.ending = Ending(10**9)
-    chunk = take(self, step)
-    self.ending = before
-    if self.finish_reason is None and len(self.tokens) >= self.ending.max_new_tokens:
+        self.stop_conditions = StopConditions(10**9)
+    chunk = emit(self, step)
+    self.stop_conditions = before
+    if self.finish_reason is None and len(self.tokens) >= self.stop_conditions.max_new_tokens:
         self.finish("length")
-    if self.finish_reason is None and self.tokens[-1] in self.ending.eos_ids:
+    if self.finish_reason is None and self.tokens[-1] in self.stop_conditions.eos_ids:
         self.finish("eos")
     return chunk
 
 
 def end_token_not_seen_inside(self: Run, step):
-    """An EOS that is not the last of its block passes unnoticed."""
-    before = self.ending
+    """Miss an EOS that is not the last token of its block."""
+    before = self.stop_conditions
     if step.tokens[-1] not in before.eos_ids:
-        self.ending = replace(before, eos_ids=())
-    chunk = take(self, step)
-    self.ending = before
+        self.stop_conditions = replace(before, eos_ids=())
+    chunk = emit(self, step)
+    self.stop_conditions = before
     return chunk
 
 
 class Stuck(Seeded):
-    """One random number for all draws of a run."""
+    """Use one random number for all draws of a run."""
 
     def uniform(self) -> float:
         self.number = getattr(self, "number", None) or super().uniform()
@@ -357,42 +352,43 @@ def everything_before_is_visible(self: Tree) -> Tensor:
 MUTANTS = [
     Mutant("a rejection resamples from p", "exact", "speculative k=1",
            ((verify, "residual", resample_from_p),)),
-    Mutant("acceptance lenient by 0.8", "exact", "speculative k=1", in_accept(lenient)),
-    Mutant("the bonus is an argmax", "exact", "speculative k=1", in_accept(argmax_bonus)),
-    Mutant("the bonus has no warpers", "exact", "speculative k=1, T=0.7",
+    Mutant("acceptance probability divided by 0.8", "exact", "speculative k=1", in_accept(lenient)),
+    Mutant("bonus token is the argmax", "exact", "speculative k=1", in_accept(argmax_bonus)),
+    Mutant("bonus token without warpers", "exact", "speculative k=1, T=0.7",
            ((speculative, "probs", bonus_without_warpers),)),
-    Mutant("a draft judged by the distribution after it", "greedy",
+    Mutant("draft verified against the next position", "greedy",
            "speculative, random draft, k=1", in_accept(probs_after_the_draft)),
     Mutant("independent draws per path", "exact", "tree, wide, one-hot",
            in_accept(best_of_independent_paths)),
-    Mutant("siblings removed untried", "exact", "tree, wide", in_accept(child_of_the_root_only)),
-    Mutant("a greedy draft with its softmax", "exact", "speculative k=2, greedy draft",
+    Mutant("siblings rejected untried", "exact", "tree, wide", in_accept(child_of_the_root_only)),
+    Mutant("argmax draft scored with its softmax", "exact", "speculative k=2, greedy draft",
            ((speculative, "draw", greedy_draft_with_softmax),)),
-    Mutant("top-k candidates with p / q", "exact", "tree, wide, one-hot",
+    Mutant("p / q test for top-k candidates", "exact", "tree, wide, one-hot",
            ((cases, "grow", candidates_with_softmax),)),
     Mutant("q over the full vocabulary", "exact", "fastmtp, k=2, compressed",
            ((fastmtp.Drafter, "chain", probs_over_all),)),
-    Mutant("a head's best token with its softmax", "exact", "fastmtp, k=2, argmax drafts",
+    Mutant("head's argmax scored with its softmax", "exact", "fastmtp, k=2, argmax drafts",
            ((fastmtp, "draw", greedy_draft_with_softmax),)),
     Mutant("guesses see the window", "exact", "lookahead W=3 N=3",
            ((lookahead, "combined_mask", guesses_see_the_window),)),
-    Mutant("warm-up verified", "greedy", "lookahead, W=2 N=4",
-           ((lookahead, "one_pass", warm_up_verified),)),
-    Mutant("padding taken for a token", "limits", "medusa", ((medusa, "accept", padding_matches),)),
-    Mutant("a root that is always argmax", "exact", "medusa, deep",
+    Mutant("prediction emitted during warm-up", "greedy", "lookahead, W=2 N=4",
+           ((lookahead, "score_and_accept", warm_up_verified),)),
+    Mutant("padding treated as a token", "limits", "medusa",
+           ((medusa, "accept", padding_matches),)),
+    Mutant("root is always the argmax", "exact", "medusa, deep",
            ((medusa, "accept", argmax_root),)),
-    Mutant("ranks of heads with p / q", "exact", "medusa, deep",
+    Mutant("p / q test for the heads' top tokens", "exact", "medusa, deep",
            ((medusa, "propose", ranks_with_softmax),)),
     Mutant("siblings without replacement not renormalised", "exact",
            "tree, wide, without replacement",
            ((cases, "grow", siblings_not_renormalised),)),
-    Mutant("an unlikely draft dropped after its draw", "exact", "speculative k=1",
+    Mutant("low-confidence draft dropped after sampling", "exact", "speculative k=1",
            ((speculative, "propose", confident_prefix),)),
-    Mutant("a reduced vocabulary not renormalised", "exact", "speculative k=1",
+    Mutant("reduced vocabulary not renormalised", "exact", "speculative k=1",
            ((speculative, "propose", reduced_vocabulary),)),
-    Mutant("top-k without effect", "exact", "speculative k=1, T=0.7",
+    Mutant("top-k has no effect", "exact", "speculative k=1, T=0.7",
            ((speculative, "probs", no_top_k),)),
-    Mutant("token 0 taken for padding", "exact", "speculative k=1",
+    Mutant("token 0 treated as padding", "exact", "speculative k=1",
            ((Tree, "tokens_at", pad_is_token_zero),)),
     Mutant("positions off by one", "greedy", "tree, chain",
            ((Tree, "depth", property(positions_off_by_one)),)),
@@ -404,13 +400,13 @@ MUTANTS = [
            ((KVCache, "commit", commit_one_too_many),)),
     Mutant("a stale draft row kept", "cache", "speculative",
            ((KVCache, "truncate", truncate_one_short),)),
-    Mutant("ends looked for after the block", "limits", "speculative",
-           ((Run, "take", end_checked_after_the_block),)),
+    Mutant("endings checked only after the block", "limits", "speculative",
+           ((Run, "emit", end_checked_after_the_block),)),
     Mutant("EOS not seen inside a block", "limits", "speculative",
-           ((Run, "take", end_token_not_seen_inside),)),
+           ((Run, "emit", end_token_not_seen_inside),)),
     Mutant("one random number for all draws", "statistical", "speculative",
            ((checks, "Seeded", Stuck),)),
-    Mutant("greedy by a ratio of softmaxes", "greedy", "speculative, random draft, k=1",
+    Mutant("greedy decoding by a ratio of softmaxes", "greedy", "speculative, random draft, k=1",
            ((speculative, "probs", softmax_at_temperature_zero),
             (speculative, "draw", drawn_at_temperature_zero))),
     Mutant("state kept between calls", "greedy", "prompt-lookup",

@@ -1,10 +1,10 @@
-"""A target's own text, and drafts and heads trained on it.
+"""Generate text with a target model, and train drafts and heads on it.
 
     python -m minispec.distill generate --model weights/target --data stories.txt --out own.jsonl
     python -m minispec.distill mtp --model weights/target --own own.jsonl --out weights/mtp
 
-A draft is to say what the target would say, so the target's own output is its best text. Started
-again, generation and training go on where they stopped.
+A draft should predict the target's tokens, so the target's own output is the best training text.
+Generation and training resume where they stopped when restarted.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from minispec.training.distill.generate import sample_batch
 from minispec.training.distill.medusa import HeadsLoss
 from minispec.training.distill.mtp import AllSteps, MTPLoss, step_accuracy, step_weights
 from minispec.training.distill.tree import labels_of
-from minispec.training.loop import prepared
+from minispec.training.loop import training_setup
 from minispec.training.own_text import Duplicates
 
 __all__ = [
@@ -35,18 +35,19 @@ def main(argv: list[str] | None = None) -> None:
     p = Parser(prog="python -m minispec.distill", description=__doc__)
     commands = p.add_subparsers(dest="command", required=True)
     for module in (generate, draft, medusa, mtp, tree, vocabulary, export):
-        name, says = module.__name__.rpartition(".")[2], (module.__doc__ or "").split("\n\n")[0]
-        each = commands.add_parser(name, help=says, description=says)
-        each.add_argument("--model", help="the target (default: the shipped toy)")
+        name = module.__name__.rpartition(".")[2]
+        description = (module.__doc__ or "").split("\n\n")[0]
+        sub = commands.add_parser(name, help=description, description=description)
+        sub.add_argument("--model", help="the target (default: the bundled toy)")
         if module in (draft, medusa, mtp, tree):
-            each.add_argument("--own", type=Path, nargs="+", required=True,
-                              help="what `generate` wrote, in a file or more")  # fmt: skip
-        module.arguments(each)
-        each.set_defaults(run=module.run)
+            sub.add_argument("--own", type=Path, nargs="+", required=True,
+                             help="files written by `distill generate`")  # fmt: skip
+        module.arguments(sub)
+        sub.set_defaults(run=module.run)
     args = p.parse_args(argv)
     args.model = default_model() if args.model is None else args.model
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("minispec.distill runs in one process: start it without torchrun")
+        raise UserError("minispec.distill runs in one process; start it without torchrun")
     trains = args.run in (draft.run, medusa.run, mtp.run)
-    with prepared(args, ["distill", *argv]) if trains else contextlib.nullcontext():
+    with training_setup(args, ["distill", *argv]) if trains else contextlib.nullcontext():
         args.run(args)

@@ -1,4 +1,4 @@
-"""List each language's frequent tokens, for a head to draft from."""
+"""List the most frequent tokens of each language, for heads to draft from."""
 
 import argparse
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ from minispec.checkpoints.load import read_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.errors import UserError, check_writable, comma_separated, number
 from minispec.methods.vocabulary import count
-from minispec.training.own_text import UNPACK, read_own
-from minispec.training.text import plain, read_kinds
+from minispec.training.own_text import OPENERS, read_generated
+from minispec.training.text import plain_text, read_documents
 
 
 def run(args: argparse.Namespace) -> None:
@@ -22,31 +22,31 @@ def run(args: argparse.Namespace) -> None:
     languages = {}
     for name, files in args.text:
         if name in languages:
-            raise UserError(f"--text {name}=…: give each name once")
-        each = [ids_of(Path(file), tokenizer) for file in files]
-        ids = tqdm(chain.from_iterable(each), desc=name, unit="document")
-        languages[name] = count(ids, sorted(tokenizer.controls.values()), args.size)
+            raise UserError(f"--text {name}=…: use each name once")
+        documents = [ids_of(Path(file), tokenizer) for file in files]
+        ids = tqdm(chain.from_iterable(documents), desc=name, unit="document")
+        languages[name] = count(ids, sorted(tokenizer.control_ids.values()), args.size)
         total = sum(languages[name].counts)
         if not total:
-            raise UserError(f"--text {name}={','.join(files)}: holds no text")
-        print(f"{name}: {len(languages[name].ids)} of {tokenizer.size} tokens, {total} seen")
+            raise UserError(f"--text {name}={','.join(files)}: no text found")
+        print(f"{name}: {len(languages[name].ids)} of {tokenizer.size} tokens, seen {total} times")
     save_vocabulary(languages, tokenizer, args.out)
 
 
 def ids_of(path: Path, tokenizer: Tokenizer) -> Iterable[list[int]]:
-    """The documents of a file or folder of texts, encoded one by one; of a file of `generate` what
-    the target said."""
-    if path.is_file() and (path.suffix in UNPACK or path.suffix == ".jsonl"):
+    """The documents of a text file or folder, encoded one by one, or the generated tokens in a file
+    from `generate`."""
+    if path.is_file() and (path.suffix in OPENERS or path.suffix == ".jsonl"):
         with path.open("rb") as file:
-            begun = file.readline()
-        if path.suffix in UNPACK or begun.startswith(b'{"tokenizer"'):
-            return [row["tokens"] for row in read_own(path, tokenizer)[1]]
-    documents = chain.from_iterable(read_kinds(path).values())
-    return (tokenizer.encode(plain(document)) for document in documents)
+            first_line = file.readline()
+        if path.suffix in OPENERS or first_line.startswith(b'{"tokenizer"'):
+            return [row["tokens"] for row in read_generated(path, tokenizer)[1]]
+    documents = chain.from_iterable(read_documents(path).values())
+    return (tokenizer.encode(plain_text(document)) for document in documents)
 
 
 def named_files(text: str) -> tuple[str, list[str]]:
-    """What --text takes."""
+    """Parse the value of --text."""
     name, _, files = text.partition("=")
     if not (name and files):
         raise argparse.ArgumentTypeError(f"{text}: must be NAME=FILE,FILE…")
@@ -56,6 +56,8 @@ def named_files(text: str) -> tuple[str, list[str]]:
 def arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--text", action="append", required=True, type=named_files,
                    metavar="NAME=FILE,…",
-                   help="a language and its texts or own documents (repeat)")  # fmt: skip
-    p.add_argument("--size", type=number(1), default=2048, help="tokens of each (%(default)s)")
-    p.add_argument("--out", type=Path, required=True)
+                   help="a language and its text files, or files from distill generate; "
+                        "repeat for each language")  # fmt: skip
+    p.add_argument("--size", type=number(1), default=2048,
+                   help="tokens per language (default: %(default)s)")  # fmt: skip
+    p.add_argument("--out", type=Path, required=True, help="JSON file to write")

@@ -1,4 +1,4 @@
-"""Keys of servers. A key goes to one server, and only if the user named the variable it is in."""
+"""API keys. A key is sent to one server only, and only from a variable that the user named."""
 
 import ipaddress
 import os
@@ -8,21 +8,21 @@ from minispec.errors import UserError, note
 
 
 def keys_in(variables: list[str], servers: int) -> list[str]:
-    """The keys in these environment variables, one for each server, or fewer."""
+    """Read the keys from these environment variables, at most one per server."""
     if len(variables) > servers:
         raise UserError(f"--key-env names {len(variables)} variables for {servers} servers")
     keys = [os.environ.get(name, "").strip() for name in variables]
     for i, key in enumerate(keys, start=1):
-        if not (key and key.isascii() and key.isprintable()):  # the name may be a key: keep it out
-            raise UserError(f"--key-env: variable {i} is not set, or what it holds is not a key")
+        if not (key and key.isascii() and key.isprintable()):  # its name may be a key
+            raise UserError(f"--key-env: variable {i} is not set or does not hold a key")
     return keys
 
 
 def warn_if_exposed(server: Server) -> None:
-    """Say so if others on the network can read the key on its way."""
+    """Warn if others on the network could read the key."""
     address = server.http.base_url
     if server.key and address.scheme == "http" and not is_loopback(address.host):
-        note(f"the key goes to {server.url} unencrypted, for anyone on the way to read: use https")
+        note(f"the key is sent to {server.url} unencrypted and can be read in transit; use https")
 
 
 def is_loopback(host: str) -> bool:
