@@ -1,4 +1,4 @@
-"""The central claim: every method has the output of plain decoding.
+"""The central claim: every method produces the output of plain decoding.
 
                   exact    the distribution of the first tokens, over all random outcomes
     method   ×    greedy   the same tokens, on random Transformers in float64

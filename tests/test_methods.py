@@ -83,7 +83,7 @@ def test_vocabularies_may_differ_by_padding(rows):
             assert run.tokens == plain.tokens
 
 
-def test_a_draft_may_have_other_added_tokens_but_no_other_vocabulary():
+def test_a_draft_may_have_other_added_tokens_but_not_another_vocabulary():
     """Any draft is lossless, but one with another vocabulary would hardly ever be right."""
     more, other, target = byte_tokenizer(), byte_tokenizer(), byte_model()
     more.backend.add_tokens(["extra"])

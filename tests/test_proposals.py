@@ -1,6 +1,6 @@
-"""Proposals, where a mistake never changes the output. They are compared with slow oracles that
-recompute each proposal, and checked on texts with known guesses. Their parts (the window, the pool,
-the head, its chain, vocabularies) are tested by the assignments; see test_assignments.py."""
+"""Mistakes in a proposal never change the output. So proposals are compared with slow oracles that
+recompute them, and checked on texts with known guesses. Their parts (the window, the pool, the
+head, its chain, vocabularies) are tested by the assignments; see test_assignments.py."""
 
 import inspect
 from unittest import mock
@@ -69,7 +69,7 @@ def fresh_drafts(head: MTPHead, model: Transformer, tokens: list[int], k: int) -
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("oracle", [medusa_tree, mtp_drafts])
-def test_proposals_equal_a_slow_oracle_s(oracle, seed):
+def test_proposals_match_a_slow_oracle(oracle, seed):
     oracle(seed)
 
 
@@ -106,7 +106,7 @@ def test_tensors_that_a_run_leaves_behind_can_be_used_in_training():
 
 @needs_shared
 def test_frequencies_over_a_real_large_vocabulary():
-    """Of Qwen2's 151,643 tokens a language needs few, and a text's language is detected."""
+    """Qwen2 has 151,643 tokens. A language's subset is small, and a text's language is detected."""
     file = SHARED / "tokenizers" / "qwen2" / "tokenizer.built.json"
     tokenizer = Tokenizer(Backend.from_file(str(file)))
     texts = {

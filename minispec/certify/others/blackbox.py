@@ -206,7 +206,7 @@ def rows(root: Path, runs: int, outcomes: int) -> Iterator[tuple]:
     smallest = [(2, FUNCTION_SAMPLINGS[0]), (3, TEMPERATURE_ONLY)]
     for vocab, sampling in *smallest, *((3, sampling) for sampling in FUNCTION_SAMPLINGS[1:]):
         checkpoint = write_checkpoint(root / f"vocab{vocab}", 21, vocab)
-        case = f"vocabulary of {vocab}, {describe(sampling)}"
+        case = f"vocab {vocab}, {describe(sampling)}"
         yield "exact", case, is_exact, *checkpoint, sampling, outcomes
     checkpoint = write_checkpoint(root / "sampled", 21, VOCAB)
     for sampling in FUNCTION_SAMPLINGS:
