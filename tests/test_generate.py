@@ -112,7 +112,7 @@ def test_statistics_and_seeds_of_plain_decoding():
 
 
 def test_acceptance_rates_by_depth():
-    """Depth 1: 2 of 3 accepted. Depth 2: 1 of 2 accepted, and that one's depth 1 was too."""
+    """Depth 1: 2 of 3 accepted. Depth 2: 1 of 2 accepted, the other failed at depth 1."""
     rounds = [
         Step([5, 6], Tree.chain(0, [5]), [0, 1]),
         Step([5, 6, 7], Tree.chain(0, [5, 6]), [0, 1, 2]),
@@ -351,7 +351,7 @@ def test_optimised_python_runs_and_rejects_the_same(folder):
 
 
 def test_ctrl_c_stops_cleanly_and_keeps_the_output(tmp_path):
-    """Both early, while torch is imported, and in the middle of a run."""
+    """Both early (while torch is imported) and in the middle of a run."""
     save(byte_model(context=30_000), TOKENIZER, tmp_path)
     command = [sys.executable, "-m", "minispec.generate", "x", "--model", str(tmp_path),
                "--stats", "--ignore-eos", "--max-new-tokens", "29000"]  # fmt: skip

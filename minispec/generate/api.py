@@ -148,8 +148,8 @@ def check_cache(
     c, keys = model.config, cache.k[0]
     layout = len(cache.lengths), len(cache.k), *keys.shape[2:], keys.dtype, keys.device.type
     same = layout == (1, c.layers, c.kv_heads, c.head_dim, model.dtype, model.device.type)
-    fits = cache.length < prompt_length and min_capacity <= cache.capacity <= max_capacity
-    if not (same and fits):
+    fits = same and cache.length < prompt_length and min_capacity <= cache.capacity <= max_capacity
+    if not fits:
         raise UserError(
             f"the cache does not fit this model and a prompt of {prompt_length} tokens; truncate "
             "it, or create a new one with model.new_cache()"
