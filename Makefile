@@ -1,11 +1,8 @@
-# make demo: build the environment and answer a question.  make test: build it and pass the tests.
+# make demo: build the environment and answer a question.  make test: build it and run the tests.
 PYTHON ?= python3
 BIN := .venv/bin
 QUESTION ?= A baker sells 12 cakes a day for 7 dollars each. How much money does he make in a week?
 REAL := weights/smollm2/target/config.json
-FETCH = $(BIN)/python -m minispec.fetch 2> /dev/null || { \
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "gguf>=0.17" && \
-	$(BIN)/python -m minispec.fetch; }
 
 # make gpu GPU_PYTHON=python3 uses that Python and its torch instead of .venv
 GPU_PYTHON ?= $(BIN)/python
@@ -15,10 +12,10 @@ GPU_RUN = PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON)
 .PHONY: demo test test-all lessons lessons-refresh lint certify reference engines smollm2 gpu gpu-heads \
 	grade golden clean
 
-# a real model answers, one token a pass and by FastMTP; without network a toy tells a story
+# A real model answers a question by plain decoding, then by FastMTP; offline, the toy tells a story.
 demo: .venv/installed
-	@if [ -e $(REAL) ] || { $(FETCH); }; then ask="$(QUESTION)"; options="--model smollm2 --chat"; \
-	else ask="Once upon a time"; options=; echo "The real model cannot be had now: a toy tells a story instead."; fi; \
+	@if [ -e $(REAL) ] || $(BIN)/python -m minispec.fetch; then ask="$(QUESTION)"; options="--model smollm2 --chat"; \
+	else ask="Once upon a time"; options=; echo "Could not download the real model; falling back to the bundled toy."; fi; \
 	for method in autoregressive "fastmtp --k auto"; do printf '\n> %s   (%s)\n' "$$ask" "$$method"; \
 		$(BIN)/python -m minispec.generate "$$ask" $$options --method $$method --color --stats \
 			--max-new-tokens 120 < /dev/null || exit; done
@@ -29,11 +26,11 @@ test: .venv/tested
 test-all: .venv/tested
 	$(BIN)/python -m pytest -q -m "not lessons"
 
-# every notebook, run from a clean state; what fails is an error
+# run every notebook in a fresh kernel; any exception is a failure
 lessons: .venv/lessons
 	$(BIN)/python -m pytest -q -n 0 -m lessons --durations=0 --durations-min=0.05 tests/test_lessons.py
 
-# their committed outputs, made anew
+# regenerate the notebooks' committed outputs
 lessons-refresh: .venv/lessons
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
 		--ExecutePreprocessor.record_timing=False lessons/*.ipynb
@@ -45,20 +42,20 @@ lint: .venv/tested
 certify: .venv/installed
 	$(BIN)/python -m minispec.certify
 
-# SmolLM2-135M-Instruct, a real model: --model smollm2
+# download SmolLM2-135M-Instruct, a real model; use it with --model smollm2
 smollm2: $(REAL)
 
 $(REAL): | .venv/installed
-	$(FETCH)
+	$(BIN)/python -m minispec.fetch
 
-# against transformers: same logits, its speed, and the certifier's verdict on it
+# compare with transformers: its logits and speed, and what the certifier finds in it
 reference: .venv/referenced
 	$(BIN)/python -m pytest -q tests/test_reference.py
-	$(BIN)/python -m minispec.bench --against transformers --prompts 4
+	$(BIN)/python tests/engines/speed.py weights/target --prompts 4
 	-$(BIN)/python -m minispec.certify --impl tests/engines/transformers_engine.py:assisted
 
 # For a machine with a GPU, each under ten minutes: the first measures speed, the second generates
-# SmolLM2's own text and trains heads on it. Both continue where they stopped. ARGS=--small: on a CPU.
+# text with SmolLM2 and trains heads on it. Both resume where they stopped. ARGS=--small: on a CPU.
 gpu: $(GPU_READY)
 	$(GPU_RUN) tests/gpu/speed.py $(ARGS)
 
@@ -66,7 +63,7 @@ gpu-heads: $(GPU_READY)
 	$(GPU_RUN) tests/gpu/heads.py $(if $(QUESTIONS),--questions $(QUESTIONS)) \
 		$(if $(DATA),--data $(DATA)) $(ARGS)
 
-# what others run, in environments of their own; by hand, an hour. A failure of theirs is no error.
+# certify other engines in their own environments; run by hand, an hour; failures are not errors
 engines: .venv/referenced .engines/vllm/installed .engines/openvino/installed .engines/llamacpp/installed \
 		.engines/small/installed
 	-for f in plain ngram draft_greedy draft_probabilistic; do \
@@ -78,11 +75,11 @@ engines: .venv/referenced .engines/vllm/installed .engines/openvino/installed .e
 		PYTHONPATH=.engines/small $(BIN)/python -m minispec.certify --impl tests/engines/$$f; done
 	-for s in vllm-plain vllm-ngram; do $(BIN)/python tests/engines/serve.py $$s weights/target; done
 
-# points of an assignment, or of all: make grade IMPL=my_solution.py A=a2_accept
+# grade one assignment or, without A, all: make grade IMPL=my_solution.py A=a2_accept
 grade: .venv/tested
 	$(BIN)/python -m pytest -q --tb=no --no-summary lessons/assignments/$(A) $(if $(IMPL),--impl=$(IMPL))
 
-# the committed golden values, made anew by transformers
+# regenerate the committed golden values with transformers
 golden: .venv/referenced
 	$(BIN)/python tests/make_golden.py
 
@@ -103,7 +100,7 @@ golden: .venv/referenced
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[reference]"
 	touch $@
 
-# its wheel wants builds of torch's companions that are not on PyPI, and does not need them
+# vLLM's wheel requires builds of torchvision etc. that are not on PyPI; it works without them
 .engines/vllm/installed: tests/engines/requirements.py
 	$(PYTHON) -m venv .engines/vllm
 	.engines/vllm/bin/python -m pip install -q -c constraints.txt torch
@@ -128,7 +125,7 @@ golden: .venv/referenced
 	cmake --build .engines/llamacpp/build -j 2 --target llama-server llama-quantize
 	touch $@
 
-# side by side, without what they require but what they import
+# installed together, without their declared dependencies, but with the packages they import
 .engines/small/installed:
 	$(PYTHON) -m pip install -q --no-deps --target .engines/small flashspec==0.3.1 economize==0.3.2 specdec==0.2.0 \
 		speculative-decoding==0.2.0 sequential-speculative-decoding==0.1.1 \

@@ -1,4 +1,4 @@
-"""The README's pictures: one real round of each method, drawn from the shipped model's run.
+"""Draw the README's pictures: one real round of each method, run on the shipped model.
 
     python lessons/pictures.py
 """
@@ -19,29 +19,29 @@ from minispec import load  # noqa: E402
 from minispec.generate import decode  # noqa: E402
 from minispec.tree import Step  # noqa: E402
 
-STORY = "Once upon a time, there was a little girl named Lily."
-COUNTING = "one two three four one two three four one two five four one two"
-METHODS = {  # prompt and options
-    "speculative": (STORY, {"k": 5}),
-    "prompt-lookup": (COUNTING, {"k": 6}),
-    "medusa": (STORY, {}),
-    "jacobi": (STORY, {"block": 6}),
-    "lookahead": (STORY, {"window": 5, "ngram": 4, "guesses": 4}),
-    "fastmtp": (STORY, {"k": 4}),
+STORY_PROMPT = "Once upon a time, there was a little girl named Lily."
+COUNTING_PROMPT = "one two three four one two three four one two five four one two"
+EXAMPLES = {  # method -> prompt and options
+    "speculative": (STORY_PROMPT, {"k": 5}),
+    "prompt-lookup": (COUNTING_PROMPT, {"k": 6}),
+    "medusa": (STORY_PROMPT, {}),
+    "jacobi": (STORY_PROMPT, {"block": 6}),
+    "lookahead": (STORY_PROMPT, {"window": 5, "ngram": 4, "guesses": 4}),
+    "fastmtp": (STORY_PROMPT, {"k": 4}),
 }
 
 
-def worth_seeing(step: Step) -> tuple:
-    """A round in which drafts were accepted and others were not; the longest path of these."""
+def interest(step: Step) -> tuple:
+    """A sort key: prefer rounds with accepted and rejected drafts, then long accepted paths."""
     accepted, drafted = len(step.path) - 1, len(step.tree) - 1
     return accepted > 0 and drafted > accepted, accepted, drafted
 
 
 def draw(method: str, model, tokenizer, file: Path) -> None:
-    """The round, its tree from left to right; under it lookahead's window."""
-    prompt, options = METHODS[method]
+    """Draw the most interesting round: its tree and, for lookahead, the window below it."""
+    prompt, options = EXAMPLES[method]
     run = decode(model, tokenizer, prompt, method, max_new_tokens=80, **options)
-    step = max(run.rounds[1:], key=worth_seeing)
+    step = max(run.rounds[1:], key=interest)
     leaves = sum(not step.tree.children(node) for node in range(len(step.tree))) + 1
     rows = len(step.window)
     figure, axes = plt.subplots(
@@ -51,14 +51,14 @@ def draw(method: str, model, tokenizer, file: Path) -> None:
     draw_tree(axes[0, 0], step.tree, step.path, tokenizer, fresh=step.tokens[-1])
     draw_legend(axes[0, 0], ncol=3, loc="lower left", bbox_to_anchor=(0, 1))
     if rows:
-        words = [[label(token, tokenizer) for token in row] for row in step.window]
-        fills = [[CONTEXT] * len(row) for row in words]
-        draw_rows(axes[1, 0], words, fills, [f"window, row {i + 1}" for i in range(rows)], 7.0)
+        texts = [[label(token, tokenizer) for token in row] for row in step.window]
+        colours = [[CONTEXT] * len(row) for row in texts]
+        draw_rows(axes[1, 0], texts, colours, [f"window, row {i + 1}" for i in range(rows)], 7.0)
     figure.savefig(file, dpi=100)
     plt.close(figure)
 
 
 if __name__ == "__main__":
     model, tokenizer = load(ROOT / "weights" / "target")
-    for method in METHODS:
+    for method in EXAMPLES:
         draw(method, model, tokenizer, ROOT / "lessons" / "images" / f"{method}.png")

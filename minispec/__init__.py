@@ -1,18 +1,18 @@
-"""The smallest complete, readable and provably lossless LLM decoding acceleration, in plain
+"""A minimal, readable and provably lossless implementation of LLM decoding acceleration in plain
 PyTorch.
 """
 
 import signal
 import sys
 
-from minispec.errors import UserError, interrupted
+from minispec.errors import UserError, exit_on_sigint
 
-# python -m minispec.…: to import torch takes seconds, in which Ctrl-C would be a traceback
-if sys.argv[:1] == ["-m"] and any(word.startswith("minispec.") for word in sys.orig_argv):
+# For python -m minispec.…: importing torch takes seconds, and Ctrl-C would print a traceback.
+if sys.argv[:1] == ["-m"] and any(argument.startswith("minispec") for argument in sys.orig_argv):
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupted)
+        signal.signal(signal.SIGINT, exit_on_sigint)
 
-from minispec.checkpoint import load
+from minispec.checkpoints.load import load
 from minispec.sampling import Sampling
 
 __all__ = ["Sampling", "UserError", "load"]

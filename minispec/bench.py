@@ -1,27 +1,25 @@
-"""Every method side by side in one process: what it gains over plain decoding, and why.
+"""Compare all methods in one process: the speedup of each over plain decoding, and why.
 
-    python -m minispec.bench                                        built-in beginnings of stories
+    python -m minispec.bench                                        built-in story beginnings
     python -m minispec.bench --data DIR --kind stories_en           held-out text
-    python -m minispec.bench --own chat.jsonl sums.jsonl            what distill set aside of them
-    python -m minispec.bench --questions question.jsonl             Spec-Bench, a table a group
-    python -m minispec.bench --shape smollm2-135m --acceptance 0.8  random weights of a real size
+    python -m minispec.bench --own chat.jsonl sums.jsonl            documents held out from training
+    python -m minispec.bench --questions question.jsonl             Spec-Bench, one table per group
+    python -m minispec.bench --shape smollm2-135m --acceptance 0.8  random weights, real model shape
 
-Each prompt is decoded by every method in turn, so that a noisy machine is noisy for all of them. A
-speedup is the median over prompts of plain decoding's seconds per token over the method's own.
-Greedy output is compared with plain decoding's, token for token.
+For each prompt, the methods run one after another, so noise on the machine affects all of them. A
+method's speedup is plain decoding's seconds per token divided by the method's; the median over
+prompts is reported. Greedy output is compared with plain decoding's, token for token.
 """
 
 import argparse
 import contextlib
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TextIO
 
 import torch
@@ -30,10 +28,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minispec.cache import KVCache
-from minispec.checkpoint import WEIGHTS, load, needed, pick_device, pick_dtype
-from minispec.cost import COUNTS, cost_curve, draft_cost, least_in_turn, one_pass
-from minispec.distill.documents import read_training
-from minispec.drafters import found_beside, load_drafter, read_tree_option
+from minispec.checkpoints.fetch import default_model
+from minispec.checkpoints.load import load, pick_device, pick_dtype, require_tokenizer
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.cost import ROW_COUNTS, cost_curve, draft_cost, interleaved_min_times, one_pass
 from minispec.errors import (
     Parser,
     UserError,
@@ -45,17 +43,18 @@ from minispec.errors import (
     number,
     stdout_reserved,
 )
-from minispec.fast import quicken
-from minispec.generate import as_prompt, decode, unlisted_end
-from minispec.gguf import find_gguf
+from minispec.fast import optimize
+from minispec.generate import decode
+from minispec.generate.api import encode_prompt, unlisted_eos_warning
+from minispec.generate.drafters import find_drafter, load_drafter, read_tree_option
+from minispec.generate.run import Run, acceptance
 from minispec.methods.adaptive import curve_at
 from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Config, Transformer, count_parameters
-from minispec.run import Run, acceptance
-from minispec.text import Conversation, LeftOut, encode, held_out_prompts, turn
-from minispec.tokenizer import Tokenizer
+from minispec.training.own_text import read_split
+from minispec.training.text import Conversation, LeftOut, encode, held_out_prompts, turn
 
-# beginnings of our own, for where no held-out text is at hand
+# written for this benchmark; used when no held-out text is available
 PROMPTS = [
     "Once upon a time, there was a small bird who could not fly.",
     "Tom and his sister found an old box under the big tree.",
@@ -67,102 +66,102 @@ PROMPTS = [
     "In a quiet village lived a boy who loved to paint stones.",
 ]
 MT_BENCH = set("writing roleplay reasoning math coding extraction stem humanities".split())
-Prompts = dict[str, list[list[int]]]  # kind of text -> token ids
-Methods = dict[str, dict]  # row of the table -> options of the method that is its first word
+Prompts = dict[str, list[list[int]]]  # category of text -> prompts as token ids
+Methods = dict[str, dict]  # table row, which starts with the method's name -> the method's options
 
 # ---- the machine ---------------------------------------------------------------------------------
 
-COPIED, SIDE = 2**28, 2048  # bytes of the copy that times memory, side of the product for sums
+COPY_BYTES, MATMUL_SIZE = 2**28, 2048  # sizes of the copy and of the square product
 
 
-def measured(model: Transformer, draft: Transformer | None = None) -> dict:
-    """What decides every speedup here, as --json prints it. No pass can be faster than reading its
-    weights once at the speed of a copy, or than its multiplications at the speed of a large
-    product."""
-    source = torch.ones(COPIED, dtype=torch.uint8, device=model.device)
+def measure_machine(model: Transformer, draft: Transformer | None = None) -> dict:
+    """Measure what determines the speedups on this machine, as --json prints it. A pass cannot be
+    faster than reading its weights once at the bandwidth of a copy, or than doing its
+    multiplications at the rate of a large matrix product."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=model.device)
     target = torch.ones_like(source)
-    a = torch.ones(SIDE, SIDE, dtype=model.dtype, device=model.device)
-    own, copy, square = least_in_turn(
+    a = torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=model.dtype, device=model.device)
+    pass_seconds, copy, matmul = interleaved_min_times(
         [one_pass(model, 1), lambda: target.copy_(source)[-1].item(),
          lambda: (a @ a)[-1, -1].item()], turns=5,
     )  # fmt: skip
-    sums = count_parameters(model.model.layers) + count_parameters(model.lm_head)
-    memory, compute = weights_read(model) * copy / (2 * COPIED), sums * square / SIDE**3
+    weights = count_parameters(model.model.layers) + count_parameters(model.lm_head)
+    memory = weights_read(model) * copy / (2 * COPY_BYTES)
+    compute = weights * matmul / MATMUL_SIZE**3
     curve = cost_curve(model)
     return {
-        "pass_seconds": own,  # over one token
-        "draft_cost": draft_cost(model, draft) if draft else 0.0,  # a token's, in such passes
-        "memory_floor": memory,  # seconds, of any pass
-        "compute_floor": compute,  # seconds, for each row
-        "rows": [n for n in COUNTS if n < len(curve)],  # at which the curve was measured
+        "pass_seconds": pass_seconds,  # for one token
+        "draft_cost": draft_cost(model, draft) if draft else 0.0,  # per token, in such passes
+        "memory_floor": memory,  # seconds per pass
+        "compute_floor": compute,  # seconds per row
+        "rows": [n for n in ROW_COUNTS if n < len(curve)],  # where the curve was measured
         "curve": curve,  # pass(n) / pass(1)
-        "floor": [max(memory, n * compute) / own for n in range(len(curve))],  # of the curve
+        "floor": [max(memory, n * compute) / pass_seconds for n in range(len(curve))],
     }
 
 
 def weights_read(model: Transformer) -> int:
-    """Bytes that a pass must read: every weight of the blocks and of lm_head, as they are kept."""
-    parts = *model.model.layers, model.lm_head
-    return sum(t.nbytes for part in parts for t in (*part.parameters(), *part.buffers()))
+    """Count the bytes a pass must read: all weights of the layers and lm_head, as stored."""
+    modules = *model.model.layers, model.lm_head
+    return sum(t.nbytes for module in modules for t in (*module.parameters(), *module.buffers()))
 
 
-# ---- what is decoded -----------------------------------------------------------------------------
+# ---- prompts and methods -------------------------------------------------------------------------
 
 
 def prompts_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Prompts:
-    """At most --prompts of each kind of text: every second, third … one, as long as there are
-    enough (of --data the first); those longer than the context, and those that the chat template
-    refuses, are left out."""
+    """Choose at most --prompts prompts per category, evenly spaced (with --data, the first ones).
+    Prompts that exceed the context or that the chat template rejects are left out."""
     left_out = LeftOut()
     if args.questions:
-        kinds = read_questions(args.questions, tokenizer, left_out)
+        categories = read_questions(args.questions, tokenizer, left_out)
     elif args.own:
-        kinds = {}
-        for row in read_training(args.own, model, tokenizer)[1]:  # set aside when they are learnt
-            kinds.setdefault(row["place"][0].stem, []).append(row["prompt"])
+        categories = {}
+        for row in read_split(args.own, model, tokenizer)[1]:  # the held-out rows
+            categories.setdefault(row["location"][0].stem, []).append(row["prompt"])
     elif args.data:
-        kinds = held_out_prompts(args.data, args.kind, tokenizer, args.prompts, left_out)
+        categories = held_out_prompts(args.data, args.kind, tokenizer, args.prompts, left_out)
     else:
-        kinds = {"stories": [tokenizer.encode(text) for text in PROMPTS]}
-    for kind, prompts in kinds.items():
-        fit = [ids for ids in prompts if len(ids) < model.config.context]
-        if len(fit) < len(prompts):
-            n = len(prompts) - len(fit)
-            note(f"{kind}: {n} longer than the context, left out")
-        chosen = fit[:: max(1, len(fit) // args.prompts)][: args.prompts]
-        kinds[kind] = [as_prompt(model, tokenizer, ids) for ids in chosen]
-    if not any(kinds.values()):
-        why = "the text holds no document that is held out, or none that fits into the context"
+        categories = {"stories": [tokenizer.encode(text) for text in PROMPTS]}
+    for category, prompts in categories.items():
+        fitting = [ids for ids in prompts if len(ids) < model.config.context]
+        if too_long := len(prompts) - len(fitting):
+            note(f"{category}: prompts left out because they exceed the context: {too_long}")
+        chosen = fitting[:: max(1, len(fitting) // args.prompts)][: args.prompts]
+        categories[category] = [encode_prompt(model, tokenizer, ids) for ids in chosen]
+    if not any(categories.values()):
+        why = "no document is held out, or none fits in the context"
         raise UserError(f"there are no prompts: {str(left_out) or why}")
     if left_out.reasons:
         note(str(left_out))
-    return {kind: prompts for kind, prompts in kinds.items() if prompts}
+    return {category: prompts for category, prompts in categories.items() if prompts}
 
 
 def read_questions(path: Path, tokenizer: Tokenizer, left_out: LeftOut) -> Prompts:
-    """The first turn of each question of Spec-Bench, as a chat if there is a template, by its six
-    groups: the categories, but those of MT-Bench are one, "multi-turn"."""
+    """Read the first turn of each Spec-Bench question, as a chat if there is a chat template. Group
+    them as Spec-Bench does, in six groups: all of MT-Bench's categories form "multi-turn"."""
     chats: list[tuple[str, Conversation]] = []
     try:
         for i, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
             if line.strip():
                 question = json.loads(line)
-                category, said = str(question["category"]), str(question["turns"][0])
-                chats.append((category, Conversation([turn("user", said)], f"{path} line {i}")))
+                category, content = str(question["category"]), str(question["turns"][0])
+                chats.append((category, Conversation([turn("user", content)], f"{path} line {i}")))
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise UserError(
-            f"--questions {path}: must hold objects with category and turns, one a line ({error})"
+            f"--questions {path}: each line must be an object with category and turns ({error})"
         ) from None
-    kinds: Prompts = {}
+    groups: Prompts = {}
     for category, chat in chats:
         group = "multi-turn" if category in MT_BENCH else category
         if prompt := left_out.attempt(chat, encode, tokenizer):
-            kinds.setdefault(group, []).append(prompt)
-    return kinds
+            groups.setdefault(group, []).append(prompt)
+    return groups
 
 
 def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Methods:
-    """Without --methods, those that have no draft or heads beside the model are left out."""
+    """Build the table's rows. Without --methods, leave out methods whose draft or heads are not
+    found next to the model."""
     methods: Methods = {
         "autoregressive": {}, "prompt-lookup": {}, "jacobi": {},
         "lookahead (5,4,5)": {"window": 5, "ngram": 4, "guesses": 5},
@@ -172,43 +171,42 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
         "medusa": {}, "medusa tree=auto": {"tree": "auto"}, "medusa tree=32": {},
         "fastmtp k=2": {"k": 2}, "fastmtp k=3": {"k": 3}, "fastmtp k=auto": {"k": "auto"},
     }  # fmt: skip
-    named = {row: row.split()[0] for row in methods}
-    known = set(named.values())
+    method_of = {row: row.split()[0] for row in methods}
     if args.methods is not None:
-        asked = {"autoregressive", *args.methods}
-        if wrong := asked - known - methods.keys():
-            raise UserError(f"--methods {min(wrong)}: not one of the benchmark's or of its rows")
-        named = {row: each for row, each in named.items() if {row, each} & asked}
-    wanted = set(named.values())
+        requested = {"autoregressive", *args.methods}
+        if unknown := requested - set(method_of.values()) - methods.keys():
+            raise UserError(f"--methods {min(unknown)}: no such method or row of the table")
+        method_of = {row: method for row, method in method_of.items() if {row, method} & requested}
+    wanted = set(method_of.values())
     sources = {"speculative": args.draft, "medusa": args.heads, "fastmtp": args.mtp}
     drafters: Methods = {method: {} for method in wanted - sources.keys()}
     for method in sorted(wanted & sources.keys()):
         try:
-            source = sources[method] or found_beside(method, model)
+            source = sources[method] or find_drafter(method, model)
         except UserError:
             if args.methods or method == "fastmtp" and args.vocabulary_sizes:
                 raise
             continue
         drafters[method] = load_drafter(method, model, tokenizer, source)
-        if "medusa tree=32" in named and method == "medusa":
+        if "medusa tree=32" in method_of and method == "medusa":
             heads = drafters[method]["heads"]
             if heads.accuracy is not None or "medusa tree=32" in (args.methods or []):
                 tree = read_tree_option("32", heads, model.config.context)
                 methods["medusa tree=32"] = {"tree": tree}
-            else:  # there is nothing to grow it by
-                del named["medusa tree=32"]
+            else:  # a tree cannot be grown without accuracies
+                del method_of["medusa tree=32"]
         for size in args.vocabulary_sizes if method == "fastmtp" else []:
-            words = {"vocabulary": "none"} if size is None else {"size": size}
+            subset = {"vocabulary": "none"} if size is None else {"size": size}
             row = f"fastmtp k=3 of {size or 'all'}"
-            methods[row] = load_drafter(method, model, tokenizer, source, **words) | {"k": 3}
-            named[row] = method
-    return {row: drafters[each] | methods[row] for row, each in named.items() if each in drafters}
+            methods[row] = load_drafter(method, model, tokenizer, source, **subset) | {"k": 3}
+            method_of[row] = method
+    return {row: drafters[m] | methods[row] for row, m in method_of.items() if m in drafters}
 
 
 # ---- random weights ------------------------------------------------------------------------------
 
-# hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary; the context is cut to 2,048
-SHAPES = {
+# hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary; context limited to 2,048
+MODEL_SHAPES = {
     "smollm2-135m": Config(576, 1536, 30, 9, 3, 64, 49152, 2048),
     "qwen2.5-0.5b": Config(896, 4864, 24, 14, 2, 64, 151936, 2048, "qwen2", qkv_bias=True),
     "llama-3.2-1b": Config(2048, 8192, 16, 32, 8, 64, 128256, 2048),
@@ -217,46 +215,46 @@ SHAPES = {
 
 
 def random_weights(config: Config, dtype: str = "auto", device: str = "auto") -> Transformer:
-    """A model of this size: its text is noise, its passes cost what real ones do."""
-    place, before = pick_device(device), torch.get_default_dtype()
+    """Make a model of this shape: its text is noise, but its passes cost what real ones do."""
+    torch_device, previous_dtype = pick_device(device), torch.get_default_dtype()
     torch.manual_seed(0)
-    torch.set_default_dtype(pick_dtype(dtype, place))
+    torch.set_default_dtype(pick_dtype(dtype, torch_device))
     try:
-        with place:
+        with torch_device:
             return Transformer(config).eval()
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous_dtype)
 
 
-class Reciter:
-    """A draft that costs nothing: it knows what the target will say, and each of its tokens is that
-    with a chosen probability. What a real draft costs is to be taken off its speedup."""
+class OracleDraft:
+    """A draft that costs nothing. It knows the target's output and predicts each of its tokens with
+    probability `acceptance`. With a real draft, the speedup is lower by the draft's cost."""
 
     prefill, prefill_chunks = Transformer.prefill, Transformer.prefill_chunks
     dtype, device = torch.float32, torch.device("cpu")
 
-    def __init__(self, model: Transformer, text: list[int], acceptance: float):
+    def __init__(self, model: Transformer, tokens: list[int], acceptance: float):
         self.config = replace(model.config, hidden_size=1)
-        wrong = torch.rand(len(text), generator=torch.Generator().manual_seed(0)) >= acceptance
-        self.guesses = (torch.tensor(text) + wrong) % model.config.vocab_size
+        wrong = torch.rand(len(tokens), generator=torch.Generator().manual_seed(0)) >= acceptance
+        self.predictions = (torch.tensor(tokens) + wrong) % model.config.vocab_size
 
     def new_cache(self, capacity: int) -> KVCache:
         return KVCache(1, 1, 1, capacity, 1, torch.float32)
 
     def __call__(self, tokens, cache: KVCache) -> Tensor:
-        """In place of hidden states the position that follows each token, (1, n, 1)."""
+        """Return the position after each token, (1, n, 1), in place of hidden states."""
         return torch.arange(1, len(tokens) + 1)[None, :, None] + cache.length
 
     def logits(self, hidden: Tensor) -> Tensor:
-        known = self.guesses[hidden.flatten().clamp(max=len(self.guesses) - 1)]
-        return F.one_hot(known, self.config.vocab_size).float()
+        positions = hidden.flatten().clamp(max=len(self.predictions) - 1)
+        return F.one_hot(self.predictions[positions], self.config.vocab_size).float()
 
 
-def recited(args: argparse.Namespace, model: Transformer, prompt: list[int]) -> Methods:
-    """For --shape: chains of 1 to 16 drafts."""
+def oracle_methods(args: argparse.Namespace, model: Transformer, prompt: list[int]) -> Methods:
+    """Build the rows of --shape: plain decoding, and chains of 1 to 16 draft tokens."""
     plain = decode(model, None, prompt, max_new_tokens=args.max_new_tokens, ignore_eos=True)
     acceptance = 0.8 if args.acceptance is None else args.acceptance
-    draft = Reciter(model, prompt + plain.tokens, acceptance)
+    draft = OracleDraft(model, prompt + plain.tokens, acceptance)
     chains = {f"speculative k={k}": {"draft": draft, "k": k} for k in (1, 2, 4, 8, 16)}
     return {"autoregressive": {}} | chains
 
@@ -268,66 +266,21 @@ def measure(
     model: Transformer, tokenizer: Tokenizer | None, methods: Methods, prompts: list, n: int,
     temperature: float = 0.0, others: dict[str, Callable] | None = None,
 ) -> dict[str, list[Run]]:  # fmt: skip
-    """Row of the table -> a run per prompt, the methods in turn. The first prompt also warms up.
-    `others` are decoders that are not ours: of a prompt, what the table needs of a Run."""
+    """Decode each prompt with every method in turn; return table row -> its runs, one per prompt.
+    The first prompt is decoded an extra time beforehand as a warm-up. `others` are decoders from
+    other libraries: given a prompt, they return the attributes of a Run that the table needs."""
     ours = partial(decode, model, tokenizer, max_new_tokens=n, temperature=temperature)
     decoders = {
         row: partial(ours, method=row.split()[0], **options) for row, options in methods.items()
     } | (others or {})
-    _, *turns = [
+    _, *by_prompt = [
         {row: decoder(prompt) for row, decoder in decoders.items()}
         for prompt in tqdm([prompts[0], *prompts], unit="prompt")
     ]
-    return {row: [turn[row] for turn in turns] for row in decoders}
+    return {row: [runs[row] for runs in by_prompt] for row in decoders}
 
 
-def timed(generate: Callable[[int], list[int]], n: int) -> SimpleNamespace:
-    """What the table needs of a decoder that is not ours, which generates so many tokens. The first
-    comes from the prefill: the seconds are those that the others take, scaled to all."""
-    begin = time.perf_counter()
-    generate(1)
-    middle = time.perf_counter()
-    tokens = generate(n)
-    rest = max(time.perf_counter() - middle - (middle - begin), 1e-9)
-    seconds = rest * len(tokens) / max(len(tokens) - 1, 1)
-    return SimpleNamespace(tokens=tokens, decode_seconds=seconds, rounds=[], extra_parameters=0)
-
-
-def transformers_decoders(model: Transformer, draft: Transformer | None, n: int) -> dict:
-    """transformers' greedy `generate`: plain, with prompt lookup, and with the draft, if there is
-    one, as assistant."""
-    from transformers import AutoModelForCausalLM, logging
-
-    logging.set_verbosity_error()
-
-    def read(source: Path):
-        where, more = source, {}
-        if file := find_gguf(source):
-            check_package("accelerate", "--against transformers with a GGUF file")
-            where, more = file.parent, {"gguf_file": file.name}
-        theirs = AutoModelForCausalLM.from_pretrained(where, dtype=model.dtype, **more)
-        return theirs.to(model.device)
-
-    def decoder(options: dict, prompt: list[int]) -> SimpleNamespace:
-        ids = torch.tensor([prompt], device=model.device)
-
-        def generate(count: int) -> list[int]:
-            out = target.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-                pad_token_id=0, eos_token_id=list(model.config.eos_ids) or None, **options,
-            )  # fmt: skip
-            return out[0, len(prompt) :].tolist()
-
-        return timed(generate, n)
-
-    target = read(model.source)
-    options = {"transformers": {}, "transformers, lookup": {"prompt_lookup_num_tokens": 4}}
-    if draft is not None:
-        options["transformers, assisted"] = {"assistant_model": read(draft.source)}
-    return {row: partial(decoder, each) for row, each in options.items()}
-
-
-# ---- figures, words and a picture ----------------------------------------------------------------
+# ---- statistics, tables and a plot ---------------------------------------------------------------
 
 
 def seconds_per_token(run: Run) -> float:
@@ -335,111 +288,112 @@ def seconds_per_token(run: Run) -> float:
 
 
 def per_pass(runs: list[Run]) -> float:
-    """Tokens per forward pass of the target, over all runs; 0 if its passes are not known."""
+    """Tokens per forward pass of the target, over all runs; 0 if the passes were not recorded."""
     passes = sum(len(run.rounds) for run in runs)
     return sum(len(run.tokens) for run in runs) / passes if passes else 0.0
 
 
 def alpha(runs: list[Run]) -> float | None:
-    """Accepted drafts over tried ones: a round tries those it accepts and the one it rejects."""
+    """Share of tested draft tokens that were accepted. A round stops testing at a rejection."""
     steps = [step for run in runs for step in run.rounds]
     if any(len(step.tree) > max(step.tree.depths) + 1 for step in steps):
-        return None  # in a tree a round tries many
-    tried = sum(min(len(step.path), len(step.tree) - 1) for step in steps)
-    return sum(len(step.path) - 1 for step in steps) / tried if tried else None
+        return None  # in a tree, a round also tests siblings
+    tested = sum(min(len(step.path), len(step.tree) - 1) for step in steps)
+    return sum(len(step.path) - 1 for step in steps) / tested if tested else None
 
 
-def ratios(plain: list[Run], runs: list[Run]) -> list[float]:
-    """Of each prompt, plain decoding's seconds per token over the method's own."""
+def speedups(plain: list[Run], runs: list[Run]) -> list[float]:
+    """Plain decoding's seconds per token divided by the method's, for each prompt."""
     return [seconds_per_token(p) / seconds_per_token(r) for p, r in zip(plain, runs)]
 
 
 def differing(plain: list[Run], runs: list[Run]) -> int:
-    """How many runs have other tokens than plain decoding."""
+    """Count the runs whose tokens differ from plain decoding's."""
     return sum(p.tokens != r.tokens for p, r in zip(plain, runs))
 
 
-def rows_fed(runs: list[Run]) -> float:
-    """Rows of a pass on average: the tree's, and those of a window beside it."""
+def rows_per_pass(runs: list[Run]) -> float:
+    """Mean number of rows in a pass: those of the tree and of lookahead's window."""
     steps = [step for run in runs for step in run.rounds]
     return statistics.mean(len(s.tree) + sum(map(len, s.window)) for s in steps) if steps else 0.0
 
 
 def table_of(
-    kind: str, temperature: float, runs: dict[str, list[Run]], machine: dict, methods: Methods
+    category: str, temperature: float, runs: dict[str, list[Run]], machine: dict, methods: Methods
 ) -> list[dict]:
-    """A table's rows, as --json prints them: what each method did over all prompts.
+    """Summarise each method over all prompts: the rows of a table, as --json prints them.
 
-    The formula of Leviathan et al. 2023, for a draft model, takes a target pass over k + 1 tokens
-    to cost no more than one over 1: here it costs what the curve says.
+    For a draft model, the formula of Leviathan et al. 2023 assumes that a target pass over k + 1
+    tokens costs as much as a pass over one. Here, its cost is read from the curve.
     """
     table: list[dict] = []
     plain, curve, c = runs["autoregressive"], machine["curve"], machine["draft_cost"]
-    for method, own in runs.items():
-        speeds, a, rows = ratios(plain, own), alpha(own), rows_fed(own)
-        options, expected, gain = methods.get(method, {}), None, None
+    for method, its_runs in runs.items():
+        speeds, a, rows = speedups(plain, its_runs), alpha(its_runs), rows_per_pass(its_runs)
+        options, expected_tokens, expected_speedup = methods.get(method, {}), None, None
         if "draft" in options and isinstance(options["k"], int) and a is not None:
-            k, flat = options["k"], curve_at(curve, options["k"] + 1)
-            expected, gain = tokens_per_pass(a, k), speedup(a, k, c / flat) / flat
+            k, pass_cost = options["k"], curve_at(curve, options["k"] + 1)
+            expected_tokens = tokens_per_pass(a, k)
+            expected_speedup = speedup(a, k, c / pass_cost) / pass_cost
         table.append({
-            "kind": kind,
+            "kind": category,
             "temperature": temperature,
             "method": method,
             "speedup": statistics.median(speeds),
             "least": min(speeds),
             "most": max(speeds),
-            "tokens_per_second": 1 / statistics.median(map(seconds_per_token, own)),
-            "tokens_per_pass": per_pass(own) or None,
+            "tokens_per_second": 1 / statistics.median(map(seconds_per_token, its_runs)),
+            "tokens_per_pass": per_pass(its_runs) or None,
             "rows_per_pass": rows,
-            "pass_cost": curve_at(curve, round(rows)),  # of a pass over so many rows
-            "acceptance": a,  # chance that a draft that was tried is accepted
-            "by_step": acceptance([step for run in own for step in run.rounds])["conditional"],
-            "expected_tokens_per_pass": expected,
-            "expected_speedup": gain,
-            "differing": None if temperature else differing(plain, own),  # prompts
-            "extra_parameters": own[0].extra_parameters,
+            "pass_cost": curve_at(curve, round(rows)),  # of a pass over that many rows
+            "acceptance": a,  # probability that a tested draft token is accepted
+            "by_step": acceptance([s for run in its_runs for s in run.rounds])["conditional"],
+            "expected_tokens_per_pass": expected_tokens,
+            "expected_speedup": expected_speedup,
+            "differing": None if temperature else differing(plain, its_runs),  # prompts
+            "extra_parameters": its_runs[0].extra_parameters,
         })  # fmt: skip
     return table
 
 
 def reason(row: dict) -> str:
-    """One sentence: what a round brings against what it costs, in passes of plain decoding, and why
-    that is not enough."""
+    """Explain a speedup in one sentence: what a round yields, what it costs (in steps of plain
+    decoding) and, if the method is slower, the main reason."""
     cost = row["tokens_per_pass"] / row["speedup"]
-    own = cost - row["pass_cost"]  # of all but the pass
-    why = f": drafting and accepting cost {own:.2f} of them"
+    overhead = cost - row["pass_cost"]  # everything but the target's pass
+    why = f"; drafting and accepting account for {overhead:.2f} of them"
     if row["speedup"] >= 1:
         why = ""
     elif row["tokens_per_pass"] < 1.1:
-        why = ": hardly any guess is right"
-    elif row["pass_cost"] - 1 > own:
-        why = f": its pass over {row['rows_per_pass']:.0f} rows costs {row['pass_cost']:.2f}"
-    brought = f"{row['tokens_per_pass']:.2f} tokens a pass"
-    return f"{row['method']}: {brought}, for a round that costs {cost:.2f} plain ones{why}"
+        why = "; almost no draft token is accepted"
+    elif row["pass_cost"] - 1 > overhead:
+        why = f"; its pass over {row['rows_per_pass']:.0f} rows accounts for {row['pass_cost']:.2f}"
+    tokens = f"{row['tokens_per_pass']:.2f} tokens per pass"
+    return f"{row['method']}: {tokens}; a round costs {cost:.2f} steps of plain decoding{why}"
 
 
 def show_machine(machine: dict, model: Transformer) -> None:
     counts, curve, floor = machine["rows"], machine["curve"], machine["floor"]
-    print(f"{count_parameters(model) / 1e6:.1f}M parameters, {model.dtype} on {model.device}: a "
-          f"pass over one token takes {1e3 * machine['pass_seconds']:.2f} ms")  # fmt: skip
+    print(f"{count_parameters(model) / 1e6:.1f}M parameters, {model.dtype} on {model.device}; "
+          f"a pass over one token takes {1e3 * machine['pass_seconds']:.2f} ms")  # fmt: skip
     print("rows n            " + "".join(f"{n:8}" for n in counts))
     print("pass(n) / pass(1) " + "".join(f"{curve[n]:8.2f}" for n in counts))
     print("pass(n) / floor   " + "".join(f"{curve[n] / floor[n]:8.2f}" for n in counts))
 
 
-COLUMNS = {  # title -> cell, of a row's figures
-    "speedup": "{speedup}", "(least-most)": "({least}-{most})", "tokens/s": "{tokens_per_second}",
-    "tokens/pass": "{tokens_per_pass}", "accepted": "{acceptance}",
-    "formula": "{expected_tokens_per_pass}, {expected_speedup}", "differ": "{differing}",
+COLUMNS = {  # heading -> cell, filled in from a row
+    "speedup": "{speedup}", "(min-max)": "({least}-{most})", "tokens/s": "{tokens_per_second}",
+    "tokens/pass": "{tokens_per_pass}", "acceptance": "{acceptance}",
+    "by formula": "{expected_tokens_per_pass}, {expected_speedup}", "differing": "{differing}",
 }  # fmt: skip
 
 
 def show(table: list[dict]) -> None:
-    """The rows, and the reasons."""
-    print(f"{'method':<22}" + "".join(f"{title:>13}" for title in COLUMNS))
+    """Print a table and, below it, the reasons."""
+    print(f"{'method':<22}" + "".join(f"{heading:>13}" for heading in COLUMNS))
     for row in table:
-        said = {name: figure(value) for name, value in row.items()}
-        cells = [cell.format(**said) for cell in COLUMNS.values()]
+        texts = {key: format_value(value) for key, value in row.items()}
+        cells = [cell.format(**texts) for cell in COLUMNS.values()]
         print(f"{row['method']:<22}" + "".join(f"{cell:>13}" for cell in cells))
     for row in table[1:]:
         if row["tokens_per_pass"]:
@@ -447,96 +401,92 @@ def show(table: list[dict]) -> None:
     print(flush=True)
 
 
-def figure(value: object) -> str:
+def format_value(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def draw(file: Path, tables: list[list[dict]], machine: dict) -> None:
-    """One PNG: the speedups, with their spread over prompts, and the cost curve over its floors."""
+    """Plot the speedups, with their range over prompts, and the cost curve with its floor."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    page, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained",
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained",
                                          width_ratios=[2, 1])  # fmt: skip
     methods, width = [row["method"] for row in tables[0][1:]], 0.8 / len(tables)
     for i, (first, *rows) in enumerate(tables):
-        at = [n + (i + 0.5) * width for n in range(len(rows))]
+        x = [n + (i + 0.5) * width for n in range(len(rows))]
         below, above = ([abs(r["speedup"] - r[end]) for r in rows] for end in ("least", "most"))
-        left.bar(at, [r["speedup"] for r in rows], width, yerr=[below, above], ecolor="0.4",
+        left.bar(x, [r["speedup"] for r in rows], width, yerr=[below, above], ecolor="0.4",
                  label=f"{first['kind']}, T = {first['temperature']:g}")  # fmt: skip
     left.axhline(1, color="0.3", linewidth=1)
-    middle = [n + 0.4 for n in range(len(methods))]
-    left.set_xticks(middle, methods, rotation=35, ha="right", fontsize=8)
-    left.set_ylabel("speed over plain decoding")
+    centres = [n + 0.4 for n in range(len(methods))]
+    left.set_xticks(centres, methods, rotation=35, ha="right", fontsize=8)
+    left.set_ylabel("speedup over plain decoding")
     left.legend(fontsize=7)
     counts = range(1, len(machine["curve"]))
     right.plot(counts, machine["curve"][1:], label="measured")
-    right.plot(counts, machine["floor"][1:], "--", color="0.4", label="floor: memory, then sums")
-    right.set(xscale="log", xlabel="rows n of a pass", ylabel="pass(n) / pass(1)", ylim=(0, None))
+    right.plot(counts, machine["floor"][1:], "--", color="0.4", label="floor: memory, then compute")
+    right.set(xscale="log", xlabel="rows n in a pass", ylabel="pass(n) / pass(1)", ylim=(0, None))
     right.set_xticks(machine["rows"], machine["rows"])
     right.legend(fontsize=8)
-    page.savefig(file, dpi=110)
+    figure.savefig(file, dpi=110)
 
 
 # ---- command line --------------------------------------------------------------------------------
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The flags, checked before the weights are read."""
+    """Parse the flags and check them before the weights are read."""
     p = Parser(prog="python -m minispec.bench", description=__doc__)
-    p.add_argument("--model", default=str(WEIGHTS / "target"), help="directory, hub id or .gguf")
-    p.add_argument("--draft", help="a draft model (default: the one beside the model)")
-    p.add_argument("--heads", help="Medusa heads (default: as --draft)")
-    p.add_argument("--mtp", help="FastMTP's head (default: as --draft)")
+    p.add_argument("--model", help="directory, hub id or .gguf (default: the shipped toy)")
+    p.add_argument("--draft", help="a draft model (default: the one next to the model)")
+    p.add_argument("--heads", help="Medusa heads (default: those next to the model)")
+    p.add_argument("--mtp", help="a FastMTP head (default: the one next to the model)")
     p.add_argument("--methods", type=comma_separated,
-                   help="only these, or rows of the table, between commas")  # fmt: skip
+                   help="run only these methods or table rows, comma-separated")  # fmt: skip
     text = p.add_mutually_exclusive_group()
-    text.add_argument("--data", type=Path, help="a file or folder: its held-out text")
-    text.add_argument("--own", type=Path, nargs="+", help="files of distill generate")
+    text.add_argument("--data", type=Path, help="a file or folder; its held-out text is used")
+    text.add_argument("--own", type=Path, nargs="+", help="files written by distill generate")
     text.add_argument("--questions", type=Path, help="Spec-Bench's question.jsonl")
     p.add_argument("--kind", type=comma_separated,
-                   help="with --data: kinds of text, between commas (default: all)")  # fmt: skip
-    p.add_argument("--prompts", type=number(1), default=20, help="at most this many of each kind")
+                   help="with --data: kinds of text, comma-separated (default: all)")  # fmt: skip
+    p.add_argument("--prompts", type=number(1), default=20, help="at most this many per category")
     p.add_argument("--max-new-tokens", type=number(1), default=100)
-    p.add_argument("--temperature", default=[0.0], help="one or several, between commas",
+    p.add_argument("--temperature", default=[0.0], help="one or several, comma-separated",
                    type=lambda text: [number(0, kind=float)(part)
                                       for part in comma_separated(text)])  # fmt: skip
-    p.add_argument("--k", type=number(1), default=4, help="drafts of the draft model")
+    p.add_argument("--k", type=number(1), default=4, help="draft tokens per round, for speculative")
     p.add_argument("--vocabulary-sizes", default=[], metavar="N,N,…",
-                   help="fastmtp also with so many tokens of a language; none: with the model's",
+                   help="run fastmtp also with N tokens per language; none: with all tokens",
                    type=lambda text: [None if part == "none" else number(1)(part)
                                       for part in comma_separated(text)])  # fmt: skip
     p.add_argument("--dtype", default="auto")
     p.add_argument("--device", default="auto")
-    p.add_argument("--quantize", choices=["int8"], help="int8 weights, of target and draft")
-    p.add_argument("--compile", action="store_true", help="passes as compiled graphs")
-    p.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    p.add_argument("--picture", type=Path, metavar="FILE.png", help="speedups and cost curve")
-    p.add_argument("--against", choices=["transformers"], help="its own generate, in each way")
-    p.add_argument("--shape", choices=list(SHAPES), help="random weights of a real model's sizes")
-    p.add_argument("--acceptance", type=number(0, 1, float), help="with --shape: of its drafts")
+    p.add_argument("--quantize", choices=["int8"], help="int8 weights for target and draft")
+    p.add_argument("--compile", action="store_true", help="run passes as compiled graphs")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    p.add_argument("--picture", type=Path, metavar="FILE.png", help="plot speedups and cost curve")
+    p.add_argument("--shape", choices=list(MODEL_SHAPES), help="random weights in this shape")
+    p.add_argument("--acceptance", type=number(0, 1, float),
+                   help="with --shape: the draft's accuracy (default: 0.8)")  # fmt: skip
     args = p.parse_args(argv)
-    own = ("model", "draft", "heads", "mtp", "methods", "data", "kind", "own", "questions",
-           "against", "temperature", "k", "prompts", "vocabulary_sizes")  # fmt: skip
-    given = [flag for flag in own if getattr(args, flag) != p.get_default(flag)]
-    given = ", ".join(f"--{flag.replace('_', '-')}" for flag in given)
+    only_real = ("model", "draft", "heads", "mtp", "methods", "data", "kind", "own", "questions",
+                 "temperature", "k", "prompts", "vocabulary_sizes")  # fmt: skip
+    unused = [name for name in only_real if getattr(args, name) != p.get_default(name)]
+    unused = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
     for wrong, message in (
-        (args.shape and given, f"--shape has its own weights, prompt and drafts: omit {given}"),
-        (args.acceptance is not None and not args.shape, "--acceptance is for --shape: omit it"),
+        (args.shape and unused, f"--shape has its own weights, prompt and draft; omit {unused}"),
+        (args.acceptance is not None and not args.shape, "--acceptance requires --shape"),
         (args.vocabulary_sizes and "fastmtp" not in " ".join(args.methods or ["fastmtp"]),
-         "--vocabulary-sizes is for fastmtp: name it in --methods, or omit it"),
-        (args.kind and not args.data, "--kind is of the text of --data: give that as well"),
-        (args.against and (args.quantize or any(args.temperature)),
-         "--against transformers is greedy and unquantised: no --temperature, no --quantize"),
+         "--vocabulary-sizes applies to fastmtp; add it to --methods or omit the flag"),
+        (args.kind and not args.data, "--kind requires --data"),
     ):  # fmt: skip
         if wrong:
             raise UserError(message)
-    if args.against:
-        check_package("transformers", "--against")
     if args.picture:
         check_package("matplotlib", "--picture")
         check_writable(args.picture, "--picture")
@@ -551,31 +501,31 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace, out: TextIO | None) -> None:
-    """Measure and compare; tables are printed as they come, the JSON object goes to `out`."""
+    """Measure and compare. Tables are printed as they are ready; JSON is written to `out`."""
     if args.shape:
-        model, tokenizer = random_weights(SHAPES[args.shape], args.dtype, args.device), None
-        kinds, methods = {args.shape: [list(range(100, 116))]}, {}
+        model, tokenizer = random_weights(MODEL_SHAPES[args.shape], args.dtype, args.device), None
+        categories, methods = {args.shape: [list(range(100, 116))]}, {}
     else:
+        args.model = default_model() if args.model is None else args.model
         model, tokenizer = load(args.model, args.dtype, args.device)
-        needed(tokenizer, model.source)
-        kinds = prompts_of(args, model, tokenizer)
+        require_tokenizer(tokenizer, model.source)
+        categories = prompts_of(args, model, tokenizer)
         methods = methods_of(args, model, tokenizer)
-        if unlisted := unlisted_end(model, tokenizer):
+        if unlisted := unlisted_eos_warning(model, tokenizer):
             note(unlisted)
-    draft = next((each["draft"] for each in methods.values() if "draft" in each), None)
-    for each in filter(None, (model, draft)):
-        quicken(each, int8=args.quantize == "int8", compiled=args.compile)
+    draft = next((options["draft"] for options in methods.values() if "draft" in options), None)
+    for network in filter(None, (model, draft)):
+        optimize(network, int8=args.quantize == "int8", compiled=args.compile)
     if args.shape:
-        methods = recited(args, model, *kinds[args.shape])
-    others = transformers_decoders(model, draft, args.max_new_tokens) if args.against else {}
-    machine, tables = measured(model, draft), []
+        methods = oracle_methods(args, model, *categories[args.shape])
+    machine, tables = measure_machine(model, draft), []
     if not args.json:
         show_machine(machine, model)
-    for (kind, prompts), t in product(kinds.items(), args.temperature):
-        runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, t, others)
-        tables.append(table_of(kind, t, runs, machine, methods))
+    for (category, prompts), t in product(categories.items(), args.temperature):
+        runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, t)
+        tables.append(table_of(category, t, runs, machine, methods))
         if not args.json:
-            print(f"\n{kind}, {len(prompts)} prompts, temperature {t:g}")
+            print(f"\n{category}, {len(prompts)} prompts, temperature {t:g}")
             show(tables[-1])
     if args.picture:
         draw(args.picture, tables, machine)

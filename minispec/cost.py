@@ -1,11 +1,10 @@
-"""What a pass over n tokens costs on this machine: `--k auto` and `--tree auto` choose by it."""
+"""Measure what a pass over n tokens costs on this machine, for `--k auto` and `--tree auto`."""
 
 import math
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -16,36 +15,36 @@ from minispec.methods.vocabulary import FullVocabulary, Vocabulary
 from minispec.model import Transformer
 
 T = TypeVar("T")
-COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows at which the curve is measured
-MOMENT = 0.02  # seconds of a function's turn, at least
+ROW_COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows per pass at which the curve is measured
+TURN_SECONDS = 0.02  # minimum length of a function's turn
 
 
-def least_in_turn(
-    functions: list[Callable[[], object]], turns: int = 3, moment: float | None = None
+def interleaved_min_times(
+    functions: list[Callable[[], object]], turns: int = 3, turn_seconds: float | None = None
 ) -> list[float]:
-    """The shortest time of one call of each function, in seconds; each must end on the host. The
-    functions take turns, so that a noisy moment spoils one turn of each. A turn repeats its
-    function for at least `moment` (default: MOMENT) seconds, as decoding repeats the same pass:
-    right after another function, with cold caches, a call takes longer."""
-    moment = MOMENT if moment is None else moment
+    """The shortest time of one call of each function, in seconds. Each must end with its result on
+    the host. The functions take turns, so that a burst of noise spoils only one turn of each. A
+    turn repeats its function for at least `turn_seconds` (default: TURN_SECONDS), as decoding
+    repeats the same pass: the first call after another function is slower, with cold caches."""
+    turn_seconds = TURN_SECONDS if turn_seconds is None else turn_seconds
     times = [math.inf] * len(functions)
     for _ in range(turns):
-        times = [min(least, *of_a_turn(each, moment)) for least, each in zip(times, functions)]
+        times = [min(t, *call_times(f, turn_seconds)) for t, f in zip(times, functions)]
     return times
 
 
-def of_a_turn(function: Callable[[], object], moment: float) -> list[float]:
-    """Seconds of each of its calls, for at least `moment` seconds."""
+def call_times(function: Callable[[], object], turn_seconds: float) -> list[float]:
+    """Call the function for at least `turn_seconds`. Returns how many seconds each call took."""
     ends = [time.perf_counter()]
-    while len(ends) < 2 or ends[-1] - ends[0] < moment:
+    while len(ends) < 2 or ends[-1] - ends[0] < turn_seconds:
         function()
         ends.append(time.perf_counter())
     return [end - start for start, end in pairwise(ends)]
 
 
 def one_pass(model: Transformer, n: int, cache: KVCache | None = None) -> Callable[[], object]:
-    """A pass over `n` tokens, to be timed, over an empty cache: so the cost of attending to earlier
-    text is not included."""
+    """Return a function to be timed, which runs a pass over `n` tokens. The cache is empty, so the
+    cost of attending to earlier text is not included."""
     cache, tokens = cache or model.new_cache(2 * max(n, 64)), [0] * n
 
     @torch.inference_mode()
@@ -55,39 +54,35 @@ def one_pass(model: Transformer, n: int, cache: KVCache | None = None) -> Callab
     return run
 
 
-def in_passes(function: Callable[[], object], model: Transformer) -> float:
-    """What a call costs, in passes of the model over one token; both are timed in turn."""
-    own, whole = least_in_turn([function, one_pass(model, 1)])
-    return own / whole
+def cost_in_passes(function: Callable[[], object], model: Transformer) -> float:
+    """The cost of a call, in passes of the model over one token, timed in alternation."""
+    call_seconds, pass_seconds = interleaved_min_times([function, one_pass(model, 1)])
+    return call_seconds / pass_seconds
 
 
-known: WeakKeyDictionary = WeakKeyDictionary()  # model -> (module -> what was measured of it)
-
-
-def once(
-    model: Transformer, what: object, measure: Callable[[], T], vocabulary: Vocabulary | None = None
+def memoised(
+    model: Transformer, key: object, measure: Callable[[], T], vocabulary: Vocabulary | None = None
 ) -> T:
-    """`measure()` of what is beside the model, remembered as long as both live, and until it drafts
-    from another vocabulary."""
-    place = known.setdefault(model, WeakKeyDictionary())
+    """Return `measure()`, the cost of the module `key`. It is kept in the model's memo and measured
+    again only after the passes, the device, the dtype or the vocabulary have changed."""
     passes = type(model.lm_head), vars(model.model).get("forward")
     state = model.device, model.dtype, *passes, vocabulary
-    if what not in place or place[what][0] != state:
-        place[what] = state, measure()
-    return place[what][1]
+    if key not in model.memo or model.memo[key][0] != state:
+        model.memo[key] = state, measure()
+    return model.memo[key][1]
 
 
 def cost_curve(model: Transformer) -> list[float]:
-    """curve[n] = pass(n) / pass(1) for n from 1 to 64, or to the largest power of two in the
-    context; measured once a model, at powers of two, in turn, and linear between them. It never
-    falls, as more rows cannot cost less."""
-    return once(model, model, lambda: measured_curve(model))
+    """curve[n] = pass(n) / pass(1) for n from 1 to 64, or to the largest power of two within the
+    context. Measured once per model, interleaved, at powers of two, and linear between them. The
+    curve never falls, since more rows cannot cost less."""
+    return memoised(model, model, lambda: measure_curve(model))
 
 
-def measured_curve(model: Transformer) -> list[float]:
-    """`cost_curve`, measured now."""
-    counts = [n for n in COUNTS if n <= model.config.context]
-    seconds = least_in_turn([one_pass(model, n) for n in counts])
+def measure_curve(model: Transformer) -> list[float]:
+    """Measure `cost_curve`."""
+    counts = [n for n in ROW_COUNTS if n <= model.config.context]
+    seconds = interleaved_min_times([one_pass(model, n) for n in counts])
     curve = [0.0, 1.0]
     for (m, a), (n, b) in pairwise(zip(counts, seconds)):
         for i in range(m + 1, n + 1):
@@ -95,40 +90,40 @@ def measured_curve(model: Transformer) -> list[float]:
     return curve
 
 
-# ---- what a draft costs, in passes of the target over one token ----------------------------------
+# ---- the cost of drafts, in passes of the target over one token ----------------------------------
 
 
 def draft_cost(model: Transformer, draft: Transformer) -> float:
-    """One token of a draft model."""
-    if draft is model:  # `once` knows its curve
+    """The cost of one token of a draft model."""
+    if draft is model:  # the memo uses this key for the cost curve
         return 1.0
-    return once(model, draft, lambda: in_passes(one_pass(draft, 1), model))
+    return memoised(model, draft, lambda: cost_in_passes(one_pass(draft, 1), model))
 
 
 def head_cost(model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None) -> float:
-    """One token of a FastMTP head, over all languages of its vocabulary (None: the full one)."""
+    """The cost of one token of a FastMTP head, over all languages of `vocabulary` (None: full)."""
     drafter = Drafter(head, model, 8, offset=0)
     hidden = model.model.norm.weight.new_zeros(1, model.config.hidden_size)
-    words = (vocabulary or FullVocabulary(model)).pick([])
+    draft_head = (vocabulary or FullVocabulary(model)).select([])
 
     @torch.inference_mode()
     def one_draft() -> list:
-        return words.logits(drafter.run(hidden, [0])).argmax(-1).tolist()
+        return draft_head.logits(drafter.run(hidden, [0])).argmax(-1).tolist()
 
-    return once(model, head, lambda: in_passes(one_draft, model), vocabulary)
+    return memoised(model, head, lambda: cost_in_passes(one_draft, model), vocabulary)
 
 
 def heads_cost(
     model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None = None
 ) -> float:
-    """A round's work of Medusa heads, timed right after a target pass, as in decoding; `vocabulary`
-    as for `head_cost`."""
-    words = (vocabulary or FullVocabulary(model)).pick([])
-    hidden, before = model.model.norm.weight, one_pass(model, 1)
+    """The cost of Medusa heads in one round, timed right after a target pass as in decoding.
+    `vocabulary` is as for `head_cost`."""
+    draft_head = (vocabulary or FullVocabulary(model)).select([])
+    hidden, target_pass = model.model.norm.weight, one_pass(model, 1)
 
     @torch.inference_mode()
     def both() -> list:
-        before()
-        return best_candidates(heads, words, hidden, RANKS)
+        target_pass()
+        return best_candidates(heads, draft_head, hidden, RANKS)
 
-    return once(model, heads, lambda: max(0.0, in_passes(both, model) - 1), vocabulary)
+    return memoised(model, heads, lambda: max(0.0, cost_in_passes(both, model) - 1), vocabulary)

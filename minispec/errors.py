@@ -1,4 +1,4 @@
-"""What a user can get wrong: one line that says what and how to mend it, exit code 2."""
+"""User errors: one line saying what is wrong and how to fix it; exit code 2."""
 
 import argparse
 import atexit
@@ -19,18 +19,18 @@ from typing import NoReturn, TextIO
 
 from tqdm import tqdm
 
-# How a user's text is read: UTF-8, without a byte-order mark, every line end as \n. Other bytes
-# become lone surrogates, which a tokenizer refuses.
-AS_TEXT = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": None}
+# How a user's text is read: as UTF-8, without a byte-order mark, with every line end as \n. Invalid
+# bytes become lone surrogates, which the tokenizer rejects.
+TEXT_ENCODING = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": None}
 
 
 class UserError(ValueError):
-    """Wrong input; its message is all the user needs to see."""
+    """Invalid input. The message is all that the user needs to see."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line's parser. Wrong arguments raise UserError. The description is a module's
-    docstring, of which -h shows the first paragraph (python -OO leaves no docstring)."""
+    """An argument parser that raises UserError. `description` is a module's docstring, of which -h
+    shows the first paragraph; it is None under python -OO."""
 
     def __init__(self, *args, description: str | None = None, **options):
         super().__init__(*args, description=(description or "").split("\n\n")[0], **options)
@@ -39,23 +39,23 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} ({self.prog} -h shows the flags)")
 
 
-def number(least: float, most: float = 2**63 - 1, kind: Callable = int) -> Callable[[str], float]:
-    """The `type=` of a flag that takes a number of this kind, from `least` to `most`."""
+def number(low: float, high: float = 2**63 - 1, kind: Callable = int) -> Callable[[str], float]:
+    """Return an argparse `type=` for numbers of this kind from `low` to `high`."""
 
     def parse(text: str) -> float:
         with contextlib.suppress(ValueError):
-            if least <= (value := kind(text)) <= most and math.isfinite(value):
+            if low <= (value := kind(text)) <= high and math.isfinite(value):
                 return value
-        short = most == 2**63 - 1 and len(text) < 19
-        end = f"at least {least}" if short else f"from {least} to {most}"
-        whole = "whole number" if kind is int else "number"
-        raise argparse.ArgumentTypeError(f"{text[:40]} must be a {whole}, {end}")
+        hide_high = high == 2**63 - 1 and len(text) < 19
+        bounds = f"at least {low}" if hide_high else f"from {low} to {high}"
+        noun = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{text[:40]} must be a {noun}, {bounds}")
 
     return parse
 
 
 def comma_separated(text: str) -> list[str]:
-    """The `type=` of a flag that takes a list; a comma inside parentheses is part of a name."""
+    """An argparse `type=` for lists of names; a comma inside parentheses is part of a name."""
     parts = re.split(r",(?![^(]*\))", text)
     if not all(map(str.strip, parts)):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} has an empty name before or after a comma")
@@ -63,21 +63,21 @@ def comma_separated(text: str) -> list[str]:
 
 
 def command(main: Callable) -> Callable:
-    """A command line's `main`: a UserError ends it with one line and code 2, Ctrl-C with 130."""
+    """Decorate a command's `main`: a UserError exits with one line and code 2, Ctrl-C with 130."""
 
     @functools.wraps(main)
     def wrapped(argv: list[str] | None = None) -> None:
         prepare_streams()
         try:
-            if signal.getsignal(signal.SIGINT) is interrupted:
+            if signal.getsignal(signal.SIGINT) is exit_on_sigint:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             main(argv)
         except KeyboardInterrupt:
             sys.exit(130)
-        except BrokenPipeError:  # the reader of our output has gone: nothing is left to say
+        except BrokenPipeError:  # nobody reads our output any more, so there is nothing to report
             drop_unwritable_output()
         except (UserError, OSError, MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not out_of_memory(error):  # a bug of ours
+            if isinstance(error, RuntimeError) and not out_of_memory(error):  # a bug in our code
                 raise
             note(" ".join(str(error).split()) or "not enough memory")
             drop_unwritable_output()
@@ -87,65 +87,65 @@ def command(main: Callable) -> Callable:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocation failed, on a CPU or on a GPU. An illegal access to memory is a bug."""
+    """Whether an allocation failed, on the CPU or a GPU. (An illegal memory access is a bug.)"""
     return re.search("tried to allocate|out of memory", str(error), re.IGNORECASE) is not None
 
 
 def note(text: str) -> None:
-    """Print one line to standard error, between progress bars if there are any."""
+    """Print one line to standard error without disturbing progress bars."""
     tqdm.write(f"minispec: {printable(text)}", file=sys.stderr)
 
 
 def printable(text: str) -> str:
-    """The text with every character that could drive a terminal (control characters, changes of
-    direction, lone surrogates) replaced by its escape, such as \\x1b."""
+    """Replace every character that could control a terminal (control characters, direction changes,
+    lone surrogates) by its escape sequence, such as \\x1b."""
     return "".join(
         c if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
         else c.encode("unicode_escape").decode() for c in text
     )  # fmt: skip
 
 
-def interrupted(*_) -> None:
-    """What Ctrl-C does while a command line's modules are imported (`minispec/__init__.py`)."""
+def exit_on_sigint(*_) -> None:
+    """Handle Ctrl-C while a command's modules are being imported (see `minispec/__init__.py`)."""
     os._exit(130)
 
 
 def prepare_streams() -> None:
-    """Speak UTF-8, whatever the system's encoding."""
-    for stream, how in (sys.stdin, AS_TEXT), (sys.stdout, {"encoding": "utf-8"}):
-        with contextlib.suppress(ValueError):  # closed, or read from already
+    """Read and write UTF-8, whatever the system's encoding."""
+    for stream, encoding in (sys.stdin, TEXT_ENCODING), (sys.stdout, {"encoding": "utf-8"}):
+        with contextlib.suppress(ValueError):  # closed, or already read from
             if hasattr(stream, "reconfigure"):
-                stream.reconfigure(**how)
+                stream.reconfigure(**encoding)
     if sys.stderr is None:  # closed: `print` would write to standard output instead
         sys.stderr = open(os.devnull, "w")
 
 
 @contextlib.contextmanager
 def stdout_reserved() -> Iterator[TextIO]:
-    """Yield a stream for the answer, the only thing that reaches standard output. Meanwhile, and as
-    Python exits, what other code prints (child processes and C too) goes to standard error."""
+    """Yield a stream for the result, and let nothing else reach standard output. Meanwhile, and as
+    Python exits, whatever other code prints (even child processes and C) goes to standard error."""
     stdout = sys.stdout
     with contextlib.ExitStack() as stack:
-        if stdout is None:  # closed: file descriptor 1 may be any other file by now
+        if stdout is None:  # closed: file descriptor 1 may belong to another file by now
             yield stack.enter_context(open(os.devnull, "w"))
             return
         stdout.flush()
-        answer = stdout
-        if descriptor(stdout) == 1:  # else it was replaced, as pytest does
-            how = {"encoding": stdout.encoding, "errors": stdout.errors}
-            answer = stack.enter_context(open(os.dup(1), "w", **how))
-        stack.callback(atexit.register, divert_stdout)  # for what C has buffered, and handlers
-        kept = os.dup(1)
-        stack.callback(os.close, kept)
-        stack.callback(os.dup2, kept, 1)
+        result = stdout
+        if descriptor(stdout) == 1:  # otherwise something has replaced it, as pytest does
+            encoding = {"encoding": stdout.encoding, "errors": stdout.errors}
+            result = stack.enter_context(open(os.dup(1), "w", **encoding))
+        stack.callback(atexit.register, divert_stdout)  # for exit handlers and C's buffers
+        saved = os.dup(1)
+        stack.callback(os.close, saved)
+        stack.callback(os.dup2, saved, 1)
         divert_stdout()
-        stack.callback(stdout.flush)  # code may have kept a reference to it
+        stack.callback(stdout.flush)  # other code may hold a reference to it
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        yield answer
+        yield result
 
 
 def divert_stdout() -> None:
-    """Point file descriptor 1 to standard error."""
+    """Redirect file descriptor 1 to standard error."""
     drop_unwritable_output()
     stderr = descriptor(sys.stderr)
     with contextlib.suppress(OSError):  # closed
@@ -161,18 +161,18 @@ def descriptor(stream: TextIO) -> int | None:
 
 
 def drop_unwritable_output() -> None:
-    """Standard output goes nowhere from now on, if it cannot be written: Python would complain of
-    what is left in it at its end."""
+    """If standard output cannot be written, discard it from now on. Otherwise Python would complain
+    at exit about what is left in its buffer."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError:
-        with contextlib.suppress(OSError):  # no file
+        with contextlib.suppress(OSError):  # not a file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read_json(path: Path, kind: type = dict) -> dict | list:
-    """The JSON object, or list, that a file holds."""
+    """Read a JSON object (or list, if that is the `kind`) from a file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -183,29 +183,29 @@ def read_json(path: Path, kind: type = dict) -> dict | list:
 
 
 def optional_json(path: Path) -> dict:
-    """The JSON object that a file holds, an empty one where there is no file."""
+    """Read a JSON object from a file. Returns an empty one if the file does not exist."""
     return read_json(path) if path.exists() else {}
 
 
 def check_package(name: str, flag: str) -> None:
-    """Refuse a flag that needs a package that is not installed."""
+    """Raise UserError if a flag needs a package that is not installed."""
     if find_spec(name) is None:
         raise UserError(f"{flag} needs {name}: pip install {name}")
 
 
 def check_writable(file: str | Path, flag: str) -> None:
-    """Make the folder of a flag's file, and refuse a file that could not be written, before any
-    long work. Another process may be making the same file, so the trial file has a name of its own.
-    """
+    """Before any long work, create the folder of a flag's file and raise UserError if the file
+    cannot be written. A temporary file is used if it does not exist yet, because another process
+    may be creating it."""
     file = Path(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        place = file.resolve()  # where a link points, if anything is there or not
-        if not place.exists():
-            tempfile.TemporaryFile(dir=place.parent).close()
-        elif place.is_file() or place.is_char_device():
-            place.open("a").close()
-        else:  # a folder; or a pipe, which would wait for a reader
+        target = file.resolve()  # follows links, even to a file that does not exist
+        if not target.exists():
+            tempfile.TemporaryFile(dir=target.parent).close()
+        elif target.is_file() or target.is_char_device():
+            target.open("a").close()
+        else:  # a folder, or a pipe, which would block until someone reads it
             raise OSError(0, "not a file")
     except OSError as error:
         raise UserError(f"{flag} {file}: cannot be written ({error.strerror})") from None

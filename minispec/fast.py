@@ -1,7 +1,7 @@
-"""The seam: all that makes passes faster or smaller, done to a plain model after loading.
+"""Everything that makes a model faster or smaller, applied to the plain model after loading.
 
-The model knows nothing of this, and nothing is ever undone: to get the plain model back, load it
-again.
+The model itself knows nothing about this, and nothing is ever undone: to get the plain model back,
+load it again.
 """
 
 import contextlib
@@ -18,19 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minispec.cost import least_in_turn
+from minispec.checkpoints import places
+from minispec.cost import interleaved_min_times
 from minispec.errors import UserError, check_package
-from minispec.model import Body, Pass, Transformer
+from minispec.model import Backbone, ForwardContext, Transformer
 
-FEW = 2, 4, 8, 16  # numbers of rows at which the two products of WideLinear are timed
-FEW_BYTES = 2**26  # of weights for this: more than most caches hold
-GRAPH_ROWS = 1, 2, 4, 8, 16, 32, 64  # of graphs on a GPU; the last is the most of any graph
+TIMED_ROWS = 2, 4, 8, 16  # row counts at which the two products of SmallBatchLinear are timed
+TIMED_BYTES = 2**26  # of weights read per timing: more than most CPU caches hold
+GRAPH_ROWS = 1, 2, 4, 8, 16, 32, 64  # row counts of GPU graphs; no graph takes more than the last
 
 
-def quicken(model: Transformer, int8: bool = False, compiled: bool = False) -> None:
-    """What `generate` and `bench` do after loading: int8 weights or compiled passes if asked for,
-    and on a float32 CPU the faster product for few rows, which is measured first. Raises UserError
-    if compiling is impossible."""
+def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> None:
+    """Optimise a loaded model in place, as `generate` and `bench` do: int8 weights and compiled
+    passes if requested and, for float32 on a CPU, the faster product for small batches, which is
+    measured first. Raises UserError if compilation is impossible."""
     if int8:
         swap(model, Int8Linear)
     if compiled:
@@ -40,8 +41,8 @@ def quicken(model: Transformer, int8: bool = False, compiled: bool = False) -> N
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 layers.setdefault(module.weight.shape, []).append(module)
-        wide = {shape: wide_rows(each) for shape, each in layers.items()}
-        swap(model, lambda linear: WideLinear(linear, wide[linear.weight.shape]))
+        row_counts = {shape: faster_row_counts(group) for shape, group in layers.items()}
+        swap(model, lambda linear: SmallBatchLinear(linear, row_counts[linear.weight.shape]))
 
 
 # ---- linear layers -------------------------------------------------------------------------------
@@ -56,18 +57,19 @@ def swap(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
             swap(child, make)
 
 
-class WideLinear(nn.Module):
-    """A linear layer that computes the product for some numbers of rows as weight @ rowsᵀ. Compared
-    with rows @ weightᵀ this takes half as long for four rows on some CPUs, and twice as long on
-    others."""
+class SmallBatchLinear(nn.Module):
+    """A linear layer that for some row counts computes weight @ rowsᵀ instead of rows @ weightᵀ.
+    For four rows this takes half as long on some CPUs and twice as long on others."""
 
-    def __init__(self, linear: nn.Linear, wide: Collection[int] = range(2, FEW[-1] + 1)):
+    def __init__(
+        self, linear: nn.Linear, row_counts: Collection[int] = range(2, TIMED_ROWS[-1] + 1)
+    ):
         super().__init__()
-        self.weight, self.bias, self.wide = linear.weight, linear.bias, wide
+        self.weight, self.bias, self.row_counts = linear.weight, linear.bias, row_counts
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])  # (n, in)
-        if len(rows) not in self.wide:
+        if len(rows) not in self.row_counts:
             return F.linear(x, self.weight, self.bias)
         y = (self.weight @ rows.T).T  # (n, out)
         y = y if self.bias is None else y + self.bias
@@ -75,45 +77,45 @@ class WideLinear(nn.Module):
 
 
 @torch.inference_mode()
-def wide_rows(layers: list[nn.Linear]) -> list[int]:
-    """The numbers of rows for which weight @ rowsᵀ is clearly faster than rows @ weightᵀ on this
-    machine, for layers of one shape. Each product is timed over many layers, one after another, so
-    that weights come from memory as they do in a pass."""
-    layers = layers[: 1 + FEW_BYTES // layers[0].weight.nbytes]
-    chosen, last = [], 1
-    for n in FEW:
+def faster_row_counts(layers: list[nn.Linear]) -> list[int]:
+    """The row counts for which weight @ rowsᵀ is clearly faster than rows @ weightᵀ on this
+    machine. The `layers` have one shape. Each product is timed over many of them in sequence, so
+    that the weights come from memory as they do in a pass."""
+    layers = layers[: 1 + TIMED_BYTES // layers[0].weight.nbytes]
+    faster, previous = [], 1
+    for n in TIMED_ROWS:
         x = torch.ones(n, layers[0].in_features, dtype=layers[0].weight.dtype)
 
-        def tall() -> None:
+        def rows_first() -> None:
             for layer in layers:
                 F.linear(x, layer.weight)
 
-        def wide() -> None:
+        def weight_first() -> None:
             for layer in layers:
                 layer.weight @ x.T
 
-        tall_seconds, wide_seconds = least_in_turn([tall, wide], moment=0)
-        if wide_seconds < 0.9 * tall_seconds:
-            chosen += range(last + 1, n + 1)
-        last = n
-    return chosen
+        usual, swapped = interleaved_min_times([rows_first, weight_first], turn_seconds=0)
+        if swapped < 0.9 * usual:
+            faster += range(previous + 1, n + 1)
+        previous = n
+    return faster
 
 
 class Int8Linear(nn.Module):
-    """Weights rounded to 8 bits, with a scale per output: a quarter of float32's memory."""
+    """Weights rounded to 8 bits, with one scale per output: a quarter of the memory of float32."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         weight = linear.weight.detach()
-        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        scale = wide.abs().amax(1).clamp(min=1e-12) / 127  # (out,)
-        self.register_buffer("rounded", (wide / scale[:, None]).round().to(torch.int8))
+        precise = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        scale = precise.abs().amax(1).clamp(min=1e-12) / 127  # (out,)
+        self.register_buffer("rounded", (precise / scale[:, None]).round().to(torch.int8))
         self.register_buffer("scale", scale.to(weight.dtype))
         self.bias = linear.bias
 
     @property
     def weight(self) -> Tensor:
-        """The weights that the rounded ones stand for."""
+        """The dequantised weights."""
         return self.rounded * self.scale[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,138 +126,140 @@ class Int8Linear(nn.Module):
 # ---- passes as graphs ----------------------------------------------------------------------------
 
 
-class Function(nn.Module):
-    """A model's body as a function of tensors alone, which torch can compile: keys and values are
-    the layers' (1, span, heads, head_dim), which it writes."""
+class FunctionalBackbone(nn.Module):
+    """A backbone as a function of nothing but tensors, so that torch can compile it. It writes to
+    `keys` and `values`, one (1, span, heads, head_dim) per layer."""
 
-    def __init__(self, body: Body):
+    def __init__(self, backbone: Backbone):
         super().__init__()
-        self.body = body
+        self.backbone = backbone
 
     def forward(
-        self, tokens: Tensor, cos: Tensor, sin: Tensor, visible: Tensor, slots: Tensor,
+        self, tokens: Tensor, cos: Tensor, sin: Tensor, attn_mask: Tensor, slots: Tensor,
         keys: list[Tensor], values: list[Tensor],
     ) -> Tensor:  # fmt: skip
-        return Body.forward(self.body, tokens, Pass(cos, sin, visible, Rows(keys, values), slots))
+        ctx = ForwardContext(cos, sin, attn_mask, CacheView(keys, values), slots)
+        return Backbone.forward(self.backbone, tokens, ctx)
 
 
-class Rows:
-    """The part of a cache that a graph sees."""
+class CacheView:
+    """The part of a cache that a graph uses."""
 
     def __init__(self, keys: list[Tensor], values: list[Tensor]):
         self.keys, self.values = keys, values
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As KVCache.write, for one sequence."""
+        """Like KVCache.write, for one sequence."""
         self.keys[layer][:, slots[0]] = k
         self.values[layer][:, slots[0]] = v
         return self.keys[layer], self.values[layer]
 
 
 def compile_passes(model: Transformer) -> None:
-    """Run the model's passes over 1 to 64 rows of one sequence as graphs from now on; all other
+    """From now on run passes over 1 to 64 rows of one sequence as compiled graphs. All other
     passes, and those near the end of a cache, run as before."""
-    kind, plain = model.device.type, model.model.forward
-    if kind == "cuda":
+    device, uncompiled = model.device.type, model.model.forward
+    if device == "cuda":
         check_compiler("cuda")
-        # a graph for each model, number of rows and length of a cache
+        # one graph per model, row count and cache capacity
         torch.compiler.config.recompile_limit = 64
-        graph = torch.compile(Function(model.model), mode="reduce-overhead", dynamic=False)
-        run = partial(over_whole_cache, graph)
-    elif kind == "cpu":
-        run = partial(over_committed_rows, kept_graph(model))
+        backbone = FunctionalBackbone(model.model)
+        graph = torch.compile(backbone, mode="reduce-overhead", dynamic=False)
+        run = partial(run_on_whole_cache, graph)
+    elif device == "cpu":
+        run = partial(run_on_committed_rows, cached_graph(model))
     else:
-        raise UserError(f"--compile works on cpu and cuda, not on {kind}")
+        raise UserError(f"--compile works on cpu and cuda, not on {device}")
 
-    def forward(tokens: Tensor, now: Pass) -> Tensor:
-        n, cache = tokens.shape[1], now.cache
-        if cache is None or len(cache.lengths) > 1 or n > GRAPH_ROWS[-1] or 2 * n > cache.room:
-            return plain(tokens, now)
-        return run(tokens, now)
+    def forward(tokens: Tensor, ctx: ForwardContext) -> Tensor:
+        n, cache = tokens.shape[1], ctx.cache
+        if cache is None or len(cache.lengths) > 1 or n > GRAPH_ROWS[-1] or 2 * n > cache.free_rows:
+            return uncompiled(tokens, ctx)
+        return run(tokens, ctx)
 
     model.model.forward = forward
 
 
 def check_compiler(device: str) -> None:
-    """Refuse --compile where there is nothing to compile with for such a device."""
-    kind, known = "C++", (os.environ.get("CXX", "g++"), "clang++", "c++", "cl")
-    if device == "cuda":  # torch writes Triton's code, and Triton a little C
+    """Raise UserError if no compiler is installed that torch could use for this device."""
+    language, compilers = "C++", (os.environ.get("CXX", "g++"), "clang++", "c++", "cl")
+    if device == "cuda":  # torch generates Triton code, and Triton a little C
         check_package("triton", "--compile")
-        kind, known = "C", (os.environ.get("CC", "gcc"), "clang", "cc", "cl")
-    if not any(map(shutil.which, known)):
+        language, compilers = "C", (os.environ.get("CC", "gcc"), "clang", "cc", "cl")
+    if not any(map(shutil.which, compilers)):
         raise UserError(
-            f"--compile needs a {kind} compiler such as {known[0]}: go on without, or install one"
+            f"--compile needs a {language} compiler such as {compilers[0]}: install one, or run "
+            "without --compile"
         )
 
 
-def over_committed_rows(graph: Callable, tokens: Tensor, now: Pass) -> Tensor:
-    """A pass of a graph for any number of rows: it sees the cache as far as the pass does."""
-    span = now.visible.shape[-1]
-    keys, values = ([each[:, :span] for each in kept] for kept in (now.cache.k, now.cache.v))
-    return graph(tokens, now.cos, now.sin, now.visible, now.slots, keys, values)
+def run_on_committed_rows(graph: Callable, tokens: Tensor, ctx: ForwardContext) -> Tensor:
+    """Run a graph that takes any number of rows, over those cache rows that the pass needs."""
+    span = ctx.attn_mask.shape[-1]
+    keys, values = ([layer[:, :span] for layer in kv] for kv in (ctx.cache.k, ctx.cache.v))
+    return graph(tokens, ctx.cos, ctx.sin, ctx.attn_mask, ctx.slots, keys, values)
 
 
-def over_whole_cache(graph: Callable, tokens: Tensor, now: Pass) -> Tensor:
-    """A pass of a graph that is made for each of GRAPH_ROWS and sees all of the cache: rows are
-    filled up with the pass's last one, as scratch that is never committed."""
-    n, cache, span = tokens.shape[1], now.cache, now.visible.shape[-1]
+def run_on_whole_cache(graph: Callable, tokens: Tensor, ctx: ForwardContext) -> Tensor:
+    """Run a graph that is compiled for each of GRAPH_ROWS and reads the whole cache. The pass is
+    padded by repeating its last row; the padding is scratch that is never committed."""
+    n, cache, span = tokens.shape[1], ctx.cache, ctx.attn_mask.shape[-1]
     count = next(count for count in GRAPH_ROWS if count >= n)
     rows = torch.arange(count, device=tokens.device).clamp(max=n - 1)
-    slots = cache.row[None, cache.length : cache.length + count]
-    visible = F.pad(now.visible, (0, cache.capacity - span), value=-torch.inf)[:, :, rows]
-    for each in (*cache.k, *cache.v):  # written in place: their addresses belong to the graph
-        torch._dynamo.mark_static_address(each)
-    cos, sin = now.cos[:, rows], now.sin[:, rows]
-    return graph(tokens[:, rows], cos, sin, visible, slots, cache.k, cache.v)[:, :n].clone()
+    slots = cache.row_ids[None, cache.length : cache.length + count]
+    attn_mask = F.pad(ctx.attn_mask, (0, cache.capacity - span), value=-torch.inf)[:, :, rows]
+    for layer in (*cache.k, *cache.v):  # written in place: their addresses are part of the graph
+        torch._dynamo.mark_static_address(layer)
+    cos, sin = ctx.cos[:, rows], ctx.sin[:, rows]
+    return graph(tokens[:, rows], cos, sin, attn_mask, slots, cache.k, cache.v)[:, :n].clone()
 
 
-def kept_graph(model: Transformer) -> Callable:
-    """The graph of a model's passes on this CPU, made once and kept in the user's cache folder."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "minispec"
+def cached_graph(model: Transformer) -> Callable:
+    """The graph of a model's passes on this CPU, compiled once and kept in the cache folder."""
+    folder = places.CACHE
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"--compile: {folder} cannot be made ({error.strerror}): set XDG_CACHE_HOME to a "
+            f"--compile: {folder} cannot be created ({error.strerror}): set XDG_CACHE_HOME to a "
             "folder for the graphs"
         ) from None
-    place = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    name = blake2b(repr((*place, model.dtype, model.config)).encode(), digest_size=12)
-    for tensor in model.model.state_dict().values():  # buffers too: int8 weights are no parameters
-        name.update(tensor.contiguous().view(torch.uint8).numpy())
-    path = folder / f"{name.hexdigest()}.pt2"
+    system = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    digest = blake2b(repr((*system, model.dtype, model.config)).encode(), digest_size=12)
+    for tensor in model.model.state_dict().values():  # includes buffers, such as int8 weights
+        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    path = folder / f"{digest.hexdigest()}.pt2"
     if not path.exists():
         check_compiler("cpu")
-        print("compiling the passes, once: this takes minutes …", file=sys.stderr, flush=True)
-        make_graph(model, path)
+        print("compiling (only once; this takes minutes) …", file=sys.stderr, flush=True)
+        compile_graph(model, path)
     try:
         return torch._inductor.aoti_load_package(str(path))
     except RuntimeError as error:
-        raise UserError(f"{path} cannot be opened ({error}): delete it, then try again") from None
+        raise UserError(f"{path} cannot be opened ({error}): delete it and try again") from None
 
 
-def make_graph(model: Transformer, path: Path) -> None:
-    """Export the body for 1 to 64 rows and any number of cache rows, and compile it ahead of time
-    (AOTInductor), with the weights laid out for it."""
+def compile_graph(model: Transformer, path: Path) -> None:
+    """Export the backbone for 1 to 64 rows and any number of cache rows, and compile it ahead of
+    time (AOTInductor), with the weights in the layout that suits the compiled code."""
     n, span = torch.export.Dim("n", min=1, max=GRAPH_ROWS[-1]), torch.export.Dim("span")
-    cache, at = model.new_cache(128), torch.arange(60, 65)[None]
-    cos, sin = model.rope(at, model.dtype)
-    rows = torch.zeros_like(at), cos, sin, cos.new_zeros(1, 1, 5, 128), at
+    cache, slots = model.new_cache(128), torch.arange(60, 65)[None]
+    cos, sin = model.rope(slots, model.dtype)
+    inputs = torch.zeros_like(slots), cos, sin, cos.new_zeros(1, 1, 5, 128), slots
     layers = [{1: span}] * len(cache.k)
     shapes = {1: n}, {1: n}, {1: n}, {2: n, 3: span}, {1: n}, layers, layers
-    part = path.with_suffix(f".{os.getpid()}.pt2")
+    partial_file = path.with_suffix(f".{os.getpid()}.pt2")
     try:
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
-            arguments = *rows, cache.k, cache.v
-            program = torch.export.export(Function(model.model), arguments, dynamic_shapes=shapes)
+            backbone, arguments = FunctionalBackbone(model.model), (*inputs, cache.k, cache.v)
+            program = torch.export.export(backbone, arguments, dynamic_shapes=shapes)
             options = {"freezing": True, "max_autotune_gemm": True}
             torch._inductor.aoti_compile_and_package(
-                program, package_path=str(part), inductor_configs=options
+                program, package_path=str(partial_file), inductor_configs=options
             )
-        part.replace(path)
-    except Exception as error:  # whatever a compiler raises
-        said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise UserError(f"--compile failed ({said}): go on without it") from None
+        partial_file.replace(path)
+    except Exception as error:  # a compiler can raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise UserError(f"--compile failed ({reason}): run without --compile") from None
     finally:
-        part.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""One decoder-only transformer for the llama family: llama, mistral, qwen2, qwen3, mimo.
+"""A decoder-only transformer for the llama family: llama, mistral, qwen2, qwen3, mimo.
 
-Its modules carry the names of Hugging Face checkpoints, so a checkpoint is this model's state dict.
+Modules are named as in Hugging Face checkpoints, so a checkpoint is this model's state dict.
 """
 
 import math
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from minispec.cache import KVCache
 
-CHUNK = 512  # rows of a prompt in one pass: a long one needs no n × n mask
+CHUNK = 512  # tokens per prefill pass, so that a long prompt of n tokens needs no n × n mask
 
 
 @dataclass(frozen=True)
 class Config:
-    """The hyperparameters of a forward pass; `config.py` reads them from a config.json."""
+    """The hyperparameters of a model; `checkpoints/config.py` reads them from a config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -32,66 +32,66 @@ class Config:
     model_type: str = "llama"
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # rope_type llama3, linear or yarn and its parameters
-    tied: bool = True  # lm_head is the embedding
+    rope_scaling: dict | None = None  # rope_type (llama3, linear or yarn) and its parameters
+    tied: bool = True  # lm_head shares the embedding's weight
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm on each head's q and k, before the rotation
-    bos_id: int | None = None  # begins every prompt, where the model was trained so
-    eos_ids: tuple[int, ...] = ()  # each ends one
+    bos_id: int | None = None  # starts every prompt, if the model was trained that way
+    eos_ids: tuple[int, ...] = ()  # any of these ends the text
 
 
 # ---- positions -----------------------------------------------------------------------------------
 
 
 class Rope:
-    """Rotary position embedding (Su et al. 2021) in the half-split form, with llama3, linear and
+    """Rotary position embedding (Su et al. 2021) in its half-split form, with llama3, linear and
     yarn scaling."""
 
     def __init__(self, config: Config):
-        # no buffer: model.to(bfloat16) must leave the frequencies (head_dim / 2,) in float32
+        # not a buffer: model.to(bfloat16) must leave the frequencies (head_dim / 2,) in float32
         self.frequencies, self.scale = rope_frequencies(config)
 
     def __call__(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (..., n, 1, head_dim / 2), for positions (..., n)."""
-        wide = torch.promote_types(dtype, torch.float32)
+        """Return cos and sin, each (..., n, 1, head_dim / 2), for positions (..., n)."""
+        precise = torch.promote_types(dtype, torch.float32)
         self.frequencies = self.frequencies.to(position.device)
-        angle = (position[..., None].to(wide) * self.frequencies.to(wide))[..., None, :]
+        angle = (position[..., None].to(precise) * self.frequencies.to(precise))[..., None, :]
         return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i + head_dim/2}) of x (..., n, heads, head_dim) by its angle."""
+    """Rotate each pair (x_i, x_{i + head_dim/2}) of x (..., n, heads, head_dim) by its angle."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def rope_frequencies(config: Config) -> tuple[Tensor, float]:
-    """Angle per position of each pair of dimensions, (head_dim / 2,), and a factor."""
+    """Return the angle per position of each pair, (head_dim / 2,), and a factor for cos and sin."""
     d, theta, scaling = config.head_dim, config.rope_theta, config.rope_scaling or {}
-    # always float32, as the checkpoints were trained, and never on the meta device
+    # always in float32, as in training, and never on the meta device
     index = torch.arange(0, d, 2, dtype=torch.float32, device="cpu")
     base = 1.0 / theta ** (index / d)
-    kind, factor = scaling.get("rope_type", "default"), scaling.get("factor", 1.0)
-    if kind == "default":
+    rope_type, factor = scaling.get("rope_type", "default"), scaling.get("factor", 1.0)
+    if rope_type == "default":
         return base, 1.0
-    if kind == "linear":
+    if rope_type == "linear":
         return base / factor, 1.0
     original = scaling.get("original_max_position_embeddings") or config.context
-    if kind == "llama3":  # long waves stretched, short ones kept, a ramp between
+    if rope_type == "llama3":  # stretch long waves, keep short ones, interpolate in between
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         turns = original * base / (2 * math.pi)
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return keep * base + (1 - keep) * base / factor, 1.0
-    assert kind == "yarn", kind  # Peng et al. 2023 (arXiv 2309.00071)
+    assert rope_type == "yarn", rope_type  # Peng et al. 2023 (arXiv 2309.00071)
 
-    def pair(turns: float) -> float:
-        """Index of the pair that turns this often within the original context."""
+    def pair_with(turns: float) -> float:
+        """Index of the pair that makes this many turns within the original context."""
         return d * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    # 32 and 1: the paper's defaults
-    low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+    # the paper's defaults are 32 and 1
+    low, high = pair_with(scaling.get("beta_fast") or 32), pair_with(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, d - 1)
@@ -100,7 +100,8 @@ def rope_frequencies(config: Config) -> tuple[Tensor, float]:
 
 
 def yarn_scale(scaling: dict, factor: float) -> float:
-    """Yarn's temperature, carried by cos and sin (0.1 ln s + 1, or DeepSeek's quotient of two)."""
+    """YaRN's attention temperature, applied to cos and sin: 0.1 ln s + 1, or, as in DeepSeek, the
+    ratio of two such terms."""
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -113,44 +114,44 @@ def yarn_scale(scaling: dict, factor: float) -> float:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What all layers of one forward pass over n rows share."""
+class ForwardContext:
+    """Inputs that all layers share during one forward pass over n rows."""
 
     cos: Tensor  # (B or 1, n, 1, head_dim / 2)
     sin: Tensor
-    visible: Tensor | None = None  # (B or 1, 1, n, keys), 0 or -inf; None: all rows up to its own
+    attn_mask: Tensor | None = None  # (B or 1, 1, n, keys), 0 or -inf; None: causal
     cache: KVCache | None = None
-    slots: Tensor | None = None  # (B, n): the cache rows that this pass writes
+    slots: Tensor | None = None  # (B, n), the cache rows that this pass writes
 
 
-def plan(
+def make_context(
     rope: Rope, like: Tensor, n: int, cache: KVCache | None, depth: Tensor | None,
     mask: Tensor | None,
-) -> Pass:  # fmt: skip
-    """Positions and visibility of a pass over `n` rows, on the device and in the type of `like`;
-    see Transformer.forward."""
+) -> ForwardContext:  # fmt: skip
+    """Compute positions and attention mask for a pass over `n` rows, with the device and dtype of
+    `like`. The other arguments are those of Transformer.forward."""
     depth = torch.arange(n, device=like.device) if depth is None else depth.to(like.device)
     mask = mask if mask is None else mask.to(like.device)
     if cache is None:
-        turned = rope(depth[None], like.dtype)
-        return Pass(*turned) if mask is None else Pass(*turned, bias(mask[None, None], like))
+        attn_mask = None if mask is None else additive_mask(mask[None, None], like)
+        return ForwardContext(*rope(depth[None], like.dtype), attn_mask)
     if mask is None:
         mask = torch.ones(n, n, dtype=torch.bool, device=like.device).tril()
-    slots, position, visible = cache.place(n, depth, mask)
-    return Pass(*rope(position, like.dtype), bias(visible, like), cache, slots)
+    slots, position, attn_mask = cache.place(n, depth, mask)
+    return ForwardContext(*rope(position, like.dtype), additive_mask(attn_mask, like), cache, slots)
 
 
-def bias(visible: Tensor, like: Tensor) -> Tensor:
-    """0 where a row sees a key, else -inf, made once a pass: of a boolean mask attention would make
-    this again in every layer."""
-    return like.new_zeros(visible.shape).masked_fill_(~visible, -math.inf)
+def additive_mask(attn_mask: Tensor, like: Tensor) -> Tensor:
+    """0 where a row attends to a key, -inf elsewhere. Built once per pass; SDPA would otherwise
+    convert the boolean mask in every layer."""
+    return like.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -math.inf)
 
 
 # ---- layers --------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the cache, or over the pass itself."""
+    """Grouped-query attention over the cache or, without one, over the rows of the pass."""
 
     def __init__(self, config: Config, layer: int):
         super().__init__()
@@ -164,18 +165,18 @@ class Attention(nn.Module):
         self.q_norm = norm(config.head_dim, config.norm_eps)
         self.k_norm = norm(config.head_dim, config.norm_eps)
 
-    def forward(self, x: Tensor, now: Pass) -> Tensor:
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         B, n, _ = x.shape
         q = self.q_proj(x).view(B, n, -1, self.head_dim)  # (B, n, heads, head_dim)
         k = self.k_proj(x).view(B, n, -1, self.head_dim)  # (B, n, kv_heads, head_dim)
         v = self.v_proj(x).view(B, n, -1, self.head_dim)
-        q = rotate(self.q_norm(q), now.cos, now.sin)
-        k = rotate(self.k_norm(k), now.cos, now.sin)
-        if now.cache is not None:
-            k, v = now.cache.write(self.layer, now.slots, k, v)  # (B, span, kv_heads, head_dim)
+        q = rotate(self.q_norm(q), ctx.cos, ctx.sin)
+        k = rotate(self.k_norm(k), ctx.cos, ctx.sin)
+        if ctx.cache is not None:
+            k, v = ctx.cache.write(self.layer, ctx.slots, k, v)  # (B, span, kv_heads, head_dim)
         y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=now.visible,
-            is_causal=now.visible is None, enable_gqa=True,
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=ctx.attn_mask,
+            is_causal=ctx.attn_mask is None, enable_gqa=True,
         )  # (B, heads, n, head_dim)  # fmt: skip
         return self.o_proj(y.transpose(1, 2).reshape(B, n, -1))
 
@@ -200,13 +201,13 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, now: Pass) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), now)
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), ctx)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Body(nn.Module):
-    """Embedding, blocks and final norm: what checkpoints prefix with `model.`."""
+class Backbone(nn.Module):
+    """Embedding, blocks and final norm. Checkpoints prefix their names with `model.`."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -214,24 +215,29 @@ class Body(nn.Module):
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, tokens: Tensor, now: Pass) -> Tensor:
+    def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
         x = self.embed_tokens(tokens)  # (B, n, hidden_size)
         for block in self.layers:
-            x = block(x, now)
+            x = block(x, ctx)
         return self.norm(x)
 
 
 class Transformer(nn.Module):
-    """`hidden = model(tokens)`, then `model.logits(hidden)`: it knows nothing of speculation."""
+    """`hidden = model(tokens)`, then `model.logits(hidden)`. It knows nothing about speculation."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config, self.rope = config, Rope(config)
         self.source: Path | None = None  # the directory it was loaded from
-        self.model = Body(config)
+        self.memo: dict = {}  # drafts and heads loaded for this model, and measured costs
+        self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def __getstate__(self) -> dict:
+        """Copies and pickles start with an empty memo."""
+        return self.__dict__ | {"memo": {}}
 
     @property
     def device(self) -> torch.device:
@@ -242,7 +248,7 @@ class Transformer(nn.Module):
         return self.model.norm.weight.dtype
 
     def new_cache(self, capacity: int | None = None, batch: int = 1) -> KVCache:
-        """An empty cache, by default as long as the context."""
+        """Return an empty cache. Its default capacity is the model's context length."""
         c = self.config
         rows = capacity or c.context
         return KVCache(c.layers, c.kv_heads, c.head_dim, rows, batch, self.dtype, self.device)
@@ -251,25 +257,25 @@ class Transformer(nn.Module):
         self, tokens: list[int] | Tensor, cache: KVCache | None = None,
         depth: Tensor | None = None, mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Hidden states after the final norm, (B, n, hidden_size), of tokens (n,) or (B, n).
+        """Tokens (n,) or (B, n) -> hidden states after the final norm, (B, n, hidden_size).
 
-        The rows follow the cache's committed prefix, which all of them see, and are written behind
-        it as scratch. `depth` (n,) is each row's distance from the first row and `mask` (n, n) says
-        which rows it sees (itself included); absent, the rows are a plain causal continuation.
-        Without a cache there is no prefix.
+        The rows follow the cache's committed prefix, which all of them attend to, and are written
+        after it as scratch. `depth` (n,) is each row's distance from the first row. `mask` (n, n)
+        is true at [i, j] if row i attends to row j; every row attends to itself. By default the
+        rows are a plain causal continuation. Without a cache there is no prefix.
         """
         tokens = torch.as_tensor(tokens, device=self.device)
         tokens = tokens[None] if tokens.dim() == 1 else tokens  # (B, n)
-        now = plan(self.rope, self.model.norm.weight, tokens.shape[1], cache, depth, mask)
-        return self.model(tokens, now)
+        ctx = make_context(self.rope, self.model.norm.weight, tokens.shape[1], cache, depth, mask)
+        return self.model(tokens, ctx)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., hidden_size) -> (..., vocab_size)."""
         return self.lm_head(hidden)
 
     def prefill(self, tokens: list[int], cache: KVCache, chunk: int = CHUNK) -> Tensor:
-        """Feed and commit `tokens`, a chunk at a time. Returns the last one's hidden state,
-        (1, 1, hidden_size), or (1, 0, hidden_size) without tokens."""
+        """Feed and commit `tokens` in chunks. Returns the hidden state of the last token,
+        (1, 1, hidden_size), or (1, 0, hidden_size) if there are no tokens."""
         last = torch.empty(1, 0, self.config.hidden_size, dtype=self.dtype, device=self.device)
         for hidden in self.prefill_chunks(tokens, cache, chunk):
             last = hidden[:, -1:]
@@ -278,7 +284,7 @@ class Transformer(nn.Module):
     def prefill_chunks(
         self, tokens: list[int], cache: KVCache, chunk: int = CHUNK
     ) -> Iterator[Tensor]:
-        """Feed and commit `tokens`; yields the hidden states (1, n, hidden_size) of each chunk."""
+        """Feed and commit `tokens`. Yields the hidden states (1, n, hidden_size) of each chunk."""
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
             hidden = self(part, cache)
@@ -287,5 +293,5 @@ class Transformer(nn.Module):
 
 
 def count_parameters(module: nn.Module) -> int:
-    """How many numbers it holds, int8 ones included; a tied weight counts once."""
-    return sum(each.numel() for each in (*module.parameters(), *module.buffers()))
+    """Number of parameters, including int8 weights. A tied weight counts once."""
+    return sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))

@@ -1,8 +1,8 @@
-"""Small targets, drafts and heads, and the sum over everything that can happen.
+"""Small targets, drafts and heads, and the enumeration of all random outcomes.
 
-Lessons, assignments, tests and the certifier share these. A model over three tokens is small enough
-to follow every random choice a decoder could make, each with its probability; so what the decoder
-says first has a distribution that can be written down, and compared to the last digit:
+Lessons, assignments, tests and the certifier share these. With a vocabulary of three tokens, every
+random choice that a decoder could make can be enumerated with its probability. So the distribution
+of the decoder's first tokens can be computed exactly and compared to the last digit:
 
     exact_distribution(method, Toy(0), prompt=[1, 0], sampling=Sampling(1.0), n=2)
     # {(0, 0): 0.131, (0, 1): 0.150, (0, 2): 0.063, (1, 0): 0.008, (1, 1): 0.481, ...}
@@ -19,69 +19,70 @@ from tokenizers import models as tokenizer_models
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
+from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import Compressed, count
 from minispec.model import Config, Transformer
 from minispec.sampling import Randomness, Sampling, Seeded
-from minispec.tokenizer import Tokenizer
 from minispec.tree import Step
 
-Method = Callable[..., Iterator[Step]]  # as all of minispec.methods
+Method = Callable[..., Iterator[Step]]  # any function of generate.METHODS
 
 # ---- targets and drafts --------------------------------------------------------------------------
 
 
 class Toy:
-    """A target whose distribution is a random function of its context, tokens *and* positions.
+    """A target whose distribution is a random function of the context's tokens *and* positions.
 
-    It goes through the real cache: a row holds its (position, token), so a stale, missing, shifted
-    or wrongly visible row changes the distribution at once, and a pass costs microseconds. What it
-    calls hidden states are its logits.
+    It uses the real cache. Each row holds its (position, token), so a stale, missing, shifted or
+    wrongly masked row changes the distribution at once. A pass takes microseconds. Its hidden
+    states are its logits.
     """
 
     prefill, prefill_chunks = Transformer.prefill, Transformer.prefill_chunks
     source = None
 
     def __init__(self, seed: int, vocab: int = 3, context: int = 32, eos: tuple[int, ...] = ()):
+        self.memo: dict = {}
         self.config = Config(
             hidden_size=vocab, intermediate_size=1, layers=1, heads=1, kv_heads=1, head_dim=2,
             vocab_size=vocab, context=context, bos_id=0, eos_ids=eos,
         )  # fmt: skip
         self.device, self.dtype = torch.device("cpu"), torch.float64
-        self.seed, self.memory = seed, {}
+        self.seed, self.logits_after = seed, {}
 
     def new_cache(self, capacity: int | None = None, batch: int = 1) -> KVCache:
         return KVCache(1, 1, 2, capacity or self.config.context, batch, torch.float64)
 
     def __call__(self, tokens, cache=None, depth=None, mask=None) -> Tensor:
-        """As Transformer: (1, n, vocab) for n tokens."""
+        """Like Transformer.forward: returns (1, n, vocab) for n tokens."""
         tokens = torch.as_tensor(tokens)
         n = len(tokens)
         cache = cache or self.new_cache(n)
         depth = torch.arange(n) if depth is None else depth
         mask = torch.ones(n, n, dtype=torch.bool).tril() if mask is None else mask
-        slots, position, visible = cache.place(n, depth, mask)
+        slots, position, attn_mask = cache.place(n, depth, mask)
         row = torch.stack([position[0], tokens], -1).view(1, n, 1, 2).to(self.dtype)
         rows, _ = cache.write(0, slots, row, row)  # (1, span, 1, 2)
         rows = [tuple(pair) for pair in rows[0, :, 0].long().tolist()]
-        contexts = (sorted(compress(rows, seen)) for seen in visible[0, 0].tolist())
+        contexts = (sorted(compress(rows, attended)) for attended in attn_mask[0, 0].tolist())
         return torch.stack([self.after(tuple(context)) for context in contexts])[None]
 
     def after(self, context: tuple) -> Tensor:
         """Logits (vocab,) after a context of (position, token) pairs."""
-        if context not in self.memory:
-            draw = random.Random(repr((self.seed, context)))
-            logits = [2 * draw.gauss(0, 1) for _ in range(self.config.vocab_size)]
-            self.memory[context] = torch.tensor(logits, dtype=torch.float64)
-        return self.memory[context]
+        if context not in self.logits_after:
+            rng = random.Random(repr((self.seed, context)))
+            logits = [2 * rng.gauss(0, 1) for _ in range(self.config.vocab_size)]
+            self.logits_after[context] = torch.tensor(logits, dtype=torch.float64)
+        return self.logits_after[context]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden
 
 
 class Negated:
-    """An adversarial draft: it likes best what the target likes least."""
+    """An adversarial draft, which prefers the target's least likely tokens."""
 
     def __init__(self, model: Transformer):
         self.model = model
@@ -97,7 +98,7 @@ class Negated:
 
 
 def small_model(seed: int, vocab: int = 24, context: int = 128, **changes) -> Transformer:
-    """A tiny random Transformer in float64, none of whose parameters is a one or a zero; `changes`
+    """A tiny random Transformer in float64 without any parameter that is exactly 0 or 1. `changes`
     are fields of its Config."""
     settings = dict(hidden_size=16, intermediate_size=24, layers=2, heads=4, kv_heads=2, head_dim=4)
     model = Transformer(Config(**(settings | changes), vocab_size=vocab, context=context)).double()
@@ -105,7 +106,7 @@ def small_model(seed: int, vocab: int = 24, context: int = 128, **changes) -> Tr
 
 
 def randomise(module: nn.Module, seed: int) -> nn.Module:
-    """All parameters random and frozen, norms about 1."""
+    """Randomise and freeze all parameters. The weights of norms are centred on 1."""
     generator = torch.Generator().manual_seed(seed)
     for name, p in module.named_parameters():
         noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
@@ -114,17 +115,17 @@ def randomise(module: nn.Module, seed: int) -> nn.Module:
     return module.eval()
 
 
-def letters(vocab: int) -> Tokenizer:
-    """A tokenizer of one letter a token."""
-    words = {chr(97 + i): i for i in range(vocab)}
-    return Tokenizer(Backend(tokenizer_models.WordLevel(words, unk_token="a")))
+def letter_tokenizer(vocab: int) -> Tokenizer:
+    """A tokenizer with one letter per token."""
+    ids = {chr(97 + i): i for i in range(vocab)}
+    return Tokenizer(Backend(tokenizer_models.WordLevel(ids, unk_token="a")))
 
 
 # ---- heads ---------------------------------------------------------------------------------------
 
 
 class ToyHeads:
-    """Medusa heads over a Toy: head k says what the target says, rolled by k tokens."""
+    """Medusa heads for a Toy. The logits of head k are the target's, rolled by k tokens."""
 
     def __init__(self, heads: int):
         self.heads = heads
@@ -136,49 +137,50 @@ class ToyHeads:
         return torch.stack([hidden.roll(k, -1) for k in range(self.heads)])
 
 
-def random_heads(
+def random_medusa_heads(
     model: Transformer, seed: int, heads: int = 4, shared: bool = False
 ) -> MedusaHeads:
-    """Medusa heads of one residual block and a projection, or the target's lm_head if `shared`, all
-    random."""
+    """Random Medusa heads: one residual block each, then a projection or, if `shared`, the target's
+    lm_head."""
     c = model.config
-    made = MedusaHeads(heads, 1, c.hidden_size, None if shared else c.vocab_size)
-    return randomise(made.to(model.dtype), seed)
+    module = MedusaHeads(heads, 1, c.hidden_size, None if shared else c.vocab_size)
+    return randomise(module.to(model.dtype), seed)
 
 
-def random_head(model: Transformer, seed: int) -> MTPHead:
-    """A FastMTP head for `model`, all random."""
+def random_mtp_head(model: Transformer, seed: int) -> MTPHead:
+    """A random FastMTP head for `model`."""
     return randomise(MTPHead(model.config).to(model.dtype), seed)
 
 
-def switching(model: Transformer) -> Compressed:
-    """Two languages that share only a third of the vocabulary, so that a text switches often."""
+def two_languages(model: Transformer) -> Compressed:
+    """Two languages that share only a third of the vocabulary, so that a text often switches
+    between them."""
     size = model.config.vocab_size
     third = max(size // 3, 1)
     low, high = [[*range(2 * third)] * 2], [[*range(third, size)]]
     return Compressed({"low": count(low, [], 99), "high": count(high, [], 99)}, model)
 
 
-# ---- every outcome -------------------------------------------------------------------------------
+# ---- all outcomes --------------------------------------------------------------------------------
 
 
-class Enumerate:
-    """Randomness that follows a script of choices, then always the first; and the probability of
-    all it chose."""
+class ScriptedRandomness:
+    """Randomness that follows a script of choices and then always takes the first option.
+    `probability` is the probability of all choices so far."""
 
     def __init__(self, script: list[int]):
-        self.script, self.choices, self.weight = script, [], 1.0
+        self.script, self.choices, self.probability = script, [], 1.0
 
-    def choose(self, weights: list[float]) -> int:
-        options = [i for i, w in enumerate(weights) if w > 0]
-        if len(options) == 1:  # nothing is random here
-            self.weight *= weights[options[0]]
+    def choose(self, probs: list[float]) -> int:
+        options = [i for i, p in enumerate(probs) if p > 0]
+        if len(options) == 1:  # there is no choice
+            self.probability *= probs[options[0]]
             return options[0]
-        at = len(self.choices)
-        pick = self.script[at] if at < len(self.script) else 0
-        self.choices.append((pick, len(options)))
-        self.weight *= weights[options[pick]]
-        return options[pick]
+        step = len(self.choices)
+        choice = self.script[step] if step < len(self.script) else 0
+        self.choices.append((choice, len(options)))
+        self.probability *= probs[options[choice]]
+        return options[choice]
 
     def bernoulli(self, p: float) -> bool:
         return self.choose([1 - p, p]) == 1
@@ -188,22 +190,22 @@ class Enumerate:
 
 
 def every_outcome(function: Callable[[Randomness], object]) -> Iterator[tuple[object, float]]:
-    """(result, probability) of function(randomness) for every sequence of random choices."""
+    """Yield (result, probability) of function(randomness) for every sequence of random choices."""
     script: list[int] | None = []
     while script is not None:
-        randomness = Enumerate(script)
-        yield function(randomness), randomness.weight
-        # the next script: the last choice that has an option left takes it, those behind it go
-        done = list(randomness.choices)
-        while done and done[-1][0] == done[-1][1] - 1:
-            done.pop()
-        script = [pick for pick, _ in done[:-1]] + [done[-1][0] + 1] if done else None
+        randomness = ScriptedRandomness(script)
+        yield function(randomness), randomness.probability
+        # the next script: advance the last choice that has an option left, drop all after it
+        choices = list(randomness.choices)
+        while choices and choices[-1][0] == choices[-1][1] - 1:
+            choices.pop()
+        script = [choice for choice, _ in choices[:-1]] + [choices[-1][0] + 1] if choices else None
 
 
 def first_tokens(
     method: Method, model, prompt: list[int], sampling: Sampling, randomness: Randomness, n: int
 ) -> tuple[int, ...]:
-    """The first `n` tokens of a run."""
+    """The first `n` tokens that a method generates."""
     tokens: list[int] = []
     for step in method(model, prompt, sampling, randomness):
         tokens += step.tokens
@@ -215,12 +217,12 @@ def first_tokens(
 def exact_distribution(
     method: Method, model, prompt: list[int], sampling: Sampling, n: int
 ) -> dict[tuple[int, ...], float]:
-    """The probability of every sequence of the first `n` tokens, summed over every outcome."""
+    """The probability of each sequence of the first `n` tokens, summed over all outcomes."""
     total: dict[tuple[int, ...], float] = Counter()
-    for tokens, weight in every_outcome(
+    for tokens, probability in every_outcome(
         lambda randomness: first_tokens(method, model, prompt, sampling, randomness, n)
     ):
-        total[tokens] += weight
+        total[tokens] += probability
     return total
 
 
@@ -230,7 +232,7 @@ def total_variation(a: dict, b: dict) -> float:
 
 
 class Recorder(Seeded):
-    """Remembers the distributions it drew from, and what came of each."""
+    """Records the distributions that it drew from and the tokens that it drew."""
 
     def __init__(self, seed: int):
         super().__init__(seed)

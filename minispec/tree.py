@@ -1,5 +1,5 @@
-"""The tree of tokens a round proposes. A chain is an unbranched tree; a lone root proposes
-nothing.
+"""The tree of tokens that a round proposes. A chain is an unbranched tree; a root without children
+proposes nothing.
 """
 
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ from minispec.errors import UserError
 class Tree:
     """Node 0 is the root, the last token already emitted; parents come before their children.
 
-    `draft_probs[i]` is the distribution (V,) that node i was drawn from, None for a deterministic
-    (one-hot) proposal; an empty list: all are one-hot. Siblings are tried in the order of their
-    numbers; one drawn without replacement carries the distribution renormalised without its earlier
-    siblings.
+    `draft_probs[i]` is the distribution (V,) that node i was drawn from, or None for a
+    deterministic (one-hot) proposal; an empty list means that all are one-hot. Siblings are tried
+    in index order. If they were drawn without replacement, each has the distribution renormalised
+    without its earlier siblings.
     """
 
     tokens: list[int]
@@ -35,13 +35,13 @@ class Tree:
     def chain(
         cls, root: int, guess: list[int], draft_probs: list[Tensor | None] | None = None
     ) -> "Tree":
-        """The root followed by `guess`, each drawn from its entry of `draft_probs`."""
+        """The root followed by `guess`, each token drawn from its entry in `draft_probs`."""
         probs = [None, *draft_probs] if draft_probs else []
         return cls([root, *guess], list(range(-1, len(guess))), probs)
 
     @classmethod
     def merged(cls, root: int, chains: list[list[int]]) -> "Tree":
-        """The trie of all chains below the root: shared prefixes are stored once."""
+        """The trie of all chains below the root; shared prefixes are stored once."""
         tokens, parents = [root], [-1]
         child: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         for chain in chains:
@@ -56,14 +56,14 @@ class Tree:
 
     @classmethod
     def from_paths(cls, root: int, paths: list[list[int]], candidates: list[list[int]]) -> "Tree":
-        """The tree of rank paths: (0, 2) is the best candidate of depth 1, then the third best of
-        depth 2. `candidates[k]` holds the tokens of depth k + 1, best first."""
+        """The tree of these rank paths: (0, 2) is the best candidate at depth 1, then the third
+        best at depth 2. `candidates[k]` holds the tokens for depth k + 1, best first."""
         return cls.merged(
             root, [[candidates[depth][rank] for depth, rank in enumerate(path)] for path in paths]
         )
 
     def first(self, n: int) -> "Tree":
-        """Its first `n` nodes: parents come first, so this is a tree."""
+        """The first `n` nodes. Parents come before children, so these form a tree."""
         if n >= len(self):
             return self
         return Tree(self.tokens[:n], self.parents[:n], self.draft_probs[:n])
@@ -72,11 +72,11 @@ class Tree:
         return len(self.tokens)
 
     def drawn_from(self, node: int) -> Tensor | None:
-        """The distribution (V,) that `node` was drawn from; None: one-hot."""
+        """The distribution (V,) that `node` was drawn from; None means one-hot."""
         return self.draft_probs[node] if self.draft_probs else None
 
     def children(self, node: int) -> list[int]:
-        """In the order they are tried."""
+        """The children of `node`, in the order in which they are tried."""
         return [i for i, parent in enumerate(self.parents) if parent == node]
 
     def tokens_at(self, path: list[int]) -> list[int]:
@@ -93,14 +93,14 @@ class Tree:
 
     @property
     def mask(self) -> Tensor:
-        """Which nodes (columns) each node (row) sees: its ancestors and itself, (n, n)."""
+        """Attention mask (n, n): each node (row) attends to its ancestors and itself (columns)."""
         return layout(tuple(self.parents))[2]
 
 
-@lru_cache(maxsize=256)  # asked for three times a round, and a fixed tree is the same in each
-@torch.inference_mode(False)  # kept beyond a run
+@lru_cache(maxsize=256)  # called three times per round, often with the same tree in every round
+@torch.inference_mode(False)  # the cached tensors outlive a run
 def layout(parents: tuple[int, ...]) -> tuple[list[int], Tensor, Tensor]:
-    """Depths, as a list and a tensor, and the mask, of a tree; shared, so not to be changed."""
+    """A tree's depths, as a list and as a tensor, and its mask. Shared, so do not modify them."""
     depths: list[int] = []
     mask: list[list[bool]] = []
     for node, parent in enumerate(parents):
@@ -114,8 +114,8 @@ def layout(parents: tuple[int, ...]) -> tuple[list[int], Tensor, Tensor]:
 class Step:
     """One round: the tokens it emitted, the tree it scored, the path it accepted.
 
-    The first step of a method is its prefill: no tokens, no tree. `window` holds rows of guesses
-    that the pass carried beside the tree (lookahead); nothing but a view reads it.
+    The first step of a method is its prefill, with no tokens and no tree. `window` holds the rows
+    of guesses that lookahead scored in the same pass as the tree; only the view reads it.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -126,23 +126,23 @@ class Step:
 
 # ---- how much to draft ---------------------------------------------------------------------------
 
-Ranks = tuple[int, ...]  # a path: (0, 2) is head 0's best token, then head 1's third best
+RankPath = tuple[int, ...]  # (0, 2) is head 0's best token, then head 1's third best
 
 
 class Policy(Protocol):
-    """Chooses how many tokens to draft, from earlier rounds alone: choosing by what a round itself
-    draws would bias the output."""
+    """Chooses how many tokens to draft, based only on earlier rounds. A choice that depended on the
+    round's own draws would bias the output."""
 
     def choose(self) -> int:
-        """How many the next round should draft."""
+        """Return the number of tokens to draft in the next round."""
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """What came of a round."""
+        """Record the outcome of a round."""
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """The same number of drafts every round."""
+class FixedK:
+    """Drafts the same number of tokens in every round."""
 
     k: int
 
@@ -158,8 +158,8 @@ class Fixed:
 
 
 class TreePolicy(Protocol):
-    """Chooses a tree by what Medusa's heads say before a round."""
+    """Chooses the tree of a round from the predictions of Medusa's heads."""
 
-    def choose(self, chances: list[list[float]], room: int) -> list[Ranks]:
-        """At most `room` paths, each after all of its prefixes, for the probabilities (K, ranks) of
-        each head's best candidates."""
+    def choose(self, probs: list[list[float]], free_rows: int) -> list[RankPath]:
+        """Return at most `free_rows` paths, each after all of its prefixes. `probs` (K, ranks)
+        holds the probabilities of each head's best candidates."""

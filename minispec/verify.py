@@ -1,4 +1,4 @@
-"""The one rule of acceptance: every method is lossless through it, or not at all."""
+"""The acceptance rule. Every method uses it, and losslessness depends on nothing else."""
 
 from collections.abc import Sequence
 
@@ -9,19 +9,19 @@ from minispec.tree import Tree
 
 
 def accept(target: Sequence[Tensor], tree: Tree, randomness: Randomness) -> tuple[list[int], int]:
-    """Walk down the tree as far as the target agrees; the path from node 0, and one fresh token.
+    """Accept a path down the tree. Returns the path, which starts at node 0, and one fresh token.
 
-    target[i] is the target's distribution (V,) after node i. Path and fresh token together are
-    distributed as the target's own tokens, whatever was proposed: a child x drawn from q is
-    accepted with probability min(1, p(x) / q(x)), and after a rejection p becomes norm(max(0, p -
-    q)) (Leviathan et al. 2023, algorithm 1). The fresh token is the paper's t: the correction after
-    a rejection, or the bonus token where all was accepted, in both cases one draw from what p has
-    become.
+    target[i] is the target's distribution (V,) after node i. The accepted tokens and the fresh one
+    are distributed as the target's own tokens, whatever was proposed: a child x drawn from q is
+    accepted with probability min(1, p(x) / q(x)), and after a rejection p becomes
+    norm(max(0, p - q)) (Leviathan et al. 2023, algorithm 1). The fresh token is the paper's t: the
+    correction after a rejection, or the bonus token if all drafts were accepted. Either way it is
+    drawn from what p has become.
 
-    At temperature 0 p is one-hot: a child is accepted if and only if it is the argmax. Where q is
+    At temperature 0 p is one-hot, so a child is accepted if and only if it is the argmax. If q is
     one-hot (Medusa's candidates, n-grams), x is accepted with probability p(x). Siblings are tried
-    in the order of their numbers (SpecInfer, algorithm 2, shuffles them): any order that is fixed
-    before the draws is lossless.
+    in index order. SpecInfer's algorithm 2 shuffles them, but any order that is fixed before the
+    draws is lossless.
     """
     path = [0]
     while True:
@@ -35,15 +35,15 @@ def accept(target: Sequence[Tensor], tree: Tree, randomness: Randomness) -> tupl
             if rest is None:  # p equals q up to rounding: nothing is left, so accept x
                 break
             p = rest
-        else:  # no child was accepted, or there is none
+        else:  # every child was rejected, or there is none
             return path, randomness.categorical(p)
         path.append(child)
 
 
 def residual(p: Tensor, q: Tensor | None, x: int) -> Tensor | None:
-    """norm(max(0, p - q)), where q None is one-hot at x; None if nothing is left."""
+    """norm(max(0, p - q)), where q = None means one-hot at x. Returns None if nothing is left."""
     if q is None and p[x] == 0:
-        return p  # to remove x changes nothing: so in every rejection of greedy decoding
+        return p  # removing x changes nothing; every rejection in greedy decoding ends here
     rest = p.clone()
     if q is None:
         rest[x] = 0.0  # max(0, p(x) - 1)

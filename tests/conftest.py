@@ -1,5 +1,5 @@
-"""What tests share: tiny random models with drafts and heads, a tokenizer of bytes, and the folders
-of real ones."""
+"""Shared by the tests: tiny random models, drafts and heads, a byte tokenizer, and the folders of
+real checkpoints."""
 
 import random
 from pathlib import Path
@@ -10,15 +10,15 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from minispec import cost
-from minispec.checkpoint import save
-from minispec.methods.medusa import MedusaHeads, untrained
+from minispec.checkpoints.load import save
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.methods.medusa import MedusaHeads, new_heads
 from minispec.model import Config, Transformer
-from minispec.tokenizer import Tokenizer
-from minispec.toys import random_head, random_heads, small_model
+from minispec.toys import random_medusa_heads, random_mtp_head, small_model
 from minispec.tree import Tree
 
-torch.set_num_threads(1)  # tests' tensors are tiny: two threads would only wait for one another
-cost.MOMENT = 0.0  # nor does it matter how well a cost is measured
+torch.set_num_threads(1)  # the tests' tensors are tiny: a second thread would only slow them down
+cost.TURN_SECONDS = 0.0  # no test needs accurate costs
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 SHARED = ROOT.parent / "shared"
@@ -26,7 +26,7 @@ needs_shared = pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not 
 
 
 def random_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes) -> Transformer:
-    """The certifier's tiny random Transformer, over 32 tokens and a context of 256."""
+    """The certifier's tiny random Transformer, with 32 tokens and a context of 256."""
     vocab, context = changes.pop("vocab_size", 32), changes.pop("context", 256)
     return small_model(seed, vocab, context, **changes).to(dtype)
 
@@ -40,20 +40,20 @@ def random_tree(rng: random.Random, n: int, vocab: int = 32) -> Tree:
     return Tree([rng.randrange(vocab) for _ in range(n)], parents)
 
 
-def companions(model: Transformer) -> dict[str, dict]:
-    """Small random drafts and heads, where the model is, as the options of methods that need them;
-    their trees branch, and some of their guesses are right."""
-    heads = {"heads": random_heads(model, 1).to(model.device)}
+def method_options(model: Transformer) -> dict[str, dict]:
+    """The options of the methods that need a draft or heads: small random ones on the model's
+    device. Their trees branch, and some of their guesses are right."""
+    heads = {"heads": random_medusa_heads(model, 1).to(model.device)}
     return {
         "speculative": {"draft": random_model(1, layers=1).to(model.device), "k": 3},
         "medusa": heads | {"tree": [(0, 0, 0), (1,), (0, 1), (2, 0, 1)]},
         "medusa-typical": heads,
-        "fastmtp": {"head": random_head(model, 2).to(model.device), "k": 3},
+        "fastmtp": {"head": random_mtp_head(model, 2).to(model.device), "k": 3},
     }
 
 
-def last_line_of_refusal(capsys, command) -> str:
-    """The one line that a command ends with, with exit code 2, after its progress."""
+def last_error_line(capsys, command) -> str:
+    """The error line of a command that must exit with code 2; lines of progress may precede it."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as caught:
         command()
@@ -65,8 +65,8 @@ def last_line_of_refusal(capsys, command) -> str:
 WORDS = "the cat sat on a mat and saw one red bird fly over it".split()
 
 
-def tales(n: int) -> str:
-    """Random words: `n` documents of a text file."""
+def random_documents(n: int) -> str:
+    """A text file of `n` documents, made of random words."""
     rng = random.Random(0)
     return "\n<|endoftext|>\n".join(" ".join(rng.choices(WORDS, k=30)) for _ in range(n))
 
@@ -82,11 +82,11 @@ CHAT_TEMPLATE = (
 ALTERNATING = (
     "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
-) + CHAT_TEMPLATE  # as many published templates do
+) + CHAT_TEMPLATE  # many published templates have such a check
 
 
 def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
-    """One token per byte, then the special tokens."""
+    """A tokenizer with one token per byte, followed by the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -100,7 +100,7 @@ VOCAB = TOKENIZER.size
 
 
 def byte_model(seed: int = 0, context: int = 256, eos: tuple[int, ...] = ()) -> Transformer:
-    """A random model of TOKENIZER's bytes."""
+    """A random model over the tokens of TOKENIZER."""
     return random_model(seed, vocab_size=VOCAB, context=context, bos_id=256, eos_ids=eos)
 
 
@@ -112,20 +112,20 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-# ---- a model whose text is known -----------------------------------------------------------------
+# ---- a model with known output -------------------------------------------------------------------
 
 
-def count_up(vocab: int, heads: int) -> tuple[Transformer, MedusaHeads]:
-    """A model that says t + 1 after t, and heads that know it."""
+def counting_model(vocab: int, heads: int) -> tuple[Transformer, MedusaHeads]:
+    """A model that predicts t + 1 after t, and heads that agree with it."""
     config = Config(vocab, 2, 1, 1, 1, vocab, vocab, 64, tied=False)
     model = Transformer(config).double()
     for name, p in model.named_parameters():
         p.data.fill_(1.0 if "norm" in name else 0.0)
         p.requires_grad_(False)
-    one = torch.eye(vocab, dtype=torch.float64)
-    model.model.embed_tokens.weight.data.copy_(one)
-    model.lm_head.weight.data.copy_(one.roll(1, 0))
-    made = untrained(heads, 1, model, shared=False)
-    for k, head in enumerate(made):
-        head[-1].weight.data.copy_(one.roll(k + 2, 0))
-    return model, made.requires_grad_(False)
+    identity = torch.eye(vocab, dtype=torch.float64)
+    model.model.embed_tokens.weight.data.copy_(identity)
+    model.lm_head.weight.data.copy_(identity.roll(1, 0))
+    medusa_heads = new_heads(heads, 1, model, shared=False)
+    for k, head in enumerate(medusa_heads):
+        head[-1].weight.data.copy_(identity.roll(k + 2, 0))
+    return model, medusa_heads.requires_grad_(False)

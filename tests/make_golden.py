@@ -1,11 +1,11 @@
-"""Write tests/golden: tiny random checkpoints of every family, and what transformers makes of them.
+"""Write tests/golden: tiny random checkpoints of every family, with the outputs of transformers.
 
     make golden        (needs the `reference` dependencies)
 
 Each folder holds a checkpoint as transformers saves it and golden.safetensors: tokens, their
 logits in float32 and float64, and 64 greedy tokens of the float64 model. transformers computes
-norms and rotary angles in float32 even in a float64 model; these casts are widened here, so that
-the float64 logits are exact to the last digits and can be compared to within 1e-10.
+norms and rotary angles in float32 even in a float64 model. Here it casts them to float64 instead,
+so the float64 logits are exact to the last digits and can be compared to within 1e-10.
 """
 
 import copy
@@ -65,8 +65,8 @@ VARIANTS = {
 }
 
 
-class Widened(TorchFunctionMode):
-    """Every cast to float32 becomes one to float64."""
+class Float64Casts(TorchFunctionMode):
+    """Replace every cast to float32 with one to float64."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = {k: widen(v) for k, v in (kwargs or {}).items()}
@@ -79,12 +79,12 @@ def widen(value):
     return torch.float64 if value is torch.float32 else value
 
 
-def make(name: str, family: str, settings: dict, seed: int) -> None:
+def make_checkpoint(name: str, family: str, settings: dict, seed: int) -> None:
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**(SMALL | settings))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
-        # norms and biases too: ones and zeros hide mistakes
+        # also norms and biases: ones and zeros would hide mistakes
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape) * (0.3 if parameter.dim() == 2 else 0.2)
             parameter.copy_((noise + (1.0 if "norm" in key else 0.0)).half().float())
@@ -95,7 +95,7 @@ def make(name: str, family: str, settings: dict, seed: int) -> None:
     with torch.no_grad():
         logits32 = model(tokens[None]).logits[0]
         model.double()
-        with Widened():
+        with Float64Casts():
             logits64 = model(tokens[None]).logits[0]
             greedy = model.generate(
                 tokens[None, :20],
@@ -127,7 +127,7 @@ def make(name: str, family: str, settings: dict, seed: int) -> None:
 
 
 def make_probs() -> None:
-    """Distributions from transformers' warpers, with ties, for random logits and settings."""
+    """Write golden_probs.json: distributions by transformers' warpers, some with ties."""
     torch.manual_seed(99)
     cases = []
     for i in range(24):
@@ -144,13 +144,13 @@ def make_probs() -> None:
     (GOLDEN.parent / "golden_probs.json").write_text(json.dumps(cases) + "\n")
 
 
-ADDED = {
+ADDED_TOKENS = {
     "plain": [],
     "begins with <s>": [],
     "has <x>": [AddedToken("<x>", special=False)],
     "has <x> as special": [AddedToken("<x>", special=True)],
 }
-FLAGS = dict(lstrip=True, rstrip=False, normalized=False, single_word=False)
+ADDED_TOKEN_FLAGS = dict(lstrip=True, rstrip=False, normalized=False, single_word=False)
 
 
 def decoder(**tokens) -> dict:
@@ -167,15 +167,15 @@ TEMPLATE = (
     "{{ bos_token }}{{ unk_token }}{{ pad_token }}{{ extra_token }}{% for m in messages %}"
     "<x>{{ m['content'] }}<y>{% endfor %}{% if add_generation_prompt %}<x>{% endif %}"
 )
-EVERY = dict(bos_token="<s>", unk_token="<in>", pad_token="<x>", extra_token="<y>")
-NEIGHBOURS = {  # case: which tokenizer.json, and the files beside it
-    "a BOS asked for": ("plain", config(bos_token="<s>", add_bos_token=True)),
-    "a BOS refused": ("begins with <s>", config(bos_token="<s>", add_bos_token=False)),
-    "an EOS asked for": ("begins with <s>", config(eos_token="</s>", add_eos_token=True)),
-    "a BOS that is new": ("plain", config(bos_token="<x>", add_bos_token=True)),
+ALL_NAMES = dict(bos_token="<s>", unk_token="<in>", pad_token="<x>", extra_token="<y>")
+TOKENIZER_CASES = {  # case -> tokenizer.json and the files next to it
+    "add_bos_token is true": ("plain", config(bos_token="<s>", add_bos_token=True)),
+    "add_bos_token is false": ("begins with <s>", config(bos_token="<s>", add_bos_token=False)),
+    "add_eos_token is true": ("begins with <s>", config(eos_token="</s>", add_eos_token=True)),
+    "a new BOS": ("plain", config(bos_token="<x>", add_bos_token=True)),
     "added_tokens": ("plain", {"added_tokens": {"<x>": 46, "<y>": 47}}),
-    "added_tokens, a gap": ("plain", {"added_tokens": {"<x>": 46, "<y>": 60}}),
-    "added_tokens, one named": (
+    "added_tokens with a gap": ("plain", {"added_tokens": {"<x>": 46, "<y>": 60}}),
+    "added_tokens, one with a name": (
         "plain",
         {"added_tokens": {"<y>": 46, "<x>": 47}, "special_tokens_map": {"pad_token": "<x>"}},
     ),
@@ -187,7 +187,7 @@ NEIGHBOURS = {  # case: which tokenizer.json, and the files beside it
         },
     ),
     "a map": ("plain", {"special_tokens_map": {"additional_special_tokens": ["<x>", "<y>"]}}),
-    "a map beside an empty list": (
+    "a map and an empty list": (
         "plain",
         {"special_tokens_map": {"additional_special_tokens": ["<x>"]}}
         | config(additional_special_tokens=[]),
@@ -196,7 +196,7 @@ NEIGHBOURS = {  # case: which tokenizer.json, and the files beside it
         "plain",
         {"special_tokens_map": {"bos_token": "<x>"}} | config(bos_token="<s>", eos_token="</s>"),
     ),
-    "a map that does not count": (
+    "a map that is ignored": (
         "plain",
         {"special_tokens_map": {"unk_token": "<x>"}} | decoder(**{"44": dict(content="<s>")}),
     ),
@@ -209,7 +209,7 @@ NEIGHBOURS = {  # case: which tokenizer.json, and the files beside it
         "plain",
         config(extra_special_tokens=dict(image_token="<y>"), additional_special_tokens=["<x>"]),
     ),
-    "names of a model's own": (
+    "model-specific names": (
         "plain",
         config(model_specific_special_tokens=dict(image_token="<x>")),
     ),
@@ -222,24 +222,24 @@ NEIGHBOURS = {  # case: which tokenizer.json, and the files beside it
         config(extra_special_tokens=["<x>"], additional_special_tokens=["<y>"]),
     ),
     "listed": ("plain", decoder(**{"46": X, "47": Y})),
-    "listed, a gap": ("plain", decoder(**{"46": X, "70": Y})),
-    "listed as text, a gap": ("plain", decoder(**{"70": Y | dict(special=False)})),
+    "listed with a gap": ("plain", decoder(**{"46": X, "70": Y})),
+    "listed as text with a gap": ("plain", decoder(**{"70": Y | dict(special=False)})),
     "listed as special, known as text": ("has <x>", decoder(**{"46": X})),
-    "listed with flags": ("has <x> as special", decoder(**{"46": X | FLAGS})),
+    "listed with flags": ("has <x> as special", decoder(**{"46": X | ADDED_TOKEN_FLAGS})),
     "listed as text, known as special": (
         "has <x> as special",
         decoder(**{"46": X | dict(special=False)}),
     ),
     "listed, a word": ("plain", decoder(**{"43": dict(content="<in>", special=True)})),
-    "an end known as text": ("has <x>", config(eos_token="<x>")),
-    "an end that is a word": ("plain", config(eos_token="<in>")),
+    "an EOS known as text": ("has <x>", config(eos_token="<x>")),
+    "an EOS that is a word": ("plain", config(eos_token="<in>")),
     "a pad": ("plain", config(pad_token="<x>")),
     "a pad with flags": (
         "plain",
-        config(pad_token=dict(content="<x>", __type="AddedToken") | FLAGS),
+        config(pad_token=dict(content="<x>", __type="AddedToken") | ADDED_TOKEN_FLAGS),
     ),
-    "a name of its own": ("plain", config(image_token="<x>")),
-    "a template of all names": ("plain", config(chat_template=TEMPLATE, **EVERY)),
+    "a custom name": ("plain", config(image_token="<x>")),
+    "a template with all names": ("plain", config(chat_template=TEMPLATE, **ALL_NAMES)),
     "several templates": (
         "plain",
         config(
@@ -247,13 +247,13 @@ NEIGHBOURS = {  # case: which tokenizer.json, and the files beside it
                 dict(name="tool_use", template="no"),
                 dict(name="default", template=TEMPLATE),
             ],
-            **EVERY,
+            **ALL_NAMES,
         ),
     ),
-    "templates by name": ("plain", config(chat_template=dict(default=TEMPLATE), **EVERY)),
+    "templates by name": ("plain", config(chat_template=dict(default=TEMPLATE), **ALL_NAMES)),
     "a template in a folder": (
         "plain",
-        config(chat_template="no", **EVERY)
+        config(chat_template="no", **ALL_NAMES)
         | {"chat_template.jinja": "no", "additional_chat_templates/default.jinja": TEMPLATE},
     ),
 }
@@ -261,10 +261,10 @@ SENTENCE = "a <x> b<y>c <in>d<s>e</s>"
 
 
 def make_tokenizers() -> None:
-    """golden_tokenizers.json: small tokenizers, their neighbours, and what transformers reads."""
+    """Write golden_tokenizers.json: small tokenizers as transformers reads them."""
     letters = {c: i for i, c in enumerate("abcdefghijklmnopqrstuvwxyz<>/[]_ 0123456789")}
     files, cases = {}, {}
-    for name, added in ADDED.items():
+    for name, added in ADDED_TOKENS.items():
         backend = Tokenizer(models.BPE(letters | {"<in>": len(letters)}, []))
         backend.add_special_tokens(["<s>", "</s>"])
         backend.add_tokens(added)
@@ -272,9 +272,9 @@ def make_tokenizers() -> None:
             bos = "<s>", backend.token_to_id("<s>")
             backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[bos])
         files[name] = backend.to_str()
-    for case, (name, neighbours) in NEIGHBOURS.items():
+    for case, (name, more_files) in TOKENIZER_CASES.items():
         texts = {"tokenizer.json": files[name]}
-        for file, content in neighbours.items():
+        for file, content in more_files.items():
             jinja = file.endswith(".jinja")
             texts[file if jinja else f"{file}.json"] = content if jinja else json.dumps(content)
         with tempfile.TemporaryDirectory() as folder:
@@ -296,28 +296,28 @@ def make_tokenizers() -> None:
 
 
 def make_published() -> None:
-    """golden_published.json: what transformers makes of the configs in published.json."""
-    found = {}
+    """Write golden_published.json: how transformers reads the configs in published.json."""
+    golden = {}
     for name, files in json.loads((GOLDEN.parent / "published.json").read_text()).items():
         raw = dict(files["config"])
         kind = raw.pop("model_type").title().replace("Mimo", "Qwen2")
         config = getattr(transformers, f"{kind}Config")(**raw)
-        ends = transformers.GenerationConfig.from_model_config(config)
+        generation = transformers.GenerationConfig.from_model_config(config)
         if "generation_config" in files:
-            ends = transformers.GenerationConfig.from_dict(files["generation_config"])
+            generation = transformers.GenerationConfig.from_dict(files["generation_config"])
         rope = LlamaRotaryEmbedding(config)
         with torch.device("meta"):
             model = getattr(transformers, f"{kind}ForCausalLM")(config)
-        found[name] = dict(
+        golden[name] = dict(
             parameters=sum(p.numel() for p in model.parameters()),
             max_position_embeddings=config.max_position_embeddings,
-            bos_token_id=ends.bos_token_id,
-            eos_token_id=ends.eos_token_id,
+            bos_token_id=generation.bos_token_id,
+            eos_token_id=generation.eos_token_id,
             frequencies=rope.inv_freq.tolist()[::9],
             scale=rope.attention_scaling,
         )
     path = GOLDEN.parent / "golden_published.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(golden, indent=1) + "\n")
 
 
 if __name__ == "__main__":
@@ -325,4 +325,4 @@ if __name__ == "__main__":
     make_tokenizers()
     make_published()
     for i, (name, (family, settings)) in enumerate(VARIANTS.items()):
-        make(name, family, settings, seed=i)
+        make_checkpoint(name, family, settings, seed=i)

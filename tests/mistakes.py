@@ -1,5 +1,5 @@
-"""Mistakes in what is proposed. Verification mends them all, so no output can show them, and the
-certifier cannot; the oracles of test_proposals.py must."""
+"""Mistakes in proposals. Verification corrects them all, so they never change the output and the
+certifier cannot find them. The oracles in test_proposals.py must."""
 
 import torch
 
@@ -11,10 +11,10 @@ propose_ranks, window_layout = medusa.propose, lookahead.window_layout
 chain, extend, after = Drafter.chain, Drafter.extend, lookahead.Pool.after
 
 
-def hidden_of_the_round_before(heads, words, hidden, *arguments):
-    """The heads read what they read a round ago."""
-    before, heads.before = getattr(heads, "before", hidden), hidden
-    return propose_ranks(heads, words, before, *arguments)
+def hidden_of_the_previous_round(heads, draft_head, hidden, *arguments):
+    """The heads read the hidden state of the previous round."""
+    previous, heads.previous = getattr(heads, "previous", hidden), hidden
+    return propose_ranks(heads, draft_head, previous, *arguments)
 
 
 def window_off_by_one(lengths):
@@ -23,30 +23,30 @@ def window_off_by_one(lengths):
 
 
 def aliased_pool(self, token: int) -> list[list[int]]:
-    """The caller's list is the pool's own, and the caller appends to it."""
+    """The pool returns its own list, and the caller appends to it."""
     guesses = after(self, token)
     if guesses:
-        stored = self.known[token]
+        stored = self.continuations[token]
         stored.popitem()
         stored[tuple(guesses[0] + guesses[-1])] = None
     return guesses
 
 
-def token_first(self, hidden, embedded, now):
-    """In DeepSeek-V3's order, with a head of MiMo's."""
+def token_first(self, hidden, embedded, ctx):
+    """The inputs are concatenated as in DeepSeek-V3, although the head is in MiMo's order."""
     pair = [self.token_layernorm(embedded), self.hidden_layernorm(hidden)]
-    return self.final_layernorm(Block.forward(self, self.input_proj(torch.cat(pair, -1)), now))
+    return self.final_layernorm(Block.forward(self, self.input_proj(torch.cat(pair, -1)), ctx))
 
 
 def hidden_before_the_norm(self, hidden, tokens):
-    """The final norm's weight undone."""
+    """The head reads hidden states without the final norm's weight."""
     return extend(self, hidden / self.model.model.norm.weight, tokens)
 
 
 def stale_rows(self, hidden, tokens):
-    """The drafts' rows stay where they were accepted, with the head's own hidden states."""
-    known = getattr(self, "drafted", 0)
-    keep = min(max(len(tokens) - 1, 0), known)
+    """Rows of accepted drafts are kept, although they come from the head's own hidden states."""
+    drafted = getattr(self, "drafted", 0)
+    keep = min(max(len(tokens) - 1, 0), drafted)
     if keep:
         self.cache.commit(list(range(keep)))
     return extend(self, hidden[keep:], tokens[keep:])

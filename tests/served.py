@@ -1,4 +1,4 @@
-"""A small server of the OpenAI completions API over our own decoding, and servers that err."""
+"""A small server with the OpenAI completions API, over our own decoding."""
 
 import json
 import threading
@@ -11,27 +11,27 @@ from minispec.generate import decode
 DEFAULTS = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 0, "n": 1}
 
 
-class Honest:
-    """What a server does, by parts that a mistaken one overrides."""
+class CorrectServer:
+    """The behaviour of a server, in parts that a wrong server overrides."""
 
     name, path = "toy", "/v1/completions"
 
     def __init__(self, model, tokenizer, method: str = "autoregressive", **options):
         self.model, self.tokenizer, self.method, self.options = model, tokenizer, method, options
         self.drafted = self.accepted = 0
-        self.keys = []  # the Authorization of every request
-        self.runs = {}  # what is asked for again is not decoded again
-        self.lock = threading.RLock()  # one request at a time: mutants' patches are process-wide
+        self.keys = []  # the Authorization header of every request
+        self.runs = {}  # repeated requests are not decoded again
+        self.lock = threading.RLock()  # mutants patch the process: one request at a time
 
-    def run(self, asked: dict, seed: int):
-        """One choice."""
-        if asked.get("logit_bias"):
+    def run(self, request: dict, seed: int):
+        """Return one run, or None if the request has a logit_bias."""
+        if request.get("logit_bias"):
             return None
-        prompt, greedy = self.prompt(asked["prompt"]), asked["temperature"] == 0
+        prompt, greedy = self.prompt(request["prompt"]), request["temperature"] == 0
         options = {
-            "max_new_tokens": asked["max_tokens"], "temperature": asked["temperature"],
-            "top_k": max(0, asked["top_k"]), "top_p": asked["top_p"], "seed": 0 if greedy else seed,
-            "stop": tuple(asked.get("stop", ())),
+            "max_new_tokens": request["max_tokens"], "temperature": request["temperature"],
+            "top_k": max(0, request["top_k"]), "top_p": request["top_p"],
+            "seed": 0 if greedy else seed, "stop": tuple(request.get("stop", ())),
         }  # fmt: skip
         key = repr((prompt, options))
         with self.lock:
@@ -43,19 +43,19 @@ class Honest:
         self.accepted += run.stats["accepted"]
         return run
 
-    def prompt(self, given):
-        return given
+    def prompt(self, ids):
+        return ids
 
-    def choice(self, asked: dict, seed: int) -> dict:
-        run = self.run(asked, seed)
-        if run is None:  # a bias that makes an end token the best
+    def choice(self, request: dict, seed: int) -> dict:
+        run = self.run(request, seed)
+        if run is None:  # the bias makes an end token the best
             return {"text": "", "token_ids": [], "finish_reason": "stop"}
         ended = run.finish_reason in ("eos", "stop")
         found = {
             "text": run.text, "token_ids": run.tokens,
             "finish_reason": "stop" if ended else "length",
         }  # fmt: skip
-        if asked.get("logprobs") is not None:
+        if request.get("logprobs") is not None:
             found["logprobs"] = {"token_logprobs": self.logprobs(run)}
         return found
 
@@ -65,29 +65,29 @@ class Honest:
         at = len(run.prompt) - 1
         return [float(rows[at + i, token]) for i, token in enumerate(run.tokens)]
 
-    def choices(self, asked: dict) -> list[dict]:
-        return [self.choice(asked, asked["seed"] + 100_003 * i) for i in range(asked["n"])]
+    def choices(self, request: dict) -> list[dict]:
+        return [self.choice(request, request["seed"] + 100_003 * i) for i in range(request["n"])]
 
     def parts(self, choice: dict) -> list[dict]:
-        """A choice as it is streamed."""
+        """Split a choice for streaming."""
         text = choice["text"]
         middle = len(text) // 2
         return [{"text": text[:middle]}, {"text": text[middle:]},
                 {"text": "", "finish_reason": choice["finish_reason"]}]  # fmt: skip
 
     def models(self) -> tuple[int, dict]:
-        """The HTTP status of the list of models, and the list."""
+        """Return the HTTP status and the list of models."""
         if self.name is None:
             return 401, {}
         names = self.name if isinstance(self.name, list) else [self.name]
         return 200, {"data": [{"id": name} for name in names]}
 
-    def answer(self, asked: dict) -> tuple[int, dict | bytes | str | Iterator[bytes]]:
-        """The HTTP status and the JSON object; or bytes, where a redirect leads, or parts that are
-        sent one by one."""
-        prompt = self.prompt(asked["prompt"])
+    def answer(self, request: dict) -> tuple[int, dict | bytes | str | Iterator[bytes]]:
+        """Return the HTTP status and a JSON object, raw bytes, the target of a redirect, or parts
+        to be sent one by one."""
+        prompt = self.prompt(request["prompt"])
         length = len(prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt))
-        return 200, {"choices": self.choices(asked), "usage": {"prompt_tokens": length}}
+        return 200, {"choices": self.choices(request), "usage": {"prompt_tokens": length}}
 
     def metrics(self) -> str:
         return (
@@ -98,28 +98,28 @@ class Honest:
         )
 
 
-def handler(served: Honest) -> type[BaseHTTPRequestHandler]:
+def handler(backend: CorrectServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        wbufsize = -1  # head and body in one packet: two would wait for one another
+        wbufsize = -1  # head and body in one packet, which avoids a delay
 
         def do_GET(self):
-            served.keys.append(self.headers["Authorization"])
+            backend.keys.append(self.headers["Authorization"])
             if self.path == "/metrics":
-                self.send(200, served.metrics().encode())
+                self.send(200, backend.metrics().encode())
             elif self.path == "/v1/models":
-                self.send(*served.models())
+                self.send(*backend.models())
             else:
                 self.send(404, {})
 
         def do_POST(self):
-            served.keys.append(self.headers["Authorization"])
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path != served.path:
+            backend.keys.append(self.headers["Authorization"])
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path != backend.path:
                 return self.send(404, {"error": {"message": "no such path"}})
-            status, found = served.answer(DEFAULTS | asked)
-            if status == 200 and asked.get("stream"):
-                parts = [{"choices": [part]} for part in served.parts(found["choices"][0])]
+            status, found = backend.answer(DEFAULTS | request)
+            if status == 200 and request.get("stream"):
+                parts = [{"choices": [part]} for part in backend.parts(found["choices"][0])]
                 lines = "".join(f"data: {json.dumps(part)}\n\n" for part in parts)
                 return self.send(200, (lines + "data: [DONE]\n\n").encode())
             self.send(status, found)
@@ -144,18 +144,18 @@ def handler(served: Honest) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-class Quiet(ThreadingHTTPServer):
+class QuietServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
     def handle_error(self, *_):
-        """A client that went away, or a mistake that breaks off: no traceback."""
+        """Print no traceback for closed connections and deliberate errors."""
 
 
 @contextmanager
-def serving(served: Honest):
-    """The address of a running server."""
-    server = served.server = Quiet(("127.0.0.1", 0), handler(served))
+def serving(backend: CorrectServer):
+    """Run a server and yield its address."""
+    server = backend.server = QuietServer(("127.0.0.1", 0), handler(backend))
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:

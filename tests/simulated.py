@@ -1,6 +1,6 @@
-"""A device that is not there: Python poses as a backend of PyTorch. Its tensors lie on the host,
-where they are computed, but no operator may mix them with the host's own, and what crosses to the
-host is counted. So "it runs on CUDA, and waits for it once a round" is tested without a GPU.
+"""A simulated device: a PyTorch backend in Python. Its tensors are stored and computed on the host,
+but no operator may mix them with host tensors, and every synchronisation is counted. So "it runs on
+CUDA and synchronises once per round" is tested without a GPU.
 """
 
 import torch
@@ -11,75 +11,75 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 _setup_privateuseone_for_python_backend("simulated")
 DEVICE = torch.device("simulated:0")
 aten = torch.ops.aten
-WAITS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+SYNCHRONISING = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class Simulated(torch.Tensor):
-    """A tensor of the device, around the host's tensor that holds its numbers."""
+    """A tensor on the simulated device. It wraps the host tensor that holds its values."""
 
-    crossings = 0  # how often the host waited for the device
+    synchronisations = 0  # how often the host waited for the device
 
     @staticmethod
     def __new__(cls, host: torch.Tensor):
-        made = torch.Tensor._make_wrapper_subclass(
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(),
             dtype=host.dtype, device=DEVICE,
         )  # fmt: skip
-        made.host = host
-        return made
+        tensor.host = host
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        return computed(function, args, kwargs or {})
+        return compute_on_host(function, args, kwargs or {})
 
-    def tolist(self):  # which torch does not offer to subclasses
+    def tolist(self):  # torch does not support it for subclasses
         return self.cpu().tolist()
 
 
-class Running(TorchDispatchMode):
-    """Within, tensors can be made on the device."""
+class SimulatedDevice(TorchDispatchMode):
+    """Inside this context, tensors can be created on the device."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return computed(function, args, kwargs or {})
+        return compute_on_host(function, args, kwargs or {})
 
 
-@torch.inference_mode(False)  # what decoding makes in it may be views of what was made without
+@torch.inference_mode(False)  # decoding in inference mode may view tensors created outside it
 @torch.no_grad()
-def computed(function, args: tuple, kwargs: dict):
-    """On the host, what was asked of the device or, within Running, of the host itself."""
+def compute_on_host(function, args: tuple, kwargs: dict):
+    """Run on the host an operator of the device or, inside SimulatedDevice, of the host itself."""
     leaves = tree_leaves((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    ours = [t for t in tensors if isinstance(t, Simulated)]
+    simulated = [t for t in tensors if isinstance(t, Simulated)]
     others = [t for t in tensors if not isinstance(t, Simulated)]
     device = next((x for x in leaves if isinstance(x, torch.device)), None)
-    here = bool(ours) if device is None else device.type == DEVICE.type
-    if function is aten.copy_.default:  # into the first from the second
-        here = isinstance(args[0], Simulated)
-    elif ours and device is None and any(t.dim() for t in others):  # the host's numbers may be used
+    on_device = bool(simulated) if device is None else device.type == DEVICE.type
+    if function is aten.copy_.default:  # copies the second argument to the first
+        on_device = isinstance(args[0], Simulated)
+    elif simulated and device is None and any(t.dim() for t in others):  # host scalars are allowed
         raise RuntimeError(f"{function} mixes tensors of the host and of the device")
-    if ours and (not here or waits(function, args)):
-        Simulated.crossings += 1
-    known = {id(t.host): t for t in ours}
+    if simulated and (not on_device or synchronises(function, args)):
+        Simulated.synchronisations += 1
+    wrappers = {id(t.host): t for t in simulated}
 
-    def on_host(x):
+    def to_host(x):
         if isinstance(x, torch.device):
             return torch.device("cpu")
         return x.host if isinstance(x, Simulated) else x
 
-    def wrapped(x):
-        if not (here and isinstance(x, torch.Tensor)):
+    def wrap(x):
+        if not (on_device and isinstance(x, torch.Tensor)):
             return x
-        return known[id(x)] if id(x) in known else Simulated(x)  # in place: the same tensor again
+        return wrappers[id(x)] if id(x) in wrappers else Simulated(x)  # in place: the same tensor
 
-    args, kwargs = tree_map(on_host, (args, kwargs))
-    return tree_map(wrapped, function(*args, **kwargs))
+    args, kwargs = tree_map(to_host, (args, kwargs))
+    return tree_map(wrap, function(*args, **kwargs))
 
 
-def waits(function, args: tuple) -> bool:
-    """Whether the host must know numbers of the device to go on."""
-    if function in (aten.index.Tensor, aten.index_put_.default):  # by a mask
+def synchronises(function, args: tuple) -> bool:
+    """Whether the host needs values from the device before it can continue."""
+    if function in (aten.index.Tensor, aten.index_put_.default):  # only if indexed by a mask
         return any(i is not None and i.dtype == torch.bool for i in args[1])
-    return any(tag in function.tags for tag in WAITS)
+    return any(tag in function.tags for tag in SYNCHRONISING)
 
 
 @torch.library.impl("aten::empty.memory_format", "PrivateUse1")
@@ -94,4 +94,4 @@ def empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memory
 
 @torch.library.impl("aten::_copy_from", "PrivateUse1")
 def copy_from(source, destination, non_blocking=False):
-    return computed(aten.copy_.default, (destination, source), {})
+    return compute_on_host(aten.copy_.default, (destination, source), {})

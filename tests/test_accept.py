@@ -1,4 +1,4 @@
-"""The one rule of acceptance: exact distributions over every random outcome, and edge cases."""
+"""The acceptance rule: exact distributions over every random outcome, and edge cases."""
 
 import random
 
@@ -20,7 +20,8 @@ def random_distribution(rng: random.Random, size: int = 4) -> torch.Tensor:
 
 
 def propose(rng: random.Random, kind: str, randomness) -> tuple[Tree, dict]:
-    """A tree of two levels below the root; `rng` fixes its distributions, its draws are random."""
+    """A tree of two levels below the root. `rng` determines its distributions, and its tokens are
+    drawn from `randomness`."""
     tokens, parents, draft_probs = [0], [-1], [None]
     for parent in (0, 1):
         q = random_distribution(rng)
@@ -45,8 +46,8 @@ def propose(rng: random.Random, kind: str, randomness) -> tuple[Tree, dict]:
 @pytest.mark.parametrize("kind", ["chain", "one-hot", "with replacement", "without replacement"])
 @pytest.mark.parametrize("seed", range(25))
 def test_the_first_two_tokens_are_distributed_as_the_targets(kind, seed):
-    """The token after the root is drawn from p(. | root), the next one from p(. | that token): one
-    distribution for each context, as a model gives them."""
+    """The target has one distribution per context, like a model: the token after the root is drawn
+    from p(. | root), the next one from p(. | that token)."""
     target = {(): random_distribution(random.Random(seed))}
     for x in range(4):
         target[x,] = random_distribution(random.Random(100 * seed + x))
@@ -61,7 +62,7 @@ def test_the_first_two_tokens_are_distributed_as_the_targets(kind, seed):
             context.append(context[tree.parents[node]] + (tree.tokens[node],))
         path, fresh = accept([target[c] for c in context], tree, randomness)
         emitted = tree.tokens_at(path[1:]) + [fresh]
-        if len(emitted) == 1:  # plain decoding goes on
+        if len(emitted) == 1:  # continue with plain decoding
             emitted.append(randomness.categorical(target[tuple(emitted)]))
         return tuple(emitted[:2])
 
@@ -87,7 +88,7 @@ def test_a_draft_from_the_target_itself_is_always_accepted():
         assert accept([p, p, p], tree, Seeded(seed))[0] == [0, 1, 2]
 
 
-def test_rounding_that_leaves_no_residual_accepts():
+def test_a_draft_is_accepted_if_rounding_leaves_no_residual():
     p = torch.tensor([0.5, 0.5], dtype=torch.float64)
     q = torch.tensor([0.5 + 1e-17, 0.5 + 1e-16], dtype=torch.float64) + 1e-16
 

@@ -1,5 +1,5 @@
-"""K and trees chosen as decoding goes, against brute force. That they change no output is
-test_lossless's; that single trees are grown and judged aright, assignment 4's."""
+"""K and trees chosen during decoding agree with brute force. test_lossless.py checks that they
+never change the output, and assignment 4 how single trees are grown and evaluated."""
 
 import itertools
 import random
@@ -9,15 +9,15 @@ import torch
 from conftest import random_model
 
 from minispec.generate import decode
-from minispec.methods.adaptive import RARE, BestTree, Length
-from minispec.toys import random_head
+from minispec.methods.adaptive import MIN_PATH_PROB, AdaptiveK, AdaptiveTree
+from minispec.toys import random_mtp_head
 
-FLAT = [0.0] + [1.0] * 64  # a pass costs the same over any number of rows
-STEEP = [0.0] + [float(n) for n in range(1, 65)]  # and as much as its rows one by one
+FLAT = [0.0] + [1.0] * 64  # a pass costs the same for any number of rows
+STEEP = [0.0] + [float(n) for n in range(1, 65)]  # a pass over n rows costs n passes over one
 
 
-def falling(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Chances of the candidates of each head, best first."""
+def random_probs(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Random probabilities of each head's candidates, best first."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.rand(shape, generator=generator) / 2).sort(descending=True).values
 
@@ -26,105 +26,108 @@ def falling(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_k_promises_most_tokens_for_its_cost(seed):
-    """Against the formula: 1 + a1 + a1 a2 + … tokens for a pass over K + 1 rows and K drafts."""
+def test_k_maximises_expected_tokens_per_cost(seed):
+    """Checked by the formula: 1 + a1 + a1 a2 + … tokens for a pass over K + 1 rows and K drafts."""
     rng = random.Random(seed)
     curve = [0.0, 1.0, *itertools.accumulate((rng.random() / 9 for _ in range(20)), initial=1.1)]
-    length = Length(curve, draft=rng.random() / 4, most=8)
-    length.rate = [rng.random() for _ in range(8)]
+    policy = AdaptiveK(curve, draft_cost=rng.random() / 4, max_k=8)
+    policy.rate = [rng.random() for _ in range(8)]
 
-    def promise(k: int) -> float:
-        chances = itertools.accumulate(length.rate[:k], lambda a, b: a * b)
-        return (1 + sum(chances)) / length.costs[k]
+    def value(k: int) -> float:
+        accept_probs = itertools.accumulate(policy.rate[:k], lambda a, b: a * b)
+        return (1 + sum(accept_probs)) / policy.costs[k]
 
-    assert promise(length.choose()) == pytest.approx(max(promise(k) for k in range(1, 9)))
-    assert length.costs[3] == pytest.approx(curve[4] + (length.costs[1] - curve[2]) * 3)
+    assert value(policy.choose()) == pytest.approx(max(value(k) for k in range(1, 9)))
+    assert policy.costs[3] == pytest.approx(curve[4] + (policy.costs[1] - curve[2]) * 3)
 
 
-def test_it_drafts_much_where_drafts_are_good_and_little_where_they_are_not():
-    length = Length([0.0] + [1 + 0.005 * (n - 1) for n in range(1, 65)], draft=0.1)
+def test_k_grows_while_drafts_are_accepted_and_shrinks_while_they_are_rejected():
+    policy = AdaptiveK([0.0] + [1 + 0.005 * (n - 1) for n in range(1, 65)], draft_cost=0.1)
     for _ in range(100):
-        k = length.choose()
-        length.observe(drafted=k, accepted=k)
-    assert length.choose() == 16
+        k = policy.choose()
+        policy.observe(drafted=k, accepted=k)
+    assert policy.choose() == 16
     for _ in range(100):
-        length.observe(drafted=length.choose(), accepted=0)
-    assert length.choose() == 1  # it goes on trying, or it would never learn better
+        policy.observe(drafted=policy.choose(), accepted=0)
+    assert policy.choose() == 1  # never 0, or it could not learn that drafts have become good
     for _ in range(100):
-        length.observe(drafted=1, accepted=1)
-    assert length.choose() > 8
+        policy.observe(drafted=1, accepted=1)
+    assert policy.choose() > 8
 
 
-def test_a_cost_that_no_draft_earns_back_keeps_k_at_one():
-    assert Length(STEEP, draft=1.0).choose() == 1
-    assert Length(FLAT, draft=0.0).choose() == 16 and Length(FLAT, 0.0, most=5).choose() == 5
-    assert Length([0.0, 1.0, 1.0], draft=0.0).choose() == 16  # what lies beyond costs as the last
+def test_k_is_one_if_drafts_never_pay_and_maximal_if_they_are_free():
+    assert AdaptiveK(STEEP, draft_cost=1.0).choose() == 1
+    assert AdaptiveK(FLAT, draft_cost=0.0).choose() == 16
+    assert AdaptiveK(FLAT, draft_cost=0.0, max_k=5).choose() == 5
+    short_curve = [0.0, 1.0, 1.0]  # beyond its end, its last value holds
+    assert AdaptiveK(short_curve, draft_cost=0.0).choose() == 16
 
 
-def test_rates_are_learnt_of_what_was_tried_alone():
-    length = Length(FLAT, draft=0.1, most=8)
-    for i in range(200):  # half of the first drafts are right, and then all of a round of four
-        length.observe(drafted=4, accepted=4 * (i % 2))
-    assert abs(length.rate[0] - 0.5) < 0.1 and min(length.rate[1:4]) > 0.95
-    assert length.rate[4] > 0.85  # never tried: it leans to the rate before
+def test_rates_are_learnt_only_from_drafts_that_were_tried():
+    policy = AdaptiveK(FLAT, draft_cost=0.1, max_k=8)
+    for i in range(200):  # every other round all four drafts are right, otherwise none
+        policy.observe(drafted=4, accepted=4 * (i % 2))
+    assert abs(policy.rate[0] - 0.5) < 0.1 and min(policy.rate[1:4]) > 0.95
+    assert policy.rate[4] > 0.85  # never tried, so it drifts towards the previous rate
 
 
 # ---- trees ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_tree_promises_most_of_all_for_its_cost(seed):
-    """Over two heads and three ranks. Of n nodes none gain more than the n likeliest paths, which
-    are a tree: no path is likelier than its beginning."""
-    rng, chances = random.Random(seed), falling((2, 3), seed).tolist()
+def test_the_tree_maximises_expected_tokens_per_cost(seed):
+    """With two heads and three ranks. The best n nodes are the n most likely paths, which form a
+    tree because no path is more likely than its prefixes."""
+    rng, probs = random.Random(seed), random_probs((2, 3), seed).tolist()
     steps = (rng.random() / (1 + 2 * seed) for _ in range(12))
-    curve, draft = [0.0, *itertools.accumulate(steps, initial=1.0)], 0.25
-    gains = {(r,): a for r, a in enumerate(chances[0])}
-    gains |= {(r, s): a * b for (r,), a in gains.items() for s, b in enumerate(chances[1])}
-    likely = sorted((path for path in gains if gains[path] >= RARE), key=gains.get, reverse=True)
-    for room in (0, 2, 99):
-        promises = [
-            (1 + sum(gains[path] for path in likely[:n])) / (curve[n + 1] + draft)
-            for n in range(min(room, len(likely)) + 1)
+    curve, heads_cost = [0.0, *itertools.accumulate(steps, initial=1.0)], 0.25
+    gains = {(r,): a for r, a in enumerate(probs[0])}
+    gains |= {(r, s): a * b for (r,), a in gains.items() for s, b in enumerate(probs[1])}
+    paths = sorted((p for p in gains if gains[p] >= MIN_PATH_PROB), key=gains.get, reverse=True)
+    for free_rows in (0, 2, 99):
+        values = [
+            (1 + sum(gains[path] for path in paths[:n])) / (curve[n + 1] + heads_cost)
+            for n in range(min(free_rows, len(paths)) + 1)
         ]
-        best = likely[: promises.index(max(promises))]
-        assert BestTree(curve, draft).choose(chances, room) == sorted(best)
+        best = paths[: values.index(max(values))]
+        assert AdaptiveTree(curve, heads_cost).choose(probs, free_rows) == sorted(best)
 
 
-def test_what_is_sure_is_drafted_and_what_is_rare_is_not():
-    sure = torch.eye(4, 12)[[0, 0, 0, 0]].tolist()
+def test_certain_paths_are_drafted_and_rare_ones_are_not():
+    certain = torch.eye(4, 12)[[0, 0, 0, 0]].tolist()
     rare = torch.full((4, 12), 1e-3).tolist()
-    assert BestTree(FLAT, 0.0).choose(rare, room=99) == []
-    assert BestTree(FLAT, 0.0).choose(sure, room=99) == [(0,) * n for n in range(1, 5)]
-    assert BestTree(FLAT, 0.0).choose(sure, room=2) == [(0,), (0, 0)]
-    assert BestTree([0.0, 1.0, 1.0], 0.0).choose(sure, room=99) == [(0,)]  # as far as costs go
-    assert BestTree(STEEP, 0.0).choose(falling((4, 12), 0).tolist(), room=99) == []
+    assert AdaptiveTree(FLAT, 0.0).choose(rare, free_rows=99) == []
+    assert AdaptiveTree(FLAT, 0.0).choose(certain, free_rows=99) == [(0,) * n for n in range(1, 5)]
+    assert AdaptiveTree(FLAT, 0.0).choose(certain, free_rows=2) == [(0,), (0, 0)]
+    short_curve = [0.0, 1.0, 1.0]  # a tree never exceeds the curve
+    assert AdaptiveTree(short_curve, 0.0).choose(certain, free_rows=99) == [(0,)]
+    assert AdaptiveTree(STEEP, 0.0).choose(random_probs((4, 12), 0).tolist(), free_rows=99) == []
 
 
 # ---- in decoding ---------------------------------------------------------------------------------
 
 
 class Scripted:
-    """A policy that says 1, 5, 2, 1, 5, 2, … and remembers what came of it."""
+    """A policy that chooses 1, 5, 2, 1, 5, 2, … and records the outcomes."""
 
     def __init__(self):
-        self.said, self.seen = itertools.cycle([1, 5, 2]), []
+        self.choices, self.observed = itertools.cycle([1, 5, 2]), []
 
     def choose(self) -> int:
-        return next(self.said)
+        return next(self.choices)
 
     def observe(self, drafted: int, accepted: int) -> None:
-        self.seen.append((drafted, accepted))
+        self.observed.append((drafted, accepted))
 
 
 @pytest.mark.parametrize("method", ["speculative", "fastmtp"])
-def test_a_policy_is_asked_before_each_round_and_told_after_it(method):
+def test_a_policy_chooses_before_each_round_and_observes_after_it(method):
     model, policy = random_model(context=40), Scripted()
-    companion = {"draft": model} if method == "speculative" else {"head": random_head(model, 0)}
-    run = decode(model, None, [1, 2], method, k=policy, max_new_tokens=1000, **companion)
+    drafter = {"draft": model} if method == "speculative" else {"head": random_mtp_head(model, 0)}
+    run = decode(model, None, [1, 2], method, k=policy, max_new_tokens=1000, **drafter)
     assert run.tokens == decode(model, None, [1, 2], max_new_tokens=1000).tokens
-    came = [(len(step.tree) - 1, len(step.path) - 1) for step in run.rounds]
-    assert policy.seen[: len(came)] == came
-    asked = itertools.cycle([1, 5, 2])
-    assert all(drafted <= k for (drafted, _), k in zip(came, asked))  # less where no room is left
-    assert [drafted for drafted, _ in came[:3]] == [1, 5, 2]
+    outcomes = [(len(step.tree) - 1, len(step.path) - 1) for step in run.rounds]
+    assert policy.observed[: len(outcomes)] == outcomes
+    chosen = itertools.cycle([1, 5, 2])
+    assert all(drafted <= k for (drafted, _), k in zip(outcomes, chosen))  # fewer near the end
+    assert [drafted for drafted, _ in outcomes[:3]] == [1, 5, 2]

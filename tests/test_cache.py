@@ -1,4 +1,4 @@
-"""Write, commit, truncate: after any sequence of these the cache equals a fresh prefill."""
+"""After any sequence of writes, commits and truncations, the cache equals a fresh prefill."""
 
 import random
 
@@ -28,7 +28,7 @@ def test_random_rounds_equal_a_fresh_prefill(seed):
         tree = random_tree(rng, rng.randint(1, 12))
         model(tree.tokens, cache, tree.depth, tree.mask)
         if rng.random() < 0.2:
-            continue  # the whole round rejected
+            continue  # the whole round is rejected
         path = [0]
         while rng.random() < 0.8 and tree.children(path[-1]):
             path.append(rng.choice(tree.children(path[-1])))
@@ -38,7 +38,7 @@ def test_random_rounds_equal_a_fresh_prefill(seed):
         assert_fresh(model, cache, tokens)
 
 
-def test_a_pass_does_not_advance_and_scratch_is_overwritten():
+def test_a_pass_does_not_advance_the_cache_and_scratch_is_overwritten():
     model = random_model()
     tokens = random_tokens(10)
     cache = model.new_cache()
@@ -48,12 +48,12 @@ def test_a_pass_does_not_advance_and_scratch_is_overwritten():
     assert_fresh(model, cache, tokens)
 
 
-def test_the_cache_says_when_it_is_full():
+def test_rows_that_do_not_fit_raise_an_error():
     model = random_model()
     cache = model.new_cache(capacity=8)
     model.prefill(random_tokens(6), cache)
     model(random_tokens(2), cache)
-    assert cache.room == 2
+    assert cache.free_rows == 2
     with pytest.raises(ValueError, match="3 more tokens do not fit: the cache holds 8 and 6"):
         model(random_tokens(3), cache)
 
@@ -61,9 +61,9 @@ def test_the_cache_says_when_it_is_full():
 def test_nothing_is_allocated_after_construction():
     model = random_model()
     cache = model.new_cache(capacity=64)
-    before = [each.data_ptr() for each in (*cache.k, *cache.v)]
+    before = [tensor.data_ptr() for tensor in (*cache.k, *cache.v)]
     model.prefill(random_tokens(20), cache)
     tree = random_tree(random.Random(0), 9)
     model(tree.tokens, cache, tree.depth, tree.mask)
     cache.commit([0, 1])
-    assert [each.data_ptr() for each in (*cache.k, *cache.v)] == before
+    assert [tensor.data_ptr() for tensor in (*cache.k, *cache.v)] == before

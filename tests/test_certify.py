@@ -1,4 +1,4 @@
-"""The certifier catches every mutant, judges strangers, and explains two runs."""
+"""certify catches every mutant, tests black boxes, and explains the difference of two runs."""
 
 import contextlib
 import functools
@@ -17,13 +17,19 @@ import torch
 from conftest import ROOT
 
 from minispec import verify
-from minispec.certify import blackbox, cases, mutants
 from minispec.certify.__main__ import main
-from minispec.certify.checks import CHECKS
-from minispec.certify.mutants import MUTANTS
-from minispec.certify.statistics import FALSE_ALARM, chi_square_p, smallest_seen, two_sample_p
-from minispec.certify.takeover import NotTaken, followed
-from minispec.checkpoint import load, save
+from minispec.certify.others import blackbox
+from minispec.certify.others.enumeration import CannotEnumerate, enumerate_outcomes
+from minispec.certify.ours import cases, mutants
+from minispec.certify.ours.checks import CHECKS
+from minispec.certify.ours.mutants import MUTANTS
+from minispec.certify.statistics import (
+    FALSE_ALARM,
+    chi_square_p,
+    detectable_bias,
+    two_sample_p,
+)
+from minispec.checkpoints.load import load, save
 from minispec.generate import decode
 from minispec.methods import speculative
 from minispec.sampling import Sampling, Seeded
@@ -33,43 +39,43 @@ from minispec.tree import Tree
 
 @torch.no_grad()
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_every_mutant_is_caught_where_it_is_said_to_be(mutant):
+def test_each_mutant_is_caught_by_its_check(mutant):
     assert mutant.caught()
 
 
-def test_a_survivor_fails():
-    harmless = cases.Proof  # replaced by itself
-    survivor = type(MUTANTS[0])("none", "cache", "prompt-lookup", ((cases, "Proof", harmless),))
+def test_a_surviving_mutant_is_reported():
+    harmless = cases.ExactCase  # replaced by itself
+    survivor = type(MUTANTS[0])("none", "cache", "prompt-lookup", ((cases, "ExactCase", harmless),))
     assert survivor.caught() is None
 
 
-def test_the_cases_policies_soon_change_their_minds():
+def test_the_adaptive_policies_of_the_cases_adapt_quickly():
     drafted = []
     for accepted in 0, 1, 2:
-        (policy,) = cases.afresh({"k": cases.LENGTH}).values()
+        (policy,) = cases.fresh_options({"k": cases.ADAPTIVE_K}).values()
         assert policy.choose() == 2
         policy.observe(drafted=2, accepted=accepted)
         drafted.append(policy.choose())
     assert drafted == [1, 1, 3]
     sure, unsure = [[0.9, 0.1]] * 4, [[0.1, 0.1]] * 4
-    sizes = [len(cases.BEST_TREE.choose(chances, room=16)) for chances in (unsure, sure)]
+    sizes = [len(cases.ADAPTIVE_TREE.choose(chances, free_rows=16)) for chances in (unsure, sure)]
     assert sizes[0] < sizes[1]
 
 
-def test_the_toy_knows_its_context_by_position_and_token():
+def test_the_toy_depends_on_position_and_token_of_its_whole_context():
     toy = Toy(0)
     cache = toy.new_cache()
     toy.prefill([2, 0], cache)
     tree = Tree([1, 2, 0], [-1, 0, 0])
     toy(tree.tokens, cache, tree.depth, tree.mask)
     prompt = ((0, 2), (1, 0))
-    assert list(toy.memory) == [  # every context that it was asked for
+    assert list(toy.logits_after) == [  # every context that was evaluated
         prompt[:1], prompt, (*prompt, (2, 1)), (*prompt, (2, 1), (3, 2)), (*prompt, (2, 1), (3, 0)),
     ]  # fmt: skip
     assert torch.equal(toy(torch.tensor([1, 2]), cache), toy([1, 2], cache))
 
 
-def test_chi_square_on_fair_and_loaded_counts():
+def test_chi_square_of_fair_and_biased_counts():
     fair = {(i,): 0.25 for i in range(4)}
     assert chi_square_p(Counter({(i,): 100 for i in range(4)}), fair) == 1.0
     # G = 2 (127 ln 1.27 + 73 ln 0.73) = 14.76 at three degrees of freedom
@@ -78,12 +84,12 @@ def test_chi_square_on_fair_and_loaded_counts():
     assert chi_square_p(Counter({(9,): 1}), fair) == 0.0
 
 
-@pytest.mark.parametrize("due", [0.01, 0.3, 1, 2, 5, 10, 40])
+@pytest.mark.parametrize("expected", [0.01, 0.3, 1, 2, 5, 10, 40])
 @pytest.mark.parametrize("runs", [100, 400])
-def test_a_correct_decoder_with_a_sharp_distribution_hardly_ever_fails(runs, due):
-    """The exact chance of a p-value below the limit, over all counts of a rare cell: no more than
-    twice the limit."""
-    rare = due / runs
+def test_a_correct_decoder_with_a_sharp_distribution_rarely_fails(runs, expected):
+    """The exact probability of a p-value below the limit, over all counts of a rare cell, is at
+    most twice the limit."""
+    rare = expected / runs
     sharp = {(0,): 1 - rare, (1,): rare}
     chances = (
         math.comb(runs, k) * rare**k * (1 - rare) ** (runs - k)
@@ -93,8 +99,8 @@ def test_a_correct_decoder_with_a_sharp_distribution_hardly_ever_fails(runs, due
     assert sum(chances) < 2 * FALSE_ALARM
 
 
-def test_two_samples_of_one_sharp_distribution_hardly_ever_differ():
-    """The exact chance, over all ways in which a rare token's draws may fall to the two."""
+def test_two_samples_of_one_sharp_distribution_rarely_differ():
+    """The exact probability, over all splits of a rare token's occurrences between the samples."""
     for total in 10, 20, 40, 80:
         chances = (
             math.comb(total, k) / 2**total
@@ -106,31 +112,31 @@ def test_two_samples_of_one_sharp_distribution_hardly_ever_differ():
         assert sum(chances) < 3 * FALSE_ALARM
 
 
-def test_the_smallest_bias_that_would_be_seen_is_seen():
-    """In about nine of ten times, for the shape that is hardest to see."""
+def test_a_bias_of_the_detectable_size_is_detected():
+    """About nine times in ten, for the shape that is hardest to detect."""
     n, rng = 400, random.Random(0)
-    t = smallest_seen(3, n)
+    t = detectable_bias(3, n)
     fair = {(i,): 0.25 for i in range(4)}
     biased = [0.25 + t / 2, 0.25 + t / 2, 0.25 - t / 2, 0.25 - t / 2]
-    seen = [
+    detected = [
         chi_square_p(Counter((i,) for i in rng.choices(range(4), biased, k=n)), fair) < 1e-6
         for _ in range(300)
     ]
-    assert 0.8 < sum(seen) / 300 < 0.99 and smallest_seen(3, 8 * n) < t / 2
+    assert 0.8 < sum(detected) / 300 < 0.99 and detectable_bias(3, 8 * n) < t / 2
 
 
-# ---- strangers -----------------------------------------------------------------------------------
+# ---- black boxes ---------------------------------------------------------------------------------
 
 loaded = functools.cache(lambda checkpoint: load(checkpoint, "float64", "cpu")[0])
 
 
 def ours(checkpoint, prompt, **options):
-    """A correct implementation: our prompt lookup behind the black-box signature."""
+    """A correct implementation: our prompt lookup with the signature of a black box."""
     return decode(loaded(checkpoint), None, prompt, "prompt-lookup", k=2, **options).tokens
 
 
 def changed(**changes):
-    """Our implementation with options of its own: values, or functions of the options given."""
+    """Our implementation with options replaced: by values, or by functions of the options."""
 
     def implementation(checkpoint, prompt, **options):
         made = {name: x(options) if callable(x) else x for name, x in changes.items()}
@@ -169,17 +175,17 @@ def raises_late(checkpoint, prompt, **options):
 
 
 def when_sampled(other):
-    """Ours where greedy, else another one."""
-    return lambda *given, **options: (other if options["temperature"] else ours)(*given, **options)
+    """Our implementation if greedy, otherwise another one."""
+    return lambda *args, **options: (other if options["temperature"] else ours)(*args, **options)
 
 
 def test_a_correct_black_box_passes():
     verdicts = list(blackbox.check_implementation(ours, runs=30, outcomes=60))
     rows = {"greedy": 3, "limits": 4, "exact": 5, "statistical": 4}
     assert Counter(v.check for v in verdicts) == rows
-    short = [v.check for v in verdicts if "only the first token" in v.detail]  # of so few outcomes
+    too_few = [v.check for v in verdicts if "only the first token" in v.detail]
     assert all(v.passed or "only the first token" in v.detail for v in verdicts), verdicts
-    assert set(short) <= {"exact"} and len(short) < 3
+    assert set(too_few) <= {"exact"} and len(too_few) < 3
 
 
 @pytest.mark.parametrize(
@@ -192,36 +198,36 @@ def test_a_correct_black_box_passes():
         (runs_past_the_end, ["lengths"], ["1 end token"]),
         (when_sampled(runs_past_the_end), ["lengths"], ["1 end token"]),
         (when_sampled(fades), ["lengths"], ["model 0"]),
-        (changed(max_new_tokens=lambda given: given["max_new_tokens"] + 1), ["model 0"],
+        (changed(max_new_tokens=lambda options: options["max_new_tokens"] + 1), ["model 0"],
          ["lengths"]),
     ],
 )  # fmt: skip
-def test_a_black_box_fails_where_it_is_wrong_and_only_there(function, right, wrong):
+def test_a_black_box_fails_exactly_the_checks_that_cover_its_mistake(function, right, wrong):
     for name in right + wrong:
         verdicts = list(blackbox.check_implementation(function, only=name))
         assert verdicts and all(v.passed == (name in right) for v in verdicts), verdicts
 
 
-def test_an_exception_fails_its_row_and_the_table_goes_on():
+def test_an_exception_fails_only_its_own_check():
     verdicts = list(blackbox.check_implementation(when_sampled(raises_late), runs=1, outcomes=9))
     assert len(verdicts) == 16 and [v.case for v in verdicts if v.passed] == ["lengths"]
-    said = "raised ValueError: no such luck ("
-    assert sum(v.passed is False and said in v.detail for v in verdicts) == 15
-    assert "1 tokens of prompt, max_new_tokens 24, temperature 1.0, top_k 1" in verdicts[0].detail
-    for function, says in (
+    message = "raised ValueError: no such luck ("
+    assert sum(v.passed is False and message in v.detail for v in verdicts) == 15
+    assert "prompt of 1 tokens, max_new_tokens 24, temperature 1.0, top_k 1" in verdicts[0].detail
+    for function, snippet in (
         (lambda *_, **options: "hello", "must return token ids, not 'hello'"),
         (lambda *_, **options: sys.exit(0), "raised SystemExit: 0"),
         (raises_late, "raised ValueError: no such luck"),
     ):
         (verdict,) = check("lengths", function)
-        assert not verdict.passed and says in verdict.detail
+        assert not verdict.passed and snippet in verdict.detail
 
 
 def check(only: str, function, **options) -> list:
     return list(blackbox.check_implementation(function, only=only, **options))
 
 
-def test_what_is_not_offered_is_skipped():
+def test_unsupported_options_are_skipped():
     def greedy_only(checkpoint, prompt, **options):
         if options["temperature"]:
             raise NotImplementedError("no sampling")
@@ -230,10 +236,10 @@ def test_what_is_not_offered_is_skipped():
     verdicts = list(blackbox.check_implementation(greedy_only, runs=1, outcomes=9))
     assert {v.passed for v in verdicts if v.check in ("greedy", "limits")} == {True}
     assert {v.passed for v in verdicts if v.check in ("exact", "statistical")} == {None}
-    assert {v.detail for v in verdicts if v.passed is None} == {"not offered: no sampling"}
+    assert {v.detail for v in verdicts if v.passed is None} == {"not supported: no sampling"}
 
 
-def test_what_raises_is_not_just_left_out_of_the_exact_rows(tmp_path):
+def test_an_exception_fails_the_exact_check_too(tmp_path):
     def not_for_one_token(checkpoint, prompt, **options):
         if options["max_new_tokens"] == 1:
             raise ValueError("one is too few")
@@ -243,56 +249,59 @@ def test_what_raises_is_not_just_left_out_of_the_exact_rows(tmp_path):
         return torch.multinomial(torch.full((3,), math.nan), 2, True).tolist()
 
     folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=3)
-    for function, said in (not_for_one_token, "one is too few"), (draws_from_nothing, "probab"):
-        with pytest.raises(blackbox.Raised, match=said):
-            blackbox.is_exact(blackbox.Box(function), folder, model, Sampling(1.0), 30)
+    for function, snippet in (not_for_one_token, "one is too few"), (draws_from_nothing, "probab"):
+        with pytest.raises(blackbox.Raised, match=snippet):
+            blackbox.is_exact(blackbox.FunctionDecoder(function), folder, model, Sampling(1.0), 30)
 
 
-def test_who_never_drafts_or_never_rejects_is_told_so():
-    for counts, passed, says in (((0, 0), None, "never drafted"), ((5, 5), None, "no rejection"),
-                                 ((5, 2), True, "2 of 5 drafts accepted")):  # fmt: skip
+def test_a_run_without_drafts_or_without_rejections_is_reported():
+    for counts, passed, snippet in (
+        ((0, 0), None, "no token was drafted"), ((5, 5), None, "no rejection"),
+        ((5, 2), True, "2 of 5 drafts accepted"),
+    ):  # fmt: skip
         verdicts = check("no such case", lambda *_: None)
-        box = blackbox.Box(lambda *_, c=counts, **options: ([1], *c))
-        assert verdicts == [] and box("", [1]) == [1]
-        found, detail = blackbox.drafts_something(box.drafted, box.accepted)
-        assert found is passed and says in detail
+        decoder = blackbox.FunctionDecoder(lambda *_, c=counts, **options: ([1], *c))
+        assert verdicts == [] and decoder("", [1]) == [1]
+        found, detail = blackbox.drafting_result(decoder.drafted, decoder.accepted)
+        assert found is passed and snippet in detail
 
 
-def test_an_engine_may_take_many_requests_at_once(tmp_path):
+def test_an_engine_may_batch_requests(tmp_path):
     class Engine:
         def many(self, checkpoint, requests):
-            asked.append(len(requests))
+            sizes.append(len(requests))
             return [ours(checkpoint, **request) for request in requests]
 
-    asked: list[int] = []
+    sizes: list[int] = []
     folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
-    passed, detail = blackbox.is_drawn(blackbox.Box(Engine()), folder, model, Sampling(1.0), 50)
-    assert passed and asked == [50], detail
+    decoder = blackbox.FunctionDecoder(Engine())
+    passed, detail = blackbox.fits_distribution(decoder, folder, model, Sampling(1.0), 50)
+    assert passed and sizes == [50], detail
 
 
 @pytest.mark.parametrize(
-    "function, missed, seen",
+    "function, harmless, revealing",
     [
         (changed(top_p=1.0), Sampling(1.5, 3), Sampling(0.7, top_p=0.8)),
         (changed(temperature=1.0), Sampling(1.0), Sampling(0.7, top_p=0.8)),
-        # top-p ignored beside a top-k
-        (changed(top_p=lambda given: 1.0 if given["top_k"] > 1 else given["top_p"]),
+        # top-p is ignored if there is a top-k
+        (changed(top_p=lambda options: 1.0 if options["top_k"] > 1 else options["top_p"]),
          Sampling(1.5, 2), Sampling(1.5, 3, 0.9)),
     ],
 )  # fmt: skip
-def test_a_warper_left_out_is_seen_where_it_matters(function, missed, seen, tmp_path):
-    box = blackbox.Box(function)
+def test_a_missing_warper_is_detected_where_it_matters(function, harmless, revealing, tmp_path):
+    decoder = blackbox.FunctionDecoder(function)
     folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
-    assert blackbox.is_drawn(box, folder, model, missed, 60)[0]
-    assert not blackbox.is_drawn(box, folder, model, seen, 60)[0]
+    assert blackbox.fits_distribution(decoder, folder, model, harmless, 60)[0]
+    assert not blackbox.fits_distribution(decoder, folder, model, revealing, 60)[0]
     folder, model = blackbox.write_checkpoint(tmp_path / "exact", 21, vocab=3)
-    assert blackbox.is_exact(box, folder, model, missed, 30)[0] is not False
-    passed, detail = blackbox.is_exact(box, folder, model, seen, 30)
+    assert blackbox.is_exact(decoder, folder, model, harmless, 30)[0] is not False
+    passed, detail = blackbox.is_exact(decoder, folder, model, revealing, 30)
     assert passed is False and "instead of" in detail
 
 
-def test_with_a_baseline_conventions_are_no_losses():
-    """A decoder that ignores top-p, plain and speculative alike, loses nothing of its own."""
+def test_with_a_baseline_a_deviating_convention_passes():
+    """A decoder that ignores top-p in both plain and speculative decoding is lossless."""
     other = changed(top_p=1.0)
     options = dict(runs=30, outcomes=9, checks=("exact", "statistical"))
     rows = list(blackbox.check_implementation(other, baseline=other, **options))
@@ -304,11 +313,11 @@ def test_with_a_baseline_conventions_are_no_losses():
     assert [v.passed for v in rows if v.check == "exact"] == [False]
 
 
-# ---- another's randomness, taken over ------------------------------------------------------------
+# ---- intercepted randomness ----------------------------------------------------------------------
 
 
 def draw_by(way: str, p: torch.Tensor) -> int:
-    """A token of a distribution (V,), as somebody might write it."""
+    """Draw a token from a distribution (V,), in a way that an engine might use."""
     logits, last = p.log(), len(p) - 1
     match way:
         case "multinomial":
@@ -347,21 +356,21 @@ EXACTLY = ("multinomial", "categorical", "exponential race", "race of waiting ti
 
 
 @pytest.mark.parametrize("way", EXACTLY)
-def test_whatever_way_a_token_is_drawn_has_its_exact_distribution(way):
+def test_each_way_of_drawing_a_token_has_its_exact_distribution(way):
     p = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    found = followed(lambda seed: (draw_by(way, p), draw_by(way, p)))
+    found = enumerate_outcomes(lambda seed: (draw_by(way, p), draw_by(way, p)))
     expected = {(i, j): float(p[i] * p[j]) for i in range(3) for j in range(3)}
     assert total_variation(found, expected) < 1e-9
 
 
-def test_one_uniform_number_compared_twice_stays_one_number():
-    """[0, 0.5) and [0.2, 1): never neither, both with probability 0.3."""
+def test_a_uniform_number_compared_twice_keeps_its_value():
+    """[0, 0.5) and [0.2, 1): at least one always holds, both with probability 0.3."""
 
     def function(seed):
         u = torch.rand(2)[1]
         return bool(u < 0.5), bool(1 - u <= 0.8)
 
-    found = followed(function)
+    found = enumerate_outcomes(function)
     expected = {(True, True): 0.3, (True, False): 0.2, (False, True): 0.5}
     assert total_variation(found, expected) < 1e-9
 
@@ -369,23 +378,23 @@ def test_one_uniform_number_compared_twice_stays_one_number():
 @pytest.mark.parametrize(
     "function, why",
     [
-        (lambda seed: (int(torch.randn(1) > 0),), "it draws by torch.randn"),
-        (lambda seed: (random.Random(seed).randrange(99),), "it draws elsewhere"),
-        (lambda seed: (1,), "it draws nothing from torch, "),
-        (lambda seed: (int(torch.rand(1) * 3),), "uses a random number for itself"),
+        (lambda seed: (int(torch.randn(1) > 0),), "it uses torch.randn"),
+        (lambda seed: (random.Random(seed).randrange(99),), "from sources other than"),
+        (lambda seed: (1,), "it uses no random numbers from torch, "),
+        (lambda seed: (int(torch.rand(1) * 3),), "uses the value of a random number"),
         (lambda seed: (int(torch.rand(1) < torch.rand(1)),), "two random numbers"),
         (lambda seed: (int(torch.rand(2).sort().values[0] < 0.5),), "torch's sort"),
         (lambda seed: (int(torch.randint(2**31, (1,))),), "one of 2147483648 integers"),
     ],
 )
-def test_what_cannot_be_taken_over_is_named(function, why):
-    with pytest.raises(NotTaken, match=why):
-        followed(function)
+def test_the_reason_why_enumeration_is_impossible_is_reported(function, why):
+    with pytest.raises(CannotEnumerate, match=why):
+        enumerate_outcomes(function)
 
 
 def speculating(**patches):
-    """Our speculative decoding with the draft that lies beside a checkpoint, its k 2, and names of
-    its module replaced."""
+    """Our speculative decoding with the checkpoint's draft and k = 2, and with names of its module
+    replaced."""
     pair = functools.cache(lambda folder: (loaded(folder), loaded(f"{folder}/draft")))
 
     def implementation(checkpoint, prompt, **options):
@@ -400,7 +409,7 @@ def speculating(**patches):
 
 
 class MoreLenient:
-    """Every acceptance made easier by a factor 1.5."""
+    """Raise every acceptance probability by a factor of 1.5."""
 
     def __init__(self, randomness):
         self.categorical, self.original = randomness.categorical, randomness
@@ -414,7 +423,7 @@ def lenient(target, tree, randomness):
 
 
 def typical(target, tree, randomness):
-    """Whatever is probable enough is accepted."""
+    """Accept every token that is probable enough."""
     path = [0]
     while children := tree.children(path[-1]):
         if target[path[-1]][tree.tokens[children[0]]] < 0.3:
@@ -424,7 +433,7 @@ def typical(target, tree, randomness):
 
 
 def flat_bonus(target, tree, randomness):
-    """The bonus token is drawn from the square root of its distribution."""
+    """Draw the bonus token from the square root of its distribution."""
     flat = [p if tree.children(node) else p**0.5 / (p**0.5).sum() for node, p in enumerate(target)]
     return verify.accept(flat, tree, randomness)
 
@@ -438,31 +447,33 @@ MISTAKES = {
 }  # fmt: skip
 
 
-SLOW = "flat bonus", "best root"  # as long as the best bonus, which comes as late
+SLOW = "flat bonus", "best root"  # both take as long as "best bonus"
 CASES = [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in MISTAKES]
 
 
 @pytest.mark.parametrize("mistake", ["none", *CASES])
 def test_a_sampling_mistake_has_its_exact_bias(mistake, tmp_path):
-    """Behind the black-box signature, over the sequences of a few tokens of two words."""
+    """With the signature of a black box, over sequences of a few tokens of a vocabulary of two."""
     correct = mistake == "none"
-    box = blackbox.Box(speculating(**({} if correct else dict([MISTAKES[mistake]]))))
-    words = 3 if mistake == "reduced" else 2  # two of three words are a reduced vocabulary
-    folder, model = blackbox.write_checkpoint(tmp_path, 21, words)
-    late = mistake in ("none", "flat bonus", "best bonus", "best root")  # after all drafts
-    found, detail = blackbox.is_exact(box, folder, model, Sampling(1.0), 200 if late else 60)
+    patches = {} if correct else dict([MISTAKES[mistake]])
+    decoder = blackbox.FunctionDecoder(speculating(**patches))
+    vocab = 3 if mistake == "reduced" else 2  # a reduced vocabulary has two of three tokens
+    folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab)
+    # visible only after all drafts
+    late = mistake in ("none", "flat bonus", "best bonus", "best root")
+    found, detail = blackbox.is_exact(decoder, folder, model, Sampling(1.0), 200 if late else 60)
     assert found is correct, detail
     if correct:
-        assert int(detail.split("sequences of ")[1][0]) > 2  # more than are drafted
-        assert 0 < box.accepted < box.drafted
+        assert int(detail.split("sequences of ")[1][0]) > 2  # longer than a draft
+        assert 0 < decoder.accepted < decoder.drafted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", ["lenient", "typical", "flat bonus"])
-def test_a_sampling_mistake_is_seen_in_what_is_drawn(mistake, tmp_path):
-    box = blackbox.Box(speculating(**dict([MISTAKES[mistake]])))
+def test_a_sampling_mistake_is_detected_in_samples(mistake, tmp_path):
+    decoder = blackbox.FunctionDecoder(speculating(**dict([MISTAKES[mistake]])))
     folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
-    found, detail = blackbox.is_drawn(box, folder, model, Sampling(1.0), 4000)
+    found, detail = blackbox.fits_distribution(decoder, folder, model, Sampling(1.0), 4000)
     assert found is False, detail
 
 
@@ -491,18 +502,18 @@ def test_json_and_exit_codes(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--impl", "a:b", "--checks", "cache"], "unknown check 'cache': use some of greedy"),
-        (["--compare", "a", "b", "--impl", "a:b"], "are two examinations: leave one out"),
-        (["--compare", "a", "b", "--checks", "greedy"], "--checks is for --impl and --server"),
-        (["--baseline", "a:b"], "--baseline is for --impl and --server"),
-        (["--runs", "500"], "--runs is for --impl"),
+        (["--impl", "a:b", "--checks", "cache"], "unknown check 'cache'; choose from greedy"),
+        (["--compare", "a", "b", "--impl", "a:b"], "are different tests; choose one"),
+        (["--compare", "a", "b", "--checks", "greedy"], "--checks only works with --impl or"),
+        (["--baseline", "a:b"], "--baseline only works with --impl or --server"),
+        (["--runs", "500"], "--runs only works with --impl"),
         (["--impl", "json:loads", "--baseline", "json:nothing"], "--baseline json:nothing: cannot"),
-        (["--model", "x"], "--model is for --server and --compare"),
+        (["--model", "x"], "--model only works with --server or --compare"),
         (["--server", "x", "--precision", "nan"], "nan: use float32, float16, bfloat16, or a gap"),
         (["--server", "x", "--precision", "float8"], "float8: use float32, float16"),
-        (["--server", "x", "--impl", "a:b"], "--impl and --server are two examinations"),
-        (["--requests", "500"], "--requests is for --server"),
-        (["--server", "x", "--checks", "exact"], "unknown check 'exact': use some of greedy, lim"),
+        (["--server", "x", "--impl", "a:b"], "--impl and --server are different tests"),
+        (["--requests", "500"], "--requests only works with --server"),
+        (["--server", "x", "--checks", "exact"], "unknown check 'exact'; choose from greedy, lim"),
         (["--checks", "nonsense"], "unknown check 'nonsense'"),
         (["--checks", "exact,magic"], "unknown check 'magic'"),
         (["--checks", ""], "has an empty name before or after a comma"),
@@ -514,24 +525,24 @@ def test_json_and_exit_codes(tmp_path, capsys):
         (["--impl", "json:__name__"], "is not a function"),
     ],
 )
-def test_mistakes_are_one_line_and_code_2(arguments, message, capsys):
+def test_user_errors_are_one_line_with_exit_code_2(arguments, message, capsys):
     err = run(*arguments, code=2, capsys=capsys)
     assert message in err and err.count("\n") == 1
 
 
-def test_a_function_in_a_file_is_found(tmp_path, capsys):
+def test_a_function_is_imported_from_a_file(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport beside\n"
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport helper\n"
         "@dataclass\nclass State:\n    tokens: list\n\n"
-        "def decode(*given, **options):\n    return State(beside.nothing).tokens\n"
+        "def decode(*args, **options):\n    return State(helper.nothing).tokens\n"
     )
-    (tmp_path / "beside.py").write_text("nothing = []\n")
+    (tmp_path / "helper.py").write_text("nothing = []\n")
     assert blackbox.load_implementation(f"{file}:decode")() == []
 
 
 @pytest.mark.slow
-def test_the_command_itself_passes_and_catches_every_mutant():
+def test_the_command_passes_and_catches_every_mutant():
     arguments = [sys.executable, "-m", "minispec.certify"]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -547,7 +558,7 @@ LINE = {"prompt_ids": PROMPT, "tokens": TOKENS}
 
 
 def other(at: int, token: int | None = None) -> list[int]:
-    """The tokens with one changed."""
+    """Return the tokens with one changed."""
     token = (TOKENS[at] + 1) % 24 if token is None else token
     return [*TOKENS[:at], token, *TOKENS[at + 1 :]]
 
@@ -557,18 +568,18 @@ def lines(*runs: dict) -> str:
 
 
 @pytest.mark.parametrize(
-    "text, code, says",
+    "text, code, snippet",
     [
-        (lines({}), 0, "9 tokens, the same"),
+        (lines({}), 0, "all 9 tokens are identical"),
         (lines({"tokens": other(4)}), 1, "differs at token 4"),
         (lines({"tokens": other(4)}), 1, "a bug"),
         (lines({"tokens": other(3, -1)}), 1, "top-2 gap inf"),
-        (lines({"tokens": TOKENS[:6], "finish_reason": "length"}), 0, "the same 6 tokens, where"),
+        (lines({"tokens": TOKENS[:6], "finish_reason": "length"}), 0, "identical for 6 tokens, t"),
         (lines({"tokens": TOKENS[:6], "finish_reason": "eos"}), 1, "a bug"),
-        (lines({"tokens": [], "finish_reason": "length"}), 0, "the same 0 tokens, where one"),
+        (lines({"tokens": [], "finish_reason": "length"}), 0, "identical for 0 tokens, then one"),
         (lines({"stats": {"temperature": 0.7}}), 2, "line 1: sampled at temperature 0.7"),
-        (lines({"stats": {"temperature": 0.7, "top_k": 1}}), 0, "the same"),
-        (lines({"stats": 3}), 0, "the same"),
+        (lines({"stats": {"temperature": 0.7, "top_k": 1}}), 0, "identical"),
+        (lines({"stats": 3}), 0, "identical"),
         (lines({"prompt_ids": []}), 2, "line 1: prompt_ids must not be empty"),
         (lines({"prompt_ids": [2, 1]}), 2, "the prompts of"),
         (lines({}, {}), 2, "b.jsonl has 2"),
@@ -576,11 +587,11 @@ def lines(*runs: dict) -> str:
         ("[" * 100_000 + "\n", 2, "b.jsonl line 1"),
     ],
 )
-def test_two_runs_are_compared_token_by_token(text, code, says, tmp_path, capsys):
+def test_two_runs_are_compared_token_by_token(text, code, snippet, tmp_path, capsys):
     save(MODEL, None, tmp_path / "model")
     a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     a.write_text(lines({}))
     b.write_text(text)
     model = str(tmp_path / "model")
     out = run("--compare", str(a), str(b), "--model", model, code=code, capsys=capsys)
-    assert says in out
+    assert snippet in out

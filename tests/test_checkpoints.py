@@ -1,4 +1,4 @@
-"""Every layout a loader meets, and every mistake a user can make with one."""
+"""Every checkpoint layout that can be loaded, and every mistake a user can make with one."""
 
 import json
 import math
@@ -12,7 +12,9 @@ from conftest import GOLDEN, random_model, random_tokens
 from safetensors.torch import load_file, save_file
 
 from minispec import UserError, load
-from minispec.checkpoint import read_config, save, write_tensors, write_text
+from minispec.checkpoints.config import read_config
+from minispec.checkpoints.load import save
+from minispec.checkpoints.weights import write_tensors, write_text
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -30,7 +32,7 @@ def edit(folder, **changes):
 
 
 def tensors(folder) -> dict[str, torch.Tensor]:
-    # copied: the file itself may be written over
+    # clones, as the file may be overwritten
     return {k: t.clone() for k, t in load_file(folder / "model.safetensors").items()}
 
 
@@ -39,14 +41,14 @@ def logits(folder) -> torch.Tensor:
     return model.logits(model(random_tokens(20)))
 
 
-def refused(folder, match: str, **options) -> None:
+def rejects(folder, match: str, **options) -> None:
     with pytest.raises(UserError, match=match) as caught:
         load(folder, **({"device": "cpu"} | options))
     assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("variant", sorted(f.name for f in GOLDEN.iterdir()))
-def test_save_then_load_is_the_same_model(variant, tmp_path):
+def test_save_then_load_returns_the_same_model(variant, tmp_path):
     model, _ = load(GOLDEN / variant, "float32", "cpu")
     save(model, None, tmp_path / "copy")
     assert read_config(tmp_path / "copy") == model.config
@@ -68,15 +70,15 @@ def test_shards_and_bin_files_give_the_same_model(folder, suffix, write):
     (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
     assert torch.equal(logits(folder), expected)
     (folder / f"{stem}-b.{suffix}").unlink()
-    refused(folder, f"{stem}-b.{suffix} cannot be read .FileNotFoundError")
+    rejects(folder, f"{stem}-b.{suffix} cannot be read .FileNotFoundError")
     for outside in "../a.bin", "/etc/passwd", "x/../../a":
         weight_map = {"weight_map": index | {names[0]: outside}}
         (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(weight_map))
-        refused(folder, f"names {outside}, which is outside its folder")
+        rejects(folder, f"names {outside}, which is outside its folder")
 
 
-def test_a_tied_head_stored_at_either_end_or_both(folder):
-    """Loaded, it is one tensor; saved, it is stored once, as the embedding."""
+def test_a_tied_head_is_stored_as_embedding_as_lm_head_or_as_both(folder):
+    """It is loaded as one tensor and saved once, as the embedding."""
     expected, parts = logits(folder), tensors(folder)
     embedding, saved = parts.pop("model.embed_tokens.weight"), folder.with_name("saved")
     both = {"lm_head.weight": embedding.clone(), "model.embed_tokens.weight": embedding}
@@ -89,15 +91,15 @@ def test_a_tied_head_stored_at_either_end_or_both(folder):
         assert "lm_head.weight" not in tensors(saved)
     both["lm_head.weight"][3, 4] += 1
     save_file(parts | both, folder / "model.safetensors")
-    refused(folder, "tie_word_embeddings is true, but .* differ")
+    rejects(folder, "tie_word_embeddings is true, but .* differ")
     edit(folder, tie_word_embeddings=False)
     assert not torch.equal(logits(folder), expected)
     for stored, missing in (({}, "embed_tokens"), ({"model.embed_tokens.weight": embedding}, "lm")):
         save_file(parts | stored, folder / "model.safetensors")
-        refused(folder, f"Missing key.*{missing}")
+        rejects(folder, f"Missing key.*{missing}")
 
 
-def test_derived_tensors_and_prediction_layers_are_left_out(folder):
+def test_derived_tensors_and_prediction_layers_are_ignored(folder):
     expected = logits(folder)
     extra = {"model.layers.0.rotary_emb.inv_freq": 4, "model.mtp_layers.0.x": 2}
     more = {name: torch.ones(n) for name, n in extra.items()}
@@ -109,8 +111,8 @@ def test_derived_tensors_and_prediction_layers_are_left_out(folder):
     "variant", ["llama-linear", "llama-dynamic", "llama-llama3", "llama-yarn"]
 )
 def test_both_spellings_of_the_rope_keys(variant, tmp_path):
-    """Each alone, or both, as in files meant for old and new readers; the original length within
-    them, or beside them, where it takes precedence."""
+    """Only one of them, or both, as in files for old and new readers. The original length is inside
+    them or at the top level, where it takes precedence."""
     copy, expected = shutil.copytree(GOLDEN / variant, tmp_path / "old"), logits(GOLDEN / variant)
     new = json.loads((copy / "config.json").read_text())["rope_parameters"]
     theta = {"rope_theta": new["rope_theta"]}
@@ -127,9 +129,9 @@ def test_both_spellings_of_the_rope_keys(variant, tmp_path):
         assert torch.equal(logits(copy), expected)
 
 
-def test_a_sliding_window_ends_the_context_and_yarn_stretches_it(folder):
-    """Attention is full up to the window's length; beside yarn, max_position_embeddings may still
-    give the original length."""
+def test_a_sliding_window_limits_the_context_and_yarn_extends_it(folder):
+    """Attention is full up to the window's length. With yarn, max_position_embeddings may still be
+    the original length."""
     for changes, context in (
         ({"model_type": "mistral", "sliding_window": 8, "use_sliding_window": False}, 8),
         ({"model_type": "mistral", "sliding_window": 500}, 128),
@@ -150,12 +152,12 @@ def test_a_sliding_window_ends_the_context_and_yarn_stretches_it(folder):
     assert read_config(folder).context == 400
 
 
-def test_defaults_of_absent_keys_and_end_tokens_from_either_file_single_or_many(folder):
+def test_defaults_of_absent_keys_and_eos_tokens_from_either_file(folder):
     absent = "num_key_value_heads", "attention_bias", "tie_word_embeddings"
     edit(folder, model_type="qwen2", head_dim=None, **dict.fromkeys(absent, ...))
     c = read_config(folder)
     assert (c.kv_heads, c.head_dim, c.tied, c.qkv_bias, c.o_bias) == (4, 8, False, True, False)
-    for family, bias in ("qwen2", True), ("mistral", False):  # whose code does not read this key
+    for family, bias in ("qwen2", True), ("mistral", False):  # their code does not read this key
         edit(folder, model_type=family, attention_bias=not bias)
         assert read_config(folder).qkv_bias == bias
     shutil.copy(GOLDEN / "llama" / "config.json", folder)
@@ -173,7 +175,7 @@ def test_defaults_of_absent_keys_and_end_tokens_from_either_file_single_or_many(
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_a_hub_id_downloads_safetensors_and_only_without_them_bin(suffix, tmp_path, monkeypatch):
+def test_a_hub_id_downloads_bin_files_only_without_safetensors(suffix, tmp_path, monkeypatch):
     import huggingface_hub
 
     source, cache, bins = GOLDEN / "llama", tmp_path, []
@@ -193,41 +195,41 @@ def test_a_hub_id_downloads_safetensors_and_only_without_them_bin(suffix, tmp_pa
     assert bins == ([False] if suffix == "safetensors" else [False, True])
 
 
-def test_a_directory_that_is_none_or_no_checkpoint(tmp_path, folder, monkeypatch):
+def test_paths_that_are_not_directories_or_not_checkpoints(tmp_path, folder, monkeypatch):
     (tmp_path / "a.file").touch()
-    beside, absent = "../nowhere/at/all", tmp_path / "absent.gguf"
-    for name in tmp_path / "nowhere", "x" * 300, tmp_path / "a.file", absent, "", "a/b/c", beside:
-        refused(name, "no such directory")
+    outside, absent = "../nowhere/at/all", tmp_path / "absent.gguf"
+    for name in tmp_path / "nowhere", "x" * 300, tmp_path / "a.file", absent, "", "a/b/c", outside:
+        rejects(name, "no such directory")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    refused("nobody/nothing-at-all", "could not be fetched from the hub")
-    refused(tmp_path, "no config.json")
+    rejects("nobody/nothing-at-all", "could not be downloaded from the hub")
+    rejects(tmp_path, "no config.json")
     (folder / "model.safetensors").unlink()
-    refused(folder, "has no weights")
+    rejects(folder, "has no weights")
     (folder / "config.json").write_text("[]")
-    refused(folder, "must hold a JSON object")
+    rejects(folder, "must hold a JSON object")
     (folder / "adapter_config.json").touch()
-    refused(folder, "holds an adapter")
+    rejects(folder, "contains a PEFT adapter")
 
 
 @pytest.mark.parametrize("text", ["{", '{"a":' * 100_000 + "1" + "}" * 100_000])
 @pytest.mark.parametrize("name", ["config", "generation_config", "tokenizer", "tokenizer_config",
                                   "special_tokens_map", "model.safetensors.index"])  # fmt: skip
-def test_json_that_cannot_be_read(folder, name, text):
+def test_unreadable_json(folder, name, text):
     (folder / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
     (folder / f"{name}.json").write_text(text)
     if "index" in name:
         (folder / "model.safetensors").unlink()
-    refused(folder, f"{name}.json (cannot be read|is not a tokenizer)")
+    rejects(folder, f"{name}.json (cannot be read|is not a valid tokenizer)")
 
 
-def test_truncated_and_foreign_weight_files(folder):
+def test_truncated_and_invalid_weight_files(folder):
     path, expected = folder / "model.safetensors", logits(folder)
     data, deep = path.read_bytes(), b'{"a":' * 100_000 + b"1" + b"}" * 100_000
     header = len(deep).to_bytes(8, "little") + deep
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     for damaged in data[: len(data) // 2], data[:4], b"", b"not a tensor file", header, pointer:
         path.write_bytes(damaged)
-        refused(folder, "model.safetensors cannot be read .*git lfs pull")
+        rejects(folder, "model.safetensors cannot be read .*git lfs pull")
     path.write_bytes(data)
     parts, file = tensors(folder), folder / "pytorch_model.bin"
     path.unlink()
@@ -235,86 +237,86 @@ def test_truncated_and_foreign_weight_files(folder):
     assert torch.equal(logits(folder), expected)
     for odd, match in (
         ({"x": print}, "code, which is never unpickled"),
-        (parts | {"lm_head.weight": 3}, "lm_head.weight is none"),
-        (parts | {"x": torch.ones(2, device="meta")}, "x is none"),
-        (parts | {"x": torch.ones(2, 2).to_sparse()}, "x is none"),
-        ([torch.ones(2)], "must hold tensors by name"),
+        (parts | {"lm_head.weight": 3}, "lm_head.weight does not fit"),
+        (parts | {"x": torch.ones(2, device="meta")}, "x does not fit"),
+        (parts | {"x": torch.ones(2, 2).to_sparse()}, "x does not fit"),
+        ([torch.ones(2)], "must map names to dense tensors"),
     ):
         torch.save(odd, file)
-        refused(folder, match)
+        rejects(folder, match)
 
 
-def test_missing_extra_and_misshapen_tensors_are_named(folder):
-    """In torch's own words; a list that would fill the screen is cut."""
+def test_the_error_names_missing_extra_and_misshapen_tensors(folder):
+    """In torch's own words, shortened if they would fill the screen."""
     parts, path, other = tensors(folder), folder / "model.safetensors", UP.replace("1", "7")
-    lacking = {k: v for k, v in parts.items() if k != UP}
+    incomplete = {k: v for k, v in parts.items() if k != UP}
     for stored, match in (
-        (lacking, f'do not fit the model: Missing key.*: "{UP}"\\.$'),
+        (incomplete, f'do not fit the model: Missing key.*: "{UP}"\\.$'),
         (parts | {other: parts[UP].clone()}, f'Unexpected key.*: "{other}"\\.$'),
-        (lacking | {other: parts[UP]}, f'Missing key.*"{UP}".*Unexpected key.*"{other}"'),
+        (incomplete | {other: parts[UP]}, f'Missing key.*"{UP}".*Unexpected key.*"{other}"'),
         (parts | {UP: parts[UP][:5].clone()}, rf"mismatch for {UP}: .*\[5, 32\].*\[48, 32\]"),
     ):
         save_file(stored, path)
-        refused(folder, match)
+        rejects(folder, match)
     save_file(parts, path)
     edit(folder, num_hidden_layers=40)
-    refused(folder, "Missing key.* …$")
+    rejects(folder, "Missing key.* …$")
 
 
-def test_damaged_and_quantised_numbers_are_refused(folder):
+def test_nan_infinity_and_quantised_weights_are_rejected(folder):
     parts = tensors(folder)
     for dtype in torch.float32, torch.float16, torch.bfloat16, torch.float64:
         for value in math.nan, math.inf, -math.inf:
             odd = parts[UP].to(dtype)
             odd.view(-1)[-1] = value
             save_file(parts | {UP: odd}, folder / "model.safetensors")
-            refused(folder, f"{UP} contains NaN or infinity")
+            rejects(folder, f"{UP} contains NaN or infinity")
     for dtype in torch.int8, torch.float8_e4m3fn:
         save_file(parts | {UP: parts[UP].to(dtype)}, folder / "model.safetensors")
-        refused(folder, f"{UP} is {dtype}, a quantised weight: take the unquantised")
+        rejects(folder, f"{UP} is {dtype}: quantised weights are not supported")
 
 
 @pytest.mark.parametrize(
-    "layout, ends",
+    "layout, suffixes",
     [("GPTQ", ("qweight", "qzeros", "scales", "g_idx")), ("AWQ", ("qweight", "qzeros", "scales")),
      ("mlx", ("weight", "scales", "biases")), ("FP8", ("weight", "weight_scale_inv")),
      ("FP8", ("weight", "weight_scale"))],
 )  # fmt: skip
-def test_layouts_of_quantised_weights_are_named(folder, layout, ends):
+def test_the_error_names_the_layout_of_quantised_weights(folder, layout, suffixes):
     parts = tensors(folder)
     del parts[UP]
-    whole = torch.zeros(4, 4, dtype=torch.int32)
-    save_file(parts | {f"{UP.removesuffix('weight')}{end}": whole.clone() for end in ends},
-              folder / "model.safetensors")  # fmt: skip
-    refused(folder, rf"quantised weights \({layout}\): take the unquantised model, or a GGUF")
+    integers, prefix = torch.zeros(4, 4, dtype=torch.int32), UP.removesuffix("weight")
+    quantised = {f"{prefix}{suffix}": integers.clone() for suffix in suffixes}
+    save_file(parts | quantised, folder / "model.safetensors")
+    rejects(folder, rf"\({layout}\): quantised weights are not supported; use the unquantised")
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-bias"])
-@pytest.mark.parametrize("outer", ["", "_orig_mod.", "module.", "module._orig_mod."])
-@pytest.mark.parametrize("body", ["", "model."])
-def test_what_wrapped_a_model_in_training_leaves_no_trace(name, outer, body, tmp_path):
-    """Neither torch.compile's prefix nor data parallelism's, nor that a body was saved alone."""
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "module._orig_mod."])
+@pytest.mark.parametrize("backbone", ["", "model."])
+def test_prefixes_from_training_are_removed(name, prefix, backbone, tmp_path):
+    """Those of torch.compile and data parallelism. A backbone saved on its own lacks `model.`."""
     folder = shutil.copytree(GOLDEN / name, tmp_path / "model")
     expected = logits(folder)
-    renamed = {outer + n.replace("model.", body, 1): t for n, t in tensors(folder).items()}
+    renamed = {prefix + n.replace("model.", backbone, 1): t for n, t in tensors(folder).items()}
     save_file(renamed, folder / "model.safetensors")
     assert torch.equal(logits(folder), expected)
     save_file(renamed | {"other.weight": torch.ones(2)}, folder / "model.safetensors")
-    refused(folder, "do not fit the model")
+    rejects(folder, "do not fit the model")
 
 
 ROPE = {"rope_type": "linear", "factor": 2.0}
-OLD = {"rope_parameters": ...}  # as files of before transformers 5
+OLD = {"rope_parameters": ...}  # as files from before transformers 5
 DEEP = json.loads("[" * 500 + "]" * 500)
 
 
 @pytest.mark.parametrize(
     "key, changes",
     [
-        (r"quantization_config: .*\(by an unknown", {"quantization_config": {"bits": 4}}),
-        (r"quantization_config: .*\(fp8", {"quantization_config": {"quant_method": "fp8"}}),
-        (r"quantization: .*\(mlx", {"quantization": {"group_size": 64, "bits": 4}}),
-        ("rope_scaling and rope_parameters contradict", {"rope_scaling": ROPE | {"factor": 3.0}}),
+        (r"quantization_config \(unknown method", {"quantization_config": {"bits": 4}}),
+        (r"quantization_config \(fp8", {"quantization_config": {"quant_method": "fp8"}}),
+        (r"quantization \(mlx", {"quantization": {"group_size": 64, "bits": 4}}),
+        ("rope_scaling and rope_parameters differ", {"rope_scaling": ROPE | {"factor": 3.0}}),
         ("model_type", {"model_type": DEEP}),
         ("hidden_act", {"hidden_act": "gelu"}),
         ("hidden_size", {"hidden_size": 10**12}),
@@ -339,35 +341,35 @@ DEEP = json.loads("[" * 500 + "]" * 500)
         ("beta_fast", {"rope_parameters": ROPE | {"rope_type": "yarn", "beta_fast": "x"}}),
     ],
 )
-def test_unsupported_configurations_are_refused_by_name(folder, key, changes):
+def test_the_error_names_the_unsupported_key(folder, key, changes):
     (folder / "generation_config.json").unlink()
     edit(folder, **changes)
-    refused(folder, f"config.json: {key}")
+    rejects(folder, f"config.json: {key}")
 
 
 def test_a_tokenizer_larger_than_the_embedding(folder):
     vocabulary = {chr(0x4E00 + i): i for i in range(65)}
     data = {"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "一"}}
     (folder / "tokenizer.json").write_text(json.dumps(data))
-    refused(folder, "the tokenizer has 65 tokens, the embedding only 64")
+    rejects(folder, "the tokenizer has 65 tokens but the embedding only 64")
     del vocabulary[chr(0x4E00 + 64)]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     padding = {"id": 64, "content": "<pad>", "special": True} | flags
     (folder / "tokenizer.json").write_text(json.dumps(data | {"added_tokens": [padding]}))
-    assert load(folder, device="cpu")[1].size == 65  # as Llama 2 has it: a token nobody uses
+    assert load(folder, device="cpu")[1].size == 65  # like Llama 2's, which is never used
 
 
-def test_devices_and_dtypes_that_are_not_there(folder):
+def test_unavailable_devices_and_dtypes(folder):
     missing = "" if torch.cuda.is_available() else "cuda"
     for device in None, 5.0, "abacus", "cpu:x", "cpu:", "meta", missing:
-        refused(folder, f"device {device} is not available: use one of .*cpu", device=device)
-    refused(folder, "dtype int3 is not supported", dtype="int3")
+        rejects(folder, f"device {device} is not available; use one of .*cpu", device=device)
+    rejects(folder, "dtype int3 is not supported", dtype="int3")
     assert load(folder, device=torch.device("cpu"))[0].device.type == "cpu"
 
 
-@pytest.mark.parametrize("most", [0, 10_000])
-def test_on_a_full_disk_the_old_checkpoint_stays(tmp_path, most):
-    """Where no file may grow beyond `most` bytes, which fails as a full disk does."""
+@pytest.mark.parametrize("limit", [0, 10_000])
+def test_on_a_full_disk_the_old_checkpoint_stays(tmp_path, limit):
+    """No file may grow beyond `limit` bytes, so writing fails as on a full disk."""
     old, new = random_model(0), random_model(1)
     umask = os.umask(0o027)
     save(old, None, tmp_path)
@@ -375,7 +377,7 @@ def test_on_a_full_disk_the_old_checkpoint_stays(tmp_path, most):
     assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o640}
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
     try:
         with pytest.raises(UserError, match="model.safetensors cannot be written: [^\n]*$"):
             save(new, None, tmp_path)
@@ -387,6 +389,6 @@ def test_on_a_full_disk_the_old_checkpoint_stays(tmp_path, most):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
         save(new, None, tmp_path / "file")
-    (tmp_path / "x.part").write_text("another's")  # which writes the same file at this moment
+    (tmp_path / "x.part").write_text("another's")  # another process that is writing the same file
     write_text(tmp_path / "x", "ours")
     assert (tmp_path / "x.part").read_text() == "another's"

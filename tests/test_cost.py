@@ -1,4 +1,4 @@
-"""Costs: measured once, and what noise cannot bend."""
+"""Costs are measured once, and noise does not distort them."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from conftest import random_model
 
 from minispec import cost
 from minispec.methods.vocabulary import Subset
-from minispec.toys import random_heads
+from minispec.toys import random_medusa_heads
 
 
 def test_the_cost_curve_never_falls_and_is_measured_once():
@@ -18,28 +18,28 @@ def test_the_cost_curve_never_falls_and_is_measured_once():
     assert cost.cost_curve(model) is curve
 
 
-def test_what_heads_cost_is_measured_once_for_each_vocabulary():
+def test_the_cost_of_heads_is_measured_again_when_the_vocabulary_changes():
     model = random_model(dtype=torch.float32)
-    heads, words = random_heads(model, 0, shared=True), Subset(model.lm_head.weight, [1, 2])
+    heads, subset = random_medusa_heads(model, 0, shared=True), Subset(model.lm_head.weight, [1, 2])
     measured = []
-    for vocabulary in (None, None, words, words, None):
-        cost.once(model, heads, lambda: measured.append(vocabulary), vocabulary)
-    assert measured == [None, words, None]
+    for vocabulary in (None, None, subset, subset, None):
+        cost.memoised(model, heads, lambda: measured.append(vocabulary), vocabulary)
+    assert measured == [None, subset, None]
 
 
-@pytest.mark.parametrize("turns, moment", [(3, 6), (5, 12)])
-def test_a_noisy_moment_does_not_bend_what_is_timed_in_turn(turns, moment, monkeypatch):
-    """Wherever so many calls in a row, all but a turn's, take ten times as long."""
+@pytest.mark.parametrize("turns, burst", [(3, 6), (5, 12)])
+def test_a_burst_of_noise_does_not_distort_interleaved_times(turns, burst, monkeypatch):
+    """All calls but one turn's are ten times slower, wherever this burst begins."""
     clock, calls = 0.0, 0
     monkeypatch.setattr(cost.time, "perf_counter", lambda: clock)
 
     def work(seconds: float):
         nonlocal clock, calls
-        clock += seconds * (10 if noisy <= calls < noisy + moment else 1)
+        clock += seconds * (10 if start <= calls < start + burst else 1)
         calls += 1
 
     functions = [partial(work, n) for n in (1.0, 2.0, 4.0)]
-    for noisy in range(3 * turns):
+    for start in range(3 * turns):
         clock, calls = 0.0, 0
-        assert cost.least_in_turn(functions, turns) == [1.0, 2.0, 4.0]
+        assert cost.interleaved_min_times(functions, turns) == [1.0, 2.0, 4.0]
         assert calls == 3 * turns

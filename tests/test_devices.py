@@ -1,71 +1,72 @@
-"""On a device other than the host: the same tokens and losses, and how often a round waits."""
+"""Tokens and losses are the same on a device as on the host, and decoding rarely synchronises."""
 
 import pytest
 import torch
-from conftest import companions, random_model, random_tokens
-from simulated import DEVICE, Running, Simulated
+from conftest import method_options, random_model, random_tokens
+from simulated import DEVICE, Simulated, SimulatedDevice
 
-from minispec import Sampling, distill
-from minispec.distill.draft import SoftLabels
+from minispec import Sampling
 from minispec.generate import METHODS, decode
-from minispec.methods.adaptive import BestTree, Length
+from minispec.methods.adaptive import AdaptiveK, AdaptiveTree
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
 from minispec.sampling import Seeded
-from minispec.toys import random_head, random_heads, switching
+from minispec.toys import random_medusa_heads, random_mtp_head, two_languages
+from minispec.training import distill
+from minispec.training.distill.draft import SoftLabels
 
 CURVE = [0.0, *(1 + 0.02 * n for n in range(64))]
 
-# method, its options beside a draft or heads (functions: of the model), how often a greedy round
-# waits for the device, and a sampled one: None for once a draft and once for the target
+# method; its options besides a draft or heads (or functions that make them from the model); how
+# often a greedy and a sampled round synchronise (None: once per draft token and for the target)
 CASES = {
     "plain": ("autoregressive", {}, 1, 1),
     "prompt lookup": ("prompt-lookup", {}, 1, 1),
     "jacobi": ("jacobi", {"block": 4}, 1, 1),
     "lookahead": ("lookahead", {"window": 3, "ngram": 3}, 1, 1),
     "draft": ("speculative", {}, 2, None),
-    "draft, k by policy": ("speculative", {"k": lambda _: Length(CURVE, 0.1)}, 2, None),
+    "draft, k by policy": ("speculative", {"k": lambda _: AdaptiveK(CURVE, 0.1)}, 2, None),
     "medusa": ("medusa", {}, 2, 2),
-    "medusa, a tree for each round": ("medusa", {"tree": BestTree(CURVE, 0.1)}, 2, 2),
+    "medusa, a tree for each round": ("medusa", {"tree": AdaptiveTree(CURVE, 0.1)}, 2, 2),
     "medusa, typical": ("medusa-typical", {}, 2, 2),
     "fastmtp": ("fastmtp", {}, 2, None),
-    "fastmtp, small vocabulary": ("fastmtp", {"vocabulary": switching}, 2, None),
+    "fastmtp, small vocabulary": ("fastmtp", {"vocabulary": two_languages}, 2, None),
 }
 
 
-def prepared(case: str, place) -> tuple[Transformer, str, dict]:
-    """A model there, the method and all its options."""
-    method, given, *_ = CASES[case]
-    model = random_model(5, layers=1).to(place)
-    given = {name: x(model) if callable(x) else x for name, x in given.items()}
-    return model, method, companions(model).get(method, {}) | given
+def prepare(case: str, device) -> tuple[Transformer, str, dict]:
+    """A model on the device, the method, and all its options."""
+    method, options, *_ = CASES[case]
+    model = random_model(5, layers=1).to(device)
+    options = {name: x(model) if callable(x) else x for name, x in options.items()}
+    return model, method, method_options(model).get(method, {}) | options
 
 
 @pytest.fixture(autouse=True)
-def running():
-    with Running():
+def simulated_device():
+    with SimulatedDevice():
         yield
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("case", CASES)
-def test_how_often_a_round_waits_for_the_device(case, temperature):
-    waits = CASES[case][2 + (temperature > 0)]
-    model, method, options = prepared(case, DEVICE)
+def test_how_often_a_round_synchronises(case, temperature):
+    expected = CASES[case][2 + (temperature > 0)]
+    model, method, options = prepare(case, DEVICE)
     sampling = Sampling(temperature, top_p=0.95)
     rounds = METHODS[method](model, random_tokens(9), sampling, Seeded(1), **options)
     next(rounds)
     for _ in range(4):
-        before = Simulated.crossings
+        before = Simulated.synchronisations
         step = next(rounds)
-        assert Simulated.crossings - before == (waits or len(step.tree))
+        assert Simulated.synchronisations - before == (expected or len(step.tree))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_conversation_says_on_the_device_what_it_says_on_the_host(case):
+def test_a_conversation_has_the_same_tokens_on_the_device_as_on_the_host(case):
     turns = []
-    for place in "cpu", DEVICE:
-        model, method, options = prepared(case, place)
+    for device in "cpu", DEVICE:
+        model, method, options = prepare(case, device)
         options |= {"temperature": 0.9, "max_new_tokens": 4, "cache": model.new_cache()}
         first = decode(model, None, random_tokens(9), method, **options)
         prompt = random_tokens(9) + first.tokens + random_tokens(4, seed=1)
@@ -75,43 +76,43 @@ def test_a_conversation_says_on_the_device_what_it_says_on_the_host(case):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_target_s_own_text_is_on_the_device_what_it_is_on_the_host(temperature):
-    def texts(place) -> list[list[int]]:
-        model, prompts = random_model(5, layers=1).to(place), [random_tokens(n) for n in (3, 6, 4)]
+def test_generated_training_data_is_the_same_on_the_device_as_on_the_host(temperature):
+    def texts(device) -> list[list[int]]:
+        model, prompts = random_model(5, layers=1).to(device), [random_tokens(n) for n in (3, 6, 4)]
         sampling, generator = Sampling(temperature, 9, 0.9), torch.Generator().manual_seed(0)
         return distill.sample_batch(model, prompts, 9, sampling, generator)
 
     assert texts("cpu") == texts(DEVICE)
 
 
-@pytest.mark.parametrize("trained", ["draft", "medusa", "mtp", "mtp, small vocabulary"])
-def test_a_training_s_loss_is_on_the_device_what_it_is_on_the_host(trained):
-    def loss(place) -> float:
-        model = random_model(5, torch.float32, layers=1).to(place)
-        head, heads = random_head(model, 0).to(place), random_heads(model, 0).to(place)
-        small = random_model(2, torch.float32).to(place)
+@pytest.mark.parametrize("drafter", ["draft", "medusa", "mtp", "mtp, small vocabulary"])
+def test_training_losses_are_the_same_on_the_device_as_on_the_host(drafter):
+    def loss(device) -> float:
+        model = random_model(5, torch.float32, layers=1).to(device)
+        head, heads = random_mtp_head(model, 0).to(device), random_medusa_heads(model, 0).to(device)
+        small = random_model(2, torch.float32).to(device)
         rows = [random_tokens(n, n) for n in (9, 6, 12)]
         states = [model(row)[0].cpu() for row in rows]
         documents = distill.Documents(rows, [3, 3, 3], states)
-        words = Subset(model.lm_head.weight, list(range(3, 32, 2)))
+        subset = Subset(model.lm_head.weight, list(range(3, 32, 2)))
         losses = {
             "draft": lambda: SoftLabels(small, model, documents),
             "medusa": lambda: distill.HeadsLoss(heads, model, documents),
             "mtp": lambda: distill.MTPLoss(head, model, documents, 3, 0.6, True, soft=True),
             "mtp, small vocabulary": lambda: distill.MTPLoss(
-                head, model, documents, 3, 0.6, True, vocabulary=words
+                head, model, documents, 3, 0.6, True, vocabulary=subset
             ),
         }
-        return losses[trained]()(torch.tensor([0, 2])).item()
+        return losses[drafter]()(torch.tensor([0, 2])).item()
 
     assert loss("cpu") == pytest.approx(loss(DEVICE))
 
 
-def test_what_mixes_host_and_device_is_refused_and_what_crosses_is_counted():
-    ours = torch.arange(6.0, device=DEVICE)
+def test_mixing_host_and_device_raises_and_synchronisations_are_counted():
+    x = torch.arange(6.0, device=DEVICE)
     with pytest.raises(RuntimeError, match="mixes tensors"):
-        ours + torch.ones(6)
-    before = Simulated.crossings
-    assert ((ours + 1)[2:4] * 2).tolist() == [6.0, 8.0] and ours.argmax().item() == 5
-    assert ours[ours > 3].shape == (2,) and float(ours.sum()) == 15
-    assert Simulated.crossings - before == 4
+        x + torch.ones(6)
+    before = Simulated.synchronisations
+    assert ((x + 1)[2:4] * 2).tolist() == [6.0, 8.0] and x.argmax().item() == 5
+    assert x[x > 3].shape == (2,) and float(x.sum()) == 15
+    assert Simulated.synchronisations - before == 4

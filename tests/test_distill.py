@@ -1,5 +1,4 @@
-"""Text and training: what a target is sampled, what drafts and heads learn from it, and when a run
-goes on."""
+"""`minispec.distill`: generating text, the losses of drafts and heads, and resuming runs."""
 
 import itertools
 import json
@@ -16,33 +15,36 @@ from conftest import (
     TOKENIZER,
     byte_model,
     byte_tokenizer,
-    last_line_of_refusal,
+    last_error_line,
+    random_documents,
     random_model,
     random_tokens,
-    tales,
 )
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from minispec import Sampling, UserError, distill, generate, load
-from minispec.checkpoint import save
-from minispec.distill import draft, tree
-from minispec.distill.documents import (
-    kept_states,
-    read_own,
-    read_training,
-    shuffled,
-    weights_digest,
+from minispec import Sampling, UserError, load
+from minispec.checkpoints.heads import (
+    load_medusa,
+    load_mtp,
+    load_vocabulary,
+    save_medusa,
+    save_vocabulary,
 )
-from minispec.drafters import load_drafter
+from minispec.checkpoints.load import save
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.generate import __main__ as generate
 from minispec.generate import decode
-from minispec.heads import load_medusa, load_mtp, load_vocabulary, save_medusa, save_vocabulary
-from minispec.methods.medusa import RANKS, complete, untrained
+from minispec.generate.drafters import load_drafter
+from minispec.methods.medusa import RANKS, new_heads, with_prefixes
 from minispec.methods.vocabulary import Language, Subset
-from minispec.tokenizer import Tokenizer
-from minispec.toys import random_head, randomise
-from minispec.training import CHECKPOINT, lock
+from minispec.toys import random_mtp_head, randomise
+from minispec.training import distill
+from minispec.training.distill import draft, tree
+from minispec.training.distill.documents import cached_states, shuffled_batches, weights_digest
+from minispec.training.loop import CHECKPOINT, lock
+from minispec.training.own_text import read_generated, read_split
 
 MODULES = "generate", "draft", "medusa", "mtp", "tree", "vocabulary", "export"
 
@@ -55,10 +57,10 @@ def target(tmp_path):
 
 @pytest.fixture
 def data(tmp_path):
-    """Tales, dialogues and questions."""
+    """Stories, dialogues and questions."""
     rng, folder = random.Random(0), tmp_path / "data"
     folder.mkdir()
-    (folder / "tales.txt").write_text(tales(120))
+    (folder / "tales.txt").write_text(random_documents(120))
     talk = "User: hi\nAssistant: hello\nUser: a\nb\nAssistant: bye\n<|endoftext|>\n"
     (folder / "talk.txt").write_text(talk * 60)
     rows = [{"prompt": "".join(rng.choices("abc", k=5))} for _ in range(60)]
@@ -70,32 +72,32 @@ def run(*arguments) -> None:
     distill.main([str(a) for a in arguments])
 
 
-def refused(capsys, *arguments) -> str:
-    return last_line_of_refusal(capsys, lambda: run(*arguments))
+def rejected(capsys, *arguments) -> str:
+    return last_error_line(capsys, lambda: run(*arguments))
 
 
-def asking(target, data, out, *more) -> list:
+def generate_args(target, data, out, *more) -> list:
     return ["generate", "--model", target, "--data", data, "--tokens", 20, "--batch", 8,
             "--out", out, "--device", "cpu", *more]  # fmt: skip
 
 
-def made(target, data, out, documents: int, *more) -> list[dict]:
-    """What `generate` writes."""
-    run(*asking(target, data, out, "--documents", documents, *more))
-    return read_own(out)[1]
+def generated(target, data, out, documents: int, *more) -> list[dict]:
+    """Run `generate` and return the documents it wrote."""
+    run(*generate_args(target, data, out, "--documents", documents, *more))
+    return read_generated(out)[1]
 
 
-# ---- the target's own text -----------------------------------------------------------------------
+# ---- generated text ------------------------------------------------------------------------------
 
 
-def test_a_batch_says_what_each_prompt_says_alone():
+def test_a_greedy_batch_equals_decoding_each_prompt_alone():
     model = random_model(eos_ids=tuple(range(9)))
     prompts = [[1], [2, 3, 4], [5, 6, 7, 8, 9, 10, 11], *([i] for i in range(12, 30))]
     together = distill.sample_batch(model, prompts, 20, Sampling(), torch.Generator())
     for prompt, tokens in zip(prompts, together):
         assert tokens == decode(model, None, prompt, max_new_tokens=20).tokens
     lengths = sorted(map(len, together))
-    assert 2 * lengths[len(lengths) // 2] < lengths[-1]  # some went on when most had ended
+    assert 2 * lengths[len(lengths) // 2] < lengths[-1]  # a few rows outlast the rest
 
 
 def test_sampled_batches_follow_the_distribution_and_their_seed():
@@ -115,17 +117,17 @@ def test_near_duplicates_are_found():
     assert not duplicates.add(text)
     assert duplicates.add(text) and duplicates.add(text[:30] + [99] * 3)
     assert not duplicates.add(text[:12] + list(range(100, 130)))
-    assert not duplicates.add([1, 2]) and not duplicates.add([1, 2])  # too short to tell
+    assert not duplicates.add([1, 2]) and not duplicates.add([1, 2])  # too short to have 8-grams
 
 
-def test_generation_goes_on_as_if_it_had_not_stopped(target, data, tmp_path, capsys):
-    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
-    rows = made(target, data, whole, 60)
-    made(target, data, parts, 20)
+def test_generation_resumes_exactly(target, data, tmp_path, capsys):
+    single, parts = tmp_path / "single.jsonl", tmp_path / "parts.jsonl"
+    rows = generated(target, data, single, 60)
+    generated(target, data, parts, 20)
     with parts.open("a") as file:
         file.write('{"kind": "tales", "pro')  # killed while writing
-    made(target, data, parts, 60)
-    assert whole.read_text() == parts.read_text()
+    generated(target, data, parts, 60)
+    assert single.read_text() == parts.read_text()
     assert len(rows) >= 60 and all(0 < len(row["tokens"]) <= 20 for row in rows)
     assert {row["kind"] for row in rows} == {"tales", "talk", "asked"}
     other = tmp_path / "other"
@@ -133,154 +135,158 @@ def test_generation_goes_on_as_if_it_had_not_stopped(target, data, tmp_path, cap
     model, tokenizer = load(target, "float32", "cpu")
     model.model.norm.weight *= 2
     save(model, tokenizer, other)
-    for changed, said in (
+    for changed, flag in (
         (("--top-k", 3), "--top-k"),
         (("--keep-duplicates",), "--keep-duplicates"),
         (("--data", data / "tales.txt"), "--data"),
         (("--model", other), "--model"),
     ):
-        said = f"was not begun with this {said}: give what it was begun with"
-        assert said in refused(capsys, *asking(target, data, parts, *changed))
+        error = f"was started with another {flag}: use the same one"
+        assert error in rejected(capsys, *generate_args(target, data, parts, *changed))
     parts.write_text('{"kind": "x", "prompt": [1], "tokens": [2]}\n')
-    assert "was not begun with this" in refused(capsys, *asking(target, data, parts))
-    parts.write_text("my own words, without an end of line")
-    assert "was not begun" in refused(capsys, *asking(target, data, parts))
-    assert parts.read_text() == "my own words, without an end of line"
-    with whole.open("a") as file:
-        lock(file, whole)
-        said = refused(capsys, *asking(target, data, whole))
-    assert "another process is writing it" in said
+    assert "was started with another" in rejected(capsys, *generate_args(target, data, parts))
+    parts.write_text("another file, without a final newline")
+    assert "is not from minispec.distill" in rejected(capsys, *generate_args(target, data, parts))
+    assert parts.read_text() == "another file, without a final newline"
+    with single.open("a") as file:
+        lock(file, single)
+        error = rejected(capsys, *generate_args(target, data, single))
+    assert "another process is writing to it" in error
 
 
-def test_near_duplicates_are_kept_where_that_is_asked_for(target, data, tmp_path, capsys):
-    """A greedy target says the same to the same prompt."""
+def test_near_duplicates_are_kept_on_request(target, data, tmp_path, capsys):
+    """A greedy target always continues the same prompt in the same way."""
     greedy = "--temperature", 0, "--top-k", 0, "--top-p", 1
     data, out = data / "talk.txt", tmp_path / "few.jsonl"
-    every = made(target, data, tmp_path / "all.jsonl", 64, "--keep-duplicates", *greedy)
+    every = generated(target, data, tmp_path / "all.jsonl", 64, "--keep-duplicates", *greedy)
     assert len(every) == 64
-    said = refused(capsys, *asking(target, data, out, "--documents", 64, *greedy))
-    assert "only 2 different documents came" in said and len(read_own(out)[1]) == 2
+    error = rejected(capsys, *generate_args(target, data, out, "--documents", 64, *greedy))
+    assert "generated only 2 distinct documents" in error and len(read_generated(out)[1]) == 2
 
 
-def test_a_prompt_is_a_beginning_or_a_conversation_up_to_an_answer(target, data, tmp_path):
+def test_prompts_are_first_tokens_or_conversations_up_to_an_answer(target, data, tmp_path):
     prompts: dict[str, set[str]] = {}
-    for row in made(target, data, tmp_path / "own.jsonl", 150):
+    for row in generated(target, data, tmp_path / "own.jsonl", 150):
         text = TOKENIZER.backend.decode(row["prompt"], skip_special_tokens=False)
         prompts.setdefault(row["kind"], set()).add(text.removeprefix("<|endoftext|>"))
     first = "<|user|>hi<|end|><|assistant|>"
     assert prompts["talk"] == {first, first + "hello<|end|><|user|>a\nb<|end|><|assistant|>"}
     questions = {json.loads(line)["prompt"] for line in (data / "asked.jsonl").open()}
     assert {text[8:-20] for text in prompts["asked"]} <= questions
-    whole = tales(120)
-    assert all(3 <= len(text) < 24 and text in whole for text in prompts["tales"])
+    corpus = random_documents(120)
+    assert all(3 <= len(text) < 24 and text in corpus for text in prompts["tales"])
 
 
-def test_a_text_is_asked_about(target, data, tmp_path):
-    rows = made(target, data / "tales.txt", tmp_path / "own.jsonl", 20, "--ask", "Go on: {:.9}!")
-    whole = tales(120)
+def test_ask_makes_a_request_about_a_text(target, data, tmp_path):
+    ask = "--ask", "Go on: {:.9}!"
+    rows = generated(target, data / "tales.txt", tmp_path / "own.jsonl", 20, *ask)
+    corpus = random_documents(120)
     for row in rows:
         text = TOKENIZER.backend.decode(row["prompt"], skip_special_tokens=False)
-        said = re.fullmatch(r"<.endoftext.><.user.>Go on: (.{9})!<.end.><.assistant.>", text)
-        assert said[1] in whole
+        match = re.fullmatch(r"<.endoftext.><.user.>Go on: (.{9})!<.end.><.assistant.>", text)
+        assert match[1] in corpus
 
 
-def test_a_document_may_say_itself_what_comes_next(target, data, tmp_path, capsys):
+def test_given_stores_the_documents_own_text(target, data, tmp_path, capsys):
     (data / "sums.jsonl").write_text('{"question": "2+2?", "answer": "2+2 = <<2+2=4>>4"}\n' * 9)
-    save(byte_model(eos=(TOKENIZER.controls["<|end|>"],)), TOKENIZER, target)
-    said: dict[str, set] = {}
-    for row in made(target, data, tmp_path / "own.jsonl", 100, "--given", "--keep-duplicates"):
+    save(byte_model(eos=(TOKENIZER.control_ids["<|end|>"],)), TOKENIZER, target)
+    texts: dict[str, set] = {}
+    for row in generated(target, data, tmp_path / "own.jsonl", 100, "--given", "--keep-duplicates"):
         both = (row[part] for part in ("prompt", "tokens"))
         text = "|".join(TOKENIZER.backend.decode(p, skip_special_tokens=False) for p in both)
-        said.setdefault(row["kind"], set()).add(text.removeprefix("<|endoftext|>"))
+        texts.setdefault(row["kind"], set()).add(text.removeprefix("<|endoftext|>"))
     ask, answer = "<|user|>", "<|end|><|assistant|>|"
-    assert "asked" not in said  # which has no answers
-    assert said["sums"] == {f"{ask}2+2?{answer}2+2 = 4<|end|>"}
+    assert "asked" not in texts  # it has no answers
+    assert texts["sums"] == {f"{ask}2+2?{answer}2+2 = 4<|end|>"}
     rest = f"{ask}hi<|end|><|assistant|>hello<|end|>{ask}a\nb{answer}bye<|end|>"
-    assert said["talk"] == {f"{ask}hi{answer}hello<|end|>", rest}
-    whole = tales(120)
-    assert all(text.replace("|", "", 1) in whole for text in said["tales"])
-    rows = made(target, data / "tales.txt", tmp_path / "asked.jsonl", 9, "--given", "--ask", "Go!")
+    assert texts["talk"] == {f"{ask}hi{answer}hello<|end|>", rest}
+    corpus = random_documents(120)
+    assert all(text.replace("|", "", 1) in corpus for text in texts["tales"])
+    given = "--given", "--ask", "Go!"
+    rows = generated(target, data / "tales.txt", tmp_path / "asked.jsonl", 9, *given)
     for row in rows:
         text = TOKENIZER.decode(row["tokens"])
         assert TOKENIZER.chat([{"role": "user", "content": "Go!"}]) == row["prompt"]
-        assert len(text) >= 19 and text in whole
+        assert len(text) >= 19 and text in corpus
     wrong = ["generate", "--model", target, "--out", tmp_path / "x", "--given", "--chat"]
-    assert "--given is about documents: give --data" in refused(capsys, *wrong)
+    assert "--given needs the documents of --data" in rejected(capsys, *wrong)
 
 
-def test_the_target_plays_the_user_too(target, tmp_path, capsys):
-    out, begun = tmp_path / "own.jsonl", ["Why", "How long"]
-    asking = ["generate", "--model", target, "--out", out, "--tokens", 20, "--device", "cpu"]
-    assert "only 0 different documents came" in refused(capsys, *asking, "--chat")
+def test_chat_lets_the_target_write_the_user_turns(target, tmp_path, capsys):
+    out, beginnings = tmp_path / "own.jsonl", ["Why", "How long"]
+    generate_args = ["generate", "--model", target, "--out", out, "--tokens", 20, "--device", "cpu"]
+    assert "generated only 0 distinct documents" in rejected(capsys, *generate_args, "--chat")
     save(byte_model(eos=(258, 7, 8, 9)).float(), TOKENIZER, target)
-    run(*asking, "--documents", 30, "--chat", *begun)
+    run(*generate_args, "--documents", 30, "--chat", *beginnings)
     questions = set()
-    for row in read_own(out)[1]:
+    for row in read_generated(out)[1]:
         text = TOKENIZER.backend.decode(row["prompt"], skip_special_tokens=False)
-        said = re.fullmatch("<.endoftext.><.user.>(.*)<.end.><.assistant.>", text, re.S)[1]
-        assert row["kind"] == "chat" and said.startswith(tuple(begun))
-        questions.add(said)
+        question = re.fullmatch("<.endoftext.><.user.>(.*)<.end.><.assistant.>", text, re.S)[1]
+        assert row["kind"] == "chat" and question.startswith(tuple(beginnings))
+        questions.add(question)
     assert len(questions) > 20
-    run(*asking, "--documents", 40, "--chat", *begun)  # goes on
-    assert "was not begun with this --chat" in refused(capsys, *asking, "--chat")
-    assert "--data --chat is required" in refused(capsys, *asking)
-    assert "not allowed with" in refused(capsys, *asking, "--chat", "--data", out)
+    run(*generate_args, "--documents", 40, "--chat", *beginnings)  # resumes
+    assert "was started with another --chat" in rejected(capsys, *generate_args, "--chat")
+    assert "--data --chat is required" in rejected(capsys, *generate_args)
+    assert "not allowed with" in rejected(capsys, *generate_args, "--chat", "--data", out)
     for wrong in "{this}", "{.that}", "{0[a]}", "{[3]}", "{":
-        said = refused(capsys, *asking, "--data", out, "--ask", wrong)
-        assert "the text goes where {} is" in said
-    assert "--ask is about documents" in refused(capsys, *asking, "--chat", "--ask", "{}")
+        error = rejected(capsys, *generate_args, "--data", out, "--ask", wrong)
+        assert "write {} in place of the text" in error
+    error = rejected(capsys, *generate_args, "--chat", "--ask", "{}")
+    assert "--ask needs the documents of --data" in error
     save(byte_model(), byte_tokenizer(chat_template=None), tmp_path / "bare")
-    asking += "--model", tmp_path / "bare", "--out", tmp_path / "other.jsonl", "--chat"
-    said = refused(capsys, *asking)
-    assert "has no chat template, so it cannot play the user" in said
+    generate_args += "--model", tmp_path / "bare", "--out", tmp_path / "other.jsonl", "--chat"
+    error = rejected(capsys, *generate_args)
+    assert "has no chat template, so it cannot play the user" in error
 
 
-def test_refused_conversations_are_left_out_whether_it_stopped_or_not(tmp_path, capsys):
-    """Of 8 conversations in a ShareGPT file the template refuses 2."""
+def test_rejected_conversations_are_left_out_when_resumed_too(tmp_path, capsys):
+    """The template rejects 2 of the 8 conversations in a ShareGPT file."""
     save(byte_model().float(), byte_tokenizer(ALTERNATING), tmp_path / "strict")
-    file, whole, parts = (tmp_path / name for name in ("talk.json", "whole.jsonl", "parts.jsonl"))
+    file, single, parts = (tmp_path / name for name in ("talk.json", "single.jsonl", "parts.jsonl"))
     talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     bad = [{"from": "gpt", "value": "c"}, *talk]
     file.write_text(json.dumps([{"conversations": bad if i % 4 == 1 else talk} for i in range(8)]))
-    reason = "the model's chat template refuses this conversation: roles must alternate"
+    reason = "the model's chat template rejects this conversation: roles must alternate"
     for more in [], ["--given"]:
         more += "--keep-duplicates", "--tokens", 4, "--batch", 4
-        made(tmp_path / "strict", file, whole, 12, *more)
-        said = capsys.readouterr().err.splitlines()[-1]
+        generated(tmp_path / "strict", file, single, 12, *more)
+        error = capsys.readouterr().err.splitlines()[-1]
         first = f"minispec: documents left out: 2; the first is {file} object [26]: "
-        assert re.fullmatch(first + reason, said)
+        assert re.fullmatch(first + reason, error)
         for n in 4, 12:
-            rows = made(tmp_path / "strict", file, parts, n, *more)
-        assert whole.read_text() == parts.read_text()
+            rows = generated(tmp_path / "strict", file, parts, n, *more)
+        assert single.read_text() == parts.read_text()
         assert {TOKENIZER.decode(row["prompt"]) for row in rows} == {"a"}
-        parts.unlink(), whole.unlink()
+        parts.unlink(), single.unlink()
     file.write_text(json.dumps([{"conversations": bad}] * 5))
     for more in [], ["--given"]:
-        said = refused(capsys, *asking(tmp_path / "strict", file, whole, *more, "--batch", 1))
-        assert re.search(f"documents left out: .; the first is {file} object .: {reason}", said)
+        flags = generate_args(tmp_path / "strict", file, single, *more, "--batch", 1)
+        error = rejected(capsys, *flags)
+        assert re.search(f"documents left out: .; the first is {file} object .: {reason}", error)
 
 
-def test_an_end_token_that_only_the_tokenizer_names_is_reported(target, data, tmp_path, capsys):
-    """The fixture's model lists none."""
-    said = "the model's config does not list <|endoftext|>, the tokenizer's end token"
-    made(target, data, tmp_path / "own.jsonl", 5)
-    assert capsys.readouterr().err.count(said) == 1
-    chat = asking(target, data, tmp_path / "chat.jsonl", "--chat")
+def test_an_end_token_missing_from_the_config_is_reported(target, data, tmp_path, capsys):
+    """The fixture's model lists no end token."""
+    warning = "the model's config does not list <|endoftext|>, the tokenizer's end token"
+    generated(target, data, tmp_path / "own.jsonl", 5)
+    assert capsys.readouterr().err.count(warning) == 1
+    chat = generate_args(target, data, tmp_path / "chat.jsonl", "--chat")
     chat.remove("--data"), chat.remove(data)
-    error = refused(capsys, *chat)
-    assert "only 0 different documents came: no user turn ended" in error
-    assert said in error and "add 256 to eos_token_id" in error and "--temperature" not in error
+    error = rejected(capsys, *chat)
+    assert "generated only 0 distinct documents: no user turn was finished" in error
+    assert warning in error and "add 256 to eos_token_id" in error and "--temperature" not in error
     save(byte_model(eos=(256,)).float(), TOKENIZER, target)
-    made(target, data, tmp_path / "listed.jsonl", 5)
-    assert said not in capsys.readouterr().err
+    generated(target, data, tmp_path / "listed.jsonl", 5)
+    assert warning not in capsys.readouterr().err
 
 
-def test_a_model_with_any_tokenizer_is_asked(data, tmp_path):
-    """No begin token, no end tokens, no chat template."""
+def test_generation_works_with_any_tokenizer(data, tmp_path):
+    """This one has no begin token, no end tokens and no chat template."""
     backend = Backend(models.WordLevel({"the": 0, "cat": 1, "sat": 2, "?": 3}, "?"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     save(random_model(vocab_size=6).float(), Tokenizer(backend), tmp_path / "plain")
-    rows = made(tmp_path / "plain", data, tmp_path / "own.jsonl", 60)
+    rows = generated(tmp_path / "plain", data, tmp_path / "own.jsonl", 60)
     assert len(rows) >= 60 and all(max(row["prompt"]) < 4 for row in rows)
     assert all(len(row["tokens"]) == 20 for row in rows)
     run("mtp", "--model", tmp_path / "plain", "--own", tmp_path / "own.jsonl", "--steps", 2,
@@ -289,41 +295,41 @@ def test_a_model_with_any_tokenizer_is_asked(data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rows, said",
+    "rows, message",
     [
-        (["{"], "is not a file of minispec.distill generate"),
+        (["{"], "is not a file from minispec.distill generate"),
         (['{"a": 1}'], "is not a file"),
-        (['{"options": [], "tokenizer": "x"}'], "options that are no object"),
-        (['{"options": {}, "tokenizer": [1]}'], "a tokenizer that is no hash"),
+        (['{"options": [], "tokenizer": "x"}'], "options is not an object"),
+        (['{"options": {}, "tokenizer": [1]}'], "tokenizer is not a hash"),
         (['{"options": {}, "tokenizer": "x"}'], "another tokenizer"),
-        (['{"kind": "a", "prompt": [1], "tokens": [-1]}'], "a token that is no id"),
-        (['{"kind": "a", "prompt": [1], "tokens": [true]}'], "a token that is no id"),
-        (['{"kind": "a", "prompt": [1], "tokens": ["b"]}'], "a token that is no id"),
-        (['{"kind": "a", "prompt": [1], "tokens": [2.0]}'], "a token that is no id"),
-        (['{"kind": "a", "prompt": [9223372036854775808], "tokens": [1]}'], "a token that is no"),
-        (['{"kind": ["a"], "prompt": [1], "tokens": [1]}'], "a kind that is not text"),
+        (['{"kind": "a", "prompt": [1], "tokens": [-1]}'], "invalid token id"),
+        (['{"kind": "a", "prompt": [1], "tokens": [true]}'], "invalid token id"),
+        (['{"kind": "a", "prompt": [1], "tokens": ["b"]}'], "invalid token id"),
+        (['{"kind": "a", "prompt": [1], "tokens": [2.0]}'], "invalid token id"),
+        (['{"kind": "a", "prompt": [9223372036854775808], "tokens": [1]}'], "invalid token id"),
+        (['{"kind": ["a"], "prompt": [1], "tokens": [1]}'], "kind is not a string"),
         (['{"kind": "a", "prompt": "abc", "tokens": [1]}'], "is not a file"),
-        (['{"kind": "a", "prompt": [1], "tokens": []}'], "an empty row"),
-        (['{"kind": "a", "prompt": [1], "tokens": [1000]}'] * 2, "another model wrote it"),
-        (['{"kind": "a", "prompt": [1], "tokens": [2]}'], "none to learn from"),
-        ([], "none to learn from"),
+        (['{"kind": "a", "prompt": [1], "tokens": []}'], "an empty field"),
+        (['{"kind": "a", "prompt": [1], "tokens": [1000]}'] * 2, "generated by another model"),
+        (['{"kind": "a", "prompt": [1], "tokens": [2]}'], "none of them for training"),
+        ([], "none of them for training"),
         (["[" * 100_000], "is not a file"),
     ],
 )
-def test_own_text_that_is_none_is_refused(tmp_path, rows, said):
-    """By `python -O` as well, which drops assertions."""
+def test_invalid_files_of_generated_text_are_rejected(tmp_path, rows, message):
+    """Also under `python -O`, which strips assertions."""
     (tmp_path / "own.jsonl").write_text("".join(row + "\n" for row in rows))
     source = Path(distill.documents.__file__)
     optimised = {"__name__": distill.documents.__name__}
     exec(compile(source.read_text(encoding="utf-8"), source, "exec", optimize=1), optimised)
-    for read in read_training, optimised["read_training"]:
-        with pytest.raises(UserError, match=said):
+    for read in read_split, optimised["read_split"]:
+        with pytest.raises(UserError, match=message):
             read([tmp_path / "own.jsonl"], byte_model(), TOKENIZER)
 
 
 @pytest.mark.parametrize("name", ["", "generate", "draft", "medusa", "mtp", "tree", "vocabulary"])
 def test_help_needs_no_docstrings(monkeypatch, name, capsys):
-    """`python -OO` drops them."""
+    """`python -OO` strips docstrings."""
     for module in (distill, *(getattr(distill, name) for name in MODULES)):
         monkeypatch.setattr(module, "__doc__", None)
     with pytest.raises(SystemExit) as caught:
@@ -331,7 +337,7 @@ def test_help_needs_no_docstrings(monkeypatch, name, capsys):
     assert caught.value.code == 0 and "usage: python -m minispec.distill" in capsys.readouterr().out
 
 
-def test_what_is_measured_was_neither_learnt_nor_is_near_to_what_was(tmp_path):
+def test_held_out_documents_do_not_duplicate_training_documents(tmp_path):
     rng = random.Random(0)
     rows = [
         {"kind": "maths", "prompt": [1], "tokens": [rng.randrange(99) for _ in range(40)]}
@@ -341,25 +347,25 @@ def test_what_is_measured_was_neither_learnt_nor_is_near_to_what_was(tmp_path):
     files, model = (tmp_path / "a.jsonl", tmp_path / "b.jsonl"), byte_model()
     for file, part in zip(files, (rows[:60], rows[60:])):
         file.write_text("".join(json.dumps(row) + "\n" for row in part))
-    learn, measured = read_training(files, model, None)
+    train, held_out = read_split(files, model, None)
     for i, row in enumerate(rows):
-        row["place"] = (files[i >= 60], i - 60 * (i >= 60))
-    assert measured == [rows[0], rows[60], rows[110]]
-    assert learn == [row for i, row in enumerate(rows) if i not in (0, 50, 60, 110)]
+        row["location"] = (files[i >= 60], i - 60 * (i >= 60))
+    assert held_out == [rows[0], rows[60], rows[110]]
+    assert train == [row for i, row in enumerate(rows) if i not in (0, 50, 60, 110)]
     text = {"kind": "x", "prompt": [1], "tokens": [2, 3]}
     files[0].write_text((json.dumps(text) + "\n") * 3)
-    alike = [text | {"place": (files[0], i)} for i in range(3)]
-    assert read_training(files[:1], model, None) == (alike[1:], alike[:1])  # not nothing
+    copies = [text | {"location": (files[0], i)} for i in range(3)]
+    assert read_split(files[:1], model, None) == (copies[1:], copies[:1])  # kept, as all are
 
 
-def test_batches_show_every_document_once_an_epoch():
-    batch = shuffled(10, 2, 0)
+def test_an_epoch_covers_every_document_once():
+    batch = shuffled_batches(10, 2, 0)
     epochs = [torch.cat([batch(step) for step in range(i, i + 5)]) for i in (0, 5)]
     assert all(sorted(each.tolist()) == list(range(10)) for each in epochs)
-    assert not torch.equal(*epochs) and len(shuffled(3, 8, 0)(9)) == 3
+    assert not torch.equal(*epochs) and len(shuffled_batches(3, 8, 0)(9)) == 3
 
 
-def test_hidden_states_are_kept_and_those_of_new_documents_added(tmp_path):
+def test_hidden_states_are_cached_and_extended(tmp_path):
     file, model = tmp_path / "own.jsonl", byte_model().float()
     rows = [{"kind": "x", "prompt": [1], "tokens": random_tokens(n, n)} for n in (5, 9, 30, 3)]
 
@@ -367,7 +373,7 @@ def test_hidden_states_are_kept_and_those_of_new_documents_added(tmp_path):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows[:n]))
 
     def check(n: int) -> None:
-        kept = kept_states(file, model, 12, torch.float32, weights_digest(model))
+        kept = cached_states(file, model, 12, torch.float32, weights_digest(model))
         assert len(kept) == n
         for row, states in zip(rows, kept):
             alone = model((row["prompt"] + row["tokens"])[:12])[0]
@@ -382,28 +388,28 @@ def test_hidden_states_are_kept_and_those_of_new_documents_added(tmp_path):
     check(2)
     two = states.read_bytes()
     assert kept.startswith(two)
-    for more in 0, 5, 8, 99:  # bytes of the third: killed while writing
+    for more in 0, 5, 8, 99:  # bytes of the third document, left by a killed process
         states.write_bytes(kept[: len(two) + more])
         number = states.stat().st_ino
         write(4)
         check(4)
         assert states.read_bytes() == kept and states.stat().st_ino == number
-    states.write_bytes(kept[:8] + bytes(8) + kept[16:])  # what is kept is not computed again
-    old = kept_states(file, model, 12, torch.float32, weights_digest(model))
+    states.write_bytes(kept[:8] + bytes(8) + kept[16:])  # cached states are not recomputed
+    old = cached_states(file, model, 12, torch.float32, weights_digest(model))
     assert (old[0][0, :4] == 0).all()
     before = [states.clone() for states in old]
-    for i in 3, 0, 1:  # another document in the place of one, longer or as long
+    for i in 3, 0, 1:  # replace a document by a longer one or one as long
         rows[i]["tokens"] = random_tokens(len(rows[i]["tokens"]) + (i == 3), 99)
         write(4)
         check(4)
-    for each, was in zip(old, before, strict=True):  # a training that began before goes on reading
+    for each, was in zip(old, before, strict=True):  # an earlier run can still read the old file
         assert torch.equal(each, was)
     model.model.norm.weight *= 2
-    check(4)  # another target's are others
+    check(4)  # another target gets a file of its own
     assert len(list(tmp_path.glob("*.hidden"))) == 2
 
 
-def test_documents_that_share_a_pass_have_the_states_that_they_have_alone():
+def test_hidden_states_do_not_depend_on_batching():
     model = random_model(dtype=torch.float32)
     rows = [random_tokens(n, n) for n in (5, 9, 3, 30, 2, 7)]
     for most in 0, 20, 40, 1000:
@@ -421,7 +427,7 @@ def documents_of(model, sizes=(9, 6, 12), prompts=None, seed: int = 0):
     return rows, distill.Documents(rows, prompts or [3] * len(rows), states)
 
 
-def spares_the_target(loss, trained, target) -> bool:
+def only_trains(loss, trained, target) -> bool:
     trained.requires_grad_(True)
     loss(torch.tensor([0, 2])).backward()
     return all(p.grad is not None for p in trained.parameters()) and all(
@@ -429,8 +435,8 @@ def spares_the_target(loss, trained, target) -> bool:
     )
 
 
-def test_a_draft_s_loss_is_the_cross_entropy_of_the_distributions():
-    """Those of generated tokens alone, in documents of different lengths; one is all prompt."""
+def test_the_draft_loss_is_the_cross_entropy_of_the_distributions():
+    """Only generated tokens count, in documents of different lengths; one is only a prompt."""
     target, small = (random_model(seed, dtype=torch.float32) for seed in (1, 2))
     prompts = [3, 1, 7, 2]
     rows, documents = documents_of(target, (9, 4, 7, 5), prompts)
@@ -441,15 +447,15 @@ def test_a_draft_s_loss_is_the_cross_entropy_of_the_distributions():
         log_q = small.logits(small(row[:-1]))[0, prompt - 1 :].log_softmax(-1)
         each.append(-(p * log_q).sum(-1))
     torch.testing.assert_close(loss(torch.tensor([1, 2, 3])), torch.cat(each).mean())
-    assert loss(torch.tensor([2])) == 0 and spares_the_target(loss, small, target)
+    assert loss(torch.tensor([2])) == 0 and only_trains(loss, small, target)
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_medusa_s_loss_is_the_paper_s(shared):
-    """Σ over heads of 0.8^k · the mean of -log p(token t + k + 2 | hidden state t)."""
+def test_the_medusa_loss_follows_the_paper(shared):
+    """Σ over heads of 0.8^k times the mean of -log p(token t + k + 2 | hidden state t)."""
     model = random_model(dtype=torch.float32)
     rows, documents = documents_of(model, (9, 6, 12), [2, 2, 2])
-    heads = randomise(untrained(3, 1, model, shared), 0)
+    heads = randomise(new_heads(3, 1, model, shared), 0)
     loss, by_formula = distill.HeadsLoss(heads, model, documents), 0.0
     for k in range(3):
         logs = [
@@ -459,14 +465,14 @@ def test_medusa_s_loss_is_the_paper_s(shared):
         ]
         by_formula += 0.8**k * torch.stack(logs).mean()
     assert torch.allclose(loss(torch.arange(3)), by_formula, atol=1e-5)
-    assert spares_the_target(loss, heads, model)
+    assert only_trains(loss, heads, model)
 
 
-def test_the_head_s_loss_is_over_generated_tokens_of_one_document_only():
-    """With soft labels: the target's distributions stand where the labels are. Hard ones, steps and
-    weights are assignment 6's."""
+def test_the_mtp_loss_covers_generated_tokens_of_one_document_only():
+    """With soft labels, the target's distributions at the labels. Assignment 6 tests hard labels,
+    steps and weights."""
     model = random_model(dtype=torch.float32)
-    head, (rows, documents) = random_head(model, 0), documents_of(model)
+    head, (rows, documents) = random_mtp_head(model, 0), documents_of(model)
     loss, by_hand = distill.MTPLoss(head, model, documents, 3, 0.6, True, soft=True), 0.0
     for k, weight in enumerate(loss.weights):
         each = []
@@ -478,15 +484,15 @@ def test_the_head_s_loss_is_over_generated_tokens_of_one_document_only():
                 each.append(-(p * log_q).sum())
         by_hand += weight * torch.stack(each).mean()
     assert torch.allclose(loss(torch.arange(3)), by_hand, atol=1e-5)
-    assert spares_the_target(loss, head, model)
+    assert only_trains(loss, head, model)
 
 
-def test_heads_can_learn_the_words_of_a_vocabulary_alone():
-    """A label that is none of them does not count."""
+def test_heads_can_be_trained_on_a_vocabulary_only():
+    """Labels outside the vocabulary are ignored."""
     model = random_model(dtype=torch.float32)
     words = Subset(model.lm_head.weight, list(range(3, 32, 2)))
     rows, documents = documents_of(model)
-    head, heads = random_head(model, 0), randomise(untrained(3, 1, model, True), 0)
+    head, heads = random_mtp_head(model, 0), randomise(new_heads(3, 1, model, True), 0)
 
     def by_hand(weights: list[float], logits) -> torch.Tensor:
         total = 0.0
@@ -521,27 +527,27 @@ def test_accuracies_have_the_right_denominators():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_paths_that_are_right_together_come_in_the_order_of_their_counts(seed):
+def test_paths_are_sorted_by_how_often_all_their_tokens_are_right(seed):
     generator = torch.Generator().manual_seed(seed)
     ranks = torch.randint(0, 4, (3, 200), generator=generator)
     ranks[ranks == 3] = RANKS  # not among the best
-    ranks[2, -1] = ranks[1, -1] = -1  # the end of a text, which does not count
+    ranks[2, -1] = ranks[1, -1] = -1  # the end of a text, without labels
     columns = [tuple(column) for column in ranks.T[:-1].tolist()]
-    shares = tree.together(ranks)
+    shares = tree.path_frequencies(ranks)
     every = [p for n in (1, 2, 3) for p in itertools.product(range(3), repeat=n)]
     right = {p: sum(c[: len(p)] == p for c in columns) / len(columns) for p in every}
     assert shares == {p: share for p, share in right.items() if share}
     assert list(shares.values()) == sorted(shares.values(), reverse=True)
     for n in range(len(shares)):
         first = list(shares)[:n]
-        assert set(complete(first, 3, 3)) == set(first), "the first n are a tree"
-    assert tree.together(ranks[:, :0]) == {}
+        assert set(with_prefixes(first, 3, 3)) == set(first), "the first n are a tree"
+    assert tree.path_frequencies(ranks[:, :0]) == {}
 
 
-# ---- whole trainings -----------------------------------------------------------------------------
+# ---- complete runs -------------------------------------------------------------------------------
 
 TINY = "--layers", 1, "--width", 8, "--heads", 2, "--ffn", 8
-TRAININGS = {  # its flags, others, the file it makes, the method and its flag
+TRAININGS = {  # flags, changed flags, the file written, the method and its flag
     "draft": (TINY, ("--layers", 2), "model", "speculative", "--draft"),
     "medusa": (("--heads", 2), ("--layers", 2), "medusa_lm_head", "medusa", "--heads"),
     "medusa --shared": (("--heads", 2), ("--heads", 3), "medusa_lm_head", "medusa", "--heads"),
@@ -551,55 +557,55 @@ TRAININGS = {  # its flags, others, the file it makes, the method and its flag
 
 
 @pytest.mark.parametrize("command", TRAININGS)
-def test_what_is_trained_loads_and_another_begins_with_it(target, data, tmp_path, capsys, command):
-    own, (kind, *flags), whole = tmp_path / "own.jsonl", command.split(), tmp_path / "whole"
+def test_trained_weights_load_and_can_be_continued(target, data, tmp_path, capsys, command):
+    own, (kind, *flags), trained = tmp_path / "own.jsonl", command.split(), tmp_path / "trained"
     sizes, other, file, method, flag = TRAININGS[command]
-    made(target, data, own, 60)
-    (asked,) = {row["kind"] for row in read_own(own)[1][:1]}  # held out
+    generated(target, data, own, 60)
+    (category,) = {row["kind"] for row in read_generated(own)[1][:1]}  # held out
     options = [kind, "--model", target, "--own", own, "--device", "cpu", *flags, *sizes]
     options += ["--rows", 8, "--context", 40, "--steps"]
-    run(*options, 8, "--out", whole)
-    card = (whole / "README.md").read_text()
-    assert "8 steps" in card and (f"| {asked} |" in card or "| 1 |" in card)
+    run(*options, 8, "--out", trained)
+    card = (trained / "README.md").read_text()
+    assert "8 steps" in card and (f"| {category} |" in card or "| 1 |" in card)
     assert str(tmp_path) not in card and len(card.splitlines()) <= 60
-    run(*options, 1, "--out", tmp_path / "next", "--init", whole, "--lr", 1e-9, "--seed", 1)
-    tensors = [load_file(tmp_path / name / f"{file}.safetensors") for name in ("whole", "next")]
+    run(*options, 1, "--out", tmp_path / "next", "--init", trained, "--lr", 1e-9, "--seed", 1)
+    tensors = [load_file(tmp_path / name / f"{file}.safetensors") for name in ("trained", "next")]
     for name, tensor in tensors[0].items():
         assert torch.allclose(tensors[1][name], tensor, atol=1e-3), name
-    missing = refused(capsys, *options, 1, "--out", tmp_path / "new", "--init", tmp_path / "no")
+    missing = rejected(capsys, *options, 1, "--out", tmp_path / "new", "--init", tmp_path / "no")
     assert "no such directory" in missing
-    assert "(other options)" in refused(capsys, *options, 9, "--out", whole, *other)
-    generate.main(["ab", "--model", str(target), "--method", method, flag, str(whole), "--device",
+    assert "(different options)" in rejected(capsys, *options, 9, "--out", trained, *other)
+    generate.main(["ab", "--model", str(target), "--method", method, flag, str(trained), "--device",
                    "cpu", "--json", "--max-new-tokens", "9"])  # fmt: skip
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 9
     if kind == "medusa":
-        run("tree", "--model", target, "--heads", whole, "--own", own, "--device", "cpu")
-        heads = load_medusa(whole, *load(target, "float32", "cpu"))
+        run("tree", "--model", target, "--heads", trained, "--own", own, "--device", "cpu")
+        heads = load_medusa(trained, *load(target, "float32", "cpu"))
         assert f"a tree of {len(heads.tree)} nodes" in capsys.readouterr().out
         assert heads.accuracy.shape == (2, RANKS) and (heads.tree or not heads.accuracy[0].any())
 
 
 @pytest.mark.parametrize("command, method", [("mtp", "fastmtp"), ("medusa --shared", "medusa")])
-def test_heads_draft_from_the_vocabulary_that_they_have_learnt(
+def test_heads_draft_from_the_vocabulary_they_were_trained_on(
     target, data, tmp_path, capsys, command, method
 ):
-    own, words, whole = (tmp_path / name for name in ("own.jsonl", "words.json", "whole"))
-    made(target, data, own, 20)
+    own, words, trained = (tmp_path / name for name in ("own.jsonl", "words.json", "trained"))
+    generated(target, data, own, 20)
     run("vocabulary", "--model", target, "--size", 12, "--text", f"own={own}", "--out", words)
     run(*command.split(), "--model", target, "--own", own, "--device", "cpu", "--vocabulary", words,
-        "--rows", 2, "--context", 40, "--steps", 1, "--out", whole)  # fmt: skip
-    asked = ["ab", "--model", str(target), "--method", method, "--heads", str(whole), "--json",
+        "--rows", 2, "--context", 40, "--steps", 1, "--out", trained)  # fmt: skip
+    flags = ["ab", "--model", str(target), "--method", method, "--heads", str(trained), "--json",
              "--dtype", "float64", "--max-new-tokens", "9"]  # fmt: skip
     for more in [], ["--vocabulary-size", "5"], ["--vocabulary", "none"]:
-        generate.main([*asked, *more])
+        generate.main([*flags, *more])
     capsys.readouterr()
     model, tokenizer = load(target, "float64", "cpu")
-    vocabulary = load_drafter(method, model, tokenizer, str(whole))["vocabulary"]
+    vocabulary = load_drafter(method, model, tokenizer, str(trained))["vocabulary"]
     assert vocabulary.languages == load_vocabulary(words, model, tokenizer).languages
-    (whole / "training.pt").unlink()
+    (trained / "training.pt").unlink()
     run(*command.split(), "--model", target, "--own", own, "--device", "cpu", "--rows", 2,
-        "--context", 40, "--steps", 1, "--out", whole)  # fmt: skip
-    assert not (whole / "vocabulary.json").exists()  # they have learnt all words now
+        "--context", 40, "--steps", 1, "--out", trained)  # fmt: skip
+    assert not (trained / "vocabulary.json").exists()  # now trained on all tokens
 
 
 @pytest.mark.parametrize(
@@ -607,13 +613,13 @@ def test_heads_draft_from_the_vocabulary_that_they_have_learnt(
     ["draft", "medusa", "medusa --shared --vocabulary words.json", "mtp --vocabulary words.json"],
 )
 def test_documents_without_a_label_are_skipped_and_counted(target, tmp_path, capsys, command):
-    """Prompts that fill the context, two tokens in all, none of the vocabulary's."""
-    own, out, one = tmp_path / "own.jsonl", tmp_path / "out", "draft" in command
+    """Prompts that fill the context, texts of two tokens, tokens outside the vocabulary."""
+    own, out, is_draft = tmp_path / "own.jsonl", tmp_path / "out", "draft" in command
     words = tmp_path / "words.json"
     save_vocabulary({"x": Language((65,), (1,))}, TOKENIZER, words)
     parts = command.replace("words.json", str(words)).split()
     options = [*parts, "--model", target, "--own", own, "--device", "cpu", "--context", 8, "--rows",
-               2, "--steps", 1, "--out", out, *(TINY if one else ())]  # fmt: skip
+               2, "--steps", 1, "--out", out, *(TINY if is_draft else ())]  # fmt: skip
     full = {"kind": "x", "prompt": list(range(97, 109)), "tokens": [65, 65]}
     short, other = ({"kind": "x", "prompt": [97], "tokens": t} for t in ([65], [97] * 4))
     good = {"kind": "x", "prompt": [97], "tokens": [65, 65, 65, 65]}
@@ -621,34 +627,34 @@ def test_documents_without_a_label_are_skipped_and_counted(target, tmp_path, cap
     def write(*rows: dict) -> None:
         own.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    useless = [full] * 3 + ([] if one else [short] * 2) + ([other] if "words" in command else [])
+    useless = [full] * 3 + [short] * (0 if is_draft else 2) + [other] * ("words" in command)
     write(good, *useless)
-    said = refused(capsys, *options)
-    assert "nothing to learn from: the prompt fills the context of 8 tokens (3)" in said
-    assert one or "the text is too short (2)" in said
-    assert "words" not in command or "no generated token is in the vocabulary (1)" in said
+    error = rejected(capsys, *options)
+    assert "nothing to train on: the prompt fills the context of 8 tokens (3)" in error
+    assert is_draft or "the text is too short (2)" in error
+    assert "words" not in command or "no generated token is in the vocabulary (1)" in error
     assert not (out / CHECKPOINT).exists()
     write(full, *[good] * 3)
-    assert "nothing to measure by: the prompt fills" in refused(capsys, *options)
+    assert "nothing to measure on: the prompt fills" in rejected(capsys, *options)
     write(good, *[{**good, "tokens": [65, 65, 65, i]} for i in range(3)], *useless)
     run(*options)
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     n = len(useless)
-    assert f"skipped {n} of {n + 3} documents, which have nothing to learn from" in said
+    assert f"skipped {n} of {n + 3} documents, which have nothing to train on" in error
 
 
-def test_a_tree_is_not_chosen_by_documents_without_labels(target, tmp_path, capsys):
+def test_no_tree_is_chosen_from_documents_without_labels(target, tmp_path, capsys):
     model = byte_model().float()
-    save_medusa(untrained(2, 1, model, True), tmp_path / "heads", "", TOKENIZER, model.dtype)
+    save_medusa(new_heads(2, 1, model, True), tmp_path / "heads", "", TOKENIZER, model.dtype)
     before = (tmp_path / "heads" / "config.json").read_bytes()
     own = tmp_path / "own.jsonl"
     own.write_text('{"kind": "x", "prompt": [1], "tokens": [2]}\n' * 3)
-    said = refused(capsys, "tree", "--model", target, "--heads", tmp_path / "heads", "--own", own)
-    assert "nothing to measure by: the text is too short (1)" in said
+    error = rejected(capsys, "tree", "--model", target, "--heads", tmp_path / "heads", "--own", own)
+    assert "nothing to measure on: the text is too short (1)" in error
     assert (tmp_path / "heads" / "config.json").read_bytes() == before
 
 
-def test_two_trainings_never_share_an_out(target, tmp_path, capsys):
+def test_two_runs_cannot_share_an_out_directory(target, tmp_path, capsys):
     own, out = tmp_path / "own.jsonl", tmp_path / "out"
     own.write_text('{"kind": "x", "prompt": [1], "tokens": [2, 3, 4]}\n' * 3)
     options = ["mtp", "--model", target, "--own", own, "--steps", 1, "--device", "cpu", "--context",
@@ -657,21 +663,21 @@ def test_two_trainings_never_share_an_out(target, tmp_path, capsys):
     folder = os.open(out, os.O_RDONLY)
     try:
         lock(folder, "here")
-        said = refused(capsys, *options)
-        assert f"--out {out}: another process is writing it" in said and not list(out.iterdir())
+        error = rejected(capsys, *options)
+        assert f"--out {out}: another process is writing to it" in error and not list(out.iterdir())
     finally:
         os.close(folder)
     run(*options)
     run(*options)  # continues
 
 
-def test_ranks_are_those_among_the_words_that_are_drafted():
+def test_ranks_are_among_the_tokens_of_the_draft_head():
     model, ids = random_model(dtype=torch.float32), list(range(3, 32, 2))
-    heads = randomise(untrained(3, 1, model, True), 0)
+    heads = randomise(new_heads(3, 1, model, True), 0)
     row = {"prompt": random_tokens(4), "tokens": random_tokens(30, 1)}
     text = row["prompt"] + row["tokens"]
     ranks = tree.ranks_of(heads, Subset(model.lm_head.weight, ids), model, [row], 64)
-    said = heads(model(text)[0], model)[..., ids]  # (K, n, words)
+    logits = heads(model(text)[0], model)[..., ids]  # (K, n, len(ids))
     for k, t in itertools.product(range(3), range(len(text))):
         label = text[t + k + 2] if 3 <= t + 2 and t + k + 2 < len(text) else None
         if t + 2 < 4 or label is None:
@@ -679,11 +685,11 @@ def test_ranks_are_those_among_the_words_that_are_drafted():
         elif label not in ids:
             assert ranks[k, t] == RANKS
         else:
-            above = int((said[k, t] > said[k, t, ids.index(label)]).sum())
+            above = int((logits[k, t] > logits[k, t, ids.index(label)]).sum())
             assert ranks[k, t] == min(above, RANKS)
 
 
-def test_agreement_is_of_best_tokens_and_of_distributions_after_the_prompt():
+def test_agreement_compares_argmaxes_and_distributions_after_the_prompt():
     target, small = (random_model(seed, dtype=torch.float32) for seed in (1, 2))
     row = {"kind": "x", "prompt": random_tokens(3), "tokens": random_tokens(9, 1)}
     assert draft.agreement(target, target, [row] * 2)["x"] == pytest.approx([1, 1])
@@ -696,10 +702,10 @@ def test_agreement_is_of_best_tokens_and_of_distributions_after_the_prompt():
     assert draft.agreement(small, target, [row])["x"] == pytest.approx(expected)
 
 
-# ---- vocabularies and refusals -------------------------------------------------------------------
+# ---- vocabularies and wrong input ----------------------------------------------------------------
 
 
-def test_the_command_counts_a_corpus(target, tmp_path, capsys):
+def test_vocabulary_counts_the_tokens_of_a_corpus(target, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("abab\n<|endoftext|>\nabc")
     (tmp_path / "z.jsonl").write_text('{"prompt": "从前"}')
     out, text = tmp_path / "v.json", [f"en={tmp_path / 'a.txt'}", f"zh={tmp_path / 'z.jsonl'}"]
@@ -707,31 +713,31 @@ def test_the_command_counts_a_corpus(target, tmp_path, capsys):
     run(*options, "--text", text[0], "--text", text[1])
     model, tokenizer = load(target, "float32", "cpu")
     words = load_vocabulary(out, model, tokenizer).languages
-    assert set(tokenizer.controls.values()) <= set(words["en"].ids) & set(words["zh"].ids)
+    assert set(tokenizer.control_ids.values()) <= set(words["en"].ids) & set(words["zh"].ids)
     (a,) = tokenizer.encode("a", special=False)
     assert a in words["en"].ids and a not in words["zh"].ids
-    made(target, tmp_path / "a.txt", tmp_path / "own.jsonl", 1)
-    said = [token for row in read_own(tmp_path / "own.jsonl")[1] for token in row["tokens"]]
+    generated(target, tmp_path / "a.txt", tmp_path / "own.jsonl", 1)
+    tokens = [token for row in read_generated(tmp_path / "own.jsonl")[1] for token in row["tokens"]]
     run(*options, "--text", f"own={tmp_path / 'own.jsonl'},{tmp_path / 'a.txt'}")
     words = load_vocabulary(out, model, tokenizer).languages["own"]
     for word in "abab", "abc":
-        said += tokenizer.encode(word)
-    assert words.counts == tuple(said.count(token) for token in words.ids)
+        tokens += tokenizer.encode(word)
+    assert words.counts == tuple(tokens.count(token) for token in words.ids)
     assert words.counts[-1] == min(words.counts[-5:]) > 0
     for wrong in "en=", f"{text[0]},", f"{text[0]},,{text[0][3:]}", f"en=,{text[0][3:]}":
-        assert "argument --text" in refused(capsys, *options, "--text", wrong)
+        assert "argument --text" in rejected(capsys, *options, "--text", wrong)
     for wrong in ["en"], ["en=nowhere.txt"], ["=" + text[0][3:]], [text[0], "--text", text[0]]:
-        assert refused(capsys, *options, "--text", *wrong)
+        assert rejected(capsys, *options, "--text", *wrong)
 
 
 @pytest.mark.parametrize("command", ["generate", "draft", "mtp", "medusa", "tree", "vocabulary"])
-def test_what_cannot_be_is_refused_first(target, command, tmp_path, capsys):
-    """A target without a tokenizer, and a place that cannot be written."""
+def test_wrong_input_is_rejected_before_any_work(target, command, tmp_path, capsys):
+    """A target without a tokenizer, and an output that cannot be written."""
     (tmp_path / "file").touch()
     given = {"generate": ("--data", "x"), "vocabulary": ("--text", f"en={__file__}")}
     given = command, *given.get(command, ("--own", "x")), "--model", target
     place = "--heads" if command == "tree" else "--out"
-    assert place in refused(capsys, *given, place, tmp_path / "file" / "out")
+    assert place in rejected(capsys, *given, place, tmp_path / "file" / "out")
     (target / "tokenizer.json").unlink()
-    said = refused(capsys, *given, place, tmp_path)
-    assert "has no tokenizer.json" in said or command in ("generate", "vocabulary")
+    error = rejected(capsys, *given, place, tmp_path)
+    assert "has no tokenizer.json" in error or command in ("generate", "vocabulary")

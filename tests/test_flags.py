@@ -1,8 +1,8 @@
-"""Flags that do not go with the method, or name what is not there: one line and exit code 2."""
+"""Flags that do not apply to the method, or name missing files: one line and exit code 2."""
 
 import pytest
 
-from minispec import generate
+from minispec.generate import __main__ as generate
 
 
 @pytest.mark.parametrize(
@@ -11,7 +11,7 @@ from minispec import generate
         ("jacobi", "--window 3", "--window is for --method lookahead"),
         ("lookahead", "--block 3", "--block is for --method jacobi"),
         ("lookahead", "--ngram 1", "ngram 1: must be at least 2"),
-        ("medusa", "--tree nonsense", "neither auto, nor a number of nodes"),
+        ("medusa", "--tree nonsense", "must be auto, a number of nodes"),
         ("medusa", "--heads nowhere", "no such directory: nowhere"),
         ("speculative", "--tree 3", "--tree is for --method medusa"),
         ("fastmtp", "--tree 4", "--tree is for --method medusa or medusa-typical, not for fastmtp"),
@@ -19,10 +19,10 @@ from minispec import generate
         ("fastmtp", "--vocabulary nowhere.json", "nowhere.json cannot be read"),
         ("fastmtp", "--k many", "--k: many must be a whole number, at least 1"),
         ("fastmtp", "--vocabulary-size 0", "0 must be a whole number, at least 1"),
-        ("fastmtp", "--vocabulary none --vocabulary-size 9", "of which to take 9 tokens"),
+        ("fastmtp", "--vocabulary none --vocabulary-size 9", "no vocabulary to take 9 tokens from"),
     ],
 )
-def test_it_is_one_line(method, arguments, message, capsys):
+def test_a_wrong_flag_is_one_line(method, arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         generate.main(["x", "--method", method, *arguments.split()])
     error = capsys.readouterr().err

@@ -1,5 +1,4 @@
-"""One place ends a run: exactly where plain decoding would have stopped. And the command line, with
-everything that a user can get wrong there."""
+"""Runs stop exactly where plain decoding would; the command line reports errors in one line."""
 
 import contextlib
 import io
@@ -15,16 +14,17 @@ from pathlib import Path
 import pytest
 from conftest import END, END_TURN, ROOT, TOKENIZER, byte_model, byte_tokenizer, random_model
 
-from minispec import UserError, errors, generate
-from minispec.checkpoint import load, save
+from minispec import UserError, errors
+from minispec.checkpoints.load import load, save
 from minispec.errors import check_writable, command, printable
+from minispec.generate import __main__ as generate
 from minispec.generate import decode, stream
-from minispec.run import acceptance
+from minispec.generate.run import acceptance
 from minispec.tree import Step, Tree
 
 
 def scripted(text_tokens: list[int], block: int):
-    """A method that emits these tokens, `block` a round, as if all its drafts had been accepted."""
+    """A method that emits these tokens, `block` per round, as if all its drafts were accepted."""
 
     def method(model, prompt, sampling, randomness, *, cache=None) -> Iterator[Step]:
         yield Step()
@@ -37,26 +37,26 @@ def scripted(text_tokens: list[int], block: int):
 
 @pytest.fixture(params=[1, 2, 3, 7])
 def register(request, monkeypatch):
-    """Name a scripted method of this block size."""
+    """Register a scripted method with this block size."""
     return lambda tokens: monkeypatch.setitem(
         generate.METHODS, "scripted", scripted(tokens, request.param)
     )
 
 
 @pytest.mark.parametrize("offset", range(8))
-def test_an_end_token_ends_at_every_offset_of_a_block(register, offset):
+def test_an_end_token_stops_a_run_at_any_offset_in_a_block(register, offset):
     tokens, model = TOKENIZER.encode("abcdefghijklmnop"), byte_model(eos=(258, 256))
     register(tokens[:offset] + [256] + tokens[offset:])
     run = decode(model, TOKENIZER, "x", method="scripted")
     assert run.tokens == tokens[:offset] + [256]
     assert (run.text, run.finish_reason) == ("abcdefghijklmnop"[:offset], "eos")
-    for n in 0, 1, 9 + offset:  # nor is their number ever overshot
+    for n in 0, 1, 9 + offset:  # and max_new_tokens is never exceeded
         run = decode(model, TOKENIZER, "x", "scripted", ignore_eos=True, max_new_tokens=n)
         assert (len(run.tokens), run.stats["new_tokens"], run.finish_reason) == (n, n, "length")
 
 
 @pytest.mark.parametrize("stop", ["d", "def", "fgh", "p", "no", "é", "你", "好x"])
-def test_a_stop_string_ends_at_its_last_token_and_is_not_shown(register, stop):
+def test_a_run_stops_at_the_last_token_of_a_stop_string_without_showing_it(register, stop):
     text = "abcdefghéi你好xnop"
     tokens = TOKENIZER.encode(text)
     register(tokens)
@@ -71,25 +71,25 @@ def test_a_stop_string_ends_at_its_last_token_and_is_not_shown(register, stop):
     ("stop", "n", "text"),
     [("ec", 5, "ababa"), ("ab", 5, ""), ("ba", 8, "a"), (("abac?", "b!"), 8, "ababac!!")],
 )
-def test_what_might_begin_a_stop_string_is_held_back_and_then_shown(register, stop, n, text):
-    """One string may come alone, and be longer than what is left."""
+def test_a_possible_start_of_a_stop_string_is_held_back_then_shown(register, stop, n, text):
+    """`stop` may be a single string, and longer than the remaining text."""
     register(TOKENIZER.encode("ababac!!"))
     run = decode(byte_model(), TOKENIZER, "x", method="scripted", stop=stop, max_new_tokens=n)
     assert run.text == text == "".join(run.texts) and len(run.texts) == len(run.tokens)
 
 
 @pytest.mark.parametrize("before", ["", "a", "abcdé", "abcde" * 3])
-def test_a_stop_that_is_a_control_token_ends_by_its_id(register, before):
-    """It has no text. What was held back for other stop strings is shown, half characters too."""
+def test_a_stop_string_that_is_a_control_token_is_matched_by_id(register, before):
+    """It has no text. Text held back for other stop strings is shown, even half a character."""
     tokens = TOKENIZER.encode(before) + [TOKENIZER.encode("é")[0]]
-    register([*tokens, TOKENIZER.controls[END_TURN], *tokens])
+    register([*tokens, TOKENIZER.control_ids[END_TURN], *tokens])
     run = decode(byte_model(), TOKENIZER, "x", "scripted", stop=(END_TURN, "de!", "é?"))
-    assert run.tokens == [*tokens, TOKENIZER.controls[END_TURN]]
+    assert run.tokens == [*tokens, TOKENIZER.control_ids[END_TURN]]
     assert (run.text, run.finish_reason) == (before + "\ufffd", "stop")
     assert len(run.texts) == len(run.tokens)
 
 
-def test_a_cache_that_does_not_go_with_model_and_prompt_is_refused():
+def test_a_cache_that_does_not_fit_model_and_prompt_is_rejected():
     model = byte_model(context=40)
     full = model.new_cache()
     model.prefill([1, 2, 3], full)
@@ -97,11 +97,11 @@ def test_a_cache_that_does_not_go_with_model_and_prompt_is_refused():
     others = [byte_model().float(), *(random_model(**each) for each in changes)]
     for cache in (full, model.new_cache(3), model.new_cache(41), model.new_cache(30, batch=2),
                   *(other.new_cache(30) for other in others)):  # fmt: skip
-        with pytest.raises(UserError, match="the cache does not go with this model and a prompt"):
+        with pytest.raises(UserError, match="the cache does not fit this model and a prompt"):
             decode(model, TOKENIZER, [1, 2, 3], cache=cache)
 
 
-def test_plain_decodings_statistics_and_seeds():
+def test_statistics_and_seeds_of_plain_decoding():
     runs = [decode(byte_model(), TOKENIZER, "hello", temperature=1.0, seed=s, max_new_tokens=30)
             for s in (1, 1, 2)]  # fmt: skip
     assert runs[0].tokens == runs[1].tokens != runs[2].tokens
@@ -111,8 +111,8 @@ def test_plain_decodings_statistics_and_seeds():
     assert s["prefill_seconds"] > 0 and s["tokens_per_second"] > 0
 
 
-def test_acceptance_by_position_counts_what_it_says():
-    """Depth 1: 2 of 3 accepted. Depth 2: drafted twice, accepted once, where depth 1 had been."""
+def test_acceptance_rates_by_depth():
+    """Depth 1: 2 of 3 accepted. Depth 2: 1 of 2 accepted, the other failed at depth 1."""
     rounds = [
         Step([5, 6], Tree.chain(0, [5]), [0, 1]),
         Step([5, 6, 7], Tree.chain(0, [5, 6]), [0, 1, 2]),
@@ -127,7 +127,7 @@ def call(*arguments: str) -> None:
 
 
 def refused(capsys, main, arguments: list) -> str:
-    """The one line that ends the command."""
+    """Run a command that must fail; return its one-line error."""
     with pytest.raises(SystemExit) as caught:
         main(list(map(str, arguments)))
     out, err = capsys.readouterr()
@@ -135,7 +135,7 @@ def refused(capsys, main, arguments: list) -> str:
     return err
 
 
-def test_json_is_the_contract(folder, capsys):
+def test_the_json_output_has_the_documented_keys(folder, capsys):
     call("hello", "--model", folder, "--json", "--max-new-tokens", "5", "--dtype", "float64")
     out = json.loads(capsys.readouterr().out)
     keys = "method model prompt_tokens prompt_ids tokens text finish_reason stats"
@@ -151,9 +151,9 @@ def test_json_is_the_contract(folder, capsys):
     assert (out["text"], out["finish_reason"]) == (expected.text, "length")
 
 
-def test_every_source_of_a_prompt_is_the_same_prompt(folder, capsys, tmp_path, monkeypatch):
-    """An editor's last newline belongs to the file, as does the mark before its first letter.
-    Without a tokenizer there are ids alone, and --json to show them."""
+def test_every_source_gives_the_same_prompt(folder, capsys, tmp_path, monkeypatch):
+    """A file's last newline and byte-order mark are not part of the prompt. Without a tokenizer,
+    only --prompt-ids and --json work."""
     file = tmp_path / "prompt.txt"
     file.write_bytes("\ufeffhéllo\n".encode())
     ids = TOKENIZER.encode("héllo")
@@ -161,7 +161,7 @@ def test_every_source_of_a_prompt_is_the_same_prompt(folder, capsys, tmp_path, m
     for source in ["héllo"], ["--prompt-ids", ",".join(map(str, ids))], ["--prompt-file", file], []:
         call(*map(str, source), "--model", folder, "--json", "--max-new-tokens", "0")
         assert json.loads(capsys.readouterr().out)["prompt_ids"] == ids
-    for data in b"\xef\xbb\xbfa\r\nb\r\n", b"a\nb", b"a\nb\n":  # a pipe is read as a file is
+    for data in b"\xef\xbb\xbfa\r\nb\r\n", b"a\nb", b"a\nb\n":  # a pipe is read like a file
         file.write_bytes(data)
         for source in ["--prompt-file", str(file)], []:
             pipe = io.TextIOWrapper(io.BytesIO(data), "cp1252", newline="\n")
@@ -172,7 +172,7 @@ def test_every_source_of_a_prompt_is_the_same_prompt(folder, capsys, tmp_path, m
     arguments = ["--model", str(tmp_path), "--prompt-ids", "1,2", "--max-new-tokens", "3"]
     call(*arguments, "--json")
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 3
-    assert "give --json" in refused(capsys, generate.main, arguments)
+    assert "use --json" in refused(capsys, generate.main, arguments)
 
 
 @pytest.mark.parametrize(
@@ -186,35 +186,35 @@ def test_every_source_of_a_prompt_is_the_same_prompt(folder, capsys, tmp_path, m
         (["x", "--top-p", "2"], "2 must be a number, from 0 to 1"),
         (["x", "--seed", "9" * 30], "must be a whole number, from -9223372036854775808"),
         (["x", "--prompt-ids", "1"], "--prompt-ids: not allowed with argument prompt"),
-        (["--prompt-ids", "1,b"], "1,b must be whole numbers between commas"),
+        (["--prompt-ids", "1,b"], "1,b must be whole numbers separated by commas"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["--prompt-ids", "1,70000"], "70000 is out of range"),
-        (["x" * 300], "the prompt has 300 tokens, the context only 256"),
+        (["x" * 300], "the prompt has 300 tokens, but the context is only 256"),
         (["x", "--dtype", "int3"], "dtype int3"),
         (["x", "--nope"], "unrecognized arguments: --nope"),
         (["a\udcff"], "not valid Unicode"),
         (["x", "--stop", ""], "must not be empty"),
-        (["--chat", "--prompt-file", "nowhere"], "--chat takes its turns as text"),
-        (["x", "--system", "Be brief."], "--system is for --chat"),
+        (["--chat", "--prompt-file", "nowhere"], "--chat cannot use --prompt-ids or --prompt-file"),
+        (["x", "--system", "Be brief."], "--system requires --chat"),
         (["x", "--method", "prompt-lookup", "--k", "auto"], "k 'auto': must be a whole number"),
         (["x", "--method", "fastmtp", "--k", "1" + "0" * 20], "from 1 to 9223372036854775807"),
         (["x", "--method", "speculative", "--draft", ""], "no such directory: "),
         (["x", "--method", "medusa", "--heads", ""], "no such directory: "),
-        (["x", "--color", "--json"], "give it without --json"),
+        (["x", "--color", "--json"], "--color and --json are mutually exclusive"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line_and_code_2(folder, arguments, match, capsys):
+def test_user_errors_are_one_line_and_exit_code_2(folder, arguments, match, capsys):
     if "--model" not in arguments:
         arguments = [*arguments, "--model", folder]
     assert match in refused(capsys, generate.main, [*arguments, "--device", "cpu"])
 
 
-def test_a_tree_that_is_none_is_one_line(tmp_path, capsys):
+def test_an_invalid_tree_file_is_a_one_line_error(tmp_path, capsys):
     arguments = ["x", "--method", "medusa", "--tree", tmp_path / "tree.json", "--device", "cpu"]
     for text, match in (
         ("{}", "must hold a JSON list"),
         ('[["a"]]', "the tree's rank 'a'"),
-        ("[0, 1]", "must be paths of ranks"),
+        ("[0, 1]", "must be rank paths"),
         ("[" * 100_000, "cannot be read as JSON"),
     ):
         (tmp_path / "tree.json").write_text(text)
@@ -222,12 +222,12 @@ def test_a_tree_that_is_none_is_one_line(tmp_path, capsys):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_where_nothing_can_be_written_is_one_line(folder, tmp_path, capsys, monkeypatch):
+def test_an_unwritable_output_is_a_one_line_error(folder, tmp_path, capsys, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     run = ["x", "--model", folder, "--max-new-tokens", "1"]
     for page in tmp_path / "pipe", tmp_path:
-        said = refused(capsys, generate.main, [*run, "--html", page])
-        assert f"--html {page}: cannot be written (not a file)" in said
+        message = refused(capsys, generate.main, [*run, "--html", page])
+        assert f"--html {page}: cannot be written (not a file)" in message
     with pytest.raises(SystemExit):
         generate.main([*run, "--html", "/dev/full"])
     assert "No space left" in capsys.readouterr().err
@@ -236,26 +236,26 @@ def test_where_nothing_can_be_written_is_one_line(folder, tmp_path, capsys, monk
         assert "No space left" in refused(capsys, generate.main, run)
     page, link = tmp_path / "new" / "page.html", tmp_path / "link"
     link.symlink_to(tmp_path / "nothing yet")
-    for file in page, link:  # asking leaves all as it was, but for the folder
+    for file in page, link:  # the check creates only the folder
         check_writable(file, "--html")
     assert page.parent.is_dir() and not page.exists() and link.is_symlink()
     assert not list(page.parent.iterdir())
     exists = Path.exists
 
-    def made_meanwhile(file, **options):
-        """Another process makes the file right after it was looked for."""
+    def created_meanwhile(file, **options):
+        """Another process creates the file right after the check for it."""
         found = exists(file, **options)
         if file.name == "raced":
             file.write_text("theirs")
         return found
 
-    monkeypatch.setattr(Path, "exists", made_meanwhile)
+    monkeypatch.setattr(Path, "exists", created_meanwhile)
     check_writable(tmp_path / "raced", "--html")
     assert (tmp_path / "raced").read_text() == "theirs"
 
 
-def test_a_bare_shell(folder):
-    """Text is UTF-8 whatever the system says; figures go nowhere if standard error is closed."""
+def test_a_shell_without_utf_8_and_standard_error(folder):
+    """Text is UTF-8 whatever the locale; statistics are dropped if standard error is closed."""
     command = [sys.executable, "-m", "minispec.generate", "你好", "--model", folder, "--stats"]
     env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(["sh", "-c", 'exec "$0" "$@" --max-new-tokens 0 2>&-', *command],
@@ -263,7 +263,7 @@ def test_a_bare_shell(folder):
     assert (done.returncode, done.stdout.decode()) == (0, "你好\n")
 
 
-def test_pipes_are_utf_8_and_figures_go_to_standard_error(folder, monkeypatch, capsys):
+def test_pipes_are_utf_8_and_statistics_go_to_standard_error(folder, monkeypatch, capsys):
     pipes = [io.TextIOWrapper(io.BytesIO(text), "cp1252") for text in ("你好".encode(), b"")]
     monkeypatch.setattr(sys, "stdin", pipes[0])
     monkeypatch.setattr(sys, "stdout", pipes[1])
@@ -272,24 +272,24 @@ def test_pipes_are_utf_8_and_figures_go_to_standard_error(folder, monkeypatch, c
     assert "2 tokens (length) in 2 passes" in capsys.readouterr().err
 
 
-def test_mistakes_in_a_notebook_s_process_leave_its_output_alone(monkeypatch, capsys):
-    """With a pipe that was read from, and an output that is no file; Ctrl-C is its own."""
+def test_user_errors_in_a_notebook_leave_its_output_usable(monkeypatch, capsys):
+    """Its stdin was already read and its output may not be a file. Its Ctrl-C handler is kept."""
 
-    def lost(argv):
+    def fails(argv):
         raise FileNotFoundError(2, "gone")
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n")))
     sys.stdin.readline()
     for out in io.StringIO(), sys.stdout:
         with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
-            command(lost)([])
+            command(fails)([])
     print("still here")
     out, err = capsys.readouterr()
     assert out == "still here\n" and err.count("gone\n") == 2
-    assert signal.getsignal(signal.SIGINT) is not errors.interrupted
+    assert signal.getsignal(signal.SIGINT) is not errors.exit_on_sigint
 
 
-def test_too_little_memory_is_one_line(capsys):
+def test_running_out_of_memory_is_a_one_line_error(capsys):
     def main(argv):
         raise RuntimeError(argv[0])
 
@@ -302,21 +302,21 @@ def test_too_little_memory_is_one_line(capsys):
             command(main)([error])
 
 
-def test_what_a_message_quotes_cannot_drive_the_terminal(tmp_path, capsys):
-    """A file's name, and what a chat template raises."""
-    wild = "\x1b]0;pwned\x07\x1b[2J\u202ename\r\x9b1m"
-    said = refused(capsys, generate.main, ["x", "--model", str(tmp_path / wild)])
-    assert r"\x1b]0;pwned\x07\x1b[2J\u202ename" in said and said.rstrip("\n").isprintable()
+def test_quoted_text_cannot_control_the_terminal(tmp_path, capsys):
+    """Neither in a file name nor in an error raised by a chat template."""
+    unsafe = "\x1b]0;pwned\x07\x1b[2J\u202ename\r\x9b1m"
+    message = refused(capsys, generate.main, ["x", "--model", str(tmp_path / unsafe)])
+    assert r"\x1b]0;pwned\x07\x1b[2J\u202ename" in message and message.rstrip("\n").isprintable()
     save(byte_model(eos=(256,)), byte_tokenizer("{{ raise_exception('\x1b[31mno') }}"), tmp_path)
-    said = refused(capsys, generate.main, ["hi", "--chat", "--model", str(tmp_path)])
-    assert r"refuses this conversation: \x1b[31mno" in said
+    message = refused(capsys, generate.main, ["hi", "--chat", "--model", str(tmp_path)])
+    assert r"rejects this conversation: \x1b[31mno" in message
     assert printable("naïve 猫 🙂 é") == "naïve 猫 🙂 é"
 
 
-def test_with_json_standard_output_is_one_object_whatever_else_is_printed(folder):
-    """By Python, by C and by child processes, while the model is loaded and as Python exits."""
+def test_with_json_standard_output_is_exactly_one_object(folder):
+    """Whatever Python, C or child processes print while the model is loaded or Python exits."""
     program = (
-        "import atexit, os, sys; from minispec import generate, checkpoint\n"
+        "import atexit, os, sys; from minispec.generate import __main__ as generate\n"
         "load = generate.load\n"
         "def noisy(*a):\n"
         "    print('python'); os.system('echo child'); os.write(1, b'c\\n'); return load(*a)\n"
@@ -328,11 +328,12 @@ def test_with_json_standard_output_is_one_object_whatever_else_is_printed(folder
     assert {b"python", b"child", b"c"} <= set(done.stderr.splitlines())
 
 
-@pytest.mark.slow  # Python compiles all of torch once more
-def test_optimised_python_runs_and_refuses_the_same(folder):
-    """Without asserts and docstrings."""
+@pytest.mark.slow  # Python compiles all of torch again
+def test_optimised_python_runs_and_rejects_the_same(folder):
+    """python -OO removes asserts and docstrings."""
     program = (
-        "import sys; from minispec import generate, bench, certify, fetch, pretrain\n"
+        "import sys; from minispec import bench, certify, fetch, pretrain\n"
+        "from minispec.generate import __main__ as generate\n"
         "from minispec.certify.__main__ import main\n"
         "def code(run, *argv):\n"
         "    try: run([*argv])\n"
@@ -349,8 +350,8 @@ def test_optimised_python_runs_and_refuses_the_same(folder):
     assert done.stderr == b"minispec: block 999: must be from 1 to 255\n"
 
 
-def test_ctrl_c_ends_cleanly_with_what_was_produced(tmp_path):
-    """At once, while torch is imported; and in the middle of a run."""
+def test_ctrl_c_stops_cleanly_and_keeps_the_output(tmp_path):
+    """Both early (while torch is imported) and in the middle of a run."""
     save(byte_model(context=30_000), TOKENIZER, tmp_path)
     command = [sys.executable, "-m", "minispec.generate", "x", "--model", str(tmp_path),
                "--stats", "--ignore-eos", "--max-new-tokens", "29000"]  # fmt: skip
@@ -362,13 +363,13 @@ def test_ctrl_c_ends_cleanly_with_what_was_produced(tmp_path):
             signal.signal(signal.SIGINT, before)
             wait(process.stdout)
             process.send_signal(signal.SIGINT)
-            said = process.communicate(timeout=60)[1].decode()
-        assert process.returncode == code and "Traceback" not in said
-        assert ("tokens (interrupted) in" in said) == (code == 0)
+            message = process.communicate(timeout=60)[1].decode()
+        assert process.returncode == code and "Traceback" not in message
+        assert ("tokens (interrupted) in" in message) == (code == 0)
 
 
-def test_ctrl_c_shows_what_was_held_back_for_a_stop_string(monkeypatch, capsys):
-    """At the interruption "abc" may still begin the stop string, and is not shown yet."""
+def test_ctrl_c_shows_text_held_back_for_a_stop_string(monkeypatch, capsys):
+    """When interrupted, "abc" is not shown yet because it may start the stop string."""
     monkeypatch.setitem(generate.METHODS, "scripted", scripted(TOKENIZER.encode("xyzabc..."), 1))
     run = stream(byte_model(), TOKENIZER, "x", method="scripted", stop=("abcd",))
 
@@ -386,26 +387,26 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}
 
 
 @pytest.fixture(scope="module")
-def talker(tmp_path_factory):
-    """As `folder`, but with a template that names the speakers, and a context of 64."""
+def chat_folder(tmp_path_factory):
+    """Like `folder`, but with a template that names the speakers and a context of 64."""
     path = tmp_path_factory.mktemp("talker")
     save(byte_model(context=64, eos=(256,)), byte_tokenizer(TEMPLATE), path)
     return str(path)
 
 
-def turns(capsys, monkeypatch, lines: str | None, *arguments: str) -> tuple[list[dict], str]:
-    """The runs of a chat with these lines on standard input, and what was said beside them."""
+def chat_turns(capsys, monkeypatch, lines: str | None, *arguments: str) -> tuple[list[dict], str]:
+    """The runs of a chat with these lines on standard input, and its standard error."""
     monkeypatch.setattr(sys, "stdin", lines and io.StringIO(lines))
     call("--chat", "--json", "--dtype", "float64", *arguments)
     out, err = capsys.readouterr()
     return [json.loads(line) for line in out.splitlines()], err
 
 
-def test_a_chat_feeds_only_what_is_new(folder, capsys, monkeypatch, tmp_path):
+def test_a_chat_processes_only_new_tokens(folder, capsys, monkeypatch, tmp_path):
     page = tmp_path / "last.html"
     options = ["--model", folder, "--max-new-tokens", "4", "--html", str(page)]
-    first, second = turns(capsys, monkeypatch, "hi\n\nhow are you?\n", *options)[0]
-    # at least the first prompt; the answer too, as far as its text is encoded in the same tokens
+    first, second = chat_turns(capsys, monkeypatch, "hi\n\nhow are you?\n", *options)[0]
+    # at least the first prompt, and the answer as far as its text encodes to the same tokens
     assert first["stats"]["cached_tokens"] == 0
     assert second["stats"]["cached_tokens"] >= first["prompt_tokens"]
     model, tokenizer = load(folder, "float64", "cpu")
@@ -417,49 +418,49 @@ def test_a_chat_feeds_only_what_is_new(folder, capsys, monkeypatch, tmp_path):
     assert f'"tokens": {second["tokens"]}' in page.read_text(encoding="utf-8")
 
 
-def test_a_chat_feeds_a_draft_only_what_is_new(folder, capsys, monkeypatch):
+def test_the_draft_of_a_chat_processes_only_new_tokens(folder, capsys, monkeypatch):
     fed = []
 
-    def watched(*arguments):
-        draft = loaded(*arguments)["draft"]
+    def recording_load_drafter(*arguments):
+        draft = original_load_drafter(*arguments)["draft"]
         forward = draft.forward
         draft.forward = lambda tokens, *more: fed.append(len(tokens)) or forward(tokens, *more)
         return {"draft": draft}
 
-    loaded = generate.load_drafter
-    monkeypatch.setattr(generate, "load_drafter", watched)
+    original_load_drafter = generate.load_drafter
+    monkeypatch.setattr(generate, "load_drafter", recording_load_drafter)
     lines = "tell me everything\nand now this\n"
     options, drafts = ["--model", folder, "--max-new-tokens", "6"], ["--draft", folder]
-    runs, _ = turns(capsys, monkeypatch, lines, *options, "--method", "speculative", *drafts)
-    long = [n for n in fed if n > 2]  # passes that are neither a draft's nor a bonus token's
+    runs, _ = chat_turns(capsys, monkeypatch, lines, *options, "--method", "speculative", *drafts)
+    long = [n for n in fed if n > 2]  # passes for neither drafts nor a bonus token
     assert len(long) == 2 and sum(long) < runs[1]["prompt_tokens"] + 6
-    plain, _ = turns(capsys, monkeypatch, lines, *options)
+    plain, _ = chat_turns(capsys, monkeypatch, lines, *options)
     assert [run["tokens"] for run in runs] == [run["tokens"] for run in plain]
 
 
-def test_a_chat_begins_with_the_prompt_and_the_system_message(talker, capsys, monkeypatch):
-    options = ["--model", talker, "--max-new-tokens", "2", "--system", "S"]
+def test_a_chat_begins_with_the_prompt_and_the_system_message(chat_folder, capsys, monkeypatch):
+    options = ["--model", chat_folder, "--max-new-tokens", "2", "--system", "S"]
     for lines, prompt in (("yo\n", []), ("yo\n", ["hi"]), (None, ["hi"])):
-        runs = turns(capsys, monkeypatch, lines, *options, *prompt)[0]
-        said = [TOKENIZER.decode(run["prompt_ids"]) for run in runs]
-        assert said[0].startswith("s:S\nu:" + ("hi" if prompt else "yo"))
-        assert len(runs) == bool(lines) + len(prompt) and (lines is None or "u:yo\n" in said[-1])
+        runs = chat_turns(capsys, monkeypatch, lines, *options, *prompt)[0]
+        prompts = [TOKENIZER.decode(run["prompt_ids"]) for run in runs]
+        assert prompts[0].startswith("s:S\nu:" + ("hi" if prompt else "yo"))
+        assert len(runs) == bool(lines) + len(prompt) and (lines is None or "u:yo\n" in prompts[-1])
 
 
-def test_a_chat_longer_than_the_context_forgets_its_oldest_turns(talker, capsys, monkeypatch):
+def test_a_chat_longer_than_the_context_drops_its_oldest_turns(chat_folder, capsys, monkeypatch):
     lines = "".join(f"turn {i} of many\n" for i in range(6))
-    options = ["--model", talker, "--max-new-tokens", "9", "--system", "S", "--ignore-eos"]
-    runs, err = turns(capsys, monkeypatch, lines, *options)
-    assert len(runs) == 6 and err.count("oldest turn is forgotten\n") == err.count("\n") > 1
+    options = ["--model", chat_folder, "--max-new-tokens", "9", "--system", "S", "--ignore-eos"]
+    runs, err = chat_turns(capsys, monkeypatch, lines, *options)
+    assert len(runs) == 6 and err.count("dropping the oldest turn\n") == err.count("\n") > 1
     last = TOKENIZER.decode(runs[-1]["prompt_ids"])
     assert last.startswith("s:S\nu:turn") and "turn 5" in last and "turn 0" not in last
     assert all(run["finish_reason"] == "length" for run in runs)
     monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 99))
-    said = refused(capsys, generate.main, ["--chat", "--model", talker])
-    assert "the turn has 104 tokens, the context only 64" in said
+    message = refused(capsys, generate.main, ["--chat", "--model", chat_folder])
+    assert "the turn has 104 tokens, but the context is only 64" in message
 
 
-def test_bytes_that_are_no_text_end_a_chat_after_the_turns_before(folder, capsys, monkeypatch):
+def test_invalid_utf_8_ends_a_chat_after_the_earlier_turns(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n\xff\n")))
     with pytest.raises(SystemExit) as caught:
         call("--model", folder, "--chat", "--json", "--max-new-tokens", "2")
@@ -467,22 +468,23 @@ def test_bytes_that_are_no_text_end_a_chat_after_the_turns_before(folder, capsys
     assert caught.value.code == 2 and len(out.splitlines()) == 1 and "not valid Unicode" in err
 
 
-def test_an_end_token_that_only_the_tokenizer_names_is_told_once(tmp_path, capsys, monkeypatch):
+def test_an_end_token_that_only_the_tokenizer_names_is_reported_once(tmp_path, capsys, monkeypatch):
     save(byte_model(eos=(258,)), TOKENIZER, tmp_path)
-    said = (f"does not list {END}, the tokenizer's end token, so no text ends there: add 256 to "
-            f"eos_token_id in generation_config.json, or add --stop '{END}'")  # fmt: skip
+    message = (f"does not list {END}, the tokenizer's end token, so generation does not stop there;"
+               " add 256 to eos_token_id in generation_config.json, "
+               f"or add --stop '{END}'")  # fmt: skip
     options = ["--model", str(tmp_path), "--max-new-tokens", "2"]
-    assert turns(capsys, monkeypatch, "hi\nho\n", *options)[1].count(said) == 1
+    assert chat_turns(capsys, monkeypatch, "hi\nho\n", *options)[1].count(message) == 1
     call(*options, "x")
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     for silent in ["--stop", END], ["--ignore-eos"]:
         call(*options, "x", *silent)
         assert capsys.readouterr().err == ""
 
 
-def test_the_turns_of_a_sampled_chat_use_fresh_randomness(tmp_path, capsys, monkeypatch):
-    """With a template that forgets everything, the second turn's prompt is the first's."""
+def test_each_turn_of_a_sampled_chat_uses_new_random_numbers(tmp_path, capsys, monkeypatch):
+    """The template keeps only the last message, so both turns have the same prompt."""
     save(byte_model(), byte_tokenizer("{{ messages[-1].content }}"), tmp_path)
     options = ["--model", str(tmp_path), "--temperature", "1", "--max-new-tokens", "9"]
-    first, second = turns(capsys, monkeypatch, "hi\nhi\n", *options)[0]
+    first, second = chat_turns(capsys, monkeypatch, "hi\nhi\n", *options)[0]
     assert first["prompt_ids"] == second["prompt_ids"] and first["tokens"] != second["tokens"]

@@ -1,15 +1,15 @@
-"""On a GPU (pytest -m gpu): every method says what plain decoding says, compiled or not.
+"""On a GPU (pytest -m gpu), every method generates what plain decoding does, compiled or not.
 
-GPU_TESTS_DEVICE=cpu tries these tests without a GPU, except for compiled passes.
+GPU_TESTS_DEVICE=cpu runs these tests without a GPU, except for those of compiled passes.
 """
 
 import os
 
 import pytest
 import torch
-from conftest import companions, random_model, random_tokens
+from conftest import method_options, random_model, random_tokens
 
-from minispec.fast import quicken
+from minispec.fast import optimize
 from minispec.generate import decode
 from minispec.model import Transformer
 from minispec.tree import Tree
@@ -29,47 +29,48 @@ def plain() -> list[int]:
 
 @pytest.fixture(scope="module")
 def compiled() -> Transformer:
-    """One model for all methods: each number of rows is compiled once."""
+    """One model for all methods, so that each row count is compiled once."""
     if DEVICE == "cpu":
-        pytest.skip("on a CPU compiling takes minutes")
+        pytest.skip("compiling takes minutes on a CPU")
     model = random_model(3).to(DEVICE)
-    quicken(model, compiled=True)
+    optimize(model, compiled=True)
     return model
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_equals_plain_decoding(method, plain):
     model = random_model(3).to(DEVICE)
-    options = companions(model).get(method, {})
-    for each in options, options | ADAPTIVE.get(method, {}):
-        run = decode(model, None, random_tokens(20), method, max_new_tokens=60, **each)
+    options = method_options(model).get(method, {})
+    for changes in {}, ADAPTIVE.get(method, {}):
+        settings = options | changes
+        run = decode(model, None, random_tokens(20), method, max_new_tokens=60, **settings)
         assert run.tokens == plain
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_equals_plain_decoding_when_compiled(method, plain, compiled):
-    options = companions(compiled).get(method, {})
+    options = method_options(compiled).get(method, {})
     for _ in range(2):  # a graph is captured, then replayed
         run = decode(compiled, None, random_tokens(20), method, max_new_tokens=60, **options)
         assert run.tokens == plain
 
 
-def test_a_policy_runs_with_compiled_passes(plain, compiled):
-    options = companions(compiled)["fastmtp"] | {"k": "auto"}
+def test_a_policy_works_with_compiled_passes(plain, compiled):
+    options = method_options(compiled)["fastmtp"] | {"k": "auto"}
     run = decode(compiled, None, random_tokens(20), "fastmtp", max_new_tokens=60, **options)
     assert run.tokens == plain
 
 
-def test_it_runs_in_bfloat16():
+def test_decoding_runs_in_bfloat16():
     model = random_model().to(DEVICE).bfloat16()
     for method in "lookahead", "medusa":
-        options = {name: each.bfloat16() if hasattr(each, "bfloat16") else each
-                   for name, each in companions(model).get(method, {}).items()}  # fmt: skip
+        options = {name: x.bfloat16() if hasattr(x, "bfloat16") else x
+                   for name, x in method_options(model).get(method, {}).items()}  # fmt: skip
         run = decode(model, None, [1, 2, 3], method, max_new_tokens=40, **options)
         assert len(run.tokens) == 40
 
 
-def test_a_pass_computes_what_the_cpu_computes():
+def test_a_pass_computes_the_same_as_on_the_cpu():
     model, tokens = random_model(dtype=torch.float32), random_tokens(40)
     expected = model.logits(model(tokens))
     on_gpu = model.to(DEVICE)

@@ -1,4 +1,4 @@
-"""`make gpu` and `make gpu-heads` without a GPU; packed text; trainings that end by the clock."""
+"""`make gpu` and `make gpu-heads` without a GPU, compressed text, and time-limited training."""
 
 import argparse
 import json
@@ -12,12 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TOKENIZER, byte_model, last_line_of_refusal
+from conftest import ROOT, TOKENIZER, byte_model, last_error_line
 
-from minispec import UserError, distill, pretrain
-from minispec.checkpoint import save
-from minispec.distill.documents import read_own
-from minispec.training import CHECKPOINT
+from minispec import UserError
+from minispec.checkpoints.load import save
+from minispec.training import distill, pretrain
+from minispec.training.loop import CHECKPOINT
+from minispec.training.own_text import read_generated
 
 sys.path.append(str(ROOT / "tests" / "gpu"))
 import heads
@@ -35,7 +36,7 @@ def good(args):
 
 def bad(args):
     yield {{"number": 2}}
-    if not pathlib.Path({mended!r}).exists():
+    if not pathlib.Path({fixed!r}).exists():
         raise ValueError("this went wrong\\nfor a reason")
 
 def dies(args):
@@ -43,7 +44,7 @@ def dies(args):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def absent(args):
-    yield {{"skipped": "it is not here"}}
+    yield {{"skipped": "not available"}}
 
 def hangs(args):
     yield {{"number": time.sleep(600)}}
@@ -60,21 +61,21 @@ if __name__ == "__main__":
 @pytest.fixture
 def script(tmp_path):
     file = tmp_path / "trial.py"
-    places = {"log": str(tmp_path / "log"), "mended": str(tmp_path / "mended")}
-    file.write_text(STEPS.format(folder=str(ROOT / "tests" / "gpu"), **places))
+    paths = {"log": str(tmp_path / "log"), "fixed": str(tmp_path / "fixed")}
+    file.write_text(STEPS.format(folder=str(ROOT / "tests" / "gpu"), **paths))
     return file
 
 
-def test_no_step_costs_another_its_results_and_finished_ones_are_not_repeated(
+def test_failed_steps_do_not_affect_others_and_finished_steps_are_not_repeated(
     script, tmp_path, monkeypatch, capfd
 ):
     flags = ["--small", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", [str(script), *flags])
 
     def run() -> tuple[dict, str]:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as caught:
             runpy.run_path(str(script), run_name="__main__")
-        assert ended.value.code == 1
+        assert caught.value.code == 1
         (report,), (page,) = ((tmp_path / "out").glob(f"*.{kind}") for kind in ("json", "md"))
         assert page.read_text() in capfd.readouterr().out
         return json.loads(report.read_text())["steps"], page.read_text()
@@ -83,12 +84,12 @@ def test_no_step_costs_another_its_results_and_finished_ones_are_not_repeated(
     ended = {name: rows[-1]["ended"] for name, rows in steps.items()}
     assert ended == {
         "good": "finished", "bad": "failed: ValueError: this went wrong",
-        "dies": "failed with exit code -9", "absent": "skipped: it is not here",
+        "dies": "failed with exit code -9", "absent": "skipped: not available",
         "hangs": "stopped after 0 s",
     }  # fmt: skip
     assert [steps[name][0]["number"] for name in ("good", "bad", "dies")] == [1.5, 2, 3]
-    assert "| good | 1.5 |" in page and "| bad | 2 |" in page and "skipped: it is not here" in page
-    (tmp_path / "mended").touch()
+    assert "| good | 1.5 |" in page and "| bad | 2 |" in page and "skipped: not available" in page
+    (tmp_path / "fixed").touch()
     steps, _ = run()
     assert steps["bad"][-1]["ended"] == "finished" and steps["dies"][-1]["ended"].startswith("fail")
     assert (tmp_path / "log").read_text() == "good "
@@ -97,14 +98,14 @@ def test_no_step_costs_another_its_results_and_finished_ones_are_not_repeated(
     assert (tmp_path / "log").read_text() == "good good "
 
 
-def test_all_limits_together_are_less_than_ten_minutes(monkeypatch):
+def test_all_time_limits_together_stay_below_ten_minutes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     args = SimpleNamespace(small=False, compile=False, minutes=9.5, own=None)
     for script in speed, heads:
         assert sum(step.seconds for step in script.steps_of(args).values()) <= 570
 
 
-def test_without_a_gpu_the_commands_say_so(script, monkeypatch, capsys):
+def test_the_commands_report_that_there_is_no_gpu(script, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [str(script)])
     with pytest.raises(SystemExit, match="2"):
@@ -113,18 +114,18 @@ def test_without_a_gpu_the_commands_say_so(script, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
-def test_another_python_needs_no_environment():
+def test_another_python_needs_no_virtual_environment():
     def commands(*more: str) -> str:
         return subprocess.check_output(["make", "-n", "gpu-heads", *more], cwd=ROOT, text=True)
 
-    own = commands("GPU_PYTHON=python3", "ARGS=--small", "QUESTIONS=q.jsonl", "DATA=a b")
-    words = own.split("python3 ")[1].replace("\\", "").split()
+    line = commands("GPU_PYTHON=python3", "ARGS=--small", "QUESTIONS=q.jsonl", "DATA=a b")
+    arguments = line.split("python3 ")[1].replace("\\", "").split()
     expected = ["--questions", "q.jsonl", "--data", "a", "b", "--small"]
-    assert words == ["tests/gpu/heads.py", *expected] and ".venv" not in own
+    assert arguments == ["tests/gpu/heads.py", *expected] and ".venv" not in line
     assert ".venv/bin/python tests/gpu/heads.py" in commands()
 
 
-def test_speed_measures_passes_and_methods_over_plain_decoding():
+def test_speed_compares_passes_and_methods_with_plain_decoding():
     args = argparse.Namespace(small=True)
     loader = partial(speed.random_shape, "llama-2-7b")
     results = {"7B": list(speed.figures(loader, False, args))}
@@ -141,100 +142,100 @@ def test_speed_measures_passes_and_methods_over_plain_decoding():
     assert "| 7B | speculative k=16 | 4.8 |" in page and "| n = 64 |" in page
 
 
-def test_a_model_that_is_not_here_is_skipped(monkeypatch):
+def test_a_model_that_is_not_available_is_skipped(monkeypatch):
     def missing(source):
-        raise UserError("make smollm2 fetches it")
+        raise UserError("run `make smollm2`")
 
     monkeypatch.setattr(speed, "load", missing)
     args = argparse.Namespace(small=False)
     rows = list(speed.figures(partial(speed.pretrained, "smollm2"), True, args))
-    assert rows == [{"skipped": "make smollm2 fetches it"}]
+    assert rows == [{"skipped": "run `make smollm2`"}]
 
 
-# ---- packed text ---------------------------------------------------------------------------------
+# ---- compressed text -----------------------------------------------------------------------------
 
 
-def write_own(file, documents: int) -> None:
+def write_generated(file, documents: int) -> None:
     rows = [{"tokenizer": TOKENIZER.fingerprint, "options": {}}]
     rows += [{"kind": "chat", "prompt": [i % 90, 1], "tokens": [*range(i % 60, 90)]}
              for i in range(documents)]  # fmt: skip
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_text_is_packed_into_a_number_of_bytes(tmp_path):
+def test_text_is_compressed_to_a_limited_number_of_bytes(tmp_path):
     sizes = {"a": 300, "b": 100}
     files = [tmp_path / f"{name}.jsonl" for name in sizes]
     for file, n in zip(files, sizes.values()):
-        write_own(file, n)
+        write_generated(file, n)
     heads.pack(files, 10**6)
-    whole = [read_own(tmp_path / f"{name}.jsonl.xz") for name in sizes]
-    assert whole == [read_own(file) for file in files]
-    most = sum((tmp_path / f"{name}.jsonl.xz").stat().st_size for name in sizes) * 2 // 3
-    heads.pack(files, most)
-    assert sum((tmp_path / f"{name}.jsonl.xz").stat().st_size for name in sizes) <= most
-    for name, (made, rows) in zip(sizes, whole):
-        kept = read_own(tmp_path / f"{name}.jsonl.xz", TOKENIZER)
+    complete = [read_generated(tmp_path / f"{name}.jsonl.xz") for name in sizes]
+    assert complete == [read_generated(file) for file in files]
+    limit = sum((tmp_path / f"{name}.jsonl.xz").stat().st_size for name in sizes) * 2 // 3
+    heads.pack(files, limit)
+    assert sum((tmp_path / f"{name}.jsonl.xz").stat().st_size for name in sizes) <= limit
+    for name, (header, rows) in zip(sizes, complete):
+        kept = read_generated(tmp_path / f"{name}.jsonl.xz", TOKENIZER)
         n = len(kept[1])
-        assert kept == (made, rows[:n]) and sizes[name] / 4 < n < sizes[name]
+        assert kept == (header, rows[:n]) and sizes[name] / 4 < n < sizes[name]
 
 
 @pytest.mark.parametrize("ending", ["gz", "xz"])
-def test_packed_text_is_read_and_never_appended_to(ending, tmp_path, capsys):
+def test_compressed_text_can_be_read_but_not_appended_to(ending, tmp_path, capsys):
     file, packed = tmp_path / "own.jsonl", tmp_path / f"own.jsonl.{ending}"
-    write_own(file, 60)
-    packer = {"gz": __import__("gzip"), "xz": lzma}[ending]
-    packed.write_bytes(packer.compress(file.read_bytes()))
-    assert read_own(packed, TOKENIZER) == read_own(file, TOKENIZER)
+    write_generated(file, 60)
+    module = {"gz": __import__("gzip"), "xz": lzma}[ending]
+    packed.write_bytes(module.compress(file.read_bytes()))
+    assert read_generated(packed, TOKENIZER) == read_generated(file, TOKENIZER)
     save(byte_model(), TOKENIZER, tmp_path / "target")
-    for each in file, packed:
-        words = "vocabulary", "--text", f"en={each}", "--out", tmp_path / f"{each.suffix}.json"
-        distill.main([*map(str, words), "--model", str(tmp_path / "target")])
+    for path in file, packed:
+        flags = "vocabulary", "--text", f"en={path}", "--out", tmp_path / f"{path.suffix}.json"
+        distill.main([*map(str, flags), "--model", str(tmp_path / "target")])
     assert (tmp_path / ".jsonl.json").read_text() == (tmp_path / f".{ending}.json").read_text()
-    words = "generate", "--chat", "--out", packed, "--model", tmp_path / "target"
-    assert "cannot be appended to" in last_line_of_refusal(
-        capsys, lambda: distill.main(list(map(str, words)))
+    flags = "generate", "--chat", "--out", packed, "--model", tmp_path / "target"
+    assert "cannot be appended to" in last_error_line(
+        capsys, lambda: distill.main(list(map(str, flags)))
     )
     for damage in packed.read_bytes()[:-20], b"\x00" * 50, packed.read_bytes()[:50] + b"\x00" * 99:
         packed.write_bytes(damage)
-        with pytest.raises(UserError, match="not a file of minispec.distill generate"):
-            read_own(packed)
+        with pytest.raises(UserError, match="not a file from minispec.distill generate"):
+            read_generated(packed)
 
 
-# ---- trainings by the clock ----------------------------------------------------------------------
+# ---- time-limited training -----------------------------------------------------------------------
 
 
-def test_a_training_ends_by_the_clock_and_is_then_complete(tmp_path, monkeypatch, capsys):
+def test_training_with_a_time_limit_finishes_completely(tmp_path, monkeypatch, capsys):
     save(byte_model(), TOKENIZER, tmp_path / "target")
-    write_own(tmp_path / "own.jsonl", 20)
+    write_generated(tmp_path / "own.jsonl", 20)
     out = tmp_path / "mtp"
-    words = ["mtp", "--model", tmp_path / "target", "--own", tmp_path / "own.jsonl", "--out", out,
+    flags = ["mtp", "--model", tmp_path / "target", "--own", tmp_path / "own.jsonl", "--out", out,
              "--context", 32, "--rows", 2, "--steps", 10**9, "--minutes", 0.002]  # fmt: skip
-    distill.main(list(map(str, words)))
+    distill.main(list(map(str, flags)))
     steps, _ = heads.counts(out)
     assert steps >= 10
     assert f"{steps:,} steps" in (out / "README.md").read_text()
-    distill.main(list(map(str, words)))  # again: nothing is left to do
+    distill.main(list(map(str, flags)))  # the second time, nothing is left to do
     assert heads.counts(out)[0] == steps
     monkeypatch.setenv("RANK", "0")
-    words = ["--data", "x.txt", "--minutes", "1", "--out", str(tmp_path / "pretrained")]
-    assert "in one process" in last_line_of_refusal(capsys, lambda: pretrain.main(words))
+    flags = ["--data", "x.txt", "--minutes", "1", "--out", str(tmp_path / "pretrained")]
+    assert "in one process" in last_error_line(capsys, lambda: pretrain.main(flags))
 
 
-def test_a_training_that_takes_too_long_ends_with_what_it_has(tmp_path, monkeypatch):
+def test_training_that_takes_too_long_is_finished_from_its_checkpoint(tmp_path, monkeypatch):
     def run(command, check, timeout=None):
-        ran.append(command)
+        commands.append(command)
         if "--minutes" in command:
             (tmp_path / "mtp").mkdir()
             torch.save({"counts": [70, 9.0]}, tmp_path / "mtp" / CHECKPOINT)
             raise subprocess.TimeoutExpired(command, timeout)
         (tmp_path / "mtp" / "README.md").write_text("# A head")
 
-    ran = []
+    commands = []
     monkeypatch.setattr(subprocess, "run", run)
     args = argparse.Namespace(work=tmp_path, out=tmp_path / "out", own=None, data=None, small=False,
                               seconds=200)  # fmt: skip
     rows = list(heads.learn("mtp", args))
-    assert ran[1][-2:] == ["--steps", "70"] and "--minutes" not in ran[1]
+    assert commands[1][-2:] == ["--steps", "70"] and "--minutes" not in commands[1]
     assert rows == [{"head": "mtp", "steps": 70, "minutes of training": 0.15},
                     {"readme": "## A head"}]  # fmt: skip
     assert (tmp_path / "out" / "heads.tar").exists()
@@ -245,7 +246,7 @@ def test_a_training_that_takes_too_long_ends_with_what_it_has(tmp_path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
-def test_both_commands_run_whole_on_a_cpu(tmp_path):
+def test_both_commands_run_completely_on_a_cpu(tmp_path):
     def run(target: str) -> str:
         flags = f"ARGS=--small --work {tmp_path / 'work'} --out {tmp_path / target}"
         command = ["make", target, f"GPU_PYTHON={sys.executable}", flags]
@@ -260,4 +261,4 @@ def test_both_commands_run_whole_on_a_cpu(tmp_path):
     assert {file.name for file in (tmp_path / "gpu-heads").glob("*.xz")} == {
         "prose.jsonl.xz", "code.jsonl.xz", "sums.jsonl.xz"
     }  # fmt: skip
-    assert run("gpu-heads") == page  # nothing is done twice
+    assert run("gpu-heads") == page  # no step is repeated

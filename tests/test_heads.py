@@ -1,4 +1,4 @@
-"""Heads, trees and vocabularies as published: every layout is read, and what we write is one."""
+"""Heads, trees and vocabularies: every published layout can be loaded, and ours is one of them."""
 
 import json
 import math
@@ -7,15 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SHARED, last_line_of_refusal, needs_shared, random_model, random_tokens
+from conftest import SHARED, last_error_line, needs_shared, random_model, random_tokens
 from safetensors.torch import load_file, save_file
 
 from minispec import UserError, load
-from minispec.checkpoint import save, write_tensors
-from minispec.distill import main as distill
-from minispec.generate import decode
-from minispec.heads import (
-    PUBLISHED,
+from minispec.checkpoints.heads import (
+    PUBLISHED_TREES,
     load_medusa,
     load_mtp,
     load_vocabulary,
@@ -24,16 +21,20 @@ from minispec.heads import (
     save_tree,
     save_vocabulary,
 )
-from minispec.methods.medusa import complete, untrained
+from minispec.checkpoints.load import save
+from minispec.checkpoints.weights import write_tensors
+from minispec.generate import decode
+from minispec.methods.medusa import new_heads, with_prefixes
 from minispec.methods.vocabulary import count
 from minispec.model import Transformer
-from minispec.toys import letters, random_head, random_heads, randomise
+from minispec.toys import letter_tokenizer, random_medusa_heads, random_mtp_head, randomise
+from minispec.training.distill import main as distill
 
-TOKENIZER, FOREIGN = letters(32), letters(31)
+TOKENIZER, OTHER_TOKENIZER = letter_tokenizer(32), letter_tokenizer(31)
 UP = "1.0.linear.weight"
 
 
-def refused(match: str, read, *args, **options) -> None:
+def rejects(match: str, read, *args, **options) -> None:
     with pytest.raises(UserError, match=match) as caught:
         read(*args, **options)
     assert "\n" not in str(caught.value)
@@ -41,11 +42,11 @@ def refused(match: str, read, *args, **options) -> None:
 
 def medusa_tensors(model, heads: int, layers: int, shared: bool = False) -> dict[str, torch.Tensor]:
     """Random tensors under the names of FasterDecoding's files."""
-    return randomise(untrained(heads, layers, model, shared), heads).state_dict()
+    return randomise(new_heads(heads, layers, model, shared), heads).state_dict()
 
 
 @pytest.mark.parametrize("layout", ["v1.pt", "v1.safetensors", "v2", "1.0", "file"])
-def test_every_layout_loads_whatever_its_config_counts(tmp_path, layout):
+def test_every_layout_loads_even_if_its_config_has_wrong_counts(tmp_path, layout):
     model, source = random_model(), tmp_path
     tensors = medusa_tensors(model, 5, 2, shared=layout == "v2")
     if layout == "1.0":
@@ -64,7 +65,7 @@ def test_every_layout_loads_whatever_its_config_counts(tmp_path, layout):
         (tmp_path / "config.json").write_text(json.dumps(claims))
     loaded = load_medusa(source, model)
     assert len(loaded) == 5 and loaded.shared == (layout == "v2")
-    assert loaded.tree == [path for path in PUBLISHED["mc_sim_7b_63"] if len(path) <= 5]
+    assert loaded.tree == [path for path in PUBLISHED_TREES["mc_sim_7b_63"] if len(path) <= 5]
     last = model(random_tokens(4))[0, -1]
     for i, logits in enumerate(loaded(last, model)):
         hidden = last
@@ -77,14 +78,14 @@ def test_every_layout_loads_whatever_its_config_counts(tmp_path, layout):
 
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
 def test_heads_in_vllm_s_layout(tmp_path, prefix):
-    """In a folder of their own; without biases, or with one projection for all heads."""
+    """In a folder of their own, also without biases and with one projection for all heads."""
     model = random_model()
-    heads = random_heads(model, 0, 3)
-    whole = {}
+    heads = random_medusa_heads(model, 0, 3)
+    stored = {}
     for i, (block, projection) in enumerate(heads):
-        whole[f"{prefix}blocks.{i}.layers.0.weight"] = block.linear.weight
-        whole[f"{prefix}blocks.{i}.layers.0.bias"] = block.linear.bias
-        whole[f"{prefix}lm_heads.{i}.weight"] = projection.weight
+        stored[f"{prefix}blocks.{i}.layers.0.weight"] = block.linear.weight
+        stored[f"{prefix}blocks.{i}.layers.0.bias"] = block.linear.bias
+        stored[f"{prefix}lm_heads.{i}.weight"] = projection.weight
     (tmp_path / "config.json").write_text('{"model_type": "medusa", "num_heads": 3}')
     hidden = model([1, 2, 3])
 
@@ -92,23 +93,23 @@ def test_heads_in_vllm_s_layout(tmp_path, prefix):
         write_tensors(tmp_path / "model.safetensors", tensors)
         return load_medusa(tmp_path, model)(hidden, model)
 
-    assert torch.equal(read(whole), heads(hidden, model))
-    kept = {n: t for n, t in whole.items() if not n.endswith(("bias", "1.weight", "2.weight"))}
-    kept |= {n: t for n, t in whole.items() if "blocks" in n and n.endswith("weight")}
+    assert torch.equal(read(stored), heads(hidden, model))
+    some = {n: t for n, t in stored.items() if not n.endswith(("bias", "1.weight", "2.weight"))}
+    some |= {n: t for n, t in stored.items() if "blocks" in n and n.endswith("weight")}
     for block, projection in heads:
         block.linear.bias.zero_()
         projection.weight.copy_(heads[0][-1].weight.clone())
-    assert torch.equal(read(kept), heads(hidden, model))
+    assert torch.equal(read(some), heads(hidden, model))
     with pytest.raises(UserError, match="token_map of vLLM's layout is not supported"):
-        read(whole | {"token_map": torch.arange(9)})
+        read(stored | {"token_map": torch.arange(9)})
     with pytest.raises(UserError, match="Missing key.*1.1.weight"):
-        read({n: t for n, t in whole.items() if n != f"{prefix}lm_heads.1.weight"})
+        read({n: t for n, t in stored.items() if n != f"{prefix}lm_heads.1.weight"})
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_what_is_written_is_read_back_and_a_tree_is_renewed_alone(tmp_path, shared):
+def test_heads_are_saved_and_loaded_and_the_tree_is_updated(tmp_path, shared):
     model = random_model()
-    heads = randomise(untrained(3, 2, model, shared), 0)
+    heads = randomise(new_heads(3, 2, model, shared), 0)
     heads.tree, heads.accuracy = [(0,), (0, 1)], torch.rand(3, 10)
     save_medusa(heads, tmp_path, "base", TOKENIZER, torch.float64)
     again, hidden = load_medusa(tmp_path, model, TOKENIZER), model([1, 2, 3])
@@ -126,34 +127,34 @@ def test_what_is_written_is_read_back_and_a_tree_is_renewed_alone(tmp_path, shar
 
 
 @needs_shared
-def test_the_published_trees_are_those_of_the_reference():
+def test_the_published_trees_equal_the_reference():
     trees = json.loads((SHARED / "reference" / "medusa_trees.json").read_text())
-    for name, paths in trees.items():  # complete: no beginning of a path lacks
-        assert sorted(map(tuple, paths)) == complete(PUBLISHED[name], 5, 10)
-    assert trees.keys() == PUBLISHED.keys()
+    for name, paths in trees.items():  # complete: with every prefix of every path
+        assert sorted(map(tuple, paths)) == with_prefixes(PUBLISHED_TREES[name], 5, 10)
+    assert trees.keys() == PUBLISHED_TREES.keys()
 
 
-def test_heads_of_something_else_are_refused_with_the_reason(tmp_path):
+def test_heads_that_do_not_fit_are_rejected_with_a_reason(tmp_path):
     model = random_model()
-    refused("has no weights", load_medusa, tmp_path, model)
-    refused("no such directory", load_medusa, tmp_path / "nowhere", model)
+    rejects("has no weights", load_medusa, tmp_path, model)
+    rejects("no such directory", load_medusa, tmp_path / "nowhere", model)
     good = medusa_tensors(model, 3, 1)
     for tensors, match in (
         (medusa_tensors(random_model(hidden_size=32), 3, 1), r"do not fit.*\[32, 32\].*\[16,"),
         (medusa_tensors(random_model(vocab_size=40), 3, 1), r"do not fit.*\[40, 16\].*\[32,"),
         ({k: t for k, t in good.items() if k != "1.0.linear.bias"}, "Missing.*1.0.linear.bias"),
         ({k: t for k, t in good.items() if k != "2.1.weight"}, "Missing.*2.1.weight"),
-        (good | {"0.q.weight": torch.zeros(2)}, "0.q.weight is no tensor of Medusa heads"),
-        ({UP: 3}, f"must hold tensors by name: {UP} is none"),
-        ({3: torch.zeros(2)}, "3 is no tensor of Medusa heads"),
+        (good | {"0.q.weight": torch.zeros(2)}, "0.q.weight is not a tensor of Medusa heads"),
+        ({UP: 3}, f"must map names to dense tensors; {UP} does not fit"),
+        ({3: torch.zeros(2)}, "3 is not a tensor of Medusa heads"),
         ({"0.0.weight": torch.tensor(1.0)}, "do not fit"),
-        ({"7.0.weight": torch.zeros(4, 4)}, "not numbered from 0 on"),
-        ({f"{'9' * 5000}.0.weight": torch.zeros(4, 4)}, "is no tensor of Medusa heads"),
+        ({"7.0.weight": torch.zeros(4, 4)}, "not numbered consecutively from 0"),
+        ({f"{'9' * 5000}.0.weight": torch.zeros(4, 4)}, "is not a tensor of Medusa heads"),
         ({}, "has no heads"),
         ({UP: Evil()}, "code, which is never unpickled"),
     ):
         torch.save(tensors, tmp_path / "medusa_lm_head.pt")
-        refused(match, load_medusa, tmp_path, model)
+        rejects(match, load_medusa, tmp_path, model)
 
 
 class Evil:
@@ -172,38 +173,38 @@ class Evil:
         ({}, None),
     ],
 )
-def test_a_config_that_does_not_fit_the_heads_is_refused(tmp_path, config, match):
+def test_a_config_that_does_not_fit_the_heads_is_rejected(tmp_path, config, match):
     model = random_model()
-    save_medusa(random_heads(model, 0, 3), tmp_path, "base", None, torch.float32)
+    save_medusa(random_medusa_heads(model, 0, 3), tmp_path, "base", None, torch.float32)
     (tmp_path / "config.json").write_text(json.dumps(config))
     if match:
-        return refused(match, load_medusa, tmp_path, model, TOKENIZER)
+        return rejects(match, load_medusa, tmp_path, model, TOKENIZER)
     load_medusa(tmp_path, model, TOKENIZER)
-    for name, text in FOREIGN.files().items():
+    for name, text in OTHER_TOKENIZER.files().items():
         (tmp_path / name).write_text(text)
-    refused("another tokenizer", load_medusa, tmp_path, model, TOKENIZER)
+    rejects("another tokenizer", load_medusa, tmp_path, model, TOKENIZER)
 
 
-def published(head) -> dict[str, torch.Tensor]:
+def mimo_tensors(head) -> dict[str, torch.Tensor]:
     """The head's tensors under MiMo's names."""
     return {f"model.mtp_layers.0.{name}": t for name, t in head.state_dict().items()}
 
 
 def tiny_mimo(folder) -> tuple:
-    """A MiMo checkpoint as published: qwen2-like, with the head inside the model."""
+    """Write a MiMo checkpoint as published: like qwen2, with the head inside the model."""
     model = random_model(model_type="mimo", qkv_bias=True, tied=False)
-    head = random_head(model, 5)
+    head = random_mtp_head(model, 5)
     save(model, None, folder)
-    whole = dict(model.named_parameters()) | published(head)
-    write_tensors(folder / "model.safetensors", whole)
+    tensors = dict(model.named_parameters()) | mimo_tensors(head)
+    write_tensors(folder / "model.safetensors", tensors)
     return model, head
 
 
 def test_a_head_inside_its_model_or_in_a_file_of_its_own(tmp_path):
     model, head = tiny_mimo(tmp_path / "whole")
     save_mtp(head, tmp_path / "alone", "base", None, torch.float64, [1.0])
-    assert len(published(head)) == 16  # as many as MiMo's layer has
-    assert load_file(tmp_path / "alone" / "model.safetensors").keys() == published(head).keys()
+    assert len(mimo_tensors(head)) == 16  # like MiMo's layer
+    assert load_file(tmp_path / "alone" / "model.safetensors").keys() == mimo_tensors(head).keys()
     loaded, _ = load(tmp_path / "whole", "float64", "cpu")
     for folder in tmp_path / "whole", tmp_path / "alone":
         for source in folder, folder / "model.safetensors":
@@ -213,26 +214,26 @@ def test_a_head_inside_its_model_or_in_a_file_of_its_own(tmp_path):
     result = decode(loaded, None, [1, 2, 3], "fastmtp", max_new_tokens=20)  # its own head
     assert result.tokens == plain.tokens and result.stats["drafted"] > 0
     for changes, match in (
-        ({"rope_theta": 5e5}, "rope_theta is 10000.0, the model's 500000.0"),
-        ({"kv_heads": 1, "head_dim": 8, "heads": 2}, "kv_heads is 2, the model's 1"),
+        ({"rope_theta": 5e5}, "rope_theta is 10000.0, the model's is 500000.0"),
+        ({"kv_heads": 1, "head_dim": 8, "heads": 2}, "kv_heads is 2, the model's is 1"),
     ):
         other = Transformer(replace(model.config, **changes))
-        refused(match, load_mtp, tmp_path / "alone", other)
+        rejects(match, load_mtp, tmp_path / "alone", other)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "medusa, shared", "mtp", "mtp, qwen2"])
-def test_what_is_exported_for_vllm_is_read_as_well(kind, tmp_path, capsys):
-    """And says the same: vLLM itself is tried by hand (tests/engines)."""
+def test_heads_exported_for_vllm_can_be_loaded(kind, tmp_path, capsys):
+    """And predict the same. vLLM itself is tested by hand (tests/engines)."""
     biased = {"model_type": "qwen2", "qkv_bias": True} if "qwen2" in kind else {}
     model, prompt = random_model(**biased), [1, 2, 3]
     save(model, TOKENIZER, tmp_path / "target", torch.float32)
     name = kind.partition(",")[0]
     if name == "medusa":
-        heads = randomise(untrained(3, 2, model, shared=kind.endswith("shared")), 4)
+        heads = randomise(new_heads(3, 2, model, shared=kind.endswith("shared")), 4)
         save_medusa(heads, tmp_path / "heads", "base", TOKENIZER, torch.float32)
     else:
-        weights = [1.0]
-        save_mtp(random_head(model, 5), tmp_path / "heads", "b", TOKENIZER, torch.float32, weights)
+        head = random_mtp_head(model, 5)
+        save_mtp(head, tmp_path / "heads", "b", TOKENIZER, torch.float32, [1.0])
     target, heads, out = (str(tmp_path / part) for part in ("target", "heads", "out"))
     distill(["export", "--model", target, f"--{name}", heads, "--dtype", "float32", "--out", out])
     assert f'"method": "{name}"' in capsys.readouterr().out
@@ -247,76 +248,76 @@ def test_what_is_exported_for_vllm_is_read_as_well(kind, tmp_path, capsys):
         for bias in twin.load_state_dict(model.state_dict(), strict=False).missing_keys:
             twin.get_parameter(bias).data.zero_()
         runs = [
-            decode(each, None, prompt, "fastmtp", k=3, head=load_mtp(folder, each))
-            for each, folder in ((model, heads), (twin, out))
+            decode(target, None, prompt, "fastmtp", k=3, head=load_mtp(folder, target))
+            for target, folder in ((model, heads), (twin, out))
         ]
         assert runs[0].tokens == runs[1].tokens and runs[0].rounds == runs[1].rounds
         assert config["architectures"] == ["MiMoForCausalLM"] and config["model_type"] == "qwen2"
         assert config["num_nextn_predict_layers"] == 1
 
 
-def test_what_vllm_has_no_class_for_is_not_exported(tmp_path, capsys):
+def test_heads_without_a_class_in_vllm_are_not_exported(tmp_path, capsys):
     model = random_model(model_type="qwen3", qk_norm=True)
     save(model, None, tmp_path / "target")
-    save_mtp(random_head(model, 5), tmp_path / "heads", "b", None, torch.float32, [1.0])
+    save_mtp(random_mtp_head(model, 5), tmp_path / "heads", "b", None, torch.float32, [1.0])
     target, heads, out = (str(tmp_path / part) for part in ("target", "heads", "out"))
     command = ["export", "--model", target, "--mtp", heads, "--out", out]
-    assert "is a qwen2" in last_line_of_refusal(capsys, lambda: distill(command))
+    assert "is a qwen2" in last_error_line(capsys, lambda: distill(command))
 
 
-def test_a_missing_or_foreign_tensor_is_an_error(tmp_path):
+def test_a_missing_or_unknown_tensor_is_an_error(tmp_path):
     model, _ = tiny_mimo(tmp_path)
     file = tmp_path / "model.safetensors"
-    whole = {n: t.clone() for n, t in load_file(file).items()}
+    tensors = {n: t.clone() for n, t in load_file(file).items()}
     for name, tensor, match in (
         ("self_attn.q_proj.bias", None, "Missing.*self_attn.q_proj.bias"),
         ("mtp_block.x", torch.zeros(2), "Unexpected.*mtp_block.x"),
         ("input_proj.weight", torch.zeros(16, 16), "input_proj.weight.*shape"),
     ):
-        changed = whole | {f"model.mtp_layers.0.{name}": tensor}
+        changed = tensors | {f"model.mtp_layers.0.{name}": tensor}
         save_file({n: t for n, t in changed.items() if t is not None}, file)
-        refused(match, load_mtp, tmp_path, model)
+        rejects(match, load_mtp, tmp_path, model)
     save(model, None, tmp_path)
-    refused("has no heads: no tensors model.mtp_layers", load_mtp, tmp_path, model)
+    rejects("has no heads: no tensors model.mtp_layers", load_mtp, tmp_path, model)
 
 
-def test_a_vocabulary_is_written_read_and_cut(tmp_path):
+def test_a_vocabulary_is_saved_loaded_and_truncated(tmp_path):
     model, path = random_model(), tmp_path / "v.json"
     languages = {"en": count([[7, 8, 8]], [31, 30], 20)}
     save_vocabulary(languages, TOKENIZER, path)
     assert load_vocabulary(path, model, TOKENIZER).languages == languages
     assert load_vocabulary(path, model, TOKENIZER, 2).languages["en"].ids == (31, 30)
-    refused("another tokenizer", load_vocabulary, path, model, FOREIGN)
+    rejects("another tokenizer", load_vocabulary, path, model, OTHER_TOKENIZER)
     small = random_model(vocab_size=9)
-    refused("outside the target's vocabulary of 9", load_vocabulary, path, small)
-    refused("no.json cannot be read", load_vocabulary, tmp_path / "no.json", model)
-    refused("one without tokens", load_vocabulary, path, model, size=0)
+    rejects("outside the target's vocabulary of 9", load_vocabulary, path, small)
+    rejects("no.json cannot be read", load_vocabulary, tmp_path / "no.json", model)
+    rejects("one without tokens", load_vocabulary, path, model, size=0)
 
 
-def test_the_published_form_of_a_vocabulary(tmp_path):
+def test_a_vocabulary_as_fastmtp_publishes_it(tmp_path):
     file, model = tmp_path / "freq.pt", random_model()
-    for ids in ([9, 4, 9, 7], torch.tensor([9, 4, 9, 7])):  # as FastMTP publishes its
+    for ids in ([9, 4, 9, 7], torch.tensor([9, 4, 9, 7])):  # a list or a tensor
         torch.save(ids, file)
-        assert load_vocabulary(file, model).pick([1]).ids.tolist() == [9, 4, 7]
+        assert load_vocabulary(file, model).select([1]).ids.tolist() == [9, 4, 7]
     floats, flags = torch.tensor([9.0, 4.0]), torch.tensor([True, False])
     for odd in {"a": "b"}, 7, [[1]], [-1], [math.inf], ["a"], [Evil()], [True], floats, flags:
         torch.save(odd, file)
         match = "is not a list of token ids|outside|code, which is never unpickled"
-        refused(match, load_vocabulary, file, model)
+        rejects(match, load_vocabulary, file, model)
 
 
 @pytest.mark.parametrize(
     "text, match",
     [
-        ('{"en": 3}', "not a file of `distill vocabulary`"),
-        ('{"en": {"ids": [1, 2], "counts": [-1, 5]}}', "not a file of `distill vocabulary`"),
-        ('{"en": {"ids": [1, 2], "counts": [5]}}', "not a file of `distill vocabulary`"),
-        ('{"en": {"ids": [1e999], "counts": [5]}}', "not a file of `distill vocabulary`"),
+        ('{"en": 3}', "was not written by `distill vocabulary`"),
+        ('{"en": {"ids": [1, 2], "counts": [-1, 5]}}', "was not written by `distill vocabulary`"),
+        ('{"en": {"ids": [1, 2], "counts": [5]}}', "was not written by `distill vocabulary`"),
+        ('{"en": {"ids": [1e999], "counts": [5]}}', "was not written by `distill vocabulary`"),
         ("[" * 100_000 + "]" * 100_000, "cannot be read as JSON"),
         ('{"en": {"ids": [], "counts": []}}', "no languages, or one without tokens"),
         ("{}", "no languages"),
     ],
 )
-def test_a_wrong_vocabulary_is_refused(tmp_path, text, match):
+def test_an_invalid_vocabulary_is_rejected(tmp_path, text, match):
     (tmp_path / "v.json").write_text('{"languages": ' + text + "}")
-    refused(match, load_vocabulary, tmp_path / "v.json", random_model())
+    rejects(match, load_vocabulary, tmp_path / "v.json", random_model())

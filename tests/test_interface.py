@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TOKENIZER, byte_model, companions, random_model
+from conftest import ROOT, TOKENIZER, byte_model, method_options, random_model
 
 from minispec import UserError, load
-from minispec.checkpoint import save
+from minispec.checkpoints.load import save
 from minispec.generate import METHODS, decode, stream
-from minispec.run import LOSSY
-from minispec.toys import random_head, random_heads
+from minispec.generate.run import LOSSY
+from minispec.toys import random_medusa_heads, random_mtp_head
 
 PROMPT = "Once upon a time"
 NEEDS = {"speculative": "draft", "medusa": "heads", "medusa-typical": "heads", "fastmtp": "head"}
@@ -17,7 +17,7 @@ NEEDS = {"speculative": "draft", "medusa": "heads", "medusa-typical": "heads", "
 
 @pytest.fixture(scope="module")
 def shipped():
-    """The target under weights/, with a draft and heads beside it; and its plain answer."""
+    """The target under weights/, with a draft and heads next to it, and its plain output."""
     model, tokenizer = load(ROOT / "weights" / "target", "float64", "cpu")
     return model, tokenizer, decode(model, tokenizer, PROMPT, max_new_tokens=12)
 
@@ -28,25 +28,25 @@ def shipped():
     + [("speculative", {"k": "auto"}), ("fastmtp", {"k": "auto"}), ("medusa", {"tree": "auto"}),
        ("fastmtp", {"vocabulary": None})],
 )  # fmt: skip
-def test_a_name_is_enough_where_weights_lie_beside_the_model(shipped, method, options):
+def test_a_method_s_name_is_enough_if_its_weights_are_next_to_the_model(shipped, method, options):
     model, tokenizer, plain = shipped
     result = decode(model, tokenizer, PROMPT, method=method, max_new_tokens=12, **options)
     assert (result.text, result.tokens) == (plain.text, plain.tokens)
     assert result.stats["lossless"] == (method not in LOSSY)
 
 
-def test_what_lies_beside_a_model_is_loaded_once_and_follows_it_to_another_type(monkeypatch):
+def test_drafts_and_heads_are_loaded_once_and_follow_the_model_s_dtype(monkeypatch):
     model, tokenizer = load(ROOT / "weights" / "target", "float32", "cpu")
     runs = []
     for _ in range(2):
         for dtype in torch.float32, torch.float64:
             model.to(dtype)
             runs.append(decode(model, tokenizer, PROMPT, "medusa", max_new_tokens=4).tokens)
-        monkeypatch.setattr(model, "source", None)  # nowhere to look again
+        monkeypatch.setattr(model, "source", None)  # nothing can be loaded again
     assert runs[:2] == runs[2:] and all(runs)
 
 
-def test_a_stream_gives_the_text_as_it_comes(shipped):
+def test_a_stream_yields_the_text_as_it_is_generated(shipped):
     model, tokenizer, plain = shipped
     run = stream(model, tokenizer, PROMPT, method="medusa", max_new_tokens=12)
     chunks = list(run)
@@ -56,17 +56,17 @@ def test_a_stream_gives_the_text_as_it_comes(shipped):
 
 
 @pytest.mark.parametrize("method", NEEDS)
-@pytest.mark.parametrize("given", [{}, {"k": "auto"}, {"tree": "auto"}])
-def test_what_is_missing_is_named(tmp_path, method, given):
-    with pytest.raises(UserError, match=f"needs {NEEDS[method]}=, .* --(draft|heads) DIR$"):
-        decode(random_model(), None, [1, 2], method, **given)
+@pytest.mark.parametrize("options", [{}, {"k": "auto"}, {"tree": "auto"}])
+def test_a_missing_draft_or_head_is_named(tmp_path, method, options):
+    with pytest.raises(UserError, match=rf"needs {NEEDS[method]}= .* --(draft|heads) DIR\)$"):
+        decode(random_model(), None, [1, 2], method, **options)
     save(byte_model(), TOKENIZER, tmp_path / "target")
     model, tokenizer = load(tmp_path / "target", "float64", "cpu")
-    with pytest.raises(UserError, match=r"there is no folder (draft|medusa|mtp) beside .*target"):
-        decode(model, tokenizer, "x", method, **given)
+    with pytest.raises(UserError, match=r"there is no folder (draft|medusa|mtp) next to .*target"):
+        decode(model, tokenizer, "x", method, **options)
 
 
-def test_text_list_tuple_array_and_tensor_are_one_prompt():
+def test_a_prompt_may_be_text_a_list_a_tuple_an_array_or_a_tensor():
     model, ids = byte_model(), TOKENIZER.encode("hello")
     plain = decode(model, TOKENIZER, "hello", max_new_tokens=8)
     for prompt in (ids, tuple(ids), iter(ids), np.array(ids), np.array(ids, dtype=np.uint16),
@@ -74,36 +74,36 @@ def test_text_list_tuple_array_and_tensor_are_one_prompt():
         run = decode(model, TOKENIZER, prompt, max_new_tokens=8)
         assert run.prompt == ids and run.tokens == plain.tokens
         assert all(type(token) is int for token in run.prompt)
-    run = decode(model, TOKENIZER, "", max_new_tokens=3)  # it has a BOS token to begin with
+    run = decode(model, TOKENIZER, "", max_new_tokens=3)  # only the BOS token
     assert run.prompt == [256] and len(run.tokens) == 3
 
 
-NO_SEQUENCE = "a prompt must be text, or token ids: a list, "
+INVALID_PROMPT = "a prompt must be text or token ids, as a list "
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([[1, 2]], NO_SEQUENCE), ([1.0, 2.0], NO_SEQUENCE), ([1, "a"], NO_SEQUENCE),
-     (np.array([1.5]), NO_SEQUENCE), (np.array([[1, 2]]), NO_SEQUENCE),
-     (torch.tensor([1.5]), NO_SEQUENCE), (torch.tensor([[1, 2]]), NO_SEQUENCE),
-     (torch.tensor(1), NO_SEQUENCE), (None, NO_SEQUENCE), (bytearray(b"hello"), NO_SEQUENCE),
-     ([], "the prompt is empty"), ([3, 999], "prompt id 999 is out of range"),
-     ([-1], "prompt id -1 is out of range"), ("text", "no tokenizer.json"),
-     ([1] * 256, "has 256 tokens, the context only 256")],
+    [([[1, 2]], INVALID_PROMPT), ([1.0, 2.0], INVALID_PROMPT), ([1, "a"], INVALID_PROMPT),
+     (np.array([1.5]), INVALID_PROMPT), (np.array([[1, 2]]), INVALID_PROMPT),
+     (torch.tensor([1.5]), INVALID_PROMPT), (torch.tensor([[1, 2]]), INVALID_PROMPT),
+     (torch.tensor(1), INVALID_PROMPT), (None, INVALID_PROMPT),
+     (bytearray(b"hello"), INVALID_PROMPT), ([], "the prompt is empty"),
+     ([3, 999], "prompt id 999 is out of range"), ([-1], "prompt id -1 is out of range"),
+     ("text", "no tokenizer.json"), ([1] * 256, "has 256 tokens, but the context is only 256")],
     ids=lambda x: repr(x)[:20],
 )  # fmt: skip
-def test_a_prompt_that_the_model_cannot_take_is_refused(prompt, message):
+def test_an_invalid_prompt_is_rejected(prompt, message):
     with pytest.raises(UserError, match=message):
         decode(random_model(), None, prompt)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json"])
-def test_a_tokenizer_of_another_library_is_converted_once(name, tmp_path):
-    """A folder that has no tokenizer.json, but what transformers makes one of."""
+def test_without_tokenizer_json_the_error_says_how_to_make_one(name, tmp_path):
+    """The folder has a tokenizer in another format, which transformers can convert."""
     save(byte_model(), None, tmp_path)
     (tmp_path / name).touch()
     model, tokenizer = load(tmp_path, "float64", "cpu")
-    with pytest.raises(UserError, match=rf"no tokenizer.json: .* {name}, .*save_pretrained\(DIR"):
+    with pytest.raises(UserError, match=rf"no tokenizer.json; .* {name}: .*save_pretrained\(DIR"):
         decode(model, tokenizer, "text")
     assert decode(model, tokenizer, [1, 2], max_new_tokens=3).tokens
 
@@ -127,30 +127,30 @@ def test_a_tokenizer_of_another_library_is_converted_once(name, tmp_path):
         ("lookahead", {"window": None}, "window None: must be a whole number"),
         ("lookahead", {"window": 0}, "window 0: must be at least 1"),
         ("lookahead", {"guesses": -1}, "guesses -1: must be at least 0"),
-        ("lookahead", {"window": 64, "ngram": 5}, "256 rows never fit into a cache of 256"),
+        ("lookahead", {"window": 64, "ngram": 5}, "256 rows cannot fit into a cache of 256"),
         ("speculative", {"k": "many"}, "k 'many': must be a whole number"),
         ("speculative", {"k": 0}, "k 0: must be at least 1"),
-        ("speculative", {"draft": "weights/draft"}, "draft 'weights/draft': is no draft"),
-        ("speculative", {"draft_sampling": 0.5}, "draft_sampling 0.5: is no draft sampling"),
-        ("medusa", {"heads": 5}, "heads 5: is no heads"),
+        ("speculative", {"draft": "weights/draft"}, "'weights/draft': has the wrong type, str"),
+        ("speculative", {"draft_sampling": 0.5}, "draft_sampling 0.5: has the wrong type, float"),
+        ("medusa", {"heads": 5}, "heads 5: has the wrong type, int"),
         ("medusa", {"tree": [(0,)] * 9999}, "the tree has 9999 paths: at most 4096 are supported"),
-        ("medusa", {"tree": 5}, r"the tree 5: must be paths of ranks, as \[\(0,\), \(0, 1\)\]"),
+        ("medusa", {"tree": 5}, r"the tree 5: must be rank paths, such as \[\(0,\), \(0, 1\)\]"),
         ("medusa", {"tree": [(40,)]}, "rank 40: must be an integer from 0 to 31"),
-        ("fastmtp", {"vocabulary": "en.json"}, "vocabulary 'en.json': is no vocabulary"),
+        ("fastmtp", {"vocabulary": "en.json"}, "vocabulary 'en.json': has the wrong type, str"),
     ],
 )
-def test_a_wrong_option_is_one_clear_line_before_the_run_begins(method, options, message):
+def test_a_wrong_option_is_rejected_before_the_run_starts(method, options, message):
     model = random_model()
-    drafters = {"speculative": {"draft": model}, "medusa": {"heads": random_heads(model, 0)},
-                "fastmtp": {"head": random_head(model, 0)}}  # fmt: skip
+    drafters = {"speculative": {"draft": model}, "medusa": {"heads": random_medusa_heads(model, 0)},
+                "fastmtp": {"head": random_mtp_head(model, 0)}}  # fmt: skip
     with pytest.raises(UserError, match=message):
         stream(model, None, [1], method, **drafters.get(method, {}) | options)
 
 
-def test_objects_of_other_libraries_are_refused():
+def test_objects_of_other_libraries_are_rejected():
     model = byte_model()
 
-    class Foreign:  # as transformers' models and tokenizers
+    class Foreign:  # like transformers' models and tokenizers
         config = model.config
 
         def encode(self, text):
@@ -172,7 +172,7 @@ def test_objects_of_other_libraries_are_refused():
 @pytest.mark.parametrize("method", METHODS)
 def test_a_surrounding_autocast_changes_nothing(method, dtype):
     model = random_model(dtype=torch.float32)
-    options = companions(model).get(method, {})
+    options = method_options(model).get(method, {})
     plain = decode(model, None, [1, 2], method, max_new_tokens=9, **options)
     with torch.autocast("cpu", dtype):
         run = decode(model, None, [1, 2], method, max_new_tokens=9, **options)
@@ -182,7 +182,7 @@ def test_a_surrounding_autocast_changes_nothing(method, dtype):
         assert torch.is_autocast_enabled("cpu")
 
 
-def test_a_draft_s_cache_may_be_kept_as_the_target_s_is():
+def test_a_draft_s_cache_can_be_kept_between_runs():
     model, draft = random_model(), random_model(1)
     caches = {"cache": model.new_cache(64), "draft_cache": draft.new_cache(64)}
     options = {"method": "speculative", "draft": draft, "max_new_tokens": 8}
@@ -201,13 +201,13 @@ def test_a_draft_s_cache_may_be_kept_as_the_target_s_is():
                    cache=model.new_cache(64))  # fmt: skip
 
 
-def test_drafters_may_be_given_and_whole_numbers_be_numpy_s():
+def test_drafters_can_be_passed_and_integers_can_be_numpy_s():
     model, three = random_model(), np.int64(3)
-    draft, heads, head = random_model(1), random_heads(model, 0), random_head(model, 0)
+    draft, heads, head = random_model(1), random_medusa_heads(model, 0), random_mtp_head(model, 0)
     plain = decode(model, None, [1, 2], max_new_tokens=9)
     for method, options in (
         ("speculative", {"draft": draft, "k": three}),
-        ("speculative", {"draft": draft, "k": 10**20}),  # as many as there is room for
+        ("speculative", {"draft": draft, "k": 10**20}),  # as many as fit
         ("medusa", {"heads": heads, "tree": ((0,), (0, 1))}),
         ("medusa", {"heads": heads, "tree": np.array([[0, 0], [1, 0]])}),
         ("fastmtp", {"head": head}),

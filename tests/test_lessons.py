@@ -1,5 +1,5 @@
-"""The notebooks: whole and small as committed; and (marker `lessons`) each runs from a clean state
-without an error, and stops at a mistake put into the package."""
+"""The notebooks: complete and small as committed. With the marker `lessons`, each runs in a fresh
+kernel without an error and stops if a bug is planted in the package."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from conftest import ROOT
 
 LESSONS = ROOT / "lessons"
 NOTEBOOKS = sorted(LESSONS.glob("*.ipynb"))
-TAUGHT = [path for path in NOTEBOOKS if not path.name.startswith("00")]  # 00 is the way in
+NUMBERED = [path for path in NOTEBOOKS if not path.name.startswith("00")]  # 00 is an introduction
 SETUP = """\
 import sys
 from pathlib import Path
@@ -19,12 +19,12 @@ root = next(
 )
 sys.path.insert(0, str(root))
 """
-MACHINE = re.compile(
+LOCAL_PATH = re.compile(
     r"/tmp/|/work/|/home/|/root/|/Users/|[A-Z]:\\\\|ipykernel_|" + re.escape(str(ROOT))
 )
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-each_lesson = pytest.mark.parametrize("path", TAUGHT, ids=lambda path: path.stem)
+each_lesson = pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
 
 
 def cells_of(path, kind: str) -> list[dict]:
@@ -40,7 +40,7 @@ def source(cell: dict) -> str:
 
 
 @each_notebook
-def test_it_is_a_notebook_and_small(path):
+def test_it_is_a_small_notebook(path):
     notebook = json.loads(path.read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) >= (4, 5)
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
@@ -49,7 +49,7 @@ def test_it_is_a_notebook_and_small(path):
 
 
 @each_notebook
-def test_it_was_run_from_top_to_bottom_and_is_clean(path):
+def test_it_was_run_from_top_to_bottom_without_warnings(path):
     code = cells_of(path, "code")
     counts = [cell["execution_count"] for cell in code]
     assert counts == list(range(1, len(code) + 1))
@@ -57,22 +57,22 @@ def test_it_was_run_from_top_to_bottom_and_is_clean(path):
     assert outputs
     for output in outputs:
         assert output["output_type"] != "error"
-        assert output.get("name") != "stderr", "a warning or a progress bar"
-        found = MACHINE.search(json.dumps(output))
-        assert not found, f"a path of this machine: {found}"
+        assert output.get("name") != "stderr", "the output contains a warning or a progress bar"
+        found = LOCAL_PATH.search(json.dumps(output))
+        assert not found, f"the output contains a local path: {found}"
 
 
 @each_notebook
-def test_the_code_that_it_shows_is_the_package_s(path):
-    """Run before a change, a notebook would go on showing what is no more."""
+def test_the_code_it_shows_is_the_current_source(path):
+    """A notebook that was run before a change would still show the old source."""
     files = (ROOT / "minispec").rglob("*.py")
-    known = {line.strip() for file in files for line in file.read_text("utf-8").splitlines()}
+    current = {line.strip() for file in files for line in file.read_text("utf-8").splitlines()}
     for cell in cells_of(path, "code"):
         for output in cell["outputs"]:
             shown = "".join(output.get("data", {}).get("text/markdown", ""))
             if shown.startswith("```python"):
                 lines = {line.strip() for line in shown.splitlines()[1:-1]}
-                assert lines <= known, f"run it again (make lessons-refresh): {lines - known}"
+                assert lines <= current, f"run make lessons-refresh; outdated: {lines - current}"
 
 
 @each_notebook
@@ -80,7 +80,7 @@ def test_it_begins_with_a_title_and_finds_the_checkout(path):
     first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
     assert first["cell_type"] == "markdown" and source(first).startswith("# ")
     setup = source(cells_of(path, "code")[0])
-    assert "".join(setup.split()).startswith("".join(SETUP.split()))  # however its lines are cut
+    assert "".join(setup.split()).startswith("".join(SETUP.split()))  # line breaks may differ
 
 
 @each_lesson
@@ -90,18 +90,18 @@ def test_it_has_the_parts_of_a_lesson(path):
     )
     assert 15 <= len(cells_of(path, "code")) <= 25
     assert len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) <= 1800
-    if "from drawing import" in code:  # its helper shows sources
+    if "from drawing import" in code:  # its helper calls inspect.getsource
         code += (LESSONS / "drawing.py").read_text(encoding="utf-8")
     assert "inspect.getsource" in code
     assert re.search(r"^\s*assert ", code, re.MULTILINE)
     assert "arXiv" in text and "<details>" in text
 
 
-# ---- run anew ------------------------------------------------------------------------------------
+# ---- executed ------------------------------------------------------------------------------------
 
 
 def client(path, extra: str | None = None):
-    """A client that runs the notebook in a fresh kernel; `extra` code comes after its setup."""
+    """Make a client that runs the notebook in a fresh kernel, after any `extra` code."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.read(path, as_version=4)
     if extra:
@@ -119,10 +119,10 @@ def test_it_runs(path):
     notebook.execute()
 
 
-MISTAKES = {  # a lesson, and a line that makes the package wrong: its own checks must stop it
+PLANTED_BUGS = {  # lesson -> lines that break the package; its own checks must notice each
     "07_self_distillation_and_vocabulary": [
-        "from minispec import distill; distill.step_weights = lambda n, beta: [1 / n] * n",
-        "from minispec.distill import Duplicates; Duplicates.add = lambda self, tokens: False",
+        "from minispec.training import distill; distill.step_weights = lambda n, beta: [1 / n] * n",
+        "from minispec.training.own_text import Duplicates; Duplicates.add = lambda *_: False",
     ],
     "09_is_it_lossless": [
         "from minispec import verify; verify.residual = lambda p, q, x: p",
@@ -132,8 +132,8 @@ MISTAKES = {  # a lesson, and a line that makes the package wrong: its own check
 
 
 @pytest.mark.lessons
-@pytest.mark.parametrize("name, mistake", [(n, m) for n in MISTAKES for m in MISTAKES[n]])
-def test_it_stops_at_a_mistake(name, mistake):
+@pytest.mark.parametrize("name, bug", [(n, bug) for n in PLANTED_BUGS for bug in PLANTED_BUGS[n]])
+def test_it_stops_at_a_planted_bug(name, bug):
     nbclient = pytest.importorskip("nbclient")
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="AssertionError"):
-        client(LESSONS / f"{name}.ipynb", mistake).execute()
+        client(LESSONS / f"{name}.ipynb", bug).execute()

@@ -1,12 +1,12 @@
-"""The central claim: every method's output is plain decoding's.
+"""The central claim: every method produces the output of plain decoding.
 
-                  exact    the distribution of its first tokens, over every random outcome
+                  exact    the distribution of the first tokens, over all random outcomes
     method   ×    greedy   the same tokens, on random Transformers in float64
-                  cache    after every round each committed row is that of a fresh prefill
+                  cache    after every round each committed row equals that of a fresh prefill
                   limits   every way to end, at every offset, and the next turn after it
 
-`python -m minispec.certify` does the same in many more cases, 130 of the exact check alone, and
-shows that each check can fail; here each method has one or two.
+`python -m minispec.certify` checks many more cases, 130 with the exact check alone, and shows that
+each check can fail. Here each method has one or two cases.
 """
 
 import random
@@ -16,8 +16,9 @@ import torch
 from conftest import GOLDEN, SHARED, needs_shared
 
 from minispec import load
-from minispec.certify.cases import BEST_TREE, GREEDY, LENGTH, bound, every_path, tree_method
-from minispec.certify.checks import CONTEXT, EXACT, ends_of, worst_row
+from minispec.certify.common import GREEDY
+from minispec.certify.ours.cases import ADAPTIVE_K, ADAPTIVE_TREE, bound, every_path, tree_method
+from minispec.certify.ours.checks import CONTEXT, TV_TOLERANCE, check_endings, worst_cache_error
 from minispec.generate import METHODS, decode
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
@@ -26,48 +27,48 @@ from minispec.toys import (
     ToyHeads,
     exact_distribution,
     first_tokens,
-    random_head,
-    random_heads,
+    random_medusa_heads,
+    random_mtp_head,
     small_model,
-    switching,
     total_variation,
+    two_languages,
 )
 
-# small enough to enumerate; all seeds here are arbitrary, and drafts have others than targets
+# small enough to enumerate; seeds are arbitrary, but differ between targets and drafts
 TOY, TRANSFORMER = Toy(5), small_model(4, vocab=3, layers=1)
-WINDOW = {"window": 3, "ngram": 3, "guesses": 3}
+LOOKAHEAD = {"window": 3, "ngram": 3, "guesses": 3}
 
 
-def drafts_and_heads(model: Toy | Transformer) -> dict[str, tuple[str, dict]]:
-    """name -> (method, options) for a target of either kind."""
+def method_cases(model: Toy | Transformer) -> dict[str, tuple[str, dict]]:
+    """Map case names to (method, options), for a Toy or a Transformer as target."""
     if isinstance(model, Toy):
         draft, heads, tree = Toy(77), ToyHeads(3), [(0, 0), (1,)]
     else:
         vocab = model.config.vocab_size
-        draft, heads = small_model(9, vocab), random_heads(model, 1, 3)
+        draft, heads = small_model(9, vocab), random_medusa_heads(model, 1, 3)
         tree = every_path(3, 16)
     cases = {
         "plain": ("autoregressive", {}),
         "draft": ("speculative", {"draft": draft, "k": 1}),
-        "draft, k auto": ("speculative", {"draft": draft, "k": LENGTH}),
+        "draft, k auto": ("speculative", {"draft": draft, "k": ADAPTIVE_K}),
         "prompt lookup": ("prompt-lookup", {"k": 2}),
         "medusa": ("medusa", {"heads": heads, "tree": tree}),
-        "medusa, tree auto": ("medusa", {"heads": heads, "tree": BEST_TREE}),
+        "medusa, tree auto": ("medusa", {"heads": heads, "tree": ADAPTIVE_TREE}),
         "jacobi": ("jacobi", {"block": 3}),
-        "lookahead": ("lookahead", WINDOW | {"pool_from_prompt": True}),
+        "lookahead": ("lookahead", LOOKAHEAD | {"pool_from_prompt": True}),
     }
     if isinstance(model, Toy):
         return cases
-    mtp = {"head": random_head(model, 2), "k": 2}
-    words = {"vocabulary": switching(model)}
-    heads = {"heads": random_heads(model, 1, 3, shared=True), "tree": tree}
-    cases["medusa, small vocabulary"] = "medusa", heads | words
+    mtp = {"head": random_mtp_head(model, 2), "k": 2}
+    small = {"vocabulary": two_languages(model)}
+    heads = {"heads": random_medusa_heads(model, 1, 3, shared=True), "tree": tree}
+    cases["medusa, small vocabulary"] = "medusa", heads | small
     cases["fastmtp"] = "fastmtp", mtp
-    cases["fastmtp, small vocabulary"] = "fastmtp", mtp | words
+    cases["fastmtp, small vocabulary"] = "fastmtp", mtp | small
     return cases
 
 
-NAMES = list(drafts_and_heads(TRANSFORMER))
+NAMES = list(method_cases(TRANSFORMER))
 
 
 @pytest.fixture(autouse=True)
@@ -76,31 +77,32 @@ def no_gradients():
         yield
 
 
-def test_the_table_has_every_method_that_promises_it():
-    of_the_table = {method for method, _ in drafts_and_heads(TRANSFORMER).values()}
-    assert of_the_table | {"medusa-typical"} == set(METHODS)
+def test_every_lossless_method_has_a_case():
+    covered = {method for method, _ in method_cases(TRANSFORMER).values()}
+    assert covered | {"medusa-typical"} == set(METHODS)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=2), GREEDY], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_exact(name, sampling):
-    target = TRANSFORMER if name not in drafts_and_heads(TOY) else TOY
-    method, options = drafts_and_heads(target)[name]
+    target = TRANSFORMER if name not in method_cases(TOY) else TOY
+    method, options = method_cases(target)[name]
     prompt, n = [1, 0, 1, 1, 0], 2 if target is TRANSFORMER else 3
     ours = exact_distribution(bound(method, **options), target, prompt, sampling, n)
     plain = exact_distribution(bound("autoregressive"), target, prompt, sampling, n)
-    assert total_variation(ours, plain) < EXACT and abs(sum(ours.values()) - 1) < EXACT
+    assert total_variation(ours, plain) < TV_TOLERANCE
+    assert abs(sum(ours.values()) - 1) < TV_TOLERANCE
 
 
 @pytest.mark.parametrize(
     "shape, kind",
     [("chain", "with replacement"), ("wide", "one-hot"), ("wide", "without replacement")],
 )
-def test_exact_of_drafted_trees(shape, kind):
-    method, prompt, hot = tree_method(Toy(77), shape, kind), [1, 0, 1], Sampling(1.0)
-    ours = exact_distribution(method, TOY, prompt, hot, 2)
-    plain = exact_distribution(bound("autoregressive"), TOY, prompt, hot, 2)
-    assert total_variation(ours, plain) < EXACT
+def test_exact_for_drafted_trees(shape, kind):
+    method, prompt, sampling = tree_method(Toy(77), shape, kind), [1, 0, 1], Sampling(1.0)
+    ours = exact_distribution(method, TOY, prompt, sampling, 2)
+    plain = exact_distribution(bound("autoregressive"), TOY, prompt, sampling, 2)
+    assert total_variation(ours, plain) < TV_TOLERANCE
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -109,8 +111,8 @@ def test_greedy(name, seed):
     model = small_model(seed)
     prompt = random.Random(seed).choices(range(24), k=1 + 11 * seed)
     plain = first_tokens(bound("autoregressive"), model, prompt, GREEDY, Seeded(), 24)
-    method, options = drafts_and_heads(model)[name]
-    for _ in range(2):  # nothing is kept between runs
+    method, options = method_cases(model)[name]
+    for _ in range(2):  # twice, as no state may be kept between runs
         ours = first_tokens(bound(method, **options), model, prompt, GREEDY, Seeded(), 24)
         assert ours == plain
 
@@ -118,24 +120,24 @@ def test_greedy(name, seed):
 @pytest.mark.parametrize("name", NAMES)
 def test_cache(name):
     model = small_model(7)
-    method, options = drafts_and_heads(model)[name]
-    assert worst_row(model, bound(method, **options)) < 1e-9
+    method, options = method_cases(model)[name]
+    assert worst_cache_error(model, bound(method, **options)) < 1e-9
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "vocabulary" not in name])
 def test_limits(name):
     if name.startswith("fastmtp"):
-        method, options = drafts_and_heads(TRANSFORMER)[name]
+        method, options = method_cases(TRANSFORMER)[name]
 
         def target(eos):
             return small_model(4, vocab=3, layers=1, context=CONTEXT, eos_ids=eos)
     else:
-        method, options = drafts_and_heads(TOY)[name]
+        method, options = method_cases(TOY)[name]
 
         def target(eos):
             return Toy(5, context=CONTEXT, eos=eos)
 
-    verdict = ends_of(method, options, targets=[("toy", target)], plain={})
+    verdict = check_endings(method, options, targets=[("toy", target)], plain={})
     assert verdict.passed, verdict.detail
 
 

@@ -1,4 +1,4 @@
-"""What is particular to each method: proposals, lengths, shapes of trees, bad input."""
+"""Behaviour specific to each method: proposals, lengths, tree shapes, bad input."""
 
 import math
 import random
@@ -9,27 +9,27 @@ from conftest import (
     TOKENIZER,
     byte_model,
     byte_tokenizer,
-    companions,
+    method_options,
     random_model,
     random_tokens,
 )
 from tokenizers import models
 
 from minispec import UserError
-from minispec.drafters import check_vocabularies
 from minispec.generate import decode
+from minispec.generate.drafters import check_vocabularies
 from minispec.methods.fastmtp import fastmtp
 from minispec.methods.prompt_lookup import lookup
 from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
-from minispec.toys import random_head
+from minispec.toys import random_mtp_head
 from minispec.tree import Tree
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_lookup_equals_its_definition(seed):
-    """Long matches before short ones, late ones before early ones, and what there is of them."""
+    """Prefer longer matches, then later ones; take up to 4 of the tokens that follow."""
     rng = random.Random(seed)
     tokens = [rng.randrange(3) for _ in range(rng.randint(1, 30))]
     expected = []
@@ -60,7 +60,7 @@ def test_rank_paths_pick_candidates_by_depth():
     assert [tree.tokens_at(p) for p in ([0, 1, 3], [0, 2, 4])] == [[9, 10, 22], [9, 11, 20]]
 
 
-def test_the_formula_of_leviathan_et_al():
+def test_formulas_of_leviathan_et_al():
     """Equation 1 by direct summation; its limit at α = 1; theorem 3.8."""
     for alpha in (0.0, 0.3, 0.8, 1.0):
         for gamma in (1, 4, 7):
@@ -71,7 +71,7 @@ def test_the_formula_of_leviathan_et_al():
 
 @pytest.mark.parametrize("rows", [(32, 40), (40, 32)])
 def test_vocabularies_may_differ_by_padding(rows):
-    """Target and draft of 30 real tokens in tables of different lengths."""
+    """Target and draft have the same 30 tokens, but embeddings of different sizes."""
     target, draft = (random_model(seed, vocab_size=n) for seed, n in enumerate(rows))
     prompt = random_tokens(5, vocab=30)
     for temperature in (0.0, 1.0):
@@ -83,8 +83,8 @@ def test_vocabularies_may_differ_by_padding(rows):
             assert run.tokens == plain.tokens
 
 
-def test_a_draft_may_have_other_added_tokens_but_no_other_words():
-    """Any draft is lossless; one with other words would hardly ever be right."""
+def test_a_draft_may_have_other_added_tokens_but_not_another_vocabulary():
+    """Any draft is lossless, but one with another vocabulary would hardly ever be right."""
     more, other, target = byte_tokenizer(), byte_tokenizer(), byte_model()
     more.backend.add_tokens(["extra"])
     check_vocabularies(TOKENIZER, more, target, byte_model())
@@ -93,8 +93,8 @@ def test_a_draft_may_have_other_added_tokens_but_no_other_words():
     draft = random_model(1, vocab_size=TOKENIZER.size + 1)
     run = decode(target, TOKENIZER, "hello", "speculative", draft=draft, max_new_tokens=20)
     assert run.tokens == plain.tokens
-    for words in (["a", "b"], ["b", "a", "c"]):  # others, and the same with other ids
-        other.backend.model = models.BPE({word: i for i, word in enumerate(words)}, [])
+    for vocab in (["a", "b"], ["b", "a", "c"]):  # other tokens, and the same with other ids
+        other.backend.model = models.BPE({token: i for i, token in enumerate(vocab)}, [])
         with pytest.raises(UserError, match="the draft's vocabulary differs"):
             check_vocabularies(TOKENIZER, other, target, byte_model())
     with pytest.raises(UserError, match="the draft's vocabulary differs"):
@@ -103,13 +103,14 @@ def test_a_draft_may_have_other_added_tokens_but_no_other_words():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", ["speculative", "medusa", "fastmtp"])
-def test_a_broken_draft_costs_speed_and_changes_nothing(method, temperature):
-    """Its weights overflow: all its logits are NaN."""
+def test_a_broken_draft_costs_speed_but_changes_no_output(method, temperature):
+    """All weights of the draft are NaN, and so are its logits."""
     model = random_model()
-    options = companions(model)[method]
+    options = method_options(model)[method]
     (drafter,) = (x for x in options.values() if isinstance(x, torch.nn.Module))
+    target_weights = {p.data_ptr() for p in model.parameters()}  # a draft may share some
     for p in drafter.parameters():
-        if p.data_ptr() not in {own.data_ptr() for own in model.parameters()}:
+        if p.data_ptr() not in target_weights:
             p.data.fill_(math.nan)
     policies = [{}, {"tree": "auto"}] if method == "medusa" else [{}, {"k": "auto"}]
     for policy in policies:
@@ -120,9 +121,9 @@ def test_a_broken_draft_costs_speed_and_changes_nothing(method, temperature):
             assert run.tokens == decode(model, None, [1, 2, 3], max_new_tokens=20).tokens
 
 
-def test_a_prompt_is_prefilled_in_chunks_whose_hidden_states_fastmtp_reads(monkeypatch):
-    """The head's cache is what one pass over all of the prompt leaves."""
-    model, head = random_model(context=1200), random_head(random_model(), 2)
+def test_fastmtp_reads_the_hidden_states_of_every_prefilled_chunk(monkeypatch):
+    """The head's cache must equal that of a single pass over the whole prompt."""
+    model, head = random_model(context=1200), random_mtp_head(random_model(), 2)
     prompt, caches = random_tokens(1100), []
     for chunk in 300, 2000:
         monkeypatch.setattr(Transformer.prefill_chunks, "__defaults__", (chunk,))

@@ -1,5 +1,5 @@
-"""The model against transformers, and against itself: with and without a cache, chain or tree, one
-sequence or a batch.
+"""The model agrees with transformers and with itself: with and without a cache, for chains and
+trees, for one sequence and a batch.
 """
 
 import json
@@ -34,7 +34,7 @@ def test_logits_and_greedy_tokens_equal_transformers(variant):
     ):
         model, _ = load(GOLDEN / variant, dtype=dtype, device="cpu")
         logits = model.logits(model(golden["tokens"]))[0]
-        # relative to the largest logit: processors sum in different orders
+        # relative to the largest logit, because CPUs sum in different orders
         assert (logits - golden[key]).abs().max() <= tolerance * golden[key].abs().max()
     assert greedy(model, golden["tokens"][:20].tolist(), 64) == golden["greedy"].tolist()
 
@@ -54,17 +54,17 @@ def test_real_checkpoints_reproduce_their_reference(name):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_any_split_into_passes_gives_the_same_hiddens(seed):
+def test_any_split_into_passes_gives_the_same_hidden_states(seed):
     rng = random.Random(seed)
     model = random_model(seed, qk_norm=bool(seed % 2), qkv_bias=bool(seed % 3))
     tokens = random_tokens(rng.randint(2, 150), seed)
-    whole = model(tokens)
+    expected = model(tokens)
     cache, parts = model.new_cache(capacity=len(tokens)), []
     while cache.length < len(tokens):
         part = tokens[cache.length : cache.length + rng.choice([1, 2, 3, 8, 64, 65])]
         parts.append(model(part, cache))
         cache.commit(list(range(len(part))))
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -83,32 +83,32 @@ def test_each_row_of_a_tree_equals_the_chain_through_its_ancestors(seed, cached)
         path = [node]
         while tree.parents[path[0]] >= 0:
             path.insert(0, tree.parents[path[0]])
-        alone = model(prefix + tree.tokens_at(path))[0, -1]
-        torch.testing.assert_close(hidden[node], alone, rtol=0, atol=1e-10)
+        expected = model(prefix + tree.tokens_at(path))[0, -1]
+        torch.testing.assert_close(hidden[node], expected, rtol=0, atol=1e-10)
 
 
-def test_a_right_padded_batch_equals_its_rows_one_by_one():
-    """Prompts of 1, 5 and 70 tokens are prefilled together; each then grows at its own length."""
+def test_a_right_padded_batch_equals_its_sequences_one_by_one():
+    """Prompts of 1, 5 and 70 tokens are prefilled together, and then continued token by token."""
     model = random_model()
-    rows = [random_tokens(n, n) for n in (1, 5, 70)]
-    more = torch.tensor([random_tokens(3, 9 + n) for n in range(3)])
+    prompts = [random_tokens(n, n) for n in (1, 5, 70)]
+    new_tokens = torch.tensor([random_tokens(3, 9 + n) for n in range(3)])
     padded = torch.zeros(3, 70, dtype=torch.long)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = torch.tensor(row)
+    for i, prompt in enumerate(prompts):
+        padded[i, : len(prompt)] = torch.tensor(prompt)
     cache = model.new_cache(capacity=80, batch=3)
     model(padded, cache)
-    cache.extend([len(row) for row in rows])
-    for column in range(3):
-        hidden = model(more[:, column : column + 1], cache)
+    cache.extend([len(prompt) for prompt in prompts])
+    for step in range(3):
+        hidden = model(new_tokens[:, step : step + 1], cache)
         cache.extend([1, 1, 1])
-        for i, row in enumerate(rows):
-            alone = model(row + more[i, : column + 1].tolist())[0, -1]
-            torch.testing.assert_close(hidden[i, 0], alone, rtol=0, atol=1e-10)
+        for i, prompt in enumerate(prompts):
+            expected = model(prompt + new_tokens[i, : step + 1].tolist())[0, -1]
+            torch.testing.assert_close(hidden[i, 0], expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_several_rows_of_a_batch_equal_a_pass_of_each_sequence(seed):
-    """Chains and trees of several rows, over sequences whose committed lengths differ."""
+def test_a_batched_pass_over_several_rows_equals_one_pass_per_sequence(seed):
+    """For chains and trees of several rows, and sequences of different committed lengths."""
     rng = random.Random(seed)
     model, vocab = random_model(seed, tied=bool(seed % 2)), 32
     batched = model.new_cache(capacity=90, batch=3)
@@ -119,10 +119,10 @@ def test_several_rows_of_a_batch_equal_a_pass_of_each_sequence(seed):
         layout = (None, None) if causal else (tree.depth, tree.mask)
         tokens = torch.tensor([[rng.randrange(vocab) for _ in tree.tokens] for _ in caches])
         logits = model.logits(model(tokens, batched, *layout))  # (3, n, vocab)
-        for row, cache, got in zip(tokens, caches, logits):
+        for row, cache, actual in zip(tokens, caches, logits):
             expected = model.logits(model(row, cache, *layout))[0]
-            torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
-        # a tree's first rows may be siblings; only a chain's are what a sequence can go on from
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+        # the first rows of a tree may be siblings; only a chain's rows may all be committed
         counts = [rng.randint(0, len(tree)) if causal else rng.randint(0, 1) for _ in caches]
         batched.extend(counts)
         for cache, count in zip(caches, counts):
@@ -130,7 +130,7 @@ def test_several_rows_of_a_batch_equal_a_pass_of_each_sequence(seed):
     assert len(set(batched.lengths)) > 1
 
 
-def test_moving_to_half_precision_leaves_the_rotary_frequencies_alone():
+def test_half_precision_does_not_change_the_rotary_frequencies():
     model = random_model(dtype=torch.float32)
     before = model.rope.frequencies.clone()
     model.to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Training is exact: stopped and resumed or not, in one process or two; what it writes loads."""
+"""Training is reproducible, when resumed and in two processes, and writes a model that loads."""
 
 import os
 import resource
@@ -9,12 +9,15 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, WORDS, last_line_of_refusal, tales
+from conftest import ROOT, WORDS, last_error_line, random_documents
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from minispec import load, pretrain, training
+from minispec import load
 from minispec.generate import decode
+from minispec.training import loop as training
+from minispec.training import pretrain
+from minispec.training.new_model import initialise
 
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--ffn", "24", "--vocab", "300",
          "--context", "32", "--rows", "4", "--device", "cpu", "--lr", "0.01"]  # fmt: skip
@@ -22,7 +25,7 @@ SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--ffn", "24", "--voc
 
 @pytest.fixture
 def data(tmp_path):
-    (tmp_path / "tales.txt").write_text(tales(99))
+    (tmp_path / "tales.txt").write_text(random_documents(99))
     (tmp_path / "talk.jsonl").write_text('{"prompt": "hi", "completion": "hello"}\n' * 60)
     return [str(tmp_path / "tales.txt"), str(tmp_path / "talk.jsonl")]
 
@@ -36,39 +39,40 @@ def weights(out) -> dict[str, torch.Tensor]:
     return torch.load(out / "training.pt", weights_only=True)["model"]
 
 
-def refused(capsys, *arguments) -> str:
-    return last_line_of_refusal(capsys, lambda: run(*arguments))
+def rejected(capsys, *arguments) -> str:
+    return last_error_line(capsys, lambda: run(*arguments))
 
 
-def test_an_epoch_shows_every_document_once_in_another_order_each_time():
+def test_an_epoch_covers_every_document_once_in_a_new_order():
     documents = [np.full(i + 1, i) for i in range(6)]
-    batch = pretrain.packed(documents, 2, 5, seed=1)  # 2 batches of 10 tokens: all but the last
+    batch = pretrain.packed_batches(documents, 2, 5, seed=1)  # 2 batches of 10: all but the last
     first, second = (torch.cat([batch(step) for step in steps]) for steps in ((0, 1), (2, 3)))
     for rows in first, second:
         assert rows.shape == (4, 6) and torch.equal(rows[:-1, -1], rows[1:, 0])
         text = rows[:, :-1].flatten().tolist() + rows[-1, -1:].tolist()
         assert sorted(text) == sorted(sum(map(list, documents), []))
     assert not torch.equal(first, second) and torch.equal(batch(1), first[2:])
-    assert pretrain.packed(documents[:2], 2, 5, 0)(7).shape == (2, 6)  # shorter than a batch
+    short = pretrain.packed_batches(documents[:2], 2, 5, 0)  # fewer tokens than a batch
+    assert short(7).shape == (2, 6)
 
 
 @pytest.mark.parametrize("shape", [(7, 7), (5, 40), (33, 8), (1, 9)])
-def test_muon_s_update_keeps_directions_and_loses_sizes(shape):
+def test_muon_keeps_singular_vectors_and_equalises_singular_values(shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100
     u, s, v = torch.linalg.svd(x, full_matrices=False)
     ours = u.T @ training.orthogonal(x) @ v.T
     assert (ours - torch.diag(ours.diag())).abs().max() < 1e-3
-    large = ours.diag()[s > s[0] / 50]  # of tiny ones five steps make something in between
+    large = ours.diag()[s > s[0] / 50]  # five steps do not bring tiny ones all the way
     assert large.min() > 0.5 and large.max() < 1.3
 
 
-def test_training_learns_and_what_it_writes_loads(data, tmp_path):
+def test_training_learns_and_its_model_loads(data, tmp_path):
     out, lone = tmp_path / "out", tmp_path / "lone.jsonl"
     lone.write_text('{"text": "the cat"}\n')
     run([*data, str(lone)], out, 60)
     card = (out / "README.md").read_text()
     assert "60 steps, 7,680 tokens" in card and "| tales |" in card and "| talk |" in card
-    assert "| lone |" not in card  # of which nothing is held out
+    assert "| lone |" not in card  # it has no held-out documents
     assert "pretrain --data tales.txt talk.jsonl lone.jsonl" in card
     assert len(card.splitlines()) <= 60
     model, tokenizer = load(out, "float64", "cpu")
@@ -82,48 +86,49 @@ def test_training_learns_and_what_it_writes_loads(data, tmp_path):
         bits -= sum(log_p[i, token].item() for i, token in enumerate(row[1:])) / np.log(2)
     after = pretrain.bits_per_byte(model, tokenizer, texts)
     assert abs(after - bits / sum(len(text.encode()) for text in texts)) < 1e-5
-    pretrain.initialise(model, 0)
+    initialise(model, 0)
     assert after < 0.8 * pretrain.bits_per_byte(model, tokenizer, texts)
 
 
-def test_a_run_that_ctrl_c_ended_goes_on_as_if_it_had_not(data, tmp_path, monkeypatch):
-    out, descend, often = tmp_path / "parts", training.descend, ("--save-every", "3")
-    whole, steps = run(data, tmp_path / "whole", 9, *often), []
+def test_a_run_stopped_by_ctrl_c_resumes_exactly(data, tmp_path, monkeypatch):
+    out, save_often = tmp_path / "parts", ("--save-every", "3")
+    optimizer_step = training.optimizer_step
+    whole, steps = run(data, tmp_path / "whole", 9, *save_often), []
 
     def interrupted(*arguments):
-        steps.append(descend(*arguments))
+        steps.append(optimizer_step(*arguments))
         if len(steps) == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "descend", interrupted)
+    monkeypatch.setattr(training, "optimizer_step", interrupted)
     with pytest.raises(SystemExit) as caught:
-        run(data, out, 9, *often)
+        run(data, out, 9, *save_often)
     assert caught.value.code == 130 and not (out / "model.safetensors").exists()
-    resumed = run(data, out, 9, *often)
+    resumed = run(data, out, 9, *save_often)
     assert len(steps) == 5 + 6
     for name in whole:
         assert torch.equal(whole[name], resumed[name]), name
 
 
-def test_two_trainings_never_share_an_out(data, tmp_path, capsys, monkeypatch):
-    out, descend = tmp_path / "out", training.descend
+def test_two_runs_cannot_share_an_out_directory(data, tmp_path, capsys, monkeypatch):
+    out, optimizer_step = tmp_path / "out", training.optimizer_step
 
     def both(*arguments):
-        monkeypatch.setattr(training, "descend", descend)
+        monkeypatch.setattr(training, "optimizer_step", optimizer_step)
         with pytest.raises(SystemExit):
             run(data, out, 2)
-        said.append(capsys.readouterr().err)
-        descend(*arguments)
+        errors.append(capsys.readouterr().err)
+        optimizer_step(*arguments)
 
-    said: list[str] = []
-    monkeypatch.setattr(training, "descend", both)
+    errors: list[str] = []
+    monkeypatch.setattr(training, "optimizer_step", both)
     run(data, out, 1)
-    assert f"--out {out}: another process is writing it; wait until it ends" in said[0]
+    assert f"--out {out}: another process is writing to it; wait" in errors[0]
     run(data, out, 2)  # continues
 
 
 def test_help_needs_no_docstring(monkeypatch, capsys):
-    """`python -OO` drops them."""
+    """`python -OO` strips docstrings."""
     monkeypatch.setattr(pretrain, "__doc__", None)
     with pytest.raises(SystemExit) as caught:
         pretrain.main(["-h"])
@@ -134,10 +139,10 @@ def test_help_needs_no_docstring(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_two_processes_train_the_same_model_as_one(data, tmp_path):
-    alone = run(data, tmp_path / "alone", 3)
+    single = run(data, tmp_path / "alone", 3)
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    both = os.environ | {  # as torchrun starts them, but for its own start
+    both = os.environ | {  # the environment that torchrun would set
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2",
         "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
     }  # fmt: skip
@@ -151,28 +156,28 @@ def test_two_processes_train_the_same_model_as_one(data, tmp_path):
     errors = [process.communicate()[1] for process in ranks]
     assert all(process.returncode == 0 for process in ranks), errors
     for name, weight in weights(tmp_path / "both").items():
-        torch.testing.assert_close(weight, alone[name], rtol=0, atol=2e-4)
+        torch.testing.assert_close(weight, single[name], rtol=0, atol=2e-4)
 
 
-def test_a_full_disk_is_one_line_and_loses_nothing(data, tmp_path, capsys):
+def test_a_full_disk_is_reported_in_one_line_and_loses_nothing(data, tmp_path, capsys):
     out = tmp_path / "out"
     run(data, out, 2)
     before, limit = (out / "training.pt").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limit[1]))
     try:
-        said = refused(capsys, data, out, 4)
+        error = rejected(capsys, data, out, 4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert "training.pt cannot be written" in said
+    assert "training.pt cannot be written" in error
     assert (out / "training.pt").read_bytes() == before and not list(out.glob("*.part"))
     run(data, out, 4)
 
 
-def test_a_model_begins_with_another_and_keeps_its_tokenizer(data, tmp_path, capsys):
+def test_init_continues_a_model_and_keeps_its_tokenizer(data, tmp_path, capsys):
     first, out = run(data, tmp_path / "first", 2), tmp_path / "again"
     begun = "--init", str(tmp_path / "first"), "--layers", "9"
     again = run(data, out, 1, *begun, "--lr", "1e-9", "--context", "16")
-    for name, weight in first.items():  # but for the rounding to float16
+    for name, weight in first.items():  # up to rounding to float16
         assert torch.allclose(again[name], weight, atol=1e-3), name
     tokenizer = (tmp_path / "first" / "tokenizer.json").read_text()
     assert (out / "tokenizer.json").read_text() == tokenizer
@@ -180,16 +185,16 @@ def test_a_model_begins_with_another_and_keeps_its_tokenizer(data, tmp_path, cap
     run(data, out, 2, *begun, "--context", "16")
     run(data, tmp_path / "other", 1, "--data", *data[1:])
     other = "--tokenizer", str(tmp_path / "other" / "tokenizer.json")
-    said = refused(capsys, data, tmp_path / "new", 1, *begun, *other)
-    assert "made with another tokenizer" in said
+    error = rejected(capsys, data, tmp_path / "new", 1, *begun, *other)
+    assert "made with another tokenizer" in error
 
 
-def test_any_tokenizer_will_do(data, tmp_path):
+def test_any_tokenizer_can_be_used(data, tmp_path):
     other = Backend(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "the"))
     other.pre_tokenizer = pre_tokenizers.Whitespace()
     other.enable_truncation(3)
     other.save(str(tmp_path / "other.json"))
-    (tmp_path / "one.txt").write_text("the cat, of whom nothing is held out")
+    (tmp_path / "one.txt").write_text("the cat, the only document")
     run([str(tmp_path / "one.txt")], tmp_path / "out", 1, "--tokenizer",
         str(tmp_path / "other.json"), "--context", "8")  # fmt: skip
     model, tokenizer = load(tmp_path / "out", "float32", "cpu")
@@ -198,7 +203,7 @@ def test_any_tokenizer_will_do(data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, message",
     [
         (["--layers", "0"], "--layers: 0 must be a whole number, from 1"),
         (["--heads", "3"], "must be an even multiple"),
@@ -214,18 +219,18 @@ def test_any_tokenizer_will_do(data, tmp_path):
         (["--out", "FILE/out"], "--out"),
     ],
 )
-def test_wrong_input_is_refused(data, tmp_path, arguments, said, capsys):
+def test_wrong_input_is_rejected(data, tmp_path, arguments, message, capsys):
     arguments = [word.replace("FILE", data[0]) for word in arguments]
-    assert said in refused(capsys, data, tmp_path / "out", 9, *arguments)
+    assert message in rejected(capsys, data, tmp_path / "out", 9, *arguments)
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
-def test_a_checkpoint_of_another_training_is_refused(data, tmp_path, capsys):
+def test_the_checkpoint_of_another_run_is_rejected(data, tmp_path, capsys):
     out, file = tmp_path / "out", tmp_path / "out" / "training.pt"
     run(data, out, 2)
-    assert "(other model)" in refused(capsys, data, out, 3, "--heads", "4")
-    assert "(other data)" in refused(capsys, data[:1], out, 3)
-    assert "(other rows)" in refused(capsys, data, out, 3, "--rows", "8")
+    assert "(different model)" in rejected(capsys, data, out, 3, "--heads", "4")
+    assert "(different data)" in rejected(capsys, data[:1], out, 3)
+    assert "(different rows)" in rejected(capsys, data, out, 3, "--rows", "8")
     for damaged in b"PK", [], {"model": {}}, {"model": [1]}:
         file.write_bytes(damaged) if isinstance(damaged, bytes) else torch.save(damaged, file)
-        assert "training.pt is damaged" in refused(capsys, data, out, 3)
+        assert "training.pt is damaged" in rejected(capsys, data, out, 3)

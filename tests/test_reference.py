@@ -1,11 +1,11 @@
-"""With transformers at hand (`make reference`): it reads what we write, and says the same."""
+"""Comparison with transformers (`make reference`): it reads what we write and predicts the same."""
 
 import pytest
 import torch
 from conftest import GOLDEN, ROOT, random_tokens
 
 from minispec import load
-from minispec.checkpoint import save
+from minispec.checkpoints.load import save
 from minispec.generate import decode
 
 transformers = pytest.importorskip("transformers", reason="the `reference` extra is not installed")
@@ -20,7 +20,7 @@ def test_a_saved_checkpoint_loads_in_transformers(variant, tmp_path):
     tokens = random_tokens(50, vocab=64)
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits
-    # relative to the largest logit: processors sum in different orders
+    # relative to the largest logit, as processors sum in different orders
     atol = 1e-5 * expected.abs().max().item()
     torch.testing.assert_close(model.logits(model(tokens)), expected, rtol=0, atol=atol)
 
@@ -30,21 +30,21 @@ def test_the_shipped_weights_load_in_transformers_with_the_same_logits(name):
     folder = ROOT / "weights" / name
     model, tokenizer = load(folder, "float32", "cpu")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    its_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    their_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for text in ("Once upon a time", "从前有一只小猫", "def f(x):\n    return 1", ""):
-        assert its_tokenizer(text).input_ids == tokenizer.encode(text)
+        assert their_tokenizer(text).input_ids == tokenizer.encode(text)
         tokens = torch.tensor([tokenizer.encode(text)])
         with torch.no_grad():
             expected = theirs(tokens).logits
         torch.testing.assert_close(model.logits(model(tokens)), expected, rtol=0, atol=1e-4)
     messages = [{"role": "user", "content": "Hi!"}]
-    chat = its_tokenizer.apply_chat_template(
+    chat = their_tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
     assert chat == tokenizer.chat(messages)
 
 
-def test_the_shipped_target_decodes_greedily_as_in_transformers():
+def test_the_shipped_target_generates_greedily_as_in_transformers():
     model, tokenizer = load(TARGET, "float64", "cpu")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float64)
     prompt = tokenizer.encode("Once upon a time")

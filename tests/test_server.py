@@ -1,4 +1,4 @@
-"""An honest server passes, every wrong one is caught, and what a server can do is one line."""
+"""A correct server passes, each wrong one is caught, and an unusable one gives a one-line error."""
 
 import contextlib
 import copy
@@ -16,25 +16,25 @@ import httpx
 import pytest
 import torch
 from conftest import TOKENIZER, byte_model
-from served import Honest, serving
+from served import CorrectServer, serving
 
 from minispec import errors
-from minispec.certify import mutants
 from minispec.certify.__main__ import main
-from minispec.certify.client import Refused, Server, ended_by
-from minispec.certify.drawn import SAMPLED
-from minispec.certify.keys import warn_if_exposed
-from minispec.certify.server import check_server
-from minispec.checkpoint import save
+from minispec.certify.others.api_keys import warn_if_exposed
+from minispec.certify.others.client import RequestError, Server, is_stop_reason
+from minispec.certify.others.distribution import SERVER_SAMPLINGS
+from minispec.certify.others.server import check_server
+from minispec.certify.ours import mutants
+from minispec.checkpoints.load import save
 from minispec.errors import UserError
-from minispec.toys import letters, small_model
+from minispec.toys import letter_tokenizer, small_model
 
 END, OTHER_END = 256, 259
 MODEL = byte_model(0, context=300, eos=(END, OTHER_END))
 
 
-def disturbed(model, noise: float):
-    """A draft that is often right."""
+def with_noise(model, noise: float):
+    """Return a noisy copy of a model, a draft that is often right."""
     draft, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
     for p in draft.parameters():
         p.add_(noise * torch.randn(p.shape, generator=generator, dtype=p.dtype))
@@ -43,37 +43,37 @@ def disturbed(model, noise: float):
 
 with torch.no_grad():
     LETTERS = small_model(3, vocab=8, layers=1)
-    DRAFT = disturbed(LETTERS, 0.25)
+    DRAFT = with_noise(LETTERS, 0.25)
 
 
 def examine(
-    served, url=None, baseline=None, name=None, seconds=60.0, model=None, key=None, **options
+    backend, url=None, baseline=None, name=None, seconds=60.0, model=None, key=None, **options
 ):
-    """The verdicts on a server of ours."""
-    model = model or served.model
+    """Return the verdicts on a server of ours."""
+    model, tokenizer = model or backend.model, backend.tokenizer
 
     def client(address):
-        return Server(address, served.tokenizer, name, model.config.eos_ids, seconds, key)
+        return Server(address, tokenizer, name, model.config.eos_ids, seconds, key)
 
-    with serving(served) as address, torch.no_grad():
+    with serving(backend) as address, torch.no_grad():
         plain = baseline and client(baseline)
-        return list(check_server(client(url or address), model, served.tokenizer, plain, **options))
+        return list(check_server(client(url or address), model, tokenizer, plain, **options))
 
 
-def honest(kind=Honest):
-    return kind(MODEL, TOKENIZER, "prompt-lookup", k=3)
+def byte_server(server_class=CorrectServer):
+    return server_class(MODEL, TOKENIZER, "prompt-lookup", k=3)
 
 
-def drawing(kind=Honest):
-    return kind(LETTERS, letters(8), "speculative", draft=DRAFT, k=1)
+def letter_server(server_class=CorrectServer):
+    return server_class(LETTERS, letter_tokenizer(8), "speculative", draft=DRAFT, k=1)
 
 
 def failures(verdicts) -> list[tuple[str, str]]:
     return [(v.check, v.case) for v in verdicts if v.passed is False]
 
 
-def test_an_honest_server_passes():
-    verdicts = examine(honest(), requests=200, samplings=SAMPLED[4:])
+def test_a_correct_server_passes():
+    verdicts = examine(byte_server(), requests=200, samplings=SERVER_SAMPLINGS[4:])
     assert not failures(verdicts), verdicts
     assert {v.check for v in verdicts if v.passed} == {
         "server", "greedy", "limits", "load", "distribution", "drafts",
@@ -81,99 +81,100 @@ def test_an_honest_server_passes():
     assert [v for v in verdicts if v.passed is None] == []
 
 
-# ---- servers that err ----------------------------------------------------------------------------
+# ---- wrong servers -------------------------------------------------------------------------------
 
 
-class Cut(Honest):
-    """Forgets what is far back."""
+class TruncatesPrompts(CorrectServer):
+    """Forget the distant part of a prompt."""
 
-    def prompt(self, given):
-        return given[-140:]
+    def prompt(self, ids):
+        return ids[-140:]
 
 
-class ForgetsTheSecondTime(Honest):
-    """A prefix cache of stale rows."""
+class StalePrefixCache(CorrectServer):
+    """Use stale rows of a prefix cache."""
 
     seen = ()
 
-    def run(self, asked, seed):
-        before, self.seen = self.seen, asked["prompt"]
-        return super().run(asked | {"prompt": asked["prompt"][1:] or [0]} if before == self.seen
-                           else asked, seed)  # fmt: skip
+    def run(self, request, seed):
+        before, self.seen = self.seen, request["prompt"]
+        if before == self.seen:
+            request = request | {"prompt": request["prompt"][1:] or [0]}
+        return super().run(request, seed)
 
 
-def mutated(mutant: str, make=honest) -> Honest:
-    """A server with one of the certifier's mutants behind it."""
-    (found,) = (each for each in mutants.MUTANTS if each.name == mutant)
+def mutated(mutant: str, make=byte_server) -> CorrectServer:
+    """Return a server that runs with one of certify's mutants."""
+    (patch,) = (m for m in mutants.MUTANTS if m.name == mutant)
 
-    class Mutated(Honest):
-        def run(self, asked, seed):
-            with self.lock, found.apply():
-                return super().run(asked, seed)
+    class Mutated(CorrectServer):
+        def run(self, request, seed):
+            with self.lock, patch.apply():
+                return super().run(request, seed)
 
     return make(Mutated)
 
 
-class TooMany(Honest):
-    def run(self, asked, seed):
-        return super().run(asked | {"max_tokens": asked["max_tokens"] + 1}, seed)
+class OneTokenTooMany(CorrectServer):
+    def run(self, request, seed):
+        return super().run(request | {"max_tokens": request["max_tokens"] + 1}, seed)
 
 
-class GoesOn(Honest):
-    """Past one of the two end tokens."""
+class IgnoresOneEos(CorrectServer):
+    """Continue past one of the two end tokens."""
 
-    def __init__(self, *given, **options):
-        super().__init__(*given, **options)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self.model = copy.deepcopy(self.model)
         self.model.config = replace(self.model.config, eos_ids=(OTHER_END,))
 
 
-class StopsWithin(Honest):
-    """Looks for stop strings in each token alone."""
+class MissesLongStops(CorrectServer):
+    """Miss stop strings that span several tokens."""
 
-    def run(self, asked, seed):
-        return super().run({k: v for k, v in asked.items() if k != "stop"}, seed)
+    def run(self, request, seed):
+        return super().run({k: v for k, v in request.items() if k != "stop"}, seed)
 
 
-class KeepsTheStop(Honest):
-    def choice(self, asked, seed):
-        found = super().choice(asked, seed)
-        found["text"] += "".join(asked.get("stop", ()))
+class KeepsStopString(CorrectServer):
+    def choice(self, request, seed):
+        found = super().choice(request, seed)
+        found["text"] += "".join(request.get("stop", ()))
         return found
 
 
-class LosesTheLastPart(Honest):
+class DropsLastChunk(CorrectServer):
     def parts(self, choice):
         return super().parts(choice)[::2]
 
 
-class StreamsAnotherEnd(Honest):
+class StreamsWrongReason(CorrectServer):
     def parts(self, choice):
         return [*super().parts(choice)[:2], {"finish_reason": "stop"}]
 
 
-class WarmLogprobs(Honest):
+class ScaledLogprobs(CorrectServer):
     def logprobs(self, run):
-        return [0.97 * each for each in super().logprobs(run)]
+        return [0.97 * logprob for logprob in super().logprobs(run)]
 
 
-class SameChoices(Honest):
-    def choices(self, asked):
-        return [self.choice(asked, asked["seed"])] * asked["n"]
+class SameChoices(CorrectServer):
+    def choices(self, request):
+        return [self.choice(request, request["seed"])] * request["n"]
 
 
-class Leaks(Honest):
-    """A temperature of a request that is being answered at the same time."""
+class Leaks(CorrectServer):
+    """Use the temperature of a concurrent request."""
 
     busy: list[float] = []
 
-    def run(self, asked, seed):
-        self.busy.append(asked["temperature"])
+    def run(self, request, seed):
+        self.busy.append(request["temperature"])
         time.sleep(0.003)
         try:
-            return super().run(asked | {"temperature": max(self.busy)}, seed)
+            return super().run(request | {"temperature": max(self.busy)}, seed)
         finally:
-            self.busy.remove(asked["temperature"])
+            self.busy.remove(request["temperature"])
 
 
 GREEDY = ("greedy", "lengths")
@@ -182,62 +183,62 @@ GREEDY = ("greedy", "lengths")
 @pytest.mark.parametrize(
     "wrong, check, case",
     [
-        (Cut, *GREEDY),
-        (ForgetsTheSecondTime, *GREEDY),
-        (TooMany, "limits", "lengths"),
-        (GoesOn, "limits", "where greedy answers end"),
-        (StopsWithin, "limits", "stop strings"),
-        (KeepsTheStop, "limits", "stop strings"),
-        (LosesTheLastPart, "limits", "streaming"),
-        (StreamsAnotherEnd, "limits", "streaming"),
-        (WarmLogprobs, "limits", "logprobs"),
+        (TruncatesPrompts, *GREEDY),
+        (StalePrefixCache, *GREEDY),
+        (OneTokenTooMany, "limits", "lengths"),
+        (IgnoresOneEos, "limits", "end of greedy answers"),
+        (MissesLongStops, "limits", "stop strings"),
+        (KeepsStopString, "limits", "stop strings"),
+        (DropsLastChunk, "limits", "streaming"),
+        (StreamsWrongReason, "limits", "streaming"),
+        (ScaledLogprobs, "limits", "logprobs"),
         (SameChoices, "limits", "several choices"),
-        (Leaks, "load", "8 at once, of mixed temperatures"),
+        (Leaks, "load", "8 concurrent, mixed temperatures"),
     ],
 )  # fmt: skip
 def test_a_wrong_server_is_caught(wrong, check, case):
-    verdicts = examine(honest(wrong), model=MODEL, checks=(check,))
+    verdicts = examine(byte_server(wrong), model=MODEL, checks=(check,))
     assert verdicts[0].passed, verdicts
     assert (check, case) in failures(verdicts), verdicts
     assert all(v.passed is not False for v in verdicts if v.check != check)
 
 
-def test_a_wrong_acceptance_is_caught_greedily():
+def test_a_wrong_acceptance_is_caught_by_greedy_answers():
     assert failures(
-        examine(mutated("a draft judged by the distribution after it"), checks=("greedy",))
+        examine(mutated("draft verified against the next position"), checks=("greedy",))
     )
 
 
 # ---- sampled -------------------------------------------------------------------------------------
 
 
-class Smaller(Honest):
-    def run(self, asked, seed):
-        return super().run(asked | {"top_p": asked["top_p"] ** 4}, seed)
+class SmallerTopP(CorrectServer):
+    def run(self, request, seed):
+        return super().run(request | {"top_p": request["top_p"] ** 4}, seed)
 
 
-class NoTopK(Honest):
-    def run(self, asked, seed):
-        return super().run(asked | {"top_k": -1}, seed)
+class NoTopK(CorrectServer):
+    def run(self, request, seed):
+        return super().run(request | {"top_k": -1}, seed)
 
 
-class OneSeed(Honest):
-    def run(self, asked, seed):
-        return super().run(asked, 7)
+class OneSeed(CorrectServer):
+    def run(self, request, seed):
+        return super().run(request, 7)
 
 
-class OwnSeeds(Honest):
+class IgnoresSeeds(CorrectServer):
     count = 0
 
-    def run(self, asked, seed):
+    def run(self, request, seed):
         self.count += 1
-        return super().run(asked, self.count)
+        return super().run(request, self.count)
 
 
-def examine_drawn(served, sampling: int, requests: int):
-    """The rows of the seeds and of one sampling."""
-    verdicts = examine(served, checks=("distribution",), requests=requests,
-                       samplings=SAMPLED[sampling : sampling + 1])  # fmt: skip
+def examine_samples(backend, sampling: int, requests: int):
+    """Return the verdicts on seeds and on one sampling."""
+    verdicts = examine(backend, checks=("distribution",), requests=requests,
+                       samplings=SERVER_SAMPLINGS[sampling : sampling + 1])  # fmt: skip
     assert verdicts[0].passed
     return [v for v in verdicts if v.check == "distribution"]
 
@@ -246,85 +247,84 @@ def examine_drawn(served, sampling: int, requests: int):
     "mutant, requests",
     [
         ("a rejection resamples from p", 250),
-        ("the bonus is an argmax", 200),
-        pytest.param("acceptance lenient by 0.8", 4000, marks=pytest.mark.slow),
+        ("bonus token is the argmax", 200),
+        pytest.param("acceptance probability divided by 0.8", 4000, marks=pytest.mark.slow),
     ],
 )
-def test_a_wrong_acceptance_is_caught_in_what_is_drawn(mutant, requests):
-    seeds, drawn = examine_drawn(mutated(mutant, drawing), 0, requests)
-    assert seeds.passed and drawn.passed is False and "p = " in drawn.detail
+def test_a_wrong_acceptance_is_caught_by_samples(mutant, requests):
+    seeds, sampled = examine_samples(mutated(mutant, letter_server), 0, requests)
+    assert seeds.passed and sampled.passed is False and "p = " in sampled.detail
 
 
 @pytest.mark.parametrize(
-    "wrong, sampling, passed, says",
+    "wrong, sampling, passed, snippets",
     [
-        (Honest, 0, [True, True], ["for equal seeds", "p = "]),
-        (NoTopK, 2, [True, False], ["for equal seeds", "has probability 0"]),
-        (Smaller, 3, [True, False], ["for equal seeds", "p = "]),
-        (OneSeed, 0, [False, False], ["repeats itself", "p = "]),
-        (OwnSeeds, 0, [None, True], ["seeds are ignored", "p = "]),
+        (CorrectServer, 0, [True, True], ["equal seeds agree", "p = "]),
+        (NoTopK, 2, [True, False], ["equal seeds agree", "has probability 0"]),
+        (SmallerTopP, 3, [True, False], ["equal seeds agree", "p = "]),
+        (OneSeed, 0, [False, False], ["the same answer for every seed", "p = "]),
+        (IgnoresSeeds, 0, [None, True], ["seeds are ignored", "p = "]),
     ],
 )  # fmt: skip
-def test_what_is_drawn_wrongly_is_seen(wrong, sampling, passed, says):
-    rows = examine_drawn(drawing(wrong), sampling, 90)
+def test_wrong_sampling_is_caught(wrong, sampling, passed, snippets):
+    rows = examine_samples(letter_server(wrong), sampling, 90)
     assert [v.passed for v in rows] == passed, rows
-    assert all(text in v.detail for text, v in zip(says, rows)), rows
+    assert all(text in v.detail for text, v in zip(snippets, rows)), rows
 
 
-def test_with_a_baseline_a_convention_is_no_loss():
-    """Another top-p, plain and speculative alike."""
-    plain = Smaller(LETTERS, letters(8))
-    served = Smaller(LETTERS, letters(8), "prompt-lookup")
+def test_with_a_baseline_a_deviating_convention_passes():
+    """Both plain and speculative decoding use another top-p."""
+    plain = SmallerTopP(LETTERS, letter_tokenizer(8))
+    backend = SmallerTopP(LETTERS, letter_tokenizer(8), "prompt-lookup")
+    options = dict(requests=150, samplings=SERVER_SAMPLINGS[3:4], checks=("distribution",))
     with serving(plain) as baseline:
-        verdicts = examine(served, baseline=baseline, requests=150, samplings=SAMPLED[3:4],
-                           checks=("distribution",))  # fmt: skip
+        verdicts = examine(backend, baseline=baseline, **options)
     assert not failures(verdicts), verdicts
     differ = [v.case for v in verdicts if v.check == "baseline" and not v.passed]
     assert differ == ["distribution, T=1 top-k 0 top-p 0.8"]
-    with serving(Honest(LETTERS, letters(8))) as baseline:
-        verdicts = examine(served, baseline=baseline, requests=150, samplings=SAMPLED[3:4],
-                           checks=("distribution",))  # fmt: skip
+    with serving(CorrectServer(LETTERS, letter_tokenizer(8))) as baseline:
+        verdicts = examine(backend, baseline=baseline, **options)
     assert failures(verdicts) == [("distribution", "T=1 top-k 0 top-p 0.8")]
 
 
-# ---- what servers take and give ------------------------------------------------------------------
+# ---- formats of requests and answers -------------------------------------------------------------
 
 
-class TextIn(Honest):
-    """No ids in, but ids out; and ends are called otherwise."""
+class TextIn(CorrectServer):
+    """Accept text only, but return ids; use another finish reason for end tokens."""
 
-    def answer(self, asked):
-        if not isinstance(asked["prompt"], str):
+    def answer(self, request):
+        if not isinstance(request["prompt"], str):
             return 400, {"error": {"message": "prompt must be a string"}}
-        return super().answer(asked)
+        return super().answer(request)
 
-    def choice(self, asked, seed):
-        found = super().choice(asked, seed)
+    def choice(self, request, seed):
+        found = super().choice(request, seed)
         return found | {"finish_reason": {"stop": "eos_token"}.get(found["finish_reason"])}
 
 
 class TextOnly(TextIn):
-    """No ids in, none out."""
+    """Accept and return text only."""
 
-    def choice(self, asked, seed):
-        found = super().choice(asked, seed)
+    def choice(self, request, seed):
+        found = super().choice(request, seed)
         return {name: found[name] for name in ("text", "finish_reason")}
 
 
-class Strict(Honest):
-    """Knows OpenAI's fields only."""
+class Strict(CorrectServer):
+    """Reject all fields but OpenAI's."""
 
-    def answer(self, asked):
-        if "min_p" in asked:
+    def answer(self, request):
+        if "min_p" in request:
             return 422, {"detail": "extra fields not permitted"}
-        return super().answer(asked)
+        return super().answer(request)
 
 
-class IdsBesideLogprobs(Honest):
-    """As llama.cpp."""
+class IdsInLogprobs(CorrectServer):
+    """Return ids as llama.cpp does."""
 
-    def choice(self, asked, seed):
-        found = super().choice(asked, seed)
+    def choice(self, request, seed):
+        found = super().choice(request, seed)
         ids = found.pop("token_ids")
         logprobs = found.pop("logprobs", None)
         if logprobs:
@@ -333,118 +333,120 @@ class IdsBesideLogprobs(Honest):
         return found
 
 
-@pytest.mark.parametrize("kind, says, check, missing", [
-    (TextOnly, "takes text, gives text, read by our tokenizer", "greedy", ["all others"]),
-    (TextIn, "takes text, gives token ids", "distribution", []),
-    (Strict, "takes token ids, gives token ids", "distribution", ["T=1 top-k 3 top-p 1"]),
-    (IdsBesideLogprobs, "takes token ids, gives token ids", "distribution", []),
+@pytest.mark.parametrize("server_class, snippet, check, missing", [
+    (TextOnly, "accepts text, returns text, encoded by our", "greedy", ["all other limits"]),
+    (TextIn, "accepts text, returns token ids", "distribution", []),
+    (Strict, "accepts token ids, returns token ids", "distribution", ["T=1 top-k 3 top-p 1"]),
+    (IdsInLogprobs, "accepts token ids, returns token ids", "distribution", []),
 ])  # fmt: skip
-def test_servers_of_other_kinds_are_understood(kind, says, check, missing):
-    checks = (check, "limits")
-    verdicts = examine(honest(kind), requests=130, samplings=SAMPLED[2:3], checks=checks)
-    assert says in verdicts[0].detail and not failures(verdicts), verdicts
+def test_servers_with_other_formats_are_supported(server_class, snippet, check, missing):
+    options = dict(requests=130, samplings=SERVER_SAMPLINGS[2:3], checks=(check, "limits"))
+    verdicts = examine(byte_server(server_class), **options)
+    assert snippet in verdicts[0].detail and not failures(verdicts), verdicts
     skipped = [v.case for v in verdicts if v.passed is None]
     assert skipped == missing, verdicts
 
 
 def test_a_text_server_has_no_distribution():
-    verdicts = examine(honest(TextOnly), checks=("distribution",))
+    verdicts = examine(byte_server(TextOnly), checks=("distribution",))
     assert [(v.check, v.passed) for v in verdicts] == [
         ("server", True), ("distribution", None), ("drafts", True),
     ]  # fmt: skip
 
 
-class AddsBOS(Honest):
-    def prompt(self, given):
-        return [END, *given]
+class AddsBOS(CorrectServer):
+    def prompt(self, ids):
+        return [END, *ids]
 
 
-class Another(Honest):
-    """A wrong model behind the right name."""
+class OtherModel(CorrectServer):
+    """Serve a wrong model under the right name."""
 
-    def __init__(self, *given, **options):
+    def __init__(self, *args, **options):
         super().__init__(byte_model(1, context=300, eos=(END,)), TOKENIZER)
 
 
-def test_another_model_is_seen_and_nothing_else_is_asked():
-    for kind, says in (Another, "another model or other weights"), (AddsBOS, "as "):
-        served = honest(kind)
-        verdicts = examine(served, model=MODEL)
+def test_another_model_is_detected_and_ends_the_test():
+    for server_class, snippet in (OtherModel, "another model or other"), (AddsBOS, "add BOS"):
+        backend = byte_server(server_class)
+        verdicts = examine(backend, model=MODEL)
         assert len(verdicts) == 1 and verdicts[0].passed is False
-        assert says in verdicts[0].detail
+        assert snippet in verdicts[0].detail
 
 
 # ---- servers that fail ---------------------------------------------------------------------------
 
 
-class Breaks(Honest):
-    """On long prompts."""
+class DropsConnection(CorrectServer):
+    """Fail on long prompts."""
 
     status = None
 
-    def answer(self, asked):
-        if len(asked["prompt"]) > 100:
+    def answer(self, request):
+        if len(request["prompt"]) > 100:
             if self.status:
                 return self.status, {"error": {"message": "out of\nmemory"}}
             raise RuntimeError
-        return super().answer(asked)
+        return super().answer(request)
 
 
-class Fails(Breaks):
+class InternalError(DropsConnection):
     status = 500
 
 
-def test_a_server_that_breaks_on_a_request_fails_that_row():
-    for kind, says in (Breaks, "broke off: "), (Fails, "HTTP 500: out of memory"):
-        verdicts = examine(honest(kind), checks=("greedy",))
+def test_a_server_that_fails_on_a_request_fails_that_check():
+    for server_class, snippet in (
+        (DropsConnection, "broke off its answer"), (InternalError, "HTTP 500: out of memory"),
+    ):  # fmt: skip
+        verdicts = examine(byte_server(server_class), checks=("greedy",))
         assert failures(verdicts) == [GREEDY]
         (detail,) = [v.detail for v in verdicts if v.passed is False]
-        assert says in detail and "a prompt of 128" in detail and "\n" not in detail
+        assert snippet in detail and "prompt of 128" in detail and "\n" not in detail
 
 
-class Dies(Honest):
-    """Not only the answer breaks off: nobody is there after it."""
+class ShutsDown(CorrectServer):
+    """Shut down in the middle of an answer."""
 
-    def answer(self, asked):
-        if len(asked["prompt"]) > 100:
+    def answer(self, request):
+        if len(request["prompt"]) > 100:
             self.server.shutdown()
             self.server.server_close()
             raise RuntimeError
-        return super().answer(asked)
+        return super().answer(request)
 
 
 def test_a_server_that_dies_ends_the_table():
-    verdicts = examine(honest(Dies), checks=("greedy", "limits"))
+    verdicts = examine(byte_server(ShutsDown), checks=("greedy", "limits"))
     assert [v.passed for v in verdicts[-2:]] == [True, False]
     assert "is it running?" in verdicts[-1].detail
 
 
-class Locked(Honest):
-    def answer(self, asked):
+class RequiresKey(CorrectServer):
+    def answer(self, request):
         return 401, {"error": {"message": "wrong key sk-secret"}}
 
 
-class LockedModels(Locked):
-    name = None  # nor does it list its models
+class RequiresKeyForModels(RequiresKey):
+    name = None  # it does not list its models either
 
 
-class Repeats(Honest):
-    """The key."""
+class EchoesKey(CorrectServer):
+    """Repeat the key."""
 
-    def answer(self, asked):
+    def answer(self, request):
         return 400, {"error": {"message": "Incorrect key provided: sk-secret"}}
 
 
-class Slow(Honest):
-    def answer(self, asked):
+class Sleeps(CorrectServer):
+    def answer(self, request):
         time.sleep(1)
-        return super().answer(asked)
+        return super().answer(request)
 
 
-class Drips(Honest):
-    """A byte now and then: no read takes long."""
+class SendsSlowly(CorrectServer):
+    """Send a byte now and then, so that no single read takes long."""
 
-    def answer(self, asked):
+    def answer(self, request):
         def parts():
             while True:
                 time.sleep(0.02)
@@ -453,130 +455,130 @@ class Drips(Honest):
         return 200, parts()
 
 
-class Loads(Honest):
-    """Its model, for some requests."""
+class IsLoading(CorrectServer):
+    """Report that the model is loading, for some requests."""
 
     left = 2
 
-    def ready(self, what, *given):
+    def ready(self, what, *args):
         self.left -= 1
-        return what(*given) if self.left < 0 else (503, {"error": {"message": "Loading model"}})
+        return what(*args) if self.left < 0 else (503, {"error": {"message": "Loading model"}})
 
-    def answer(self, asked):
-        return self.ready(super().answer, asked)
+    def answer(self, request):
+        return self.ready(super().answer, request)
 
     def models(self):
         return self.ready(super().models)
 
 
-class LoadsWhatItLists(Loads):
+class ListsModelsWhileLoading(IsLoading):
     def models(self):
-        return Honest.models(self)
+        return CorrectServer.models(self)
 
 
-class LoadsForever(Loads):
+class LoadsForever(IsLoading):
     left = 10**6
 
 
-class Moved(Honest):
+class Moved(CorrectServer):
     def models(self):
         return 301, "https://example.org:1/v2/v1/models"
 
 
-class MovedCompletions(Honest):
-    def answer(self, asked):
+class MovedCompletions(CorrectServer):
+    def answer(self, request):
         return 307, "http://example.org/v1/completions"
 
 
-class Nulls(Honest):
-    """Fields that are there, and null."""
+class NullFields(CorrectServer):
+    """Return fields that are null."""
 
-    def choice(self, asked, seed):
-        found = super().choice(asked, seed)
+    def choice(self, request, seed):
+        found = super().choice(request, seed)
         odd = {"text": None, "logprobs": {"token_logprobs": [None], "content": None}}
         return found | odd | {"token_ids": [10**6]}
 
-    def answer(self, asked):
-        status, found = super().answer(asked)
+    def answer(self, request):
+        status, found = super().answer(request)
         return status, found | {"usage": None, "timings": {"draft_n": None}}
 
 
-class Briefly(Honest):
-    """Nothing at all, while it is busy."""
+class EmptyWhenBusy(CorrectServer):
+    """Return empty answers while busy."""
 
     busy = 0
 
-    def choice(self, asked, seed):
+    def choice(self, request, seed):
         self.busy += 1
         time.sleep(0.003)
         try:
-            found = super().choice(asked, seed)
+            found = super().choice(request, seed)
             return found if self.busy < 2 else found | {"token_ids": [], "text": ""}
         finally:
             self.busy -= 1
 
 
-def test_odd_answers_are_verdicts():
-    (verdict,) = examine(honest(Nulls), checks=("greedy",))
+def test_odd_answers_give_verdicts():
+    (verdict,) = examine(byte_server(NullFields), checks=("greedy",))
     assert verdict.passed is False and "another model" in verdict.detail
-    verdicts = examine(honest(Briefly), checks=("load",))
+    verdicts = examine(byte_server(EmptyWhenBusy), checks=("load",))
     assert [v.check for v in verdicts if v.passed is False] == ["load"]
 
 
-class Page(Honest):
-    def answer(self, asked):
+class HtmlPage(CorrectServer):
+    def answer(self, request):
         return 200, b"<html>hello"
 
 
-class NoChoices(Honest):
-    def answer(self, asked):
+class NoChoices(CorrectServer):
+    def answer(self, request):
         return 200, {"choices": [3]}
 
 
-class Two(Honest):
+class TwoModels(CorrectServer):
     name = ["one", "two"]
 
 
-class Elsewhere(Honest):
+class OtherPath(CorrectServer):
     path = "/completion"
 
 
 @pytest.mark.parametrize(
-    "kind, options, says",
+    "server_class, options, snippet",
     [
-        (Locked, {}, "wants a key, or another one: --key-env names the variable that holds it"),
-        (LockedModels, {}, "wants a key, or another one: --key-env"),
-        (Repeats, {}, "HTTP 400: Incorrect key provided: …"),
-        (Slow, {"seconds": 0.3}, "gave no answer in 0 s"),
-        (Drips, {"seconds": 0.3}, "gave no answer in 0 s"),
-        (LoadsForever, {"seconds": 0.3}, "is still loading, or overloaded, after 0 s: HTTP 503: L"),
-        (Moved, {}, "redirects to https://example.org:1/v2: give that address instead"),
-        (MovedCompletions, {}, "redirects to http://example.org: give that address instead"),
-        (Page, {}, "answers no completion but '<html>hello'"),
-        (NoChoices, {}, "answers no completion but '{"),
-        (Two, {}, "serves one, two: choose by --name"),
-        (Honest, {"name": "mine"}, "serves toy: choose by --name mine, which is not there"),
-        (Elsewhere, {}, "HTTP 404: no such path"),
-        (Honest, {"url": "http://127.0.0.1:9"}, ":9 cannot be reached ("),
-        (Honest, {"url": "here"}, "here: is no address"),
-        (Honest, {"url": "ftp://127.0.0.1"}, "ftp://127.0.0.1: is no address"),
+        (RequiresKey, {}, "requires a valid key; name its environment variable with --key-env"),
+        (RequiresKeyForModels, {}, "requires a valid key; name"),
+        (EchoesKey, {}, "HTTP 400: Incorrect key provided: …"),
+        (Sleeps, {"seconds": 0.3}, "did not answer within 0 s"),
+        (SendsSlowly, {"seconds": 0.3}, "did not answer within 0 s"),
+        (LoadsForever, {"seconds": 0.3}, "is still loading or overloaded after 0 s: HTTP 503: L"),
+        (Moved, {}, "redirects to https://example.org:1/v2; use that address instead"),
+        (MovedCompletions, {}, "redirects to http://example.org; use that address instead"),
+        (HtmlPage, {}, "did not answer with a completion but '<html>hello'"),
+        (NoChoices, {}, "did not answer with a completion but '{"),
+        (TwoModels, {}, "serves one, two; choose one with --name"),
+        (CorrectServer, {"name": "mine"}, "serves toy, not mine; choose one with --name"),
+        (OtherPath, {}, "HTTP 404: no such path"),
+        (CorrectServer, {"url": "http://127.0.0.1:9"}, ":9 cannot be reached ("),
+        (CorrectServer, {"url": "here"}, "here: not a valid address"),
+        (CorrectServer, {"url": "ftp://127.0.0.1"}, "ftp://127.0.0.1: not a valid address"),
     ],
 )
-def test_what_cannot_be_examined_is_one_line(kind, options, says):
+def test_an_unusable_server_gives_a_one_line_error(server_class, options, snippet):
     with pytest.raises(UserError) as caught:
-        examine(honest(kind), key="sk-secret", **options)
-    said = str(caught.value)
-    assert says in said and "\n" not in said and "secret" not in said
+        examine(byte_server(server_class), key="sk-secret", **options)
+    message = str(caught.value)
+    assert snippet in message and "\n" not in message and "secret" not in message
 
 
-@pytest.mark.parametrize("kind", [Loads, LoadsWhatItLists])
-def test_a_server_that_loads_its_model_is_waited_for(kind):
-    assert examine(drawing(kind), checks=())[0].passed
+@pytest.mark.parametrize("server_class", [IsLoading, ListsModelsWhileLoading])
+def test_loading_servers_are_waited_for(server_class):
+    assert examine(letter_server(server_class), checks=())[0].passed
 
 
 def test_the_command(tmp_path, capsys):
     save(MODEL, TOKENIZER, tmp_path)
-    with serving(honest()) as url:
+    with serving(byte_server()) as url:
         arguments = ["--server", f"{url}/v1/", "--model", str(tmp_path), "--checks", "limits"]
         with pytest.raises(SystemExit) as caught:
             main([*arguments, "--json"])
@@ -587,7 +589,7 @@ def test_the_command(tmp_path, capsys):
 
 # ---- fields of any type --------------------------------------------------------------------------
 
-ODD = (
+ODD_VALUES = (
     None, True, -1, 1.5, 10**400, math.nan, math.inf, "", "x", "7", "\ud800\x1b[31m", [], [[]],
     [None], {}, {"a": 1},
 )  # fmt: skip
@@ -601,51 +603,51 @@ COMPLETION = {
 }  # fmt: skip
 
 
-def disturbances(value):
-    """Copies of a JSON value, each with something odd in one place, or nothing."""
-    yield from ODD
+def odd_copies(value):
+    """Yield copies of a JSON value, each with one odd or missing value."""
+    yield from ODD_VALUES
     for key in list(value) if isinstance(value, dict) else range(len(value)):
         if isinstance(value[key], (dict, list)):
-            changed = disturbances(value[key])
+            changed = odd_copies(value[key])
         else:
-            changed = ODD
-        for each in changed:
+            changed = ODD_VALUES
+        for odd in changed:
             copied = copy.copy(value)
-            copied[key] = each
+            copied[key] = odd
             yield copied
         if isinstance(value, dict):
             yield {name: value[name] for name in value if name != key}
 
 
 def canned(models: object = MODELS, completion: object = COMPLETION, metrics: str = "") -> Server:
-    """A server that gives these answers, whatever it is asked; `said` holds them."""
-    said = {"/v1/models": models, "/v1/completions": completion}
+    """Return a server that always gives the answers in its attribute `canned`."""
+    canned = {"/v1/models": models, "/v1/completions": completion}
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/metrics":
             return httpx.Response(200, text=metrics)
-        text = json.dumps(said[request.url.path])
+        text = json.dumps(canned[request.url.path])
         if b'"stream"' in request.content:
             text = f"data: {text}\r\n\r\ndata: [DONE]\n\n"
         return httpx.Response(200, text=text)
 
-    server = Server("http://canned", letters(8), None, (0,))
+    server = Server("http://canned", letter_tokenizer(8), None, (0,))
     server.http = httpx.Client(base_url="http://canned", transport=httpx.MockTransport(answer))
-    server.said = said
+    server.canned = canned
     return server
 
 
 @pytest.mark.parametrize("path, right", [("/v1/models", MODELS), ("/v1/completions", COMPLETION)])
 def test_a_field_of_any_type_is_read_or_ignored(path, right):
     server = canned()
-    for odd in disturbances(right):
-        server.said[path], server.name = odd, None
+    for odd in odd_copies(right):
+        server.canned[path], server.name = odd, None
         with contextlib.suppress(UserError):
-            server.meet([1, 2, 3])
-            for asked in server.ask, server.streamed:
-                with contextlib.suppress(Refused):
-                    asked([1, 2], 4)
-            server.drafts()
+            server.probe([1, 2, 3])
+            for ask in server.ask, server.ask_streaming:
+                with contextlib.suppress(RequestError):
+                    ask([1, 2], 4)
+            server.draft_counts()
             assert server.context > 0 and isinstance(server.name, str)
 
 
@@ -655,7 +657,7 @@ def test_a_field_of_any_type_is_read_or_ignored(path, right):
 )
 def test_a_context_is_read_if_it_is_a_number(value, read):
     server = canned({"data": [{"id": "toy", "max_model_len": value}]})
-    server.meet([1])
+    server.probe([1])
     assert server.context == read
 
 
@@ -667,52 +669,52 @@ def test_a_context_is_read_if_it_is_a_number(value, read):
 def test_metrics_are_read_if_they_are_numbers(metrics, drafts):
     drafted = f"vllm:spec_decode_num_draft_tokens{metrics}\n"
     text = drafted + drafted.replace("draft", "accepted").replace("8", "4", 1)
-    assert canned(metrics=text).drafts() == drafts
+    assert canned(metrics=text).draft_counts() == drafts
 
 
-class Wild(Honest):
-    """One odd field in every third answer, once it has been recognised."""
+class OddFields(CorrectServer):
+    """Put an odd field in every third answer, after the first checks."""
 
-    asked = 0
+    answered = 0
 
-    def choice(self, asked, seed):
-        found = super().choice(asked, seed)
-        self.asked += 1
-        if self.asked < 20 or self.asked % 3:
+    def choice(self, request, seed):
+        found = super().choice(request, seed)
+        self.answered += 1
+        if self.answered < 20 or self.answered % 3:
             return found
-        rng = random.Random(self.asked)
-        return rng.choice([each for each in disturbances(found) if isinstance(each, dict)])
+        rng = random.Random(self.answered)
+        return rng.choice([odd for odd in odd_copies(found) if isinstance(odd, dict)])
 
 
-class HugeIds(Honest):
-    """No token has such an id, nor is it one that fits into 64 bits."""
+class HugeIds(CorrectServer):
+    """Return ids that are not in the vocabulary, and do not fit into 64 bits."""
 
-    def choice(self, asked, seed):
-        found = super().choice(asked, seed)
+    def choice(self, request, seed):
+        found = super().choice(request, seed)
         huge = [10**30, *found["token_ids"][1:]]
-        return found | {"token_ids": huge} if asked["max_tokens"] > 4 else found
+        return found | {"token_ids": huge} if request["max_tokens"] > 4 else found
 
 
-def test_ids_of_any_size_are_verdicts():
-    assert failures(examine(drawing(HugeIds), checks=("limits",)))
+def test_ids_of_any_size_give_verdicts():
+    assert failures(examine(letter_server(HugeIds), checks=("limits",)))
 
 
-def test_odd_fields_in_the_middle_of_an_examination_are_verdicts():
-    verdicts = examine(drawing(Wild), checks=("limits", "load"))
+def test_odd_fields_in_the_middle_of_a_test_give_verdicts():
+    verdicts = examine(letter_server(OddFields), checks=("limits", "load"))
     assert verdicts[0].passed and {v.check for v in verdicts} >= {"limits", "load"}
     assert failures(verdicts)
 
 
-# ---- why answers end -----------------------------------------------------------------------------
+# ---- finish reasons ------------------------------------------------------------------------------
 
 
-class Renamed(Honest):
-    """A finish reason by another name."""
+class Renamed(CorrectServer):
+    """Use other names for finish reasons."""
 
     names = {"length": "max_tokens", "stop": "eos"}
 
-    def choice(self, asked, seed):
-        found = super().choice(asked, seed)
+    def choice(self, request, seed):
+        found = super().choice(request, seed)
         return found | {"finish_reason": self.names[found["finish_reason"]]}
 
 
@@ -729,27 +731,27 @@ class AlwaysStop(Renamed):
 
 
 def test_other_names_of_finish_reasons_are_understood():
-    assert not failures(examine(honest(Renamed), checks=("limits",)))
+    assert not failures(examine(byte_server(Renamed), checks=("limits",)))
     limits = "length", "max_tokens", "MAX_TOKENS", "max_length", "length_limit", "model_length"
     ends = "stop", "eos", "eos_token", "stop_sequence", "end_turn", "content_filter"
-    assert [ended_by(reason) for reason in (*limits, *ends)] == [False] * 6 + [True] * 6
+    assert [is_stop_reason(reason) for reason in (*limits, *ends)] == [False] * 6 + [True] * 6
 
 
-def test_what_a_missing_finish_reason_hides_is_said():
-    verdicts = {v.case: v for v in examine(honest(NoReason), checks=("limits",))}
+def test_answers_without_a_finish_reason_are_counted():
+    verdicts = {v.case: v for v in examine(byte_server(NoReason), checks=("limits",))}
     assert not failures(verdicts.values()), verdicts
-    for case in "lengths", "where greedy answers end", "stop strings", "streaming":
-        assert "without a finish_reason, which could not be checked" in verdicts[case].detail
+    for case in "lengths", "end of greedy answers", "stop strings", "streaming":
+        assert "without a finish_reason could not be checked" in verdicts[case].detail
     assert "without" not in verdicts["logprobs"].detail
 
 
-def test_a_wrong_finish_reason_is_what_the_row_speaks_of():
-    verdicts = {v.case: v for v in examine(drawing(AlwaysLength), checks=("limits",))}
+def test_a_wrong_finish_reason_is_named():
+    verdicts = {v.case: v for v in examine(letter_server(AlwaysLength), checks=("limits",))}
     assert verdicts["stop strings"].passed is False
-    assert "the text ends there, by 'length'" in verdicts["stop strings"].detail
-    verdicts = {v.case: v for v in examine(drawing(AlwaysStop), checks=("limits",))}
+    assert "stopped, but finish_reason is 'length'" in verdicts["stop strings"].detail
+    verdicts = {v.case: v for v in examine(letter_server(AlwaysStop), checks=("limits",))}
     assert verdicts["lengths"].passed is False
-    assert "kept, but finish_reason is 'stop'" in verdicts["lengths"].detail
+    assert "respected, but finish_reason is 'stop'" in verdicts["lengths"].detail
 
 
 # ---- keys ----------------------------------------------------------------------------------------
@@ -757,7 +759,7 @@ def test_a_wrong_finish_reason_is_what_the_row_speaks_of():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    save(LETTERS, letters(8), tmp_path)
+    save(LETTERS, letter_tokenizer(8), tmp_path)
     return str(tmp_path)
 
 
@@ -767,57 +769,57 @@ def certify(*arguments: str, code: int) -> None:
     assert caught.value.code == code
 
 
-class Wrong(Honest):
-    """Does not have our model: one row is asked for."""
+class Wrong(CorrectServer):
+    """Serve another model, so that the test ends after one check."""
 
-    def choice(self, asked, seed):
+    def choice(self, request, seed):
         return {"text": "", "token_ids": [], "finish_reason": "stop"}
 
 
-def test_a_key_goes_only_where_its_variable_is_named_for(checkpoint, monkeypatch, capsys):
+def test_a_key_is_sent_only_to_the_server_it_was_named_for(checkpoint, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-unasked")
     monkeypatch.setenv("MINE", "sk-mine\n")
     monkeypatch.setenv("ITS", "sk-its")
     for names, keys in ([], (None, None)), (["MINE"], ("Bearer sk-mine", None)), (
         ["MINE", "ITS"], ("Bearer sk-mine", "Bearer sk-its")
     ):  # fmt: skip
-        served, baseline = drawing(Wrong), drawing(Page)
-        with serving(served) as url, serving(baseline) as other:
+        backend, baseline = letter_server(Wrong), letter_server(HtmlPage)
+        with serving(backend) as url, serving(baseline) as other:
             flags = ["--key-env", *names] if names else []
             certify("--server", url, "--baseline", other, "--model", checkpoint, *flags, code=2)
-        assert (set(served.keys), set(baseline.keys)) == ({keys[0]}, {keys[1]})
+        assert (set(backend.keys), set(baseline.keys)) == ({keys[0]}, {keys[1]})
     assert "unencrypted" not in capsys.readouterr().err
 
 
-def test_a_redirect_takes_no_key_along(checkpoint, monkeypatch, capsys):
+def test_a_redirect_does_not_receive_the_key(checkpoint, monkeypatch, capsys):
     monkeypatch.setenv("MINE", "sk-mine")
-    there = drawing()
+    there = letter_server()
 
-    class Redirects(Honest):
+    class Redirects(CorrectServer):
         def models(self):
             return 307, f"{url}/v1/models"
 
-    with serving(there) as url, serving(drawing(Redirects)) as here:
+    with serving(there) as url, serving(letter_server(Redirects)) as here:
         certify("--server", here, "--model", checkpoint, "--key-env", "MINE", code=2)
-    assert not there.keys and f"redirects to {url}: give" in capsys.readouterr().err
+    assert not there.keys and f"redirects to {url}; use" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "value, flags, says",
+    "value, flags, snippet",
     [
-        (None, ["--key-env", "MINE"], "variable 1 is not set, or what it holds is not a key"),
-        (" ", ["--key-env", "MINE"], "variable 1 is not set, or what it holds is not a key"),
-        ("ключ", ["--key-env", "MINE"], "variable 1 is not set, or what it holds is not a key"),
-        ("sk-a\nsk-b", ["--key-env", "MINE"], "is not a key"),
+        (None, ["--key-env", "MINE"], "variable 1 is not set or does not hold a key"),
+        (" ", ["--key-env", "MINE"], "variable 1 is not set or does not hold a key"),
+        ("ключ", ["--key-env", "MINE"], "variable 1 is not set or does not hold a key"),
+        ("sk-a\nsk-b", ["--key-env", "MINE"], "does not hold a key"),
         ("sk", ["--key-env", "MINE", "MINE"], "--key-env names 2 variables for 1 servers"),
     ],
 )
-def test_a_variable_without_a_key_is_refused(value, flags, says, monkeypatch, capsys):
+def test_a_variable_without_a_key_is_rejected(value, flags, snippet, monkeypatch, capsys):
     if value is not None:
         monkeypatch.setenv("MINE", value)
     certify("--server", "http://127.0.0.1:9", "--model", "nowhere", *flags, code=2)
     err = capsys.readouterr().err
-    assert says in err and err.count("\n") == 1
+    assert snippet in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("url, warned", [
@@ -825,7 +827,7 @@ def test_a_variable_without_a_key_is_refused(value, flags, says, monkeypatch, ca
     ("https://example.org", False), ("http://192.0.2.1", True),
     ("http://user:pw@lab.example", True), ("http://127.0.0.1.example.org", True),
 ])  # fmt: skip
-def test_a_key_in_the_clear_is_warned_of_once(url, warned, capsys):
+def test_an_unencrypted_key_gives_one_warning(url, warned, capsys):
     warn_if_exposed(Server(url, None, None, (), key="sk-mine"))
     warn_if_exposed(Server(url, None, None, ()))
     err = capsys.readouterr().err
@@ -844,13 +846,13 @@ def decode(folder, prompt, **options):
 """
 
 
-def test_what_an_implementation_prints_is_not_in_the_answer(tmp_path, capfd):
+def test_output_of_an_implementation_does_not_go_to_stdout(tmp_path, capfd):
     (tmp_path / "talks.py").write_text(TALKS)
-    asked = ["--impl", f"{tmp_path}/talks.py:decode", "--checks", "greedy"]
-    certify(*asked, "--json", code=1)
+    arguments = ["--impl", f"{tmp_path}/talks.py:decode", "--checks", "greedy"]
+    certify(*arguments, "--json", code=1)
     out, err = capfd.readouterr()
     assert not json.loads(out)["passed"] and {"loading", "request", "child"} <= set(err.split())
-    certify(*asked, code=1)
+    certify(*arguments, code=1)
     assert re.fullmatch(r"(FAIL  greedy .*\n){3}0 of 3 passed in \d+ s\n", capfd.readouterr().out)
 
 
@@ -874,27 +876,27 @@ print("after")
 """
 
 
-def test_standard_output_is_reserved_for_the_answer():
-    """In a process of its own, as pytest replaces standard output."""
-    asked = [sys.executable, "-c", PRINTS, errors.__file__]
+def test_standard_output_is_reserved_for_the_result():
+    """In a separate process, because pytest replaces standard output."""
+    command = [sys.executable, "-c", PRINTS, errors.__file__]
     buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
-    done = subprocess.run(asked, capture_output=True, text=True, env=buffered)
+    done = subprocess.run(command, capture_output=True, text=True, env=buffered)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n") == ["before", "answer", "after", ""]
     others = {"python", "kept", "descriptor", "child", "buffered by C", "exit"}
     assert set(done.stderr.splitlines()) == others
 
 
-def test_what_a_server_says_cannot_drive_the_terminal(checkpoint, capsys):
+def test_text_from_a_server_cannot_control_the_terminal(checkpoint, capsys):
     class Colours(Wrong):
         name = "\x1b[31mtoy\u202e"
 
-        def answer(self, asked):
-            if asked["max_tokens"] > 2:  # once it has been met
+        def answer(self, request):
+            if request["max_tokens"] > 2:  # after probing
                 return 400, {"error": {"message": "\x1b[2Jno\ud800"}}
-            return super().answer(asked)
+            return super().answer(request)
 
-    with serving(drawing(Colours)) as url:
+    with serving(letter_server(Colours)) as url:
         certify("--server", url, "--model", checkpoint, code=1)
     out = capsys.readouterr().out
     assert "\\x1b[31mtoy\\u202e" in out and "HTTP 400: \\x1b[2Jno" in out

@@ -1,4 +1,4 @@
-"""A user's files are read as documented: forms, kinds, what is held out, what is refused."""
+"""Reading the user's text files: formats, categories, held-out documents, rejected input."""
 
 import gzip
 import json
@@ -8,7 +8,14 @@ import pytest
 from conftest import ALTERNATING, TOKENIZER, byte_tokenizer
 
 from minispec import UserError
-from minispec.text import LeftOut, encode, held_out_prompts, pieces, read_corpus, read_kinds
+from minispec.training.text import (
+    LeftOut,
+    chunks,
+    encode,
+    held_out_prompts,
+    read_corpus,
+    read_documents,
+)
 
 
 def talk(question: str, answer: str) -> list[dict]:
@@ -33,17 +40,17 @@ FORMS = [
 
 
 @pytest.mark.parametrize("row, document", FORMS)
-def test_every_form_of_a_line(tmp_path, row, document):
+def test_every_format_of_a_line(tmp_path, row, document):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n\n" + json.dumps(row) + "\n")
-    assert read_kinds(tmp_path / "rows.jsonl") == {"rows": [document, document]}
+    assert read_documents(tmp_path / "rows.jsonl") == {"rows": [document, document]}
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "ROWS.JSON"])
 @pytest.mark.parametrize("indent", [None, 1])
-def test_a_list_of_objects_is_read_as_what_they_are(tmp_path, name, indent):
+def test_a_json_list_holds_the_same_objects(tmp_path, name, indent):
     rows, documents = zip(*FORMS)
     (tmp_path / name).write_text(json.dumps(rows, indent=indent))
-    assert list(read_kinds(tmp_path / name).values()) == [list(documents)]
+    assert list(read_documents(tmp_path / name).values()) == [list(documents)]
 
 
 @pytest.mark.parametrize(
@@ -54,30 +61,30 @@ def test_a_list_of_objects_is_read_as_what_they_are(tmp_path, name, indent):
         ("a.json", json.dumps([{"messages": TALK}], indent=1)),
     ],
 )
-def test_a_byte_order_mark_and_windows_line_ends_are_not_text(tmp_path, name, text):
+def test_byte_order_mark_and_windows_line_ends_are_ignored(tmp_path, name, text):
     (tmp_path / name).write_text("\ufeff" + text, newline="\r\n", encoding="utf-8")
-    assert read_kinds(tmp_path / name) == {"a": [TALK]}
+    assert read_documents(tmp_path / name) == {"a": [TALK]}
 
 
-def test_documents_of_a_text_and_its_conversations(tmp_path):
+def test_text_files_hold_documents_and_conversations(tmp_path):
     (tmp_path / "a.txt").write_text(
         "one\n\n\ntwo\n<|endoftext|>\n<|endoftext|>\nUser: hi\nAssistant: hello\nthere\n"
         "<|endoftext|>\n用户：hi\n助手：hello\nthere\n"
     )
-    assert read_kinds(tmp_path / "a.txt") == {"a": ["one\n\n\ntwo", TALK, TALK]}
+    assert read_documents(tmp_path / "a.txt") == {"a": ["one\n\n\ntwo", TALK, TALK]}
 
 
-def test_any_other_text_is_cut_at_blank_lines_and_nothing_is_lost():
+def test_other_text_is_cut_at_blank_lines_without_loss():
     rng = random.Random(0)
     parts = ["word " * rng.randint(1, 900) + "end" for _ in range(99)]
-    cut = pieces("\n\n".join(parts))
+    cut = chunks("\n\n".join(parts))
     assert "\n\n".join(cut) == "\n\n".join(parts)
     assert all(len(piece) <= max(2000, *map(len, parts)) + 2 for piece in cut)
     assert all(len(a) + len(b) > 2000 for a, b in zip(cut, cut[1:]))
-    assert pieces(" \n\n\n") == []
+    assert chunks(" \n\n\n") == []
 
 
-def test_a_folder_s_kinds_are_its_files_but_source_code_is_one(tmp_path):
+def test_categories_of_a_folder_are_its_files_and_source_code_is_one_category(tmp_path):
     folder = tmp_path / "mine"
     (folder / "deep" / ".hidden").mkdir(parents=True)
     (folder / "tales.txt").write_text("one\n<|endoftext|>\ntwo")
@@ -90,9 +97,9 @@ def test_a_folder_s_kinds_are_its_files_but_source_code_is_one(tmp_path):
     (folder / "config.json").write_text('{"vocab_size": 3}')
     (folder / "talks.json").write_text(json.dumps([{"messages": TALK}]))
     code = ["x = 1  #  and <|endoftext|>", "y = 2"]
-    kinds = {"tales": ["one", "two"], "book": ["a book"], "rows": ["row"], "mine": code}
-    assert read_kinds(folder) == kinds
-    assert read_kinds(folder / "notes.md") == {"notes": ["nor this"]}
+    categories = {"tales": ["one", "two"], "book": ["a book"], "rows": ["row"], "mine": code}
+    assert read_documents(folder) == categories
+    assert read_documents(folder / "notes.md") == {"notes": ["nor this"]}
 
 
 def test_every_fiftieth_document_is_held_out(tmp_path):
@@ -108,28 +115,28 @@ def test_every_fiftieth_document_is_held_out(tmp_path):
     (tmp_path / "talk.txt").write_text("User: hi\nAssistant: hello\n<|endoftext|>\n" * 3)
     prompts = held_out_prompts(tmp_path, ["talk"], TOKENIZER, 1, LeftOut())
     assert prompts == {"talk": [TOKENIZER.chat([{"role": "user", "content": "hi"}])]}
-    with pytest.raises(UserError, match="has no text of the kind poems, but many"):
+    with pytest.raises(UserError, match="--kind poems: not found in .*, which has many"):
         held_out_prompts(tmp_path, ["poems"], TOKENIZER, 2, LeftOut())
 
 
 @pytest.mark.parametrize("name, unit", [("a.jsonl", "line"), ("a.json", "object")])
-def test_what_the_template_refuses_is_left_out_and_another_takes_its_place(tmp_path, name, unit):
+def test_conversations_that_the_template_rejects_are_replaced_by_others(tmp_path, name, unit):
     rows = [{"messages": TALK}] * 200
-    refused = [TALK[1:] + TALK[:1], [], [{"role": "user", "content": "a"}, *TALK]]
-    for i, messages in enumerate(refused):
+    rejected = [TALK[1:] + TALK[:1], [], [{"role": "user", "content": "a"}, *TALK]]
+    for i, messages in enumerate(rejected):
         rows[50 * i] = {"messages": messages}
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / name).write_text(lines if unit == "line" else json.dumps(rows))
     strict, left_out = byte_tokenizer(ALTERNATING), LeftOut()
     prompts = held_out_prompts(tmp_path / name, None, strict, 2, left_out)["a"]
-    # of the third only the first turn is needed, which the template takes
+    # only the first turn of the third one is needed, and the template accepts it
     assert [strict.decode(ids) for ids in prompts] == ["a", "hi"]
-    first = f"{tmp_path / name} {unit} 1: the model's chat template refuses this conversation"
+    first = f"{tmp_path / name} {unit} 1: the model's chat template rejects this conversation"
     assert str(left_out) == f"documents left out: 2; the first is {first}: roles must alternate"
     assert left_out.reasons[f"{tmp_path / name} {unit} 51"] == "it is empty"
 
 
-def test_a_conversation_is_encoded_by_the_model_s_template():
+def test_conversations_are_encoded_with_the_chat_template():
     for document, text in (
         (TALK, "<|endoftext|><|user|>hi<|end|><|assistant|>hello\nthere"),
         (TALK[:1], "<|endoftext|><|user|>hi<|end|><|assistant|>"),
@@ -141,23 +148,23 @@ def test_a_conversation_is_encoded_by_the_model_s_template():
 
 
 @pytest.mark.parametrize(
-    "name, content, said",
+    "name, content, message",
     [
         ("a.txt", b"a\xff\xfe\xff", "a.txt cannot be read"),
         ("a.txt", "text".encode("utf-16"), "a.txt is UTF-16 text: convert it to UTF-8"),
         ("a.txt", b"te\0xt", "a.txt is not text: it contains NUL bytes"),
         ("a.jsonl", gzip.compress(b'{"text": "a"}'), "a.jsonl is compressed by gzip"),
         ("data.parquet", b"PAR1\x15\x04", "data.parquet is a parquet file"),
-        ("config.json", b'{\n"vocab_size": 3}', "config.json line 1: must be an object of strings"),
-        ("config.json", b'{"vocab_size": 3}', "config.json line 1: must be an object of strings"),
-        ("a.json", b'[{"text": "a"}, {}]', "a.json object 2: must be an object of strings"),
+        ("config.json", b'{\n"vocab_size": 3}', "config.json line 1: must be an object with"),
+        ("config.json", b'{"vocab_size": 3}', "config.json line 1: must be an object with"),
+        ("a.json", b'[{"text": "a"}, {}]', "a.json object 2: must be an object with string values"),
         ("a.json", b'[{"text": "a"}, ', "a.json cannot be read as one JSON list"),
-        ("a.jsonl", b"\n{}\n", "a.jsonl line 2: must be an object of strings"),
+        ("a.jsonl", b"\n{}\n", "a.jsonl line 2: must be an object with string values"),
         ("a.jsonl", b"[1]", "a.jsonl object 1"),
         ("a.jsonl", b'{"text": "x"', "line 1"),
         ("a.jsonl", b'{"text": 3}', "line 1"),
         ("a.jsonl", b'{"prompt": "\\ud800"}', "line 1"),
-        ("a.jsonl", b'{"messages": []}', "holds no text"),
+        ("a.jsonl", b'{"messages": []}', "no text found"),
         ("a.jsonl", b'{"messages": {}}', "line 1"),
         ("a.jsonl", b'{"messages": [{"role": 3, "content": "a"}]}', "line 1"),
         ("a.jsonl", b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "line 1"),
@@ -166,11 +173,11 @@ def test_a_conversation_is_encoded_by_the_model_s_template():
         ("a.jsonl", b'{"messages": ["hi"]}', "line 1"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl cannot be read as one JSON list"),
         ("a.jsonl", b'{"a":' * 100_000, "line 1"),
-        ("a.txt", b" \n", "holds no text"),
+        ("a.txt", b" \n", "no text found"),
         ("a.md", b"text", "holds no .txt, .jsonl, .py file"),
     ],
 )
-def test_a_corpus_that_is_none_is_refused(tmp_path, name, content, said):
+def test_unreadable_text_is_rejected(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         read_corpus([tmp_path if name == "a.md" else tmp_path / name])

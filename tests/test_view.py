@@ -1,5 +1,5 @@
-"""What is shown is what happened: distributions, chances and texts against their definitions; and
-the page in a real browser, where there is one."""
+"""The view shows what happened: distributions, chances and texts agree with their definitions. The
+page is tested in a real browser, if there is one."""
 
 import io
 import json
@@ -9,15 +9,16 @@ import subprocess
 import sys
 
 import pytest
-from conftest import TOKENIZER, VOCAB, companions, random_model, random_tokens
+from conftest import TOKENIZER, VOCAB, method_options, random_model, random_tokens
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from minispec import Sampling, generate, view
-from minispec.generate import METHODS, decode, stream
-from minispec.run import Chunk
+from minispec import Sampling
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.generate import METHODS, decode, stream, view
+from minispec.generate import __main__ as generate
+from minispec.generate.run import Chunk
 from minispec.sampling import probs
-from minispec.tokenizer import Tokenizer
 from minispec.toys import Recorder
 from minispec.tree import Step, Tree
 
@@ -25,8 +26,8 @@ ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 STRUCK = re.compile(r"\x1b\[9;31m.*?\x1b\[0m")
 
 
-class Watched(Recorder):
-    """Remembers the chances it was given too."""
+class ChanceRecorder(Recorder):
+    """Also records the chances it is asked for."""
 
     def __init__(self, seed: int):
         super().__init__(seed)
@@ -38,94 +39,95 @@ class Watched(Recorder):
 
 
 def traced(method: str, temperature: float, model, **options):
-    """A run of 20 tokens, and what its page would show."""
-    options = companions(model).get(method, {}) | options | {"temperature": temperature}
+    """A run of 20 tokens, and the data of its page."""
+    options = method_options(model).get(method, {}) | options | {"temperature": temperature}
     run = decode(model, None, random_tokens(9), method, max_new_tokens=20, **options)
     return run, view.trace(model, None, run, "model")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", list(METHODS))
-def test_distributions_are_those_of_plain_forward_passes(method, temperature):
+def test_distributions_equal_those_of_plain_forward_passes(method, temperature):
     model = random_model()
     run, data = traced(method, temperature, model)
     before, sampling = list(run.prompt), Sampling(temperature or 1.0)
-    for step, now in zip(run.rounds, data["passes"], strict=True):
+    for step, entry in zip(run.rounds, data["passes"], strict=True):
         tree = step.tree
-        assert now["rows"] == len(before) - 1 and now["tokens"] == step.tokens
+        assert entry["rows"] == len(before) - 1 and entry["tokens"] == step.tokens
         target = []
         for node in range(len(tree)):
             branch = tree.tokens_at([i for i in range(1, len(tree)) if tree.mask[node, i]])
             logits = model.logits(model(before + branch)[0, -1:])
             target.append(probs(logits, sampling)[0])
-            ids, shown = zip(*now["probs"][node])
-            assert list(ids[: view.TOP]) == target[node].topk(view.TOP).indices.tolist()
+            ids, shown = zip(*entry["probs"][node])
+            top = target[node].topk(view.TOP_TOKENS).indices.tolist()
+            assert list(ids[: view.TOP_TOKENS]) == top
             assert list(shown) == pytest.approx(target[node][list(ids)].tolist(), rel=1e-3)
             assert {tree.tokens[i] for i in tree.children(node)} <= set(ids)
             entropy = -(target[node] * target[node].log()).sum()
-            assert now["entropy"][node] == pytest.approx(float(entropy), rel=1e-3)
+            assert entry["entropy"][node] == pytest.approx(float(entropy), rel=1e-3)
             if node:
                 p = float(target[tree.parents[node]][tree.tokens[node]])
-                assert now["p"][node] == pytest.approx(p, rel=1e-3)
+                assert entry["p"][node] == pytest.approx(p, rel=1e-3)
         before += step.tokens
     assert any(len(step.tree) > 1 for step in run.rounds) == (method != "autoregressive")
 
 
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - {"autoregressive", "medusa-typical"}))
-def test_chances_are_those_the_run_asked_its_randomness_for(method):
-    model, seen = random_model(), Watched(3)
-    run, data = traced(method, 0.8, model, randomness=seen)
+def test_chances_equal_those_drawn_in_the_run(method):
+    model, recorder = random_model(), ChanceRecorder(3)
+    run, data = traced(method, 0.8, model, randomness=recorder)
     shown, drawn = [], []
-    for now in data["passes"]:
-        parents, path = now["tree"]["parents"], now["tree"]["path"]
+    for entry in data["passes"]:
+        parents, path = entry["tree"]["parents"], entry["tree"]["path"]
         for place in path:
-            shown += [now["chance"][i] for i, parent in enumerate(parents) if parent == place
-                      and now["chance"][i] is not None]  # fmt: skip
-        drawn.append(now["drawn"])
-    assert shown == pytest.approx(seen.chances, rel=1e-3) and len(shown) > 3
-    if method not in ("speculative", "fastmtp"):  # their drafts are drawn from the same randomness
-        right = [float(p[x]) for p, x in zip(seen.probs, seen.drawn)]
-        assert drawn == pytest.approx(right, rel=1e-3)
+            shown += [entry["chance"][i] for i, parent in enumerate(parents) if parent == place
+                      and entry["chance"][i] is not None]  # fmt: skip
+        drawn.append(entry["drawn"])
+    assert shown == pytest.approx(recorder.chances, rel=1e-3) and len(shown) > 3
+    if method not in ("speculative", "fastmtp"):  # these draw their drafts from the same randomness
+        expected = [float(p[x]) for p, x in zip(recorder.probs, recorder.drawn)]
+        assert drawn == pytest.approx(expected, rel=1e-3)
 
 
 def test_greedy_and_typical_decisions():
     model = random_model()
     _, data = traced("medusa", 0.0, model)
-    for now in data["passes"]:
-        for i, chance in enumerate(now["chance"]):
-            assert chance in (None, float(i in now["tree"]["path"]))
-        assert now["probs"][now["tree"]["path"][-1]][0][0] == now["tokens"][-1]
+    for entry in data["passes"]:
+        for i, chance in enumerate(entry["chance"]):
+            assert chance in (None, float(i in entry["tree"]["path"]))
+        assert entry["probs"][entry["tree"]["path"][-1]][0][0] == entry["tokens"][-1]
     _, data = traced("medusa-typical", 0.8, model)
-    for now in data["passes"]:  # `accept`'s chances do not apply to this rule
-        assert set(now["chance"]) == {None}
-        shown = dict(now["probs"][now["tree"]["path"][-1]])
-        assert shown[now["tokens"][-1]] == now["drawn"]
+    for entry in data["passes"]:  # this rule has no chances of acceptance
+        assert set(entry["chance"]) == {None}
+        shown = dict(entry["probs"][entry["tree"]["path"][-1]])
+        assert shown[entry["tokens"][-1]] == entry["drawn"]
 
 
-def test_tree_and_window_of_a_step_are_what_its_pass_was_fed():
+def test_tree_and_window_of_a_step_are_the_input_of_its_pass():
     model, fed = random_model(context=64), []
     model.register_forward_pre_hook(lambda _, arguments: fed.append(list(arguments[0])))
     run = decode(model, None, random_tokens(9), "lookahead", max_new_tokens=60)
     windows = [[x for row in step.window for x in row] for step in run.rounds]
     shown = [step.tree.tokens + window for step, window in zip(run.rounds, windows)]
     assert shown == fed[-len(run.rounds) :]
-    assert any(windows) and not windows[-1]  # at the end of the context there is no room for one
+    assert any(windows) and not windows[-1]  # the window no longer fits at the end of the context
 
 
-def test_a_run_cut_inside_a_step_shows_what_was_emitted():
+def test_a_run_that_ends_inside_a_step_shows_the_emitted_tokens():
     run, data = traced("speculative", 0.0, random_model(), draft=random_model(), k=6)
-    assert [now["emitted"] for now in data["passes"]] == [7, 7, 6]
-    assert [len(now["tokens"]) for now in data["passes"]] == [7, 7, 7]
+    assert [entry["emitted"] for entry in data["passes"]] == [7, 7, 6]
+    assert [len(entry["tokens"]) for entry in data["passes"]] == [7, 7, 7]
     none = decode(random_model(), None, [1, 2], max_new_tokens=0)
     assert view.trace(random_model(), None, none, "model")["passes"] == []
 
 
-def test_the_pieces_of_a_vocabulary():
+def test_text_of_single_tokens():
     pieces = [view.piece(TOKENIZER, token) for token in TOKENIZER.encode("a 你\n")]
-    assert pieces == ["a", " ", "ä", "½", "ł", "\n"]  # its letters for the bytes E4 BD A0
-    assert view.piece(TOKENIZER, 256) == TOKENIZER.named["eos_token"]
+    assert pieces == ["a", " ", "ä", "½", "ł", "\n"]  # the vocabulary's letters for bytes E4 BD A0
+    assert view.piece(TOKENIZER, 256) == TOKENIZER.special_tokens["eos_token"]
     assert view.piece(TOKENIZER, 9999) == view.piece(None, 9999) == "#9999"
-    # and of one with byte fallback, whose pieces keep their spaces
+    # a vocabulary with byte fallback, whose pieces keep their spaces
     backend = Backend(models.BPE({"▁a": 0, "b": 1, "<0xE4>": 2, "▁": 3, "<": 4}, []))
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
@@ -137,8 +139,8 @@ def test_the_pieces_of_a_vocabulary():
 
 @pytest.mark.parametrize("stop", [(), ("\x00", "e", "ab")])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_texts_of_page_and_terminal_are_the_run_s(seed, stop):
-    """Chunk by chunk, whatever bytes the tokens are; drafts are struck out only with `full`."""
+def test_page_and_terminal_show_the_text_of_the_run(seed, stop):
+    """For every chunk and any bytes. Drafts are struck out only with `full`."""
     model = random_model(seed, vocab_size=VOCAB, bos_id=256, eos_ids=(256,))
     run = stream(model, TOKENIZER, "你好 ab ab", "prompt-lookup", temperature=1.5, seed=seed,
                  stop=stop, max_new_tokens=60)  # fmt: skip
@@ -148,33 +150,33 @@ def test_the_texts_of_page_and_terminal_are_the_run_s(seed, stop):
             assert full or not STRUCK.search(painted)
             assert ESCAPE.sub("", STRUCK.sub("", painted)) == chunk.text
     data = view.trace(model, TOKENIZER, run, "model")
-    assert "".join(text for now in data["passes"] for text in now["texts"]) == run.text
+    assert "".join(text for entry in data["passes"] for text in entry["texts"]) == run.text
     assert data["prompt"] == "你好 ab ab" and data["tokens"] == run.tokens
-    used = {t for now in data["passes"] for t in now["tokens"] + now["tree"]["tokens"]}
+    used = {t for entry in data["passes"] for t in entry["tokens"] + entry["tree"]["tokens"]}
     assert used <= data["pieces"].keys()
 
 
-def test_who_and_which_pass_and_what_was_rejected():
-    """The tree: a, with b or c below it, and d beside it; a and c are accepted, then e is drawn."""
+def test_colours_show_accepted_fresh_and_rejected_tokens():
+    """In the tree, b or c follows a, and d is a's sibling. Accepted: a and c; then e is drawn."""
     root, a, b, c, d, e = TOKENIZER.encode("xabcde")
     tree = Tree([root, a, b, b, c, d], [-1, 0, 1, 2, 1, 0])
     chunk = Chunk([a, c, e], list("ace"), Step([a, c, e], tree, [0, 1, 4]))
     green, struck = "\x1b[32ma\x1b[0m\x1b[32mc\x1b[0m", "\x1b[9;31mbb|d\x1b[0m"
     assert view.paint(chunk, TOKENIZER) == green + "\x1b[35me\x1b[0m"
     assert view.paint(chunk, TOKENIZER, full=True) == green + struck + "\x1b[35me\x1b[0m"
-    lines = Chunk([a], ["a\n\nb"], Step([a], Tree.chain(e, []), [0]))  # each by itself
+    lines = Chunk([a], ["a\n\nb"], Step([a], Tree.chain(e, []), [0]))  # each line on its own
     assert view.paint(lines, TOKENIZER, underline=True) == (
         "\x1b[35;4ma\x1b[0m\n\n\x1b[35;4mb\x1b[0m"
     )
     odd = Step([a], Tree.chain(e, [TOKENIZER.encode("\n")[0], TOKENIZER.encode("\x1b")[0]]), [0])
-    assert view.rejected(odd, TOKENIZER) == r"↵\x1b"
+    assert view.rejected_text(odd, TOKENIZER) == r"↵\x1b"
 
 
 def call(folder, *arguments: str) -> None:
     generate.main(["--model", folder, "--device", "cpu", "--max-new-tokens", "8", *arguments])
 
 
-def test_the_flag_never_takes_the_prompt_for_its_value(folder, capsys, monkeypatch):
+def test_color_never_takes_the_prompt_as_its_value(folder, capsys, monkeypatch):
     call(folder, "full story")
     plain = capsys.readouterr().out
     monkeypatch.setenv("NO_COLOR", "1")  # an explicit --color wins, even into a pipe
@@ -199,23 +201,23 @@ def data_of(page: str) -> dict:
     return json.loads(blocks[0])
 
 
-def test_the_page_holds_its_data_whatever_the_text(folder, capsys, tmp_path):
+def test_the_page_embeds_any_text_safely(folder, capsys, tmp_path):
     prompt = "</script><script>alert(1)</script><!-- __TRACE__ & \" ' 你\u2028"
     call(folder, prompt, "--json", "--html", str(tmp_path / "a.html"))
     facts = json.loads(capsys.readouterr().out)
     page = (tmp_path / "a.html").read_text(encoding="utf-8")
     data = data_of(page)
     assert {key: data[key] for key in facts} == facts and data["prompt"] == prompt
-    template = view.PAGE.read_text(encoding="utf-8")
-    assert template.count(view.MARK) == 1
+    template = view.TEMPLATE.read_text(encoding="utf-8")
+    assert template.count(view.PLACEHOLDER) == 1
     assert page.count("<script") == template.count("<script") == 2
-    # and needs no network
+    # the page needs no network
     assert "default-src 'none'" in template
     assert set(re.findall(r"https?://[^\s\"']+", template)) == {"http://www.w3.org/2000/svg"}
     assert re.findall(r"(?:src|href)=\"([^\"]*)\"", template) == ["data:,"]
 
 
-# each page in frames as wide as a phone and as a desktop, and what a reader would do with it
+# opens each page in frames as wide as a phone and a desktop, and does what a reader would do
 HARNESS = """<!DOCTYPE html><meta charset="utf-8"><pre id="out"></pre><script>
 const pages = PAGES, out = [];
 function tried(frame, name, width) {
@@ -263,7 +265,7 @@ BROWSER = next(
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """A page of every method on the shipped weights, and their data."""
+    """The page of every method on the shipped weights."""
     folder, made = tmp_path_factory.mktemp("pages"), {}
     for method in METHODS:
         file = folder / f"{method}.html"
@@ -275,7 +277,7 @@ def pages(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
-def test_every_method_s_page_in_a_browser(pages, tmp_path):
+def test_the_page_of_every_method_in_a_browser(pages, tmp_path):
     file = tmp_path / "harness.html"
     embedded = json.dumps(pages).replace("<", r"\u003c")
     file.write_text(HARNESS.replace("PAGES", embedded, 1), encoding="utf-8")
@@ -286,19 +288,19 @@ def test_every_method_s_page_in_a_browser(pages, tmp_path):
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "CONSOLE" not in done.stderr
-    seen = json.loads(re.search(r'<pre id="out">(.*?)</pre>', done.stdout, re.S)[1]
+    results = json.loads(re.search(r'<pre id="out">(.*?)</pre>', done.stdout, re.S)[1]
                       .replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))  # fmt: skip
-    assert len(seen) == 2 * len(METHODS) and not any("error" in one for one in seen)
-    for one in seen:
-        data = data_of(pages[one["name"]])
+    assert len(results) == 2 * len(METHODS) and not any("error" in result for result in results)
+    for result in results:
+        data = data_of(pages[result["name"]])
         count, second = len(data["passes"]), data["passes"][1]
-        assert one["first"] == one["left"] == f"pass 1 of {count}"
-        assert 0 <= one["root"] < 20  # in sight, however deep the tree
-        assert one["right"] == one["slid"] == f"pass 2 of {count}"
-        assert one["swiped"] == f"pass {min(3, count)} of {count}"
-        assert one["last"] == f"pass {count} of {count}"
-        assert one["text"] == data["prompt"] + data["text"]
-        assert one["nodes"] == len(second["tree"]["tokens"])
-        assert one["bars"] >= len(second["probs"][0])
-        assert one["note"].startswith("node 0,") and one["theme"]
-        assert one["window"] == bool(second["window"]) and one["overflow"] <= 0
+        assert result["first"] == result["left"] == f"pass 1 of {count}"
+        assert 0 <= result["root"] < 20  # visible, however deep the tree
+        assert result["right"] == result["slid"] == f"pass 2 of {count}"
+        assert result["swiped"] == f"pass {min(3, count)} of {count}"
+        assert result["last"] == f"pass {count} of {count}"
+        assert result["text"] == data["prompt"] + data["text"]
+        assert result["nodes"] == len(second["tree"]["tokens"])
+        assert result["bars"] >= len(second["probs"][0])
+        assert result["note"].startswith("node 0,") and result["theme"]
+        assert result["window"] == bool(second["window"]) and result["overflow"] <= 0

@@ -1,7 +1,7 @@
-"""Grades an implementation: pytest lessons/assignments/a2_accept --impl my_solution.py
+"""Grade an implementation: pytest lessons/assignments/a2_accept --impl my_solution.py
 
-`@pytest.mark.points(5, task="commit")` says what a test is worth. Its points are earned if it
-passes for all of its parameters; a table of tasks is printed at the end.
+`@pytest.mark.points(5, task="commit")` sets how many points a test is worth. They are earned if it
+passes for all of its parameters. A table of tasks is printed at the end.
 """
 
 import importlib
@@ -14,21 +14,21 @@ from types import ModuleType
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent.parent))  # minispec, and what an assignment gives
+sys.path.insert(0, str(HERE.parent.parent))  # for minispec and the assignments' own modules
 
 
 @dataclass
 class Graded:
-    """One test: its points, how many of its runs (one for each parameter) have not passed yet, and
-    what the first failure said."""
+    """One test: its points, how many of its runs (one per parameter) have not passed yet, and the
+    message of the first failure."""
 
     points: int
-    waiting: int = 0
+    pending: int = 0
     hint: str = ""
 
     @property
     def passed(self) -> bool:
-        return self.waiting == 0 and not self.hint
+        return self.pending == 0 and not self.hint
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Grades:
     tasks: dict[tuple[str, str], dict[str, Graded]] = field(default_factory=dict)
 
     def of(self, task: tuple[str, str]) -> tuple[int, int]:
-        """Points earned, points possible."""
+        """Return the points earned and the points possible."""
         tests = self.tasks[task].values()
         return sum(t.points for t in tests if t.passed), sum(t.points for t in tests)
 
@@ -52,13 +52,13 @@ def pytest_addoption(parser):
     parser.addoption(
         "--impl",
         default="starter",
-        help="what is graded: a module, a .py file, a folder of files named after the assignments, "
-        "or `minispec` for the reference; by default the starters",
+        help="what to grade: a module, a .py file, a folder of files named after the assignments, "
+        "or `minispec` for the reference (default: the starters)",
     )
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "points(n, task): what the test is worth, and to which task")
+    config.addinivalue_line("markers", "points(n, task): what a test is worth, and for which task")
     config.grades = Grades()
     name = config.getoption("--impl")
     if name in ("starter", "minispec") or Path(name).is_dir():
@@ -66,15 +66,15 @@ def pytest_configure(config):
     if name.endswith(".py") and not Path(name).is_file():
         raise pytest.UsageError(f"--impl {name}: no such file")
     try:
-        config.implementation = load(Path(name)) if name.endswith(".py") else named(name)
-    except Exception as error:  # whatever a student's file raises
+        config.implementation = load(Path(name)) if name.endswith(".py") else import_named(name)
+    except Exception as error:  # a student's file may raise anything
         raise pytest.UsageError(
             f"--impl {name}: cannot be imported ({type(error).__name__}: {error})"
         ) from None
 
 
 def load(path: Path) -> ModuleType:
-    """The module in a file, under a name of its own: every assignment has a starter.py."""
+    """Import a file under a unique module name; every assignment has a starter.py."""
     name = f"{path.resolve().parent.name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -82,27 +82,27 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def named(name: str) -> ModuleType:
+def import_named(name: str) -> ModuleType:
     sys.path.insert(0, "")
     return importlib.import_module(name)
 
 
 class Implementation:
-    """The module that is graded; asking for a name that it lacks fails the test with one line."""
+    """The module being graded. Using a name it does not define fails the test with one line."""
 
-    def __init__(self, module: ModuleType, where: str):
-        self._module, self._where = module, where
+    def __init__(self, module: ModuleType, source: str):
+        self._module, self._source = module, source
 
     def __getattr__(self, name: str):
         try:
             return getattr(self._module, name)
         except AttributeError:
-            pytest.fail(f"{self._where} has no {name}", pytrace=False)
+            pytest.fail(f"{self._source} has no {name}", pytrace=False)
 
 
 @pytest.fixture(scope="module")
 def impl(request) -> Implementation:
-    """What `--impl` names, for the assignment of this test."""
+    """The implementation chosen by `--impl`, for this test's assignment."""
     name, folder = request.config.getoption("--impl"), request.path.parent
     if name == "minispec":
         return Implementation(load(folder / "reference.py"), name)
@@ -121,7 +121,7 @@ def pytest_collection_finish(session):
         mark = item.get_closest_marker("points")
         if mark is not None:
             tests = session.config.grades.tasks.setdefault(task_of(item), {})
-            tests.setdefault(item.originalname, Graded(*mark.args)).waiting += 1
+            tests.setdefault(item.originalname, Graded(*mark.args)).pending += 1
 
 
 def task_of(item) -> tuple[str, str]:
@@ -134,35 +134,38 @@ def pytest_runtest_makereport(item, call):
     if item.get_closest_marker("points") is not None:
         graded = item.config.grades.tasks[task_of(item)][item.originalname]
         if report.passed:
-            graded.waiting -= report.when == "call"
+            graded.pending -= report.when == "call"
         else:
             graded.hint = graded.hint or first_line(call)
     return report
 
 
 def first_line(call: pytest.CallInfo) -> str:
-    """What went wrong, in a line: an assertion's own words, or the exception's kind and words."""
-    words = str(call.excinfo.value).split("\n")[0]
-    plain = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
-    return words if plain and words else f"{call.excinfo.typename}: {words}".rstrip(": ")
+    """Summarise a failure in one line: the assertion's message, or the exception's type and
+    message."""
+    message = str(call.excinfo.value).split("\n")[0]
+    is_assertion = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
+    if is_assertion and message:
+        return message
+    return f"{call.excinfo.typename}: {message}".rstrip(": ")
 
 
 def pytest_sessionfinish(session, exitstatus):
     earned, possible = session.config.grades.total
-    if exitstatus == pytest.ExitCode.OK and earned < possible:  # skipped, say
+    if exitstatus == pytest.ExitCode.OK and earned < possible:  # e.g. tests were skipped
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    grades, before = config.grades, None
+    grades, previous = config.grades, None
     if not grades.tasks:
         return
     terminalreporter.section(f"points of {config.getoption('--impl')}")
     for task in grades.tasks:
         assignment, name = task
-        if assignment != before:
+        if assignment != previous:
             terminalreporter.write_line(assignment)
-            before = assignment
+            previous = assignment
         hint = next((t.hint for t in grades.tasks[task].values() if not t.passed), "")
         earned, possible = grades.of(task)
         terminalreporter.write_line(f"  {name:<16}{earned:>3} of {possible:<3} {hint}".rstrip())

@@ -1,12 +1,12 @@
-"""Is this decoder lossless? Ours, proven; anyone's, tested.
+"""Check whether a decoder is lossless: prove it for this package, test it for any other.
 
-    python -m minispec.certify                                  every check of every method here
-    python -m minispec.certify --impl package.module:function   a black box (blackbox.py says what)
-    python -m minispec.certify --server URL --model DIR         a server of /v1/completions
-    python -m minispec.certify --compare a.jsonl b.jsonl --model DIR     explain two runs
+    python -m minispec.certify                                  run all checks on this package
+    python -m minispec.certify --impl package.module:function   test a function (see blackbox.py)
+    python -m minispec.certify --server URL --model DIR         test a server with /v1/completions
+    python -m minispec.certify --compare a.jsonl b.jsonl --model DIR     explain how two runs differ
 
 The exact check sums over *every* random outcome of the real decoding loops, so passing it is a
-proof for the toy models at hand; the mutants show that each check can fail. A black box whose
-random numbers come from torch is followed through every outcome as well (takeover.py). Of a server
-each greedy token is judged by our logits in float64, and what it draws by χ² (server.py).
+proof for the toy models used; the mutants show that each check can fail. A function that draws its
+random numbers from torch is enumerated in the same way (enumeration.py). A server's greedy tokens
+are checked one by one against our float64 logits, and its samples with χ² tests (server.py).
 """

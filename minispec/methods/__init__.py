@@ -1,4 +1,4 @@
-"""One paper a file. A method stands on the machine (model, cache, sampling, tree, verify) and on
-errors.UserError alone, and those with heads on vocabulary, the words that they draft from: it knows
-no files, no text and no clock.
+"""The decoding methods, one paper per file. They import only the core (model, cache, sampling,
+tree, verify), errors, and vocabulary, which chooses the tokens that heads draft from. They read no
+files, handle no text and measure no time.
 """

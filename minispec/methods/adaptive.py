@@ -1,9 +1,9 @@
-"""How much to draft: K for a chain, the nodes of a tree, chosen by what passes cost.
+"""Adaptive policies: choose K for a chain, or the nodes of a tree, by what a pass costs.
 
-One idea: a round is worth its expected tokens over its cost. The cost curve is measured by whoever
-makes a policy (`minispec.cost`): curve[n] is what a pass over n tokens costs, in passes over one. A
-policy chooses from what was seen before a round, never from what the round draws, so it is as
-lossless as any fixed choice; but a seed reproduces a sampled run only if the measured costs are the
+Both maximise a round's expected tokens per unit of cost. The caller passes in a measured cost curve
+(see `minispec.cost`): curve[n] is the cost of a pass over n tokens, relative to a pass over one.
+A policy decides from what is known before a round, never from what the round draws, so it is as
+lossless as a fixed choice. But a seed reproduces a sampled run only if the measured costs are the
 same.
 """
 
@@ -13,107 +13,110 @@ from itertools import islice
 
 from torch import Tensor
 
-from minispec.tree import Ranks
+from minispec.tree import RankPath
 
-LEARN, LEAN = 0.1, 0.005  # how fast a rate follows its rounds, and an untried one its neighbour
-RARE = 0.02  # less likely paths are never considered: listing them all would take too long
+# step sizes: towards the observed outcome and, for untried positions, towards the previous
+# position's rate
+TRIED_STEP, UNTRIED_STEP = 0.1, 0.005
+MIN_PATH_PROB = 0.02  # less likely paths are ignored: listing them all would take too long
 
 
-def most_worth(chances: Iterable[float], costs: list[float]) -> int:
-    """The n with most expected tokens over cost: 1 + the first n chances, over costs[n]."""
-    tokens, best, most = 1.0, 0, 1 / costs[0]
-    for n, chance in enumerate(islice(chances, len(costs) - 1), start=1):
-        tokens += chance
-        if tokens / costs[n] > most:
-            best, most = n, tokens / costs[n]
-    return best
+def best_draft_size(accept_probs: Iterable[float], costs: list[float]) -> int:
+    """The n that maximises expected tokens per cost: (1 + Σ accept_probs[:n]) / costs[n]."""
+    tokens, best_n, best_value = 1.0, 0, 1 / costs[0]
+    for n, prob in enumerate(islice(accept_probs, len(costs) - 1), start=1):
+        tokens += prob
+        if tokens / costs[n] > best_value:
+            best_n, best_value = n, tokens / costs[n]
+    return best_n
 
 
 def curve_at(curve: list[float], n: int) -> float:
-    """The cost of `n` rows; of more than the curve knows, the last it knows."""
+    """The cost of a pass over `n` rows; beyond the end of the curve, its last value."""
     return curve[min(n, len(curve) - 1)]
 
 
-class Length:
+class AdaptiveK:
     """K for the next round of a chain: section 3.5 of Leviathan et al. 2023, but with the measured
-    cost of the target's pass, which the paper takes to be 1 over any number of tokens.
+    cost of a target pass, which the paper takes to be 1 for any number of tokens.
 
-    rate[i] is the chance that draft i + 1 is accepted if those before it were, a running mean over
-    the rounds that tried it; the rate of an untried position drifts towards the one before it, or
-    longer chains would never be tried. `draft` is the cost of one draft, in target passes over one
-    token.
+    rate[i] is the probability that draft i + 1 is accepted if all before it were: a running mean
+    over the rounds that tried it. The rate of an untried position drifts towards the previous
+    position's rate, or longer chains would never be tried. `draft_cost` is the cost of one draft,
+    in target passes over one token.
     """
 
-    def __init__(self, curve: list[float], draft: float, most: int = 16):
-        self.costs = [curve_at(curve, k + 1) + k * draft for k in range(most + 1)]
-        self.rate = [0.7] * most  # prior
+    def __init__(self, curve: list[float], draft_cost: float, max_k: int = 16):
+        self.costs = [curve_at(curve, k + 1) + k * draft_cost for k in range(max_k + 1)]
+        self.rate = [0.7] * max_k  # prior
 
     def choose(self) -> int:
-        """As tree.Policy; at least one, or nothing would be learnt."""
-        return max(1, most_worth(self.chances(), self.costs))
+        """See tree.Policy. At least 1: a round without drafts teaches nothing."""
+        return max(1, best_draft_size(self.accept_probs(), self.costs))
 
-    def chances(self) -> Iterator[float]:
-        """That draft 1, 2, … is accepted."""
-        chance = 1.0
+    def accept_probs(self) -> Iterator[float]:
+        """Yield the probability that draft 1, 2, … is accepted."""
+        prob = 1.0
         for rate in self.rate:
-            chance *= rate
-            yield chance
+            prob *= rate
+            yield prob
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """As tree.Policy."""
+        """See tree.Policy."""
         for i, rate in enumerate(self.rate):
             if i < min(accepted + 1, drafted):  # tried
-                self.rate[i] += LEARN * ((accepted > i) - rate)
+                self.rate[i] += TRIED_STEP * ((accepted > i) - rate)
             elif i >= max(1, drafted):
-                self.rate[i] += LEAN * (self.rate[i - 1] - rate)
+                self.rate[i] += UNTRIED_STEP * (self.rate[i - 1] - rate)
 
 
-class BestTree:
-    """A tree for each position: its likeliest paths by the heads' own probabilities there (as
-    EAGLE-2, Li et al. 2024, grows its), as many as pay. `draft` is the cost of the heads, in passes
-    over one token.
+class AdaptiveTree:
+    """A new tree every round: the most likely paths by the heads' own probabilities, as in EAGLE-2
+    (Li et al. 2024), and only as many as pay off. `heads_cost` is the cost of running the heads,
+    in passes over one token.
     """
 
-    def __init__(self, curve: list[float], draft: float):
-        self.costs = [cost + draft for cost in curve[1:]]
+    def __init__(self, curve: list[float], heads_cost: float):
+        self.costs = [cost + heads_cost for cost in curve[1:]]
 
-    def choose(self, chances: list[list[float]], room: int) -> list[Ranks]:
-        """As tree.TreePolicy."""
-        likely, gains = [], []
-        for path, gain in islice(best_first(chances), min(room, len(self.costs) - 1)):
-            if gain < RARE:
+    def choose(self, probs: list[list[float]], free_rows: int) -> list[RankPath]:
+        """See tree.TreePolicy."""
+        paths, path_probs = [], []
+        for path, prob in islice(best_first(probs), min(free_rows, len(self.costs) - 1)):
+            if prob < MIN_PATH_PROB:
                 break
-            likely.append(path)
-            gains.append(gain)
-        return sorted(likely[: most_worth(gains, self.costs)])
+            paths.append(path)
+            path_probs.append(prob)
+        return sorted(paths[: best_draft_size(path_probs, self.costs)])
 
 
-def best_first(chances: list[list[float]]) -> Iterator[tuple[Ranks, float]]:
-    """Paths and their gains, while there is any: the product of chances[k][r] along the path.
+def best_first(probs: list[list[float]]) -> Iterator[tuple[RankPath, float]]:
+    """Yield paths and their gains, largest gain first, as long as the gain is positive. The gain of
+    a path is the product of probs[k][r] along it.
 
-    It falls from parent to child and from rank to rank, so taking the best node next, then its
-    first child and its next sibling into the queue, is optimal.
+    The gain falls from parent to child and from rank to rank. So it is optimal to take the best
+    node in the queue, then to add its first child and its next sibling.
     """
-    queue = [(-chances[0][0], (0,))]
+    queue = [(-probs[0][0], (0,))]
     while queue and queue[0][0] < 0:
         gain, path = heapq.heappop(queue)
         yield path, -gain
         depth, rank = len(path) - 1, path[-1]
-        if depth + 1 < len(chances):
-            heapq.heappush(queue, (gain * chances[depth + 1][0], path + (0,)))
-        if rank + 1 < len(chances[depth]):
-            sibling = gain / chances[depth][rank] * chances[depth][rank + 1]
+        if depth + 1 < len(probs):
+            heapq.heappush(queue, (gain * probs[depth + 1][0], path + (0,)))
+        if rank + 1 < len(probs[depth]):
+            sibling = gain / probs[depth][rank] * probs[depth][rank + 1]
             heapq.heappush(queue, (sibling, path[:-1] + (rank + 1,)))
 
 
-def grow_tree(accuracy: Tensor, nodes: int) -> list[Ranks]:
-    """The tree of `nodes` nodes below the root that gains most by `expected`, best node first;
-    fewer where no more gain anything. `accuracy` (K, RANKS) as MedusaHeads has it."""
+def grow_tree(accuracy: Tensor, nodes: int) -> list[RankPath]:
+    """The tree of `nodes` nodes below the root with the most `expected_tokens`, best node first.
+    It has fewer nodes if no others gain anything. `accuracy` (K, RANKS) is that of MedusaHeads."""
     return [path for path, _ in islice(best_first(accuracy.tolist()), nodes)]
 
 
-def expected(accuracy: Tensor, paths: list[Ranks]) -> float:
-    """Tokens per pass if heads were right independently: 1 + Σ over nodes of Π a[k][r]."""
+def expected_tokens(accuracy: Tensor, paths: list[RankPath]) -> float:
+    """Tokens per pass if the heads were right independently: 1 + Σ over nodes of Π a[k][r]."""
     a = accuracy.tolist()
     total = 1.0
     for path in paths:

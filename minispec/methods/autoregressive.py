@@ -1,4 +1,4 @@
-"""Plain decoding: one token a pass. What every other method must equal."""
+"""Plain decoding: one token per pass. Every other method must match its output."""
 
 from collections.abc import Iterator
 
@@ -17,9 +17,9 @@ def autoregressive(
     *,
     cache: KVCache | None = None,
 ) -> Iterator[Step]:
-    """Draw each token from the target's distribution after all before it.
+    """Draw each token from the target's distribution, given all tokens before it.
 
-    `cache` may hold a prefix of the prompt already.
+    `cache` may already hold a prefix of the prompt.
     """
     cache = cache or model.new_cache()
     tokens = list(prompt)

@@ -1,8 +1,8 @@
-"""FastMTP (arXiv 2509.18362): one multi-token prediction head, of MiMo's layout, drafts K tokens by
+"""FastMTP (arXiv 2509.18362): one multi-token prediction head, in MiMo's layout, drafts K tokens by
 running on its own output; the target verifies them in one pass.
 
-Row j of the head takes the target's hidden state h_j, after its final norm, and token t_{j+1}, at
-position j, and predicts t_{j+2}. Drafting goes on with the head's own output in the place of h.
+Row j of the head reads the target's hidden state h_j, after its final norm, and token t_{j+1}, at
+position j, and predicts t_{j+2}. For further drafts, the head reads its own output instead of h.
 """
 
 from collections.abc import Iterator
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
-from minispec.methods.vocabulary import FullVocabulary, Vocabulary, Words
-from minispec.model import Block, Config, Pass, Rope, Transformer, plan
+from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
+from minispec.model import Block, Config, ForwardContext, Rope, Transformer, make_context
 from minispec.sampling import Randomness, Sampling, draw, probs
-from minispec.tree import Fixed, Policy, Step, Tree
+from minispec.tree import FixedK, Policy, Step, Tree
 from minispec.verify import accept
 
 # ---- the head ------------------------------------------------------------------------------------
 
 
 class MTPHead(Block):
-    """One block like the target's, fed with a hidden state and a token; MiMo's tensor names.
+    """One block like the target's, fed with a hidden state and a token. Tensors have MiMo's names.
 
-    Embedding and lm_head are the target's.
+    The embedding and the lm_head are the target's.
     """
 
     def __init__(self, config: Config):
@@ -36,7 +36,7 @@ class MTPHead(Block):
         self.final_layernorm = nn.RMSNorm(size, eps)
 
     def new_cache(self, capacity: int) -> KVCache:
-        """The head's own cache, of one layer."""
+        """Return a cache for the head, with one layer."""
         c, weight = self.config, self.final_layernorm.weight
         return KVCache(1, c.kv_heads, c.head_dim, capacity, 1, weight.dtype, weight.device)
 
@@ -44,23 +44,23 @@ class MTPHead(Block):
         self, hidden: Tensor, embedded: Tensor, cache: KVCache | None = None,
         depth: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Outputs (B, n, d), which feed lm_head and the next step, of hidden states (B, n, d) and
-        embedded tokens (B, n, d); `cache` and `depth` as in Transformer.forward."""
-        now = plan(self.rope, hidden, hidden.shape[1], cache, depth, None)
-        return self.layers(hidden, embedded, now)
+        """Hidden states (B, n, d) and embedded tokens (B, n, d) -> outputs (B, n, d), which feed
+        lm_head and the next step. `cache` and `depth` are as in Transformer.forward."""
+        ctx = make_context(self.rope, hidden, hidden.shape[1], cache, depth, None)
+        return self.layers(hidden, embedded, ctx)
 
-    def layers(self, hidden: Tensor, embedded: Tensor, now: Pass) -> Tensor:
-        """What `forward` computes in a planned pass."""
-        pair = [self.hidden_layernorm(hidden), self.token_layernorm(embedded)]  # hidden first
-        return self.final_layernorm(super().forward(self.input_proj(torch.cat(pair, -1)), now))
+    def layers(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
+        """`forward`, given the context of the pass."""
+        pair = [self.hidden_layernorm(hidden), self.token_layernorm(embedded)]  # in this order
+        return self.final_layernorm(super().forward(self.input_proj(torch.cat(pair, -1)), ctx))
 
 
 class Drafter:
-    """The head beside its target: its cache, and the output it drafts from.
+    """Runs a head for its target. Holds the head's cache and the output to draft from.
 
-    The first `offset` committed rows of the target came from a kept cache, without their hidden
-    states: the head never sees them. Between rounds its cache holds a row for each other one, so
-    its length is the target's less `offset`.
+    The first `offset` committed rows of the target came from a kept cache without hidden states, so
+    the head never sees them. Between rounds the head's cache holds one row for each of the others:
+    its length is the target's minus `offset`.
     """
 
     def __init__(self, head: MTPHead, model: Transformer, capacity: int, offset: int):
@@ -69,7 +69,7 @@ class Drafter:
         self.last: Tensor | None = None  # (1, d): the head's output at the newest token
 
     def run(self, hidden: Tensor, tokens: list[int] | Tensor) -> Tensor:
-        """Outputs (n, d) of scratch rows: hidden states (n, d), and a token each."""
+        """Run the head on n scratch rows: hidden states (n, d), a token each. Returns (n, d)."""
         tokens = torch.as_tensor(tokens, device=self.model.device)
         # row r of the head's cache is at position r + offset
         depth = torch.arange(len(tokens), device=tokens.device) + self.offset
@@ -77,25 +77,25 @@ class Drafter:
         return self.head(hidden[None], embedded[None], self.cache, depth)[0]
 
     def extend(self, hidden: Tensor, tokens: list[int]) -> None:
-        """Take in the target's own hidden states (n, d), each with the token that came after it."""
+        """Commit a row for each hidden state (n, d) of the target and the token that follows."""
         if tokens:
             self.last = self.run(hidden, tokens)[-1:]
             self.cache.commit(list(range(len(tokens))))
 
     def chain(
-        self, k: int, sampling: Sampling, randomness: Randomness, subset: Words
+        self, k: int, sampling: Sampling, randomness: Randomness, draft_head: DraftHead
     ) -> tuple[list[int], list[Tensor | None]]:
-        """At most `k` drafts, each from the head's distribution over `subset`; and the
-        distributions over the vocabulary (None: one-hot). The first comes from the output of
-        `extend` at the newest token; each further one takes a pass of the head over its own output
-        and the draft before. The cache ends as it began."""
+        """Draw at most `k` drafts, each from the head's distribution over the tokens of
+        `draft_head`. Returns them and their distributions over the full vocabulary (None: one-hot).
+        The first draft comes from the output of `extend` at the newest token. Each further draft
+        takes a pass over the head's own output and the previous draft. Restores the cache."""
         drafts: list[Tensor] = []
         draft_probs: list[Tensor | None] = []
         length, hidden = self.cache.length, self.last
         while hidden is not None and len(drafts) < k:
-            token, q = draw(subset.logits(hidden), sampling, randomness)
-            drafts.append(subset.full(token))
-            draft_probs.append(q if q is None else subset.scatter(q))
+            token, q = draw(draft_head.logits(hidden), sampling, randomness)
+            drafts.append(draft_head.to_full_ids(token))
+            draft_probs.append(q if q is None else draft_head.scatter(q))
             if len(drafts) < k:
                 hidden = self.run(hidden, drafts[-1])
                 self.cache.commit([0])
@@ -111,13 +111,13 @@ def fastmtp(
     cache: KVCache | None = None, head: MTPHead, k: int | Policy = 3,
     vocabulary: Vocabulary | None = None, draft_sampling: Sampling | None = None,
 ) -> Iterator[Step]:  # fmt: skip
-    """K = `k` drafts a round from one head, section 3 of the paper, or as many as a policy says
-    (see adaptive).
+    """Draft K = `k` tokens per round with one head (section 3 of the paper). `k` may be a policy
+    that chooses K for each round (see adaptive).
 
-    The head draws with `draft_sampling` (default: as the target does) over the `vocabulary` of the
+    The head samples with `draft_sampling` (default: the target's) over the `vocabulary` of the
     text's language (default: the full one). Any choice is lossless.
     """
-    policy = k if hasattr(k, "choose") else Fixed(k)
+    policy = k if hasattr(k, "choose") else FixedK(k)
     vocabulary = vocabulary or FullVocabulary(model)
     cache = cache or model.new_cache()
     drafter = Drafter(head, model, cache.capacity, offset=cache.length)
@@ -126,17 +126,17 @@ def fastmtp(
     for hidden in model.prefill_chunks(tokens[cache.length : -1], cache):  # (1, n, d)
         n = hidden.shape[1]
         drafter.extend(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])  # h_j, t_{j+1}
-    yield Step()  # the prefill, so that it can be timed apart
+    yield Step()  # the prefill, so that it can be timed separately
     while True:
-        most = min(policy.choose(), cache.room - 1)
-        subset = vocabulary.pick(tokens)
-        drafts, draft_probs = drafter.chain(most, draft_sampling or sampling, randomness, subset)
+        n = min(policy.choose(), cache.free_rows - 1)  # one row is for the root
+        draft_head = vocabulary.select(tokens)
+        drafts, draft_probs = drafter.chain(n, draft_sampling or sampling, randomness, draft_head)
         tree = Tree.chain(tokens[-1], drafts, draft_probs)
         hidden = model(tree.tokens, cache)[0]
         path, fresh = accept(probs(model.logits(hidden), sampling), tree, randomness)
         cache.commit(path)
         new = tree.tokens_at(path[1:]) + [fresh]
-        # the drafts' rows are gone: rows of the target's own hidden states take their place
+        # `chain` dropped its rows; rows made from the target's hidden states replace them
         drafter.extend(hidden[path], new)
         policy.observe(drafted=len(drafts), accepted=len(path) - 1)
         tokens += new

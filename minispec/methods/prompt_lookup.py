@@ -1,4 +1,4 @@
-"""Prompt lookup decoding: the text so far is the draft (Saxena 2023). No model at all."""
+"""Prompt lookup decoding (Saxena 2023): copy drafts from the text so far, without a draft model."""
 
 from collections.abc import Iterator
 
@@ -13,13 +13,13 @@ def prompt_lookup(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
     cache: KVCache | None = None, k: int = 10, ngram: int = 3,
 ) -> Iterator[Step]:  # fmt: skip
-    """Guess what followed the last n tokens when they last occurred, at most `k` tokens."""
+    """Draft up to `k` of the tokens that followed the last n tokens where they last occurred."""
     cache = cache or model.new_cache()
     tokens = list(prompt)
     model.prefill(tokens[cache.length : -1], cache)
     yield Step()
     while True:
-        tree = Tree.chain(tokens[-1], lookup(tokens, min(k, cache.room - 1), ngram))
+        tree = Tree.chain(tokens[-1], lookup(tokens, min(k, cache.free_rows - 1), ngram))
         hidden = model(tree.tokens, cache)
         path, fresh = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
         cache.commit(path)
@@ -30,7 +30,7 @@ def prompt_lookup(
 
 def lookup(tokens: list[int], k: int, ngram: int) -> list[int]:
     """Up to `k` tokens that followed the latest earlier occurrence of the last n tokens, for the
-    largest n from `ngram` down to 1 that has occurred; as many as there are."""
+    largest n from `ngram` down to 1 that has one. Fewer if the text ends before that."""
     for n in range(min(ngram, len(tokens) - 1), 0, -1):
         for start in range(len(tokens) - n - 1, -1, -1):
             if tokens[start : start + n] == tokens[-n:]:

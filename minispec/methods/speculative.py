@@ -1,6 +1,6 @@
 """Draft-target speculative decoding (Leviathan et al. 2023; Chen et al. 2023).
 
-A small draft model proposes γ tokens (the argument `k`: other papers say K) one by one; the target
+A small draft model proposes γ tokens one by one (argument `k`; other papers write K). The target
 scores them all in one pass.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from minispec.cache import KVCache
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, draw, probs
-from minispec.tree import Fixed, Policy, Step, Tree
+from minispec.tree import FixedK, Policy, Step, Tree
 from minispec.verify import accept
 
 
@@ -22,25 +22,25 @@ def speculative(
     cache: KVCache | None = None, draft: Transformer, k: int | Policy = 4,
     draft_sampling: Sampling | None = None, draft_cache: KVCache | None = None,
 ) -> Iterator[Step]:  # fmt: skip
-    """Leviathan et al. 2023, algorithm 1, with γ = `k` draft tokens a round, or as many as a
-    policy says (see adaptive).
+    """Leviathan et al. 2023, algorithm 1, with γ = `k` draft tokens per round. `k` may be a policy
+    that chooses γ for each round (see adaptive).
 
-    The draft draws with `draft_sampling` (default: as the target does); any choice is lossless.
-    `draft_cache` may hold the draft's rows of a prefix of the prompt, as `cache` holds the
-    target's. Vocabularies may differ in length by padding.
+    The draft samples with `draft_sampling` (default: the target's); any choice is lossless.
+    `draft_cache` may hold the draft's rows for a prefix of the prompt, as `cache` may hold the
+    target's. The two vocabularies may differ in size by padding.
     """
-    policy = k if hasattr(k, "choose") else Fixed(k)
+    policy = k if hasattr(k, "choose") else FixedK(k)
     cache = cache or model.new_cache()
     draft_cache = draft_cache or draft.new_cache(cache.capacity)
     tokens = list(prompt)
-    # Between rounds the cache holds every token but the newest. A pass feeds that one first, as the
-    # tree's root: over 1 + γ rows it yields p_1 … p_{γ+1} of the paper.
+    # Between rounds the cache holds every token but the newest. The next pass feeds that token
+    # first, as the tree's root, so its 1 + γ rows yield the paper's p_1 … p_{γ+1}.
     model.prefill(tokens[cache.length : -1], cache)
-    draft.prefill(clipped(tokens[draft_cache.length : -1], draft), draft_cache)
-    yield Step()  # the prefill, so that it can be timed apart
+    draft.prefill(replace_unknown(tokens[draft_cache.length : -1], draft), draft_cache)
+    yield Step()  # the prefill, so that it can be timed separately
     while True:
-        gamma = min(policy.choose(), cache.room - 1)  # the root takes a row of the pass
-        # x_1 … x_γ, each drawn from q of one pass of the draft
+        gamma = min(policy.choose(), cache.free_rows - 1)  # one row is for the root
+        # x_1 … x_γ, each drawn from the q of its own draft pass
         drafts, draft_probs = propose(
             draft, draft_cache, tokens, gamma, draft_sampling or sampling, randomness,
             model.config.vocab_size,
@@ -48,11 +48,11 @@ def speculative(
         tree = Tree.chain(tokens[-1], drafts, draft_probs)
         # p_1 … p_{γ+1}, in one pass of the target
         p = probs(model.logits(model(tree.tokens, cache)[0]), sampling)
-        # the first n drafts, and t
+        # the first n drafts, and t, the fresh token
         path, fresh = accept(p, tree, randomness)
         cache.commit(path)
-        # the draft never ran on its own last token: where all was accepted it lacks that row, and
-        # `propose` feeds it two tokens
+        # The draft never ran on its own last token. If all drafts were accepted, its cache lacks
+        # that row, and `propose` feeds it two tokens.
         draft_cache.truncate(min(draft_cache.length, cache.length))
         policy.observe(drafted=len(drafts), accepted=len(path) - 1)
         new = tree.tokens_at(path[1:]) + [fresh]
@@ -62,25 +62,25 @@ def speculative(
 
 def propose(
     draft: Transformer, cache: KVCache, tokens: list[int], k: int, sampling: Sampling,
-    randomness: Randomness, vocabulary: int,
+    randomness: Randomness, vocab_size: int,
 ) -> tuple[list[int], list[Tensor | None]]:  # fmt: skip
-    """`k` tokens after `tokens`, each drawn from the draft's distribution; and the distributions
-    over the target's vocabulary (None: one-hot). Greedy drafts wait on the device till the end."""
-    feed = torch.tensor(clipped(tokens[cache.length :], draft))
+    """Draw `k` tokens after `tokens` from the draft model. Returns them and their distributions
+    over the target's vocabulary (None: one-hot). Greedy drafts stay on the device until the end."""
+    feed = torch.tensor(replace_unknown(tokens[cache.length :], draft))
     drafts: list[Tensor] = []
     draft_probs: list[Tensor | None] = []
     while len(drafts) < k:
-        logits = draft.logits(draft(feed, cache)[0, -1:])[:, :vocabulary]  # (1, V) without padding
+        logits = draft.logits(draft(feed, cache)[0, -1:])[:, :vocab_size]  # (1, V) without padding
         cache.commit(list(range(len(feed))))
         feed, q = draw(logits, sampling, randomness)
         drafts.append(feed)
-        draft_probs.append(q if q is None else F.pad(q, (0, vocabulary - len(q))))
+        draft_probs.append(q if q is None else F.pad(q, (0, vocab_size - len(q))))
     return torch.cat(drafts).tolist() if drafts else [], draft_probs
 
 
-def clipped(tokens: list[int], draft: Transformer) -> list[int]:
-    """The tokens, 0 in the place of those that the draft has no embedding for (the target's padding
-    rows). What a draft reads decides how often it is right, never what comes out."""
+def replace_unknown(tokens: list[int], draft: Transformer) -> list[int]:
+    """Replace tokens that the draft has no embedding for (the target's padding rows) with 0. What
+    the draft reads affects how often it is right, never the output."""
     return [token if token < draft.config.vocab_size else 0 for token in tokens]
 
 
@@ -90,5 +90,5 @@ def tokens_per_pass(alpha: float, gamma: int) -> float:
 
 
 def speedup(alpha: float, gamma: int, c: float) -> float:
-    """Over plain decoding, theorem 3.8; c is a draft pass's cost over a target pass's."""
+    """Speedup over plain decoding, theorem 3.8; c is the cost of a draft pass in target passes."""
     return tokens_per_pass(alpha, gamma) / (gamma * c + 1)

@@ -1,8 +1,8 @@
 """Language-aware vocabulary compression (FastMTP, section 3.3; FR-Spec, arXiv 2502.14856): a draft
-reads only those rows of lm_head that its text's language uses often.
+uses only the rows of lm_head for tokens that are frequent in the text's language.
 
-The target still verifies over the full vocabulary, so a wrong guess of the language costs speed,
-never text.
+The target still verifies over the full vocabulary, so guessing the wrong language costs speed but
+never changes the output.
 """
 
 from collections import Counter
@@ -16,21 +16,21 @@ from torch import Tensor
 
 from minispec.model import Transformer
 
-WINDOW = 32  # tokens of the latest text by which its language is known
-SURE = 4.0  # a token so many times as frequent in one language as in any other votes for it
-MOST = 0.8  # share of the votes that makes a text of one language, not a mixed one
+RECENT_TOKENS = 32  # how many of the latest tokens decide the language
+VOTE_RATIO = 4.0  # a token votes for a language if this many times as frequent as in any other
+MAJORITY = 0.8  # share of the votes that one language needs; with less, the text is mixed
 
 
 @dataclass(frozen=True)
 class Language:
-    """Its frequent tokens, most frequent first, and how often each was seen."""
+    """The frequent tokens of a language, most frequent first, and their counts."""
 
     ids: tuple[int, ...]
     counts: tuple[int, ...]
 
 
 def count(texts: Iterable[list[int]], forced: list[int], size: int) -> Language:
-    """The `size` most frequent tokens of `texts`, `forced` ones in any case and first."""
+    """The `size` most frequent tokens of `texts`; `forced` ones come first, however rare."""
     seen: Counter[int] = Counter()
     for tokens in texts:
         seen.update(tokens)
@@ -39,11 +39,11 @@ def count(texts: Iterable[list[int]], forced: list[int], size: int) -> Language:
     return Language(tuple(ids[:size]), tuple(seen[token] for token in ids[:size]))
 
 
-# ---- at a draft's lm_head ------------------------------------------------------------------------
+# ---- the lm_head of a draft ----------------------------------------------------------------------
 
 
 class Subset:
-    """Some rows of lm_head, W[V_high], for the tokens `ids`. As a Vocabulary it picks itself."""
+    """The rows of lm_head for tokens `ids`, W[V_high]. As a Vocabulary, it selects itself."""
 
     def __init__(self, weight: Tensor, ids: list[int]):
         self.size, self.host_ids = len(weight), torch.tensor(ids)
@@ -54,60 +54,60 @@ class Subset:
         """|V_high|."""
         return len(self.ids)
 
-    def pick(self, tokens: list[int]) -> "Subset":
+    def select(self, tokens: list[int]) -> "Subset":
         return self
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., d) -> (..., |V_high|)."""
         return F.linear(hidden, self.rows)
 
-    def full(self, token: Tensor) -> Tensor:
-        """From numbers in the small vocabulary to token ids, V_high[j], on the same device."""
+    def to_full_ids(self, token: Tensor) -> Tensor:
+        """Map indices into the subset to token ids, V_high[j], on the same device."""
         return (self.host_ids if token.device.type == "cpu" else self.ids)[token]
 
-    def numbers(self, tokens: Tensor) -> Tensor:
-        """From token ids to numbers in the small vocabulary; -100 for all others, as for labels."""
-        number = torch.full((self.size,), -100, device=self.ids.device)
-        number[self.ids] = torch.arange(len(self), device=number.device)
-        return number[tokens.clamp(min=0)].where(tokens >= 0, -100)
+    def to_subset_ids(self, tokens: Tensor) -> Tensor:
+        """Map token ids to indices into the subset, all others to -100, an ignored label."""
+        index = torch.full((self.size,), -100, device=self.ids.device)
+        index[self.ids] = torch.arange(len(self), device=index.device)
+        return index[tokens.clamp(min=0)].where(tokens >= 0, -100)
 
     def scatter(self, probs: Tensor) -> Tensor:
-        """A distribution over the subset, (|V_high|,), as one over the vocabulary, (V,); both on
+        """Expand a distribution over the subset (|V_high|,) to the full vocabulary (V,), both on
         the host."""
         return probs.new_zeros(self.size).scatter(0, self.host_ids, probs)
 
 
 class FullVocabulary:
-    """The full vocabulary, in the place of a Subset of it."""
+    """All rows of lm_head, with the interface of a Subset."""
 
     def __init__(self, model: Transformer):
         self.logits = model.logits
 
-    def pick(self, tokens: list[int]) -> "FullVocabulary":
+    def select(self, tokens: list[int]) -> "FullVocabulary":
         return self
 
-    def full(self, token: Tensor) -> Tensor:
+    def to_full_ids(self, token: Tensor) -> Tensor:
         return token
 
-    def numbers(self, tokens: Tensor) -> Tensor:
+    def to_subset_ids(self, tokens: Tensor) -> Tensor:
         return tokens
 
     def scatter(self, probs: Tensor) -> Tensor:
         return probs
 
 
-Words = Subset | FullVocabulary
+DraftHead = Subset | FullVocabulary
 
 
 class Vocabulary(Protocol):
-    """Which tokens a method drafts from: Compressed chooses by the text's language."""
+    """Chooses the tokens that a method drafts from. Compressed chooses by the text's language."""
 
-    def pick(self, tokens: list[int]) -> Words:
-        """What to draft from after `tokens`."""
+    def select(self, tokens: list[int]) -> DraftHead:
+        """The rows of lm_head to draft with after `tokens`."""
 
 
 class Compressed:
-    """The languages' subsets of a model's lm_head, and which of them a text calls for."""
+    """Subsets of a model's lm_head, one per language or mix of languages, chosen by the text."""
 
     def __init__(self, languages: dict[str, Language], model: Transformer):
         assert languages, "at least one language"
@@ -115,29 +115,29 @@ class Compressed:
         self.subsets: dict[tuple[str, ...], Subset] = {}
         self.votes = votes(languages)
 
-    @torch.inference_mode(False)  # kept beyond a run
-    def pick(self, tokens: list[int]) -> Subset:
-        """The subset for what comes after `tokens`: their language's, or the union of those they
-        mix; all languages' where nothing tells."""
-        names = self.spoken(tokens)
+    @torch.inference_mode(False)  # subsets outlive the run
+    def select(self, tokens: list[int]) -> Subset:
+        """The subset of the language of `tokens`, or the union for a mixed text; the union of all
+        languages if the language is unclear."""
+        names = self.detect_languages(tokens)
         if names not in self.subsets:
-            ids = dict.fromkeys(i for name in names for i in self.languages[name].ids)
+            ids = dict.fromkeys(token for name in names for token in self.languages[name].ids)
             self.subsets[names] = Subset(self.weight, list(ids))
         return self.subsets[names]
 
-    def spoken(self, tokens: list[int]) -> tuple[str, ...]:
-        """The languages of the latest tokens: the one with MOST of the votes, else all that have
-        some."""
-        found = Counter(self.votes[t] for t in tokens[-WINDOW:] if t in self.votes)
+    def detect_languages(self, tokens: list[int]) -> tuple[str, ...]:
+        """The languages of the latest tokens: the one with a MAJORITY of the votes, else all that
+        have any votes, else all."""
+        found = Counter(self.votes[t] for t in tokens[-RECENT_TOKENS:] if t in self.votes)
         names = tuple(sorted(found)) or tuple(sorted(self.languages))
         for name, n in found.items():
-            if n >= MOST * found.total():
+            if n >= MAJORITY * found.total():
                 return (name,)
         return names
 
 
 def votes(languages: dict[str, Language]) -> dict[int, str]:
-    """Tokens that tell a language: SURE times as frequent there as in every other."""
+    """Tokens that vote, and their language: VOTE_RATIO times as frequent there as in any other."""
     share: dict[int, dict[str, float]] = {}
     for name, language in languages.items():
         total = sum(language.counts) + 1
@@ -147,6 +147,6 @@ def votes(languages: dict[str, Language]) -> dict[int, str]:
     for token, by_name in share.items():
         best = max(by_name, key=by_name.get)
         others = [p for name, p in by_name.items() if name != best]
-        if len(languages) > 1 and by_name[best] > SURE * max(others, default=0.0):
+        if len(languages) > 1 and by_name[best] > VOTE_RATIO * max(others, default=0.0):
             result[token] = best
     return result

@@ -1,8 +1,8 @@
-"""Tokens a pass that heads of ours bring in vLLM, beside what they bring here, greedy:
+"""Compare the tokens per pass of our heads in vLLM and in minispec, with greedy decoding:
 
     python tests/engines/accepted.py mtp weights/smollm2/target weights/smollm2/mtp --own chat.jsonl
 
-vLLM drafts three tokens over the full vocabulary, with Medusa heads a chain; so do we here.
+Both draft three tokens over the full vocabulary, as a chain even with Medusa heads.
 """
 
 import argparse
@@ -14,15 +14,15 @@ import httpx
 from serve import serving, vllm_tokens
 
 from minispec import bench, load
-from minispec.distill import main as distill
-from minispec.drafters import load_drafter
-from minispec.fast import quicken
+from minispec.fast import optimize
 from minispec.generate import decode
-from minispec.run import acceptance
+from minispec.generate.drafters import load_drafter
+from minispec.generate.run import acceptance
+from minispec.training.distill import main as distill
 
-CHAIN = [(0,), (0, 0), (0, 0, 0)]
+CHAIN_OF_3 = [(0,), (0, 0), (0, 0, 0)]
 p = argparse.ArgumentParser(description=__doc__)
-p.add_argument("kind", choices=["mtp", "medusa"])
+p.add_argument("type", choices=["mtp", "medusa"])
 p.add_argument("model")
 p.add_argument("heads")
 p.add_argument("--own", type=Path, nargs="+", required=True)
@@ -31,33 +31,35 @@ p.add_argument("--max-new-tokens", type=int, default=100)
 args = p.parse_args()
 args.questions = args.data = None
 model, tokenizer = load(args.model, "float32", "cpu")
-quicken(model)
-method = "fastmtp" if args.kind == "mtp" else "medusa"
+optimize(model)
+method = "fastmtp" if args.type == "mtp" else "medusa"
 options = load_drafter(method, model, tokenizer, args.heads, "none")
-options |= {"k": 3} if args.kind == "mtp" else {"tree": CHAIN}
-prompts = [each for kind in bench.prompts_of(args, model, tokenizer).values() for each in kind]
+options |= {"k": 3} if args.type == "mtp" else {"tree": CHAIN_OF_3}
+prompts = sum(bench.prompts_of(args, model, tokenizer).values(), [])
 runs = [
     decode(model, tokenizer, prompt, method, max_new_tokens=args.max_new_tokens, **options)
     for prompt in prompts
 ]
 with tempfile.TemporaryDirectory() as folder:
-    distill(["export", "--model", args.model, f"--{args.kind}", args.heads, "--dtype", "float32",
+    distill(["export", "--model", args.model, f"--{args.type}", args.heads, "--dtype", "float32",
              "--out", folder])  # fmt: skip
     length = f"--max-model-len {min(1024, model.config.context)}"
-    with serving(f"vllm-{args.kind}", args.model, folder, more=length) as address:
-        theirs = [vllm_tokens(address, args.model, p, args.max_new_tokens) for p in prompts]
-        counts = httpx.get(f"{address}/metrics").text
+    with serving(f"vllm-{args.type}", args.model, folder, more=length) as address:
+        vllm_answers = [
+            vllm_tokens(address, args.model, prompt, args.max_new_tokens) for prompt in prompts
+        ]
+        metrics = httpx.get(f"{address}/metrics").text
 
 
-def counted(name: str) -> list[float]:
-    found = re.findall(rf"^vllm:spec_decode_num_{name}_total\S* (\S+)$", counts, re.M)
-    return [float(each) for each in found]
+def counters(name: str) -> list[float]:
+    values = re.findall(rf"^vllm:spec_decode_num_{name}_total\S* (\S+)$", metrics, re.M)
+    return [float(value) for value in values]
 
 
-vllm = [each / sum(counted("drafts")) for each in counted("accepted_tokens_per_pos")]
+vllm = [accepted / sum(counters("drafts")) for accepted in counters("accepted_tokens_per_pos")]
 ours = acceptance([step for run in runs for step in run.rounds])["unconditional"]
-for name, shares in (("ours", ours), ("vLLM", vllm)):
-    by_place = ", ".join(f"{share:.3f}" for share in shares)
-    print(f"{name}: {1 + sum(shares):.3f} tokens a pass, accepted by position {by_place}")
-same = sum(run.tokens == tokens for run, tokens in zip(runs, theirs))
-print(f"{same} of {len(runs)} answers are the same")
+for name, rates in (("minispec", ours), ("vLLM", vllm)):
+    by_position = ", ".join(f"{rate:.3f}" for rate in rates)
+    print(f"{name}: {1 + sum(rates):.3f} tokens per pass, acceptance by position: {by_position}")
+same = sum(run.tokens == tokens for run, tokens in zip(runs, vllm_answers))
+print(f"{same} of {len(runs)} answers are identical")

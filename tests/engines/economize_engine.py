@@ -1,4 +1,4 @@
-"""economize's techniques, and its SSD, black boxes for the certifier."""
+"""economize's techniques, including SSD, as black boxes for the certifier."""
 
 from functools import cache, partial
 
@@ -9,7 +9,7 @@ from economize.distributed.ssd import AsyncSpeculativeDecoder, SSDConfig
 from transformers import AutoModelForCausalLM
 
 JUMP, TREE = JumpConfig(1, 1), t.medusa.MedusaConfig(tree="small")
-METHODS = dict(
+CONFIGS = dict(
     plain=None, ssd=None, mtp=t.vendor_mtp.VendorMTPConfig(), lookup=t.lookup.LookupConfig(),
     jump=JUMP, early_exit=t.early_exit.EarlyExitConfig(1, "shared"), eagle3=t.eagle3.Eagle3Config(),
     medusa=t.medusa.MedusaConfig(2), medusa_tree=TREE, draft_model=t.draft_model.DraftModelConfig,
@@ -27,17 +27,17 @@ def read(folder, config=None):
 def decode(name, folder, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
     if top_k > 1:
         raise NotImplementedError("no top-k")
-    model, temperature = read(folder, METHODS[name]), temperature if top_k != 1 else 0
+    model, temperature = read(folder, CONFIGS[name]), temperature if top_k != 1 else 0
     request, end = (torch.tensor(prompt), max_new_tokens), model.generation_config.eos_token_id
     if name == "ssd":
         models = model.base_model, read(f"{folder}/draft").base_model
-        how = SSDConfig(2, temperature=temperature, top_p=top_p, seed=2 * seed)  # it takes two
-        result = AsyncSpeculativeDecoder(*models, how).generate(*request, end)
+        config = SSDConfig(2, temperature=temperature, top_p=top_p, seed=2 * seed)  # it uses two
+        result = AsyncSpeculativeDecoder(*models, config).generate(*request, end)
     else:
-        how = DecodeConfig(3 if METHODS[name] else 1, verifier="rejection")
+        config = DecodeConfig(3 if CONFIGS[name] else 1, verifier="rejection")
         selector = TopPSampler(temperature, top_p, seed) if temperature else None
-        result = model.decode(*request, selector=selector, stop=end, decoding=how)
+        result = model.decode(*request, selector=selector, stop=end, decoding=config)
     return result.tokens.tolist(), *map(sum, zip((0, 0), *result.acceptance))
 
 
-globals().update({name: partial(decode, name) for name in METHODS})
+globals().update({name: partial(decode, name) for name in CONFIGS})

@@ -1,4 +1,4 @@
-"""flashspec's SpeculativeEngine, black boxes for the certifier; it has no plain decoding."""
+"""flashspec's SpeculativeEngine, as black boxes for the certifier. It has no plain decoding."""
 
 from functools import cache, partial
 
@@ -11,8 +11,8 @@ from flashspec.engine import ArmSpec, HuggingFaceDrafter, NgramDrafter, TargetMo
 @cache
 def read(folder, static):
     models = TargetModel(folder, "cpu", torch.float32), HuggingFaceDrafter(f"{folder}/draft", "cpu")
-    for each in models if static else ():  # as on CUDA, but for the graphs
-        each.use_static_cache(512, compile_forward=False, pad_widths=(1, 2, 4, 8))
+    for model in models if static else ():  # as on CUDA, but without graphs
+        model.use_static_cache(512, compile_forward=False, pad_widths=(1, 2, 4, 8))
     return models
 
 
@@ -26,7 +26,7 @@ def generate(
     sampling = SamplingConfig(temperature=temperature, top_p=top_p, seed=seed)
     config, drafters = FlashSpecConfig(device="cpu", sampling=sampling), [NgramDrafter(2), draft]
     engine = SpeculativeEngine(config, drafters, target, UCB1Selector(len(arms)), arms)
-    end = target._model.generation_config.eos_token_id or []  # it does not read it
+    end = target._model.generation_config.eos_token_id or []  # the engine does not read it
     end, rows = end if isinstance(end, list) else [end], [prompt[::-1]] * others + [prompt]
     result = engine.generate(torch.tensor(rows), max_new_tokens, end)
     tokens = [token for token in result.output_ids[-1].tolist() if token != -1]

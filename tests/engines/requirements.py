@@ -1,4 +1,4 @@
-"""What an installed package requires, without extras, torch and its companions, line by line."""
+"""Print an installed package's requirements, one per line, without extras and torch packages."""
 
 import re
 import sys

@@ -1,5 +1,5 @@
-"""sequential-speculative-decoding's methods, black boxes for the certifier. It has no top-k and no
-top-p; what would be top-k 1 is asked as its temperature 0, the same distribution."""
+"""sequential-speculative-decoding's methods, as black boxes for the certifier. It has no top-k and
+no top-p; top-k 1 is requested as temperature 0, which is the same distribution."""
 
 import functools
 from types import SimpleNamespace
@@ -12,11 +12,11 @@ read = functools.cache(transformers.AutoModelForCausalLM.from_pretrained)
 
 
 class Ids(SimpleNamespace):
-    """A tokenizer whose text is the ids themselves, and whose chat template adds nothing."""
+    """A tokenizer whose text consists of the ids; its chat template adds nothing."""
 
     apply_chat_template = staticmethod(lambda messages, **_: messages[0]["content"])
     __call__ = staticmethod(lambda texts, **_: SimpleNamespace(input_ids=torch.tensor(texts)))
-    convert_tokens_to_ids = staticmethod(lambda token: None)  # unk_token_id: no </think>
+    convert_tokens_to_ids = staticmethod(lambda token: None)  # unk: there is no </think>
     decode = staticmethod(lambda ids, **_: " ".join(map(str, ids)))
 
 
@@ -28,12 +28,12 @@ def generate(method, checkpoint, prompt, *, max_new_tokens, temperature, top_k, 
     ids = Ids(eos_token_id=target.generation_config.eos_token_id, unk_token_id=None)
     request = target, ids, prompt, max_new_tokens
     if not method:
-        said = baseline_generate(*request, target_temperature=temperature)
-        return [int(token) for token in said["text"].split()]
-    draft, heats = read(f"{checkpoint}/draft"), (temperature, temperature)  # the draft's, its own
-    said = speculative_generate(draft, *request, 2, *heats, method=method)
-    tokens = [int(token) for token in said["text"].split()]
-    return tokens, said["draft_tokens"], said["accepted_tokens"]
+        result = baseline_generate(*request, target_temperature=temperature)
+        return [int(token) for token in result["text"].split()]
+    draft, temperatures = read(f"{checkpoint}/draft"), (temperature, temperature)  # draft, target
+    result = speculative_generate(draft, *request, 2, *temperatures, method=method)
+    tokens = [int(token) for token in result["text"].split()]
+    return tokens, result["draft_tokens"], result["accepted_tokens"]
 
 
 plain, standard, naive_hsd, capped_hsd = (

@@ -1,5 +1,5 @@
-"""specdec's decoders, black boxes for the certifier. They have no temperature, top-k or top-p, and
-only the plain one can be greedy."""
+"""specdec's decoders, as black boxes for the certifier. They have no temperature, top-k or top-p,
+and only the plain one can decode greedily."""
 
 import contextlib
 import functools
@@ -10,8 +10,8 @@ from specdec.decoder import SpecDecoder
 
 
 @functools.cache
-def loaded(checkpoint):
-    """With a tokenizer whose text is the ids themselves."""
+def load(checkpoint):
+    """Load a decoder, with a tokenizer whose text consists of the ids."""
     with contextlib.redirect_stdout(None):
         decoder = SpecDecoder(f"{checkpoint}/draft", checkpoint, device="cpu")
     decoder.tokenizer = SimpleNamespace(
@@ -25,7 +25,7 @@ def generate(decode, checkpoint, prompt, *, max_new_tokens, temperature, top_k, 
         raise NotImplementedError("temperature, top-k, top-p")
     torch.manual_seed(seed)
     sampled = temperature > 0 and top_k != 1
-    return decode(loaded(checkpoint), prompt, max_new_tokens, sampled)[len(prompt) :]
+    return decode(load(checkpoint), prompt, max_new_tokens, sampled)[len(prompt) :]
 
 
 def spec_gen(decoder, prompt, n, sampled):

@@ -1,4 +1,4 @@
-"""speculative-decoding's loops over transformers' models, black boxes for the certifier."""
+"""speculative-decoding's loops with transformers' models, as black boxes for the certifier."""
 
 from functools import cache, partial
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ read = cache(AutoModelForCausalLM.from_pretrained)
 
 
 def net(folder, tokens, start_tokens=(), cache=None, return_early_exit_only=False, **_):
-    """What the loops call: with all tokens, and one tensor of keys and values."""
+    """The function that the loops call, with all tokens and one tensor of keys and values."""
     model = read(folder, **({"num_hidden_layers": 1} if return_early_exit_only else {}))
     seen = DynamicCache([layer.unbind(1) for layer in cache[0].unbind(1)] if cache else None)
     x = torch.cat([*start_tokens[:1], model.model.embed_tokens(tokens)[0]])[None]
@@ -25,16 +25,16 @@ def generate(loop, nets, folder, prompt, *, max_new_tokens, temperature, top_k, 
     if top_p < 1:
         raise NotImplementedError("top-p")
     torch.manual_seed(seed)
-    kept = (top_k - 0.5) / read(folder).config.vocab_size if top_k else 1  # a share, rounded up
-    both = SimpleNamespace(model=partial(net, folder), prophet=partial(net, f"{folder}/draft"),
+    kept = (top_k - 0.5) / read(folder).config.vocab_size if top_k else 1  # a fraction, rounded up
+    models = SimpleNamespace(model=partial(net, folder), prophet=partial(net, f"{folder}/draft"),
         to_prophet_start_token=torch.nn.Identity(), num_leading_start_tokens=1)  # fmt: skip
-    found = loop(*nets(both), torch.tensor([prompt]), len(prompt) + max_new_tokens,
+    output = loop(*nets(models), torch.tensor([prompt]), len(prompt) + max_new_tokens,
         temperature=temperature, filter_thres=1 - kept)  # fmt: skip
-    return found[0].flatten().tolist()  # the first row, or of a tuple
+    return output[0].flatten().tolist()  # the first row, or the first item of a tuple
 
 
-plain = partial(generate, chains.base_decoding, lambda both: [both.model])
+plain = partial(generate, chains.base_decoding, lambda m: [m.model])
 draft, same_model, prophet = (partial(generate, partial(loop, gamma=2), nets) for loop, nets in [
-    (chains.speculative_decoding, lambda both: [both.model, both.prophet]),
-    (chains.speculative_decoding_with_same_model, lambda both: [both.model]),
-    (prophets.speculative_decoding_with_prophet_model, lambda both: [both])])  # fmt: skip
+    (chains.speculative_decoding, lambda m: [m.model, m.prophet]),
+    (chains.speculative_decoding_with_same_model, lambda m: [m.model]),
+    (prophets.speculative_decoding_with_prophet_model, lambda m: [m])])  # fmt: skip

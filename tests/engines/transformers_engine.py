@@ -1,4 +1,4 @@
-"""transformers' generate, black boxes for the certifier (`make reference` says how)."""
+"""transformers' generate, as black boxes for the certifier (run by `make reference`)."""
 
 import functools
 
@@ -10,17 +10,17 @@ read = functools.cache(transformers.AutoModelForCausalLM.from_pretrained)
 
 
 def generate(speculate, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
-    if max_new_tokens == 0:  # it refuses this
+    if max_new_tokens == 0:  # it does not accept 0
         return []
     torch.manual_seed(seed)
-    how = dict(do_sample=False)
+    sampling = dict(do_sample=False)
     if temperature:
-        how = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
+        sampling = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
     tokens = torch.tensor([prompt])
     with torch.no_grad():
         output = read(checkpoint, dtype=torch.float32).generate(
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max_new_tokens,
-            pad_token_id=0, **how, **speculate(checkpoint),
+            pad_token_id=0, **sampling, **speculate(checkpoint),
         )  # fmt: skip
     return output[0, len(prompt) :].tolist()
 

@@ -1,4 +1,4 @@
-"""vLLM's methods in one process, black boxes for the certifier (`make engines` says how)."""
+"""vLLM's methods in one process, as black boxes for the certifier (run by `make engines`)."""
 
 import gc
 import os
@@ -10,36 +10,38 @@ from vllm.platforms import current_platform
 
 
 def engine(**speculation):
-    """A function over a checkpoint; `speculation` is vLLM's, {} being the checkpoint's folder."""
-    held: dict[str, LLM] = {}
+    """Make a decoding function; `speculation` is vLLM's speculative_config, where {} stands for the
+    checkpoint's folder."""
+    loaded: dict[str, LLM] = {}
 
-    def loaded(folder: str) -> LLM:
-        if folder not in held:
-            held.clear()  # and gone: its end tears down what a second one would share
+    def load(folder: str) -> LLM:
+        if folder not in loaded:
+            loaded.clear()  # free it first: its teardown destroys state that a second LLM would use
             gc.collect()
-            given = {name: str(value).format(folder) for name, value in speculation.items()}
-            held[folder] = LLM(
+            config = {name: str(value).format(folder) for name, value in speculation.items()}
+            loaded[folder] = LLM(
                 folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
-                disable_log_stats=False, speculative_config=given or None)  # fmt: skip
-            # in a second engine it would fail beside numba, which ngram brings
+                disable_log_stats=False, speculative_config=config or None)  # fmt: skip
+            # in a second engine this would fail if numba is loaded, as it is by ngram
             current_platform.register_triton_kernel_overrides = lambda: None
-        return held[folder]
+        return loaded[folder]
 
     def counts(llm: LLM) -> list[int]:
-        found = {each.name: getattr(each, "value", 0) for each in llm.get_metrics()}
-        return [found.get(f"vllm:spec_decode_num_{x}_tokens", 0) for x in ("draft", "accepted")]
+        values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+        return [values.get(f"vllm:spec_decode_num_{x}_tokens", 0) for x in ("draft", "accepted")]
 
     def many(checkpoint: str, requests: list[dict]) -> list:
-        llm = loaded(checkpoint)
-        before, kept = counts(llm), [r for r in requests if r["max_new_tokens"]]  # it refuses 0
-        done = iter(llm.generate(
-            [{"prompt_token_ids": r["prompt"]} for r in kept],
+        llm = load(checkpoint)
+        before, valid = counts(llm), [r for r in requests if r["max_new_tokens"]]  # it rejects 0
+        outputs = iter(llm.generate(
+            [{"prompt_token_ids": r["prompt"]} for r in valid],
             [SamplingParams(max_tokens=r["max_new_tokens"], temperature=r["temperature"],
                             top_k=r["top_k"] or -1, top_p=r["top_p"], seed=r["seed"],
-                            detokenize=False) for r in kept], use_tqdm=False))  # fmt: skip
-        found = [next(done).outputs[0].token_ids if r["max_new_tokens"] else [] for r in requests]
+                            detokenize=False) for r in valid], use_tqdm=False))  # fmt: skip
+        tokens = [next(outputs).outputs[0].token_ids if r["max_new_tokens"] else []
+                  for r in requests]  # fmt: skip
         drafted, accepted = (b - a for a, b in zip(before, counts(llm)))
-        return [(found[0], drafted, accepted), *found[1:]]  # counted once
+        return [(tokens[0], drafted, accepted), *tokens[1:]]  # counts of the whole batch
 
     def function(checkpoint, prompt, **options):
         return many(checkpoint, [{"prompt": prompt, **options}])[0]

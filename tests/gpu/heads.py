@@ -1,12 +1,12 @@
-"""Generate a model's own text, then train a FastMTP head and Medusa heads on all of it.
+"""Generate text with a model, then train a FastMTP head and Medusa heads on it.
 
     make gpu-heads                               SmolLM2 (make smollm2) on a GPU, under ten minutes
-    make gpu-heads QUESTIONS=question.jsonl      and measure the heads on Spec-Bench
-    make gpu-heads ARGS=--small                  the same code with the toy, on a CPU as well
+    make gpu-heads QUESTIONS=question.jsonl      also measure the heads on Spec-Bench
+    make gpu-heads ARGS=--small                  the same code with the toy; also runs on a CPU
 
 The model also writes the users' turns, so no other text is needed; DATA="FILE …" adds your own
-prompts. Each phase ends at its time limit with the work done so far. The text, in files that
-`distill --own` reads, and heads.tar are written next to the report.
+prompts. Each phase stops at its time limit and keeps what it has done so far. The text, in files
+that `distill --own` reads, and heads.tar are written next to the report.
 """
 
 import argparse
@@ -24,15 +24,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from steps import MINUTES, Results, Step, main, table
+from steps import TOTAL_MINUTES, Results, Step, main, table
 
 from minispec import bench, load
-from minispec.checkpoint import WEIGHTS
-from minispec.distill.documents import read_own
+from minispec.checkpoints import places
 from minispec.generate import decode
-from minispec.training import CHECKPOINT
+from minispec.training.loop import CHECKPOINT
+from minispec.training.own_text import read_generated
 
-BEGINNINGS = {  # kind of text -> beginnings of users' turns; "" leaves it to the model
+BEGINNINGS = {  # category of text -> how user turns begin; "" lets the model decide
     "prose": ["", "", "", "", "Translate German to English:", "Summarize:", "Who", "When", "Where",
               "What", "How many", "Why", "Explain", "Write a story about", "Write a letter",
               "Give me advice on", "Answer the question by the text below."],
@@ -41,85 +41,85 @@ BEGINNINGS = {  # kind of text -> beginnings of users' turns; "" leaves it to th
     "sums": ["A baker", "A farmer has", "A train", "A store sells", "Tom has", "Maria buys", "If",
              "There are", "Calculate", "Solve", "How much"],
 }  # fmt: skip
-PACKED = 4_000_000  # bytes of all text
-FULL = {"model": "smollm2", "documents": {"prose": 9000, "code": 5000, "sums": 7000},
-        "tokens": 200, "batch": 512, "rows": 64, "context": 384, "vocabulary": 8192, "prompts": 5,
-        "answer": 64}  # fmt: skip
-SMALL = {"model": str(WEIGHTS / "target"), "documents": dict.fromkeys(BEGINNINGS, 4),
-         "tokens": 40, "batch": 16, "rows": 4, "context": 96, "vocabulary": 512, "prompts": 1,
-         "answer": 24}  # fmt: skip
-HEADS = {"mtp": ["--k", "3", "--soft", "--lr", "3e-3"],
-         "medusa": ["--heads", "4", "--shared", "--lr", "2e-3"]}  # fmt: skip
+MAX_PACKED_BYTES = 4_000_000  # of all text together
+FULL_SCALE = {"model": "smollm2", "documents": {"prose": 9000, "code": 5000, "sums": 7000},
+              "tokens": 200, "batch": 512, "rows": 64, "context": 384, "vocabulary": 8192,
+              "prompts": 5, "answer": 64}  # fmt: skip
+SMALL_SCALE = {"model": str(places.TOY), "documents": dict.fromkeys(BEGINNINGS, 4),
+               "tokens": 40, "batch": 16, "rows": 4, "context": 96, "vocabulary": 512,
+               "prompts": 1, "answer": 24}  # fmt: skip
+HEAD_FLAGS = {"mtp": ["--k", "3", "--soft", "--lr", "3e-3"],
+              "medusa": ["--heads", "4", "--shared", "--lr", "2e-3"]}  # fmt: skip
 
 
 def existing(name: str) -> Path:
-    """Check a path before minutes of work."""
+    """An argparse type: a path that must exist, checked before minutes of work."""
     if not Path(name).exists():
         raise argparse.ArgumentTypeError(f"{name} does not exist")
     return Path(name)
 
 
 def scale(args: argparse.Namespace) -> dict:
-    return SMALL if args.small else FULL
+    return SMALL_SCALE if args.small else FULL_SCALE
 
 
 def text_files(args: argparse.Namespace) -> list[Path]:
-    """List the files that heads learn from."""
-    kinds = [*BEGINNINGS, *(["data"] if args.data else [])]
-    return args.own or [args.work / f"{kind}.jsonl.xz" for kind in kinds]
+    """List the files that the heads are trained on."""
+    categories = [*BEGINNINGS, *(["data"] if args.data else [])]
+    return args.own or [args.work / f"{category}.jsonl.xz" for category in categories]
 
 
 def distill(command: str, args: argparse.Namespace, *flags: object) -> list[str]:
-    """Make a command line of minispec.distill."""
-    words = ["-m", "minispec.distill", command, "--model", scale(args)["model"], *flags]
-    return [sys.executable, *map(str, words)]
+    """Build a command line for minispec.distill."""
+    arguments = ["-m", "minispec.distill", command, "--model", scale(args)["model"], *flags]
+    return [sys.executable, *map(str, arguments)]
 
 
 # ---- phases --------------------------------------------------------------------------------------
 
 
 def text(args: argparse.Namespace) -> Iterator[dict]:
-    """Generate all kinds of text in parallel, for at most three quarters of the time; pack it."""
+    """Generate all categories in parallel for at most three quarters of the time, then compress."""
     end, size = time.monotonic() + 0.75 * args.seconds, scale(args)
-    how = ["--temperature", 0, "--tokens", size["tokens"]]
-    flags = {kind: ["--chat", *begin, "--documents", size["documents"][kind], "--batch",
-                    size["batch"], *how] for kind, begin in BEGINNINGS.items()}  # fmt: skip
+    common = ["--temperature", 0, "--tokens", size["tokens"]]
+    flags = {name: ["--chat", *texts, "--documents", size["documents"][name], "--batch",
+                    size["batch"], *common] for name, texts in BEGINNINGS.items()}  # fmt: skip
     if args.data:  # prompts may be long
-        flags["data"] = ["--data", *args.data, "--batch", size["batch"] // 4, *how]
-    raw = {kind: args.work / f"{kind}.jsonl" for kind in flags}
-    running = [subprocess.Popen(distill("generate", args, *each, "--out", raw[kind]))
-               for kind, each in flags.items()]  # fmt: skip
+        flags["data"] = ["--data", *args.data, "--batch", size["batch"] // 4, *common]
+    raw = {name: args.work / f"{name}.jsonl" for name in flags}
+    running = [subprocess.Popen(distill("generate", args, *flags[name], "--out", raw[name]))
+               for name in flags]  # fmt: skip
     for child in running:
         try:
             child.wait(max(0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:  # at most a batch is lost
+        except subprocess.TimeoutExpired:  # at most one batch is lost
             child.kill()
             child.wait()
-    pack(list(raw.values()), PACKED)
+    pack(list(raw.values()), MAX_PACKED_BYTES)
     publish(args, *text_files(args))
     for file in text_files(args):
-        rows = read_own(file)[1]
+        rows = read_generated(file)[1]
         yield {"text": file.name, "documents": len(rows), "bytes": file.stat().st_size,
                "tokens": sum(len(row["tokens"]) for row in rows)}  # fmt: skip
 
 
-def pack(files: list[Path], most: int) -> None:
-    """Compress each file to FILE.xz. If these exceed `most` bytes together, leave out the same
-    share of documents from each."""
+def pack(files: list[Path], max_bytes: int) -> None:
+    """Compress each file to FILE.xz. If the results exceed `max_bytes` in total, drop the same
+    share of documents from each file."""
     share, lines = 1.0, [file.read_bytes().splitlines(keepends=True) for file in files]
     while True:
-        kept = [b"".join(each[: max(2, int(share * len(each)))]) for each in lines]
+        kept = [b"".join(rows[: max(2, int(share * len(rows)))]) for rows in lines]
         with ThreadPoolExecutor() as pool:
             packed = list(pool.map(partial(lzma.compress, preset=6), kept))
-        if sum(map(len, packed)) <= most:
+        if sum(map(len, packed)) <= max_bytes:
             break
-        share *= 0.99 * most / sum(map(len, packed))
+        share *= 0.99 * max_bytes / sum(map(len, packed))
     for file, content in zip(files, packed):
         file.with_name(f"{file.name}.xz").write_bytes(content)
 
 
 def vocabulary(args: argparse.Namespace) -> Iterator[dict]:
-    """Count the most frequent tokens of each kind; both heads learn only these."""
+    """Find the most frequent tokens of each category; both heads predict only these."""
     out, flags = args.work / "vocabulary.json", ["--size", scale(args)["vocabulary"]]
     for file in text_files(args):
         flags += ["--text", f"{file.name.partition('.')[0]}={file}"]
@@ -129,18 +129,18 @@ def vocabulary(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def learn(head: str, args: argparse.Namespace) -> Iterator[dict]:
-    """Train for half of the time; reading the text and evaluating the head take the rest."""
+    """Train for half of the time; the rest is for reading the text and evaluating the head."""
     size, out = scale(args), args.work / head
     flags = ["--own", *text_files(args), "--vocabulary", args.work / "vocabulary.json", "--rows",
-             size["rows"], "--context", size["context"], *HEADS[head], "--save-every", 50,
+             size["rows"], "--context", size["context"], *HEAD_FLAGS[head], "--save-every", 50,
              "--out", out]  # fmt: skip
     minutes = 0.05 if args.small else round(args.seconds / 120, 2)
     try:
         subprocess.run(distill(head, args, *flags, "--minutes", minutes), check=True,
                        timeout=0.8 * args.seconds)  # fmt: skip
-    except subprocess.TimeoutExpired:  # finish with the steps in the checkpoint
-        line = distill(head, args, *flags, "--steps", counts(out)[0])
-        subprocess.run(line, check=True)
+    except subprocess.TimeoutExpired:  # finish with the steps done so far
+        command = distill(head, args, *flags, "--steps", counts(out)[0])
+        subprocess.run(command, check=True)
     publish(args)
     steps, seconds = counts(out)
     card = (out / "README.md").read_text(encoding="utf-8")
@@ -149,7 +149,7 @@ def learn(head: str, args: argparse.Namespace) -> Iterator[dict]:
 
 
 def counts(out: Path) -> list[float]:
-    """Read the steps and seconds of a training so far."""
+    """Read the steps and seconds of training so far from the checkpoint."""
     return torch.load(out / CHECKPOINT, "cpu", weights_only=True)["counts"]
 
 
@@ -163,19 +163,19 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     if args.questions:
         sources = {"Spec-Bench": ["--questions", args.questions]} | sources
     else:
-        yield {"tokens per pass on": "Spec-Bench: not measured; QUESTIONS= names its file"}
+        yield {"tokens per pass on": "Spec-Bench: not measured; set QUESTIONS to its file"}
     for source, prompts_from in sources.items():
         parsed = bench.parse(list(map(str, ["--model", size["model"], *flags, *prompts_from])))
-        methods, found = bench.methods_of(parsed, model, tokenizer), []
+        methods, rows = bench.methods_of(parsed, model, tokenizer), []
         del methods["autoregressive"]
-        for kind, prompts in bench.prompts_of(parsed, model, tokenizer).items():
-            runs = {row: [decode(model, tokenizer, prompt, row.split()[0],
-                                 max_new_tokens=size["answer"], **options) for prompt in prompts]
-                    for row, options in methods.items()}  # fmt: skip
-            found.append({row: bench.per_pass(each) for row, each in runs.items()})
-            kind = kind.removesuffix(".jsonl")
-            yield {"tokens per pass on": f"{source}, {kind}", "prompts": len(prompts)} | found[-1]
-        means = {row: statistics.mean(each[row] for each in found) for row in methods}
+        for category, prompts in bench.prompts_of(parsed, model, tokenizer).items():
+            runs = {method: [decode(model, tokenizer, prompt, method.split()[0],
+                                    max_new_tokens=size["answer"], **options) for prompt in prompts]
+                    for method, options in methods.items()}  # fmt: skip
+            rows.append({method: bench.per_pass(runs[method]) for method in methods})
+            name = f"{source}, {category.removesuffix('.jsonl')}"
+            yield {"tokens per pass on": name, "prompts": len(prompts)} | rows[-1]
+        means = {method: statistics.mean(row[method] for row in rows) for method in methods}
         yield {"tokens per pass on": f"**{source}, mean**"} | means
 
 
@@ -185,18 +185,18 @@ def publish(args: argparse.Namespace, *files: Path) -> None:
     for file in files:
         shutil.copy(file, args.out)
     with tarfile.open(args.out / "heads.tar", "w") as tar:
-        for head in HEADS:
+        for head in HEAD_FLAGS:
             for file in sorted((args.work / head).glob("*")):
                 if file.name != CHECKPOINT:
                     tar.add(file, f"{head}/{file.name}")
 
 
 def steps_of(args: argparse.Namespace) -> dict[str, Step]:
-    part = args.minutes / MINUTES
+    share = args.minutes / TOTAL_MINUTES
     steps = {
-        "text": Step(175 * part, text), "vocabulary": Step(20 * part, vocabulary),
-        "mtp": Step(205 * part, partial(learn, "mtp")),
-        "medusa": Step(105 * part, partial(learn, "medusa")), "measure": Step(65 * part, measure),
+        "text": Step(175 * share, text), "vocabulary": Step(20 * share, vocabulary),
+        "mtp": Step(205 * share, partial(learn, "mtp")),
+        "medusa": Step(105 * share, partial(learn, "medusa")), "measure": Step(65 * share, measure),
     }  # fmt: skip
     if args.own:
         del steps["text"]
@@ -204,7 +204,7 @@ def steps_of(args: argparse.Namespace) -> dict[str, Step]:
 
 
 def tables(results: Results) -> list[str]:
-    """Make the tables: text, vocabularies, heads with their cards, tokens per pass."""
+    """Build the tables: text, vocabularies, heads with their cards, tokens per pass."""
     cards = [row["readme"] for rows in results.values() for row in rows if "readme" in row]
     return [
         table(results, "text"), table(results, "vocabulary"), table(results, "head"), *cards,
@@ -217,5 +217,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="tests/gpu/heads.py", description=__doc__.split("\n")[0])
     parser.add_argument("--questions", type=existing, help="Spec-Bench's question.jsonl")
     parser.add_argument("--data", nargs="+", type=existing, help="prompts: files or folders")
-    parser.add_argument("--own", nargs="+", type=existing, help="learn from this text instead")
+    parser.add_argument("--own", nargs="+", type=existing, help="train on this text instead")
     main(parser, steps_of, tables)

@@ -1,11 +1,11 @@
 """Measure plain decoding against a GPU's memory bandwidth, and every method against plain decoding.
 
     make gpu                    on a machine with a GPU, under ten minutes
-    make gpu ARGS=--small       the same code with small models, on a CPU as well
+    make gpu ARGS=--small       the same code with small models; also runs on a CPU
 
 SmolLM2 (make smollm2) answers questions and the toy tells stories, with the shipped drafts and
-heads. Larger shapes have random weights, a draft whose tokens are right with probability 0.8
-(`bench.Reciter`) and untrained Medusa heads: they show what a round costs.
+heads. Larger shapes use random weights, untrained Medusa heads, and a draft that is right with
+probability 0.8 (`bench.OracleDraft`); they show what a round costs.
 """
 
 import argparse
@@ -22,49 +22,49 @@ import torch
 from steps import ROOT, Results, Step, main, table
 
 from minispec import UserError, bench, load
-from minispec.checkpoint import WEIGHTS
-from minispec.cost import COUNTS, least_in_turn, one_pass
-from minispec.fast import quicken
+from minispec.checkpoints import places
+from minispec.checkpoints.heads import PUBLISHED_TREES
+from minispec.cost import ROW_COUNTS, interleaved_min_times, one_pass
+from minispec.fast import optimize
 from minispec.generate import decode
-from minispec.heads import PUBLISHED
-from minispec.methods.medusa import untrained
+from minispec.generate.run import Run
+from minispec.methods.medusa import new_heads
 from minispec.model import Transformer
-from minispec.run import Run
-from minispec.text import Conversation, encode
+from minispec.training.text import Conversation, encode
 
-TOY = str(WEIGHTS / "target")
+TOY = str(places.TOY)
 QUESTIONS = ["Write a short story about a bird that could not fly.",
-             "Tom has 12 apples and buys 3 bags of 8 apples each. How many has he? Explain.",
+             "Tom has 12 apples and buys 3 bags of 8 apples each. How many does he have? Explain.",
              "Write a Python function that returns the n-th Fibonacci number."]  # fmt: skip
-ASKED = [Conversation([{"role": "user", "content": question}]) for question in QUESTIONS]
-TEXTS = {"smollm2": ASKED, TOY: bench.PROMPTS[:3]}
-TREE, PATHS = "medusa tree=64", PUBLISHED["mc_sim_7b_63"]  # 63 nodes and the root
-ROWS = 1024  # of the cache: what `decode` makes for a short prompt
-FIRST = 1, 8, 64  # rows of the passes that are measured before the methods
-TINY = {"hidden_size": 64, "intermediate_size": 96, "layers": 2, "heads": 4, "kv_heads": 2,
-        "head_dim": 16, "vocab_size": 256}  # fmt: skip
+CHATS = [Conversation([{"role": "user", "content": question}]) for question in QUESTIONS]
+TEXTS_OF_MODEL = {"smollm2": CHATS, TOY: bench.PROMPTS[:3]}
+TREE_ROW, TREE = "medusa tree=64", PUBLISHED_TREES["mc_sim_7b_63"]  # 63 nodes and the root
+CACHE_ROWS = 1024  # what `decode` allocates for a short prompt
+FIRST_ROW_COUNTS = 1, 8, 64  # rows of the passes measured before the methods
+TINY_SIZES = {"hidden_size": 64, "intermediate_size": 96, "layers": 2, "heads": 4, "kv_heads": 2,
+              "head_dim": 16, "vocab_size": 256}  # fmt: skip
 # a model, its tokenizer, prompts, and methods with their options
 Loaded = tuple[Transformer, object, list[list[int]], bench.Methods]
 
 
 def pretrained(source: str, args: argparse.Namespace) -> Loaded:
-    """Load a model, with every method whose draft or heads lie next to it."""
+    """Load a model, with every method whose draft or heads are found next to it."""
     model, tokenizer = load(source)
-    prompts = [encode(text, tokenizer) for text in TEXTS[source][: 1 if args.small else 3]]
+    prompts = [encode(text, tokenizer) for text in TEXTS_OF_MODEL[source][: 1 if args.small else 3]]
     methods = bench.methods_of(bench.parse(["--model", source]), model, tokenizer)
     if "medusa" in methods:
-        methods[TREE] = methods["medusa"] | {"tree": PATHS}
+        methods[TREE_ROW] = methods["medusa"] | {"tree": TREE}
     return model, tokenizer, prompts, methods
 
 
 def random_shape(shape: str, args: argparse.Namespace) -> Loaded:
-    """Make a model with random weights. Its prompt is short, as its prefill is compiled too."""
-    config = bench.SHAPES[shape]
-    model = bench.random_weights(replace(config, **TINY) if args.small else config)
-    wanted = SimpleNamespace(max_new_tokens=tokens(args), acceptance=None)
-    methods = bench.recited(wanted, model, [1, 2])
+    """Make a model with random weights. The prompt is short because prefill is compiled too."""
+    config = bench.MODEL_SHAPES[shape]
+    model = bench.random_weights(replace(config, **TINY_SIZES) if args.small else config)
+    options = SimpleNamespace(max_new_tokens=tokens(args), acceptance=None)
+    methods = bench.oracle_methods(options, model, [1, 2])
     methods["lookahead (15,5,15)"] = {"window": 15, "ngram": 5, "guesses": 15}
-    methods[TREE] = {"heads": untrained(4, 1, model, shared=True), "tree": PATHS}
+    methods[TREE_ROW] = {"heads": new_heads(4, 1, model, shared=True), "tree": TREE}
     return model, None, [[1, 2]], methods
 
 
@@ -76,7 +76,7 @@ def tokens(args: argparse.Namespace) -> int:
 
 
 def gpu_tests(args: argparse.Namespace) -> Iterator[dict]:
-    """Run the tests marked gpu; on a CPU, those that compile nothing."""
+    """Run the tests marked gpu; on a CPU, only those that compile nothing."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests/test_gpu.py"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
@@ -84,23 +84,23 @@ def gpu_tests(args: argparse.Namespace) -> Iterator[dict]:
     print(run.stdout[-3000:], run.stderr[-3000:], flush=True)
     yield {"tests on": device, "result": (run.stdout.strip().splitlines() or ["no output"])[-1]}
     if run.returncode:
-        raise RuntimeError(f"pytest ended with {run.returncode}")
+        raise RuntimeError(f"pytest exited with code {run.returncode}")
 
 
 def figures(
     loader: Callable[[argparse.Namespace], Loaded], graphs: bool, args: argparse.Namespace
 ) -> Iterator[dict]:
-    """Measure plain decoding, the cost curve, and every method, the last ones first."""
+    """Measure plain decoding, the cost curve, and every method, starting with the last."""
     try:
         model, tokenizer, prompts, methods = loader(args)
     except UserError as error:
         yield {"skipped": str(error)}
         return
-    drafts = {each["draft"] for each in methods.values() if "draft" in each}
-    for each in {model} | {draft for draft in drafts if isinstance(draft, Transformer)}:
-        quicken(each, compiled=graphs)
-    # one cache for all runs, so that no graph is captured twice
-    cache = model.new_cache(min(model.config.context, ROWS))
+    drafts = {options["draft"] for options in methods.values() if "draft" in options}
+    for network in {model} | {draft for draft in drafts if isinstance(draft, Transformer)}:
+        optimize(network, compiled=graphs)
+    # all runs share a cache, so that no graph is captured twice
+    cache = model.new_cache(min(model.config.context, CACHE_ROWS))
 
     def run(row: str, options: dict, prompt: list[int]) -> Run:
         cache.truncate(0)
@@ -108,45 +108,45 @@ def figures(
                       cache=cache, **options)  # fmt: skip
 
     def runs(row: str, options: dict) -> list[Run]:
-        """Decode all prompts twice; return the second runs, in which nothing is compiled."""
+        """Decode all prompts twice; return the second runs, which include no compilation."""
         return [[run(row, options, prompt) for prompt in prompts] for _ in range(2)][1]
 
     def passes(counts: Iterable[int]) -> Iterator[dict]:
         cache.truncate(0)
         for n in counts:
-            yield {"rows": n, "seconds": least_in_turn([one_pass(model, n, cache)])[0]}
+            yield {"rows": n, "seconds": interleaved_min_times([one_pass(model, n, cache)])[0]}
 
     plain = runs("autoregressive", {})
     yield bandwidth(model, plain)
-    yield from passes(FIRST)
+    yield from passes(FIRST_ROW_COUNTS)
     for row, options in reversed(methods.items()):
-        # a policy would have passes over another cache compiled
+        # skip policies with graphs: they would compile passes over another cache
         if row != "autoregressive" and not (graphs and "auto" in options.values()):
             yield {"method": row} | compared(plain, runs(row, options))
-    yield from passes(n for n in COUNTS if n not in FIRST)
+    yield from passes(n for n in ROW_COUNTS if n not in FIRST_ROW_COUNTS)
 
 
 def bandwidth(model: Transformer, plain: list[Run]) -> dict:
-    """Compare the rate at which plain decoding reads weights with that of a large copy."""
+    """Compare the bandwidth at which plain decoding reads weights with that of a large copy."""
     size = 2**32 if model.device.type == "cuda" else 2**28
     source = torch.ones(size, dtype=torch.uint8, device=model.device)
     target = torch.ones_like(source)
-    copied = 2 * size / least_in_turn([lambda: target.copy_(source)[-1].item()])[0]
-    read, seconds = bench.weights_read(model), median_seconds(plain)
+    copied = 2 * size / interleaved_min_times([lambda: target.copy_(source)[-1].item()])[0]
+    weights, seconds = bench.weights_read(model), median_seconds(plain)
     return {
-        "type": str(model.dtype).removeprefix("torch."), "weights, GB": read / 1e9,
+        "type": str(model.dtype).removeprefix("torch."), "weights, GB": weights / 1e9,
         "copy, GB/s": copied / 1e9, "ms per token": 1e3 * seconds, "tokens/s": 1 / seconds,
-        "of the copy's bandwidth": read / seconds / copied,
+        "share of copy bandwidth": weights / seconds / copied,
     }  # fmt: skip
 
 
 def compared(plain: list[Run], runs: list[Run]) -> dict:
     """Compare a method's runs with plain decoding's, prompt by prompt."""
-    per_pass, speedup = bench.per_pass(runs), statistics.median(bench.ratios(plain, runs))
+    per_pass, speedup = bench.per_pass(runs), statistics.median(bench.speedups(plain, runs))
     return {
-        "tokens per pass": per_pass, "speed over plain": speedup,
+        "tokens per pass": per_pass, "speedup": speedup,
         "cost of a round": per_pass / speedup, "tokens/s": 1 / median_seconds(runs),
-        "rows per pass": bench.rows_fed(runs), "texts": len(runs),
+        "rows per pass": bench.rows_per_pass(runs), "texts": len(runs),
         "differing": bench.differing(plain, runs),
     }  # fmt: skip
 
@@ -156,8 +156,8 @@ def median_seconds(runs: list[Run]) -> float:
 
 
 def steps_of(args: argparse.Namespace) -> dict[str, Step]:
-    """List the steps: each model eagerly, then as CUDA graphs, the most important first."""
-    models = {  # name -> loader, seconds eagerly, seconds as graphs
+    """List the steps: each model in eager mode, then with CUDA graphs, most important first."""
+    models = {  # name -> loader, seconds in eager mode, seconds with graphs
         "SmolLM2": (partial(pretrained, "smollm2"), 60, 150),
         "1B": (partial(random_shape, "llama-3.2-1b"), 30, 50),
         "7B": (partial(random_shape, "llama-2-7b"), 40, 85),
@@ -175,22 +175,22 @@ def steps_of(args: argparse.Namespace) -> dict[str, Step]:
 
 
 def tables(results: Results) -> list[str]:
-    """Make the tables: tests, plain decoding, cost curves, methods."""
+    """Build the tables: tests, plain decoding, cost curves, methods."""
     curves: Results = {}
     for step, rows in results.items():
         passes = {row["rows"]: row["seconds"] for row in rows if "rows" in row}
         if 1 in passes:
-            over_one = {f"n = {n}": passes[n] / passes[1] for n in COUNTS if n in passes}
-            curves[step] = [{"n = 1, ms": 1e3 * passes[1]} | over_one]
+            ratios = {f"n = {n}": passes[n] / passes[1] for n in ROW_COUNTS if n in passes}
+            curves[step] = [{"n = 1, ms": 1e3 * passes[1]} | ratios]
     return [
         table(results, "tests on"), "Plain decoding:\n", table(results, "ms per token"),
-        "A pass over n tokens, in passes over one:\n", table(curves, "n = 1, ms"),
-        "Every method; the cost of a round is in rounds of plain decoding:\n",
+        "The cost of a pass over n tokens, relative to one token:\n", table(curves, "n = 1, ms"),
+        "All methods; the cost of a round is relative to a step of plain decoding:\n",
         table(results, "method"),
     ]  # fmt: skip
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="tests/gpu/speed.py", description=__doc__.split("\n")[0])
-    parser.add_argument("--compile", action="store_true", help="graphs on a CPU too: minutes")
+    parser.add_argument("--compile", action="store_true", help="graphs on a CPU too; takes minutes")
     main(parser, steps_of, tables)

@@ -1,8 +1,8 @@
-"""Run steps in separate processes with time limits, so that a step that fails or hangs cannot lose
-the results of another.
+"""Run steps in separate processes with time limits, so that a step that fails or hangs cannot
+destroy another step's results.
 
 A step is a generator of rows. Each row is written to a file immediately, and the report (JSON and
-Markdown) is rewritten after every step. A command that is started again skips finished steps.
+Markdown) is rewritten after every step. A command that is run again skips finished steps.
 """
 
 import argparse
@@ -21,33 +21,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MINUTES = 9.5  # of all steps
-Results = dict[str, list[dict]]  # step -> its rows; the last one says how it ended
+TOTAL_MINUTES = 9.5  # for all steps
+Results = dict[str, list[dict]]  # step -> its rows; the last one records how it ended
 
 
 @dataclass(frozen=True)
 class Step:
-    seconds: float  # at most
-    run: Callable[[argparse.Namespace], Iterable[dict]]  # `args.seconds` is its actual limit
+    seconds: float  # time limit
+    run: Callable[[argparse.Namespace], Iterable[dict]]  # `args.seconds` is the limit in effect
 
 
 def main(
     parser: argparse.ArgumentParser, steps_of: Callable[[argparse.Namespace], dict[str, Step]],
     tables: Callable[[Results], list[str]],
 ) -> None:  # fmt: skip
-    """Run all steps of a script, or, in a process that this function started, one of them."""
-    parser.add_argument("--small", action="store_true", help="the same code on small models")
-    parser.add_argument("--out", type=Path, help="folder of the report")
+    """Run all steps of a script, or one of them in a process started by this function."""
+    parser.add_argument("--small", action="store_true", help="run the same code on small models")
+    parser.add_argument("--out", type=Path, help="folder for the report")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu",
-                        help="folder for what a later run continues from")  # fmt: skip
-    parser.add_argument("--fresh", action="store_true", help="delete that, and start over")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="limit for all steps")
-    parser.add_argument("--commit", help="for a copy of the checkout without .git")
+                        help="folder for the state from which a later run resumes")  # fmt: skip
+    parser.add_argument("--fresh", action="store_true", help="delete that state and start over")
+    parser.add_argument("--minutes", type=float, default=TOTAL_MINUTES, help="limit for all steps")
+    parser.add_argument("--commit", help="commit to report if there is no .git")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     args, script = parser.parse_args(), Path(sys.argv[0])
-    name = script.stem + "-small" * args.small
-    args.work = args.work.absolute() / name
+    title = script.stem + "-small" * args.small
+    args.work = args.work.absolute() / title
     args.out = args.out or (args.work / "out" if args.small else ROOT / "tests/gpu/results")
     steps = steps_of(args)
     if args.step:
@@ -61,34 +61,34 @@ def main(
     deadline = time.monotonic() + 60 * args.minutes
     for step in steps:
         run_apart(step, steps[step].seconds, deadline, facts, args)
-        results = {each: rows_of(file_of(args, each)) for each in steps}
-        text = write_report(f"make gpu: {name}", facts, results, tables, args.out)
+        results = {name: rows_of(file_of(args, name)) for name in steps}
+        text = write_report(f"make gpu: {title}", facts, results, tables, args.out)
     print(f"\n{text}", flush=True)
     if any("failed" in str(rows[-1].get("ended")) for rows in results.values() if rows):
         sys.exit(1)
 
 
 def run_apart(step: str, seconds: float, deadline: float, facts: dict, args) -> None:
-    """Run a step in its own process, unless it is finished, and record how it ended."""
-    file, begin = file_of(args, step), time.monotonic()
-    last, limit = last_of(file), min(seconds * (4 if args.small else 1), deadline - begin)
+    """Run a step in its own process, unless it has already finished; record how it ended."""
+    file, start = file_of(args, step), time.monotonic()
+    last, limit = last_of(file), min(seconds * (4 if args.small else 1), deadline - start)
     if limit <= 0 or last.get("ended") == "finished" and last["card"] == facts["card"]:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     print(f"{step} …", flush=True)
-    own = [sys.executable, *sys.argv, "--step", step, "--seconds", f"{limit:.0f}"]
-    ended, last = run_process(own, limit), last_of(file)
-    for how in {"skipped", "failed"} & last.keys():
-        ended = f"{how}: {last[how]}"
-    seconds = round(time.monotonic() - begin, 1)
-    kept = {key: facts[key] for key in ("date", "card", "commit")}
-    keep(file, {"ended": ended, "seconds": seconds} | kept)
+    command = [sys.executable, *sys.argv, "--step", step, "--seconds", f"{limit:.0f}"]
+    ended, last = run_process(command, limit), last_of(file)
+    for outcome in {"skipped", "failed"} & last.keys():
+        ended = f"{outcome}: {last[outcome]}"
+    seconds = round(time.monotonic() - start, 1)
+    origin = {key: facts[key] for key in ("date", "card", "commit")}
+    append(file, {"ended": ended, "seconds": seconds} | origin)
     print(f"{step}: {ended}, {seconds} s", flush=True)
 
 
 def run_process(command: list[str], limit: float) -> str:
-    """Run a command and say how it ended. After `limit` seconds kill it and all its children."""
+    """Run a command; return how it ended. Kill it and its children after `limit` seconds."""
     environment = os.environ | ({"OMP_NUM_THREADS": "1"} if "--small" in command else {})
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, process_group=0)
     try:
@@ -106,27 +106,27 @@ def run_here(step: Step, file: Path, args: argparse.Namespace) -> None:
     """Record the rows of a step, or its error."""
     try:
         for row in step.run(args):
-            keep(file, row)
+            append(file, row)
     except Exception as error:
         traceback.print_exc()
-        keep(file, {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
+        append(file, {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
         sys.exit(1)
 
 
-# ---- what is kept --------------------------------------------------------------------------------
+# ---- recorded rows -------------------------------------------------------------------------------
 
 
 def file_of(args: argparse.Namespace, step: str) -> Path:
     return args.work / f"{step.replace(', ', '-')}.rows"
 
 
-def keep(file: Path, row: dict) -> None:
+def append(file: Path, row: dict) -> None:
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps(row) + "\n")
 
 
 def rows_of(file: Path) -> list[dict]:
-    """Read the rows of a file, without a last line that a kill has cut off."""
+    """Read the rows of a file; ignore a last line that was cut off when the step was killed."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
@@ -141,36 +141,36 @@ def last_of(file: Path) -> dict:
 def write_report(
     title: str, facts: dict, results: Results, tables: Callable[[Results], list[str]], folder: Path
 ) -> str:
-    """Write the report as JSON and as Markdown; return the latter."""
-    from minispec.checkpoint import write_text
+    """Write the report as JSON and as Markdown; return the Markdown."""
+    from minispec.checkpoints.load import write_text
 
     path = folder / "-".join([title.split()[-1], facts["date"], *facts["card"].lower().split()])
     items = "".join(f"- {name}: {fact}\n" for name, fact in facts.items())
-    unknown = {step: rows or [{"ended": "not begun"}] for step, rows in results.items()}
-    text = "\n".join([f"# {title}\n", items, *tables(results), table(unknown, "ended")])
+    endings = {step: rows or [{"ended": "not started"}] for step, rows in results.items()}
+    text = "\n".join([f"# {title}\n", items, *tables(results), table(endings, "ended")])
     write_text(path.with_name(f"{path.name}.json"), json.dumps(facts | {"steps": results}) + "\n")
     write_text(path.with_name(f"{path.name}.md"), text)
     return text
 
 
-def table(results: Results, mark: str) -> str:
-    """Make a Markdown table of all rows that have the column `mark`."""
-    rows = [{"step": step} | row for step, each in results.items() for row in each if mark in row]
+def table(results: Results, key: str) -> str:
+    """Build a Markdown table of all rows that have the column `key`."""
+    rows = [{"step": step} | row for step in results for row in results[step] if key in row]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = [columns, ["---"] * len(columns), *([row.get(c) for c in columns] for row in rows)]
     return "".join(f"| {' | '.join(map(cell, line))} |\n" for line in lines if rows)
 
 
 def cell(value: object) -> str:
-    """Format a value; numbers get about three digits."""
+    """Format a value; floats get about three digits."""
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def machine() -> dict:
-    """Name the GPU, or else the processor, and the versions of torch and CUDA."""
-    import torch  # here, so that no step has to wait for it
+    """Name the GPU, or else the CPU, and the versions of torch and CUDA."""
+    import torch  # imported here so that no step has to wait for it
 
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
@@ -182,7 +182,7 @@ def machine() -> dict:
 
 
 def commit() -> str:
-    """Name the commit of the checkout, marked if files have changed since."""
+    """Name the checkout's commit, marked "dirty" if files have changed since."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"

@@ -18,13 +18,13 @@ def lookup(tokens: list[int], k: int, ngram: int) -> list[int]:
 
 def propose(
     draft: Transformer, cache: KVCache, tokens: list[int], k: int, sampling: Sampling,
-    randomness: Randomness, vocabulary: int,
+    randomness: Randomness, vocab_size: int,
 ) -> tuple[list[int], list[Tensor | None]]:  # fmt: skip
     """`k` tokens after `tokens`, each drawn from the draft's distribution; and the distribution of
     each (None: one-hot).
 
     `cache` is the draft's and holds a prefix of `tokens`: feed what it lacks, commit what is fed.
-    A distribution is (vocabulary,), over the target's tokens: the draft's logits beyond them are
+    A distribution is (vocab_size,), over the target's tokens: the draft's logits beyond them are
     cut off before `probs`, and where the draft knows fewer, the rest is 0. At temperature 0 the
     draft takes its argmax and draws nothing.
     """

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minispec.certify.cases import SAMPLINGS
+from minispec.certify.ours.cases import SAMPLINGS
 from minispec.methods.autoregressive import autoregressive
 from minispec.sampling import Sampling, Seeded, probs
 from minispec.toys import (

@@ -2,11 +2,10 @@
 
 from torch import Tensor, nn
 
-from minispec.methods.medusa import Ranks, TreePolicy
-from minispec.methods.vocabulary import Words
+from minispec.methods.vocabulary import DraftHead
 from minispec.model import Transformer
 from minispec.sampling import OneHot
-from minispec.tree import Tree
+from minispec.tree import RankPath, Tree, TreePolicy
 
 
 class ResBlock(nn.Module):
@@ -33,13 +32,13 @@ class MedusaHeads(nn.ModuleList):
     def __init__(self, heads: int, layers: int, hidden_size: int, vocab_size: int | None):
         raise NotImplementedError
 
-    def forward(self, hidden: Tensor, words: Transformer | Words) -> Tensor:
+    def forward(self, hidden: Tensor, draft_head: Transformer | DraftHead) -> Tensor:
         """Logits (K, ..., V) of hidden states (..., d), which are the target's after its norm.
-        `words.logits` is the target's lm_head, or some of its rows."""
+        `draft_head.logits` is the target's lm_head, or some of its rows."""
         raise NotImplementedError
 
 
-def untrained(heads: int, layers: int, model: Transformer, shared: bool) -> MedusaHeads:
+def new_heads(heads: int, layers: int, model: Transformer, shared: bool) -> MedusaHeads:
     """Heads, on the model's device and in its type, that all say what the model's lm_head says:
     blocks begin as the identity, projections (none if `shared`) as a copy of lm_head."""
     raise NotImplementedError
@@ -61,29 +60,30 @@ def from_paths(root: int, paths: list[list[int]], candidates: list[list[int]]) -
 
 
 def propose(
-    heads: MedusaHeads, words: Words, hidden: Tensor, root: int,
-    chosen: list[Ranks] | TreePolicy, room: int,
+    heads: MedusaHeads, draft_head: DraftHead, hidden: Tensor, root: int,
+    tree: list[RankPath] | TreePolicy, free_rows: int,
 ) -> Tree:  # fmt: skip
-    """The tree of the heads' candidates below `root`, the newest token: the first `room` of the
-    rank paths `chosen`.
+    """The tree of the heads' candidates below `root`, the newest token: the first `free_rows` of
+    the rank paths `tree`.
 
     `hidden` (1, d) is the target's hidden state before `root`; it is (0, d) before the first pass
     of a prompt of one token: then, as without paths, the root stands alone. A tree may be less deep
-    than there are heads. Call heads(hidden, words) once; `words.full(j)` turns a tensor of indices
-    into tokens. Not graded: a policy that chooses.
+    than there are heads. Call heads(hidden, draft_head) once; `draft_head.to_full_ids(j)` turns a
+    tensor of indices into tokens. Not graded: a policy that chooses.
     """
     raise NotImplementedError
 
 
-def expected(accuracy: Tensor, paths: list[Ranks]) -> float:
+def expected_tokens(accuracy: Tensor, paths: list[RankPath]) -> float:
     """Tokens per pass if heads were right independently. accuracy[k, r] is the chance that head k's
     rank-r token is right; `paths` are the tree's nodes without the root."""
     raise NotImplementedError
 
 
-def grow_tree(accuracy: Tensor, nodes: int) -> list[Ranks]:
-    """The `nodes` nodes below the root that gain most by `expected`, best first; accuracies (K, R)
-    fall from rank to rank. Fewer where no more gain anything. A parent comes before its child."""
+def grow_tree(accuracy: Tensor, nodes: int) -> list[RankPath]:
+    """The `nodes` nodes below the root that gain most by `expected_tokens`, best first; accuracies
+    (K, R) fall from rank to rank. Fewer where no more gain anything. A parent comes before its
+    child."""
     raise NotImplementedError
 
 

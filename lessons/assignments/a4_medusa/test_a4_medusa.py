@@ -70,7 +70,7 @@ def test_untrained_heads_begin_as_the_lm_head(impl):
     for layers, shared in itertools.product((1, 2), (True, False)):
         model = small_model(layers)
         hidden = model([3, 1, 4])
-        said, heads = model.logits(hidden), impl.untrained(4, layers, model, shared)
+        said, heads = model.logits(hidden), impl.new_heads(4, layers, model, shared)
         weights = heads.state_dict()
         assert len(heads) == 4 and len(weights) == 4 * (2 * layers + (not shared)), (
             "4 heads of the blocks asked for, each with a projection of its own unless shared"
@@ -133,7 +133,7 @@ class RollingHeads:
     def __len__(self) -> int:
         return self.heads
 
-    def __call__(self, hidden, words):
+    def __call__(self, hidden, draft_head):
         self.calls += 1
         return torch.stack([hidden.roll(k, -1) for k in range(self.heads)])
 
@@ -146,16 +146,17 @@ def test_the_tree_holds_the_heads_best_tokens(impl):
         heads, depth = RollingHeads(4), rng.randint(1, 4)
         chosen = {tuple(rng.choices(range(4), k=rng.randint(1, depth))) for _ in range(5)}
         nodes = {path[:n] for path in chosen for n in range(1, len(path) + 1)}
-        paths, room = sorted(nodes, key=lambda path: (len(path), path)), rng.choice([99, 3])
+        paths, free_rows = sorted(nodes, key=lambda path: (len(path), path)), rng.choice([99, 3])
         ids = rng.sample(range(11), 11) if seed % 2 else list(range(11))  # of what is drafted from
-        words = Subset(model.lm_head.weight, ids) if seed % 2 else FullVocabulary(model)
-        tree = impl.propose(heads, words, hidden, 9, paths, room)
+        draft_head = Subset(model.lm_head.weight, ids) if seed % 2 else FullVocabulary(model)
+        tree = impl.propose(heads, draft_head, hidden, 9, paths, free_rows)
         ranked = [hidden[0].roll(k).argsort(descending=True).tolist() for k in range(4)]
         best = [[ids[j] for j in row] for row in ranked]
-        right = {tuple(best[d][r] for d, r in enumerate(path)) for path in paths[:room]}
+        right = {tuple(best[d][r] for d, r in enumerate(path)) for path in paths[:free_rows]}
         assert tree.tokens[0] == 9 and set(paths_of(tree)) - {()} == right, (
-            f"room for {room} nodes: depth d + 1 holds head d's tokens by rank, best first, also "
-            "in a tree less deep than there are heads; words.full turns indices into tokens"
+            f"room for {free_rows} nodes: depth d + 1 holds head d's tokens by rank, best first, "
+            "also in a tree less deep than there are heads; draft_head.to_full_ids turns indices "
+            "into tokens"
         )
         assert all(tree.drawn_from(node) is None for node in range(len(tree))), (
             "a head's best tokens were not drawn from its softmax: they are one-hot, None"
@@ -167,8 +168,8 @@ def test_the_tree_holds_the_heads_best_tokens(impl):
 def test_without_a_hidden_state_or_paths_the_root_stands_alone(impl):
     model, some, none = small_model(0), torch.zeros(1, 24).double(), torch.zeros(0, 24).double()
     for hidden, paths in ((none, [(0,), (1,)]), (some, [])):
-        words = FullVocabulary(model)
-        tree = impl.propose(RollingHeads(2), words, hidden, 5, paths, 99)
+        draft_head = FullVocabulary(model)
+        tree = impl.propose(RollingHeads(2), draft_head, hidden, 5, paths, 99)
         assert (tree.tokens, tree.parents) == ([5], [-1]), f"the root alone, not {tree}"
 
 
@@ -190,12 +191,13 @@ def test_each_node_adds_the_chance_that_its_path_is_right(impl):
         accuracy = random_accuracy(seed)
         paths = sorted({p[:n] for p in random.Random(seed).sample(EVERY, 5) for n in (1, 2, 3)})
         right = 1 + sum(gain(accuracy, path) for path in paths)
-        given = impl.expected(accuracy, paths)
+        given = impl.expected_tokens(accuracy, paths)
         assert abs(given - right) < 1e-6, (
             f"{given:.4f}, not {right:.4f}: one token comes in any case, and each node, inner ones "
             "too, adds the product of the accuracies along its path"
         )
-    assert impl.expected(random_accuracy(0), []) == 1.0, "without a tree a pass yields one token"
+    one = impl.expected_tokens(random_accuracy(0), [])
+    assert one == 1.0, "without a tree a pass yields one token"
 
 
 @pytest.mark.points(4, task="grow")

@@ -1,8 +1,8 @@
 """The reference solution is the package."""
 
-from minispec.methods.lookahead import Pool, Window, beside, jacobi, window_layout
+from minispec.methods.lookahead import Pool, Window, combined_mask, jacobi, window_layout
 from minispec.tree import Tree
 
 merged = Tree.merged
 
-__all__ = ["Pool", "Window", "beside", "jacobi", "merged", "window_layout"]
+__all__ = ["Pool", "Window", "combined_mask", "jacobi", "merged", "window_layout"]

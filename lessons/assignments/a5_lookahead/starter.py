@@ -18,7 +18,7 @@ def jacobi(
     """Guess `block` tokens, replace each by what the model says there, until they stay.
 
     Never ending: first an empty `Step()` for the prefill, then one Step(new tokens, tree, path) a
-    round. The first guess is the prompt's tokens, over and over (`lookahead.from_prompt`). A
+    round. The first guess is the prompt's tokens, over and over (`lookahead.initial_guess`). A
     round's tree is the chain of the guess. The next guess is what the argmax says behind the new
     tokens, filled up with the last tokens of the old guess. Not graded: the end of the context.
     """
@@ -42,7 +42,7 @@ def window_layout(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     raise NotImplementedError
 
 
-def beside(tree: Tree, window: lookahead.Window | None) -> tuple[Tensor, Tensor]:
+def combined_mask(tree: Tree, window: lookahead.Window | None) -> tuple[Tensor, Tensor]:
     """Depth (n,) and mask (n, n) of one pass over a tree's nodes and, behind them, a window's
     entries (`window.layout` is their distance and mask). The two are blind to each other, except
     that the root, as the current token, is seen by both. A window of None is no window."""
@@ -52,25 +52,26 @@ def beside(tree: Tree, window: lookahead.Window | None) -> tuple[Tensor, Tensor]
 class Window(lookahead.Window):
     """`self.rows`, at most N - 1 (N is `self.ngram`), row 0 one entry shorter than the others."""
 
-    def said_by(self, nodes: int) -> list[int]:
+    def predicting_rows(self, nodes: int) -> list[int]:
         """The rows of a pass (`nodes` tree nodes, then the window row by row) that say the next
         row: those of the last row, and while row 0 is alone the current token (pass row 0) too."""
         raise NotImplementedError
 
-    def advance(self, current: int, said: list[int]) -> list[tuple[int, ...]]:
+    def advance(self, current: int, predicted: list[int]) -> list[tuple[int, ...]]:
         """Take in what the last row says; the n-grams down the columns, if there are enough rows.
 
-        With fewer than N - 1 rows, `said` becomes one more row, and every row loses its first
-        entry. Otherwise column i gives the N-gram (row 0, …, row N - 2, said) at i, `current` being
-        column 0 of row 0; then all rows move up, and the new row 0 loses its first entry.
+        With fewer than N - 1 rows, `predicted` becomes one more row, and every row loses its first
+        entry. Otherwise column i gives the N-gram (row 0, …, row N - 2, predicted) at i,
+        `current` being column 0 of row 0; then all rows move up, and the new row 0 loses its first
+        entry.
         """
         raise NotImplementedError
 
 
 class Pool:
-    """N-grams by their first token, for each at most `most` continuations: those seen last."""
+    """N-grams by their first token, for each at most `limit` continuations: those seen last."""
 
-    def __init__(self, most: int):
+    def __init__(self, limit: int):
         raise NotImplementedError
 
     def add(self, gram: tuple[int, ...]) -> None:

@@ -52,14 +52,15 @@ def test_a_guess_is_what_the_model_said_a_pass_ago(impl):
                 f"round {round_}: the guess is {step.tree.tokens[1:]} instead of {guess}: what the "
                 "last pass said behind its new tokens, then the last tokens of the old guess"
             )
-            said = model.logits(model(tokens + guess))[0, len(tokens) - 1 :].argmax(-1).tolist()
+            logits = model.logits(model(tokens + guess))[0, len(tokens) - 1 :]
+            predicted = logits.argmax(-1).tolist()
             settled = len(step.tokens)
             tokens += step.tokens
             assert cache.length == len(tokens) - 1, (
                 f"round {round_}: the given cache has {cache.length} rows, but {len(tokens) - 1} "
                 "are settled: feed what it lacks, and commit what was accepted"
             )
-            guess = (said[settled:] + guess[len(said) - settled :])[:block]
+            guess = (predicted[settled:] + guess[len(predicted) - settled :])[:block]
 
 
 # ---- the trie ------------------------------------------------------------------------------------
@@ -128,16 +129,16 @@ def test_an_entry_sees_row_0_up_to_its_column_and_then_its_column(impl):
 
 
 def passing(impl, rng: random.Random):
-    """A tree, a full window, and what `beside` says of them."""
+    """A tree, a full window, and what `combined_mask` says of them."""
     tree = Tree.merged(1, [rng.choices(range(4), k=3) for _ in range(rng.randint(0, 3))])
     width, ngram = rng.randint(1, 4), rng.randint(2, 5)
     window = lookahead.Window(rng.choices(range(24), k=5), width, ngram)
     row = [rng.choices(range(24), k=width) for _ in range(ngram - 1)]
     window.rows = [row[0][1:], *row[1:]]
-    return tree, window, *impl.beside(tree, window)
+    return tree, window, *impl.combined_mask(tree, window)
 
 
-@pytest.mark.points(4, task="beside")
+@pytest.mark.points(4, task="combined_mask")
 def test_tree_and_window_are_blind_to_each_other_but_for_the_root(impl):
     for seed in SEEDS:
         tree, window, depth, mask = passing(impl, random.Random(seed))
@@ -151,11 +152,11 @@ def test_tree_and_window_are_blind_to_each_other_but_for_the_root(impl):
         assert mask[n:, 0].all(), "every entry sees the root, which is the current token"
         assert not mask[n:, 1:n].any(), "an entry of the window sees a guess of the tree"
         assert torch.equal(mask[n:, n:], seen), "the window's entries see each other as before"
-    depth, mask = impl.beside(tree, None)
+    depth, mask = impl.combined_mask(tree, None)
     assert torch.equal(depth, tree.depth) and torch.equal(mask, tree.mask), "no window: the tree"
 
 
-@pytest.mark.points(2, task="said_by")
+@pytest.mark.points(2, task="predicting_rows")
 def test_the_last_row_says_the_next_one(impl):
     for seed in SEEDS:
         rng = random.Random(seed)
@@ -164,8 +165,9 @@ def test_the_last_row_says_the_next_one(impl):
         window.rows = [[0] * length for length in lengths]
         end = nodes + sum(lengths)
         right = [0] * (len(lengths) == 1) + list(range(end - lengths[-1], end))
-        assert window.said_by(nodes) == right, (
-            f"{nodes} nodes, rows of {lengths}: pass rows {right}, not {window.said_by(nodes)}: "
+        given = window.predicting_rows(nodes)
+        assert given == right, (
+            f"{nodes} nodes, rows of {lengths}: pass rows {right}, not {given}: "
             "column 0 of row 0 is the current token, which is pass row 0"
         )
 
@@ -179,19 +181,19 @@ def test_the_window_fills_harvests_its_columns_and_moves_up(impl):
         assert [len(row) for row in window.rows] == [width + ngram - 3]
         for pass_ in range(2 * ngram):
             before, full = [list(row) for row in window.rows], len(window.rows) == ngram - 1
-            said, current = rng.choices(range(24), k=len(before[-1]) + (len(before) == 1)), 99
-            grams = window.advance(current, list(said))
+            predicted, current = rng.choices(range(24), k=len(before[-1]) + (len(before) == 1)), 99
+            grams = window.advance(current, list(predicted))
             if not full:
                 assert not grams, f"pass {pass_}: {len(before)} rows of {ngram - 1} give no n-gram"
-                moved = [row[1:] for row in [*before, said]]
+                moved = [row[1:] for row in [*before, predicted]]
             else:
-                columns = [[current, *before[0]], *before[1:], said]
+                columns = [[current, *before[0]], *before[1:], predicted]
                 right = [tuple(row[i] for row in columns) for i in range(width)]
                 assert [tuple(gram) for gram in grams] == right, (
                     f"pass {pass_}, W={width}, N={ngram}: n-grams {grams} instead of {right}: read "
                     "down the columns, beginning with the current token"
                 )
-                moved = [*before[1:], said]
+                moved = [*before[1:], predicted]
                 moved[0] = moved[0][1:]
             assert [list(row) for row in window.rows] == moved, (
                 f"pass {pass_}: rows {window.rows} instead of {moved}: the window moves on by one"
@@ -269,7 +271,7 @@ def test_each_entry_s_hidden_state_is_that_of_its_chain_alone(impl):
             tree = impl.merged(tokens[-1], [rng.choices(range(24), k=2) for _ in range(2)])
             lengths = tuple(map(len, window.rows))
             view = type("View", (), {"layout": impl.window_layout(lengths), "rows": window.rows})()
-            depth, mask = impl.beside(tree, view)
+            depth, mask = impl.combined_mask(tree, view)
             hidden = model(tree.tokens + window.tokens, cache, depth, mask)[0]
             for (r, i), row in zip(entries(lengths), hidden[len(tree) :]):
                 chain = window.rows[0][:i] + [each[i] for each in window.rows[1 : r + 1]]
@@ -277,5 +279,5 @@ def test_each_entry_s_hidden_state_is_that_of_its_chain_alone(impl):
                     f"pass {pass_}, W={width}, N={ngram}: row {r}, column {i} is not what a pass "
                     "over the prefix, row 0 and its own column gives"
                 )
-            said = model.logits(hidden[window.said_by(len(tree))]).argmax(-1).tolist()
-            window.advance(tokens[-1], said)
+            predicted = model.logits(hidden[window.predicting_rows(len(tree))]).argmax(-1).tolist()
+            window.advance(tokens[-1], predicted)

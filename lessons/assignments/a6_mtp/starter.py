@@ -3,22 +3,22 @@ README.md."""
 
 from torch import Tensor
 
-from minispec import distill
-from minispec.distill import AllSteps
 from minispec.methods import fastmtp
-from minispec.methods.vocabulary import Words
-from minispec.model import Pass
+from minispec.methods.vocabulary import DraftHead
+from minispec.model import ForwardContext
 from minispec.sampling import Randomness, Sampling
+from minispec.training import distill
+from minispec.training.distill import AllSteps
 
 
 class MTPHead(fastmtp.MTPHead):
     """A block like the target's, with `hidden_layernorm`, `token_layernorm`, `input_proj` (2d -> d)
-    and `final_layernorm`; its attention and MLP are `minispec.model.Block.forward(self, x, now)`.
+    and `final_layernorm`; its attention and MLP are `minispec.model.Block.forward(self, x, ctx)`.
 
     `forward`, which plans the pass for a cache and calls `layers`, is given.
     """
 
-    def layers(self, hidden: Tensor, embedded: Tensor, now: Pass) -> Tensor:
+    def layers(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
         """Hidden states (B, n, d) and embedded tokens (B, n, d) -> (B, n, d), which feeds lm_head
         and the next step. The hidden state comes first in what `input_proj` reads."""
         raise NotImplementedError
@@ -38,15 +38,16 @@ class Drafter(fastmtp.Drafter):
         raise NotImplementedError
 
     def chain(
-        self, k: int, sampling: Sampling, randomness: Randomness, subset: Words
+        self, k: int, sampling: Sampling, randomness: Randomness, draft_head: DraftHead
     ) -> tuple[list[int], list[Tensor | None]]:
-        """At most `k` drafts, each drawn from the head's distribution over `subset`, some tokens or
-        all; and the distribution of each over the full vocabulary (None: one-hot). No drafts
-        before the first hidden state.
+        """At most `k` drafts, each drawn from the head's distribution over the tokens of
+        `draft_head`, some or all; and the distribution of each over the full vocabulary (None:
+        one-hot). No drafts before the first hidden state.
 
-        The head runs on its own output and its newest draft. `subset.logits(hidden)` are the logits
-        (..., size of the subset). `subset.full(j)` turns a tensor of their indices into tokens, and
-        `subset.scatter(q)` a distribution over the subset into one over the full vocabulary.
+        The head runs on its own output and its newest draft. `draft_head.logits(hidden)` are the
+        logits (..., size of the subset). `draft_head.to_full_ids(j)` turns a tensor of their
+        indices into tokens, and `draft_head.scatter(q)` a distribution over the subset into one
+        over the full vocabulary.
         `minispec.sampling.draw` draws. The cache and `last` end as they began.
         """
         raise NotImplementedError
@@ -85,14 +86,14 @@ class MTPLoss(distill.MTPLoss):
         """
         raise NotImplementedError
 
-    def plan(self, n: int, k: int, keys: AllSteps) -> Pass:
+    def plan(self, n: int, k: int, keys: AllSteps) -> ForwardContext:
         """Positions and visibility of step k + 1 (k from 0).
 
         Not `aligned`: position i, causal, its own keys only. `aligned`, as drafting with one cache
         does it: position i + k; row i sees step 1's keys up to row i, then, of every later step
-        including its own, those of row i alone. `keys`, given as `Pass.cache`, puts the keys of all
-        steps so far side by side: (k + 1) · n of them. `self.head.rope(positions, dtype)` gives cos
-        and sin. `Pass.visible` is the mask of `scaled_dot_product_attention`, (1, 1, n, keys); None
-        stands for causal.
+        including its own, those of row i alone. `keys`, given as `ForwardContext.cache`, puts the
+        keys of all steps so far side by side: (k + 1) · n of them. `self.head.rope(positions,
+        dtype)` gives cos and sin. `ForwardContext.attn_mask` is the mask of
+        `scaled_dot_product_attention`, (1, 1, n, keys); None stands for causal.
         """
         raise NotImplementedError

@@ -7,9 +7,9 @@ import torch
 
 from minispec.methods import fastmtp
 from minispec.methods.vocabulary import FullVocabulary, Subset
-from minispec.model import plan
+from minispec.model import make_context
 from minispec.sampling import Sampling, Seeded, probs
-from minispec.toys import Recorder, random_head, randomise, small_model
+from minispec.toys import Recorder, random_mtp_head, randomise, small_model
 
 GREEDY = Sampling()
 
@@ -54,7 +54,7 @@ def test_the_head_is_the_formula_s(impl):
         head = randomise(impl.MTPHead(model.config).double(), seed)
         hidden = model(tokens)[:, :-1]  # (1, n, d)
         embedded = model.model.embed_tokens(torch.tensor([tokens[1:]]))
-        now = plan(head.rope, hidden, len(tokens) - 1, None, None, None)
+        now = make_context(head.rope, hidden, len(tokens) - 1, None, None, None)
         d = model.config.hidden_size
         left, right = head.input_proj.weight[:, :d], head.input_proj.weight[:, d:]
         x = head.hidden_layernorm(hidden) @ left.T + head.token_layernorm(embedded) @ right.T
@@ -75,7 +75,7 @@ def test_the_head_is_the_formula_s(impl):
 def test_extending_piece_by_piece_is_one_pass_over_all(impl):
     for seed in range(6):
         rng, model, tokens = random.Random(seed), small_model(seed), random_text(seed, 5)
-        head, hidden, at = random_head(model, seed), model(tokens)[0], 0
+        head, hidden, at = random_mtp_head(model, seed), model(tokens)[0], 0
         drafter = impl.Drafter(head, model, 64, 0)
         drafter.extend(hidden[:0], [])
         assert drafter.last is None and drafter.cache.length == 0, "nothing to take in, no output"
@@ -96,7 +96,7 @@ def test_extending_piece_by_piece_is_one_pass_over_all(impl):
 def test_greedy_drafts_are_those_of_passes_without_a_cache(impl):
     for seed in range(6):
         model, tokens, k = small_model(seed), random_text(seed), 1 + seed
-        head = random_head(model, seed)
+        head = random_mtp_head(model, seed)
         drafter = prepared(impl, model, head, tokens)
         length, last = drafter.cache.length, drafter.last
         guess, draft_probs = drafter.chain(k, GREEDY, Seeded(), FullVocabulary(model))
@@ -119,7 +119,7 @@ def test_greedy_drafts_are_those_of_passes_without_a_cache(impl):
 def test_sampled_drafts_come_with_the_distribution_they_were_drawn_from(impl):
     for seed in range(6):
         rng, model, tokens = random.Random(seed), small_model(seed), random_text(seed)
-        head, sampling, randomness = random_head(model, seed), Sampling(0.9), Recorder(seed)
+        head, sampling, randomness = random_mtp_head(model, seed), Sampling(0.9), Recorder(seed)
         ids = rng.sample(range(24), 7)
         subset = Subset(model.lm_head.weight, ids)
         drafter = prepared(impl, model, head, tokens)
@@ -147,7 +147,7 @@ def test_after_every_round_the_cache_follows_the_text(impl):
     """Draft, accept a few, extend with the target's own hidden states."""
     for seed in range(4):
         rng, model, tokens = random.Random(seed), small_model(seed), random_text(seed)
-        head = random_head(model, seed)
+        head = random_mtp_head(model, seed)
         drafter = impl.Drafter(head, model, 64, 0)
         drafter.extend(model(tokens[:-1])[0], tokens[1:])
         for round_ in range(5):
@@ -214,7 +214,7 @@ def test_aligned_training_is_drafting(impl):
     """Step k at row i is the head extended to i, then run on its own output with true tokens."""
     for seed in range(3):
         model, text = small_model(seed), random_text(seed, 6)
-        head, n = random_head(model, seed), len(text) - 2
+        head, n = random_mtp_head(model, seed), len(text) - 2
         hidden, tokens = model(text)[:, :n], torch.tensor([text + [0] * 4])
         logits = loss_of(impl, model, head, True, 4).steps(hidden, tokens)
         assert len(logits) == 4, "one tensor of logits a step"
@@ -236,7 +236,7 @@ def test_aligned_training_is_drafting(impl):
 def test_parallel_training_keeps_position_and_mask(impl):
     for seed in range(3):
         model, text = small_model(seed), random_text(seed, 6)
-        head, n = random_head(model, seed), len(text) - 2
+        head, n = random_mtp_head(model, seed), len(text) - 2
         x, tokens = model(text)[:, :n], torch.tensor([text + [0] * 4])
         logits = loss_of(impl, model, head, False).steps(x, tokens)
         for k in range(3):
@@ -252,7 +252,7 @@ def test_parallel_training_keeps_position_and_mask(impl):
 def test_gradients_flow_through_all_steps(impl):
     model, text = small_model(0), random_text(0, 6)
     hidden = model(text)[:, :-2].requires_grad_(True)
-    loss = loss_of(impl, model, random_head(model, 0), False)
+    loss = loss_of(impl, model, random_mtp_head(model, 0), False)
     logits = loss.steps(hidden, torch.tensor([text + [0] * 4]))
     assert logits[2].requires_grad, "step 3 ignores its input: do not detach between steps"
     (gradient,) = torch.autograd.grad(logits[2].sum(), hidden, allow_unused=True)

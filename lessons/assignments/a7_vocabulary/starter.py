@@ -31,7 +31,7 @@ class Subset:
         """(..., d) -> (..., |V_high|); entry j is token ids[j]'s. Reads those rows alone."""
         raise NotImplementedError
 
-    def full(self, token: Tensor) -> Tensor:
+    def to_full_ids(self, token: Tensor) -> Tensor:
         """The ids of tokens that the small vocabulary numbers so: ids[j] for j. On the device of
         `token`, so that drafting need not wait for the host."""
         raise NotImplementedError
@@ -43,24 +43,24 @@ class Subset:
 
 
 def votes(languages: dict[str, Language]) -> dict[int, str]:
-    """Tokens that tell a language: those whose share there is more than SURE times their share in
-    every other one. A share is a token's count over the sum of all counts + 1. With a single
+    """Tokens that tell a language: those whose share there is more than VOTE_RATIO times their
+    share in every other one. A share is a token's count over the sum of all counts + 1. With one
     language no token votes."""
     raise NotImplementedError
 
 
 class Compressed(vocabulary.Compressed):
     """`self.weight`, lm_head's; `self.languages`, by name; `self.votes`, as `votes` gives them;
-    `self.subsets`, a dict for what `pick` has made, by the tuple of its languages' names."""
+    `self.subsets`, a dict for what `select` has made, by the tuple of its languages' names."""
 
-    def pick(self, tokens: list[int]) -> vocabulary.Subset:
-        """The subset for what comes after `tokens`: all tokens of the languages that `self.spoken`
-        names, each once, in their order; made once for the same names. (`vocabulary.Subset` or
-        yours.)"""
+    def select(self, tokens: list[int]) -> vocabulary.Subset:
+        """The subset for what comes after `tokens`: all tokens of the languages that
+        `self.detect_languages` names, each once, in their order; made once for the same names.
+        (`vocabulary.Subset` or yours.)"""
         raise NotImplementedError
 
-    def spoken(self, tokens: list[int]) -> tuple[str, ...]:
-        """The languages of the last WINDOW tokens, in alphabetical order: one alone if it has at
-        least the share MOST of their votes, else all that have some; all languages where no token
-        votes. (SURE, WINDOW and MOST are constants of `minispec.methods.vocabulary`.)"""
+    def detect_languages(self, tokens: list[int]) -> tuple[str, ...]:
+        """The languages of the last RECENT_TOKENS tokens, in alphabetical order: one alone if it
+        has at least the share MAJORITY of their votes, else all that have some; all languages where
+        no token votes. (These constants are those of `minispec.methods.vocabulary`.)"""
         raise NotImplementedError

@@ -7,12 +7,12 @@ import torch
 
 from minispec.methods.autoregressive import autoregressive
 from minispec.methods.fastmtp import fastmtp
-from minispec.methods.vocabulary import MOST, SURE, WINDOW, Language
+from minispec.methods.vocabulary import MAJORITY, RECENT_TOKENS, VOTE_RATIO, Language
 from minispec.sampling import Sampling, Seeded
 from minispec.toys import (
     exact_distribution,
     first_tokens,
-    random_head,
+    random_mtp_head,
     small_model,
     total_variation,
 )
@@ -48,7 +48,7 @@ def test_the_small_head_is_rows_of_the_full_one(impl):
             f"entry j is the logit of token ids[j], for ids {ids} in their order"
         )
         assert len(subset) == len(ids), f"{len(ids)} tokens, not {len(subset)}"
-        found = subset.full(torch.arange(len(ids))).tolist()
+        found = subset.to_full_ids(torch.arange(len(ids))).tolist()
         assert found == ids, f"number j is token ids[j], so {ids}, not {found}"
 
 
@@ -76,7 +76,7 @@ class Always:
     def __init__(self, subset):
         self.subset = subset
 
-    def pick(self, tokens: list[int]):
+    def select(self, tokens: list[int]):
         return self.subset
 
 
@@ -84,7 +84,7 @@ class Always:
 def test_the_certifier_finds_exactly_the_target_s_distribution(impl):
     """FastMTP's real loop drafts from the subset, through every random outcome."""
     model = small_model(4, vocab=3, layers=1)
-    head = random_head(model, 4)
+    head = random_mtp_head(model, 4)
     words = Always(impl.Subset(model.lm_head.weight, [2, 0]))
 
     def method(*arguments, **options):
@@ -96,7 +96,7 @@ def test_the_certifier_finds_exactly_the_target_s_distribution(impl):
     )
     assert d < 1e-12, (
         f"drafts from tokens [2, 0] of 3: the output is {d:.3f} (total variation) away from the "
-        "target: `full` and `scatter` must tell what was drawn, and from which distribution"
+        "target: `to_full_ids` and `scatter` must tell what was drawn, and from which distribution"
     )
 
 
@@ -107,7 +107,7 @@ def test_greedy_text_does_not_depend_on_the_vocabulary(impl):
     for ids in ([5], [23, 4, 0, 11]):
         words = Always(impl.Subset(model.lm_head.weight, ids))
         steps = fastmtp(
-            model, [3, 1, 4], Sampling(), Seeded(), head=random_head(model, 1), vocabulary=words
+            model, [3, 1, 4], Sampling(), Seeded(), head=random_mtp_head(model, 1), vocabulary=words
         )
         tokens = tuple(t for step, _ in zip(steps, range(13)) for t in step.tokens)[:12]
         assert tokens == plain, f"drafts from tokens {ids}: {tokens} instead of {plain}"
@@ -134,12 +134,12 @@ def test_a_token_votes_where_it_is_far_more_frequent_than_anywhere_else(impl):
         for token in range(20):
             for name in languages:
                 rest = max(share[other].get(token, 0.0) for other in languages if other != name)
-                if share[name].get(token, 0.0) > SURE * rest:
+                if share[name].get(token, 0.0) > VOTE_RATIO * rest:
                     right[token] = name
         given = impl.votes(languages)
         assert given == right, (
             f"{languages}: {given} instead of {right}: a token votes for the language where its "
-            f"share is more than {SURE} times that in every other"
+            f"share is more than {VOTE_RATIO} times that in every other"
         )
 
 
@@ -154,33 +154,34 @@ def compressed(impl, languages: dict[str, Language], votes: dict[int, str]):
     return words
 
 
-@pytest.mark.points(4, task="spoken")
+@pytest.mark.points(4, task="detect_languages")
 def test_the_latest_tokens_tell_the_language(impl):
     languages = {name: Language((i,), (1,)) for i, name in enumerate("cab")}
     for seed in range(60):
         rng = random.Random(seed)
         known = {token: rng.choice("abc") for token in rng.sample(range(12), 8)}
         favourites = rng.sample(range(12), rng.randint(1, 12))
-        tokens = rng.choices(favourites, k=rng.randint(0, 3 * WINDOW))
-        found = [known[t] for t in tokens[-WINDOW:] if t in known]
+        tokens = rng.choices(favourites, k=rng.randint(0, 3 * RECENT_TOKENS))
+        found = [known[t] for t in tokens[-RECENT_TOKENS:] if t in known]
         right = tuple(sorted(set(found))) or ("a", "b", "c")
         for name in "abc":
-            if found and found.count(name) >= MOST * len(found):
+            if found and found.count(name) >= MAJORITY * len(found):
                 right = (name,)
-        given = compressed(impl, languages, known).spoken(list(tokens))
+        given = compressed(impl, languages, known).detect_languages(list(tokens))
         assert given == right, (
-            f"votes {''.join(found)!r} of the last {WINDOW} tokens: {right}, not {given}: one "
-            f"language that has {MOST} of the votes, else all that have some; all where none votes"
+            f"votes {''.join(found)!r} of the last {RECENT_TOKENS} tokens: {right}, not {given}: "
+            f"one language that has {MAJORITY} of the votes, else all that have some; all where "
+            "none votes"
         )
 
 
-@pytest.mark.points(2, task="pick")
+@pytest.mark.points(2, task="select")
 def test_the_subset_is_the_union_of_what_is_spoken(impl):
     languages = {"a": Language((3, 1, 2), (9, 8, 7)), "b": Language((5, 1), (9, 9))}
     words = compressed(impl, languages, {})
     for names, ids in ((("a",), [3, 1, 2]), (("b",), [5, 1]), (("a", "b"), [3, 1, 2, 5])):
-        words.spoken = lambda tokens, names=names: names
-        picked = words.pick([1, 2, 3])
-        found = picked.full(torch.arange(len(picked))).tolist()
+        words.detect_languages = lambda tokens, names=names: names
+        picked = words.select([1, 2, 3])
+        found = picked.to_full_ids(torch.arange(len(picked))).tolist()
         assert found == ids, f"{names}: tokens {ids}, each once, not {found}"
-        assert words.pick([4]) is picked, "rows of lm_head are copied once, not in every round"
+        assert words.select([4]) is picked, "rows of lm_head are copied once, not in every round"

@@ -6,10 +6,10 @@ what came of them. It never touches the target's cache, and it decides nothing a
 
 from torch import Tensor
 
-from minispec.certify import cases
+from minispec.certify.ours import cases
 from minispec.methods import lookahead, medusa, speculative
 from minispec.methods.fastmtp import Drafter
-from minispec.methods.lookahead import Pool, Window, from_prompt
+from minispec.methods.lookahead import Pool, Window, initial_guess
 from minispec.methods.prompt_lookup import lookup
 from minispec.methods.vocabulary import FullVocabulary
 from minispec.sampling import Randomness, Sampling
@@ -24,14 +24,14 @@ class Proposer:
         ends before the prompt's last token; and how many rows fit into the target's cache."""
 
     def propose(
-        self, tokens: list[int], room: int, sampling: Sampling, randomness: Randomness
+        self, tokens: list[int], free_rows: int, sampling: Sampling, randomness: Randomness
     ) -> Tree:
-        """The tree below the newest of all `tokens`; at most `room` nodes, the root included."""
+        """The tree below the newest of all `tokens`; at most `free_rows` nodes, root included."""
         return Tree.chain(tokens[-1], [])
 
-    def beside(self, tree: Tree, room: int) -> tuple[list[int], Tensor, Tensor]:
-        """Tokens that ride along behind the tree's in a pass of at most `room` rows; and the depth
-        (n,) and mask (n, n) of all rows, the tree's first."""
+    def beside(self, tree: Tree, free_rows: int) -> tuple[list[int], Tensor, Tensor]:
+        """Tokens that ride along behind the tree's in a pass of at most `free_rows` rows; and the
+        depth (n,) and mask (n, n) of all rows, the tree's first."""
         return [], tree.depth, tree.mask
 
     def learn(self, tokens: list[int], tree: Tree, path: list[int], hidden: Tensor) -> None:
@@ -46,8 +46,8 @@ class Drafted(Proposer):
     def __init__(self, k: int | Policy, draft_sampling: Sampling | None):
         self.k, self.sampling = k, draft_sampling
 
-    def propose(self, tokens, room, sampling, randomness):
-        k = min(self.k if isinstance(self.k, int) else self.k.choose(), room - 1)
+    def propose(self, tokens, free_rows, sampling, randomness):
+        k = min(self.k if isinstance(self.k, int) else self.k.choose(), free_rows - 1)
         drafts = self.drafts(tokens, k, self.sampling or sampling, randomness)
         return Tree.chain(tokens[-1], *drafts)
 
@@ -82,26 +82,28 @@ class Lookup(Proposer):
     def __init__(self, model, k: int = 10, ngram: int = 3):
         self.k, self.ngram = k, ngram
 
-    def propose(self, tokens, room, sampling, randomness):
-        return Tree.chain(tokens[-1], lookup(tokens, min(self.k, room - 1), self.ngram))
+    def propose(self, tokens, free_rows, sampling, randomness):
+        return Tree.chain(tokens[-1], lookup(tokens, min(self.k, free_rows - 1), self.ngram))
 
 
 class Medusa(Proposer):
     """Heads on the target's hidden state."""
 
-    def __init__(self, model, heads, tree: list[medusa.Ranks] | medusa.TreePolicy,
+    def __init__(self, model, heads, tree: list[medusa.RankPath] | medusa.TreePolicy,
                  vocabulary=None):  # fmt: skip
-        self.heads, self.chosen = heads, tree
+        self.heads, self.tree = heads, tree
         self.vocabulary = vocabulary or FullVocabulary(model)
         if not hasattr(tree, "choose"):
-            self.chosen = medusa.complete(tree, len(heads), model.config.vocab_size)
+            self.tree = medusa.with_prefixes(tree, len(heads), model.config.vocab_size)
 
     def begin(self, tokens, hidden, capacity):
         self.hidden = hidden[-1:]
 
-    def propose(self, tokens, room, sampling, randomness):
-        words = self.vocabulary.pick(tokens)
-        return medusa.propose(self.heads, words, self.hidden, tokens[-1], self.chosen, room - 1)
+    def propose(self, tokens, free_rows, sampling, randomness):
+        draft_head, root = self.vocabulary.select(tokens), tokens[-1]
+        return medusa.propose(
+            self.heads, draft_head, self.hidden, root, self.tree, free_rows - 1
+        )
 
     def learn(self, tokens, tree, path, hidden):
         self.hidden = hidden[path[-1:]]
@@ -114,14 +116,14 @@ class Jacobi(Proposer):
         self.model, self.block = model, block
 
     def begin(self, tokens, hidden, capacity):
-        self.guess = from_prompt(tokens, self.block)
+        self.guess = initial_guess(tokens, self.block)
 
-    def propose(self, tokens, room, sampling, randomness):
-        return Tree.chain(tokens[-1], self.guess[: room - 1])
+    def propose(self, tokens, free_rows, sampling, randomness):
+        return Tree.chain(tokens[-1], self.guess[: free_rows - 1])
 
     def learn(self, tokens, tree, path, hidden):
-        said = self.model.logits(hidden[len(path) :]).argmax(-1).tolist()
-        self.guess = said + self.guess[len(said) :]
+        predicted = self.model.logits(hidden[len(path) :]).argmax(-1).tolist()
+        self.guess = predicted + self.guess[len(predicted) :]
 
 
 class Lookahead(Proposer):
@@ -137,19 +139,19 @@ class Lookahead(Proposer):
         if self.learns_text:
             self.pool.add_all(tokens, self.ngram, len(tokens))
 
-    def propose(self, tokens, room, sampling, randomness):
-        return Tree.merged(tokens[-1], self.pool.after(tokens[-1])).first(room)
+    def propose(self, tokens, free_rows, sampling, randomness):
+        return Tree.merged(tokens[-1], self.pool.after(tokens[-1])).first(free_rows)
 
-    def beside(self, tree, room):
-        fits = len(tree) + len(self.window.tokens) <= room
+    def beside(self, tree, free_rows):
+        fits = len(tree) + len(self.window.tokens) <= free_rows
         self.riding = self.window.tokens if fits else []
-        return self.riding, *lookahead.beside(tree, self.window if fits else None)
+        return self.riding, *lookahead.combined_mask(tree, self.window if fits else None)
 
     def learn(self, tokens, tree, path, hidden):
         if len(hidden) == len(tree) + len(self.window.tokens):
-            rows = self.window.said_by(len(tree))
-            said = self.model.logits(hidden[rows]).argmax(-1).tolist()
-            for gram in self.window.advance(tree.tokens[0], said):
+            rows = self.window.predicting_rows(len(tree))
+            predicted = self.model.logits(hidden[rows]).argmax(-1).tolist()
+            for gram in self.window.advance(tree.tokens[0], predicted):
                 self.pool.add(gram)
         if self.learns_text:
             self.pool.add_all(tokens, self.ngram, len(path))
@@ -169,7 +171,7 @@ class MTP(Drafted):
         self.drafter.extend(hidden, tokens[offset + 1 :])
 
     def drafts(self, tokens, k, sampling, randomness):
-        return self.drafter.chain(k, sampling, randomness, self.vocabulary.pick(tokens))
+        return self.drafter.chain(k, sampling, randomness, self.vocabulary.select(tokens))
 
     def learn(self, tokens, tree, path, hidden):
         super().learn(tokens, tree, path, hidden)
@@ -182,8 +184,9 @@ class Forest(Proposer):
     def __init__(self, model, draft, shape: list[int], kind: str):
         self.draft, self.shape, self.kind = draft, shape, kind
 
-    def propose(self, tokens, room, sampling, randomness):
-        return cases.grow(self.draft, tokens, self.shape[:room], self.kind, sampling, randomness)
+    def propose(self, tokens, free_rows, sampling, randomness):
+        shape = self.shape[:free_rows]
+        return cases.grow(self.draft, tokens, shape, self.kind, sampling, randomness)
 
 
 PROPOSERS = {

@@ -27,8 +27,8 @@ def engine(
     proposer.begin(tokens, torch.cat(hidden, 1)[0], cache.capacity)
     yield Step()
     while True:
-        tree = proposer.propose(tokens, cache.room, sampling, randomness)
-        riding, depth, mask = proposer.beside(tree, cache.room)
+        tree = proposer.propose(tokens, cache.free_rows, sampling, randomness)
+        riding, depth, mask = proposer.beside(tree, cache.free_rows)
         hidden = model(tree.tokens + riding, cache, depth, mask)[0]
         target = probs(model.logits(hidden[: len(tree)]), sampling)
         path, fresh = accept(target, tree, randomness)

@@ -10,27 +10,28 @@ import pytest
 import torch
 
 from lessons.assignments.a8_engine.proposers import PROPOSERS, Forest, Proposer
-from minispec.certify import cases
-from minispec.certify.blackbox import (
-    Box,
+from minispec.certify.common import Verdict
+from minispec.certify.others.blackbox import (
+    FunctionDecoder,
     Raised,
-    ends,
-    is_drawn,
+    ends_at_eos,
+    fits_distribution,
     is_greedy,
     keeps_lengths,
     write_checkpoint,
 )
-from minispec.certify.cases import bound, every_path, greedy_cases
-from minispec.certify.checks import Verdict, check_cache, check_exact, ends_differently
+from minispec.certify.ours import cases
+from minispec.certify.ours.cases import bound, every_path, greedy_cases
+from minispec.certify.ours.checks import check_cache, check_exact, ending_difference
 from minispec.generate import METHODS
 from minispec.sampling import Sampling, Seeded
 from minispec.toys import (
     Toy,
     ToyHeads,
     first_tokens,
-    letters,
-    random_head,
-    random_heads,
+    letter_tokenizer,
+    random_medusa_heads,
+    random_mtp_head,
     small_model,
 )
 
@@ -108,10 +109,10 @@ def test_every_round_is_that_of_the_package_s_method(impl):
     options = {
         "speculative": {"draft": small_model(4, vocab=6), "k": 3},
         "prompt-lookup": {"k": 4},
-        "medusa": {"heads": random_heads(model, 1, 3), "tree": every_path(3, 9)},
+        "medusa": {"heads": random_medusa_heads(model, 1, 3), "tree": every_path(3, 9)},
         "jacobi": {"block": 4},
         "lookahead": {"window": 3, "ngram": 3, "guesses": 3, "pool_from_prompt": True},
-        "fastmtp": {"head": random_head(model, 2), "k": 3},
+        "fastmtp": {"head": random_mtp_head(model, 2), "k": 3},
     }
     prompt = [1, 2, 3, 1, 2, 3, 1]
     for name, kept in itertools.product(PROPOSERS, (0, 4)):
@@ -139,7 +140,7 @@ def same_tree(a, b) -> bool:
 @pytest.mark.points(5, task="limits")
 def test_runs_end_where_plain_decoding_s_do(impl, in_place):
     """At the context's last row, at an end token inside a round; then a turn on the kept cache."""
-    context, tokenizer = 24, letters(3)
+    context, tokenizer = 24, letter_tokenizer(3)
     for method, options in (
         ("speculative", {"draft": Toy(5), "k": 4}),
         ("prompt-lookup", {}),
@@ -150,7 +151,7 @@ def test_runs_end_where_plain_decoding_s_do(impl, in_place):
         for eos, ending in (((), {"max_new_tokens": 99}), ((1,), {}), ((), {"max_new_tokens": 7})):
             model = Toy(5, context=context, eos=eos)
             for prompt in ([0], [1, 2, 0, 1, 2, 0]):
-                wrong = ends_differently(
+                wrong = ending_difference(
                     model, tokenizer, prompt, method, dict(ending), options
                 )
                 assert wrong is None, (
@@ -176,13 +177,14 @@ def test_the_certifier_s_black_box_checks(impl, tmp_path):
     """What `python -m minispec.certify --impl my_solution:black_box` does, with fewer runs."""
     folder, model = write_checkpoint(tmp_path / "greedy", 0, vocab=24)
     impl.black_box(folder, [1, 2], max_new_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=0)
-    box, small = Box(impl.black_box), write_checkpoint(tmp_path / "sampled", 21, vocab=4)
+    box = FunctionDecoder(impl.black_box)
+    small = write_checkpoint(tmp_path / "sampled", 21, vocab=4)
     try:
         for passed, detail in (
             is_greedy(box, folder, model, [[3, 1, 4], [1] * 30]),
             keeps_lengths(box, folder),
-            ends(box, tmp_path / "eos", 1, "config.json"),
-            is_drawn(box, *small, Sampling(1.0, 0, 0.8), 100),
+            ends_at_eos(box, tmp_path / "eos", 1, "config.json"),
+            fits_distribution(box, *small, Sampling(1.0, 0, 0.8), 100),
         ):
             assert passed, f"the certifier says: {detail}"
     except Raised as error:

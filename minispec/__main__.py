@@ -1,0 +1,34 @@
+"""The `minispec` command: `minispec generate …` is short for `python -m minispec.generate …`."""
+
+import sys
+from importlib import import_module
+
+from minispec.errors import Parser, command
+
+COMMANDS = {
+    "generate": "generate text with any method, or chat",
+    "bench": "compare the speed of all methods",
+    "certify": "check whether a decoder is lossless",
+    "pretrain": "train a small model from text",
+    "distill": "train a draft model or heads for a model",
+    "fetch": "download a real model, SmolLM2-135M-Instruct",
+}
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    p = Parser(prog="minispec", description=__doc__, add_help=False)
+    p.add_argument("command", choices=COMMANDS)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] in ([], ["-h"], ["--help"]):
+        print("usage: minispec COMMAND …   (minispec COMMAND -h shows its flags)\n")
+        print("\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items()))
+        return
+    name = p.parse_args(argv[:1]).command
+    is_package = name in ("generate", "certify")
+    module = f"minispec.{name}.__main__" if is_package else f"minispec.{name}"
+    import_module(module).main(argv[1:])
+
+
+if __name__ == "__main__":
+    main()

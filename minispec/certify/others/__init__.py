@@ -1,0 +1,1 @@
+"""Black-box tests of other decoders: a Python function or a server."""

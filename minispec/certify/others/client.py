@@ -1,0 +1,349 @@
+"""A client for servers with OpenAI's completions API, over httpx."""
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import Lock
+
+import httpx
+
+from minispec.certify.common import GREEDY
+from minispec.certify.others.json_fields import (
+    as_number,
+    count_at,
+    list_at,
+    parse_json,
+    text_at,
+    value_at,
+)
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.errors import UserError
+from minispec.sampling import Sampling
+
+TIMEOUT_SECONDS = 120.0  # for one answer
+# Fields that turn off further warpers, which would otherwise have the server's defaults, and fields
+# that request token ids, under the names used by several servers. A strict server may reject them.
+EXTRA_FIELDS = {
+    "min_p": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0,
+    "samplers": ["temperature", "top_k", "top_p"], "return_token_ids": True, "return_tokens": True,
+}  # fmt: skip
+
+BUSY_STATUS = {429: "is still too busy", 503: "is still loading or overloaded"}
+LIMIT_REASON = re.compile("length|limit|max", re.IGNORECASE)  # the answer reached a limit
+DRAFT_METRIC = re.compile(  # name{labels} value [timestamp]
+    r"\w*:?spec_decode_num_(draft|accepted)_tokens(?:_total)?(?:\{[^}]*\})?\s+(\S+)"
+)
+
+
+class RequestError(Exception):
+    """A request failed. Exactly this class: the server rejected it (4xx)."""
+
+
+class AccessDenied(RequestError):
+    """The server rejects all requests: it requires a key, or redirects elsewhere."""
+
+
+class ServerError(RequestError):
+    """The server failed while answering (5xx, or a broken connection)."""
+
+
+class Timeout(ServerError):
+    """The server took too long to answer or to become ready."""
+
+
+class NotSupported(RequestError):
+    """The server does not support what a check needs."""
+
+
+class ConnectionLost(Exception):
+    """The server cannot be reached."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One choice of a completion. `tokens` excludes a final end token; `logprobs` has one value per
+    token, if they were requested and returned."""
+
+    text: str
+    tokens: list[int]
+    has_ids: bool  # False: our tokenizer encoded the text
+    ended: bool  # by an end token or a stop string, not by a limit
+    reason: str | None  # finish_reason; if missing, an answer shorter than max_tokens has ended
+    logprobs: list[float] | None = None
+    prompt_tokens: int | None = None  # as counted by the server
+
+
+class Server:
+    """Send requests to one server; safe to use from several threads. `probe` finds out whether the
+    server accepts token ids as prompts, returns token ids, and accepts extra fields. The key is
+    sent to this server only: redirects are not followed."""
+
+    def __init__(
+        self, url: str, tokenizer: Tokenizer | None, name: str | None, eos_ids: tuple,
+        seconds: float = TIMEOUT_SECONDS, key: str | None = None,
+    ):  # fmt: skip
+        self.tokenizer, self.name, self.eos_ids = tokenizer, name, eos_ids
+        self.seconds, self.key = seconds, key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
+            if not base.host or base.scheme not in ("http", "https"):
+                raise ValueError
+            self.http = httpx.Client(
+                base_url=base, headers=headers, timeout=seconds,
+                limits=httpx.Limits(max_connections=16),
+            )  # fmt: skip
+            self.url = str(base.copy_with(userinfo=b""))  # for messages
+        except (ValueError, httpx.InvalidURL):
+            raise UserError(
+                f"{url}: not a valid address; use one like http://localhost:8000"
+            ) from None
+        self.accepts_ids = self.returns_ids = True
+        self.context = 2**31  # maximum number of tokens, if the server reports it
+        self.extra_fields = EXTRA_FIELDS
+        self.needs_logprobs = False  # to get token ids
+        self.requests = self.drafted = self.accepted = 0  # drafts as reported in answers
+        self.lock = Lock()
+
+    # ---- probing ---------------------------------------------------------------------------------
+
+    def probe(self, prompt: list[int]) -> None:
+        """Find the model's name and the request format using a prompt, or raise UserError."""
+        try:
+            self.find_name()
+            self.probe_format(prompt)
+        except (AccessDenied, Timeout, ConnectionLost) as error:
+            raise UserError(f"{self.url} {error}") from None
+        except RequestError as error:
+            raise UserError(f"{self.url} failed on a plain completion: {error}") from None
+        if not self.returns_ids and self.tokenizer is None:
+            raise UserError(f"{self.url} returns no token ids, and --model has no tokenizer")
+
+    def probe_format(self, prompt: list[int]) -> None:
+        """Try token ids and all fields first, then fewer, until the server answers."""
+        formats = [(True, EXTRA_FIELDS), (True, {}), (False, EXTRA_FIELDS), (False, {})]
+        formats = formats if self.tokenizer else formats[:2]
+        for self.accepts_ids, self.extra_fields in formats:
+            try:
+                choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
+                break
+            except RequestError as error:
+                last = (self.accepts_ids, self.extra_fields) == formats[-1]
+                if last or isinstance(error, (Timeout, AccessDenied)):
+                    raise
+        self.returns_ids = self.needs_logprobs = True
+        if self.token_ids(choice) is not None:
+            self.needs_logprobs = False
+            return
+        try:
+            choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
+            self.returns_ids = self.needs_logprobs = self.token_ids(choice) is not None
+        except RequestError:
+            self.returns_ids = self.needs_logprobs = False
+
+    def find_name(self) -> None:
+        """Set the model's name: the only one served, or check the one requested."""
+        listed, why = [], ""
+        try:
+            listed = list_at(parse_json(self.request("GET", "/v1/models")), "data")
+        except (Timeout, AccessDenied):
+            raise
+        except RequestError as error:
+            why = f" ({error})"
+        models = {name: entry for entry in listed if (name := text_at(entry, "id"))}
+        if not models:
+            if self.name is None:
+                raise UserError(f"{self.url} does not list its models{why}; name one with --name")
+            return
+        if self.name is None and len(models) == 1:
+            (self.name,) = models
+        elif self.name not in models:
+            missing = "" if self.name is None else f", not {self.name}"
+            served = ", ".join(list(models)[:8])
+            raise UserError(f"{self.url} serves {served}{missing}; choose one with --name")
+        self.context = count_at(models[self.name], "max_model_len") or self.context
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def ask(
+        self, prompt: list[int], length: int, sampling: Sampling = GREEDY, seed: int = 0, **fields
+    ) -> Answer:  # fmt: skip
+        """Return an answer of at most `length` tokens; `fields` are added to the request."""
+        return self.choices(prompt, length, sampling, seed, **fields)[0]
+
+    def ask_optional(self, name: str, prompt: list[int], length: int, **fields) -> Answer:
+        """Like `ask`, with a field that not every server supports."""
+        try:
+            return self.ask(prompt, length, **fields)
+        except ServerError:
+            raise
+        except RequestError as error:
+            raise NotSupported(f"{name} is not supported ({error})") from None
+
+    def choices(
+        self, prompt: list[int], length: int, sampling: Sampling = GREEDY, seed: int = 0, **fields
+    ) -> list[Answer]:  # fmt: skip
+        completion = self.post(self.body(prompt, length, sampling, seed) | fields)
+        prompt_tokens = count_at(completion, "usage", "prompt_tokens")
+        choices = completion["choices"]
+        return [self.parse_answer(choice, length, prompt_tokens) for choice in choices]
+
+    def body(self, prompt: list[int], length: int, sampling: Sampling, seed: int) -> dict:
+        body = {
+            "model": self.name, "max_tokens": length, "temperature": sampling.temperature,
+            "top_p": sampling.top_p, "seed": seed,
+            "prompt": prompt if self.accepts_ids else self.tokenizer.decode(prompt),
+        }  # fmt: skip
+        if self.extra_fields:
+            body |= self.extra_fields | {"top_k": sampling.top_k or -1}
+        elif sampling.top_k:
+            raise NotSupported("top_k is not supported")
+        return body | ({"logprobs": 1} if self.needs_logprobs else {})
+
+    def post(self, body: dict) -> dict:
+        """Send a request and return the JSON object of the answer; its choices are objects."""
+        text = self.request("POST", "/v1/completions", body)
+        completion = parse_json(text)
+        choices = list_at(completion, "choices")
+        if not choices or not all(isinstance(choice, dict) for choice in choices):
+            raise RequestError(f"did not answer with a completion but {self.redact(text)[:60]!r}")
+        with self.lock:
+            self.drafted += count_at(completion, "timings", "draft_n") or 0
+            self.accepted += count_at(completion, "timings", "draft_n_accepted") or 0
+        return completion
+
+    def request(self, method: str, path: str, body: dict | None = None) -> str:
+        """Return the text of a response; raise every failure as an exception with one line."""
+        values = [f"{k} {body[k]}" for k in ("max_tokens", "temperature") if body]
+        what = f" ({', '.join(values)}, prompt of {len(body['prompt'])})" if body else ""
+        with self.lock:
+            self.requests += 1
+        begin = time.monotonic()
+        try:
+            response, text = self.send_with_retries(method, path, body)
+        except httpx.ConnectError as error:
+            raise ConnectionLost(f"cannot be reached ({error}); is it running?") from None
+        except httpx.TimeoutException:
+            seconds = time.monotonic() - begin
+            raise Timeout(f"did not answer within {seconds:.0f} s{what}") from None
+        except httpx.HTTPError as error:
+            raise ServerError(f"broke off its answer: {type(error).__name__}{what}") from None
+        if response.next_request:
+            target = self.redact(str(response.next_request.url).removesuffix(path))
+            raise AccessDenied(f"redirects to {target}; use that address instead")
+        if response.status_code in (401, 403):
+            raise AccessDenied("requires a valid key; name its environment variable with --key-env")
+        failure = f"HTTP {response.status_code}: {self.redact(error_message(text))[:200]}{what}"
+        if busy := BUSY_STATUS.get(response.status_code):
+            raise Timeout(f"{busy} after {self.seconds:.0f} s: {failure}")
+        if not response.is_success:
+            raise (ServerError if response.status_code >= 500 else RequestError)(failure)
+        return text
+
+    def send_with_retries(
+        self, method: str, path: str, body: dict | None
+    ) -> tuple[httpx.Response, str]:
+        """Send a request. Retry once after a dropped keep-alive connection, and with back-off while
+        the server is busy or loading its model."""
+        begin, wait = time.monotonic(), 0.1
+        while True:
+            try:
+                response, text = self.send(method, path, body)
+            except httpx.RemoteProtocolError:
+                response, text = self.send(method, path, body)
+            late = time.monotonic() - begin + wait > self.seconds
+            if response.status_code not in BUSY_STATUS or late:
+                return response, text
+            time.sleep(wait)
+            wait = min(2 * wait, 5.0)
+
+    def send(self, method: str, path: str, body: dict | None) -> tuple[httpx.Response, str]:
+        """Return a response and its text. httpx limits the time per read; this limits the total."""
+        begin, parts = time.monotonic(), []
+        with self.http.stream(method, path, json=body) as response:
+            for part in response.iter_bytes():
+                parts.append(part)
+                if time.monotonic() - begin > self.seconds:
+                    raise httpx.ReadTimeout("the answer is still arriving")
+        return response, b"".join(parts).decode("utf-8-sig", "replace")
+
+    def redact(self, text: str) -> str:
+        """Hide the key, in case the server repeats it."""
+        return text.replace(self.key, "…") if self.key else text
+
+    # ---- answers ---------------------------------------------------------------------------------
+
+    def parse_answer(self, choice: dict, length: int, prompt_tokens: int | None) -> Answer:
+        text, tokens = text_at(choice, "text"), self.token_ids(choice) if self.returns_ids else None
+        has_ids = tokens is not None
+        if not has_ids and self.tokenizer is None:
+            raise RequestError("an answer has no token ids, and --model has no tokenizer")
+        if not has_ids:
+            tokens = self.tokenizer.encode(text, special=False)
+        reason = text_at(choice, "finish_reason") or None
+        ended = is_stop_reason(reason)
+        if ended is None:
+            ended = has_ids and len(tokens) < length
+        if tokens and tokens[-1] in self.eos_ids:
+            tokens, ended = tokens[:-1], True
+        content = list_at(choice, "logprobs", "content")
+        logprobs = [as_number(value) for value in list_at(choice, "logprobs", "token_logprobs")]
+        logprobs = logprobs or [as_number(value_at(entry, "logprob")) for entry in content]
+        valid = has_ids and None not in logprobs
+        return Answer(
+            text, tokens, has_ids, ended, reason, logprobs if valid else None, prompt_tokens
+        )
+
+    def token_ids(self, choice: dict) -> list[int] | None:
+        """Return the token ids of a choice, from wherever the server puts them, or None."""
+        with_logprobs = [value_at(entry, "id") for entry in list_at(choice, "logprobs", "content")]
+        for ids in choice.get("token_ids"), choice.get("tokens"), with_logprobs or None:
+            if isinstance(ids, list) and all(type(i) is int for i in ids):
+                return ids
+        return None
+
+    def ask_streaming(self, prompt: list[int], length: int, **fields) -> tuple[str, str | None]:
+        """Return the text and finish reason of a streamed answer."""
+        body = self.body(prompt, length, GREEDY, 0) | {"stream": True} | fields
+        text, reason = "", None
+        for data in sse_data(self.request("POST", "/v1/completions", body)):
+            part = parse_json(data)
+            if not isinstance(part, dict):
+                raise RequestError(f"did not stream a completion but {self.redact(data)[:60]!r}")
+            for choice in list_at(part, "choices"):
+                text += text_at(choice, "text")
+                reason = text_at(choice, "finish_reason") or reason
+        return text, reason
+
+    def draft_counts(self) -> tuple[int, int] | None:
+        """Return the number of tokens drafted and accepted so far, if the server reports them."""
+        try:
+            lines = self.request("GET", "/metrics").splitlines()
+        except (RequestError, ConnectionLost):
+            lines = []
+        counts = {"draft": 0, "accepted": 0}
+        for match in filter(None, map(DRAFT_METRIC.match, lines)):
+            counts[match[1]] += count_at(match[2]) or 0
+        sources = tuple(counts.values()), (self.drafted, self.accepted)
+        return next((pair for pair in sources if any(pair)), None)
+
+
+def is_stop_reason(reason: str | None) -> bool | None:
+    """Return whether a finish reason is an end token or stop string, not a limit; may be None."""
+    return reason and not LIMIT_REASON.search(reason)
+
+
+def sse_data(text: str) -> Iterator[str]:
+    """Yield the data of server-sent events."""
+    for line in text.split("\n"):
+        data = line.removeprefix("data:").strip()
+        if line.startswith("data:") and data != "[DONE]":
+            yield data
+
+
+def error_message(text: str) -> str:
+    """Return the error message of a response, in one line."""
+    value = parse_json(text)
+    paths = ("error", "message"), ("message",), ("error",)
+    return " ".join(next(filter(None, (text_at(value, *path) for path in paths)), text).split())

@@ -1,0 +1,1 @@
+"""Read and write checkpoints of models and heads in the layouts that their ecosystems use."""

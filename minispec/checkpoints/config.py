@@ -1,0 +1,219 @@
+"""Convert a checkpoint's config.json to the model's Config and back.
+
+Settings that would change the mathematics and are not implemented raise UserError, so the logits
+are never silently wrong.
+"""
+
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from reprlib import repr as brief
+
+import torch
+
+from minispec.errors import UserError, optional_json, read_json
+from minispec.model import Config
+
+FAMILIES = {  # model_type -> class name in transformers
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mimo": "MiMoForCausalLM",
+}
+HF_TYPES = {"mimo": "qwen2"}  # transformers does not know mimo; its main model is a qwen2
+UNQUANTISED = "quantised weights are not supported; use the unquantised model or a GGUF file"
+DEFAULT_CONTEXTS = {"mistral": 2**17, "qwen2": 2**15, "qwen3": 2**15, "mimo": 2**15}  # if absent
+ORIGINAL = "original_max_position_embeddings"
+YARN_KEYS = ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
+ROPE_TYPES = {  # rope_type: (required numbers, optional numbers)
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": ((), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", ORIGINAL), ()),
+    "yarn": (("factor",), YARN_KEYS),
+}
+
+Check = tuple[str, Callable[[object], bool]]  # a rule for a value, in words and as a test
+
+
+def one_of(*choices: str) -> Check:
+    return f"one of {', '.join(choices)}", lambda v: v in choices
+
+
+def integer(low: int, high: int) -> Check:
+    rule = f"a whole number from {low} to {high}"
+    return rule, lambda v: type(v) is int and low <= v <= high
+
+
+def as_list(value: object) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+SIZE = integer(1, 2**24)
+LAYER_COUNT = integer(1, 1000)  # building a layer takes time, even one that the weights lack
+POSITIVE = "a number above 0", lambda v: type(v) in (int, float) and 0 < v < inf
+ABOVE_ONE = "a number above 1", lambda v: type(v) in (int, float) and 1 < v < inf
+BOOLEAN = "true or false", lambda v: type(v) is bool
+TOKEN_IDS = "a token id or a list of them", lambda v: all(type(i) is int for i in as_list(v))
+FLAT_OBJECT = "a flat JSON object", lambda v: type(v) is dict and dict not in map(type, v.values())
+FULL_ROTATION = "1.0, as partial rotation is not supported", lambda v: v == 1
+ATTENTION_TYPES = ["full_attention", "sliding_attention"]
+LAYER_TYPES = (f"a list of {ATTENTION_TYPES}",
+               lambda v: type(v) is list and all(x in ATTENTION_TYPES for x in v))  # fmt: skip
+FIELDS = {  # field of Config: (key in config.json, check, default)
+    "model_type": ("model_type", one_of(*FAMILIES), None),
+    "hidden_size": ("hidden_size", SIZE, None),
+    "intermediate_size": ("intermediate_size", SIZE, None),
+    "layers": ("num_hidden_layers", LAYER_COUNT, None),
+    "heads": ("num_attention_heads", SIZE, None),
+    "vocab_size": ("vocab_size", SIZE, None),
+    "context": ("max_position_embeddings", SIZE, 2048),
+    "norm_eps": ("rms_norm_eps", POSITIVE, 1e-6),
+    "tied": ("tie_word_embeddings", BOOLEAN, False),
+    "mlp_bias": ("mlp_bias", BOOLEAN, False),
+}
+
+
+class Keys:
+    """The keys of a JSON file, each checked when it is read. A null counts as absent."""
+
+    def __init__(self, path: Path, raw: dict):
+        self.path, self.raw = path, raw
+
+    def get(self, key: str, check: Check, default: object = None):
+        rule, holds = check
+        value = default if self.raw.get(key) is None else self.raw[key]
+        if not holds(value):
+            raise self.error(key, rule)
+        return value
+
+    def error(self, key: str, rule: str) -> UserError:
+        return UserError(f"{self.path}: {key} must be {rule} (it is {brief(self.raw.get(key))})")
+
+
+def read_config(directory: Path) -> Config:
+    """Read the Config of a checkpoint directory."""
+    path, generation = directory / "config.json", directory / "generation_config.json"
+    if not path.exists():
+        raise UserError(f"{directory} has no config.json: it is not a Hugging Face checkpoint")
+    if (directory / "adapter_config.json").exists():
+        raise UserError(f"{directory} contains a PEFT adapter; merge it into its base model first")
+    return parse_config(Keys(path, read_json(path)), Keys(generation, optional_json(generation)))
+
+
+def parse_config(keys: Keys, generation: Keys) -> Config:
+    """Build the Config from the keys of config.json. `generation` has those of
+    generation_config.json: its BOS and EOS tokens take precedence, and it lists all EOS tokens."""
+    fields = {field: keys.get(*row) for field, row in FIELDS.items()}
+    if keys.raw.get("architectures") == [FAMILIES["mimo"]]:
+        fields["model_type"] = "mimo"
+    keys.get("hidden_act", one_of("silu", "swish"), "silu")
+    for key, method in ("quantization", "mlx"), ("quantization_config", "unknown method"):
+        if value := keys.raw.get(key):
+            method = value.get("quant_method", method) if isinstance(value, dict) else method
+            raise UserError(f"{keys.path}: {key} ({method}): {UNQUANTISED}")
+    fields["kv_heads"], fields["head_dim"] = attention_sizes(keys)
+    fields["rope_theta"], fields["rope_scaling"] = read_rope(keys)
+    fields["context"] = read_context(keys, fields["rope_scaling"])
+    qwen2 = fields["model_type"] in ("qwen2", "mimo")  # biases on q, k and v, but never on o
+    # qwen2 always has these biases and mistral never: neither reads attention_bias
+    reads_key = fields["model_type"] in ("llama", "qwen3", "mimo")
+    bias = keys.get("attention_bias", BOOLEAN, qwen2) if reads_key else qwen2
+    names = "bos_token_id", "eos_token_id"
+    bos, eos = (as_list(generation.get(n, TOKEN_IDS, keys.get(n, TOKEN_IDS, []))) for n in names)
+    return Config(
+        **fields,
+        qkv_bias=bias,
+        o_bias=bias and not qwen2,
+        qk_norm=fields["model_type"] == "qwen3",
+        bos_id=bos[0] if bos else None,
+        eos_ids=tuple(eos),
+    )
+
+
+def attention_sizes(keys: Keys) -> tuple[int, int]:
+    """Return the number of key/value heads and the size of each head."""
+    heads = keys.get("num_attention_heads", SIZE)
+    kv_heads = keys.get("num_key_value_heads", SIZE, heads)
+    if heads % kv_heads:
+        raise keys.error("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
+    head_dim = keys.get("head_dim", SIZE, keys.get("hidden_size", SIZE) // heads)
+    if head_dim % 2:
+        raise keys.error("head_dim", "even")
+    return kv_heads, head_dim
+
+
+def read_context(keys: Keys, scaling: dict | None) -> int:
+    """Return the longest context: max_position_embeddings, or more if RoPE is scaled and the config
+    gives the original length (yarn) or the longer one (linear). A sliding window limits it, as
+    attention is full only up to its length. Dynamic scaling would begin only beyond it."""
+    default = DEFAULT_CONTEXTS.get(keys.raw["model_type"], 2048)
+    context = keys.get("max_position_embeddings", SIZE, default)
+    if scaling and scaling["rope_type"] == "yarn":
+        context = max(context, int(min(scaling.get(ORIGINAL, 0) * scaling["factor"], 2**24)))
+    if scaling and scaling["rope_type"] == "linear":  # vicuna-16k
+        longer = keys.get("max_sequence_length", SIZE, context)
+        context = max(context, int(min(longer, context * scaling["factor"])))
+    layer_types = keys.get("layer_types", LAYER_TYPES, [])
+    if keys.raw["model_type"] == "mistral":  # which has no flag to switch the window off
+        slides = True
+    elif layer_types:
+        slides = "sliding_attention" in layer_types
+    else:
+        full_layers = keys.get("max_window_layers", integer(0, 2**24), 28)
+        layers = keys.get("num_hidden_layers", LAYER_COUNT)
+        slides = keys.get("use_sliding_window", BOOLEAN, False) and full_layers < layers
+    if not slides or keys.raw.get("sliding_window", 4096) is None:
+        return context
+    return min(context, keys.get("sliding_window", SIZE, 4096))
+
+
+def read_rope(keys: Keys) -> tuple[float, dict | None]:
+    """Return rope_theta and the scaling. Older files have rope_theta and rope_scaling, newer ones
+    have both in rope_parameters, and some have all three keys."""
+    names = "rope_scaling", "rope_parameters"
+    old, new = (normalise_rope(keys.get(name, FLAT_OBJECT, {})) for name in names)
+    thetas = new.pop("rope_theta", None), old.pop("rope_theta", None), keys.raw.get("rope_theta")
+    found = {"rope_theta": next((theta for theta in thetas if theta is not None), 10000.0)}
+    theta = float(Keys(keys.path, found).get("rope_theta", ABOVE_ONE))
+    if old and new and old != new:
+        raise UserError(f"{keys.path}: rope_scaling and rope_parameters differ; keep only one")
+    scaling = Keys(keys.path, new or old)
+    keys.get("partial_rotary_factor", FULL_ROTATION, 1.0)
+    scaling.get("partial_rotary_factor", FULL_ROTATION, 1.0)
+    rope_type = scaling.get("rope_type", one_of(*ROPE_TYPES), None if scaling.raw else "default")
+    if rope_type in ("default", "dynamic"):  # dynamic scaling starts beyond the context
+        return theta, None
+    if rope_type != "linear" and keys.raw.get(ORIGINAL) is not None:  # it takes precedence
+        scaling.raw[ORIGINAL] = keys.raw[ORIGINAL]
+    required, optional = ROPE_TYPES[rope_type]
+    for key in (*required, *(key for key in optional if key in scaling.raw)):
+        scaling.get(key, POSITIVE)
+    return theta, scaling.raw
+
+
+def normalise_rope(rope: dict) -> dict:
+    """Remove nulls, and rename `type`, the older name, to rope_type."""
+    present = {key: value for key, value in rope.items() if value is not None}
+    return {"rope_type": present.pop("type"), **present} if "type" in present else present
+
+
+def config_json(config: Config, dtype: torch.dtype) -> dict:
+    """Return a config.json for read_config and transformers to read."""
+    raw = {key: getattr(config, field) for field, (key, _, _) in FIELDS.items()} | {
+        "model_type": HF_TYPES.get(config.model_type, config.model_type),
+        "architectures": [FAMILIES[config.model_type]],
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "attention_bias": config.qkv_bias,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": list(config.eos_ids) or None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if config.model_type in ("mistral", "qwen2", "mimo"):
+        raw["sliding_window"] = None
+    return raw

@@ -1,0 +1,199 @@
+"""Load a model and its tokenizer from a directory, a hub id or a GGUF file, and save them."""
+
+import contextlib
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minispec.checkpoints import places
+from minispec.checkpoints.config import UNQUANTISED, config_json, read_config
+from minispec.checkpoints.gguf import find_gguf, read_gguf, read_gguf_tokenizer
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.checkpoints.weights import (
+    DTYPES,
+    IGNORED_TENSORS,
+    QUANTISED_SUFFIXES,
+    fill,
+    read_tensors,
+    strip_prefixes,
+    tie,
+    weight_files,
+    write_tensors,
+    write_text,
+)
+from minispec.errors import UserError
+from minispec.model import Config, Transformer
+
+OTHER_TOKENIZERS = "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json"
+
+
+def resolve(source: str | os.PathLike) -> Path:
+    """Return the path of a model: a local directory or GGUF file, the snapshot of a hub id
+    (downloaded if necessary), or SmolLM2 for the name `smollm2`."""
+    name = str(source)
+    if name == "smollm2" and not os.path.exists(name):
+        return find_smollm2()
+    if os.path.isdir(name) or name.lower().endswith(".gguf") and os.path.isfile(name):
+        return Path(name)
+    if os.path.exists(name) or not re.fullmatch(r"[^/.~][^/]*/[^/]+", name):
+        raise UserError(f"no such directory: {name} (and it is not a hub id like OWNER/MODEL)")
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.jinja", "*.safetensors", "medusa_lm_head.pt"]
+    # the same weights in another layout, and older ones in subfolders
+    ignored = ["consolidated*", "*/*"]
+    try:
+        directory = snapshot_download(name, allow_patterns=wanted, ignore_patterns=ignored)
+        if not any(Path(directory).glob("*.safetensors")):  # an old checkpoint
+            wanted.append("*.bin")
+            directory = snapshot_download(name, allow_patterns=wanted, ignore_patterns=ignored)
+        return Path(directory)
+    except Exception as error:  # from the library or from its HTTP client, which varies
+        raise UserError(
+            f"{name} is not a directory and could not be downloaded from the hub "
+            f"({type(error).__name__}); check the name and the network"
+        ) from None
+
+
+def find_smollm2() -> Path:
+    """Return SmolLM2-135M-Instruct in the hub's cache or, failing that, where fetch wrote it."""
+    from huggingface_hub import snapshot_download
+
+    with contextlib.suppress(Exception):  # absent or incomplete
+        directory = Path(snapshot_download(places.SMOLLM2_ID, local_files_only=True))
+        needed_files = *weight_files(directory), directory / "config.json"
+        if all(f.exists() for f in (*needed_files, directory / "tokenizer.json")):
+            return directory
+    if (places.SMOLLM2 / "target" / "config.json").exists():
+        return places.SMOLLM2 / "target"
+    raise UserError("smollm2 has not been downloaded; run `python -m minispec.fetch` (93 MB)")
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """Resolve a device. `auto` means cuda if available, then mps, then cpu."""
+    available = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()] + ["cpu"]
+    with contextlib.suppress(RuntimeError, TypeError):  # no device of this name or index
+        resolved = torch.device(available[0] if str(device) == "auto" else device)
+        if resolved.type in available:
+            torch.empty(0, device=resolved)
+            return resolved
+    raise UserError(f"device {device} is not available; use one of {', '.join(available)}")
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """Resolve a dtype. `auto` means bfloat16 on cuda and float32 elsewhere."""
+    name = str(dtype).removeprefix("torch.")
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise UserError(f"dtype {name} is not supported; use auto, {', '.join(DTYPES)}")
+    if name == "float64" and device.type == "mps":
+        raise UserError("dtype float64 is not available on mps; use --device cpu")
+    return DTYPES[name]
+
+
+def load(
+    source: str | os.PathLike, dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+) -> tuple[Transformer, Tokenizer | None]:  # fmt: skip
+    """Load the model and tokenizer (None if there is none) from a directory, hub id or GGUF file.
+    Sets `model.source` to the path. Raises UserError if something is missing or not supported."""
+    device = pick_device(device)
+    dtype = pick_dtype(dtype, device)
+    path = resolve(source)
+    if file := find_gguf(path):
+        config, tensors, tokenizer = read_gguf(file)
+    else:
+        config, tensors, tokenizer = read_directory(path)
+    if tokenizer:
+        # not counting added tokens: some files add a padding token that was never trained
+        tokens = tokenizer.backend.get_vocab_size(with_added_tokens=False)
+        if tokens > config.vocab_size:
+            raise UserError(
+                f"{path}: the tokenizer has {tokens} tokens but the embedding only "
+                f"{config.vocab_size}; use the model's own tokenizer"
+            )
+        if config.bos_id is None:
+            config = replace(config, bos_id=tokenizer.id_of("bos_token"))
+    if config.tied:
+        tie(tensors)
+    with torch.device("meta"):
+        model = Transformer(config)
+    fill(model, tensors, str(path), dtype, device)
+    if config.tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.source = path
+    return model.eval(), tokenizer
+
+
+def read_directory(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
+    """Read the config, tensors and tokenizer of a checkpoint directory."""
+    config, files = read_config(path), weight_files(path)
+    tokenizer, tensors = find_tokenizer(path), {}  # first, to fail early
+    for file in files:
+        tensors |= read_tensors(file)
+    for suffix, layout in QUANTISED_SUFFIXES.items():
+        if any(name.endswith(suffix) for name in tensors):
+            raise UserError(f"{path} ({layout}): {UNQUANTISED}")
+    tensors = {n: t for n, t in strip_prefixes(tensors).items() if not IGNORED_TENSORS.match(n)}
+    return config, tensors, tokenizer
+
+
+def find_tokenizer(directory: Path) -> Tokenizer | None:
+    exists = (directory / "tokenizer.json").exists()
+    return Tokenizer.from_directory(directory) if exists else None
+
+
+def read_tokenizer(source: str | os.PathLike) -> Tokenizer:
+    """Read the tokenizer of a directory, a hub id or a GGUF file."""
+    path = resolve(source)
+    file = find_gguf(path)
+    return require_tokenizer(read_gguf_tokenizer(file) if file else find_tokenizer(path), path)
+
+
+def require_tokenizer(
+    tokenizer: Tokenizer | None, source: Path | None, advice: str = ""
+) -> Tokenizer:
+    """Return the tokenizer, or raise UserError saying why there is none or how to get one."""
+    if tokenizer is not None:
+        return tokenizer
+    if source and (file := find_gguf(source)):
+        read_gguf_tokenizer(file)  # raises UserError with the reason
+    advice = advice or "copy the model's tokenizer.json into its directory"
+    for name in OTHER_TOKENIZERS:
+        if source and (source / name).exists():
+            advice = (f"create it with transformers from {name}: "
+                      "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)")  # fmt: skip
+            break
+    raise UserError(f"{source or 'this model'} has no tokenizer.json; {advice}")
+
+
+def check_fingerprint(where: str, fingerprint: str | None, tokenizer: Tokenizer | None) -> None:
+    """Raise UserError if both tokenizers are known and differ."""
+    if tokenizer and fingerprint and fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"{where} was made with another tokenizer; use one made with the model's tokenizer"
+        )
+
+
+def save(
+    model: Transformer, tokenizer: Tokenizer | None, directory: Path,
+    dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """Write a directory for `load` and transformers, each file completely or not at all."""
+    if next(model.buffers(), None) is not None:
+        raise UserError("int8 weights cannot be saved; save the model before quantising it")
+    # `named_parameters` lists a tied weight once, under the embedding's name
+    write_tensors(directory / "model.safetensors", dict(model.named_parameters()), dtype)
+    config = config_json(model.config, dtype or model.dtype)
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    texts = tokenizer.files() if tokenizer else {}
+    for name, keys in (("config.json", config), ("generation_config.json", ends)):
+        texts[name] = json.dumps(keys, indent=2) + "\n"
+    for name, text in texts.items():
+        write_text(directory / name, text)

@@ -1,0 +1,271 @@
+"""Convert text to tokens and back: encoding, streaming decoding and conversations."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from minispec.checkpoints.chat_template import (
+    PRIVATE_USE,
+    Messages,
+    check_messages,
+    hide_control_tokens,
+    read_template,
+    render,
+    replace_all,
+)
+from minispec.errors import UserError, optional_json
+
+ADDED_TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
+SPECIAL_NAMES = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+EXTRA_KEY, ADDITIONAL_KEY = "extra_special_tokens", "additional_special_tokens"
+
+
+class Tokenizer:
+    """A tokenizer.json, with the special tokens and the chat template from the files next to it.
+    `special_tokens` maps names (bos_token, eos_token, pad_token, …) to tokens."""
+
+    def __init__(
+        self, backend: Backend, special_tokens: dict[str, str] | None = None,
+        chat_template: str | None = None,
+    ):  # fmt: skip
+        self.backend, self.special_tokens = backend, special_tokens or {}
+        self.chat_template = chat_template
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "Tokenizer":
+        """Read tokenizer.json and the files next to it as PreTrainedTokenizerFast of transformers 5
+        does: tokenizer_config.json, chat_template.jinja and, if the former has no
+        added_tokens_decoder, special_tokens_map.json and added_tokens.json. Only tokenizer.json
+        determines whether texts begin with BOS."""
+        backend = read_backend(directory / "tokenizer.json")
+        backend.no_padding()
+        backend.no_truncation()
+        settings = optional_json(directory / "tokenizer_config.json")
+        template = read_template(directory, settings)
+        try:
+            special_tokens = add_listed_tokens(backend, directory, settings)
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UserError(
+                f"{directory}: tokens in tokenizer_config.json or a file next to it are not in the "
+                f"format of transformers ({error!r})"
+            ) from None
+        return cls(backend, special_tokens, template)
+
+    def files(self) -> dict[str, str]:
+        """Return the contents of the files that `from_directory` and transformers read, by name."""
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self.special_tokens,
+            "clean_up_tokenization_spaces": False,
+        }
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+        texts = self.backend.to_str(), json.dumps(settings, indent=2)
+        return dict(zip(("tokenizer.json", "tokenizer_config.json"), texts))
+
+    def id_of(self, name: str) -> int | None:
+        """Return the id of a special token by its name; None if there is none."""
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id, including added tokens."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def control_ids(self) -> dict[str, int]:
+        """Ids of the special tokens, which stand for no text (end of text, chat roles, …)."""
+        tokens = self.backend.get_added_tokens_decoder().items()
+        return {token.content: i for i, token in tokens if token.special}
+
+    def base_vocab(self, other: "Tokenizer") -> dict[str, int]:
+        """Return the vocabulary without the added tokens of either tokenizer."""
+        added = [t.get_added_tokens_decoder().values() for t in (self.backend, other.backend)]
+        names = {token.content for tokens in added for token in tokens}
+        return {w: i for w, i in self.backend.get_vocab().items() if w not in names}
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that is equal for tokenizers whose ids mean the same tokens."""
+        vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Return token ids. `special` adds the tokens that texts begin with (BOS, if any)."""
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise UserError("the text is not valid Unicode; it must be UTF-8")
+        problem = "the tokenizer failed on this text"
+        return call_backend(problem, self.backend.encode, text, add_special_tokens=special).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text, without special tokens."""
+        return call_backend("the tokenizer failed on these tokens", self.backend.decode, tokens)
+
+    def stream(self, prompt: list[int]) -> "TextStream":
+        """Return a streaming decoder for the tokens that follow `prompt`."""
+        return TextStream(self.decode, prompt)
+
+    def chat(self, messages: Messages) -> list[int]:
+        """Return the ids of a conversation up to the assistant's next turn. The turns are plain
+        text, even if they spell a control token."""
+        if self.chat_template is None:
+            raise UserError("this model has no chat template; use plain text, without --chat")
+        check_messages(messages)
+        ids = set(self.control_ids.values())
+        if any(ids.intersection(self.encode(turn["content"], special=False)) for turn in messages):
+            tokens = self.chat_literally(messages)
+        else:
+            text = render(self.chat_template, messages, self.special_tokens)
+            tokens = self.encode(text, special=False)
+        if not tokens:
+            raise UserError("the model's chat template renders this conversation as empty text")
+        return tokens
+
+    def user_header(self) -> list[int]:
+        """Return the ids of a conversation up to the text of the user's first turn."""
+        if self.chat_template is None:
+            raise UserError("this model has no chat template, so it cannot play the user")
+        marker = PRIVATE_USE[0]
+        messages = [{"role": "user", "content": marker}]
+        text = render(self.chat_template, messages, self.special_tokens)
+        return self.encode(text.partition(marker)[0], special=False)
+
+    def chat_literally(self, messages: Messages) -> list[int]:
+        """`chat` for turns that spell control tokens, without turning those into control tokens.
+
+        The text is encoded in one piece by a copy of this tokenizer in which each control token has
+        a private name that no turn spells. So a turn changes none of the template's tokens.
+        """
+        hidden, spelled = hide_control_tokens(messages, self.control_ids)
+        content = "".join(turn["content"] for turn in messages)
+        prefix = next(c for c in map(chr, range(0x100000, 0x10FFFE)) if c not in content)
+        names = {token: f"{prefix}{i}." for token, i in self.control_ids.items()}
+        private = Tokenizer(rename_tokens(self.backend, names))
+        text = replace_all(render(self.chat_template, hidden, self.special_tokens), names | spelled)
+        ids = {private.control_ids[name]: self.control_ids[token] for token, name in names.items()}
+        return [ids.get(i, i) for i in private.encode(text, special=False)]
+
+
+class TextStream:
+    """Convert tokens to text as they arrive, without splitting characters.
+
+    New text is what the new tokens add to the text of those before: decoders that strip the space
+    before the first word of a text must see that a new word is not the first.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: list[int]):
+        self.decode, self.shown, self.pending, self.text = decode, prompt, [], ""
+
+    def push(self, token: int) -> str:
+        """Return the characters that `token` completes (possibly none)."""
+        self.pending.append(token)
+        new = self.new_text()
+        return "" if not new or new.endswith("\ufffd") else self.flush()
+
+    def flush(self) -> str:
+        """Return the remaining text; an incomplete character becomes U+FFFD."""
+        new = self.new_text()
+        self.text, self.shown, self.pending = self.text + new, self.pending, []
+        return new
+
+    def new_text(self) -> str:
+        """Return the text of the pending tokens."""
+        before, after = self.decode(self.shown), self.decode(self.shown + self.pending)
+        # not len(before): if the prompt ends inside a character, its U+FFFD becomes that character
+        return after[len(os.path.commonprefix([before, after])) :]
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def call_backend(problem: str, function: Callable, *args, **options):
+    """Call the tokenizers library. Its errors are bare Exceptions or, if its Rust code panics (on a
+    regular expression that takes too many steps, for example), BaseExceptions."""
+    try:
+        return function(*args, **options)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserError(f"{problem}: {error}") from None
+
+
+def read_backend(path: Path) -> Backend:
+    """Read a tokenizer.json."""
+    return call_backend(f"{path} is not a valid tokenizer", Backend.from_file, str(path))
+
+
+def rename_tokens(backend: Backend, names: dict[str, str]) -> Backend:
+    """Return a copy in which special tokens have other names. Those in the model's vocabulary are
+    renamed there too; otherwise the model could still produce one from text that spells it."""
+    raw = json.loads(backend.to_str())
+    raw["post_processor"] = None  # it may refer to the old names
+    for token in raw["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = raw["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(word, word): i for word, i in model["vocab"].items()}
+    else:  # Unigram has a list of pieces and scores
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    problem = "the tokenizer cannot encode text that spells a control token"
+    return call_backend(problem, Backend.from_str, json.dumps(raw))
+
+
+def add_listed_tokens(backend: Backend, directory: Path, settings: dict) -> dict[str, str]:
+    """Add the tokens that the files next to tokenizer.json list or name, and return the special
+    tokens that have names. Precedence and ids are those of transformers 5: if the listed ids have a
+    gap, tokens after it get the next free ids."""
+    existing, legacy = backend.get_added_tokens_decoder(), {}
+    known = {token.content for token in existing.values()}
+    if "added_tokens_decoder" in settings:
+        listed = {int(i): to_added_token(t) for i, t in settings["added_tokens_decoder"].items()}
+    else:  # older files
+        legacy = optional_json(directory / "special_tokens_map.json")
+        ids = optional_json(directory / "added_tokens.json")
+        listed = {i: to_added_token(text) for text, i in ids.items()} | existing
+    lists = settings.get(EXTRA_KEY), settings.get(ADDITIONAL_KEY), legacy.get(EXTRA_KEY)
+    lists = [tokens for tokens in lists if tokens is not None and not isinstance(tokens, dict)]
+    extra = next(filter(None, lists), [])
+    for token in listed.values():
+        token.special |= token.content not in known and token.content in map(text_of, extra)
+    tokens = {token.content: token for _, token in sorted(listed.items())}
+    named = named_tokens(settings, legacy)
+    for token in named.values():
+        if text_of(token) in tokens:
+            tokens[text_of(token)].special = True
+        elif text_of(token) not in known:
+            tokens[text_of(token)] = to_added_token(token, special=True)
+    for token in extra if lists else legacy.get(ADDITIONAL_KEY) or []:
+        if text_of(token) not in known | tokens.keys():
+            tokens[text_of(token)] = to_added_token(token, special=True)
+    backend.add_tokens(list(tokens.values()))
+    return {name: text_of(token) for name, token in named.items()}
+
+
+def named_tokens(settings: dict, legacy: dict) -> dict[str, str | dict]:
+    """Return the special tokens that have names, as the files store them, the usual ones first."""
+    merged = dict.fromkeys(SPECIAL_NAMES) | settings | legacy
+    named = {name: token for name, token in merged.items()
+             if name.endswith("_token") and isinstance(token, str | dict)}  # fmt: skip
+    for key in EXTRA_KEY, "model_specific_special_tokens":
+        if isinstance(merged.get(key), dict):
+            named |= merged[key]
+    return named
+
+
+def text_of(token: str | dict) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def to_added_token(token: str | dict, **flags: bool) -> AddedToken:
+    """Convert a token as files store it: as text, or as an object with flags."""
+    stored = {} if isinstance(token, str) else token
+    stored = {flag: stored[flag] for flag in ADDED_TOKEN_FLAGS if flag in stored}
+    return AddedToken(text_of(token), **(stored | flags))

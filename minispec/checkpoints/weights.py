@@ -1,0 +1,132 @@
+"""Read files of weights, check them, load them into a model, and write them."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import shorten
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from minispec.checkpoints.config import FLAT_OBJECT, UNQUANTISED, Keys
+from minispec.errors import UserError, read_json
+
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+IGNORED_TENSORS = re.compile(r"model\.mtp_layers\.|medusa_head\.|.*inv_freq$")  # heads, buffers
+FIRST_LAYER = re.compile(r"(|.*?\.)(model\.|)layers\.0\.input_layernorm\.weight")
+QUANTISED_SUFFIXES = {".g_idx": "GPTQ", ".qweight": "AWQ", ".biases": "mlx",
+                      "weight_scale_inv": "FP8", ".weight_scale": "FP8"}  # fmt: skip
+TIED_NAMES = "model.embed_tokens.weight", "lm_head.weight"  # one tensor in a tied model
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files of a checkpoint: safetensors, single or sharded, or else .bin likewise."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (directory / name).exists():
+            return [directory / name]
+        index = directory / f"{name}.index.json"
+        if index.exists():
+            weight_map = Keys(index, read_json(index)).get("weight_map", FLAT_OBJECT)
+            shards = sorted(set(map(str, weight_map.values())))
+            for shard in map(Path, shards):
+                if shard.is_absolute() or ".." in shard.parts:
+                    raise UserError(f"{index} names {shard}, which is outside its folder")
+            return [directory / shard for shard in shards]
+    raise UserError(f"{directory} has no weights (model.safetensors or pytorch_model.bin)")
+
+
+def read_file(path: Path) -> object:
+    """Read a .safetensors, .bin or .pt file. Code in a pickle is never run."""
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # any exception; torch's message suggests unpickling
+        raise UserError(
+            f"{path} cannot be read ({type(error).__name__}): it is missing, damaged, a Git LFS "
+            "pointer (run `git lfs pull`), or contains code, which is never unpickled"
+        ) from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a file, by name."""
+    tensors = read_file(path)
+    for name, tensor in tensors.items() if isinstance(tensors, dict) else [("its content", None)]:
+        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout != torch.strided:
+            raise UserError(f"{path} must map names to dense tensors; {name} does not fit")
+    return {str(name): tensor for name, tensor in tensors.items()}
+
+
+def fill(
+    module: nn.Module, tensors: dict[str, Tensor], where: str, dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Copy tensors into a module on the meta device and freeze it. Every name and shape must match,
+    and every value must be finite."""
+    state = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES.values():
+            raise UserError(f"{where}: {name} is {tensor.dtype}: {UNQUANTISED}")
+        if not tensor.isfinite().all():
+            raise UserError(f"{where}: {name} contains NaN or infinity; the checkpoint is corrupt")
+        state[name] = tensor.to(device, dtype, copy=True)
+    try:
+        module.load_state_dict(state, assign=True)
+    except RuntimeError as error:  # torch lists missing, unexpected and misshapen tensors
+        problems = shorten(str(error).split("\n\t", 1)[-1], 500, placeholder=" …")
+        raise UserError(f"{where}: the tensors do not fit the model: {problems}") from None
+    module.requires_grad_(False)
+
+
+def tie(tensors: dict[str, Tensor]) -> None:
+    """Store a tied tensor under both of its names, whichever of them the file has."""
+    found = [tensors[name] for name in TIED_NAMES if name in tensors]
+    if len(found) == 2 and not torch.equal(*found):
+        names = " and ".join(TIED_NAMES)
+        raise UserError(f"tie_word_embeddings is true, but {names} differ; set it to false")
+    if found:
+        tensors.update(dict.fromkeys(TIED_NAMES, found[0]))
+
+
+def strip_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename tensors to their published names: remove a prefix that all have, such as `_orig_mod.`
+    from torch.compile and `module.` from data parallelism, and add `model.` if only the backbone
+    was saved."""
+    found = next(filter(None, map(FIRST_LAYER.fullmatch, tensors)), None)
+    if not found or not all(name.startswith(found[1]) for name in tensors):
+        return tensors
+    bare = {name.removeprefix(found[1]): tensor for name, tensor in tensors.items()}
+    if found[2]:
+        return bare
+    return {n if n.startswith("lm_head.") else f"model.{n}": t for n, t in bare.items()}
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path next to `path`, which replaces `path` once it is written. If writing
+    fails, as on a full disk, the old file stays and no new one is left behind."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")  # others may be writing it too
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:  # torch turns OSError into RuntimeError
+        raise UserError(f"{path} cannot be written: {shorten(str(error), 200)}") from None
+    finally:
+        with contextlib.suppress(OSError):  # the folder does not exist
+            partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_write(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
+    """Write a .safetensors file, with its tensors converted to `dtype` if given."""
+    stored = {name: t.detach().to("cpu", dtype).contiguous() for name, t in tensors.items()}
+    with atomic_write(path) as partial:  # safetensors' own save_file ignores the umask
+        partial.write_bytes(safetensors.torch.save(stored, {"format": "pt"}))

@@ -1,3 +1,0 @@
-from minispec.distill import main
-
-main()

@@ -1,0 +1,215 @@
+"""Generate text with any method, from the command line.
+
+python -m minispec.generate "Once upon a time" --method autoregressive --stats
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+from typing import TextIO
+
+from minispec.checkpoints.fetch import default_model
+from minispec.checkpoints.load import load, require_tokenizer
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.errors import (
+    TEXT_ENCODING,
+    Parser,
+    UserError,
+    check_writable,
+    comma_separated,
+    command,
+    number,
+    stdout_reserved,
+)
+from minispec.fast import optimize
+from minispec.generate.api import METHODS, MIN_VALUES, stream
+from minispec.generate.drafters import REQUIRED_DRAFTERS, load_drafter, read_tree_option
+from minispec.generate.run import StopConditions
+from minispec.generate.terminal import chat, show, warn_unlisted_eos
+from minispec.generate.view import write_page
+from minispec.model import Transformer
+from minispec.sampling import Sampling, Seeded
+
+
+def parse_k(text: str) -> int | str:
+    """The value of --k."""
+    return text if text == "auto" else number(MIN_VALUES["k"])(text)
+
+
+def parse_ids(text: str) -> list[int]:
+    """The value of --prompt-ids."""
+    try:
+        return list(map(int, comma_separated(text))) if text.strip() else []
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]} must be whole numbers separated by commas, such as 1,2,3"
+        ) from None
+
+
+def utf8(argument: str) -> str:
+    """Decode a command-line argument as UTF-8, whatever the locale."""
+    try:
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeError:
+        return argument
+
+
+METHODS_WITH_HEADS = "medusa", "medusa-typical", "fastmtp"
+
+# method-specific flags: the methods they apply to, the type of the value, help
+METHOD_FLAGS = {
+    "draft": (("speculative",), str, "draft model (default: the one next to the model)"),
+    "draft_temperature": (("speculative", "fastmtp"), number(0, kind=float),
+                          "temperature of the drafts"),
+    "k": (("speculative", "prompt-lookup", "fastmtp"), parse_k, "drafts per round, or auto"),
+    "heads": (METHODS_WITH_HEADS, str, "directory, file or hub id (default: next to the model)"),
+    "tree": (("medusa", "medusa-typical"), str, "node count, auto, published name or JSON file"),
+    "vocabulary": (METHODS_WITH_HEADS, str, "file of `distill vocabulary`, .pt file or none"),
+    "vocabulary_size": (METHODS_WITH_HEADS, number(1), "maximum number of tokens per language"),
+    "block": (("jacobi",), number(MIN_VALUES["block"]), "number of tokens guessed at once"),
+    "window": (("lookahead",), number(MIN_VALUES["window"]), "W, number of columns of the window"),
+    "ngram": (("lookahead", "prompt-lookup"), number(MIN_VALUES["ngram"]),
+              "N, length of the n-grams; for prompt-lookup, of the longest match"),
+    "guesses": (("lookahead",), number(MIN_VALUES["guesses"]), "G, guesses verified per pass"),
+    "pool_from_prompt": (("lookahead",), None, "add the n-grams of prompt and output to the pool"),
+}  # fmt: skip
+
+# flags passed to the method unchanged
+PASSED_ON = "k", "block", "window", "ngram", "guesses", "pool_from_prompt"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    p = Parser(prog="python -m minispec.generate", description=__doc__)
+    prompt = p.add_mutually_exclusive_group()
+    prompt.add_argument("prompt", nargs="?", type=utf8, help="text to continue (default: stdin)")
+    prompt.add_argument("--prompt-ids", type=parse_ids, help="the prompt as token ids: 1,2,3")
+    prompt.add_argument("--prompt-file", help="a UTF-8 file containing the prompt")
+    p.add_argument("--method", default="autoregressive", choices=METHODS, metavar="M",
+                   help=f"{', '.join(METHODS)} (default: %(default)s)")
+    p.add_argument("--model",
+                   help="directory, hub id or .gguf (default: the toy, if shipped, else SmolLM2)")
+    specific = p.add_argument_group("method-specific options")
+    for name, (methods, kind, help) in METHOD_FLAGS.items():
+        settings = {"type": kind} if kind else {"action": "store_const", "const": True}
+        specific.add_argument(flag_name(name), **settings, help=f"{', '.join(methods)}: {help}")
+    p.add_argument("--chat", action="store_true",
+                   help="hold a conversation: the prompt, if any, then one turn per line of stdin")
+    p.add_argument("--system", type=utf8, help="system message for --chat")
+    p.add_argument("--max-new-tokens", type=number(0), default=200, help="default: 200")
+    p.add_argument("--temperature", type=number(0, kind=float), default=0.0,
+                   help="0 (default): greedy")
+    p.add_argument("--top-k", type=number(0), default=0, help="0 (default): off")
+    p.add_argument("--top-p", type=number(0, 1, float), default=1.0, help="1 (default): off")
+    p.add_argument("--seed", type=number(-(2**63)), default=0, help="default: 0")
+    p.add_argument("--ignore-eos", action="store_true", help="continue past the model's end tokens")
+    p.add_argument("--stop", type=utf8, action="append", default=[], metavar="S",
+                   help="stop before this text (repeatable)")
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    p.add_argument("--dtype", default="auto",
+                   help="auto (bfloat16 on a GPU, otherwise float32), float64, float32 or bfloat16")
+    p.add_argument("--quantize", choices=["int8"], help="int8 weights for target and draft")
+    p.add_argument("--compile", action="store_true", help="compile the passes and cache them")
+    p.add_argument("--stats", action="store_true", help="print statistics to standard error")
+    p.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    # two flags, because a flag with an optional value would take the prompt as its value
+    p.add_argument("--color", action="store_const", const="brief",
+                   help="accepted drafts in green, the target's own tokens in magenta")
+    p.add_argument("--color=full", dest="color", action="store_const", const="full",
+                   help="also show rejected drafts, struck out")
+    p.add_argument("--html", metavar="FILE",
+                   help="write a page that steps through the run, or a chat's last answer")
+    return p.parse_args(argv)
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Reject invalid combinations before any weights are read."""
+    for name, (methods, _, _) in METHOD_FLAGS.items():
+        if getattr(args, name) is not None and args.method not in methods:
+            raise UserError(
+                f"{flag_name(name)} is for --method {' or '.join(methods)}, not for {args.method}"
+            )
+    StopConditions(args.max_new_tokens, tuple(args.stop))
+    Sampling(args.temperature, args.top_k, args.top_p)
+    ids_or_file = args.prompt_ids is not None or args.prompt_file is not None
+    for wrong, message in (
+        (args.chat and ids_or_file, "--chat cannot use --prompt-ids or --prompt-file"),
+        (args.system is not None and not args.chat, "--system requires --chat"),
+        (args.color and args.json, "--color and --json are mutually exclusive"),
+    ):
+        if wrong:
+            raise UserError(message)
+    if args.html is not None:
+        check_writable(args.html, "--html")
+
+
+def flag_name(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    check_flags(args)
+    with stdout_reserved() if args.json else contextlib.nullcontext(sys.stdout) as out:
+        generate(args, out)
+
+
+def generate(args: argparse.Namespace, out: TextIO) -> None:
+    """Generate as the flags say and write the text, or the JSON object, to `out`."""
+    prompt = None if args.chat else read_prompt(args)
+    args.model = default_model() if args.model is None else args.model
+    model, tokenizer = load(args.model, args.dtype, args.device)
+    if not args.json or args.chat:
+        require_tokenizer(tokenizer, model.source, "use --json, which prints token ids")
+    names = "method", "max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos"
+    options = {name: getattr(args, name) for name in names} | {"stop": tuple(args.stop)}
+    options["randomness"] = Seeded(args.seed)  # shared by all turns of a chat
+    options |= method_options(args, model, tokenizer)
+    for network in (model, options.get("draft")):
+        if network is not None:
+            optimize(network, int8=args.quantize == "int8", compiled=args.compile)
+    if args.chat:
+        run = chat(model, tokenizer, args, options, out)
+    else:
+        run = stream(model, tokenizer, prompt, **options)
+        warn_unlisted_eos(model, tokenizer, args)
+        shown_prompt = prompt if isinstance(prompt, str) and not args.json else ""
+        show(run, args, tokenizer, out, shown_prompt)
+    if args.html is not None and run is not None:
+        write_page(args.html, model, tokenizer, run, args.model)
+
+
+def read_prompt(args: argparse.Namespace) -> str | list[int]:
+    """The prompt, from the command line, a file or standard input."""
+    if args.prompt is not None or args.prompt_ids is not None:
+        return args.prompt_ids if args.prompt is None else args.prompt
+    if args.prompt_file is not None:
+        try:
+            with open(args.prompt_file, **TEXT_ENCODING) as file:
+                return file.read().removesuffix("\n")
+        except OSError as error:
+            raise UserError(f"--prompt-file {args.prompt_file} cannot be read: {error}") from None
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UserError("no prompt: pass text, --prompt-ids or --prompt-file, or pipe text in")
+    return sys.stdin.read().removesuffix("\n")
+
+
+def method_options(
+    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer | None
+) -> dict:
+    """The method's own options, including its draft or heads, which are loaded here."""
+    options = {name: getattr(args, name) for name in PASSED_ON if getattr(args, name) is not None}
+    if args.draft_temperature is not None:
+        options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
+    if args.method in REQUIRED_DRAFTERS:
+        source = args.heads if args.draft is None else args.draft
+        vocabulary = args.vocabulary, args.vocabulary_size
+        options |= load_drafter(args.method, model, tokenizer, source, *vocabulary)
+    if args.tree is not None:
+        options["tree"] = read_tree_option(args.tree, options["heads"], model.config.context)
+    return options
+
+
+if __name__ == "__main__":
+    main()

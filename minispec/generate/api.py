@@ -1,0 +1,222 @@
+"""The Python interface: METHODS, stream and decode."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from numbers import Integral, Real
+from operator import index
+
+import torch
+
+from minispec.cache import KVCache
+from minispec.checkpoints.load import require_tokenizer
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.errors import UserError
+from minispec.generate.drafters import with_drafter, with_policies
+from minispec.generate.run import Run, StopConditions, without_autocast
+from minispec.methods.autoregressive import autoregressive
+from minispec.methods.fastmtp import fastmtp
+from minispec.methods.lookahead import check_block, check_window, jacobi, lookahead
+from minispec.methods.medusa import checked_tree, medusa, medusa_typical
+from minispec.methods.prompt_lookup import prompt_lookup
+from minispec.methods.speculative import speculative
+from minispec.model import Transformer, count_parameters
+from minispec.sampling import Randomness, Sampling, Seeded
+from minispec.tree import Step
+
+METHODS: dict[str, Callable[..., Iterator[Step]]] = {
+    "autoregressive": autoregressive,
+    "speculative": speculative,
+    "prompt-lookup": prompt_lookup,
+    "medusa": medusa,
+    "medusa-typical": medusa_typical,
+    "jacobi": jacobi,
+    "lookahead": lookahead,
+    "fastmtp": fastmtp,
+}
+
+ADAPTIVE_K_METHODS = "speculative", "fastmtp"  # k may be "auto", that is, chosen before each round
+SCRATCH_ROWS = 512  # extra cache rows, for the tree or window of the last pass
+CAPACITY_MULTIPLE = 512  # of a cache: on a GPU, each capacity needs its own graphs
+
+# the smallest value of each numeric option
+MIN_VALUES = {"k": 1, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
+REQUIRED_ATTRIBUTES = {  # an object without this attribute is not a valid option
+    "draft": "new_cache", "heads": "__call__", "head": "new_cache", "vocabulary": "select",
+    "draft_sampling": "top_p",
+}  # fmt: skip
+
+
+def stream(
+    model: Transformer, tokenizer: Tokenizer | None, prompt: str | Iterable[int],
+    method: str = "autoregressive", *, max_new_tokens: int = 200, temperature: float = 0.0,
+    top_k: int = 0, top_p: float = 1.0, seed: int = 0, randomness: Randomness | None = None,
+    stop: str | tuple[str, ...] = (), ignore_eos: bool = False, cache: KVCache | None = None,
+    **options,
+) -> Run:  # fmt: skip
+    """Start a run; iterate over it to get text as it is generated.
+
+    `prompt` is text or token ids. `options` are passed to the method. If it needs a draft or heads
+    and none are passed, they are loaded from next to the model; "auto" for k or tree becomes a
+    policy for this machine. A `cache` must hold a proper prefix of the prompt. It ends up holding
+    prompt and output, which must fit its capacity (at most the context). A surrounding autocast is
+    ignored: the model's dtype is used. Raises UserError for invalid arguments.
+    """
+    if method not in METHODS:
+        raise UserError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
+    check_objects(model, tokenizer, randomness)
+    randomness = Seeded(seed) if randomness is None else randomness
+    sampling = Sampling(temperature, top_k, top_p)
+    ends = () if ignore_eos else model.config.eos_ids
+    stops = (stop,) if isinstance(stop, str) else stop
+    conditions = StopConditions(max_new_tokens, stops, ends)
+    control_ids = require_tokenizer(tokenizer, model.source).control_ids if stops else {}
+    stop_ids = [control_ids[text] for text in stops if text in control_ids]
+    ids = encode_prompt(model, tokenizer, prompt)
+    if cache is None:
+        blocks = -(-(len(ids) + max_new_tokens + SCRATCH_ROWS) // CAPACITY_MULTIPLE)
+        cache = model.new_cache(min(model.config.context, blocks * CAPACITY_MULTIPLE))
+    check_cache(cache, model, len(ids), len(ids) + 1, model.config.context)
+    with without_autocast(model.device):
+        options = with_drafter(method, model, tokenizer, options)
+        options = with_policies(method, model, validate_options(method, options))
+    check_sizes(method, model, len(ids), cache, options)
+    steps = METHODS[method](model, ids, sampling, randomness, cache=cache, **options)
+    decoder = tokenizer.stream(ids) if tokenizer else None
+    extra = sum(count_parameters(v) for v in options.values() if isinstance(v, torch.nn.Module))
+    return Run(method, ids, steps, cache, sampling, conditions, stop_ids, decoder, extra)
+
+
+def decode(
+    model: Transformer, tokenizer: Tokenizer | None, prompt: str | Iterable[int],
+    method: str = "autoregressive", **options,
+) -> Run:  # fmt: skip
+    """Run `stream` to its end. The run has .text, .tokens, .finish_reason and .stats."""
+    run = stream(model, tokenizer, prompt, method, **options)
+    for _ in run:
+        pass
+    return run
+
+
+def check_objects(
+    model: Transformer, tokenizer: Tokenizer | None, randomness: Randomness | None
+) -> None:
+    """Reject a model or tokenizer of another library, and an object that is not a Randomness."""
+    if not hasattr(model, "prefill"):
+        raise UserError(f"the model is a {type(model).__name__}: pass the one that load returns")
+    if tokenizer is not None and not hasattr(tokenizer, "control_ids"):
+        kind = type(tokenizer).__name__
+        raise UserError(f"the tokenizer is a {kind}: pass the one that load returns, or None")
+    verbs = "bernoulli", "categorical"
+    if randomness is not None and not all(hasattr(randomness, verb) for verb in verbs):
+        raise UserError(f"randomness {randomness!r}: must have {' and '.join(verbs)}")
+
+
+def encode_prompt(
+    model: Transformer, tokenizer: Tokenizer | None, prompt: str | Iterable[int]
+) -> list[int]:
+    """The prompt as token ids: at least one, all in range, and fewer than the context holds."""
+    c = model.config
+    if isinstance(prompt, str):
+        require_tokenizer(tokenizer, model.source, "pass token ids (--prompt-ids)")
+    try:
+        if isinstance(prompt, (bytes, bytearray)) or getattr(prompt, "ndim", 1) != 1:
+            raise TypeError  # its items could pass for token ids
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(index, prompt))
+    except TypeError:
+        raise UserError(
+            "a prompt must be text or token ids, as a list or as a one-dimensional array or tensor"
+        ) from None
+    if not ids and c.bos_id is None:
+        raise UserError("the prompt is empty, and this model has no BOS token to start from")
+    ids = ids or [c.bos_id]
+    for i in ids:
+        if not 0 <= i < c.vocab_size:
+            raise UserError(f"prompt id {i} is out of range: there are {c.vocab_size} tokens")
+    if len(ids) >= c.context:
+        raise UserError(f"the prompt has {len(ids)} tokens, but the context is only {c.context}")
+    return ids
+
+
+def check_cache(
+    cache: KVCache, model: Transformer, prompt_length: int, min_capacity: int, max_capacity: int
+) -> None:
+    """Reject a cache that is not for one sequence of this model, already holds the whole prompt, or
+    has a capacity that is out of bounds."""
+    if not isinstance(cache, KVCache):
+        raise UserError(f"cache {cache!r}: must come from model.new_cache()")
+    c, keys = model.config, cache.k[0]
+    layout = len(cache.lengths), len(cache.k), *keys.shape[2:], keys.dtype, keys.device.type
+    same = layout == (1, c.layers, c.kv_heads, c.head_dim, model.dtype, model.device.type)
+    fits = same and cache.length < prompt_length and min_capacity <= cache.capacity <= max_capacity
+    if not fits:
+        raise UserError(
+            f"the cache does not fit this model and a prompt of {prompt_length} tokens; truncate "
+            "it, or create a new one with model.new_cache()"
+        )
+
+
+def validate_options(method: str, options: dict) -> dict:
+    """The method's options, with integers as Python ints. Raises UserError for unknown options and
+    wrong types."""
+    signature = inspect.signature(METHODS[method])
+    try:
+        signature.bind(None, None, None, None, cache=None, **options)
+    except TypeError as error:
+        raise UserError(f"{method}: {error}") from None
+    valid = {}
+    for name, value in options.items():
+        default = signature.parameters[name].default
+        if name == "tree" and hasattr(value, "tolist"):  # an array of rank paths
+            value = value.tolist()
+        integral = isinstance(default, int)
+        adaptive = method in ADAPTIVE_K_METHODS and (value == "auto" or hasattr(value, "choose"))
+        if integral and not adaptive and not isinstance(value, Integral):
+            raise UserError(f"{method}: {name} {value!r}: must be a whole number")
+        if isinstance(default, float) and not isinstance(value, Real):
+            raise UserError(f"{method}: {name} {value!r}: must be a number")
+        attribute = REQUIRED_ATTRIBUTES.get(name, "__class__")
+        if not integral and value is not None and not hasattr(value, attribute):
+            kind = type(value).__name__
+            raise UserError(f"{method}: {name} {value!r}: has the wrong type, {kind}")
+        valid[name] = int(value) if isinstance(value, Integral) else value
+    return valid
+
+
+def check_sizes(
+    method: str, model: Transformer, prompt_length: int, cache: KVCache, options: dict
+) -> None:
+    """Reject sizes that do not fit the model, the cache or each other. The method itself, being a
+    generator, would only check them at its first step."""
+    defaults = inspect.signature(METHODS[method]).parameters
+    sizes = {name: options.get(name, defaults[name].default) for name in defaults}
+    for name, minimum in MIN_VALUES.items():
+        if isinstance(sizes.get(name), int) and sizes[name] < minimum:
+            raise UserError(f"{method}: {name} {sizes[name]}: must be at least {minimum}")
+    if method == "jacobi":
+        check_block(sizes["block"], model)
+    elif method == "lookahead":
+        check_window(sizes["window"], sizes["ngram"], cache.capacity)
+    elif method in ("medusa", "medusa-typical"):
+        checked_tree(model, sizes["heads"], sizes["tree"], sizes["vocabulary"])
+    elif sizes.get("draft_cache") is not None:
+        draft, draft_cache = sizes["draft"], sizes["draft_cache"]
+        check_cache(draft_cache, draft, prompt_length, cache.capacity, sys.maxsize)
+
+
+def unlisted_eos_warning(model: Transformer, tokenizer: Tokenizer | None) -> str | None:
+    """A warning if the model's config does not list the tokenizer's end token, so that generation
+    would not stop there; otherwise None."""
+    end = tokenizer.id_of("eos_token") if tokenizer else None
+    if end is None or end in model.config.eos_ids:
+        return None
+    name = tokenizer.special_tokens["eos_token"]
+    return (
+        f"the model's config does not list {name}, the tokenizer's end token, so generation does "
+        f"not stop there; add {end} to eos_token_id in generation_config.json"
+    )
+
+
+def common_prefix_length(a: list[int], b: list[int]) -> int:
+    """The number of leading tokens that both share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

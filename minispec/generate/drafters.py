@@ -1,0 +1,153 @@
+"""Find and load the draft model or heads that a method needs, and choose how much they draft. By
+default they are loaded from next to the target.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from minispec.checkpoints import places
+from minispec.checkpoints.heads import PUBLISHED_TREES, load_medusa, load_mtp, load_vocabulary
+from minispec.checkpoints.load import load
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.cost import cost_curve, draft_cost, head_cost, heads_cost
+from minispec.errors import UserError, read_json
+from minispec.fast import optimize
+from minispec.methods.adaptive import AdaptiveK, AdaptiveTree, grow_tree
+from minispec.methods.medusa import UNSHARED, MedusaHeads
+from minispec.methods.vocabulary import Vocabulary
+from minispec.model import Transformer
+from minispec.tree import RankPath
+
+# what a method needs in addition to the model: (argument, folder it is shipped in)
+REQUIRED_DRAFTERS = {
+    "speculative": ("draft", "draft"),
+    "medusa": ("heads", "medusa"),
+    "medusa-typical": ("heads", "medusa"),
+    "fastmtp": ("head", "mtp"),
+}
+
+
+def with_drafter(
+    method: str, model: Transformer, tokenizer: Tokenizer | None, options: dict
+) -> dict:
+    """The method's options; a missing draft or missing heads are loaded from next to the model."""
+    argument, folder = REQUIRED_DRAFTERS.get(method, (None, None))
+    if argument is None or options.get(argument) is not None:
+        return options
+    key = folder, model.device, model.dtype, tokenizer is None
+    if key not in model.memo:
+        model.memo[key] = load_drafter(method, model, tokenizer)
+    return model.memo[key] | {name: value for name, value in options.items() if name != argument}
+
+
+def load_drafter(
+    method: str, model: Transformer, tokenizer: Tokenizer | None, source: str | None = None,
+    vocabulary: str | None = None, size: int | None = None,
+) -> dict:  # fmt: skip
+    """Load what the method needs, as its options, from `source` (default: from next to the model).
+
+    Heads also get the `vocabulary` of a file, by default the vocabulary.json next to them, if any,
+    with at most `size` tokens per language. "none" is the full vocabulary.
+    """
+    source = find_drafter(method, model) if source is None else source
+    if method == "speculative":
+        draft, draft_tokenizer = load(source, model.dtype, str(model.device))
+        check_vocabularies(tokenizer, draft_tokenizer, model, draft)
+        return {"draft": draft}
+    folder = Path(source).parent if Path(source).is_file() else Path(source)
+    if vocabulary is None and (folder / "vocabulary.json").exists():
+        vocabulary = folder / "vocabulary.json"
+    draft_vocabulary = None
+    if vocabulary not in (None, "none"):
+        draft_vocabulary = load_vocabulary(vocabulary, model, tokenizer, size)
+    elif size is not None:
+        raise UserError(f"no vocabulary to take {size} tokens from; use --vocabulary or put a file "
+                        f"next to the heads, {folder / 'vocabulary.json'}")  # fmt: skip
+    if method == "fastmtp":
+        return {"head": load_mtp(source, model, tokenizer), "vocabulary": draft_vocabulary}
+    heads = load_medusa(source, model, tokenizer)
+    if draft_vocabulary and not heads.shared:
+        raise UserError(UNSHARED)
+    return {"heads": heads, "vocabulary": draft_vocabulary}
+
+
+def find_drafter(method: str, model: Transformer) -> Path:
+    """The folder of the draft or heads, inside the model's or next to it (as under weights/)."""
+    argument, folder = REQUIRED_DRAFTERS[method]
+    source, flag = getattr(model, "source", None), "draft" if argument == "draft" else "heads"
+    folders = [source / folder, source.parent / folder] if source else []
+    if source and is_smollm2(source):
+        folders.append(places.SMOLLM2_HEADS / folder)
+    if source and method == "fastmtp" and model.config.model_type == "mimo":
+        folders.insert(0, source)  # its checkpoints contain their own head
+    for candidate in folders:
+        if (candidate / "config.json").exists():
+            return candidate
+    where = f"; there is no folder {folder} next to {source}" if source else ""
+    raise UserError(f"{method} needs {argument}= (on the command line, --{flag} DIR){where}")
+
+
+def is_smollm2(source: Path) -> bool:
+    """Whether a model was loaded from the Hugging Face cache of SmolLM2, or from our download."""
+    hub = f"models--{places.SMOLLM2_ID.replace('/', '--')}"
+    return hub in source.parts or source == places.SMOLLM2 / "target"
+
+
+def check_vocabularies(
+    tokenizer: Tokenizer | None, other: Tokenizer | None, model: Transformer, draft: Transformer
+) -> None:
+    """Reject a draft with a different vocabulary. Padding rows and added tokens may differ: a token
+    that only one of the models has costs speed, never correctness."""
+    if tokenizer and other:
+        same = tokenizer.base_vocab(other) == other.base_vocab(tokenizer)
+    else:  # without both tokenizers, padding cannot be recognised
+        same = draft.config.vocab_size == model.config.vocab_size
+    if not same:
+        raise UserError("the draft's vocabulary differs; use a draft with the target's tokenizer")
+
+
+def with_policies(method: str, model: Transformer, options: dict) -> dict:
+    """The options, with each "auto" replaced by a policy for this machine."""
+    policies, vocabulary = {}, options.get("vocabulary")
+    if options.get("k") == "auto":
+        if method == "speculative":
+            policies["k"] = AdaptiveK(cost_curve(model), draft_cost(model, options["draft"]))
+        else:
+            cost = head_cost(model, options["head"], vocabulary)
+            policies["k"] = AdaptiveK(cost_curve(model), cost, max_k=8)
+    if options.get("tree") == "auto":
+        cost = heads_cost(model, options["heads"], vocabulary)
+        policies["tree"] = AdaptiveTree(cost_curve(model), cost)
+    return options | policies
+
+
+def tree_costs(
+    model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None
+) -> list[float]:
+    """The cost of a round with a tree of 0, 1, … nodes on this machine, in passes over one token.
+    Optimizes the model first, as for decoding."""
+    optimize(model)
+    drafting = heads_cost(model, heads, vocabulary)
+    return [cost + drafting for cost in cost_curve(model)[1:]]
+
+
+def read_tree_option(
+    value: str, heads: MedusaHeads, max_nodes: int
+) -> list[RankPath] | Literal["auto"]:
+    """The value of --tree: a list of paths, or "auto". A number grows a tree of that many nodes, at
+    most `max_nodes`, since more would never fit."""
+    if value == "auto":
+        return value
+    if value.isdecimal() and len(value) < 20:
+        if heads.accuracy is None:
+            raise UserError(
+                f"--tree {value}: these heads have no measured accuracies to grow a tree from; "
+                "measure them with minispec.distill tree, or use --tree auto, which needs none"
+            )
+        return grow_tree(heads.accuracy, min(int(value), max_nodes))
+    if value not in PUBLISHED_TREES and not Path(value).exists():
+        raise UserError(
+            f"--tree {value}: must be auto, a number of nodes, one of "
+            f"{', '.join(PUBLISHED_TREES)}, or a JSON file of paths such as [[0], [0, 0], [1]]"
+        )
+    return PUBLISHED_TREES.get(value) or read_json(Path(value), list)

@@ -1,0 +1,206 @@
+"""One generation: its tokens, their text, when it stops, and its statistics."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from numbers import Integral
+
+import torch
+
+from minispec.cache import KVCache
+from minispec.checkpoints.tokenizer import TextStream
+from minispec.errors import UserError
+from minispec.sampling import Sampling
+from minispec.tree import Step
+
+LOSSY = ("medusa-typical",)  # every other method keeps the distribution of plain decoding
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The output of one round: its tokens, and the new text that each completes."""
+
+    tokens: list[int]
+    texts: list[str]
+    step: Step
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+@dataclass(frozen=True)
+class StopConditions:
+    """When a run stops: after `max_new_tokens`, at a stop string or at an end token."""
+
+    max_new_tokens: int = 200
+    stop: tuple[str, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        n = self.max_new_tokens
+        if not isinstance(n, Integral) or n < 0:
+            raise UserError(f"max-new-tokens {n}: must be a whole number, at least 0")
+        if not isinstance(self.stop, (tuple, list)) or not all(
+            isinstance(text, str) and text for text in self.stop
+        ):
+            raise UserError(f"stop {self.stop!r}: must be text, and must not be empty")
+
+
+@dataclass(eq=False)
+class Run:
+    """One generation. Iterate over it for Chunks; it always holds everything generated so far.
+
+    EOS, stop strings, lengths, the context limit and the statistics are handled here and nowhere
+    else. A run stops exactly where plain decoding would, even inside an accepted block.
+    """
+
+    method: str
+    prompt: list[int]
+    steps: Iterator[Step]
+    cache: KVCache
+    sampling: Sampling
+    stop_conditions: StopConditions
+    stop_ids: list[int]  # ids of stop strings that are control tokens, which have no text
+    decoder: TextStream | None
+    extra_parameters: int
+    tokens: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # the new text that each token completed
+    held_back: str = ""  # decoded text that may be the start of a stop string
+    finish_reason: str | None = None
+    rounds: list[Step] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def __post_init__(self):
+        self.cached_tokens = self.cache.length
+        self.chunks = self.run()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self.chunks
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @torch.inference_mode()  # cheaper operators than under no_grad
+    def run(self) -> Iterator[Chunk]:
+        """Yield one chunk per round, the last one cut where the run ends."""
+        start = time.perf_counter()
+        self.next_step()  # the prefill
+        self.prefill_seconds = time.perf_counter() - start
+        if self.stop_conditions.max_new_tokens == 0:
+            self.finish("length")
+        while self.finish_reason is None:
+            start = time.perf_counter()
+            step = self.next_step()
+            self.decode_seconds += time.perf_counter() - start
+            self.rounds.append(step)
+            yield self.emit(step)
+
+    def next_step(self) -> Step:
+        """The method's next round, in the model's dtype even under a surrounding autocast."""
+        with without_autocast(self.cache.device):
+            return next(self.steps)
+
+    def emit(self, step: Step) -> Chunk:
+        """Append the step's tokens, up to the first one that ends the run."""
+        before = len(self.tokens)
+        for token in step.tokens:
+            self.tokens.append(token)
+            self.texts.append("")
+            reason = self.end_after(token)
+            if reason:
+                self.finish(reason)
+                break
+        return Chunk(self.tokens[before:], self.texts[before:], step)
+
+    def end_after(self, token: int) -> str | None:
+        """Add this token's text, as far as it cannot belong to a stop string. Return the reason to
+        stop after this token, if any."""
+        conditions = self.stop_conditions
+        if token in conditions.eos_ids:
+            return "eos"
+        if token in self.stop_ids:
+            self.texts[-1], self.held_back = self.held_back + self.decoder.flush(), ""
+            return "stop"
+        self.held_back += self.decoder.push(token) if self.decoder else ""
+        positions = [i for i in map(self.held_back.find, conditions.stop) if i >= 0]
+        if positions:
+            self.texts[-1], self.held_back = self.held_back[: min(positions)], ""
+            return "stop"
+        safe = len(self.held_back) - longest_overlap(self.held_back, conditions.stop)
+        self.texts[-1], self.held_back = self.held_back[:safe], self.held_back[safe:]
+        if len(self.tokens) == conditions.max_new_tokens:
+            return "length"
+        if len(self.prompt) + len(self.tokens) == self.cache.capacity:
+            return "context"
+        return None
+
+    def finish(self, reason: str) -> None:
+        """End the run: add the text that was held back, and truncate the cache to the rows of
+        emitted tokens so that the next turn of a chat can use it."""
+        self.finish_reason = reason
+        if reason != "stop" and self.tokens:
+            self.texts[-1] += self.held_back + (self.decoder.flush() if self.decoder else "")
+        kept = len(self.prompt) + len(self.tokens) - 1
+        self.cache.truncate(min(self.cache.length, kept))
+
+    @property
+    def stats(self) -> dict:
+        """The statistics that --json and --stats report: seconds, tokens and passes."""
+        passes, new = len(self.rounds), len(self.tokens)
+        return {
+            "target_passes": passes,
+            "new_tokens": new,
+            "tokens_per_pass": new / passes if passes else 0.0,
+            "drafted": sum(len(step.tree) - 1 for step in self.rounds),
+            "accepted": sum(len(step.path) - 1 for step in self.rounds),
+            "acceptance": acceptance(self.rounds),
+            "cached_tokens": self.cached_tokens,
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
+            "tokens_per_second": new / self.decode_seconds if self.decode_seconds else 0.0,
+            "extra_parameters": self.extra_parameters,
+            "lossless": self.method not in LOSSY,
+            **asdict(self.sampling),
+        }
+
+    def as_json(self, model_name: str) -> dict:
+        return {
+            "method": self.method,
+            "model": model_name,
+            "prompt_tokens": len(self.prompt),
+            "prompt_ids": self.prompt,
+            "tokens": self.tokens,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "stats": self.stats,
+        }
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """Disable a surrounding autocast: the cache only holds the model's dtype."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def longest_overlap(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of one of `stops`."""
+    lengths = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+    return max(lengths, default=0)
+
+
+def acceptance(rounds: list[Step]) -> dict[str, list[float]]:
+    """Acceptance rate by depth: over all rounds that drafted that deep (unconditional), and over
+    those that also accepted the previous depth (conditional)."""
+    deepest = [max(step.tree.depths) for step in rounds]
+    unconditional, conditional = [], []
+    for depth in range(1, max(deepest, default=0) + 1):
+        lengths = [len(step.path) - 1 for step, d in zip(rounds, deepest) if d >= depth]
+        accepted, reached = (sum(n >= k for n in lengths) for k in (depth, depth - 1))
+        unconditional.append(accepted / len(lengths))
+        conditional.append(accepted / reached if reached else 0.0)
+    return {"unconditional": unconditional, "conditional": conditional}

@@ -1,0 +1,115 @@
+"""Print a run or a conversation as it is generated."""
+
+import argparse
+import contextlib
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.errors import UserError, note
+from minispec.generate.api import common_prefix_length, stream, unlisted_eos_warning
+from minispec.generate.run import Run
+from minispec.generate.view import paint
+from minispec.model import Transformer
+
+MAX_CHAT_ROWS = 8192  # limit on the cache rows of a chat, for models with a longer context
+
+
+def show(
+    run: Run, args: argparse.Namespace, tokenizer: Tokenizer | None, out: TextIO, prompt: str = ""
+) -> None:
+    """Print a run to `out` as it is generated, after `prompt`. Ctrl-C stops it cleanly."""
+    before, shown = prompt, 0
+    with contextlib.suppress(KeyboardInterrupt):
+        for n, chunk in enumerate(run):
+            new = "" if args.json else chunk.text
+            if args.color and tokenizer:
+                new = paint(chunk, tokenizer, n % 2 == 1, args.color == "full")
+            print(before + new, end="", file=out, flush=True)
+            before, shown = "", shown + len(chunk.text)
+    if run.finish_reason is None:
+        run.finish("interrupted")
+        before += "" if args.json else run.text[shown:]  # held back as a possible stop string
+    result = json.dumps(run.as_json(args.model), ensure_ascii=False) if args.json else ""
+    print(before + result, file=out, flush=True)
+    if args.stats:
+        print(describe(run), file=sys.stderr)
+
+
+def describe(run: Run) -> str:
+    """The statistics as one line of text."""
+    s = run.stats
+    lossy = "" if s["lossless"] else " (lossy)"
+    line = (
+        f"{run.method}{lossy}: {s['new_tokens']} tokens ({run.finish_reason}) "
+        f"in {s['target_passes']} passes, {s['tokens_per_pass']:.2f} per pass, "
+        f"{s['tokens_per_second']:.1f} tokens/s; prompt {len(run.prompt)} tokens, "
+        f"{s['cached_tokens']} of them cached, {s['prefill_seconds']:.3f} s"
+    )
+    if s["drafted"]:
+        rates = ", ".join(f"{rate:.2f}" for rate in s["acceptance"]["unconditional"])
+        line += f"; {s['accepted']} of {s['drafted']} drafts accepted (by position {rates})"
+    return line
+
+
+def chat(
+    model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace, options: dict, out: TextIO
+) -> Run | None:
+    """Answer the prompt, if any, then each turn on standard input; return the last answer's run.
+    The caches of the model and of a draft model are kept, so only new tokens are processed. If the
+    context has no space for an answer, the oldest turns are dropped."""
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    cache = model.new_cache(min(model.config.context, MAX_CHAT_ROWS))
+    caches = [cache]
+    if "draft" in options:
+        options["draft_cache"] = options["draft"].new_cache(cache.capacity)
+        caches.append(options["draft_cache"])
+    max_prompt = cache.capacity - max(1, min(args.max_new_tokens, cache.capacity // 2))
+    warn_unlisted_eos(model, tokenizer, args)
+    run, messages, cached = None, [], []  # messages in the context; tokens in the cache
+    for turn in user_turns(args.prompt):
+        messages.append({"role": "user", "content": turn})
+        while len(prompt := tokenizer.chat(system + messages)) > max_prompt and len(messages) > 1:
+            messages = messages[2:]
+            note("the context is full; dropping the oldest turn")
+        if len(prompt) >= cache.capacity:
+            raise UserError(
+                f"the turn has {len(prompt)} tokens, but the context is only {cache.capacity}; "
+                "shorten it"
+            )
+        kept = min(common_prefix_length(cached, prompt), len(prompt) - 1)
+        for c in caches:
+            c.truncate(min(kept, c.length))
+        run = stream(model, tokenizer, prompt, cache=cache, **options)
+        show(run, args, tokenizer, out)
+        messages.append({"role": "assistant", "content": run.text.strip()})
+        cached = (prompt + run.tokens)[: cache.length]
+    return run
+
+
+def user_turns(first: str | None) -> Iterator[str]:
+    """Yield `first`, if any, then lines of standard input, with a prompt sign on a terminal."""
+    if first:
+        yield first
+    while sys.stdin is not None:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def warn_unlisted_eos(
+    model: Transformer, tokenizer: Tokenizer | None, args: argparse.Namespace
+) -> None:
+    """Print `unlisted_eos_warning`, unless the flags already deal with the end token."""
+    warning = unlisted_eos_warning(model, tokenizer)
+    if warning and not args.ignore_eos:
+        end = tokenizer.special_tokens["eos_token"]
+        if end not in args.stop:
+            note(f"{warning}, or add --stop {shlex.quote(end)}")

@@ -1,0 +1,1 @@
+"""Training: a small target model on text files; drafts and heads on the target's own output."""

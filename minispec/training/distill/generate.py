@@ -1,0 +1,296 @@
+"""Generate text with the target, to train drafts and heads on.
+
+For a plain text in --data, the target continues the first few tokens; with --ask, it gets a request
+about the text instead. For a conversation, it answers one of the user's turns through its chat
+template, so lines of `{"prompt": ...}` are enough. With --chat, the target writes the user's turns
+too, starting from an empty user header (Magpie, arXiv 2406.08464), so no data is needed. With
+--given, the documents' own text is stored instead: mtp --soft learns the target's distributions
+along it, which takes a single pass. Near-duplicates are dropped, because models repeat themselves.
+"""
+
+import argparse
+import json
+from itertools import islice
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.errors import UserError, check_writable, note
+from minispec.generate.api import unlisted_eos_warning
+from minispec.model import Config, Transformer
+from minispec.sampling import Sampling, argmax, not_finite, probs, sample_inverse_cdf, warp
+from minispec.training.distill.documents import load_target, weights_digest
+from minispec.training.loop import digest, integer_flags, lock
+from minispec.training.own_text import OPENERS, Duplicates, read_generated
+from minispec.training.text import (
+    Conversation,
+    Corpus,
+    Document,
+    LeftOut,
+    encode,
+    read_corpus,
+    turn,
+    user_turn_ends,
+)
+
+MAX_BEGINNING = 24  # a text's prompt is shorter than this, in tokens
+POOLED_BATCHES = 4  # batches of prompts that are drawn together and sorted by length
+MAX_IDLE_PROMPTS = 64  # stop after this many prompts without a new document
+USER_TURN_TOKENS, USER_TURN_SAMPLING = 96, Sampling(0.9)  # when the target writes user turns
+RECORDED_FLAGS = (  # stored in the file's header
+    "seed", "batch", "tokens", "temperature", "top_k", "top_p", "keep_duplicates", "ask", "chat",
+    "given",
+)  # fmt: skip
+
+
+@torch.no_grad()
+def sample_batch(
+    model: Transformer, prompts: list[list[int]], n: int, sampling: Sampling,
+    generator: torch.Generator,
+) -> list[list[int]]:  # fmt: skip
+    """Sample up to `n` tokens after each prompt, in one batch. A row stops after an end token.
+
+    Prompts are padded on the right; padding is never committed to the cache. Finished rows are
+    dropped from the batch once they exceed a third of it.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    padded = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
+    cache = model.new_cache(max(lengths) + n, batch=len(prompts))
+    hidden = model(padded, cache)
+    cache.extend(lengths)
+    last = torch.stack([row[length - 1] for row, length in zip(hidden, lengths)])  # (B, d)
+    output: list[list[int]] = [[] for _ in prompts]
+    rows = output  # the unfinished ones, in the cache's order
+    while True:
+        logits = model.logits(last)  # (B, V)
+        if sampling.temperature == 0:
+            tokens = argmax(probs(logits, sampling))
+        else:
+            uniform = torch.rand(len(rows), dtype=torch.float64, generator=generator)
+            p = warp(logits, sampling)
+            p = p.cpu() if p.device.type == "mps" else p  # MPS has no float64
+            drawn = sample_inverse_cdf(p, uniform.to(p.device))
+            tokens = drawn.where(p[:, 0].isfinite(), -1).tolist()
+            if -1 in tokens:
+                raise not_finite(logits.dtype)
+        for row, token in zip(rows, tokens):
+            if not ended(row, n, model.config.eos_ids):
+                row.append(token)
+        alive = [i for i, row in enumerate(rows) if not ended(row, n, model.config.eos_ids)]
+        if not alive:
+            return output
+        if 3 * len(alive) < 2 * len(rows):
+            cache.keep(alive)
+            rows, tokens = [rows[i] for i in alive], [tokens[i] for i in alive]
+        last = model(torch.tensor(tokens)[:, None], cache)[:, 0]
+        cache.extend([1] * len(rows))
+
+
+def ended(row: list[int], n: int, eos: tuple[int, ...]) -> bool:
+    return len(row) == n or (bool(row) and row[-1] in eos)
+
+
+def user_turns(
+    model: Transformer, tokenizer: Tokenizer, beginnings: list[str], n: int,
+    rng: np.random.Generator,
+) -> list[Document]:  # fmt: skip
+    """Sample up to `n` single-turn conversations: the target writes the user's turn, after the chat
+    template's user header and one of the `beginnings`. Unfinished turns are dropped."""
+    chosen = [str(rng.choice(beginnings or [""])) for _ in range(n)]
+    beginning_ids = [tokenizer.encode(beginning, special=False) for beginning in chosen]
+    prompts = [tokenizer.user_header() + ids for ids in beginning_ids]
+    generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
+    max_tokens = min(USER_TURN_TOKENS, model.config.context // 2)
+    turns = sample_batch(model, prompts, max_tokens, USER_TURN_SAMPLING, generator)
+    texts = [
+        tokenizer.decode(ids + tokens).strip()
+        for ids, tokens in zip(beginning_ids, turns) if tokens[-1] in model.config.eos_ids
+    ]  # fmt: skip
+    return [Conversation([turn("user", text)]) for text in texts if text]
+
+
+def prompt_of(
+    document: Document, tokenizer: Tokenizer, rng: np.random.Generator, ask: str | None = None
+) -> list[int]:
+    """The prompt to sample from: a text's first tokens, or the request `ask` about it; or a
+    conversation up to one of the user's turns."""
+    if isinstance(document, str) and ask:
+        document = [turn("user", ask.format(document))]
+    if isinstance(document, str):
+        return tokenizer.encode(document[: 20 * MAX_BEGINNING])[: rng.integers(4, MAX_BEGINNING)]
+    return encode(document[: rng.choice(user_turn_ends(document))], tokenizer)
+
+
+def sample_documents(
+    model: Transformer, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace,
+    seed: list[int], left_out: LeftOut,
+) -> list[dict]:  # fmt: skip
+    """Sample answers to --batch prompts, from random documents or written by the target itself."""
+    rng, max_prompt = np.random.default_rng(seed), model.config.context - args.tokens
+    documents = [(name, document) for name, texts in corpus.items() for document in texts]
+    if args.chat is None:
+        drawn = (documents[i] for i in rng.integers(len(documents), size=100 * args.batch))
+    else:
+        turns = user_turns(model, tokenizer, args.chat, args.batch, rng)
+        drawn = (("chat", document) for document in turns)
+    how = prompt_of, tokenizer, rng, args.ask
+    prompts = ((name, left_out.attempt(document, *how)) for name, document in drawn)
+    limit = args.batch if args.chat is not None else POOLED_BATCHES * args.batch
+    pool = list(islice((p for p in prompts if 0 < len(p[1]) <= max_prompt), limit))
+    if not pool:
+        if args.chat is None:
+            why = str(left_out) or "lower --tokens"
+            raise UserError(f"no prompts of at most {max_prompt} tokens found: {why}")
+        return []  # no user turn was finished
+    if len(pool) > args.batch:  # prompts of similar lengths need little padding
+        pool.sort(key=lambda prompt: len(prompt[1]))
+        start = args.batch * rng.integers(len(pool) // args.batch)
+        pool = pool[start : start + args.batch]
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
+    answers = sample_batch(model, [ids for _, ids in pool], args.tokens, sampling, generator)
+    return [
+        {"kind": name, "prompt": prompt, "tokens": answer}
+        for (name, prompt), answer in zip(pool, answers)
+    ]
+
+
+def given_documents(
+    config: Config, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace, seed: list[int],
+    left_out: LeftOut,
+) -> list[dict]:  # fmt: skip
+    """Split random documents into the prompt that the target would get and their own answer."""
+    rng, rows = np.random.default_rng(seed), []
+    end = tokenizer.id_of("eos_token")  # ends a turn, if the model has several end tokens
+    ends = [end] if end in config.eos_ids else list(config.eos_ids[:1])
+    documents = [(name, document) for name, texts in corpus.items() for document in texts]
+    for i in rng.integers(len(documents), size=args.batch):
+        name, document = documents[i]
+        if isinstance(document, str) and args.ask:
+            document = [turn("user", args.ask.format(document)), turn("assistant", document)]
+        if isinstance(document, str):
+            ids, cut = tokenizer.encode(document), rng.integers(4, MAX_BEGINNING)
+            prompt, answer = ids[:cut], ids[cut:]
+        else:
+            answer_turns = [j for j, t in enumerate(document) if j and t["role"] == "assistant"]
+            if not answer_turns:
+                continue
+            at = rng.choice(answer_turns)
+            prompt = left_out.attempt(document, lambda turns: encode(turns[:at], tokenizer))
+            answer = tokenizer.encode(document[at]["content"], special=False) + ends
+        answer = answer[: args.tokens]
+        if prompt and answer and len(prompt) + args.tokens <= config.context:
+            rows.append({"kind": name, "prompt": prompt, "tokens": answer})
+    return rows
+
+
+def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> list[dict]:
+    """Check that a file is new or was started with these options, and return its documents. Remove
+    an incomplete last line, left by a killed process."""
+    header, rows = read_generated(path, tokenizer)
+    file.seek(0)
+    if not rows and file.read(1) and not header:
+        raise UserError(f"{path} is not from minispec.distill generate: choose another --out")
+    for name, value in options.items():
+        before = header.get("options", {}).get(name)
+        if rows and (before or None) != (value or None):  # older files lack flags that were off
+            raise UserError(f"{path} was started with another --{name.replace('_', '-')}: use the "
+                            "same one, or choose another --out")  # fmt: skip
+    file.seek(0)
+    complete = file.read().rpartition("\n")[0]
+    file.truncate(len(complete) + 1 if rows else 0)
+    if not rows:
+        file.write(json.dumps({"tokenizer": tokenizer.fingerprint, "options": options}) + "\n")
+    return rows
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Reject invalid flags before any weights are read."""
+    if args.out.suffix in OPENERS:
+        raise UserError(f"--out {args.out}: a compressed file cannot be appended to; choose a "
+                        ".jsonl file and compress it afterwards")  # fmt: skip
+    check_writable(args.out, "--out")
+    for flag in "given", "ask":
+        if getattr(args, flag) and not args.data:
+            raise UserError(f"--{flag} needs the documents of --data")
+    try:
+        (args.ask or "").format("")
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"--ask {args.ask}: write {{}} in place of the text ({error})") from None
+
+
+def run(args: argparse.Namespace) -> None:
+    """Append documents to --out until it holds --documents of them."""
+    check_flags(args)
+    model, tokenizer = load_target(args, args.dtype)
+    if warning := unlisted_eos_warning(model, tokenizer):
+        note(warning)
+    corpus = read_corpus(args.data)[0] if args.data else {}
+    options = {name: getattr(args, name) for name in RECORDED_FLAGS}
+    options |= {"dtype": str(model.dtype), "model": weights_digest(model), "data": digest(corpus)}
+    with (
+        args.out.open("a+", encoding="utf-8", newline="\n") as file,
+        tqdm(total=args.documents, unit="document") as bar,
+    ):
+        lock(file, f"--out {args.out}")
+        rows = resume(file, args.out, tokenizer, options)
+        duplicates, kept, idle, left_out = Duplicates(), len(rows), 0, LeftOut()
+        for row in rows:
+            duplicates.add(row["tokens"])
+        bar.update(kept)
+        while kept < args.documents and idle < MAX_IDLE_PROMPTS:
+            seed = [args.seed, kept, idle]
+            if args.given:
+                new = given_documents(model.config, tokenizer, corpus, args, seed, left_out)
+            else:
+                new = sample_documents(model, tokenizer, corpus, args, seed, left_out)
+            if not args.keep_duplicates:
+                new = [row for row in new if not duplicates.add(row["tokens"])]
+            file.write("".join(json.dumps(row) + "\n" for row in new))
+            file.flush()
+            kept, idle = kept + len(new), 0 if new else idle + args.batch
+            bar.update(len(new))
+    if kept and left_out.reasons:
+        note(str(left_out))
+    if kept < args.documents:
+        why = "raise --temperature, add --data, or lower --documents"
+        if not kept and left_out.reasons:
+            why = str(left_out)
+        elif not kept and args.chat is not None:
+            why = f"no user turn was finished; {warning or 'choose a chat model, or use --data'}"
+        raise UserError(f"generated only {kept} distinct documents: {why}")
+
+
+def arguments(p: argparse.ArgumentParser) -> None:
+    source = p.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", type=Path, nargs="+", metavar="PATH",
+                        help="text or prompt files, or folders (see training/text.py)")  # fmt: skip
+    source.add_argument("--chat", nargs="*", metavar="BEGINNING",
+                        help="let the target write the user turns, each starting with one of "
+                             "these")  # fmt: skip
+    p.add_argument("--ask", metavar="FORMAT",
+                   help="a request to make about each text, like 'Summarize: {}' or "
+                        "'Continue: {:.200}'")  # fmt: skip
+    p.add_argument("--given", action="store_true",
+                   help="store the documents' own text instead, for mtp --soft")  # fmt: skip
+    p.add_argument("--out", type=Path, required=True, help=".jsonl file to append to")
+    integer_flags(
+        p,
+        ("documents", 1, 8000, "documents the file should hold"),
+        ("tokens", 1, 200, "maximum tokens to generate per document"),
+        ("batch", 1, 64, "prompts sampled at once"),
+        ("seed", 0, 0, "random seed"),
+    )
+    p.add_argument("--temperature", type=float, default=0.6,
+                   help="0: greedy (default: %(default)s)")  # fmt: skip
+    p.add_argument("--top-k", type=int, default=20, help="0: off (default: %(default)s)")
+    p.add_argument("--top-p", type=float, default=0.95, help="1: off (default: %(default)s)")
+    p.add_argument("--keep-duplicates", action="store_true",
+                   help="keep near-duplicates, at the rate the target generates them")  # fmt: skip
+    p.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")

@@ -1,0 +1,209 @@
+"""Train a small model on text.
+
+    python -m minispec.pretrain --data stories.txt dialogues.jsonl --out target --steps 3000
+
+The loss is next-token cross-entropy over packed documents. Muon trains the matrices, AdamW the
+rest, on a cosine schedule. A run restarted with the same --out resumes where it stopped. Under
+`torchrun` each process takes its share of every batch. `training/text.py` lists the file formats.
+"""
+
+import argparse
+import functools
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer as BPE
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor, nn
+
+from minispec.checkpoints.load import read_tokenizer, save
+from minispec.checkpoints.tokenizer import Tokenizer, read_backend
+from minispec.errors import Parser, command, number
+from minispec.generate import decode
+from minispec.model import Transformer, count_parameters
+from minispec.training.loop import (
+    Batch,
+    TrainingRun,
+    digest,
+    distributed,
+    markdown_table,
+    train,
+    training_arguments,
+    training_setup,
+    write_card,
+)
+from minispec.training.new_model import new_model, size_arguments
+from minispec.training.text import END, Corpus, Document, plain_text, read_corpus
+
+USER, ASSISTANT, END_TURN = "<|user|>", "<|assistant|>", "<|end|>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def train_tokenizer(corpus: Corpus, size: int) -> BPE:
+    """Train a byte-level BPE tokenizer of `size` tokens. Each digit is a token of its own."""
+    bpe = BPE(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END, USER, ASSISTANT, END_TURN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (plain_text(document) for documents in corpus.values() for document in documents)
+    bpe.train_from_iterator(texts, trainer)
+    return bpe
+
+
+def with_special_tokens(bpe: BPE) -> Tokenizer:
+    """Add what the model needs: END at the start of every text, and tokens for the roles."""
+    bpe.no_padding()
+    bpe.no_truncation()
+    bpe.add_special_tokens([END, USER, ASSISTANT, END_TURN])
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A", special_tokens=[(END, bpe.token_to_id(END))]
+    )
+    return Tokenizer(bpe, {"bos_token": END, "eos_token": END}, CHAT_TEMPLATE)
+
+
+def with_role_tokens(document: Document) -> str:
+    """A conversation in CHAT_TEMPLATE's format; a text unchanged."""
+    if isinstance(document, str):
+        return document
+    return "".join(f"<|{turn['role']}|>{turn['content']}{END_TURN}" for turn in document)
+
+
+def tokenize(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]:
+    """Token ids, each document with a leading END, which also ends the one before it in a batch."""
+    texts = map(with_role_tokens, documents)
+    return [np.array(tokenizer.encode(text), np.int32) for text in texts]
+
+
+def packed_batches(documents: list[np.ndarray], rows: int, context: int, seed: int) -> Batch:
+    """Batches (rows, context + 1) of documents packed end to end, reshuffled every epoch. A row's
+    last token is only a label; it is also the first token of the next row."""
+    size, n = sum(map(len, documents)), rows * context
+
+    @functools.lru_cache(1)
+    def stream(epoch: int) -> np.ndarray:
+        order = np.random.default_rng([seed, epoch]).permutation(len(documents))
+        tokens = np.concatenate([documents[i] for i in order])
+        return np.resize(tokens, max(size, n + 1))  # repeats a text shorter than a batch
+
+    def batch(step: int) -> Tensor:
+        epoch, i = divmod(step, max((size - 1) // n, 1))
+        tokens = torch.from_numpy(stream(epoch)[i * n : i * n + n + 1])
+        return tokens.long().unfold(0, context + 1, context)
+
+    return batch
+
+
+class NextToken(nn.Module):
+    """rows (B, T + 1) -> mean cross-entropy in nats."""
+
+    def __init__(self, model: Transformer):
+        super().__init__()
+        self.transformer = model
+
+    def forward(self, rows: Tensor) -> Tensor:
+        logits = self.transformer.logits(self.transformer(rows[:, :-1]))
+        labels = rows[:, 1:].to(logits.device)
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+@torch.no_grad()
+def bits_per_byte(model: Transformer, tokenizer: Tokenizer, documents: list[Document]) -> float:
+    """Cross-entropy of documents and their ends, in bits, per byte of text. Documents are cut to
+    the context."""
+    bits = size = 0
+    for ids in tokenize(tokenizer, documents):
+        row = torch.from_numpy(ids).long().to(model.device)
+        row = torch.cat([row, row[:1]])[: model.config.context + 1]
+        logits = model.logits(model(row[None, :-1]))[0].float()
+        bits += float(F.cross_entropy(logits, row[1:], reduction="sum"))
+        size += len(tokenizer.decode(row.tolist()).encode())
+    return bits / math.log(2) / max(size, 1)
+
+
+def distinct_4grams(tokens: list[int]) -> float:
+    """The share of distinct 4-grams. Looping text has few, and makes any draft look good."""
+    grams = list(zip(*(tokens[i:] for i in range(4))))
+    return len(set(grams)) / max(1, len(grams))
+
+
+def choose_tokenizer(args: argparse.Namespace, corpus: Corpus) -> Tokenizer:
+    """The tokenizer of --tokenizer or --init, or else a new one, identical in every process."""
+    if args.tokenizer:
+        return with_special_tokens(read_backend(args.tokenizer))
+    if args.init:
+        return with_special_tokens(read_tokenizer(args.init).backend)
+    return with_special_tokens(train_tokenizer(corpus, args.vocab))
+
+
+def finish(
+    run: TrainingRun, tokenizer: Tokenizer, sizes: dict[str, int], held_out: Corpus,
+    args: argparse.Namespace,
+) -> None:  # fmt: skip
+    """Write the model and its card. `sizes` are the token counts of each category."""
+    model, c = run.model, run.model.config
+    save(model, tokenizer, args.out, torch.float16)
+    model.half().float()  # round to float16, as stored
+    sample = decode(model, tokenizer, tokenizer.encode(""), max_new_tokens=120).tokens
+    facts = {
+        "sizes": f"{c.layers} layers of width {c.hidden_size}, {c.heads} heads ({c.kv_heads} for "
+                 f"keys and values), vocabulary {c.vocab_size}, context {c.context}",
+        "tokens of text": ", ".join(f"{name} {n:,}" for name, n in sizes.items()),
+        "a greedy sample": repr(tokenizer.decode(sample)),
+        "its distinct 4-grams": f"{distinct_4grams(sample):.2f}",
+    }  # fmt: skip
+    bits = {
+        category: [bits_per_byte(model, tokenizer, documents)]
+        for category, documents in held_out.items() if documents
+    }  # fmt: skip
+    table = markdown_table("category", ["held-out bits per byte"], bits)
+    write_card(args, run, f"A model of {count_parameters(model):,} parameters", facts, table)
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    p = Parser(prog="python -m minispec.pretrain", description=__doc__)
+    p.add_argument("--data", type=Path, nargs="+", required=True, metavar="PATH",
+                   help="text files or folders (see training/text.py)")  # fmt: skip
+    p.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use instead of a new one")
+    p.add_argument("--vocab", type=number(260, 2**20), default=4096,
+                   help="size of a new tokenizer (default: %(default)s)")  # fmt: skip
+    size_arguments(p, layers=6, width=192, heads=3, ffn=512)
+    training_arguments(p, steps=2000, context=256, lr=4e-3)
+    args = p.parse_args(argv)
+    with training_setup(args, ["pretrain", *argv]), distributed(args) as rank:
+        corpus, held_out = read_corpus(args.data)
+        tokenizer = choose_tokenizer(args, corpus)
+        eos_ids = tuple(map(tokenizer.backend.token_to_id, (END, END_TURN)))
+        config = {"vocab_size": tokenizer.size, "bos_id": eos_ids[0], "eos_ids": eos_ids}
+        model = new_model(args, tokenizer, **config)
+        tokens = {name: tokenize(tokenizer, documents) for name, documents in corpus.items()}
+        identity = {
+            "data": digest(corpus),
+            "tokenizer": tokenizer.fingerprint,
+            "model": str(model.config),
+        }
+        batch = packed_batches(sum(tokens.values(), []), args.rows, args.context, args.seed)
+        run = train(model, identity, NextToken(model), batch, args)
+        if rank == 0:
+            sizes = {name: sum(map(len, rows)) for name, rows in tokens.items()}
+            finish(run, tokenizer, sizes, held_out, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Read documents from the user's files, for training and for prompts.
+
+A `.txt` file holds documents separated by lines `<|endoftext|>`; a document that starts with
+`User:` (or `用户：`) is a conversation. A `.jsonl` or `.json` file holds one object per line, or
+one list of objects:
+`{"text"}`, `{"messages": [{"role", "content"}, ...]}`, ShareGPT's `{"conversations": [{"from",
+"value"}, ...]}`, `{"prompt"}`, `{"prompt", "completion"}`, `{"question", "answer"}` or `{"text",
+"code"}`. Any other file, such as a book or source code, is cut at blank lines into chunks of about
+2,000 characters. All files must be UTF-8. A folder means the .txt, .jsonl and .py files in it; a
+.json file there could be a settings file, so it is read only if it is named explicitly.
+
+The *category* of a document (`kind` in files and flags) is its file's name without the extension;
+for .py files in a folder, it is the folder's name. Every 50th document of a category is held out:
+it is used for measuring, never for training.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.errors import UserError
+
+
+class Conversation(list[dict[str, str]]):
+    """Turns {role, content}; `location` names the file and line they were read from."""
+
+    def __init__(self, turns: Iterable[dict[str, str]], location: str = ""):
+        super().__init__(turns)
+        self.location = location
+
+
+Document = str | Conversation
+Corpus = dict[str, list[Document]]  # documents by category
+
+END = "<|endoftext|>"
+END_LINE = re.compile(f"^{re.escape(END)}$", re.M)
+FOLDER_TYPES = ".txt", ".jsonl", ".py"  # the files read from a folder
+ROLES = {"User: ": "user", "用户：": "user", "Assistant: ": "assistant", "助手：": "assistant"}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # other roles keep their names
+BINARY_FORMATS = {  # recognised by a file's first bytes
+    b"\x1f\x8b": "compressed by gzip", b"PK\x03\x04": "a zip archive", b"PAR1": "a parquet file",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd", b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
+}  # fmt: skip
+CHUNK_CHARS = 2000
+HOLD_OUT_EVERY = 50  # documents
+
+
+def read_corpus(data: list[Path]) -> tuple[Corpus, Corpus]:
+    """The training documents and the held-out ones. A category of one document holds none out."""
+    train: Corpus = {}
+    held_out: Corpus = {}
+    for path in dict.fromkeys(data):
+        for category, documents in read_documents(path).items():
+            held = documents[::HOLD_OUT_EVERY] if len(documents) > 1 else []
+            rest = [d for i, d in enumerate(documents) if i % HOLD_OUT_EVERY or not held]
+            train.setdefault(category, []).extend(rest)
+            held_out.setdefault(category, []).extend(held)
+    if not any(plain_text(document) for documents in train.values() for document in documents):
+        raise UserError(f"{' '.join(map(str, data))}: no text found")
+    return train, held_out
+
+
+def read_documents(path: Path) -> Corpus:
+    """The documents of a file, or of all files in a folder except hidden ones, by category."""
+    if not path.exists():
+        raise UserError(f"no such file or directory: {path}")
+    files = [path]
+    if path.is_dir():
+        inside = (f for f in path.rglob("*") if f.suffix.lower() in FOLDER_TYPES and f.is_file())
+        files = sorted(f for f in inside if "/." not in f"/{f.relative_to(path).as_posix()}")
+        if not files:
+            raise UserError(f"{path} holds no {', '.join(FOLDER_TYPES)} file; name any other file "
+                            "explicitly")  # fmt: skip
+    corpus: Corpus = {}
+    for file in files:
+        text = read_text(file)
+        objects = file.suffix.lower() in (".jsonl", ".json")
+        documents = read_objects(file, text) if objects else split_documents(file, text)
+        category = path.resolve().name if file.suffix == ".py" and file != path else file.stem
+        corpus.setdefault(category, []).extend(documents)
+    return {category: documents for category, documents in corpus.items() if documents}
+
+
+def read_text(file: Path) -> str:
+    """The text of a file without a byte-order mark, with lines ending in \\n. In source code, bytes
+    that are not UTF-8 are dropped."""
+    try:
+        with file.open("rb") as raw:
+            first_bytes = raw.read(4)
+        for magic, name in BINARY_FORMATS.items():
+            if first_bytes.startswith(magic):
+                raise UserError(f"{file} is {name}: convert it to UTF-8 text first")
+        errors = "ignore" if file.suffix == ".py" else "strict"
+        text = file.read_text(encoding="utf-8-sig", errors=errors)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    if "\0" in text:
+        raise UserError(f"{file} is not text: it contains NUL bytes")
+    return text
+
+
+def split_documents(file: Path, text: str) -> list[Document]:
+    """Split a text at lines of END; if it has none, cut it into chunks."""
+    documents = END_LINE.split(text)
+    if len(documents) == 1:
+        return chunks(text)
+    documents = filter(None, map(str.strip, documents))
+    return [parse_conversation(d, f"{file} document {i}") for i, d in enumerate(documents, 1)]
+
+
+def chunks(text: str) -> list[Document]:
+    """Cut a text at blank lines into chunks of about CHUNK_CHARS characters."""
+    result = [""]
+    for part in text.split("\n\n"):
+        if result[-1] and len(result[-1]) + len(part) > CHUNK_CHARS:
+            result.append("")
+        result[-1] += ("\n\n" if result[-1] else "") + part
+    return [chunk.strip("\n") for chunk in result if chunk.strip()]
+
+
+def parse_conversation(document: str, location: str) -> Document:
+    """Parse `User: … Assistant: …` into turns; return any other document unchanged."""
+    if not document.startswith(tuple(ROLES)):
+        return document
+    parts = re.split(f"^({'|'.join(ROLES)})", document, flags=re.M)[1:]
+    turns = (turn(ROLES[name], text.strip()) for name, text in zip(parts[::2], parts[1::2]))
+    return Conversation(turns, location)
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def read_objects(file: Path, text: str) -> list[Document]:
+    """The documents of a .jsonl or .json file: one list of objects, or one object per line."""
+    if text.lstrip().startswith("["):
+        try:
+            rows, unit = json.loads(text), "object"
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file} cannot be read as one JSON list: {error}") from None
+    else:
+        rows, unit = text.split("\n"), "line"
+    documents = []
+    for number, row in enumerate(rows, 1):
+        location = f"{file} {unit} {number}"
+        try:
+            if unit == "object" or row.strip():
+                row = row if unit == "object" else json.loads(row)
+                documents.append(parse_document(row, location))
+                plain_text(documents[-1]).encode()  # raises for lone surrogates
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(
+                f'{location}: must be an object with string values, like {{"text"}}, {{"prompt"}}, '
+                '{"prompt", "completion"}, {"messages": [{"role", "content"}, ...]} or '
+                '{"conversations": [{"from", "value"}, ...]}'
+            ) from None
+    return documents
+
+
+def parse_document(row: object, location: str) -> Document:
+    """The document in a JSON object. GSM8K's calculator annotations <<…>> are removed."""
+    match row:
+        case {"messages": list(messages)} | {"conversations": list(messages)}:
+            turns = map(parse_turn, messages)
+        case {"prompt": str(prompt), "completion": str(answer)}:
+            turns = turn("user", prompt), turn("assistant", answer)
+        case {"prompt": str(prompt)}:
+            turns = (turn("user", prompt),)
+        case {"question": str(question), "answer": str(answer)}:
+            turns = turn("user", question), turn("assistant", re.sub("<<.*?>>", "", answer))
+        case {"text": str(task), "code": str(code)}:
+            code = code.replace("\r\n", "\n").strip()
+            turns = turn("user", task.strip()), turn("assistant", code)
+        case {"text": str(text)}:
+            return text
+        case _:
+            raise ValueError
+    return Conversation(turns, location)
+
+
+def parse_turn(message: dict) -> dict[str, str]:
+    """A turn of `messages` or of ShareGPT's `conversations`. A list of text parts is joined."""
+    match message:
+        case {"role": str(role), "content": content}:
+            pass
+        case {"from": str(name), "value": content}:
+            role = SHAREGPT_ROLES.get(name, name)
+        case _:
+            raise ValueError
+    if isinstance(content, list) and all(part["type"] == "text" for part in content):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise ValueError
+    return turn(role, content)
+
+
+def plain_text(document: Document) -> str:
+    """A document's text, with a conversation's turns on separate lines."""
+    if isinstance(document, str):
+        return document
+    return "\n".join(turn["content"] for turn in document)
+
+
+def encode(document: Document, tokenizer: Tokenizer) -> list[int]:
+    """A document's token ids. Conversations go through the chat template if the model has one."""
+    if not document:
+        return []
+    if isinstance(document, str) or tokenizer.chat_template is None:
+        return tokenizer.encode(plain_text(document))
+    *before, last = document
+    if before and last["role"] == "assistant":
+        return tokenizer.chat(before) + tokenizer.encode(last["content"], special=False)
+    return tokenizer.chat(document)
+
+
+class LeftOut:
+    """Collects the documents that cannot be encoded, such as conversations that the chat template
+    rejects, and the reasons."""
+
+    def __init__(self):
+        self.reasons: dict[str, str] = {}  # by location
+
+    def attempt(self, document: Document, encode: Callable[..., list[int]], *more) -> list[int]:
+        """Return encode(document, …). If that fails, leave the document out and return []."""
+        try:
+            if tokens := encode(document, *more):
+                return tokens
+            reason = "it is empty"
+        except UserError as error:
+            reason = str(error)
+        location = getattr(document, "location", "") or repr(plain_text(document)[:40])
+        self.reasons.setdefault(location, reason)
+        return []
+
+    def __str__(self) -> str:
+        """The number of documents and the first one's reason; empty if none were left out."""
+        first = next((f"{location}: {reason}" for location, reason in self.reasons.items()), "")
+        return first and f"documents left out: {len(self.reasons)}; the first is {first}"
+
+
+def held_out_prompts(
+    data: Path, categories: list[str] | None, tokenizer: Tokenizer, n: int, left_out: LeftOut
+) -> dict[str, list[list[int]]]:
+    """Prompts from up to `n` held-out documents of each category (None: all categories): the first
+    16 tokens of a text, or a conversation up to the first answer."""
+    held_out = {name: texts for name, texts in read_corpus([data])[1].items() if texts}
+    for name in categories or ():
+        if name not in held_out:
+            raise UserError(f"--kind {name}: not found in {data}, which has {', '.join(held_out)}")
+    prompts = {
+        name: (left_out.attempt(document, first_prompt, tokenizer) for document in held_out[name])
+        for name in categories or held_out
+    }
+    return {name: list(islice(filter(None, found), n)) for name, found in prompts.items()}
+
+
+def first_prompt(document: Document, tokenizer: Tokenizer) -> list[int]:
+    """The prompt that `held_out_prompts` takes from a document."""
+    if isinstance(document, str) or tokenizer.chat_template is None:
+        return encode(document, tokenizer)[:16]
+    return encode(document[: user_turn_ends(document)[0]], tokenizer)
+
+
+def user_turn_ends(document: Conversation) -> list[int]:
+    """The number of turns up to and including each user turn; all turns if there is none."""
+    ends = [i for i, message in enumerate(document, 1) if message["role"] == "user"]
+    return ends or [len(document)]

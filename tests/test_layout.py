@@ -1,0 +1,79 @@
+"""The folders of minispec/ and the direction of its imports, as design and README describe them."""
+
+import ast
+import tomllib
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+PACKAGE = ROOT / "minispec"
+FLOORS = [  # a module imports from its own floor and from those before it
+    ["errors"],
+    ["model", "cache", "sampling", "tree", "verify"],
+    ["methods"],
+    ["toys", "checkpoints", "cost"],
+    ["fast"],
+    ["generate"],
+    ["bench", "training", "certify"],
+    ["pretrain", "distill", "fetch", "__main__"],  # commands of a few lines
+]
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules that a file imports, anywhere in it, as dotted names."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.update(f"{node.module}.{name.name}" for name in node.names)
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_module_imports_from_a_floor_above_it(path):
+    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    for name in imports_of(path):
+        assert name.partition(".")[0] != "transformers"
+        if name.startswith("minispec."):
+            other = name.split(".")[1]
+            if other in FLOOR_OF:
+                assert FLOOR_OF[other] <= FLOOR_OF[own], f"{path} imports {name}"
+
+
+def test_the_side_ways_that_are_closed():
+    """Methods know only each other's vocabulary; nothing imports bench or certify."""
+    for path in MODULES:
+        own, imported = path.relative_to(PACKAGE).parts[0], imports_of(path)
+        for target in {"bench", "certify"} - {own.removesuffix(".py"), own}:
+            if own != "__main__.py":
+                assert not any(name.startswith(f"minispec.{target}") for name in imported), path
+        if own == "methods":
+            allowed = "minispec.methods.vocabulary"
+            others = {n for n in imported if n.startswith("minispec.methods.")}
+            assert all(name.startswith(allowed) for name in others), (path, others)
+        if own == "bench.py":
+            assert not any("distill" in name for name in imported)
+        if own in ("training", "certify"):
+            assert not any(name.startswith("minispec.fast") for name in imported), path
+        if "ours" in path.parts:
+            assert not any("certify.others" in name for name in imported), path
+
+
+def test_the_listing_shows_what_there_is():
+    files = [path for path in PACKAGE.iterdir() if path.is_file()]
+    folders = [path for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))]
+    assert len(files) <= 15 and len(folders) <= 6
+    assert {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in MODULES} == set(FLOOR_OF)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    inits = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
+    # a folder that is not listed would not be in the wheel
+    assert inits | {"minispec.weights"} == set(project["tool"]["setuptools"]["packages"])
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = readme.split("```\nminispec/")[1].split("```")[0]
+    assert tree.count("\n") <= 30
+    for path in [*files, *folders]:
+        assert path.name in tree or path.name in ("__init__.py", "__main__.py"), path
