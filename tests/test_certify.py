@@ -19,7 +19,6 @@ from conftest import ROOT
 from minispec import verify
 from minispec.certify.__main__ import main
 from minispec.certify.others import blackbox
-from minispec.certify.others.enumeration import CannotEnumerate, enumerate_outcomes
 from minispec.certify.ours import cases, mutants
 from minispec.certify.ours.checks import CHECKS
 from minispec.certify.ours.mutants import MUTANTS
@@ -33,7 +32,7 @@ from minispec.checkpoints.load import load, save
 from minispec.generate import decode
 from minispec.methods import speculative
 from minispec.sampling import Sampling, Seeded
-from minispec.toys import Toy, first_tokens, small_model, total_variation
+from minispec.toys import Toy, first_tokens, small_model
 from minispec.tree import Tree
 
 
@@ -313,83 +312,7 @@ def test_with_a_baseline_a_deviating_convention_passes():
     assert [v.passed for v in rows if v.check == "exact"] == [False]
 
 
-# ---- intercepted randomness ----------------------------------------------------------------------
-
-
-def draw_by(way: str, p: torch.Tensor) -> int:
-    """Draw a token from a distribution (V,), in a way that an engine might use."""
-    logits, last = p.log(), len(p) - 1
-    match way:
-        case "multinomial":
-            return torch.multinomial(p, 1).item()
-        case "categorical":
-            return torch.distributions.Categorical(probs=p).sample().item()
-        case "exponential race":
-            return p.div(torch.empty_like(p).exponential_(1)).argmax(-1).item()
-        case "race of waiting times":
-            return (-torch.rand_like(p).log() / p).argmin(-1).item()
-        case "Gumbel":
-            noise = -torch.log(-torch.log(torch.rand_like(p) + 1e-20) + 1e-20)
-            return (logits + noise).argmax(-1).item()
-        case "sum":
-            return min(int((p.cumsum(-1) < torch.rand(1)).sum()), last)
-        case "in place":
-            u = torch.empty(1)
-            u.uniform_()
-            return min(int((u > p.cumsum(-1)).sum()), last)
-        case "searchsorted":
-            return min(torch.searchsorted(p.cumsum(-1), torch.rand(1)).item(), last)
-        case "python's random":
-            u, total = random.random(), 0.0
-            for i, weight in enumerate(p.tolist()):
-                total += weight
-                if u < total:
-                    return i
-            return last
-        case "numpy":
-            return min(int((p.cumsum(-1).numpy() < np.random.rand()).sum()), last)
-    raise AssertionError(way)
-
-
-EXACTLY = ("multinomial", "categorical", "exponential race", "race of waiting times", "Gumbel",
-           "sum", "in place", "searchsorted", "python's random", "numpy")  # fmt: skip
-
-
-@pytest.mark.parametrize("way", EXACTLY)
-def test_each_way_of_drawing_a_token_has_its_exact_distribution(way):
-    p = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    found = enumerate_outcomes(lambda seed: (draw_by(way, p), draw_by(way, p)))
-    expected = {(i, j): float(p[i] * p[j]) for i in range(3) for j in range(3)}
-    assert total_variation(found, expected) < 1e-9
-
-
-def test_a_uniform_number_compared_twice_keeps_its_value():
-    """[0, 0.5) and [0.2, 1): at least one always holds, both with probability 0.3."""
-
-    def function(seed):
-        u = torch.rand(2)[1]
-        return bool(u < 0.5), bool(1 - u <= 0.8)
-
-    found = enumerate_outcomes(function)
-    expected = {(True, True): 0.3, (True, False): 0.2, (False, True): 0.5}
-    assert total_variation(found, expected) < 1e-9
-
-
-@pytest.mark.parametrize(
-    "function, why",
-    [
-        (lambda seed: (int(torch.randn(1) > 0),), "it uses torch.randn"),
-        (lambda seed: (random.Random(seed).randrange(99),), "from sources other than"),
-        (lambda seed: (1,), "it uses no random numbers from torch, "),
-        (lambda seed: (int(torch.rand(1) * 3),), "uses the value of a random number"),
-        (lambda seed: (int(torch.rand(1) < torch.rand(1)),), "two random numbers"),
-        (lambda seed: (int(torch.rand(2).sort().values[0] < 0.5),), "torch's sort"),
-        (lambda seed: (int(torch.randint(2**31, (1,))),), "one of 2147483648 integers"),
-    ],
-)
-def test_the_reason_why_enumeration_is_impossible_is_reported(function, why):
-    with pytest.raises(CannotEnumerate, match=why):
-        enumerate_outcomes(function)
+# ---- sampling mistakes ---------------------------------------------------------------------------
 
 
 def speculating(**patches):

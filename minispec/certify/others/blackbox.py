@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +23,12 @@ from minispec.certify.common import (
     first_difference,
 )
 from minispec.certify.compare import TIE, divergence
-from minispec.certify.others.enumeration import CannotEnumerate, TooManyOutcomes, enumerate_outcomes
+from minispec.certify.others.enumeration import (
+    CannotEnumerate,
+    Enumeration,
+    TooManyOutcomes,
+    find_constant_seed,
+)
 from minispec.certify.others.scoring import Tokens, score, smallest_p
 from minispec.certify.statistics import FALSE_ALARM, Distribution
 from minispec.checkpoints.load import load, save
@@ -318,31 +322,32 @@ def is_exact(
 ) -> tuple[bool | None, str]:  # fmt: skip
     """Check the distribution of its first tokens over all outcomes of its own random numbers, for
     sequences as long as about `outcomes` outcomes allow."""
-    reached, detail, calls = 0, "", count(1)
+    reached, detail, enumerated = 0, "", 0
     decoder(folder, TWO_TOKEN_PROMPT, 0, 2, sampling)  # loading may use random numbers
     for n in range(1, 9):
 
         def sample(seed: int, decoder: FunctionDecoder = decoder, n: int = n) -> tuple[int, ...]:
-            next(calls)
             return tuple(decoder(folder, TWO_TOKEN_PROMPT, seed, n, sampling)[:n])
 
         try:
-            found = enumerate_outcomes(sample, outcomes)
-            if baseline:
-                exact = enumerate_outcomes(partial(sample, decoder=baseline))
-            else:
-                exact = distribution(model, TWO_TOKEN_PROMPT, sampling, n)
-        except (CannotEnumerate, Raised) as error:
+            found = Enumeration(sample, outcomes)
+            plain = Enumeration(partial(sample, decoder=baseline)) if baseline else None
+            exact = distribution(model, TWO_TOKEN_PROMPT, sampling, n)
+            exact = plain.distribution if plain else exact
+            distance = total_variation(found.distribution, exact)
+            passed = distance <= FLOAT32_TV_TOLERANCE
+            found.confirm(exact, 0.0 if passed else distance)
+            if plain:
+                plain.confirm(found.distribution, 0.0 if passed else distance)
+        except CannotEnumerate as error:
             if isinstance(error, TooManyOutcomes) and reached:
                 break
-            if isinstance(error, Raised):
-                decoder(folder, TWO_TOKEN_PROMPT, 0, n, sampling)  # if it raises, the check fails
             return None, f"cannot be enumerated: {error}"
-        distance = total_variation(found, exact)
         reached, detail = n, f"TV {distance:.1e} over sequences of {n} tokens"
-        if distance > FLOAT32_TV_TOLERANCE:
-            return False, f"{detail}: {largest_difference(found, exact)}"
-        if next(calls) > outcomes / 2:  # one more token would exceed the limit
+        if not passed:
+            return False, f"{detail}: {largest_difference(found.distribution, exact)}"
+        enumerated += len(found.outcomes)
+        if enumerated > outcomes / 2:  # one more token would exceed the limit
             break
     if reached == 1:  # it is generated before any draft
         return None, f"only the first token could be enumerated, TV {distance:.1e}"
@@ -395,4 +400,10 @@ def fits_distribution(
         p, detail = smallest_p(scores, samples, plain if baseline else None)
         if p > 0.01 or p < FALSE_ALARM:
             break
+    if p <= FALSE_ALARM:
+        reason = find_constant_seed(
+            lambda seed: decoder(folder, REPETITIVE_PROMPT, seed, n, sampling)
+        )
+        if reason or len(set(samples)) == 1:
+            return (None, reason) if reason else (False, "the same tokens for every seed")
     return p > FALSE_ALARM, f"{n} tokens: {detail}"

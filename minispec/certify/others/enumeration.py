@@ -1,332 +1,206 @@
-"""Intercept another decoder's random numbers, to enumerate every outcome of its own loop.
+"""Enumerate every outcome of another decoder's own loop, and prove that none is missing.
 
-Within `InterceptedRandomness`, the enumerator chooses the results of torch's multinomial, bernoulli
+Within `InterceptedRandomness`, the enumerator chooses the results of multinomial, choice, bernoulli
 and randint. A uniform number is not drawn at all: when it is compared with a threshold, the
 enumerator chooses the side on which it lies, and the remaining interval is recorded. A decoder that
 uses torch.rand and similar functions therefore has an exact distribution, as our methods have.
+
+A decoder may also draw from sources that nobody can intercept, such as the time. So an enumeration
+is believed only if calls with the same choices give the same tokens, whatever the seed and the
+global generators, and a decoder fails only if its free runs follow the enumerated distribution.
 """
 
 import math
 import random
+import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
-from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from minispec.certify.others.generators import generators_replaced
+from minispec.certify.others.interception import InterceptedRandomness
+from minispec.certify.others.symbolic import CannotEnumerate
+from minispec.certify.statistics import Distribution, chi_square_p
 from minispec.sampling import Randomness
 from minispec.toys import ScriptedRandomness, every_outcome
 
-RANDOM_SOURCES = "torch, random.random and numpy.random"
-MAX_INTEGERS = 64  # randint is enumerated up to this many values
-ALIASES = {
-    "le": "lt", "less": "lt", "less_equal": "lt", "ge": "gt", "greater": "gt",
-    "greater_equal": "gt", "multiply": "mul", "divide": "div", "true_divide": "div",
-    "subtract": "sub", "negative": "neg",
-}  # fmt: skip
-REFLECTED = {"lt": "gt", "gt": "lt", "add": "add", "mul": "mul", "sub": "rsub", "div": "rdiv",
-             "searchsorted": "searchsorted"}  # fmt: skip
-VIEWS = ("reshape", "view", "squeeze", "unsqueeze", "flatten", "expand", "ravel", "select",
-         "permute", "transpose", "t", "index_select", "gather")  # fmt: skip
-UNCHANGED = ("to", "cpu", "cuda", "float", "double", "clone", "detach", "contiguous", "type_as",
-             "clamp", "clamp_min", "numpy")  # fmt: skip
-
-
-class CannotEnumerate(Exception):
-    """The reason why a decoder's outcomes cannot be enumerated."""
+RANDOM_SOURCES = "torch, random and numpy.random"
+EQUAL_CALLS = 6  # with the same choices, before anything is enumerated
+PASSED_REPLAYS = 12  # of an enumeration that equals the expected distribution
+MAX_REPLAYS = 20_000  # of other enumerations
+FREE_RUNS, FREE_BATCH = 1000, 100  # at most; at least one batch
+CONFIRM_SECONDS = 8  # of the replays and of the free runs that confirm a failure
+FALSE_SKIP = 1e-4  # probability that they are misleading
+SEED_STEP = 1000  # between two calls, so that seeds which a decoder derives from them differ
+Tokens = tuple[int, ...]
+Seeds = set[tuple[str, str]]
 
 
 class TooManyOutcomes(CannotEnumerate):
     """There are more outcomes than the limit."""
 
 
-def enumerate_outcomes(
-    function: Callable[[int], tuple[int, ...]], limit: float = math.inf
-) -> dict[tuple[int, ...], float]:
-    """Return the distribution of function(seed) over all outcomes of its random choices. Raise
+class Enumeration:
+    """The distribution of function(seed) over all outcomes of its random choices. Raise
     CannotEnumerate if it has other random sources, TooManyOutcomes beyond `limit` outcomes."""
-    seeds, used = count(), set()
 
-    def run_once(randomness: Randomness) -> tuple[int, ...]:
+    def __init__(self, function: Callable[[int], Tokens], limit: float = math.inf):
+        self.function, self.seeds, self.used = function, count(step=SEED_STEP), False
+        self.outcomes: list[tuple[Tokens, list, Seeds]] = []  # with the choices that lead to each
+        self.weights: list[float] = []
+        self.distribution: Distribution = Counter()
+        with global_states_kept(), generators_replaced():
+            first = self.run([])
+            for _ in range(EQUAL_CALLS - 1):
+                self.require_equal(self.run([]), first)
+            self.enumerate(limit)
+
+    def run(self, script: list[int]) -> tuple[Tokens, list, Seeds]:
+        """Return the tokens after these choices, all choices, and the seeds that were used. Each
+        run has another seed and other states of the global generators."""
+        return self.run_with(ScriptedRandomness(script))
+
+    def run_with(self, randomness: Randomness) -> tuple[Tokens, list, Seeds]:
+        seed = next(self.seeds)
+        states = seed_global_generators(seed + SEED_STEP // 2)
         try:
             with InterceptedRandomness(randomness) as source:
-                tokens = function(next(seeds))
-            used.add(source.used)
-            return tokens
-        except IndexError as error:  # fewer choices than in the previous run
-            raise CannotEnumerate(f"not only random numbers matter ({error})") from error
+                tokens = self.function(seed)
+        except Exception as error:
+            for _ in range(8):
+                self.function(next(self.seeds))  # raises if it is the decoder's own error
+            raise CannotEnumerate(f"with intercepted random numbers only: {error}") from error
+        require_untouched(states, source)
+        self.used = self.used or source.used
+        return tokens, list(randomness.choices), set(source.drawn_from)
 
-    if len({run_once(ScriptedRandomness([])) for _ in range(12)}) > 1:
-        raise CannotEnumerate(f"it uses random numbers from sources other than {RANDOM_SOURCES}")
-    total: dict[tuple[int, ...], float] = Counter()
-    for n, (tokens, weight) in enumerate(every_outcome(run_once), start=1):
-        if n > limit:
-            raise TooManyOutcomes(f"there are more than {limit} outcomes")
-        total[tokens] += weight
-    if used == {False}:
-        raise CannotEnumerate(f"it uses no random numbers from {RANDOM_SOURCES}")
-    if abs(sum(total.values()) - 1) > 1e-6:
-        raise CannotEnumerate("not only random numbers matter: probabilities do not sum to 1")
-    return total
+    def enumerate(self, limit: float) -> None:
+        for n, (outcome, weight) in enumerate(every_outcome(self.run_with), start=1):
+            if n > limit:
+                raise TooManyOutcomes(f"there are more than {limit} outcomes")
+            self.outcomes.append(outcome)
+            self.weights.append(weight)
+            self.distribution[outcome[0]] += weight
+        if not self.used:
+            raise CannotEnumerate(f"it uses no random numbers from {RANDOM_SOURCES}")
+        if abs(sum(self.distribution.values()) - 1) > 1e-6:
+            raise CannotEnumerate("not only random numbers matter: probabilities do not sum to 1")
 
+    def require_equal(self, run: tuple, first: tuple) -> None:
+        """Raise CannotEnumerate if two runs with the same choices differ, or use the same seed."""
+        if run[:2] != first[:2]:
+            raise CannotEnumerate(f"it uses random numbers from sources other than {RANDOM_SOURCES}"
+                                  ": calls with the same choices differ")  # fmt: skip
+        if repeated := run[2] & first[2]:
+            raise CannotEnumerate(describe_repeated(repeated))
 
-class SymbolicUniform:
-    """Stands in for a tensor of random numbers that have not been drawn: scale · g(u) + shift.
+    def confirm(self, exact: Distribution, bias: float) -> None:
+        """Raise CannotEnumerate if the outcomes are not those of the real decoder. `bias` is the
+        total variation from the expected distribution, or 0 if this is within the tolerance.
 
-    `index` identifies the uniform number u of `source` behind each element. g is "u" for u itself,
-    "log" for log u, and "gumbel" for -log(-log u), a Gumbel number. An exponential waiting time
-    E = -log u therefore has scale -1. A quotient x / E, of which only the argmax is ever needed,
-    has g "race" and is represented by its logarithm.
-    """
+        A hidden draw that causes the bias changes the tokens with at least this probability, in
+        calls whose other choices are drawn with their probabilities. Half of the replays are such
+        calls; enough to miss it with probability FALSE_SKIP, if time allows. The other half find
+        hidden draws after rare choices sooner."""
+        replays = PASSED_REPLAYS if not bias else math.ceil(-2 * math.log(FALSE_SKIP) / bias)
+        uniform = 1 / len(self.outcomes)
+        weights = [uniform + weight for weight in self.weights]
+        sample = random.Random(0).choices(self.outcomes, weights, k=min(replays, MAX_REPLAYS))
+        end = time.monotonic() + CONFIRM_SECONDS
+        with global_states_kept(), generators_replaced():
+            for outcome in sample:
+                self.require_equal(self.run([choice for choice, _ in outcome[1]]), outcome)
+                if time.monotonic() > end:
+                    break
+        if bias:
+            self.compare_free_runs(exact)
 
-    __array_ufunc__ = None  # numpy defers operators to this class
-
-    def __init__(
-        self, source: "InterceptedRandomness", index: Tensor, g: str = "u", scale=1.0, shift=0.0
-    ):
-        self.source, self.g = source, g
-        parts = torch.broadcast_tensors(index, to_float64(scale), to_float64(shift))
-        self.index, self.scale, self.shift = parts
-        self.shape, self.device = self.index.shape, self.index.device
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), options=None):
-        name = function.__name__.strip("_")
-        name = ALIASES.get(name, name)
-        if not isinstance(args[0], SymbolicUniform):
-            args, name = [args[1], args[0], *args[2:]], REFLECTED.get(name, name)
-        if not isinstance(args[0], SymbolicUniform):
-            raise CannotEnumerate(f"it calls torch's {name} with several random numbers")
-        return getattr(args[0], name)(*args[1:], **(options or {}))
-
-    def __getattr__(self, name: str):
-        if name in UNCHANGED:
-            return lambda *args, **options: self
-        if name in VIEWS:
-            return lambda *args, **options: self.apply_view(
-                lambda x: getattr(x, name)(*args, **options)
-            )
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise CannotEnumerate(f"it calls torch's {name} with a random number")
-
-    def apply_view(self, view: Callable[[Tensor], Tensor]) -> "SymbolicUniform":
-        scale, shift = view(self.scale), view(self.shift)
-        return SymbolicUniform(self.source, view(self.index), self.g, scale, shift)
-
-    def __getitem__(self, at) -> "SymbolicUniform":
-        return self.apply_view(lambda x: x[at])
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def item(self) -> "SymbolicUniform":
-        return self.reshape(())
-
-    def tolist(self) -> list:
-        return [self[i].tolist() for i in range(len(self))] if self.shape else self
-
-    def __float__(self) -> float:
-        raise CannotEnumerate("it uses the value of a random number, not only comparisons")
-
-    __int__ = __bool__ = __index__ = __float__
-
-    # ---- arithmetic ------------------------------------------------------------------------------
-
-    def mul(self, x) -> "SymbolicUniform":
-        x = to_float64(x)
-        return SymbolicUniform(self.source, self.index, self.g, self.scale * x, self.shift * x)
-
-    def add(self, x) -> "SymbolicUniform":
-        shift = self.shift + to_float64(x)
-        return SymbolicUniform(self.source, self.index, self.g, self.scale, shift)
-
-    def neg(self) -> "SymbolicUniform":
-        return self.mul(-1)
-
-    def div(self, x) -> "SymbolicUniform":
-        return self.mul(1 / to_float64(x))
-
-    def sub(self, x) -> "SymbolicUniform":
-        return self.add(-to_float64(x))
-
-    def rsub(self, x) -> "SymbolicUniform":
-        return self.neg().add(x)
-
-    def log(self) -> "SymbolicUniform":
-        if self.g == "u":  # a shift of u only avoids log 0
-            return SymbolicUniform(self.source, self.index, "log")
-        self.require(self.g == "log" and bool((self.scale < 0).all()), "log")
-        return SymbolicUniform(self.source, self.index, "gumbel", -1.0, self.scale.neg().log())
-
-    def rdiv(self, x) -> "SymbolicUniform":
-        self.require(self.g == "log" and bool((self.scale < 0).all()), "div")
-        log_rate = (to_float64(x) / -self.scale).log()
-        return SymbolicUniform(self.source, self.index, "race", 1.0, log_rate)
-
-    __mul__ = __rmul__ = mul
-    __add__ = __radd__ = add
-    __neg__, __truediv__, __rtruediv__, __sub__, __rsub__ = neg, div, rdiv, sub, rsub
-
-    def require(self, supported: bool, name: str) -> None:
-        if not supported:
-            raise CannotEnumerate(f"it calls torch's {name} with a function of random numbers")
-
-    # ---- choices ---------------------------------------------------------------------------------
-
-    def lt(self, x) -> Tensor:
-        """Return which elements are below x: chosen, unless earlier choices decide it."""
-        self.require(self.g != "race", "lt")
-        parts = torch.broadcast_tensors(self.index, self.scale, self.shift, to_float64(x))
-        rows = zip(*(part.flatten().tolist() for part in parts))
-        chosen = [self.choose_below(*row) for row in rows]
-        return torch.tensor(chosen, dtype=torch.bool).reshape(parts[0].shape)
-
-    def choose_below(self, index: int, scale: float, shift: float, x: float) -> bool:
-        if scale == 0:
-            return shift < x
-        bound = (x - shift) / scale
-        if self.g == "log":
-            bound = math.exp(min(bound, 0.0))
-        elif self.g == "gumbel":
-            bound = math.exp(-math.exp(min(-bound, 700.0)))
-        return self.source.is_below(index, bound) == (scale > 0)
-
-    def gt(self, x) -> Tensor:
-        return ~self.lt(x)
-
-    __lt__ = __le__ = lt
-    __gt__ = __ge__ = gt
-
-    def argmax(self, dim: int = -1, keepdim: bool = False) -> Tensor:
-        """Choose i with probability proportional to exp(shift_i): for Gumbel numbers, or x / E."""
-        self.require(self.g in ("gumbel", "race") and bool((self.scale == 1).all()), "argmax")
-        return self.race_winner(self.shift.exp(), dim, keepdim)
-
-    def argmin(self, dim: int = -1, keepdim: bool = False) -> Tensor:
-        """Choose i with probability proportional to its rate: for waiting times."""
-        self.require(self.g == "log" and bool((self.scale < 0).all()), "argmin")
-        return self.race_winner(-1 / self.scale, dim, keepdim)
-
-    def race_winner(self, weights: Tensor, dim: int, keepdim: bool) -> Tensor:
-        self.require(dim in (-1, weights.dim() - 1), "argmax")
-        return self.source.categorical(weights, keepdim)
-
-    def searchsorted(self, thresholds, **options) -> Tensor:
-        """Count the thresholds below each element."""
-        return self[..., None].gt(thresholds).sum(-1)
-
-    bucketize = searchsorted
+    def compare_free_runs(self, exact: Distribution) -> None:
+        """Raise CannotEnumerate if runs without interception do not follow the enumerated
+        distribution, or follow the expected one better."""
+        counts: Counter = Counter()
+        evidence, limit = 0.0, -math.log(FALSE_SKIP)  # log-likelihood ratio, for `exact`
+        end = time.monotonic() + CONFIRM_SECONDS
+        while counts.total() < FREE_RUNS and abs(evidence) < limit:
+            if counts and time.monotonic() > end:
+                break
+            drawn = Counter(self.function(next(self.seeds)) for _ in range(FREE_BATCH))
+            counts += drawn
+            evidence += sum(n * log_ratio(exact, self.distribution, x) for x, n in drawn.items())
+        if chi_square_p(counts, self.distribution) < FALSE_SKIP or evidence > limit:
+            raise CannotEnumerate("it also draws from a source that was not intercepted: its free "
+                                  "runs do not follow the enumerated distribution")  # fmt: skip
 
 
-def to_float64(x) -> Tensor:
-    if isinstance(x, SymbolicUniform):
-        raise CannotEnumerate("it compares or combines two random numbers")
-    return torch.as_tensor(x, dtype=torch.float64)
+def log_ratio(a: Distribution, b: Distribution, tokens: Tokens) -> float:
+    """Return the logarithm of a sequence's probability under `a` over that under `b`."""
+    p, q = a.get(tokens, 0.0), b.get(tokens, 0.0)
+    if min(p, q) > 0:
+        return math.log(p / q)
+    return -math.inf if q > 0 else math.inf
 
 
-class InterceptedRandomness(TorchFunctionMode):
-    """A context in which torch, `random` and numpy's functions draw from `randomness`. Other
-    sources of random numbers are not intercepted."""
-
-    def __init__(self, randomness: Randomness):
-        super().__init__()
-        self.randomness, self.used = randomness, False
-        self.intervals: list[tuple[float, float]] = []  # where each uniform number lies
-        self.filled_in_place: dict[int, tuple[Tensor, SymbolicUniform]] = {}  # by tensor id
-
-    def __torch_function__(self, function, types, args=(), options=None):
-        options = options or {}
-        name = getattr(function, "__name__", "")
-        if name in INTERCEPTED:
-            self.used, drawn = True, getattr(self, f"on_{name.strip('_')}")
-            result = drawn(*args, **{k: v for k, v in options.items() if k not in IGNORED_OPTIONS})
-            if name.endswith("_"):  # in-place: later uses of the tensor see the numbers
-                self.filled_in_place[id(args[0])] = args[0], result
-            return result
-        if name in UNSUPPORTED:
-            raise CannotEnumerate(f"it uses torch.{name}")
-        if self.filled_in_place:
-            args = [self.filled_in_place.get(id(x), (x, x))[1] for x in args]
-        return function(*args, **options)
-
-    # ---- torch's functions -----------------------------------------------------------------------
-
-    def on_rand(self, *size, **_) -> SymbolicUniform:
-        size = size[0] if size and not isinstance(size[0], int) else size
-        n, self.used = math.prod(size), True
-        self.intervals += [(0.0, 1.0)] * n
-        index = torch.arange(len(self.intervals) - n, len(self.intervals))
-        return SymbolicUniform(self, index.reshape(tuple(size)))
-
-    def on_rand_like(self, x, **_) -> SymbolicUniform:
-        return self.on_rand(*x.shape)
-
-    def on_uniform(self, x, low=0.0, high=1.0, **_) -> SymbolicUniform:
-        return self.on_rand(*x.shape).mul(high - low).add(low)
-
-    def on_exponential(self, x, rate=1.0, **_) -> SymbolicUniform:
-        return self.on_rand(*x.shape).log().div(-rate)
-
-    def on_bernoulli(self, x, p=None, **_) -> Tensor:
-        chances = (x if p is None else torch.as_tensor(p).broadcast_to(x.shape)).double()
-        chosen = [self.randomness.bernoulli(chance) for chance in chances.flatten().tolist()]
-        return torch.tensor(chosen).reshape(x.shape).to(x.dtype)
-
-    def on_multinomial(self, p, num_samples, replacement=False, **_) -> Tensor:
-        remaining, drawn = p.double().clone(), []
-        valid = remaining.isfinite().all() and (remaining >= 0).all()
-        if not (valid and (remaining.sum(-1) > 0).all()):
-            raise RuntimeError("torch.multinomial rejects such probabilities")
-        for _ in range(num_samples):
-            drawn.append(self.categorical(remaining, keepdim=True))
-            if not replacement:
-                remaining.scatter_(-1, drawn[-1], 0.0)
-        return torch.cat(drawn, -1)
-
-    def on_randint(self, *args, **options) -> Tensor:
-        low, high, size = args if len(args) == 3 else (0, *args)
-        if high - low > MAX_INTEGERS:
-            raise CannotEnumerate(f"it draws one of {high - low} integers")
-        weights = torch.ones(*size, high - low)
-        return low + self.categorical(weights)
-
-    # ---- choices ---------------------------------------------------------------------------------
-
-    def categorical(self, weights: Tensor, keepdim: bool = False) -> Tensor:
-        """Draw an index (...) for each row of weights (..., V), with proportional probability."""
-        rows = weights.reshape(-1, weights.shape[-1])
-        drawn = torch.tensor([self.randomness.categorical(row) for row in rows])
-        return drawn.reshape([*weights.shape[:-1]] + [1] * keepdim)
-
-    def is_below(self, index: int, bound: float) -> bool:
-        """Choose whether a uniform number is below the bound, and narrow its interval."""
-        low, high = self.intervals[index]
-        bound = min(max(bound, low), high)
-        if self.randomness.bernoulli((bound - low) / (high - low)):
-            self.intervals[index] = low, bound
-            return True
-        self.intervals[index] = bound, high
-        return False
-
-    def __enter__(self):
-        self.patches = ExitStack()
-        for module, name in (random, "random"), (np.random, "random"), (np.random, "rand"):
-            self.patches.enter_context(mock.patch.object(module, name, self.on_rand))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.patches.close()
-        return super().__exit__(*error)
+def find_constant_seed(function: Callable[[int], Tokens]) -> str | None:
+    """Say which source of random numbers gets the same seed in every call, if there is one."""
+    used: list[Seeds] = []
+    with global_states_kept(), generators_replaced():
+        for seed in range(0, 3 * SEED_STEP, SEED_STEP):
+            source = InterceptedRandomness(ScriptedRandomness([]))
+            try:
+                with source:
+                    function(seed)
+            except (Exception, CannotEnumerate):
+                pass  # the seeds are known nevertheless
+            used.append(set(source.drawn_from))
+    repeated = set.intersection(*used)
+    return describe_repeated(repeated) if repeated else None
 
 
-INTERCEPTED = {"rand", "rand_like", "uniform_", "exponential_", "bernoulli", "bernoulli_",
-               "multinomial", "randint"}  # fmt: skip
-UNSUPPORTED = {"randn", "randn_like", "randperm", "normal", "normal_", "geometric_", "cauchy_",
-               "log_normal_", "randint_like", "poisson"}  # fmt: skip
-IGNORED_OPTIONS = "generator", "device", "dtype", "layout", "out", "requires_grad", "pin_memory"
+def describe_repeated(seeds: Seeds) -> str:
+    kinds = ", ".join(sorted({kind for kind, _ in seeds}))
+    return f"it gives {kinds} the same seed in every call, so that its samples are not independent"
+
+
+# ---- the global generators -----------------------------------------------------------------------
+
+
+def seed_global_generators(seed: int) -> tuple:
+    """Seed the global generators and return their states."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    return global_states()
+
+
+def global_states() -> tuple:
+    name, keys, *rest = np.random.get_state()
+    return torch.get_rng_state(), random.getstate(), (name, keys.tobytes(), *rest)
+
+
+def require_untouched(states: tuple, source: InterceptedRandomness) -> None:
+    """Raise CannotEnumerate if a call changed a global generator, all of whose functions should
+    have been intercepted. Only torch's may have another seed."""
+    names = "torch", "random", "numpy.random"
+    expected = torch.Generator().manual_seed(torch.initial_seed()).get_state()
+    reseeded = any(kind == "torch" for (kind, _), _ in source.seeds.values())
+    states = (expected if reseeded else states[0], *states[1:])
+    for name, before, after in zip(names, states, global_states()):
+        same = torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
+        if not same:
+            raise CannotEnumerate(f"it uses {name} in a way that cannot be intercepted")
+
+
+@contextmanager
+def global_states_kept() -> Iterator[None]:
+    """Restore the states of the global generators at the end."""
+    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        np.random.set_state(kept[2])

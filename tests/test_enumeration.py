@@ -1,0 +1,494 @@
+"""Other decoders' random numbers: those that can be enumerated, and those that are noticed."""
+
+import bisect
+import functools
+import hashlib
+import os
+import random
+import secrets
+import threading
+import time
+from itertools import accumulate
+from random import random as random_before
+from random import uniform as uniform_before
+
+import numpy as np
+import pytest
+import torch
+from numpy.random import choice as choice_before
+from numpy.random import default_rng as default_rng_before
+
+from minispec.certify.others import blackbox
+from minispec.certify.others.enumeration import CannotEnumerate, Enumeration
+from minispec.checkpoints.load import load
+from minispec.sampling import Sampling, probs
+from minispec.toys import total_variation
+
+# ---- ways to draw a token ------------------------------------------------------------------------
+
+
+def draw_by(way: str, p: torch.Tensor) -> int:
+    """Draw a token from a distribution (V,), in a way that an engine might use."""
+    logits, last = p.log(), len(p) - 1
+    match way:
+        case "multinomial":
+            return torch.multinomial(p, 1).item()
+        case "categorical":
+            return torch.distributions.Categorical(probs=p).sample().item()
+        case "exponential race":
+            return p.div(torch.empty_like(p).exponential_(1)).argmax(-1).item()
+        case "race of waiting times":
+            return (-torch.rand_like(p).log() / p).argmin(-1).item()
+        case "Gumbel":
+            noise = -torch.log(-torch.log(torch.rand_like(p) + 1e-20) + 1e-20)
+            return (logits + noise).argmax(-1).item()
+        case "sum":
+            return min(int((p.cumsum(-1) < torch.rand(1)).sum()), last)
+        case "in place":
+            u = torch.empty(1)
+            u.uniform_()
+            return min(int((u > p.cumsum(-1)).sum()), last)
+        case "searchsorted":
+            return min(torch.searchsorted(p.cumsum(-1), torch.rand(1)).item(), last)
+        case "python's random":
+            u, total = random.random(), 0.0
+            for i, weight in enumerate(p.tolist()):
+                total += weight
+                if u < total:
+                    return i
+            return last
+        case "numpy":
+            return min(int((p.cumsum(-1).numpy() < np.random.rand()).sum()), last)
+    raise AssertionError(way)
+
+
+EXACTLY = ("multinomial", "categorical", "exponential race", "race of waiting times", "Gumbel",
+           "sum", "in place", "searchsorted", "python's random", "numpy")  # fmt: skip
+
+
+@pytest.mark.parametrize("way", EXACTLY)
+def test_each_way_of_drawing_a_token_has_its_exact_distribution(way):
+    p = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    found = Enumeration(lambda seed: (draw_by(way, p), draw_by(way, p))).distribution
+    expected = {(i, j): float(p[i] * p[j]) for i in range(3) for j in range(3)}
+    assert total_variation(found, expected) < 1e-9
+
+
+def test_a_uniform_number_compared_twice_keeps_its_value():
+    """[0, 0.5) and [0.2, 1): at least one always holds, both with probability 0.3."""
+
+    def function(seed):
+        u = torch.rand(2)[1]
+        return bool(u < 0.5), bool(1 - u <= 0.8)
+
+    found = Enumeration(function).distribution
+    expected = {(True, True): 0.3, (True, False): 0.2, (False, True): 0.5}
+    assert total_variation(found, expected) < 1e-9
+
+
+def swallow(seed):
+    try:
+        return (int(torch.randn(1) > 0),)
+    except Exception:
+        return (0,)
+
+
+def twice_the_same_seed(seed):
+    first, second = random.Random(seed), random.Random(seed)
+    return first.random() < 0.5, second.random() < 0.5
+
+
+def until_accepted(seed):
+    while random.random() > 0.1:
+        pass
+    return (1,)
+
+
+def viewed_before(seed):
+    buffer = torch.zeros(2)
+    first = buffer[0]
+    buffer.uniform_()
+    return (bool(first < 0.5),)
+
+
+def unsupported_operator(seed):
+    return (int(torch.rand(1) ** 2 < 0.5),)
+
+
+@pytest.mark.parametrize(
+    "function, why",
+    [
+        (lambda seed: (int(torch.randn(1) > 0),), "it uses torch.randn"),
+        (lambda seed: (random.Random(seed).randrange(99),), "it draws one of 99 integers"),
+        (lambda seed: (random.gauss() < 0,), "it uses gauss of random"),
+        (lambda seed: (int(hashlib.sha256(b"%d" % seed).digest()[0]),), "from sources other than"),
+        (lambda seed: (1,), "it uses no random numbers from torch, "),
+        (lambda seed: (int(torch.rand(1) * 3),), "uses the value of a random number"),
+        (lambda seed: (int(torch.rand(1) < torch.rand(1)),), "two random numbers"),
+        (lambda seed: (int(torch.rand(2).sort().values[0] < 0.5),), "torch's sort"),
+        (lambda seed: (int(torch.randint(2**31, (1,))),), "one of 2147483648 integers"),
+        (lambda seed: (draw_by("multinomial", torch.ones(2)), random.Random(3).random() < 0.5),
+         "it gives random the same seed in every call"),
+        (lambda seed: (torch.manual_seed(0), int(torch.rand(1) < 0.5))[1:], "gives torch the same"),
+        (lambda seed: (int(torch.rand(1, generator=torch.Generator().manual_seed(1)) < 0.5),),
+         "it gives torch the same seed"),
+        (lambda seed: (int(default_rng_before(7).random() < 0.5),), "gives numpy.random.Generator"),
+        (twice_the_same_seed, "it draws from random twice after the same seed"),
+        (until_accepted, "more than 2000 random choices"),
+        (viewed_before, "uses a view of it"),
+        (swallow, "it uses torch.randn"),
+        (unsupported_operator, "with intercepted random numbers only: unsupported operand"),
+        (lambda seed, before=random.random: (before() < 0.5,), "uses random in a way that cannot"),
+    ],
+)  # fmt: skip
+def test_the_reason_why_enumeration_is_impossible_is_reported(function, why):
+    with pytest.raises(CannotEnumerate, match=why):
+        Enumeration(function)
+
+
+# ---- honest decoders -----------------------------------------------------------------------------
+
+
+def invert(p: torch.Tensor, u) -> int:
+    """Return the first token at which the cumulative sum exceeds u."""
+    return next((i for i, total in enumerate(accumulate(p.tolist())) if u < total), len(p) - 1)
+
+
+def cdf(p: torch.Tensor) -> np.ndarray:
+    return p.numpy().cumsum()
+
+
+def in_place(p, _) -> int:
+    buffer = torch.empty(1, dtype=p.dtype)
+    buffer.uniform_(0, 1)
+    return invert(p, buffer)
+
+
+def rand_out(p, _) -> int:
+    buffer = torch.empty(1)
+    torch.rand(1, out=buffer)
+    return invert(p, buffer)
+
+
+def in_a_thread(p, _) -> int:
+    result: list[int] = []
+    thread = threading.Thread(target=lambda: result.append(torch.multinomial(p, 1).item()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+def by_alias_table(p, _) -> int:
+    """Vose's alias method for two tokens."""
+    small = int(p.argmin())
+    i = torch.randint(2, size=(1,)).item()
+    return i if i == 1 - small or torch.rand(()).item() < 2 * p[small] else 1 - small
+
+
+def by_rejection(p, _) -> int:
+    while True:
+        token = random.randrange(len(p))
+        if random.random() * float(p.max()) < p[token]:
+            return token
+
+
+def hard_gumbel(p, _) -> int:
+    return torch.nn.functional.gumbel_softmax(p.log(), hard=True).argmax().item()
+
+
+def box_muller(p, _) -> int:
+    return invert(p, 0.5 * (1 + torch.erf(torch.randn(()) / 2**0.5)).item())
+
+
+class Congruential:
+    """A decoder's own generator, SplitMix64."""
+
+    def __init__(self, seed: int):
+        self.state = seed
+
+    def random(self) -> float:
+        self.state = (self.state + 0x9E3779B97F4A7C15) % 2**64
+        z = self.state
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return (z ^ (z >> 31)) / 2**64
+
+
+class Digests:
+    def __init__(self, seed: int):
+        self.seed, self.n = seed, 0
+
+    def random(self) -> float:
+        self.n += 1
+        digest = hashlib.sha256(f"{self.seed} {self.n}".encode()).digest()
+        return int.from_bytes(digest[:6], "big") / 2**48
+
+
+# names in modules are intercepted, others are not
+PYTHON, NUMPY, TORCH = random.Random(1), np.random.default_rng(2), torch.Generator().manual_seed(3)
+HIDDEN = {"numpy": np.random.default_rng(4), "python": random.Random(5),
+          "default_rng": np.random.default_rng, "seed": random.seed}  # fmt: skip
+gumbel = np.random.default_rng().gumbel
+
+
+def nothing(seed: int) -> None:
+    """The decoder ignores the seed."""
+
+
+def seed_numpy(seed: int) -> None:
+    np.random.seed(seed)
+
+
+def seed_python(seed: int) -> None:
+    random.seed(seed)
+
+
+def seed_torch(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def rng(seed: int):
+    return np.random.default_rng(seed)
+
+
+ENUMERATED = {  # a function of the seed, and the draw, a function of p and that function's result
+    "choice": (seed_numpy, lambda p, _: np.random.choice(len(p), p=p.numpy())),
+    "choice, imported": (seed_numpy, lambda p, _: choice_before(2, p=p.numpy())),
+    "choice of an array": (seed_numpy, lambda p, _: np.random.choice([0, 1], 1, p=p.numpy())[0]),
+    "rand": (nothing, lambda p, _: int((cdf(p) < np.random.rand()).sum())),
+    "random_sample": (seed_numpy, lambda p, _: np.searchsorted(cdf(p), np.random.random_sample())),
+    "random(1)": (seed_numpy, lambda p, _: np.searchsorted(cdf(p), np.random.random(1))[0]),
+    "uniform": (nothing, lambda p, _: np.argmax(cdf(p) > np.random.uniform(0, cdf(p)[-1]))),
+    "numpy multinomial": (nothing, lambda p, _: np.random.multinomial(1, p).argmax()),
+    "binomial": (nothing, lambda p, _: np.random.binomial(1, p[1].item())),
+    "RandomState": (lambda s: np.random.RandomState(s), lambda p, rng: rng.choice(2, p=p.numpy())),
+    "Generator choice": (rng, lambda p, rng: rng.choice(2, p=p.numpy())),
+    "Generator random": (rng, lambda p, rng: np.digitize(rng.random(), cdf(p))),
+    "default_rng, imported": (lambda s: default_rng_before(s),
+                              lambda p, rng: invert(p, rng.random())),
+    "Generator of a bit generator": (lambda s: np.random.Generator(np.random.PCG64(s)),
+                                     lambda p, rng: invert(p, rng.uniform())),
+    "Generator multinomial": (rng, lambda p, rng: rng.multinomial(1, p.numpy()).argmax()),
+    "Generator gumbel": (rng, lambda p, rng: np.argmax(np.log(p.numpy()) + rng.gumbel(size=2))),
+    "numpy Gumbel": (rng, lambda p, r: (np.log(p.numpy()) - np.log(-np.log(r.random(2)))).argmax()),
+    "Generator exponential": (rng, lambda p, rng: np.argmin(rng.exponential(size=2) / p.numpy())),
+    "module's Generator": (nothing, lambda p, _: NUMPY.choice(2, p=p.numpy())),
+    "choices": (seed_python, lambda p, _: random.choices(range(2), p.tolist())[0]),
+    "choices, cumulative": (seed_python,
+                            lambda p, _: random.choices((0, 1), cum_weights=cdf(p).tolist())[0]),
+    "random, imported": (seed_python, lambda p, _: invert(p, random_before())),
+    "uniform, imported": (nothing, lambda p, _: invert(p, uniform_before(0, 1))),
+    "Random": (lambda s: random.Random(s), lambda p, r: bisect.bisect(cdf(p).tolist(), r.random())),
+    "module's Random": (nothing, lambda p, _: invert(p, PYTHON.random())),
+    "SystemRandom": (lambda s: secrets.SystemRandom(), lambda p, rng: invert(p, rng.random())),
+    "SystemRandom choices": (lambda s: random.SystemRandom(),
+                             lambda p, rng: rng.choices((0, 1), p.tolist())[0]),
+    "seeded by the time": (lambda s: random.Random(time.time_ns()),
+                           lambda p, rng: invert(p, rng.random())),
+    "multinomial": (seed_torch, lambda p, _: torch.multinomial(input=p, num_samples=1).item()),
+    "multinomial, generator": (lambda s: torch.Generator().manual_seed(s),
+                               lambda p, g: p[None].multinomial(1, generator=g)[0, 0].item()),
+    "module's torch.Generator": (nothing, lambda p, _: torch.multinomial(p, 1, generator=TORCH)),
+    "Categorical": (seed_torch, lambda p, _: torch.distributions.Categorical(p).sample().item()),
+    "torch Gumbel": (seed_torch, lambda p, _: torch.argmax(p.log() - (-torch.rand(2).log()).log())),
+    "torch race": (seed_torch, lambda p, _: (p / torch.empty(2).exponential_()).argmax().item()),
+    "bernoulli": (seed_torch, lambda p, _: int(torch.bernoulli(p[1]).item())),
+    "bernoulli in place": (seed_torch, lambda p, _: int(torch.empty(1).bernoulli_(p[1]).item())),
+    "uniform in place": (seed_torch, in_place),
+    "rand with out": (seed_torch, rand_out),
+    "alias table": (seed_torch, by_alias_table),
+}  # fmt: skip
+NOT_ENUMERATED = {
+    "hidden Generator": (nothing, lambda p, _: HIDDEN["numpy"].choice(2, p=p.numpy())),
+    "hidden Random": (nothing, lambda p, _: invert(p, HIDDEN["python"].random())),
+    "hidden default_rng": (HIDDEN["default_rng"], lambda p, rng: invert(p, rng.random())),
+    "hidden seed": (HIDDEN["seed"], lambda p, _: invert(p, random.random())),
+    "ndarray.searchsorted": (seed_numpy, lambda p, _: cdf(p).searchsorted(np.random.rand())),
+    "bound method": (nothing, lambda p, _: np.argmax(np.log(p.numpy()) + gumbel(size=2))),
+    "default argument": (seed_python, lambda p, _, u=random.random: invert(p, u())),
+    "rejection": (seed_python, by_rejection),
+    "power": (seed_numpy, lambda p, _: int(np.random.rand() ** 2 > (1 - p[1]) ** 2)),
+    "rounded": (seed_python, lambda p, _: invert(p, int(random.random() * 2**24) / 2**24)),
+    "randbelow": (nothing, lambda p, _: invert(p, secrets.randbelow(2**40) / 2**40)),
+    "urandom": (nothing, lambda p, _: invert(p, int.from_bytes(os.urandom(6), "big") / 2**48)),
+    "the time": (nothing, lambda p, _: invert(p, Digests(time.perf_counter_ns()).random())),
+    "digests": (Digests, lambda p, rng: invert(p, rng.random())),
+    "own generator": (Congruential, lambda p, rng: invert(p, rng.random())),
+    "gumbel_softmax": (seed_torch, hard_gumbel),
+    "randint": (seed_torch, lambda p, _: invert(p, torch.randint(2**30, size=(1,)) / 2**30)),
+    "normal": (seed_torch, box_muller),
+    "thread": (seed_torch, in_a_thread),
+}  # fmt: skip
+
+
+@functools.cache
+def probabilities(folder: str, tokens: tuple[int, ...], sampling: Sampling) -> torch.Tensor:
+    model = loaded(folder)
+    return probs(model.logits(model(list(tokens))[0, -1:]), sampling)[0]
+
+
+loaded = functools.cache(lambda folder: load(folder, "float64", "cpu")[0])
+
+
+def decoder_of(start, draw):
+    """Plain decoding, as a black box."""
+
+    def implementation(folder, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
+        generator, tokens = start(seed), list(prompt)
+        while len(tokens) < len(prompt) + max_new_tokens:
+            p = probabilities(folder, tuple(tokens), Sampling(temperature, top_k, top_p))
+            tokens.append(draw(p, generator))
+        return tokens[len(prompt) :]
+
+    return blackbox.FunctionDecoder(implementation)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return blackbox.write_checkpoint(tmp_path_factory.mktemp("checkpoint"), 21, vocab=2)
+
+
+def judge(start, draw, checkpoint, temperature=0.7) -> tuple[bool | None, str]:
+    return blackbox.is_exact(decoder_of(start, draw), *checkpoint, Sampling(temperature), 10)
+
+
+@pytest.mark.parametrize("way", ENUMERATED)
+def test_an_honest_decoder_passes(way, checkpoint):
+    passed, detail = judge(*ENUMERATED[way], checkpoint)
+    assert passed, detail
+
+
+@pytest.mark.parametrize("way", NOT_ENUMERATED)
+def test_an_honest_decoder_that_cannot_be_enumerated_is_skipped(way, checkpoint):
+    passed, detail = judge(*NOT_ENUMERATED[way], checkpoint)
+    assert passed is None and "cannot be enumerated" in detail
+
+
+@pytest.mark.parametrize("way", ["choice", "random, imported", "torch race"])
+def test_a_biased_decoder_still_fails(way, checkpoint):
+    start, draw = ENUMERATED[way]
+
+    def argmax_second(p, state):
+        state[0] += 1
+        return int(p.argmax()) if state[0] == 2 else draw(p, state[1])
+
+    def resampled_from_p(p, state):
+        token = draw(torch.full_like(p, 0.5), state[1])
+        chance = float((p[token] / 0.5).clamp(max=1))
+        accepted = draw(torch.tensor([1 - chance, chance], dtype=p.dtype), state[1])
+        return token if accepted else draw(p, state[1])
+
+    for wrong in argmax_second, resampled_from_p:
+        passed, detail = judge(lambda seed: [0, start(seed)], wrong, checkpoint, 4.0)
+        assert passed is False and "instead of" in detail
+
+
+@pytest.mark.parametrize("difference", [1.0, 0.1])
+@pytest.mark.parametrize("uniform", [
+    lambda digests: int.from_bytes(os.urandom(6), "big") / 2**48,
+    lambda digests: digests.random(),
+    lambda digests: HIDDEN["numpy"].random(),
+])  # fmt: skip
+def test_an_honest_decoder_with_a_hidden_acceptance_never_fails(uniform, difference, checkpoint):
+    """Only its acceptance is hidden; drafts and resampled tokens are enumerated."""
+
+    def start(seed):
+        torch.manual_seed(seed)
+        return Digests(seed)
+
+    def draw(p, digests):
+        q = p.lerp(torch.full_like(p, 1 / len(p)), difference)
+        token = torch.multinomial(q, 1).item()
+        if uniform(digests) < p[token] / q[token]:
+            return token
+        return torch.multinomial((p - q).clamp(min=0), 1).item()
+
+    passed, detail = judge(start, draw, checkpoint)
+    assert passed is None, detail
+
+
+def constant_torch(seed):
+    torch.manual_seed(0)
+
+
+def constant_numpy(seed):
+    return np.random.default_rng(0)
+
+
+def constant_python(seed):
+    return random.Random(0)
+
+
+@pytest.mark.parametrize(
+    "start, draw, name",
+    [
+        (constant_torch, lambda p, _: torch.multinomial(p, 1).item(), "torch"),
+        (constant_torch, box_muller, "torch"),
+        (constant_numpy, lambda p, rng: rng.choice(len(p), p=p.numpy()), "numpy.random.Generator"),
+        (constant_python, lambda p, rng: invert(p, rng.random()), "random"),
+    ],
+)
+def test_the_same_seed_in_every_call_is_reported(start, draw, name, checkpoint, tmp_path):
+    passed, detail = judge(start, draw, checkpoint)
+    message = f"it gives {name} the same seed in every call"
+    assert passed is None and (message in detail or draw is box_muller)
+    larger = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
+    decoder = decoder_of(start, draw)
+    passed, detail = blackbox.fits_distribution(decoder, *larger, Sampling(1.0), 60)
+    assert passed is None and message in detail
+
+
+def test_a_decoder_that_samples_nothing_fails(tmp_path):
+    decoder = decoder_of(nothing, lambda p, _: int(p.argmax()))
+    checkpoint = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
+    passed, detail = blackbox.fits_distribution(decoder, *checkpoint, Sampling(1.0), 60)
+    assert passed is False and detail == "the same tokens for every seed"
+
+
+def test_everything_is_restored_and_generators_can_be_kept():
+    kept = []
+
+    def function(seed):
+        kept[:] = [np.random.default_rng(seed), random.Random(seed), np.random.RandomState(seed)]
+        return tuple(bool(rng.random() < 0.5) for rng in kept)
+
+    names = random.random, np.random.choice, np.random.default_rng, torch.manual_seed
+    states = random.getstate(), torch.get_rng_state().tolist()
+    assert len(Enumeration(function).distribution) == 8
+    assert [type(rng.random()) for rng in kept] == [float] * 3
+    assert names == (random.random, np.random.choice, np.random.default_rng, torch.manual_seed)
+    assert states == (random.getstate(), torch.get_rng_state().tolist())
+    assert choice_before is np.random.choice and type(PYTHON) is random.Random
+
+
+INTEGERS = {
+    "torch randint": lambda seed: torch.randint(3, (1,)).item(),
+    "torch randint, size": lambda seed: torch.randint(3, size=(1,)).item(),
+    "torch randint, low, size": lambda seed: torch.randint(0, 3, size=(1,)).item(),
+    "torch randint, named": lambda seed: torch.randint(low=0, high=3, size=[1]).item(),
+    "randint_like": lambda seed: int(torch.randint_like(torch.zeros(1), 3)),
+    "random_": lambda seed: int(torch.zeros(1).random_(0, 3)),
+    "randrange": lambda seed: random.randrange(3),
+    "python randint": lambda seed: random.randint(10, 12) - 10,
+    "python choice": lambda seed: random.choice("abc").encode()[0] - 97,
+    "sample": lambda seed: random.Random(seed).sample(range(3), 1)[0],
+    "shuffle": lambda seed: shuffled([0, 1, 2])[1],
+    "numpy randint": lambda seed: np.random.randint(3),
+    "numpy randint, size": lambda seed: int(np.random.randint(0, 3, size=2)[1]),
+    "integers": lambda seed: int(np.random.default_rng(seed).integers(3)),
+    "integers, endpoint": lambda seed: int(rng(seed).integers(0, 2, endpoint=True)),
+    "numpy choice": lambda seed: int(rng(seed).choice(3, size=(2, 1), replace=False)[1, 0]),
+    "secrets randbelow": lambda seed: secrets.randbelow(3),
+    "secrets choice": lambda seed: secrets.choice([0, 1, 2]),
+}  # fmt: skip
+
+
+def shuffled(values: list) -> list:
+    random.shuffle(values)
+    return values
+
+
+@pytest.mark.parametrize("way", INTEGERS)
+def test_integers_are_enumerated(way):
+    found = Enumeration(lambda seed: (INTEGERS[way](seed),)).distribution
+    assert found == pytest.approx({(i,): 1 / 3 for i in range(3)})
