@@ -299,6 +299,7 @@ def test_a_missing_warper_is_detected_where_it_matters(function, harmless, revea
     assert passed is False and "instead of" in detail
 
 
+@pytest.mark.slow  # the same for servers is not
 def test_with_a_baseline_a_deviating_convention_passes():
     """A decoder that ignores top-p in both plain and speculative decoding is lossless."""
     other = changed(top_p=1.0)

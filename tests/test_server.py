@@ -246,7 +246,7 @@ def examine_samples(backend, sampling: int, requests: int):
 @pytest.mark.parametrize(
     "mutant, requests",
     [
-        ("a rejection resamples from p", 250),
+        pytest.param("a rejection resamples from p", 250, marks=pytest.mark.slow),
         ("bonus token is the argmax", 200),
         pytest.param("acceptance probability divided by 0.8", 4000, marks=pytest.mark.slow),
     ],
