@@ -116,7 +116,8 @@ def test_the_commands_report_that_there_is_no_gpu(script, monkeypatch, capsys):
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
 def test_another_python_needs_no_virtual_environment():
     def commands(*more: str) -> str:
-        return subprocess.check_output(["make", "-n", "gpu-heads", *more], cwd=ROOT, text=True)
+        command = ["make", "--no-print-directory", "-n", "gpu-heads", *more]
+        return subprocess.check_output(command, cwd=ROOT, text=True)
 
     line = commands("GPU_PYTHON=python3", "ARGS=--small", "QUESTIONS=q.jsonl", "DATA=a b")
     arguments = line.split("python3 ")[1].replace("\\", "").split()
