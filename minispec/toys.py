@@ -15,6 +15,7 @@ from itertools import compress
 
 import torch
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
 from tokenizers import models as tokenizer_models
 from torch import Tensor, nn
 
@@ -116,9 +117,10 @@ def randomise(module: nn.Module, seed: int) -> nn.Module:
 
 
 def letter_tokenizer(vocab: int) -> Tokenizer:
-    """A tokenizer with one letter per token."""
-    ids = {chr(97 + i): i for i in range(vocab)}
-    return Tokenizer(Backend(tokenizer_models.WordLevel(ids, unk_token="a")))
+    """A tokenizer with one letter per token, so that encoding a decoded text returns its ids."""
+    backend = Backend(tokenizer_models.BPE({chr(97 + i): i for i in range(vocab)}, merges=[]))
+    backend.decoder = decoders.Fuse()  # without spaces
+    return Tokenizer(backend)
 
 
 # ---- heads ---------------------------------------------------------------------------------------

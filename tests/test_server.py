@@ -247,7 +247,7 @@ def examine_samples(backend, sampling: int, requests: int):
     "mutant, requests",
     [
         pytest.param("a rejection resamples from p", 250, marks=pytest.mark.slow),
-        ("bonus token is the argmax", 200),
+        ("bonus token is the argmax", 600),
         pytest.param("acceptance probability divided by 0.8", 4000, marks=pytest.mark.slow),
     ],
 )

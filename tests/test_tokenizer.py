@@ -23,6 +23,7 @@ from tokenizers import Tokenizer as Backend
 
 from minispec import UserError
 from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.toys import letter_tokenizer
 
 TEXT = "Ünï 你好，世界 👩‍👩‍👧 𝔘 end � é"
 
@@ -37,6 +38,14 @@ def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     text = "".join(map(stream.push, tokens)) + stream.flush()
     assert stream.text == text
     return text
+
+
+@pytest.mark.parametrize("vocab", [2, 3, 24, 60])
+def test_every_sequence_of_letters_survives_decoding_and_encoding(vocab):
+    tokenizer, rng = letter_tokenizer(vocab), random.Random(vocab)
+    for n in range(40):
+        ids = rng.choices(range(vocab), k=n)
+        assert tokenizer.encode(tokenizer.decode(ids)) == ids
 
 
 # ---- streaming -----------------------------------------------------------------------------------
