@@ -15,12 +15,12 @@ class CorrectServer:
     """The behaviour of a server, in parts that a wrong server overrides."""
 
     name, path = "toy", "/v1/completions"
+    runs: dict = {}  # of all servers; repeated requests are not decoded again
 
     def __init__(self, model, tokenizer, method: str = "autoregressive", **options):
         self.model, self.tokenizer, self.method, self.options = model, tokenizer, method, options
         self.drafted = self.accepted = 0
         self.keys = []  # the Authorization header of every request
-        self.runs = {}  # repeated requests are not decoded again
         self.lock = threading.RLock()  # mutants patch the process: one request at a time
 
     def run(self, request: dict, seed: int):
@@ -33,7 +33,7 @@ class CorrectServer:
             "top_k": max(0, request["top_k"]), "top_p": request["top_p"],
             "seed": 0 if greedy else seed, "stop": tuple(request.get("stop", ())),
         }  # fmt: skip
-        key = repr((prompt, options))
+        key = self.model, self.method, *self.options.values(), repr((prompt, options))
         with self.lock:
             run = self.runs.get(key) or decode(
                 self.model, self.tokenizer, prompt, self.method, **options, **self.options

@@ -1,25 +1,21 @@
 """certify catches every mutant, tests black boxes, and explains the difference of two runs."""
 
-import contextlib
-import functools
 import json
 import math
 import random
+import shlex
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
-from unittest import mock
+from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
-from minispec import verify
 from minispec.certify.__main__ import main
-from minispec.certify.others import blackbox
-from minispec.certify.ours import cases, mutants
+from minispec.certify.others.functions import load_implementation
+from minispec.certify.ours import cases
 from minispec.certify.ours.checks import CHECKS
 from minispec.certify.ours.mutants import MUTANTS
 from minispec.certify.statistics import (
@@ -30,7 +26,6 @@ from minispec.certify.statistics import (
 )
 from minispec.checkpoints.load import load, save
 from minispec.generate import decode
-from minispec.methods import speculative
 from minispec.sampling import Sampling, Seeded
 from minispec.toys import Toy, first_tokens, small_model
 from minispec.tree import Tree
@@ -124,283 +119,6 @@ def test_a_bias_of_the_detectable_size_is_detected():
     assert 0.8 < sum(detected) / 300 < 0.99 and detectable_bias(3, 8 * n) < t / 2
 
 
-# ---- black boxes ---------------------------------------------------------------------------------
-
-loaded = functools.cache(lambda checkpoint: load(checkpoint, "float64", "cpu")[0])
-
-
-def ours(checkpoint, prompt, **options):
-    """A correct implementation: our prompt lookup with the signature of a black box."""
-    return decode(loaded(checkpoint), None, prompt, "prompt-lookup", k=2, **options).tokens
-
-
-def changed(**changes):
-    """Our implementation with options replaced: by values, or by functions of the options."""
-
-    def implementation(checkpoint, prompt, **options):
-        made = {name: x(options) if callable(x) else x for name, x in changes.items()}
-        return ours(checkpoint, prompt, **(options | made))
-
-    return implementation
-
-
-def numpy_ids(checkpoint, prompt, **options):
-    return np.array(ours(checkpoint, prompt, **options), dtype=np.int64)
-
-
-def wrong_on_long_prompts(checkpoint, prompt, **options):
-    return ours(checkpoint, prompt[-32:], **options)
-
-
-def runs_past_the_end(checkpoint, prompt, *, max_new_tokens, **options):
-    tokens = ours(checkpoint, prompt, max_new_tokens=max_new_tokens, **options)
-    return (tokens + [0] * max_new_tokens)[:max_new_tokens]
-
-
-def first_end_token_only(checkpoint, prompt, **options):
-    model = load(checkpoint, "float64", "cpu")[0]
-    model.config = replace(model.config, eos_ids=model.config.eos_ids[:1])
-    return decode(model, None, prompt, **options).tokens
-
-
-def fades(checkpoint, prompt, **options):
-    tokens = ours(checkpoint, prompt, **options)
-    return tokens[:3] + [0] * len(tokens[3:])
-
-
-def raises_late(checkpoint, prompt, **options):
-    yield 1
-    raise ValueError("no such luck")
-
-
-def when_sampled(other):
-    """Our implementation if greedy, otherwise another one."""
-    return lambda *args, **options: (other if options["temperature"] else ours)(*args, **options)
-
-
-def test_a_correct_black_box_passes():
-    verdicts = list(blackbox.check_implementation(ours, runs=30, outcomes=60))
-    rows = {"greedy": 3, "limits": 4, "exact": 5, "statistical": 4}
-    assert Counter(v.check for v in verdicts) == rows
-    too_few = [v.check for v in verdicts if "only the first token" in v.detail]
-    assert all(v.passed or "only the first token" in v.detail for v in verdicts), verdicts
-    assert set(too_few) <= {"exact"} and len(too_few) < 3
-
-
-@pytest.mark.parametrize(
-    "function, right, wrong",
-    [
-        (numpy_ids, ["lengths", "1 end token"], []),
-        (changed(temperature=1.0), ["lengths"], ["model 0", "1 end token"]),
-        (wrong_on_long_prompts, ["lengths"], ["long prompts"]),
-        (first_end_token_only, ["1 end token,"], ["2 end tokens", "3 end tokens"]),
-        (runs_past_the_end, ["lengths"], ["1 end token"]),
-        (when_sampled(runs_past_the_end), ["lengths"], ["1 end token"]),
-        (when_sampled(fades), ["lengths"], ["model 0"]),
-        (changed(max_new_tokens=lambda options: options["max_new_tokens"] + 1), ["model 0"],
-         ["lengths"]),
-    ],
-)  # fmt: skip
-def test_a_black_box_fails_exactly_the_checks_that_cover_its_mistake(function, right, wrong):
-    for name in right + wrong:
-        verdicts = list(blackbox.check_implementation(function, only=name))
-        assert verdicts and all(v.passed == (name in right) for v in verdicts), verdicts
-
-
-def test_an_exception_fails_only_its_own_check():
-    verdicts = list(blackbox.check_implementation(when_sampled(raises_late), runs=1, outcomes=9))
-    assert len(verdicts) == 16 and [v.case for v in verdicts if v.passed] == ["lengths"]
-    message = "raised ValueError: no such luck ("
-    assert sum(v.passed is False and message in v.detail for v in verdicts) == 15
-    assert "prompt of 1 tokens, max_new_tokens 24, temperature 1.0, top_k 1" in verdicts[0].detail
-    for function, snippet in (
-        (lambda *_, **options: "hello", "must return token ids, not 'hello'"),
-        (lambda *_, **options: sys.exit(0), "raised SystemExit: 0"),
-        (raises_late, "raised ValueError: no such luck"),
-    ):
-        (verdict,) = check("lengths", function)
-        assert not verdict.passed and snippet in verdict.detail
-
-
-def check(only: str, function, **options) -> list:
-    return list(blackbox.check_implementation(function, only=only, **options))
-
-
-def test_unsupported_options_are_skipped():
-    def greedy_only(checkpoint, prompt, **options):
-        if options["temperature"]:
-            raise NotImplementedError("no sampling")
-        return ours(checkpoint, prompt, **options)
-
-    verdicts = list(blackbox.check_implementation(greedy_only, runs=1, outcomes=9))
-    assert {v.passed for v in verdicts if v.check in ("greedy", "limits")} == {True}
-    assert {v.passed for v in verdicts if v.check in ("exact", "statistical")} == {None}
-    assert {v.detail for v in verdicts if v.passed is None} == {"not supported: no sampling"}
-
-
-def test_an_exception_fails_the_exact_check_too(tmp_path):
-    def not_for_one_token(checkpoint, prompt, **options):
-        if options["max_new_tokens"] == 1:
-            raise ValueError("one is too few")
-        return ours(checkpoint, prompt, **options)
-
-    def draws_from_nothing(checkpoint, prompt, **options):
-        return torch.multinomial(torch.full((3,), math.nan), 2, True).tolist()
-
-    folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=3)
-    for function, snippet in (not_for_one_token, "one is too few"), (draws_from_nothing, "probab"):
-        with pytest.raises(blackbox.Raised, match=snippet):
-            blackbox.is_exact(blackbox.FunctionDecoder(function), folder, model, Sampling(1.0), 30)
-
-
-def test_a_run_without_drafts_or_without_rejections_is_reported():
-    for counts, passed, snippet in (
-        ((0, 0), None, "no token was drafted"), ((5, 5), None, "no rejection"),
-        ((5, 2), True, "2 of 5 drafts accepted"),
-    ):  # fmt: skip
-        verdicts = check("no such case", lambda *_: None)
-        decoder = blackbox.FunctionDecoder(lambda *_, c=counts, **options: ([1], *c))
-        assert verdicts == [] and decoder("", [1]) == [1]
-        found, detail = blackbox.drafting_result(decoder.drafted, decoder.accepted)
-        assert found is passed and snippet in detail
-
-
-def test_an_engine_may_batch_requests(tmp_path):
-    class Engine:
-        def many(self, checkpoint, requests):
-            sizes.append(len(requests))
-            return [ours(checkpoint, **request) for request in requests]
-
-    sizes: list[int] = []
-    folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
-    decoder = blackbox.FunctionDecoder(Engine())
-    passed, detail = blackbox.fits_distribution(decoder, folder, model, Sampling(1.0), 50)
-    assert passed and sizes == [50], detail
-
-
-@pytest.mark.parametrize(
-    "function, harmless, revealing",
-    [
-        (changed(top_p=1.0), Sampling(1.5, 3), Sampling(0.7, top_p=0.8)),
-        (changed(temperature=1.0), Sampling(1.0), Sampling(0.7, top_p=0.8)),
-        # top-p is ignored if there is a top-k
-        (changed(top_p=lambda options: 1.0 if options["top_k"] > 1 else options["top_p"]),
-         Sampling(1.5, 2), Sampling(1.5, 3, 0.9)),
-    ],
-)  # fmt: skip
-def test_a_missing_warper_is_detected_where_it_matters(function, harmless, revealing, tmp_path):
-    decoder = blackbox.FunctionDecoder(function)
-    folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
-    assert blackbox.fits_distribution(decoder, folder, model, harmless, 60)[0]
-    assert not blackbox.fits_distribution(decoder, folder, model, revealing, 60)[0]
-    folder, model = blackbox.write_checkpoint(tmp_path / "exact", 21, vocab=3)
-    assert blackbox.is_exact(decoder, folder, model, harmless, 30)[0] is not False
-    passed, detail = blackbox.is_exact(decoder, folder, model, revealing, 30)
-    assert passed is False and "instead of" in detail
-
-
-@pytest.mark.slow  # the same for servers is not
-def test_with_a_baseline_a_deviating_convention_passes():
-    """A decoder that ignores top-p in both plain and speculative decoding is lossless."""
-    other = changed(top_p=1.0)
-    options = dict(runs=30, outcomes=9, checks=("exact", "statistical"))
-    rows = list(blackbox.check_implementation(other, baseline=other, **options))
-    assert all(v.passed is not False for v in rows if v.check != "baseline")
-    judged = [v for v in rows if v.check == "baseline" and "only the first token" not in v.detail]
-    differ = [v.case for v in judged if not v.passed]
-    assert len(differ) == 4 and all("top-p 0." in case for case in differ)
-    rows = list(blackbox.check_implementation(ours, baseline=other, only="T=0.7", **options))
-    assert [v.passed for v in rows if v.check == "exact"] == [False]
-
-
-# ---- sampling mistakes ---------------------------------------------------------------------------
-
-
-def speculating(**patches):
-    """Our speculative decoding with the checkpoint's draft and k = 2, and with names of its module
-    replaced."""
-    pair = functools.cache(lambda folder: (loaded(folder), loaded(f"{folder}/draft")))
-
-    def implementation(checkpoint, prompt, **options):
-        model, draft = pair(checkpoint)
-        with contextlib.ExitStack() as stack:
-            for name, mistake in patches.items():
-                stack.enter_context(mock.patch.object(speculative, name, mistake))
-            run = decode(model, None, prompt, "speculative", draft=draft, k=2, **options)
-        return run.tokens, run.stats["drafted"], run.stats["accepted"]
-
-    return implementation
-
-
-class MoreLenient:
-    """Raise every acceptance probability by a factor of 1.5."""
-
-    def __init__(self, randomness):
-        self.categorical, self.original = randomness.categorical, randomness
-
-    def bernoulli(self, p: float) -> bool:
-        return self.original.bernoulli(min(1.0, 1.5 * p))
-
-
-def lenient(target, tree, randomness):
-    return verify.accept(target, tree, MoreLenient(randomness))
-
-
-def typical(target, tree, randomness):
-    """Accept every token that is probable enough."""
-    path = [0]
-    while children := tree.children(path[-1]):
-        if target[path[-1]][tree.tokens[children[0]]] < 0.3:
-            break
-        path.append(children[0])
-    return path, randomness.categorical(target[path[-1]])
-
-
-def flat_bonus(target, tree, randomness):
-    """Draw the bonus token from the square root of its distribution."""
-    flat = [p if tree.children(node) else p**0.5 / (p**0.5).sum() for node, p in enumerate(target)]
-    return verify.accept(flat, tree, randomness)
-
-
-MISTAKES = {
-    "lenient": ("accept", lenient), "typical": ("accept", typical),
-    "flat bonus": ("accept", flat_bonus), "best bonus": ("accept", mutants.argmax_bonus),
-    "best root": ("accept", mutants.argmax_root),
-    "confident": ("propose", mutants.confident_prefix),
-    "reduced": ("propose", mutants.reduced_vocabulary),
-}  # fmt: skip
-
-
-SLOW = "flat bonus", "best root"  # both take as long as "best bonus"
-CASES = [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in MISTAKES]
-
-
-@pytest.mark.parametrize("mistake", ["none", *CASES])
-def test_a_sampling_mistake_has_its_exact_bias(mistake, tmp_path):
-    """With the signature of a black box, over sequences of a few tokens of a vocabulary of two."""
-    correct = mistake == "none"
-    patches = {} if correct else dict([MISTAKES[mistake]])
-    decoder = blackbox.FunctionDecoder(speculating(**patches))
-    vocab = 3 if mistake == "reduced" else 2  # a reduced vocabulary has two of three tokens
-    folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab)
-    # visible only after all drafts
-    late = mistake in ("none", "flat bonus", "best bonus", "best root")
-    found, detail = blackbox.is_exact(decoder, folder, model, Sampling(1.0), 200 if late else 60)
-    assert found is correct, detail
-    if correct:
-        assert int(detail.split("sequences of ")[1][0]) > 2  # longer than a draft
-        assert 0 < decoder.accepted < decoder.drafted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["lenient", "typical", "flat bonus"])
-def test_a_sampling_mistake_is_detected_in_samples(mistake, tmp_path):
-    decoder = blackbox.FunctionDecoder(speculating(**dict([MISTAKES[mistake]])))
-    folder, model = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
-    found, detail = blackbox.fits_distribution(decoder, folder, model, Sampling(1.0), 4000)
-    assert found is False, detail
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 
@@ -409,7 +127,7 @@ def run(*arguments: str, code: int, capsys) -> str:
         main(list(arguments))
     out, err = capsys.readouterr()
     assert caught.value.code == code, err
-    return err if code == 2 else out
+    return out + err if code == 2 else out
 
 
 def test_json_and_exit_codes(tmp_path, capsys):
@@ -423,6 +141,50 @@ def test_json_and_exit_codes(tmp_path, capsys):
     assert [v["passed"] for v in out["verdicts"]] == [True, False]
 
 
+GOOD, BAD, GREEDY_ONLY = "lookup", "wrong_on_long_prompts", "greedy_only"
+
+
+def examine(name: str, *arguments: str, code: int, capsys) -> str:
+    """Run the certifier on a decoder of black_boxes.py."""
+    impl = f"{ROOT / 'tests' / 'black_boxes.py'}:{name}"
+    return run("--impl", impl, *arguments, code=code, capsys=capsys)
+
+
+def test_json_holds_what_is_needed_to_repeat_a_row(tmp_path, capsys):
+    saved = tmp_path / "new" / "saved"
+    arguments = "--only", "greedy: prompts", "--json", "--save", str(saved)
+    report = json.loads(examine(BAD, *arguments, code=1, capsys=capsys))
+    assert report["versions"].keys() == {"minispec", "torch", "python"} and report["processor"]
+    assert report["date"].startswith("20") and report["threads"] > 0
+    (row,) = report["verdicts"]
+    evidence = row["evidence"]
+    model, _ = load(saved / "long", "float64", "cpu")
+    assert report["checkpoints"]["long"] and len(evidence["prompt"]) == 33 and not row["passed"]
+    tokens = decode(model, None, evidence["prompt"], max_new_tokens=24).tokens
+    assert evidence["tokens"] != tokens and evidence["temperature"] == 0
+    module, *repeat = shlex.split(row["repeat"])[2:]
+    assert module == "minispec.certify" and "--save" not in repeat and "--json" not in repeat
+    again = run(*repeat, "--json", code=1, capsys=capsys)
+    assert json.loads(again)["verdicts"][0]["evidence"] == evidence
+
+
+def test_junit_shows_each_row(tmp_path, capsys):
+    file = tmp_path / "new" / "report.xml"
+    examine(BAD, "--only", "greedy: ", "--junit", str(file), code=1, capsys=capsys)
+    suite = ElementTree.parse(file).getroot()
+    names = {case.get("name"): case.find("failure") for case in suite}
+    assert len(names) == int(suite.get("tests")) == 6 and suite.get("failures") == "1"
+    assert "below the best" in names["prompts around block sizes"].get("message")
+
+
+def test_the_exit_code_tells_a_loss_from_an_examination_that_proved_nothing(capsys):
+    out = examine(GREEDY_ONLY, "--only", "statistical: T=0.2", code=2, capsys=capsys)
+    assert "skip" in out and "0 of 1 passed, 1 skipped" in out
+    examine(GREEDY_ONLY, "--only", "greedy: model", code=0, capsys=capsys)
+    err = examine(GOOD, "--only", "no such row", code=2, capsys=capsys)
+    assert "--only 'no such row': no row is called so" in err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -431,6 +193,10 @@ def test_json_and_exit_codes(tmp_path, capsys):
         (["--compare", "a", "b", "--checks", "greedy"], "--checks only works with --impl or"),
         (["--baseline", "a:b"], "--baseline only works with --impl or --server"),
         (["--runs", "500"], "--runs only works with --impl"),
+        (["--server", "x", "--thorough"], "--thorough only works with --impl"),
+        (["--only", "x"], "--only only works with --impl or --server"),
+        (["--impl", "a:b", "--length", "99"], "--length"),
+        (["--impl", "a:b", "--junit", "/dev/null/x"], "--junit /dev/null/x: cannot be written"),
         (["--impl", "json:loads", "--baseline", "json:nothing"], "--baseline json:nothing: cannot"),
         (["--model", "x"], "--model only works with --server or --compare"),
         (["--server", "x", "--precision", "nan"], "nan: use float32, float16, bfloat16, or a gap"),
@@ -462,7 +228,7 @@ def test_a_function_is_imported_from_a_file(tmp_path, capsys):
         "def decode(*args, **options):\n    return State(helper.nothing).tokens\n"
     )
     (tmp_path / "helper.py").write_text("nothing = []\n")
-    assert blackbox.load_implementation(f"{file}:decode")() == []
+    assert load_implementation(f"{file}:decode")() == []
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from itertools import accumulate
+from pathlib import Path
 from random import random as random_before
 from random import uniform as uniform_before
 
@@ -18,8 +19,11 @@ import torch
 from numpy.random import choice as choice_before
 from numpy.random import default_rng as default_rng_before
 
-from minispec.certify.others import blackbox
+from minispec.certify.others.blackbox import Cases, Limits, check_implementation, is_exact
+from minispec.certify.others.checkpoints import write_checkpoint
 from minispec.certify.others.enumeration import CannotEnumerate, Enumeration
+from minispec.certify.others.examination import Examination
+from minispec.certify.others.functions import FunctionDecoder
 from minispec.checkpoints.load import load
 from minispec.sampling import Sampling, probs
 from minispec.toys import total_variation
@@ -340,16 +344,20 @@ def decoder_of(start, draw):
             tokens.append(draw(p, generator))
         return tokens[len(prompt) :]
 
-    return blackbox.FunctionDecoder(implementation)
+    return FunctionDecoder(implementation)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return blackbox.write_checkpoint(tmp_path_factory.mktemp("checkpoint"), 21, vocab=2)
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), 23, vocab=2)
 
 
 def judge(start, draw, checkpoint, temperature=0.7) -> tuple[bool | None, str]:
-    return blackbox.is_exact(decoder_of(start, draw), *checkpoint, Sampling(temperature), 10)
+    folder, model = checkpoint
+    exam = Examination(decoder_of(start, draw).at(folder), model)
+    limits = Limits(1e9, outcomes=10, length=3)
+    cases = Cases(Path(), exam.decoder, None, limits)
+    return is_exact(exam, Sampling(temperature), cases)
 
 
 @pytest.mark.parametrize("way", ENUMERATED)
@@ -428,21 +436,23 @@ def constant_python(seed):
         (constant_python, lambda p, rng: invert(p, rng.random()), "random"),
     ],
 )
-def test_the_same_seed_in_every_call_is_reported(start, draw, name, checkpoint, tmp_path):
+def test_the_same_seed_in_every_call_is_reported(start, draw, name, checkpoint):
     passed, detail = judge(start, draw, checkpoint)
     message = f"it gives {name} the same seed in every call"
     assert passed is None and (message in detail or draw is box_muller)
-    larger = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
-    decoder = decoder_of(start, draw)
-    passed, detail = blackbox.fits_distribution(decoder, *larger, Sampling(1.0), 60)
-    assert passed is None and message in detail
+    (verdict,) = sampled(start, draw)
+    assert verdict.passed is None and message in verdict.detail
 
 
-def test_a_decoder_that_samples_nothing_fails(tmp_path):
-    decoder = decoder_of(nothing, lambda p, _: int(p.argmax()))
-    checkpoint = blackbox.write_checkpoint(tmp_path, 21, vocab=4)
-    passed, detail = blackbox.fits_distribution(decoder, *checkpoint, Sampling(1.0), 60)
-    assert passed is False and detail == "the same tokens for every seed"
+def sampled(start, draw):
+    """Return the verdict of one statistical row."""
+    only, limits = "statistical: T=1.5 top-k 3", Limits(1e9, runs=100)
+    return check_implementation(decoder_of(start, draw).impl, only, limits=limits)
+
+
+def test_a_decoder_that_samples_nothing_fails():
+    (verdict,) = sampled(nothing, lambda p, _: int(p.argmax()))
+    assert verdict.passed is False and verdict.detail == "the same tokens for every seed"
 
 
 def test_everything_is_restored_and_generators_can_be_kept():

@@ -1,7 +1,7 @@
 """Check whether a decoder is lossless: prove it for this package, test it for any other.
 
     python -m minispec.certify                                  run all checks on this package
-    python -m minispec.certify --impl package.module:function   test a function (see blackbox.py)
+    python -m minispec.certify --impl package.module:function   test a function (see functions.py)
     python -m minispec.certify --server URL --model DIR         test a server with /v1/completions
     python -m minispec.certify --compare a.jsonl b.jsonl --model DIR     explain how two runs differ
 

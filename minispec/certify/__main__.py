@@ -1,12 +1,11 @@
 """The command line of the certifier."""
 
 import argparse
-import json
 import sys
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TextIO
@@ -14,40 +13,42 @@ from typing import TextIO
 import torch
 
 from minispec import certify
-from minispec.certify.common import RUNS, Verdict
+from minispec.certify.common import Verdict
 from minispec.certify.compare import compare
 from minispec.certify.others.api_keys import keys_in, warn_if_exposed
 from minispec.certify.others.blackbox import (
     FUNCTION_CHECKS,
+    THOROUGH,
+    Limits,
     check_implementation,
-    load_implementation,
 )
 from minispec.certify.others.client import Server
 from minispec.certify.others.context import precision
+from minispec.certify.others.functions import load_implementation
 from minispec.certify.others.server import REQUESTS, SERVER_CHECKS, check_server
 from minispec.certify.ours.checks import CHECKS
 from minispec.certify.ours.mutants import check_mutants
+from minispec.certify.report import exit_code, json_report, print_table, summary, write_junit
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load
 from minispec.errors import (
     Parser,
     UserError,
+    check_writable,
     comma_separated,
     command,
     number,
-    printable,
     stdout_reserved,
 )
 
 PACKAGE_CHECKS = CHECKS | {"mutants": check_mutants}
 MODES = "impl", "server", "compare"
 FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
-    "baseline": ("impl", "server"), "runs": ("impl",), "model": ("server", "compare"),
-    "name": ("server",), "key_env": ("server",), "requests": ("server",), "precision": ("server",),
-    "checks": ("impl", "server", ""),
+    "baseline": ("impl", "server"), "only": ("impl", "server"), "checks": ("impl", "server", ""),
+    **dict.fromkeys(("thorough", "runs", "outcomes", "length", "save"), ("impl",)),
+    **dict.fromkeys(("name", "key_env", "requests", "precision"), ("server",)),
+    "model": ("server", "compare"),
 }  # fmt: skip
-INFO_ROWS = "server", "baseline", "drafts"  # rows about the test itself, which prove nothing
-STATUS_LABELS = {True: "pass", False: "FAIL", None: "skip"}
 
 
 def parser() -> Parser:
@@ -56,7 +57,15 @@ def parser() -> Parser:
     p.add_argument("--server", metavar="URL", help="test a server of --model with /v1/completions")
     p.add_argument("--baseline", help="plain decoding by the same engine (a function or a URL); "
                    "--impl or --server must then equal it")  # fmt: skip
-    p.add_argument("--runs", type=number(100), help=f"runs per statistical check (default: {RUNS})")
+    p.add_argument("--thorough", action="store_true", default=None,
+                   help=f"spend {THOROUGH.seconds / 60:.0f} minutes on --impl instead of "
+                   f"{Limits.seconds / 60:.0f}")  # fmt: skip
+    p.add_argument("--runs", type=number(100), help="the most runs of one statistical row of "
+                   "--impl (default: as many as the time allows)")  # fmt: skip
+    p.add_argument("--outcomes", type=number(10), help="the most outcomes of one enumeration "
+                   f"(default: {Limits.outcomes}, thorough: {THOROUGH.outcomes})")  # fmt: skip
+    p.add_argument("--length", type=number(2, 24), help="the most tokens that are enumerated "
+                   f"(default: {Limits.length})")  # fmt: skip
     p.add_argument("--compare", nargs=2, type=Path, metavar="JSONL", help="explain the differences "
                    "between two files of runs, lines of generate --json")  # fmt: skip
     p.add_argument("--model", help="the model of --server or --compare (default: as in generate)")
@@ -72,6 +81,10 @@ def parser() -> Parser:
                    help=f"run only some checks, of {','.join(PACKAGE_CHECKS)}; "
                    f"for --impl, of {','.join(FUNCTION_CHECKS)}; "
                    f"for --server, of {','.join(SERVER_CHECKS)}")  # fmt: skip
+    p.add_argument("--only", metavar="TEXT", help="judge only the rows of --impl or --server whose "
+                   '"check: case" contains this text')  # fmt: skip
+    p.add_argument("--save", type=Path, metavar="DIR", help="keep the checkpoints of --impl here")
+    p.add_argument("--junit", type=Path, metavar="FILE", help="also write the rows as JUnit XML")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return p
 
@@ -95,8 +108,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def make_verdicts(args: argparse.Namespace) -> Iterator[Verdict]:
-    """Run the requested checks and yield their verdicts."""
+def make_verdicts(args: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
+    """Run the requested checks and yield their verdicts; write checkpoints to the folder."""
     urls = [url for url in (args.server, args.baseline) if url is not None]
     keys = keys_in(args.key_env or [], len(urls))
     if args.compare or args.server is not None:
@@ -112,54 +125,53 @@ def make_verdicts(args: argparse.Namespace) -> Iterator[Verdict]:
         return check_server(
             *servers[:1], model, tokenizer, *servers[1:], requests=args.requests or REQUESTS,
             precision=torch.float32 if args.precision is None else args.precision,
-            checks=args.checks,
+            checks=args.checks, only=args.only or "",
         )  # fmt: skip
     if args.impl is not None:
         baseline = args.baseline and load_implementation(args.baseline, "--baseline")
         return check_implementation(
-            load_implementation(args.impl), runs=args.runs or RUNS, checks=args.checks,
-            baseline=baseline,
+            load_implementation(args.impl), args.only or "", args.checks, limits_of(args), baseline,
+            folder,
         )  # fmt: skip
     return (verdict for name in args.checks for verdict in PACKAGE_CHECKS[name]())
 
 
-def print_table(verdicts: Iterable[Verdict], out: TextIO | None) -> list[Verdict]:
-    """Collect all verdicts, printing each as it comes if there is an `out`. Text from a server may
-    contain terminal control characters, so it is escaped."""
-    rows = []
-    for v in verdicts:
-        v = replace(v, case=printable(v.case), detail=printable(v.detail))
-        rows.append(v)
-        if out:
-            status = STATUS_LABELS[v.passed]
-            print(f"{status}  {v.check:<14}{v.case:<43} {v.detail}", file=out, flush=True)
-    return rows
+def limits_of(args: argparse.Namespace) -> Limits:
+    chosen = {name: getattr(args, name) for name in ("runs", "outcomes", "length")}
+    limits = THOROUGH if args.thorough else Limits()
+    return replace(limits, **{name: x for name, x in chosen.items() if x is not None})
 
 
 @command
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    with stdout_reserved() as out:  # what an implementation prints goes to stderr
-        passed = run_checks(args, out)
-    sys.exit(0 if passed else 1)
+    if args.junit:
+        check_writable(args.junit, "--junit")
+    if args.save:
+        check_writable(args.save / "any", "--save")
+    with stdout_reserved() as out, tempfile.TemporaryDirectory() as temporary:
+        folder = args.save or Path(temporary)
+        code = run_checks(args, sys.argv[1:] if argv is None else argv, folder, out)
+    sys.exit(code)
 
 
-def run_checks(args: argparse.Namespace, out: TextIO) -> bool:
-    """Run and print the requested checks; return whether they passed."""
+def run_checks(args: argparse.Namespace, argv: list[str], folder: Path, out: TextIO) -> int:
+    """Run and print the requested checks; return the exit code. What an implementation prints goes
+    to standard error."""
     begin = time.perf_counter()
-    rows = print_table(make_verdicts(args), None if args.json else out)
-    counts = Counter(v.passed for v in rows)
-    # skipped checks prove nothing: one must pass
-    passed = any(v.passed for v in rows if v.check not in INFO_ROWS) and not counts[False]
+    rows = print_table(make_verdicts(args, folder), None if args.json else out)
+    if args.only is not None and not rows:
+        raise UserError(f"--only {args.only!r}: no row is called so; see the table without --only")
     seconds = time.perf_counter() - begin
     if args.json:
-        report = {"passed": passed, "seconds": seconds, "verdicts": [asdict(v) for v in rows]}
-        print(json.dumps(report, ensure_ascii=False), file=out)
+        subject = args.impl if args.impl is not None else args.server
+        print(json_report(rows, seconds, argv, subject, folder), file=out)
     else:
-        skipped = f", {counts[None]} skipped" if counts[None] else ""
-        print(f"{counts[True]} of {len(rows)} passed{skipped} in {seconds:.0f} s", file=out)
-    return passed
+        print(summary(rows, seconds), file=out)
+    if args.junit:
+        write_junit(rows, seconds, args.junit)
+    return exit_code(rows)
 
 
 if __name__ == "__main__":

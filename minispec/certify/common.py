@@ -1,13 +1,13 @@
-"""Shared by all checks: verdicts, and descriptions of samplings and differences."""
+"""Shared by all checks: verdicts, exceptions, and descriptions of samplings and differences."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minispec.generate.api import common_prefix_length
 from minispec.sampling import Sampling
 
 GREEDY = Sampling()
-RUNS = 400  # seeded runs of one statistical check
+Result = tuple[bool | None, str]  # passed, detail
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,15 @@ class Verdict:
     case: str
     passed: bool | None  # None: neither passed nor failed; the detail says why
     detail: str
+    evidence: dict = field(default_factory=dict)  # the request that failed, and its tokens
+
+
+class Failed(Exception):
+    """The decoder under examination raised an exception or gave an invalid answer."""
+
+
+class NotSupported(Exception):
+    """The decoder under examination does not support what a check needs."""
 
 
 def first_difference(a: Iterable[int], b: Iterable[int]) -> str:
@@ -31,7 +40,7 @@ def describe(sampling: Sampling) -> str:
     return f"T={sampling.temperature:g} top-k {sampling.top_k} top-p {sampling.top_p:g}"
 
 
-def drafting_result(drafted: int, accepted: int) -> tuple[bool | None, str]:
+def drafting_result(drafted: int, accepted: int) -> Result:
     """Pass if drafts were both accepted and rejected; otherwise acceptance was not fully tested."""
     if drafted == 0:
         return None, "no token was drafted: only plain decoding was tested"

@@ -11,15 +11,8 @@ import torch
 
 from lessons.assignments.a8_engine.proposers import PROPOSERS, Forest, Proposer
 from minispec.certify.common import Verdict
-from minispec.certify.others.blackbox import (
-    FunctionDecoder,
-    Raised,
-    ends_at_eos,
-    fits_distribution,
-    is_greedy,
-    keeps_lengths,
-    write_checkpoint,
-)
+from minispec.certify.others.blackbox import Limits, check_implementation
+from minispec.certify.others.checkpoints import write_checkpoint
 from minispec.certify.ours import cases
 from minispec.certify.ours.cases import bound, every_path, greedy_cases
 from minispec.certify.ours.checks import check_cache, check_exact, ending_difference
@@ -175,17 +168,9 @@ def test_it_is_a_generator_that_begins_with_its_prefill(impl):
 @pytest.mark.points(6, task="black box")
 def test_the_certifier_s_black_box_checks(impl, tmp_path):
     """What `python -m minispec.certify --impl my_solution:black_box` does, with fewer runs."""
-    folder, model = write_checkpoint(tmp_path / "greedy", 0, vocab=24)
+    folder, _ = write_checkpoint(tmp_path, 0, vocab=24)
     impl.black_box(folder, [1, 2], max_new_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=0)
-    box = FunctionDecoder(impl.black_box)
-    small = write_checkpoint(tmp_path / "sampled", 21, vocab=4)
-    try:
-        for passed, detail in (
-            is_greedy(box, folder, model, [[3, 1, 4], [1] * 30]),
-            keeps_lengths(box, folder),
-            ends_at_eos(box, tmp_path / "eos", 1, "config.json"),
-            fits_distribution(box, *small, Sampling(1.0, 0, 0.8), 100),
-        ):
-            assert passed, f"the certifier says: {detail}"
-    except Raised as error:
-        raise AssertionError(f"the certifier says: {error}") from error
+    limits = Limits(seconds=1e9, runs=100)
+    for name in "greedy: model 0", "limits: lengths", "limits: 1 end", "statistical: T=0.7":
+        for verdict in check_implementation(impl.black_box, name, limits=limits):
+            assert verdict.passed, f"the certifier says: {verdict.case}: {verdict.detail}"

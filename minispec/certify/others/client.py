@@ -8,7 +8,7 @@ from threading import Lock
 
 import httpx
 
-from minispec.certify.common import GREEDY
+from minispec.certify.common import GREEDY, Failed, NotSupported
 from minispec.certify.others.json_fields import (
     as_number,
     count_at,
@@ -28,6 +28,7 @@ EXTRA_FIELDS = {
     "min_p": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0,
     "samplers": ["temperature", "top_k", "top_p"], "return_token_ids": True, "return_tokens": True,
 }  # fmt: skip
+LOGPROBS = {"logprobs": 1}
 
 BUSY_STATUS = {429: "is still too busy", 503: "is still loading or overloaded"}
 LIMIT_REASON = re.compile("length|limit|max", re.IGNORECASE)  # the answer reached a limit
@@ -36,28 +37,17 @@ DRAFT_METRIC = re.compile(  # name{labels} value [timestamp]
 )
 
 
-class RequestError(Exception):
-    """A request failed. Exactly this class: the server rejected it (4xx)."""
+class RequestError(Failed):
+    """A request failed. Its `kind` is "rejected" (4xx, or answered by something else), "failed"
+    (5xx, or a broken connection), or "unavailable" (access is denied, or no answer in time)."""
 
-
-class AccessDenied(RequestError):
-    """The server rejects all requests: it requires a key, or redirects elsewhere."""
-
-
-class ServerError(RequestError):
-    """The server failed while answering (5xx, or a broken connection)."""
-
-
-class Timeout(ServerError):
-    """The server took too long to answer or to become ready."""
-
-
-class NotSupported(RequestError):
-    """The server does not support what a check needs."""
+    def __init__(self, message: str, kind: str):
+        super().__init__(message)
+        self.kind = kind
 
 
 class ConnectionLost(Exception):
-    """The server cannot be reached."""
+    """The server cannot be reached, which ends the examination."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +66,8 @@ class Answer:
 
 class Server:
     """Send requests to one server; safe to use from several threads. `probe` finds out whether the
-    server accepts token ids as prompts, returns token ids, and accepts extra fields. The key is
-    sent to this server only: redirects are not followed."""
+    server accepts token ids as prompts together with extra fields, and returns token ids. The key
+    is sent to this server only: redirects are not followed."""
 
     def __init__(
         self, url: str, tokenizer: Tokenizer | None, name: str | None, eos_ids: tuple,
@@ -101,7 +91,6 @@ class Server:
             ) from None
         self.accepts_ids = self.returns_ids = True
         self.context = 2**31  # maximum number of tokens, if the server reports it
-        self.extra_fields = EXTRA_FIELDS
         self.needs_logprobs = False  # to get token ids
         self.requests = self.drafted = self.accepted = 0  # drafts as reported in answers
         self.lock = Lock()
@@ -113,43 +102,41 @@ class Server:
         try:
             self.find_name()
             self.probe_format(prompt)
-        except (AccessDenied, Timeout, ConnectionLost) as error:
+        except ConnectionLost as error:
             raise UserError(f"{self.url} {error}") from None
         except RequestError as error:
-            raise UserError(f"{self.url} failed on a plain completion: {error}") from None
+            what = "" if error.kind == "unavailable" else "failed on a plain completion: "
+            raise UserError(f"{self.url} {what}{error}") from None
         if not self.returns_ids and self.tokenizer is None:
             raise UserError(f"{self.url} returns no token ids, and --model has no tokenizer")
 
     def probe_format(self, prompt: list[int]) -> None:
-        """Try token ids and all fields first, then fewer, until the server answers."""
-        formats = [(True, EXTRA_FIELDS), (True, {}), (False, EXTRA_FIELDS), (False, {})]
-        formats = formats if self.tokenizer else formats[:2]
-        for self.accepts_ids, self.extra_fields in formats:
-            try:
-                choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
-                break
-            except RequestError as error:
-                last = (self.accepts_ids, self.extra_fields) == formats[-1]
-                if last or isinstance(error, (Timeout, AccessDenied)):
-                    raise
-        self.returns_ids = self.needs_logprobs = True
-        if self.token_ids(choice) is not None:
-            self.needs_logprobs = False
-            return
+        """Try a prompt of token ids with all extra fields, then text with OpenAI's own fields."""
         try:
             choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
-            self.returns_ids = self.needs_logprobs = self.token_ids(choice) is not None
+        except RequestError as error:
+            if error.kind == "unavailable" or self.tokenizer is None:
+                raise
+            self.accepts_ids = False
+            choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
+        if self.token_ids(choice) is None:
+            self.returns_ids = self.needs_logprobs = self.returns_ids_with_logprobs(prompt)
+
+    def returns_ids_with_logprobs(self, prompt: list[int]) -> bool:
+        try:
+            choice = self.post(self.body(prompt, 2, GREEDY, 0) | LOGPROBS)["choices"][0]
+            return self.token_ids(choice) is not None
         except RequestError:
-            self.returns_ids = self.needs_logprobs = False
+            return False
 
     def find_name(self) -> None:
         """Set the model's name: the only one served, or check the one requested."""
         listed, why = [], ""
         try:
             listed = list_at(parse_json(self.request("GET", "/v1/models")), "data")
-        except (Timeout, AccessDenied):
-            raise
         except RequestError as error:
+            if error.kind == "unavailable":
+                raise
             why = f" ({error})"
         models = {name: entry for entry in listed if (name := text_at(entry, "id"))}
         if not models:
@@ -176,10 +163,10 @@ class Server:
         """Like `ask`, with a field that not every server supports."""
         try:
             return self.ask(prompt, length, **fields)
-        except ServerError:
-            raise
         except RequestError as error:
-            raise NotSupported(f"{name} is not supported ({error})") from None
+            if error.kind != "rejected":
+                raise
+            raise NotSupported(f"{name} ({error})") from None
 
     def choices(
         self, prompt: list[int], length: int, sampling: Sampling = GREEDY, seed: int = 0, **fields
@@ -195,11 +182,11 @@ class Server:
             "top_p": sampling.top_p, "seed": seed,
             "prompt": prompt if self.accepts_ids else self.tokenizer.decode(prompt),
         }  # fmt: skip
-        if self.extra_fields:
-            body |= self.extra_fields | {"top_k": sampling.top_k or -1}
+        if self.accepts_ids:
+            body |= EXTRA_FIELDS | {"top_k": sampling.top_k or -1}
         elif sampling.top_k:
-            raise NotSupported("top_k is not supported")
-        return body | ({"logprobs": 1} if self.needs_logprobs else {})
+            raise NotSupported("top_k")
+        return body | (LOGPROBS if self.needs_logprobs else {})
 
     def post(self, body: dict) -> dict:
         """Send a request and return the JSON object of the answer; its choices are objects."""
@@ -207,7 +194,8 @@ class Server:
         completion = parse_json(text)
         choices = list_at(completion, "choices")
         if not choices or not all(isinstance(choice, dict) for choice in choices):
-            raise RequestError(f"did not answer with a completion but {self.redact(text)[:60]!r}")
+            found = self.redact(text)[:60]
+            raise RequestError(f"did not answer with a completion but {found!r}", "rejected")
         with self.lock:
             self.drafted += count_at(completion, "timings", "draft_n") or 0
             self.accepted += count_at(completion, "timings", "draft_n_accepted") or 0
@@ -226,20 +214,28 @@ class Server:
             raise ConnectionLost(f"cannot be reached ({error}); is it running?") from None
         except httpx.TimeoutException:
             seconds = time.monotonic() - begin
-            raise Timeout(f"did not answer within {seconds:.0f} s{what}") from None
+            late = f"did not answer within {seconds:.0f} s{what}"
+            raise RequestError(late, "unavailable") from None
         except httpx.HTTPError as error:
-            raise ServerError(f"broke off its answer: {type(error).__name__}{what}") from None
+            broken = f"broke off its answer: {type(error).__name__}{what}"
+            raise RequestError(broken, "failed") from None
+        self.check_status(response, path, f"{self.redact(error_message(text))[:200]}{what}")
+        return text
+
+    def check_status(self, response: httpx.Response, path: str, message: str) -> None:
+        """Raise RequestError unless the request succeeded."""
+        status = response.status_code
+        failure = f"HTTP {status}: {message}"
         if response.next_request:
             target = self.redact(str(response.next_request.url).removesuffix(path))
-            raise AccessDenied(f"redirects to {target}; use that address instead")
-        if response.status_code in (401, 403):
-            raise AccessDenied("requires a valid key; name its environment variable with --key-env")
-        failure = f"HTTP {response.status_code}: {self.redact(error_message(text))[:200]}{what}"
-        if busy := BUSY_STATUS.get(response.status_code):
-            raise Timeout(f"{busy} after {self.seconds:.0f} s: {failure}")
+            raise RequestError(f"redirects to {target}; use that address instead", "unavailable")
+        if status in (401, 403):
+            needs = "requires a valid key; name its environment variable with --key-env"
+            raise RequestError(needs, "unavailable")
+        if busy := BUSY_STATUS.get(status):
+            raise RequestError(f"{busy} after {self.seconds:.0f} s: {failure}", "unavailable")
         if not response.is_success:
-            raise (ServerError if response.status_code >= 500 else RequestError)(failure)
-        return text
+            raise RequestError(failure, "failed" if status >= 500 else "rejected")
 
     def send_with_retries(
         self, method: str, path: str, body: dict | None
@@ -278,7 +274,7 @@ class Server:
         text, tokens = text_at(choice, "text"), self.token_ids(choice) if self.returns_ids else None
         has_ids = tokens is not None
         if not has_ids and self.tokenizer is None:
-            raise RequestError("an answer has no token ids, and --model has no tokenizer")
+            raise RequestError("an answer has no token ids; --model has no tokenizer", "failed")
         if not has_ids:
             tokens = self.tokenizer.encode(text, special=False)
         reason = text_at(choice, "finish_reason") or None
@@ -310,7 +306,8 @@ class Server:
         for data in sse_data(self.request("POST", "/v1/completions", body)):
             part = parse_json(data)
             if not isinstance(part, dict):
-                raise RequestError(f"did not stream a completion but {self.redact(data)[:60]!r}")
+                found = self.redact(data)[:60]
+                raise RequestError(f"did not stream a completion but {found!r}", "rejected")
             for choice in list_at(part, "choices"):
                 text += text_at(choice, "text")
                 reason = text_at(choice, "finish_reason") or reason

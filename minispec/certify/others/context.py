@@ -1,11 +1,9 @@
-"""The state of a server test (prompts, tolerance, answers), and functions to interpret answers."""
+"""A server as a decoder under examination, and the prompts and tolerance of its examination."""
 
 import argparse
 import copy
-import math
 import random
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate, cycle, islice
@@ -13,58 +11,131 @@ from itertools import accumulate, cycle, islice
 import torch
 from tqdm import tqdm
 
+from minispec.certify.common import GREEDY, NotSupported
 from minispec.certify.compare import TIE
-from minispec.certify.others.client import Answer, NotSupported, Server
-from minispec.certify.others.scoring import gaps
+from minispec.certify.others.client import Answer, Server
+from minispec.certify.others.examination import Examination, Request
+from minispec.certify.others.scoring import answer_logits
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import number
+from minispec.errors import UserError, number
 from minispec.generate import decode
 from minispec.model import Transformer
 from minispec.sampling import Sampling
 
-TIME_LIMIT_MINUTES = 30  # no requests are sent after that
+TIME_LIMIT_MINUTES = 30  # of an examination
 ANSWER_TOKENS = 32  # max_tokens of greedy answers
 CONCURRENCY = 8  # requests at a time
-HIGH_TEMPERATURE = Sampling(1.5)
-Result = tuple[bool | None, str]  # passed, detail
+
+
+@dataclass(frozen=True)
+class ServerDecoder:
+    """A server, as a decoder under examination. It remembers the answers to single requests."""
+
+    server: Server
+    model: Transformer  # in float64
+    tokenizer: Tokenizer | None
+    end: float  # no batch is continued after this time.monotonic()
+    answers: list[tuple[Request, Answer]] = field(default_factory=list)
+
+    def tokens(
+        self, prompt: list[int], n: int, sampling: Sampling = GREEDY, seed: int = 0
+    ) -> list[int]:
+        request = Request(prompt, n, sampling, seed)
+        answer = self.server.ask(*request)
+        self.answers.append((request, answer))
+        return self.with_end(prompt, n, answer)
+
+    def batch(self, requests: list[Request]) -> list[list[int]]:
+        """Return the tokens for several requests, which are sent concurrently."""
+
+        def ask(request: Request) -> Answer:
+            if time.monotonic() > self.end:
+                raise NotSupported(f"{len(requests)} requests within {TIME_LIMIT_MINUTES} minutes")
+            return self.server.ask(*request)
+
+        pool = ThreadPoolExecutor(CONCURRENCY)
+        try:
+            answers = pool.map(ask, requests)
+            answers = list(tqdm(answers, "requests", len(requests), leave=False, disable=None))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return [self.with_end(r.prompt, r.n, answer) for r, answer in zip(requests, answers)]
+
+    def with_end(self, prompt: list[int], n: int, answer: Answer) -> list[int]:
+        """Return the tokens of an answer of at most `n` tokens. If an end token ended it before,
+        append the most probable one."""
+        tokens, eos_ids = self.answer_tokens(prompt, n, answer), self.model.config.eos_ids
+        if not (answer.ended and eos_ids and len(tokens) < n and self.are_known(tokens)):
+            return tokens
+        logits = answer_logits(self.model, prompt, [*tokens, eos_ids[0]])[-1]
+        return [*tokens, max(eos_ids, key=lambda end: logits[end])]
+
+    def answer_tokens(self, prompt: list[int], n: int, answer: Answer) -> list[int]:
+        """Return the tokens of an answer. For a text answer, these are our own tokens as far as
+        their text agrees, then the tokenizer's."""
+        if answer.has_ids:
+            return answer.tokens
+        ours = decode(self.model, self.tokenizer, prompt, max_new_tokens=n)
+        tokens = ours.tokens[: len(ours.tokens) - (ours.finish_reason == "eos")]
+        prefixes = list(accumulate(ours.texts, initial=""))  # the end token flushes held-back text
+        agreed = max(i for i, text in enumerate(prefixes) if answer.text.startswith(text))
+        rest = answer.text[len(prefixes[agreed]) :]
+        return tokens[:agreed] + self.tokenizer.encode(rest, special=False)
+
+    def are_known(self, tokens: list[int]) -> bool:
+        """Return whether the vocabulary has all these tokens."""
+        return all(0 <= token < self.model.config.vocab_size for token in tokens)
 
 
 @dataclass
-class ServerContext:
-    """State shared by all checks of a server. `answers` are the greedy ones, with their prompts."""
+class ServerContext(Examination):
+    """The examination of a server."""
 
-    server: Server
-    baseline: Server | None
-    model: Transformer  # in float64
-    tokenizer: Tokenizer | None
-    tolerance: float  # rounding may hide a logit gap below this
-    requests: int
-    samplings: tuple[Sampling, ...]
-    checks: tuple[str, ...]
-    prompts: dict[str, list[list[int]]]
-    answers: list[tuple[list[int], Answer]] = field(default_factory=list)
-    begin: float = field(default_factory=time.monotonic)
+    decoder: ServerDecoder
+    baseline: ServerDecoder | None = None
+    prompts: dict[str, list[list[int]]] = field(default_factory=dict)  # by category
 
     @property
-    def not_a_tie(self) -> str:
-        return f"not a tie (tolerance {self.tolerance:.2g})"
+    def server(self) -> Server:
+        return self.decoder.server
 
     @property
-    def out_of_time(self) -> bool:
-        return time.monotonic() - self.begin > 60 * TIME_LIMIT_MINUTES
+    def servers(self) -> list[Server]:
+        return [decoder.server for decoder in (self.decoder, self.baseline) if decoder]
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether all servers return token ids."""
+        return all(server.returns_ids for server in self.servers)
 
     def as_received(self, prompt: list[int]) -> list[int]:
         """Return the prompt as the servers see it: retokenized if one accepts text only."""
-        if all(server.accepts_ids for server in (self.server, self.baseline) if server):
+        if all(server.accepts_ids for server in self.servers):
             return prompt
-        return self.tokenizer.encode(self.tokenizer.decode(prompt))
+        return self.decoder.tokenizer.encode(self.decoder.tokenizer.decode(prompt))
+
+    def choose_prompts(self, candidates: dict[str, list[list[int]]]) -> None:
+        """Set the prompts to those that fit into the context."""
+        context = min(self.model.config.context, *(server.context for server in self.servers))
+        for category, prompts in candidates.items():
+            received = [self.as_received(ids) for ids in prompts]
+            if fitting := [ids for ids in received if 0 < len(ids) <= context - ANSWER_TOKENS]:
+                self.prompts[category] = fitting
+        if not self.prompts:
+            raise UserError(f"a context of {context} tokens is too short for any prompt")
 
     def greedy_answers(self) -> list[tuple[list[int], Answer]]:
-        """Return the greedy answers so far with their prompts; request some if there are none."""
-        if not self.answers:
-            prompts = [ids for prompts in self.prompts.values() for ids in prompts[:2]]
-            self.answers = [(ids, self.server.ask(ids, ANSWER_TOKENS)) for ids in prompts]
-        return self.answers
+        """Return a greedy answer for each prompt so far; request some if there are none."""
+        wanted = ANSWER_TOKENS, GREEDY
+        if not any(request[1:3] == wanted for request, _ in self.decoder.answers):
+            for prompts in self.prompts.values():
+                for ids in prompts[:2]:
+                    self.decoder.tokens(ids, ANSWER_TOKENS)
+        found = {}
+        for request, answer in self.decoder.answers:
+            if request[1:3] == wanted:
+                found.setdefault(tuple(request.prompt), answer)
+        return [(list(prompt), answer) for prompt, answer in found.items()]
 
     def long_answer(self) -> tuple[list[int], Answer]:
         """Return a greedy answer of full length, and its prompt."""
@@ -125,48 +196,3 @@ def tolerance_of(precision: float | torch.dtype, model: Transformer, prompts: di
         logits, other = (m.logits(m(ids)).double() for m in (model, rounded))
         largest_change = max(largest_change, float((logits - other).abs().max()))
     return max(TIE, 4 * largest_change)
-
-
-# ---- answers ------------------------------------------------------------------------------------
-
-
-def answer_tokens(ctx: ServerContext, prompt: list[int], answer: Answer) -> list[int]:
-    """Return the tokens of an answer. For a text answer, these are our own tokens as far as their
-    text agrees, then the tokenizer's."""
-    if answer.has_ids:
-        return answer.tokens
-    ours = decode(ctx.model, ctx.tokenizer, prompt, max_new_tokens=ANSWER_TOKENS)
-    tokens = ours.tokens[: len(ours.tokens) - (ours.finish_reason == "eos")]
-    prefixes = list(accumulate(ours.texts, initial=""))  # the end token flushes held-back text
-    n = max(n for n, text in enumerate(prefixes) if answer.text.startswith(text))
-    return tokens[:n] + ctx.tokenizer.encode(answer.text[len(prefixes[n]) :], special=False)
-
-
-def with_eos(ctx: ServerContext, prompt: list[int], answer: Answer) -> list[int]:
-    """Return the tokens of an answer; if an end token ended it, append the most probable one."""
-    tokens, eos_ids = answer_tokens(ctx, prompt, answer), ctx.model.config.eos_ids
-    if not (answer.ended and eos_ids and in_vocabulary(ctx, tokens)):
-        return tokens
-    return [*tokens, min(eos_ids, key=lambda end: gaps(ctx.model, prompt, [*tokens, end])[-1])]
-
-
-def in_vocabulary(ctx: ServerContext, tokens: list[int]) -> bool:
-    return all(0 <= token < ctx.model.config.vocab_size for token in tokens)
-
-
-def largest_gap(ctx: ServerContext, prompt: list[int], tokens: list[int]) -> tuple[float, int, int]:
-    """Return the largest gap below the best token, its index, and how many tokens have a gap."""
-    if not in_vocabulary(ctx, tokens):
-        return math.inf, next(i for i, t in enumerate(tokens) if not in_vocabulary(ctx, [t])), 1
-    below = gaps(ctx.model, prompt, tokens) if tokens else [0.0]
-    return max(below), below.index(max(below)), sum(gap > 0 for gap in below)
-
-
-def run_concurrently(function: Callable, jobs: list, label: str = "") -> list:
-    """Run all jobs concurrently and return their results; show progress if there is a label."""
-    pool = ThreadPoolExecutor(CONCURRENCY)
-    try:
-        results = pool.map(function, jobs)
-        return list(tqdm(results, label, len(jobs), disable=None if label else True))
-    finally:
-        pool.shutdown(cancel_futures=True)

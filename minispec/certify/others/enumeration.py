@@ -5,11 +5,16 @@ and randint. A uniform number is not drawn at all: when it is compared with a th
 enumerator chooses the side on which it lies, and the remaining interval is recorded. A decoder that
 uses torch.rand and similar functions therefore has an exact distribution, as our methods have.
 
+The most probable outcomes come first, and the enumeration may stop before all are known. Then each
+sequence has at least the probability found so far: a decoder that exceeds the expected probability
+of any is biased, even if most outcomes are unknown.
+
 A decoder may also draw from sources that nobody can intercept, such as the time. So an enumeration
 is believed only if calls with the same choices give the same tokens, whatever the seed and the
 global generators, and a decoder fails only if its free runs follow the enumerated distribution.
 """
 
+import heapq
 import math
 import random
 import time
@@ -20,13 +25,14 @@ from itertools import count
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from minispec.certify.others.generators import generators_replaced
 from minispec.certify.others.interception import InterceptedRandomness
 from minispec.certify.others.symbolic import CannotEnumerate
 from minispec.certify.statistics import Distribution, chi_square_p
 from minispec.sampling import Randomness
-from minispec.toys import ScriptedRandomness, every_outcome
+from minispec.toys import ScriptedRandomness
 
 RANDOM_SOURCES = "torch, random and numpy.random"
 EQUAL_CALLS = 6  # with the same choices, before anything is enumerated
@@ -35,20 +41,41 @@ MAX_REPLAYS = 20_000  # of other enumerations
 FREE_RUNS, FREE_BATCH = 1000, 100  # at most; at least one batch
 CONFIRM_SECONDS = 8  # of the replays and of the free runs that confirm a failure
 FALSE_SKIP = 1e-4  # probability that they are misleading
+NEGLIGIBLE = 1e-12  # probability of a choice that only exists due to rounding
+ROUNDING = 1e-6  # of a total probability
 SEED_STEP = 1000  # between two calls, so that seeds which a decoder derives from them differ
 Tokens = tuple[int, ...]
 Seeds = set[tuple[str, str]]
 
 
-class TooManyOutcomes(CannotEnumerate):
-    """There are more outcomes than the limit."""
+class LikeliestFirst(ScriptedRandomness):
+    """Follows a script of choices and then takes the most probable options. `others` are the
+    scripts of the options not taken, with their probabilities."""
+
+    def __init__(self, script: list[int]):
+        super().__init__(script)
+        self.others: list[tuple[float, list[int]]] = []
+
+    def choose(self, probs: list[float]) -> int:
+        probs = [p if p > NEGLIGIBLE else 0.0 for p in probs]
+        possible = [p for p in probs if p > 0]
+        made = [choice for choice, _ in self.choices]
+        if len(made) >= len(self.script) and len(possible) > 1:
+            best = possible.index(max(possible))
+            others = [(i, p) for i, p in enumerate(possible) if i != best]
+            self.others += [(self.probability * p, [*made, i]) for i, p in others]
+            self.script = [*made, best]
+        return super().choose(probs)
 
 
 class Enumeration:
-    """The distribution of function(seed) over all outcomes of its random choices. Raise
-    CannotEnumerate if it has other random sources, TooManyOutcomes beyond `limit` outcomes."""
+    """The distribution of function(seed) over the outcomes of its random choices, the likeliest
+    first, until all are known, there are `limit` of them or `seconds` are over. `covered` is their
+    total probability. Raise CannotEnumerate if the function has other random sources."""
 
-    def __init__(self, function: Callable[[int], Tokens], limit: float = math.inf):
+    def __init__(
+        self, function: Callable[[int], Tokens], limit: float = math.inf, seconds: float = math.inf
+    ):
         self.function, self.seeds, self.used = function, count(step=SEED_STEP), False
         self.outcomes: list[tuple[Tokens, list, Seeds]] = []  # with the choices that lead to each
         self.weights: list[float] = []
@@ -57,12 +84,13 @@ class Enumeration:
             first = self.run([])
             for _ in range(EQUAL_CALLS - 1):
                 self.require_equal(self.run([]), first)
-            self.enumerate(limit)
+            self.complete = self.enumerate(limit, time.monotonic() + seconds)
+        self.covered = sum(self.weights)
 
     def run(self, script: list[int]) -> tuple[Tokens, list, Seeds]:
         """Return the tokens after these choices, all choices, and the seeds that were used. Each
         run has another seed and other states of the global generators."""
-        return self.run_with(ScriptedRandomness(script))
+        return self.run_with(LikeliestFirst(script))
 
     def run_with(self, randomness: Randomness) -> tuple[Tokens, list, Seeds]:
         seed = next(self.seeds)
@@ -78,17 +106,26 @@ class Enumeration:
         self.used = self.used or source.used
         return tokens, list(randomness.choices), set(source.drawn_from)
 
-    def enumerate(self, limit: float) -> None:
-        for n, (outcome, weight) in enumerate(every_outcome(self.run_with), start=1):
-            if n > limit:
-                raise TooManyOutcomes(f"there are more than {limit} outcomes")
+    def enumerate(self, limit: float, end: float) -> bool:
+        """Find outcomes; return whether these are all."""
+        scripts: list[tuple[float, list[int]]] = [(-1.0, [])]  # a heap
+        bar = tqdm(desc="outcomes", leave=False, disable=None)
+        while scripts and len(self.outcomes) < limit and time.monotonic() < end:
+            bar.update()
+            randomness = LikeliestFirst(heapq.heappop(scripts)[1])
+            outcome = self.run_with(randomness)
+            for probability, script in randomness.others:
+                heapq.heappush(scripts, (-probability, script))
             self.outcomes.append(outcome)
-            self.weights.append(weight)
-            self.distribution[outcome[0]] += weight
+            self.weights.append(randomness.probability)
+            self.distribution[outcome[0]] += randomness.probability
+        bar.close()
         if not self.used:
             raise CannotEnumerate(f"it uses no random numbers from {RANDOM_SOURCES}")
-        if abs(sum(self.distribution.values()) - 1) > 1e-6:
+        total = sum(self.weights)
+        if total > 1 + ROUNDING or (not scripts and total < 1 - ROUNDING):
             raise CannotEnumerate("not only random numbers matter: probabilities do not sum to 1")
+        return not scripts
 
     def require_equal(self, run: tuple, first: tuple) -> None:
         """Raise CannotEnumerate if two runs with the same choices differ, or use the same seed."""
@@ -120,25 +157,33 @@ class Enumeration:
             self.compare_free_runs(exact)
 
     def compare_free_runs(self, exact: Distribution) -> None:
-        """Raise CannotEnumerate if runs without interception do not follow the enumerated
-        distribution, or follow the expected one better."""
+        """Raise CannotEnumerate if runs without interception do not have the enumerated probability
+        of a sequence that exceeds its expected probability, or fit the latter better."""
+        excess = {x for x, p in self.distribution.items() if p > exact.get(x, 0.0)}
+        found, expected = (
+            {(True,): (p := sum(d.get(x, 0.0) for x in excess)), (False,): max(1 - p, 0.0)}
+            for d in (self.distribution, exact)
+        )
         counts: Counter = Counter()
-        evidence, limit = 0.0, -math.log(FALSE_SKIP)  # log-likelihood ratio, for `exact`
+        evidence, limit = 0.0, -math.log(FALSE_SKIP)  # log-likelihood ratio, for `expected`
         end = time.monotonic() + CONFIRM_SECONDS
         while counts.total() < FREE_RUNS and abs(evidence) < limit:
             if counts and time.monotonic() > end:
                 break
-            drawn = Counter(self.function(next(self.seeds)) for _ in range(FREE_BATCH))
+            results = (self.function(next(self.seeds)) for _ in range(FREE_BATCH))
+            drawn = Counter((x in excess,) for x in results)
             counts += drawn
-            evidence += sum(n * log_ratio(exact, self.distribution, x) for x, n in drawn.items())
-        if chi_square_p(counts, self.distribution) < FALSE_SKIP or evidence > limit:
+            evidence += sum(n * log_ratio(expected, found, x) for x, n in drawn.items())
+        rarer = counts[(True,)] < found[(True,)] * counts.total()
+        disagree = (rarer or self.complete) and chi_square_p(counts, found) < FALSE_SKIP
+        if disagree or evidence > limit:
             raise CannotEnumerate("it also draws from a source that was not intercepted: its free "
                                   "runs do not follow the enumerated distribution")  # fmt: skip
 
 
-def log_ratio(a: Distribution, b: Distribution, tokens: Tokens) -> float:
-    """Return the logarithm of a sequence's probability under `a` over that under `b`."""
-    p, q = a.get(tokens, 0.0), b.get(tokens, 0.0)
+def log_ratio(a: Distribution, b: Distribution, key: tuple) -> float:
+    """Return the logarithm of a key's probability under `a` over that under `b`."""
+    p, q = a[key], b[key]
     if min(p, q) > 0:
         return math.log(p / q)
     return -math.inf if q > 0 else math.inf
@@ -149,7 +194,7 @@ def find_constant_seed(function: Callable[[int], Tokens]) -> str | None:
     used: list[Seeds] = []
     with global_states_kept(), generators_replaced():
         for seed in range(0, 3 * SEED_STEP, SEED_STEP):
-            source = InterceptedRandomness(ScriptedRandomness([]))
+            source = InterceptedRandomness(LikeliestFirst([]))
             try:
                 with source:
                     function(seed)

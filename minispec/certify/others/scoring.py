@@ -1,9 +1,10 @@
-"""Score another decoder's tokens with our float64 model."""
+"""Score another decoder's tokens with our float64 model, and test samples for a bias."""
 
+import math
 import random
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,12 +17,21 @@ from minispec.certify.statistics import (
     two_sample_p,
 )
 from minispec.model import Transformer
-from minispec.sampling import Sampling, probs
 from minispec.tree import Tree
 
 Tokens = tuple[int, ...]
-BATCH = 64  # sequences scored in one pass, as a tree
+Warp = Callable[[Tensor], Tensor]  # logits (n, V) -> the distributions (n, V) to sample from
+BATCH_SIZE = 2**24  # elements of the logits of one pass
 BELOW_ONE = 1 - 1e-9
+SMALLEST_CELL = 1e-4
+
+
+# ---- greedy answers ------------------------------------------------------------------------------
+
+
+def answer_logits(model: Transformer, prompt: list[int], tokens: list[int]) -> Tensor:
+    """Return the logits (n, V) from which each of `tokens` was chosen."""
+    return model.logits(model([*prompt, *tokens][:-1])[0, len(prompt) - 1 :])
 
 
 def gaps(model: Transformer, prompt: list[int], tokens: list[int]) -> list[float]:
@@ -31,28 +41,105 @@ def gaps(model: Transformer, prompt: list[int], tokens: list[int]) -> list[float
     return (logits.max(-1).values - chosen).tolist()
 
 
-def answer_logits(model: Transformer, prompt: list[int], tokens: list[int]) -> Tensor:
-    """Return the logits (n, V) from which each of `tokens` was chosen."""
-    return model.logits(model([*prompt, *tokens][:-1])[0, len(prompt) - 1 :])
+def largest_gap(model: Transformer, prompt: list[int], tokens: list[int]) -> tuple[float, int, int]:
+    """Return the largest gap below the best token, its index, and how many tokens have a gap."""
+    for i, token in enumerate(tokens):
+        if not 0 <= token < model.config.vocab_size:
+            return math.inf, i, 1
+    below = gaps(model, prompt, tokens) if tokens else [0.0]
+    return max(below), below.index(max(below)), sum(gap > 0 for gap in below)
 
 
-@dataclass
+# ---- samples -------------------------------------------------------------------------------------
+
+
 class Scores:
-    """Sampled continuations of a prompt, scored by the distribution they should come from.
+    """Continuations of a prompt, scored by the distribution from which they should be sampled.
 
-    `cells` partitions all sequences by prefix: a sequence belongs to its longest prefix that is a
-    cell. `intervals` holds (above, p) for each sampled token: the total probability of all more
+    `intervals` holds (above, p) for each token of a sequence: the total probability of all more
     probable tokens, and its own. For a correct decoder above + v p, with v uniform, is therefore
-    uniform for every token, whatever precedes it."""
+    uniform for every token, whatever precedes it. End tokens are normalised by `normalise_end`.
 
-    cells: Distribution = field(default_factory=lambda: {(): 1.0})
-    intervals: dict[Tokens, list[tuple[float, float]]] = field(default_factory=dict)
-    impossible: Tokens | None = None  # sampled, although its probability is 0
-    uncertain: float = 0.0  # probability of tokens that a warper may keep or drop due to rounding
+    A token that a warper removes, but would keep if its logit were larger by `margin`, counts as
+    the least probable one kept."""
 
-    def cell(self, sequence: Tokens) -> Tokens:
-        """Return the longest prefix of the sequence that is a cell."""
-        return next(c for n in range(len(sequence), -1, -1) if (c := sequence[:n]) in self.cells)
+    def __init__(self, model: Transformer, prompt: list[int], warp: Warp, margin: float = 1e-3):
+        self.model, self.prompt, self.warp, self.margin = model, prompt, warp, margin
+        self.intervals: dict[Tokens, list[tuple[float, float]]] = {}
+        self.entropies: dict[Tokens, float] = {}  # bits, the mean over a sequence's tokens
+        self.likely: dict[Tokens, Distribution] = {}  # prefix -> its likely continuations
+        self.doubtful: dict[Tokens, float] = {}  # prefix -> probability that rounding may move
+        self.impossible: Tokens | None = None  # sampled, although its probability is 0
+
+    @torch.no_grad()
+    def add(self, samples: Iterable[Tokens]) -> "Scores":
+        """Score sequences, in batches that are merged into trees."""
+        distinct = sorted(set(samples) - self.intervals.keys())
+        longest = max(map(len, distinct), default=1) or 1
+        batch = max(1, min(64, BATCH_SIZE // (longest * self.model.config.vocab_size)))
+        if not distinct:
+            return self
+        cache = self.model.new_cache(len(self.prompt) + batch * longest)
+        self.model.prefill(self.prompt[:-1], cache)
+        for start in range(0, len(distinct), batch):
+            self.score(distinct[start : start + batch], cache)
+        return self
+
+    def score(self, sequences: list[Tokens], cache) -> None:
+        tree = Tree.merged(self.prompt[-1], [list(sequence) for sequence in sequences])
+        logits = self.model.logits(self.model(tree.tokens, cache, tree.depth, tree.mask)[0])
+        rows = merge_end_tokens(self.warp(logits), self.model.config.eos_ids)  # (n, V)
+        entropy = torch.special.entr(rows).sum(-1).div(math.log(2)).tolist()
+        intervals = [(0.0, 1.0), *edge_intervals(rows, tree)]
+        children = {(p, t): i for i, (p, t) in enumerate(zip(tree.parents, tree.tokens)) if i}
+        for sequence in sequences:
+            node, probability, found, bits = 0, 1.0, [], 0.0
+            for n, token in enumerate(sequence):
+                if probability >= SMALLEST_CELL:
+                    self.remember(sequence[:n], probability, logits[node], rows[node])
+                bits += entropy[node] / len(sequence)
+                above, p = intervals[children[node, token]]
+                if p == 0:
+                    above = self.explain(logits[node], sequence[: n + 1])
+                found.append((above, p))
+                probability, node = probability * p, children[node, token]
+            self.intervals[sequence], self.entropies[sequence] = found, bits
+
+    def remember(self, prefix: Tokens, probability: float, logits: Tensor, row: Tensor) -> None:
+        """Keep the likely continuations of a likely prefix, from which cells are made."""
+        if prefix not in self.likely:
+            likely = (probability * row >= SMALLEST_CELL).nonzero()[:, 0].tolist()
+            self.likely[prefix] = {(*prefix, t): probability * float(row[t]) for t in likely}
+            uncertain = uncertain_probability(logits, row, self.warp, self.margin)
+            self.doubtful[prefix] = probability * uncertain
+
+    def explain(self, logits: Tensor, sequence: Tokens) -> float:
+        """Return `above` of a last token with probability 0. It is impossible unless rounding may
+        decide whether a warper keeps it."""
+        if kept_if_raised(logits, sequence[-1], self.warp, self.margin):
+            return BELOW_ONE
+        self.impossible = self.impossible or sequence
+        return 1.0
+
+    def cells(self, smallest: float) -> Distribution:
+        """Return cells of at least the `smallest` probability that partition all sequences by
+        prefix: a sequence belongs to its longest prefix that is a cell."""
+        cells: Distribution = {(): 1.0}
+        for prefix in sorted(self.likely, key=len):
+            for child, p in self.likely[prefix].items() if prefix in cells else ():
+                if p >= smallest:
+                    cells[child] = p
+                    cells[prefix] -= p
+        return cells
+
+    def uncertain(self, smallest: float) -> float:
+        """Return the probability of tokens that a warper may keep or remove due to rounding."""
+        cells = self.cells(smallest)
+        return sum(p for prefix, p in self.doubtful.items() if prefix in cells)
+
+    def entropy(self, samples: list[Tokens]) -> float:
+        """Return the mean entropy, in bits, of the distributions that the samples come from."""
+        return sum(self.entropies[sequence] for sequence in samples) / len(samples)
 
 
 def normalise_end(tokens: list[int], eos_ids: tuple[int, ...]) -> Tokens:
@@ -63,47 +150,6 @@ def normalise_end(tokens: list[int], eos_ids: tuple[int, ...]) -> Tokens:
     return tuple(tokens)
 
 
-@torch.no_grad()
-def score(
-    model: Transformer, prompt: list[int], samples: list[Tokens], sampling: Sampling,
-    margin: float = 1e-3,
-) -> Scores:  # fmt: skip
-    """Score sequences sampled after the prompt, with end tokens normalised by `normalise_end`.
-
-    Cells have an expected count of five or more. A token that top-k or top-p removes, but would
-    keep if its logit were larger by `margin`, counts as the least probable one kept."""
-    scores, min_probability = Scores(), 5 / len(samples)
-    distinct = sorted(set(samples))
-    cache = model.new_cache(len(prompt) + BATCH * max(map(len, distinct)))
-    model.prefill(prompt[:-1], cache)
-    prefix_probs: Distribution = {(): 1.0}  # of every prefix of a sample
-    done: set[Tokens] = set()  # cells that have been split
-    for start in range(0, len(distinct), BATCH):
-        chunk = distinct[start : start + BATCH]
-        tree = Tree.merged(prompt[-1], [list(sequence) for sequence in chunk])
-        logits = model.logits(model(tree.tokens, cache, tree.depth, tree.mask)[0])  # (n, V)
-        rows = merge_end_tokens(probs(logits, sampling), model.config.eos_ids)
-        node_of = {(p, t): i for i, (p, t) in enumerate(zip(tree.parents, tree.tokens))}
-        for sequence in chunk:
-            node, scores.intervals[sequence] = 0, []
-            for n, token in enumerate(sequence):
-                prefix, row = sequence[:n], rows[node]
-                if prefix in scores.cells and prefix not in done:
-                    done.add(prefix)
-                    split_cell(scores.cells, prefix, prefix_probs[prefix], row, min_probability)
-                    uncertain = uncertain_probability(logits[node], row, sampling, margin)
-                    scores.uncertain += prefix_probs[prefix] * uncertain
-                above, p = interval(row, token)
-                if p == 0 and kept_if_raised(logits[node], token, sampling, margin):
-                    above = BELOW_ONE
-                elif p == 0:
-                    scores.impossible = scores.impossible or sequence[: n + 1]
-                scores.intervals[sequence].append((above, p))
-                prefix_probs[sequence[: n + 1]] = prefix_probs[prefix] * p
-                node = node_of[node, token]
-    return scores
-
-
 def merge_end_tokens(rows: Tensor, eos_ids: tuple[int, ...]) -> Tensor:
     """Move the probability of all end tokens to the first of them, in place; rows are (n, V)."""
     if len(eos_ids) > 1:
@@ -112,30 +158,24 @@ def merge_end_tokens(rows: Tensor, eos_ids: tuple[int, ...]) -> Tensor:
     return rows
 
 
-def split_cell(
-    cells: Distribution, prefix: Tokens, prob: float, row: Tensor, min_probability: float
-) -> None:
-    """Split off a cell for each next token that is probable enough."""
-    for token in (prob * row >= min_probability).nonzero()[:, 0].tolist():
-        cells[*prefix, token] = prob * float(row[token])
-        cells[prefix] -= cells[*prefix, token]
+def edge_intervals(rows: Tensor, tree: Tree) -> Iterator[tuple[float, float]]:
+    """Yield, for each node but the root, the total probability of all tokens that are more probable
+    after its parent, and its own."""
+    rows = rows[tree.parents[1:]]  # (n - 1, V)
+    tokens = torch.tensor(tree.tokens[1:])[:, None]
+    p = rows.gather(-1, tokens)
+    before = (rows > p) | ((rows == p) & (torch.arange(rows.shape[-1]) < tokens))
+    return zip((rows * before).sum(-1).tolist(), p[:, 0].tolist())
 
 
-def interval(row: Tensor, token: int) -> tuple[float, float]:
-    """Return the total probability of all more probable tokens, and the token's own."""
-    p = row[token]
-    before = (row > p) | ((row == p) & (torch.arange(len(row)) < token))
-    return (float(row[before].sum()), float(p)) if p > 0 else (1.0, 0.0)
-
-
-def kept_if_raised(logits: Tensor, token: int, sampling: Sampling, margin: float) -> bool:
+def kept_if_raised(logits: Tensor, token: int, warp: Warp, margin: float) -> bool:
     """Return whether the warpers would keep this token if its logit were larger by `margin`."""
     raised = logits.clone()
     raised[token] += margin
-    return bool(probs(raised[None], sampling)[0][token] > 0)
+    return bool(warp(raised[None])[0][token] > 0)
 
 
-def uncertain_probability(logits: Tensor, row: Tensor, sampling: Sampling, margin: float) -> float:
+def uncertain_probability(logits: Tensor, row: Tensor, warp: Warp, margin: float) -> float:
     """Return the probability of the last token that the warpers keep if rounding may decide between
     it and the first one they remove, otherwise 0."""
     kept = row > 0
@@ -143,27 +183,29 @@ def uncertain_probability(logits: Tensor, row: Tensor, sampling: Sampling, margi
         return 0.0
     last = int(logits.masked_fill(~kept, torch.inf).argmin())
     first = int(logits.masked_fill(kept, -torch.inf).argmax())
-    uncertain = kept_if_raised(logits, first, sampling, margin)
-    uncertain = uncertain or not kept_if_raised(logits, last, sampling, -margin)
+    uncertain = kept_if_raised(logits, first, warp, margin)
+    uncertain = uncertain or not kept_if_raised(logits, last, warp, -margin)
     return float(row[last]) if uncertain else 0.0
 
 
 # ---- tests ---------------------------------------------------------------------------------------
 
 BINS, PAIR_BINS = 10, 4  # for one position, and for each of a pair
+FIRST, EVERY, EVERY_PAIR = "the first tokens", "all tokens", "all pairs of tokens"
 
 
 def smallest_p(
     scores: Scores, samples: list[Tokens], other: list[Tokens] | None = None
 ) -> tuple[float, str]:
-    """Return the smallest p-value of several χ² tests, times their number (Bonferroni), and a line
-    that names the test and the bias it could detect.
+    """Return the smallest p-value of several χ² tests, times their number (Bonferroni), and the
+    name of its test.
 
     The tests compare the samples with the exact distribution, or with `other`, the samples of
-    another decoder: the first tokens jointly, each position, and each pair of neighbours."""
-    length = min(max(map(len, sequences)) for sequences in (samples, other or samples))
-    expected = dict(expected_bins(scores, length))
-    observed, other_observed = count_bins(scores, samples), count_bins(scores, other or [])
+    another decoder: the first tokens jointly, each position, and each pair of neighbours; and, with
+    the exact distribution only, all positions together, because only then are they independent."""
+    expected = expected_bins(scores, samples, other)
+    cells = expected[FIRST]
+    observed, other_observed = (count_bins(scores, cells, s) for s in (samples, other or []))
     results = []
     for where, exact in expected.items():
         if other is None:
@@ -171,35 +213,48 @@ def smallest_p(
         else:
             p = two_sample_p(observed[where], other_observed[where])
         results.append((min(1.0, len(expected) * p), where))
-    p, where = min(results)
+    return min(results)
+
+
+def detectable(scores: Scores, samples: list[Tokens], other: list[Tokens] | None) -> float:
+    """Return the total variation that `smallest_p` would detect at one token or pair of tokens."""
     n = len(samples) * len(other) / (len(samples) + len(other)) if other else len(samples)
-    bias = detectable_bias(max(1, len(expected[where]) - 1), n, FALSE_ALARM / len(expected))
-    return p, f"p = {p:.2g} at {where}, {len(samples)} runs; a TV of {bias:.2f} would be detected"
+    alarm = FALSE_ALARM / len(expected_bins(scores, samples, other))
+    return detectable_bias(PAIR_BINS**2 - 1, n, alarm)
 
 
-def expected_bins(scores: Scores, length: int) -> Iterator[tuple[str, dict]]:
-    """Yield the name of each test and the distribution of its bins."""
-    yield "the first tokens", {cell: max(p, 1e-12) for cell, p in scores.cells.items()}
-    for i in range(length):
-        yield f"token {i + 1}", {(b,): 1 / BINS for b in range(BINS)}
-    for i in range(length - 1):
-        pairs = [(a, b) for a in range(PAIR_BINS) for b in range(PAIR_BINS)]
-        yield f"tokens {i + 1}, {i + 2}", {pair: 1 / len(pairs) for pair in pairs}
+def expected_bins(
+    scores: Scores, samples: list[Tokens], other: list[Tokens] | None
+) -> dict[str, dict]:
+    """Return the name of each test and the distribution of its bins."""
+    length = min(max(map(len, sequences)) for sequences in (samples, other or samples))
+    smallest = 5 / (len(samples) + len(other or []))
+    cells = {cell: max(p, 1e-12) for cell, p in scores.cells(smallest).items()}
+    pairs = {(a, b): 1 / PAIR_BINS**2 for a in range(PAIR_BINS) for b in range(PAIR_BINS)}
+    single = {(b,): 1 / BINS for b in range(BINS)}
+    bins = {FIRST: cells}
+    bins |= {f"token {i}": single for i in range(1, length + 1)}
+    bins |= {f"tokens {i}, {j}": pairs for i, j in pairwise(range(1, length + 1))}
+    return bins | ({EVERY: single, EVERY_PAIR: pairs} if other is None and length > 1 else {})
 
 
-def count_bins(scores: Scores, samples: list[Tokens]) -> dict[str, Counter]:
+def count_bins(scores: Scores, cells: Distribution, samples: list[Tokens]) -> dict[str, Counter]:
     """Count the samples in the bins of each test."""
-    counts: dict[str, Counter] = {}
+    counts: dict[str, Counter] = {name: Counter() for name in (FIRST, EVERY, EVERY_PAIR)}
     rng = random.Random(0)
     for sequence in samples:
-        counts.setdefault("the first tokens", Counter())[scores.cell(sequence)] += 1
+        n = next(n for n in range(len(sequence), -1, -1) if sequence[:n] in cells)
+        counts[FIRST][sequence[:n]] += 1
         uniform = [
             min(above + rng.random() * p, BELOW_ONE if p else 1.0)
             for above, p in scores.intervals[sequence]
         ]
-        for i, u in enumerate(uniform):
-            counts.setdefault(f"token {i + 1}", Counter())[(int(BINS * u),)] += 1
-            if i:
-                pair = int(PAIR_BINS * uniform[i - 1]), int(PAIR_BINS * u)
-                counts.setdefault(f"tokens {i}, {i + 1}", Counter())[pair] += 1
+        for i, u in enumerate(uniform, start=1):
+            counts.setdefault(f"token {i}", Counter())[(int(BINS * u),)] += 1
+        for i, (u, v) in enumerate(pairwise(uniform), start=1):
+            pair = int(PAIR_BINS * u), int(PAIR_BINS * v)
+            counts.setdefault(f"tokens {i}, {i + 1}", Counter())[pair] += 1
+            if i % 2:  # disjoint pairs are independent
+                counts[EVERY_PAIR][pair] += 1
+        counts[EVERY].update((int(BINS * u),) for u in uniform)
     return counts

@@ -1,17 +1,15 @@
 """Check that a server decodes exactly as the checkpoint it claims to serve."""
 
-import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import cached_property
 
 import torch
 
-from minispec.certify.common import GREEDY, Verdict, describe, drafting_result
-from minispec.certify.compare import divergence
+from minispec.certify.common import GREEDY, NotSupported, Result, Verdict, describe, drafting_result
 from minispec.certify.others.client import (
     Answer,
     ConnectionLost,
-    NotSupported,
     RequestError,
     Server,
     is_stop_reason,
@@ -19,119 +17,106 @@ from minispec.certify.others.client import (
 from minispec.certify.others.context import (
     ANSWER_TOKENS,
     CONCURRENCY,
-    HIGH_TEMPERATURE,
     TIME_LIMIT_MINUTES,
-    Result,
     ServerContext,
-    in_vocabulary,
-    largest_gap,
+    ServerDecoder,
     make_prompts,
-    run_concurrently,
     tolerance_of,
-    with_eos,
 )
-from minispec.certify.others.distribution import (
-    SAMPLE_TOKENS,
-    SERVER_SAMPLINGS,
-    Samples,
-    seeds_work,
+from minispec.certify.others.examination import (
+    Request,
+    Row,
+    baseline_tokens,
+    difference,
+    ends_correctly,
+    is_greedy,
+    judge,
+    keeps_lengths,
+    samples_fit,
+    wrong_end,
 )
-from minispec.certify.others.scoring import answer_logits, gaps
+from minispec.certify.others.scoring import answer_logits, largest_gap
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import UserError
 from minispec.model import Transformer
-from minispec.sampling import Sampling
+from minispec.sampling import Sampling, probs
 
 SERVER_CHECKS = "greedy", "limits", "load", "distribution"
 REQUESTS = 2000  # the approximate number of requests, by default
+SAMPLE_TOKENS, MIN_ANSWERS = 8, 60  # tokens per sampled answer; answers per sampling
+HIGH_TEMPERATURE = Sampling(1.5)
+SERVER_SAMPLINGS = (
+    Sampling(1.0), Sampling(0.6), Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.8),
+    Sampling(1.3, top_k=20, top_p=0.9),
+)  # fmt: skip
 
-# ---- the test ------------------------------------------------------------------------------------
+# ---- the examination -----------------------------------------------------------------------------
 
 
 def check_server(
     server: Server, model: Transformer, tokenizer: Tokenizer | None, baseline: Server | None = None,
     requests: int = REQUESTS, precision: float | torch.dtype = torch.float32,
     checks: tuple[str, ...] = SERVER_CHECKS, samplings: tuple[Sampling, ...] = SERVER_SAMPLINGS,
+    only: str = "",
 ) -> Iterator[Verdict]:  # fmt: skip
     """Yield verdicts on a server of `model`, with roughly `requests` requests.
 
-    A baseline is a server of the same model that decodes plainly. The server must then equal the
-    baseline instead of our model; a row reports where the baseline itself differs from ours."""
-    prompts, servers = make_prompts(model, tokenizer), list(filter(None, (server, baseline)))
-    for one in servers:
+    `only` selects rows by a part of "check: case". A baseline is a server of the same model that
+    decodes plainly. The server must then equal the baseline instead of our model; a row reports
+    where the baseline itself differs from ours."""
+    end = time.monotonic() + 60 * TIME_LIMIT_MINUTES
+    prompts = make_prompts(model, tokenizer)
+    for one in filter(None, (server, baseline)):
         one.probe(next(iter(prompts.values()))[0])
-    ctx = ServerContext(server, baseline, model, tokenizer, 0.0, requests, samplings, checks, {})
-    max_prompt = min(model.config.context, *(s.context for s in servers)) - ANSWER_TOKENS
-    for category, candidates in prompts.items():
-        received = [ctx.as_received(ids) for ids in candidates]
-        if fitting := [ids for ids in received if 0 < len(ids) <= max_prompt]:
-            ctx.prompts[category] = fitting
-    if not ctx.prompts:
-        context = max_prompt + ANSWER_TOKENS
-        raise UserError(f"a context of {context} tokens is too short for any prompt")
+    decoder = ServerDecoder(server, model, tokenizer, end)
+    plain = ServerDecoder(baseline, model, tokenizer, end) if baseline else None
+    ctx = ServerContext(decoder, model, plain)
+    ctx.choose_prompts(prompts)
     ctx.tolerance = tolerance_of(precision, model, ctx.prompts)
+    budget = Budget(ctx, requests)
+    is_model = Row("server", str(server.name), ctx, is_this_model, (), False)
+    selected = [row for row in rows(ctx, samplings, budget)
+                if row.check in checks and only in row.name]  # fmt: skip
+    budget.divide(selected)
     before = server.draft_counts()
-    for check, case, function, *arguments in rows(ctx):
-        try:
-            passed, detail = evaluate(function, ctx, *arguments)
-        except ConnectionLost as error:
-            yield Verdict(check, case, False, str(error))
-            return
-        yield Verdict(check, case, passed, detail)
-        if check == "server" and not passed:
-            return  # a different model: the other checks would be meaningless
-    after = server.draft_counts()
-    passed, detail = drafting_since(before, after)
+    try:
+        for row in [is_model, *selected]:
+            for verdict in judge(row) if time.monotonic() < end else skip(row):
+                yield verdict
+            if row.check == "server" and not verdict.passed:
+                return  # a different model: the other checks would be meaningless
+    except ConnectionLost as error:
+        yield Verdict(row.check, row.case, False, str(error))
+        return
+    passed, detail = drafting_since(before, server.draft_counts())
     yield Verdict("drafts", f"in {server.requests} requests", passed, detail)
 
 
-def evaluate(function: Callable, ctx: ServerContext, *arguments) -> Result:
-    """Run one check; a request that the server rejects fails it."""
-    if ctx.out_of_time:
-        return None, f"skipped: {TIME_LIMIT_MINUTES} minutes are over (reduce --requests)"
-    try:
-        return function(ctx, *arguments)
-    except NotSupported as error:
-        return None, f"not checked: {error}"
-    except RequestError as error:
-        return False, str(error)
+def skip(row: Row) -> Iterator[Verdict]:
+    detail = f"skipped: {TIME_LIMIT_MINUTES} minutes are over (reduce --requests)"
+    yield Verdict(row.check, row.case, None, detail)
 
 
-def rows(ctx: ServerContext) -> Iterator[tuple]:
-    """Yield (check, case, function, its arguments after the context)."""
-    yield "server", str(ctx.server.name), is_this_model
-    ids = all(server.returns_ids for server in (ctx.server, ctx.baseline) if server)
-    for category, prompts in ctx.prompts.items() if "greedy" in ctx.checks else ():
-        if ctx.baseline:
-            yield "baseline", f"greedy, {category}", baseline_is_greedy, prompts
-        yield "greedy", category, is_greedy, prompts
-    if "limits" in ctx.checks:
-        yield "limits", "stop strings", honours_stop_strings
-        yield "limits", "streaming", streams_same_text
-        yield from token_limits(ctx) if ids else [("limits", "all other limits", needs_ids)]
-    if "load" in ctx.checks:
-        yield "load", f"{CONCURRENCY} concurrent, mixed temperatures", handles_load
-    if "distribution" in ctx.checks:
-        yield from distribution_rows(ctx) if ids else [("distribution", "all", needs_ids)]
-
-
-def token_limits(ctx: ServerContext) -> Iterator[tuple]:
-    yield "limits", "lengths", keeps_lengths
-    yield "limits", "end of greedy answers", ends_at_eos
-    for end in ctx.model.config.eos_ids:
-        yield "limits", f"end token {end}", obeys_eos, end
-    yield "limits", "logprobs", logprobs_match
-    yield "limits", "several choices", returns_choices
-
-
-def distribution_rows(ctx: ServerContext) -> Iterator[tuple]:
-    yield "distribution", "seeds", seeds_work
-    samples = Samples(ctx)
-    for sampling in ctx.samplings:
-        if ctx.baseline:
-            case = f"distribution, {describe(sampling)}"
-            yield "baseline", case, samples.judge_baseline, sampling
-        yield "distribution", describe(sampling), samples.judge_server, sampling
+def rows(ctx: ServerContext, samplings: tuple[Sampling, ...], budget: "Budget") -> Iterator[Row]:
+    for category, prompts in ctx.prompts.items():
+        yield Row("greedy", category, ctx, is_greedy, (prompts, ANSWER_TOKENS))
+    yield Row("limits", "stop strings", ctx, honours_stop_strings, (), False)
+    yield Row("limits", "streaming", ctx, streams_same_text, (), False)
+    if ctx.has_ids:
+        yield Row("limits", "lengths", ctx, lengths_are_right, (), False)
+        yield Row("limits", "end of greedy answers", ctx, ends_are_right, (), False)
+        for end in ctx.model.config.eos_ids:
+            yield Row("limits", f"end token {end}", ctx, obeys_eos, (end,), False)
+        yield Row("limits", "logprobs", ctx, logprobs_match, (), False)
+        yield Row("limits", "several choices", ctx, returns_choices, (), False)
+    else:
+        yield Row("limits", "all other limits", ctx, needs_ids, (), False)
+    yield Row("load", f"{CONCURRENCY} concurrent, mixed temperatures", ctx, handles_load, (), False)
+    if ctx.has_ids:
+        yield Row("distribution", "seeds", ctx, seeds_work, (), False)
+        for sampling in samplings:
+            yield Row("distribution", describe(sampling), ctx, fits, (sampling, budget))
+    else:
+        yield Row("distribution", "all", ctx, needs_ids, (), False)
 
 
 def needs_ids(ctx: ServerContext) -> Result:
@@ -149,9 +134,9 @@ def is_this_model(ctx: ServerContext) -> Result:
             answer = server.ask(ids, 4, logprobs=1)
         except RequestError:
             answer = server.ask(ids, 4)
-        differences += logprob_differences(ctx, ids, answer) or []
-        first = with_eos(ctx, ids, answer)[:1]
-        best.append(bool(first) and largest_gap(ctx, ids, first)[0] < ctx.tolerance)
+        differences += logprob_differences(ctx, ids, answer)
+        first = ctx.decoder.with_end(ids, 4, answer)[:1]
+        best.append(bool(first) and largest_gap(ctx.model, ids, first)[0] < ctx.tolerance)
         lengths.append((len(ids), answer.prompt_tokens or len(ids)))
     accepts = "token ids" if server.accepts_ids else "text"
     returns = "token ids" if server.returns_ids else "text, encoded by our tokenizer"
@@ -169,74 +154,43 @@ def is_this_model(ctx: ServerContext) -> Result:
     return True, summary
 
 
-def logprob_differences(
-    ctx: ServerContext, prompt: list[int], answer: Answer
-) -> list[float] | None:
-    """Return how far each logprob is from ours, or None if the answer has none."""
+def logprob_differences(ctx: ServerContext, prompt: list[int], answer: Answer) -> list[float]:
+    """Return how far each logprob is from ours; nothing if the answer has none."""
     n = min(len(answer.tokens), len(answer.logprobs or []))
-    if n == 0 or not answer.has_ids or not in_vocabulary(ctx, answer.tokens):
-        return None
+    if n == 0 or not answer.has_ids or not ctx.decoder.are_known(answer.tokens):
+        return []
     logits = answer_logits(ctx.model, prompt, answer.tokens[:n])
     ours = logits.log_softmax(-1)[torch.arange(n), answer.tokens[:n]]
     return (ours - torch.tensor(answer.logprobs[:n], dtype=torch.float64)).abs().tolist()
 
 
-# ---- greedy --------------------------------------------------------------------------------------
-
-
-def is_greedy(ctx: ServerContext, prompts: list[list[int]]) -> Result:
-    """Check that every token is the most probable at its position, up to ties; ask for every answer
-    twice. With a baseline, check that the answers equal the baseline's, up to ties."""
-    same, ties, total = 0, 0, 0
-    for ids in prompts:
-        answers = [ctx.server.ask(ids, ANSWER_TOKENS) for _ in range(2)]
-        ctx.answers.append((ids, answers[0]))
-        plain = ctx.baseline and with_eos(ctx, ids, ctx.baseline.ask(ids, ANSWER_TOKENS))
-        for answer in answers:
-            tokens = with_eos(ctx, ids, answer)
-            if not tokens:
-                return False, f"prompt of {len(ids)} tokens: the answer is empty"
-            if plain is None:
-                gap, at, n_gaps = largest_gap(ctx, ids, tokens)
-            else:
-                n = min(len(plain), len(tokens))
-                at, gap = divergence(ctx.model, ids, tokens[:n], plain[:n])
-                n_gaps = at is not None
-            if n_gaps and gap >= ctx.tolerance:
-                where = f"prompt of {len(ids)} tokens, token {at}: {tokens[at : at + 3]}"
-                return False, f"{where}, {gap:.3g} below the best: {ctx.not_a_tie}"
-            same, ties, total = same + (not n_gaps), ties + n_gaps, total + len(tokens)
-    low, high = wilson_interval(same, 2 * len(prompts))
-    reference = "the baseline's" if ctx.baseline else "ours"
-    detail = f"{same} of {2 * len(prompts)} answers equal {reference} ({low:.0%} to {high:.0%})"
-    return True, f"{detail}; {ties} ties in {total} tokens"
-
-
-def baseline_is_greedy(ctx: ServerContext, prompts: list[list[int]]) -> Result:
-    plain = replace(ctx, server=ctx.baseline, baseline=None, answers=[])
-    passed, detail = is_greedy(plain, prompts)
-    return passed or None, detail
-
-
-def wilson_interval(hits: int, n: int) -> tuple[float, float]:
-    """Return Wilson's 95 % confidence interval of a rate."""
-    z, p = 1.96, hits / n
-    middle, width = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (middle - width) / (1 + z * z / n), (middle + width) / (1 + z * z / n)
-
-
 # ---- limits --------------------------------------------------------------------------------------
 
 
-def keeps_lengths(ctx: ServerContext) -> Result:
+def lengths_are_right(ctx: ServerContext) -> Result:
     """Check that answers have exactly max_tokens tokens if no end token comes."""
-    ids = ctx.long_answer()[0]
-    answers = [ctx.server.ask(ids, n) for n in range(1, 12)]
-    if problem := [n for n, answer in enumerate(answers, 1) if len(answer.tokens) != n]:
-        return False, f"max_tokens {problem[:4]} not respected"
-    if reasons := [answer.reason for answer in answers if answer.ended]:
-        return False, f"max_tokens 1 to 11 respected, but finish_reason is {reasons[0]!r}"
-    return True, f"max_tokens 1 to 11 respected{unchecked(answers)}"
+    arguments = ctx.long_answer()[0], [*range(1, 12)]
+    return with_finish_reasons(ctx, keeps_lengths, *arguments)
+
+
+def ends_are_right(ctx: ServerContext) -> Result:
+    """Check that answers end after the first end token. If some of the answers so far have one,
+    only their prompts are used."""
+    answers, eos_ids = ctx.greedy_answers(), ctx.model.config.eos_ids
+    ending = [ids for ids, a in answers if a.ended or not set(eos_ids).isdisjoint(a.tokens)]
+    prompts = ending or [ids for ids, _ in answers]
+    return with_finish_reasons(ctx, ends_correctly, prompts[:8], ANSWER_TOKENS)
+
+
+def with_finish_reasons(ctx: ServerContext, check: Callable[..., Result], *arguments) -> Result:
+    """Run a check of tokens, then check the finish reasons of its answers."""
+    before = len(ctx.decoder.answers)
+    passed, detail = check(ctx, *arguments)
+    found = ctx.decoder.answers[before:]
+    for request, answer in found if passed is not False else ():
+        if answer.ended and len(answer.tokens) >= request.n:
+            return False, f"{detail}, but finish_reason is {answer.reason!r}"
+    return passed, detail + unchecked([answer for _, answer in found])
 
 
 def unchecked(answers: list[Answer]) -> str:
@@ -245,37 +199,12 @@ def unchecked(answers: list[Answer]) -> str:
     return f"; {missing} without a finish_reason could not be checked" if missing else ""
 
 
-def ends_at_eos(ctx: ServerContext) -> Result:
-    """Check that every greedy answer ends where an end token is the best, and only there."""
-    for ids, answer in ctx.greedy_answers():
-        if problem := wrong_end(ctx, ids, answer):
-            return False, f"prompt of {len(ids)} tokens: {problem}"
-    answers = [answer for _, answer in ctx.answers]
-    ended = f"{sum(answer.ended for answer in answers)} of {len(answers)} greedy answers"
-    return True, f"{ended} ended with an end token{unchecked(answers)}"
-
-
-def wrong_end(ctx: ServerContext, prompt: list[int], answer: Answer) -> str:
-    """Describe what is wrong with the end of an answer, or return "". Text answers always pass."""
-    eos_ids, tokens = ctx.model.config.eos_ids, answer.tokens
-    if not answer.has_ids or not in_vocabulary(ctx, tokens):
-        return ""
-    if passed_over := [token for token in tokens if token in eos_ids]:
-        return f"continues after the end token {passed_over[0]}"
-    if answer.ended:
-        below = [gaps(ctx.model, prompt, [*tokens, end])[-1] for end in eos_ids]
-        if min(below, default=math.inf) >= ctx.tolerance:
-            why = f"finish_reason {answer.reason!r}"
-            return f"ends after {len(tokens)} tokens without an end token ({why})"
-    elif len(tokens) != ANSWER_TOKENS:
-        return f"{len(tokens)} tokens instead of {ANSWER_TOKENS}"
-    return ""
-
-
 def obeys_eos(ctx: ServerContext, end: int) -> Result:
     """Check that an answer ends at once if logit_bias makes this end token the best."""
     ids, before = ctx.long_answer()
-    answer = ctx.server.ask_optional("logit_bias", ids, 4, logit_bias={str(end): 100})
+    bias = {str(end): 100}
+    ctx.remember(Request(ids, 4), logit_bias=bias)
+    answer = ctx.server.ask_optional("logit_bias", ids, 4, logit_bias=bias)
     if answer.tokens[:1] == before.tokens[:1]:
         raise NotSupported("logit_bias has no effect")
     passed = answer.ended and not answer.tokens
@@ -285,23 +214,24 @@ def obeys_eos(ctx: ServerContext, end: int) -> Result:
 
 def honours_stop_strings(ctx: ServerContext) -> Result:
     """Check that a stop string that spans two tokens ends the answer just before it."""
-    if ctx.tokenizer is None:
+    tokenizer = ctx.decoder.tokenizer
+    if tokenizer is None:
         return None, "--model has no tokenizer"
     answers = []
     for ids, answer in ctx.greedy_answers():
-        if not in_vocabulary(ctx, answer.tokens):
+        if not ctx.decoder.are_known(answer.tokens):
             return False, f"prompt of {len(ids)} tokens: an id outside the vocabulary"
         for n in range(2, ANSWER_TOKENS, 7):
-            boundary = len(ctx.tokenizer.decode(answer.tokens[:n]))
+            boundary = len(tokenizer.decode(answer.tokens[:n]))
             stop = answer.text[max(0, boundary - 2) : boundary + 2]
             if len(stop) < 2 or "\ufffd" in stop:  # an incomplete character
                 continue
             expected = answer.text[: answer.text.index(stop)]
+            ctx.remember(Request(ids, ANSWER_TOKENS), stop=[stop])
             stopped = ctx.server.ask(ids, ANSWER_TOKENS, stop=[stop])
             answers.append(stopped)
-            if stopped.text != expected and ctx.server.ask(ids, ANSWER_TOKENS).text != answer.text:
-                raise NotSupported("answers are not reproducible, so rounding decides")
             if stopped.text != expected:
+                assert_reproducible(ctx, ids, answer)
                 text = stopped.text[-30:]
                 return False, f"stop {stop!r}: {text!r} instead of {expected[-30:]!r}"
             if stopped.reason and not stopped.ended:
@@ -312,13 +242,18 @@ def honours_stop_strings(ctx: ServerContext) -> Result:
     return bool(answers) or None, detail
 
 
+def assert_reproducible(ctx: ServerContext, prompt: list[int], answer: Answer) -> None:
+    if ctx.server.ask(prompt, ANSWER_TOKENS).text != answer.text:
+        raise NotSupported("answers are not reproducible, so rounding decides")
+
+
 def streams_same_text(ctx: ServerContext) -> Result:
     answers = ctx.greedy_answers()[:6]
     for ids, answer in answers:
+        ctx.remember(Request(ids, ANSWER_TOKENS), stream=True)
         text, reason = ctx.server.ask_streaming(ids, ANSWER_TOKENS)
-        if text != answer.text and ctx.server.ask(ids, ANSWER_TOKENS).text != answer.text:
-            raise NotSupported("answers are not reproducible, so rounding decides")
         if text != answer.text:
+            assert_reproducible(ctx, ids, answer)
             streamed, complete = text[-30:], answer.text[-30:]
             return False, f"prompt of {len(ids)} tokens: {streamed!r} instead of {complete!r}"
         if is_stop_reason(reason) != is_stop_reason(answer.reason):
@@ -332,7 +267,7 @@ def logprobs_match(ctx: ServerContext) -> Result:
     differences = []
     for ids in next(iter(ctx.prompts.values())):
         answer = ctx.server.ask_optional("logprobs", ids, ANSWER_TOKENS, logprobs=1)
-        differences += logprob_differences(ctx, ids, answer) or []
+        differences += logprob_differences(ctx, ids, answer)
     if not differences:
         raise NotSupported("answers have no logprobs")
     worst = max(differences)
@@ -342,7 +277,9 @@ def logprobs_match(ctx: ServerContext) -> Result:
 def returns_choices(ctx: ServerContext) -> Result:
     ids = ctx.long_answer()[0]
     ctx.server.ask_optional("n", ids, 1, sampling=HIGH_TEMPERATURE, n=2)
-    choices = ctx.server.choices(ids, SAMPLE_TOKENS, HIGH_TEMPERATURE, seed=1, n=4)
+    request = Request(ids, SAMPLE_TOKENS, HIGH_TEMPERATURE, 1)
+    ctx.remember(request, n=4)
+    choices = ctx.server.choices(*request, n=4)
     different = len({tuple(choice.tokens) for choice in choices})
     detail = f"n = 4: {len(choices)} choices, {different} of them different"
     return len(choices) == 4 and different > 1, detail
@@ -354,17 +291,18 @@ def returns_choices(ctx: ServerContext) -> Result:
 def handles_load(ctx: ServerContext) -> Result:
     """Check that greedy answers stay correct while others are sampled concurrently."""
     prompts = [ids for category in ctx.prompts.values() for ids in category][:16]
-    jobs = [(ids, sampling) for ids in prompts for sampling in (GREEDY, HIGH_TEMPERATURE)]
-    answers = run_concurrently(lambda job: ctx.server.ask(job[0], ANSWER_TOKENS, job[1]), jobs)
-    ties = 0
-    for (ids, sampling), answer in zip(jobs, answers):
-        if sampling is GREEDY:
-            gap, at, n_gaps = largest_gap(ctx, ids, with_eos(ctx, ids, answer))
-            ties += n_gaps > 0
-            problem = f"token {at} is {gap:.3g} below the best" if gap >= ctx.tolerance else ""
-            if problem := problem or wrong_end(ctx, ids, answer):
-                return False, f"prompt of {len(ids)} tokens: {problem}"
-    return True, f"{len(prompts)} greedy and {len(prompts)} sampled answers; {ties} with ties"
+    samplings = GREEDY, HIGH_TEMPERATURE
+    requests = [Request(ids, ANSWER_TOKENS, s) for ids in prompts for s in samplings]
+    answers, ties = ctx.decoder.batch(requests), 0
+    for request, tokens in list(zip(requests, answers))[::2]:  # the greedy ones
+        plain = baseline_tokens(ctx, request.prompt, request.n)
+        gap, where, differing = difference(ctx, request.prompt, tokens[: request.n], plain)
+        problem = wrong_end(tokens, request.n, ctx.model.config.eos_ids) if ctx.has_ids else ""
+        if problem or gap >= ctx.tolerance:
+            ctx.remember(request, tokens=tokens)
+            return False, f"prompt of {len(request.prompt)} tokens: {problem or where}"
+        ties += differing
+    return True, f"{len(prompts)} greedy and {len(prompts)} sampled answers; {ties} ties"
 
 
 def drafting_since(before: tuple[int, int] | None, after: tuple[int, int] | None) -> Result:
@@ -373,3 +311,62 @@ def drafting_since(before: tuple[int, int] | None, after: tuple[int, int] | None
         return None, "no draft statistics: only plain decoding may have been tested"
     drafted, accepted = (b - a for a, b in zip(before or (0, 0), after))
     return drafting_result(int(drafted), int(accepted))
+
+
+# ---- samples -------------------------------------------------------------------------------------
+
+
+class Budget:
+    """What the sampled rows share: a prompt, and the requests and seconds that are left."""
+
+    def __init__(self, ctx: ServerContext, requests: int):
+        self.ctx, self.requests = ctx, requests
+        self.parts = 0  # that the rows to come divide it into
+
+    @cached_property
+    def prompt(self) -> list[int]:
+        """A prompt that repeats its own beginning, such that copying the next token is right about
+        half the time. Drafts by prompt lookup are then accepted as often as rejected."""
+        model = self.ctx.model
+        texts = [ids for prompts in self.ctx.prompts.values() for ids in prompts][:8]
+        candidates = [(1.0, texts[0])]
+        for ids in texts:
+            for n in range(2, min(len(ids), 12)):
+                prompt = [*ids[:12], *ids[:n]]
+                if self.ctx.as_received(prompt) == prompt:
+                    p = probs(model.logits(model(prompt)[0, -1:]), Sampling(1.0))[0]
+                    candidates.append((abs(float(p[ids[n]]) - 0.5), prompt))
+        return min(candidates)[1]
+
+    def divide(self, rows: list[Row]) -> None:
+        """Reserve a part for every server in every sampled row. A baseline is sampled twice: by
+        itself, and next to the server."""
+        sampled = sum(row.function is fits for row in rows)
+        self.parts = sampled * (3 if self.ctx.baseline else 1)
+
+    def take(self, servers: int) -> tuple[int, float]:
+        """Return the requests to each of these servers, and the seconds for all of them."""
+        requests = self.requests - sum(server.requests for server in self.ctx.servers)
+        seconds = self.ctx.decoder.end - time.monotonic()
+        parts, self.parts = self.parts, self.parts - servers
+        return max(0, requests // parts), max(0.0, seconds * servers / parts)
+
+
+def seeds_work(ctx: ServerContext) -> Result:
+    """Check that answers differ between seeds, and whether equal seeds give equal answers."""
+    ids = ctx.long_answer()[0]
+    seeds = 1, 1, *range(2, 8)
+    samples = [tuple(ctx.tokens(ids, SAMPLE_TOKENS, HIGH_TEMPERATURE, seed)) for seed in seeds]
+    if len(set(samples)) == 1:
+        return False, "the same answer for every seed: nothing is sampled"
+    if samples[0] != samples[1]:
+        return None, "different answers for the same seed: seeds are ignored"
+    return True, f"equal seeds agree; {len(set(samples))} different answers from 7 seeds"
+
+
+def fits(ctx: ServerContext, sampling: Sampling, budget: Budget) -> Result:
+    """Test as many samples as the budget allows."""
+    runs, seconds = budget.take(len(ctx.servers))
+    if runs < MIN_ANSWERS:
+        return None, f"only {runs} answers from --requests; increase it"
+    return samples_fit(ctx, budget.prompt, sampling, SAMPLE_TOKENS, seconds, runs)

@@ -1,0 +1,379 @@
+"""Decoders as black boxes: correct ones pass, and each seeded fault fails a row that covers it."""
+
+import functools
+import math
+import random
+import sys
+from collections import Counter
+from functools import partial
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from black_boxes import (
+    ACCEPTANCE,
+    ORDERS,
+    changed,
+    drafting,
+    ends_missed_in_drafts,
+    first_end_token_only,
+    greedy_only,
+    in_order,
+    keeping_one_model,
+    lookup,
+    remembering,
+    runs_past_the_end,
+    stops_at_ends_of_the_prompt,
+    stops_before_the_last_rows,
+    wrong_after_64_tokens,
+    wrong_at_block_borders,
+    wrong_on_long_prompts,
+)
+
+from minispec.certify.common import Failed, NotSupported, drafting_result
+from minispec.certify.others.blackbox import (
+    FUNCTION_SAMPLINGS,
+    HOT,
+    REPETITIVE_PROMPT,
+    TWO_TOKEN_PROMPT,
+    Limits,
+    check_implementation,
+    little_entropy,
+)
+from minispec.certify.others.checkpoints import write_checkpoint
+from minispec.certify.others.conventions import OTHER_ORDERS, warper
+from minispec.certify.others.examination import Examination, samples_fit
+from minispec.certify.others.functions import FunctionDecoder
+from minispec.checkpoints.load import load
+from minispec.sampling import Sampling, probs
+
+
+def check(impl, only: str = "", runs: int = 40, outcomes: int = 40, length: int = 3, **options):
+    """Return the verdicts. No test depends on the time."""
+    limits = Limits(1e9, runs, outcomes, length)
+    return list(check_implementation(impl, only, limits=limits, **options))
+
+
+# ---- correct decoders ----------------------------------------------------------------------------
+
+
+def numpy_ids(checkpoint, prompt, **options):
+    return np.array(lookup(checkpoint, prompt, **options), dtype=np.int64)
+
+
+@functools.cache
+def tokenizer_of(checkpoint):
+    return load(checkpoint, "float64", "cpu")[1]
+
+
+def through_text(checkpoint, prompt, **options):
+    """A decoder that works on text: each checkpoint's tokenizer must round-trip all ids."""
+    tokenizer = tokenizer_of(checkpoint)
+    tokens = lookup(checkpoint, tokenizer.encode(tokenizer.decode(prompt)), **options)
+    return tokenizer.encode(tokenizer.decode(tokens), special=False)
+
+
+def test_a_correct_black_box_passes():
+    verdicts = check(drafting(1), runs=20, outcomes=20, length=2)
+    rows = {"greedy": 6, "limits": 8, "exact": 7, "statistical": 7, "drafts": 1}
+    assert Counter(v.check for v in verdicts) == rows
+    assert all(v.passed or "too many outcomes" in v.detail for v in verdicts), verdicts
+    assert sum(v.passed is None for v in verdicts) < 6
+
+
+@pytest.mark.parametrize("impl", [numpy_ids, through_text])
+def test_any_kind_of_integers_and_a_decoder_of_text_pass(impl):
+    for name in "greedy: model", "limits: end token in a circle", "exact: vocab 3, T=0.7":
+        assert all(v.passed for v in check(impl, name))
+
+
+def test_an_engine_may_batch_requests():
+    class Engine:
+        def many(self, checkpoint, requests):
+            sizes.append(len(requests))
+            return [lookup(checkpoint, **request) for request in requests]
+
+    sizes: list[int] = []
+    (verdict,) = check(Engine(), "statistical: T=0.2")
+    assert verdict.passed and sizes == [40], verdict
+
+
+# ---- seeded faults -------------------------------------------------------------------------------
+
+
+def when_sampled(other):
+    """Prompt lookup if greedy, otherwise another decoder."""
+    return lambda *args, **options: (other if options["temperature"] else lookup)(*args, **options)
+
+
+def fades(checkpoint, prompt, **options):
+    tokens = lookup(checkpoint, prompt, **options)
+    return tokens[:3] + [0] * len(tokens[3:])
+
+
+one_token_more = changed(max_new_tokens=lambda options: options["max_new_tokens"] + 1)
+CIRCLE = "limits: end token in a circle"
+MODEL, BLOCKS, HUNDRED = "greedy: model 0", "greedy: prompts around block", "greedy: 100 tokens"
+LENGTHS, LAST = "limits: lengths", "limits: last rows of the context"
+
+
+@pytest.mark.parametrize(
+    "fault, right, wrong",
+    [
+        (changed(temperature=1.0), [], [MODEL, LENGTHS]),
+        (wrong_on_long_prompts, [LENGTHS], [BLOCKS]),
+        (wrong_at_block_borders, [MODEL, HUNDRED], [BLOCKS]),
+        (wrong_after_64_tokens, [MODEL, BLOCKS], [HUNDRED]),
+        (first_end_token_only, ["limits: 1 end"], ["limits: 2 end", "limits: 3 end"]),
+        (runs_past_the_end, [LENGTHS], ["limits: 1 end", CIRCLE]),
+        (ends_missed_in_drafts, [LENGTHS, "greedy: text in circles"], [CIRCLE]),
+        (stops_at_ends_of_the_prompt, [LENGTHS, "limits: 1 end"], [CIRCLE]),
+        (stops_before_the_last_rows, [LENGTHS], [LAST]),
+        (when_sampled(runs_past_the_end), [LENGTHS], ["limits: 1 end"]),
+        (when_sampled(fades), [LENGTHS], [MODEL]),
+        (one_token_more, [MODEL], [LENGTHS]),
+    ],
+)  # fmt: skip
+def test_a_fault_fails_exactly_the_rows_that_cover_it(fault, right, wrong):
+    for name in right + wrong:
+        verdicts = check(fault, name)
+        assert verdicts and all(v.passed == (name in right) for v in verdicts), verdicts
+        assert all(v.evidence["tokens"] is not None for v in verdicts if not v.passed)
+
+
+def test_a_state_that_is_kept_between_calls_is_detected():
+    wrong = [v for v in check(remembering(), "limits: ") if not v.passed]
+    assert {v.case for v in wrong} == {"lengths", "the same prompt again"}
+    wrong = [v for v in check(keeping_one_model(), "greedy: ") if not v.passed]
+    assert "two models in turn" in {v.case for v in wrong}
+
+
+def clamped(low: float, high: float):
+    """Temperatures above 0 are clamped."""
+    return changed(
+        temperature=lambda o: o["temperature"] and min(max(o["temperature"], low), high)
+    )
+
+
+top_k_2 = changed(top_k=lambda options: min(options["top_k"], 2))
+no_top_p_with_top_k = changed(top_p=lambda o: 1.0 if o["top_k"] > 1 else o["top_p"])
+
+
+@pytest.mark.parametrize(
+    "fault, right, wrong",
+    [
+        (clamped(0.5, 9.0), "statistical: T=0.7", "statistical: T=0.2"),
+        (clamped(0.0, 1.5), "exact: vocab 3, T=1.5 top-k 2", "exact: vocab 3, T=2"),
+        (clamped(0.0, 1.3), "statistical: T=0.7", "statistical: T=2"),
+        (top_k_2, "exact: vocab 3, T=1.5 top-k 2", "statistical: T=2"),
+        (changed(top_p=1.0), "exact: vocab 3, T=1.5 top-k 2", "exact: vocab 3, T=0.7"),
+        (changed(top_p=1.0), "statistical: T=1.5 top-k 2", "statistical: T=0.7"),
+        (no_top_p_with_top_k, "exact: vocab 3, T=0.7", "exact: vocab 3, T=1.5 top-k 3"),
+    ],
+)  # fmt: skip
+def test_a_missing_warper_is_detected_where_it_matters(fault, right, wrong):
+    (verdict,) = check(fault, right)
+    assert verdict.passed, verdict
+    (verdict,) = check(fault, wrong, runs=400)
+    assert verdict.passed is False, verdict
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_another_order_of_warpers_is_named_as_a_convention(order):
+    verdicts = [v for v in check(ORDERS[order], "exact: vocab 3, T=") if v.passed is not True]
+    verdicts += [v for v in check(ORDERS[order], "statistical: T=1.5 top-k 3") if not v.passed]
+    assert verdicts and all(v.passed is None for v in verdicts), verdicts
+    assert all("convention: " in v.detail and order in v.detail for v in verdicts)
+
+
+def test_each_order_keeps_other_tokens():
+    logits = torch.randn(200, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    both = Sampling(1.5, 3, 0.8)
+    ours = warper(both)(logits)
+    assert torch.allclose(ours, probs(logits, both))
+    kept = [ours > 0, *(warper(both, order)(logits) > 0 for order in OTHER_ORDERS.values())]
+    assert not any(torch.equal(a, b) for a, b in combinations(kept, 2))
+
+
+def test_orders_that_contradict_each_other_are_a_loss():
+    """Top-p comes before the temperature, but only if there is a top-k."""
+
+    def mixed(o):
+        return Sampling(1.0 if o["top_k"] else o["temperature"], o["top_k"], o["top_p"])
+
+    verdicts = check(in_order(mixed), "exact: vocab 3, T=")
+    assert any(v.passed is False for v in verdicts), verdicts
+
+
+def test_with_a_baseline_a_deviating_convention_passes():
+    """A decoder that ignores top-p in both plain and speculative decoding is lossless."""
+    other = changed(top_p=1.0)
+    rows = check(other, "exact: vocab 3, T=1.5", length=2, baseline=other)
+    rows += check(other, "statistical: T=0.7", baseline=other)
+    assert all(v.passed is not False for v in rows if v.check != "baseline"), rows
+    differ = [v.case for v in rows if v.check == "baseline" and not v.passed]
+    assert len(differ) == 2 and all("top-p 0.8" in case for case in differ)
+    rows = check(lookup, "exact: vocab 3, T=0.7", length=2, baseline=other)
+    assert [v.passed for v in rows if v.check == "exact"] == [False]
+
+
+@pytest.mark.parametrize("wrong", [lambda tokens: tokens[:-1], lambda tokens: [99, *tokens[1:]]])
+def test_missing_and_unknown_tokens_fail_the_rows_of_samples(wrong):
+    def impl(checkpoint, prompt, **options):
+        return wrong(lookup(checkpoint, prompt, **options))
+
+    for name in "exact: vocab 3, T=0.7", "statistical: T=0.2":
+        (verdict,) = check(when_sampled(impl), name)
+        assert verdict.passed is False, verdict
+
+
+# ---- sampling faults -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mistake", ACCEPTANCE)
+def test_a_wrong_acceptance_has_its_exact_bias(mistake):
+    fault = drafting(2, **dict([ACCEPTANCE[mistake]]))
+    vocab = 3 if mistake == "reduced" else 2  # a reduced vocabulary has two of three tokens
+    verdicts = check(fault, f"exact: vocab {vocab}", outcomes=150, length=4)
+    assert any(v.passed is False and v.detail.startswith("TV ") for v in verdicts), verdicts
+
+
+def test_a_correct_acceptance_is_proven_past_its_drafts():
+    verdicts = check(drafting(2), "exact: vocab 2", outcomes=300, length=4)
+    assert all(v.passed and "4 tokens" in v.detail for v in verdicts if v.check == "exact")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["flat bonus", "best bonus"])
+def test_a_wrong_bonus_token_after_five_drafts_is_detected(mistake):
+    """An earlier version ended its rows after six tokens, in which five drafts and their bonus
+    token rarely occur."""
+    fault = drafting(5, **dict([ACCEPTANCE[mistake]]))
+    (verdict, _) = check(fault, "statistical: T=1 top-k 0 top-p 1, good", runs=1600)
+    assert verdict.passed is False, verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["lenient", "typical", "flat bonus"])
+def test_a_wrong_acceptance_is_detected_in_samples(mistake):
+    fault = drafting(2, **dict([ACCEPTANCE[mistake]]))
+    verdicts = check(fault, "statistical: T=1 ", runs=1600)
+    assert any(v.passed is False for v in verdicts), verdicts
+
+
+class Drawn:
+    """An engine that draws tokens from our distributions, in microseconds; `bias` is moved from the
+    most to the least probable token."""
+
+    def __init__(self, model, bias: float):
+        self.model, self.bias, self.rows = model, bias, {}
+
+    def row(self, tokens: tuple[int, ...], position: int) -> list[float]:
+        if (tokens, position) not in self.rows:
+            p = probs(self.model.logits(self.model([*tokens])[0, -1:]), Sampling(1.0))[0]
+            if position == 2:
+                moved = min(self.bias, float(p.max()))
+                p[p.argmax()], p[p.argmin()] = p.max() - moved, p.min() + moved
+            self.rows[tokens, position] = p.tolist()
+        return self.rows[tokens, position]
+
+    def many(self, checkpoint, requests):
+        return [self.one(**request) for request in requests]
+
+    def one(self, prompt, max_new_tokens, seed, **options):
+        rng, tokens = random.Random(seed), tuple(prompt)
+        for position in range(max_new_tokens):
+            row = self.row(tokens, position)
+            tokens = (*tokens, *rng.choices(range(len(row)), row))
+        return list(tokens[len(prompt) :])
+
+
+def fitted(bias: float, runs: int, tmp_path):
+    folder, model = write_checkpoint(tmp_path, 22, vocab=4)
+    exam = Examination(FunctionDecoder(Drawn(model, bias)).at(folder), model)
+    return samples_fit(exam, REPETITIVE_PROMPT, Sampling(1.0), 4, 1e6, runs)
+
+
+def test_runs_are_doubled_until_a_small_bias_is_detected(tmp_path):
+    passed, detail = fitted(0.06, 10**6, tmp_path)
+    assert passed is False, detail
+    assert fitted(0.06, 400, tmp_path)[0]  # an earlier version always stopped here
+    passed, detail = fitted(0.0, 10**6, tmp_path)
+    assert passed and "a TV of 0.03 at one token" in detail, detail
+
+
+@pytest.mark.parametrize("sampling", [*FUNCTION_SAMPLINGS, HOT])
+def test_distributions_that_are_too_sharp_are_not_passed(sampling, tmp_path):
+    """They allow one sequence only, which a biased decoder finds as well."""
+    folder, model = write_checkpoint(tmp_path, 22, vocab=4, flatness=50.0)
+    exam = Examination(FunctionDecoder(lookup).at(folder), model)
+    passed, detail = samples_fit(exam, REPETITIVE_PROMPT, sampling, 4, 1.0, 100)
+    assert passed is None and "proves little" in detail
+    assert "proves little" in little_entropy(model, warper(sampling))
+
+
+# ---- exceptions, options and reports -------------------------------------------------------------
+
+
+def raises_late(checkpoint, prompt, **options):
+    yield 1
+    raise ValueError("no such luck")
+
+
+def test_an_exception_fails_only_its_own_row():
+    verdicts = check(when_sampled(raises_late))
+    greedy_rows = {"two models in turn", "lengths", "the same prompt again",
+                   "last rows of the context"}  # fmt: skip
+    assert {v.case for v in verdicts if v.passed} == greedy_rows
+    message = "raised ValueError: no such luck ("
+    assert all(message in v.detail for v in verdicts if not v.passed), verdicts
+    assert "prompt of 1 tokens, max_new_tokens 24, temperature 1.0, top_k 1" in verdicts[0].detail
+    for function, snippet in (
+        (lambda *_, **options: "hello", "must return token ids, not 'hello'"),
+        (lambda *_, **options: sys.exit(0), "raised SystemExit: 0"),
+        (raises_late, "raised ValueError: no such luck"),
+    ):
+        (verdict,) = check(function, "limits: lengths")
+        assert not verdict.passed and snippet in verdict.detail
+
+
+def test_unsupported_options_are_skipped():
+    verdicts = check(greedy_only)
+    assert {v.passed for v in verdicts if v.check in ("greedy", "limits")} == {True}
+    assert {v.passed for v in verdicts if v.check in ("exact", "statistical")} == {None}
+    assert {v.detail for v in verdicts if v.passed is None} == {"not supported: no sampling"}
+    with pytest.raises(NotSupported):
+        FunctionDecoder(greedy_only).tokens([1], 1, Sampling(1.0))
+
+
+def test_an_exception_fails_the_exact_rows_too():
+    def not_for_one_token(checkpoint, prompt, **options):
+        if options["max_new_tokens"] == 1:
+            raise ValueError("one is too few")
+        return lookup(checkpoint, prompt, **options)
+
+    def draws_from_nothing(checkpoint, prompt, **options):
+        return torch.multinomial(torch.full((3,), math.nan), 2, True).tolist()
+
+    for function, snippet in (not_for_one_token, "one is too few"), (draws_from_nothing, "probab"):
+        (verdict,) = check(function, "exact: vocab 3, T=0.6")
+        assert verdict.passed is False and snippet in verdict.detail
+    with pytest.raises(Failed, match="probab"):
+        FunctionDecoder(draws_from_nothing).tokens(TWO_TOKEN_PROMPT, 1)
+
+
+def test_a_run_without_drafts_or_without_rejections_is_reported():
+    for counts, passed, snippet in (
+        ((0, 0), None, "no token was drafted"), ((5, 5), None, "no rejection"),
+        ((5, 2), True, "2 of 5 drafts accepted"),
+    ):  # fmt: skip
+        (_, verdict) = check(partial(counted, counts=counts), "limits: lengths")
+        assert verdict.passed is passed and snippet in verdict.detail
+    assert drafting_result(5, 2)[0]
+
+
+def counted(checkpoint, prompt, *, counts, max_new_tokens, **options):
+    """Reports these counts in the first call that generates a token, and no drafts later."""
+    tokens = lookup(checkpoint, prompt, max_new_tokens=max_new_tokens, **options)
+    return (tokens, *(counts if max_new_tokens == 1 else (0, 0)))
