@@ -138,7 +138,8 @@ class Cases:
         return share * max(0.0, self.end - time.monotonic())
 
     def selected(self, only: str, checks: tuple[str, ...]) -> list[Row]:
-        """Return the rows of these checks whose "check: case" contains `only`."""
+        """Return the row whose "check: case" is `only`, or all rows of these checks that contain
+        this text."""
         groups = {"greedy": self.greedy_rows, "limits": self.limit_rows, "exact": self.exact_rows,
                   "statistical": self.statistical_rows}  # fmt: skip
         check, colon, _ = only.partition(": ")
@@ -147,6 +148,7 @@ class Cases:
             if name in checks and (not colon or name.endswith(check))
             for row in group() if only in row.name
         ]  # fmt: skip
+        rows = [row for row in rows if row.name == only] or rows
         self.weights = [TIME_WEIGHTS.get(row.case, 1.0) for row in rows if row.check in TIMED]
         return rows
 
