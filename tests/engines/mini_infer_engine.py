@@ -1,0 +1,62 @@
+"""mini-infer 0.2.5's engine and its speculative step, as black boxes for the certifier."""
+
+import contextlib
+import functools
+
+import torch
+from end_tokens import end_tokens
+from mini_infer.engine import InferenceEngine
+from mini_infer.models.loader import load_model_from_safetensors
+from mini_infer.models.sampler import SamplingParams
+from mini_infer.speculative import speculative_step
+
+
+@functools.cache
+def load(checkpoint: str):
+    """Load a llama as a Qwen2 whose attention biases are 0."""
+    with contextlib.redirect_stdout(None):
+        model, config = load_model_from_safetensors(checkpoint, "cpu", torch.float32)
+    for name, weight in model.named_parameters():
+        if name.endswith("_proj.bias"):
+            weight.data.zero_()
+    return model, config
+
+
+@functools.cache
+def engine(checkpoint: str, prefixes: bool) -> InferenceEngine:
+    return InferenceEngine(
+        *load(checkpoint), device=torch.device("cpu"), enable_prefix_caching=prefixes)  # fmt: skip
+
+
+def generate(prefixes, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
+    if max_new_tokens == 0:  # it generates one token
+        return []
+    torch.manual_seed(seed)
+    runner, end = engine(checkpoint, prefixes), end_tokens(checkpoint)
+    sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k or -1, stop_token_ids=end)
+    request = runner.add_request(prompt, sampling)
+    while runner.scheduler.has_unfinished_sequences():
+        runner.step()
+    return request.output_token_ids
+
+
+def speculative(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
+    """Call the step in a loop, which the package leaves to its user."""
+    if top_k > 1 or top_p < 1:
+        raise NotImplementedError("top-k, top-p")
+    torch.manual_seed(seed)
+    tokens, drafted, accepted = [], 0, 0
+    temperature = 0.0 if top_k else temperature
+    target, draft = load(checkpoint)[0], load(f"{checkpoint}/draft")[0]
+    while len(tokens) < max_new_tokens:
+        prefix = torch.tensor([prompt + tokens])
+        new, agreed = speculative_step(target, draft, prefix, 2, temperature)
+        drafted, accepted = drafted + 2, accepted + agreed
+        for token in new:
+            tokens.append(token)
+            if token in end_tokens(checkpoint):
+                return tokens, drafted, accepted
+    return tokens[:max_new_tokens], drafted, accepted
+
+
+plain, prefix_cached = functools.partial(generate, False), functools.partial(generate, True)

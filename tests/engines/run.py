@@ -1,0 +1,85 @@
+"""Certify all engines of this folder: python tests/engines/run.py RESULTS.jsonl [TEXT]
+
+Each function runs in its engine's environment (`make engines` builds them) and adds one line to the
+results; functions that are there already are left out. TEXT selects some. Losses are expected.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OURS, OLD = ".venv", ".engines/transformers444"
+ENGINES = {  # file -> the environment, more folders of packages, functions
+    "transformers": (OURS, "", "plain assisted"),
+    "transformers_kinds": (OURS, "", "prompt_lookup early_exit constant heuristic transient "
+                                     "confidence universal"),  # fmt: skip
+    "transformers_heads": (OURS, "", "dflash mtp gemma4"),
+    "vllm": (".engines/vllm", "", "plain ngram draft_greedy draft_probabilistic"),
+    "vllm_heads": (".engines/vllm", ".engines/arctic", "medusa mtp suffix"),
+    "openvino": (".engines/openvino", "", "plain draft_model prompt_lookup"),
+    "ortgenai": (".engines/ortgenai", "", "plain ngram draft_model"),
+    "ctranslate2": (".engines/ctranslate2", "", "plain"),
+    "llamacpp_python": (".engines/llamacpp-python", "", "plain prompt_lookup"),
+    "mistralrs": (".engines/mistralrs", "", "plain"),
+    "mistralrs_draft": (".engines/mistralrs06", "", "plain speculative"),
+    "mlx": (".engines/mlx", "", "plain speculative"),
+    "litgpt": (".engines/litgpt", "", "plain speculative step"),
+    "eagle": (OLD, ".engines/eagle", "chain tree"),
+    "medusa": (OLD, ".engines/transformers436:.engines/eagle", "medusa"),
+    "lade": (OLD, ".engines/transformers434:.engines/eagle", "lookahead"),
+    "flashspec": (OURS, ".engines/small", "model batch"),
+    "economize": (OURS, ".engines/small", "draft_model lookup medusa_tree mtp"),
+    "specdec": (OURS, ".engines/small", "plain speculative"),
+    "seqspecdecod": (OURS, ".engines/small", "plain standard naive_hsd capped_hsd"),
+    "speculative_decoding": (OURS, ".engines/small", "plain draft same_model prophet"),
+    "mini_infer": (OURS, ".engines/pure", "plain prefix_cached speculative"),
+    "csaq": (OURS, ".engines/transformers4:.engines/pure", "plain speculative"),
+    "rotalabs": (OURS, ".engines/transformers4:.engines/pure", "draft_model tree medusa eagle"),
+}  # fmt: skip
+BASELINES = {  # functions that are compared with the engine's own plain decoding
+    ("transformers_heads", "gemma4"): "gemma4_plain", ("csaq", "speculative"): "plain",
+    ("llamacpp_python", "prompt_lookup"): "plain", ("mistralrs_draft", "speculative"): "plain",
+}  # fmt: skip
+SECONDS = 900  # of one function, with its start
+
+
+def certify(name: str, function: str) -> dict:
+    """Return the certifier's report, or the reason why there is none."""
+    environment, folders, _ = ENGINES[name]
+    file = f"tests/engines/{name}_engine.py"
+    command = [f"{environment}/bin/python", "-m", "minispec.certify", "--json", "--impl",
+               f"{file}:{function}"]  # fmt: skip
+    if baseline := BASELINES.get((name, function)):
+        command += ["--baseline", f"{file}:{baseline}"]
+    paths = {"PYTHONPATH": f"{folders}:.", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": ""}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | paths, timeout=SECONDS,
+                              capture_output=True, text=True)  # fmt: skip
+        return json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, OSError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+
+
+def main(results: str, only: str = "") -> None:
+    path = Path(results)
+    known = path.read_text().splitlines() if path.exists() else []
+    finished = {json.loads(line)["name"] for line in known}
+    for name, (_, _, functions) in ENGINES.items():
+        for function in functions.split():
+            label = f"{name} {function}"
+            if only not in label or label in finished:
+                continue
+            report = certify(name, function)
+            with path.open("a") as out:
+                print(json.dumps({"name": label} | report), file=out)
+            rows = report.get("verdicts", [])
+            failed = [f"{v['check']}: {v['case']}" for v in rows if v["passed"] is False]
+            summary = report.get("error", f"{len(rows)} rows, {len(failed)} failed")
+            print(label, summary, *failed, sep="; ", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

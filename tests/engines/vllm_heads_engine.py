@@ -1,0 +1,56 @@
+"""vLLM 0.32.0's methods that need heads, and suffix decoding, as black boxes for the certifier. The
+heads are random: new Medusa heads repeat the last token's logits."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from vllm_engine import K, engine
+
+from minispec.checkpoints.load import load
+from minispec.methods.fastmtp import MTPHead
+from minispec.methods.medusa import new_heads
+from minispec.training.distill.export import export_medusa, export_mtp
+
+
+def with_heads(export, **speculation):
+    """Make a decoding function that exports heads to a new folder `heads` of the checkpoint and
+    starts the engine in a folder of links to the checkpoint, whose config announces an MTP head."""
+    decode = engine(**speculation)
+
+    def many(checkpoint: str, requests: list[dict]) -> list:
+        folder = Path(checkpoint, f"for-{export.__name__}")
+        if not folder.exists():
+            folder.mkdir()
+            target, _ = load(Path(checkpoint), "float32", "cpu")
+            export(target, folder / "heads")
+            for file in Path(checkpoint).glob("*.*"):
+                os.symlink(file.resolve(), folder / file.name)
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").unlink()
+            config["num_nextn_predict_layers"] = 1
+            (folder / "config.json").write_text(json.dumps(config))
+        return decode.many(str(folder), requests)
+
+    def function(checkpoint, prompt, **options):
+        return many(checkpoint, [{"prompt": prompt, **options}])[0]
+
+    function.many = many
+    return function
+
+
+def random_medusa(target, folder: Path) -> None:
+    folder.mkdir()
+    export_medusa(new_heads(3, 1, target, shared=False), target, folder)
+
+
+def random_mtp(target, folder: Path) -> None:
+    folder.mkdir()
+    torch.manual_seed(0)
+    export_mtp(MTPHead(target.config), target, folder)
+
+
+medusa = with_heads(random_medusa, method="medusa", model="{}/heads", **K)
+mtp = with_heads(random_mtp, method="mtp", model="{}/heads", **K)
+suffix = engine(method="suffix", **K)
