@@ -7,12 +7,17 @@ import pytest
 import torch
 from conftest import random_model
 
-from minispec.certify.others.scoring import gaps, normalise_end, score, smallest_p
+from minispec.certify.others.conventions import warper
+from minispec.certify.others.scoring import FIRST, Scores, gaps, normalise_end, smallest_p
 from minispec.generate import decode
 from minispec.sampling import Sampling
 from minispec.toys import small_model
 
 PROMPT, UNWARPED = [1, 2, 3], Sampling(1.0)
+
+
+def score(model, samples, sampling: Sampling = UNWARPED) -> Scores:
+    return Scores(model, PROMPT, warper(sampling)).add(samples)
 
 
 def sample(model, n: int, sampling: Sampling = UNWARPED, length: int = 6) -> list[tuple[int, ...]]:
@@ -28,18 +33,20 @@ def sample(model, n: int, sampling: Sampling = UNWARPED, length: int = 6) -> lis
 def test_samples_of_the_model_fit_its_cells_and_intervals(eos_ids, sampling):
     model = small_model(3, 8, eos_ids=eos_ids, layers=1)
     samples = sample(model, 80, sampling)
-    scores = score(model, PROMPT, samples, sampling)
-    assert abs(sum(scores.cells.values()) - 1) < 1e-9 and min(scores.cells.values()) > -1e-12
-    assert scores.impossible is None and set(map(scores.cell, samples)) <= scores.cells.keys()
+    scores = Scores(model, PROMPT, warper(sampling)).add(samples[:40])
+    scores.add(samples)  # the rest of them
+    cells = scores.cells(5 / len(samples))
+    assert abs(sum(cells.values()) - 1) < 1e-9 and min(cells.values()) > -1e-12
+    assert scores.impossible is None and scores.intervals.keys() == set(samples)
     assert smallest_p(scores, samples)[0] > 1e-4
-    assert any(len(cell) > 2 for cell in scores.cells)
+    assert any(len(cell) > 2 for cell in cells)
 
 
 def test_an_interval_is_the_mass_of_more_probable_tokens_and_the_token_s_own():
     model = small_model(3, 8, layers=1)
     p = model.logits(model(PROMPT)[0, -1]).softmax(-1)
     order = p.argsort(descending=True).tolist()
-    scores = score(model, PROMPT, [(token,) for token in order], UNWARPED)
+    scores = score(model, [(token,) for token in order])
     for rank, token in enumerate(order):
         ((above, token_p),) = scores.intervals[token,]
         assert token_p == pytest.approx(float(p[token]))
@@ -47,23 +54,30 @@ def test_an_interval_is_the_mass_of_more_probable_tokens_and_the_token_s_own():
 
 
 @pytest.mark.parametrize("position", [0, 2, 5])
-def test_a_bias_at_any_position_is_detected_there(position):
+def test_a_bias_at_any_position_is_detected(position):
     model, rng = small_model(3, 8, layers=1), random.Random(0)
     samples = [(*s[:position], rng.randrange(8), *s[position + 1 :]) for s in sample(model, 120)]
-    p, detail = smallest_p(score(model, PROMPT, samples, UNWARPED), samples)
-    where = detail.split(" at ")[1]
-    assert p < 1e-6 and (f"{position + 1}" in where or where.startswith("the first tokens"))
+    p, where = smallest_p(score(model, samples), samples)
+    assert p < 1e-6 and (f"{position + 1}" in where or where.startswith((FIRST, "all")))
+
+
+def test_a_small_bias_of_every_token_is_detected_in_all_of_them_together():
+    """Each token is drawn at a lower temperature: no single position shows it."""
+    model = small_model(3, 8, layers=1)
+    samples = sample(model, 150, Sampling(0.75), length=24)
+    p, where = smallest_p(score(model, samples), samples)
+    assert p < 1e-6 and where.startswith("all "), (p, where)
 
 
 def test_two_samples_are_compared_and_impossible_tokens_are_named():
     model = small_model(3, 8, layers=1)
     one, other = (both := sample(model, 160))[:80], both[80:]
-    scores = score(model, PROMPT, one + other, UNWARPED)
+    scores = score(model, one + other)
     assert smallest_p(scores, one, other)[0] > 1e-4
     cold = sample(model, 80, Sampling(0.3))
-    assert smallest_p(score(model, PROMPT, one + cold, UNWARPED), one, cold)[0] < 1e-6
+    assert smallest_p(score(model, one + cold), one, cold)[0] < 1e-6
     narrow = Sampling(1.0, top_k=2)
-    scores = score(model, PROMPT, one, narrow)
+    scores = score(model, one, narrow)
     assert scores.impossible and smallest_p(scores, one)[0] == 0
 
 
@@ -75,10 +89,10 @@ def test_a_token_at_the_threshold_of_a_warper_is_not_a_mistake():
     logits = model.logits(model(PROMPT)[0, -1])
     rank = int((logits > logits[[4, 5]].min()).sum())
     samples = [(4,)] * 5 + [(5,)] * 5
-    scores = score(model, PROMPT, samples, Sampling(1.0, top_k=rank))
-    assert scores.impossible is None and scores.uncertain > 0
-    assert score(model, PROMPT, samples, Sampling(1.0, top_k=rank + 1)).uncertain == 0
-    assert score(model, PROMPT, samples, Sampling(1.0)).uncertain == 0
+    scores = score(model, samples, Sampling(1.0, top_k=rank))
+    assert scores.impossible is None and scores.uncertain(0.5) > 0
+    assert score(model, samples, Sampling(1.0, top_k=rank + 1)).uncertain(0.5) == 0
+    assert score(model, samples).uncertain(0.5) == 0
 
 
 def test_only_greedy_tokens_have_a_gap_of_zero():

@@ -1,4 +1,4 @@
-"""lade 0.0.2 (lookahead decoding) with transformers 4.36, as a black box for the certifier. It only
+"""lade 0.0.2 (lookahead decoding) with transformers 4.34, as a black box for the certifier. It only
 changes greedy decoding."""
 
 import functools
