@@ -578,6 +578,9 @@ def test_trained_weights_load_and_can_be_continued(target, data, tmp_path, capsy
     generate.main(["ab", "--model", str(target), "--method", method, flag, str(trained), "--device",
                    "cpu", "--json", "--max-new-tokens", "9"])  # fmt: skip
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 9
+    if kind == "mtp":
+        rates = json.loads((trained / "config.json").read_text())["mtp_acceptance"]
+        assert len(rates) == (1 if "--k" in flags else 3) and f"{rates[0]:.3f}" in card
     if kind == "medusa":
         run("tree", "--model", target, "--heads", trained, "--own", own, "--device", "cpu")
         heads = load_medusa(trained, *load(target, "float32", "cpu"))

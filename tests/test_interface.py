@@ -26,7 +26,7 @@ def shipped():
     ("method", "options"),
     [(method, {}) for method in METHODS]
     + [("speculative", {"k": "auto"}), ("fastmtp", {"k": "auto"}), ("medusa", {"tree": "auto"}),
-       ("fastmtp", {"vocabulary": None})],
+       ("prompt-lookup", {"k": "auto"}), ("fastmtp", {"vocabulary": None})],
 )  # fmt: skip
 def test_a_method_s_name_is_enough_if_its_weights_are_next_to_the_model(shipped, method, options):
     model, tokenizer, plain = shipped
@@ -121,7 +121,7 @@ def test_without_tokenizer_json_the_error_says_how_to_make_one(name, tmp_path):
         ("autoregressive", {"top_p": None}, "top_p None: must be a number"),
         ("autoregressive", {"stop": ("",)}, "must not be empty"),
         ("autoregressive", {"stop": "a"}, "has no tokenizer.json"),
-        ("prompt-lookup", {"k": "auto"}, "k 'auto': must be a whole number"),
+        ("prompt-lookup", {"ngram": "auto"}, "ngram 'auto': must be a whole number"),
         ("prompt-lookup", {"k": 0}, "k 0: must be at least 1"),
         ("jacobi", {"block": 256}, "block 256: must be from 1 to 255"),
         ("lookahead", {"window": None}, "window None: must be a whole number"),
@@ -177,7 +177,7 @@ def test_a_surrounding_autocast_changes_nothing(method, dtype):
     with torch.autocast("cpu", dtype):
         run = decode(model, None, [1, 2], method, max_new_tokens=9, **options)
         assert run.tokens == plain.tokens
-        if method in ("speculative", "fastmtp"):
+        if method in ("speculative", "prompt-lookup", "fastmtp"):
             decode(model, None, [1, 2], method, max_new_tokens=9, **options | {"k": "auto"})
         assert torch.is_autocast_enabled("cpu")
 

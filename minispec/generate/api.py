@@ -35,7 +35,6 @@ METHODS: dict[str, Callable[..., Iterator[Step]]] = {
     "fastmtp": fastmtp,
 }
 
-ADAPTIVE_K_METHODS = "speculative", "fastmtp"  # k may be "auto", that is, chosen before each round
 SCRATCH_ROWS = 512  # extra cache rows, for the tree or window of the last pass
 CAPACITY_MULTIPLE = 512  # of a cache: on a GPU, each capacity needs its own graphs
 
@@ -170,7 +169,7 @@ def validate_options(method: str, options: dict) -> dict:
         if name == "tree" and hasattr(value, "tolist"):  # an array of rank paths
             value = value.tolist()
         integral = isinstance(default, int)
-        adaptive = method in ADAPTIVE_K_METHODS and (value == "auto" or hasattr(value, "choose"))
+        adaptive = name == "k" and (value == "auto" or hasattr(value, "choose"))
         if integral and not adaptive and not isinstance(value, Integral):
             raise UserError(f"{method}: {name} {value!r}: must be a whole number")
         if isinstance(default, float) and not isinstance(value, Real):

@@ -108,17 +108,24 @@ def check_vocabularies(
 
 def with_policies(method: str, model: Transformer, options: dict) -> dict:
     """The options, with each "auto" replaced by a policy for this machine."""
-    policies, vocabulary = {}, options.get("vocabulary")
+    policies = {}
     if options.get("k") == "auto":
-        if method == "speculative":
-            policies["k"] = AdaptiveK(cost_curve(model), draft_cost(model, options["draft"]))
-        else:
-            cost = head_cost(model, options["head"], vocabulary)
-            policies["k"] = AdaptiveK(cost_curve(model), cost, max_k=8)
+        policies["k"] = k_policy(model, options)
     if options.get("tree") == "auto":
-        cost = heads_cost(model, options["heads"], vocabulary)
-        policies["tree"] = AdaptiveTree(cost_curve(model), cost)
+        heads = options["heads"]
+        cost = heads_cost(model, heads, options.get("vocabulary"))
+        policies["tree"] = AdaptiveTree(cost_curve(model), cost, heads.accuracy)
     return options | policies
+
+
+def k_policy(model: Transformer, options: dict) -> AdaptiveK:
+    """The policy for K, by what the method's options say drafts from: a head, a draft model, or the
+    text, whose drafts are free."""
+    curve, head, draft = cost_curve(model), options.get("head"), options.get("draft")
+    if head is not None:
+        cost = head_cost(model, head, options.get("vocabulary"))
+        return AdaptiveK(curve, cost, max_k=8, acceptance=head.acceptance)
+    return AdaptiveK(curve, 0.0 if draft is None else draft_cost(model, draft))
 
 
 def tree_costs(

@@ -9,6 +9,8 @@ from minispec.certify.common import GREEDY, Verdict, first_difference
 from minispec.certify.ours.cases import (
     ADAPTIVE_K,
     ADAPTIVE_TREE,
+    PROBING_K,
+    PROBING_TREE,
     RANK_TREES,
     SAMPLINGS,
     bound,
@@ -199,11 +201,14 @@ def check_limits(only: str = "") -> Iterator[Verdict]:
         "speculative": {"draft": Toy(77), "k": 4},
         "speculative, self": {"draft": Toy(5), "k": 4},
         "speculative, auto": {"draft": Toy(77), "k": ADAPTIVE_K},
+        "speculative, probing": {"draft": Toy(77), "k": PROBING_K},
         "prompt-lookup": {},
+        "prompt-lookup, probing": {"k": PROBING_K},
         "jacobi": {"block": 4},
         "lookahead": {"window": 3, "ngram": 3, "guesses": 4, "pool_from_prompt": True},
         "medusa": {"heads": ToyHeads(3), "tree": every_path(3, 16)},
         "medusa, auto": {"heads": ToyHeads(3), "tree": ADAPTIVE_TREE},
+        "medusa, probing": {"heads": ToyHeads(3), "tree": PROBING_TREE},
     }
     plain = {}
     for name, options in toys.items():
@@ -218,7 +223,8 @@ def check_limits(only: str = "") -> Iterator[Verdict]:
             return small_model(1, vocab=3, layers=1, context=CONTEXT, eos_ids=eos)
 
         targets = [("transformer", transformer)]
-        yield check_endings("fastmtp", {"head": head, "k": 4}, targets, plain)
+        for name, k in ("fastmtp", 4), ("fastmtp, probing", PROBING_K):
+            yield check_endings(name, {"head": head, "k": k}, targets, plain)
 
 
 def check_endings(name: str, options: dict, targets: list[tuple], plain: dict) -> Verdict:

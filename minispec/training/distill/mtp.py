@@ -1,6 +1,7 @@
 """Train FastMTP's head on text that the target generated."""
 
 import argparse
+from statistics import mean
 
 import torch
 import torch.nn.functional as F
@@ -143,11 +144,13 @@ def run(args: argparse.Namespace) -> None:
                                        vocabulary=vocabulary)  # fmt: skip
     head.half().float()  # round to float16, as stored
     loss = loss_of(Documents.from_rows(held_out, target, args.context, torch.float32))
-    save_mtp(head, args.out, without_folder(args.model), tokenizer, torch.float16, loss.weights)
-    store_vocabulary(args, target, tokenizer)
     categories: dict[str, list[int]] = {}
     for i, row in enumerate(held_out):
         categories.setdefault(row["kind"], []).append(i)
+    rates = {name: step_accuracy(loss, indices) for name, indices in categories.items()}
+    head.acceptance = [mean(of_step) for of_step in zip(*rates.values())]
+    save_mtp(head, args.out, without_folder(args.model), tokenizer, torch.float16, loss.weights)
+    store_vocabulary(args, target, tokenizer)
     facts = {
         "layout": "MiMo's; embedding and lm_head are the target's",
         "loss": f"Σ α_k · CE_k, α = {', '.join(f'{w:.3f}' for w in loss.weights)}, {args.mode}, "
@@ -156,7 +159,6 @@ def run(args: argparse.Namespace) -> None:
         "measured": "how often each step's best token is right on held-out documents, given the "
                     "true tokens before it",
     }  # fmt: skip
-    rates = {name: step_accuracy(loss, indices) for name, indices in categories.items()}
     table = markdown_table("category", [f"step {k + 1}" for k in range(args.k)], rates)
     title = f"A FastMTP head of {count_parameters(head):,} parameters"
     write_card(args, run, title, facts, table)
