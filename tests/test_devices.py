@@ -36,6 +36,7 @@ CASES = {
     "medusa, typical": ("medusa-typical", {}, 2, 2),
     "fastmtp": ("fastmtp", {}, 2, None),
     "fastmtp, small vocabulary": ("fastmtp", {"vocabulary": two_languages}, 2, None),
+    "hybrid": ("hybrid", {}, 2, None),
     "fastmtp, plain steps": ("fastmtp", {"k": lambda _: AdaptiveK(STEEP, 0.1)}, 1, 1),
 }  # fmt: skip
 

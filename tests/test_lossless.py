@@ -77,6 +77,9 @@ def method_cases(model: Toy | Transformer) -> dict[str, tuple[str, dict]]:
     cases["fastmtp"] = "fastmtp", mtp
     cases["fastmtp, probing"] = "fastmtp", mtp | {"k": PROBING_K}
     cases["fastmtp, small vocabulary"] = "fastmtp", mtp | small
+    cases["hybrid"] = "hybrid", mtp
+    cases["hybrid, draft"] = "hybrid", {"draft": draft, "k": 2, "copied": 3}
+    cases["hybrid, probing"] = "hybrid", mtp | {"k": PROBING_K, "copied": PROBING_K}
     return cases
 
 
@@ -99,7 +102,7 @@ def test_every_lossless_method_has_a_case():
 def test_exact(name, sampling):
     target = TRANSFORMER if name not in method_cases(TOY) else TOY
     method, options = method_cases(target)[name]
-    prompt, n = [1, 0, 1, 1, 0], 2 if target is TRANSFORMER else 3
+    prompt, n = [1, 0, 1, 1, 0, 1], 2 if target is TRANSFORMER else 3
     ours = exact_distribution(bound(method, **options), target, prompt, sampling, n)
     plain = exact_distribution(bound("autoregressive"), target, prompt, sampling, n)
     assert total_variation(ours, plain) < TV_TOLERANCE
@@ -138,7 +141,7 @@ def test_cache(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "vocabulary" not in name])
 def test_limits(name):
-    if name.startswith("fastmtp"):
+    if name.startswith(("fastmtp", "hybrid")):
         method, options = method_cases(TRANSFORMER)[name]
 
         def target(eos):

@@ -2,6 +2,7 @@
 default they are loaded from next to the target.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,8 @@ def with_drafter(
     method: str, model: Transformer, tokenizer: Tokenizer | None, options: dict
 ) -> dict:
     """The method's options; a missing draft or missing heads are loaded from next to the model."""
+    if method == "hybrid" and options.get("head") is None and options.get("draft") is None:
+        method = hybrid_drafter(model)
     argument, folder = REQUIRED_DRAFTERS.get(method, (None, None))
     if argument is None or options.get(argument) is not None:
         return options
@@ -49,6 +52,7 @@ def load_drafter(
     Heads also get the `vocabulary` of a file, by default the vocabulary.json next to them, if any,
     with at most `size` tokens per language. "none" is the full vocabulary.
     """
+    method = hybrid_drafter(model) if method == "hybrid" else method
     source = find_drafter(method, model) if source is None else source
     if method == "speculative":
         draft, draft_tokenizer = load(source, model.dtype, str(model.device))
@@ -69,6 +73,17 @@ def load_drafter(
     if draft_vocabulary and not heads.shared:
         raise UserError(UNSHARED)
     return {"heads": heads, "vocabulary": draft_vocabulary}
+
+
+def hybrid_drafter(model: Transformer) -> str:
+    """The method whose drafter hybrid uses: fastmtp if a head lies next to the model, else
+    speculative if a draft does."""
+    for method in "fastmtp", "speculative":
+        with contextlib.suppress(UserError):
+            find_drafter(method, model)
+            return method
+    raise UserError("hybrid needs head= or draft= (on the command line, --heads or --draft DIR); "
+                    "there is no folder mtp or draft next to the model")  # fmt: skip
 
 
 def find_drafter(method: str, model: Transformer) -> Path:
@@ -111,6 +126,10 @@ def with_policies(method: str, model: Transformer, options: dict) -> dict:
     policies = {}
     if options.get("k") == "auto":
         policies["k"] = k_policy(model, options)
+        if method == "hybrid":
+            options = {"copied": "auto"} | options
+    if options.get("copied") == "auto":
+        policies["copied"] = k_policy(model, {})
     if options.get("tree") == "auto":
         heads = options["heads"]
         cost = heads_cost(model, heads, options.get("vocabulary"))

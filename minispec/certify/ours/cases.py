@@ -159,6 +159,19 @@ def mtp_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     yield "k=auto, probing", {"head": head, "k": PROBING_K}
 
 
+def hybrid_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
+    """Yield (name, options) for both drafters that hybrid can have, and for its policies."""
+    head = {"head": random_mtp_head(model, seed)}
+    draft = {"draft": small_model(seed + 1000, model.config.vocab_size, layers=1)}
+    yield "k=1", head | {"k": 1, "copied": 2}
+    yield "k=2, compressed", head | {"k": 2, "vocabulary": two_languages(model)}
+    yield "k=2, draft model", draft | {"k": 2}
+    yield "argmax drafts", head | {"draft_sampling": GREEDY}
+    yield "auto", head | {"k": ADAPTIVE_K, "copied": ADAPTIVE_K}
+    yield "auto, probing", head | {"k": PROBING_K, "copied": PROBING_K}
+    yield "auto, draft model", draft | {"k": ADAPTIVE_K, "copied": PROBING_K}
+
+
 def medusa_compressed(model: Transformer, seed: int, tree: list[RankPath]) -> Method:
     """Medusa with a vocabulary that switches and may have fewer tokens than the tree has ranks."""
     heads = random_medusa_heads(model, seed, shared=True)
@@ -178,6 +191,7 @@ class ExactCase:
     samplings: tuple[str, ...] = ("T=1",)
     n: int = 3
     model: Toy | Transformer = Toy(5)
+    prompt: tuple[int, ...] = (1, 0, 1, 1, 0)
 
 
 def exact_cases() -> Iterator[ExactCase]:
@@ -212,6 +226,10 @@ def exact_cases() -> Iterator[ExactCase]:
     model = small_model(4, vocab=3, layers=1)
     for name, options in mtp_options(model, 4):
         yield ExactCase(f"fastmtp, {name}", bound("fastmtp", **options), n=2, model=model)
+    for name, options in hybrid_options(model, 4):
+        for text, prompt in ("repeated", (1, 0, 1, 2, 1, 0, 1)), ("new", (1, 0, 2, 1, 0)):
+            method = bound("hybrid", **options)
+            yield ExactCase(f"hybrid, {name}, {text} text", method, n=2, model=model, prompt=prompt)
     method = medusa_compressed(model, 4, every_path(3, 16))
     yield ExactCase("medusa, compressed", method, n=2, model=model)
 
@@ -267,6 +285,8 @@ def greedy_cases(model: Transformer, seed: int) -> Iterator[tuple[str, Method]]:
     for i, (name, options) in enumerate(mtp_options(model, seed)):
         if seed in (0, i % 3 + 1):
             yield f"fastmtp, {name}", bound("fastmtp", **options)
+    for name, options in hybrid_options(model, seed):
+        yield f"hybrid, {name}", bound("hybrid", **options)
     heads = random_medusa_heads(model, seed)
     for name, paths in RANK_TREES.items():
         yield f"medusa, {name}", bound("medusa", heads=heads, tree=paths)
