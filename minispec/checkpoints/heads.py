@@ -219,9 +219,16 @@ def save_mtp(
         "num_nextn_predict_layers": 1,
         "num_speculative_steps": len(weights),
         "mtp_loss_step_weights": [round(weight, 4) for weight in weights],
-        "mtp_acceptance": head.acceptance and [round(rate, 3) for rate in head.acceptance],
         "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
     }
+    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
+    save_acceptance(head, directory)
+
+
+def save_acceptance(head: MTPHead, directory: Path) -> None:
+    """Update the acceptance by step in config.json, and nothing else."""
+    config = optional_json(directory / "config.json")
+    config["mtp_acceptance"] = head.acceptance and [round(rate, 3) for rate in head.acceptance]
     write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 
