@@ -46,7 +46,12 @@ from minispec.errors import (
 from minispec.fast import optimize
 from minispec.generate import decode
 from minispec.generate.api import encode_prompt, unlisted_eos_warning
-from minispec.generate.drafters import find_drafter, load_drafter, read_tree_option
+from minispec.generate.drafters import (
+    find_drafter,
+    hybrid_drafter,
+    load_drafter,
+    read_tree_option,
+)
 from minispec.generate.run import Run, acceptance
 from minispec.methods.adaptive import curve_at
 from minispec.methods.speculative import speedup, tokens_per_pass
@@ -163,13 +168,15 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     """Build the table's rows. Without --methods, leave out methods whose draft or heads are not
     found next to the model."""
     methods: Methods = {
-        "autoregressive": {}, "prompt-lookup": {}, "jacobi": {},
+        "autoregressive": {}, "prompt-lookup": {}, "prompt-lookup k=auto": {"k": "auto"},
+        "jacobi": {},
         "lookahead (5,4,5)": {"window": 5, "ngram": 4, "guesses": 5},
         "lookahead (10,5,10)": {"window": 10, "ngram": 5, "guesses": 10},
         "lookahead (15,5,15)": {"window": 15, "ngram": 5, "guesses": 15},
         f"speculative k={args.k}": {"k": args.k}, "speculative k=auto": {"k": "auto"},
         "medusa": {}, "medusa tree=auto": {"tree": "auto"}, "medusa tree=32": {},
         "fastmtp k=2": {"k": 2}, "fastmtp k=3": {"k": 3}, "fastmtp k=auto": {"k": "auto"},
+        "hybrid k=3": {"k": 3}, "hybrid k=auto": {"k": "auto"},
     }  # fmt: skip
     method_of = {row: row.split()[0] for row in methods}
     if args.methods is not None:
@@ -178,16 +185,20 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
             raise UserError(f"--methods {min(unknown)}: no such method or row of the table")
         method_of = {row: method for row, method in method_of.items() if {row, method} & requested}
     wanted = set(method_of.values())
-    sources = {"speculative": args.draft, "medusa": args.heads, "fastmtp": args.mtp}
+    sources = {"speculative": args.draft, "medusa": args.heads, "fastmtp": args.mtp,
+               "hybrid": args.mtp}  # fmt: skip
     drafters: Methods = {method: {} for method in wanted - sources.keys()}
     for method in sorted(wanted & sources.keys()):
         try:
-            source = sources[method] or find_drafter(method, model)
+            drafter = method  # the method whose drafter it uses
+            if method == "hybrid":
+                drafter = "fastmtp" if args.mtp else hybrid_drafter(model)
+            source = sources[method] or find_drafter(drafter, model)
         except UserError:
             if args.methods or method == "fastmtp" and args.vocabulary_sizes:
                 raise
             continue
-        drafters[method] = load_drafter(method, model, tokenizer, source)
+        drafters[method] = load_drafter(drafter, model, tokenizer, source)
         if "medusa tree=32" in method_of and method == "medusa":
             heads = drafters[method]["heads"]
             if heads.accuracy is not None or "medusa tree=32" in (args.methods or []):

@@ -134,7 +134,7 @@ class Policy(Protocol):
     round's own draws would bias the output."""
 
     def choose(self) -> int:
-        """Return the number of tokens to draft in the next round."""
+        """Return the number of tokens to draft in the next round; 0 is a plain step."""
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Record the outcome of a round."""
@@ -158,8 +158,15 @@ class FixedK:
 
 
 class TreePolicy(Protocol):
-    """Chooses the tree of a round from the predictions of Medusa's heads."""
+    """Chooses the tree of a round from the predictions of Medusa's heads. Like a Policy, it knows
+    only what precedes the round."""
+
+    def drafting(self) -> bool:
+        """Return whether the next round drafts. If not, it is a plain step without the heads."""
 
     def choose(self, probs: list[list[float]], free_rows: int) -> list[RankPath]:
         """Return at most `free_rows` paths, each after all of its prefixes. `probs` (K, ranks)
         holds the probabilities of each head's best candidates."""
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Record the outcome of a round: the nodes below the root, and how many were accepted."""

@@ -49,6 +49,7 @@ def method_options(model: Transformer) -> dict[str, dict]:
         "medusa": heads | {"tree": [(0, 0, 0), (1,), (0, 1), (2, 0, 1)]},
         "medusa-typical": heads,
         "fastmtp": {"head": random_mtp_head(model, 2).to(model.device), "k": 3},
+        "hybrid": {"head": random_mtp_head(model, 2).to(model.device), "k": 3},
     }
 
 

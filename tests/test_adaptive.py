@@ -6,11 +6,13 @@ import random
 
 import pytest
 import torch
-from conftest import random_model
+from conftest import method_options, random_model
 
-from minispec.generate import decode
-from minispec.methods.adaptive import MIN_PATH_PROB, AdaptiveK, AdaptiveTree
-from minispec.toys import random_mtp_head
+from minispec.cost import cost_curve
+from minispec.generate import decode, stream
+from minispec.generate.drafters import with_policies
+from minispec.methods.adaptive import MIN_PATH_PROB, PRIOR_GAIN, AdaptiveK, AdaptiveTree
+from minispec.toys import random_medusa_heads, random_mtp_head
 
 FLAT = [0.0] + [1.0] * 64  # a pass costs the same for any number of rows
 STEEP = [0.0] + [float(n) for n in range(1, 65)]  # a pass over n rows costs n passes over one
@@ -37,7 +39,7 @@ def test_k_maximises_expected_tokens_per_cost(seed):
         accept_probs = itertools.accumulate(policy.rate[:k], lambda a, b: a * b)
         return (1 + sum(accept_probs)) / policy.costs[k]
 
-    assert value(policy.choose()) == pytest.approx(max(value(k) for k in range(1, 9)))
+    assert value(policy.choose()) == pytest.approx(max(value(k) for k in range(9)))
     assert policy.costs[3] == pytest.approx(curve[4] + (policy.costs[1] - curve[2]) * 3)
 
 
@@ -49,14 +51,14 @@ def test_k_grows_while_drafts_are_accepted_and_shrinks_while_they_are_rejected()
     assert policy.choose() == 16
     for _ in range(100):
         policy.observe(drafted=policy.choose(), accepted=0)
-    assert policy.choose() == 1  # never 0, or it could not learn that drafts have become good
-    for _ in range(100):
-        policy.observe(drafted=1, accepted=1)
+    assert policy.choose() == 0
+    for _ in range(200):  # a probe shows that drafts have become good
+        policy.observe(k := policy.choose(), k)
     assert policy.choose() > 8
 
 
-def test_k_is_one_if_drafts_never_pay_and_maximal_if_they_are_free():
-    assert AdaptiveK(STEEP, draft_cost=1.0).choose() == 1
+def test_k_is_zero_if_drafts_never_pay_and_maximal_if_they_are_free():
+    assert AdaptiveK(STEEP, draft_cost=1.0).choose() == 0
     assert AdaptiveK(FLAT, draft_cost=0.0).choose() == 16
     assert AdaptiveK(FLAT, draft_cost=0.0, max_k=5).choose() == 5
     short_curve = [0.0, 1.0, 1.0]  # beyond its end, its last value holds
@@ -69,6 +71,63 @@ def test_rates_are_learnt_only_from_drafts_that_were_tried():
         policy.observe(drafted=4, accepted=4 * (i % 2))
     assert abs(policy.rate[0] - 0.5) < 0.1 and min(policy.rate[1:4]) > 0.95
     assert policy.rate[4] > 0.85  # never tried, so it drifts towards the previous rate
+
+
+def test_rates_start_at_the_measured_acceptance():
+    assert AdaptiveK(FLAT, 0.1, max_k=4, acceptance=[0.6, 0.5]).rate == [0.6, 0.5, 0.5, 0.5]
+    assert AdaptiveK(FLAT, 0.1, max_k=1, acceptance=[0.6, 0.5]).rate == [0.6]
+    assert AdaptiveK(FLAT, 0.1, max_k=2).rate == [0.7, 0.7]
+
+
+# ---- plain steps and probes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_probes_cost_little_and_become_rare(seed):
+    """Drafts are never right. After the policy has stopped, its probes cost at most 2 % of the time
+    of the plain steps, over any number of rounds, and their gaps double."""
+    rng = random.Random(seed)
+    curve = [0.0, *itertools.accumulate((rng.random() / 2 for _ in range(9)), initial=1.0)]
+    policy, drafted = AdaptiveK(curve, draft_cost=rng.random() / 3, max_k=8), []
+    while policy.best():
+        policy.observe(policy.choose(), 0)
+    for plain in range(3000):
+        drafted.append(policy.choose())
+        policy.observe(drafted[-1], 0)
+        extra = (policy.costs[1] - 1) * sum(drafted)
+        assert max(drafted) <= 1 and extra <= 0.02 * (len(drafted) - sum(drafted)) + 1e-9
+    probes = [i for i, k in enumerate(drafted) if k]
+    gaps = [b - a - 1 for a, b in itertools.pairwise([-1, *probes])]
+    assert gaps[1:] == [2 * gap for gap in gaps[:-1]] and len(gaps) > 1
+
+
+def test_a_probe_that_pays_is_followed_by_another_at_once():
+    policy = AdaptiveK([0.0, 1.0, 1.2, 9.0], draft_cost=0.1, max_k=2, acceptance=[0.1])
+    while not policy.choose():
+        policy.observe(0, 0)
+    policy.observe(1, 1)
+    assert policy.best() == 0 and policy.choose() == 1
+    expensive = AdaptiveK([0.0, 1.0, 2.5], draft_cost=0.1, max_k=1)  # even if it is accepted
+    while not expensive.choose():
+        expensive.observe(0, 0)
+    expensive.observe(1, 1)
+    assert expensive.choose() == 0
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2, 0.4, 0.6, 0.8])
+def test_an_adaptive_k_hardly_loses_and_gains_like_the_best_fixed_one(p):
+    """Each draft is accepted with probability p. The mean speed over 40 texts of 100 tokens."""
+    curve, speeds = [0.0, *(1 + 0.1 * n for n in range(9))], []
+    for seed in range(40):
+        rng, policy, tokens, cost = random.Random(seed), AdaptiveK(curve, 0.1, 8, [0.5]), 0, 0.0
+        while tokens < 100:
+            k = policy.choose()
+            accepted = next((i for i in range(k) if rng.random() >= p), k)
+            policy.observe(k, accepted)
+            tokens, cost = tokens + 1 + accepted, cost + policy.costs[k]
+        speeds.append(tokens / cost)
+    best = max(sum(p**i for i in range(k + 1)) / policy.costs[k] for k in range(9))
+    assert sum(speeds) / len(speeds) > 0.93 * best and min(speeds) > 0.9
 
 
 # ---- trees ---------------------------------------------------------------------------------------
@@ -104,14 +163,35 @@ def test_certain_paths_are_drafted_and_rare_ones_are_not():
     assert AdaptiveTree(STEEP, 0.0).choose(random_probs((4, 12), 0).tolist(), free_rows=99) == []
 
 
+def test_trees_start_at_the_measured_accuracy_and_stop_when_they_do_not_pay():
+    curve = [0.0, *(1 + 0.1 * n for n in range(9))]
+    accuracy = torch.tensor([[0.5, 0.1], [0.4, 0.1]], dtype=torch.float64)
+    policy = AdaptiveTree(curve, 0.1, accuracy)  # the best tree is (0,), (0, 0)
+    assert policy.gain == pytest.approx(0.5 + 0.2 - 0.3)
+    assert not AdaptiveTree(curve, 0.7, accuracy).drafting()
+    assert not AdaptiveTree(STEEP, 0.0, torch.zeros(1, 10)).drafting()
+    rounds = []
+    for _ in range(1000):
+        rounds.append(policy.drafting())
+        policy.observe(drafted=2 * rounds[-1], accepted=0)
+    probes = [i for i in range(30, 1000) if rounds[i]]
+    assert len(probes) <= 6 and not all(rounds[:30])
+    while not policy.drafting():
+        policy.observe(drafted=0, accepted=0)
+    for _ in range(30):
+        assert policy.drafting()
+        policy.observe(drafted=2, accepted=2)
+    assert policy.gain > 0
+
+
 # ---- in decoding ---------------------------------------------------------------------------------
 
 
 class Scripted:
-    """A policy that chooses 1, 5, 2, 1, 5, 2, … and records the outcomes."""
+    """A policy that chooses 1, 5, 0, 2, 1, 5, 0, 2, … and records the outcomes."""
 
     def __init__(self):
-        self.choices, self.observed = itertools.cycle([1, 5, 2]), []
+        self.choices, self.observed = itertools.cycle([1, 5, 0, 2]), []
 
     def choose(self) -> int:
         return next(self.choices)
@@ -128,6 +208,35 @@ def test_a_policy_chooses_before_each_round_and_observes_after_it(method):
     assert run.tokens == decode(model, None, [1, 2], max_new_tokens=1000).tokens
     outcomes = [(len(step.tree) - 1, len(step.path) - 1) for step in run.rounds]
     assert policy.observed[: len(outcomes)] == outcomes
-    chosen = itertools.cycle([1, 5, 2])
+    chosen = itertools.cycle([1, 5, 0, 2])
     assert all(drafted <= k for (drafted, _), k in zip(outcomes, chosen))  # fewer near the end
-    assert [drafted for drafted, _ in outcomes[:3]] == [1, 5, 2]
+    assert [drafted for drafted, _ in outcomes[:4]] == [1, 5, 0, 2]
+
+
+@pytest.mark.parametrize("method", ["speculative", "medusa", "fastmtp"])
+def test_a_plain_step_runs_neither_draft_nor_heads(method, monkeypatch):
+    """They run only in the rounds that draft. The head of fastmtp does not run in the prefill."""
+    model, calls = random_model(context=64), []
+    options = method_options(model)[method]
+    (drafter,) = (x for x in options.values() if isinstance(x, torch.nn.Module))
+    drafter.register_forward_hook(lambda *_: calls.append(True))
+    name, never = ("k", AdaptiveK(STEEP, 1.0)) if method != "medusa" else (
+        "tree", AdaptiveTree(STEEP, 1.0, torch.zeros(4, 10)))  # fmt: skip
+    run = stream(model, None, [1, 2, 3], method, max_new_tokens=30, **options | {name: never})
+    before = [len(calls) for _ in run]
+    assert len(before) == 30 and len(calls) == (method == "speculative")  # its prefill
+    run = decode(model, None, [1, 2, 3], method, max_new_tokens=30, **options)
+    plain = decode(model, None, [1, 2, 3], max_new_tokens=30)
+    assert len(calls) > 10 and run.tokens == plain.tokens
+
+
+def test_auto_reads_the_heads_acceptance_and_drafts_from_text_for_free():
+    model = random_model()
+    head, heads = random_mtp_head(model, 0), random_medusa_heads(model, 0)
+    head.acceptance, heads.accuracy = [0.3, 0.2], torch.full((4, 10), 0.01)
+    (k,) = with_policies("fastmtp", model, {"k": "auto", "head": head})["k"].rate[:1]
+    assert k == 0.3
+    lookup = with_policies("prompt-lookup", model, {"k": "auto"})["k"]
+    assert lookup.costs == [cost_curve(model)[k + 1] for k in range(17)]
+    tree = with_policies("medusa", model, {"tree": "auto", "heads": heads})["tree"]
+    assert tree.gain < PRIOR_GAIN

@@ -102,7 +102,8 @@ def test_every_method_has_a_row_and_the_output_of_plain_decoding(weights, capsys
     assert picture.read_bytes().startswith(b"\x89PNG") and out["machine"]["curve"][1] == 1.0
     rows = {row["method"]: row for row in out["rows"] if not row["temperature"]}
     assert {row["method"] for row in out["rows"] if row["temperature"] == 0.7} == rows.keys()
-    assert {"speculative k=auto", "medusa", "medusa tree=auto", "fastmtp k=auto"} < rows.keys()
+    auto = "speculative", "prompt-lookup", "fastmtp", "hybrid"
+    assert {"medusa", "medusa tree=auto", *(f"{name} k=auto" for name in auto)} < rows.keys()
     assert all(row["differing"] == 0 for row in rows.values())
     assert rows["autoregressive"]["speedup"] == 1.0 and rows["autoregressive"]["acceptance"] is None
     assert rows["speculative k=2"]["acceptance"] == 1.0  # the draft is the target

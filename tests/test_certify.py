@@ -54,6 +54,13 @@ def test_the_adaptive_policies_of_the_cases_adapt_quickly():
     sure, unsure = [[0.9, 0.1]] * 4, [[0.1, 0.1]] * 4
     sizes = [len(cases.ADAPTIVE_TREE.choose(chances, free_rows=16)) for chances in (unsure, sure)]
     assert sizes[0] < sizes[1]
+    for policy, plan in (cases.PROBING_K, "choose"), (cases.PROBING_TREE, "drafting"):
+        (policy,) = cases.fresh_options({"k": policy}).values()
+        drafts = []
+        for _ in range(6):
+            drafts.append(bool(getattr(policy, plan)()))
+            policy.observe(drafted=int(drafts[-1]), accepted=0)
+        assert drafts == [True, False, True, False, False, True]
 
 
 def test_the_toy_depends_on_position_and_token_of_its_whole_context():

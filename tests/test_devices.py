@@ -16,6 +16,7 @@ from minispec.training import distill
 from minispec.training.distill.draft import SoftLabels
 
 CURVE = [0.0, *(1 + 0.02 * n for n in range(64))]
+STEEP = [float(n) for n in range(65)]  # drafts never pay
 
 # method; its options besides a draft or heads (or functions that make them from the model); how
 # often a greedy and a sampled round synchronise (None: once per draft token and for the target)
@@ -27,11 +28,17 @@ CASES = {
     "draft": ("speculative", {}, 2, None),
     "draft, k by policy": ("speculative", {"k": lambda _: AdaptiveK(CURVE, 0.1)}, 2, None),
     "medusa": ("medusa", {}, 2, 2),
-    "medusa, a tree for each round": ("medusa", {"tree": AdaptiveTree(CURVE, 0.1)}, 2, 2),
+    "draft, plain steps": ("speculative", {"k": lambda _: AdaptiveK(STEEP, 0.1)}, 1, 1),
+    "medusa, a tree for each round": ("medusa", {"tree": lambda _: AdaptiveTree(CURVE, 0.1)}, 2, 2),
+    "medusa, plain steps": (
+        "medusa", {"tree": lambda _: AdaptiveTree(STEEP, 0.1, torch.zeros(4, 10))}, 1, 1
+    ),
     "medusa, typical": ("medusa-typical", {}, 2, 2),
     "fastmtp": ("fastmtp", {}, 2, None),
     "fastmtp, small vocabulary": ("fastmtp", {"vocabulary": two_languages}, 2, None),
-}
+    "hybrid": ("hybrid", {}, 2, None),
+    "fastmtp, plain steps": ("fastmtp", {"k": lambda _: AdaptiveK(STEEP, 0.1)}, 1, 1),
+}  # fmt: skip
 
 
 def prepare(case: str, device) -> tuple[Transformer, str, dict]:

@@ -29,6 +29,7 @@ from minispec.checkpoints.heads import (
     load_medusa,
     load_mtp,
     load_vocabulary,
+    save_acceptance,
     save_medusa,
     save_vocabulary,
 )
@@ -578,6 +579,16 @@ def test_trained_weights_load_and_can_be_continued(target, data, tmp_path, capsy
     generate.main(["ab", "--model", str(target), "--method", method, flag, str(trained), "--device",
                    "cpu", "--json", "--max-new-tokens", "9"])  # fmt: skip
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 9
+    if kind == "mtp":
+        rates = json.loads((trained / "config.json").read_text())["mtp_acceptance"]
+        assert len(rates) == (1 if "--k" in flags else 3) and f"{rates[0]:.3f}" in card
+        head = load_mtp(tmp_path / "next", load(target, "float32", "cpu")[0])
+        head.acceptance = None
+        save_acceptance(head, tmp_path / "next")
+        run("acceptance", "--model", target, "--heads", tmp_path / "next", "--own", own,
+            "--device", "cpu", "--k", len(rates))  # fmt: skip
+        again = json.loads((tmp_path / "next" / "config.json").read_text())["mtp_acceptance"]
+        assert again == pytest.approx(rates, abs=0.05)
     if kind == "medusa":
         run("tree", "--model", target, "--heads", trained, "--own", own, "--device", "cpu")
         heads = load_medusa(trained, *load(target, "float32", "cpu"))

@@ -196,7 +196,6 @@ def test_every_source_gives_the_same_prompt(folder, capsys, tmp_path, monkeypatc
         (["x", "--stop", ""], "must not be empty"),
         (["--chat", "--prompt-file", "nowhere"], "--chat cannot use --prompt-ids or --prompt-file"),
         (["x", "--system", "Be brief."], "--system requires --chat"),
-        (["x", "--method", "prompt-lookup", "--k", "auto"], "k 'auto': must be a whole number"),
         (["x", "--method", "fastmtp", "--k", "1" + "0" * 20], "from 1 to 9223372036854775807"),
         (["x", "--method", "speculative", "--draft", ""], "no such directory: "),
         (["x", "--method", "medusa", "--heads", ""], "no such directory: "),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SHARED, last_error_line, needs_shared, random_model, random_tokens
+from conftest import ROOT, SHARED, last_error_line, needs_shared, random_model, random_tokens
 from safetensors.torch import load_file, save_file
 
 from minispec import UserError, load
@@ -219,6 +219,25 @@ def test_a_head_inside_its_model_or_in_a_file_of_its_own(tmp_path):
     ):
         other = Transformer(replace(model.config, **changes))
         rejects(match, load_mtp, tmp_path / "alone", other)
+
+
+def test_a_head_remembers_its_acceptance_by_step(tmp_path):
+    model = random_model()
+    head = random_mtp_head(model, 5)
+    for rates in None, [0.7], [0.70123, 0, 1.0]:
+        head.acceptance = rates
+        save_mtp(head, tmp_path, "base", None, torch.float64, [1.0])
+        assert load_mtp(tmp_path, model).acceptance == (rates and [round(r, 3) for r in rates])
+    config = json.loads((tmp_path / "config.json").read_text())
+    for wrong in [], [1.5], ["high"], 0.7, {"0": 0.7}, [None]:
+        (tmp_path / "config.json").write_text(json.dumps(config | {"mtp_acceptance": wrong}))
+        rejects("mtp_acceptance .*: must be a list of rates", load_mtp, tmp_path, model)
+
+
+@pytest.mark.parametrize("name", ["mtp", "mtp-vanilla", "smollm2/mtp"])
+def test_shipped_heads_have_their_acceptance(name):
+    rates = json.loads((ROOT / "weights" / name / "config.json").read_text())["mtp_acceptance"]
+    assert all(0.3 < rate < 0.7 for rate in rates)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "medusa, shared", "mtp", "mtp, qwen2"])

@@ -1,11 +1,14 @@
 """The Python interface: a model, a prompt and a method's name are enough."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TOKENIZER, byte_model, method_options, random_model
 
 from minispec import UserError, load
+from minispec.checkpoints.heads import save_mtp
 from minispec.checkpoints.load import save
 from minispec.generate import METHODS, decode, stream
 from minispec.generate.run import LOSSY
@@ -26,7 +29,8 @@ def shipped():
     ("method", "options"),
     [(method, {}) for method in METHODS]
     + [("speculative", {"k": "auto"}), ("fastmtp", {"k": "auto"}), ("medusa", {"tree": "auto"}),
-       ("fastmtp", {"vocabulary": None})],
+       ("prompt-lookup", {"k": "auto"}), ("fastmtp", {"vocabulary": None}),
+       ("hybrid", {"k": "auto"}), ("hybrid", {"k": 2, "copied": "auto"})],
 )  # fmt: skip
 def test_a_method_s_name_is_enough_if_its_weights_are_next_to_the_model(shipped, method, options):
     model, tokenizer, plain = shipped
@@ -64,6 +68,25 @@ def test_a_missing_draft_or_head_is_named(tmp_path, method, options):
     model, tokenizer = load(tmp_path / "target", "float64", "cpu")
     with pytest.raises(UserError, match=r"there is no folder (draft|medusa|mtp) next to .*target"):
         decode(model, tokenizer, "x", method, **options)
+
+
+def test_hybrid_takes_the_head_next_to_the_model_or_else_the_draft(tmp_path):
+    save(byte_model(), TOKENIZER, tmp_path / "target")
+    model, tokenizer = load(tmp_path / "target", "float64", "cpu")
+    with pytest.raises(UserError, match=r"hybrid needs head= or draft= .*no folder mtp or draft"):
+        decode(model, tokenizer, "x", "hybrid")
+    plain = decode(model, tokenizer, "abcabc", max_new_tokens=20)
+    save(byte_model(1), TOKENIZER, tmp_path / "draft")
+    head = random_mtp_head(model, 0)
+    sizes = [sum(p.numel() for p in drafter.parameters()) for drafter in (byte_model(1), head)]
+    for size, k in itertools.product(sizes, (2, "auto")):
+        if size == sizes[1]:
+            save_mtp(head, tmp_path / "mtp", "", TOKENIZER, torch.float64, [1.0])
+            model, tokenizer = load(tmp_path / "target", "float64", "cpu")
+        run = decode(model, tokenizer, "abcabc", "hybrid", k=k, max_new_tokens=20)
+        assert run.tokens == plain.tokens and run.stats["extra_parameters"] == size
+    for method in "speculative", "fastmtp":  # hybrid's drafter is not taken for theirs
+        assert decode(model, tokenizer, "abcabc", method, max_new_tokens=20).tokens == plain.tokens
 
 
 def test_a_prompt_may_be_text_a_list_a_tuple_an_array_or_a_tensor():
@@ -121,7 +144,7 @@ def test_without_tokenizer_json_the_error_says_how_to_make_one(name, tmp_path):
         ("autoregressive", {"top_p": None}, "top_p None: must be a number"),
         ("autoregressive", {"stop": ("",)}, "must not be empty"),
         ("autoregressive", {"stop": "a"}, "has no tokenizer.json"),
-        ("prompt-lookup", {"k": "auto"}, "k 'auto': must be a whole number"),
+        ("prompt-lookup", {"ngram": "auto"}, "ngram 'auto': must be a whole number"),
         ("prompt-lookup", {"k": 0}, "k 0: must be at least 1"),
         ("jacobi", {"block": 256}, "block 256: must be from 1 to 255"),
         ("lookahead", {"window": None}, "window None: must be a whole number"),
@@ -136,13 +159,16 @@ def test_without_tokenizer_json_the_error_says_how_to_make_one(name, tmp_path):
         ("medusa", {"tree": [(0,)] * 9999}, "the tree has 9999 paths: at most 4096 are supported"),
         ("medusa", {"tree": 5}, r"the tree 5: must be rank paths, such as \[\(0,\), \(0, 1\)\]"),
         ("medusa", {"tree": [(40,)]}, "rank 40: must be an integer from 0 to 31"),
+        ("hybrid", {"copied": 0}, "copied 0: must be at least 1"),
+        ("hybrid", {"copied": "many"}, "copied 'many': must be a whole number"),
         ("fastmtp", {"vocabulary": "en.json"}, "vocabulary 'en.json': has the wrong type, str"),
     ],
 )
 def test_a_wrong_option_is_rejected_before_the_run_starts(method, options, message):
     model = random_model()
     drafters = {"speculative": {"draft": model}, "medusa": {"heads": random_medusa_heads(model, 0)},
-                "fastmtp": {"head": random_mtp_head(model, 0)}}  # fmt: skip
+                "fastmtp": {"head": random_mtp_head(model, 0)},
+                "hybrid": {"draft": model}}  # fmt: skip
     with pytest.raises(UserError, match=message):
         stream(model, None, [1], method, **drafters.get(method, {}) | options)
 
@@ -177,7 +203,7 @@ def test_a_surrounding_autocast_changes_nothing(method, dtype):
     with torch.autocast("cpu", dtype):
         run = decode(model, None, [1, 2], method, max_new_tokens=9, **options)
         assert run.tokens == plain.tokens
-        if method in ("speculative", "fastmtp"):
+        if method in ("speculative", "prompt-lookup", "fastmtp", "hybrid"):
             decode(model, None, [1, 2], method, max_new_tokens=9, **options | {"k": "auto"})
         assert torch.is_autocast_enabled("cpu")
 

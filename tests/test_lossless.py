@@ -17,7 +17,15 @@ from conftest import GOLDEN, SHARED, needs_shared
 
 from minispec import load
 from minispec.certify.common import GREEDY
-from minispec.certify.ours.cases import ADAPTIVE_K, ADAPTIVE_TREE, bound, every_path, tree_method
+from minispec.certify.ours.cases import (
+    ADAPTIVE_K,
+    ADAPTIVE_TREE,
+    PROBING_K,
+    PROBING_TREE,
+    bound,
+    every_path,
+    tree_method,
+)
 from minispec.certify.ours.checks import CONTEXT, TV_TOLERANCE, check_endings, worst_cache_error
 from minispec.generate import METHODS, decode
 from minispec.model import Transformer
@@ -51,9 +59,12 @@ def method_cases(model: Toy | Transformer) -> dict[str, tuple[str, dict]]:
         "plain": ("autoregressive", {}),
         "draft": ("speculative", {"draft": draft, "k": 1}),
         "draft, k auto": ("speculative", {"draft": draft, "k": ADAPTIVE_K}),
+        "draft, probing": ("speculative", {"draft": draft, "k": PROBING_K}),
         "prompt lookup": ("prompt-lookup", {"k": 2}),
+        "prompt lookup, probing": ("prompt-lookup", {"k": PROBING_K}),
         "medusa": ("medusa", {"heads": heads, "tree": tree}),
         "medusa, tree auto": ("medusa", {"heads": heads, "tree": ADAPTIVE_TREE}),
+        "medusa, probing": ("medusa", {"heads": heads, "tree": PROBING_TREE}),
         "jacobi": ("jacobi", {"block": 3}),
         "lookahead": ("lookahead", LOOKAHEAD | {"pool_from_prompt": True}),
     }
@@ -64,7 +75,11 @@ def method_cases(model: Toy | Transformer) -> dict[str, tuple[str, dict]]:
     heads = {"heads": random_medusa_heads(model, 1, 3, shared=True), "tree": tree}
     cases["medusa, small vocabulary"] = "medusa", heads | small
     cases["fastmtp"] = "fastmtp", mtp
+    cases["fastmtp, probing"] = "fastmtp", mtp | {"k": PROBING_K}
     cases["fastmtp, small vocabulary"] = "fastmtp", mtp | small
+    cases["hybrid"] = "hybrid", mtp
+    cases["hybrid, draft"] = "hybrid", {"draft": draft, "k": 2, "copied": 3}
+    cases["hybrid, probing"] = "hybrid", mtp | {"k": PROBING_K, "copied": PROBING_K}
     return cases
 
 
@@ -87,7 +102,7 @@ def test_every_lossless_method_has_a_case():
 def test_exact(name, sampling):
     target = TRANSFORMER if name not in method_cases(TOY) else TOY
     method, options = method_cases(target)[name]
-    prompt, n = [1, 0, 1, 1, 0], 2 if target is TRANSFORMER else 3
+    prompt, n = [1, 0, 1, 1, 0, 1], 2 if target is TRANSFORMER else 3
     ours = exact_distribution(bound(method, **options), target, prompt, sampling, n)
     plain = exact_distribution(bound("autoregressive"), target, prompt, sampling, n)
     assert total_variation(ours, plain) < TV_TOLERANCE
@@ -126,7 +141,7 @@ def test_cache(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "vocabulary" not in name])
 def test_limits(name):
-    if name.startswith("fastmtp"):
+    if name.startswith(("fastmtp", "hybrid")):
         method, options = method_cases(TRANSFORMER)[name]
 
         def target(eos):

@@ -129,7 +129,10 @@ def test_fastmtp_reads_the_hidden_states_of_every_prefilled_chunk(monkeypatch):
         monkeypatch.setattr(Transformer.prefill_chunks, "__defaults__", (chunk,))
         kept, new_cache = [], head.new_cache
         monkeypatch.setattr(head, "new_cache", lambda n: kept.append(new_cache(n)) or kept[0])
-        next(fastmtp(model, prompt, Sampling(), Seeded(), head=head))
+        rounds = fastmtp(model, prompt, Sampling(), Seeded(), head=head)
+        next(rounds)
+        assert kept[0].length == 0  # the head runs when it drafts next
+        next(rounds)
         monkeypatch.undo()
         assert kept[0].length == len(prompt) - 1
         caches.append(kept[0].kv[:, :, :, : len(prompt) - 1])

@@ -3,6 +3,7 @@ recompute them, and checked on texts with known guesses. Their parts (the window
 head, its chain, vocabularies) are tested by the assignments; see test_assignments.py."""
 
 import inspect
+import random
 from unittest import mock
 
 import mistakes
@@ -15,13 +16,22 @@ from minispec.certify.common import GREEDY
 from minispec.certify.ours.cases import RANK_TREES, bound
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import decode
-from minispec.methods import medusa
+from minispec.methods import hybrid, medusa
+from minispec.methods.adaptive import AdaptiveK
 from minispec.methods.fastmtp import Drafter, MTPHead
 from minispec.methods.medusa import with_prefixes
+from minispec.methods.prompt_lookup import lookup
+from minispec.methods.speculative import propose
 from minispec.methods.vocabulary import Compressed, count
 from minispec.model import Transformer
 from minispec.sampling import Seeded
-from minispec.toys import random_medusa_heads, random_mtp_head, small_model, two_languages
+from minispec.toys import (
+    random_medusa_heads,
+    random_mtp_head,
+    randomise,
+    small_model,
+    two_languages,
+)
 from minispec.tree import Tree
 
 # ---- Medusa and FastMTP --------------------------------------------------------------------------
@@ -39,21 +49,36 @@ def medusa_tree(seed: int) -> None:
         tokens = tokens + step.tokens
 
 
+class RandomK:
+    """A policy that chooses from 0 to 3 drafts at random."""
+
+    def __init__(self, seed: int):
+        self.random, self.chosen = random.Random(seed), []
+
+    def choose(self) -> int:
+        self.chosen.append(self.random.randrange(4))
+        return self.chosen[-1]
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        assert drafted == self.chosen[-1]
+
+
 def mtp_drafts(seed: int) -> None:
-    """After every round the head's cache must equal that of a fresh pass over the committed tokens
-    and be as long as the target's. Drafts must equal those of fresh passes over all rows."""
+    """Drafts must equal those of fresh passes over all rows, also after plain steps. After every
+    round the head's cache must equal that of a fresh pass over the committed tokens, as far as it
+    has got; the remaining rows of the target's cache must be pending."""
     model, tokens = small_model(seed, vocab=3), [2, 1, 0]  # so small that drafts are often right
-    head, cache = random_mtp_head(model, seed), model.new_cache()
-    rounds = bound("fastmtp", head=head, k=3)(model, tokens, GREEDY, Seeded(), cache=cache)
+    head, cache, policy = random_mtp_head(model, seed), model.new_cache(), RandomK(seed)
+    rounds = bound("fastmtp", head=head, k=policy)(model, tokens, GREEDY, Seeded(), cache=cache)
     next(rounds)
-    for step, _ in zip(rounds, range(12)):
-        assert step.tree.tokens[1:] == fresh_drafts(head, model, tokens, 3)
+    for step, _ in zip(rounds, range(24)):
+        assert step.tree.tokens[1:] == fresh_drafts(head, model, tokens, policy.chosen[-1])
         tokens = tokens + step.tokens
         kept, fresh = inspect.getgeneratorlocals(rounds)["drafter"], Drafter(head, model, 128, 0)
         fresh.extend(model(tokens[:-1])[0], tokens[1:])
-        assert kept.cache.length == cache.length == fresh.cache.length
-        rows = slice(cache.length)
-        assert (kept.cache.k[0][:, rows] - fresh.cache.k[0][:, rows]).abs().max() < 1e-9
+        rows, pending = kept.cache.length, sum(len(hidden) for hidden, _ in kept.pending)
+        assert rows + pending == cache.length == fresh.cache.length
+        assert torch.allclose(kept.cache.kv[..., :rows, :, :], fresh.cache.kv[..., :rows, :, :])
 
 
 def fresh_drafts(head: MTPHead, model: Transformer, tokens: list[int], k: int) -> list[int]:
@@ -66,9 +91,30 @@ def fresh_drafts(head: MTPHead, model: Transformer, tokens: list[int], k: int) -
     return drafts
 
 
+def hybrid_drafts(seed: int) -> None:
+    """Drafts must follow the last 5, 4 or 3 tokens where these occurred before. If they did not, or
+    if the policy for the text chooses 0, they must equal a head's in a fresh pass."""
+    model, tokens = small_model(seed, vocab=3), [2, 1, 0]
+    head, policy, copying = random_mtp_head(model, seed), RandomK(seed), RandomK(seed + 1)
+    policy.observe = copying.observe = lambda drafted, accepted: None
+    method = bound("hybrid", head=head, k=policy, copied=copying)
+    rounds, kinds = method(model, tokens, GREEDY, Seeded()), set()
+    next(rounds)
+    for step, _ in zip(rounds, range(40)):
+        expected = []
+        for n in 3, 4, 5:
+            ends = [i for i in range(n, len(tokens)) if tokens[i - n : i] == tokens[-n:]]
+            expected = tokens[ends[-1] :][: copying.chosen[-1]] if ends else expected
+        kinds.add("text" if expected else "head")
+        expected = expected or fresh_drafts(head, model, tokens, policy.chosen[-1])
+        assert step.tree.tokens[1:] == expected
+        tokens = tokens + step.tokens
+    assert kinds == {"text", "head"}
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("oracle", [medusa_tree, mtp_drafts])
+@pytest.mark.parametrize("oracle", [medusa_tree, mtp_drafts, hybrid_drafts])
 def test_proposals_match_a_slow_oracle(oracle, seed):
     oracle(seed)
 
@@ -81,12 +127,48 @@ def test_proposals_match_a_slow_oracle(oracle, seed):
         (mtp_drafts, Drafter, {"extend": mistakes.hidden_before_the_norm}),
         (mtp_drafts, Drafter, {"extend": mistakes.stale_rows, "chain": mistakes.chain_remembered}),
         (mtp_drafts, Drafter, {"chain": mistakes.position_off_by_one}),
+        (hybrid_drafts, hybrid.HeadDrafter, {"receive": mistakes.only_after_own_drafts}),
     ],
 )
 def test_the_oracle_catches_mistakes_that_no_output_shows(oracle, owner, changes):
     with mock.patch.multiple(owner, **changes), pytest.raises(AssertionError):
         for seed in range(3):
             oracle(seed)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(3))
+def test_hybrid_with_a_draft_model_drafts_what_speculative_would(seed, monkeypatch):
+    """Whatever text was copied in between. The draft reads each committed token once."""
+    model, draft = small_model(seed, vocab=3), small_model(seed + 9, vocab=3)
+    tokens, fed, forward, copies = [2, 1, 0], [], draft.forward, 0
+    monkeypatch.setattr(draft, "forward", lambda x, *more: fed.append(len(x)) or forward(x, *more))
+    rounds = bound("hybrid", draft=draft, k=2, copied=3)(model, tokens, GREEDY, Seeded())
+    next(rounds)
+    for step, _ in zip(rounds, range(24)):
+        drafts, passes = step.tree.tokens[1:], len(fed)
+        if copied := lookup(tokens, 3, 5, shortest=3):
+            copies, expected = copies + 1, copied
+        else:
+            expected = propose(draft, draft.new_cache(), tokens, 2, GREEDY, Seeded(), 3)[0]
+        assert drafts == expected
+        del fed[passes:]
+        tokens = tokens + step.tokens
+    assert copies and sum(fed) <= len(tokens) + 2 * 24
+
+
+def test_each_policy_of_hybrid_learns_from_its_own_drafter():
+    """Text that repeats after 6 tokens, and a head that is always wrong."""
+    model, _ = counting_model(6, 1)
+    head = randomise(MTPHead(model.config).double(), 0)
+    head.final_layernorm.weight.data.fill_(0.0)
+    curve = [0.0, *(1 + 0.05 * n for n in range(20))]
+    k, copied = AdaptiveK(curve, 0.2, 4), AdaptiveK(curve, 0.0, 8)
+    options = {"head": head, "k": k, "copied": copied, "max_new_tokens": 60}
+    run = decode(model, None, [1], "hybrid", **options)
+    assert run.tokens == [(2 + i) % 6 for i in range(60)]
+    assert min(copied.rate) > 0.7 and k.rate[0] < 0.7
+    assert {len(step.tokens) for step in run.rounds[-5:-1]} == {6 + 1}
 
 
 def test_tensors_that_a_run_leaves_behind_can_be_used_in_training():

@@ -178,7 +178,17 @@ def load_mtp(
     with torch.device("meta"):
         head = MTPHead(model.config)
     fill(head, tensors, str(source), model.dtype, model.device)
+    head.acceptance = read_acceptance(folder / "config.json")
     return head.eval()
+
+
+def read_acceptance(path: Path) -> list[float] | None:
+    """A head's acceptance by step in its config.json; None if it was not measured."""
+    rates = optional_json(path).get("mtp_acceptance")
+    numbers = isinstance(rates, list) and all(isinstance(r, int | float) for r in rates)
+    if rates is not None and not (numbers and rates and all(0 <= r <= 1 for r in rates)):
+        raise UserError(f"{path}: mtp_acceptance {rates!r}: must be a list of rates from 0 to 1")
+    return rates
 
 
 def check_attention(where: str, folder: Path, config: Config) -> None:
@@ -211,6 +221,14 @@ def save_mtp(
         "mtp_loss_step_weights": [round(weight, 4) for weight in weights],
         "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
     }
+    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
+    save_acceptance(head, directory)
+
+
+def save_acceptance(head: MTPHead, directory: Path) -> None:
+    """Update the acceptance by step in config.json, and nothing else."""
+    config = optional_json(directory / "config.json")
+    config["mtp_acceptance"] = head.acceptance and [round(rate, 3) for rate in head.acceptance]
     write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 

@@ -55,14 +55,15 @@ def utf8(argument: str) -> str:
         return argument
 
 
-METHODS_WITH_HEADS = "medusa", "medusa-typical", "fastmtp"
+METHODS_WITH_HEADS = "medusa", "medusa-typical", "fastmtp", "hybrid"
 
 # method-specific flags: the methods they apply to, the type of the value, help
 METHOD_FLAGS = {
-    "draft": (("speculative",), str, "draft model (default: the one next to the model)"),
-    "draft_temperature": (("speculative", "fastmtp"), number(0, kind=float),
+    "draft": (("speculative", "hybrid"), str, "draft model (default: the one next to the model)"),
+    "draft_temperature": (("speculative", "fastmtp", "hybrid"), number(0, kind=float),
                           "temperature of the drafts"),
-    "k": (("speculative", "prompt-lookup", "fastmtp"), parse_k, "drafts per round, or auto"),
+    "k": (("speculative", "prompt-lookup", "fastmtp", "hybrid"), parse_k,
+          "drafts per round, or auto"),
     "heads": (METHODS_WITH_HEADS, str, "directory, file or hub id (default: next to the model)"),
     "tree": (("medusa", "medusa-typical"), str, "node count, auto, published name or JSON file"),
     "vocabulary": (METHODS_WITH_HEADS, str, "file of `distill vocabulary`, .pt file or none"),
@@ -136,6 +137,10 @@ def check_flags(args: argparse.Namespace) -> None:
         (args.chat and ids_or_file, "--chat cannot use --prompt-ids or --prompt-file"),
         (args.system is not None and not args.chat, "--system requires --chat"),
         (args.color and args.json, "--color and --json are mutually exclusive"),
+        (args.draft is not None and args.heads is not None,
+         "--draft and --heads are mutually exclusive"),
+        (args.draft is not None and (args.vocabulary or args.vocabulary_size) is not None,
+         "--vocabulary is for heads, not for --draft"),
     ):
         if wrong:
             raise UserError(message)
@@ -202,10 +207,12 @@ def method_options(
     options = {name: getattr(args, name) for name in PASSED_ON if getattr(args, name) is not None}
     if args.draft_temperature is not None:
         options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
-    if args.method in REQUIRED_DRAFTERS:
-        source = args.heads if args.draft is None else args.draft
+    method, source = args.method, args.heads if args.draft is None else args.draft
+    if method == "hybrid" and source is not None:
+        method = "fastmtp" if args.draft is None else "speculative"
+    if method in REQUIRED_DRAFTERS or method == "hybrid":
         vocabulary = args.vocabulary, args.vocabulary_size
-        options |= load_drafter(args.method, model, tokenizer, source, *vocabulary)
+        options |= load_drafter(method, model, tokenizer, source, *vocabulary)
     if args.tree is not None:
         options["tree"] = read_tree_option(args.tree, options["heads"], model.config.context)
     return options

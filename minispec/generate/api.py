@@ -16,6 +16,7 @@ from minispec.generate.drafters import with_drafter, with_policies
 from minispec.generate.run import Run, StopConditions, without_autocast
 from minispec.methods.autoregressive import autoregressive
 from minispec.methods.fastmtp import fastmtp
+from minispec.methods.hybrid import hybrid
 from minispec.methods.lookahead import check_block, check_window, jacobi, lookahead
 from minispec.methods.medusa import checked_tree, medusa, medusa_typical
 from minispec.methods.prompt_lookup import prompt_lookup
@@ -33,14 +34,14 @@ METHODS: dict[str, Callable[..., Iterator[Step]]] = {
     "jacobi": jacobi,
     "lookahead": lookahead,
     "fastmtp": fastmtp,
+    "hybrid": hybrid,
 }
 
-ADAPTIVE_K_METHODS = "speculative", "fastmtp"  # k may be "auto", that is, chosen before each round
 SCRATCH_ROWS = 512  # extra cache rows, for the tree or window of the last pass
 CAPACITY_MULTIPLE = 512  # of a cache: on a GPU, each capacity needs its own graphs
 
 # the smallest value of each numeric option
-MIN_VALUES = {"k": 1, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
+MIN_VALUES = {"k": 1, "copied": 1, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
 REQUIRED_ATTRIBUTES = {  # an object without this attribute is not a valid option
     "draft": "new_cache", "heads": "__call__", "head": "new_cache", "vocabulary": "select",
     "draft_sampling": "top_p",
@@ -170,7 +171,7 @@ def validate_options(method: str, options: dict) -> dict:
         if name == "tree" and hasattr(value, "tolist"):  # an array of rank paths
             value = value.tolist()
         integral = isinstance(default, int)
-        adaptive = method in ADAPTIVE_K_METHODS and (value == "auto" or hasattr(value, "choose"))
+        adaptive = name in ("k", "copied") and (value == "auto" or hasattr(value, "choose"))
         if integral and not adaptive and not isinstance(value, Integral):
             raise UserError(f"{method}: {name} {value!r}: must be a whole number")
         if isinstance(default, float) and not isinstance(value, Real):

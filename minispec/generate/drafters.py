@@ -2,6 +2,7 @@
 default they are loaded from next to the target.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,8 @@ def with_drafter(
     method: str, model: Transformer, tokenizer: Tokenizer | None, options: dict
 ) -> dict:
     """The method's options; a missing draft or missing heads are loaded from next to the model."""
+    if method == "hybrid" and options.get("head") is None and options.get("draft") is None:
+        method = hybrid_drafter(model)
     argument, folder = REQUIRED_DRAFTERS.get(method, (None, None))
     if argument is None or options.get(argument) is not None:
         return options
@@ -49,6 +52,7 @@ def load_drafter(
     Heads also get the `vocabulary` of a file, by default the vocabulary.json next to them, if any,
     with at most `size` tokens per language. "none" is the full vocabulary.
     """
+    method = hybrid_drafter(model) if method == "hybrid" else method
     source = find_drafter(method, model) if source is None else source
     if method == "speculative":
         draft, draft_tokenizer = load(source, model.dtype, str(model.device))
@@ -69,6 +73,17 @@ def load_drafter(
     if draft_vocabulary and not heads.shared:
         raise UserError(UNSHARED)
     return {"heads": heads, "vocabulary": draft_vocabulary}
+
+
+def hybrid_drafter(model: Transformer) -> str:
+    """The method whose drafter hybrid uses: fastmtp if a head lies next to the model, else
+    speculative if a draft does."""
+    for method in "fastmtp", "speculative":
+        with contextlib.suppress(UserError):
+            find_drafter(method, model)
+            return method
+    raise UserError("hybrid needs head= or draft= (on the command line, --heads or --draft DIR); "
+                    "there is no folder mtp or draft next to the model")  # fmt: skip
 
 
 def find_drafter(method: str, model: Transformer) -> Path:
@@ -108,17 +123,28 @@ def check_vocabularies(
 
 def with_policies(method: str, model: Transformer, options: dict) -> dict:
     """The options, with each "auto" replaced by a policy for this machine."""
-    policies, vocabulary = {}, options.get("vocabulary")
+    policies = {}
     if options.get("k") == "auto":
-        if method == "speculative":
-            policies["k"] = AdaptiveK(cost_curve(model), draft_cost(model, options["draft"]))
-        else:
-            cost = head_cost(model, options["head"], vocabulary)
-            policies["k"] = AdaptiveK(cost_curve(model), cost, max_k=8)
+        policies["k"] = k_policy(model, options)
+        if method == "hybrid":
+            options = {"copied": "auto"} | options
+    if options.get("copied") == "auto":
+        policies["copied"] = k_policy(model, {})
     if options.get("tree") == "auto":
-        cost = heads_cost(model, options["heads"], vocabulary)
-        policies["tree"] = AdaptiveTree(cost_curve(model), cost)
+        heads = options["heads"]
+        cost = heads_cost(model, heads, options.get("vocabulary"))
+        policies["tree"] = AdaptiveTree(cost_curve(model), cost, heads.accuracy)
     return options | policies
+
+
+def k_policy(model: Transformer, options: dict) -> AdaptiveK:
+    """The policy for K, by what the method's options say drafts from: a head, a draft model, or the
+    text, whose drafts are free."""
+    curve, head, draft = cost_curve(model), options.get("head"), options.get("draft")
+    if head is not None:
+        cost = head_cost(model, head, options.get("vocabulary"))
+        return AdaptiveK(curve, cost, max_k=8, acceptance=head.acceptance)
+    return AdaptiveK(curve, 0.0 if draft is None else draft_cost(model, draft))
 
 
 def tree_costs(

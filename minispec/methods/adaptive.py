@@ -2,12 +2,14 @@
 
 Both maximise a round's expected tokens per unit of cost. The caller passes in a measured cost curve
 (see `minispec.cost`): curve[n] is the cost of a pass over n tokens, relative to a pass over one.
+If no drafts pay, a round is a plain step, and drafts are tried again now and then (see `Probes`).
 A policy decides from what is known before a round, never from what the round draws, so it is as
 lossless as a fixed choice. But a seed reproduces a sampled run only if the measured costs are the
 same.
 """
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
@@ -19,6 +21,8 @@ from minispec.tree import RankPath
 # position's rate
 TRIED_STEP, UNTRIED_STEP = 0.1, 0.005
 MIN_PATH_PROB = 0.02  # less likely paths are ignored: listing them all would take too long
+PRIOR_RATE, PRIOR_GAIN = 0.7, 0.2  # assumed at first, if nothing was measured with the drafter
+PROBE_SHARE = 0.02  # at most this share of the time of plain steps is spent on probes
 
 
 def best_draft_size(accept_probs: Iterable[float], costs: list[float]) -> int:
@@ -36,23 +40,58 @@ def curve_at(curve: list[float], n: int) -> float:
     return curve[min(n, len(curve) - 1)]
 
 
+class Probes:
+    """When to try drafts again after they stopped paying. `cost` is what a probe costs in addition
+    to a plain step, in passes over one token.
+
+    The first probe comes after so many plain steps that it costs PROBE_SHARE of them. Each probe
+    that fails doubles the gap. One that pays for itself is followed by another at once.
+    """
+
+    def __init__(self, cost: float):
+        self.first_gap = math.ceil(cost / PROBE_SHARE)
+        self.gap, self.waited = self.first_gap, 0
+
+    @property
+    def due(self) -> bool:
+        return self.waited >= self.gap
+
+    def observe(self, drafted: bool, probing: bool, paid: bool) -> None:
+        """Record a round. `probing`: drafts were not expected to pay; `paid`: they did."""
+        if not drafted:
+            self.waited += 1
+            return
+        self.gap = 2 * self.gap if probing and not paid else self.first_gap
+        self.waited = self.gap if paid else 0
+
+
 class AdaptiveK:
     """K for the next round of a chain: section 3.5 of Leviathan et al. 2023, but with the measured
-    cost of a target pass, which the paper takes to be 1 for any number of tokens.
+    cost of a target pass, which the paper takes to be 1 for any number of tokens. K may be 0.
 
     rate[i] is the probability that draft i + 1 is accepted if all before it were: a running mean
-    over the rounds that tried it. The rate of an untried position drifts towards the previous
+    over the rounds that tried it. It starts at `acceptance`, measured with the drafter; further
+    drafts start at its last value. The rate of an untried position drifts towards the previous
     position's rate, or longer chains would never be tried. `draft_cost` is the cost of one draft,
     in target passes over one token.
     """
 
-    def __init__(self, curve: list[float], draft_cost: float, max_k: int = 16):
+    def __init__(
+        self, curve: list[float], draft_cost: float, max_k: int = 16,
+        acceptance: list[float] | None = None,
+    ):  # fmt: skip
         self.costs = [curve_at(curve, k + 1) + k * draft_cost for k in range(max_k + 1)]
-        self.rate = [0.7] * max_k  # prior
+        known = (acceptance or [PRIOR_RATE])[:max_k]
+        self.rate = known + known[-1:] * (max_k - len(known))
+        self.probes = Probes(self.costs[1] - self.costs[0])
 
     def choose(self) -> int:
-        """See tree.Policy. At least 1: a round without drafts teaches nothing."""
-        return max(1, best_draft_size(self.accept_probs(), self.costs))
+        """See tree.Policy. If no drafts pay, 0, or a probe of 1 when it is due."""
+        return self.best() or int(self.probes.due)
+
+    def best(self) -> int:
+        """The K that is expected to be fastest."""
+        return best_draft_size(self.accept_probs(), self.costs)
 
     def accept_probs(self) -> Iterator[float]:
         """Yield the probability that draft 1, 2, … is accepted."""
@@ -63,10 +102,14 @@ class AdaptiveK:
 
     def observe(self, drafted: int, accepted: int) -> None:
         """See tree.Policy."""
+        paid = 1 + accepted > self.costs[drafted]
+        self.probes.observe(drafted > 0, probing=self.best() == 0, paid=paid)
+        if drafted == 0:
+            return
         for i, rate in enumerate(self.rate):
             if i < min(accepted + 1, drafted):  # tried
                 self.rate[i] += TRIED_STEP * ((accepted > i) - rate)
-            elif i >= max(1, drafted):
+            elif i >= drafted:
                 self.rate[i] += UNTRIED_STEP * (self.rate[i - 1] - rate)
 
 
@@ -74,10 +117,24 @@ class AdaptiveTree:
     """A new tree every round: the most likely paths by the heads' own probabilities, as in EAGLE-2
     (Li et al. 2024), and only as many as pay off. `heads_cost` is the cost of running the heads,
     in passes over one token.
+
+    `gain` is how many more tokens a round yields than plain steps of the same cost would: a running
+    mean over the rounds in which the heads ran. It starts at what `accuracy` (as in MedusaHeads)
+    promises. While it is negative, rounds are plain steps without the heads, except for probes.
     """
 
-    def __init__(self, curve: list[float], heads_cost: float):
+    def __init__(self, curve: list[float], heads_cost: float, accuracy: Tensor | None = None):
         self.costs = [cost + heads_cost for cost in curve[1:]]
+        self.gain, nodes = PRIOR_GAIN, 1
+        if accuracy is not None:
+            path_probs = [prob for _, prob in islice(best_first(accuracy.tolist()), len(curve))]
+            nodes = max(1, best_draft_size(path_probs, self.costs))
+            self.gain = 1 + sum(path_probs[:nodes]) - curve_at(self.costs, nodes)
+        self.probes = Probes(curve_at(self.costs, nodes) - 1)
+
+    def drafting(self) -> bool:
+        """See tree.TreePolicy."""
+        return self.gain >= 0 or self.probes.due
 
     def choose(self, probs: list[list[float]], free_rows: int) -> list[RankPath]:
         """See tree.TreePolicy."""
@@ -88,6 +145,13 @@ class AdaptiveTree:
             paths.append(path)
             path_probs.append(prob)
         return sorted(paths[: best_draft_size(path_probs, self.costs)])
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """See tree.TreePolicy."""
+        ran, gain = self.drafting(), 1 + accepted - self.costs[drafted]
+        self.probes.observe(ran, probing=self.gain < 0, paid=gain > 0)
+        if ran:
+            self.gain += TRIED_STEP * (gain - self.gain)
 
 
 def best_first(probs: list[list[float]]) -> Iterator[tuple[RankPath, float]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minispec.cache import KVCache
 from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
-from minispec.model import Block, Config, ForwardContext, Rope, Transformer, make_context
+from minispec.model import CHUNK, Block, Config, ForwardContext, Rope, Transformer, make_context
 from minispec.sampling import Randomness, Sampling, draw, probs
 from minispec.tree import FixedK, Policy, Step, Tree
 from minispec.verify import accept
@@ -23,7 +23,8 @@ from minispec.verify import accept
 class MTPHead(Block):
     """One block like the target's, fed with a hidden state and a token. Tensors have MiMo's names.
 
-    The embedding and the lm_head are the target's.
+    The embedding and the lm_head are the target's. `acceptance` is how often each step's token was
+    right, given the tokens before it (None: not measured).
     """
 
     def __init__(self, config: Config):
@@ -34,6 +35,7 @@ class MTPHead(Block):
         self.hidden_layernorm = nn.RMSNorm(size, eps)
         self.input_proj = nn.Linear(2 * size, size, bias=False)
         self.final_layernorm = nn.RMSNorm(size, eps)
+        self.acceptance: list[float] | None = None
 
     def new_cache(self, capacity: int) -> KVCache:
         """Return a cache for the head, with one layer."""
@@ -59,14 +61,15 @@ class Drafter:
     """Runs a head for its target. Holds the head's cache and the output to draft from.
 
     The first `offset` committed rows of the target came from a kept cache without hidden states, so
-    the head never sees them. Between rounds the head's cache holds one row for each of the others:
-    its length is the target's minus `offset`.
+    the head never sees them. Each of the others has a row in the head's cache or is `pending`: its
+    hidden state waits for the next round that drafts, so that the head does not run in plain steps.
     """
 
     def __init__(self, head: MTPHead, model: Transformer, capacity: int, offset: int):
         self.head, self.model, self.offset = head, model, offset
         self.cache = head.new_cache(capacity)
         self.last: Tensor | None = None  # (1, d): the head's output at the newest token
+        self.pending: list[tuple[Tensor, list[int]]] = []
 
     def run(self, hidden: Tensor, tokens: list[int] | Tensor) -> Tensor:
         """Run the head on n scratch rows: hidden states (n, d), a token each. Returns (n, d)."""
@@ -75,6 +78,20 @@ class Drafter:
         depth = torch.arange(len(tokens), device=tokens.device) + self.offset
         embedded = self.model.model.embed_tokens(tokens)
         return self.head(hidden[None], embedded[None], self.cache, depth)[0]
+
+    def receive(self, hidden: Tensor, tokens: list[int]) -> None:
+        """Keep hidden states (n, d) of the target, and the token that follows each, for later."""
+        self.pending.append((hidden, tokens))
+
+    def catch_up(self) -> None:
+        """Run the head on everything that is pending, in chunks as in a prefill."""
+        if self.pending:
+            hidden = torch.cat([hidden for hidden, _ in self.pending])
+            tokens = [token for _, tokens in self.pending for token in tokens]
+            self.pending.clear()
+            for start in range(0, len(tokens), CHUNK):
+                chunk = slice(start, start + CHUNK)
+                self.extend(hidden[chunk], tokens[chunk])
 
     def extend(self, hidden: Tensor, tokens: list[int]) -> None:
         """Commit a row for each hidden state (n, d) of the target and the token that follows."""
@@ -125,10 +142,12 @@ def fastmtp(
     # the cache holds every token but the newest, which is the root of the next tree
     for hidden in model.prefill_chunks(tokens[cache.length : -1], cache):  # (1, n, d)
         n = hidden.shape[1]
-        drafter.extend(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])  # h_j, t_{j+1}
+        drafter.receive(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])  # h_j, t_{j+1}
     yield Step()  # the prefill, so that it can be timed separately
     while True:
         n = min(policy.choose(), cache.free_rows - 1)  # one row is for the root
+        if n > 0:
+            drafter.catch_up()
         draft_head = vocabulary.select(tokens)
         drafts, draft_probs = drafter.chain(n, draft_sampling or sampling, randomness, draft_head)
         tree = Tree.chain(tokens[-1], drafts, draft_probs)
@@ -137,7 +156,7 @@ def fastmtp(
         cache.commit(path)
         new = tree.tokens_at(path[1:]) + [fresh]
         # `chain` dropped its rows; rows made from the target's hidden states replace them
-        drafter.extend(hidden[path], new)
+        drafter.receive(hidden[path], new)
         policy.observe(drafted=len(drafts), accepted=len(path) - 1)
         tokens += new
         yield Step(new, tree, path)

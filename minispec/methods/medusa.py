@@ -124,6 +124,7 @@ def medusa_loop(
 ) -> Iterator[Step]:  # fmt: skip
     """The decoding loop of both methods, which differ only in their acceptance `rule`."""
     tree = checked_tree(model, heads, tree, vocabulary)
+    policy = None if isinstance(tree, list) else tree
     vocabulary = vocabulary or FullVocabulary(model)
     cache = cache or model.new_cache()
     tokens = list(prompt)
@@ -132,11 +133,14 @@ def medusa_loop(
     yield Step()  # the prefill, so that it can be timed separately
     while True:
         draft_head = vocabulary.select(tokens)
-        proposed = propose(heads, draft_head, hidden, tokens[-1], tree, cache.free_rows - 1)
+        paths = tree if policy is None or policy.drafting() else []  # []: the heads do not run
+        proposed = propose(heads, draft_head, hidden, tokens[-1], paths, cache.free_rows - 1)
         hidden = model(proposed.tokens, cache, proposed.depth, proposed.mask)[0]  # (nodes, d)
         path, fresh = rule(probs(model.logits(hidden), sampling), proposed, randomness)
         cache.commit(path)
         hidden = hidden[path[-1:]]  # of the last accepted node: no second target pass
+        if policy is not None:
+            policy.observe(drafted=len(proposed) - 1, accepted=len(path) - 1)
         new = proposed.tokens_at(path[1:]) + [fresh]
         tokens += new
         yield Step(new, proposed, path)

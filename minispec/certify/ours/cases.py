@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from minispec.cache import KVCache
@@ -42,7 +43,7 @@ def bound(name: str, **options) -> Method:
 def fresh_options(options: dict) -> dict:
     """Copy the options and reset adaptive policies, so that no run depends on earlier ones."""
     return {
-        name: copy.deepcopy(value) if isinstance(value, AdaptiveK) else value
+        name: copy.deepcopy(value) if isinstance(value, AdaptiveK | AdaptiveTree) else value
         for name, value in options.items()
     }
 
@@ -51,6 +52,10 @@ def fresh_options(options: dict) -> dict:
 # after a rejection and rises to 3 if both drafts are accepted; trees vary from few to many nodes.
 ADAPTIVE_K = AdaptiveK([0.0, 1.0, 1.0, 1.205, 1.331, 1.42], draft_cost=0.1, max_k=4)
 ADAPTIVE_TREE = AdaptiveTree([0.0, *(1 + n / 20 for n in range(17))], heads_cost=0.2)
+# These stop drafting after their first rejection, and try again after one plain step.
+CHEAP_ROWS = [0.0, *(1 + n / 100 for n in range(17))]
+PROBING_K = AdaptiveK(CHEAP_ROWS, draft_cost=0.0, max_k=2, acceptance=[0.0105])
+PROBING_TREE = AdaptiveTree(CHEAP_ROWS, heads_cost=0.005, accuracy=torch.tensor([[0.016]]))
 
 # ---- draft trees of every shape ------------------------------------------------------------------
 
@@ -151,6 +156,20 @@ def mtp_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     yield "k=2, compressed", compressed
     yield "k=2, hot drafts, compressed", compressed | {"draft_sampling": hot}
     yield "k=auto", {"head": head, "k": ADAPTIVE_K}
+    yield "k=auto, probing", {"head": head, "k": PROBING_K}
+
+
+def hybrid_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
+    """Yield (name, options) for both drafters that hybrid can have, and for its policies."""
+    head = {"head": random_mtp_head(model, seed)}
+    draft = {"draft": small_model(seed + 1000, model.config.vocab_size, layers=1)}
+    yield "k=1", head | {"k": 1, "copied": 2}
+    yield "k=2, compressed", head | {"k": 2, "vocabulary": two_languages(model)}
+    yield "k=2, draft model", draft | {"k": 2}
+    yield "argmax drafts", head | {"draft_sampling": GREEDY}
+    yield "auto", head | {"k": ADAPTIVE_K, "copied": ADAPTIVE_K}
+    yield "auto, probing", head | {"k": PROBING_K, "copied": PROBING_K}
+    yield "auto, draft model", draft | {"k": ADAPTIVE_K, "copied": PROBING_K}
 
 
 def medusa_compressed(model: Transformer, seed: int, tree: list[RankPath]) -> Method:
@@ -172,6 +191,7 @@ class ExactCase:
     samplings: tuple[str, ...] = ("T=1",)
     n: int = 3
     model: Toy | Transformer = Toy(5)
+    prompt: tuple[int, ...] = (1, 0, 1, 1, 0)
 
 
 def exact_cases() -> Iterator[ExactCase]:
@@ -193,7 +213,8 @@ def exact_cases() -> Iterator[ExactCase]:
         yield ExactCase(f"medusa, {shape}", method, samplings)
     full = bound("medusa", heads=ToyHeads(4), tree=every_path(3, 63))
     yield ExactCase("medusa, 64 nodes", full, n=2)
-    yield ExactCase("medusa, auto", bound("medusa", heads=ToyHeads(4), tree=ADAPTIVE_TREE))
+    for name, tree in ("auto", ADAPTIVE_TREE), ("auto, probing", PROBING_TREE):
+        yield ExactCase(f"medusa, {name}", bound("medusa", heads=ToyHeads(4), tree=tree))
     yield ExactCase("jacobi, block 3", bound("jacobi", block=3), samplings)
     long_toy = Toy(5, context=64)  # long enough for the widest window
     for w, n, g in LOOKAHEAD_SETTINGS:
@@ -205,6 +226,10 @@ def exact_cases() -> Iterator[ExactCase]:
     model = small_model(4, vocab=3, layers=1)
     for name, options in mtp_options(model, 4):
         yield ExactCase(f"fastmtp, {name}", bound("fastmtp", **options), n=2, model=model)
+    for name, options in hybrid_options(model, 4):
+        for text, prompt in ("repeated", (1, 0, 1, 2, 1, 0, 1)), ("new", (1, 0, 2, 1, 0)):
+            method = bound("hybrid", **options)
+            yield ExactCase(f"hybrid, {name}, {text} text", method, n=2, model=model, prompt=prompt)
     method = medusa_compressed(model, 4, every_path(3, 16))
     yield ExactCase("medusa, compressed", method, n=2, model=model)
 
@@ -226,10 +251,14 @@ def chain_cases(
     yield ExactCase("speculative k=auto", speculative(k=ADAPTIVE_K), samplings[1:])
     method = speculative(other_binary, k=ADAPTIVE_K)
     yield ExactCase("speculative k=auto, two tokens", method, model=binary)
+    yield ExactCase("speculative k=auto, probing", speculative(k=PROBING_K), samplings[1:])
+    method = speculative(other_binary, k=PROBING_K)
+    yield ExactCase("speculative k=auto, probing, two tokens", method, n=4, model=binary)
     for label, sampling in ("greedy", GREEDY), ("hot", Sampling(2.0)):
         method = speculative(k=2, draft_sampling=sampling)
         yield ExactCase(f"speculative k=2, {label} draft", method, samplings, n=2)
     yield ExactCase("prompt-lookup", bound("prompt-lookup", k=2), samplings)
+    yield ExactCase("prompt-lookup, probing", bound("prompt-lookup", k=PROBING_K), samplings)
 
 
 # ---- cases for greedy decoding -------------------------------------------------------------------
@@ -239,10 +268,11 @@ def greedy_cases(model: Transformer, seed: int) -> Iterator[tuple[str, Method]]:
     """Yield (name, method) for every method: all options for seed 0, a subset for other seeds."""
     other = small_model(seed + 1000)
     yield "prompt-lookup", bound("prompt-lookup")
+    yield "prompt-lookup, probing", bound("prompt-lookup", k=PROBING_K)
     drafts = (("random", other), ("self", model), ("always wrong", Negated(model)))
     for name, draft in drafts:
-        for k in (1, 4, ADAPTIVE_K) if seed else (1, 2, 3, 5, 8, ADAPTIVE_K):
-            label = "auto" if k is ADAPTIVE_K else k
+        for k in (1, 4, ADAPTIVE_K) if seed else (1, 2, 3, 5, 8, ADAPTIVE_K, PROBING_K):
+            label = {ADAPTIVE_K: "auto", PROBING_K: "auto, probing"}.get(k, k)
             yield f"speculative, {name} draft, k={label}", bound("speculative", draft=draft, k=k)
     for shape in TREE_SHAPES:
         yield f"tree, {shape}", tree_method(model, shape, "one-hot")
@@ -255,8 +285,11 @@ def greedy_cases(model: Transformer, seed: int) -> Iterator[tuple[str, Method]]:
     for i, (name, options) in enumerate(mtp_options(model, seed)):
         if seed in (0, i % 3 + 1):
             yield f"fastmtp, {name}", bound("fastmtp", **options)
+    for name, options in hybrid_options(model, seed):
+        yield f"hybrid, {name}", bound("hybrid", **options)
     heads = random_medusa_heads(model, seed)
     for name, paths in RANK_TREES.items():
         yield f"medusa, {name}", bound("medusa", heads=heads, tree=paths)
-    yield "medusa, auto", bound("medusa", heads=heads, tree=ADAPTIVE_TREE)
+    for name, tree in ("auto", ADAPTIVE_TREE), ("auto, probing", PROBING_TREE):
+        yield f"medusa, {name}", bound("medusa", heads=heads, tree=tree)
     yield "medusa, compressed", medusa_compressed(model, seed, RANK_TREES["64 nodes"])

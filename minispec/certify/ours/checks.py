@@ -9,6 +9,8 @@ from minispec.certify.common import GREEDY, Verdict, first_difference
 from minispec.certify.ours.cases import (
     ADAPTIVE_K,
     ADAPTIVE_TREE,
+    PROBING_K,
+    PROBING_TREE,
     RANK_TREES,
     SAMPLINGS,
     bound,
@@ -52,14 +54,14 @@ Check = Callable[..., Iterator[Verdict]]
 
 def check_exact(only: str = "") -> Iterator[Verdict]:
     """Check that the output distribution, summed over all random outcomes, is plain decoding's."""
-    prompt = [1, 0, 1, 1, 0]
     plain: dict[tuple, dict[tuple[int, ...], float]] = {}  # shared by cases with the same model
     for case in exact_cases():
         for label in case.samplings:
             name, settings = f"{case.name}, {label}", (SAMPLINGS[label], case.n)
             if only not in name:
                 continue
-            key = id(case.model), *settings
+            prompt = list(case.prompt)
+            key = id(case.model), case.prompt, *settings
             if key not in plain:
                 method = bound("autoregressive")
                 plain[key] = exact_distribution(method, case.model, prompt, *settings)
@@ -125,7 +127,7 @@ def worst_cache_error(
 ) -> float:
     """Return the largest error of a committed row over `min_rounds` rounds. If drafts branch,
     continue until a commit has to move rows, for at most `max_rounds`."""
-    cache, tokens, error = model.new_cache(), [3, 1, 4, 1, 5], 0.0
+    cache, tokens, error = model.new_cache(), [3, 1, 4, 1, 5, 3, 1, 4], 0.0
     branched = moved = False
     for round_, step in enumerate(method(model, tokens, Sampling(1.0), Seeded(1), cache=cache), 1):
         tokens = tokens + step.tokens
@@ -159,6 +161,7 @@ def check_statistical(only: str = "") -> Iterator[Verdict]:
         "tree, deep": (toy, tree_method(draft, "deep", "without replacement")),
         "medusa": (model, bound("medusa", heads=heads, tree=RANK_TREES["deep"])),
         "fastmtp": (model, bound("fastmtp", **mtp)),
+        "hybrid": (model, bound("hybrid", **mtp)),
         "lookahead": (toy, bound("lookahead", window=3, ngram=3, guesses=3)),
     }
     sampling = Sampling(1.0, top_p=0.9)
@@ -199,11 +202,14 @@ def check_limits(only: str = "") -> Iterator[Verdict]:
         "speculative": {"draft": Toy(77), "k": 4},
         "speculative, self": {"draft": Toy(5), "k": 4},
         "speculative, auto": {"draft": Toy(77), "k": ADAPTIVE_K},
+        "speculative, probing": {"draft": Toy(77), "k": PROBING_K},
         "prompt-lookup": {},
+        "prompt-lookup, probing": {"k": PROBING_K},
         "jacobi": {"block": 4},
         "lookahead": {"window": 3, "ngram": 3, "guesses": 4, "pool_from_prompt": True},
         "medusa": {"heads": ToyHeads(3), "tree": every_path(3, 16)},
         "medusa, auto": {"heads": ToyHeads(3), "tree": ADAPTIVE_TREE},
+        "medusa, probing": {"heads": ToyHeads(3), "tree": PROBING_TREE},
     }
     plain = {}
     for name, options in toys.items():
@@ -211,14 +217,23 @@ def check_limits(only: str = "") -> Iterator[Verdict]:
             targets = [(seed, lambda eos, seed=seed: Toy(seed, context=CONTEXT, eos=eos))
                        for seed in (5, 6)]  # fmt: skip
             yield check_endings(name, options, targets, plain)
-    if only in "fastmtp":
+    if only in "fastmtp" or only in "hybrid":
         head = random_mtp_head(small_model(1, vocab=3, layers=1), 1)
+        draft = small_model(2, vocab=3, layers=1)
 
         def transformer(eos: tuple[int, ...]) -> Transformer:
             return small_model(1, vocab=3, layers=1, context=CONTEXT, eos_ids=eos)
 
         targets = [("transformer", transformer)]
-        yield check_endings("fastmtp", {"head": head, "k": 4}, targets, plain)
+        for name, options in {
+            "fastmtp": {"head": head, "k": 4},
+            "fastmtp, probing": {"head": head, "k": PROBING_K},
+            "hybrid": {"head": head, "k": 4},
+            "hybrid, probing": {"head": head, "k": PROBING_K, "copied": PROBING_K},
+            "hybrid, draft model": {"draft": draft, "k": 2, "copied": ADAPTIVE_K},
+        }.items():
+            if only in name:
+                yield check_endings(name, options, targets, plain)
 
 
 def check_endings(name: str, options: dict, targets: list[tuple], plain: dict) -> Verdict:

@@ -16,7 +16,7 @@ from minispec.cache import KVCache
 from minispec.certify.ours import cases, checks
 from minispec.certify.ours.checks import CHECKS, Verdict
 from minispec.generate.run import Run, StopConditions
-from minispec.methods import fastmtp, lookahead, medusa, prompt_lookup, speculative
+from minispec.methods import fastmtp, hybrid, lookahead, medusa, prompt_lookup, speculative
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Sampling, Seeded, draw, probs
 from minispec.toys import Toy
@@ -62,7 +62,7 @@ def check_mutants(only: str = "") -> Iterator[Verdict]:
 
 def in_accept(mistake) -> tuple:
     """Replace `accept` wherever it verifies drafts."""
-    modules = speculative, prompt_lookup, medusa, lookahead, fastmtp, cases
+    modules = speculative, prompt_lookup, medusa, lookahead, fastmtp, hybrid, cases
     return tuple((module, "accept", mistake) for module in modules)
 
 
@@ -248,6 +248,23 @@ def probs_over_all(self, k, sampling, randomness, draft_head):
     return guess, [q if q is None else p for q, p in zip(drawn, full_probs)]
 
 
+draft_with_head = hybrid.HeadDrafter.draft
+
+
+def text_preferred_after_drawing(self, tokens, k, sampling, randomness):
+    """Draw the head's drafts, then copy from the text instead if its first token differs."""
+    drawn = draft_with_head(self, tokens, k, sampling, randomness)
+    copied = prompt_lookup.lookup(tokens, k, ngram=1)
+    return (copied, []) if copied and copied[:1] != drawn[0][:1] else drawn
+
+
+def plain_step_after_drawing(self, *arguments):
+    """Keep the drafts only if the head drew what it holds to be likely."""
+    guess, draft_probs = chain(self, *arguments)
+    unlikely = draft_probs and draft_probs[0] is not None and draft_probs[0][guess[0]] < 0.4
+    return ([], []) if unlikely else (guess, draft_probs)
+
+
 # ---- sampling, trees, caches, endings ------------------------------------------------------------
 
 
@@ -369,6 +386,10 @@ MUTANTS = [
            ((fastmtp.Drafter, "chain", probs_over_all),)),
     Mutant("head's argmax scored with its softmax", "exact", "fastmtp, k=2, argmax drafts",
            ((fastmtp, "draw", greedy_draft_with_softmax),)),
+    Mutant("copied from the text after drawing other drafts", "exact", "hybrid, k=1",
+           ((hybrid.HeadDrafter, "draft", text_preferred_after_drawing),)),
+    Mutant("a plain step chosen after the drafts were drawn", "exact", "fastmtp, k=1, sampled",
+           ((fastmtp.Drafter, "chain", plain_step_after_drawing),)),
     Mutant("guesses see the window", "exact", "lookahead W=3 N=3",
            ((lookahead, "combined_mask", guesses_see_the_window),)),
     Mutant("prediction emitted during warm-up", "greedy", "lookahead, W=2 N=4",

@@ -14,7 +14,16 @@ from pathlib import Path
 
 from minispec.checkpoints.fetch import default_model
 from minispec.errors import Parser, UserError, command
-from minispec.training.distill import draft, export, generate, medusa, mtp, tree, vocabulary
+from minispec.training.distill import (
+    acceptance,
+    draft,
+    export,
+    generate,
+    medusa,
+    mtp,
+    tree,
+    vocabulary,
+)
 from minispec.training.distill.documents import Documents, hidden_states
 from minispec.training.distill.generate import sample_batch
 from minispec.training.distill.medusa import HeadsLoss
@@ -34,12 +43,12 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     p = Parser(prog="python -m minispec.distill", description=__doc__)
     commands = p.add_subparsers(dest="command", required=True)
-    for module in (generate, draft, medusa, mtp, tree, vocabulary, export):
+    for module in (generate, draft, medusa, mtp, acceptance, tree, vocabulary, export):
         name = module.__name__.rpartition(".")[2]
         description = (module.__doc__ or "").split("\n\n")[0]
         sub = commands.add_parser(name, help=description, description=description)
         sub.add_argument("--model", help="the target (default: the bundled toy)")
-        if module in (draft, medusa, mtp, tree):
+        if module in (draft, medusa, mtp, acceptance, tree):
             sub.add_argument("--own", type=Path, nargs="+", required=True,
                              help="files written by `distill generate`")  # fmt: skip
         module.arguments(sub)

@@ -1,6 +1,7 @@
 """Train FastMTP's head on text that the target generated."""
 
 import argparse
+from statistics import mean
 
 import torch
 import torch.nn.functional as F
@@ -123,6 +124,21 @@ def step_accuracy(loss: MTPLoss, indices: list[int]) -> list[float]:
     return [r / max(c, 1) for r, c in zip(right, count)]
 
 
+@torch.no_grad()
+def category_accuracy(loss: MTPLoss, rows: list[dict]) -> dict[str, list[float]]:
+    """`step_accuracy` for each kind of document; row i describes the loss's document i."""
+    categories: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        categories.setdefault(row["kind"], []).append(i)
+    return {name: step_accuracy(loss, indices) for name, indices in categories.items()}
+
+
+def accuracy_table(rates: dict[str, list[float]]) -> str:
+    """A Markdown table with a row per kind of document and a column per step."""
+    steps = len(next(iter(rates.values())))
+    return markdown_table("category", [f"step {k + 1}" for k in range(steps)], rates)
+
+
 def run(args: argparse.Namespace) -> None:
     target, tokenizer = load_target(args)
     if args.init:
@@ -143,11 +159,10 @@ def run(args: argparse.Namespace) -> None:
                                        vocabulary=vocabulary)  # fmt: skip
     head.half().float()  # round to float16, as stored
     loss = loss_of(Documents.from_rows(held_out, target, args.context, torch.float32))
+    rates = category_accuracy(loss, held_out)
+    head.acceptance = [mean(of_step) for of_step in zip(*rates.values())]
     save_mtp(head, args.out, without_folder(args.model), tokenizer, torch.float16, loss.weights)
     store_vocabulary(args, target, tokenizer)
-    categories: dict[str, list[int]] = {}
-    for i, row in enumerate(held_out):
-        categories.setdefault(row["kind"], []).append(i)
     facts = {
         "layout": "MiMo's; embedding and lm_head are the target's",
         "loss": f"Σ α_k · CE_k, α = {', '.join(f'{w:.3f}' for w in loss.weights)}, {args.mode}, "
@@ -156,10 +171,8 @@ def run(args: argparse.Namespace) -> None:
         "measured": "how often each step's best token is right on held-out documents, given the "
                     "true tokens before it",
     }  # fmt: skip
-    rates = {name: step_accuracy(loss, indices) for name, indices in categories.items()}
-    table = markdown_table("category", [f"step {k + 1}" for k in range(args.k)], rates)
     title = f"A FastMTP head of {count_parameters(head):,} parameters"
-    write_card(args, run, title, facts, table)
+    write_card(args, run, title, facts, accuracy_table(rates))
 
 
 def arguments(p: argparse.ArgumentParser) -> None:

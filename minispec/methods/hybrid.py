@@ -1,0 +1,100 @@
+"""Two drafters, one `accept`: copy what followed the latest tokens if they have occurred before,
+as prompt lookup does; otherwise draft with a FastMTP head or a draft model.
+
+Copying is free and right for long stretches of repeated text, but it requires a repetition. Heads
+and draft models always have something to propose, at a cost per token.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from minispec.cache import KVCache
+from minispec.methods.fastmtp import Drafter, MTPHead
+from minispec.methods.prompt_lookup import lookup
+from minispec.methods.speculative import propose, replace_unknown
+from minispec.methods.vocabulary import FullVocabulary, Vocabulary
+from minispec.model import Transformer
+from minispec.sampling import Randomness, Sampling, probs
+from minispec.tree import FixedK, Policy, Step, Tree
+from minispec.verify import accept
+
+LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens; after shorter matches a head is more often right
+
+
+class HeadDrafter(Drafter):
+    """Drafts with a FastMTP head, as `fastmtp` does."""
+
+    def __init__(self, head: MTPHead, model: Transformer, cache: KVCache, vocabulary: Vocabulary):
+        super().__init__(head, model, cache.capacity, offset=cache.length)
+        self.vocabulary = vocabulary
+
+    def draft(
+        self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness
+    ) -> tuple[list[int], list[Tensor | None]]:
+        """Draw at most `k` drafts after `tokens`, and return them with their distributions."""
+        self.catch_up()
+        return self.chain(k, sampling, randomness, self.vocabulary.select(tokens))
+
+
+class ModelDrafter:
+    """Drafts with a draft model, as `speculative` does. The interface is HeadDrafter's."""
+
+    def __init__(self, draft: Transformer, model: Transformer, cache: KVCache):
+        self.model, self.vocab_size = draft, model.config.vocab_size
+        self.cache, self.target_cache = draft.new_cache(cache.capacity), cache
+
+    def receive(self, hidden: Tensor, tokens: list[int]) -> None:
+        """Drop the rows of rejected drafts. The draft model needs no hidden states."""
+        self.cache.truncate(min(self.cache.length, self.target_cache.length))
+
+    def draft(
+        self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness
+    ) -> tuple[list[int], list[Tensor | None]]:
+        """As HeadDrafter.draft. The draft model first reads the tokens that it has not seen."""
+        unread = replace_unknown(tokens[self.cache.length : -2], self.model)  # `propose` reads two
+        self.model.prefill(unread, self.cache)
+        return propose(self.model, self.cache, tokens, k, sampling, randomness, self.vocab_size)
+
+
+def hybrid(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None, head: MTPHead | None = None, draft: Transformer | None = None,
+    k: int | Policy = 3, copied: int | Policy = 6, vocabulary: Vocabulary | None = None,
+    draft_sampling: Sampling | None = None,
+) -> Iterator[Step]:  # fmt: skip
+    """Copy up to `copied` tokens if the latest 3 to 5 have occurred before. Otherwise draw `k`
+    drafts from `head` or, if that is None, from `draft`. Both numbers may be policies, each of
+    which learns only from the rounds of its own drafter.
+
+    `vocabulary` is the head's; the head or draft samples with `draft_sampling`, as in `fastmtp`.
+    """
+    drafting, copying = (n if hasattr(n, "choose") else FixedK(n) for n in (k, copied))
+    cache = cache or model.new_cache()
+    drafter = (
+        ModelDrafter(draft, model, cache) if head is None
+        else HeadDrafter(head, model, cache, vocabulary or FullVocabulary(model))
+    )  # fmt: skip
+    tokens = list(prompt)
+    for hidden in model.prefill_chunks(tokens[cache.length : -1], cache):  # (1, n, d)
+        n = hidden.shape[1]
+        drafter.receive(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])
+    yield Step()  # the prefill, so that it can be timed separately
+    while True:
+        free_rows = cache.free_rows - 1  # one row is for the root
+        # who drafts, and how much, follows from the text so far, so any choice is lossless
+        drafts = lookup(tokens, min(copying.choose(), free_rows), LONGEST_MATCH, SHORTEST_MATCH)
+        draft_probs: list[Tensor | None] = []  # copied tokens are one-hot
+        used, unused = (copying, drafting) if drafts else (drafting, copying)
+        if not drafts and (n := min(drafting.choose(), free_rows)) > 0:
+            drafts, draft_probs = drafter.draft(tokens, n, draft_sampling or sampling, randomness)
+        tree = Tree.chain(tokens[-1], drafts, draft_probs)
+        hidden = model(tree.tokens, cache)[0]
+        path, fresh = accept(probs(model.logits(hidden), sampling), tree, randomness)
+        cache.commit(path)
+        new = tree.tokens_at(path[1:]) + [fresh]
+        drafter.receive(hidden[path], new)
+        used.observe(drafted=len(drafts), accepted=len(path) - 1)
+        unused.observe(drafted=0, accepted=0)
+        tokens += new
+        yield Step(new, tree, path)
