@@ -1,6 +1,8 @@
 """The folders of minispec/ and the direction of its imports, as design and README describe them."""
 
 import ast
+import importlib.util
+import re
 import tomllib
 from pathlib import Path
 
@@ -78,3 +80,14 @@ def test_the_listing_shows_what_there_is():
     assert tree.count("\n") <= 30
     for path in [*files, *folders]:
         assert path.name in tree or path.name in ("__init__.py", "__main__.py"), path
+
+
+def test_the_engines_to_run_are_those_in_the_folder():
+    spec = importlib.util.spec_from_file_location("run", ROOT / "tests" / "engines" / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    paths = (ROOT / "tests" / "engines").glob("*_engine.py")
+    assert {path.name.removesuffix("_engine.py") for path in paths} == module.ENGINES.keys()
+    for name, (_, _, functions) in module.ENGINES.items():
+        source = (ROOT / "tests" / "engines" / f"{name}_engine.py").read_text()
+        assert all(re.search(rf"\b{function}\b", source) for function in functions.split()), name
