@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minispec.cache import KVCache
 from minispec.methods.fastmtp import Drafter, MTPHead
-from minispec.methods.prompt_lookup import lookup
+from minispec.methods.prompt_lookup import match_end
 from minispec.methods.speculative import propose, replace_unknown
 from minispec.methods.vocabulary import FullVocabulary, Vocabulary
 from minispec.model import Transformer
@@ -83,7 +83,8 @@ def hybrid(
     while True:
         free_rows = cache.free_rows - 1  # one row is for the root
         # who drafts, and how much, follows from the text so far, so any choice is lossless
-        drafts = lookup(tokens, min(copying.choose(), free_rows), LONGEST_MATCH, SHORTEST_MATCH)
+        end = match_end(tokens, LONGEST_MATCH, SHORTEST_MATCH)
+        drafts = tokens[end : end + min(copying.choose(), free_rows)]
         draft_probs: list[Tensor | None] = []  # copied tokens are one-hot
         used, unused = (copying, drafting) if drafts else (drafting, copying)
         if not drafts and (n := min(drafting.choose(), free_rows)) > 0:

@@ -33,11 +33,18 @@ def prompt_lookup(
         yield Step(new, tree, path)
 
 
-def lookup(tokens: list[int], k: int, ngram: int, shortest: int = 1) -> list[int]:
+def lookup(tokens: list[int], k: int, ngram: int) -> list[int]:
     """Up to `k` tokens that followed the latest earlier occurrence of the last n tokens, for the
-    largest n from `ngram` down to `shortest` that has one. Fewer if the text ends before that."""
-    for n in range(min(ngram, len(tokens) - 1), shortest - 1, -1):
+    largest n from `ngram` down to 1 that has one. Fewer if the text ends before that."""
+    end = match_end(tokens, ngram, 1)
+    return tokens[end : end + k]
+
+
+def match_end(tokens: list[int], longest: int, shortest: int) -> int:
+    """The index after the latest earlier occurrence of the last n tokens, for the largest n from
+    `longest` down to `shortest` that has one; the end of the text if none has."""
+    for n in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for start in range(len(tokens) - n - 1, -1, -1):
             if tokens[start : start + n] == tokens[-n:]:
-                return tokens[start + n : start + n + k]
-    return []
+                return start + n
+    return len(tokens)

@@ -76,14 +76,15 @@ class Draft(Drafted):
         self.cache.truncate(min(self.cache.length, len(tokens) - 1))
 
 
-class Lookup(Proposer):
+class Lookup(Drafted):
     """The text so far."""
 
-    def __init__(self, model, k: int = 10, ngram: int = 3):
-        self.k, self.ngram = k, ngram
+    def __init__(self, model, k: int | Policy = 10, ngram: int = 3):
+        super().__init__(k, None)
+        self.ngram = ngram
 
-    def propose(self, tokens, free_rows, sampling, randomness):
-        return Tree.chain(tokens[-1], lookup(tokens, min(self.k, free_rows - 1), self.ngram))
+    def drafts(self, tokens, k, sampling, randomness):
+        return lookup(tokens, k, self.ngram), []
 
 
 class Medusa(Proposer):
@@ -93,7 +94,8 @@ class Medusa(Proposer):
                  vocabulary=None):  # fmt: skip
         self.heads, self.tree = heads, tree
         self.vocabulary = vocabulary or FullVocabulary(model)
-        if not hasattr(tree, "choose"):
+        self.policy = tree if hasattr(tree, "choose") else None
+        if self.policy is None:
             self.tree = medusa.with_prefixes(tree, len(heads), model.config.vocab_size)
 
     def begin(self, tokens, hidden, capacity):
@@ -101,11 +103,12 @@ class Medusa(Proposer):
 
     def propose(self, tokens, free_rows, sampling, randomness):
         draft_head, root = self.vocabulary.select(tokens), tokens[-1]
-        return medusa.propose(
-            self.heads, draft_head, self.hidden, root, self.tree, free_rows - 1
-        )
+        tree = self.tree if self.policy is None or self.policy.drafting() else []
+        return medusa.propose(self.heads, draft_head, self.hidden, root, tree, free_rows - 1)
 
     def learn(self, tokens, tree, path, hidden):
+        if self.policy is not None:
+            self.policy.observe(drafted=len(tree) - 1, accepted=len(path) - 1)
         self.hidden = hidden[path[-1:]]
 
 

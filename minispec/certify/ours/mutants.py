@@ -254,7 +254,7 @@ draft_with_head = hybrid.HeadDrafter.draft
 def text_preferred_after_drawing(self, tokens, k, sampling, randomness):
     """Draw the head's drafts, then copy from the text instead if its first token differs."""
     drawn = draft_with_head(self, tokens, k, sampling, randomness)
-    copied = prompt_lookup.lookup(tokens, k, ngram=1)
+    copied = prompt_lookup.lookup(tokens, k, 1)
     return (copied, []) if copied and copied[:1] != drawn[0][:1] else drawn
 
 
