@@ -77,6 +77,10 @@ def test_rates_start_at_the_measured_acceptance():
     assert AdaptiveK(FLAT, 0.1, max_k=4, acceptance=[0.6, 0.5]).rate == [0.6, 0.5, 0.5, 0.5]
     assert AdaptiveK(FLAT, 0.1, max_k=1, acceptance=[0.6, 0.5]).rate == [0.6]
     assert AdaptiveK(FLAT, 0.1, max_k=2).rate == [0.7, 0.7]
+    policy = AdaptiveK(FLAT, 0.1, max_k=4, acceptance=[0.6])  # counts for four rounds at first
+    for n in range(1, 7):
+        policy.observe(drafted=1, accepted=0)
+        assert policy.rate[0] == pytest.approx(4 * 0.6 / (4 + n))
 
 
 # ---- plain steps and probes ----------------------------------------------------------------------

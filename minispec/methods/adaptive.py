@@ -22,6 +22,7 @@ from minispec.tree import RankPath
 TRIED_STEP, UNTRIED_STEP = 0.1, 0.005
 MIN_PATH_PROB = 0.02  # less likely paths are ignored: listing them all would take too long
 PRIOR_RATE, PRIOR_GAIN = 0.7, 0.2  # assumed at first, if nothing was measured with the drafter
+PRIOR_ROUNDS = 4  # how many rounds an expectation counts for, until steps of TRIED_STEP are larger
 PROBE_SHARE = 0.02  # at most this share of the time of plain steps is spent on probes
 
 
@@ -70,8 +71,8 @@ class AdaptiveK:
     cost of a target pass, which the paper takes to be 1 for any number of tokens. K may be 0.
 
     rate[i] is the probability that draft i + 1 is accepted if all before it were: a running mean
-    over the rounds that tried it. It starts at `acceptance`, measured with the drafter; further
-    drafts start at its last value. The rate of an untried position drifts towards the previous
+    over the rounds that tried it. It starts at `acceptance`, measured with the drafter, which counts
+    for PRIOR_ROUNDS rounds; further drafts start at its last value. The rate of an untried position drifts towards the previous
     position's rate, or longer chains would never be tried. `draft_cost` is the cost of one draft,
     in target passes over one token.
     """
@@ -83,6 +84,7 @@ class AdaptiveK:
         self.costs = [curve_at(curve, k + 1) + k * draft_cost for k in range(max_k + 1)]
         known = (acceptance or [PRIOR_RATE])[:max_k]
         self.rate = known + known[-1:] * (max_k - len(known))
+        self.rounds = [PRIOR_ROUNDS] * max_k  # those that tried each position
         self.probes = Probes(self.costs[1] - self.costs[0])
 
     def choose(self) -> int:
@@ -108,7 +110,8 @@ class AdaptiveK:
             return
         for i, rate in enumerate(self.rate):
             if i < min(accepted + 1, drafted):  # tried
-                self.rate[i] += TRIED_STEP * ((accepted > i) - rate)
+                self.rounds[i] += 1
+                self.rate[i] += max(TRIED_STEP, 1 / self.rounds[i]) * ((accepted > i) - rate)
             elif i >= drafted:
                 self.rate[i] += UNTRIED_STEP * (self.rate[i - 1] - rate)
 
