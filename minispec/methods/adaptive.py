@@ -71,10 +71,10 @@ class AdaptiveK:
     cost of a target pass, which the paper takes to be 1 for any number of tokens. K may be 0.
 
     rate[i] is the probability that draft i + 1 is accepted if all before it were: a running mean
-    over the rounds that tried it. It starts at `acceptance`, measured with the drafter, which counts
-    for PRIOR_ROUNDS rounds; further drafts start at its last value. The rate of an untried position drifts towards the previous
-    position's rate, or longer chains would never be tried. `draft_cost` is the cost of one draft,
-    in target passes over one token.
+    over the rounds that tried it. It starts at `acceptance`, measured with the drafter, which
+    counts for PRIOR_ROUNDS rounds; further drafts start at its last value. The rate of an untried
+    position drifts towards the previous position's rate, or longer chains would never be tried.
+    `draft_cost` is the cost of one draft, in target passes over one token.
     """
 
     def __init__(
