@@ -33,7 +33,8 @@ class Parser(argparse.ArgumentParser):
     shows the first paragraph; it is None under python -OO."""
 
     def __init__(self, *args, description: str | None = None, **options):
-        super().__init__(*args, description=(description or "").split("\n\n")[0], **options)
+        text = (description or "").split("\n\n")[0]
+        super().__init__(*args, description=text, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} -h shows the flags)")

@@ -37,6 +37,7 @@ from minispec.certify.others.blackbox import (
     HOT,
     REPETITIVE_PROMPT,
     TWO_TOKEN_PROMPT,
+    Cases,
     Limits,
     check_implementation,
     little_entropy,
@@ -98,6 +99,28 @@ def test_an_engine_may_batch_requests():
     sizes: list[int] = []
     (verdict,) = check(Engine(), "statistical: T=0.2")
     assert verdict.passed and sizes == [40], verdict
+
+
+def test_batches_of_the_wrong_size_and_tuples_of_scalars_are_told_apart():
+    class Empty:
+        def many(self, checkpoint, requests):
+            return []
+
+    (verdict,) = check(Empty(), "limits: lengths")
+    assert verdict.passed is False and "many returned 0 results for 1 requests" in verdict.detail
+
+    def scalars(checkpoint, prompt, **options):
+        return tuple(np.array(lookup(checkpoint, prompt, **options)))
+
+    assert all(v.passed for v in check(scalars, "limits: lengths"))
+
+
+def test_the_baseline_and_the_decoder_share_the_time(tmp_path):
+    limits, plain = Limits(seconds=100.0), FunctionDecoder(lookup)
+    cases = Cases(tmp_path, FunctionDecoder(lookup), plain, limits)
+    rows = cases.selected("", ("exact", "statistical"))
+    shares = [cases.seconds() for _ in range(2 * len(rows))]
+    assert max(shares[: len(rows) + 1]) < 25.0 and cases.weights == []
 
 
 # ---- seeded faults -------------------------------------------------------------------------------

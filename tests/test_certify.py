@@ -18,6 +18,7 @@ from minispec.certify.others.functions import load_implementation
 from minispec.certify.ours import cases
 from minispec.certify.ours.checks import CHECKS
 from minispec.certify.ours.mutants import MUTANTS
+from minispec.certify.report import json_report
 from minispec.certify.statistics import (
     FALSE_ALARM,
     chi_square_p,
@@ -175,6 +176,13 @@ def test_json_holds_what_is_needed_to_repeat_a_row(tmp_path, capsys):
     assert json.loads(again)["verdicts"][0]["evidence"] == evidence
 
 
+def test_a_report_shows_no_password_and_any_argument(tmp_path):
+    url = "http://user:secret@host:8000"
+    text = json_report([], 1.0, ["--server", url, "--model", "\udcff"], url, tmp_path)
+    assert "secret" not in text and json.loads(text)["subject"] == "http://host:8000"
+    text.encode()
+
+
 def test_junit_shows_each_row(tmp_path, capsys):
     file = tmp_path / "new" / "report.xml"
     examine(BAD, "--only", "greedy: ", "--junit", str(file), code=1, capsys=capsys)
@@ -189,7 +197,7 @@ def test_the_exit_code_tells_a_loss_from_an_examination_that_proved_nothing(caps
     assert "skip" in out and "0 of 1 passed, 1 skipped" in out
     examine(GREEDY_ONLY, "--only", "greedy: model", code=0, capsys=capsys)
     err = examine(GOOD, "--only", "no such row", code=2, capsys=capsys)
-    assert "--only 'no such row': no row is called so" in err
+    assert "--only 'no such row': no row matches" in err
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,14 @@ from minispec.certify.others.functions import load_implementation
 from minispec.certify.others.server import REQUESTS, SERVER_CHECKS, check_server
 from minispec.certify.ours.checks import CHECKS
 from minispec.certify.ours.mutants import check_mutants
-from minispec.certify.report import exit_code, json_report, print_table, summary, write_junit
+from minispec.certify.report import (
+    INFO_ROWS,
+    exit_code,
+    json_report,
+    print_table,
+    summary,
+    write_junit,
+)
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load
 from minispec.errors import (
@@ -60,9 +67,9 @@ def parser() -> Parser:
     p.add_argument("--thorough", action="store_true", default=None,
                    help=f"spend {THOROUGH.seconds / 60:.0f} minutes on --impl instead of "
                    f"{Limits.seconds / 60:.0f}")  # fmt: skip
-    p.add_argument("--runs", type=number(100), help="the most runs of one statistical row of "
+    p.add_argument("--runs", type=number(100), help="maximum runs per statistical row of "
                    "--impl (default: as many as the time allows)")  # fmt: skip
-    p.add_argument("--outcomes", type=number(10), help="the most outcomes of one enumeration "
+    p.add_argument("--outcomes", type=number(10), help="maximum outcomes per enumeration "
                    f"(default: {Limits.outcomes}, thorough: {THOROUGH.outcomes})")  # fmt: skip
     p.add_argument("--length", type=number(2, 24), help="the most tokens that are enumerated "
                    f"(default: {Limits.length})")  # fmt: skip
@@ -128,7 +135,9 @@ def make_verdicts(args: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
             checks=args.checks, only=args.only or "",
         )  # fmt: skip
     if args.impl is not None:
-        baseline = args.baseline and load_implementation(args.baseline, "--baseline")
+        baseline = None
+        if args.baseline is not None:
+            baseline = load_implementation(args.baseline, "--baseline")
         return check_implementation(
             load_implementation(args.impl), args.only or "", args.checks, limits_of(args), baseline,
             folder,
@@ -161,8 +170,9 @@ def run_checks(args: argparse.Namespace, argv: list[str], folder: Path, out: Tex
     to standard error."""
     begin = time.perf_counter()
     rows = print_table(make_verdicts(args, folder), None if args.json else out)
-    if args.only is not None and not rows:
-        raise UserError(f"--only {args.only!r}: no row is called so; see the table without --only")
+    matched = [row for row in rows if row.check not in INFO_ROWS or row.passed is False]
+    if args.only is not None and not matched:
+        raise UserError(f"--only {args.only!r}: no row matches; see the table without --only")
     seconds = time.perf_counter() - begin
     if args.json:
         subject = args.impl if args.impl is not None else args.server

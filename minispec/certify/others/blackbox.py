@@ -149,7 +149,9 @@ class Cases:
             for row in group() if only in row.name
         ]  # fmt: skip
         rows = [row for row in rows if row.name == only] or rows
-        self.weights = [TIME_WEIGHTS.get(row.case, 1.0) for row in rows if row.check in TIMED]
+        times = 2 if self.baseline else 1  # the baseline is judged first
+        timed = [row for row in rows if row.check in TIMED for _ in range(times)]
+        self.weights = [TIME_WEIGHTS.get(row.case, 1.0) for row in timed]
         return rows
 
     def greedy_rows(self) -> Iterator[Row]:
@@ -220,11 +222,15 @@ def greedy_circle(model: Transformer) -> list[int]:
 
 def is_greedy_in_turn(exam: Examination, other: Examination, prompts: list[list[int]]) -> Result:
     """Check greedy answers of two checkpoints that are asked alternately."""
+    if other.baseline and not exam.baseline:  # it is the baseline that is judged
+        other = other.without_baseline()
     for prompt in prompts:
         for one in exam, other:
-            passed, detail = is_greedy(one, [prompt], 12, (GREEDY,))
-            if not passed:
+            try:
+                passed, detail = is_greedy(one, [prompt], 12, (GREEDY,))
+            finally:
                 exam.evidence = one.evidence
+            if not passed:
                 return passed, detail
     return True, f"{len(prompts)} prompts each"
 
@@ -250,9 +256,11 @@ def ends_everywhere(exam: Examination, cases: Cases, count: int, where: str) -> 
     for end in ends:
         eos = where, [*others, end] if others else end
         one = cases.exam(f"eos{count}-{end}", 2, eos=eos)
-        passed, detail = ends_correctly(one, [prompt], 12)
-        if not passed:
+        try:
+            passed, detail = ends_correctly(one, [prompt], 12)
+        finally:
             exam.evidence = one.evidence
+        if not passed:
             return False, f"end tokens {[*others, end]}: {detail}"
     return True, f"at {len(ends)} offsets, greedily and with top-k 1 if supported"
 
@@ -287,6 +295,8 @@ def is_exact(exam: Examination, sampling: Sampling, cases: Cases) -> Result:
         if time.monotonic() > end:
             break
         n += 1 if found.complete else 2
+    if proven < 2 and time.monotonic() > end:
+        return None, "not enough time to enumerate more than one token (--thorough has more)"
     if proven < 2:  # the first token is generated before any draft
         return None, f"too many outcomes: {found.covered:.0%} found for sequences of {n} tokens"
     return True, "; ".join(details.values())

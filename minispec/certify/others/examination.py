@@ -107,7 +107,7 @@ class Row(NamedTuple):
 
 
 def judge(row: Row) -> Iterator[Verdict]:
-    """Yield the verdict on a row, after that on the baseline if there is one."""
+    """Yield the verdict on the baseline, if there is one, then that on the decoder."""
     if row.compared and row.exam.baseline:
         passed, detail = evaluate(row, row.exam.without_baseline())
         yield Verdict("baseline", f"{row.check}, {row.case}", passed or None, detail)

@@ -101,7 +101,11 @@ class FunctionDecoder:
         what = ""
         try:
             if hasattr(self.impl, "many"):
-                return [self.token_ids(result) for result in self.impl.many(self.folder, options)]
+                results = list(self.impl.many(self.folder, options))
+                if len(results) != len(options):
+                    counts = f"{len(results)} results for {len(options)} requests"
+                    raise Failed(f"many returned {counts}")
+                return [self.token_ids(result) for result in results]
             results = []
             quiet = None if len(options) >= MANY else True
             for request in tqdm(options, "runs", leave=False, disable=quiet):
@@ -119,7 +123,7 @@ class FunctionDecoder:
 
     def token_ids(self, result) -> list[int]:
         """Convert a result to ints, also from numpy and torch; add up its counts."""
-        if isinstance(result, tuple) and len(result) == 3 and not isinstance(result[0], int):
+        if isinstance(result, tuple) and len(result) == 3 and not is_number(result[0]):
             result, *counts = result
             self.counts.add(*counts)
         tokens = list(result)  # runs the implementation if it is a generator
@@ -127,3 +131,8 @@ class FunctionDecoder:
             return [operator.index(token) for token in tokens]
         except TypeError:
             raise Failed(f"must return token ids, not {str(result)[:80]!r}") from None
+
+
+def is_number(value) -> bool:
+    """Return whether a value is an int, or a scalar of numpy or torch."""
+    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0

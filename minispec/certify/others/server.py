@@ -76,6 +76,7 @@ def check_server(
     is_model = Row("server", str(server.name), ctx, is_this_model, (), False)
     selected = [row for row in rows(ctx, samplings, budget)
                 if row.check in checks and only in row.name]  # fmt: skip
+    selected = [row for row in selected if row.name == only] or selected
     budget.divide(selected)
     before = server.draft_counts()
     try:
