@@ -46,12 +46,7 @@ from minispec.errors import (
 from minispec.fast import optimize
 from minispec.generate import decode
 from minispec.generate.api import encode_prompt, unlisted_eos_warning
-from minispec.generate.drafters import (
-    find_drafter,
-    hybrid_drafter,
-    load_drafter,
-    read_tree_option,
-)
+from minispec.generate.drafters import drafter_of, find_drafter, load_drafter, read_tree_option
 from minispec.generate.run import Run, acceptance
 from minispec.methods.adaptive import curve_at
 from minispec.methods.speculative import speedup, tokens_per_pass
@@ -190,9 +185,7 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     drafters: Methods = {method: {} for method in wanted - sources.keys()}
     for method in sorted(wanted & sources.keys()):
         try:
-            drafter = method  # the method whose drafter it uses
-            if method == "hybrid":
-                drafter = "fastmtp" if args.mtp else hybrid_drafter(model)
+            drafter = drafter_of(method, model, args.mtp or None)
             source = sources[method] or find_drafter(drafter, model)
         except UserError:
             if args.methods or method == "fastmtp" and args.vocabulary_sizes:

@@ -24,7 +24,12 @@ from minispec.errors import (
 )
 from minispec.fast import optimize
 from minispec.generate.api import METHODS, MIN_VALUES, stream
-from minispec.generate.drafters import REQUIRED_DRAFTERS, load_drafter, read_tree_option
+from minispec.generate.drafters import (
+    REQUIRED_DRAFTERS,
+    drafter_of,
+    load_drafter,
+    read_tree_option,
+)
 from minispec.generate.run import StopConditions
 from minispec.generate.terminal import chat, show, warn_unlisted_eos
 from minispec.generate.view import write_page
@@ -207,10 +212,9 @@ def method_options(
     options = {name: getattr(args, name) for name in PASSED_ON if getattr(args, name) is not None}
     if args.draft_temperature is not None:
         options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
-    method, source = args.method, args.heads if args.draft is None else args.draft
-    if method == "hybrid" and source is not None:
-        method = "fastmtp" if args.draft is None else "speculative"
-    if method in REQUIRED_DRAFTERS or method == "hybrid":
+    method = drafter_of(args.method, model, args.heads, args.draft)
+    if method in REQUIRED_DRAFTERS:
+        source = args.heads if args.draft is None else args.draft
         vocabulary = args.vocabulary, args.vocabulary_size
         options |= load_drafter(method, model, tokenizer, source, *vocabulary)
     if args.tree is not None:

@@ -32,8 +32,7 @@ def with_drafter(
     method: str, model: Transformer, tokenizer: Tokenizer | None, options: dict
 ) -> dict:
     """The method's options; a missing draft or missing heads are loaded from next to the model."""
-    if method == "hybrid" and options.get("head") is None and options.get("draft") is None:
-        method = hybrid_drafter(model)
+    method = drafter_of(method, model, options.get("head"), options.get("draft"))
     argument, folder = REQUIRED_DRAFTERS.get(method, (None, None))
     if argument is None or options.get(argument) is not None:
         return options
@@ -52,7 +51,6 @@ def load_drafter(
     Heads also get the `vocabulary` of a file, by default the vocabulary.json next to them, if any,
     with at most `size` tokens per language. "none" is the full vocabulary.
     """
-    method = hybrid_drafter(model) if method == "hybrid" else method
     source = find_drafter(method, model) if source is None else source
     if method == "speculative":
         draft, draft_tokenizer = load(source, model.dtype, str(model.device))
@@ -75,13 +73,18 @@ def load_drafter(
     return {"heads": heads, "vocabulary": draft_vocabulary}
 
 
-def hybrid_drafter(model: Transformer) -> str:
-    """The method whose drafter hybrid uses: fastmtp if a head lies next to the model, else
-    speculative if a draft does."""
-    for method in "fastmtp", "speculative":
+def drafter_of(method: str, model: Transformer, head: object = None, draft: object = None) -> str:
+    """The method that a method drafts like: itself, except for hybrid. With a `head` hybrid drafts
+    like fastmtp, with a `draft` like speculative; without either, like the first of the two that
+    has its drafter next to the model."""
+    if method != "hybrid":
+        return method
+    if head is not None or draft is not None:
+        return "speculative" if head is None else "fastmtp"
+    for candidate in "fastmtp", "speculative":
         with contextlib.suppress(UserError):
-            find_drafter(method, model)
-            return method
+            find_drafter(candidate, model)
+            return candidate
     raise UserError("hybrid needs head= or draft= (on the command line, --heads or --draft DIR); "
                     "there is no folder mtp or draft next to the model")  # fmt: skip
 
