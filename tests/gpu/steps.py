@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -172,12 +171,10 @@ def machine() -> dict:
     """Name the GPU, or else the CPU, and the versions of torch and CUDA."""
     import torch  # imported here so that no step has to wait for it
 
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line for line in lines if line.startswith("model name")).split(": ")[1].strip()
+    from minispec.generate.machine import processor
+
     cuda = torch.version.cuda if torch.cuda.is_available() else None
-    name = torch.cuda.get_device_name() if cuda else name
+    name = torch.cuda.get_device_name() if cuda else processor()
     return {"card": name, "torch": torch.__version__, "cuda": cuda}
 
 
