@@ -12,33 +12,34 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OURS, OLD = ".venv", ".engines/transformers444"
-ENGINES = {  # file -> the environment, more folders of packages, functions
-    "transformers": (OURS, "", "plain assisted"),
-    "transformers_kinds": (OURS, "", "prompt_lookup early_exit constant heuristic transient "
+ENGINES = [  # the file, the environment, more folders of packages, functions
+    ("transformers", OURS, "", "plain assisted"),
+    ("transformers_kinds", OURS, "", "prompt_lookup early_exit constant heuristic transient "
                                      "confidence universal"),  # fmt: skip
-    "transformers_heads": (OURS, "", "dflash mtp gemma4"),
-    "vllm": (".engines/vllm", "", "plain ngram draft_greedy draft_probabilistic"),
-    "vllm_heads": (".engines/vllm", ".engines/arctic", "medusa mtp suffix"),
-    "openvino": (".engines/openvino", "", "plain draft_model prompt_lookup"),
-    "ortgenai": (".engines/ortgenai", "", "plain ngram draft_model"),
-    "ctranslate2": (".engines/ctranslate2", "", "plain"),
-    "llamacpp_python": (".engines/llamacpp-python", "", "plain prompt_lookup"),
-    "mistralrs": (".engines/mistralrs", "", "plain"),
-    "mistralrs_draft": (".engines/mistralrs06", "", "plain speculative"),
-    "mlx": (".engines/mlx", "", "plain speculative"),
-    "litgpt": (".engines/litgpt", "", "plain speculative step"),
-    "eagle": (OLD, ".engines/eagle", "chain tree"),
-    "medusa": (OLD, ".engines/transformers436:.engines/eagle", "medusa"),
-    "lade": (OLD, ".engines/transformers434:.engines/eagle", "lookahead"),
-    "flashspec": (OURS, ".engines/small", "model batch"),
-    "economize": (OURS, ".engines/small", "draft_model lookup medusa_tree mtp"),
-    "specdec": (OURS, ".engines/small", "plain speculative"),
-    "seqspecdecod": (OURS, ".engines/small", "plain standard naive_hsd capped_hsd"),
-    "speculative_decoding": (OURS, ".engines/small", "plain draft same_model prophet"),
-    "mini_infer": (OURS, ".engines/pure", "plain prefix_cached speculative"),
-    "csaq": (OURS, ".engines/transformers4:.engines/pure", "plain speculative"),
-    "rotalabs": (OURS, ".engines/transformers4:.engines/pure", "draft_model tree medusa eagle"),
-}  # fmt: skip
+    ("transformers_kinds", OLD, "", "constant prompt_lookup_with_end"),
+    ("transformers_heads", OURS, "", "dflash mtp gemma4"),
+    ("vllm", ".engines/vllm", "", "plain ngram draft_greedy draft_probabilistic"),
+    ("vllm_heads", ".engines/vllm", ".engines/arctic", "medusa mtp suffix"),
+    ("openvino", ".engines/openvino", "", "plain draft_model prompt_lookup"),
+    ("ortgenai", ".engines/ortgenai", "", "plain ngram draft_model"),
+    ("ctranslate2", ".engines/ctranslate2", "", "plain"),
+    ("llamacpp_python", ".engines/llamacpp-python", "", "plain prompt_lookup"),
+    ("mistralrs", ".engines/mistralrs", "", "plain"),
+    ("mistralrs_draft", ".engines/mistralrs06", "", "plain speculative"),
+    ("mlx", ".engines/mlx", "", "plain speculative"),
+    ("litgpt", ".engines/litgpt", "", "plain speculative step"),
+    ("eagle", OLD, ".engines/eagle", "chain tree"),
+    ("medusa", OLD, ".engines/transformers436:.engines/eagle", "medusa"),
+    ("lade", OLD, ".engines/transformers434:.engines/eagle", "lookahead"),
+    ("flashspec", OURS, ".engines/small", "model batch"),
+    ("economize", OURS, ".engines/small", "draft_model lookup medusa_tree mtp"),
+    ("specdec", OURS, ".engines/small", "plain speculative"),
+    ("seqspecdecod", OURS, ".engines/small", "plain standard naive_hsd capped_hsd"),
+    ("speculative_decoding", OURS, ".engines/small", "plain draft same_model prophet"),
+    ("mini_infer", OURS, ".engines/pure", "plain prefix_cached speculative"),
+    ("csaq", OURS, ".engines/transformers4:.engines/pure", "plain speculative"),
+    ("rotalabs", OURS, ".engines/transformers4:.engines/pure", "draft_model tree medusa eagle"),
+]  # fmt: skip
 BASELINES = {  # functions that are compared with the engine's own plain decoding
     ("transformers_heads", "gemma4"): "gemma4_plain", ("csaq", "speculative"): "plain",
     ("llamacpp_python", "prompt_lookup"): "plain", ("mistralrs_draft", "speculative"): "plain",
@@ -46,9 +47,8 @@ BASELINES = {  # functions that are compared with the engine's own plain decodin
 SECONDS = 900  # of one function, with its start
 
 
-def certify(name: str, function: str) -> dict:
+def certify(name: str, environment: str, folders: str, function: str) -> dict:
     """Return the certifier's report, or the reason why there is none."""
-    environment, folders, _ = ENGINES[name]
     file = f"tests/engines/{name}_engine.py"
     command = [f"{environment}/bin/python", "-m", "minispec.certify", "--json", "--impl",
                f"{file}:{function}"]  # fmt: skip
@@ -67,12 +67,12 @@ def main(results: str, only: str = "") -> None:
     path = Path(results)
     known = path.read_text().splitlines() if path.exists() else []
     finished = {json.loads(line)["name"] for line in known}
-    for name, (_, _, functions) in ENGINES.items():
+    for name, environment, folders, functions in ENGINES:
         for function in functions.split():
-            label = f"{name} {function}"
+            label = f"{name} {function} ({Path(environment).name})"
             if only not in label or label in finished:
                 continue
-            report = certify(name, function)
+            report = certify(name, environment, folders, function)
             with path.open("a") as out:
                 print(json.dumps({"name": label} | report), file=out)
             rows = report.get("verdicts", [])

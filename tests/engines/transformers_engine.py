@@ -9,26 +9,34 @@ transformers.logging.set_verbosity_error()
 read = functools.cache(transformers.AutoModelForCausalLM.from_pretrained)
 
 
-def generate(speculate, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
+def generate(
+    load, speculate, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed
+):
+    """`load` and `speculate` are functions of the checkpoint: they return the model and further
+    options of its generate. `speculate` also gets whether tokens are sampled."""
     if max_new_tokens == 0:  # it does not accept 0
         return []
-    torch.manual_seed(seed)
+    model, options = load(checkpoint), speculate(checkpoint, temperature > 0)
+    torch.manual_seed(seed)  # after loading, which may use random numbers
     sampling = dict(do_sample=False)
     if temperature:
         sampling = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
     tokens = torch.tensor([prompt])
     with torch.no_grad():
-        output = read(checkpoint, dtype=torch.float32).generate(
+        output = model.generate(
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max_new_tokens,
-            pad_token_id=0, **sampling, **speculate(checkpoint),
+            pad_token_id=0, **sampling, **options,
         )  # fmt: skip
     return output[0, len(prompt) :].tolist()
 
 
-def with_draft(checkpoint):
-    return {"assistant_model": read(f"{checkpoint}/draft", dtype=torch.float32)}
+def target(checkpoint):
+    return read(checkpoint, dtype=torch.float32)
 
 
-plain = functools.partial(generate, lambda checkpoint: {})
-assisted = functools.partial(generate, with_draft)
-prompt_lookup = functools.partial(generate, lambda checkpoint: {"prompt_lookup_num_tokens": 3})
+def with_draft(checkpoint, sampled):
+    return {"assistant_model": target(f"{checkpoint}/draft")}
+
+
+plain = functools.partial(generate, target, lambda checkpoint, sampled: {})
+assisted = functools.partial(generate, target, with_draft)

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import (
     AutoModelForCausalLM,
     Gemma4AssistantConfig,
@@ -19,8 +18,7 @@ from transformers import (
     MuseGlimmerAssistantModel,
 )
 from transformers.modeling_layers import MtpModel
-
-transformers.logging.set_verbosity_error()
+from transformers_engine import generate
 
 
 @functools.cache
@@ -30,7 +28,7 @@ def read(checkpoint):
     return model
 
 
-def with_dflash(checkpoint):
+def with_dflash(checkpoint, sampled):
     """A block-parallel draft: three tokens from one pass over mask tokens."""
     return {"assistant_model": dflash_draft(checkpoint), "speculation_type": "dflash"}
 
@@ -46,7 +44,7 @@ def dflash_draft(checkpoint):
     return MuseGlimmerAssistantModel(config).eval()
 
 
-def with_mtp(checkpoint):
+def with_mtp(checkpoint, sampled):
     """Two MTP layers, loaded by a function that makes random ones: llama has no checkpoints of
     them."""
     MtpModel.from_pretrained = lambda model, **_: mtp_layers(checkpoint)
@@ -79,28 +77,9 @@ def gemma4_models(checkpoint):
     return target, draft
 
 
-def generate(
-    read, speculate, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed
-):
-    if max_new_tokens == 0:  # it does not accept 0
-        return []
-    model, options = read(checkpoint), speculate(checkpoint)
-    torch.manual_seed(seed)
-    sampling = dict(do_sample=False)
-    if temperature:
-        sampling = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
-    tokens = torch.tensor([prompt])
-    with torch.no_grad():
-        output = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max_new_tokens,
-            pad_token_id=0, **sampling, **options,
-        )  # fmt: skip
-    return output[0, len(prompt) :].tolist()
-
-
 dflash = functools.partial(generate, read, with_dflash)
 mtp = functools.partial(generate, read, with_mtp)
-gemma4_plain = functools.partial(generate, lambda c: gemma4_models(c)[0], lambda c: {})
+gemma4_plain = functools.partial(generate, lambda c: gemma4_models(c)[0], lambda c, _: {})
 gemma4 = functools.partial(
-    generate, lambda c: gemma4_models(c)[0], lambda c: {"assistant_model": gemma4_models(c)[1]}
+    generate, lambda c: gemma4_models(c)[0], lambda c, _: {"assistant_model": gemma4_models(c)[1]}
 )

@@ -5,8 +5,8 @@ import functools
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers_engine import generate
 
-transformers.logging.set_verbosity_error()
 DTYPE = "dtype" if transformers.__version__ >= "5" else "torch_dtype"
 
 
@@ -32,47 +32,27 @@ def read_other(checkpoint, sampled):
     return {"assistant_model": model, "tokenizer": target, "assistant_tokenizer": draft}
 
 
-def generate(speculate, checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
-    if max_new_tokens == 0:  # it does not accept 0
-        return []
-    options = speculate(checkpoint, temperature > 0)  # may use random numbers
-    torch.manual_seed(seed)
-    sampling = dict(do_sample=False)
-    if temperature:
-        sampling = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
-    tokens = torch.tensor([prompt])
-    with torch.no_grad():
-        output = read(checkpoint).generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max_new_tokens,
-            pad_token_id=0, **sampling, **options,
-        )  # fmt: skip
-    return output[0, len(prompt) :].tolist()
+def speculating(speculate):
+    return functools.partial(generate, read, speculate)
 
 
 def drafting(**settings):
     """Draft with a model that has these fields in its generation_config."""
-    return functools.partial(
-        generate, lambda c, _: {"assistant_model": read(f"{c}/draft", **settings)}
-    )
+    return speculating(lambda c, _: {"assistant_model": read(f"{c}/draft", **settings)})
 
 
 def option(**options):
-    return functools.partial(generate, lambda checkpoint, sampled: options)
+    return speculating(lambda checkpoint, sampled: options)
 
 
 SCHEDULE, CONFIDENCE = "num_assistant_tokens_schedule", "assistant_confidence_threshold"
-plain, prompt_lookup, early_exit = (
-    option(), option(prompt_lookup_num_tokens=3), option(assistant_early_exit=1)
-)  # fmt: skip
+prompt_lookup, early_exit = option(prompt_lookup_num_tokens=3), option(assistant_early_exit=1)
 constant, heuristic, transient = (
     drafting(**{SCHEDULE: schedule, CONFIDENCE: 0, "num_assistant_tokens": 2})
     for schedule in ("constant", "heuristic", "heuristic_transient")
 )
 confidence = drafting(**{SCHEDULE: "constant", CONFIDENCE: 0.4, "num_assistant_tokens": 4})
-universal = functools.partial(generate, read_other)
-ensemble = functools.partial(  # lossy by design
-    generate, lambda c, _: {"assistant_model": read(f"{c}/draft"), "assistant_ensemble_weight": 0.5}
-)
+universal = speculating(read_other)
 
 
 def lookup_with_end(checkpoint, sampled):
@@ -81,4 +61,4 @@ def lookup_with_end(checkpoint, sampled):
     return {"prompt_lookup_num_tokens": 3, "eos_token_id": -1 if end is None else end}
 
 
-prompt_lookup_with_end = functools.partial(generate, lookup_with_end)
+prompt_lookup_with_end = speculating(lookup_with_end)
