@@ -33,10 +33,10 @@ from black_boxes import (
 
 from minispec.certify.common import Failed, NotSupported, drafting_result
 from minispec.certify.others.blackbox import (
+    BINARY_PROMPT,
     FUNCTION_SAMPLINGS,
     HOT,
     REPETITIVE_PROMPT,
-    TWO_TOKEN_PROMPT,
     Cases,
     Limits,
     check_implementation,
@@ -392,7 +392,7 @@ def test_an_exception_fails_the_exact_rows_too():
         (verdict,) = check(function, "exact: vocab 3, T=0.6")
         assert verdict.passed is False and snippet in verdict.detail
     with pytest.raises(Failed, match="probab"):
-        FunctionDecoder(draws_from_nothing).tokens(TWO_TOKEN_PROMPT, 1)
+        FunctionDecoder(draws_from_nothing).tokens(BINARY_PROMPT, 1)
 
 
 def test_a_run_without_drafts_or_without_rejections_is_reported():

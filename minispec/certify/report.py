@@ -19,7 +19,7 @@ from minispec.generate.machine import describe_machine, package_version
 INFO_ROWS = "server", "baseline", "drafts"  # rows about the test itself, which prove nothing
 STATUS_LABELS = {True: "pass", False: "FAIL", None: "skip"}
 PASSED, LOSS, NOT_EXAMINED = 0, 1, 2  # exit codes
-FLAGS_OF_ONE_RUN = "--json", "--junit", "--save", "--only"
+FLAGS_NOT_REPEATED = "--json", "--junit", "--save", "--only"
 
 
 def print_table(verdicts: Iterable[Verdict], out: TextIO | None) -> list[Verdict]:
@@ -83,9 +83,9 @@ def repeat(verdict: Verdict, argv: list[str]) -> str:
     kept, skip = [], False
     for argument in argv:
         flag, equals, _ = argument.partition("=")
-        if not skip and flag not in FLAGS_OF_ONE_RUN:
+        if not skip and flag not in FLAGS_NOT_REPEATED:
             kept.append(argument)
-        skip = not skip and flag in FLAGS_OF_ONE_RUN and flag != "--json" and not equals
+        skip = not skip and flag in FLAGS_NOT_REPEATED and flag != "--json" and not equals
     if not {"--impl", "--server"} & {argument.partition("=")[0] for argument in argv}:
         return command_line([*kept, "--checks", verdict.check] if "--compare" not in argv else kept)
     if verdict.check == "baseline":

@@ -22,7 +22,7 @@ from minispec.tree import RankPath
 TRIED_STEP, UNTRIED_STEP = 0.1, 0.005
 MIN_PATH_PROB = 0.02  # less likely paths are ignored: listing them all would take too long
 PRIOR_RATE, PRIOR_GAIN = 0.7, 0.2  # assumed at first, if nothing was measured with the drafter
-PRIOR_ROUNDS = 4  # how many rounds an expectation counts for, until steps of TRIED_STEP are larger
+PRIOR_ROUNDS = 4  # the first rates weigh as much as this many observed rounds
 PROBE_SHARE = 0.02  # at most this share of the time of plain steps is spent on probes
 
 

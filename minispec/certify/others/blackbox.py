@@ -5,7 +5,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,6 @@ from minispec.certify.others.checkpoints import (
     HALF_RIGHT,
     NEARLY_RIGHT,
     write_checkpoint,
-    write_eos_tokens,
 )
 from minispec.certify.others.conventions import Conventions, warper
 from minispec.certify.others.enumeration import CannotEnumerate, Enumeration, find_constant_seed
@@ -69,7 +68,7 @@ TIMED = "exact", "statistical"
 TIME_WEIGHTS = {describe(UNWARPED): 6.0, describe(UNWARPED) + GOOD_DRAFT: 6.0,
                 f"vocab 2, {describe(UNWARPED)}{GOOD_DRAFT}": 4.0}  # fmt: skip
 BLOCK_SIZES = 16, 32, 64, 128, 256
-TWO_TOKEN_PROMPT = [1, 0, 0, 1, 0]  # repetitive, so that prompt lookup finds drafts
+BINARY_PROMPT = [1, 0, 0, 1, 0]  # repetitive, so that prompt lookup finds drafts
 REPETITIVE_PROMPT = [1, 2, 0, 1, 2]
 FEW_TOKENS, MANY_TOKENS = 12, 24  # of a sample
 
@@ -119,16 +118,11 @@ class Cases:
         self.end = time.monotonic() + limits.seconds
         self.weights: list[float] = []  # of the rows to come that share the remaining time
 
-    def exam(self, name: str, seed: int, vocab: int = 24, eos=None, **changes) -> Examination:
-        """Write a checkpoint and return its examination. `eos` is (file name, end tokens)."""
-        folder, model = write_checkpoint(self.root / name, seed, vocab, **changes)
-        if eos:
-            where, tokens = eos
-            write_eos_tokens(Path(folder), where, tokens)
-            tokens = tokens if isinstance(tokens, list) else [tokens]
-            model.config = replace(model.config, eos_ids=tuple(tokens))
-        decoders = (decoder and decoder.at(folder) for decoder in (self.decoder, self.baseline))
-        decoder, baseline = decoders
+    def exam(self, name: str, seed: int, vocab: int = 24, **options) -> Examination:
+        """Write a checkpoint (see write_checkpoint) and return its examination."""
+        folder, model = write_checkpoint(self.root / name, seed, vocab, **options)
+        baseline = self.baseline and self.baseline.at(folder)
+        decoder = self.decoder.at(folder)
         return Examination(decoder, model, baseline, conventions=self.conventions)
 
     def seconds(self) -> float:
@@ -212,7 +206,7 @@ def plain_tokens(model: Transformer, prompt: list[int], n: int) -> list[int]:
 
 
 def greedy_circle(model: Transformer) -> list[int]:
-    """Return the tokens that greedy decoding repeats for ever."""
+    """Return the tokens that greedy decoding repeats forever."""
     tokens = plain_tokens(model, [1], 60)[30:]
     return tokens[: tokens.index(tokens[0], 1)]
 
@@ -278,13 +272,14 @@ def is_exact(exam: Examination, sampling: Sampling, cases: Cases) -> Result:
     limits, end = cases.limits, time.monotonic() + cases.seconds()
     if problem := little_entropy(exam.model, warper(sampling)):
         return None, problem
-    exam.tokens(TWO_TOKEN_PROMPT, 2, sampling)  # loading may use random numbers
+    exam.tokens(BINARY_PROMPT, 2, sampling)  # loading may use random numbers
     details, proven, n = {}, 0, 1
     while n <= limits.length:
         left = max(0.1, end - time.monotonic())
         try:
             found = Enumerated(exam, sampling, n, limits.outcomes, left)
-            passed, detail = exam.conventions.judge(sampling, found.test)
+            ours = found.test(warper(sampling))
+            passed, detail = exam.conventions.judge(sampling, ours, found.test)
         except CannotEnumerate as error:
             return None, f"cannot be enumerated: {error}"
         if not passed:
@@ -306,7 +301,7 @@ def little_entropy(model: Transformer, warp: Warp) -> str:
     """Return a reason if the distributions of the first tokens are so sharp that equal samples
     would prove little, otherwise ""."""
     sequences = product(range(model.config.vocab_size), repeat=ENTROPY_TOKENS)
-    exact = probabilities(model, TWO_TOKEN_PROMPT, warp, sequences).values()
+    exact = probabilities(model, BINARY_PROMPT, warp, sequences).values()
     entropy = -sum(p * math.log2(p) for p in exact if p > 0) / ENTROPY_TOKENS
     return "" if entropy > MIN_ENTROPY else too_sharp(entropy)
 
@@ -319,29 +314,31 @@ class Enumerated(Enumeration):
         self, exam: Examination, sampling: Sampling, n: int, outcomes: int, seconds: float
     ):
         def sample(decoder: Decoder) -> Callable[[int], Tokens]:
-            return lambda seed: tuple(decoder.tokens(TWO_TOKEN_PROMPT, n, sampling, seed)[:n])
+            return lambda seed: tuple(decoder.tokens(BINARY_PROMPT, n, sampling, seed)[:n])
 
         self.exam, self.n = exam, n
         super().__init__(sample(exam.decoder), outcomes, seconds)
-        exact = self.expected(warper(sampling))
         self.plain = Enumeration(sample(exam.baseline)) if exam.baseline else None
-        expected = self.plain.distribution if self.plain else exact
+        expected = self.expected(warper(sampling))
         bias = excess(self.distribution, expected)
         self.confirm(expected, bias if bias > FLOAT32_TV_TOLERANCE else 0.0)
-        exam.remember(Request(TWO_TOKEN_PROMPT, n, sampling))
+        exam.remember(Request(BINARY_PROMPT, n, sampling))
 
     def expected(self, warp: Warp) -> Distribution:
+        """Return the baseline's distribution, or the probabilities by these warpers."""
+        if self.plain:
+            return self.plain.distribution
         sequences = [x for x in self.distribution if self.is_possible(x)]
-        return Counter(probabilities(self.exam.model, TWO_TOKEN_PROMPT, warp, sequences))
+        return Counter(probabilities(self.exam.model, BINARY_PROMPT, warp, sequences))
 
     def is_possible(self, tokens: Tokens) -> bool:
         vocabulary = range(self.exam.model.config.vocab_size)
         return len(tokens) == self.n and set(tokens) <= set(vocabulary)
 
     def test(self, warp: Warp) -> Result:
-        """Compare with the probabilities by these warpers. A sequence that is too probable is a
-        bias, even if not all outcomes are known."""
-        expected = self.plain.distribution if self.plain else self.expected(warp)
+        """Compare with `expected`. A sequence that is too probable is a bias, even if not all
+        outcomes are known."""
+        expected = self.expected(warp)
         bias = excess(self.distribution, expected)
         tokens = f"{self.n} token{'s' * (self.n > 1)}"
         if bias > FLOAT32_TV_TOLERANCE:

@@ -21,12 +21,13 @@ GENERATION_CONFIG = "generation_config.json"
 def write_checkpoint(
     path: Path, seed: int, vocab: int, context: int = 128, noise: float = HALF_RIGHT,
     flatness: float = FLATNESS, circles: bool = False,
+    eos: tuple[str, int | list[int]] | None = None,
 ) -> tuple[str, Transformer]:  # fmt: skip
     """Write a small random llama with a tokenizer, and a noisy draft in its folder `draft`. Return
     the path and the model as loaded in float64.
 
     With `circles`, its attention adds nothing, so that the next token depends on the last one only
-    and greedy text soon repeats itself."""
+    and greedy text soon repeats itself. `eos` is a file name and the end tokens to write there."""
     model = small_model(seed, vocab, context, **MODEL_SHAPE)
     model.model.norm.weight.mul_(flatness)
     if circles:
@@ -38,6 +39,8 @@ def write_checkpoint(
         random = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         parameter.add_(noise * random)
     save(model, letter_tokenizer(vocab), path / "draft", torch.float32)
+    if eos:
+        write_eos_tokens(path, *eos)
     return str(path), load(path, "float64", "cpu")[0]
 
 

@@ -46,10 +46,10 @@ class Conventions:
     def __init__(self):
         self.possible = dict(OTHER_ORDERS)
 
-    def judge(self, sampling: Sampling, test: Callable[[Warp], Result]) -> Result:
-        """Test with our order of warpers. If this fails, but another order explains all rows so
-        far, name it and neither pass nor fail."""
-        passed, detail = test(warper(sampling))
+    def judge(self, sampling: Sampling, ours: Result, test: Callable[[Warp], Result]) -> Result:
+        """Return `ours`, the result of the test with our order of warpers. If it failed, but
+        another order explains all rows so far, name it and neither pass nor fail."""
+        passed, detail = ours
         if passed is None or sampling.top_p == 1:  # the order does not matter
             return passed, detail
         explained = {

@@ -241,7 +241,7 @@ class Samples:
 
     def __init__(self, exam: Examination, prompt: list[int], sampling: Sampling, n: int):
         self.exam, self.prompt, self.sampling, self.n = exam, prompt, sampling, n
-        self.samples: list[list[tuple[int, ...]]] = [[] for _ in filter(None, self.decoders)]
+        self.samples: list[list[tuple[int, ...]]] = [[] for _ in self.decoders]
         self.scores: dict[Warp, Scores] = {}
         self.p = self.bias = 1.0  # of the last test
 
@@ -302,13 +302,13 @@ def samples_fit(
     while True:
         if problem := samples.draw(min(count, runs)):
             return False, problem
-        passed, _ = samples.test(warper(sampling), alarm)
+        result = samples.test(warper(sampling), alarm)
         allowed = seconds * (PATIENCE if samples.p < SUSPICIOUS else 1)
         late = 2 * (time.monotonic() - begin) > allowed
-        if not passed or samples.bias <= TARGET_BIAS or count >= runs or late:
+        if not result[0] or samples.bias <= TARGET_BIAS or count >= runs or late:
             break
         count *= 2
     exam.remember(Request(prompt, n, sampling), seeds=[0, min(count, runs) - 1])
-    if len(set(samples.samples[0])) == 1 and passed is False:
+    if len(set(samples.samples[0])) == 1 and result[0] is False:
         return False, "the same tokens for every seed"
-    return exam.conventions.judge(sampling, lambda warp: samples.test(warp, alarm))
+    return exam.conventions.judge(sampling, result, lambda warp: samples.test(warp, alarm))
