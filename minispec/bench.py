@@ -43,7 +43,7 @@ from minispec.errors import (
     number,
     stdout_reserved,
 )
-from minispec.fast import optimize
+from minispec.fast import optimize, optimize_drafter
 from minispec.generate import decode
 from minispec.generate.api import encode_prompt, unlisted_eos_warning
 from minispec.generate.drafters import drafter_of, find_drafter, load_drafter, read_tree_option
@@ -520,6 +520,8 @@ def run(args: argparse.Namespace, out: TextIO | None) -> None:
     draft = next((options["draft"] for options in methods.values() if "draft" in options), None)
     for network in filter(None, (model, draft)):
         optimize(network, int8=args.quantize == "int8", compiled=args.compile)
+    for options in methods.values():
+        optimize_drafter(options, model)
     if args.shape:
         methods = oracle_methods(args, model, *categories[args.shape])
     machine, tables = measure_machine(model, draft), []

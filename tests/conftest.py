@@ -10,8 +10,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from minispec import cost
+from minispec.checkpoints import places
 from minispec.checkpoints.load import save
 from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.fast import products
 from minispec.methods.medusa import MedusaHeads, new_heads
 from minispec.model import Config, Transformer
 from minispec.toys import random_medusa_heads, random_mtp_head, small_model
@@ -19,10 +21,19 @@ from minispec.tree import Tree
 
 torch.set_num_threads(1)  # the tests' tensors are tiny: a second thread would only slow them down
 cost.TURN_SECONDS = 0.0  # no test needs accurate costs
+products.TURNS = 1
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 SHARED = ROOT.parent / "shared"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not on this machine")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_folder(tmp_path_factory):
+    """Tests leave no files in the user's cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(places, "CACHE", tmp_path_factory.mktemp("cache"))
+        yield
 
 
 def random_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes) -> Transformer:

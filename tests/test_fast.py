@@ -2,21 +2,30 @@
 
 import math
 import random
-from unittest import mock
 
 import pytest
 import torch
 from conftest import GOLDEN, method_options, random_model, random_tokens, random_tree
 from torch import nn
 
-from minispec import UserError, fast, load
+from minispec import UserError, load
 from minispec.checkpoints import places
 from minispec.checkpoints.load import save
-from minispec.fast import FunctionalBackbone, Int8Linear, SmallBatchLinear, optimize, swap
+from minispec.fast import Int8Linear, graphs, optimize, optimize_drafter, products, swap
+from minispec.fast.products import PRODUCTS, TIMED_ROWS, MeasuredLinear
 from minispec.generate import decode
+from minispec.methods.vocabulary import Compressed, Language
 from minispec.model import make_context
 
-LAYERS = [SmallBatchLinear, Int8Linear]
+
+class EveryProduct(MeasuredLinear):
+    """A layer whose product is another one for each row count."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__(layer, [list(PRODUCTS)[i % 3] for i in range(len(TIMED_ROWS))])
+
+
+LAYERS = [EveryProduct, Int8Linear]
 
 
 def dense(layer: nn.Module, width: int) -> torch.Tensor:
@@ -60,13 +69,13 @@ def test_a_swapped_model_is_saved_and_loaded_as_a_plain_one(tied, tmp_path):
     model = random_model(3, tied=tied)
     tokens = random_tokens(9)
     expected, names = model.logits(model(tokens)), set(model.state_dict())
-    swap(model, SmallBatchLinear)
+    swap(model, EveryProduct)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert set(model.state_dict()) == names
     save(model, None, tmp_path)
     plain, _ = load(tmp_path, "float64", "cpu")
     assert torch.equal(plain.logits(plain(tokens)), expected)
-    swap(plain, SmallBatchLinear)
+    swap(plain, EveryProduct)
     difference = plain.logits(plain(tokens)) - expected
     assert difference.abs().max() <= 1e-12 * expected.abs().max()
 
@@ -75,36 +84,111 @@ def test_a_swapped_model_is_saved_and_loaded_as_a_plain_one(tied, tmp_path):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-13)])
-@pytest.mark.parametrize("seed", range(8))
-def test_small_batch_linear_equals_linear(seed, dtype, tolerance):
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_product_equals_linear(product, seed, dtype, tolerance):
     plain = linear(seed, dtype)
-    swapped = SmallBatchLinear(plain)
-    shapes = [(), (0,), *((n,) for n in range(1, 21)), (1, 1), (2, 3), (1, 17), (5, 4), (3, 0)]
+    measured = MeasuredLinear(plain, [product] * len(TIMED_ROWS))
+    shapes = [(), (0,), *((n,) for n in range(1, 67)), (1, 1), (2, 3), (1, 17), (5, 4), (3, 0)]
     for shape in shapes:
         x = torch.randn(*shape, plain.in_features, dtype=dtype)
-        torch.testing.assert_close(swapped(x), plain(x), rtol=tolerance, atol=tolerance)
+        y = measured(x)
+        assert y.is_contiguous()
+        torch.testing.assert_close(y, plain(x), rtol=tolerance, atol=tolerance)
     x = torch.randn(4, 2 * plain.in_features, dtype=dtype)[:, ::2]  # not contiguous
-    torch.testing.assert_close(swapped(x), plain(x), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(measured(x), plain(x), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("wins", [[], [2, 4], [16], [2, 4, 8, 16]])
-def test_each_shape_uses_the_product_that_was_faster(wins, monkeypatch):
-    """On any machine: the times are made up, and weight @ rowsᵀ wins at some row counts."""
-    rows = []
+def test_the_row_count_selects_the_product(monkeypatch):
+    used = []
+    for name in PRODUCTS:
+        monkeypatch.setitem(PRODUCTS, name, lambda rows, weight, name=name: used.append(name) or
+                            rows.new_zeros(len(rows), 3))  # fmt: skip
+    names = ["transposed", "weight_first"] * 3 + ["transposed"]
+    layer = MeasuredLinear(nn.Linear(5, 3).requires_grad_(False), names)
+    for n in range(1, 65):
+        layer(torch.zeros(n, 5))
+        timed = next(i for i, count in enumerate(TIMED_ROWS) if count >= n)
+        assert used.pop() == names[timed] and not used
+    layer(torch.zeros(65, 5))
+    assert not used  # F.linear
 
-    def interleaved_min_times(functions, turn_seconds):
-        with mock.patch.object(nn.functional, "linear", lambda x, weight: rows.append(len(x))):
-            functions[0]()
-        functions[1]()
-        return [1.0, 0.5 if rows[-1] in wins else 0.95]
 
-    monkeypatch.setattr(fast, "interleaved_min_times", interleaved_min_times)
-    model = random_model(dtype=torch.float32)
-    optimize(model)
-    expected = {n for timed in wins for n in range(timed // 2 + 1, timed + 1)}
-    layers = [layer for layer in model.modules() if isinstance(layer, SmallBatchLinear)]
-    assert layers and all(set(layer.row_counts) == expected for layer in layers)
-    assert set(rows) == {2, 4, 8, 16}
+def times_of(rng: random.Random) -> dict[str, list[float]]:
+    return {name: [rng.choice([1, 2, 3, 4]) for _ in TIMED_ROWS] for name in PRODUCTS}
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_fastest_product_is_chosen_and_a_copy_only_if_it_pays(seed):
+    times = times_of(random.Random(seed))
+    without = [min(times["rows_first"][i], times["weight_first"][i]) for i in range(7)]
+    chosen = products.choose(times)
+    seconds = [times[name][i] for i, name in enumerate(chosen)]
+    if "transposed" in chosen:
+        assert seconds == [min(pair) for pair in zip(without, times["transposed"])]
+        assert sum(seconds[:4]) <= 0.8 * sum(without[:4])  # 1 to 8 rows
+    else:
+        assert seconds == without
+        best = [min(pair) for pair in zip(without, times["transposed"])]
+        assert sum(best[:4]) > 0.8 * sum(without[:4])
+    slightly = {name: [1.0 if name == "rows_first" else 0.95] * 7 for name in PRODUCTS}
+    assert products.choose(slightly) == ["rows_first"] * 7
+
+
+def test_every_shape_is_timed_on_all_of_its_weights_and_only_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(places, "CACHE", tmp_path / "new" / "folder")
+    monkeypatch.setattr(products, "TIMED_BYTES", 8 * 4 * 10)
+    seen = []
+    for name in PRODUCTS:
+        monkeypatch.setitem(PRODUCTS, name, lambda rows, weight: seen.append((len(rows), weight)))
+    few, many = [torch.zeros(3, 8)], [torch.full((4, 8), float(i)) for i in range(7)]
+    large = [torch.arange(33.0)[:, None].repeat(1, 8)]
+    chosen = products.fastest_products(few + many + large)
+    assert {n for n, _ in seen} == set(TIMED_ROWS)
+    assert {w[0, 0].item() for _, w in seen if w.shape == (4, 8)} >= set(map(float, range(6)))
+    assert {w[0, 0].item() for _, w in seen if w.shape == (10, 8)} == {0.0, 10.0, 20.0}
+    seen.clear()
+    assert products.fastest_products(large) == {products.key_of(large[0]): chosen[large[0].shape,
+                                                                               torch.float32]}
+    assert not seen
+    products.fastest_products([large[0].double()])
+    assert {w.dtype for _, w in seen} == {torch.float64}
+
+
+KEY = '{"3x8 torch.float32":'
+WRONG = ["1}", '["rows_first"]}', "[{}, 1, 2, 3, 4, 5, 6]}"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", *map(KEY.__add__, WRONG), "\xff"])
+def test_a_damaged_file_of_choices_is_measured_again(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(places, "CACHE", tmp_path)
+    products.choices_file().write_text(text, encoding="latin-1")
+    (names,) = products.fastest_products([torch.zeros(3, 8)]).values()
+    assert len(names) == len(TIMED_ROWS)
+    assert products.read_choices(products.choices_file()) == {"3x8 torch.float32": names}
+    monkeypatch.setattr(places, "CACHE", products.choices_file())  # a folder that cannot be made
+    assert products.fastest_products([torch.zeros(3, 8)])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_heads_and_vocabularies_are_optimised_like_their_model(int8):
+    model, plain = random_model(5), random_model(5)
+    options = method_options(model)["fastmtp"]
+    options["vocabulary"] = Compressed({"en": Language((3, 1, 4), (3, 2, 1))}, model)
+    optimize_drafter(options, model)  # the model is plain, so nothing changes
+    kinds = {type(layer) for layer in options["head"].modules()}
+    assert nn.Linear in kinds and MeasuredLinear not in kinds
+    prompt = random_tokens(20)
+    before = decode(plain, None, prompt, "fastmtp", max_new_tokens=30, **options)
+    optimize(model, int8)
+    for _ in range(2):
+        optimize_drafter(options, model)
+        kinds = {type(layer) for layer in options["head"].modules()}
+        assert MeasuredLinear in kinds and nn.Linear not in kinds
+        run = decode(model, None, prompt, "fastmtp", max_new_tokens=30, **options)
+        assert type(options["vocabulary"].select(prompt).rows) is MeasuredLinear
+    if not int8:
+        assert run.tokens == before.tokens and run.rounds == before.rounds
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -175,12 +259,12 @@ def test_an_int8_model_cannot_be_saved(tmp_path):
 # ---- compiled passes
 
 
-@pytest.mark.parametrize("runner", [fast.run_on_committed_rows, fast.run_on_whole_cache])
+@pytest.mark.parametrize("runner", [graphs.run_on_committed_rows, graphs.run_on_whole_cache])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_inputs_of_a_graph_yield_the_plain_pass(runner, seed):
     """Random trees, chains and commits, passed through the tensors that a graph takes."""
     rng, model = random.Random(seed), random_model(seed)
-    graph, like = FunctionalBackbone(model.model), model.model.norm.weight
+    graph, like = graphs.FunctionalBackbone(model.model), model.model.norm.weight
     cache, plain_cache = model.new_cache(128), model.new_cache(128)
     for _ in range(12):
         tree = random_tree(rng, rng.randint(1, 9))

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 from minispec.certify.common import Verdict
 from minispec.certify.others.checkpoints import digest
 from minispec.errors import UserError, printable
-from minispec.generate.machine import describe_machine, package_version
+from minispec.machine import describe_machine, package_version
 
 INFO_ROWS = "server", "baseline", "drafts"  # rows about the test itself, which prove nothing
 STATUS_LABELS = {True: "pass", False: "FAIL", None: "skip"}

@@ -22,7 +22,7 @@ from minispec.errors import (
     number,
     stdout_reserved,
 )
-from minispec.fast import optimize
+from minispec.fast import optimize, optimize_drafter
 from minispec.generate.api import METHODS, MIN_VALUES, stream
 from minispec.generate.drafters import (
     REQUIRED_DRAFTERS,
@@ -179,6 +179,7 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
     for network in (model, options.get("draft")):
         if network is not None:
             optimize(network, int8=args.quantize == "int8", compiled=args.compile)
+    optimize_drafter(options, model)
     if args.chat:
         run = chat(model, tokenizer, args, options, out)
     else:

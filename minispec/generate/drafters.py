@@ -12,7 +12,7 @@ from minispec.checkpoints.load import load
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cost import cost_curve, draft_cost, head_cost, heads_cost
 from minispec.errors import UserError, read_json
-from minispec.fast import optimize
+from minispec.fast import optimize, optimize_drafter
 from minispec.methods.adaptive import AdaptiveK, AdaptiveTree, grow_tree
 from minispec.methods.medusa import UNSHARED, MedusaHeads
 from minispec.methods.vocabulary import Vocabulary
@@ -39,6 +39,7 @@ def with_drafter(
     key = folder, model.device, model.dtype, tokenizer is None
     if key not in model.memo:
         model.memo[key] = load_drafter(method, model, tokenizer)
+    optimize_drafter(model.memo[key], model)  # in case the model was optimised in the meantime
     return model.memo[key] | {name: value for name, value in options.items() if name != argument}
 
 
@@ -154,8 +155,9 @@ def tree_costs(
     model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None
 ) -> list[float]:
     """The cost of a round with a tree of 0, 1, … nodes on this machine, in passes over one token.
-    Optimizes the model first, as for decoding."""
+    Optimises both first, as for decoding."""
     optimize(model)
+    optimize_drafter({"heads": heads, "vocabulary": vocabulary}, model)
     drafting = heads_cost(model, heads, vocabulary)
     return [cost + drafting for cost in cost_curve(model)[1:]]
 

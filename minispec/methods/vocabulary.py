@@ -6,13 +6,12 @@ never changes the output.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minispec.model import Transformer
 
@@ -45,10 +44,15 @@ def count(texts: Iterable[list[int]], forced: list[int], size: int) -> Language:
 class Subset:
     """The rows of lm_head for tokens `ids`, W[V_high]. As a Vocabulary, it selects itself."""
 
-    def __init__(self, weight: Tensor, ids: list[int]):
+    def __init__(
+        self, weight: Tensor, ids: list[int],
+        make_layer: Callable[[nn.Linear], nn.Module] | None = None,
+    ):  # fmt: skip
         self.size, self.host_ids = len(weight), torch.tensor(ids)
         self.ids = self.host_ids.to(weight.device)
-        self.rows = weight[self.ids]  # (|V_high|, d)
+        rows = nn.Linear(weight.shape[1], len(ids), bias=False, device="meta")
+        rows.weight = nn.Parameter(weight[self.ids], requires_grad=False)  # (|V_high|, d)
+        self.rows = rows if make_layer is None else make_layer(rows)
 
     def __len__(self) -> int:
         """|V_high|."""
@@ -59,7 +63,7 @@ class Subset:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., d) -> (..., |V_high|)."""
-        return F.linear(hidden, self.rows)
+        return self.rows(hidden)
 
     def to_full_ids(self, token: Tensor) -> Tensor:
         """Map indices into the subset to token ids, V_high[j], on the same device."""
@@ -113,6 +117,7 @@ class Compressed:
         assert languages, "at least one language"
         self.languages, self.weight = languages, model.lm_head.weight.detach()
         self.subsets: dict[tuple[str, ...], Subset] = {}
+        self.make_layer: Callable[[nn.Linear], nn.Module] | None = None
         self.votes = votes(languages)
 
     @torch.inference_mode(False)  # subsets outlive the run
@@ -122,8 +127,13 @@ class Compressed:
         names = self.detect_languages(tokens)
         if names not in self.subsets:
             ids = dict.fromkeys(token for name in names for token in self.languages[name].ids)
-            self.subsets[names] = Subset(self.weight, list(ids))
+            self.subsets[names] = Subset(self.weight, list(ids), self.make_layer)
         return self.subsets[names]
+
+    def set_layer(self, make_layer: Callable[[nn.Linear], nn.Module]) -> None:
+        """From now on, replace the linear layer of each subset, as `fast` does it."""
+        if make_layer is not self.make_layer:
+            self.make_layer, self.subsets = make_layer, {}
 
     def detect_languages(self, tokens: list[int]) -> tuple[str, ...]:
         """The languages of the latest tokens: the one with a MAJORITY of the votes, else all that

@@ -171,7 +171,7 @@ def machine() -> dict:
     """Name the GPU, or else the CPU, and the versions of torch and CUDA."""
     import torch  # imported here so that no step has to wait for it
 
-    from minispec.generate.machine import processor
+    from minispec.machine import processor
 
     cuda = torch.version.cuda if torch.cuda.is_available() else None
     name = torch.cuda.get_device_name() if cuda else processor()

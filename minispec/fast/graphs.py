@@ -1,15 +1,11 @@
-"""Everything that makes a model faster or smaller, applied to the plain model after loading.
-
-The model itself knows nothing about this, and nothing is ever undone: to get the plain model back,
-load it again.
-"""
+"""Forward passes as compiled graphs."""
 
 import contextlib
 import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -19,111 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.checkpoints import places
-from minispec.cost import interleaved_min_times
 from minispec.errors import UserError, check_package
 from minispec.model import Backbone, ForwardContext, Transformer
 
-TIMED_ROWS = 2, 4, 8, 16  # row counts at which the two products of SmallBatchLinear are timed
-TIMED_BYTES = 2**26  # of weights read per timing: more than most CPU caches hold
 GRAPH_ROWS = 1, 2, 4, 8, 16, 32, 64  # row counts of GPU graphs; no graph takes more than the last
-
-
-def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> None:
-    """Optimise a loaded model in place, as `generate` and `bench` do: int8 weights and compiled
-    passes if requested and, for float32 on a CPU, the faster product for small batches, which is
-    measured first. Raises UserError if compilation is impossible."""
-    if int8:
-        swap(model, Int8Linear)
-    if compiled:
-        compile_passes(model)
-    if not int8 and model.device.type == "cpu" and model.dtype == torch.float32:
-        layers: dict[torch.Size, list[nn.Linear]] = {}
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                layers.setdefault(module.weight.shape, []).append(module)
-        row_counts = {shape: faster_row_counts(group) for shape, group in layers.items()}
-        swap(model, lambda linear: SmallBatchLinear(linear, row_counts[linear.weight.shape]))
-
-
-# ---- linear layers -------------------------------------------------------------------------------
-
-
-def swap(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
-    """Replace each nn.Linear in the module by `make(linear)`, in place."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
-            setattr(module, name, make(child))
-        else:
-            swap(child, make)
-
-
-class SmallBatchLinear(nn.Module):
-    """A linear layer that for some row counts computes weight @ rowsᵀ instead of rows @ weightᵀ.
-    For four rows this takes half as long on some CPUs and twice as long on others."""
-
-    def __init__(
-        self, linear: nn.Linear, row_counts: Collection[int] = range(2, TIMED_ROWS[-1] + 1)
-    ):
-        super().__init__()
-        self.weight, self.bias, self.row_counts = linear.weight, linear.bias, row_counts
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])  # (n, in)
-        if len(rows) not in self.row_counts:
-            return F.linear(x, self.weight, self.bias)
-        y = (self.weight @ rows.T).T  # (n, out)
-        y = y if self.bias is None else y + self.bias
-        return y.reshape(*x.shape[:-1], -1)
-
-
-@torch.inference_mode()
-def faster_row_counts(layers: list[nn.Linear]) -> list[int]:
-    """The row counts for which weight @ rowsᵀ is clearly faster than rows @ weightᵀ on this
-    machine. The `layers` have one shape. Each product is timed over many of them in sequence, so
-    that the weights come from memory as they do in a pass."""
-    layers = layers[: 1 + TIMED_BYTES // layers[0].weight.nbytes]
-    faster, previous = [], 1
-    for n in TIMED_ROWS:
-        x = torch.ones(n, layers[0].in_features, dtype=layers[0].weight.dtype)
-
-        def rows_first() -> None:
-            for layer in layers:
-                F.linear(x, layer.weight)
-
-        def weight_first() -> None:
-            for layer in layers:
-                layer.weight @ x.T
-
-        usual, swapped = interleaved_min_times([rows_first, weight_first], turn_seconds=0)
-        if swapped < 0.9 * usual:
-            faster += range(previous + 1, n + 1)
-        previous = n
-    return faster
-
-
-class Int8Linear(nn.Module):
-    """Weights rounded to 8 bits, with one scale per output: a quarter of the memory of float32."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        weight = linear.weight.detach()
-        precise = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        scale = precise.abs().amax(1).clamp(min=1e-12) / 127  # (out,)
-        self.register_buffer("rounded", (precise / scale[:, None]).round().to(torch.int8))
-        self.register_buffer("scale", scale.to(weight.dtype))
-        self.bias = linear.bias
-
-    @property
-    def weight(self) -> Tensor:
-        """The dequantised weights."""
-        return self.rounded * self.scale[:, None]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.rounded.to(x.dtype)) * self.scale
-        return y if self.bias is None else y + self.bias
-
-
-# ---- passes as graphs ----------------------------------------------------------------------------
 
 
 class FunctionalBackbone(nn.Module):

@@ -1,0 +1,92 @@
+"""Everything that makes a model faster or smaller, applied to the plain model after loading.
+
+The model itself knows nothing about this, and nothing is ever undone: to get the plain model back,
+load it again.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minispec.fast.graphs import compile_passes
+from minispec.fast.products import MeasuredLinear, fastest_products, key_of
+from minispec.methods.vocabulary import Compressed
+from minispec.model import Transformer
+
+
+def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> None:
+    """Optimise a loaded model in place, as `generate` and `bench` do. On a CPU, each linear layer
+    gets the matrix products that are fastest on this machine (see products.py). They are measured
+    the first time, in under a second for a small model. Heads that a method finds next to the model
+    are optimised like it.
+
+    If requested, weights are rounded to int8 and passes are compiled. Raises UserError if
+    compilation is impossible.
+    """
+    if int8:
+        swap(model, Int8Linear)
+    if compiled:
+        compile_passes(model)
+    optimize_layers(model)
+
+
+def optimize_drafter(drafter: dict, model: Transformer) -> None:
+    """Optimise what a method drafts with for an optimised model: the modules and the vocabulary in
+    `drafter`, a method's options."""
+    if type(model.lm_head) is nn.Linear:  # not optimised
+        return
+    for value in drafter.values():
+        if isinstance(value, nn.Module):
+            optimize_layers(value)
+        elif isinstance(value, Compressed) and value.weight.device.type == "cpu":
+            value.set_layer(measured)
+
+
+def optimize_layers(module: nn.Module) -> None:
+    """Let each linear layer on a CPU use the fastest products."""
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    weights = [layer.weight for layer in layers]
+    if weights and weights[0].device.type == "cpu":
+        products = fastest_products(weights)
+        swap(module, lambda layer: MeasuredLinear(layer, products[key_of(layer.weight)]))
+
+
+def measured(layer: nn.Linear) -> MeasuredLinear:
+    """The layer with the products that are fastest for it."""
+    return MeasuredLinear(layer, fastest_products([layer.weight])[key_of(layer.weight)])
+
+
+# ---- linear layers -------------------------------------------------------------------------------
+
+
+def swap(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
+    """Replace each nn.Linear in the module by `make(linear)`, in place."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(module, name, make(child))
+        else:
+            swap(child, make)
+
+
+class Int8Linear(nn.Module):
+    """Weights rounded to 8 bits, with one scale per output: a quarter of the memory of float32."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        weight = linear.weight.detach()
+        precise = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        scale = precise.abs().amax(1).clamp(min=1e-12) / 127  # (out,)
+        self.register_buffer("rounded", (precise / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("scale", scale.to(weight.dtype))
+        self.bias = linear.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantised weights."""
+        return self.rounded * self.scale[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.rounded.to(x.dtype)) * self.scale
+        return y if self.bias is None else y + self.bias

@@ -1,0 +1,192 @@
+"""Matrix products on a CPU: the same numbers but for rounding, by several routes. Which of them is
+fastest depends on the processor, the number of rows and the shape, so they are timed once on the
+machine at hand, and the choice is kept in the cache folder.
+"""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minispec.checkpoints import places
+from minispec.machine import processor
+
+TIMED_ROWS = 1, 2, 4, 8, 16, 32, 64  # a row count between two of them uses the choice of the larger
+TIMED_BYTES = 2**23  # of weights per timing
+TURNS = 3  # timings of each product; the shortest counts
+CLEARLY = 0.9  # another product replaces F.linear if it takes at most this share of its time
+WORTH_A_COPY = 0.8  # the same for a product that needs a second copy of the weights
+COPY_ROWS = 8  # the copy must pay for row counts up to this one, taken together
+
+# ---- the candidates ------------------------------------------------------------------------------
+
+
+def rows_first(rows: Tensor, weight: Tensor) -> Tensor:
+    """rows @ weightᵀ, as papers write it: (n, in), (out, in) -> (n, out)."""
+    return F.linear(rows, weight)
+
+
+def weight_first(rows: Tensor, weight: Tensor) -> Tensor:
+    """weight @ rowsᵀ, turned round. For four rows this takes half as long on some processors and
+    twice as long on others. A single row is doubled: a product with a vector may use only one core.
+    """
+    n = len(rows)
+    if n % 2:
+        rows = torch.cat([rows, rows[-1:]])
+    # contiguous, since the next product takes several times as long on rows stored as columns
+    return (weight @ rows.contiguous().T).T[:n].contiguous()
+
+
+def transposed(rows: Tensor, weight_t: Tensor) -> Tensor:
+    """rows @ weight_t, with a copy of the weights stored as (in, out)."""
+    return rows @ weight_t
+
+
+PRODUCTS = {"rows_first": rows_first, "weight_first": weight_first, "transposed": transposed}
+
+
+class MeasuredLinear(nn.Module):
+    """A linear layer that computes each pass by the product that was fastest for its row count.
+    `products` holds a name for each of TIMED_ROWS."""
+
+    def __init__(self, linear: nn.Linear, products: list[str]):
+        super().__init__()
+        self.weight, self.bias, self.products = linear.weight, linear.bias, products
+        if "transposed" in products:  # neither a parameter nor a buffer: it is not saved
+            self.weight_t = linear.weight.detach().T.contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])  # (n, in)
+        n = len(rows)
+        product = "rows_first"
+        if 0 < n <= TIMED_ROWS[-1]:
+            product = self.products[(n - 1).bit_length()]  # TIMED_ROWS are the powers of two
+        if product == "rows_first":
+            return F.linear(x, self.weight, self.bias)
+        weight = self.weight_t if product == "transposed" else self.weight
+        y = PRODUCTS[product](rows, weight)  # (n, out)
+        y = y if self.bias is None else y + self.bias
+        return y.reshape(*x.shape[:-1], -1)
+
+
+# ---- the choice ----------------------------------------------------------------------------------
+
+Key = tuple[torch.Size, torch.dtype]
+Times = dict[str, list[float]]  # product -> seconds at each of TIMED_ROWS
+
+
+def key_of(weight: Tensor) -> Key:
+    return weight.shape, weight.dtype
+
+
+def fastest_products(weights: Iterable[Tensor]) -> dict[Key, list[str]]:
+    """The fastest products for weights on the CPU, by shape and dtype: from the cache folder or, if
+    a shape is new, measured now."""
+    groups: dict[Key, list[Tensor]] = {}
+    for weight in weights:
+        groups.setdefault(key_of(weight), []).append(weight.detach())
+    path = choices_file()
+    known = read_choices(path)
+    new = {key: group for key, group in groups.items() if name_of(key) not in known}
+    if new:
+        chosen = {key: choose(times) for key, times in time_products(new).items()}
+        known |= {name_of(key): products for key, products in chosen.items()}
+        write_choices(path, known)
+    return {key: known[name_of(key)] for key in groups}
+
+
+def choose(times: Times) -> list[str]:
+    """The product for each of TIMED_ROWS, given the seconds that each took."""
+    linear, turned, copied = times["rows_first"], times["weight_first"], times["transposed"]
+    best = ["weight_first" if b < CLEARLY * a else "rows_first" for a, b in zip(linear, turned)]
+    seconds = [times[name][i] for i, name in enumerate(best)]
+    with_copy = [min(pair) for pair in zip(seconds, copied)]
+    few = sum(n <= COPY_ROWS for n in TIMED_ROWS)
+    if sum(with_copy[:few]) > WORTH_A_COPY * sum(seconds[:few]):
+        return best
+    return ["transposed" if c < CLEARLY * s else name for name, s, c in zip(best, seconds, copied)]
+
+
+@torch.inference_mode()
+def time_products(groups: dict[Key, list[Tensor]]) -> dict[Key, Times]:
+    """Time every product for every shape. The shapes take turns, and each timing uses the next of a
+    shape's weights, so that weights come from memory as they do in a pass."""
+    parts = {key: itertools.cycle(split(group)) for key, group in groups.items()}
+    copies = {key: [w.T.contiguous() for w in next(parts[key])] for key in groups}
+    times = {key: {p: [math.inf] * len(TIMED_ROWS) for p in PRODUCTS} for key in groups}
+    for _, (i, n), (name, product), key in itertools.product(
+        range(TURNS), enumerate(TIMED_ROWS), PRODUCTS.items(), groups
+    ):
+        weights = copies[key] if name == "transposed" else next(parts[key])
+        seconds = time_product(product, weights, n) / len(weights)
+        times[key][name][i] = min(times[key][name][i], seconds)
+    return times
+
+
+def time_product(
+    product: Callable[[Tensor, Tensor], Tensor], weights: list[Tensor], n: int
+) -> float:
+    """Seconds that the product of n rows takes with all of the weights in sequence."""
+    width = weights[0].shape[0 if product is transposed else 1]
+    rows = torch.ones(n, width, dtype=weights[0].dtype)
+    start = time.perf_counter()
+    for weight in weights:
+        product(rows, weight)
+    return time.perf_counter() - start
+
+
+def split(weights: list[Tensor]) -> list[list[Tensor]]:
+    """Divide weights of one shape into parts of about TIMED_BYTES each; a larger weight is cut into
+    slices of its rows."""
+    rows = max(1, TIMED_BYTES // max(1, weights[0][:1].nbytes))
+    if rows < len(weights[0]):
+        slices = [part for weight in weights for part in weight.split(rows)]
+        return [[part] for part in slices if len(part) == rows]
+    size = max(1, rows // max(1, len(weights[0])))
+    return [weights[i : i + size] for i in range(0, len(weights) - size + 1, size)] or [weights]
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
+def choices_file() -> Path:
+    """The file for this processor, instruction set, torch version and number of threads."""
+    instructions = torch.backends.cpu.get_cpu_capability()
+    system = processor(), instructions, torch.__version__, torch.get_num_threads(), TIMED_ROWS
+    digest = blake2b(repr(system).encode(), digest_size=8).hexdigest()
+    return places.CACHE / f"products-{digest}.json"
+
+
+def name_of(key: Key) -> str:
+    (out, width), dtype = key
+    return f"{out}x{width} {dtype}"
+
+
+def read_choices(path: Path) -> dict[str, list[str]]:
+    """The choices in a file, by `name_of`; anything else in it is ignored."""
+    choices = {}
+    with contextlib.suppress(OSError, ValueError):
+        read = json.loads(path.read_text(encoding="utf-8"))
+        for name, products in read.items() if isinstance(read, dict) else ():
+            valid = isinstance(products, list) and all(p in list(PRODUCTS) for p in products)
+            if valid and len(products) == len(TIMED_ROWS):
+                choices[name] = products
+    return choices
+
+
+def write_choices(path: Path, choices: dict[str, list[str]]) -> None:
+    """Write a file in one step; if that is impossible, the next process measures again."""
+    partial_file = path.with_suffix(f".{os.getpid()}.json")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial_file.write_text(json.dumps(choices, indent=1), encoding="utf-8")
+        partial_file.replace(path)
