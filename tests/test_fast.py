@@ -264,12 +264,12 @@ def test_an_int8_model_cannot_be_saved(tmp_path):
 def test_the_inputs_of_a_graph_yield_the_plain_pass(runner, seed):
     """Random trees, chains and commits, passed through the tensors that a graph takes."""
     rng, model = random.Random(seed), random_model(seed)
-    graph, like = graphs.FunctionalBackbone(model.model), model.model.norm.weight
+    graph, like = graphs.FunctionalPass(model.model), model.model.norm.weight
     cache, plain_cache = model.new_cache(128), model.new_cache(128)
     for _ in range(12):
         tree = random_tree(rng, rng.randint(1, 9))
         ctx = make_context(model.rope, like, len(tree), cache, tree.depth, tree.mask)
-        hidden = runner(graph, torch.tensor([tree.tokens]), ctx)
+        hidden = runner(graph, [torch.tensor([tree.tokens])], ctx)
         expected = model(tree.tokens, plain_cache, tree.depth, tree.mask)
         assert (hidden - expected).abs().max() < 1e-10
         path = [0]
@@ -287,11 +287,14 @@ def test_compiled_passes_decode_like_plain_ones_and_are_built_once(tmp_path, mon
     for cached in False, True:
         model = random_model(3)
         optimize(model, compiled=True)
-        assert ("compiling" in capsys.readouterr().err) == (not cached)
-        for method in "autoregressive", "prompt-lookup", "lookahead":
-            run = decode(model, None, prompt, method, max_new_tokens=60)
+        options = method_options(model)
+        optimize_drafter(options["fastmtp"], model)
+        assert ("compiling Backbone" in capsys.readouterr().err) == (not cached)
+        assert "layers" in vars(options["fastmtp"]["head"])
+        for method in "autoregressive", "prompt-lookup", "lookahead", "fastmtp":
+            run = decode(model, None, prompt, method, max_new_tokens=60, **options.get(method, {}))
             assert run.tokens == expected
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.glob("*.pt2"))) == 2
 
 
 def test_compiling_needs_a_folder_a_compiler_and_a_known_device(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from minispec.fast.graphs import compile_passes
 from minispec.fast.products import MeasuredLinear, fastest_products, key_of
+from minispec.methods.fastmtp import MTPHead
 from minispec.methods.vocabulary import Compressed
 from minispec.model import Transformer
 
@@ -37,7 +38,10 @@ def optimize_drafter(drafter: dict, model: Transformer) -> None:
     `drafter`, a method's options."""
     if type(model.lm_head) is nn.Linear:  # not optimised
         return
+    compiled = "forward" in vars(model.model)
     for value in drafter.values():
+        if isinstance(value, MTPHead) and compiled and "layers" not in vars(value):
+            compile_passes(value)
         if isinstance(value, nn.Module):
             optimize_layers(value)
         elif isinstance(value, Compressed) and value.weight.device.type == "cpu":

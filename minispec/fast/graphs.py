@@ -5,7 +5,8 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -13,28 +14,32 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from minispec.checkpoints import places
 from minispec.errors import UserError, check_package
+from minispec.methods.fastmtp import MTPHead
 from minispec.model import Backbone, ForwardContext, Transformer
 
 GRAPH_ROWS = 1, 2, 4, 8, 16, 32, 64  # row counts of GPU graphs; no graph takes more than the last
 
 
-class FunctionalBackbone(nn.Module):
-    """A backbone as a function of nothing but tensors, so that torch can compile it. It writes to
-    `keys` and `values`, one (1, span, heads, head_dim) per layer."""
+class FunctionalPass(nn.Module):
+    """The pass of a backbone or an MTP head as a function of nothing but tensors, so that torch can
+    compile it. It writes to `keys` and `values`, one (1, span, heads, head_dim) per layer."""
 
-    def __init__(self, backbone: Backbone):
+    def __init__(self, module: Backbone | MTPHead):
         super().__init__()
-        self.backbone = backbone
+        self.module = module
 
     def forward(
-        self, tokens: Tensor, cos: Tensor, sin: Tensor, attn_mask: Tensor, slots: Tensor,
+        self, inputs: list[Tensor], cos: Tensor, sin: Tensor, attn_mask: Tensor, slots: Tensor,
         keys: list[Tensor], values: list[Tensor],
     ) -> Tensor:  # fmt: skip
         ctx = ForwardContext(cos, sin, attn_mask, CacheView(keys, values), slots)
-        return Backbone.forward(self.backbone, tokens, ctx)
+        if isinstance(self.module, Backbone):
+            return Backbone.forward(self.module, *inputs, ctx)  # of tokens (1, n)
+        return MTPHead.layers(self.module, *inputs, ctx)  # of hidden and embedded, (1, n, d) each
 
 
 class CacheView:
@@ -50,29 +55,32 @@ class CacheView:
         return self.keys[layer], self.values[layer]
 
 
-def compile_passes(model: Transformer) -> None:
+def compile_passes(network: Transformer | MTPHead) -> None:
     """From now on run passes over 1 to 64 rows of one sequence as compiled graphs. All other
     passes, and those near the end of a cache, run as before."""
-    device, uncompiled = model.device.type, model.model.forward
+    module, name = network, "layers"
+    if isinstance(network, Transformer):
+        module, name = network.model, "forward"
+    device, uncompiled = next(module.parameters()).device.type, getattr(module, name)
     if device == "cuda":
         check_compiler("cuda")
         # one graph per model, row count and cache capacity
         torch.compiler.config.recompile_limit = 64
-        backbone = FunctionalBackbone(model.model)
-        graph = torch.compile(backbone, mode="reduce-overhead", dynamic=False)
+        graph = torch.compile(FunctionalPass(module), mode="reduce-overhead", dynamic=False)
         run = partial(run_on_whole_cache, graph)
     elif device == "cpu":
-        run = partial(run_on_committed_rows, cached_graph(model))
+        run = partial(run_on_committed_rows, cached_graph(network, module))
     else:
         raise UserError(f"--compile works on cpu and cuda, not on {device}")
 
-    def forward(tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        n, cache = tokens.shape[1], ctx.cache
+    def forward(*inputs: Tensor | ForwardContext) -> Tensor:
+        *tensors, ctx = inputs
+        n, cache = tensors[0].shape[1], ctx.cache
         if cache is None or len(cache.lengths) > 1 or n > GRAPH_ROWS[-1] or 2 * n > cache.free_rows:
-            return uncompiled(tokens, ctx)
-        return run(tokens, ctx)
+            return uncompiled(*inputs)
+        return run(tensors, ctx)
 
-    model.model.forward = forward
+    setattr(module, name, forward)
 
 
 def check_compiler(device: str) -> None:
@@ -88,29 +96,30 @@ def check_compiler(device: str) -> None:
         )
 
 
-def run_on_committed_rows(graph: Callable, tokens: Tensor, ctx: ForwardContext) -> Tensor:
+def run_on_committed_rows(graph: Callable, inputs: list[Tensor], ctx: ForwardContext) -> Tensor:
     """Run a graph that takes any number of rows, over those cache rows that the pass needs."""
     span = ctx.attn_mask.shape[-1]
     keys, values = ([layer[:, :span] for layer in kv] for kv in (ctx.cache.k, ctx.cache.v))
-    return graph(tokens, ctx.cos, ctx.sin, ctx.attn_mask, ctx.slots, keys, values)
+    return graph(inputs, ctx.cos, ctx.sin, ctx.attn_mask, ctx.slots, keys, values)
 
 
-def run_on_whole_cache(graph: Callable, tokens: Tensor, ctx: ForwardContext) -> Tensor:
+def run_on_whole_cache(graph: Callable, inputs: list[Tensor], ctx: ForwardContext) -> Tensor:
     """Run a graph that is compiled for each of GRAPH_ROWS and reads the whole cache. The pass is
     padded by repeating its last row; the padding is scratch that is never committed."""
-    n, cache, span = tokens.shape[1], ctx.cache, ctx.attn_mask.shape[-1]
+    n, cache, span = inputs[0].shape[1], ctx.cache, ctx.attn_mask.shape[-1]
     count = next(count for count in GRAPH_ROWS if count >= n)
-    rows = torch.arange(count, device=tokens.device).clamp(max=n - 1)
+    rows = torch.arange(count, device=inputs[0].device).clamp(max=n - 1)
     slots = cache.row_ids[None, cache.length : cache.length + count]
     attn_mask = F.pad(ctx.attn_mask, (0, cache.capacity - span), value=-torch.inf)[:, :, rows]
     for layer in (*cache.k, *cache.v):  # written in place: their addresses are part of the graph
         torch._dynamo.mark_static_address(layer)
+    padded = [tensor[:, rows] for tensor in inputs]
     cos, sin = ctx.cos[:, rows], ctx.sin[:, rows]
-    return graph(tokens[:, rows], cos, sin, attn_mask, slots, cache.k, cache.v)[:, :n].clone()
+    return graph(padded, cos, sin, attn_mask, slots, cache.k, cache.v)[:, :n].clone()
 
 
-def cached_graph(model: Transformer) -> Callable:
-    """The graph of a model's passes on this CPU, compiled once and kept in the cache folder."""
+def cached_graph(network: Transformer | MTPHead, module: Backbone | MTPHead) -> Callable:
+    """The graph of a network's passes on this CPU, compiled once and kept in the cache folder."""
     folder = places.CACHE
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,34 +129,58 @@ def cached_graph(model: Transformer) -> Callable:
             "folder for the graphs"
         ) from None
     system = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    digest = blake2b(repr((*system, model.dtype, model.config)).encode(), digest_size=12)
-    for tensor in model.model.state_dict().values():  # includes buffers, such as int8 weights
+    digest = blake2b(repr((*system, type(module), network.config)).encode(), digest_size=12)
+    for name, tensor in module.state_dict().items():  # includes buffers, such as int8 weights
+        digest.update(f"{name} {tensor.dtype}".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy())
     path = folder / f"{digest.hexdigest()}.pt2"
     if not path.exists():
         check_compiler("cpu")
-        print("compiling (only once; this takes minutes) …", file=sys.stderr, flush=True)
-        compile_graph(model, path)
+        with elapsed_time(f"compiling {type(module).__name__}, only once"):
+            compile_graph(network, module, path)
     try:
         return torch._inductor.aoti_load_package(str(path))
     except RuntimeError as error:
         raise UserError(f"{path} cannot be opened ({error}): delete it and try again") from None
 
 
-def compile_graph(model: Transformer, path: Path) -> None:
-    """Export the backbone for 1 to 64 rows and any number of cache rows, and compile it ahead of
-    time (AOTInductor), with the weights in the layout that suits the compiled code."""
+@contextlib.contextmanager
+def elapsed_time(label: str) -> Iterator[None]:
+    """Show the label and how long the block has been running. torch's compiler reports nothing that
+    could be counted."""
+    done, stream = threading.Event(), sys.stderr
+    with tqdm(desc=label, bar_format="{desc}: {elapsed}", file=stream) as line:
+
+        def tick() -> None:
+            while not done.wait(1):
+                line.refresh()
+
+        ticker = threading.Thread(target=tick, daemon=True)
+        ticker.start()
+        try:
+            yield
+        finally:
+            done.set()
+            ticker.join()
+
+
+def compile_graph(
+    network: Transformer | MTPHead, module: Backbone | MTPHead, path: Path
+) -> None:
+    """Export the module's pass for 1 to 64 rows and any number of cache rows, and compile it ahead
+    of time (AOTInductor), with the weights in the layout that suits the compiled code."""
     n, span = torch.export.Dim("n", min=1, max=GRAPH_ROWS[-1]), torch.export.Dim("span")
-    cache, slots = model.new_cache(128), torch.arange(60, 65)[None]
-    cos, sin = model.rope(slots, model.dtype)
-    inputs = torch.zeros_like(slots), cos, sin, cos.new_zeros(1, 1, 5, 128), slots
+    cache, slots = network.new_cache(128), torch.arange(60, 65)[None]
+    cos, sin = network.rope(slots, cache.k[0].dtype)
+    hidden = cos.new_zeros(1, 5, network.config.hidden_size)
+    inputs = [torch.zeros_like(slots)] if module is not network else [hidden, hidden.clone()]
     layers = [{1: span}] * len(cache.k)
-    shapes = {1: n}, {1: n}, {1: n}, {2: n, 3: span}, {1: n}, layers, layers
+    shapes = [{1: n}] * len(inputs), {1: n}, {1: n}, {2: n, 3: span}, {1: n}, layers, layers
+    arguments = inputs, cos, sin, cos.new_zeros(1, 1, 5, 128), slots, cache.k, cache.v
     partial_file = path.with_suffix(f".{os.getpid()}.pt2")
     try:
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
-            backbone, arguments = FunctionalBackbone(model.model), (*inputs, cache.k, cache.v)
-            program = torch.export.export(backbone, arguments, dynamic_shapes=shapes)
+            program = torch.export.export(FunctionalPass(module), arguments, dynamic_shapes=shapes)
             options = {"freezing": True, "max_autotune_gemm": True}
             torch._inductor.aoti_compile_and_package(
                 program, package_path=str(partial_file), inductor_configs=options
