@@ -13,6 +13,7 @@ if sys.argv[:1] == ["-m"] and any(argument.startswith("minispec") for argument i
         signal.signal(signal.SIGINT, exit_on_sigint)
 
 from minispec.checkpoints.load import load
+from minispec.fast import optimize
 from minispec.sampling import Sampling
 
-__all__ = ["Sampling", "UserError", "load"]
+__all__ = ["Sampling", "UserError", "load", "optimize"]

@@ -153,7 +153,8 @@ def elapsed_time(label: str) -> Iterator[None]:
 
         def tick() -> None:
             while not done.wait(1):
-                line.refresh()
+                if stream.isatty():
+                    line.refresh()
 
         ticker = threading.Thread(target=tick, daemon=True)
         ticker.start()
