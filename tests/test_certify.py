@@ -300,3 +300,27 @@ def test_two_runs_are_compared_token_by_token(text, code, snippet, tmp_path, cap
     model = str(tmp_path / "model")
     out = run("--compare", str(a), str(b), "--model", model, code=code, capsys=capsys)
     assert snippet in out
+
+
+def test_runs_in_bfloat16_are_judged_by_its_rounding(tmp_path, capsys):
+    """At each of many positions, one run takes the second-best token. It is a tie exactly where the
+    rounding of bfloat16 exceeds the gap; in float32 hardly any of them is one."""
+    save(MODEL, None, tmp_path / "model")
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    verdicts = {}
+    for dtype in "bfloat16", "float32":
+        runs = {a: [], b: []}
+        for seed in range(40):
+            prompt = random.Random(seed).choices(range(MODEL.config.vocab_size), k=9)
+            with torch.no_grad():
+                first, second = MODEL.logits(MODEL(prompt)[0, -1]).topk(2).indices.tolist()
+            for file, token in (a, first), (b, second):
+                runs[file].append({"prompt_ids": prompt, "tokens": [token],
+                                   "stats": {"dtype": dtype}})  # fmt: skip
+        for file, its_runs in runs.items():
+            file.write_text(lines(*its_runs))
+        out = run("--compare", str(a), str(b), "--model", str(tmp_path / "model"), code=1,
+                  capsys=capsys)  # fmt: skip
+        verdicts[dtype] = out.count(": a tie"), out.count(": a bug")
+    ties, bugs = verdicts["bfloat16"]
+    assert 0 < ties < 40 and bugs == 40 - ties and verdicts["float32"][0] < ties

@@ -142,7 +142,7 @@ def test_the_json_output_has_the_documented_keys(folder, capsys):
     assert list(out) == keys.split()
     assert set(out["stats"]) >= {
         "target_passes", "new_tokens", "tokens_per_pass", "drafted", "accepted", "acceptance",
-        "prefill_seconds", "decode_seconds", "tokens_per_second", "extra_parameters",
+        "prefill_seconds", "decode_seconds", "tokens_per_second", "extra_parameters", "dtype",
         "temperature", "top_k", "top_p",
     }  # fmt: skip
     model, tokenizer = load(folder, "float64", "cpu")

@@ -1,11 +1,13 @@
 """Compare two files of `generate --json` lines, and explain each divergence: a tie or a bug."""
 
+import copy
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from minispec.certify.common import Verdict, first_difference
 from minispec.errors import UserError
@@ -13,12 +15,16 @@ from minispec.generate.api import common_prefix_length
 from minispec.model import Transformer
 
 TIE = 1e-3  # with a smaller top-2 logit gap, float32 rounding may decide which token wins
+COARSE = torch.bfloat16, torch.float16  # types whose rounding is measured instead
+BUG = "a bug (or --model is not the model of these runs)"
 OPTION_REASONS = "length", "stop", "context", "interrupted"  # set by options, not by the model
 
 
 def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
-    """Report each line's first divergence, its top-2 gap, and tie or bug; `model` in float64."""
+    """Report each line's first divergence, its top-2 gap, and tie or bug; `model` in float64. For
+    runs in bfloat16 or float16, what counts as a tie is measured."""
     left, right = read_runs(a), read_runs(b)
+    references: dict[tuple[torch.dtype, ...], Reference] = {}
     if len(left) != len(right):
         counts = f"{a} has {len(left)} runs, {b} has {len(right)}"
         raise UserError(f"{counts}; both must use the same prompts")
@@ -28,26 +34,64 @@ def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
         sampled = [temperature for run in (x, y) if (temperature := sampled_at(run))]
         if sampled:
             raise UserError(f"line {i}: sampled at temperature {sampled[0]}; compare greedy runs")
-        passed, detail = judge(x, y, model)
+        coarse = coarse_types(x, y)
+        if tuple(coarse) not in references:
+            references[*coarse] = Reference(model, coarse)
+        passed, detail = judge(x, y, references[*coarse])
         yield Verdict("compare", f"line {i}", passed, detail)
 
 
-def judge(x: dict, y: dict, model: Transformer) -> tuple[bool, str]:
+def coarse_types(x: dict, y: dict) -> list[torch.dtype]:
+    """The types of two runs that are coarse: none, one or two."""
+    stats = [run["stats"] for run in (x, y) if isinstance(run.get("stats"), dict)]
+    names = [entry.get("dtype") for entry in stats]
+    return [dtype for dtype in COARSE for name in names if str(dtype) == f"torch.{name}"]
+
+
+class Reference:
+    """A model in float64, and how far rounding may move its logits. If both runs are coarse, they
+    share the model with rounded weights; otherwise rounding the weights is part of the error."""
+
+    def __init__(self, model: Transformer, coarse: list[torch.dtype]):
+        self.model, self.rounded = model, None
+        if coarse:
+            self.rounded = copy.deepcopy(model).to(coarse[0])
+        if len(coarse) == 2:
+            self.model = copy.deepcopy(self.rounded).to(torch.float64)
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> Tensor:
+        """The logits after `tokens`, (V,)."""
+        return self.model.logits(self.model(tokens)[0, -1])
+
+    @torch.no_grad()
+    def tie(self, tokens: list[int]) -> float:
+        """The largest gap after `tokens` that rounding may reverse. In a coarse type, twice the
+        largest error of any logit, since one token may lose as much as another gains."""
+        if self.rounded is None:
+            return TIE
+        rounded = self.rounded.logits(self.rounded(tokens)[0, -1])
+        return 2 * float((rounded.double() - self.logits(tokens)).abs().max())
+
+
+def judge(x: dict, y: dict, reference: Reference) -> tuple[bool, str]:
     """Return whether two runs on one prompt may come from the same model, and why."""
-    at, gap = divergence(model, x["prompt_ids"], x["tokens"], y["tokens"])
+    at, gap = divergence(reference, x["prompt_ids"], x["tokens"], y["tokens"])
     shorter = min(x, y, key=lambda run: len(run["tokens"]))
     if at is None:
         return True, f"all {len(x['tokens'])} tokens are identical"
     if at == len(shorter["tokens"]) and shorter.get("finish_reason") in OPTION_REASONS:
         reason = shorter["finish_reason"]
         return True, f"identical for {at} tokens, then one run ended ({reason}): same options?"
-    what = "a tie" if gap < TIE else "a bug (or --model is not the model of these runs)"
-    where = first_difference(x["tokens"], y["tokens"])
-    return gap < TIE, f"{where}; top-2 gap {gap:.4g}: {what}"
+    where = f"{first_difference(x['tokens'], y['tokens'])}; top-2 gap {gap:.4g}"
+    if math.isinf(gap):
+        return False, f"{where}: {BUG}"
+    tie = reference.tie(x["prompt_ids"] + x["tokens"][:at])
+    return gap < tie, f"{where}, rounding may reverse {tie:.2g}: {'a tie' if gap < tie else BUG}"
 
 
 def divergence(
-    model: Transformer, prompt: list[int], a: list[int], b: list[int]
+    reference: Reference, prompt: list[int], a: list[int], b: list[int]
 ) -> tuple[int | None, float]:
     """Return the index of the first difference, and how far the worse of the two tokens there is
     below the model's best logit: the top-2 gap, if each run chose one of the top two."""
@@ -55,10 +99,9 @@ def divergence(
     if at == min(len(a), len(b)):
         return (None, 0.0) if len(a) == len(b) else (at, math.inf)
     used = a[at], b[at], *prompt, *a[:at]
-    if max(used) >= model.config.vocab_size or min(used) < 0:
+    if max(used) >= reference.model.config.vocab_size or min(used) < 0:
         return at, math.inf
-    with torch.no_grad():
-        logits = model.logits(model(prompt + a[:at])[0, -1])
+    logits = reference.logits(prompt + a[:at])
     return at, float(logits.max() - logits[[a[at], b[at]]].min())
 
 

@@ -163,6 +163,7 @@ class Run:
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": new / self.decode_seconds if self.decode_seconds else 0.0,
             "extra_parameters": self.extra_parameters,
+            "dtype": str(self.cache.k[0].dtype).removeprefix("torch."),
             "lossless": self.method not in LOSSY,
             **asdict(self.sampling),
         }
