@@ -465,7 +465,7 @@ def facts(plain: tuple[dict, ...], methods: list[tuple[dict, ...]], about: dict)
     rates = ", ".join(f"{row['tokens_per_second']:.1f} ({row['kind']})" for row in plain)
     yield f"Plain decoding generated {rates} tokens/s."
     yield f"{about['processor']} ({about['instructions']}, {about['threads']} threads),"
-    yield f"torch {versions['torch']}, commit {about['commit']}, {about['date'][:10]}."
+    yield f"torch {versions['torch']}, commit {about['commit'] or 'unknown'}, {about['date'][:10]}."
     yield f"Prompts: {sum(row['prompts'] for row in plain)}; repeats: {repeats}."
     if methods:
         least = (f"`{r[0]['method']}` {min(row['least'] for row in r):.2f}" for r in methods)

@@ -349,6 +349,7 @@ def test_the_lowest_speedup_is_that_of_any_prompt():
     better = row | {"kind": "y", "least": 0.9}
     text = bench.markdown([[plain, row], [plain | {"kind": "y"}, better]], about)
     assert "Lowest speedup of a single prompt: `medusa` 0.70." in text
+    assert "commit unknown, 2026-01-01" in text
     assert "Half the range" not in text and "Other processes" not in text  # both are unknown
 
 

@@ -45,12 +45,7 @@ from minispec.training import distill
 from minispec.training.distill import draft, tree
 from minispec.training.distill.documents import cached_states, shuffled_batches, weights_digest
 from minispec.training.loop import CHECKPOINT, lock
-from minispec.training.own_text import (
-    held_out_indices,
-    prompt_digest,
-    read_generated,
-    read_split,
-)
+from minispec.training.own_text import held_out_indices, prompt_digest, read_generated, read_split
 
 MODULES = "generate", "draft", "medusa", "mtp", "tree", "vocabulary", "export"
 
