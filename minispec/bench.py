@@ -464,7 +464,7 @@ def facts(plain: tuple[dict, ...], methods: list[tuple[dict, ...]], about: dict)
     rows, repeats, versions = sum(methods, plain), plain[0]["repeats"], about["versions"]
     rates = ", ".join(f"{row['tokens_per_second']:.1f} ({row['kind']})" for row in plain)
     yield f"Plain decoding generated {rates} tokens/s."
-    yield f"{about['processor']} ({about['instructions']}, {about['threads']} threads),"
+    yield f"{about['processor']} ({about['instructions']}; threads: {about['threads']}),"
     yield f"torch {versions['torch']}, commit {about['commit'] or 'unknown'}, {about['date'][:10]}."
     yield f"Prompts: {sum(row['prompts'] for row in plain)}; repeats: {repeats}."
     if methods:
