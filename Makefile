@@ -9,8 +9,8 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/tested)
 GPU_RUN = PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON)
 
-.PHONY: demo test test-all lessons lessons-refresh lint certify reference engines smollm2 gpu gpu-heads \
-	grade golden clean
+.PHONY: demo test test-all lessons lessons-refresh lint certify reference engines smollm2 speed gpu \
+	gpu-heads grade golden clean
 
 # A real model answers a question by plain decoding, then by FastMTP; offline, the toy tells a story.
 demo: .venv/installed
@@ -47,6 +47,21 @@ smollm2: $(REAL)
 
 $(REAL): | .venv/installed
 	$(BIN)/python -m minispec.fetch
+
+# Print the tables of speeds with SmolLM2 as Markdown, eager and compiled; hours on an idle machine.
+# With QUESTIONS=…/spec_bench.jsonl, those of Spec-Bench follow.
+SPEED_METHODS := fastmtp k=3,fastmtp k=auto,medusa tree=auto,medusa tree=32,lookahead (5,4,5)
+SPEED_METHODS := $(SPEED_METHODS),prompt-lookup,prompt-lookup k=auto,hybrid k=3,hybrid k=auto
+SPEED = $(BIN)/python -m minispec.bench --model smollm2 --markdown --methods "$(SPEED_METHODS)"
+SPEC_BENCH = --questions $(QUESTIONS) --prompts 8 --max-new-tokens 64
+
+speed: .venv/installed $(REAL)
+	@$(SPEED) --questions weights/smollm2/prompts.jsonl
+	@$(SPEED) --questions weights/smollm2/prompts.jsonl --compile
+ifdef QUESTIONS
+	@$(SPEED) $(SPEC_BENCH)
+	@$(SPEED) $(SPEC_BENCH) --compile
+endif
 
 # compare with transformers: its logits and speed, and what the certifier finds in it
 reference: .venv/referenced

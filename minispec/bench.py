@@ -7,15 +7,19 @@
     python -m minispec.bench --shape smollm2-135m --acceptance 0.8  random weights, real model shape
 
 For each prompt, the methods run one after another, so noise on the machine affects all of them. A
-method's speedup is plain decoding's seconds per token divided by the method's; the median over
-prompts is reported. Greedy output is compared with plain decoding's, token for token.
+method's speedup is plain decoding's seconds per token divided by the method's. All prompts are
+decoded several times: a prompt's speedup is the median over these repeats, and the median over
+prompts is reported with the range. The column ± shows how well the mean over prompts repeats: half
+its range over the repeats. Nothing is reported if other processes kept the cores busy. Greedy
+output is compared with plain decoding's, token for token.
 """
 
 import argparse
 import contextlib
 import json
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -48,6 +52,13 @@ from minispec.generate import decode
 from minispec.generate.api import encode_prompt, unlisted_eos_warning
 from minispec.generate.drafters import drafter_of, find_drafter, load_drafter, read_tree_option
 from minispec.generate.run import Run, acceptance
+from minispec.machine import (
+    command_line,
+    describe_machine,
+    others_share,
+    others_share_now,
+    read_cpu_times,
+)
 from minispec.methods.adaptive import curve_at
 from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Config, Transformer, count_parameters
@@ -72,6 +83,7 @@ Methods = dict[str, dict]  # table row, which starts with the method's name -> t
 # ---- the machine ---------------------------------------------------------------------------------
 
 COPY_BYTES, MATMUL_SIZE = 2**28, 2048  # sizes of the copy and of the square product
+MAX_OTHERS_SHARE = 0.5  # of the cores, for other processes; above it, speeds are not reported
 
 
 def measure_machine(model: Transformer, draft: Transformer | None = None) -> dict:
@@ -270,9 +282,10 @@ def measure(
     model: Transformer, tokenizer: Tokenizer | None, methods: Methods, prompts: list, n: int,
     temperature: float = 0.0, others: dict[str, Callable] | None = None,
 ) -> dict[str, list[Run]]:  # fmt: skip
-    """Decode each prompt with every method in turn; return table row -> its runs, one per prompt.
-    The first prompt is decoded an extra time beforehand as a warm-up. `others` are decoders from
-    other libraries: given a prompt, they return the attributes of a Run that the table needs."""
+    """Decode each prompt with every method in turn, which is one repeat of the measurement; return
+    table row -> its runs, one per prompt. The first prompt is decoded an extra time beforehand as a
+    warm-up. `others` are decoders from other libraries: given a prompt, they return the attributes
+    of a Run that the table needs."""
     ours = partial(decode, model, tokenizer, max_new_tokens=n, temperature=temperature)
     decoders = {
         row: partial(ours, method=row.split()[0], **options) for row, options in methods.items()
@@ -322,18 +335,39 @@ def rows_per_pass(runs: list[Run]) -> float:
     return statistics.mean(len(s.tree) + sum(map(len, s.window)) for s in steps) if steps else 0.0
 
 
+def timing(plain: list[list[Run]], repeats: list[list[Run]]) -> dict[str, float | None]:
+    """Summarise a method's times. Both arguments hold a list per repeat, with a run per prompt."""
+    by_repeat = [speedups(*pair) for pair in zip(plain, repeats)]
+    by_prompt = list(map(statistics.median, zip(*by_repeat)))
+    means = list(map(statistics.mean, by_repeat))
+    seconds = [map(seconds_per_token, runs) for runs in repeats]
+    return {
+        "speedup": statistics.median(by_prompt),
+        "mean": statistics.mean(by_prompt),
+        "least": min(by_prompt),
+        "most": max(by_prompt),
+        # how well the mean over prompts repeats
+        "half_range": (max(means) - min(means)) / 2 if len(means) > 1 else None,
+        "tokens_per_second": 1 / statistics.median(map(statistics.median, zip(*seconds))),
+    }
+
+
 def table_of(
-    category: str, temperature: float, runs: dict[str, list[Run]], machine: dict, methods: Methods
-) -> list[dict]:
-    """Summarise each method over all prompts: the rows of a table, as --json prints them.
+    category: str, temperature: float, repeats: list[dict[str, list[Run]]], machine: dict,
+    methods: Methods,
+) -> list[dict]:  # fmt: skip
+    """Summarise each method over all prompts: the rows of a table, as --json prints them. `repeats`
+    come from `measure`. Only times and tokens are taken from all of them, the rest from the first.
 
     For a draft model, the formula of Leviathan et al. 2023 assumes that a target pass over k + 1
     tokens costs as much as a pass over one. Here, its cost is read from the curve.
     """
     table: list[dict] = []
-    plain, curve, c = runs["autoregressive"], machine["curve"], machine["draft_cost"]
-    for method, its_runs in runs.items():
-        speeds, a, rows = speedups(plain, its_runs), alpha(its_runs), rows_per_pass(its_runs)
+    plain = [runs["autoregressive"] for runs in repeats]
+    curve, c = machine["curve"], machine["draft_cost"]
+    for method, its_runs in repeats[0].items():
+        its_repeats = [runs[method] for runs in repeats]
+        a, rows = alpha(its_runs), rows_per_pass(its_runs)
         options, expected_tokens, expected_speedup = methods.get(method, {}), None, None
         if "draft" in options and isinstance(options["k"], int) and a is not None:
             k, pass_cost = options["k"], curve_at(curve, options["k"] + 1)
@@ -343,10 +377,9 @@ def table_of(
             "kind": category,
             "temperature": temperature,
             "method": method,
-            "speedup": statistics.median(speeds),
-            "least": min(speeds),
-            "most": max(speeds),
-            "tokens_per_second": 1 / statistics.median(map(seconds_per_token, its_runs)),
+            "prompts": len(its_runs),
+            "repeats": len(repeats),
+            **timing(plain, its_repeats),
             "tokens_per_pass": per_pass(its_runs) or None,
             "rows_per_pass": rows,
             "pass_cost": curve_at(curve, round(rows)),  # of a pass over that many rows
@@ -354,7 +387,7 @@ def table_of(
             "by_step": acceptance([s for run in its_runs for s in run.rounds])["conditional"],
             "expected_tokens_per_pass": expected_tokens,
             "expected_speedup": expected_speedup,
-            "differing": None if temperature else differing(plain, its_runs),  # prompts
+            "differing": None if temperature else sum(map(differing, plain, its_repeats)),  # runs
             "extra_parameters": its_runs[0].extra_parameters,
         })  # fmt: skip
     return table
@@ -386,8 +419,9 @@ def show_machine(machine: dict, model: Transformer) -> None:
 
 
 COLUMNS = {  # heading -> cell, filled in from a row
-    "speedup": "{speedup}", "(min-max)": "({least}-{most})", "tokens/s": "{tokens_per_second}",
-    "tokens/pass": "{tokens_per_pass}", "acceptance": "{acceptance}",
+    "speedup": "{speedup}", "(min-max)": "({least}-{most})", "mean": "{mean}", "±": "{half_range}",
+    "tokens/s": "{tokens_per_second}", "tokens/pass": "{tokens_per_pass}",
+    "acceptance": "{acceptance}",
     "by formula": "{expected_tokens_per_pass}, {expected_speedup}", "differing": "{differing}",
 }  # fmt: skip
 
@@ -409,6 +443,41 @@ def format_value(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def markdown(tables: list[list[dict]], about: dict) -> str:
+    """Return one Markdown table of all categories, and the facts needed to judge and repeat it."""
+    plain, *methods = zip(*tables)  # the rows of each method, one per category
+    lines = [["tokens per pass, relative speed", *(row["kind"] for row in plain), "mean"]]
+    for rows in methods:
+        figures = [(row["tokens_per_pass"] or 0.0, row["speedup"]) for row in rows]
+        figures.append(tuple(map(statistics.mean, zip(*figures))))
+        lines.append([f"`{rows[0]['method']}`", *(f"{n:.2f}, {speed:.2f}" for n, speed in figures)])
+    header, *body = (f"| {' | '.join(line)} |" for line in lines)
+    table = [header, f"|{'---|' * len(lines[0])}", *body]
+    text = " ".join(facts(plain, methods, about))
+    return "\n".join([*table, "", text, "", f"    {about['command']}"])
+
+
+def facts(plain: tuple[dict, ...], methods: list[tuple[dict, ...]], about: dict) -> Iterator[str]:
+    """Yield the sentences below a Markdown table."""
+    rows, repeats, versions = sum(methods, plain), plain[0]["repeats"], about["versions"]
+    rates = ", ".join(f"{row['tokens_per_second']:.1f} ({row['kind']})" for row in plain)
+    yield f"Plain decoding generated {rates} tokens/s."
+    yield f"{about['processor']} ({about['instructions']}; threads: {about['threads']}),"
+    yield f"torch {versions['torch']}, commit {about['commit'] or 'unknown'}, {about['date'][:10]}."
+    yield f"Prompts: {sum(row['prompts'] for row in plain)}; repeats: {repeats}."
+    if methods:
+        least = (f"`{r[0]['method']}` {min(row['least'] for row in r):.2f}" for r in methods)
+        yield f"Lowest speedup of a single prompt: {', '.join(least)}."
+    if repeats > 1:
+        worst = max(row["half_range"] for row in rows)
+        yield f"Half the range, over repeats, of a mean over prompts: at most {worst:.2f}."
+    if not plain[0]["temperature"]:
+        yield f"Outputs that differ from plain decoding's: {sum(r['differing'] for r in rows)}."
+    shares = [row["others_share"] for row in plain if row["others_share"] is not None]
+    if shares:
+        yield f"Other processes used at most {max(shares):.0%} of the cores."
 
 
 def draw(file: Path, tables: list[list[dict]], machine: dict) -> None:
@@ -459,6 +528,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--kind", type=comma_separated,
                    help="with --data: kinds of text, comma-separated (default: all)")  # fmt: skip
     p.add_argument("--prompts", type=number(1), default=20, help="at most this many per category")
+    p.add_argument("--repeats", type=number(1), default=3, help="decode everything this many times")
     p.add_argument("--max-new-tokens", type=number(1), default=100)
     p.add_argument("--temperature", default=[0.0], help="one or several, comma-separated",
                    type=lambda text: [number(0, kind=float)(part)
@@ -472,7 +542,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--device", default="auto")
     p.add_argument("--quantize", choices=["int8"], help="int8 weights for target and draft")
     p.add_argument("--compile", action="store_true", help="run passes as compiled graphs")
-    p.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    p.add_argument("--busy", action="store_true", help="measure even if other programs run")
+    output = p.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true",
+                        help="print one JSON object instead of tables")  # fmt: skip
+    output.add_argument("--markdown", action="store_true",
+                        help="print one Markdown table of all categories")  # fmt: skip
     p.add_argument("--picture", type=Path, metavar="FILE.png", help="plot speedups and cost curve")
     p.add_argument("--shape", choices=list(MODEL_SHAPES), help="random weights in this shape")
     p.add_argument("--acceptance", type=number(0, 1, float),
@@ -488,6 +563,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         (args.vocabulary_sizes and "fastmtp" not in " ".join(args.methods or ["fastmtp"]),
          "--vocabulary-sizes applies to fastmtp; add it to --methods or omit the flag"),
         (args.kind and not args.data, "--kind requires --data"),
+        (args.markdown and len(args.temperature) > 1,
+         "--markdown prints one table; choose one --temperature"),
     ):  # fmt: skip
         if wrong:
             raise UserError(message)
@@ -500,12 +577,43 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 @command
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
+    command = command_line("minispec.bench", sys.argv[1:] if argv is None else argv)
     with stdout_reserved() if args.json else contextlib.nullcontext() as out:
-        run(args, out)
+        run(args, command, out)
 
 
-def run(args: argparse.Namespace, out: TextIO | None) -> None:
-    """Measure and compare. Tables are printed as they are ready; JSON is written to `out`."""
+def run(args: argparse.Namespace, command: str, out: TextIO | None) -> None:
+    """Measure and compare. Tables are printed as they are ready, JSON is written to `out`. If a
+    category fails, the Markdown table of those before it is still printed."""
+    check_others(others_share_now(), "before the measurement", "nothing was measured", args.busy)
+    model, tokenizer, categories, methods = prepare(args)
+    machine, tables = measure_machine(model, draft_of(methods)), []
+    about, as_text = describe_machine() | {"command": command}, not (args.json or args.markdown)
+    if as_text:
+        show_machine(machine, model)
+    try:
+        for (category, prompts), t in product(categories.items(), args.temperature):
+            once = partial(measure, model, tokenizer, methods, prompts, args.max_new_tokens, t)
+            repeats, share = repeat(once, args.repeats)
+            check_others(share, f"while {category} (temperature {t:g}) was measured",
+                         "its table is omitted", args.busy)  # fmt: skip
+            table = table_of(category, t, repeats, machine, methods)
+            tables.append([row | {"others_share": share} for row in table])
+            if as_text:
+                print(f"\n{category}, {len(prompts)} prompts, temperature {t:g}")
+                show(tables[-1])
+    finally:
+        if args.markdown and tables:
+            print(markdown(tables, about), flush=True)
+    if args.picture:
+        draw(args.picture, tables, machine)
+    if args.json:
+        report = {"about": about, "machine": machine, "rows": sum(tables, [])}
+        print(json.dumps(report), file=out)
+
+
+def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Prompts, Methods]:
+    """Load and optimise the model and its drafters; choose the prompts."""
     if args.shape:
         model, tokenizer = random_weights(MODEL_SHAPES[args.shape], args.dtype, args.device), None
         categories, methods = {args.shape: [list(range(100, 116))]}, {}
@@ -517,26 +625,40 @@ def run(args: argparse.Namespace, out: TextIO | None) -> None:
         methods = methods_of(args, model, tokenizer)
         if unlisted := unlisted_eos_warning(model, tokenizer):
             note(unlisted)
-    draft = next((options["draft"] for options in methods.values() if "draft" in options), None)
-    for network in filter(None, (model, draft)):
+    for network in filter(None, (model, draft_of(methods))):
         optimize(network, int8=args.quantize == "int8", compiled=args.compile)
     for options in methods.values():
         optimize_drafter(options, model)
     if args.shape:
         methods = oracle_methods(args, model, *categories[args.shape])
-    machine, tables = measure_machine(model, draft), []
-    if not args.json:
-        show_machine(machine, model)
-    for (category, prompts), t in product(categories.items(), args.temperature):
-        runs = measure(model, tokenizer, methods, prompts, args.max_new_tokens, t)
-        tables.append(table_of(category, t, runs, machine, methods))
-        if not args.json:
-            print(f"\n{category}, {len(prompts)} prompts, temperature {t:g}")
-            show(tables[-1])
-    if args.picture:
-        draw(args.picture, tables, machine)
-    if args.json:
-        print(json.dumps({"machine": machine, "rows": sum(tables, [])}), file=out)
+    return model, tokenizer, categories, methods
+
+
+def draft_of(methods: Methods) -> Transformer | None:
+    """Return the draft model, if there is one. (An OracleDraft costs nothing.)"""
+    drafts = (options.get("draft") for options in methods.values())
+    return next((draft for draft in drafts if isinstance(draft, Transformer)), None)
+
+
+def repeat(
+    once: Callable[[], dict[str, list[Run]]], times: int
+) -> tuple[list[dict[str, list[Run]]], float | None]:
+    """Measure several times; return the results and the share of the cores that other processes
+    used meanwhile."""
+    before = read_cpu_times()
+    repeats = [once() for _ in range(times)]
+    return repeats, others_share(before, read_cpu_times())
+
+
+def check_others(share: float | None, when: str, consequence: str, busy: bool) -> None:
+    """Raise UserError if other processes used more than MAX_OTHERS_SHARE of the cores. With --busy,
+    print a note instead."""
+    if share is None or share <= MAX_OTHERS_SHARE:
+        return
+    fault = f"{when}, other processes used {share:.0%} of the cores"
+    if not busy:
+        raise UserError(f"{fault}, so {consequence}; wait until they end, or add --busy")
+    note(f"{fault}, so speeds may be wrong")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """The benchmark: its statistics, its comparison with plain decoding, and its command line."""
 
 import json
+import os
+import subprocess
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,6 +11,7 @@ import pytest
 import torch
 from conftest import (
     CHAT_TEMPLATE,
+    ROOT,
     TOKENIZER,
     byte_model,
     byte_tokenizer,
@@ -15,19 +19,39 @@ from conftest import (
     random_model,
 )
 
-from minispec import bench
+from minispec import bench, machine
 from minispec.certify import __main__ as certify
 from minispec.checkpoints.heads import save_medusa, save_mtp, save_vocabulary
 from minispec.checkpoints.load import save
 from minispec.fast import optimize
 from minispec.generate import __main__ as generate
 from minispec.generate import decode
+from minispec.machine import CpuTimes, others_share
 from minispec.methods.vocabulary import Language
 from minispec.model import Transformer, count_parameters
 from minispec.toys import random_medusa_heads, random_mtp_head
 from minispec.tree import Step, Tree
 
 bench.COPY_BYTES, bench.MATMUL_SIZE = 2**20, 64  # precise timing does not matter here
+
+
+@pytest.fixture(autouse=True)
+def others(monkeypatch) -> SimpleNamespace:
+    """What the benchmark believes that other processes use of the cores: before it measures, and
+    while it measures one category after another (1 s on one core each)."""
+    shares = SimpleNamespace(before=0.0, during=[])
+
+    def readings():
+        elapsed = busy = 0.0
+        for i in range(100):
+            yield CpuTimes(elapsed, own=0.0, busy=busy)
+            share = shares.during[i // 2] if i // 2 < len(shares.during) else 0.0
+            elapsed, busy = elapsed + 1, busy + share * (i % 2 == 0)
+
+    times = readings()
+    monkeypatch.setattr(bench, "others_share_now", lambda: shares.before)
+    monkeypatch.setattr(bench, "read_cpu_times", lambda: next(times))
+    return shares
 
 
 def make_run(seconds: float, tokens: int, rounds: int, tree: Tree) -> SimpleNamespace:
@@ -37,10 +61,11 @@ def make_run(seconds: float, tokens: int, rounds: int, tree: Tree) -> SimpleName
     )
 
 
-def row_of(runs, plain, temperature=0.0) -> dict:
-    by_method = {"autoregressive": plain, "medusa": runs}
-    machine = {"curve": [0.0, 1.0, 1.5, 4.0], "draft_cost": 0.0}
-    return bench.table_of("x", temperature, by_method, machine, {})[1]
+def rows_of(*repeats: tuple[list, list], temperature=0.0) -> list[dict]:
+    """The table of plain decoding's and a method's runs, one pair of lists per repeat."""
+    by_method = [dict(zip(("autoregressive", "medusa"), runs)) for runs in repeats]
+    measured = {"curve": [0.0, 1.0, 1.5, 4.0], "draft_cost": 0.0}
+    return bench.table_of("x", temperature, by_method, measured, {})
 
 
 def test_alpha_counts_only_tested_drafts():
@@ -57,8 +82,9 @@ def test_alpha_counts_only_tested_drafts():
 def test_runs_that_differ_from_plain_decoding_are_counted():
     model = random_model()
     a, b = (decode(model, None, [x], max_new_tokens=5) for x in (1, 2))
-    assert row_of([a, b], [a, a])["differing"] == 1
-    row = row_of([a], [a], temperature=0.7)
+    assert rows_of(([a, a], [a, b]))[1]["differing"] == 1
+    assert rows_of(([a, a], [a, a]), ([a, a], [b, b]))[1]["differing"] == 2
+    row = rows_of(([a], [a]), temperature=0.7)[1]
     assert (row["speedup"], row["differing"], row["tokens_per_pass"]) == (1.0, None, 1.0)
 
 
@@ -73,7 +99,43 @@ def test_runs_that_differ_from_plain_decoding_are_counted():
 )
 def test_the_main_reason_for_a_slowdown_is_given(tokens, seconds, tree, expected):
     plain = make_run(1.0, 6, 6, Tree.chain(0, []))
-    assert expected in bench.reason(row_of([make_run(seconds, tokens, 6, tree)], [plain]))
+    assert expected in bench.reason(rows_of(([plain], [make_run(seconds, tokens, 6, tree)]))[1])
+
+
+def test_speeds_are_medians_over_repeats_then_prompts(capsys):
+    """Of three prompts, in three repeats in which plain decoding takes 1.0, 2.0 and 1.5 s."""
+    chain, repeats = Tree.chain(0, [1]), []
+    for seconds, speeds in (1.0, [1, 2, 4]), (2.0, [3, 2, 1]), (1.5, [2, 2, 4]):
+        runs = [make_run(seconds / speed, 6, 3, chain) for speed in speeds]
+        repeats.append(([make_run(seconds, 6, 6, chain)] * 3, runs))
+    plain, row = rows_of(*repeats)
+    assert (row["speedup"], row["least"], row["most"]) == (2.0, 2.0, 4.0)
+    assert row["mean"] == pytest.approx(8 / 3)
+    assert row["half_range"] == pytest.approx((8 / 3 - 2) / 2)
+    assert plain["tokens_per_second"] == pytest.approx(6 / 1.5)
+    # seconds of the prompts, by repeat: 1, 0.5, 0.25; 2/3, 1, 2; 0.75, 0.75, 0.375
+    assert row["tokens_per_second"] == pytest.approx(6 / 0.75)
+    assert (row["prompts"], row["repeats"], row["tokens_per_pass"]) == (3, 3, 2.0)
+    bench.show([plain, row])
+    headings, *_, cells, reason = capsys.readouterr().out.strip().splitlines()
+    assert headings.split()[1:5] == ["speedup", "(min-max)", "mean", "±"] and "2.00" in reason
+    assert cells.split()[1:5] == ["2.00", "(2.00-4.00)", "2.67", "0.33"]
+    assert rows_of(repeats[0])[1]["half_range"] is None  # unknown
+
+
+def test_a_repeat_is_a_whole_round_of_methods(weights, monkeypatch, capsys):
+    calls = []
+
+    def recorded(model, tokenizer, prompt, *, method, **options):
+        calls.append((method, prompt[0]))
+        return decode(model, tokenizer, prompt, method=method, **options)
+
+    monkeypatch.setattr(bench, "decode", recorded)
+    bench.main(options_of(weights, "--methods", "jacobi", "--prompts", "2", "--repeats", "2"))
+    rounds = [method for method, _ in calls]
+    assert rounds == ["autoregressive", "jacobi"] * 6  # with a warm-up in each repeat
+    first, second = (TOKENIZER.encode(bench.PROMPTS[i])[0] for i in (0, 4))
+    assert [prompt for _, prompt in calls[::2]] == 2 * [first, first, second]
 
 
 @pytest.fixture(scope="module")
@@ -110,22 +172,22 @@ def test_every_method_has_a_row_and_the_output_of_plain_decoding(weights, capsys
     assert rows["speculative k=2"]["expected_tokens_per_pass"] == 3.0
     assert rows["speculative k=2"]["by_step"] == [1.0, 1.0]
     assert rows["medusa"]["extra_parameters"] > 0
+    assert {row["repeats"] for row in out["rows"]} == {3}
 
 
-def test_rows_can_be_selected_and_prompts_are_evenly_spaced(weights, capsys, tmp_path):
-    file = tmp_path / "chat.jsonl"
-    rows = [{"kind": "x", "prompt": [i % 250], "tokens": [5, 6]} for i in range(350)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    methods = "fastmtp k=2,lookahead (5,4,5),medusa tree=32"
+def test_rows_can_be_selected_and_prompts_are_evenly_spaced(weights, monkeypatch, tmp_path):
+    file, held_out = tmp_path / "chat.jsonl", [[i] for i in range(1, 8)]
+    rows = [{"prompt": prompt, "location": (file, 0)} for prompt in held_out]
+    monkeypatch.setattr(bench, "read_split", lambda *_: ([], rows))
+    methods = "fastmtp k=2,lookahead (5,4,5),medusa tree=32,hybrid k=auto"
     args = bench.parse(options_of(weights, "--own", str(file), "--methods", methods))
     model, tokenizer = bench.load(args.model, "float32", "cpu")
-    held_out = [row["prompt"] for row in bench.read_split(args.own, model, tokenizer)[1]]
-    assert len(held_out) == 7
     for args.prompts, indices in (1, [0]), (2, [0, 3]), (3, [0, 2, 4]), (9, range(7)):
         chosen = bench.prompts_of(args, model, tokenizer)["chat"]
         assert chosen == [held_out[i] for i in indices]
     rows = bench.methods_of(args, model, tokenizer).keys()
-    assert rows == {"autoregressive", "fastmtp k=2", "lookahead (5,4,5)", "medusa tree=32"}
+    assert rows == {"autoregressive", "fastmtp k=2", "lookahead (5,4,5)", "medusa tree=32",
+                    "hybrid k=auto"}  # fmt: skip
 
 
 def test_each_vocabulary_size_has_a_row(weights, capsys, tmp_path):
@@ -174,7 +236,8 @@ def test_prompts_are_built_in_or_held_out_or_questions(weights, tmp_path, capsys
         "--shape smollm2-135m --acceptance 2",
         "--shape smollm2-135m --methods medusa", "--shape magic", "--shape smollm2-135m --k 3",
         "--methods ,", "--vocabulary-sizes 9,x", "--vocabulary-sizes 9 --methods medusa",
-        "--vocabulary-sizes 9 --methods fastmtp",
+        "--vocabulary-sizes 9 --methods fastmtp", "--repeats 0", "--json --markdown",
+        "--markdown --temperature 0,0.7",
     ],
 )  # fmt: skip
 def test_invalid_flags_are_reported_in_one_line(weights, wrong, capsys):
@@ -242,6 +305,198 @@ def test_unsuitable_text_is_rejected(weights, flag, content, message, tmp_path, 
     file.write_text('{"category": "c", "turns": ["a"]}\n' + content)
     wrong = options_of(weights, flag, str(file))
     assert message in last_error_line(capsys, lambda: bench.main(wrong))
+
+
+# ---- Markdown and JSON ---------------------------------------------------------------------------
+
+
+def questions_file(folder, **counts: int):
+    file = folder / "questions.jsonl"
+    questions = [(name, f"{name} {i}") for name, n in counts.items() for i in range(n)]
+    rows = [json.dumps({"category": name, "turns": [text]}) for name, text in questions]
+    file.write_text("".join(row + "\n" for row in rows))
+    return str(file)
+
+
+def test_markdown_is_one_table_with_the_facts_below_it(weights, tmp_path, capsys, others):
+    others.during = [0.04, 0.0]
+    options = options_of(weights, "--methods", "fastmtp k=3,jacobi", "--markdown", "--repeats", "2",
+                         "--questions", questions_file(tmp_path, chat=2, sums=1),
+                         "--prompts", "2")  # fmt: skip
+    bench.main(options)
+    header, rule, *rows, blank, facts, _, command = capsys.readouterr().out.splitlines()
+    assert header == "| tokens per pass, relative speed | chat | sums | mean |"
+    assert rule == "|---|---|---|---|" and not blank
+    assert [row.split(" | ")[0] for row in rows] == ["| `jacobi`", "| `fastmtp k=3`"]
+    for row in rows:
+        cells = [tuple(map(float, cell.split(", "))) for cell in row.strip("| ").split(" | ")[1:]]
+        for chat, sums, mean in zip(*cells):
+            assert (chat + sums) / 2 == pytest.approx(mean, abs=0.02)
+    for fact in ("(chat), ", "(sums) tokens/s.", f"torch {torch.__version__}, commit ",
+                 "Prompts: 3; repeats: 2.", "Lowest speedup of a single prompt: `jacobi` ",
+                 "at most ", "differ from plain decoding's: 0.",
+                 "Other processes used at most 4% of the cores."):  # fmt: skip
+        assert fact in facts
+    assert command == "    " + machine.command_line("minispec.bench", options)
+
+
+def test_the_lowest_speedup_is_that_of_any_prompt():
+    chain = Tree.chain(0, [1])
+    runs = [[make_run(1 / x, 6, 6, chain) for x in speeds] for speeds in ([1, 1], [0.7, 3])]
+    plain, row = ({**row, "others_share": None} for row in rows_of(tuple(runs)))
+    about = {"processor": "P", "instructions": "I", "threads": 1, "versions": {"torch": "T"},
+             "commit": None, "date": "2026-01-01T00:00", "command": "C"}  # fmt: skip
+    better = row | {"kind": "y", "least": 0.9}
+    text = bench.markdown([[plain, row], [plain | {"kind": "y"}, better]], about)
+    assert "Lowest speedup of a single prompt: `medusa` 0.70." in text
+    assert "commit unknown, 2026-01-01" in text
+    assert "Half the range" not in text and "Other processes" not in text  # both are unknown
+
+
+def test_json_says_what_was_measured_where(weights, capsys, others):
+    others.during = [0.25]
+    options = options_of(weights, "--methods", "jacobi", "--json")
+    bench.main(options)
+    out = json.loads(capsys.readouterr().out)
+    assert out["about"]["command"] == machine.command_line("minispec.bench", options)
+    assert {"date", "processor", "threads", "versions", "commit"} < out["about"].keys()
+    assert [row["others_share"] for row in out["rows"]] == [0.25, 0.25]
+    assert all(row["least"] <= row["mean"] <= row["most"] for row in out["rows"])
+
+
+def test_the_commit_is_that_of_the_checkout(monkeypatch, tmp_path):
+    def git(*command: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(["git", *identity, *command], cwd=tmp_path, check=True,
+                              capture_output=True, text=True)  # fmt: skip
+        return done.stdout.strip()
+
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert machine.commit() is None
+    git("init", "-q")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-q", "-m", "first")
+    git("tag", "v1")
+    commit = git("rev-parse", "HEAD")
+    assert machine.commit() == commit
+    (tmp_path / "file").write_text("two")
+    assert machine.commit() == commit + "+"
+    monkeypatch.setattr(machine, "ROOT", tmp_path / "site-packages")  # inside another checkout
+    (tmp_path / "site-packages").mkdir()
+    assert machine.commit() is None
+
+
+def test_the_shipped_prompts_are_twelve_of_each_kind():
+    lines = (ROOT / "weights" / "smollm2" / "prompts.jsonl").read_text().splitlines()
+    questions = [json.loads(line) for line in lines]
+    kinds = Counter(question["category"] for question in questions)
+    assert kinds == dict.fromkeys("chat sums code stories summaries".split(), 12)
+    assert len({question["turns"][0] for question in questions}) == 60
+
+
+# ---- other processes -----------------------------------------------------------------------------
+
+
+def test_nothing_is_measured_on_a_busy_machine(weights, monkeypatch, capsys, others):
+    others.before = 0.63
+    options = options_of(weights, "--methods", "autoregressive")
+    with monkeypatch.context() as patched:
+        patched.setattr(bench, "load", lambda *_: pytest.fail("the weights were read"))
+        line = last_error_line(capsys, lambda: bench.main(options))
+    assert "other processes used 63% of the cores, so nothing was measured" in line
+    assert "--busy" in line
+    bench.main([*options, "--busy"])
+    out = capsys.readouterr()
+    assert "stories, 1 prompts" in out.out and "used 63% of the cores, so speeds may" in out.err
+    for others.before in 0.5, None:  # not above the limit; unknown
+        bench.main(options)
+        assert "other processes" not in capsys.readouterr().err
+
+
+def test_a_category_measured_on_a_busy_machine_is_omitted(weights, tmp_path, capsys, others):
+    others.during = [0.5, 0.7, 0.0]
+    options = options_of(weights, "--methods", "jacobi", "--questions",
+                         questions_file(tmp_path, chat=1, sums=1, code=1))  # fmt: skip
+    with pytest.raises(SystemExit) as caught:
+        bench.main(options)
+    out = capsys.readouterr()
+    assert caught.value.code == 2 and "chat, 1 prompts" in out.out
+    assert "sums, 1 prompts" not in out.out and "code, 1 prompts" not in out.out
+    line = out.err.splitlines()[-1]
+    assert "while sums (temperature 0) was measured, other processes used 70% of the cores" in line
+    assert "its table is omitted" in line and "--busy" in line
+
+
+@pytest.mark.parametrize("flag", ["--markdown", "--json", "--busy"])
+def test_a_busy_machine_and_other_output(weights, tmp_path, capsys, others, flag):
+    """The Markdown table has the categories before; JSON is complete or not written."""
+    others.during = [0.1, 0.7]
+    options = options_of(weights, "--methods", "jacobi", flag, "--questions",
+                         questions_file(tmp_path, chat=1, sums=1))  # fmt: skip
+    if flag == "--busy":
+        bench.main(options)
+        out = capsys.readouterr()
+        assert "sums, 1 prompts" in out.out and "70% of the cores, so speeds may" in out.err
+        return
+    with pytest.raises(SystemExit):
+        bench.main(options)
+    out = capsys.readouterr().out
+    assert ("| chat | mean |" in out and "sums" not in out) if flag == "--markdown" else not out
+
+
+def test_the_share_of_other_processes():
+    start = CpuTimes(elapsed=100.0, own=5.0, busy=40.0)
+    for own, busy, share in (5, 40, 0.0), (5, 50, 0.5), (11, 50, 0.2), (30, 50, 0.0), (5, 99, 1.0):
+        assert others_share(start, CpuTimes(120.0, own, busy)) == pytest.approx(share)
+    assert others_share(start, start) is None  # /proc/stat does not change
+    without_proc = CpuTimes(100.0, 5.0, load=0.1)
+    assert others_share(without_proc, CpuTimes(120.0, 11.0, load=0.8)) == pytest.approx(0.5)
+    assert others_share(CpuTimes(100.0, 5.0), CpuTimes(120.0, 5.0)) is None  # as on Windows
+
+
+STAT = """cpu  400 0 0 1600 0 0 0 0 0 0
+cpu0 100 10 20 700 30 5 5 30 99 0
+cpu1 10 0 0 90 0 0 0 0 0 0
+cpu2 20 0 0 80 0 0 0 0 0 0
+intr 5 0 1
+"""
+
+
+@pytest.mark.parametrize(
+    "usable, elapsed, busy",
+    [({0, 1, 2}, 1100, 200), ({0}, 900, 170), ({1, 2, 7}, 200, 30), ({8, 9}, 1100, 200)],
+)
+def test_only_the_usable_cores_count(monkeypatch, usable, elapsed, busy):
+    """A container may list all of its host's cores. Time stolen by other machines is busy time."""
+    monkeypatch.setattr(machine, "TICKS_PER_SECOND", 10)
+    assert machine.core_seconds(STAT, usable) == (elapsed / 10, busy / 10)
+
+
+def test_running_descendants_count_as_our_own(monkeypatch):
+    def stat(name: str, parent: int, *times: int) -> str:
+        return f"9 ({name}) S {parent} 1 1 0 -1 0 0 0 0 0 {' '.join(map(str, times))} 20 0 1 0 5"
+
+    monkeypatch.setattr(machine, "TICKS_PER_SECOND", 10)
+    processes = {
+        1: stat("init", 0, 1000, 0, 0, 0), 7: stat("bench", 1, 500, 0, 0, 0),
+        8: stat("a worker) S 1", 7, 10, 1, 2, 3), 9: stat("cc", 8, 20, 0, 0, 0),
+        10: stat("other", 1, 300, 0, 0, 0),
+    }  # fmt: skip
+    assert machine.running_descendants_seconds(processes, 7) == 3.6
+    assert machine.running_descendants_seconds(processes, 9) == 0.0
+
+
+def test_the_clocks_are_read_from_the_system(monkeypatch):
+    """In one of three ways: /proc/stat, the load average, or not at all."""
+    if os.path.exists("/proc/stat"):
+        assert machine.read_cpu_times().busy is not None
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0), raising=False)
+    assert (machine.read_cpu_times().busy, machine.read_cpu_times().load) == (None, 0.75)
+    monkeypatch.delattr(os, "getloadavg")
+    assert (machine.read_cpu_times().busy, machine.read_cpu_times().load) == (None, None)
 
 
 # ---- random weights ------------------------------------------------------------------------------

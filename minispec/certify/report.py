@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 from xml.etree import ElementTree
 
+from minispec import machine
 from minispec.certify.common import Verdict
 from minispec.certify.others.checkpoints import digest
 from minispec.errors import UserError, printable
@@ -75,7 +75,7 @@ def subject_version(subject: str | None) -> str | None:
 
 
 def command_line(argv: list[str]) -> str:
-    return shlex.join(["python", "-m", "minispec.certify", *argv])
+    return machine.command_line("minispec.certify", argv)
 
 
 def repeat(verdict: Verdict, argv: list[str]) -> str:

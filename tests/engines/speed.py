@@ -95,6 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("gguf", nargs="*", type=Path)
     p.add_argument("--own", type=Path, nargs="+", help="held-out text (default: story beginnings)")
     p.add_argument("--prompts", type=int, default=4)
+    p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--max-new-tokens", type=int, default=100)
     p.add_argument("--compile", action="store_true", help="compile our passes")
     p.add_argument("--json", action="store_true")
@@ -115,8 +116,11 @@ def main(argv: list[str] | None = None) -> None:
         optimize(model, compiled=args.compile)
         machine, tables = bench.measure_machine(model), []
         for category, prompts in bench.prompts_of(args, model, tokenizer).items():
-            runs = bench.measure(model, tokenizer, methods, prompts, n, others=others)
-            tables.append(bench.table_of(category, 0.0, runs, machine, methods))
+            repeats = [
+                bench.measure(model, tokenizer, methods, prompts, n, others=others)
+                for _ in range(args.repeats)
+            ]
+            tables.append(bench.table_of(category, 0.0, repeats, machine, methods))
             if not args.json:
                 print(f"\n{category}, {len(prompts)} prompts, {threads} threads")
                 bench.show(tables[-1])

@@ -51,7 +51,7 @@ def main(
     steps = steps_of(args)
     if args.step:
         return run_here(steps[args.step], file_of(args, args.step), args)
-    facts = {"date": time.strftime("%Y-%m-%d"), **machine(), "commit": args.commit or commit(),
+    facts = {"date": time.strftime("%Y-%m-%d"), **machine(args.commit),
              "command": " ".join([script.name, *sys.argv[1:]])}  # fmt: skip
     if not (args.small or facts["cuda"]):
         parser.error("there is no GPU; --small runs everything on a CPU")
@@ -167,20 +167,13 @@ def cell(value: object) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def machine() -> dict:
-    """Name the GPU, or else the CPU, and the versions of torch and CUDA."""
+def machine(commit_name: str | None) -> dict:
+    """Name the GPU, or else the CPU, the versions of torch and CUDA, and the commit."""
     import torch  # imported here so that no step has to wait for it
 
-    from minispec.machine import processor
+    from minispec.machine import commit, processor
 
     cuda = torch.version.cuda if torch.cuda.is_available() else None
     name = torch.cuda.get_device_name() if cuda else processor()
-    return {"card": name, "torch": torch.__version__, "cuda": cuda}
-
-
-def commit() -> str:
-    """Name the checkout's commit, marked "dirty" if files have changed since."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    with contextlib.suppress(OSError):
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
-    return "unknown"
+    return {"card": name, "torch": torch.__version__, "cuda": cuda,
+            "commit": commit_name or commit() or "unknown"}  # fmt: skip
