@@ -13,6 +13,7 @@ from minispec.methods.fastmtp import Drafter, MTPHead
 from minispec.methods.medusa import RANKS, MedusaHeads, best_candidates
 from minispec.methods.vocabulary import FullVocabulary, Vocabulary
 from minispec.model import Transformer
+from minispec.sampling import Sampling, Seeded
 
 T = TypeVar("T")
 ROW_COUNTS = 1, 2, 4, 8, 16, 32, 64  # rows per pass at which the curve is measured
@@ -54,10 +55,18 @@ def one_pass(model: Transformer, n: int, cache: KVCache | None = None) -> Callab
     return run
 
 
-def cost_in_passes(function: Callable[[], object], model: Transformer) -> float:
-    """The cost of a call, in passes of the model over one token, timed in alternation."""
-    call_seconds, pass_seconds = interleaved_min_times([function, one_pass(model, 1)])
-    return call_seconds / pass_seconds
+def cost_after_pass(function: Callable[[], object], model: Transformer) -> float:
+    """The cost of a call right after a pass of the model over one token, in such passes. In
+    decoding, too, a pass has just displaced the drafter's weights from the CPU's caches."""
+    target_pass = one_pass(model, 1)
+
+    @torch.inference_mode()
+    def both() -> None:
+        target_pass()
+        function()
+
+    both_seconds, pass_seconds = interleaved_min_times([both, target_pass], turns=5)
+    return max(0.0, both_seconds / pass_seconds - 1)
 
 
 def memoised(
@@ -82,7 +91,7 @@ def cost_curve(model: Transformer) -> list[float]:
 def measure_curve(model: Transformer) -> list[float]:
     """Measure `cost_curve`."""
     counts = [n for n in ROW_COUNTS if n <= model.config.context]
-    seconds = interleaved_min_times([one_pass(model, n) for n in counts])
+    seconds = interleaved_min_times([one_pass(model, n) for n in counts], turns=5)
     curve = [0.0, 1.0]
     for (m, a), (n, b) in pairwise(zip(counts, seconds)):
         for i in range(m + 1, n + 1):
@@ -97,33 +106,31 @@ def draft_cost(model: Transformer, draft: Transformer) -> float:
     """The cost of one token of a draft model."""
     if draft is model:  # the memo uses this key for the cost curve
         return 1.0
-    return memoised(model, draft, lambda: cost_in_passes(one_pass(draft, 1), model))
+    return memoised(model, draft, lambda: cost_after_pass(one_pass(draft, 1), model))
 
 
 def head_cost(model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None) -> float:
-    """The cost of one token of a FastMTP head, over all languages of `vocabulary` (None: full)."""
-    drafter = Drafter(head, model, 8, offset=0)
-    hidden = model.model.norm.weight.new_zeros(1, model.config.hidden_size)
-    draft_head = (vocabulary or FullVocabulary(model)).select([])
+    """The cost of one token of a FastMTP head, in a round that takes in two hidden states and
+    drafts two tokens, over all languages of `vocabulary` (None: full)."""
+    vocabulary = vocabulary or FullVocabulary(model)
+    hidden = model.model.norm.weight.new_zeros(2, model.config.hidden_size)
 
-    @torch.inference_mode()
-    def one_draft() -> list:
-        return draft_head.logits(drafter.run(hidden, [0])).argmax(-1).tolist()
+    def round_of_two() -> None:
+        drafter = Drafter(head, model, 8, offset=0)
+        drafter.extend(hidden, [0, 0])
+        drafter.chain(2, Sampling(0.0), Seeded(0), vocabulary.select([]))
 
-    return memoised(model, head, lambda: cost_in_passes(one_draft, model), vocabulary)
+    return memoised(model, head, lambda: cost_after_pass(round_of_two, model) / 2, vocabulary)
 
 
 def heads_cost(
     model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None = None
 ) -> float:
-    """The cost of Medusa heads in one round, timed right after a target pass as in decoding.
-    `vocabulary` is as for `head_cost`."""
+    """The cost of Medusa heads in one round. `vocabulary` is as for `head_cost`."""
     draft_head = (vocabulary or FullVocabulary(model)).select([])
-    hidden, target_pass = model.model.norm.weight, one_pass(model, 1)
+    hidden = model.model.norm.weight
 
-    @torch.inference_mode()
-    def both() -> list:
-        target_pass()
+    def candidates() -> list:
         return best_candidates(heads, draft_head, hidden, RANKS)
 
-    return memoised(model, heads, lambda: max(0.0, cost_in_passes(both, model) - 1), vocabulary)
+    return memoised(model, heads, lambda: cost_after_pass(candidates, model), vocabulary)
