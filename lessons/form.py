@@ -97,6 +97,12 @@ def load_tasks(number: str) -> list[Task]:
     return module.TASKS
 
 
+def name_of(thing: object) -> str:
+    """Return a function's name, or that of the task which the package's function belongs to."""
+    tasks = (task.name for task in progress.tasks.values() if task.package is thing)
+    return next(tasks, getattr(thing, "__name__", repr(thing)))
+
+
 def find_task(name: str) -> Task | None:
     """Return a task of this lesson, or None with a message."""
     if name not in progress.tasks:
@@ -149,7 +155,7 @@ def spaced(name: str) -> str:
 def check(function: Callable) -> Callable:
     """Judge the reader's function. Returns it if it is right, and the package's function if not, so
     that the lesson goes on either way: accept = check(accept)."""
-    task = find_task(name := getattr(function, "__name__", str(function)))
+    task = find_task(name := name_of(function))
     if task is None:
         return function
     if function is task.package:
@@ -271,7 +277,7 @@ def source(thing: Callable) -> None:
     from drawing import code
     from IPython.display import display
 
-    name = thing.__name__
+    name = name_of(thing)
     if name in progress.tasks and name not in progress.shown:
         print(f"{name}: minispec's source is shown here once yours is right; reveal({name!r}) "
               "skips the work")  # fmt: skip
