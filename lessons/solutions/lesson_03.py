@@ -130,8 +130,8 @@ RESIDUAL_MISTAKES = {
     "it returns norm(|p - q|); tokens that q proposes too often must get 0, not the difference": (
         lambda p, q: (p - q).abs() / (p - q).abs().sum() if (p - q).abs().sum() > 1e-9 else None
     ),
-    "p and q are swapped: max(0, q - p) is what was proposed too often": lambda p, q: (
-        residual(q, p)
+    "p and q are swapped: max(0, q - p) is what was proposed too often": lambda p, q: residual(
+        q, p
     ),
     "the differences below 0 are still there; replace them by 0": lambda p, q: (
         (p - q) / (p - q).clamp(min=0).sum() if (p > q).any() else None
@@ -342,11 +342,16 @@ def tensor_token(p, q, drafts, randomness):
 
 def no_bonus(p, q, drafts, randomness):
     n, fresh = accept(p, q, drafts, randomness)
-    return n if n < len(drafts) else max(0, n - 1), fresh if n < len(drafts) or not n else drafts[-1]
+    return (n, fresh) if n < len(drafts) or not drafts else (n - 1, drafts[-1])
+
+
+def argmax_correction(p, q, i):
+    rest = residual(p[i], q[i])
+    return None if rest is None else best(rest)
 
 
 ACCEPT_MISTAKES = {
-    "after a rejection it draws from p. Tokens that were accepted often enough then come too often; "
+    "after a rejection it draws from p, and tokens that were accepted often enough come too often; "
     "draw from the residual": rule(ratio, lambda p, q, i: p[i]),
     "it accepts more often than min(1, p(x) / q(x)): the ratio is divided by 0.8": rule(
         lambda p, q, i, x: ratio(p, q, i, x) / 0.8, after_rejection
@@ -354,9 +359,7 @@ ACCEPT_MISTAKES = {
     "the bonus token is the argmax; draw it from the last row of p": rule(
         ratio, after_rejection, lambda p: best(p[-1])
     ),
-    "the correction is the argmax of the residual; draw it": rule(
-        ratio, lambda p, q, i: best(rest) if (rest := after_rejection(p, q, i)) is not None else None
-    ),
+    "the correction is the argmax of the residual; draw it": rule(ratio, argmax_correction),
     "it judges draft i by p[i + 1], the distribution after the draft; use p[i]": rule(
         lambda p, q, i, x: p[i + 1][x] / q[i][x], lambda p, q, i: residual(p[i + 1], q[i])
     ),
