@@ -158,7 +158,7 @@ CHOICES = "bird", "who", "could", "a", "bird"  # the model's choices after "smal
 
 def cells(ax: Axes, y: float, texts: Sequence[str], fills: Sequence[str], x: float = 0.0) -> None:
     """Draw a row of texts in cells; a `fill` that starts with ! is an outline in that colour."""
-    for i, (text, fill) in enumerate(zip(texts, fills), start=0):
+    for i, (text, fill) in enumerate(zip(texts, fills)):
         outline, colour = fill.startswith("!"), fill.removeprefix("!")
         ax.add_patch(Rectangle((x + i, y), 0.92, 0.8, facecolor="white" if outline else colour,
                                edgecolor=colour, ls="--" if outline else "-"))  # fmt: skip

@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 import time
+from types import FunctionType
 
 import pytest
 from conftest import ROOT
@@ -239,9 +240,9 @@ def start(monkeypatch):
 
 def renamed(function, name: str):
     """A copy of a function under the name that the reader uses."""
-    copy = type(function)(function.__code__, function.__globals__, name, function.__defaults__,
-                          function.__closure__)  # fmt: skip
-    return copy
+    return FunctionType(
+        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
+    )
 
 
 @each_task

@@ -80,11 +80,11 @@ def run_accept(function, case: Round) -> tuple[int, int]:
     answer = function(guess, choices)
     if guess != list(case.guess) or choices != list(choices_of(case)):
         raise Wrong("it changes its arguments, but they belong to the caller")
-    if not isinstance(answer, tuple) or len(answer) != 2:
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise Wrong("it must return two numbers: how many guesses are accepted, and a fresh token")
     if not all(type(number) is int for number in answer):
         raise Wrong(f"it returns {answer}; both must be of type int")
-    return answer
+    return tuple(answer)
 
 
 def exact_outcome(case: Round) -> tuple[int, int]:

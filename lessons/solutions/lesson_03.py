@@ -215,7 +215,7 @@ def emitted(function, case: Round, randomness) -> tuple[int, list[int]]:
     answer = function(p, q, list(drafts), Strict(randomness))
     if not all(map(torch.equal, copies, (*p, *q))):
         raise Wrong(CHANGED)
-    if not isinstance(answer, tuple) or len(answer) != 2:
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise Wrong("it must return two numbers: how many drafts are accepted, and a fresh token")
     n, fresh = answer
     if type(n) is not int or not 0 <= n <= case.gamma:
