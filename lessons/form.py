@@ -115,7 +115,11 @@ def find_task(name: str) -> Task | None:
 
 def predict(**numbers: float | None) -> None:
     """Remember the reader's predictions until `compare`; `...` is a prediction not made."""
-    given = {name: None if number is ... else number for name, number in numbers.items()}
+    given = {}
+    for name, number in numbers.items():
+        given[name] = float(number) if isinstance(number, int | float) else None
+        if number not in (None, ...) and given[name] is None:
+            print(f"{spaced(name)}: {number!r} is not a number")
     progress.predicted.update(given)
     missing = [spaced(name) for name, number in given.items() if number is None]
     made = [f"{spaced(name)} {number:.3g}" for name, number in given.items() if number is not None]

@@ -364,10 +364,11 @@ def test_two_hints_then_the_solution_then_the_source(start, capsys):
 
 def test_predictions_are_compared_with_measurements(start, capsys):
     start("00")
-    form.predict(cost_of_8=4, cost_of_64=..., my_tokens_accepted=2)
+    form.predict(cost_of_8=4, cost_of_64="many", my_tokens_accepted=2)
     form.measured(cost_of_8=1.6, cost_of_64=5.4, passes=7)
     form.compare()
     assert capsys.readouterr().out.splitlines() == [
+        "cost of 64: 'many' is not a number",
         "you predict: cost of 8 4, my tokens accepted 2",
         "no prediction yet: cost of 64",
         "cost of 8           you said 4, measured 1.6, ratio 2.50",

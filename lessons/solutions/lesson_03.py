@@ -335,6 +335,16 @@ def never_stops(p, q, drafts, randomness):
     return n, randomness.categorical(p[n] if rest is None else rest)
 
 
+def forgets_q(p, q, drafts, randomness):
+    for i, x in enumerate(drafts):
+        if not randomness.bernoulli(float(p[i][x])):
+            rest = p[i].clone()
+            rest[x] = 0.0
+            if rest.sum() > 0:
+                return i, randomness.categorical(rest)
+    return len(drafts), randomness.categorical(p[len(drafts)])
+
+
 def tensor_token(p, q, drafts, randomness):
     n, fresh = accept(p, q, drafts, randomness)
     return n, torch.tensor(fresh)
@@ -375,6 +385,8 @@ ACCEPT_MISTAKES = {
     "it accepts with p(x), as if x were not drawn from q, but corrects with q": rule(
         lambda p, q, i, x: p[i][x], after_rejection
     ),
+    "it accepts with p(x) and corrects with p without x. That is lossless, but it accepts fewer "
+    "drafts than min(1, p(x) / q(x))": forgets_q,
     "it accepts a draft only if it is the argmax of p, as in greedy decoding": rule(
         lambda p, q, i, x: x == int(p[i].argmax()), after_rejection
     ),
