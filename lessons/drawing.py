@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Sequence
 
 from IPython.display import Markdown
+from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
@@ -146,3 +147,129 @@ def draw_recursion(
             ax.annotate("", (x + 2.4, 0), (x, 2), arrowprops=arrow | {"color": REJECTED})
     ax.set(xlim=(-1, 2 * len(hiddens) - 1), ylim=(-0.4, 2.4))
     ax.set_axis_off()
+
+
+# ---- pictures of single lessons ------------------------------------------------------------------
+
+PALE = "#DDDDDD"  # context, or a draft that was never looked at
+WORDS = "a", "small", "bird", "who", "sang", "a"  # a context of two tokens, and four drafts
+CHOICES = "bird", "who", "could", "a", "bird"  # the model's choices after "small", "bird", …
+
+
+def cells(ax: Axes, y: float, texts: Sequence[str], fills: Sequence[str], x: float = 0.0) -> None:
+    """Draw a row of texts in cells; a `fill` that starts with ! is an outline in that colour."""
+    for i, (text, fill) in enumerate(zip(texts, fills)):
+        outline, colour = fill.startswith("!"), fill.removeprefix("!")
+        ax.add_patch(Rectangle((x + i, y), 0.92, 0.8, facecolor="white" if outline else colour,
+                               edgecolor=colour, ls="--" if outline else "-"))  # fmt: skip
+        ink = colour if outline else "black" if colour == PALE else "white"
+        ax.text(x + i + 0.46, y + 0.4, text, ha="center", va="center", color=ink, fontsize=9)
+
+
+def draw_verbs() -> None:
+    """Draw one round in five verbs."""
+    context = [PALE] * 2
+    rows = {  # the column of the first cell, texts, fills, a note
+        "propose": (0, WORDS, [*context, *[CONTEXT] * 4], "somebody guesses four tokens"),
+        "score": (2, CHOICES, [FRESH] * 5, "one pass: the model's choice at each place"),
+        "accept": (0, WORDS, [*context, ACCEPTED, ACCEPTED, REJECTED, PALE],
+                   "equal, equal, different: stop"),
+        "commit": (0, WORDS, [*context, ACCEPTED, ACCEPTED, f"!{CONTEXT}", f"!{CONTEXT}"],
+                   "keep the cache rows of accepted tokens"),
+        "yield": (2, WORDS[2:4] + CHOICES[2:3], [ACCEPTED, ACCEPTED, FRESH],
+                  "three tokens from one pass"),
+    }  # fmt: skip
+    figure, ax = plt.subplots(figsize=(9, 3), layout="constrained")
+    for y, (verb, (x, texts, fills, note)) in enumerate(rows.items()):
+        ax.text(-0.3, y + 0.4, verb, ha="right", va="center", fontsize=10, weight="bold")
+        ax.text(7.3, y + 0.4, note, va="center", fontsize=10)
+        cells(ax, y, texts, fills, x)
+    finish(ax, (-1.6, 11.6), (5, -0.1))
+
+
+def draw_guess(guess: list[str], choices: list[str], accepted: int) -> None:
+    """Draw guessed tokens over the model's own choices, of which there is one more."""
+    fills = [ACCEPTED] * accepted + [REJECTED] * (accepted < len(guess))
+    figure, ax = plt.subplots(figsize=(min(10, 2 + 0.9 * len(choices)), 1.4), layout="constrained")
+    cells(ax, 0, guess, fills + [PALE] * (len(guess) - len(fills)))
+    cells(ax, 1, choices, [PALE] * accepted + [FRESH] + [PALE] * (len(choices) - accepted - 1))
+    for y, name in enumerate(["your guess", "the model's"]):
+        ax.text(-0.2, y + 0.4, name, ha="right", va="center", fontsize=10)
+    finish(ax, (-2.2, len(choices)), (2, -0.1))
+
+
+def draw_cost(rows: Sequence[int], cost: Sequence[float]) -> None:
+    """Draw the cost of a pass over n tokens, in passes over one."""
+    figure, ax = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    ax.plot(rows, rows, "--", color=CONTEXT, label="n passes over one token")
+    ax.plot(rows, cost, "o-", color=ACCEPTED, label="one pass over n tokens")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
+    ax.set_xticks(rows, [str(n) for n in rows])
+    ax.set_yticks(rows, [str(n) for n in rows])
+    ax.set(xlabel="tokens n", ylabel="passes over one token")
+    ax.legend(frameon=False, fontsize=10)
+    plt.show()
+
+
+def draw_sampled_round(p: Tensor, q: Tensor) -> None:
+    """Draw p and q, split into what they share and what only one of them has, next to a round whose
+    second draft is rejected."""
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10, 3.2), width_ratios=[3, 4], layout="constrained"
+    )
+    shared = [min(a, b) for a, b in zip(p.tolist(), q.tolist())]
+    x = range(len(p))
+    for offset, probs, fill in ((-0.2, p, FRESH), (0.2, q, REJECTED)):
+        at = [i + offset for i in x]
+        left.bar(at, shared, 0.38, color=ACCEPTED)
+        left.bar(at, [a - b for a, b in zip(probs.tolist(), shared)], 0.38, shared, color=fill)
+    left.set_xticks([i + o for i in x for o in (-0.2, 0.2)], ["p", "q"] * len(p), fontsize=9)
+    left.tick_params(axis="x", length=0)
+    for i in x:
+        left.text(i, -0.09, f"token {i}", ha="center", va="top", fontsize=9,
+                  transform=left.get_xaxis_transform())  # fmt: skip
+    names = {ACCEPTED: "min(p, q)", FRESH: "p − min(p, q)", REJECTED: "q − min(p, q)"}
+    left.legend([Patch(color=c) for c in names], names.values(), frameon=False, fontsize=9)
+    draw_one_rejection(right)
+    left.set(ylabel="probability")
+    left.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
+def draw_one_rejection(ax: Axes) -> None:
+    """Draw a round of three drafts, of which the second is rejected."""
+    cells(ax, 0, ["x₁", "x₂", "x₃"], [CONTEXT] * 3)
+    cells(ax, 1, ["p₁", "p₂", "p₃", "p₄"], [FRESH] * 4)
+    cells(ax, 2, ["x₁", "x₂", "x₃"], [ACCEPTED, REJECTED, PALE])
+    cells(ax, 3, ["x₁", "t"], [ACCEPTED, FRESH])
+    notes = ["drawn from q₁, q₂, q₃", "from one pass", "x₁: the coin accepts; x₂: it rejects",
+             "t is drawn instead of x₂: from what?"]  # fmt: skip
+    for y, (verb, note) in enumerate(zip(["propose", "score", "accept", "yield"], notes)):
+        ax.text(-0.25, y + 0.4, verb, ha="right", va="center", fontsize=10, weight="bold")
+        ax.text(4.2, y + 0.4, note, va="center", fontsize=10)
+    finish(ax, (-1.9, 9.6), (4, -0.1), show=False)
+
+
+def draw_overlaps(overlaps: dict[str, Tensor]) -> None:
+    """Draw how Σ min(p, q) is distributed over the tokens of texts of several kinds."""
+    figure, axes = plt.subplots(
+        1, len(overlaps), figsize=(8, 2.6), sharex=True, sharey=True, layout="constrained"
+    )
+    for ax, (name, values) in zip(axes, overlaps.items()):
+        share = [1 / len(values)] * len(values)
+        ax.hist(values.tolist(), 10, (0, 1), weights=share, color=ACCEPTED, edgecolor="white")
+        mean = float(values.mean())
+        ax.axvline(mean, color="black", ls="--", lw=1)
+        ax.set(xlabel="Σ min(p, q)", title=f"{name}: mean α = {mean:.2f}")
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set(ylabel="share of the tokens")
+    plt.show()
+
+
+def finish(ax: Axes, xlim: tuple, ylim: tuple, show: bool = True) -> None:
+    """Set the limits of a drawing without axes, and show it."""
+    ax.set(xlim=xlim, ylim=ylim)
+    ax.set_axis_off()
+    if show:
+        plt.show()

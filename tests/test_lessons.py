@@ -1,15 +1,32 @@
 """The notebooks: complete and small as committed. With the marker `lessons`, each runs in a fresh
-kernel without an error and stops if a bug is planted in the package."""
+kernel without an error, and those in the old form stop if a bug is planted in the package.
 
+Notebooks in the new form (see lessons/form.py) also keep its limits and do not print the answers.
+They are run twice: with the solutions in their stubs, and as they are. Every known wrong answer
+gets its own message.
+"""
+
+import ast
+import inspect
 import json
 import re
+import sys
+import textwrap
+import time
+from types import FunctionType
 
 import pytest
 from conftest import ROOT
 
 LESSONS = ROOT / "lessons"
+sys.path.append(str(LESSONS))
+import form  # noqa: E402
+
 NOTEBOOKS = sorted(LESSONS.glob("*.ipynb"))
-NUMBERED = [path for path in NOTEBOOKS if not path.name.startswith("00")]  # 00 is an introduction
+NEW = ["00", "03"]  # lessons in the new form; it will be all of them
+IN_NEW_FORM = {number: next(LESSONS.glob(f"{number}_*.ipynb")) for number in NEW}
+OLD = [path for path in NOTEBOOKS if path.name[:2] not in NEW]
+TASKS = {(number, task.name): task for number in NEW for task in form.load_tasks(number)}
 SETUP = """\
 import sys
 from pathlib import Path
@@ -24,7 +41,9 @@ LOCAL_PATH = re.compile(
 )
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-each_lesson = pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
+each_old = pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
+each_new = pytest.mark.parametrize("number", NEW)
+each_task = pytest.mark.parametrize("key", TASKS, ids="-".join)
 
 
 def cells_of(path, kind: str) -> list[dict]:
@@ -76,14 +95,18 @@ def test_the_code_it_shows_is_the_current_source(path):
 
 
 @each_notebook
-def test_it_begins_with_a_title_and_finds_the_checkout(path):
+def test_it_begins_with_a_title(path):
     first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
     assert first["cell_type"] == "markdown" and source(first).startswith("# ")
+
+
+@each_old
+def test_it_finds_the_checkout(path):
     setup = source(cells_of(path, "code")[0])
     assert "".join(setup.split()).startswith("".join(SETUP.split()))  # line breaks may differ
 
 
-@each_lesson
+@each_old
 def test_it_has_the_parts_of_a_lesson(path):
     code, text = (
         "\n".join(source(cell) for cell in cells_of(path, kind)) for kind in ("code", "markdown")
@@ -95,6 +118,264 @@ def test_it_has_the_parts_of_a_lesson(path):
     assert "inspect.getsource" in code
     assert re.search(r"^\s*assert ", code, re.MULTILINE)
     assert "arXiv" in text and "<details>" in text
+
+
+# ---- the new form --------------------------------------------------------------------------------
+
+
+@each_new
+def test_it_keeps_the_limits(number):
+    code = [source(cell) for cell in cells_of(IN_NEW_FORM[number], "code")]
+    assert len(code) <= 20
+    for cell in code:
+        assert len(cell.splitlines()) <= 20, cell
+    text = "\n".join(source(cell) for cell in cells_of(IN_NEW_FORM[number], "markdown"))
+    assert len(text.split()) <= 1500
+    assert re.search(r"\*\*\d\d minutes\.\*\*", text)
+    assert not re.search(r"matplotlib|plt\.", "\n".join(code)), "plots belong in drawing.py"
+
+
+@each_new
+def test_it_asks_draws_predicts_and_finally_compares(number):
+    """The order is: title as a question, lesson(), a drawn round, predict(). The end: compare()."""
+    path = IN_NEW_FORM[number]
+    first = source(cells_of(path, "markdown")[0])
+    assert re.fullmatch(rf"# {number} · .*\?", first.splitlines()[0])
+    code = cells_of(path, "code")
+    assert source(code[0]).endswith(f'lesson("{number}")')
+    assert any("image/png" in output.get("data", {}) for output in code[1]["outputs"])
+    tree = ast.parse(source(code[2]))
+    (predictions,) = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert predictions.func.id == "predict" and source(code[-1]) == "compare()"
+    names = {keyword.arg for keyword in predictions.keywords}
+    printed = "".join(line for output in code[-1]["outputs"] for line in output["text"])
+    assert all(f"{form.spaced(name)} " in printed for name in names)
+    assert "not measured here" not in printed, "run it on a machine that has SmolLM2"
+
+
+@each_new
+def test_each_task_has_a_stub_that_is_checked_in_its_cell(number):
+    code = cells_of(IN_NEW_FORM[number], "code")
+    tags = [set(cell["metadata"].get("tags", [])) for cell in code]
+    assert all(len(of_cell) <= 1 and of_cell <= {"write", "measure"} for of_cell in tags)
+    stubs = {}
+    for cell, of_cell in zip(code, tags):
+        if "write" in of_cell:
+            function, assignment = ast.parse(source(cell)).body
+            assert ast.get_docstring(function) and len(function.body) == 2
+            assert ast.unparse(function.body[1]) == "..."
+            name = function.name
+            assert ast.unparse(assignment) == f"{name} = check({name})"
+            stubs[name] = [argument.arg for argument in function.args.args]
+    tasks = {name: task for (lesson, name), task in TASKS.items() if lesson == number}
+    assert stubs.keys() == tasks.keys()
+    for name, task in tasks.items():
+        for function in task.package, task.solution:
+            assert [*inspect.signature(function).parameters] == stubs[name]
+
+
+def squeezed(text: str) -> list[str]:
+    """The lines that are not blank, with single spaces."""
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+def triples(lines: list[str]) -> set[tuple[str, ...]]:
+    return set(zip(lines, lines[1:], lines[2:]))
+
+
+def body(function) -> list[str]:
+    """The lines of a function after its signature and docstring, which a stub may show."""
+    text = textwrap.dedent(inspect.getsource(function))
+    node = ast.parse(text).body[0]
+    first = node.body[1 if ast.get_docstring(node) else 0]
+    return squeezed("\n".join(text.splitlines()[first.lineno - 1 :]))
+
+
+def pages() -> dict[str, list[str]]:
+    """The lines of everything that a student may read before writing: the notebooks, with their
+    outputs, and the assignments."""
+    found = {}
+    for path in IN_NEW_FORM.values():
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        parts = [source(cell) for cell in cells]
+        for output in (output for cell in cells for output in cell.get("outputs", [])):
+            for shown in output.get("text", ""), *output.get("data", {}).values():
+                parts.append("".join(shown) if isinstance(shown, str | list) else "")
+        found[path.name] = squeezed("\n".join(parts))
+    for path in [*LESSONS.glob("assignments/**/*.md"), *LESSONS.glob("assignments/*/starter.py")]:
+        found[str(path.relative_to(LESSONS))] = squeezed(path.read_text(encoding="utf-8"))
+    return found
+
+
+@each_task
+def test_no_page_prints_the_answer(key):
+    task = TASKS[key]
+    answers = [triples(body(function)) for function in (task.solution, *task.shows)]
+    assert all(answers), "an answer of fewer than three lines cannot be searched for"
+    for page, lines in pages().items():
+        for answer in answers:
+            assert not answer & triples(lines), page
+
+
+@each_new
+def test_its_links_lead_somewhere(number):
+    for cell in cells_of(IN_NEW_FORM[number], "markdown"):
+        for target in re.findall(r"\]\(([^)\s]+)\)", source(cell)):
+            assert target.startswith("https://arxiv.org/abs/") or (LESSONS / target).exists()
+
+
+# ---- checking ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Start a lesson, without the settings that lesson() makes for the whole process."""
+
+    def start(number: str) -> None:
+        tasks = {task.name: task for (lesson, _), task in TASKS.items() if lesson == number}
+        monkeypatch.setattr(form, "progress", form.Progress(tasks))
+
+    return start
+
+
+def renamed(function, name: str):
+    """A copy of a function under the name that the reader uses."""
+    return FunctionType(
+        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
+    )
+
+
+@each_task
+def test_the_solution_and_the_package_are_right(key, start, capsys):
+    number, name = key
+    start(number)
+    task = TASKS[key]
+    assert form.check(task.solution) is task.solution
+    package = renamed(task.package, name)
+    assert form.check(package) is package
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 2 and all(line.startswith(f"{name}: right (") for line in out)
+
+
+WRONG = [(*key, message) for key, task in TASKS.items() for message in task.mistakes]
+
+
+@pytest.mark.parametrize("number, name, message", WRONG)
+def test_each_wrong_answer_gets_its_own_message(number, name, message, start, capsys):
+    start(number)
+    task = TASKS[number, name]
+    assert len(task.mistakes) >= 3
+    assert form.check(renamed(task.mistakes[message], name)) is task.package
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == f"{name}: {message}"
+    assert last.strip() == f"the lesson goes on with minispec's; hint({name!r}) helps"
+
+
+def empty_bodies():
+    def dots(p, q):
+        """A contract."""
+        ...
+
+    def nothing(p, q):
+        pass
+
+    def none(p, q):
+        return None
+
+    def raises(p, q):
+        raise NotImplementedError
+
+    def raises_called(p, q):
+        """A contract."""
+        raise NotImplementedError()
+
+    return dots, nothing, none, raises, raises_called
+
+
+@pytest.mark.parametrize("function", empty_bodies(), ids=lambda f: f.__name__)
+def test_an_empty_function_is_not_written_yet(function, start, capsys):
+    start("03")
+    residual = renamed(function, "residual")
+    assert form.check(residual) is TASKS["03", "residual"].package
+    line = "residual: not written yet; the lesson goes on with minispec's\n"
+    assert capsys.readouterr().out == line
+
+
+def raises_index_error(p, q):
+    return p[99]
+
+
+def draws_elsewhere(p, q, drafts, randomness):
+    import random
+
+    return 0, random.randrange(3)
+
+
+def returns_one_number(p, q, drafts, randomness):
+    return 0
+
+
+def two_thirds(p, q, drafts, randomness):
+    """A mistake that no list has foreseen."""
+    return 0, randomness.categorical(p[0] ** 2)
+
+
+@pytest.mark.parametrize(
+    "name, function, message",
+    [
+        ("residual", raises_index_error, r"IndexError in line \d+ of its cell: index 99 is out"),
+        ("accept", draws_elsewhere, "two calls with the same arguments .* draws random numbers"),
+        ("accept", returns_one_number, "it must return two numbers"),
+        ("accept", two_thirds, r"not right yet\n +for example, γ = 1.*distance \d\.\de-\d\d"),
+    ],
+)
+def test_other_faults_are_described(name, function, message, start, capsys):
+    start("03")
+    assert form.check(renamed(function, name)) is TASKS["03", name].package
+    assert re.match(f"{name}: {message}", capsys.readouterr().out, re.DOTALL)
+
+
+def test_what_is_not_an_answer_is_named(start, capsys):
+    start("03")
+    package = TASKS["03", "accept"].package
+    assert form.check(package) is package
+    assert form.check(renamed(two_thirds, "acept"))
+    assert capsys.readouterr().out.splitlines() == [
+        "accept: this is minispec's; run the cell that defines yours again",
+        "acept: not a task of this lesson, which has residual and accept",
+    ]
+
+
+def test_two_hints_then_the_solution_then_the_source(start, capsys):
+    pytest.importorskip("IPython")
+    start("03")
+    task = TASKS["03", "residual"]
+    form.source(task.package)
+    for _ in range(3):
+        form.hint("residual")
+    form.reveal("residual")
+    form.source(task.package)
+    lines = capsys.readouterr().out
+    assert "shown here once yours is right" in lines
+    assert f"hint 2 of 2: {task.hints[1]}" in lines and "reveal('residual') prints" in lines
+    assert inspect.getsource(task.solution) in lines
+    assert "Markdown" in lines  # what display() prints without a notebook
+
+
+def test_predictions_are_compared_with_measurements(start, capsys):
+    start("00")
+    form.predict(cost_of_8=4, cost_of_64="many", my_tokens_accepted=2)
+    form.measured(cost_of_8=1.6, cost_of_64=5.4, passes=7)
+    form.compare()
+    assert capsys.readouterr().out.splitlines() == [
+        "cost of 64: 'many' is not a number",
+        "you predict: cost of 8 4, my tokens accepted 2",
+        "no prediction yet: cost of 64",
+        "cost of 8           you said 4, measured 1.6, ratio 2.50",
+        "cost of 64          measured 5.4; you made no prediction",
+        "my tokens accepted  you said 2, not measured here",
+        "passes              measured 7; you made no prediction",
+    ]
 
 
 # ---- executed ------------------------------------------------------------------------------------
@@ -111,8 +392,52 @@ def client(path, extra: str | None = None):
     return nbclient.NotebookClient(notebook, timeout=300, resources=resources)
 
 
+def stream_text(cell) -> str:
+    return "".join(output.get("text", "") for output in cell.outputs)
+
+
+def run_changed(number: str, change, capsys) -> list[str]:
+    """Execute a lesson after `change(cell)`, which returns the new source or None to drop the cell,
+    and print the seconds. Returns what its write cells print."""
+    runner = client(IN_NEW_FORM[number])
+    for cell in list(runner.nb.cells):
+        cell.source = change(cell)
+        if cell.source is None:
+            runner.nb.cells.remove(cell)
+    start = time.perf_counter()
+    runner.execute()
+    with capsys.disabled():
+        print(f"\n{IN_NEW_FORM[number].stem}: {time.perf_counter() - start:.0f} s", end=" ")
+    return [
+        stream_text(cell) for cell in runner.nb.cells if "write" in cell.metadata.get("tags", [])
+    ]
+
+
 @pytest.mark.lessons
-@each_notebook
+@each_new
+def test_with_the_solutions_every_check_is_right(number, capsys):
+    def solve(cell) -> str:
+        if "write" not in cell.metadata.get("tags", []):
+            return cell.source
+        name = ast.parse(cell.source).body[0].name
+        return f"{inspect.getsource(TASKS[number, name].solution)}\n\n{name} = check({name})"
+
+    printed = run_changed(number, solve, capsys)
+    assert printed and all(re.match(r"\w+: right \(", text) for text in printed)
+
+
+@pytest.mark.lessons
+@each_new
+def test_untouched_and_without_measurements_nothing_is_written_yet(number, capsys):
+    def drop(cell) -> str | None:
+        return None if "measure" in cell.metadata.get("tags", []) else cell.source
+
+    printed = run_changed(number, drop, capsys)
+    assert printed and all("not written yet; the lesson goes on" in text for text in printed)
+
+
+@pytest.mark.lessons
+@each_old
 def test_it_runs(path):
     notebook = client(path)
     pytest.importorskip("nbformat").validate(notebook.nb)

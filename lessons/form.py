@@ -1,0 +1,305 @@
+"""The form of a lesson: predict, write the central functions, check them, compare.
+
+A notebook starts with `lesson("03")`. Hints, solutions and known wrong answers come from
+solutions/lesson_03.py, so that the notebook shows none of them unless the reader asks.
+"""
+
+import dis
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType
+
+LESSONS = Path(__file__).resolve().parent
+GOES_ON = "the lesson goes on with minispec's"
+NUMBER_OF_HINTS = 2
+
+# ---- what a lesson consists of -------------------------------------------------------------------
+
+
+class Wrong(Exception):
+    """Raised by an oracle if an answer breaks the contract, for example by returning None."""
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Decides whether a function is right, on cases for which the right outcome is known.
+
+    `run(function, case)` returns an outcome, such as the exact distribution of the tokens that the
+    function lets through. It must pass copies, so that no function can change a case. `expected`
+    computes the outcome without the package's function: by enumeration or by fresh passes.
+    """
+
+    cases: Sequence  # small ones first, because the first that fails is shown
+    run: Callable
+    expected: Callable
+    distance: Callable[[object, object], float]  # between two outcomes
+    show: Callable[[object, object, object], str]  # a readable (case, outcome, expected outcome)
+    examined: str  # a description of the cases
+    tolerance: float = 1e-12  # rounding in float64
+
+
+@dataclass(frozen=True)
+class Task:
+    """A function for the reader to write.
+
+    `package` is what the lesson uses until the answer is right. `mistakes` maps messages to
+    functions that make the mistake: an answer with the same outcomes gets the message.
+    """
+
+    name: str
+    package: Callable
+    solution: Callable
+    judge: Oracle
+    hints: tuple[str, str]
+    mistakes: dict[str, Callable]
+    shows: tuple[Callable, ...]  # the functions of the package that `source` prints
+
+
+@dataclass
+class Progress:
+    """What has happened in a lesson so far."""
+
+    tasks: dict[str, Task] = field(default_factory=dict)
+    predicted: dict[str, float | None] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
+    hints: dict[str, int] = field(default_factory=dict)  # task -> number of hints given
+    shown: set[str] = field(default_factory=set)  # tasks that are solved or revealed
+
+
+progress = Progress()  # a kernel runs one notebook
+
+
+def lesson(number: str) -> None:
+    """Start lesson `number`: make this checkout's minispec importable, load the lesson's tasks and
+    forget earlier predictions. Lessons do not train, so gradients are switched off."""
+    global progress
+    for folder in LESSONS, LESSONS.parent:  # the checkout's package, even if another is installed
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    import torch
+
+    torch.set_grad_enabled(False)
+    progress = Progress({task.name: task for task in load_tasks(number)})
+
+
+def load_tasks(number: str) -> list[Task]:
+    """Load the tasks of solutions/lesson_<number>.py."""
+    name = f"lesson_{number}"
+    spec = importlib.util.spec_from_file_location(name, LESSONS / "solutions" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.TASKS
+
+
+def name_of(thing: object) -> str:
+    """Return a function's name, or that of the task which the package's function belongs to."""
+    tasks = (task.name for task in progress.tasks.values() if task.package is thing)
+    return next(tasks, getattr(thing, "__name__", repr(thing)))
+
+
+def find_task(name: str) -> Task | None:
+    """Return a task of this lesson, or None with a message."""
+    if name not in progress.tasks:
+        print(f"{name}: not a task of this lesson, which has {' and '.join(progress.tasks)}")
+    return progress.tasks.get(name)
+
+
+# ---- predictions ---------------------------------------------------------------------------------
+
+
+def predict(**numbers: float | None) -> None:
+    """Remember the reader's predictions until `compare`; `...` is a prediction not made."""
+    given = {}
+    for name, number in numbers.items():
+        given[name] = float(number) if isinstance(number, int | float) else None
+        if number not in (None, ...) and given[name] is None:
+            print(f"{spaced(name)}: {number!r} is not a number")
+    progress.predicted.update(given)
+    missing = [spaced(name) for name, number in given.items() if number is None]
+    made = [f"{spaced(name)} {number:.3g}" for name, number in given.items() if number is not None]
+    if made:
+        print("you predict:", ", ".join(made))
+    if missing:
+        print("no prediction yet:", ", ".join(missing))
+
+
+def measured(**numbers: float) -> None:
+    """Remember what a cell measured until `compare`."""
+    progress.measured.update({name: float(number) for name, number in numbers.items()})
+
+
+def compare() -> None:
+    """Print each prediction next to its measurement, and their ratio."""
+    names = [*dict.fromkeys([*progress.predicted, *progress.measured])]
+    width = max(map(len, names), default=0)
+    for name in names:
+        guess, value = progress.predicted.get(name), progress.measured.get(name)
+        found = "not measured here" if value is None else f"measured {value:.3g}"
+        if guess is None:
+            line = f"{found}; you made no prediction"
+        else:
+            ratio = f", ratio {guess / value:.2f}" if value else ""
+            line = f"you said {guess:.3g}, {found}{ratio}"
+        print(f"{spaced(name):{width}}  {line}")
+
+
+def spaced(name: str) -> str:
+    return name.replace("_", " ")
+
+
+# ---- checking ------------------------------------------------------------------------------------
+
+
+def check(function: Callable) -> Callable:
+    """Judge the reader's function. Returns it if it is right, and the package's function if not, so
+    that the lesson goes on either way: accept = check(accept)."""
+    task = find_task(name := name_of(function))
+    if task is None:
+        return function
+    if function is task.package:
+        print(f"{name}: this is minispec's; run the cell that defines yours again")
+    elif not isinstance(function, FunctionType):
+        print(f"{name}: must be a function, not {type(function).__name__}; {GOES_ON}")
+    elif is_empty(function):
+        print(f"{name}: not written yet; {GOES_ON}")
+    else:
+        fault, largest = find_fault(task, function)
+        if fault is None:
+            progress.shown.add(name)
+            exactly = f", largest distance {largest:.1e}" if largest else ""
+            print(f"{name}: right ({task.judge.examined}{exactly})")
+            return function
+        print(f"{name}: {fault}\n{GOES_ON}; hint({name!r}) helps".replace("\n", "\n    "))
+    return task.package
+
+
+# the instructions of a body that does nothing, in any version of Python
+IDLE = {"RESUME", "NOP", "POP_TOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}
+RAISING = {"LOAD_GLOBAL", "LOAD_COMMON_CONSTANT", "PUSH_NULL", "PRECALL", "CALL", "RAISE_VARARGS"}
+
+
+def is_empty(function: FunctionType) -> bool:
+    """Return whether the body does nothing: `...`, `pass`, `return`, `raise NotImplementedError`,
+    with or without a docstring."""
+    instructions = list(dis.get_instructions(function.__code__))
+    constants = [i.argval for i in instructions if i.opname in ("LOAD_CONST", "RETURN_CONST")]
+    if any(constant not in (None, ...) for constant in constants):
+        return False
+    operations = {i.opname for i in instructions}
+    raising = function.__code__.co_names in ((), ("NotImplementedError",)) and operations & RAISING
+    return operations <= (IDLE | RAISING if raising else IDLE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An outcome that is an error. Two are alike if their `kind` is."""
+
+    kind: str
+    message: str
+
+
+def attempt(oracle: Oracle, function: Callable, case) -> object:
+    """Return the function's outcome, or a Failure if it raises or breaks the contract."""
+    try:
+        return oracle.run(function, case)
+    except Wrong as error:
+        return Failure(str(error), str(error))
+    except Exception as error:
+        kind, message = type(error).__name__, str(error).partition("\n")[0]
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f.lineno for f in frames if f.filename == function.__code__.co_filename]
+        where = f" in line {own[-1]} of its cell" if own else ""
+        return Failure(kind, f"{kind}{where}: {message}")
+
+
+def distance(oracle: Oracle, a: object, b: object) -> float:
+    """The distance between two outcomes; a Failure is infinitely far from anything else."""
+    if isinstance(a, Failure) or isinstance(b, Failure):
+        alike = isinstance(a, Failure) and isinstance(b, Failure) and a.kind == b.kind
+        return 0.0 if alike else math.inf
+    return oracle.distance(a, b)
+
+
+def find_fault(task: Task, function: Callable) -> tuple[str | None, float]:
+    """Return what is wrong with the function, or None, and the largest distance from the expected
+    outcomes."""
+    oracle = task.judge
+    outcomes = [attempt(oracle, function, case) for case in oracle.cases]
+    expected = [oracle.expected(case) for case in oracle.cases]
+    distances = [distance(oracle, a, b) for a, b in zip(outcomes, expected)]
+    # `not <=`, so that NaN is wrong
+    i = next((i for i, d in enumerate(distances) if not d <= oracle.tolerance), None)
+    if i is None:
+        return None, max(distances)
+    case, got = oracle.cases[i], outcomes[i]
+    failed = isinstance(got, Failure)
+    example = "" if failed else f"\nfor example, {oracle.show(case, got, expected[i])}"
+    for message, mistake in task.mistakes.items():
+        if makes_mistake(oracle, outcomes, mistake):
+            return message + example, distances[i]
+    if not distance(oracle, got, attempt(oracle, function, case)) <= oracle.tolerance:
+        return "two calls with the same arguments and the same `randomness` differ, so it draws " \
+               "random numbers elsewhere or remembers earlier calls", distances[i]  # fmt: skip
+    return got.message if failed else "not right yet" + example, distances[i]
+
+
+def makes_mistake(oracle: Oracle, outcomes: list, mistake: Callable) -> bool:
+    """Return whether the mistake has these outcomes."""
+    wrong = (attempt(oracle, mistake, case) for case in oracle.cases)
+    return all(distance(oracle, a, b) <= 1e-9 for a, b in zip(outcomes, wrong))
+
+
+# ---- help ----------------------------------------------------------------------------------------
+
+
+def hint(name: str) -> None:
+    """Print the next hint for a task; there are two."""
+    if task := find_task(name):
+        n = progress.hints[name] = progress.hints.get(name, 0) + 1
+        if n > NUMBER_OF_HINTS:
+            print(f"no more hints; reveal({name!r}) prints a solution")
+        else:
+            print(f"hint {n} of {NUMBER_OF_HINTS}: {task.hints[n - 1]}")
+
+
+def reveal(name: str) -> None:
+    """Print a solution of a task."""
+    if task := find_task(name):
+        progress.shown.add(name)
+        print(inspect.getsource(task.solution).rstrip())
+
+
+def source(thing: Callable) -> None:
+    """Show the package's source. For a task, it is shown once the reader's function is right or the
+    solution has been revealed."""
+    from drawing import code
+    from IPython.display import display
+
+    name = name_of(thing)
+    if name in progress.tasks and name not in progress.shown:
+        print(f"{name}: minispec's source is shown here once yours is right; reveal({name!r}) "
+              "skips the work")  # fmt: skip
+    else:
+        display(code(*(progress.tasks[name].shows if name in progress.tasks else [thing])))
+
+
+# ---- the real model ------------------------------------------------------------------------------
+
+
+def smollm2() -> tuple:
+    """Load SmolLM2 with its tokenizer. If it has not been downloaded, print one line and return
+    (None, None)."""
+    from minispec import UserError, load
+    from minispec.checkpoints.load import find_smollm2
+
+    try:
+        return load(find_smollm2())
+    except UserError:
+        print("SmolLM2 is not here (93 MB, `make smollm2`), so its cells measure nothing")
+        return None, None

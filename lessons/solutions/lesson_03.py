@@ -1,0 +1,434 @@
+"""Lesson 03: the residual, and the acceptance of a chain of sampled drafts."""
+
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import torch
+from form import Oracle, Task, Wrong
+from torch import Tensor
+
+from minispec import verify
+from minispec.toys import every_outcome, total_variation
+from minispec.tree import Tree
+
+# ---- solutions -----------------------------------------------------------------------------------
+
+
+def residual(p, q):
+    rest = (p - q).clamp(min=0)
+    total = rest.sum()
+    return rest / total if total > 0 else None
+
+
+def accept(p, q, drafts, randomness):
+    for i, x in enumerate(drafts):
+        if randomness.bernoulli(min(1.0, float(p[i][x] / q[i][x]))):
+            continue
+        rest = residual(p[i], q[i])
+        if rest is not None:
+            return i, randomness.categorical(rest)
+    return len(drafts), randomness.categorical(p[len(drafts)])
+
+
+# ---- the package's functions, with the lesson's arguments ----------------------------------------
+
+
+def package_residual(p, q):
+    return verify.residual(p, q, 0)
+
+
+def package_accept(p, q, drafts, randomness):
+    path, fresh = verify.accept(p, Tree.chain(0, list(drafts), list(q)), randomness)
+    return len(path) - 1, fresh
+
+
+# ---- cases ---------------------------------------------------------------------------------------
+
+
+def random_probs(rng: random.Random, size: int) -> Tensor:
+    """A random distribution, sometimes with zeros, as top-k and top-p leave them."""
+    weights = [rng.choice([0.0, 1.0, 1.0]) * rng.randint(1, 9) for _ in range(size)]
+    weights[rng.randrange(size)] += 1
+    probs = torch.tensor(weights, dtype=torch.float64)
+    return probs / probs.sum()
+
+
+def tensor(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def rows(*probs: Tensor) -> str:
+    return ", ".join("[" + " ".join(f"{x:.2f}" for x in row.tolist()) + "]" for row in probs)
+
+
+# ---- residual ------------------------------------------------------------------------------------
+
+PAIRS = [
+    (tensor(0.5, 0.3, 0.2), tensor(0.2, 0.6, 0.2)),
+    (tensor(0.1, 0.2, 0.7), tensor(0.6, 0.3, 0.1)),
+    *((random_probs(rng, 5), random_probs(rng, 5)) for rng in map(random.Random, range(20))),
+    (tensor(0.5, 0.5), tensor(0.5, 0.5)),
+    (tensor(0.5, 0.5), tensor(0.5, 0.5) + 2e-16),
+]
+CHANGED = "it changes p or q in place, but they belong to the caller"
+
+
+def run_residual(function, pair: tuple[Tensor, Tensor]) -> Tensor | None:
+    copies = [x.clone() for x in pair]
+    rest = function(*copies)
+    if not all(map(torch.equal, copies, pair)):
+        raise Wrong(CHANGED)
+    if rest is None:
+        return None
+    if not isinstance(rest, Tensor) or rest.shape != pair[0].shape:
+        raise Wrong("it must return a tensor of the shape of p, or None")
+    if rest.isnan().any():
+        raise Wrong("it returns NaN: if q covers p, 0 is divided by 0; return None")
+    return rest
+
+
+def exact_residual(pair: tuple[Tensor, Tensor]) -> Tensor | None:
+    """In plain Python, from the definition."""
+    left = [max(0.0, a - b) for a, b in zip(*(x.tolist() for x in pair))]
+    return tensor(*(a / sum(left) for a in left)) if sum(left) > 0 else None
+
+
+def residual_distance(a: Tensor | None, b: Tensor | None) -> float:
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    return float((a - b).abs().sum() / 2)
+
+
+def show_residual(pair, got: Tensor | None, expected: Tensor | None) -> str:
+    p, q = pair
+    text = f"p = {rows(p)}, q = {rows(q)}: it returns {'None' if got is None else rows(got)}"
+    if got is None or expected is None:
+        left = "nothing" if expected is None else "something"
+        return f"{text}, but {left} is left of p"
+    kept = torch.minimum(p, q)
+    tokens = kept + (1 - kept.sum()) * got
+    return f"{text}; accepted and fresh tokens together then have {rows(tokens)} instead of p, " \
+           f"a distance of {float((tokens - p).abs().sum() / 2):.1e}"  # fmt: skip
+
+
+def in_place(p, q):
+    p -= q
+    return p.clamp_(min=0).div_(p.sum()) if p.sum() > 0 else None
+
+
+RESIDUAL_MISTAKES = {
+    "it returns p; subtract what the accepted drafts have already paid": lambda p, q: p,
+    "max(0, p - q) does not sum to 1; divide it by its sum": lambda p, q: (
+        (p - q).clamp(min=0) if (p > q).any() else None
+    ),
+    "it divides by the sum without checking that the sum is above 0; if it is 0, return None": (
+        lambda p, q: (p - q).clamp(min=0) / (p - q).clamp(min=0).sum()
+    ),
+    "it returns norm(|p - q|); tokens that q proposes too often must get 0, not the difference": (
+        lambda p, q: (p - q).abs() / (p - q).abs().sum() if (p - q).abs().sum() > 1e-9 else None
+    ),
+    "p and q are swapped: max(0, q - p) is what was proposed too often": lambda p, q: residual(
+        q, p
+    ),
+    "the differences below 0 are still there; replace them by 0": lambda p, q: (
+        (p - q) / (p - q).clamp(min=0).sum() if (p > q).any() else None
+    ),
+    CHANGED: in_place,
+}
+
+# ---- accept --------------------------------------------------------------------------------------
+
+V = 3
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round of `gamma` drafts. `p` and `q` map what was drafted so far to the distribution of the
+    next token."""
+
+    gamma: int
+    p: dict[tuple[int, ...], Tensor]
+    q: dict[tuple[int, ...], Tensor]
+
+
+def random_round(seed: int) -> Round:
+    rng, gamma = random.Random(seed), (1, 0, 2)[seed % 3]
+    contexts = [c for n in range(gamma + 1) for c in product(range(V), repeat=n)]
+    p = {context: random_probs(rng, V) for context in contexts}
+    q = {context: random_probs(rng, V) for context in contexts}
+    if seed % 4 == 3:  # a greedy draft: one-hot
+        q = {c: torch.eye(V, dtype=torch.float64)[probs.argmax()] for c, probs in q.items()}
+    return Round(gamma, p, q)
+
+
+FIRST = Round(
+    1, {(): tensor(0.5, 0.3, 0.2), **{(x,): tensor(0.2, 0.2, 0.6) for x in range(V)}},
+    {(): tensor(0.2, 0.6, 0.2)},
+)  # fmt: skip
+# p equals q up to rounding, and the coin rejects: nothing is left to draw from
+ROUNDING = Round(1, {(): tensor(0.5, 0.5)} | {(x,): tensor(0.5, 0.5) for x in range(2)},
+                 {(): tensor(0.5, 0.5) + 2e-16})  # fmt: skip
+ROUNDS = [FIRST, *map(random_round, range(12)), ROUNDING]
+
+
+class Strict:
+    """Randomness that reports what cannot be drawn from."""
+
+    def __init__(self, randomness):
+        self.randomness = randomness
+
+    def bernoulli(self, p: float) -> bool:
+        if not p == p:
+            raise Wrong("`bernoulli` gets NaN")
+        return self.randomness.bernoulli(min(1.0, max(0.0, float(p))))  # above 1 is certain
+
+    def categorical(self, probs: Tensor) -> int:
+        if probs is None:
+            raise Wrong("`categorical` gets None; if `residual` returns None, accept the draft")
+        probs = torch.as_tensor(probs)
+        if not (probs >= 0).all() or not probs.sum() > 0:
+            raise Wrong("`categorical` gets numbers that are negative, NaN or all 0")
+        return self.randomness.categorical(probs)
+
+
+class NeverAccepts:
+    """A coin that always rejects; draws are of the first possible token."""
+
+    def bernoulli(self, p: float) -> bool:
+        return False
+
+    def categorical(self, probs: Tensor) -> int:
+        return int(probs.nonzero()[0])
+
+
+def emitted(function, case: Round, randomness) -> tuple[int, list[int]]:
+    """Run a round. Returns how many drafts it accepts, and the tokens that it emits."""
+    drafts: list[int] = []
+    for _ in range(case.gamma):
+        drafts.append(randomness.categorical(case.q[tuple(drafts)]))
+    p = [case.p[tuple(drafts[:i])].clone() for i in range(case.gamma + 1)]
+    q = [case.q[tuple(drafts[:i])].clone() for i in range(case.gamma)]
+    copies = [x.clone() for x in (*p, *q)]
+    answer = function(p, q, list(drafts), Strict(randomness))
+    if not all(map(torch.equal, copies, (*p, *q))):
+        raise Wrong(CHANGED)
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise Wrong("it must return two numbers: how many drafts are accepted, and a fresh token")
+    n, fresh = answer
+    if type(n) is not int or not 0 <= n <= case.gamma:
+        raise Wrong(f"the number of accepted drafts is {n!r}; it must be an int from 0 to γ")
+    if type(fresh) is not int:
+        raise Wrong(f"the fresh token is a {type(fresh).__name__}; it must be an int")
+    return n, [*drafts[:n], fresh]
+
+
+@dataclass
+class Outcome:
+    """The exact distributions of a round's first γ + 1 tokens and of the number of accepted drafts.
+    After a rejection, plain decoding draws the tokens that are missing."""
+
+    texts: dict[tuple[int, ...], float]
+    accepted: dict[int, float]
+
+    @property
+    def drafts(self) -> float:
+        """The mean number of accepted drafts."""
+        return sum(n * probability for n, probability in self.accepted.items())
+
+
+def run_accept(function, case: Round) -> Outcome:
+    if case is ROUNDING:
+        n, _ = emitted(function, case, NeverAccepts())
+        return Outcome({}, {n: 1.0})
+
+    def whole_round(randomness) -> tuple[int, tuple[int, ...]]:
+        n, tokens = emitted(function, case, randomness)
+        while len(tokens) <= case.gamma:
+            tokens.append(randomness.categorical(case.p[tuple(tokens)]))
+        return n, tuple(tokens)
+
+    texts: dict[tuple[int, ...], float] = Counter()
+    accepted: dict[int, float] = Counter()
+    for (n, tokens), probability in every_outcome(whole_round):
+        texts[tokens] += float(probability)
+        accepted[n] += float(probability)
+    return Outcome(texts, accepted)
+
+
+def exact_outcome(case: Round) -> Outcome:
+    """Without a run: the target's probabilities, and products of Σ min(p, q)."""
+    if case is ROUNDING:
+        return Outcome({}, {1: 1.0})
+    texts: dict[tuple[int, ...], float] = {}
+    for text in product(range(V), repeat=case.gamma + 1):
+        texts[text] = math.prod(float(case.p[text[:i]][x]) for i, x in enumerate(text))
+    survives = [1.0]  # the probability that at least n drafts are accepted
+    for n in range(1, case.gamma + 1):
+        overlap = {c: torch.minimum(case.p[c], case.q[c]) for c in case.q if len(c) < n}
+        drafts = product(range(V), repeat=n)
+        survives.append(sum(
+            math.prod(float(overlap[c[:i]][x]) for i, x in enumerate(c)) for c in drafts
+        ))  # fmt: skip
+    return Outcome(texts, {n: a - b for n, (a, b) in enumerate(pairwise([*survives, 0.0]))})
+
+
+def outcome_distance(a: Outcome, b: Outcome) -> float:
+    return max(total_variation(a.texts, b.texts), total_variation(a.accepted, b.accepted))
+
+
+def show_accept(case: Round, outcome: Outcome, exact: Outcome) -> str:
+    if case is ROUNDING:
+        return "if p = q up to rounding and the coin rejects, it accepts 0 drafts; it should be 1"
+    got, expected = outcome.texts, exact.texts
+    if total_variation(got, expected) < 1e-9:
+        return f"with γ = {case.gamma} the tokens are right, but a round accepts " \
+               f"{outcome.drafts:.2f} drafts on average instead of {exact.drafts:.2f}"  # fmt: skip
+    first = [[sum(d.get((x, *rest), 0.0) for rest in product(range(V), repeat=case.gamma))
+              for x in range(V)] for d in (got, expected)]  # fmt: skip
+    far, tokens = f"distance {total_variation(got, expected):.1e}", "γ = 0"
+    if case.gamma:
+        tokens = f"γ = {case.gamma}, first p = {rows(case.p[()])}, first q = {rows(case.q[()])}"
+    if case.gamma == 0 or max(abs(a - b) for a, b in zip(*first)) > 1e-9:
+        a, b = (rows(tensor(*each)) for each in first)
+        return f"{tokens}: the first token has {a} instead of {b} ({far})"
+    text = max(expected, key=lambda text: abs(got.get(text, 0.0) - expected[text]))
+    a, b = got.get(text, 0.0), expected[text]
+    return f"{tokens}: tokens {text} have probability {a:.3f} instead of {b:.3f} ({far})"
+
+
+# ---- its mistakes --------------------------------------------------------------------------------
+
+
+def rule(probability, correct, bonus=None):
+    """An acceptance rule: `probability(p, q, i, x)` of accepting draft i, and the distributions of
+    the fresh token, `correct(p, q, i)` after a rejection and `bonus(p)` if there is none."""
+
+    def accept(p, q, drafts, randomness):
+        for i, x in enumerate(drafts):
+            if not randomness.bernoulli(float(probability(p, q, i, x))):
+                rest = correct(p, q, i)
+                if rest is not None:
+                    return i, randomness.categorical(rest)
+        return len(drafts), randomness.categorical(bonus(p) if bonus else p[len(drafts)])
+
+    return accept
+
+
+def ratio(p, q, i, x):
+    return p[i][x] / q[i][x]
+
+
+def after_rejection(p, q, i):
+    return residual(p[i], q[i])
+
+
+def best(probs):
+    return torch.eye(len(probs), dtype=probs.dtype)[probs.argmax()]
+
+
+def never_stops(p, q, drafts, randomness):
+    n = sum(randomness.bernoulli(float(ratio(p, q, i, x))) for i, x in enumerate(drafts))
+    rest = residual(p[n], q[n]) if n < len(drafts) else p[n]
+    return n, randomness.categorical(p[n] if rest is None else rest)
+
+
+def forgets_q(p, q, drafts, randomness):
+    for i, x in enumerate(drafts):
+        if not randomness.bernoulli(float(p[i][x])):
+            rest = p[i].clone()
+            rest[x] = 0.0
+            if rest.sum() > 0:
+                return i, randomness.categorical(rest)
+    return len(drafts), randomness.categorical(p[len(drafts)])
+
+
+def tensor_token(p, q, drafts, randomness):
+    n, fresh = accept(p, q, drafts, randomness)
+    return n, torch.tensor(fresh)
+
+
+def no_bonus(p, q, drafts, randomness):
+    n, fresh = accept(p, q, drafts, randomness)
+    return (n, fresh) if n < len(drafts) or not drafts else (n - 1, drafts[-1])
+
+
+def argmax_correction(p, q, i):
+    rest = residual(p[i], q[i])
+    return None if rest is None else best(rest)
+
+
+ACCEPT_MISTAKES = {
+    "after a rejection it draws from p, and tokens that were accepted often enough come too often; "
+    "draw from the residual": rule(ratio, lambda p, q, i: p[i]),
+    "it accepts more often than min(1, p(x) / q(x)): the ratio is divided by 0.8": rule(
+        lambda p, q, i, x: ratio(p, q, i, x) / 0.8, after_rejection
+    ),
+    "the bonus token is the argmax; draw it from the last row of p": rule(
+        ratio, after_rejection, lambda p: best(p[-1])
+    ),
+    "the correction is the argmax of the residual; draw it": rule(ratio, argmax_correction),
+    "it judges draft i by p[i + 1], the distribution after the draft; use p[i]": rule(
+        lambda p, q, i, x: p[i + 1][x] / q[i][x], lambda p, q, i: residual(p[i + 1], q[i])
+    ),
+    "the correction comes from p[n + 1]; the position of the rejected draft is n": rule(
+        ratio, lambda p, q, i: residual(p[i + 1], q[i])
+    ),
+    "the ratio is upside down: it must be p(x) / q(x)": rule(
+        lambda p, q, i, x: 1 / ratio(p, q, i, x) if p[i][x] > 0 else 1.0, after_rejection
+    ),
+    "it accepts if p(x) >= q(x), without a coin": rule(
+        lambda p, q, i, x: p[i][x] >= q[i][x], after_rejection
+    ),
+    "it accepts with p(x), as if x were not drawn from q, but corrects with q": rule(
+        lambda p, q, i, x: p[i][x], after_rejection
+    ),
+    "it accepts with p(x) and corrects with p without x. That is lossless, but it accepts fewer "
+    "drafts than min(1, p(x) / q(x))": forgets_q,
+    "it accepts a draft only if it is the argmax of p, as in greedy decoding": rule(
+        lambda p, q, i, x: x == int(p[i].argmax()), after_rejection
+    ),
+    "it never accepts a draft": lambda p, q, drafts, randomness: (0, randomness.categorical(p[0])),
+    "it accepts every draft": rule(lambda p, q, i, x: 1.0, after_rejection),
+    "it goes on after a rejection; later drafts were drawn after a token that is gone": never_stops,
+    "if all drafts are accepted, it returns the last draft instead of a bonus token": no_bonus,
+    "the fresh token is a Tensor; it must be an int": tensor_token,
+}
+
+# ---- tasks ---------------------------------------------------------------------------------------
+
+TASKS = [
+    Task(
+        name="residual",
+        package=package_residual,
+        solution=residual,
+        judge=Oracle(
+            PAIRS, run_residual, exact_residual, residual_distance, show_residual,
+            f"{len(PAIRS)} pairs of p and q",
+        ),
+        hints=(
+            "torch has a method that replaces everything below a bound by the bound: clamp.",
+            "Compute the sum before dividing. If it is 0, return None.",
+        ),
+        mistakes=RESIDUAL_MISTAKES,
+        shows=(verify.residual,),
+    ),
+    Task(
+        name="accept",
+        package=package_accept,
+        solution=accept,
+        judge=Oracle(
+            ROUNDS, run_accept, exact_outcome, outcome_distance, show_accept,
+            f"every random outcome of {len(ROUNDS)} rounds with γ = 0, 1, 2",
+        ),
+        hints=(
+            "One loop over the drafts. Each either passes the coin, or ends the round with a draw.",
+            "Where the loop ends without a rejection, there is one more distribution in p than "
+            "drafts. The bonus token is drawn from it.",
+        ),
+        mistakes=ACCEPT_MISTAKES,
+        shows=(verify.accept,),
+    ),
+]  # fmt: skip
