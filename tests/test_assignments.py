@@ -142,122 +142,32 @@ def test_signatures_of_starter_and_reference_agree(assignment):
 # ---- wrong answers -------------------------------------------------------------------------------
 
 
-def without_forced(texts, forced, size):
-    return vocabulary.count(texts, [], size)
+class Replays:
+    """A pytest plugin that runs each test on the known mistakes instead of on a submission."""
 
+    def __init__(self, assignment: str):
+        self.folder = FOLDER / assignment
+        self.mistakes = load(self.folder / "mistakes.py", f"{assignment}_mistakes").MISTAKES
+        # for each task, for each of its tests, how it fails for each mistake (None: it passes)
+        self.failures: dict[str, list[list[str | None]]] = {}
 
-def breadth_first(accuracy, nodes):
-    return sorted(adaptive.grow_tree(accuracy, 1000), key=lambda path: (len(path), path))[:nodes]
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem):
+        task = task_of(pyfuncitem)[1]
+        found = [
+            failure_of(pyfuncitem, mistake) if task in mistake.tasks.split(", ") else None
+            for mistake in self.mistakes
+        ]
+        pyfuncitem.user_properties += [("task", task), ("failures", found)]
+        return True
 
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call":
+            found = dict(report.user_properties)
+            self.failures.setdefault(found["task"], []).append(found["failures"])
 
-def labels_off_by_one(tokens, prompt, heads):
-    return distill.labels_of(tokens, prompt, heads + 1)[:, 1:]
-
-
-def half_the_probability(self, probs):
-    return 0.5 * vocabulary.Subset.scatter(self, probs)
-
-
-reference_engine = load(FOLDER / "a8_engine" / "reference.py", "reference_engine")
-
-
-def runs_past_the_end(checkpoint, prompt, *, max_new_tokens, **options):
-    options |= {"max_new_tokens": max_new_tokens}
-    tokens = reference_engine.black_box(checkpoint, prompt, **options)
-    return (tokens + [0] * max_new_tokens)[:max_new_tokens]
-
-
-# Mistakes for each assignment: a name, the tasks that must lose points (only these), and the
-# functions or methods of the reference to replace. If none are listed, the certifier's mutant of
-# that name is applied to the package instead.
-WRONG_ANSWERS = {
-    "a1_cache_and_mask": [
-        ("rows not moved", "commit, together", {"KVCache.commit": mutants.commit_in_place}),
-        ("one row too many", "commit, together", {"KVCache.commit": mutants.commit_one_too_many}),
-        ("a stale row kept", "truncate, together",
-         {"KVCache.truncate": mutants.truncate_one_short}),
-    ],
-    "a2_accept": [
-        ("resamples from p", "residual", {"residual": mutants.resample_from_p}),
-        ("a rejection resamples from p", "residual, chain, tree, rounding", {}),
-        ("lenient", "chain, tree", {"accept": mutants.lenient}),
-        ("argmax bonus", "chain, tree", {"accept": mutants.argmax_bonus}),
-        ("argmax root", "chain, tree", {"accept": mutants.argmax_root}),
-        ("draft verified against the next position", "greedy, chain, tree",
-         {"accept": mutants.probs_after_the_draft}),
-        ("independent paths", "greedy, chain, tree, rounding",
-         {"accept": mutants.best_of_independent_paths}),
-        ("siblings untried", "greedy, chain, tree, rounding",
-         {"accept": mutants.child_of_the_root_only}),
-    ],
-    "a3_draft_target": [
-        ("argmax draft scored with its softmax", "propose, lossless", {}),
-        ("low-confidence draft dropped after sampling", "propose, lossless, caches", {}),
-        ("reduced vocabulary not renormalised", "propose, lossless", {}),
-        ("acceptance probability divided by 0.8", "lossless", {}),
-        ("a stale draft row kept", "lossless, caches", {}),
-        ("no bonus token", "formula",
-         {"tokens_per_pass": lambda alpha, gamma: sum(alpha**i for i in range(gamma))}),
-    ],
-    "a4_medusa": [
-        ("labels off by one", "labels", {"labels_of": labels_off_by_one}),
-        ("breadth first", "grow", {"grow_tree": breadth_first}),
-        ("p / q test for the heads' top tokens", "propose", {}),
-    ],
-    "a5_lookahead": [
-        ("positions off by one", "window_layout, together",
-         {"window_layout": mistakes.window_off_by_one}),
-        ("guesses see the window", "combined_mask",
-         {"combined_mask": mutants.guesses_see_the_window}),
-        ("an aliased pool", "pool", {"Pool.after": mistakes.aliased_pool}),
-    ],
-    "a6_mtp": [
-        ("token before hidden", "head", {"MTPHead.layers": mistakes.token_first}),
-        ("hidden before the norm", "extend, rounds",
-         {"Drafter.extend": mistakes.hidden_before_the_norm}),
-        ("stale rows", "rounds",
-         {"Drafter.extend": mistakes.stale_rows, "Drafter.chain": mistakes.chain_remembered}),
-        ("positions off by one", "chain", {"Drafter.chain": mistakes.position_off_by_one}),
-        ("q over the full vocabulary", "chain", {"Drafter.chain": mutants.probs_over_all}),
-        ("weights not normalised", "weights",
-         {"step_weights": lambda steps, beta: [beta**k for k in range(steps)]}),
-    ],
-    "a7_vocabulary": [
-        ("forced tokens left out", "count", {"count": without_forced}),
-        ("subset ids used as token ids", "subset, lossless",
-         {"Subset.to_full_ids": lambda self, ids: ids}),
-        ("sums to one half", "scatter, lossless", {"Subset.scatter": half_the_probability}),
-    ],
-    "a8_engine": [
-        ("lenient", "exact, rounds", {"accept": mutants.lenient}),
-        ("draft verified against the next position", "exact, greedy, rounds, limits, black box",
-         {"accept": mutants.probs_after_the_draft}),
-        ("bonus token without warpers", "exact, black box",
-         {"probs": mutants.bonus_without_warpers}),
-        ("runs past the end", "black box", {"black_box": runs_past_the_end}),
-    ],
-}  # fmt: skip
-
-
-CASES = [  # the short tests run only the first of each assignment, and none of a8, which is slow
-    pytest.param(assignment, *row, id=f"{assignment}, {row[0]}",
-                 marks=[pytest.mark.slow] if i or assignment == "a8_engine" else [])
-    for assignment, rows in WRONG_ANSWERS.items() for i, row in enumerate(rows)
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("assignment, name, tasks, replacements", CASES)
-def test_a_wrong_answer_loses_the_points_of_its_task(assignment, name, tasks, replacements):
-    if replacements:
-        module = load(FOLDER / assignment / "reference.py", "a_wrong_answer")
-        for name, mistake in replacements.items():
-            owner, _, method = name.partition(".")
-            original = getattr(module, owner)
-            wrong = type(owner, (original,), {method: mistake}) if method else mistake
-            setattr(module, owner, wrong)
-        code, recorder = grade(assignment, "a_wrong_answer")
-    else:
-        (mutant,) = (m for m in mutants.MUTANTS if m.name == name)
-        with mutant.apply():
-            code, recorder = grade(assignment, "minispec")
-    assert code == 1 and failed_tasks(recorder) == set(tasks.split(", "))
+    def named_for(self, i: int, task: str) -> str | None:
+        """The message that the grader adds in the table for mistake `i`; None if it is not found
+        out."""
+        first = next((found for found in self.failures[task] if found[i]), None)
+        return first and self.mistakes[first.index(first[i])].message
