@@ -153,7 +153,7 @@ MISTAKES = [
             "its parent", {"accept": mutants.probs_after_the_draft}),
     Mistake("greedy, chain, tree", "each path of the tree is drawn for by itself, and the longest "
             "kept: that prefers some tokens", {"accept": mutants.best_of_independent_paths}),
-    Mistake("greedy, chain, tree", "children are subtracted from p without being tried",
+    Mistake("greedy", "children are subtracted from p without being tried",
             {"accept": mutants.child_of_the_root_only}),
     Mistake("tree", "the second sibling is judged by p itself: after a rejection p has become the "
             "residual", {"accept": siblings_by_p}),
