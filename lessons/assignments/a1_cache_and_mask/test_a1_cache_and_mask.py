@@ -50,12 +50,11 @@ def test_depth_is_the_distance_from_the_root(impl, seeds):
 
 @pytest.mark.points(4, task="mask")
 def test_each_node_sees_its_ancestors_and_itself(impl, seeds):
-    for i, seed in enumerate(seeds(17)):
-        parents = random_parents(random.Random(seed), 17 - i)
+    for n, seed in zip(range(17, 0, -1), seeds(17)):
+        parents = random_parents(random.Random(seed), n)
         mask = impl.layout(parents)[2]
-        assert mask.dtype == torch.bool and mask.shape == (len(parents),) * 2, "(n, n), bool"
-        right = [[j in ancestors(parents, i) for j in range(len(parents))]
-                 for i in range(len(parents))]  # fmt: skip
+        assert mask.dtype == torch.bool and mask.shape == (n, n), "(n, n), bool"
+        right = [[j in ancestors(parents, i) for j in range(n)] for i in range(n)]
         i, j = next(iter((mask != torch.tensor(right)).nonzero().tolist()), (0, 0))
         family = "itself" if i == j else f"its ancestor {j}"
         stranger = f"its sibling {j}" if j and parents[j] == parents[i] else f"the stranger {j}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from minispec.cache import KVCache
-from minispec.methods import lookahead
+from minispec.methods import lookahead as package
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling
 from minispec.tree import Step, Tree
@@ -18,7 +18,7 @@ def jacobi(
     """Guess `block` tokens, replace each by what the model says there, until they stay.
 
     Never ending: first an empty `Step()` for the prefill, then one Step(new tokens, tree, path) a
-    round. The first guess is the prompt's tokens, over and over (`lookahead.initial_guess`). A
+    round. The first guess is the prompt's tokens, over and over (`package.initial_guess`). A
     round's tree is the chain of the guess. The next guess is what the argmax says behind the new
     tokens, filled up with the last tokens of the old guess. Not graded: the end of the context.
     """
@@ -42,14 +42,14 @@ def window_layout(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     raise NotImplementedError
 
 
-def combined_mask(tree: Tree, window: lookahead.Window | None) -> tuple[Tensor, Tensor]:
+def combined_mask(tree: Tree, window: package.Window | None) -> tuple[Tensor, Tensor]:
     """Depth (n,) and mask (n, n) of one pass over a tree's nodes and, behind them, a window's
     entries (`window.layout` is their distance and mask). The two are blind to each other, except
     that the root, as the current token, is seen by both. A window of None is no window."""
     raise NotImplementedError
 
 
-class Window(lookahead.Window):
+class Window(package.Window):
     """`self.rows`, at most N - 1 (N is `self.ngram`), row 0 one entry shorter than the others."""
 
     def predicting_rows(self, nodes: int) -> list[int]:
@@ -86,3 +86,21 @@ class Pool:
     def after(self, token: int) -> list[list[int]]:
         """What may follow, latest first. The caller may change the lists."""
         raise NotImplementedError
+
+
+def lookahead(
+    model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
+    cache: KVCache | None = None, window: int = 5, ngram: int = 4, guesses: int = 5,
+    pool_from_prompt: bool = False,
+) -> Iterator[Step]:  # fmt: skip
+    """Fu et al. 2024, algorithms 2 to 4, never ending: first an empty `Step()` for the prefill,
+    then one Step(new tokens, tree, path) a round. W = `window`, N = `ngram`, G = `guesses`.
+
+    The window begins with the prompt (`Window(prompt, window, ngram)`), the pool is empty or, with
+    `pool_from_prompt`, holds the prompt's n-grams. A round's tree merges the pool's continuations
+    of the newest token. One pass scores the tree and, behind it, the window's tokens; `accept` sees
+    the tree's rows only, and only its path is committed. What the model says at `predicting_rows`
+    goes into `advance`, the n-grams that come out of it into the pool, and with `pool_from_prompt`
+    those that end in new tokens as well. Not graded: the end of the context.
+    """
+    raise NotImplementedError

@@ -47,7 +47,7 @@ def test_jacobi_is_lossless(impl, seeds):
 @pytest.mark.points(3, task="jacobi")
 def test_a_guess_is_what_the_model_said_a_pass_ago(impl, seeds):
     for kept, seed in enumerate(seeds(3)):
-        model, prompt, block = small_model(seed), [3, 1, 4, 1, 5], 4 + kept
+        model, prompt, block = small_model(seed, vocab=4), [3, 1, 0, 1, 2], 4 + kept
         tokens, guess = list(prompt), [prompt[i % 5] for i in range(block)]
         cache = model.new_cache()
         model.prefill(prompt[:kept], cache)  # rows kept from an earlier run
@@ -237,7 +237,7 @@ def test_what_the_caller_does_with_a_guess_leaves_the_pool_alone(impl):
         guesses = pool.after(1)
         assert guesses == [[4, 5], [2, 3]], (
             f"{guesses}: a caller appended to the list it was given, and the pool changed: hand "
-            "out copies (the published code had this bug)"
+            "out copies"
         )
         guesses[0].append(99)
         guesses.append([7])
@@ -287,3 +287,60 @@ def test_each_entry_s_hidden_state_is_that_of_its_chain_alone(impl, seeds):
                 )
             predicted = model.logits(hidden[window.predicting_rows(len(tree))]).argmax(-1).tolist()
             window.advance(tokens[-1], predicted)
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+SETTINGS = (  # W, N, G, and whether the text's own n-grams join the pool
+    (1, 2, 1, False), (3, 3, 3, True), (2, 4, 2, False), (4, 3, 5, True),
+)  # fmt: skip
+
+
+def options_of(settings: tuple) -> dict:
+    return dict(zip(("window", "ngram", "guesses", "pool_from_prompt"), settings))
+
+
+@pytest.mark.points(3, task="lookahead")
+def test_lookahead_is_lossless(impl, seeds):
+    for seed, settings in zip(seeds(4), SETTINGS):
+        model, prompt = small_model(seed, vocab=4), [1, 2, 3, 1, 2]
+        plain = list(first_tokens(autoregressive, model, prompt, GREEDY, Seeded(), 24))
+        steps = impl.lookahead(model, prompt, GREEDY, Seeded(), **options_of(settings))
+        tokens = [t for step, _ in zip(steps, range(25)) for t in step.tokens][:24]
+        assert tokens == plain, (
+            f"W, N, G = {settings[:3]}: {tokens}, but plain decoding says {plain}"
+        )
+
+    def method(*arguments, **options):
+        return impl.lookahead(*arguments, **options, **options_of((3, 3, 3, True)))
+
+    arguments = Toy(seed + 5), [1, 0, 1], Sampling(1.0), 2
+    d = total_variation(
+        exact_distribution(method, *arguments), exact_distribution(autoregressive, *arguments)
+    )
+    assert d < 1e-12, (
+        f"sampled, the output is {d:.1e} (total variation) away: n-grams are one-hot, and only the "
+        "tree's rows are verified"
+    )
+
+
+@pytest.mark.points(3, task="lookahead")
+def test_every_round_verifies_what_the_window_has_collected(impl, seeds):
+    """Each round's tree, path and tokens are those of the package's loop."""
+    for kept, (seed, settings) in enumerate(zip(seeds(4), SETTINGS)):
+        model, prompt = small_model(seed, vocab=4), [1, 2, 3, 1, 2]
+        runs = []
+        for method in (lookahead.lookahead, impl.lookahead):
+            cache, tokens, rounds = model.new_cache(), list(prompt), []
+            model.prefill(prompt[:kept], cache)
+            steps = method(model, prompt, GREEDY, Seeded(), cache=cache, **options_of(settings))
+            for step, _ in zip(steps, range(20)):
+                tokens += step.tokens
+                tree = step.tree and (step.tree.tokens, step.tree.parents)
+                rounds.append((tree, step.path, step.tokens, cache.length - len(tokens)))
+            runs.append(rounds)
+        for round_, (right, given) in enumerate(zip(*runs)):
+            assert given == right, (
+                f"W, N, G = {settings[:3]}, pool_from_prompt {settings[3]}, round {round_}: (tree, "
+                f"path, new tokens, rows of the cache less tokens) is {given} instead of {right}"
+            )
