@@ -161,7 +161,7 @@ MISTAKES = [
     Mistake("commit, together", "the path counts scratch rows, not rows of the cache: add `length`",
             {"KVCache.commit": from_the_cache_start}),
     Mistake("commit, together", "only the keys are moved", {"KVCache.commit": keys_only}),
-    Mistake("commit, together", "a row is overwritten before it has been read: begin with the first",
+    Mistake("commit, together", "a row is overwritten before it was read: begin with the first",
             {"KVCache.commit": last_row_first}),
     Mistake("truncate, together", "one stale row is kept",
             {"KVCache.truncate": mutants.truncate_one_short}),

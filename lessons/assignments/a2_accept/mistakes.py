@@ -138,19 +138,19 @@ MISTAKES = [
             {"accept": mutants.lenient}),
     Mistake("chain, tree", "the bonus token is the argmax: draw it from p",
             {"accept": mutants.argmax_bonus}),
-    Mistake("chain, tree", "the fresh token is always the target's argmax: draw it from what p has "
+    Mistake("chain", "the fresh token is always the target's argmax: draw it from what p has "
             "become", {"accept": mutants.argmax_root}),
     Mistake("greedy, tree", "only the first child of a node is tried: go on with its siblings",
             {"accept": partial(walk, children=lambda tree, i: tree.children(i)[:1])}),
     Mistake("greedy, tree", "only the last child of a node is tried: begin with the first",
             {"accept": partial(walk, children=lambda tree, i: tree.children(i)[-1:])}),
-    Mistake("chain, tree", "it accepts whenever p(x) >= q(x) and never otherwise: below that it takes "
-            "a coin of p(x) / q(x)",
+    Mistake("chain, tree", "it accepts if p(x) >= q(x) and never otherwise: below that it takes a "
+            "coin of p(x) / q(x)",
             {"accept": partial(walk, ratio=lambda p, q, x: float(ratio(p, q, x) >= 1))}),
     Mistake("chain, tree", "it accepts a drawn token with p(x): divide by q(x)",
             {"accept": partial(walk, ratio=lambda p, q, x: float(p[x]))}),
-    Mistake("greedy, chain, tree", "a draft is judged by the distribution after it: use the one after "
-            "its parent", {"accept": mutants.probs_after_the_draft}),
+    Mistake("greedy, chain, tree", "a draft is judged by the distribution after it: use the one "
+            "after its parent", {"accept": mutants.probs_after_the_draft}),
     Mistake("greedy, chain, tree", "each path of the tree is drawn for by itself, and the longest "
             "kept: that prefers some tokens", {"accept": mutants.best_of_independent_paths}),
     Mistake("greedy", "children are subtracted from p without being tried",
@@ -161,9 +161,10 @@ MISTAKES = [
             {"accept": without_the_root}),
     Mistake("greedy, chain", "it goes no deeper than one accepted token: walk on from there",
             {"accept": stops_at_the_first_child}),
-    Mistake("greedy, chain, tree", "it draws from a generator of its own: every decision must come from "
-            "`randomness`", {"accept": own_randomness}),
-    Mistake("greedy, chain, tree", "the fresh token is a tensor, not an int", {"accept": fresh_tensor}),
+    Mistake("greedy, chain, tree", "it draws from a generator of its own: every decision must come "
+            "from `randomness`", {"accept": own_randomness}),
+    Mistake("greedy, chain, tree", "the fresh token is a tensor, not an int",
+            {"accept": fresh_tensor}),
     Mistake("rounding", "with nothing left it draws from p: the child counts as accepted",
             {"accept": partial(walk, rest=rest_or_p)}),
     Mistake("rounding", "it draws from a residual of zeros: accept where nothing is left",

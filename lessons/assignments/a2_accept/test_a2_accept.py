@@ -1,6 +1,8 @@
 """Exact distributions: `every_outcome` sums over all random outcomes of `accept`."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -49,13 +51,21 @@ def generators() -> tuple:
     return random.getstate(), torch.get_rng_state().numpy().tobytes()
 
 
-def judged(accept, target, tree: Tree, randomness) -> tuple[list[int], int]:
-    """What `accept` returns, after a look at its types and at where its decisions came from."""
+@contextlib.contextmanager
+def without_own_randomness() -> Iterator[None]:
+    """Fail, whatever else goes wrong, if a submission draws from anything but `randomness`."""
     before = generators()
+    try:
+        yield
+    finally:
+        assert generators() == before, (
+            "it draws from a generator of its own: every decision must come from `randomness`"
+        )
+
+
+def judged(accept, target, tree: Tree, randomness) -> tuple[list[int], int]:
+    """What `accept` returns, after a look at its types."""
     path, fresh = accept(target, tree, randomness)
-    assert generators() == before, (
-        "it draws from a generator of its own: every decision must come from `randomness`"
-    )
     kinds = {type(node) for node in path} | {type(fresh)}
     assert kinds == {int}, (
         f"the fresh token is a {type(fresh).__name__}, the path {path}: both are made of ints"
@@ -70,8 +80,10 @@ def distance(accept, seed: int, kind: str, children: int) -> float:
     contexts = [()] + [(x,) for x in range(V)] + [(x, y) for x in range(V) for y in range(V)]
     after = {context: random_probs(rng) for context in contexts}
 
+    levels = 1 + (seed + children) % 2
+
     def first_two(randomness) -> tuple[int, ...]:
-        tree = drafted(random.Random(seed), kind, children, 2 - seed % 2, randomness)
+        tree = drafted(random.Random(seed), kind, children, levels, randomness)
         context = [()]
         for node in range(1, len(tree)):
             context.append(context[tree.parents[node]] + (tree.tokens[node],))
@@ -82,8 +94,9 @@ def distance(accept, seed: int, kind: str, children: int) -> float:
         return tuple(tokens[:2])
 
     excess = {(x, y): -float(after[()][x] * after[(x,)][y]) for x in range(V) for y in range(V)}
-    for tokens, weight in every_outcome(first_two):
-        excess[tokens] += weight
+    with without_own_randomness():
+        for tokens, weight in every_outcome(first_two):
+            excess[tokens] += weight
     return sum(map(abs, excess.values())) / 2
 
 
@@ -123,7 +136,8 @@ def test_a_greedy_target_is_followed_token_by_token(impl, seeds):
         rng = random.Random(seed)
         parents = [-1] + [rng.randrange(i) for i in range(1, 15)]
         tree, said = Tree([rng.randrange(3) for _ in parents], parents), rng.choices(range(3), k=15)
-        path, fresh = judged(impl.accept, OneHot(said, 3), tree, Seeded(seed))
+        with without_own_randomness():
+            path, fresh = judged(impl.accept, OneHot(said, 3), tree, Seeded(seed))
         at, expected = 0, []
         while at is not None:
             expected.append(at)

@@ -114,7 +114,7 @@ MISTAKES = [
             {"lookup": with_the_match}),
     Mistake("lookup", "it copies more than k tokens",
             {"lookup": all_that_followed}),
-    Mistake("propose, lossless", "an argmax draft is returned with its softmax: it is one-hot, None",
+    Mistake("propose, lossless", "an argmax draft is returned with its softmax: it is one-hot",
             {DRAW: mutants.greedy_draft_with_softmax}),
     Mistake("propose, lossless", "a draft is dropped after it was drawn, because it is unlikely",
             {PROPOSE: mutants.confident_prefix, "propose": mutants.confident_prefix}),

@@ -106,12 +106,14 @@ def by_column(lengths):
 
 
 def layout_with(visible):
-    """`window_layout`, where visible(r, i, s, j) is whether row r, column i sees row s, column j."""
+    """`window_layout`, where visible(r, i, s, j) is whether row r, column i sees row s, column
+    j."""
 
     def wrong(lengths):
         at = [(r, i + (r == 0)) for r, length in enumerate(lengths) for i in range(length)]
         mask = [[visible(*one, *other) for other in at] for one in at]
-        return window_layout(lengths)[0], torch.tensor(mask, dtype=torch.bool).view(len(at), len(at))
+        seen = torch.tensor(mask, dtype=torch.bool).view(len(at), len(at))
+        return window_layout(lengths)[0], seen
 
     return wrong
 
@@ -289,10 +291,10 @@ MISTAKES = [
             {"jacobi": jacobi_with(lambda said, settled, old: said[: len(old)])}),
     Mistake("jacobi", "the guess is never replaced by what the model said",
             {"jacobi": jacobi_with(lambda said, settled, old: old)}),
-    Mistake("jacobi", "the new guess is filled up with the first tokens of the old one, not the last",
+    Mistake("jacobi", "the new guess is filled up with the old one's first tokens, not its last",
             {"jacobi": jacobi_with(lambda said, settled, old:
                                    (said[settled:] + old)[: len(old)])}),
-    Mistake("jacobi", "the given cache is not used", {"jacobi": without_cache(jacobi)}),
+    Mistake("jacobi", "`jacobi` does not use the given cache", {"jacobi": without_cache(jacobi)}),
     Mistake("trie", "chains do not share their beginnings", {"merged": one_node_per_chain}),
     Mistake("trie", "chains share their first token only", {"merged": shared_roots_only}),
     Mistake("trie", "the same token behind another prefix is another node",
@@ -350,5 +352,6 @@ MISTAKES = [
     Mistake("lookahead", "only the latest continuation is verified: merge all of them",
             {"lookahead": lookahead_with(tried=lambda found: found[:1])}),
     Mistake("lookahead", "`pool_from_prompt` has no effect", {"lookahead": text_ignored}),
-    Mistake("lookahead", "the given cache is not used", {"lookahead": without_cache(lookahead)}),
+    Mistake("lookahead", "`lookahead` does not use the given cache",
+            {"lookahead": without_cache(lookahead)}),
 ]  # fmt: skip

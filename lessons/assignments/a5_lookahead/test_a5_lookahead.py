@@ -41,7 +41,9 @@ def test_jacobi_is_lossless(impl, seeds):
         exact_distribution(method, Toy(seed + 5), [1, 0, 1], Sampling(1.0), 3),
         exact_distribution(autoregressive, Toy(seed + 5), [1, 0, 1], Sampling(1.0), 3),
     )
-    assert d < 1e-12, f"sampled, the output is {d:.1e} (total variation) away: to `accept`, guesses are one-hot"
+    assert d < 1e-12, (
+        f"sampled, the output is {d:.1e} (total variation) away: to `accept`, guesses are one-hot"
+    )
 
 
 @pytest.mark.points(3, task="jacobi")

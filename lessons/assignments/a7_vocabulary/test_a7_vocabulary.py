@@ -18,7 +18,8 @@ from minispec.toys import (
 )
 
 GRADED = {
-    "count": "count", "subset": "Subset.__init__, Subset.__len__, Subset.logits, Subset.to_full_ids",
+    "count": "count",
+    "subset": "Subset.__init__, Subset.__len__, Subset.logits, Subset.to_full_ids",
     "scatter": "Subset.__init__, Subset.scatter",
     "lossless": "Subset.__init__, Subset.logits, Subset.to_full_ids, Subset.scatter",
     "votes": "votes", "detect_languages": "Compressed.detect_languages",
@@ -116,9 +117,8 @@ def test_greedy_text_does_not_depend_on_the_vocabulary(impl, seeds):
     plain = first_tokens(autoregressive, model, [3, 1, 4], Sampling(), Seeded(), 12)
     for ids in ([5], [23, 4, 0, 11]):
         words = Always(impl.Subset(model.lm_head.weight, ids))
-        steps = fastmtp(
-            model, [3, 1, 4], Sampling(), Seeded(), head=random_mtp_head(model, seed), vocabulary=words
-        )
+        head = random_mtp_head(model, seed)
+        steps = fastmtp(model, [3, 1, 4], Sampling(), Seeded(), head=head, vocabulary=words)
         tokens = tuple(t for step, _ in zip(steps, range(13)) for t in step.tokens)[:12]
         assert tokens == plain, f"drafts from tokens {ids}: {tokens} instead of {plain}"
 
