@@ -2,6 +2,7 @@
 each known wrong answer is told what is wrong with it.
 """
 
+import doctest
 import importlib.util
 import inspect
 import re
@@ -11,9 +12,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from conftest import ROOT
 
 from lessons.assignments.grading import failure_of, task_of
+from minispec.sampling import OneHot, Seeded
+from minispec.tree import Tree
 
 FOLDER = ROOT / "lessons" / "assignments"
 ASSIGNMENTS = sorted(path.name for path in FOLDER.iterdir() if (path / "starter.py").exists())
@@ -128,6 +132,13 @@ def functions(module: ModuleType, names: list[str]) -> dict[str, Callable]:
     return found
 
 
+def own_functions(stubs: ModuleType) -> dict[str, Callable]:
+    """The stubs of a starter, without what its classes inherit."""
+    names = [n for n, x in vars(stubs).items() if getattr(x, "__module__", 0) == stubs.__name__]
+    found = functions(stubs, names)
+    return {name: stub for name, stub in found.items() if stub.__module__ == stubs.__name__}
+
+
 def signature(function: Callable, parameters: int | None = None) -> str:
     """A signature whose annotations have lost their modules, without optional parameters beyond a
     number."""
@@ -148,6 +159,37 @@ def test_signatures_of_starter_and_reference_agree(assignment):
     for name, stub in starter.items():
         n = len(inspect.signature(stub).parameters)
         assert signature(reference[name], n) == signature(stub), name
+
+
+@pytest.mark.parametrize("assignment", ASSIGNMENTS)
+def test_each_stub_shows_an_example_that_holds(assignment):
+    stubs = load(FOLDER / assignment / "starter.py", f"{assignment}_stubs")
+    for name, stub in own_functions(stubs).items():
+        if name != "Subset.__len__":
+            assert "Example" in stub.__doc__ or ">>>" in stub.__doc__, name
+    reference = load(FOLDER / assignment / "reference.py", f"{assignment}_ref")
+    given = {"torch": torch, "OneHot": OneHot, "Seeded": Seeded, "Tree": Tree}
+    runner = doctest.DocTestRunner()
+    for test in doctest.DocTestFinder().find(stubs, extraglobs=given | vars(reference)):
+        runner.run(test)
+    assert runner.summarize().failed == 0
+
+
+READING = re.compile(r"\*\*Reading\.\*\*.*?\n\n", re.DOTALL)
+
+
+@pytest.mark.parametrize("assignment", ASSIGNMENTS)
+def test_the_reading_list_does_not_name_the_files_with_the_answer(assignment):
+    readme = (FOLDER / assignment / "README.md").read_text(encoding="utf-8")
+    reading = READING.search(readme).group()
+    for path in re.findall(r"minispec/[\w/]+\.py", reading):
+        assert (ROOT / path).is_file(), path
+    reference = load(FOLDER / assignment / "reference.py", f"{assignment}_ref")
+    stubs = load(FOLDER / assignment / "starter.py", f"{assignment}_stubs")
+    for name, stub in own_functions(stubs).items():
+        function = functions(reference, [name.partition(".")[0]])[name]
+        file = Path(inspect.getsourcefile(inspect.unwrap(function)))
+        assert file.relative_to(ROOT).as_posix() not in reading, file
 
 
 # ---- wrong answers -------------------------------------------------------------------------------

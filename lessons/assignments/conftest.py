@@ -43,7 +43,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="give points for the package's own functions as well",
     )
-    parser.addini("seconds", "how long a test may run", default="60")
+    parser.addini("seconds", "how long a test may run")
 
 
 def pytest_configure(config):

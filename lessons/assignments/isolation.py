@@ -55,7 +55,7 @@ def run_in_child(item: pytest.Item, seconds: float) -> list[pytest.TestReport]:
 
 
 def send_reports(item: pytest.Item, sender: Connection) -> None:
-    """Run the test, in the child. Later tests share nothing with it, so all fixtures are torn down."""
+    """Run the test, in the child. Later tests share nothing with it: all fixtures are torn down."""
     hook = item.config.hook
     sender.send([hook.pytest_report_to_serializable(config=item.config, report=report)
                  for report in runtestprotocol(item, log=False)])  # fmt: skip
