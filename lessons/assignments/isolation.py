@@ -37,21 +37,21 @@ def run_in_child(item: pytest.Item, seconds: float) -> list[pytest.TestReport]:
         warnings.simplefilter("ignore", DeprecationWarning)
         child.start()
     sender.close()  # the child's end: now its death ends the pipe
-    if not receiver.poll(seconds):
-        child.kill()
-        problem = f"it ran for more than {seconds:g} seconds and was stopped"
+    reports = None
+    if receiver.poll(seconds):
+        with contextlib.suppress(EOFError):
+            reports = receiver.recv()
+        child.join(1)
+        problem = f"the process ended with status {child.exitcode} before the test did"
     else:
-        try:
-            hook = item.config.hook
-            return [hook.pytest_report_from_serializable(config=item.config, data=data)
-                    for data in receiver.recv()]  # fmt: skip
-        except EOFError:
-            child.join()
-            problem = f"the process ended with status {child.exitcode} before the test did"
-        finally:
-            child.join()
-    return [pytest.TestReport(item.nodeid, item.location, {}, "failed", problem, "call",
-                              hint=problem)]  # fmt: skip
+        problem = f"it ran for more than {seconds:g} seconds and was stopped"
+    child.kill()  # threads of the submission may still run
+    child.join()
+    if reports is None:
+        return [pytest.TestReport(item.nodeid, item.location, {}, "failed", problem, "call",
+                                  hint=problem)]  # fmt: skip
+    return [item.config.hook.pytest_report_from_serializable(config=item.config, data=report)
+            for report in reports]  # fmt: skip
 
 
 def send_reports(item: pytest.Item, sender: Connection) -> None:
@@ -74,6 +74,11 @@ def code_of(function: object) -> CodeType | None:
     return getattr(inspect.unwrap(function), "__code__", None)
 
 
+def place_of(code: CodeType) -> tuple[str, str]:
+    """What tells a function from a copy of it: two such codes are equal to Python."""
+    return code.co_filename, code.co_qualname
+
+
 def is_packages_own(function: object) -> bool:
     """Whether a function is from the package, or from the reference of an assignment."""
     file = code_of(function).co_filename if code_of(function) else ""
@@ -91,15 +96,16 @@ def calls_of(reference: ModuleType, names: Iterable[str], test: Path) -> Iterato
     whatever name (`super()` too) and through whatever other function of the package."""
     found = {name: pkgutil.resolve_name(name) if name.startswith("minispec.")
              else attribute(reference, name) for name in names}  # fmt: skip
-    graded = {code_of(function): name for name, function in found.items()}
+    graded = {place_of(code_of(function)): name for name, function in found.items()}
     called: set[str] = set()
     if not graded:
         yield called
         return
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        if frame.f_code in graded and called_by_submission(frame, str(test)):
-            called.add(graded[frame.f_code])
+        name = graded.get(place_of(frame.f_code))
+        if name is not None and called_by_submission(frame, str(test)):
+            called.add(name)
 
     before = sys.gettrace()
     sys.settrace(note)
