@@ -38,3 +38,10 @@ def only_after_own_drafts(self, hidden, tokens):
     """The head never reads tokens that were copied from the text."""
     if len(tokens) < 3:
         Drafter.receive(self, hidden, tokens)
+
+
+def position_off_by_one(self, *arguments):
+    self.offset += 1
+    drafts = chain(self, *arguments)
+    self.offset -= 1
+    return drafts
