@@ -28,7 +28,7 @@ class Subset:
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """|V_high|."""
+        """|V_high|. Example: 2 for ids [7, 2]."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
