@@ -81,9 +81,11 @@ gpu-heads: $(GPU_READY)
 # build environments for other engines and certify them all; run by hand, hours
 include tests/engines/engines.mk
 
-# grade one assignment or, without A, all: make grade IMPL=my_solution.py A=a2_accept
+# grade one assignment or, without A, all: make grade IMPL=my_solution.py A=a2_accept; SEED=1 draws
+# other random cases
 grade: .venv/tested
-	$(BIN)/python -m pytest -q --tb=no --no-summary lessons/assignments/$(A) $(if $(IMPL),--impl=$(IMPL))
+	$(BIN)/python -m pytest -q --tb=no --no-summary lessons/assignments/$(A) \
+		$(if $(IMPL),--impl=$(IMPL)) $(if $(SEED),--seed=$(SEED))
 
 # regenerate the committed golden values with transformers
 golden: .venv/referenced

@@ -1,41 +1,16 @@
 """Mistakes in proposals. Verification corrects them all, so they never change the output and the
 certifier cannot find them. The oracles in test_proposals.py must."""
 
-import torch
-
-from minispec.methods import lookahead, medusa
+from minispec.methods import medusa
 from minispec.methods.fastmtp import Drafter
-from minispec.model import Block
 
-propose_ranks, window_layout = medusa.propose, lookahead.window_layout
-chain, extend, after = Drafter.chain, Drafter.extend, lookahead.Pool.after
+propose_ranks, chain, extend = medusa.propose, Drafter.chain, Drafter.extend
 
 
 def hidden_of_the_previous_round(heads, draft_head, hidden, *arguments):
     """The heads read the hidden state of the previous round."""
     previous, heads.previous = getattr(heads, "previous", hidden), hidden
     return propose_ranks(heads, draft_head, previous, *arguments)
-
-
-def window_off_by_one(lengths):
-    depth, mask = window_layout(lengths)
-    return depth + 1, mask
-
-
-def aliased_pool(self, token: int) -> list[list[int]]:
-    """The pool returns its own list, and the caller appends to it."""
-    guesses = after(self, token)
-    if guesses:
-        stored = self.continuations[token]
-        stored.popitem()
-        stored[tuple(guesses[0] + guesses[-1])] = None
-    return guesses
-
-
-def token_first(self, hidden, embedded, ctx):
-    """The inputs are concatenated as in DeepSeek-V3, although the head is in MiMo's order."""
-    pair = [self.token_layernorm(embedded), self.hidden_layernorm(hidden)]
-    return self.final_layernorm(Block.forward(self, self.input_proj(torch.cat(pair, -1)), ctx))
 
 
 def hidden_before_the_norm(self, hidden, tokens):

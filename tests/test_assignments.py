@@ -1,57 +1,55 @@
-"""The assignments' grading: the reference earns all points, the starters none, and each wrong
-answer loses only the points of its task and of the tasks that build on it.
+"""The assignments' grading: the reference earns all points, starters and cheats earn none, and each
+known wrong answer gets its own message.
 """
 
+import doctest
 import importlib.util
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import mistakes
 import pytest
+import torch
 from conftest import ROOT
 
-from minispec.certify.ours import mutants
-from minispec.methods import adaptive, vocabulary
-from minispec.training import distill
+from lessons.assignments.grading import failure_of, task_of
+from minispec.sampling import OneHot, Seeded
+from minispec.tree import Tree
 
 FOLDER = ROOT / "lessons" / "assignments"
 ASSIGNMENTS = sorted(path.name for path in FOLDER.iterdir() if (path / "starter.py").exists())
 
 
 class Recorder:
-    """A pytest plugin that records the grades of a run and the exceptions of its failed tests."""
-
-    def __init__(self):
-        self.raised: list[BaseException] = []
-        self.grades = None
-
-    def pytest_exception_interact(self, call):
-        self.raised.append(call.excinfo.value)
+    """A pytest plugin that records the grades of a run."""
 
     def pytest_sessionfinish(self, session):
         self.grades = session.config.grades
 
 
 def grade(assignment: str, impl: str, *more: str) -> tuple[int, Recorder]:
-    """Grade an implementation in this process; return the exit code and what was recorded."""
+    """Grade an implementation; return the exit code and what was recorded."""
     recorder = Recorder()
-    options = ["-q", "--tb=no", "--no-summary", "--capture=no", "-p", "no:cacheprovider"]
-    options += ["-p", "no:unraisableexception"]  # it runs the garbage collector five times
-    path = str(FOLDER / assignment)
+    return run(assignment, f"--impl={impl}", *more, plugin=recorder), recorder
+
+
+def run(assignment: str, *options: str, plugin: object) -> int:
+    """Run the tests of an assignment from this process, and return the exit code."""
+    quiet = ["-q", "--tb=no", "--no-summary", "--capture=no", "-p", "no:cacheprovider"]
+    quiet += ["-p", "no:unraisableexception"]  # it runs the garbage collector five times
     # importlib mode, because a second conftest.py must not replace the first
-    code = pytest.main(
-        [path, f"--impl={impl}", "--import-mode=importlib", *options, *more], [recorder]
-    )
-    return int(code), recorder
+    options = [str(FOLDER / assignment), "--import-mode=importlib", *quiet, *options]
+    return int(pytest.main(options, [plugin]))
 
 
-def failed_tasks(recorder: Recorder) -> set[str]:
-    """List the tasks that did not earn all of their points."""
-    points = {task: recorder.grades.of(task) for task in recorder.grades.tasks}
-    return {task for (_, task), (earned, possible) in points.items() if earned < possible}
+def hints(recorder: Recorder) -> dict[str, str]:
+    """The messages of the tasks that did not earn all of their points."""
+    grades = recorder.grades
+    points = {task: grades.of(task) for task in grades.tasks}
+    return {task[1]: grades.hint(task) for task, (earned, all_) in points.items() if earned < all_}
 
 
 def load(path: Path, name: str) -> ModuleType:
@@ -68,7 +66,7 @@ def load(path: Path, name: str) -> ModuleType:
 def test_the_reference_earns_all_points_and_the_readmes_list_them(assignment):
     code, recorder = grade(assignment, "minispec")
     earned, possible = recorder.grades.total
-    assert code == 0 and earned == possible > 0 and not failed_tasks(recorder)
+    assert code == 0 and earned == possible > 0 and not hints(recorder)
     readme = (FOLDER / assignment / "README.md").read_text(encoding="utf-8")
     for _, task in recorder.grades.tasks:
         points = recorder.grades.of((assignment, task))[1]
@@ -79,9 +77,16 @@ def test_the_reference_earns_all_points_and_the_readmes_list_them(assignment):
 
 def test_the_starters_only_raise_not_implemented():
     code, recorder = grade("", "starter")
-    count = sum(len(tests) for tests in recorder.grades.tasks.values())
-    assert code == 1 and recorder.grades.total[0] == 0 and len(recorder.raised) >= count
-    assert {type(error) for error in recorder.raised} == {NotImplementedError}
+    assert code == 1 and recorder.grades.total[0] == 0
+    found = {test.hint for tests in recorder.grades.tasks.values() for test in tests.values()}
+    assert found == {"NotImplementedError"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 20))
+def test_the_reference_passes_with_other_random_cases(seed):
+    code, recorder = grade("", "minispec", f"--seed={seed}")
+    assert code == 0, hints(recorder)
 
 
 def test_only_tests_that_ran_and_passed_earn_points():
@@ -89,175 +94,262 @@ def test_only_tests_that_ran_and_passed_earn_points():
     assert grade("a2_accept", "starter", "-x")[1].grades.total[0] == 0
 
 
-@pytest.mark.parametrize(
-    "impl, message",
-    [
-        ("nowhere.py", "--impl nowhere.py: no such file"),
-        ("no.such.module", "--impl no.such.module: cannot be imported (ModuleNotFoundError"),
-        ("{tmp}/odd.py", "cannot be imported (SyntaxError"),
-    ],
-)
-def test_a_missing_implementation_is_reported_in_one_line(impl, message, tmp_path, capsys):
-    (tmp_path / "odd.py").write_text("def accept(:")
-    options = [f"--impl={impl.format(tmp=tmp_path)}", "--import-mode=importlib"]
-    code = pytest.main([str(FOLDER / "a2_accept"), *options])
+def test_a_missing_file_is_reported_in_one_line(capsys):
+    options = [str(FOLDER / "a2_accept"), "--impl=nowhere.py", "--import-mode=importlib"]
+    code = pytest.main(options)
     err = capsys.readouterr().err.strip()
-    assert code == pytest.ExitCode.USAGE_ERROR and message in err and "\n" not in err
+    assert code == pytest.ExitCode.USAGE_ERROR and "\n" not in err
+    assert "--impl nowhere.py: no such file" in err
+
+
+@pytest.mark.parametrize("impl, error", [("no.such.module", "ModuleNotFound"), ("{}", "Syntax")])
+def test_what_cannot_be_imported_is_reported_in_the_table(impl, error, tmp_path):
+    odd = tmp_path / "odd.py"
+    odd.write_text("def accept(:")
+    impl = impl.format(odd)
+    code, recorder = grade("a2_accept", impl, "-k", "greedy")
+    assert code == 1
+    assert hints(recorder)["greedy"].startswith(f"{impl} cannot be imported ({error}Error: ")
 
 
 def test_a_folder_has_one_file_per_assignment_and_missing_names_are_reported(tmp_path):
-    (tmp_path / "a2_accept.py").write_text("from minispec.verify import residual")
-    _, recorder = grade("a2_accept", str(tmp_path))
-    tests = recorder.grades.tasks
-    assert all(t.passed for t in tests["a2_accept", "residual"].values())
-    for graded in tests["a2_accept", "greedy"].values():
-        assert graded.hint == f"{tmp_path / 'a2_accept.py'} has no accept"
+    file = tmp_path / "a2_accept.py"
+    file.write_text("from minispec.verify import residual")
+    _, recorder = grade("a2_accept", str(tmp_path), "--allow-package")
+    found = hints(recorder)
+    assert "residual" not in found and set(found.values()) == {f"{file} has no accept"}
     _, recorder = grade("a1_cache_and_mask", str(tmp_path))
-    assert {t.hint for tests in recorder.grades.tasks.values() for t in tests.values()} == {
-        f"{tmp_path} has no a1_cache_and_mask.py"
-    }
+    assert set(hints(recorder).values()) == {f"{tmp_path} has no a1_cache_and_mask.py"}
 
 
-def signatures(module: ModuleType, names: list[str]) -> dict[str, str]:
-    """Get the signatures of functions and of classes' methods. Annotations lose their modules."""
+def functions(module: ModuleType, names: list[str]) -> dict[str, Callable]:
+    """Functions and classes' methods, by their dotted names."""
     found = {}
     for name in names:
         x = getattr(module, name)
         methods = inspect.getmembers(x, inspect.isfunction) if inspect.isclass(x) else [("", x)]
-        for method, function in methods:
-            text = str(inspect.signature(function)).replace("'", "")
-            found[f"{name}.{method}"] = re.sub(r"[\w.]+\.(\w+)", r"\1", text)
+        found |= {f"{name}.{method}": function for method, function in methods}
     return found
+
+
+def own_functions(stubs: ModuleType) -> dict[str, Callable]:
+    """The stubs of a starter, without what its classes inherit."""
+    names = [n for n, x in vars(stubs).items() if getattr(x, "__module__", 0) == stubs.__name__]
+    found = functions(stubs, names)
+    return {name: stub for name, stub in found.items() if stub.__module__ == stubs.__name__}
+
+
+def signature(function: Callable, parameters: int | None = None) -> str:
+    """A signature whose annotations have lost their modules, without optional parameters beyond a
+    number."""
+    full = inspect.signature(function)
+    kept, rest = list(full.parameters.values())[:parameters], list(full.parameters.values())
+    assert all(p.default is not p.empty for p in rest[len(kept) :]), function
+    text = str(full.replace(parameters=kept)).replace("'", "")
+    return re.sub(r"[\w.]+\.(\w+)", r"\1", text)
 
 
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
 def test_signatures_of_starter_and_reference_agree(assignment):
     stubs = load(FOLDER / assignment / "starter.py", f"{assignment}_stubs")
     names = [n for n, x in vars(stubs).items() if getattr(x, "__module__", 0) == stubs.__name__]
-    starter = signatures(stubs, names)
-    reference = signatures(load(FOLDER / assignment / "reference.py", f"{assignment}_ref"), names)
-    assert starter and {name: reference.get(name) for name in starter} == starter
+    reference = functions(load(FOLDER / assignment / "reference.py", f"{assignment}_ref"), names)
+    starter = functions(stubs, names)
+    assert starter
+    for name, stub in starter.items():
+        n = len(inspect.signature(stub).parameters)
+        assert signature(reference[name], n) == signature(stub), name
+
+
+@pytest.mark.parametrize("assignment", ASSIGNMENTS)
+def test_each_stub_shows_an_example_that_holds(assignment):
+    stubs = load(FOLDER / assignment / "starter.py", f"{assignment}_stubs")
+    for name, stub in own_functions(stubs).items():
+        assert "Example" in stub.__doc__ or ">>>" in stub.__doc__, name
+    reference = load(FOLDER / assignment / "reference.py", f"{assignment}_ref")
+    given = {"torch": torch, "OneHot": OneHot, "Seeded": Seeded, "Tree": Tree}
+    runner = doctest.DocTestRunner()
+    for test in doctest.DocTestFinder().find(stubs, extraglobs=given | vars(reference)):
+        runner.run(test)
+    assert runner.summarize().failed == 0
+
+
+READING = re.compile(r"\*\*Reading\.\*\*.*?\n\n", re.DOTALL)
+
+
+@pytest.mark.parametrize("assignment", ASSIGNMENTS)
+def test_the_reading_list_does_not_name_the_files_with_the_answer(assignment):
+    readme = (FOLDER / assignment / "README.md").read_text(encoding="utf-8")
+    reading = READING.search(readme).group()
+    for path in re.findall(r"minispec/[\w/]+\.py", reading):
+        assert (ROOT / path).is_file(), path
+    reference = load(FOLDER / assignment / "reference.py", f"{assignment}_ref")
+    stubs = load(FOLDER / assignment / "starter.py", f"{assignment}_stubs")
+    for name, stub in own_functions(stubs).items():
+        function = functions(reference, [name.partition(".")[0]])[name]
+        file = Path(inspect.getsourcefile(inspect.unwrap(function)))
+        assert file.relative_to(ROOT).as_posix() not in reading, file
 
 
 # ---- wrong answers -------------------------------------------------------------------------------
 
 
-def without_forced(texts, forced, size):
-    return vocabulary.count(texts, [], size)
+class Replays:
+    """A pytest plugin that runs each test on the known mistakes instead of on a submission."""
+
+    def __init__(self, assignment: str):
+        self.folder = FOLDER / assignment
+        self.mistakes = load(self.folder / "mistakes.py", f"{assignment}_mistakes").MISTAKES
+        # for each task, for each of its tests, how it fails for each mistake (None: it passes)
+        self.failures: dict[str, list[list[str | None]]] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem):
+        task = task_of(pyfuncitem)[1]
+        found = [
+            failure_of(pyfuncitem, mistake) if task in mistake.tasks.split(", ") else None
+            for mistake in self.mistakes
+        ]
+        pyfuncitem.user_properties += [("task", task), ("failures", found)]
+        return True
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call":
+            found = dict(report.user_properties)
+            self.failures.setdefault(found["task"], []).append(found["failures"])
+
+    def named_for(self, i: int, task: str) -> str | None:
+        """The message that the grader adds in the table for mistake `i`; None if it is not found
+        out."""
+        first = next((found for found in self.failures[task] if found[i]), None)
+        return first and self.mistakes[first.index(first[i])].message
 
 
-def breadth_first(accuracy, nodes):
-    return sorted(adaptive.grow_tree(accuracy, 1000), key=lambda path: (len(path), path))[:nodes]
+@pytest.mark.parametrize(
+    "assignment",
+    [pytest.param(a, marks=pytest.mark.slow if a[:2] in ("a3", "a5", "a8") else [])
+     for a in ASSIGNMENTS],
+)  # fmt: skip
+def test_each_wrong_answer_gets_its_own_message(assignment):
+    replays = Replays(assignment)
+    run(assignment, "--impl=minispec", plugin=replays)
+    mistakes = replays.mistakes
+    assert len({mistake.message for mistake in mistakes}) == len(mistakes)
+    for i, mistake in enumerate(mistakes):
+        for task in mistake.tasks.split(", "):
+            assert replays.named_for(i, task) == mistake.message, task
+    for task in replays.failures:
+        known = [mistake for mistake in mistakes if task in mistake.tasks.split(", ")]
+        assert len(known) >= 3, f"{task}: three wrong answers or more"
 
 
-def labels_off_by_one(tokens, prompt, heads):
-    return distill.labels_of(tokens, prompt, heads + 1)[:, 1:]
+SAMPLES_P_AGAIN = """
+def accept(target, tree, randomness):
+    path = [0]
+    while True:
+        p = target[path[-1]]
+        for child in tree.children(path[-1]):
+            x, q = tree.tokens[child], tree.drawn_from(child)
+            if randomness.bernoulli(min(1.0, float(p[x]) / (1.0 if q is None else float(q[x])))):
+                break
+        else:
+            return path, randomness.categorical(p)
+        path.append(child)
+"""
 
 
-def half_the_probability(self, probs):
-    return 0.5 * vocabulary.Subset.scatter(self, probs)
+def test_the_table_names_a_students_mistake(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(SAMPLES_P_AGAIN)
+    _, recorder = grade("a2_accept", str(file), "-k", "chain or tree or siblings")
+    for task in "chain", "tree":
+        message = hints(recorder)[task]
+        assert message.startswith("after a rejection it draws from p again, not from the residual")
+        assert re.search(r"the output is \d\.\de-\d\d \(total variation\) away", message)
 
 
-reference_engine = load(FOLDER / "a8_engine" / "reference.py", "reference_engine")
+# ---- cheats --------------------------------------------------------------------------------------
+
+CHEATS = {  # an attempt -> the beginning of what every task of a2 says to it
+    "import os; os._exit(0)": "the process ended with status 0 before the test did",
+    "import time; time.sleep(60)": "it ran for more than 1 seconds and was stopped",
+    "import pytest; pytest.exit('done', 0)": "",
+    "raise SystemExit(0)": "SystemExit: 0",
+    "return verify.accept(*arguments)": "uses minispec's own accept",
+    "return getattr(METHODS_OF['verify'], 'acc' + 'ept')(*arguments)": "uses minispec's own accept",
+}
 
 
-def runs_past_the_end(checkpoint, prompt, *, max_new_tokens, **options):
-    options |= {"max_new_tokens": max_new_tokens}
-    tokens = reference_engine.black_box(checkpoint, prompt, **options)
-    return (tokens + [0] * max_new_tokens)[:max_new_tokens]
+@pytest.mark.parametrize("attempt", CHEATS)
+def test_a_cheat_earns_nothing(attempt, tmp_path):
+    file = tmp_path / "cheat.py"
+    file.write_text(
+        "from minispec import verify\n"
+        "METHODS_OF = {'verify': verify}\n"
+        f"def accept(*arguments):\n    {attempt}\n"
+    )
+    code, recorder = grade("a2_accept", str(file), "-o", "seconds=1", "-k", "greedy")
+    assert code == 1 and recorder.grades.total == (0, 3)
+    assert hints(recorder)["greedy"].startswith(CHEATS[attempt])
 
 
-# Mistakes for each assignment: a name, the tasks that must lose points (only these), and the
-# functions or methods of the reference to replace. If none are listed, the certifier's mutant of
-# that name is applied to the package instead.
-WRONG_ANSWERS = {
-    "a1_cache_and_mask": [
-        ("rows not moved", "commit, together", {"KVCache.commit": mutants.commit_in_place}),
-        ("one row too many", "commit, together", {"KVCache.commit": mutants.commit_one_too_many}),
-        ("a stale row kept", "truncate, together",
-         {"KVCache.truncate": mutants.truncate_one_short}),
-    ],
-    "a2_accept": [
-        ("resamples from p", "residual", {"residual": mutants.resample_from_p}),
-        ("a rejection resamples from p", "residual, chain, tree, rounding", {}),
-        ("lenient", "chain, tree", {"accept": mutants.lenient}),
-        ("argmax bonus", "chain, tree", {"accept": mutants.argmax_bonus}),
-        ("argmax root", "chain, tree", {"accept": mutants.argmax_root}),
-        ("draft verified against the next position", "greedy, chain, tree",
-         {"accept": mutants.probs_after_the_draft}),
-        ("independent paths", "greedy, chain, tree, rounding",
-         {"accept": mutants.best_of_independent_paths}),
-        ("siblings untried", "greedy, chain, tree, rounding",
-         {"accept": mutants.child_of_the_root_only}),
-    ],
-    "a3_draft_target": [
-        ("argmax draft scored with its softmax", "propose, lossless", {}),
-        ("low-confidence draft dropped after sampling", "propose, lossless, caches", {}),
-        ("reduced vocabulary not renormalised", "propose, lossless", {}),
-        ("acceptance probability divided by 0.8", "lossless", {}),
-        ("a stale draft row kept", "lossless, caches", {}),
-        ("no bonus token", "formula",
-         {"tokens_per_pass": lambda alpha, gamma: sum(alpha**i for i in range(gamma))}),
-    ],
-    "a4_medusa": [
-        ("labels off by one", "labels", {"labels_of": labels_off_by_one}),
-        ("breadth first", "grow", {"grow_tree": breadth_first}),
-        ("p / q test for the heads' top tokens", "propose", {}),
-    ],
-    "a5_lookahead": [
-        ("positions off by one", "window_layout, together",
-         {"window_layout": mistakes.window_off_by_one}),
-        ("guesses see the window", "combined_mask",
-         {"combined_mask": mutants.guesses_see_the_window}),
-        ("an aliased pool", "pool", {"Pool.after": mistakes.aliased_pool}),
-    ],
-    "a6_mtp": [
-        ("token before hidden", "head", {"MTPHead.layers": mistakes.token_first}),
-        ("hidden before the norm", "extend, rounds",
-         {"Drafter.extend": mistakes.hidden_before_the_norm}),
-        ("stale rows", "rounds",
-         {"Drafter.extend": mistakes.stale_rows, "Drafter.chain": mistakes.chain_remembered}),
-        ("positions off by one", "chain", {"Drafter.chain": mistakes.position_off_by_one}),
-        ("q over the full vocabulary", "chain", {"Drafter.chain": mutants.probs_over_all}),
-        ("weights not normalised", "weights",
-         {"step_weights": lambda steps, beta: [beta**k for k in range(steps)]}),
-    ],
-    "a7_vocabulary": [
-        ("forced tokens left out", "count", {"count": without_forced}),
-        ("subset ids used as token ids", "subset, lossless",
-         {"Subset.to_full_ids": lambda self, ids: ids}),
-        ("sums to one half", "scatter, lossless", {"Subset.scatter": half_the_probability}),
-    ],
-    "a8_engine": [
-        ("lenient", "exact, rounds", {"accept": mutants.lenient}),
-        ("draft verified against the next position", "exact, greedy, rounds, limits, black box",
-         {"accept": mutants.probs_after_the_draft}),
-        ("bonus token without warpers", "exact, black box",
-         {"probs": mutants.bonus_without_warpers}),
-        ("runs past the end", "black box", {"black_box": runs_past_the_end}),
-    ],
-}  # fmt: skip
+def test_an_exit_while_importing_earns_nothing(tmp_path):
+    file = tmp_path / "cheat.py"
+    file.write_text("import os\nos._exit(0)")
+    code, recorder = grade("a2_accept", str(file))
+    assert code == 1 and recorder.grades.total[0] == 0
 
 
-CASES = [  # the short tests run only the first of each assignment, and none of a8, which is slow
-    pytest.param(assignment, *row, id=f"{assignment}, {row[0]}",
-                 marks=[pytest.mark.slow] if i or assignment == "a8_engine" else [])
-    for assignment, rows in WRONG_ANSWERS.items() for i, row in enumerate(rows)
-]  # fmt: skip
+OWN = """
+from minispec import cache, tree
+from minispec.tree import layout
+
+class KVCache(cache.KVCache):
+    def place(self, n, depth, mask):
+        return super().place(n, depth, mask)
+
+    def truncate(self, length):
+        self.lengths = [length]
+"""
 
 
-@pytest.mark.parametrize("assignment, name, tasks, replacements", CASES)
-def test_a_wrong_answer_loses_the_points_of_its_task(assignment, name, tasks, replacements):
-    if replacements:
-        module = load(FOLDER / assignment / "reference.py", "a_wrong_answer")
-        for name, mistake in replacements.items():
-            owner, _, method = name.partition(".")
-            original = getattr(module, owner)
-            wrong = type(owner, (original,), {method: mistake}) if method else mistake
-            setattr(module, owner, wrong)
-        code, recorder = grade(assignment, "a_wrong_answer")
-    else:
-        (mutant,) = (m for m in mutants.MUTANTS if m.name == name)
-        with mutant.apply():
-            code, recorder = grade(assignment, "minispec")
-    assert code == 1 and failed_tasks(recorder) == set(tasks.split(", "))
+def test_the_packages_own_functions_earn_nothing_unless_allowed(tmp_path):
+    """Imported, called by `super()`, inherited; what was written earns its points."""
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    code, recorder = grade("a1_cache_and_mask", str(file))
+    end = ", which earns nothing: write it"
+    assert code == 1 and hints(recorder) == {
+        "depth": f"uses minispec's own layout{end}",
+        "mask": f"uses minispec's own layout{end}",
+        "place": f"uses minispec's own KVCache.place{end}",
+        "commit": f"uses minispec's own KVCache.commit{end}",
+        "together": f"uses minispec's own KVCache.commit, KVCache.place, layout{end}",
+    }
+    assert grade("a1_cache_and_mask", str(file), "--allow-package")[0] == 0
+
+
+def test_a_copy_is_not_the_packages_own(tmp_path):
+    """The grader cannot tell who wrote the code, only whose it runs."""
+    file = tmp_path / "copy.py"
+    file.write_text((ROOT / "minispec" / "verify.py").read_text(encoding="utf-8"))
+    assert grade("a2_accept", str(file))[0] == 0
+
+
+def test_seed_changes_the_random_cases(tmp_path):
+    """An answer that knows the cases of one seed fails those of another."""
+    file = tmp_path / "memory.py"
+    file.write_text(
+        "from minispec.tree import layout as right\n"
+        "def layout(parents):\n"
+        "    with open(__file__ + '.log', 'a') as log:\n"
+        "        log.write(repr(parents))\n"
+        "    return right(parents)\n"
+    )
+    log, cases = Path(f"{file}.log"), []
+    for seed in 0, 1, 1:
+        options = "--allow-package", f"--seed={seed}", "-k", "mask or depth"
+        grade("a1_cache_and_mask", str(file), *options)
+        cases.append(log.read_text())
+        log.unlink()
+    assert cases[0] != cases[1] == cases[2]

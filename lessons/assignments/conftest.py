@@ -1,51 +1,33 @@
 """Grade an implementation: pytest lessons/assignments/a2_accept --impl my_solution.py
 
 `@pytest.mark.points(5, task="commit")` sets how many points a test is worth. They are earned if it
-passes for all of its parameters. A table of tasks is printed at the end.
+passes for all of its parameters. `GRADED` in a test file names the functions that a task is about.
+A table of tasks is printed at the end.
 """
 
 import importlib
-import importlib.util
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent.parent))  # for minispec and the assignments' own modules
+sys.path.insert(0, str(HERE.parent.parent))  # for minispec and the grader's own modules
 
+from lessons.assignments.grading import (  # noqa: E402
+    Graded,
+    Grades,
+    Implementation,
+    known_mistake,
+    load,
+    points_of,
+    task_of,
+)
+from lessons.assignments.isolation import calls_of, run_in_child, taken_over  # noqa: E402
 
-@dataclass
-class Graded:
-    """One test: its points, how many of its runs (one per parameter) have not passed yet, and the
-    message of the first failure."""
-
-    points: int
-    pending: int = 0
-    hint: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.pending == 0 and not self.hint
-
-
-@dataclass
-class Grades:
-    """(assignment, task) -> its tests by name."""
-
-    tasks: dict[tuple[str, str], dict[str, Graded]] = field(default_factory=dict)
-
-    def of(self, task: tuple[str, str]) -> tuple[int, int]:
-        """Return the points earned and the points possible."""
-        tests = self.tasks[task].values()
-        return sum(t.points for t in tests if t.passed), sum(t.points for t in tests)
-
-    @property
-    def total(self) -> tuple[int, int]:
-        earned, possible = zip(*map(self.of, self.tasks)) if self.tasks else ((), ())
-        return sum(earned), sum(possible)
+CASES_PER_SEED = 1000  # more than any test draws
 
 
 def pytest_addoption(parser):
@@ -55,52 +37,28 @@ def pytest_addoption(parser):
         help="what to grade: a module, a .py file, a folder of files named after the assignments, "
         "or `minispec` for the reference (default: the starters)",
     )
+    parser.addoption("--seed", type=int, default=0, help="draw other random cases (default: 0)")
+    parser.addoption(
+        "--allow-package",
+        action="store_true",
+        help="give points for the package's own functions as well",
+    )
+    parser.addini("seconds", "how long a test may run")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "points(n, task): what a test is worth, and for which task")
     config.grades = Grades()
+    torch.set_num_threads(1)  # the tensors are tiny
     name = config.getoption("--impl")
-    if name in ("starter", "minispec") or Path(name).is_dir():
-        return
     if name.endswith(".py") and not Path(name).is_file():
         raise pytest.UsageError(f"--impl {name}: no such file")
-    try:
-        config.implementation = load(Path(name)) if name.endswith(".py") else import_named(name)
-    except Exception as error:  # a student's file may raise anything
-        raise pytest.UsageError(
-            f"--impl {name}: cannot be imported ({type(error).__name__}: {error})"
-        ) from None
 
 
-def load(path: Path) -> ModuleType:
-    """Import a file under a unique module name; every assignment has a starter.py."""
-    name = f"{path.resolve().parent.name}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+# ---- the implementation --------------------------------------------------------------------------
 
 
-def import_named(name: str) -> ModuleType:
-    sys.path.insert(0, "")
-    return importlib.import_module(name)
-
-
-class Implementation:
-    """The module being graded. Using a name it does not define fails the test with one line."""
-
-    def __init__(self, module: ModuleType, source: str):
-        self._module, self._source = module, source
-
-    def __getattr__(self, name: str):
-        try:
-            return getattr(self._module, name)
-        except AttributeError:
-            pytest.fail(f"{self._source} has no {name}", pytrace=False)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def impl(request) -> Implementation:
     """The implementation chosen by `--impl`, for this test's assignment."""
     name, folder = request.config.getoption("--impl"), request.path.parent
@@ -108,46 +66,104 @@ def impl(request) -> Implementation:
         return Implementation(load(folder / "reference.py"), name)
     if name == "starter":
         return Implementation(load(folder / "starter.py"), name)
-    if not Path(name).is_dir():
-        return Implementation(request.config.implementation, name)
-    file = Path(name) / f"{folder.name}.py"
-    if not file.is_file():
+    file = Path(name) / f"{folder.name}.py" if Path(name).is_dir() else Path(name)
+    if Path(name).is_dir() and not file.is_file():
         pytest.fail(f"{name} has no {file.name}", pytrace=False)
-    return Implementation(load(file), str(file))
+    try:
+        module = load(file) if file.suffix == ".py" else import_named(name)
+    except Exception as error:  # a student's file may raise anything
+        pytest.fail(f"{file} cannot be imported ({type(error).__name__}: {error})", pytrace=False)
+    return Implementation(module, str(file))
 
 
-def pytest_collection_finish(session):
-    for item in session.items:
-        mark = item.get_closest_marker("points")
-        if mark is not None:
-            tests = session.config.grades.tasks.setdefault(task_of(item), {})
-            tests.setdefault(item.originalname, Graded(*mark.args)).pending += 1
+def import_named(name: str):
+    sys.path.insert(0, "")
+    return importlib.import_module(name)
 
 
-def task_of(item) -> tuple[str, str]:
-    return item.path.parent.name, item.get_closest_marker("points").kwargs["task"]
+@pytest.fixture
+def seeds(request) -> Callable[[int], range]:
+    """seeds(n): the seeds of `n` random cases, which `--seed` changes."""
+    first = CASES_PER_SEED * request.config.getoption("--seed")
+    return lambda n: range(first, first + n)
+
+
+# ---- running a test ------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem) -> bool | None:
+    """Run a graded test in a child process, and record its points in this one."""
+    if points_of(item) is None:
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    graded = item.config.grades.tasks[task_of(item)][item.originalname]
+    for report in run_in_child(item, float(item.config.getini("seconds"))):
+        graded.record(report)
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Fail a test that is passed with the package's own solution; name known mistakes."""
+    if points_of(pyfuncitem) is None:
+        return (yield)
+    names, result, failure = names_to_write(pyfuncitem), None, None
+    reference = load(pyfuncitem.path.parent / "reference.py")
+    used = taken_over(pyfuncitem.funcargs["impl"]._module, names)
+    with calls_of(reference, names, pyfuncitem.path) as called:
+        try:
+            result = yield
+        except (Exception, pytest.fail.Exception) as error:
+            failure = error
+    if used | called:
+        own = ", ".join(sorted(used | called))
+        pytest.fail(f"uses minispec's own {own}, which earns nothing: write it", pytrace=False)
+    if failure is None:
+        return result
+    written = not isinstance(failure, NotImplementedError) and getattr(failure, "pytrace", True)
+    if written:  # and it is not missing
+        failure.known = known_mistake(pyfuncitem, failure)
+    raise failure
+
+
+def names_to_write(item: pytest.Item) -> list[str]:
+    """The functions of the test's task, unless those of the package will do."""
+    options = item.config.option
+    if options.allow_package or options.impl in ("minispec", "starter"):
+        return []
+    return item.module.GRADED[task_of(item)[1]].split(", ")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    if item.get_closest_marker("points") is not None:
-        graded = item.config.grades.tasks[task_of(item)][item.originalname]
-        if report.passed:
-            graded.pending -= report.when == "call"
-        else:
-            graded.hint = graded.hint or first_line(call)
+    report.hint = first_line(call) if report.failed else ""
     return report
 
 
 def first_line(call: pytest.CallInfo) -> str:
-    """Summarise a failure in one line: the assertion's message, or the exception's type and
-    message."""
+    """Summarise a failure in one line: the known mistake, if it is one, then the assertion's
+    message, or the exception's type and message."""
     message = str(call.excinfo.value).split("\n")[0]
     is_assertion = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
-    if is_assertion and message:
-        return message
-    return f"{call.excinfo.typename}: {message}".rstrip(": ")
+    if not (is_assertion and message):
+        message = f"{call.excinfo.typename}: {message}".rstrip(": ")
+    known = getattr(call.excinfo.value, "known", "")
+    return f"{known}: {message}" if known else message
+
+
+# ---- the table of points -------------------------------------------------------------------------
+
+
+def pytest_collection_finish(session):
+    for item in session.items:
+        mark = points_of(item)
+        if mark is not None:
+            tests = session.config.grades.tasks.setdefault(task_of(item), {})
+            tests.setdefault(item.originalname, Graded(*mark.args)).pending += 1
 
 
 def pytest_sessionfinish(session, exitstatus):
@@ -166,8 +182,8 @@ def pytest_terminal_summary(terminalreporter, config):
         if assignment != previous:
             terminalreporter.write_line(assignment)
             previous = assignment
-        hint = next((t.hint for t in grades.tasks[task].values() if not t.passed), "")
         earned, possible = grades.of(task)
-        terminalreporter.write_line(f"  {name:<16}{earned:>3} of {possible:<3} {hint}".rstrip())
+        line = f"  {name:<16}{earned:>3} of {possible:<3} {grades.hint(task)}"
+        terminalreporter.write_line(line.rstrip())
     earned, possible = grades.total
     terminalreporter.write_line(f"{'total':<18}{earned:>3} of {possible}")

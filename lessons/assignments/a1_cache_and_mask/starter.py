@@ -11,6 +11,12 @@ def layout(parents: tuple[int, ...]) -> tuple[list[int], Tensor, Tensor]:
 
     `parents[i]` is the parent of node i, -1 for the root, which is node 0; parents come before
     their children. mask[i, j] is True where node i sees node j: its ancestors and itself.
+
+    >>> depths, depth, mask = layout((-1, 0, 0, 1))  # two children, the first has a child
+    >>> depths
+    [0, 1, 1, 2]
+    >>> mask.int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     """
     raise NotImplementedError
 
@@ -31,6 +37,9 @@ class KVCache(cache.KVCache):
         (1, n), where a row of depth 0 stands at `length`; and visible (1, 1, n, length + n), bool:
         every row sees the committed rows, and row i sees scratch row j if mask[i, j]. ValueError if
         the rows do not fit.
+
+        Example: 3 rows are committed and a root with two children comes, depths 0, 1, 1. Slots are
+        3, 4, 5, positions 3, 4, 4, and the second child sees rows 0, 1, 2, 3 and 5.
         """
         raise NotImplementedError
 
@@ -38,9 +47,15 @@ class KVCache(cache.KVCache):
         """Keep scratch rows `path` (ascending), in order, right after the committed ones.
 
         Scratch row 0 is cache row `length`. K was rotated already: rows are moved, not changed.
+
+        Example: 3 rows are committed. commit([0, 2]) leaves cache row 3 where it is, copies row 5
+        to row 4, and sets `lengths` to [5].
         """
         raise NotImplementedError
 
     def truncate(self, length: int) -> None:
-        """Forget every row from `length` on; nothing is moved."""
+        """Forget every row from `length` on; nothing is moved.
+
+        Example: 5 rows are committed. truncate(3) sets `lengths` to [3].
+        """
         raise NotImplementedError

@@ -7,7 +7,11 @@ import torch
 
 from minispec.toys import small_model
 
-SEEDS = range(12)
+GRADED = {
+    "depth": "layout", "mask": "layout", "place": "KVCache.place", "commit": "KVCache.commit",
+    "truncate": "KVCache.truncate",
+    "together": "layout, KVCache.place, KVCache.commit, KVCache.truncate",
+}  # fmt: skip
 
 
 def random_parents(rng: random.Random, n: int) -> tuple[int, ...]:
@@ -30,8 +34,8 @@ def filled(impl, length: int, seed: int = 0, capacity: int = 23):
 
 
 @pytest.mark.points(2, task="depth")
-def test_depth_is_the_distance_from_the_root(impl):
-    for seed in SEEDS:
+def test_depth_is_the_distance_from_the_root(impl, seeds):
+    for seed in seeds(12):
         rng = random.Random(seed)
         parents = random_parents(rng, rng.randint(1, 17))
         depths, depth, _ = impl.layout(parents)
@@ -45,28 +49,24 @@ def test_depth_is_the_distance_from_the_root(impl):
 
 
 @pytest.mark.points(4, task="mask")
-def test_each_node_sees_its_ancestors_and_itself(impl):
-    for seed in SEEDS:
-        rng = random.Random(seed)
-        parents = random_parents(rng, rng.randint(1, 17))
+def test_each_node_sees_its_ancestors_and_itself(impl, seeds):
+    for n, seed in zip(range(17, 0, -1), seeds(17)):
+        parents = random_parents(random.Random(seed), n)
         mask = impl.layout(parents)[2]
-        assert mask.dtype == torch.bool and mask.shape == (len(parents),) * 2, "(n, n), bool"
-        for i, row in enumerate(mask.tolist()):
-            path = ancestors(parents, i)
-            for j, sees in enumerate(row):
-                what = "its sibling" if j and parents[j] == parents[i] else "the stranger"
-                assert j in path or not sees, (
-                    f"row {i} sees {what} {j}: the mask must hold ancestors only; parents {parents}"
-                )
-                assert j not in path or sees, (
-                    f"row {i} does not see {'itself' if i == j else f'its ancestor {j}'}; "
-                    f"parents {parents}"
-                )
+        assert mask.dtype == torch.bool and mask.shape == (n, n), "(n, n), bool"
+        right = [[j in ancestors(parents, i) for j in range(n)] for i in range(n)]
+        i, j = next(iter((mask != torch.tensor(right)).nonzero().tolist()), (0, 0))
+        family = "itself" if i == j else f"its ancestor {j}"
+        stranger = f"its sibling {j}" if j and parents[j] == parents[i] else f"the stranger {j}"
+        does = f"does not see {family}" if right[i][j] else f"sees {stranger}"
+        assert mask.tolist() == right, (
+            f"row {i} {does}: the mask must hold a node's ancestors and itself; parents {parents}"
+        )
 
 
 @pytest.mark.points(2, task="place")
-def test_rows_go_behind_the_committed_ones_and_stand_at_their_depth(impl):
-    for seed in SEEDS:
+def test_rows_go_behind_the_committed_ones_and_stand_at_their_depth(impl, seeds):
+    for seed in seeds(12):
         rng = random.Random(seed)
         length, n = rng.randint(0, 12), rng.randint(1, 9)
         cache, *_ = filled(impl, length)
@@ -84,8 +84,8 @@ def test_rows_go_behind_the_committed_ones_and_stand_at_their_depth(impl):
 
 
 @pytest.mark.points(3, task="place")
-def test_rows_see_the_committed_ones_and_what_the_mask_says(impl):
-    for seed in SEEDS:
+def test_rows_see_the_committed_ones_and_what_the_mask_says(impl, seeds):
+    for seed in seeds(12):
         rng = random.Random(seed)
         length, n = rng.randint(0, 12), rng.randint(1, 9)
         cache, *_ = filled(impl, length)
@@ -112,8 +112,8 @@ def test_a_pass_that_does_not_fit_is_refused(impl):
 
 
 @pytest.mark.points(5, task="commit")
-def test_the_path_s_rows_follow_the_committed_ones(impl):
-    for seed in range(30):
+def test_the_path_s_rows_follow_the_committed_ones(impl, seeds):
+    for seed in seeds(30):
         rng = random.Random(seed)
         length = rng.randint(0, 10)
         path = sorted(rng.sample(range(12), rng.randint(0, 6)))
@@ -143,9 +143,9 @@ def test_truncate_moves_the_boundary_and_nothing_else(impl):
 
 
 @pytest.mark.points(5, task="together")
-def test_after_random_rounds_the_cache_equals_a_fresh_prefill(impl):
+def test_after_random_rounds_the_cache_equals_a_fresh_prefill(impl, seeds):
     """Trees scored, paths committed, tails forgotten: no row may show what happened before."""
-    for seed in range(4):
+    for seed in seeds(4):
         rng, model = random.Random(seed), small_model(seed)
         c = model.config
         cache = impl.KVCache(c.layers, c.kv_heads, c.head_dim, 64, dtype=torch.float64)
@@ -161,6 +161,9 @@ def test_after_random_rounds_the_cache_equals_a_fresh_prefill(impl):
             path = ancestors(parents, rng.randrange(len(parents)))
             cache.commit(path)
             tokens += [nodes[i] for i in path]
+            assert cache.length == len(tokens), (
+                f"seed {seed}, round {round_}: {cache.length} rows for {len(tokens)} tokens"
+            )
             fresh = model.new_cache()
             model(tokens, fresh)  # scratch rows, but rows
             for name in ("k", "v"):
@@ -168,7 +171,7 @@ def test_after_random_rounds_the_cache_equals_a_fresh_prefill(impl):
                 kept, right = (rows[:, :, : len(tokens)] for rows in both)
                 worst = (kept - right).abs().amax((0, 1, 3, 4))
                 wrong = (worst > 1e-10).nonzero().flatten().tolist()
-                assert cache.length == len(tokens) and not wrong, (
-                    f"seed {seed}, round {round_}: row {wrong[:1]} of {name} is not what a fresh "
+                assert float(worst.max()) < 1e-10, (
+                    f"seed {seed}, round {round_}: row {wrong[0]} of {name} is not what a fresh "
                     f"pass over the {len(tokens)} committed tokens writes"
                 )

@@ -1,6 +1,8 @@
 """Exact distributions: `every_outcome` sums over all random outcomes of `accept`."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +12,10 @@ from minispec.toys import every_outcome
 from minispec.tree import Tree
 
 V = 4  # tokens
+GRADED = {
+    "residual": "residual", "greedy": "accept", "chain": "accept", "tree": "accept",
+    "rounding": "accept",
+}  # fmt: skip
 
 
 def random_probs(rng: random.Random, size: int = V) -> torch.Tensor:
@@ -21,7 +27,7 @@ def random_probs(rng: random.Random, size: int = V) -> torch.Tensor:
 
 
 def drafted(rng: random.Random, kind: str, children: int, levels: int, randomness) -> Tree:
-    """`children` drafts below the root and, at two levels, as many below the first of them."""
+    """`children` drafts below the root and, with two levels, as many below the first of them."""
     tokens, parents, draft_probs = [0], [-1], [None]
     for parent in range(levels):
         q = random_probs(rng)
@@ -40,32 +46,63 @@ def drafted(rng: random.Random, kind: str, children: int, levels: int, randomnes
     return Tree(tokens, parents, draft_probs)
 
 
+def generators() -> tuple:
+    """The states of the generators that a submission might draw from by itself."""
+    return random.getstate(), torch.get_rng_state().numpy().tobytes()
+
+
+@contextlib.contextmanager
+def without_own_randomness() -> Iterator[None]:
+    """Fail, whatever else goes wrong, if a submission draws from anything but `randomness`."""
+    before = generators()
+    try:
+        yield
+    finally:
+        assert generators() == before, (
+            "it draws from a generator of its own: every decision must come from `randomness`"
+        )
+
+
+def judged(accept, target, tree: Tree, randomness) -> tuple[list[int], int]:
+    """What `accept` returns, after a look at its types."""
+    path, fresh = accept(target, tree, randomness)
+    kinds = {type(node) for node in path} | {type(fresh)}
+    assert kinds == {int}, (
+        f"the fresh token is a {type(fresh).__name__}, the path {path}: both are made of ints"
+    )
+    assert path[0] == 0, f"path {path}: it begins with node 0, which was emitted already"
+    return path, fresh
+
+
 def distance(accept, seed: int, kind: str, children: int) -> float:
     """Total variation of the first two tokens' distribution from the target's own."""
     rng = random.Random(seed)
     contexts = [()] + [(x,) for x in range(V)] + [(x, y) for x in range(V) for y in range(V)]
     after = {context: random_probs(rng) for context in contexts}
 
+    levels = 1 + (seed + children) % 2
+
     def first_two(randomness) -> tuple[int, ...]:
-        tree = drafted(random.Random(seed), kind, children, 1 + seed % 2, randomness)
+        tree = drafted(random.Random(seed), kind, children, levels, randomness)
         context = [()]
         for node in range(1, len(tree)):
             context.append(context[tree.parents[node]] + (tree.tokens[node],))
-        path, fresh = accept([after[c] for c in context], tree, randomness)
+        path, fresh = judged(accept, [after[c] for c in context], tree, randomness)
         tokens = tree.tokens_at(path[1:]) + [fresh]
         if len(tokens) == 1:  # the next pass is a plain one
             tokens.append(randomness.categorical(after[tuple(tokens)]))
         return tuple(tokens[:2])
 
     excess = {(x, y): -float(after[()][x] * after[(x,)][y]) for x in range(V) for y in range(V)}
-    for tokens, weight in every_outcome(first_two):
-        excess[tokens] += weight
+    with without_own_randomness():
+        for tokens, weight in every_outcome(first_two):
+            excess[tokens] += weight
     return sum(map(abs, excess.values())) / 2
 
 
 @pytest.mark.points(4, task="residual")
-def test_residual_is_what_q_leaves_of_p(impl):
-    for seed in range(20):
+def test_residual_is_what_q_leaves_of_p(impl, seeds):
+    for seed in seeds(20):
         rng = random.Random(seed)
         p, q, x = random_probs(rng, 7), random_probs(rng, 7), rng.randrange(7)
         before = p.clone(), q.clone()
@@ -93,13 +130,14 @@ def test_a_certain_target_that_agrees_leaves_no_residual(impl):
 
 
 @pytest.mark.points(3, task="greedy")
-def test_a_greedy_target_is_followed_token_by_token(impl):
+def test_a_greedy_target_is_followed_token_by_token(impl, seeds):
     """Each step of the path goes to the first child that holds the target's one token."""
-    for seed in range(30):
+    for seed in seeds(30):
         rng = random.Random(seed)
         parents = [-1] + [rng.randrange(i) for i in range(1, 15)]
         tree, said = Tree([rng.randrange(3) for _ in parents], parents), rng.choices(range(3), k=15)
-        path, fresh = impl.accept(OneHot(said, 3), tree, Seeded(seed))
+        with without_own_randomness():
+            path, fresh = judged(impl.accept, OneHot(said, 3), tree, Seeded(seed))
         at, expected = 0, []
         while at is not None:
             expected.append(at)
@@ -112,38 +150,62 @@ def test_a_greedy_target_is_followed_token_by_token(impl):
 
 
 @pytest.mark.points(6, task="chain")
-@pytest.mark.parametrize("kind", ["one-hot", "drawn"])
-def test_a_chain_has_the_target_s_distribution(impl, kind):
-    for seed in range(12):
+@pytest.mark.parametrize("kind", ["drawn", "one-hot"])
+def test_a_chain_has_the_target_s_distribution(impl, seeds, kind):
+    for seed in seeds(12):
         d = distance(impl.accept, seed, kind, children=1)
         assert d < 1e-12, (
-            f"the output is {d:.3f} (total variation) away from the target, for {kind} "
-            "drafts: accept x with probability min(1, p(x) / q(x)), else draw from the residual; "
-            "bonus and correction are both drawn from what p has become"
+            f"the output is {d:.1e} (total variation) away from the target, for {kind} drafts: "
+            "accept x with probability min(1, p(x) / q(x)), else draw from the residual; bonus and "
+            "correction are both drawn from what p has become"
         )
 
 
-@pytest.mark.points(6, task="tree")
-@pytest.mark.parametrize("kind", ["one-hot", "with replacement", "without replacement"])
-def test_siblings_have_the_target_s_distribution(impl, kind):
-    for seed in range(6):
+@pytest.mark.points(4, task="tree")
+@pytest.mark.parametrize("kind", ["with replacement", "without replacement", "one-hot"])
+def test_siblings_have_the_target_s_distribution(impl, seeds, kind):
+    for seed in seeds(6):
         d = distance(impl.accept, seed, kind, children=2)
         assert d < 1e-12, (
-            f"the output is {d:.3f} (total variation) away from the target, for two "
+            f"the output is {d:.1e} (total variation) away from the target, for two "
             f"siblings ({kind}): after a rejection the next sibling is judged by the residual"
         )
 
 
+@pytest.mark.points(2, task="tree")
+def test_every_sibling_is_tried(impl, seeds):
+    """One-hot siblings are accepted as often as the target draws their tokens."""
+    for seed in seeds(6):
+        rng = random.Random(seed)
+        tokens = rng.sample(range(V), 3)
+        tree = Tree([0, *tokens], [-1, 0, 0, 0])
+        p = torch.tensor([0.1 + rng.random() for _ in range(V)], dtype=torch.float64)
+        p = p / p.sum()
+        accepted = dict.fromkeys(range(1, 4), 0.0)
+        for (path, _), weight in every_outcome(
+            lambda randomness: judged(impl.accept, [p] * 4, tree, randomness)
+        ):
+            for node in path[1:]:
+                accepted[node] += weight
+        for node, x in enumerate(tokens, start=1):
+            off = accepted[node] - float(p[x])
+            assert abs(off) < 1e-12, (
+                f"three siblings, one-hot at {tokens}: child {node} is accepted with probability "
+                f"{accepted[node]:.3f} instead of p({x}) = {float(p[x]):.3f}: try each in turn"
+            )
+
+
 @pytest.mark.points(1, task="tree")
-def test_the_path_is_a_path(impl):
-    rng, randomness = random.Random(0), Seeded(0)
+def test_the_path_is_a_path(impl, seeds):
+    (seed,) = seeds(1)
+    rng, randomness = random.Random(seed), Seeded(seed)
     for _ in range(60):
         tree = drafted(rng, "with replacement", 3, 2, randomness)
-        path, fresh = impl.accept([random_probs(rng) for _ in tree.tokens], tree, randomness)
-        assert path[0] == 0, "the path begins with node 0, which was emitted already"
+        target = [random_probs(rng) for _ in tree.tokens]
+        path, fresh = judged(impl.accept, target, tree, randomness)
         steps = all(tree.parents[b] == a for a, b in zip(path, path[1:]))
         assert steps, f"path {path} of {tree}: each node must be a child of the one before it"
-        assert 0 <= fresh < V and type(fresh) is int, "the fresh token is an int"
+        assert 0 <= fresh < V, f"the fresh token {fresh} is none of the {V} tokens"
 
 
 @pytest.mark.points(1, task="rounding")
@@ -164,12 +226,13 @@ def test_a_draft_that_rounding_leaves_no_residual_for_is_accepted(impl):
 
 
 @pytest.mark.points(2, task="chain")
-def test_a_draft_that_is_the_target_is_always_accepted(impl):
-    rng, randomness = random.Random(0), Seeded(0)
+def test_a_draft_that_is_the_target_is_always_accepted(impl, seeds):
+    (seed,) = seeds(1)
+    rng, randomness = random.Random(seed), Seeded(seed)
     for _ in range(30):
         target = [random_probs(rng) for _ in range(4)]
         tree = Tree.chain(0, [randomness.categorical(p) for p in target[:3]], target[:3])
-        path, _ = impl.accept(target, tree, randomness)
+        path, _ = judged(impl.accept, target, tree, randomness)
         assert path == [0, 1, 2, 3], (
             "a draft with q = p must always be accepted: judge a node by the target's "
             "distribution after its parent"

@@ -12,7 +12,11 @@ from minispec.tree import Policy, Step
 
 def lookup(tokens: list[int], k: int, ngram: int) -> list[int]:
     """Up to `k` tokens that followed the latest earlier occurrence of the last n tokens, for the
-    largest n from `ngram` down to 1 that has occurred; as many as there are."""
+    largest n from `ngram` down to 1 that has occurred; as many as there are.
+
+    >>> lookup([1, 2, 3, 4, 1, 2], k=3, ngram=2)  # 1, 2 occurred before, and 3, 4, 1 followed
+    [3, 4, 1]
+    """
     raise NotImplementedError
 
 
@@ -27,6 +31,9 @@ def propose(
     A distribution is (vocab_size,), over the target's tokens: the draft's logits beyond them are
     cut off before `probs`, and where the draft knows fewer, the rest is 0. At temperature 0 the
     draft takes its argmax and draws nothing.
+
+    Example, k = 2: `tokens` has 6 and the cache 4 rows. Feed the last 2 tokens, commit them, draw a
+    draft; feed it, commit it, draw the other. The cache now has 7 rows.
     """
     raise NotImplementedError
 
@@ -43,16 +50,27 @@ def speculative(
     `draft_sampling`, by default as the target does. After every round the target's cache holds all
     tokens but the last. Not graded: a k that is a policy, a given `draft_cache`, vocabularies of
     different sizes, the end of the context.
+
+    Example, k = 2: after token 7 the draft says 1, 4, and the target accepts 1 and draws 9. The
+    round is Step([1, 9], Tree.chain(7, [1, 4], …), [0, 1]), and the draft's row of 4 is dropped.
     """
     raise NotImplementedError
 
 
 def tokens_per_pass(alpha: float, gamma: int) -> float:
     """E[tokens per target pass] for γ drafts, each accepted with probability α if all before it
-    were; α = 1 included."""
+    were; α = 1 included.
+
+    >>> tokens_per_pass(0.5, 2)  # one always, a second with 1/2, a third with 1/4
+    1.75
+    """
     raise NotImplementedError
 
 
 def speedup(alpha: float, gamma: int, c: float) -> float:
-    """Speed over plain decoding, where a draft pass costs c target passes."""
+    """Speed over plain decoding, where a draft pass costs c target passes.
+
+    >>> speedup(0.5, 2, 0.125)  # a round costs one target pass and two drafts
+    1.4
+    """
     raise NotImplementedError

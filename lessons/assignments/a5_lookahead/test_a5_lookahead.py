@@ -12,16 +12,22 @@ from minispec.toys import Toy, exact_distribution, first_tokens, small_model, to
 from minispec.tree import Tree
 
 GREEDY = Sampling()
-SEEDS = range(12)
+GRADED = {
+    "jacobi": "jacobi", "trie": "merged", "window_layout": "window_layout",
+    "combined_mask": "combined_mask", "predicting_rows": "Window.predicting_rows",
+    "advance": "Window.advance", "pool": "Pool.__init__, Pool.add, Pool.add_all, Pool.after",
+    "together": "merged, window_layout, combined_mask, Window.predicting_rows, Window.advance",
+    "lookahead": "lookahead, minispec.methods.lookahead.score_and_accept",
+}  # fmt: skip
 
 
 # ---- Jacobi --------------------------------------------------------------------------------------
 
 
 @pytest.mark.points(2, task="jacobi")
-def test_jacobi_is_lossless(impl):
-    for seed in range(2):
-        model, prompt = small_model(seed), random.Random(seed).choices(range(24), k=1 + 3 * seed)
+def test_jacobi_is_lossless(impl, seeds):
+    for i, seed in enumerate(seeds(2)):
+        model, prompt = small_model(seed), random.Random(seed).choices(range(24), k=1 + 3 * i)
         plain = list(first_tokens(autoregressive, model, prompt, GREEDY, Seeded(), 12))
         for block in (1, 5):
             steps = impl.jacobi(model, prompt, GREEDY, Seeded(), block=block)
@@ -32,19 +38,21 @@ def test_jacobi_is_lossless(impl):
         return impl.jacobi(*arguments, block=3, **options)
 
     d = total_variation(
-        exact_distribution(method, Toy(5), [1, 0, 1], Sampling(1.0), 3),
-        exact_distribution(autoregressive, Toy(5), [1, 0, 1], Sampling(1.0), 3),
+        exact_distribution(method, Toy(seed + 5), [1, 0, 1], Sampling(1.0), 3),
+        exact_distribution(autoregressive, Toy(seed + 5), [1, 0, 1], Sampling(1.0), 3),
     )
-    assert d < 1e-12, f"sampled, the output is {d:.3f} away: to `accept`, guesses are one-hot"
+    assert d < 1e-12, (
+        f"sampled, the output is {d:.1e} (total variation) away: to `accept`, guesses are one-hot"
+    )
 
 
 @pytest.mark.points(3, task="jacobi")
-def test_a_guess_is_what_the_model_said_a_pass_ago(impl):
-    for seed in range(3):
-        model, prompt, block = small_model(seed), [3, 1, 4, 1, 5], 4 + seed
+def test_a_guess_is_what_the_model_said_a_pass_ago(impl, seeds):
+    for kept, seed in enumerate(seeds(3)):
+        model, prompt, block = small_model(seed, vocab=4), [3, 1, 0, 1, 2], 4 + kept
         tokens, guess = list(prompt), [prompt[i % 5] for i in range(block)]
         cache = model.new_cache()
-        model.prefill(prompt[:seed], cache)  # rows kept from an earlier run
+        model.prefill(prompt[:kept], cache)  # rows kept from an earlier run
         steps = impl.jacobi(model, prompt, GREEDY, Seeded(), cache=cache, block=block)
         assert next(steps).tree is None, "the first step is the prefill's"
         for round_, step in zip(range(8), steps):
@@ -67,8 +75,8 @@ def test_a_guess_is_what_the_model_said_a_pass_ago(impl):
 
 
 @pytest.mark.points(3, task="trie")
-def test_what_chains_share_stands_once(impl):
-    for seed in range(30):
+def test_what_chains_share_stands_once(impl, seeds):
+    for seed in seeds(30):
         rng = random.Random(seed)
         chains = [rng.choices(range(3), k=rng.randint(0, 4)) for _ in range(rng.randint(0, 6))]
         tree = impl.merged(9, [list(chain) for chain in chains])
@@ -101,8 +109,8 @@ def entries(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.points(2, task="window_layout")
-def test_an_entry_guesses_the_token_at_column_plus_row(impl):
-    for seed in SEEDS:
+def test_an_entry_guesses_the_token_at_column_plus_row(impl, seeds):
+    for seed in seeds(12):
         lengths = random_lengths(random.Random(seed))
         distance, _ = impl.window_layout(lengths)
         right = [r + i for r, i in entries(lengths)]
@@ -113,8 +121,8 @@ def test_an_entry_guesses_the_token_at_column_plus_row(impl):
 
 
 @pytest.mark.points(4, task="window_layout")
-def test_an_entry_sees_row_0_up_to_its_column_and_then_its_column(impl):
-    for seed in SEEDS:
+def test_an_entry_sees_row_0_up_to_its_column_and_then_its_column(impl, seeds):
+    for seed in seeds(12):
         lengths = random_lengths(random.Random(seed))
         at = entries(lengths)
         seen = impl.window_layout(lengths)[1]
@@ -139,8 +147,8 @@ def passing(impl, rng: random.Random):
 
 
 @pytest.mark.points(4, task="combined_mask")
-def test_tree_and_window_are_blind_to_each_other_but_for_the_root(impl):
-    for seed in SEEDS:
+def test_tree_and_window_are_blind_to_each_other_but_for_the_root(impl, seeds):
+    for seed in seeds(12):
         tree, window, depth, mask = passing(impl, random.Random(seed))
         n, (distance, seen) = len(tree), window.layout
         assert depth.tolist() == tree.depth.tolist() + distance.tolist(), (
@@ -157,8 +165,8 @@ def test_tree_and_window_are_blind_to_each_other_but_for_the_root(impl):
 
 
 @pytest.mark.points(2, task="predicting_rows")
-def test_the_last_row_says_the_next_one(impl):
-    for seed in SEEDS:
+def test_the_last_row_says_the_next_one(impl, seeds):
+    for seed in seeds(12):
         rng = random.Random(seed)
         lengths, nodes = random_lengths(rng), rng.randint(1, 9)
         window = impl.Window([1, 2], 3, 4)
@@ -173,8 +181,8 @@ def test_the_last_row_says_the_next_one(impl):
 
 
 @pytest.mark.points(5, task="advance")
-def test_the_window_fills_harvests_its_columns_and_moves_up(impl):
-    for seed in SEEDS:
+def test_the_window_fills_harvests_its_columns_and_moves_up(impl, seeds):
+    for seed in seeds(12):
         rng = random.Random(seed)
         width, ngram = rng.randint(1, 5), rng.randint(2, 5)
         window = impl.Window(rng.choices(range(24), k=4), width, ngram)
@@ -204,8 +212,8 @@ def test_the_window_fills_harvests_its_columns_and_moves_up(impl):
 
 
 @pytest.mark.points(4, task="pool")
-def test_the_pool_keeps_what_was_seen_last(impl):
-    for seed in range(6):
+def test_the_pool_keeps_what_was_seen_last(impl, seeds):
+    for seed in seeds(6):
         rng = random.Random(seed)
         most = rng.randint(0, 4)
         pool, grams = impl.Pool(most), []
@@ -231,15 +239,15 @@ def test_what_the_caller_does_with_a_guess_leaves_the_pool_alone(impl):
         guesses = pool.after(1)
         assert guesses == [[4, 5], [2, 3]], (
             f"{guesses}: a caller appended to the list it was given, and the pool changed: hand "
-            "out copies (the published code had this bug)"
+            "out copies"
         )
         guesses[0].append(99)
         guesses.append([7])
 
 
 @pytest.mark.points(2, task="pool")
-def test_n_grams_of_a_text_that_end_in_its_new_tokens(impl):
-    for seed in range(20):
+def test_n_grams_of_a_text_that_end_in_its_new_tokens(impl, seeds):
+    for seed in seeds(20):
         rng = random.Random(seed)
         tokens = rng.choices(range(4), k=rng.randint(1, 10))
         n, new = rng.randint(2, 4), rng.randint(0, len(tokens))
@@ -259,9 +267,9 @@ def test_n_grams_of_a_text_that_end_in_its_new_tokens(impl):
 
 
 @pytest.mark.points(4, task="together")
-def test_each_entry_s_hidden_state_is_that_of_its_chain_alone(impl):
+def test_each_entry_s_hidden_state_is_that_of_its_chain_alone(impl, seeds):
     """Window, trie, layout and mask in one pass, compared with a pass for each entry."""
-    for seed in range(4):
+    for seed in seeds(4):
         rng, model = random.Random(seed), small_model(seed)
         width, ngram = rng.randint(1, 4), rng.randint(2, 4)
         tokens = rng.choices(range(24), k=rng.randint(2, 9))
@@ -281,3 +289,60 @@ def test_each_entry_s_hidden_state_is_that_of_its_chain_alone(impl):
                 )
             predicted = model.logits(hidden[window.predicting_rows(len(tree))]).argmax(-1).tolist()
             window.advance(tokens[-1], predicted)
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+SETTINGS = (  # W, N, G, and whether the text's own n-grams join the pool
+    (1, 2, 1, False), (3, 3, 3, True), (2, 4, 2, False), (4, 3, 5, True),
+)  # fmt: skip
+
+
+def options_of(settings: tuple) -> dict:
+    return dict(zip(("window", "ngram", "guesses", "pool_from_prompt"), settings))
+
+
+@pytest.mark.points(3, task="lookahead")
+def test_lookahead_is_lossless(impl, seeds):
+    for seed, settings in zip(seeds(4), SETTINGS):
+        model, prompt = small_model(seed, vocab=4), [1, 2, 3, 1, 2]
+        plain = list(first_tokens(autoregressive, model, prompt, GREEDY, Seeded(), 24))
+        steps = impl.lookahead(model, prompt, GREEDY, Seeded(), **options_of(settings))
+        tokens = [t for step, _ in zip(steps, range(25)) for t in step.tokens][:24]
+        assert tokens == plain, (
+            f"W, N, G = {settings[:3]}: {tokens}, but plain decoding says {plain}"
+        )
+
+    def method(*arguments, **options):
+        return impl.lookahead(*arguments, **options, **options_of((3, 3, 3, True)))
+
+    arguments = Toy(seed + 5), [1, 0, 1], Sampling(1.0), 2
+    d = total_variation(
+        exact_distribution(method, *arguments), exact_distribution(autoregressive, *arguments)
+    )
+    assert d < 1e-12, (
+        f"sampled, the output is {d:.1e} (total variation) away: n-grams are one-hot, and only the "
+        "tree's rows are verified"
+    )
+
+
+@pytest.mark.points(3, task="lookahead")
+def test_every_round_verifies_what_the_window_has_collected(impl, seeds):
+    """Each round's tree, path and tokens are those of the package's loop."""
+    for kept, (seed, settings) in enumerate(zip(seeds(4), SETTINGS)):
+        model, prompt = small_model(seed, vocab=4), [1, 2, 3, 1, 2]
+        runs = []
+        for method in (lookahead.lookahead, impl.lookahead):
+            cache, tokens, rounds = model.new_cache(), list(prompt), []
+            model.prefill(prompt[:kept], cache)
+            steps = method(model, prompt, GREEDY, Seeded(), cache=cache, **options_of(settings))
+            for step, _ in zip(steps, range(20)):
+                tokens += step.tokens
+                tree = step.tree and (step.tree.tokens, step.tree.parents)
+                rounds.append((tree, step.path, step.tokens, cache.length - len(tokens)))
+            runs.append(rounds)
+        for round_, (right, given) in enumerate(zip(*runs)):
+            assert given == right, (
+                f"W, N, G = {settings[:3]}, pool_from_prompt {settings[3]}, round {round_}: (tree, "
+                f"path, new tokens, rows of the cache less tokens) is {given} instead of {right}"
+            )

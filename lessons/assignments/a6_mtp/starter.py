@@ -20,7 +20,12 @@ class MTPHead(fastmtp.MTPHead):
 
     def layers(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
         """Hidden states (B, n, d) and embedded tokens (B, n, d) -> (B, n, d), which feeds lm_head
-        and the next step. The hidden state comes first in what `input_proj` reads."""
+        and the next step. The hidden state comes first in what `input_proj` reads.
+
+        Example: h is normed by `hidden_layernorm`, Emb(t) by `token_layernorm`; [h; Emb(t)] (B, n,
+        2d) goes through `input_proj` to (B, n, d), through the block, and through
+        `final_layernorm`.
+        """
         raise NotImplementedError
 
 
@@ -34,6 +39,9 @@ class Drafter(fastmtp.Drafter):
         """Take in the target's own hidden states (n, d), each with the token that came after it.
 
         Row j is (h_j, t_{j+1}). Commit the rows and keep the last output in `last`; n may be 0.
+
+        Example: the cache has 4 rows. extend(hidden of 2 rows, [8, 3]) makes them 6, and `last` is
+        the output of the row with token 3.
         """
         raise NotImplementedError
 
@@ -49,12 +57,19 @@ class Drafter(fastmtp.Drafter):
         indices into tokens, and `draft_head.scatter(q)` a distribution over the subset into one
         over the full vocabulary.
         `minispec.sampling.draw` draws. The cache and `last` end as they began.
+
+        Example, k = 2: `last` gives the first draft, 8. The head runs on `last` and 8, and its
+        output gives the second. Nothing is run on that one, and the row of 8 is dropped.
         """
         raise NotImplementedError
 
 
 def step_weights(steps: int, beta: float) -> list[float]:
-    """α_k = β^(k-1) / Σ β^(j-1), for k from 1 to `steps`."""
+    """α_k = β^(k-1) / Σ β^(j-1), for k from 1 to `steps`.
+
+    >>> step_weights(2, 0.25)  # 1 and 1/4, divided by their sum
+    [0.8, 0.2]
+    """
     raise NotImplementedError
 
 
@@ -64,7 +79,11 @@ class Documents(distill.Documents):
 
     def labels(self, index: Tensor, k: int) -> Tensor:
         """Step k's label (from 1) at row i is token i + k + 1 of documents `index` (B,) if that is
-        a token of the document and not of its prompt, else -100; (B, T - 2)."""
+        a token of the document and not of its prompt, else -100; (B, T - 2).
+
+        Example: the document is [5, 6, 7, 8, 9] and its prompt has 3 tokens. Step 1's labels are
+        those of tokens 2, 3, 4: -100, 8, 9. Step 2's are 8, 9, -100.
+        """
         raise NotImplementedError
 
 
@@ -74,7 +93,10 @@ class MTPLoss(distill.MTPLoss):
 
     def __call__(self, index: Tensor) -> Tensor:
         """The loss, in nats. `hidden, tokens, labels = self.gather(index)`: what `steps` reads, and
-        each step's labels (B, n). CE_k is the mean over the rows that have a label, 0 if none."""
+        each step's labels (B, n). CE_k is the mean over the rows that have a label, 0 if none.
+
+        Example: two steps with CE_1 = 1.0 and CE_2 = 2.0 and the weights 0.8, 0.2 give 1.2.
+        """
         raise NotImplementedError
 
     def steps(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
@@ -83,6 +105,9 @@ class MTPLoss(distill.MTPLoss):
         Step k (from 1) at row i reads its own output of the step before (at first the hidden state)
         and the true token i + k. Gradients flow through all steps. `self.head.layers` takes what
         `plan` returns.
+
+        Example: at row 0, step 1 reads h_0 and token 1 and says token 2; step 2 reads step 1's
+        output at row 0 and token 2, and says token 3.
         """
         raise NotImplementedError
 
@@ -95,5 +120,8 @@ class MTPLoss(distill.MTPLoss):
         keys of all steps so far side by side: (k + 1) · n of them. `self.head.rope(positions,
         dtype)` gives cos and sin. `ForwardContext.attn_mask` is the mask of
         `scaled_dot_product_attention`, (1, 1, n, keys); None stands for causal.
+
+        Example, aligned, n = 2, k = 1: positions [1, 2]; the mask's rows are [1, 0, 1, 0] and [1,
+        1, 0, 1], over the keys of step 1 and then those of step 2.
         """
         raise NotImplementedError

@@ -12,6 +12,14 @@ from minispec.sampling import Sampling, Seeded, probs
 from minispec.toys import Recorder, random_mtp_head, randomise, small_model
 
 GREEDY = Sampling()
+GRADED = {
+    "head": "MTPHead.layers", "extend": "Drafter.extend", "chain": "Drafter.chain",
+    "rounds": "Drafter.extend, Drafter.chain", "weights": "step_weights",
+    "labels": "Documents.labels",
+    "aligned": "MTPLoss.steps, MTPLoss.plan, minispec.training.distill.MTPLoss.outputs",
+    "parallel": "MTPLoss.steps, MTPLoss.plan, minispec.training.distill.MTPLoss.outputs",
+    "loss": "MTPLoss.__call__",
+}  # fmt: skip
 
 
 def random_text(seed: int, least: int = 3) -> list[int]:
@@ -48,8 +56,8 @@ def fresh_drafts(head, model, tokens: list[int], k: int) -> list[int]:
 
 
 @pytest.mark.points(5, task="head")
-def test_the_head_is_the_formula_s(impl):
-    for seed in range(4):
+def test_the_head_is_the_formula_s(impl, seeds):
+    for seed in seeds(4):
         model, tokens = small_model(seed), random_text(seed)
         head = randomise(impl.MTPHead(model.config).double(), seed)
         hidden = model(tokens)[:, :-1]  # (1, n, d)
@@ -72,8 +80,8 @@ def test_the_head_is_the_formula_s(impl):
 
 
 @pytest.mark.points(4, task="extend")
-def test_extending_piece_by_piece_is_one_pass_over_all(impl):
-    for seed in range(6):
+def test_extending_piece_by_piece_is_one_pass_over_all(impl, seeds):
+    for seed in seeds(6):
         rng, model, tokens = random.Random(seed), small_model(seed), random_text(seed, 5)
         head, hidden, at = random_mtp_head(model, seed), model(tokens)[0], 0
         drafter = impl.Drafter(head, model, 64, 0)
@@ -93,9 +101,9 @@ def test_extending_piece_by_piece_is_one_pass_over_all(impl):
 
 
 @pytest.mark.points(4, task="chain")
-def test_greedy_drafts_are_those_of_passes_without_a_cache(impl):
-    for seed in range(6):
-        model, tokens, k = small_model(seed), random_text(seed), 1 + seed
+def test_greedy_drafts_are_those_of_passes_without_a_cache(impl, seeds):
+    for i, seed in enumerate(seeds(6)):
+        model, tokens, k = small_model(seed), random_text(seed), 1 + i
         head = random_mtp_head(model, seed)
         drafter = prepared(impl, model, head, tokens)
         length, last = drafter.cache.length, drafter.last
@@ -116,8 +124,8 @@ def test_greedy_drafts_are_those_of_passes_without_a_cache(impl):
 
 
 @pytest.mark.points(4, task="chain")
-def test_sampled_drafts_come_with_the_distribution_they_were_drawn_from(impl):
-    for seed in range(6):
+def test_sampled_drafts_come_with_the_distribution_they_were_drawn_from(impl, seeds):
+    for seed in seeds(6):
         rng, model, tokens = random.Random(seed), small_model(seed), random_text(seed)
         head, sampling, randomness = random_mtp_head(model, seed), Sampling(0.9), Recorder(seed)
         ids = rng.sample(range(24), 7)
@@ -143,9 +151,9 @@ def test_sampled_drafts_come_with_the_distribution_they_were_drawn_from(impl):
 
 
 @pytest.mark.points(3, task="rounds")
-def test_after_every_round_the_cache_follows_the_text(impl):
+def test_after_every_round_the_cache_follows_the_text(impl, seeds):
     """Draft, accept a few, extend with the target's own hidden states."""
-    for seed in range(4):
+    for seed in seeds(4):
         rng, model, tokens = random.Random(seed), small_model(seed), random_text(seed)
         head = random_mtp_head(model, seed)
         drafter = impl.Drafter(head, model, 64, 0)
@@ -186,8 +194,8 @@ def documents_of(kind, model, seed: int):
 
 
 @pytest.mark.points(3, task="labels")
-def test_a_label_is_a_generated_token_of_the_same_document(impl):
-    for seed in range(6):
+def test_a_label_is_a_generated_token_of_the_same_document(impl, seeds):
+    for seed in seeds(6):
         model = small_model(0)
         rows, prompts, documents = documents_of(impl.Documents, model, seed)
         index = torch.tensor(random.Random(seed).choices(range(3), k=4))
@@ -210,9 +218,9 @@ def loss_of(impl, model, head, aligned: bool, k: int = 3, **given):
 
 
 @pytest.mark.points(6, task="aligned")
-def test_aligned_training_is_drafting(impl):
+def test_aligned_training_is_drafting(impl, seeds):
     """Step k at row i is the head extended to i, then run on its own output with true tokens."""
-    for seed in range(3):
+    for seed in seeds(3):
         model, text = small_model(seed), random_text(seed, 6)
         head, n = random_mtp_head(model, seed), len(text) - 2
         hidden, tokens = model(text)[:, :n], torch.tensor([text + [0] * 4])
@@ -233,8 +241,8 @@ def test_aligned_training_is_drafting(impl):
 
 
 @pytest.mark.points(3, task="parallel")
-def test_parallel_training_keeps_position_and_mask(impl):
-    for seed in range(3):
+def test_parallel_training_keeps_position_and_mask(impl, seeds):
+    for seed in seeds(3):
         model, text = small_model(seed), random_text(seed, 6)
         head, n = random_mtp_head(model, seed), len(text) - 2
         x, tokens = model(text)[:, :n], torch.tensor([text + [0] * 4])
@@ -249,25 +257,26 @@ def test_parallel_training_keeps_position_and_mask(impl):
 
 
 @pytest.mark.points(1, task="parallel")
-def test_gradients_flow_through_all_steps(impl):
-    model, text = small_model(0), random_text(0, 6)
+def test_gradients_flow_through_all_steps(impl, seeds):
+    (seed,) = seeds(1)
+    model, text = small_model(seed), random_text(seed, 6)
     hidden = model(text)[:, :-2].requires_grad_(True)
-    loss = loss_of(impl, model, random_mtp_head(model, 0), False)
+    loss = loss_of(impl, model, random_mtp_head(model, seed), False)
     logits = loss.steps(hidden, torch.tensor([text + [0] * 4]))
-    assert logits[2].requires_grad, "step 3 ignores its input: do not detach between steps"
-    (gradient,) = torch.autograd.grad(logits[2].sum(), hidden, allow_unused=True)
-    assert gradient is not None and gradient.any(), "do not detach between steps"
+    assert logits[2].requires_grad, (
+        "step 3 does not depend on what step 1 read: do not detach between steps"
+    )
 
 
 @pytest.mark.points(4, task="loss")
-def test_the_loss_weighs_means_over_labelled_rows(impl):
-    for seed in range(6):
+def test_the_loss_weighs_means_over_labelled_rows(impl, seeds):
+    for i, seed in enumerate(seeds(6)):
         generator = torch.Generator().manual_seed(seed)
         logits = [torch.randn(2, 5, 24, generator=generator) for _ in range(3)]
         labels = [torch.randint(24, (2, 5), generator=generator) for _ in range(3)]
         for k, label in enumerate(labels):
             label[torch.rand(2, 5, generator=generator) < 0.3 * k] = -100
-        if seed == 0:
+        if i == 0:
             labels[2][:] = -100  # no document is that long
         hidden = torch.zeros(2, 5, 16)
         loss = loss_of(

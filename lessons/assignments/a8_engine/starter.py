@@ -21,6 +21,10 @@ def engine(
     one pass over the tree's tokens and those that ride along, `accept` over the tree,
     `cache.commit`, `learn`. A proposer may use all the room that the cache has. After every round
     the cache holds all tokens but the last.
+
+    Example: the tree is 7 with the children 4 and 2, and one token rides along, so the pass has 4
+    rows. `accept` looks at the first 3, chooses 2 and draws 9: commit([0, 2]), learn(…, 9], tree,
+    [0, 2], all 4 hidden states), Step([2, 9], tree, [0, 2]).
     """
     raise NotImplementedError
 
@@ -35,5 +39,8 @@ def black_box(
     Returns the new tokens after `prompt`: exactly `max_new_tokens`, or fewer if one of
     `model.config.eos_ids` comes, which is then the last. `minispec.load(checkpoint, "float64",
     "cpu")` gives the model (and a tokenizer). Load it once: calls come in thousands.
+
+    Example: max_new_tokens is 3, and rounds of 2 tokens give 5, 6, 7, 8: return [5, 6, 7]. If 6 is
+    an end token, return [5, 6].
     """
     raise NotImplementedError

@@ -1,5 +1,6 @@
 """The certifier is the examiner: its checks of every method, with your engine in their place."""
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -13,7 +14,7 @@ from lessons.assignments.a8_engine.proposers import PROPOSERS, Forest, Proposer
 from minispec.certify.common import Verdict
 from minispec.certify.others.blackbox import Limits, check_implementation
 from minispec.certify.others.checkpoints import write_checkpoint
-from minispec.certify.ours import cases
+from minispec.certify.ours import cases, checks
 from minispec.certify.ours.cases import bound, every_path, greedy_cases
 from minispec.certify.ours.checks import check_cache, check_exact, ending_difference
 from minispec.generate import METHODS
@@ -29,6 +30,10 @@ from minispec.toys import (
 )
 
 GREEDY = Sampling()
+GRADED = {
+    "exact": "engine", "greedy": "engine", "cache": "engine", "rounds": "engine",
+    "limits": "engine", "engine": "engine", "black box": "black_box",
+}  # fmt: skip
 
 
 def as_method(engine: Callable, kind: type[Proposer], original: Callable) -> Callable:
@@ -47,14 +52,24 @@ def without_gradients():
         yield
 
 
-@pytest.fixture
-def in_place(impl) -> Iterator[None]:
+@contextlib.contextmanager
+def in_place(engine: Callable, first_seed: int) -> Iterator[None]:
     """The certifier and `decode` run the engine, wherever they would run a method of the package.
-    Plain decoding, which all are compared with, stays the package's."""
-    methods = {name: as_method(impl.engine, PROPOSERS[name], METHODS[name]) for name in PROPOSERS}
-    forest = as_method(impl.engine, Forest, cases.forest)
-    with mock.patch.dict(METHODS, methods), mock.patch.object(cases, "forest", forest):
+    Plain decoding, which all are compared with, stays the package's. `first_seed` changes the
+    certifier's targets and drafts."""
+    methods = {name: as_method(engine, PROPOSERS[name], METHODS[name]) for name in PROPOSERS}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(METHODS, methods))
+        forest = as_method(engine, Forest, cases.forest)
+        stack.enter_context(mock.patch.object(cases, "forest", forest))
+        for module, make in (cases, Toy), (cases, small_model), (checks, small_model):
+            other = shifted(make, first_seed)
+            stack.enter_context(mock.patch.object(module, make.__name__, other))
         yield
+
+
+def shifted(make: Callable, first_seed: int) -> Callable:
+    return lambda seed, *arguments, **options: make(seed + first_seed, *arguments, **options)
 
 
 def problem(verdicts: Iterator[Verdict]) -> str | None:
@@ -71,41 +86,46 @@ CACHE = "random draft, k=5", "tree, deep", "medusa, deep", "jacobi", "lookahead,
 
 
 @pytest.mark.points(10, task="exact")
-def test_the_certifier_s_exact_check(impl, in_place):
+def test_the_certifier_s_exact_check(impl, seeds):
     """Over all random outcomes, the output of every proposer is distributed as plain decoding's."""
-    wrong = problem(v for case in EXACT for v in check_exact(only=case))
+    with in_place(impl.engine, *seeds(1)):
+        wrong = problem(v for case in EXACT for v in check_exact(only=case))
     assert wrong is None, f"the certifier says: {wrong}: the output is not the target's"
 
 
 @pytest.mark.points(5, task="greedy")
-def test_greedy_tokens_are_plain_decoding_s(impl, in_place):
-    model, prompt = small_model(0), [7]
+def test_greedy_tokens_are_plain_decoding_s(impl, seeds):
+    (seed,) = seeds(1)
+    model, prompt = small_model(seed), [7]
     plain = first_tokens(bound("autoregressive"), model, prompt, GREEDY, Seeded(), 10)
-    for name, method in greedy_cases(model, 1):
-        tokens = first_tokens(method, model, prompt, GREEDY, Seeded(), 10)
-        assert tokens == plain, f"{name}: {tokens} instead of {plain}"
+    with in_place(impl.engine, seed):
+        for name, method in greedy_cases(model, 1):
+            tokens = first_tokens(method, model, prompt, GREEDY, Seeded(), 10)
+            assert tokens == plain, f"{name}: {tokens} instead of {plain}"
 
 
 @pytest.mark.points(5, task="cache")
-def test_the_certifier_s_cache_check(impl, in_place):
+def test_the_certifier_s_cache_check(impl, seeds):
     """After every round the committed rows equal a fresh prefill's, of all tokens but the last."""
-    wrong = problem(v for case in CACHE for v in check_cache(only=case))
+    with in_place(impl.engine, *seeds(1)):
+        wrong = problem(v for case in CACHE for v in check_cache(only=case))
     assert wrong is None, (
         f"the certifier says: {wrong} (inf: not as many rows as tokens but the last)"
     )
 
 
 @pytest.mark.points(5, task="rounds")
-def test_every_round_is_that_of_the_package_s_method(impl):
+def test_every_round_is_that_of_the_package_s_method(impl, seeds):
     """The same random numbers give the same trees, paths and tokens, from a kept cache as well."""
-    model = small_model(3, vocab=6)
+    (seed,) = seeds(1)
+    model = small_model(seed + 3, vocab=6)
     options = {
-        "speculative": {"draft": small_model(4, vocab=6), "k": 3},
+        "speculative": {"draft": small_model(seed + 4, vocab=6), "k": 3},
         "prompt-lookup": {"k": 4},
-        "medusa": {"heads": random_medusa_heads(model, 1, 3), "tree": every_path(3, 9)},
+        "medusa": {"heads": random_medusa_heads(model, seed + 1, 3), "tree": every_path(3, 9)},
         "jacobi": {"block": 4},
         "lookahead": {"window": 3, "ngram": 3, "guesses": 3, "pool_from_prompt": True},
-        "fastmtp": {"head": random_mtp_head(model, 2), "k": 3},
+        "fastmtp": {"head": random_mtp_head(model, seed + 2), "k": 3},
     }
     prompt = [1, 2, 3, 1, 2, 3, 1]
     for name, kept in itertools.product(PROPOSERS, (0, 4)):
@@ -114,7 +134,8 @@ def test_every_round_is_that_of_the_package_s_method(impl):
         for method in (original, as_method(impl.engine, PROPOSERS[name], original)):
             cache = model.new_cache()
             model.prefill(prompt[:kept], cache)
-            steps = method(model, prompt, Sampling(1.0), Seeded(5), cache=cache, **options[name])
+            randomness = Seeded(seed + 5)
+            steps = method(model, prompt, Sampling(1.0), randomness, cache=cache, **options[name])
             runs.append([(s.tokens, s.tree, s.path) for s, _ in zip(steps, range(12))])
         for round_, (right, given) in enumerate(zip(*runs)):
             same = right[0] == given[0] and right[2] == given[2] and same_tree(right[1], given[1])
@@ -131,22 +152,23 @@ def same_tree(a, b) -> bool:
 
 
 @pytest.mark.points(5, task="limits")
-def test_runs_end_where_plain_decoding_s_do(impl, in_place):
+def test_runs_end_where_plain_decoding_s_do(impl, seeds):
     """At the context's last row, at an end token inside a round; then a turn on the kept cache."""
-    context, tokenizer = 24, letter_tokenizer(3)
+    (seed,), context, tokenizer = seeds(1), 24, letter_tokenizer(3)
     for method, options in (
-        ("speculative", {"draft": Toy(5), "k": 4}),
+        ("speculative", {"draft": Toy(seed + 5), "k": 4}),
         ("prompt-lookup", {}),
         ("jacobi", {"block": 4}),
         ("lookahead", {"window": 3, "ngram": 3, "guesses": 4, "pool_from_prompt": True}),
         ("medusa", {"heads": ToyHeads(3), "tree": every_path(3, 20)}),
     ):
         for eos, ending in (((), {"max_new_tokens": 99}), ((1,), {}), ((), {"max_new_tokens": 7})):
-            model = Toy(5, context=context, eos=eos)
+            model = Toy(seed + 5, context=context, eos=eos)
             for prompt in ([0], [1, 2, 0, 1, 2, 0]):
-                wrong = ending_difference(
-                    model, tokenizer, prompt, method, dict(ending), options
-                )
+                with in_place(impl.engine, seed):
+                    wrong = ending_difference(
+                        model, tokenizer, prompt, method, dict(ending), options
+                    )
                 assert wrong is None, (
                     f"{method}, context {context}, end {eos or ending}: {wrong}: give the "
                     "proposer the cache's room, and feed only what a kept cache lacks"
@@ -154,8 +176,8 @@ def test_runs_end_where_plain_decoding_s_do(impl, in_place):
 
 
 @pytest.mark.points(2, task="engine")
-def test_it_is_a_generator_that_begins_with_its_prefill(impl):
-    model = small_model(0)
+def test_it_is_a_generator_that_begins_with_its_prefill(impl, seeds):
+    model = small_model(*seeds(1))
     steps = impl.engine(model, Proposer(), [1, 2, 3], GREEDY, Seeded())
     first = next(steps)
     assert inspect.isgenerator(steps), "engine is a generator: it yields its steps as they come"
