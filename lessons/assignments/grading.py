@@ -3,6 +3,7 @@ wrong. conftest.py connects it to pytest."""
 
 import contextlib
 import importlib.util
+import inspect
 import re
 import sys
 import time
@@ -131,7 +132,7 @@ def mistakes_of(assignment: Path, task: str) -> list[Mistake]:
 
 def failure_of(item: pytest.Function, mistake: Mistake) -> str | None:
     """Run a test on a known mistake; return how it fails, or None if it passes."""
-    arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+    arguments = {name: item.funcargs[name] for name in inspect.signature(item.obj).parameters}
     with mistake.applied(item.path.parent) as wrong:
         try:
             item.obj(**arguments | {"impl": Implementation(wrong, "")})
