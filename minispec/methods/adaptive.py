@@ -22,7 +22,7 @@ from minispec.tree import RankPath
 TRIED_STEP, UNTRIED_STEP = 0.1, 0.005
 MIN_PATH_PROB = 0.02  # less likely paths are ignored: listing them all would take too long
 PRIOR_RATE, PRIOR_GAIN = 0.7, 0.2  # assumed at first, if nothing was measured with the drafter
-PRIOR_ROUNDS = 4  # the first rates weigh as much as this many observed rounds
+PRIOR_ROUNDS = 2  # what is assumed at first weighs as much as this many observed rounds
 PROBE_SHARE = 0.02  # at most this share of the time of plain steps is spent on probes
 
 
@@ -123,12 +123,13 @@ class AdaptiveTree:
 
     `gain` is how many more tokens a round yields than plain steps of the same cost would: a running
     mean over the rounds in which the heads ran. It starts at what `accuracy` (as in MedusaHeads)
-    promises. While it is negative, rounds are plain steps without the heads, except for probes.
+    promises, which counts for PRIOR_ROUNDS rounds. While it is negative, rounds are plain steps
+    without the heads, except for probes.
     """
 
     def __init__(self, curve: list[float], heads_cost: float, accuracy: Tensor | None = None):
         self.costs = [cost + heads_cost for cost in curve[1:]]
-        self.gain, nodes = PRIOR_GAIN, 1
+        self.gain, self.rounds, nodes = PRIOR_GAIN, PRIOR_ROUNDS, 1
         if accuracy is not None:
             path_probs = [prob for _, prob in islice(best_first(accuracy.tolist()), len(curve))]
             nodes = max(1, best_draft_size(path_probs, self.costs))
@@ -154,7 +155,8 @@ class AdaptiveTree:
         ran, gain = self.drafting(), 1 + accepted - self.costs[drafted]
         self.probes.observe(ran, probing=self.gain < 0, paid=gain > 0)
         if ran:
-            self.gain += TRIED_STEP * (gain - self.gain)
+            self.rounds += 1
+            self.gain += max(TRIED_STEP, 1 / self.rounds) * (gain - self.gain)
 
 
 def best_first(probs: list[list[float]]) -> Iterator[tuple[RankPath, float]]:

@@ -143,6 +143,7 @@ def fastmtp(
     for hidden in model.prefill_chunks(tokens[cache.length : -1], cache):  # (1, n, d)
         n = hidden.shape[1]
         drafter.receive(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])  # h_j, t_{j+1}
+        drafter.catch_up()
     yield Step()  # the prefill, so that it can be timed separately
     while True:
         n = min(policy.choose(), cache.free_rows - 1)  # one row is for the root

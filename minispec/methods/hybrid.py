@@ -79,6 +79,8 @@ def hybrid(
     for hidden in model.prefill_chunks(tokens[cache.length : -1], cache):  # (1, n, d)
         n = hidden.shape[1]
         drafter.receive(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])
+        if head is not None:
+            drafter.catch_up()
     yield Step()  # the prefill, so that it can be timed separately
     while True:
         free_rows = cache.free_rows - 1  # one row is for the root
