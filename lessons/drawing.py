@@ -261,7 +261,7 @@ def draw_overlaps(overlaps: dict[str, Tensor]) -> None:
         ax.hist(values.tolist(), 10, (0, 1), weights=share, color=ACCEPTED, edgecolor="white")
         mean = float(values.mean())
         ax.axvline(mean, color="black", ls="--", lw=1)
-        ax.set(xlabel="Σ min(p, q)", title=f"{name}: mean α = {mean:.2f}")
+        ax.set(xlabel="Σ min(p, q)", title=f"{name}: α = {mean:.2f}")
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set(ylabel="share of the tokens")
     plt.show()

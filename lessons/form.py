@@ -4,20 +4,24 @@ A notebook starts with `lesson("03")`. Hints, solutions and known wrong answers 
 solutions/lesson_03.py, so that the notebook shows none of them unless the reader asks.
 """
 
+import ctypes
 import dis
 import importlib.util
 import inspect
 import math
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 
 LESSONS = Path(__file__).resolve().parent
 GOES_ON = "the lesson goes on with minispec's"
 NUMBER_OF_HINTS = 2
+PATIENCE = 20.0  # seconds that an answer may take for all cases
 
 # ---- what a lesson consists of -------------------------------------------------------------------
 
@@ -42,6 +46,10 @@ class Oracle:
     show: Callable[[object, object, object], str]  # a readable (case, outcome, expected outcome)
     examined: str  # a description of the cases
     tolerance: float = 1e-12  # rounding in float64
+    arguments: Callable[[object], str] | None = None  # a case as readable arguments
+    # what is wrong if no mistake has these outcomes, or None; it gets (case, outcome, expected
+    # outcome) of each case that has not failed
+    diagnose: Callable[[list[tuple]], str | None] = lambda results: None
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class Progress:
     measured: dict[str, float] = field(default_factory=dict)
     hints: dict[str, int] = field(default_factory=dict)  # task -> number of hints given
     shown: set[str] = field(default_factory=set)  # tasks that are solved or revealed
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)  # of predictions
 
 
 progress = Progress()  # a kernel runs one notebook
@@ -85,16 +94,19 @@ def lesson(number: str) -> None:
     import torch
 
     torch.set_grad_enabled(False)
-    progress = Progress({task.name: task for task in load_tasks(number)})
+    solutions = load_solutions(number)
+    tasks = {task.name: task for task in solutions.TASKS}
+    progress = Progress(tasks, ranges=getattr(solutions, "RANGES", {}))
 
 
-def load_tasks(number: str) -> list[Task]:
-    """Load the tasks of solutions/lesson_<number>.py."""
+def load_solutions(number: str) -> ModuleType:
+    """Load solutions/lesson_<number>.py. It has TASKS, and may have RANGES: the lowest and highest
+    sensible predictions."""
     name = f"lesson_{number}"
     spec = importlib.util.spec_from_file_location(name, LESSONS / "solutions" / f"{name}.py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.TASKS
+    return module
 
 
 def name_of(thing: object) -> str:
@@ -105,7 +117,9 @@ def name_of(thing: object) -> str:
 
 def find_task(name: str) -> Task | None:
     """Return a task of this lesson, or None with a message."""
-    if name not in progress.tasks:
+    if not progress.tasks:
+        print("run the first cell first")
+    elif name not in progress.tasks:
         print(f"{name}: not a task of this lesson, which has {' and '.join(progress.tasks)}")
     return progress.tasks.get(name)
 
@@ -115,11 +129,13 @@ def find_task(name: str) -> Task | None:
 
 def predict(**numbers: float | None) -> None:
     """Remember the reader's predictions until `compare`; `...` is a prediction not made."""
-    given = {}
-    for name, number in numbers.items():
-        given[name] = float(number) if isinstance(number, int | float) else None
-        if number not in (None, ...) and given[name] is None:
-            print(f"{spaced(name)}: {number!r} is not a number")
+    given = {name: as_number(number) for name, number in numbers.items()}
+    for name, number in given.items():
+        low, high = progress.ranges.get(name, (-math.inf, math.inf))
+        if number is None and numbers[name] is not None and numbers[name] is not ...:
+            print(f"{spaced(name)}: {numbers[name]!r} is not a number")
+        elif number is not None and not low <= number <= high:
+            print(f"{spaced(name)}: {number:g} is not between {low} and {high}")
     progress.predicted.update(given)
     missing = [spaced(name) for name, number in given.items() if number is None]
     made = [f"{spaced(name)} {number:.3g}" for name, number in given.items() if number is not None]
@@ -127,6 +143,18 @@ def predict(**numbers: float | None) -> None:
         print("you predict:", ", ".join(made))
     if missing:
         print("no prediction yet:", ", ".join(missing))
+
+
+def as_number(given: object) -> float | None:
+    """Return a number, a text such as "50%", or a tensor of one element as a float, else None."""
+    try:
+        if isinstance(given, str) and given.strip().endswith("%"):
+            number = float(given.strip()[:-1]) / 100
+        else:
+            number = float(given)
+    except (TypeError, ValueError, RuntimeError):  # the last is what a larger tensor raises
+        return None
+    return number if math.isfinite(number) else None
 
 
 def measured(**numbers: float) -> None:
@@ -159,7 +187,12 @@ def spaced(name: str) -> str:
 def check(function: Callable) -> Callable:
     """Judge the reader's function. Returns it if it is right, and the package's function if not, so
     that the lesson goes on either way: accept = check(accept)."""
-    task = find_task(name := name_of(function))
+    name = name_of(function)
+    if progress.tasks and not callable(function):
+        name = next(iter(progress.tasks))
+        print(f"check takes a function: {name} = check({name})")
+        return function
+    task = find_task(name)
     if task is None:
         return function
     if function is task.package:
@@ -226,11 +259,36 @@ def distance(oracle: Oracle, a: object, b: object) -> float:
     return oracle.distance(a, b)
 
 
+class StillRunning(BaseException):
+    """Raised in an answer that does not return. `except Exception` in the answer misses it."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise StillRunning in the block after `seconds`. Unlike a signal, this works on any system
+    and in any thread, but only between two instructions of Python."""
+    thread = ctypes.c_ulong(threading.get_ident())
+    interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    timer = threading.Timer(seconds, interrupt, (thread, ctypes.py_object(StillRunning)))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def find_fault(task: Task, function: Callable) -> tuple[str | None, float]:
     """Return what is wrong with the function, or None, and the largest distance from the expected
     outcomes."""
-    oracle = task.judge
-    outcomes = [attempt(oracle, function, case) for case in oracle.cases]
+    oracle, outcomes = task.judge, []
+    try:
+        with time_limit(PATIENCE):
+            for case in oracle.cases:
+                outcomes.append(attempt(oracle, function, case))
+    except StillRunning:
+        call = with_arguments(oracle, oracle.cases[len(outcomes)])
+        return f"it is still running after {PATIENCE:g} seconds; does its loop end?{call}", math.inf
     expected = [oracle.expected(case) for case in oracle.cases]
     distances = [distance(oracle, a, b) for a, b in zip(outcomes, expected)]
     # `not <=`, so that NaN is wrong
@@ -239,14 +297,26 @@ def find_fault(task: Task, function: Callable) -> tuple[str | None, float]:
         return None, max(distances)
     case, got = oracle.cases[i], outcomes[i]
     failed = isinstance(got, Failure)
-    example = "" if failed else f"\nfor example, {oracle.show(case, got, expected[i])}"
+    if failed:
+        example = with_arguments(oracle, case)
+    else:
+        example = f"\nfor example, {oracle.show(case, got, expected[i])}"
     for message, mistake in task.mistakes.items():
         if makes_mistake(oracle, outcomes, mistake):
             return message + example, distances[i]
     if not distance(oracle, got, attempt(oracle, function, case)) <= oracle.tolerance:
         return "two calls with the same arguments and the same `randomness` differ, so it draws " \
                "random numbers elsewhere or remembers earlier calls", distances[i]  # fmt: skip
-    return got.message if failed else "not right yet" + example, distances[i]
+    if failed:
+        return got.message + example, distances[i]
+    results = zip(oracle.cases, outcomes, expected)
+    judged = [result for result in results if not isinstance(result[1], Failure)]
+    return (oracle.diagnose(judged) or "not right yet") + example, distances[i]
+
+
+def with_arguments(oracle: Oracle, case) -> str:
+    """A line with the arguments of a call that failed, or nothing if the oracle shows none."""
+    return f"\nwith {oracle.arguments(case)}" if oracle.arguments else ""
 
 
 def makes_mistake(oracle: Oracle, outcomes: list, mistake: Callable) -> bool:

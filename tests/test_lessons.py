@@ -16,6 +16,7 @@ import time
 from types import FunctionType
 
 import pytest
+import torch
 from conftest import ROOT
 
 LESSONS = ROOT / "lessons"
@@ -26,7 +27,7 @@ NOTEBOOKS = sorted(LESSONS.glob("*.ipynb"))
 NEW = ["00", "03"]  # lessons in the new form; it will be all of them
 IN_NEW_FORM = {number: next(LESSONS.glob(f"{number}_*.ipynb")) for number in NEW}
 OLD = [path for path in NOTEBOOKS if path.name[:2] not in NEW]
-TASKS = {(number, task.name): task for number in NEW for task in form.load_tasks(number)}
+TASKS = {(number, task.name): task for number in NEW for task in form.load_solutions(number).TASKS}
 SETUP = """\
 import sys
 from pathlib import Path
@@ -320,10 +321,122 @@ def two_thirds(p, q, drafts, randomness):
     return 0, randomness.categorical(p[0] ** 2)
 
 
+def at_most_one(p, q, drafts, randomness, factor=1.0):
+    """The rule of the lesson, with a factor."""
+    for i, x in enumerate(drafts):
+        if not randomness.bernoulli(min(1.0, factor * float(p[i][x] / q[i][x]))):
+            rest = (p[i] - q[i]).clamp(min=0)
+            if rest.any():
+                return i, randomness.categorical(rest / rest.sum())
+    return len(drafts), randomness.categorical(p[len(drafts)])
+
+
+def not_clamped(p, q, drafts, randomness):
+    return int(randomness.bernoulli(p[0][drafts[0]] / q[0][drafts[0]])), 0
+
+
+def a_quarter_more(p, q, drafts, randomness):
+    return at_most_one(p, q, drafts, randomness, 1.25)
+
+
+def twice(p, q, drafts, randomness):
+    return at_most_one(p, q, drafts, randomness, 2)
+
+
+def forgets_q(p, q, drafts, randomness):
+    """It ends every round by hand, and accepts if p and q are equal up to rounding."""
+    for i, x in enumerate(drafts):
+        if not randomness.bernoulli(float(p[i][x])) and (p[i] > q[i]).any():
+            rest = p[i].clone()
+            rest[x] = 0
+            return i, randomness.categorical(rest)
+    return len(drafts), randomness.categorical(p[len(drafts)])
+
+
+def keeps_the_rejected(p, q, drafts, randomness):
+    """The draft is kept, and the round ends with any token."""
+    for i, x in enumerate(drafts):
+        if not randomness.bernoulli(min(1.0, float(p[i][x] / q[i][x]))):
+            return i + 1, randomness.categorical(q[i])
+    return len(drafts), randomness.categorical(p[len(drafts)])
+
+
+def clears_the_drafts(p, q, drafts, randomness):
+    n, fresh = at_most_one(p, q, drafts, randomness)
+    drafts.clear()
+    return n, fresh
+
+
+def clears_p(p, q, drafts, randomness):
+    n, fresh = at_most_one(p, q, drafts, randomness)
+    p.clear()
+    return n, fresh
+
+
+def waits_for_a_coin(p, q, drafts, randomness):
+    while not randomness.bernoulli(0.5):
+        pass
+    return 0, 0
+
+
+def samples_by_rejection(p, q, drafts, randomness):
+    while True:
+        x = randomness.categorical(q[0] if q else p[0])
+        if randomness.bernoulli(0.5):
+            return 0, x
+
+
+def not_divided(p, q):
+    return (p - q).clamp(min=0)
+
+
+def in_single_precision(p, q):
+    rest = (p - q).clamp(min=0).float()
+    return rest / rest.sum() if rest.any() else None
+
+
+def adds_an_epsilon(p, q, epsilon=1e-8):
+    rest = (p - q).clamp(min=0)
+    return rest / (rest.sum() + epsilon)
+
+
+def adds_a_tiny_epsilon(p, q):
+    return adds_an_epsilon(p, q, 1e-12)
+
+
+def gives_up_early(p, q):
+    rest = (p - q).clamp(min=0)
+    return rest / rest.sum() if rest.sum() >= 1e-2 else None
+
+
+def zeros_for_nothing(p, q):
+    rest = (p - q).clamp(min=0)
+    return rest / rest.sum().clamp(min=1e-30)
+
+
 @pytest.mark.parametrize(
     "name, function, message",
     [
-        ("residual", raises_index_error, r"IndexError in line \d+ of its cell: index 99 is out"),
+        (
+            "residual",
+            raises_index_error,
+            r"IndexError in line \d+ of its cell: index 99.*\n +with p = ",
+        ),
+        ("residual", not_divided, r"it does not sum to 1 \(0.30\): divide by the sum"),
+        ("residual", in_single_precision, r"it returns float32; keep the dtype of p \(float64\)"),
+        ("residual", adds_an_epsilon, r"it sums to 0\.99999\d+; do not add a small number"),
+        ("residual", adds_a_tiny_epsilon, r"it sums to 0\.99999\d+; do not add a small number"),
+        ("residual", gives_up_early, r"not right yet\n.*0\.505.* but something is left of p"),
+        ("residual", zeros_for_nothing, "it returns only zeros if nothing is left; return None"),
+        ("accept", not_clamped, r"`bernoulli` gets 2\.50; a probability is at most 1: min\(1, p"),
+        ("accept", a_quarter_more, r"it accepts more often than min\(1, p/q\)\n"),
+        ("accept", twice, r"it accepts more often than min\(1, p/q\)\n"),
+        ("accept", forgets_q, r"lossless, but it accepts too rarely \(section 4\)\n"),
+        ("accept", keeps_the_rejected, "these are q: the rejected draft stays in the text\n"),
+        ("accept", clears_the_drafts, "it changes `drafts`, which belongs to the caller"),
+        ("accept", clears_p, "it changes `p`, which belongs to the caller"),
+        ("accept", waits_for_a_coin, "it keeps asking for random decisions; γ drafts need at most"),
+        ("accept", samples_by_rejection, "it keeps asking for random decisions; γ drafts need at"),
         ("accept", draws_elsewhere, "two calls with the same arguments .* draws random numbers"),
         ("accept", returns_one_number, "it must return two numbers"),
         ("accept", two_thirds, r"not right yet\n +for example, γ = 1.*distance \d\.\de-\d\d"),
@@ -340,10 +453,52 @@ def test_what_is_not_an_answer_is_named(start, capsys):
     package = TASKS["03", "accept"].package
     assert form.check(package) is package
     assert form.check(renamed(two_thirds, "acept"))
+    assert form.check(3) == 3
     assert capsys.readouterr().out.splitlines() == [
         "accept: this is minispec's; run the cell that defines yours again",
-        "acept: not a task of this lesson, which has residual and accept",
+        "acept: not a task of this lesson, which has residual and accept and greedy_acceptance",
+        "check takes a function: residual = check(residual)",
     ]
+
+
+def test_before_the_first_cell_every_helper_asks_for_it(monkeypatch, capsys):
+    monkeypatch.setattr(form, "progress", form.Progress())
+    form.check(two_thirds)
+    form.check(3)
+    form.hint("accept")
+    form.reveal("accept")
+    assert capsys.readouterr().out.splitlines() == ["run the first cell first"] * 4
+
+
+def never_counts(guess, choices):
+    n = 0
+    while n < len(guess) and guess[n] == choices[n]:
+        pass
+    return n, choices[n]
+
+
+def test_a_loop_that_does_not_end_is_stopped(start, monkeypatch, capsys):
+    start("00")
+    monkeypatch.setattr(form, "PATIENCE", 0.2)
+    assert form.check(renamed(never_counts, "accept")) is TASKS["00", "accept"].package
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first == "accept: it is still running after 0.2 seconds; does its loop end?"
+    assert re.fullmatch(r" +with guess \[\d.*\], choices \[\d.*\]", second)
+
+
+def ends_too_early(guess, choices):
+    n = 0
+    while guess[n] == choices[n]:
+        n += 1
+    return n, choices[n]
+
+
+def test_an_exception_is_reported_with_the_arguments(start, capsys):
+    start("00")
+    form.check(renamed(ends_too_early, "accept"))
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"accept: IndexError in line \d+ of its cell: list index out.*", first)
+    assert re.fullmatch(r" +with guess \[\d.*\], choices \[\d.*\]", second)
 
 
 def test_two_hints_then_the_solution_then_the_source(start, capsys):
@@ -376,6 +531,29 @@ def test_predictions_are_compared_with_measurements(start, capsys):
         "my tokens accepted  you said 2, not measured here",
         "passes              measured 7; you made no prediction",
     ]
+
+
+def test_predictions_may_be_percentages_and_tensors(start, monkeypatch, capsys):
+    start("03")
+    monkeypatch.setattr(form.progress, "ranges", form.load_solutions("03").RANGES)
+    form.predict(share_accepted="50%", distance_if_redrawn=torch.tensor([0.25]), alpha_chat=65)
+    form.predict(share_accepted=torch.ones(2), alpha_sums=float("nan"))
+    assert capsys.readouterr().out.splitlines() == [
+        "alpha chat: 65 is not between 0 and 1",
+        "you predict: share accepted 0.5, distance if redrawn 0.25, alpha chat 65",
+        "share accepted: tensor([1., 1.]) is not a number",
+        "alpha sums: nan is not a number",
+        "no prediction yet: share accepted, alpha sums",
+    ]
+
+
+@each_new
+def test_each_prediction_has_a_range(number):
+    tree = ast.parse(source(cells_of(IN_NEW_FORM[number], "code")[2]))
+    (names,) = [
+        {k.arg for k in node.keywords} for node in ast.walk(tree) if isinstance(node, ast.Call)
+    ]
+    assert form.load_solutions(number).RANGES.keys() == names
 
 
 # ---- executed ------------------------------------------------------------------------------------

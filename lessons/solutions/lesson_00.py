@@ -96,10 +96,14 @@ def exact_outcome(case: Round) -> tuple[int, int]:
     return n, plain[n]
 
 
+def show_arguments(case: Round) -> str:
+    return f"guess {list(case.guess)}, choices {list(choices_of(case))}"
+
+
 def show_accept(case: Round, got: tuple[int, int], expected: tuple[int, int]) -> str:
     plain = plain_decoding(case.model, case.text, len(case.guess) + 1)
-    return f"guess {list(case.guess)}, choices {list(choices_of(case))}: it returns {got}; plain " \
-           f"decoding writes {plain[: expected[0] + 1]} here, so {expected} is right"  # fmt: skip
+    return f"{show_arguments(case)}: it returns {got}; plain decoding writes " \
+           f"{plain[: expected[0] + 1]} here, so {expected} is right"  # fmt: skip
 
 
 # ---- its mistakes --------------------------------------------------------------------------------
@@ -166,6 +170,10 @@ MISTAKES = {
 
 # ---- task ----------------------------------------------------------------------------------------
 
+RANGES = {
+    "cost_of_8": (1, 8), "cost_of_64": (1, 64), "my_tokens_accepted": (0, 30),
+    "tokens_per_pass": (1, 8),
+}  # fmt: skip
 TASKS = [
     Task(
         name="accept",
@@ -175,6 +183,7 @@ TASKS = [
             ROUNDS, run_accept, exact_outcome,
             lambda a, b: 0.0 if a == b else 1.0, show_accept,
             f"{len(ROUNDS)} rounds give the tokens of plain decoding",
+            arguments=show_arguments,
         ),
         hints=(
             "Compare guess[0] with choices[0], then guess[1] with choices[1], until two differ or "

@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -33,6 +34,12 @@ def accept(p, q, drafts, randomness):
     return len(drafts), randomness.categorical(p[len(drafts)])
 
 
+def greedy_acceptance(p_rows, q_rows):
+    x = q_rows.argmax(-1, keepdim=True)  # (n, 1)
+    p_of_x = p_rows.gather(-1, x)
+    return p_of_x.squeeze(-1)
+
+
 # ---- the package's functions, with the lesson's arguments ----------------------------------------
 
 
@@ -43,6 +50,13 @@ def package_residual(p, q):
 def package_accept(p, q, drafts, randomness):
     path, fresh = verify.accept(p, Tree.chain(0, list(drafts), list(q)), randomness)
     return len(path) - 1, fresh
+
+
+def package_greedy_acceptance(p_rows, q_rows):
+    """Σ min(p, q) for the q that is one-hot at the draft."""
+    x = q_rows.argmax(-1, keepdim=True)
+    one_hot = torch.zeros_like(p_rows).scatter(-1, x, 1.0)
+    return torch.minimum(p_rows, one_hot).sum(-1)
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -60,8 +74,27 @@ def tensor(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
+def tv(p: Tensor, q: Tensor) -> float:
+    return float((p - q).abs().sum() / 2)
+
+
 def rows(*probs: Tensor) -> str:
-    return ", ".join("[" + " ".join(f"{x:.2f}" for x in row.tolist()) + "]" for row in probs)
+    return ", ".join("[" + " ".join(f"{x:.3g}" for x in row.tolist()) + "]" for row in probs)
+
+
+CHANGED = "it changes `{}`, which belongs to the caller"
+
+
+def call(function, *more, **arguments):
+    """Call a function with copies of `arguments`, which are tensors and lists that it must not
+    change, and then `more`."""
+    copies = deepcopy(arguments)
+    answer = function(*copies.values(), *more)
+    for name, before in arguments.items():
+        pairs = [map(torch.as_tensor, pair) for pair in zip(copies[name], before)]
+        if len(copies[name]) != len(before) or not all(torch.equal(*pair) for pair in pairs):
+            raise Wrong(CHANGED.format(name))
+    return answer
 
 
 # ---- residual ------------------------------------------------------------------------------------
@@ -70,23 +103,30 @@ PAIRS = [
     (tensor(0.5, 0.3, 0.2), tensor(0.2, 0.6, 0.2)),
     (tensor(0.1, 0.2, 0.7), tensor(0.6, 0.3, 0.1)),
     *((random_probs(rng, 5), random_probs(rng, 5)) for rng in map(random.Random, range(20))),
+    (tensor(0.5, 0.5), tensor(0.505, 0.495)),  # almost equal, but something is left
     (tensor(0.5, 0.5), tensor(0.5, 0.5)),
     (tensor(0.5, 0.5), tensor(0.5, 0.5) + 2e-16),
 ]
-CHANGED = "it changes p or q in place, but they belong to the caller"
 
 
 def run_residual(function, pair: tuple[Tensor, Tensor]) -> Tensor | None:
-    copies = [x.clone() for x in pair]
-    rest = function(*copies)
-    if not all(map(torch.equal, copies, pair)):
-        raise Wrong(CHANGED)
+    rest = call(function, **dict(zip("pq", pair)))
     if rest is None:
         return None
     if not isinstance(rest, Tensor) or rest.shape != pair[0].shape:
         raise Wrong("it must return a tensor of the shape of p, or None")
     if rest.isnan().any():
-        raise Wrong("it returns NaN: if q covers p, 0 is divided by 0; return None")
+        raise Wrong("it returns NaN: if p and q are equal, 0 is divided by 0; return None")
+    if rest.dtype != pair[0].dtype:
+        names = [str(x.dtype).removeprefix("torch.") for x in (rest, pair[0])]
+        raise Wrong("it returns {}; keep the dtype of p ({})".format(*names))
+    if not rest.any():
+        raise Wrong("it returns only zeros if nothing is left; return None")
+    total = float(rest.sum())
+    if 0.99 < total < 1 - 1e-13:
+        raise Wrong(f"it sums to {total:.12f}; do not add a small number to the sum, test for 0")
+    if abs(total - 1) > 1e-13:
+        raise Wrong(f"it does not sum to 1 ({total:.2f}): divide by the sum")
     return rest
 
 
@@ -99,19 +139,24 @@ def exact_residual(pair: tuple[Tensor, Tensor]) -> Tensor | None:
 def residual_distance(a: Tensor | None, b: Tensor | None) -> float:
     if a is None or b is None:
         return 0.0 if a is b else float("inf")
-    return float((a - b).abs().sum() / 2)
+    return tv(a, b)
+
+
+def show_pair(pair: tuple[Tensor, Tensor]) -> str:
+    p, q = pair
+    return f"p = {rows(p)}, q = {rows(q)}"
 
 
 def show_residual(pair, got: Tensor | None, expected: Tensor | None) -> str:
     p, q = pair
-    text = f"p = {rows(p)}, q = {rows(q)}: it returns {'None' if got is None else rows(got)}"
+    text = f"{show_pair(pair)}: it returns {'None' if got is None else rows(got)}"
     if got is None or expected is None:
         left = "nothing" if expected is None else "something"
         return f"{text}, but {left} is left of p"
     kept = torch.minimum(p, q)
     tokens = kept + (1 - kept.sum()) * got
     return f"{text}; accepted and fresh tokens together then have {rows(tokens)} instead of p, " \
-           f"a distance of {float((tokens - p).abs().sum() / 2):.1e}"  # fmt: skip
+           f"a distance of {tv(tokens, p):.1e}"  # fmt: skip
 
 
 def in_place(p, q):
@@ -121,9 +166,6 @@ def in_place(p, q):
 
 RESIDUAL_MISTAKES = {
     "it returns p; subtract what the accepted drafts have already paid": lambda p, q: p,
-    "max(0, p - q) does not sum to 1; divide it by its sum": lambda p, q: (
-        (p - q).clamp(min=0) if (p > q).any() else None
-    ),
     "it divides by the sum without checking that the sum is above 0; if it is 0, return None": (
         lambda p, q: (p - q).clamp(min=0) / (p - q).clamp(min=0).sum()
     ),
@@ -136,7 +178,7 @@ RESIDUAL_MISTAKES = {
     "the differences below 0 are still there; replace them by 0": lambda p, q: (
         (p - q) / (p - q).clamp(min=0).sum() if (p > q).any() else None
     ),
-    CHANGED: in_place,
+    CHANGED.format("p"): in_place,
 }
 
 # ---- accept --------------------------------------------------------------------------------------
@@ -175,23 +217,36 @@ ROUNDS = [FIRST, *map(random_round, range(12)), ROUNDING]
 
 
 class Strict:
-    """Randomness that reports what cannot be drawn from."""
+    """Randomness that reports what cannot be drawn from, and decisions that never end."""
 
     def __init__(self, randomness):
         self.randomness = randomness
+        self.decisions = 0
 
     def bernoulli(self, p: float) -> bool:
-        if not p == p:
+        self.count()
+        p = float(p)
+        if math.isnan(p):
             raise Wrong("`bernoulli` gets NaN")
-        return self.randomness.bernoulli(min(1.0, max(0.0, float(p))))  # above 1 is certain
+        if p > 1 + 1e-9:
+            raise Wrong(f"`bernoulli` gets {p:.2f}; a probability is at most 1: min(1, p(x)/q(x))")
+        return self.randomness.bernoulli(min(1.0, max(0.0, p)))
 
     def categorical(self, probs: Tensor) -> int:
+        self.count()
         if probs is None:
             raise Wrong("`categorical` gets None; if `residual` returns None, accept the draft")
         probs = torch.as_tensor(probs)
         if not (probs >= 0).all() or not probs.sum() > 0:
             raise Wrong("`categorical` gets numbers that are negative, NaN or all 0")
         return self.randomness.categorical(probs)
+
+    def count(self) -> None:
+        self.decisions += 1
+        if self.decisions > 100:
+            raise Wrong(
+                "it keeps asking for random decisions; γ drafts need at most γ coins and one draw"
+            )
 
 
 class NeverAccepts:
@@ -209,12 +264,9 @@ def emitted(function, case: Round, randomness) -> tuple[int, list[int]]:
     drafts: list[int] = []
     for _ in range(case.gamma):
         drafts.append(randomness.categorical(case.q[tuple(drafts)]))
-    p = [case.p[tuple(drafts[:i])].clone() for i in range(case.gamma + 1)]
-    q = [case.q[tuple(drafts[:i])].clone() for i in range(case.gamma)]
-    copies = [x.clone() for x in (*p, *q)]
-    answer = function(p, q, list(drafts), Strict(randomness))
-    if not all(map(torch.equal, copies, (*p, *q))):
-        raise Wrong(CHANGED)
+    p = [case.p[tuple(drafts[:i])] for i in range(case.gamma + 1)]
+    q = [case.q[tuple(drafts[:i])] for i in range(case.gamma)]
+    answer = call(function, Strict(randomness), p=p, q=q, drafts=drafts)
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise Wrong("it must return two numbers: how many drafts are accepted, and a fresh token")
     n, fresh = answer
@@ -279,6 +331,32 @@ def outcome_distance(a: Outcome, b: Outcome) -> float:
     return max(total_variation(a.texts, b.texts), total_variation(a.accepted, b.accepted))
 
 
+def first_token(texts: dict[tuple[int, ...], float]) -> Tensor:
+    """The distribution of the first token."""
+    return tensor(*(sum(d for text, d in texts.items() if text[0] == x) for x in range(V)))
+
+
+def diagnose(results: list[tuple[Round, Outcome, Outcome]]) -> str | None:
+    """Name the kind of rule: it keeps rejected drafts, accepts too often, or accepts too rarely."""
+    results = [result for result in results if result[0] is not ROUNDING]
+    more = [got.drafts - exact.drafts for _, got, exact in results]
+    drafted = [(case, got) for case, got, _ in results if case.gamma]
+    if drafted and all(tv(first_token(got.texts), case.q[()]) < 1e-9 for case, got in drafted):
+        return "these are q: the rejected draft stays in the text"
+    if min(more, default=0) > -1e-9 and max(more, default=0) > 1e-9:
+        return "it accepts more often than min(1, p/q)"
+    lossless = all(total_variation(got.texts, exact.texts) < 1e-9 for _, got, exact in results)
+    if lossless and min(more, default=0) < -1e-9:
+        return "lossless, but it accepts too rarely (section 4)"
+    return None
+
+
+def first_distributions(case: Round) -> str:
+    if case.gamma == 0:
+        return "γ = 0"
+    return f"γ = {case.gamma}, first p = {rows(case.p[()])}, first q = {rows(case.q[()])}"
+
+
 def show_accept(case: Round, outcome: Outcome, exact: Outcome) -> str:
     if case is ROUNDING:
         return "if p = q up to rounding and the coin rejects, it accepts 0 drafts; it should be 1"
@@ -286,13 +364,10 @@ def show_accept(case: Round, outcome: Outcome, exact: Outcome) -> str:
     if total_variation(got, expected) < 1e-9:
         return f"with γ = {case.gamma} the tokens are right, but a round accepts " \
                f"{outcome.drafts:.2f} drafts on average instead of {exact.drafts:.2f}"  # fmt: skip
-    first = [[sum(d.get((x, *rest), 0.0) for rest in product(range(V), repeat=case.gamma))
-              for x in range(V)] for d in (got, expected)]  # fmt: skip
-    far, tokens = f"distance {total_variation(got, expected):.1e}", "γ = 0"
-    if case.gamma:
-        tokens = f"γ = {case.gamma}, first p = {rows(case.p[()])}, first q = {rows(case.q[()])}"
-    if case.gamma == 0 or max(abs(a - b) for a, b in zip(*first)) > 1e-9:
-        a, b = (rows(tensor(*each)) for each in first)
+    first = first_token(got), first_token(expected)
+    far, tokens = f"distance {total_variation(got, expected):.1e}", first_distributions(case)
+    if case.gamma == 0 or tv(*first) > 1e-9:
+        a, b = map(rows, first)
         return f"{tokens}: the first token has {a} instead of {b} ({far})"
     text = max(expected, key=lambda text: abs(got.get(text, 0.0) - expected[text]))
     a, b = got.get(text, 0.0), expected[text]
@@ -308,7 +383,7 @@ def rule(probability, correct, bonus=None):
 
     def accept(p, q, drafts, randomness):
         for i, x in enumerate(drafts):
-            if not randomness.bernoulli(float(probability(p, q, i, x))):
+            if not randomness.bernoulli(min(1.0, float(probability(p, q, i, x)))):
                 rest = correct(p, q, i)
                 if rest is not None:
                     return i, randomness.categorical(rest)
@@ -330,19 +405,10 @@ def best(probs):
 
 
 def never_stops(p, q, drafts, randomness):
-    n = sum(randomness.bernoulli(float(ratio(p, q, i, x))) for i, x in enumerate(drafts))
+    coins = [randomness.bernoulli(min(1.0, float(ratio(p, q, i, x)))) for i, x in enumerate(drafts)]
+    n = sum(coins)
     rest = residual(p[n], q[n]) if n < len(drafts) else p[n]
     return n, randomness.categorical(p[n] if rest is None else rest)
-
-
-def forgets_q(p, q, drafts, randomness):
-    for i, x in enumerate(drafts):
-        if not randomness.bernoulli(float(p[i][x])):
-            rest = p[i].clone()
-            rest[x] = 0.0
-            if rest.sum() > 0:
-                return i, randomness.categorical(rest)
-    return len(drafts), randomness.categorical(p[len(drafts)])
 
 
 def tensor_token(p, q, drafts, randomness):
@@ -355,6 +421,16 @@ def no_bonus(p, q, drafts, randomness):
     return (n, fresh) if n < len(drafts) or not drafts else (n - 1, drafts[-1])
 
 
+def counts_the_rejected(p, q, drafts, randomness):
+    n, fresh = accept(p, q, drafts, randomness)
+    return min(n + 1, len(drafts)), fresh
+
+
+def rejected_draft(p, q, drafts, randomness):
+    n, fresh = accept(p, q, drafts, randomness)
+    return n, drafts[n] if n < len(drafts) else fresh
+
+
 def argmax_correction(p, q, i):
     rest = residual(p[i], q[i])
     return None if rest is None else best(rest)
@@ -363,11 +439,11 @@ def argmax_correction(p, q, i):
 ACCEPT_MISTAKES = {
     "after a rejection it draws from p, and tokens that were accepted often enough come too often; "
     "draw from the residual": rule(ratio, lambda p, q, i: p[i]),
-    "it accepts more often than min(1, p(x) / q(x)): the ratio is divided by 0.8": rule(
-        lambda p, q, i, x: ratio(p, q, i, x) / 0.8, after_rejection
-    ),
     "the bonus token is the argmax; draw it from the last row of p": rule(
         ratio, after_rejection, lambda p: best(p[-1])
+    ),
+    "the bonus must come from p[γ], the last entry": rule(
+        ratio, after_rejection, lambda p: p[max(0, len(p) - 2)]
     ),
     "the correction is the argmax of the residual; draw it": rule(ratio, argmax_correction),
     "it judges draft i by p[i + 1], the distribution after the draft; use p[i]": rule(
@@ -385,8 +461,6 @@ ACCEPT_MISTAKES = {
     "it accepts with p(x), as if x were not drawn from q, but corrects with q": rule(
         lambda p, q, i, x: p[i][x], after_rejection
     ),
-    "it accepts with p(x) and corrects with p without x. That is lossless, but it accepts fewer "
-    "drafts than min(1, p(x) / q(x))": forgets_q,
     "it accepts a draft only if it is the argmax of p, as in greedy decoding": rule(
         lambda p, q, i, x: x == int(p[i].argmax()), after_rejection
     ),
@@ -394,11 +468,68 @@ ACCEPT_MISTAKES = {
     "it accepts every draft": rule(lambda p, q, i, x: 1.0, after_rejection),
     "it goes on after a rejection; later drafts were drawn after a token that is gone": never_stops,
     "if all drafts are accepted, it returns the last draft instead of a bonus token": no_bonus,
+    "n counts the rejected draft, too, so the rejected draft stays in the text": (
+        counts_the_rejected
+    ),
+    "the fresh token is the rejected draft, so it stays in the text; draw from the residual": (
+        rejected_draft
+    ),
     "the fresh token is a Tensor; it must be an int": tensor_token,
+}
+
+# ---- greedy_acceptance ---------------------------------------------------------------------------
+
+
+def random_rows(seed: int) -> tuple[Tensor, Tensor]:
+    """Rows of p and q over a draft's vocabulary; a fifth of p is outside of it."""
+    rng, n = random.Random(seed), seed % 4 + 1
+    p = torch.stack([0.8 * random_probs(rng, 5) for _ in range(n)])
+    q = torch.stack([tensor(*rng.sample(range(10), 5)) for _ in range(n)])  # without ties
+    return p, q / q.sum(-1, keepdim=True)
+
+
+def run_greedy(function, pair: tuple[Tensor, Tensor]) -> Tensor:
+    chances = call(function, p_rows=pair[0], q_rows=pair[1])
+    n = len(pair[0])
+    if not isinstance(chances, Tensor) or chances.shape != (n,):
+        shape = tuple(chances.shape) if isinstance(chances, Tensor) else type(chances).__name__
+        raise Wrong(f"it must return a tensor of shape (n,), here ({n},), not {shape}")
+    return chances
+
+
+def exact_greedy(pair: tuple[Tensor, Tensor]) -> Tensor:
+    """In plain Python."""
+    return tensor(*(p[q.index(max(q))] for p, q in zip(*(x.tolist() for x in pair))))
+
+
+def show_rows(pair: tuple[Tensor, Tensor]) -> str:
+    p, q = pair
+    return f"p_rows = [{rows(*p)}], q_rows = [{rows(*q)}]"
+
+
+GREEDY_MISTAKES = {
+    "x must be the most likely token of q, which the head proposes, not that of p": (
+        lambda p, q: p.max(-1).values
+    ),
+    "it returns q(x), but the target accepts x with probability p(x)": lambda p, q: (
+        q.max(-1).values
+    ),
+    "it returns min(1, p(x) / q(x)). x was not drawn from q: the head always proposes it": (
+        lambda p, q: (greedy_acceptance(p, q) / q.max(-1).values).clamp(max=1)
+    ),
+    "it divides p by its sum; what is missing belongs to tokens that the head cannot draft": (
+        lambda p, q: greedy_acceptance(p / p.sum(-1, keepdim=True), q)
+    ),
+    "it compares the most likely tokens of p and q; they need not be equal": (
+        lambda p, q: (p.argmax(-1) == q.argmax(-1)).to(p)
+    ),
 }
 
 # ---- tasks ---------------------------------------------------------------------------------------
 
+RANGES = dict.fromkeys(
+    ["share_accepted", "distance_if_redrawn", "alpha_chat", "alpha_sums"], (0, 1)
+)
 TASKS = [
     Task(
         name="residual",
@@ -406,7 +537,7 @@ TASKS = [
         solution=residual,
         judge=Oracle(
             PAIRS, run_residual, exact_residual, residual_distance, show_residual,
-            f"{len(PAIRS)} pairs of p and q",
+            f"{len(PAIRS)} pairs of p and q", arguments=show_pair,
         ),
         hints=(
             "torch has a method that replaces everything below a bound by the bound: clamp.",
@@ -422,6 +553,7 @@ TASKS = [
         judge=Oracle(
             ROUNDS, run_accept, exact_outcome, outcome_distance, show_accept,
             f"every random outcome of {len(ROUNDS)} rounds with γ = 0, 1, 2",
+            arguments=first_distributions, diagnose=diagnose,
         ),
         hints=(
             "One loop over the drafts. Each either passes the coin, or ends the round with a draw.",
@@ -430,5 +562,25 @@ TASKS = [
         ),
         mistakes=ACCEPT_MISTAKES,
         shows=(verify.accept,),
+    ),
+    Task(
+        name="greedy_acceptance",
+        package=package_greedy_acceptance,
+        solution=greedy_acceptance,
+        judge=Oracle(
+            [random_rows(seed) for seed in range(12)], run_greedy, exact_greedy,
+            lambda a, b: float((a - b).abs().max()),
+            lambda case, got, expected: (
+                f"{show_rows(case)}: it returns {rows(got)}; {rows(expected)} is right"
+            ),
+            "12 pairs of p and q", arguments=show_rows,
+        ),
+        hints=(
+            "x = q_rows.argmax(-1) has one token per row.",
+            "p_rows.gather(-1, index) picks one entry per row. `index` needs two dimensions: "
+            "argmax(-1, keepdim=True).",
+        ),
+        mistakes=GREEDY_MISTAKES,
+        shows=(package_greedy_acceptance,),
     ),
 ]  # fmt: skip
