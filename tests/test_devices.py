@@ -29,7 +29,9 @@ CASES = {
     "draft, k by policy": ("speculative", {"k": lambda _: AdaptiveK(CURVE, 0.1)}, 2, None),
     "medusa": ("medusa", {}, 2, 2),
     "draft, plain steps": ("speculative", {"k": lambda _: AdaptiveK(STEEP, 0.1)}, 1, 1),
-    "medusa, a tree for each round": ("medusa", {"tree": lambda _: AdaptiveTree(CURVE, 0.1)}, 2, 2),
+    "medusa, a tree for each round": (
+        "medusa", {"tree": lambda _: AdaptiveTree(CURVE, 0.1, torch.full((4, 10), 0.5))}, 2, 2
+    ),
     "medusa, plain steps": (
         "medusa", {"tree": lambda _: AdaptiveTree(STEEP, 0.1, torch.zeros(4, 10))}, 1, 1
     ),

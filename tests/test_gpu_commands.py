@@ -16,6 +16,7 @@ from conftest import ROOT, TOKENIZER, byte_model, last_error_line
 
 from minispec import UserError
 from minispec.checkpoints.load import save
+from minispec.cost import ROW_COUNTS
 from minispec.training import distill, pretrain
 from minispec.training.loop import CHECKPOINT
 from minispec.training.own_text import read_generated
@@ -133,7 +134,7 @@ def test_speed_compares_passes_and_methods_with_plain_decoding():
     plain, *rows = results["7B"]
     assert plain["tokens/s"] * plain["ms per token"] == pytest.approx(1e3)
     assert plain["weights, GB"] == pytest.approx(1e-9 * 4 * 78_080)  # without the embedding
-    assert sorted(row["rows"] for row in rows if "rows" in row) == [1, 2, 4, 8, 16, 32, 64]
+    assert sorted(row["rows"] for row in rows if "rows" in row) == list(ROW_COUNTS)
     methods = {row["method"]: row for row in rows if "method" in row}
     assert methods["medusa tree=64"]["rows per pass"] == 64
     assert methods["lookahead (15,5,15)"]["rows per pass"] > 50
