@@ -83,8 +83,8 @@ def memoised(
 
 
 def cost_curve(model: Transformer) -> list[float]:
-    """curve[n] = pass(n) / pass(1) for n from 1 to 64, or to the largest power of two within the
-    context. Measured once per model, interleaved, at ROW_COUNTS, and linear between them. The
+    """curve[n] = pass(n) / pass(1) for n from 1 to 64, or to the largest of ROW_COUNTS within
+    the context. Measured once per model, interleaved, at ROW_COUNTS, and linear between them. The
     curve never falls, since more rows cannot cost less."""
     return memoised(model, model, lambda: measure_curve(model))
 

@@ -6,10 +6,9 @@ machine at hand, and the choice is kept in the cache folder.
 import contextlib
 import itertools
 import json
-import math
 import os
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.checkpoints import places
+from minispec.cost import interleaved_min_times
 from minispec.machine import processor
 
 TIMED_ROWS = 1, 2, 4, 8, 16, 32, 64  # a row count between two of them uses the choice of the larger
@@ -81,7 +81,7 @@ class MeasuredLinear(nn.Module):
 # ---- the choice ----------------------------------------------------------------------------------
 
 Key = tuple[torch.Size, torch.dtype]
-Times = dict[str, list[float]]  # product -> seconds at each of TIMED_ROWS
+Times = dict[str, list[float]]  # product -> seconds for a part at each of TIMED_ROWS
 
 
 def key_of(weight: Tensor) -> Key:
@@ -121,27 +121,27 @@ def time_products(groups: dict[Key, list[Tensor]]) -> dict[Key, Times]:
     """Time every product for every shape. The shapes take turns, and each timing uses the next of a
     shape's weights, so that weights come from memory as they do in a pass."""
     parts = {key: itertools.cycle(split(group)) for key, group in groups.items()}
-    copies = {key: [w.T.contiguous() for w in next(parts[key])] for key in groups}
-    times = {key: {p: [math.inf] * len(TIMED_ROWS) for p in PRODUCTS} for key in groups}
-    for _, (i, n), (name, product), key in itertools.product(
-        range(TURNS), enumerate(TIMED_ROWS), PRODUCTS.items(), groups
-    ):
-        weights = copies[key] if name == "transposed" else next(parts[key])
-        seconds = time_product(product, weights, n) / len(weights)
-        times[key][name][i] = min(times[key][name][i], seconds)
-    return times
+    copies = {key: itertools.repeat([w.T.contiguous() for w in next(parts[key])]) for key in groups}
+    timings = list(itertools.product(TIMED_ROWS, PRODUCTS, groups))
+    functions = []
+    for n, name, key in timings:
+        (_, width), dtype = key
+        weights = copies[key] if name == "transposed" else parts[key]
+        rows = torch.ones(n, width, dtype=dtype)
+        functions.append(partial(multiply, PRODUCTS[name], rows, weights))
+    seconds = dict(zip(timings, interleaved_min_times(functions, TURNS, turn_seconds=0)))
+    return {
+        key: {name: [seconds[n, name, key] for n in TIMED_ROWS] for name in PRODUCTS}
+        for key in groups
+    }
 
 
-def time_product(
-    product: Callable[[Tensor, Tensor], Tensor], weights: list[Tensor], n: int
-) -> float:
-    """Seconds that the product of n rows takes with all of the weights in sequence."""
-    width = weights[0].shape[0 if product is transposed else 1]
-    rows = torch.ones(n, width, dtype=weights[0].dtype)
-    start = time.perf_counter()
-    for weight in weights:
+def multiply(
+    product: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weights: Iterator[list[Tensor]]
+) -> None:
+    """Compute the product of the rows with all weights of the next part."""
+    for weight in next(weights):
         product(rows, weight)
-    return time.perf_counter() - start
 
 
 def split(weights: list[Tensor]) -> list[list[Tensor]]:
