@@ -85,6 +85,8 @@ include tests/engines/engines.mk
 # grade one assignment or, without A, all: make grade IMPL=my_solution.py A=a2_accept; SEED=1 draws
 # other random cases
 grade: .venv/tested
+	@test -d "lessons/assignments/$(A)" || { echo "make grade: A=$(A) is none of these:" \
+		$(notdir $(wildcard lessons/assignments/a?_*)); exit 2; }
 	$(BIN)/python -m pytest -q --tb=no --no-summary lessons/assignments/$(A) \
 		$(if $(IMPL),--impl=$(IMPL)) $(if $(SEED),--seed=$(SEED))
 

@@ -3,7 +3,7 @@
 import copy
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -35,24 +35,24 @@ def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
         if sampled:
             raise UserError(f"line {i}: sampled at temperature {sampled[0]}; compare greedy runs")
         coarse = coarse_types(x, y)
-        if tuple(coarse) not in references:
-            references[*coarse] = Reference(model, coarse)
-        passed, detail = judge(x, y, references[*coarse])
+        if coarse not in references:
+            references[coarse] = Reference(model, coarse)
+        passed, detail = judge(x, y, references[coarse])
         yield Verdict("compare", f"line {i}", passed, detail)
 
 
-def coarse_types(x: dict, y: dict) -> list[torch.dtype]:
+def coarse_types(x: dict, y: dict) -> tuple[torch.dtype, ...]:
     """The types of two runs that are coarse: none, one or two."""
     stats = [run["stats"] for run in (x, y) if isinstance(run.get("stats"), dict)]
     names = [entry.get("dtype") for entry in stats]
-    return [dtype for dtype in COARSE for name in names if str(dtype) == f"torch.{name}"]
+    return tuple(dtype for dtype in COARSE for name in names if str(dtype) == f"torch.{name}")
 
 
 class Reference:
     """A model in float64, and how far rounding may move its logits. If both runs are coarse, they
     share the model with rounded weights; otherwise rounding the weights is part of the error."""
 
-    def __init__(self, model: Transformer, coarse: list[torch.dtype]):
+    def __init__(self, model: Transformer, coarse: Sequence[torch.dtype]):
         self.model, self.rounded = model, None
         if coarse:
             self.rounded = copy.deepcopy(model).to(coarse[0])

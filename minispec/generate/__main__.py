@@ -115,7 +115,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--dtype", default="auto",
                    help="auto (bfloat16 on a GPU, otherwise float32), float64, float32 or bfloat16")
     p.add_argument("--quantize", choices=["int8"],
-                   help="int8 weights for target and draft: saves memory, but on a CPU costs time")
+                   help="int8 weights for target and draft; on a CPU they cost time, and they "
+                   "save memory only without --compile")
     p.add_argument("--compile", action="store_true", help="compile the passes and cache them")
     p.add_argument("--stats", action="store_true", help="print statistics to standard error")
     p.add_argument("--json", action="store_true", help="print a JSON object instead of text")
