@@ -164,21 +164,18 @@ def write_generated(file, documents: int) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_text_is_compressed_to_a_limited_number_of_bytes(tmp_path):
-    sizes = {"a": 300, "b": 100}
-    files = [tmp_path / f"{name}.jsonl" for name in sizes]
-    for file, n in zip(files, sizes.values()):
-        write_generated(file, n)
-    heads.pack(files, 10**6)
-    complete = [read_generated(tmp_path / f"{name}.jsonl.xz") for name in sizes]
-    assert complete == [read_generated(file) for file in files]
-    limit = sum((tmp_path / f"{name}.jsonl.xz").stat().st_size for name in sizes) * 2 // 3
-    heads.pack(files, limit)
-    assert sum((tmp_path / f"{name}.jsonl.xz").stat().st_size for name in sizes) <= limit
-    for name, (header, rows) in zip(sizes, complete):
-        kept = read_generated(tmp_path / f"{name}.jsonl.xz", TOKENIZER)
-        n = len(kept[1])
-        assert kept == (header, rows[:n]) and sizes[name] / 4 < n < sizes[name]
+def test_text_is_compressed_to_a_limited_number_of_bytes(tmp_path, monkeypatch):
+    file, packed = tmp_path / "own.jsonl", tmp_path / "own.jsonl.xz"
+    write_generated(file, 300)
+    heads.pack(file)
+    header, rows = read_generated(packed)
+    assert (header, rows) == read_generated(file)
+    limit = packed.stat().st_size * 2 // 3
+    monkeypatch.setattr(heads, "MAX_PACKED_BYTES", limit)
+    heads.pack(file)
+    kept = read_generated(packed, TOKENIZER)
+    assert packed.stat().st_size <= limit and 75 < len(kept[1]) < 300
+    assert kept == (header, rows[: len(kept[1])])
 
 
 @pytest.mark.parametrize("ending", ["gz", "xz"])
@@ -234,8 +231,8 @@ def test_training_that_takes_too_long_is_finished_from_its_checkpoint(tmp_path, 
 
     commands = []
     monkeypatch.setattr(subprocess, "run", run)
-    args = argparse.Namespace(work=tmp_path, out=tmp_path / "out", own=None, data=None, small=False,
-                              seconds=200)  # fmt: skip
+    args = argparse.Namespace(work=tmp_path, out=tmp_path / "out", own=None, data=None, init=None,
+                              small=False, seconds=200)  # fmt: skip
     rows = list(heads.learn("mtp", args))
     assert commands[1][-2:] == ["--steps", "70"] and "--minutes" not in commands[1]
     assert rows == [{"head": "mtp", "steps": 70, "minutes of training": 0.15},

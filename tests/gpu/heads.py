@@ -5,8 +5,9 @@
     make gpu-heads ARGS=--small                  the same code with the toy; also runs on a CPU
 
 The model also writes the users' turns, so no other text is needed; DATA="FILE …" adds your own
-prompts. Each phase stops at its time limit and keeps what it has done so far. The text, in files
-that `distill --own` reads, and heads.tar are written next to the report.
+prompts, and ARGS="--init FOLDER" continues with the heads in FOLDER/mtp and FOLDER/medusa. Each
+phase stops at its time limit and keeps what it has done so far. The text, in files that
+`distill --own` reads, and heads.tar are written next to the report.
 """
 
 import argparse
@@ -41,14 +42,15 @@ BEGINNINGS = {  # category of text -> how user turns begin; "" lets the model de
     "sums": ["A baker", "A farmer has", "A train", "A store sells", "Tom has", "Maria buys", "If",
              "There are", "Calculate", "Solve", "How much"],
 }  # fmt: skip
-MAX_PACKED_BYTES = 4_000_000  # of all text together
-FULL_SCALE = {"model": "smollm2", "documents": {"prose": 9000, "code": 5000, "sums": 7000},
-              "tokens": 200, "batch": 512, "rows": 64, "context": 384, "vocabulary": 8192,
-              "prompts": 5, "answer": 64}  # fmt: skip
-SMALL_SCALE = {"model": str(places.TOY), "documents": dict.fromkeys(BEGINNINGS, 4),
+MAX_PACKED_BYTES = 14_000_000  # of each file of text
+FULL_SCALE = {"model": "smollm2", "tokens": 200,
+              "documents": {"prose": 9000, "code": 5000, "sums": 7000, "data": 9000},
+              "batch": 256, "rows": 64, "context": 384, "vocabulary": 8192,
+              "prompts": 5, "answer": 64, "dtype": "bfloat16"}  # fmt: skip
+SMALL_SCALE = {"model": str(places.TOY), "documents": dict.fromkeys([*BEGINNINGS, "data"], 4),
                "tokens": 40, "batch": 16, "rows": 4, "context": 96, "vocabulary": 512,
-               "prompts": 1, "answer": 24}  # fmt: skip
-HEAD_FLAGS = {"mtp": ["--k", "3", "--soft", "--lr", "3e-3"],
+               "prompts": 1, "answer": 24, "dtype": "float32"}  # fmt: skip
+HEAD_FLAGS = {"mtp": ["--k", "3", "--soft", "--lr", "2e-3"],
               "medusa": ["--heads", "4", "--shared", "--lr", "2e-3"]}  # fmt: skip
 
 
@@ -81,13 +83,14 @@ def distill(command: str, args: argparse.Namespace, *flags: object) -> list[str]
 def text(args: argparse.Namespace) -> Iterator[dict]:
     """Generate all categories in parallel for at most three quarters of the time, then compress."""
     end, size = time.monotonic() + 0.75 * args.seconds, scale(args)
-    common = ["--temperature", 0, "--tokens", size["tokens"]]
-    flags = {name: ["--chat", *texts, "--documents", size["documents"][name], "--batch",
-                    size["batch"], *common] for name, texts in BEGINNINGS.items()}  # fmt: skip
+    common = ["--temperature", 0, "--tokens", size["tokens"], "--dtype", size["dtype"]]
+    flags = {name: ["--chat", *texts, "--batch", size["batch"]]
+             for name, texts in BEGINNINGS.items()}  # fmt: skip
     if args.data:  # prompts may be long
-        flags["data"] = ["--data", *args.data, "--batch", size["batch"] // 4, *common]
+        flags["data"] = ["--data", *args.data, "--batch", size["batch"] // 2]
     raw = {name: args.work / f"{name}.jsonl" for name in flags}
-    running = [subprocess.Popen(distill("generate", args, *flags[name], "--out", raw[name]))
+    running = [subprocess.Popen(distill("generate", args, *flags[name], *common, "--documents",
+                                        size["documents"][name], "--out", raw[name]))
                for name in flags]  # fmt: skip
     for child in running:
         try:
@@ -95,7 +98,8 @@ def text(args: argparse.Namespace) -> Iterator[dict]:
         except subprocess.TimeoutExpired:  # at most one batch is lost
             child.kill()
             child.wait()
-    pack(list(raw.values()), MAX_PACKED_BYTES)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(pack, raw.values()))
     publish(args, *text_files(args))
     for file in text_files(args):
         rows = read_generated(file)[1]
@@ -103,19 +107,12 @@ def text(args: argparse.Namespace) -> Iterator[dict]:
                "tokens": sum(len(row["tokens"]) for row in rows)}  # fmt: skip
 
 
-def pack(files: list[Path], max_bytes: int) -> None:
-    """Compress each file to FILE.xz. If the results exceed `max_bytes` in total, drop the same
-    share of documents from each file."""
-    share, lines = 1.0, [file.read_bytes().splitlines(keepends=True) for file in files]
-    while True:
-        kept = [b"".join(rows[: max(2, int(share * len(rows)))]) for rows in lines]
-        with ThreadPoolExecutor() as pool:
-            packed = list(pool.map(partial(lzma.compress, preset=6), kept))
-        if sum(map(len, packed)) <= max_bytes:
-            break
-        share *= 0.99 * max_bytes / sum(map(len, packed))
-    for file, content in zip(files, packed):
-        file.with_name(f"{file.name}.xz").write_bytes(content)
+def pack(file: Path) -> None:
+    """Compress a file to FILE.xz. If that exceeds MAX_PACKED_BYTES, drop the last documents."""
+    lines = file.read_bytes().splitlines(keepends=True)
+    while len(packed := lzma.compress(b"".join(lines), preset=3)) > MAX_PACKED_BYTES:
+        lines = lines[: int(0.99 * len(lines) * MAX_PACKED_BYTES / len(packed))]
+    file.with_name(f"{file.name}.xz").write_bytes(packed)
 
 
 def vocabulary(args: argparse.Namespace) -> Iterator[dict]:
@@ -129,15 +126,17 @@ def vocabulary(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def learn(head: str, args: argparse.Namespace) -> Iterator[dict]:
-    """Train for half of the time; the rest is for reading the text and evaluating the head."""
+    """Train for 60 % of the time; the rest is for reading the text and evaluating the head."""
     size, out = scale(args), args.work / head
     flags = ["--own", *text_files(args), "--vocabulary", args.work / "vocabulary.json", "--rows",
              size["rows"], "--context", size["context"], *HEAD_FLAGS[head], "--save-every", 50,
-             "--out", out]  # fmt: skip
-    minutes = 0.05 if args.small else round(args.seconds / 120, 2)
+             "--dtype", size["dtype"], "--out", out]  # fmt: skip
+    if args.init:
+        flags += ["--init", args.init / head]
+    minutes = 0.05 if args.small else round(args.seconds / 100, 2)
     try:
         subprocess.run(distill(head, args, *flags, "--minutes", minutes), check=True,
-                       timeout=0.8 * args.seconds)  # fmt: skip
+                       timeout=0.9 * args.seconds)  # fmt: skip
     except subprocess.TimeoutExpired:  # finish with the steps done so far
         command = distill(head, args, *flags, "--steps", counts(out)[0])
         subprocess.run(command, check=True)
@@ -194,9 +193,9 @@ def publish(args: argparse.Namespace, *files: Path) -> None:
 def steps_of(args: argparse.Namespace) -> dict[str, Step]:
     share = args.minutes / TOTAL_MINUTES
     steps = {
-        "text": Step(175 * share, text), "vocabulary": Step(20 * share, vocabulary),
+        "text": Step(205 * share, text), "vocabulary": Step(20 * share, vocabulary),
         "mtp": Step(205 * share, partial(learn, "mtp")),
-        "medusa": Step(105 * share, partial(learn, "medusa")), "measure": Step(65 * share, measure),
+        "medusa": Step(90 * share, partial(learn, "medusa")), "measure": Step(50 * share, measure),
     }  # fmt: skip
     if args.own:
         del steps["text"]
@@ -218,4 +217,5 @@ if __name__ == "__main__":
     parser.add_argument("--questions", type=existing, help="Spec-Bench's question.jsonl")
     parser.add_argument("--data", nargs="+", type=existing, help="prompts: files or folders")
     parser.add_argument("--own", nargs="+", type=existing, help="train on this text instead")
+    parser.add_argument("--init", type=existing, help="folder of heads to start from")
     main(parser, steps_of, tables)
