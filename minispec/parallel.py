@@ -1,5 +1,6 @@
-"""Tensor parallelism (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053): N processes, started by
-torchrun, share every layer of a model.
+"""Several processes, started by torchrun. In decoding, they share every layer of a model: tensor
+parallelism (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053). In distill, each has a whole model
+and computes a part of the data (see `join`).
 
     torchrun --nproc-per-node 2 -m minispec.generate "Once upon a time" --model DIR
 
@@ -40,22 +41,30 @@ ADDED_ONCE = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.bias")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank and the number of processes that share the models it loads."""
+    """The number of a process and how many there are."""
 
     rank: int = 0
     size: int = 1
 
 
-ranks = Ranks()  # until `start`
+processes = Ranks()  # those that torchrun started
+ranks = Ranks()  # those that share the models that they load
 
 
 def start() -> None:
-    """Join the processes that torchrun started, if it did. From now on, `load` reads only this
-    rank's part of a model, the device `cuda` is the rank's own, and only rank 0 prints. Raises
-    UserError if the variables that torchrun sets are missing."""
+    """Join the processes that torchrun started, if it did, and share models with them: from now on,
+    `load` reads only this rank's part of a model. Raises UserError as `join` does."""
     global ranks
+    join()
+    ranks = processes
+
+
+def join() -> None:
+    """Join the processes that torchrun started, if it did. The device `cuda` becomes the process's
+    own, and only rank 0 prints. Raises UserError if variables that torchrun sets are missing."""
+    global processes
     size = os.environ.get("WORLD_SIZE", "1")
-    if size == "1" or ranks.size > 1:
+    if size == "1" or processes.size > 1:
         return
     invalid = [name for name in NUMBERS if not os.environ.get(name, "").isdecimal()]
     invalid += [name for name in ADDRESS if not os.environ.get(name)]
@@ -69,8 +78,8 @@ def start() -> None:
     atexit.register(dist.destroy_process_group)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    if ranks.rank:
+    processes = Ranks(dist.get_rank(), dist.get_world_size())
+    if processes.rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")
         sys.excepthook = lambda *error: traceback.print_exception(*error, file=sys.__stderr__)
 
@@ -124,15 +133,16 @@ def connected() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise UserError(f"another of the {ranks.size} processes has ended or cannot be reached "
+        raise UserError(f"another of the {processes.size} processes has ended or cannot be reached "
                         f"({str(error).splitlines()[0]})") from None  # fmt: skip
 
 
-# ---- decisions that all ranks share --------------------------------------------------------------
+# ---- what processes tell each other --------------------------------------------------------------
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
-    """Call the function on rank 0 only, and return its result, or raise its UserError, on all."""
+    """If processes share a model, call the function on rank 0 only, and return its result, or raise
+    its UserError, on all."""
     if ranks.size == 1:
         return function()
     box: list = [None, None]
@@ -150,20 +160,35 @@ def from_rank_0(function: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """If the block fails on any rank, raise UserError on all of them, with the first rank's words.
-    Without this, the others would wait for a rank that has ended."""
+    """If the block fails in any process, raise UserError in all of them, with the first one's words.
+    Without this, the others would wait for a process that has ended."""
     message = None
     try:
         yield
     except (UserError, OSError, MemoryError) as error:
-        if ranks.size == 1:
+        if processes.size == 1:
             raise
         message = str(error) or "not enough memory"
-    if ranks.size > 1:
-        messages: list[str | None] = [None] * ranks.size
+    messages = gather(message)
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    if failed:
+        where = f"rank {failed[0]}: " if len(failed) < processes.size else ""
+        raise UserError(where + messages[failed[0]])
+
+
+def gather(value: T) -> list[T]:
+    """The values of all processes, by rank, in each of them."""
+    values = [value] * processes.size
+    if processes.size > 1:
         with connected():
-            dist.all_gather_object(messages, message)
-        failed = [rank for rank, message in enumerate(messages) if message is not None]
-        if failed:
-            where = f"rank {failed[0]}: " if len(failed) < ranks.size else ""
-            raise UserError(where + messages[failed[0]])
+            dist.all_gather_object(values, value)
+    return values
+
+
+def sum_over_processes(x: Tensor) -> Tensor:
+    """The sum of a tensor over all processes, without gradients."""
+    if processes.size > 1:
+        x = x.detach().clone()
+        with connected():
+            dist.all_reduce(x)
+    return x
