@@ -160,7 +160,7 @@ def from_rank_0(function: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """If the block fails in any process, raise UserError in all of them, with the first one's words.
+    """If the block fails in any process, raise UserError in all of them, as the first one words it.
     Without this, the others would wait for a process that has ended."""
     message = None
     try:

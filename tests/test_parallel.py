@@ -315,3 +315,41 @@ def test_a_rank_that_dies_ends_the_others(name, death, expected, tmp_path):
     (line,) = own_lines(error)
     assert "Traceback" not in error
     assert re.search(expected, line), line
+
+
+# ---- distill -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, flags", [
+    ("mtp", ["--k", "2", "--soft"]), ("mtp", ["--k", "3"]), ("medusa", ["--heads", "2"]),
+    ("draft", ["--layers", "1", "--width", "16", "--heads", "2", "--ffn", "24"]),
+])  # fmt: skip
+def test_two_processes_train_what_one_process_trains(kind, flags, tmp_path):
+    save(random_model(1, torch.float32, vocab_size=VOCAB, bos_id=256), TOKENIZER, tmp_path / "it")
+    rows = [{"tokenizer": TOKENIZER.fingerprint, "options": {}}]
+    rows += [{"kind": "story", "prompt": random_tokens(2 + i % 3, i, VOCAB),
+              "tokens": random_tokens(1 + i % 17, 99 + i, VOCAB)} for i in range(150)]  # fmt: skip
+    heads = []
+    for size in 1, 2:
+        own = tmp_path / f"own{size}.jsonl"
+        own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        out = tmp_path / f"{kind}{size}"
+        command = ["-m", "minispec.distill", kind, "--model", tmp_path / "it", "--own", own, "--out",
+                   out, "--steps", "5", "--rows", "6", "--context", "16", *flags]  # fmt: skip
+        run = torchrun(size, *command)
+        error = run.communicate(timeout=120)[1]
+        assert run.returncode == 0, error
+        (file,) = out.glob("*.safetensors")
+        heads.append(safetensors.torch.load_file(file))
+    for name, tensor in heads[0].items():
+        torch.testing.assert_close(heads[1][name], tensor, rtol=0, atol=2e-3)
+    states = [list(tmp_path.glob(f"own{size}.jsonl.*.hidden")) for size in (1, 2)]
+    assert [file.read_bytes() for file in states[0]] == [file.read_bytes() for file in states[1]]
+
+
+@pytest.mark.slow
+def test_what_runs_in_one_process_says_so(tmp_path):
+    run = torchrun(2, "-m", "minispec.distill", "vocabulary", "--text", "en=x", "--out", tmp_path)
+    lines = own_lines(run.communicate(timeout=60)[1])
+    assert lines == ["minispec: vocabulary runs in one process: start it without torchrun"]
