@@ -336,8 +336,8 @@ def test_two_processes_train_what_one_process_trains(kind, flags, tmp_path):
         own.write_text("".join(json.dumps(row) + "\n" for row in rows))
         out = tmp_path / f"{kind}{size}"
         command = ["-m", "minispec.distill", kind, "--model", tmp_path / "it", "--own", own,
-                   "--out", out, "--steps", "5", "--rows", "6", "--context", "16", *flags]  # fmt: skip
-        run = torchrun(size, *command)
+                   "--out", out, "--steps", "5", "--rows", "6", "--context", "16"]  # fmt: skip
+        run = torchrun(size, *command, *flags)
         error = run.communicate(timeout=120)[1]
         assert run.returncode == 0, error
         (file,) = out.glob("*.safetensors")
