@@ -30,14 +30,18 @@ from minispec.toys import random_medusa_heads, random_mtp_head
 SHAPE = {"heads": 8, "kv_heads": 4, "intermediate_size": 24, "vocab_size": VOCAB, "bos_id": 256}
 FAMILIES = {
     "llama": {},
-    "llama with biases": {"o_bias": True, "mlp_bias": True, "tied": False},
+    "llama with biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "tied": False},
     "qwen2": {"model_type": "qwen2", "qkv_bias": True},
     "qwen3": {"model_type": "qwen3", "qk_norm": True},
     "mimo": {"model_type": "mimo", "qkv_bias": True, "tied": False},
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+QUICK = "llama with biases"  # the others take seconds each
+PARAMETERS = [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
 def family(request, tmp_path_factory) -> Path:
     """The folder of a random model of each family, next to those of a draft and of heads."""
     return write_family(tmp_path_factory.mktemp("models"), FAMILIES[request.param])
@@ -240,25 +244,35 @@ def in_one_process(capsys, *arguments: str) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_command_line_prints_what_one_process_prints(family, size, capsys):
-    for method in "autoregressive", "fastmtp", "speculative", "medusa":
-        flags = ["--model", family, "--method", method, "--json", "--dtype", "float64",
+def test_the_command_line_prints_what_one_process_prints(size, tmp_path, capsys):
+    model = write_family(tmp_path, FAMILIES["qwen3"])
+    for method in "fastmtp", "speculative", "medusa":
+        flags = ["--model", model, "--method", method, "--json", "--dtype", "float64",
                  "--max-new-tokens", "30", "--temperature", "0.7", "--seed", "3"]  # fmt: skip
         out, error = torchrun(size, "-m", "minispec.generate", "Once", *flags).communicate()
-        run = json.loads(out)
         expected = in_one_process(capsys, "Once", *flags)
-        assert run["tokens"] == expected["tokens"], error
+        assert json.loads(out)["tokens"] == expected["tokens"], error
 
 
 @pytest.mark.slow
-def test_policies_and_chats_are_shared(tmp_path, capsys, monkeypatch):
+def test_policies_use_the_measurements_of_one_rank(tmp_path, capsys):
     model = write_family(tmp_path, FAMILIES["llama"])
-    flags = ["-m", "minispec.generate", "--model", model, "--dtype", "float64", "--method",
-             "fastmtp", "--k", "auto", "--max-new-tokens", "60"]  # fmt: skip
-    out, error = torchrun(2, *flags, "--json", "Once").communicate()
-    expected = in_one_process(capsys, "--model", model, "--dtype", "float64", "--json",
-                              "--max-new-tokens", "60", "Once")  # fmt: skip
+    flags = ["--model", model, "--dtype", "float64", "--json", "--max-new-tokens", "60", "Once"]
+    command = ["-m", "minispec.generate", "--method", "fastmtp", "--k", "auto", *flags]
+    out, error = torchrun(2, *command).communicate()
+    expected = in_one_process(capsys, *flags)
     assert json.loads(out)["tokens"] == expected["tokens"], error
+
+
+@pytest.mark.slow
+def test_all_ranks_hear_the_turns_of_a_chat(tmp_path):
+    save(random_model(3, **SHAPE), TOKENIZER, tmp_path)
+    flags = ["-m", "minispec.generate", "--model", tmp_path, "--dtype", "float64", "--chat",
+             "--method", "prompt-lookup", "--max-new-tokens", "20"]  # fmt: skip
+    turns = "one\ntwo\n\nthree\n"
+    alone, shared = (torchrun(size, *flags, stdin=subprocess.PIPE).communicate(turns)
+                     for size in (1, 2))  # fmt: skip
+    assert alone[0] == shared[0] and alone[0].count("\n") >= 3, shared[1]
 
 
 @pytest.mark.slow
@@ -312,7 +326,7 @@ def test_a_rank_that_dies_ends_the_others(name, death, expected, tmp_path):
     start = time.monotonic()
     _, error = children[0].communicate(timeout=60)
     assert time.monotonic() - start < 10 and children[0].returncode == 2
-    (line,) = own_lines(error)
+    *_, line = own_lines(error)
     assert "Traceback" not in error
     assert re.search(expected, line), line
 
