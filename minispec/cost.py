@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from minispec import parallel
 from minispec.cache import KVCache
 from minispec.methods.fastmtp import Drafter, MTPHead
 from minispec.methods.medusa import RANKS, MedusaHeads, best_candidates
@@ -28,6 +29,8 @@ def interleaved_min_times(
     the host. The functions take turns, so that a burst of noise spoils only one turn of each. A
     turn repeats its function for at least `turn_seconds` (default: TURN_SECONDS), as decoding
     repeats the same pass: the first call after another function is slower, with cold caches."""
+    if parallel.ranks.size > 1:  # every rank must call a function that exchanges data equally often
+        turn_seconds = 0
     turn_seconds = TURN_SECONDS if turn_seconds is None else turn_seconds
     times = [math.inf] * len(functions)
     for _ in range(turns):
@@ -73,12 +76,14 @@ def cost_after_pass(function: Callable[[], object], model: Transformer) -> float
 def memoised(
     model: Transformer, key: object, measure: Callable[[], T], vocabulary: Vocabulary | None = None
 ) -> T:
-    """Return `measure()`, the cost of the module `key`. It is kept in the model's memo and measured
-    again only after the passes, the device, the dtype or the vocabulary have changed."""
+    """Return `measure()`, the cost of the module `key`, as rank 0 measures it. It is kept in the
+    model's memo and measured again only after the passes, the device, the dtype or the vocabulary
+    have changed."""
     passes = type(model.lm_head), vars(model.model).get("forward")
     state = model.device, model.dtype, *passes, vocabulary
     if key not in model.memo or model.memo[key][0] != state:
-        model.memo[key] = state, measure()
+        cost = measure()
+        model.memo[key] = state, parallel.from_rank_0(lambda: cost)
     return model.memo[key][1]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minispec import parallel
 from minispec.checkpoints.config import Keys, attention_sizes, config_json, read_rope
 from minispec.checkpoints.load import check_fingerprint, resolve
 from minispec.checkpoints.tokenizer import Tokenizer
@@ -178,6 +179,7 @@ def load_mtp(
     with torch.device("meta"):
         head = MTPHead(model.config)
     fill(head, tensors, str(source), model.dtype, model.device)
+    parallel.add_up(head)
     head.acceptance = read_acceptance(folder / "config.json")
     return head.eval()
 
@@ -197,7 +199,8 @@ def check_attention(where: str, folder: Path, config: Config) -> None:
     keys = Keys(folder / "config.json", optional_json(folder / "config.json"))
     if "num_attention_heads" not in keys.raw:
         return
-    values = *attention_sizes(keys), *read_rope(keys)
+    kv_heads, head_dim = attention_sizes(keys)
+    values = kv_heads // parallel.ranks.size, head_dim, *read_rope(keys)
     for name, value in zip(("kv_heads", "head_dim", "rope_theta", "rope_scaling"), values):
         expected = getattr(config, name)
         if value != expected:

@@ -28,6 +28,7 @@ from minispec.checkpoints.weights import (
 )
 from minispec.errors import UserError
 from minispec.model import Config, Transformer
+from minispec.parallel import add_up, narrow, part_of
 
 OTHER_TOKENIZERS = "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json"
 
@@ -102,12 +103,14 @@ def load(
     device: str | torch.device = "auto",
 ) -> tuple[Transformer, Tokenizer | None]:  # fmt: skip
     """Load the model and tokenizer (None if there is none) from a directory, hub id or GGUF file.
-    Sets `model.source` to the path. Raises UserError if something is missing or not supported."""
+    Sets `model.source` to the path. After `parallel.start`, the model is this rank's part. Raises
+    UserError if something is missing or not supported."""
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)
     path = resolve(source)
     if file := find_gguf(path):
         config, tensors, tokenizer = read_gguf(file)
+        tensors = {name: part_of(name, tensor) for name, tensor in tensors.items()}
     else:
         config, tensors, tokenizer = read_directory(path)
     if tokenizer:
@@ -123,8 +126,9 @@ def load(
     if config.tied:
         tie(tensors)
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(narrow(config))
     fill(model, tensors, str(path), dtype, device)
+    add_up(model)
     if config.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.source = path

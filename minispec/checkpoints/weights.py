@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from minispec import parallel
 from minispec.checkpoints.config import FLAT_OBJECT, UNQUANTISED, Keys
 from minispec.errors import UserError, read_json
 
@@ -45,19 +46,35 @@ def read_file(path: Path) -> object:
             return safetensors.torch.load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # any exception; torch's message suggests unpickling
-        raise UserError(
-            f"{path} cannot be read ({type(error).__name__}): it is missing, damaged, a Git LFS "
-            "pointer (run `git lfs pull`), or contains code, which is never unpickled"
-        ) from None
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{path} cannot be read ({type(error).__name__}): it is missing, damaged, a Git LFS "
+        "pointer (run `git lfs pull`), or contains code, which is never unpickled"
+    )
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file, by name."""
+    """Read the tensors of a file, by name. Of a model that several ranks share, these are the
+    parts of this rank."""
+    if parallel.ranks.size > 1 and path.suffix == ".safetensors":
+        return read_parts(path)
     tensors = read_file(path)
     for name, tensor in tensors.items() if isinstance(tensors, dict) else [("its content", None)]:
         if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout != torch.strided:
             raise UserError(f"{path} must map names to dense tensors; {name} does not fit")
-    return {str(name): tensor for name, tensor in tensors.items()}
+    return {str(name): parallel.part_of(name, tensor) for name, tensor in tensors.items()}
+
+
+def read_parts(path: Path) -> dict[str, Tensor]:
+    """Read this rank's parts of the tensors in a .safetensors file, and nothing else of them."""
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            return {name: parallel.part_of(name, file.get_slice(name)) for name in file.keys()}
+    except Exception as error:
+        raise unreadable(path, error) from None
 
 
 def fill(

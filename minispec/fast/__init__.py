@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minispec import parallel
+from minispec.errors import UserError
 from minispec.fast.graphs import compile_passes
 from minispec.fast.products import MeasuredLinear, fastest_products, key_of
 from minispec.methods.fastmtp import MTPHead
@@ -28,6 +30,8 @@ def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> 
     """
     if int8:
         swap(model, Int8Linear)
+    if compiled and parallel.ranks.size > 1:
+        raise UserError("a model that several processes share cannot be compiled: omit --compile")
     if compiled:
         compile_passes(model)
     optimize_layers(model)
@@ -53,13 +57,14 @@ def optimize_layers(module: nn.Module) -> None:
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     weights = [layer.weight for layer in layers]
     if weights and weights[0].device.type == "cpu":
-        products = fastest_products(weights)
+        products = parallel.from_rank_0(lambda: fastest_products(weights))
         swap(module, lambda layer: MeasuredLinear(layer, products[key_of(layer.weight)]))
 
 
 def measured(layer: nn.Linear) -> MeasuredLinear:
     """The layer with the products that are fastest for it."""
-    return MeasuredLinear(layer, fastest_products([layer.weight])[key_of(layer.weight)])
+    products = parallel.from_rank_0(lambda: fastest_products([layer.weight]))
+    return MeasuredLinear(layer, products[key_of(layer.weight)])
 
 
 # ---- linear layers -------------------------------------------------------------------------------

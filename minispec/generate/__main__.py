@@ -9,6 +9,7 @@ import os
 import sys
 from typing import TextIO
 
+from minispec import parallel
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
@@ -161,23 +162,27 @@ def flag_name(name: str) -> str:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    check_flags(args)
+    parallel.start()
+    with parallel.together():
+        args = parse(argv)
+        check_flags(args)
     with stdout_reserved() if args.json else contextlib.nullcontext(sys.stdout) as out:
         generate(args, out)
 
 
 def generate(args: argparse.Namespace, out: TextIO) -> None:
     """Generate as the flags say and write the text, or the JSON object, to `out`."""
-    prompt = None if args.chat else read_prompt(args)
-    args.model = default_model() if args.model is None else args.model
-    model, tokenizer = load(args.model, args.dtype, args.device)
-    if not args.json or args.chat:
-        require_tokenizer(tokenizer, model.source, "use --json, which prints token ids")
+    prompt = None if args.chat else parallel.from_rank_0(lambda: read_prompt(args))
+    args.model = parallel.from_rank_0(default_model) if args.model is None else args.model
+    with parallel.together():
+        model, tokenizer = load(args.model, args.dtype, args.device)
+        if not args.json or args.chat:
+            require_tokenizer(tokenizer, model.source, "use --json, which prints token ids")
+        drafter = method_options(args, model, tokenizer)
     names = "method", "max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos"
     options = {name: getattr(args, name) for name in names} | {"stop": tuple(args.stop)}
     options["randomness"] = Seeded(args.seed)  # shared by all turns of a chat
-    options |= method_options(args, model, tokenizer)
+    options |= drafter
     for network in (model, options.get("draft")):
         if network is not None:
             optimize(network, int8=args.quantize == "int8", compiled=args.compile)
@@ -190,7 +195,8 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
         shown_prompt = prompt if isinstance(prompt, str) and not args.json else ""
         show(run, args, tokenizer, out, shown_prompt)
     if args.html is not None and run is not None:
-        write_page(args.html, model, tokenizer, run, args.model)
+        file = os.devnull if parallel.ranks.rank else args.html
+        write_page(file, model, tokenizer, run, args.model)
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
+from minispec import parallel
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.errors import UserError, note
 from minispec.generate.api import common_prefix_length, stream, unlisted_eos_warning
@@ -94,14 +95,18 @@ def user_turns(first: str | None) -> Iterator[str]:
     """Yield `first`, if any, then lines of standard input, with a prompt sign on a terminal."""
     if first:
         yield first
-    while sys.stdin is not None:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
+    while line := parallel.from_rank_0(read_line):
         if line.strip():
             yield line.strip()
+
+
+def read_line() -> str:
+    """Read a line of standard input; "" at its end."""
+    if sys.stdin is None:
+        return ""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline()
 
 
 def warn_unlisted_eos(

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import IO
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from minispec import parallel
 from minispec.checkpoints.load import pick_device
 from minispec.checkpoints.weights import atomic_write, write_text
 from minispec.errors import UserError, check_writable, number
@@ -127,15 +127,15 @@ def train(
     model: nn.Module, identity: dict[str, str], loss: Callable[[Tensor], Tensor], batch: Batch,
     args: argparse.Namespace, optimizers: list[torch.optim.Optimizer] | None = None,
 ) -> TrainingRun:  # fmt: skip
-    """Train until --steps, resuming from the checkpoint in --out if there is one. Rank 0 saves it
-    every --save-every steps and at the end. The default optimisers are Muon and AdamW."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    """Train until --steps, resuming from the checkpoint in --out if there is one. It is saved every
+    --save-every steps and at the end. The default optimisers are Muon and AdamW. If there are
+    several processes, each computes the loss of its rows; these losses, and their gradients, add up
+    to those of the batch."""
+    rank, world = parallel.processes.rank, parallel.processes.size
     identity |= {name: str(getattr(args, name)) for name in ("rows", "context", "seed")}
     run = TrainingRun(model, optimizers or muon_and_adamw(model), identity)
     if (args.out / CHECKPOINT).exists():
         run.restore(args.out / CHECKPOINT)
-    if world > 1:
-        loss = nn.parallel.DistributedDataParallel(loss)
     with (
         tf32(args.device),
         tqdm(total=args.steps, initial=run.step, unit="step", disable=rank > 0) as bar,
@@ -148,7 +148,7 @@ def train(
             run.step += 1
             run.seconds += time.perf_counter() - start
             bar.total = steps
-            bar.set_postfix(loss=f"{value:.3f}", refresh=False)
+            bar.set_postfix(loss=f"{parallel.sum_over_processes(value):.3f}", refresh=False)
             bar.update()
             done = run.step >= total_steps(args, run)
             if rank == 0 and (done or run.step % args.save_every == 0):
@@ -178,6 +178,8 @@ def optimizer_step(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: 
     """Take one step at this learning rate, with the gradient norm clipped to 1."""
     loss.backward()
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for p in (p for group in groups for p in group["params"] if p.grad is not None):
+        p.grad = parallel.sum_over_processes(p.grad)
     norm = nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
     if not norm.isfinite():
         raise UserError(f"the loss is {loss:.3f} and its gradient is not finite: lower --lr")
@@ -188,24 +190,13 @@ def optimizer_step(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: 
         optimizer.zero_grad()
 
 
-@contextlib.contextmanager
-def distributed(args: argparse.Namespace) -> Iterator[int]:
-    """Join the processes that torchrun started, one GPU each if there are any; yield the rank."""
-    if "RANK" not in os.environ:
-        yield 0
-        return
-    if args.minutes:  # processes would stop at different steps
+def check_processes(args: argparse.Namespace) -> None:
+    """Raise UserError for flags that do not suit the number of processes."""
+    size = parallel.processes.size
+    if size > 1 and args.minutes:  # processes would stop at different steps
         raise UserError("--minutes works in one process only: use --steps")
-    dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
-    if args.device.type == "cuda":
-        args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    try:
-        if args.rows % dist.get_world_size():
-            raise UserError(f"--rows {args.rows} must be a multiple of {dist.get_world_size()}, "
-                            "the number of processes")  # fmt: skip
-        yield dist.get_rank()
-    finally:
-        dist.destroy_process_group()
+    if args.rows % size:
+        raise UserError(f"--rows {args.rows} must be a multiple of {size}, the number of processes")
 
 
 def write_card(
@@ -264,15 +255,17 @@ def training_setup(args: argparse.Namespace, argv: list[str]) -> Iterator[None]:
     """Check the arguments before any long work, and lock --out until training ends. This replaces
     args.dtype and args.device by torch objects, and sets args.line to the command line with
     absolute paths shortened to file names."""
-    args.dtype, args.device = getattr(torch, args.dtype), pick_device(args.device)
-    args.line = " ".join(map(without_folder, argv))
-    check_writable(args.out / CHECKPOINT, "--out")
     with contextlib.ExitStack() as stack:
-        # torchrun's processes share --out; Windows cannot open folders and has no such locks
-        if fcntl and os.environ.get("RANK", "0") == "0":
-            folder = os.open(args.out, os.O_RDONLY)
-            stack.callback(os.close, folder)
-            lock(folder, f"--out {args.out}")
+        with parallel.together():
+            args.dtype, args.device = getattr(torch, args.dtype), pick_device(args.device)
+            args.line = " ".join(map(without_folder, argv))
+            check_processes(args)
+            check_writable(args.out / CHECKPOINT, "--out")
+            # Windows cannot open folders and has no such locks
+            if fcntl and parallel.processes.rank == 0:
+                folder = os.open(args.out, os.O_RDONLY)
+                stack.callback(os.close, folder)
+                lock(folder, f"--out {args.out}")
         yield
 
 

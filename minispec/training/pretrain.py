@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as BPE
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
+from minispec import parallel
 from minispec.checkpoints.load import read_tokenizer, save
 from minispec.checkpoints.tokenizer import Tokenizer, read_backend
 from minispec.errors import Parser, command, number
@@ -29,7 +30,6 @@ from minispec.training.loop import (
     Batch,
     TrainingRun,
     digest,
-    distributed,
     markdown_table,
     train,
     training_arguments,
@@ -109,7 +109,7 @@ def packed_batches(documents: list[np.ndarray], rows: int, context: int, seed: i
 
 
 class NextToken(nn.Module):
-    """rows (B, T + 1) -> mean cross-entropy in nats."""
+    """rows (B, T + 1) -> mean cross-entropy in nats; with several processes, this one's share."""
 
     def __init__(self, model: Transformer):
         super().__init__()
@@ -118,7 +118,8 @@ class NextToken(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         logits = self.transformer.logits(self.transformer(rows[:, :-1]))
         labels = rows[:, 1:].to(logits.device)
-        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        mean = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        return mean / parallel.processes.size
 
 
 @torch.no_grad()
@@ -185,9 +186,12 @@ def main(argv: list[str] | None = None) -> None:
                    help="size of a new tokenizer (default: %(default)s)")  # fmt: skip
     size_arguments(p, layers=6, width=192, heads=3, ffn=512)
     training_arguments(p, steps=2000, context=256, lr=4e-3)
-    args = p.parse_args(argv)
-    with training_setup(args, ["pretrain", *argv]), distributed(args) as rank:
-        corpus, held_out = read_corpus(args.data)
+    parallel.join()
+    with parallel.together():
+        args = p.parse_args(argv)
+    with training_setup(args, ["pretrain", *argv]):
+        with parallel.together():
+            corpus, held_out = read_corpus(args.data)
         tokenizer = choose_tokenizer(args, corpus)
         eos_ids = tuple(map(tokenizer.backend.token_to_id, (END, END_TURN)))
         config = {"vocab_size": tokenizer.size, "bos_id": eos_ids[0], "eos_ids": eos_ids}
@@ -200,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
         }
         batch = packed_batches(sum(tokens.values(), []), args.rows, args.context, args.seed)
         run = train(model, identity, NextToken(model), batch, args)
-        if rank == 0:
+        if parallel.processes.rank == 0:
             sizes = {name: sum(map(len, rows)) for name, rows in tokens.items()}
             finish(run, tokenizer, sizes, held_out, args)
 

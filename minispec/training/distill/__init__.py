@@ -8,10 +8,10 @@ Generation and training resume where they stopped when restarted.
 """
 
 import contextlib
-import os
 import sys
 from pathlib import Path
 
+from minispec import parallel
 from minispec.checkpoints.fetch import default_model
 from minispec.errors import Parser, UserError, command
 from minispec.training.distill import (
@@ -53,10 +53,12 @@ def main(argv: list[str] | None = None) -> None:
                              help="files written by `distill generate`")  # fmt: skip
         module.arguments(sub)
         sub.set_defaults(run=module.run)
-    args = p.parse_args(argv)
-    args.model = default_model() if args.model is None else args.model
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("minispec.distill runs in one process; start it without torchrun")
-    trains = args.run in (draft.run, medusa.run, mtp.run)
+    parallel.join()
+    with parallel.together():
+        args = p.parse_args(argv)
+        args.model = default_model() if args.model is None else args.model
+        trains = args.run in (draft.run, medusa.run, mtp.run)
+        if parallel.processes.size > 1 and not trains:
+            raise UserError(f"{args.command} runs in one process: start it without torchrun")
     with training_setup(args, ["distill", *argv]) if trains else contextlib.nullcontext():
         args.run(args)

@@ -1,13 +1,14 @@
 """The training data of drafts and heads: generated documents and the target's hidden states."""
 
 import argparse
+import contextlib
 import hashlib
 import os
 from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from minispec import parallel
 from minispec.checkpoints.heads import load_vocabulary, save_vocabulary
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
@@ -27,6 +29,7 @@ from minispec.training.own_text import read_generated, read_split
 
 STATES_DTYPE = torch.float16
 GPU_TOKENS_PER_PASS = 2**15  # including padding
+DOCUMENTS_PER_SHARE = 64  # that a process passes on at once
 PURPOSES = "train on", "measure on"  # the training documents, the held-out ones
 
 
@@ -73,8 +76,26 @@ def cached_states(
     hashes = [bytes.fromhex(digest(row)) for row in rows]  # 8 bytes each
     key, size = digest([weights, context, str(dtype), "hashes"])[:8], target.config.hidden_size
     file = path.with_name(f"{path.name}.{key}.hidden")
-    check_writable(file, "the hidden states of --own")
     ends = list(accumulate((8 + 2 * size * len(row) for row in rows), initial=0))  # bytes
+    with contextlib.ExitStack() as stack:
+        done = len(rows)
+        with parallel.together():
+            if parallel.processes.rank == 0:  # the others wait below
+                check_writable(file, "the hidden states of --own")
+                out, done = stack.enter_context(open_states(file, hashes, ends))
+        done = parallel.gather(done)[0]
+        for i, hidden in enumerate(shared_states(target, rows[done:], dtype), done):
+            out.write(hashes[i] + hidden.half().numpy().tobytes())
+    parallel.gather(None)  # the file is complete
+    flat = torch.from_file(str(file), size=ends[-1] // 2, dtype=STATES_DTYPE)  # lazily
+    parts = flat.split([4 + size * len(row) for row in rows])
+    return [part[4:].view(-1, size) for part in parts]
+
+
+@contextlib.contextmanager
+def open_states(file: Path, hashes: list[bytes], ends: list[int]) -> Iterator[tuple[IO, int]]:
+    """Open and lock a file of hidden states, and yield it with the number of documents in it. What
+    follows them is cut off. If a document's hash does not match, a new file is started."""
     while True:
         with file.open("a+b") as out:
             lock(out, str(file), wait=True)  # two runs on the same text may start together
@@ -86,15 +107,28 @@ def cached_states(
             if not all(hash_.startswith(read_at(out, offset, 8)) for hash_, offset in start):
                 file.unlink()
                 continue
-            if done < len(rows):
+            if done < len(hashes):
                 out.truncate(ends[done])
-                states = hidden_states(target, tqdm(rows[done:], "hidden states"), dtype)
-                for hash_, hidden in zip(hashes[done:], states):
-                    out.write(hash_ + hidden.half().numpy().tobytes())
-                out.flush()
-            flat = torch.from_file(str(file), size=ends[-1] // 2, dtype=STATES_DTYPE)  # lazily
-            parts = flat.split([4 + size * len(row) for row in rows])
-            return [part[4:].view(-1, size) for part in parts]
+            yield out, done
+            return
+
+
+def shared_states(
+    target: Transformer, rows: list[list[int]], dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """`hidden_states`, of which each process computes a share; rank 0 yields all of them, in order.
+    """
+    rank, size = parallel.processes.rank, parallel.processes.size
+    if size == 1:
+        yield from hidden_states(target, tqdm(rows, "hidden states"), dtype)
+        return
+    step = size * DOCUMENTS_PER_SHARE
+    for start in tqdm(range(0, len(rows), step), "hidden states"):
+        own = rows[start : start + step][rank::size]
+        shares = parallel.gather([states.half() for states in hidden_states(target, own, dtype)])
+        if rank == 0:
+            for of_round in zip_longest(*shares):
+                yield from (states for states in of_round if states is not None)
 
 
 def read_at(file: IO, offset: int, n: int) -> bytes:
@@ -185,10 +219,11 @@ def shuffled_batches(count: int, rows: int, seed: int) -> Batch:
 
 def cross_entropy(logits: Tensor, labels: Tensor, p: Tensor | None = None) -> Tensor:
     """Mean cross-entropy over the rows with a label, against the label or the row's distribution in
-    `p` (n, V); 0 if no row has a label."""
+    `p` (n, V); 0 if no row has a label. With several processes, this one's share of it."""
     real = labels >= 0
     expected = labels if p is None else p * real[:, None]
-    return F.cross_entropy(logits.float(), expected, reduction="sum") / real.sum().clamp(min=1)
+    count = parallel.sum_over_processes(real.sum()).clamp(min=1)
+    return F.cross_entropy(logits.float(), expected, reduction="sum") / count
 
 
 def select_labelled(
@@ -226,10 +261,11 @@ def train_on_generated(
     """Train `model` on the documents of --own that `select_labelled` keeps. `loss` builds the loss
     from them; `options` becomes part of the run's identity. Returns the run and the held-out
     documents."""
-    training, held_out = (
-        select_labelled(rows, args.context, purpose, first, vocabulary)
-        for rows, purpose in zip(read_split(args.own, target, tokenizer), PURPOSES)
-    )
+    with parallel.together():
+        training, held_out = (
+            select_labelled(rows, args.context, purpose, first, vocabulary)
+            for rows, purpose in zip(read_split(args.own, target, tokenizer), PURPOSES)
+        )
     text = digest([[row["prompt"], row["tokens"]] for row in training])
     identity = {"target": weights_digest(target), "text": text, "options": options}
     documents = Documents.from_rows(training, target, args.context, args.dtype)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minispec import parallel
 from minispec.checkpoints.load import save
 from minispec.model import Transformer, count_parameters
 from minispec.training.distill.documents import Documents, load_target, train_on_generated
@@ -35,7 +36,8 @@ class SoftLabels:
         p = self.target.logits(hidden).float().softmax(-1)  # (N, V)
         outputs = self.draft(self.documents.tokens[index, :n])
         logits = self.draft.logits(outputs[generated.to(device)])
-        return F.cross_entropy(logits.float(), p, reduction="sum") / max(len(p), 1)
+        n = parallel.sum_over_processes(generated.sum())
+        return F.cross_entropy(logits.float(), p, reduction="sum") / max(int(n), 1)
 
 
 @torch.no_grad()
@@ -61,6 +63,8 @@ def run(args: argparse.Namespace) -> None:
 
     options = str(draft.config)
     run, held_out = train_on_generated(args, target, tokenizer, draft, loss_of, options, first=1)
+    if parallel.processes.rank:
+        return
     save(draft, tokenizer, args.out, torch.float16)
     draft.half().float()  # round to float16, as stored
     facts = {

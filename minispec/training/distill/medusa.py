@@ -5,6 +5,7 @@ import argparse
 import torch
 from torch import Tensor
 
+from minispec import parallel
 from minispec.checkpoints.heads import load_medusa, load_subset, save_medusa
 from minispec.errors import UserError
 from minispec.methods.medusa import MedusaHeads, new_heads
@@ -64,6 +65,8 @@ def run(args: argparse.Namespace) -> None:
                                        vocabulary=vocabulary)  # fmt: skip
     heads.half().float()  # round to float16, as stored
     choose_tree(heads, vocabulary, target, held_out, args.context)
+    if parallel.processes.rank:
+        return
     save_medusa(heads, args.out, without_folder(args.model), tokenizer, torch.float16)
     store_vocabulary(args, target, tokenizer)
     facts = {

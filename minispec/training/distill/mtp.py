@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minispec import parallel
 from minispec.checkpoints.heads import load_mtp, load_subset, save_mtp
 from minispec.errors import number
 from minispec.methods.fastmtp import MTPHead
@@ -161,6 +162,8 @@ def run(args: argparse.Namespace) -> None:
     loss = loss_of(Documents.from_rows(held_out, target, args.context, torch.float32))
     rates = category_accuracy(loss, held_out)
     head.acceptance = [mean(of_step) for of_step in zip(*rates.values())]
+    if parallel.processes.rank:
+        return
     save_mtp(head, args.out, without_folder(args.model), tokenizer, torch.float16, loss.weights)
     store_vocabulary(args, target, tokenizer)
     facts = {

@@ -1,0 +1,194 @@
+"""Several processes, started by torchrun. In decoding, they share every layer of a model: tensor
+parallelism (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053). In distill, each has a whole model
+and computes a part of the data (see `join`).
+
+    torchrun --nproc-per-node 2 -m minispec.generate "Once upon a time" --model DIR
+
+A rank's model is an ordinary Transformer with 1/N of the heads and of the MLP's inner size. From
+the checkpoint it reads the rows of q, k, v, gate and up that compute its part, and the columns of o
+and down that multiply it. What its attention and its MLP return are then terms of a sum over the
+ranks. Adding them up is all that ranks exchange in a pass; the cache holds the rank's own heads.
+
+Embedding, lm_head and norms are whole on every rank: drafts and heads use the first two, and ranks
+that compute the same logits and draw from the same seed choose the same tokens without a message.
+Measurements differ from rank to rank, so all of them use those of rank 0.
+"""
+
+import atexit
+import contextlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minispec.errors import UserError
+from minispec.model import MLP, Attention, Config
+
+T = TypeVar("T")
+NUMBERS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"  # variables that torchrun sets
+ADDRESS = ("MASTER_ADDR",)
+OUTPUTS = re.compile(r"(.*\.)?(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias)")
+INPUTS = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.weight")
+ADDED_ONCE = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.bias")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The number of a process and how many there are."""
+
+    rank: int = 0
+    size: int = 1
+
+
+processes = Ranks()  # those that torchrun started
+ranks = Ranks()  # those that share the models that they load
+
+
+def start() -> None:
+    """Join the processes that torchrun started, if it did, and share models with them: from now on,
+    `load` reads only this rank's part of a model. Raises UserError as `join` does."""
+    global ranks
+    join()
+    ranks = processes
+
+
+def join() -> None:
+    """Join the processes that torchrun started, if it did. The device `cuda` becomes the process's
+    own, and only rank 0 prints. Raises UserError if variables that torchrun sets are missing."""
+    global processes
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1" or processes.size > 1:
+        return
+    invalid = [name for name in NUMBERS if not os.environ.get(name, "").isdecimal()]
+    invalid += [name for name in ADDRESS if not os.environ.get(name)]
+    if invalid:
+        raise UserError(f"WORLD_SIZE is {size}, but torchrun has not set {', '.join(invalid)}: "
+                        "start N processes with torchrun --nproc-per-node N -m …")  # fmt: skip
+    try:
+        dist.init_process_group()
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the {size} processes did not find each other: {error}") from None
+    atexit.register(dist.destroy_process_group)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    processes = Ranks(dist.get_rank(), dist.get_world_size())
+    if processes.rank:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        sys.excepthook = lambda *error: traceback.print_exception(*error, file=sys.__stderr__)
+
+
+# ---- a rank's part of a model --------------------------------------------------------------------
+
+
+def narrow(config: Config) -> Config:
+    """The config of a rank's part of a model. Raises UserError if a size is not divisible by N."""
+    sizes = {name: getattr(config, name) for name in ("heads", "kv_heads", "intermediate_size")}
+    for name, size in sizes.items():
+        if size % ranks.size:
+            raise UserError(f"{ranks.size} processes cannot share this model: its {name}, {size}, "
+                            f"must be a multiple of the number of processes")  # fmt: skip
+    return replace(config, **{name: size // ranks.size for name, size in sizes.items()})
+
+
+def part_of(name: str, tensor: Tensor) -> Tensor:
+    """The rank's part of a checkpoint's tensor. `tensor` may also be a slice of safetensors, of
+    which only the part is read."""
+    if ranks.size == 1 or not (match := OUTPUTS.fullmatch(name) or INPUTS.fullmatch(name)):
+        whole = tensor[:]
+        return torch.zeros_like(whole) if ranks.rank and ADDED_ONCE.fullmatch(name) else whole
+    shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
+    dim = 0 if match.re is OUTPUTS else len(shape) - 1
+    share = shape[dim] // ranks.size
+    part = slice(ranks.rank * share, (ranks.rank + 1) * share)
+    return tensor[part] if dim == 0 else tensor[:, part]
+
+
+def add_up(module: nn.Module) -> None:
+    """Let each attention and MLP in a rank's part of a module return the sum over all ranks."""
+    if ranks.size == 1:
+        return
+    for layer in module.modules():
+        if isinstance(layer, Attention | MLP):
+            layer.register_forward_hook(sum_over_ranks)
+
+
+def sum_over_ranks(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+    """A forward hook. Every rank gets the same bits."""
+    output = output.contiguous()
+    with connected():
+        dist.all_reduce(output)
+    return output
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[None]:
+    """Raise UserError if a rank has ended in the meantime."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UserError(f"another of the {processes.size} processes has ended or cannot be reached "
+                        f"({str(error).splitlines()[0]})") from None  # fmt: skip
+
+
+# ---- what processes tell each other --------------------------------------------------------------
+
+
+def from_rank_0(function: Callable[[], T]) -> T:
+    """If processes share a model, call the function on rank 0 only, and return its result, or raise
+    its UserError, on all."""
+    if ranks.size == 1:
+        return function()
+    box: list = [None, None]
+    if ranks.rank == 0:
+        try:
+            box[0] = function()
+        except UserError as error:
+            box[1] = str(error)
+    with connected():
+        dist.broadcast_object_list(box)
+    if box[1] is not None:
+        raise UserError(box[1])
+    return box[0]
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """If the block fails in any process, raise UserError in all of them, as the first one words it.
+    Without this, the others would wait for a process that has ended."""
+    message = None
+    try:
+        yield
+    except (UserError, OSError, MemoryError) as error:
+        if processes.size == 1:
+            raise
+        message = str(error) or "not enough memory"
+    messages = gather(message)
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    if failed:
+        where = f"rank {failed[0]}: " if len(failed) < processes.size else ""
+        raise UserError(where + messages[failed[0]])
+
+
+def gather(value: T) -> list[T]:
+    """The values of all processes, by rank, in each of them."""
+    values = [value] * processes.size
+    if processes.size > 1:
+        with connected():
+            dist.all_gather_object(values, value)
+    return values
+
+
+def sum_over_processes(x: Tensor) -> Tensor:
+    """The sum of a tensor over all processes, without gradients."""
+    if processes.size > 1:
+        x = x.detach().clone()
+        with connected():
+            dist.all_reduce(x)
+    return x

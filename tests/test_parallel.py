@@ -1,0 +1,369 @@
+"""Ranks that share a model generate what one process generates. In most tests the ranks are threads
+of this process; the slow ones start processes with torchrun."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from conftest import TOKENIZER, VOCAB, random_model, random_tokens
+
+from minispec import UserError, optimize, parallel
+from minispec.checkpoints.heads import load_medusa, load_mtp, save_medusa, save_mtp
+from minispec.checkpoints.load import load, save
+from minispec.generate import METHODS, decode
+from minispec.generate.__main__ import main
+from minispec.model import count_parameters
+from minispec.parallel import Ranks
+from minispec.toys import random_medusa_heads, random_mtp_head
+
+SHAPE = {"heads": 8, "kv_heads": 4, "intermediate_size": 24, "vocab_size": VOCAB, "bos_id": 256}
+FAMILIES = {
+    "llama": {},
+    "llama with biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "tied": False},
+    "qwen2": {"model_type": "qwen2", "qkv_bias": True},
+    "qwen3": {"model_type": "qwen3", "qk_norm": True},
+    "mimo": {"model_type": "mimo", "qkv_bias": True, "tied": False},
+}
+
+
+QUICK = "llama with biases"  # the others take seconds each
+PARAMETERS = [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
+def family(request, tmp_path_factory) -> Path:
+    """The folder of a random model of each family, next to those of a draft and of heads."""
+    return write_family(tmp_path_factory.mktemp("models"), FAMILIES[request.param])
+
+
+def write_family(folder: Path, changes: dict) -> Path:
+    model = random_model(3, **SHAPE | changes)
+    save(model, TOKENIZER, folder / "model")
+    save(random_model(4, **SHAPE | changes | {"layers": 1}), TOKENIZER, folder / "draft")
+    head, heads = random_mtp_head(model, 2), random_medusa_heads(model, 1)
+    save_mtp(head, folder / "mtp", "model", TOKENIZER, torch.float64, [1.0])
+    save_medusa(heads, folder / "medusa", "model", TOKENIZER, torch.float64)
+    return folder / "model"
+
+
+# ---- ranks as threads ----------------------------------------------------------------------------
+
+
+def as_rank(rank: int, size: int, monkeypatch, function, *arguments):
+    """Call a function, such as load, as one of several ranks does."""
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel, "ranks", Ranks(rank, size))
+        return function(*arguments)
+
+
+def on_threads(size: int, monkeypatch, function) -> list:
+    """Call function(rank) on a thread for each rank. The threads add tensors up as ranks do."""
+    barrier, parts = threading.Barrier(size, timeout=60), [None] * size
+    rank_of_thread = threading.local()
+
+    def all_reduce(tensor):
+        parts[rank_of_thread.rank] = tensor
+        barrier.wait()
+        total = torch.stack(parts).sum(0)
+        barrier.wait()  # all have read the parts
+        tensor.copy_(total)
+
+    def run(rank):
+        rank_of_thread.rank = rank
+        try:
+            return function(rank)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_method_generates_what_one_process_does(family, size, monkeypatch):
+    prompt, whole = random_tokens(9, vocab=VOCAB), load(family, "float64")[0]
+    parts = [as_rank(r, size, monkeypatch, load, family, "float64")[0] for r in range(size)]
+    drafters = {"speculative": "draft", "fastmtp": "head", "hybrid": "head", "medusa": "heads",
+                "medusa-typical": "heads"}  # fmt: skip
+    loaders = {"draft": lambda model: load(family.parent / "draft", "float64")[0],
+               "head": lambda model: load_mtp(family.parent / "mtp", model),
+               "heads": lambda model: load_medusa(family.parent / "medusa", model)}  # fmt: skip
+    for method in METHODS:
+        argument = drafters.get(method)
+        options = [{argument: as_rank(r, size, monkeypatch, loaders[argument], parts[r])}
+                   if argument else {} for r in range(size)]  # fmt: skip
+        alone = {argument: loaders[argument](whole)} if argument else {}
+        for sampling in {}, {"temperature": 0.8, "seed": 5}:
+            settings = sampling | {"max_new_tokens": 20}
+            expected = decode(whole, None, prompt, method, **settings, **alone)
+
+            def run(rank):
+                return decode(parts[rank], None, prompt, method, **settings, **options[rank])
+
+            for part in on_threads(size, monkeypatch, run):
+                assert part.tokens == expected.tokens, method
+                assert [s.path for s in part.rounds] == [s.path for s in expected.rounds]
+
+
+def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(family, monkeypatch):
+    whole = load(family, "float64")[0]
+    parts = [as_rank(rank, 4, monkeypatch, load, family, "float64")[0] for rank in range(4)]
+    shared = count_parameters(whole) - count_parameters(whole.model.layers)
+    for part in parts:
+        assert part.new_cache(7).kv.nbytes * 4 == whole.new_cache(7).kv.nbytes
+        matrices = [p for p in part.model.layers.parameters() if p.dim() == 2]
+        all_matrices = [p for p in whole.model.layers.parameters() if p.dim() == 2]
+        assert 4 * sum(p.numel() for p in matrices) == sum(p.numel() for p in all_matrices)
+        assert count_parameters(part) - count_parameters(part.model.layers) == shared
+
+
+def test_only_the_part_of_a_rank_is_read(monkeypatch):
+    read = []
+
+    class Slice:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def get_shape(self):
+            return list(self.tensor.shape)
+
+        def __getitem__(self, key):
+            read.append(self.tensor[key].numel())
+            return self.tensor[key].clone()
+
+    weight = torch.arange(48.0).view(8, 6)
+    columns = weight.T.contiguous()  # (6, 8)
+    monkeypatch.setattr(parallel, "ranks", Ranks(2, 4))
+    for name, whole, part in [
+        ("model.layers.0.self_attn.q_proj.weight", weight, weight[4:6]),
+        ("model.mtp_layers.0.mlp.up_proj.weight", weight, weight[4:6]),
+        ("self_attn.o_proj.weight", columns, columns[:, 4:6]),
+        ("model.embed_tokens.weight", weight, weight),
+        ("0.0.linear.weight", weight, weight),  # of Medusa heads
+    ]:
+        assert torch.equal(parallel.part_of(name, Slice(whole)), part)
+        assert read.pop() == part.numel()
+        assert torch.equal(parallel.part_of(name, whole), part)
+    bias = torch.ones(3)
+    assert parallel.part_of("mlp.down_proj.bias", bias).tolist() == [0, 0, 0]
+    monkeypatch.setattr(parallel, "ranks", Ranks(0, 4))
+    assert parallel.part_of("mlp.down_proj.bias", bias).tolist() == [1, 1, 1]
+
+
+def test_a_pickle_and_a_prefix_are_shared_too(family, tmp_path, monkeypatch):
+    expected = as_rank(1, 2, monkeypatch, load, family, "float64")[0].state_dict()
+    tensors = safetensors.torch.load_file(family / "model.safetensors")
+    for file in family.iterdir():
+        if file.name != "model.safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    renamed = {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}
+    torch.save(renamed, tmp_path / "pytorch_model.bin")
+    found = as_rank(1, 2, monkeypatch, load, tmp_path, "float64")[0].state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("size, named", [(3, "heads, 8"), (8, "kv_heads, 4"), (5, "heads, 8")])
+def test_sizes_that_cannot_be_shared_are_refused(family, size, named, monkeypatch):
+    with pytest.raises(UserError, match=f"{size} processes cannot share .* its {named}, must be"):
+        as_rank(0, size, monkeypatch, load, family)
+
+
+def test_the_size_of_the_mlp_must_be_divisible_too():
+    config = replace(random_model().config, heads=4, kv_heads=4, intermediate_size=30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "ranks", Ranks(0, 4))
+        with pytest.raises(UserError, match="its intermediate_size, 30, must be a multiple"):
+            parallel.narrow(config)
+
+
+@pytest.mark.parametrize("given, missing", [
+    ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK, MASTER_PORT, MASTER_ADDR"),
+    ({"WORLD_SIZE": "two", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1",
+      "MASTER_ADDR": "localhost"}, "WORLD_SIZE"),
+    ({"WORLD_SIZE": "2", "RANK": "-1", "LOCAL_RANK": "0", "MASTER_PORT": "1",
+      "MASTER_ADDR": "localhost"}, "RANK"),
+])  # fmt: skip
+def test_incomplete_variables_are_refused(given, missing, monkeypatch, capsys):
+    for name in (*parallel.NUMBERS, *parallel.ADDRESS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught:
+        main(["Once"])
+    error = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and len(error) == 1
+    assert f"torchrun has not set {missing}: start N processes with torchrun" in error[0]
+
+
+def test_one_process_under_torchrun_is_not_shared(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    parallel.start()
+    assert parallel.ranks == Ranks()
+
+
+def test_a_shared_model_is_not_compiled(family, monkeypatch):
+    model = as_rank(0, 2, monkeypatch, load, family)[0]
+    with pytest.raises(UserError, match="cannot be compiled: omit --compile"):
+        as_rank(0, 2, monkeypatch, lambda: optimize(model, compiled=True))
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def torchrun(size: int, *arguments: str, **options) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size),
+               "--master-port", str(20000 + os.getpid() % 20000), *map(str, arguments)]  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    return subprocess.Popen(command, **pipes, env=environment, **options)
+
+
+def own_lines(text: str) -> list[str]:
+    """The lines of minispec among those of torchrun."""
+    return [line for line in text.splitlines() if line.startswith("minispec: ")]
+
+
+def in_one_process(capsys, *arguments: str) -> dict:
+    main(list(map(str, arguments)))
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_command_line_prints_what_one_process_prints(size, tmp_path, capsys):
+    model = write_family(tmp_path, FAMILIES["qwen3"])
+    for method in "fastmtp", "speculative", "medusa":
+        flags = ["--model", model, "--method", method, "--json", "--dtype", "float64",
+                 "--max-new-tokens", "30", "--temperature", "0.7", "--seed", "3"]  # fmt: skip
+        out, error = torchrun(size, "-m", "minispec.generate", "Once", *flags).communicate()
+        expected = in_one_process(capsys, "Once", *flags)
+        assert json.loads(out)["tokens"] == expected["tokens"], error
+
+
+@pytest.mark.slow
+def test_policies_use_the_measurements_of_one_rank(tmp_path, capsys):
+    model = write_family(tmp_path, FAMILIES["llama"])
+    flags = ["--model", model, "--dtype", "float64", "--json", "--max-new-tokens", "60", "Once"]
+    command = ["-m", "minispec.generate", "--method", "fastmtp", "--k", "auto", *flags]
+    out, error = torchrun(2, *command).communicate()
+    expected = in_one_process(capsys, *flags)
+    assert json.loads(out)["tokens"] == expected["tokens"], error
+
+
+@pytest.mark.slow
+def test_all_ranks_hear_the_turns_of_a_chat(tmp_path):
+    save(random_model(3, **SHAPE), TOKENIZER, tmp_path)
+    flags = ["-m", "minispec.generate", "--model", tmp_path, "--dtype", "float64", "--chat",
+             "--method", "prompt-lookup", "--max-new-tokens", "20"]  # fmt: skip
+    turns = "one\ntwo\n\nthree\n"
+    alone, shared = (torchrun(size, *flags, stdin=subprocess.PIPE).communicate(turns)
+                     for size in (1, 2))  # fmt: skip
+    assert alone[0] == shared[0] and alone[0].count("\n") >= 3, shared[1]
+
+
+@pytest.mark.slow
+def test_errors_end_all_processes_with_one_line(tmp_path):
+    model = write_family(tmp_path, FAMILIES["llama"])
+    run = torchrun(3, "-m", "minispec.generate", "Once", "--model", model)
+    assert own_lines(run.communicate(timeout=60)[1]) == [
+        "minispec: 3 processes cannot share this model: its heads, 8, must be a multiple of the "
+        "number of processes"
+    ]
+    run = torchrun(2, "-m", "minispec.generate", "Once", "--model", model, "--k", "3")
+    assert len(own_lines(run.communicate(timeout=60)[1])) == 1
+    (model / "model.safetensors").write_bytes(b"damaged")
+    run = torchrun(2, "-m", "minispec.generate", "Once", "--model", model)
+    lines = own_lines(run.communicate(timeout=60)[1])
+    assert len(lines) == 1 and "cannot be read" in lines[0]
+
+
+KILLED = """
+import os, signal, sys
+from minispec import parallel
+from minispec.generate import __main__ as command
+def dies(*arguments):
+    if parallel.ranks.rank == 1:
+        {death}
+    return before(*arguments)
+before, {name} = {name}, dies
+command.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, death, expected", [
+    ("parallel.dist.all_reduce", "os.kill(os.getpid(), signal.SIGKILL)", "has ended or cannot"),
+    ("command.load", "raise OSError(28, 'No space left on device')", "rank 1: .*No space left"),
+])  # fmt: skip
+def test_a_rank_that_dies_ends_the_others(name, death, expected, tmp_path):
+    model = write_family(tmp_path, FAMILIES["llama"])
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(name=name, death=death))
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1",
+                 "MASTER_PORT": str(20001 + os.getpid() % 20000),
+                 "PYTHONPATH": str(Path.cwd())}  # fmt: skip
+    children = [
+        subprocess.Popen([sys.executable, script, "Once", "--model", model], text=True,
+                         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                         env=os.environ | variables | {"RANK": str(r), "LOCAL_RANK": str(r)})
+        for r in range(2)
+    ]  # fmt: skip
+    children[1].wait(60)
+    start = time.monotonic()
+    _, error = children[0].communicate(timeout=60)
+    assert time.monotonic() - start < 10 and children[0].returncode == 2
+    *_, line = own_lines(error)
+    assert "Traceback" not in error
+    assert re.search(expected, line), line
+
+
+# ---- distill -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, flags", [
+    ("mtp", ["--k", "2", "--soft"]), ("mtp", ["--k", "3"]), ("medusa", ["--heads", "2"]),
+    ("draft", ["--layers", "1", "--width", "16", "--heads", "2", "--ffn", "24"]),
+])  # fmt: skip
+def test_two_processes_train_what_one_process_trains(kind, flags, tmp_path):
+    save(random_model(1, torch.float32, vocab_size=VOCAB, bos_id=256), TOKENIZER, tmp_path / "it")
+    rows = [{"tokenizer": TOKENIZER.fingerprint, "options": {}}]
+    rows += [{"kind": "story", "prompt": random_tokens(2 + i % 3, i, VOCAB),
+              "tokens": random_tokens(1 + i % 17, 99 + i, VOCAB)} for i in range(150)]  # fmt: skip
+    heads = []
+    for size in 1, 2:
+        own = tmp_path / f"own{size}.jsonl"
+        own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        out = tmp_path / f"{kind}{size}"
+        command = ["-m", "minispec.distill", kind, "--model", tmp_path / "it", "--own", own,
+                   "--out", out, "--steps", "5", "--rows", "6", "--context", "16"]  # fmt: skip
+        run = torchrun(size, *command, *flags)
+        error = run.communicate(timeout=120)[1]
+        assert run.returncode == 0, error
+        (file,) = out.glob("*.safetensors")
+        heads.append(safetensors.torch.load_file(file))
+    for name, tensor in heads[0].items():
+        torch.testing.assert_close(heads[1][name], tensor, rtol=0, atol=2e-3)
+    states = [list(tmp_path.glob(f"own{size}.jsonl.*.hidden")) for size in (1, 2)]
+    assert [file.read_bytes() for file in states[0]] == [file.read_bytes() for file in states[1]]
+
+
+@pytest.mark.slow
+def test_what_runs_in_one_process_says_so(tmp_path):
+    run = torchrun(2, "-m", "minispec.distill", "vocabulary", "--text", "en=x", "--out", tmp_path)
+    lines = own_lines(run.communicate(timeout=60)[1])
+    assert lines == ["minispec: vocabulary runs in one process: start it without torchrun"]
