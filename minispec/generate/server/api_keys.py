@@ -3,7 +3,7 @@
 import ipaddress
 import os
 
-from minispec.certify.others.client import Server
+from minispec.generate.server.client import Server
 from minispec.errors import UserError, note
 
 
