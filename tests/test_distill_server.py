@@ -2,17 +2,20 @@
 
 import json
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
-from conftest import ASSISTANT, CHAT_TEMPLATE, END, END_TURN, USER, last_error_line
+from conftest import ASSISTANT, CHAT_TEMPLATE, END, END_TURN, ROOT, USER, last_error_line
 from served import CorrectServer, serving
 
 from minispec import load
 from minispec.checkpoints.load import save
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.generate.server.client import Server, in_parallel
+from minispec.generate.server.client import in_parallel
 from minispec.toys import letter_tokenizer, small_model
 from minispec.training import distill
 from minispec.training.distill import server
@@ -180,20 +183,22 @@ class Dies(CorrectServer):
     def answer(self, request):
         with self.lock:
             self.answered += 1
-            if self.answered == 30:
-                threading.Thread(target=self.stop).start()
-        if self.answered >= 30:
-            raise RuntimeError
-        return super().answer(request)
-
-    def stop(self):
-        self.server.shutdown()
-        self.server.server_close()
+            last = self.answered == 30
+        if self.answered < 30:
+            return super().answer(request)
+        if last:
+            self.server.shutdown()
+            self.server.server_close()
+            self.dead.set()
+        self.dead.wait(10)
+        raise RuntimeError
 
 
 def test_a_server_that_dies_leaves_the_documents_so_far(target, data, tmp_path, capsys):
     out, more = tmp_path / "own.jsonl", ("--data", data, "--documents", 40)
-    with serving(backend(target, Dies)) as url:
+    dies = backend(target, Dies)
+    dies.dead = threading.Event()
+    with serving(dies) as url:
         error = rejected(capsys, target, out, *more, "--server", url)
     assert "cannot be reached" in error and "the documents so far are in --out" in error
     rows = read_generated(out)[1]
@@ -202,27 +207,42 @@ def test_a_server_that_dies_leaves_the_documents_so_far(target, data, tmp_path, 
         assert generated(target, out, *more, "--server", url)[: len(rows)] == rows
 
 
-def test_ctrl_c_loses_no_finished_answer(target, data, tmp_path, monkeypatch):
-    """The 12th request is interrupted while the 10th takes forever. (8 requests are a batch.)"""
-    count, ask, forever = [0], Server.ask, threading.Event()
+class Hangs(CorrectServer):
+    """Answer all but the 20th request, and set `hanging` once the others of its batch are done."""
 
-    def interrupted(self, prompt, length, sampling, seed, **fields):
-        count[0] += 1
-        if count[0] == 12:
-            time.sleep(0.5)
-            raise KeyboardInterrupt
-        if count[0] == 10:
-            forever.wait()
-        return ask(self, prompt, length, sampling, seed, **fields)
+    answered = 0
 
-    monkeypatch.setattr(server.ServerSampler, "check_model", lambda *_: None)
-    monkeypatch.setattr(Server, "ask", interrupted)
-    more = "--data", data, "--documents", 40, "--keep-duplicates"
-    with serving(backend(target)) as url, pytest.raises(SystemExit) as caught:
-        distill.main(arguments(target, tmp_path / "own.jsonl", *more, "--server", url))
-    forever.set()
-    assert caught.value.code == 130
-    assert len(read_generated(tmp_path / "own.jsonl")[1]) == 14
+    def answer(self, request):
+        with self.lock:
+            self.answered += 1
+            count = self.answered
+        if count == 20:
+            time.sleep(1)
+            self.hanging.set()
+            self.released.wait(60)
+        return super().answer(request)
+
+
+def test_ctrl_c_loses_no_finished_answer_and_waits_for_none(target, data, tmp_path):
+    """The command runs in a process of its own. 8 checks and 8 answers precede the hanging batch."""
+    hangs, out = backend(target, Hangs), tmp_path / "own.jsonl"
+    hangs.hanging, hangs.released = threading.Event(), threading.Event()
+    with serving(hangs) as url:
+        more = "--data", data, "--documents", 40, "--keep-duplicates", "--server", url
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:  # a process started in the background would ignore SIGINT
+            command = [sys.executable, "-m", "minispec.distill", *arguments(target, out, *more)]
+            process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert hangs.hanging.wait(60), process.communicate(timeout=10)
+        process.send_signal(signal.SIGINT)
+        begin = time.monotonic()
+        error = process.communicate(timeout=30)[1]
+        hangs.released.set()
+    assert process.returncode == 130 and "Traceback" not in error
+    assert time.monotonic() - begin < 10
+    assert len(read_generated(out)[1]) == 15
 
 
 def test_finished_results_are_yielded_before_an_exception():
@@ -337,7 +357,7 @@ class Strict(CorrectServer):
     (OtherModel, "does not serve --model: another model"),
     (AddsBOS, "does not serve --model: "),
     (UnknownTokens, "returned token 1000000, which --model lacks"),
-    (Strict, "does not support top_k; turn it off, with --top-k 0"),
+    (Strict, "does not support top_k; use --top-k 0"),
 ])  # fmt: skip
 def test_a_wrong_server_is_refused(target, data, tmp_path, capsys, server_class, snippet):
     out, more = tmp_path / "own.jsonl", ("--data", data)

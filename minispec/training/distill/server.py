@@ -45,9 +45,8 @@ class ServerSampler:
     def __init__(
         self, args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, left_out: LeftOut
     ):
-        self.model, self.tokenizer, self.left_out, self.batch = (
-            model, tokenizer, left_out, args.batch
-        )  # fmt: skip
+        self.model, self.tokenizer = model, tokenizer
+        self.left_out, self.batch = left_out, args.batch
         (key,) = keys_in([args.key_env], 1) if args.key_env else (None,)
         eos_ids = model.config.eos_ids
         self.server = Server(
@@ -69,11 +68,10 @@ class ServerSampler:
             self.check_model(prompts)
             yield from self.answers(prompts, n, sampling, seed)
         except (ConnectionLost, RequestError) as error:
-            why = str(error)
+            hint = "the documents so far are in --out, and the same command continues there"
             if getattr(error, "kind", "") == "unsupported":
-                why = f"does not support {why}; turn it off, with --top-k 0"
-            kept = "the documents so far are in --out, and the same command continues there"
-            raise UserError(f"{self.server.url} {why}; {kept}") from None
+                error, hint = f"does not support {error}", "use --top-k 0"
+            raise UserError(f"{self.server.url} {error}; {hint}") from None
 
     def answers(
         self, prompts: list[list[int]], n: int, sampling: Sampling, seed: int
@@ -85,9 +83,11 @@ class ServerSampler:
         first: list[tuple[list[int], list[int]]] = []
         for i, answer in in_parallel(ask, list(range(len(prompts))), self.batch):
             if answer and (tokens := self.tokens_of(answer, n)):
-                first += [(prompts[i], tokens)] if len(first) < CHECKED_ANSWERS else []
+                if len(first) < CHECKED_ANSWERS:
+                    first.append((prompts[i], tokens))
                 yield i, tokens
-        if first and not self.samples_checked and sampling.temperature:
+        removes = sampling.temperature and (sampling.top_k or sampling.top_p < 1)
+        if first and removes and not self.samples_checked:
             self.check_samples(first, sampling)
 
     def with_retries(self, prompt: list[int], ask: Callable[[], Answer]) -> Answer | None:
