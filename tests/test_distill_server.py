@@ -139,14 +139,14 @@ def test_requests_have_the_sampling_and_seeds_of_their_own_and_are_sent_at_once(
     target, data, tmp_path
 ):
     records = backend(target, Records)
-    flags = "--temperature", 0.7, "--top-k", 5, "--top-p", 0.9, "--documents", 16
+    flags = "--temperature", 0.7, "--top-k", 5, "--top-p", 0.9, "--keep-duplicates"
+    flags += "--documents", 16
     with serving(records) as url:
         rows = generated(target, tmp_path / "own.jsonl", "--data", data, *flags, "--server", url)
     sampled = [request for request in records.requests if request["temperature"]]
     names = "temperature", "top_k", "top_p", "max_tokens"
     assert {tuple(request[name] for name in names) for request in sampled} == {(0.7, 5, 0.9, 20)}
     assert len({request["seed"] for request in sampled}) == len(sampled) == len(rows) == 16
-    assert [request["prompt"] for request in sampled[:8]] != [row["prompt"] for row in rows[8:]]
     assert records.most == 8
 
 
@@ -224,7 +224,7 @@ class Hangs(CorrectServer):
 
 
 def test_ctrl_c_loses_no_finished_answer_and_waits_for_none(target, data, tmp_path):
-    """The command runs in a process of its own. 8 checks and 8 answers precede the hanging batch."""
+    """The command runs in a process of its own. Its second batch hangs."""
     hangs, out = backend(target, Hangs), tmp_path / "own.jsonl"
     hangs.hanging, hangs.released = threading.Event(), threading.Event()
     with serving(hangs) as url:
@@ -278,7 +278,7 @@ class Fails(Stumbles):
 
 def test_failed_requests_are_repeated_but_not_forever(target, data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(server, "RETRY_SECONDS", (0.01,) * 6)
-    more = "--data", data, "--documents", 24
+    more = "--data", data, "--documents", 24, "--keep-duplicates"
     with serving(backend(target, Stumbles)) as url:
         assert len(generated(target, tmp_path / "a.jsonl", *more, "--server", url)) == 24
     with serving(backend(target, Fails)) as url:
@@ -298,7 +298,7 @@ class ShortContext(CorrectServer):
 
 
 class NoContext(ShortContext):
-    longest = 1
+    longest = 3
 
 
 def test_rejected_prompts_are_left_out(target, data, tmp_path, capsys):
@@ -315,14 +315,15 @@ def test_rejected_prompts_are_left_out(target, data, tmp_path, capsys):
 
 class ReportsContext(CorrectServer):
     def models(self):
-        return 200, {"data": [{"id": "toy", "max_model_len": 34}]}
+        return 200, {"data": [{"id": "toy", "max_model_len": 30}]}
 
 
 def test_prompts_fit_the_context_that_the_server_reports(target, data, tmp_path):
     more = "--data", data / "tales.txt", "--documents", 16
+    assert max(len(row["prompt"]) for row in generated(target, tmp_path / "ours.jsonl", *more)) > 10
     with serving(backend(target, ReportsContext)) as url:
         rows = generated(target, tmp_path / "own.jsonl", *more, "--server", url)
-    assert max(len(row["prompt"]) for row in rows) == 14
+    assert max(len(row["prompt"]) for row in rows) <= 10
 
 
 # ---- the wrong server ----------------------------------------------------------------------------

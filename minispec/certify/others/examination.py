@@ -21,13 +21,7 @@ from minispec.certify.common import (
 )
 from minispec.certify.compare import TIE, divergence
 from minispec.certify.others.conventions import Conventions, warper
-from minispec.certify.others.scoring import (
-    Scores,
-    Warp,
-    detectable,
-    normalise_end,
-    smallest_p,
-)
+from minispec.certify.others.scoring import Scores, Warp, detectable, normalise_end, smallest_p
 from minispec.certify.statistics import FALSE_ALARM
 from minispec.generate.server.client import RequestError
 from minispec.generate.server.identity import largest_gap

@@ -91,7 +91,9 @@ class Server:
             self.http = httpx.Client(
                 base_url=base, headers=headers,
                 timeout=httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS)),
-                limits=httpx.Limits(connections, connections),
+                limits=httpx.Limits(
+                    max_connections=connections, max_keepalive_connections=connections
+                ),
             )  # fmt: skip
             self.url = str(base.copy_with(userinfo=b""))  # for messages
         except (ValueError, httpx.InvalidURL):

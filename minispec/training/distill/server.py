@@ -147,9 +147,7 @@ class ServerSampler:
             raise UserError(f"{self.server.url} does not serve --model: {problem}")
 
     @torch.no_grad()
-    def check_samples(
-        self, answers: list[tuple[list[int], list[int]]], sampling: Sampling
-    ) -> None:
+    def check_samples(self, answers: list[tuple[list[int], list[int]]], sampling: Sampling) -> None:
         """Note if the server draws many tokens that our top-k and top-p remove."""
         removed = total = 0
         for prompt, tokens in answers:
