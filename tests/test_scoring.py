@@ -8,8 +8,9 @@ import torch
 from conftest import random_model
 
 from minispec.certify.others.conventions import warper
-from minispec.certify.others.scoring import FIRST, Scores, gaps, normalise_end, smallest_p
+from minispec.certify.others.scoring import FIRST, Scores, normalise_end, smallest_p
 from minispec.generate import decode
+from minispec.generate.server.identity import gaps
 from minispec.sampling import Sampling
 from minispec.toys import small_model
 

@@ -22,14 +22,14 @@ from minispec import errors
 from minispec.certify.__main__ import main
 from minispec.certify.common import NotSupported
 from minispec.certify.others import server
-from minispec.certify.others.api_keys import warn_if_exposed
-from minispec.certify.others.client import RequestError, Server, is_stop_reason
 from minispec.certify.others.context import ServerDecoder
 from minispec.certify.others.examination import Request
 from minispec.certify.others.server import SERVER_SAMPLINGS, check_server
 from minispec.certify.ours import mutants
 from minispec.checkpoints.load import save
 from minispec.errors import UserError
+from minispec.generate.server.api_keys import warn_if_exposed
+from minispec.generate.server.client import RequestError, Server, is_stop_reason
 from minispec.toys import letter_tokenizer, small_model
 
 END, OTHER_END = 256, 259
@@ -356,8 +356,8 @@ class IdsInLogprobs(CorrectServer):
 
 @pytest.mark.parametrize("server_class, snippet, check, missing", [
     (TextOnly, "accepts text, returns text, encoded by our", "greedy", ["all other limits"]),
-    (TextIn, "accepts text, returns token ids", "distribution", ["T=1 top-k 3 top-p 1"]),
-    (Strict, "accepts text, returns token ids", "distribution", ["T=1 top-k 3 top-p 1"]),
+    (TextIn, "accepts text, returns token ids", "distribution", []),
+    (Strict, "accepts token ids, returns token ids", "distribution", ["T=1 top-k 3 top-p 1"]),
     (IdsInLogprobs, "accepts token ids, returns token ids", "distribution", []),
 ])  # fmt: skip
 def test_servers_with_other_formats_are_supported(server_class, snippet, check, missing):
@@ -441,7 +441,7 @@ def test_a_rejection_differs_from_a_failure(status, kind):
             client.ask([1], 2)
         assert caught.value.kind == kind
         with pytest.raises(NotSupported if kind == "rejected" else RequestError):
-            client.ask_optional("n", [1], 2)
+            ServerDecoder(client, LETTERS, None, end=0.0).ask_optional("n", [1], 2)
 
 
 class ShutsDown(CorrectServer):

@@ -15,14 +15,12 @@ import torch
 from minispec import certify
 from minispec.certify.common import Verdict
 from minispec.certify.compare import compare
-from minispec.certify.others.api_keys import keys_in, warn_if_exposed
 from minispec.certify.others.blackbox import (
     FUNCTION_CHECKS,
     THOROUGH,
     Limits,
     check_implementation,
 )
-from minispec.certify.others.client import Server
 from minispec.certify.others.context import precision
 from minispec.certify.others.functions import load_implementation
 from minispec.certify.others.server import REQUESTS, SERVER_CHECKS, check_server
@@ -47,6 +45,8 @@ from minispec.errors import (
     number,
     stdout_reserved,
 )
+from minispec.generate.server.api_keys import keys_in, warn_if_exposed
+from minispec.generate.server.client import Server
 
 PACKAGE_CHECKS = CHECKS | {"mutants": check_mutants}
 MODES = "impl", "server", "compare"

@@ -4,7 +4,6 @@ import argparse
 import copy
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate, cycle, islice
 
@@ -13,12 +12,12 @@ from tqdm import tqdm
 
 from minispec.certify.common import GREEDY, NotSupported
 from minispec.certify.compare import TIE
-from minispec.certify.others.client import Answer, Server
 from minispec.certify.others.examination import Examination, Request
-from minispec.certify.others.scoring import answer_logits
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.errors import UserError, number
 from minispec.generate import decode
+from minispec.generate.server import identity
+from minispec.generate.server.client import Answer, RequestError, Server, in_parallel
 from minispec.model import Transformer
 from minispec.sampling import Sampling
 
@@ -41,7 +40,7 @@ class ServerDecoder:
         self, prompt: list[int], n: int, sampling: Sampling = GREEDY, seed: int = 0
     ) -> list[int]:
         request = Request(prompt, n, sampling, seed)
-        answer = self.server.ask(*request)
+        answer = self.ask(request)
         self.answers.append((request, answer))
         return self.with_end(prompt, n, answer)
 
@@ -51,24 +50,34 @@ class ServerDecoder:
         def ask(request: Request) -> Answer:
             if time.monotonic() > self.end:
                 raise NotSupported(f"{len(requests)} requests within {TIME_LIMIT_MINUTES} minutes")
-            return self.server.ask(*request)
+            return self.ask(request)
 
-        pool = ThreadPoolExecutor(CONCURRENCY)
+        answers = in_parallel(ask, requests, CONCURRENCY)
+        answers = list(tqdm(answers, "requests", len(requests), leave=False, disable=None))
+        return [self.with_end(requests[i].prompt, requests[i].n, answer) for i, answer in answers]
+
+    def ask(self, request: Request) -> Answer:
         try:
-            answers = pool.map(ask, requests)
-            answers = list(tqdm(answers, "requests", len(requests), leave=False, disable=None))
-        finally:
-            pool.shutdown(cancel_futures=True)
-        return [self.with_end(r.prompt, r.n, answer) for r, answer in zip(requests, answers)]
+            return self.server.ask(*request)
+        except RequestError as error:
+            if error.kind != "unsupported":
+                raise
+            raise NotSupported(str(error)) from None
+
+    def ask_optional(self, name: str, prompt: list[int], length: int, **fields) -> Answer:
+        """Ask with a field that not every server supports."""
+        try:
+            return self.server.ask(prompt, length, **fields)
+        except RequestError as error:
+            if error.kind != "rejected":
+                raise
+            raise NotSupported(f"{name} ({error})") from None
 
     def with_end(self, prompt: list[int], n: int, answer: Answer) -> list[int]:
         """Return the tokens of an answer of at most `n` tokens. If an end token ended it before,
         append the most probable one."""
-        tokens, eos_ids = self.answer_tokens(prompt, n, answer), self.model.config.eos_ids
-        if not (answer.ended and eos_ids and len(tokens) < n and self.are_known(tokens)):
-            return tokens
-        logits = answer_logits(self.model, prompt, [*tokens, eos_ids[0]])[-1]
-        return [*tokens, max(eos_ids, key=lambda end: logits[end])]
+        tokens = self.answer_tokens(prompt, n, answer)
+        return identity.with_end(self.model, prompt, tokens, n, answer.ended)
 
     def answer_tokens(self, prompt: list[int], n: int, answer: Answer) -> list[int]:
         """Return the tokens of an answer. For a text answer, these are our own tokens as far as
@@ -81,10 +90,6 @@ class ServerDecoder:
         agreed = max(i for i, text in enumerate(prefixes) if answer.text.startswith(text))
         rest = answer.text[len(prefixes[agreed]) :]
         return tokens[:agreed] + self.tokenizer.encode(rest, special=False)
-
-    def are_known(self, tokens: list[int]) -> bool:
-        """Return whether the vocabulary has all these tokens."""
-        return all(0 <= token < self.model.config.vocab_size for token in tokens)
 
 
 @dataclass
@@ -112,7 +117,7 @@ class ServerContext(Examination):
         """Return the prompt as the servers see it: retokenized if one accepts text only."""
         if all(server.accepts_ids for server in self.servers):
             return prompt
-        return self.decoder.tokenizer.encode(self.decoder.tokenizer.decode(prompt))
+        return self.decoder.tokenizer.encode(self.server.as_text(prompt))
 
     def choose_prompts(self, candidates: dict[str, list[list[int]]]) -> None:
         """Set the prompts to those that fit into the context."""

@@ -1,7 +1,7 @@
 """One examination for every decoder: greedy answers, lengths, ends and samples.
 
 A decoder under examination is a function `tokens(prompt, n, sampling, seed)` of one checkpoint.
-`functions.py` makes one of a Python function, `client.py` of a server.
+`functions.py` makes one of a Python function, `context.py` of a server.
 """
 
 import math
@@ -21,15 +21,10 @@ from minispec.certify.common import (
 )
 from minispec.certify.compare import TIE, divergence
 from minispec.certify.others.conventions import Conventions, warper
-from minispec.certify.others.scoring import (
-    Scores,
-    Warp,
-    detectable,
-    largest_gap,
-    normalise_end,
-    smallest_p,
-)
+from minispec.certify.others.scoring import Scores, Warp, detectable, normalise_end, smallest_p
 from minispec.certify.statistics import FALSE_ALARM
+from minispec.generate.server.client import RequestError
+from minispec.generate.server.identity import largest_gap
 from minispec.model import Transformer
 from minispec.sampling import Sampling
 
@@ -123,7 +118,7 @@ def evaluate(row: Row, exam: Examination) -> Result:
         return row.function(exam, *row.arguments)
     except NotSupported as error:
         return None, f"not supported: {error}"
-    except Failed as error:
+    except (Failed, RequestError) as error:
         return False, str(error)
 
 

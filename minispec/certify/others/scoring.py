@@ -26,30 +26,6 @@ BELOW_ONE = 1 - 1e-9
 SMALLEST_CELL = 1e-4
 
 
-# ---- greedy answers ------------------------------------------------------------------------------
-
-
-def answer_logits(model: Transformer, prompt: list[int], tokens: list[int]) -> Tensor:
-    """Return the logits (n, V) from which each of `tokens` was chosen."""
-    return model.logits(model([*prompt, *tokens][:-1])[0, len(prompt) - 1 :])
-
-
-def gaps(model: Transformer, prompt: list[int], tokens: list[int]) -> list[float]:
-    """Return, for each token, how far its logit is below the largest at its position."""
-    logits = answer_logits(model, prompt, tokens)  # (n, V)
-    chosen = logits.gather(-1, torch.tensor(tokens, dtype=torch.long)[:, None])[:, 0]
-    return (logits.max(-1).values - chosen).tolist()
-
-
-def largest_gap(model: Transformer, prompt: list[int], tokens: list[int]) -> tuple[float, int, int]:
-    """Return the largest gap below the best token, its index, and how many tokens have a gap."""
-    for i, token in enumerate(tokens):
-        if not 0 <= token < model.config.vocab_size:
-            return math.inf, i, 1
-    below = gaps(model, prompt, tokens) if tokens else [0.0]
-    return max(below), below.index(max(below)), sum(gap > 0 for gap in below)
-
-
 # ---- samples -------------------------------------------------------------------------------------
 
 

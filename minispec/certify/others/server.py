@@ -7,13 +7,6 @@ from functools import cached_property
 import torch
 
 from minispec.certify.common import GREEDY, NotSupported, Result, Verdict, describe, drafting_result
-from minispec.certify.others.client import (
-    Answer,
-    ConnectionLost,
-    RequestError,
-    Server,
-    is_stop_reason,
-)
 from minispec.certify.others.context import (
     ANSWER_TOKENS,
     CONCURRENCY,
@@ -35,8 +28,14 @@ from minispec.certify.others.examination import (
     samples_fit,
     wrong_end,
 )
-from minispec.certify.others.scoring import answer_logits, largest_gap
 from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.generate.server.client import Answer, ConnectionLost, Server, is_stop_reason
+from minispec.generate.server.identity import (
+    are_known,
+    greedy_answer,
+    logprob_differences,
+    mismatch,
+)
 from minispec.model import Transformer
 from minispec.sampling import Sampling, probs
 
@@ -129,40 +128,15 @@ def needs_ids(ctx: ServerContext) -> Result:
 
 def is_this_model(ctx: ServerContext) -> Result:
     """Check that logprobs, or first tokens if there are none, match the checkpoint."""
-    server, differences, best, lengths = ctx.server, [], [], []
+    server, answers = ctx.server, []
     for ids in next(iter(ctx.prompts.values()))[:5]:
-        try:
-            answer = server.ask(ids, 4, logprobs=1)
-        except RequestError:
-            answer = server.ask(ids, 4)
-        differences += logprob_differences(ctx, ids, answer)
-        first = ctx.decoder.with_end(ids, 4, answer)[:1]
-        best.append(bool(first) and largest_gap(ctx.model, ids, first)[0] < ctx.tolerance)
-        lengths.append((len(ids), answer.prompt_tokens or len(ids)))
+        answer = greedy_answer(server, ids, 4)
+        answers.append((ids, answer, ctx.decoder.with_end(ids, 4, answer)[:1]))
     accepts = "token ids" if server.accepts_ids else "text"
     returns = "token ids" if server.returns_ids else "text, encoded by our tokenizer"
     summary = f"accepts {accepts}, returns {returns}; tolerance {ctx.tolerance:.2g}"
-    typical = sorted(differences)[len(differences) // 2] if differences else 0.0
-    if typical > max(0.5, ctx.tolerance) and sum(best) < len(best):
-        return False, f"another model or other weights: logprobs differ from ours by {typical:.1f}"
-    if sum(best) < len(best) / 2:
-        share = f"only {sum(best)} of {len(best)} prompts continue as ours do"
-        return False, f"another model, other weights, or wrong from the first token: {share}"
-    for ours, theirs in lengths:
-        if ours != theirs:
-            counts = f"the server counts {theirs} tokens for a prompt of {ours}"
-            return False, f"{counts}: does it add BOS or a chat template?"
-    return True, summary
-
-
-def logprob_differences(ctx: ServerContext, prompt: list[int], answer: Answer) -> list[float]:
-    """Return how far each logprob is from ours; nothing if the answer has none."""
-    n = min(len(answer.tokens), len(answer.logprobs or []))
-    if n == 0 or not answer.has_ids or not ctx.decoder.are_known(answer.tokens):
-        return []
-    logits = answer_logits(ctx.model, prompt, answer.tokens[:n])
-    ours = logits.log_softmax(-1)[torch.arange(n), answer.tokens[:n]]
-    return (ours - torch.tensor(answer.logprobs[:n], dtype=torch.float64)).abs().tolist()
+    problem = mismatch(ctx.model, answers, ctx.tolerance)
+    return not problem, problem or summary
 
 
 # ---- limits --------------------------------------------------------------------------------------
@@ -205,7 +179,7 @@ def obeys_eos(ctx: ServerContext, end: int) -> Result:
     ids, before = ctx.long_answer()
     bias = {str(end): 100}
     ctx.remember(Request(ids, 4), logit_bias=bias)
-    answer = ctx.server.ask_optional("logit_bias", ids, 4, logit_bias=bias)
+    answer = ctx.decoder.ask_optional("logit_bias", ids, 4, logit_bias=bias)
     if answer.tokens[:1] == before.tokens[:1]:
         raise NotSupported("logit_bias has no effect")
     passed = answer.ended and not answer.tokens
@@ -220,7 +194,7 @@ def honours_stop_strings(ctx: ServerContext) -> Result:
         return None, "--model has no tokenizer"
     answers = []
     for ids, answer in ctx.greedy_answers():
-        if not ctx.decoder.are_known(answer.tokens):
+        if not are_known(ctx.model, answer.tokens):
             return False, f"prompt of {len(ids)} tokens: an id outside the vocabulary"
         for n in range(2, ANSWER_TOKENS, 7):
             boundary = len(tokenizer.decode(answer.tokens[:n]))
@@ -267,8 +241,8 @@ def streams_same_text(ctx: ServerContext) -> Result:
 def logprobs_match(ctx: ServerContext) -> Result:
     differences = []
     for ids in next(iter(ctx.prompts.values())):
-        answer = ctx.server.ask_optional("logprobs", ids, ANSWER_TOKENS, logprobs=1)
-        differences += logprob_differences(ctx, ids, answer)
+        answer = ctx.decoder.ask_optional("logprobs", ids, ANSWER_TOKENS, logprobs=1)
+        differences += logprob_differences(ctx.model, ids, answer)
     if not differences:
         raise NotSupported("answers have no logprobs")
     worst = max(differences)
@@ -277,7 +251,7 @@ def logprobs_match(ctx: ServerContext) -> Result:
 
 def returns_choices(ctx: ServerContext) -> Result:
     ids = ctx.long_answer()[0]
-    ctx.server.ask_optional("n", ids, 1, sampling=HIGH_TEMPERATURE, n=2)
+    ctx.decoder.ask_optional("n", ids, 1, sampling=HIGH_TEMPERATURE, n=2)
     request = Request(ids, SAMPLE_TOKENS, HIGH_TEMPERATURE, 1)
     ctx.remember(request, n=4)
     choices = ctx.server.choices(*request, n=4)

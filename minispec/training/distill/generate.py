@@ -6,10 +6,15 @@ template, so lines of `{"prompt": ...}` are enough. With --chat, the target writ
 too, starting from an empty user header (Magpie, arXiv 2406.08464), so no data is needed. With
 --given, the documents' own text is stored instead: mtp --soft learns the target's distributions
 along it, which takes a single pass. Near-duplicates are dropped, because models repeat themselves.
+
+With --server, a server of the target (vLLM, llama.cpp, SGLang, …) gets the same prompts and
+generates the answers.
 """
 
 import argparse
 import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TextIO
@@ -24,6 +29,7 @@ from minispec.errors import UserError, check_writable, note
 from minispec.generate.api import unlisted_eos_warning
 from minispec.model import Config, Transformer
 from minispec.sampling import Sampling, argmax, not_finite, probs, sample_inverse_cdf, warp
+from minispec.training.distill import server
 from minispec.training.distill.documents import load_target, weights_digest
 from minispec.training.loop import digest, integer_flags, lock
 from minispec.training.own_text import OPENERS, Duplicates, read_generated
@@ -41,6 +47,8 @@ from minispec.training.text import (
 MAX_BEGINNING = 24  # a text's prompt is shorter than this, in tokens
 POOLED_BATCHES = 4  # batches of prompts that are drawn together and sorted by length
 MAX_IDLE_PROMPTS = 64  # stop after this many prompts without a new document
+# (prompts, maximum tokens, sampling, seed) -> (index of a prompt, tokens that follow it), …
+Sample = Callable[[list[list[int]], int, Sampling, int], Iterator[tuple[int, list[int]]]]
 USER_TURN_TOKENS, USER_TURN_SAMPLING = 96, Sampling(0.9)  # when the target writes user turns
 RECORDED_FLAGS = (  # stored in the file's header
     "seed", "batch", "tokens", "temperature", "top_k", "top_p", "keep_duplicates", "ask", "chat",
@@ -91,12 +99,24 @@ def sample_batch(
         cache.extend([1] * len(rows))
 
 
+def local_sampler(model: Transformer) -> Sample:
+    """Sample with the model itself, all prompts in one batch."""
+
+    def sample(
+        prompts: list[list[int]], n: int, sampling: Sampling, seed: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        generator = torch.Generator().manual_seed(seed)
+        yield from enumerate(sample_batch(model, prompts, n, sampling, generator))
+
+    return sample
+
+
 def ended(row: list[int], n: int, eos: tuple[int, ...]) -> bool:
     return len(row) == n or (bool(row) and row[-1] in eos)
 
 
 def user_turns(
-    model: Transformer, tokenizer: Tokenizer, beginnings: list[str], n: int,
+    sample: Sample, config: Config, tokenizer: Tokenizer, beginnings: list[str], n: int,
     rng: np.random.Generator,
 ) -> list[Document]:  # fmt: skip
     """Sample up to `n` single-turn conversations: the target writes the user's turn, after the chat
@@ -104,13 +124,12 @@ def user_turns(
     chosen = [str(rng.choice(beginnings or [""])) for _ in range(n)]
     beginning_ids = [tokenizer.encode(beginning, special=False) for beginning in chosen]
     prompts = [tokenizer.user_header() + ids for ids in beginning_ids]
-    generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
-    max_tokens = min(USER_TURN_TOKENS, model.config.context // 2)
-    turns = sample_batch(model, prompts, max_tokens, USER_TURN_SAMPLING, generator)
+    max_tokens, seed = min(USER_TURN_TOKENS, config.context // 2), int(rng.integers(2**63))
     texts = [
-        tokenizer.decode(ids + tokens).strip()
-        for ids, tokens in zip(beginning_ids, turns) if tokens[-1] in model.config.eos_ids
-    ]  # fmt: skip
+        tokenizer.decode(beginning_ids[i] + tokens).strip()
+        for i, tokens in sample(prompts, max_tokens, USER_TURN_SAMPLING, seed)
+        if tokens[-1] in config.eos_ids
+    ]
     return [Conversation([turn("user", text)]) for text in texts if text]
 
 
@@ -127,16 +146,16 @@ def prompt_of(
 
 
 def sample_documents(
-    model: Transformer, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace,
+    sample: Sample, config: Config, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace,
     seed: list[int], left_out: LeftOut,
-) -> list[dict]:  # fmt: skip
+) -> Iterator[dict]:  # fmt: skip
     """Sample answers to --batch prompts, from random documents or written by the target itself."""
-    rng, max_prompt = np.random.default_rng(seed), model.config.context - args.tokens
+    rng, max_prompt = np.random.default_rng(seed), config.context - args.tokens
     documents = [(name, document) for name, texts in corpus.items() for document in texts]
     if args.chat is None:
         drawn = (documents[i] for i in rng.integers(len(documents), size=100 * args.batch))
     else:
-        turns = user_turns(model, tokenizer, args.chat, args.batch, rng)
+        turns = user_turns(sample, config, tokenizer, args.chat, args.batch, rng)
         drawn = (("chat", document) for document in turns)
     how = prompt_of, tokenizer, rng, args.ask
     prompts = ((name, left_out.attempt(document, *how)) for name, document in drawn)
@@ -146,18 +165,15 @@ def sample_documents(
         if args.chat is None:
             why = str(left_out) or "lower --tokens"
             raise UserError(f"no prompts of at most {max_prompt} tokens found: {why}")
-        return []  # no user turn was finished
+        return  # no user turn was finished
     if len(pool) > args.batch:  # prompts of similar lengths need little padding
         pool.sort(key=lambda prompt: len(prompt[1]))
         start = args.batch * rng.integers(len(pool) // args.batch)
         pool = pool[start : start + args.batch]
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
-    answers = sample_batch(model, [ids for _, ids in pool], args.tokens, sampling, generator)
-    return [
-        {"kind": name, "prompt": prompt, "tokens": answer}
-        for (name, prompt), answer in zip(pool, answers)
-    ]
+    prompts = [ids for _, ids in pool]
+    for i, answer in sample(prompts, args.tokens, sampling, int(rng.integers(2**63))):
+        yield {"kind": pool[i][0], "prompt": prompts[i], "tokens": answer}
 
 
 def given_documents(
@@ -218,10 +234,38 @@ def check_flags(args: argparse.Namespace) -> None:
     for flag in "given", "ask":
         if getattr(args, flag) and not args.data:
             raise UserError(f"--{flag} needs the documents of --data")
+    if args.given and args.server is not None:
+        raise UserError("--given stores the documents' own text; use it without --server")
+    for flag in "name", "key_env":
+        if getattr(args, flag) is not None and args.server is None:
+            raise UserError(f"--{flag.replace('_', '-')} only works with --server")
     try:
         (args.ask or "").format("")
     except (LookupError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"--ask {args.ask}: write {{}} in place of the text ({error})") from None
+
+
+def append_documents(
+    file: TextIO, rows: list[dict], new_documents: Callable[[list[int]], Iterable[dict]],
+    args: argparse.Namespace,
+) -> int:  # fmt: skip
+    """Append documents to a file that holds `rows` until there are --documents of them or none are
+    new; return their number. `new_documents` makes a batch of documents from a seed. Each is
+    written at once, so that what interrupts a server loses none that are finished."""
+    duplicates, kept, idle = Duplicates(), len(rows), 0
+    for row in rows:
+        duplicates.add(row["tokens"])
+    with tqdm(total=args.documents, initial=kept, unit="document") as bar:
+        while kept < args.documents and idle < MAX_IDLE_PROMPTS:
+            before = kept
+            for row in new_documents([args.seed, kept, idle]):
+                if args.keep_duplicates or not duplicates.add(row["tokens"]):
+                    file.write(json.dumps(row) + "\n")
+                    file.flush()
+                    bar.update()
+                    kept += 1
+            idle = 0 if kept > before else idle + args.batch
+    return kept
 
 
 def run(args: argparse.Namespace) -> None:
@@ -230,31 +274,24 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = load_target(args, args.dtype)
     if warning := unlisted_eos_warning(model, tokenizer):
         note(warning)
-    corpus = read_corpus(args.data)[0] if args.data else {}
-    options = {name: getattr(args, name) for name in RECORDED_FLAGS}
+    corpus, left_out = read_corpus(args.data)[0] if args.data else {}, LeftOut()
+    options = {"server": args.server is not None}  # at any address
+    options |= {name: getattr(args, name) for name in RECORDED_FLAGS}
     options |= {"dtype": str(model.dtype), "model": weights_digest(model), "data": digest(corpus)}
-    with (
-        args.out.open("a+", encoding="utf-8", newline="\n") as file,
-        tqdm(total=args.documents, unit="document") as bar,
-    ):
+    config, sample = model.config, local_sampler(model)
+    if args.server is not None:
+        sample = server.ServerSampler(args, model, tokenizer, left_out)
+        config = replace(config, context=min(config.context, sample.server.context))
+
+    def new_documents(seed: list[int]) -> Iterable[dict]:
+        if args.given:
+            return given_documents(config, tokenizer, corpus, args, seed, left_out)
+        return sample_documents(sample, config, tokenizer, corpus, args, seed, left_out)
+
+    with args.out.open("a+", encoding="utf-8", newline="\n") as file:
         lock(file, f"--out {args.out}")
         rows = resume(file, args.out, tokenizer, options)
-        duplicates, kept, idle, left_out = Duplicates(), len(rows), 0, LeftOut()
-        for row in rows:
-            duplicates.add(row["tokens"])
-        bar.update(kept)
-        while kept < args.documents and idle < MAX_IDLE_PROMPTS:
-            seed = [args.seed, kept, idle]
-            if args.given:
-                new = given_documents(model.config, tokenizer, corpus, args, seed, left_out)
-            else:
-                new = sample_documents(model, tokenizer, corpus, args, seed, left_out)
-            if not args.keep_duplicates:
-                new = [row for row in new if not duplicates.add(row["tokens"])]
-            file.write("".join(json.dumps(row) + "\n" for row in new))
-            file.flush()
-            kept, idle = kept + len(new), 0 if new else idle + args.batch
-            bar.update(len(new))
+        kept = append_documents(file, rows, new_documents, args)
     if kept and left_out.reasons:
         note(str(left_out))
     if kept < args.documents:
@@ -278,12 +315,17 @@ def arguments(p: argparse.ArgumentParser) -> None:
                         "'Continue: {:.200}'")  # fmt: skip
     p.add_argument("--given", action="store_true",
                    help="store the documents' own text instead, for mtp --soft")  # fmt: skip
+    p.add_argument("--server", metavar="URL", help="let a server of --model with /v1/completions "
+                   "generate; --model itself only checks its first answers")  # fmt: skip
+    p.add_argument("--name", help="the model's name on the server (default: its only model)")
+    p.add_argument("--key-env", metavar="NAME", help="the environment variable that holds the API "
+                   "key of --server. Without it no key is sent")  # fmt: skip
     p.add_argument("--out", type=Path, required=True, help=".jsonl file to append to")
     integer_flags(
         p,
         ("documents", 1, 8000, "documents the file should hold"),
         ("tokens", 1, 200, "maximum tokens to generate per document"),
-        ("batch", 1, 64, "prompts sampled at once"),
+        ("batch", 1, 64, "prompts sampled at once, or requests to --server"),
         ("seed", 0, 0, "random seed"),
     )
     p.add_argument("--temperature", type=float, default=0.6,

@@ -2,14 +2,19 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
-from threading import Lock
+from itertools import product
+from threading import Lock, Thread
+from typing import TypeVar
 
 import httpx
 
-from minispec.certify.common import GREEDY, Failed, NotSupported
-from minispec.certify.others.json_fields import (
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.errors import UserError
+from minispec.generate.server.json_fields import (
     as_number,
     count_at,
     list_at,
@@ -17,11 +22,12 @@ from minispec.certify.others.json_fields import (
     text_at,
     value_at,
 )
-from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import UserError
 from minispec.sampling import Sampling
 
+GREEDY = Sampling()
+Item, Result = TypeVar("Item"), TypeVar("Result")
 TIMEOUT_SECONDS = 120.0  # for one answer
+CONNECT_SECONDS = 30.0
 # Fields that turn off further warpers, which would otherwise have the server's defaults, and fields
 # that request token ids, under the names used by several servers. A strict server may reject them.
 EXTRA_FIELDS = {
@@ -37,9 +43,10 @@ DRAFT_METRIC = re.compile(  # name{labels} value [timestamp]
 )
 
 
-class RequestError(Failed):
+class RequestError(Exception):
     """A request failed. Its `kind` is "rejected" (4xx, or answered by something else), "failed"
-    (5xx, or a broken connection), or "unavailable" (access is denied, or no answer in time)."""
+    (5xx, or a broken connection), "unavailable" (access is denied, or no answer in time), or
+    "unsupported" (it was not sent, because the server has no field for it)."""
 
     def __init__(self, message: str, kind: str):
         super().__init__(message)
@@ -47,7 +54,7 @@ class RequestError(Failed):
 
 
 class ConnectionLost(Exception):
-    """The server cannot be reached, which ends the examination."""
+    """The server cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +69,17 @@ class Answer:
     reason: str | None  # finish_reason; if missing, an answer shorter than max_tokens has ended
     logprobs: list[float] | None = None
     prompt_tokens: int | None = None  # as counted by the server
+    end: int | None = None  # the final end token, if the server returned it
 
 
 class Server:
     """Send requests to one server; safe to use from several threads. `probe` finds out whether the
-    server accepts token ids as prompts together with extra fields, and returns token ids. The key
-    is sent to this server only: redirects are not followed."""
+    server accepts token ids as prompts, accepts extra fields, and returns token ids. The key is
+    sent to this server only: redirects are not followed."""
 
     def __init__(
         self, url: str, tokenizer: Tokenizer | None, name: str | None, eos_ids: tuple,
-        seconds: float = TIMEOUT_SECONDS, key: str | None = None,
+        seconds: float = TIMEOUT_SECONDS, key: str | None = None, connections: int = 16,
     ):  # fmt: skip
         self.tokenizer, self.name, self.eos_ids = tokenizer, name, eos_ids
         self.seconds, self.key = seconds, key
@@ -81,15 +89,18 @@ class Server:
             if not base.host or base.scheme not in ("http", "https"):
                 raise ValueError
             self.http = httpx.Client(
-                base_url=base, headers=headers, timeout=seconds,
-                limits=httpx.Limits(max_connections=16),
+                base_url=base, headers=headers,
+                timeout=httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS)),
+                limits=httpx.Limits(
+                    max_connections=connections, max_keepalive_connections=connections
+                ),
             )  # fmt: skip
             self.url = str(base.copy_with(userinfo=b""))  # for messages
         except (ValueError, httpx.InvalidURL):
             raise UserError(
                 f"{url}: not a valid address; use one like http://localhost:8000"
             ) from None
-        self.accepts_ids = self.returns_ids = True
+        self.accepts_ids = self.accepts_extra = self.returns_ids = True
         self.context = 2**31  # maximum number of tokens, if the server reports it
         self.needs_logprobs = False  # to get token ids
         self.requests = self.drafted = self.accepted = 0  # drafts as reported in answers
@@ -111,14 +122,19 @@ class Server:
             raise UserError(f"{self.url} returns no token ids, and --model has no tokenizer")
 
     def probe_format(self, prompt: list[int]) -> None:
-        """Try a prompt of token ids with all extra fields, then text with OpenAI's own fields."""
-        try:
-            choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
-        except RequestError as error:
-            if error.kind == "unavailable" or self.tokenizer is None:
-                raise
-            self.accepts_ids = False
-            choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
+        """Try a prompt of token ids, then text; with all extra fields, then with OpenAI's own."""
+        choice = failure = None
+        prompts = (True, False) if self.tokenizer else (True,)
+        for self.accepts_extra, self.accepts_ids in product((True, False), prompts):
+            try:
+                choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
+                break
+            except RequestError as error:
+                failure = error
+                if error.kind == "unavailable":
+                    break
+        if choice is None:
+            raise failure
         if self.token_ids(choice) is None:
             self.returns_ids = self.needs_logprobs = self.returns_ids_with_logprobs(prompt)
 
@@ -159,15 +175,6 @@ class Server:
         """Return an answer of at most `length` tokens; `fields` are added to the request."""
         return self.choices(prompt, length, sampling, seed, **fields)[0]
 
-    def ask_optional(self, name: str, prompt: list[int], length: int, **fields) -> Answer:
-        """Like `ask`, with a field that not every server supports."""
-        try:
-            return self.ask(prompt, length, **fields)
-        except RequestError as error:
-            if error.kind != "rejected":
-                raise
-            raise NotSupported(f"{name} ({error})") from None
-
     def choices(
         self, prompt: list[int], length: int, sampling: Sampling = GREEDY, seed: int = 0, **fields
     ) -> list[Answer]:  # fmt: skip
@@ -180,13 +187,21 @@ class Server:
         body = {
             "model": self.name, "max_tokens": length, "temperature": sampling.temperature,
             "top_p": sampling.top_p, "seed": seed,
-            "prompt": prompt if self.accepts_ids else self.tokenizer.decode(prompt),
+            "prompt": prompt if self.accepts_ids else self.as_text(prompt),
         }  # fmt: skip
-        if self.accepts_ids:
+        if self.accepts_extra:
             body |= EXTRA_FIELDS | {"top_k": sampling.top_k or -1}
-        elif sampling.top_k:
-            raise NotSupported("top_k")
+        elif sampling.top_k and sampling.temperature:
+            raise RequestError("top_k", "unsupported")
         return body | (LOGPROBS if self.needs_logprobs else {})
+
+    def as_text(self, prompt: list[int]) -> str:
+        """Return the text of a prompt, for a server that adds the tokens that texts begin with. Its
+        special tokens are spelled out."""
+        start = self.tokenizer.encode("")
+        begins = start and prompt[: len(start)] == start
+        ids = prompt[len(start) :] if begins else prompt
+        return self.tokenizer.backend.decode(ids, skip_special_tokens=False)
 
     def post(self, body: dict) -> dict:
         """Send a request and return the JSON object of the answer; its choices are objects."""
@@ -276,20 +291,21 @@ class Server:
         if not has_ids and self.tokenizer is None:
             raise RequestError("an answer has no token ids; --model has no tokenizer", "failed")
         if not has_ids:
-            tokens = self.tokenizer.encode(text, special=False)
+            complete = text.rstrip("\ufffd")  # a limit may cut a character
+            tokens = self.tokenizer.encode(complete, special=False)
         reason = text_at(choice, "finish_reason") or None
         ended = is_stop_reason(reason)
         if ended is None:
             ended = has_ids and len(tokens) < length
-        if tokens and tokens[-1] in self.eos_ids:
+        end = tokens[-1] if tokens and tokens[-1] in self.eos_ids else None
+        if end is not None:
             tokens, ended = tokens[:-1], True
         content = list_at(choice, "logprobs", "content")
         logprobs = [as_number(value) for value in list_at(choice, "logprobs", "token_logprobs")]
         logprobs = logprobs or [as_number(value_at(entry, "logprob")) for entry in content]
         valid = has_ids and None not in logprobs
-        return Answer(
-            text, tokens, has_ids, ended, reason, logprobs if valid else None, prompt_tokens
-        )
+        logprobs = logprobs if valid else None
+        return Answer(text, tokens, has_ids, ended, reason, logprobs, prompt_tokens, end)
 
     def token_ids(self, choice: dict) -> list[int] | None:
         """Return the token ids of a choice, from wherever the server puts them, or None."""
@@ -344,3 +360,44 @@ def error_message(text: str) -> str:
     value = parse_json(text)
     paths = ("error", "message"), ("message",), ("error",)
     return " ".join(next(filter(None, (text_at(value, *path) for path in paths)), text).split())
+
+
+# ---- several requests ----------------------------------------------------------------------------
+
+
+def in_parallel(
+    ask: Callable[[Item], Result], items: list[Item], threads: int
+) -> Iterator[tuple[int, Result]]:
+    """Yield (i, ask(items[i])) in order. If one of them raises, or Ctrl-C is pressed, yield the
+    others that are finished and raise that. Nothing waits for the remaining threads."""
+    waiting = deque(enumerate(items))
+    futures: list[Future] = [Future() for _ in items]
+    for _ in range(min(threads, len(items))):
+        Thread(target=work, args=(ask, waiting, futures), daemon=True).start()
+    i = 0
+    try:
+        for i, future in enumerate(futures):
+            yield i, future.result()
+    except GeneratorExit:
+        raise
+    except BaseException:
+        waiting.clear()
+        for j, future in enumerate(futures[i:], i):
+            if future.done() and not future.exception():
+                yield j, future.result()
+        raise
+    finally:
+        waiting.clear()
+
+
+def work(ask: Callable, waiting: deque, futures: list[Future]) -> None:
+    """Answer the items that are waiting, one after another, until there are none."""
+    while waiting:
+        try:
+            i, item = waiting.popleft()
+        except IndexError:  # another thread took the last one
+            return
+        try:
+            futures[i].set_result(ask(item))
+        except BaseException as error:
+            futures[i].set_exception(error)

@@ -3,8 +3,8 @@
 import ipaddress
 import os
 
-from minispec.certify.others.client import Server
 from minispec.errors import UserError, note
+from minispec.generate.server.client import Server
 
 
 def keys_in(variables: list[str], servers: int) -> list[str]:
