@@ -89,7 +89,7 @@ def test_generated_training_data_is_the_same_on_the_device_as_on_the_host(temper
     def texts(device) -> list[list[int]]:
         model, prompts = random_model(5, layers=1).to(device), [random_tokens(n) for n in (3, 6, 4)]
         sampling, generator = Sampling(temperature, 9, 0.9), torch.Generator().manual_seed(0)
-        return distill.sample_batch(model, prompts, 9, sampling, generator)
+        return distill.sample_batch(model, prompts, 9, sampling, [generator] * len(prompts))
 
     assert texts("cpu") == texts(DEVICE)
 

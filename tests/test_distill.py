@@ -91,10 +91,15 @@ def generated(target, data, out, documents: int, *more) -> list[dict]:
 # ---- generated text ------------------------------------------------------------------------------
 
 
+def generators(seed: int, n: int) -> list[torch.Generator]:
+    """Generators with consecutive seeds, as `distill generate` makes them."""
+    return [torch.Generator().manual_seed(seed + i) for i in range(n)]
+
+
 def test_a_greedy_batch_equals_decoding_each_prompt_alone():
     model = random_model(eos_ids=tuple(range(9)))
     prompts = [[1], [2, 3, 4], [5, 6, 7, 8, 9, 10, 11], *([i] for i in range(12, 30))]
-    together = distill.sample_batch(model, prompts, 20, Sampling(), torch.Generator())
+    together = distill.sample_batch(model, prompts, 20, Sampling(), generators(0, len(prompts)))
     for prompt, tokens in zip(prompts, together):
         assert tokens == decode(model, None, prompt, max_new_tokens=20).tokens
     lengths = sorted(map(len, together))
@@ -106,11 +111,20 @@ def test_sampled_batches_follow_the_distribution_and_their_seed():
     p = model.logits(model([1, 2]))[0, -1].softmax(-1)
     prompts, draws = [[1, 2]] * 4000, []
     for seed in (1, 1, 2):
-        generator = torch.Generator().manual_seed(seed)
-        draws.append(distill.sample_batch(model, prompts, 1, Sampling(1.0), generator))
+        own = generators(4000 * seed, 4000)
+        draws.append(distill.sample_batch(model, prompts, 1, Sampling(1.0), own))
     assert draws[0] == draws[1] != draws[2]
     counts = torch.bincount(torch.tensor(draws[0])[:, 0], minlength=4) / 4000
     assert (counts - p).abs().max() < 4 * (0.25 / 4000) ** 0.5
+
+
+def test_a_sampled_row_does_not_depend_on_the_others():
+    model = random_model(eos_ids=(3, 4))
+    prompts = [random_tokens(1 + i % 4, i) for i in range(9)]
+    together = distill.sample_batch(model, prompts, 12, Sampling(0.9), generators(5, 9))
+    for i, prompt in enumerate(prompts):
+        alone = distill.sample_batch(model, [prompt], 12, Sampling(0.9), generators(5 + i, 1))
+        assert alone == [together[i]]
 
 
 def test_near_duplicates_are_found():

@@ -363,6 +363,24 @@ def test_two_processes_train_what_one_process_trains(kind, flags, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sampling", [["--temperature", "0"], ["--top-p", "0.9"]])
+def test_two_processes_generate_the_documents_of_one(sampling, tmp_path):
+    save(random_model(1, vocab_size=VOCAB, bos_id=256, eos_ids=(65,)), TOKENIZER, tmp_path / "it")
+    prompts = [{"prompt": chr(97 + i % 26) * (1 + i % 5)} for i in range(60)]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    for size in 1, 2, 3:
+        for documents in 10, 25:  # the second run continues the first
+            flags = ["--model", tmp_path / "it", "--data", tmp_path / "asked.jsonl",
+                     "--tokens", "9", "--batch", "7", "--documents", documents, "--dtype", "float64",
+                     "--keep-duplicates", "--out", tmp_path / f"own{size}.jsonl"]  # fmt: skip
+            run = torchrun(size, "-m", "minispec.distill", "generate", *flags, *sampling)
+            error = run.communicate(timeout=120)[1]
+            assert run.returncode == 0, error
+    texts = [(tmp_path / f"own{size}.jsonl").read_text() for size in (1, 2, 3)]
+    assert texts[0].count("\n") > 25 and texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.slow
 def test_what_runs_in_one_process_says_so(tmp_path):
     run = torchrun(2, "-m", "minispec.distill", "vocabulary", "--text", "en=x", "--out", tmp_path)
     lines = own_lines(run.communicate(timeout=60)[1])

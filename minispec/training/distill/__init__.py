@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         args = p.parse_args(argv)
         args.model = default_model() if args.model is None else args.model
         trains = args.run in (draft.run, medusa.run, mtp.run)
-        if parallel.processes.size > 1 and not trains:
+        if parallel.processes.size > 1 and not trains and args.run is not generate.run:
             raise UserError(f"{args.command} runs in one process: start it without torchrun")
     with training_setup(args, ["distill", *argv]) if trains else contextlib.nullcontext():
         args.run(args)

@@ -13,6 +13,7 @@ generates the answers.
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from minispec import parallel
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.errors import UserError, check_writable, note
 from minispec.generate.api import unlisted_eos_warning
@@ -59,9 +61,10 @@ RECORDED_FLAGS = (  # stored in the file's header
 @torch.no_grad()
 def sample_batch(
     model: Transformer, prompts: list[list[int]], n: int, sampling: Sampling,
-    generator: torch.Generator,
+    generators: list[torch.Generator],
 ) -> list[list[int]]:  # fmt: skip
-    """Sample up to `n` tokens after each prompt, in one batch. A row stops after an end token.
+    """Sample up to `n` tokens after each prompt, in one batch. A row stops after an end token. Each
+    row has its own generator, so its tokens do not depend on the other rows.
 
     Prompts are padded on the right; padding is never committed to the cache. Finished rows are
     dropped from the batch once they exceed a third of it.
@@ -73,16 +76,16 @@ def sample_batch(
     cache.extend(lengths)
     last = torch.stack([row[length - 1] for row, length in zip(hidden, lengths)])  # (B, d)
     output: list[list[int]] = [[] for _ in prompts]
-    rows = output  # the unfinished ones, in the cache's order
+    rows = output  # the unfinished ones, in the cache's order; `generators` are theirs
     while True:
         logits = model.logits(last)  # (B, V)
         if sampling.temperature == 0:
             tokens = argmax(probs(logits, sampling))
         else:
-            uniform = torch.rand(len(rows), dtype=torch.float64, generator=generator)
+            draws = [torch.rand((), dtype=torch.float64, generator=g) for g in generators]
             p = warp(logits, sampling)
             p = p.cpu() if p.device.type == "mps" else p  # MPS has no float64
-            drawn = sample_inverse_cdf(p, uniform.to(p.device))
+            drawn = sample_inverse_cdf(p, torch.stack(draws).to(p.device))
             tokens = drawn.where(p[:, 0].isfinite(), -1).tolist()
             if -1 in tokens:
                 raise not_finite(logits.dtype)
@@ -95,18 +98,25 @@ def sample_batch(
         if 3 * len(alive) < 2 * len(rows):
             cache.keep(alive)
             rows, tokens = [rows[i] for i in alive], [tokens[i] for i in alive]
+            generators = [generators[i] for i in alive]
         last = model(torch.tensor(tokens)[:, None], cache)[:, 0]
         cache.extend([1] * len(rows))
 
 
 def local_sampler(model: Transformer) -> Sample:
-    """Sample with the model itself, all prompts in one batch."""
+    """Sample with the model itself, all prompts in one batch. If there are several processes, each
+    samples its share of them, and the answers are the same."""
+    rank, size = parallel.processes.rank, parallel.processes.size
 
     def sample(
         prompts: list[list[int]], n: int, sampling: Sampling, seed: int
     ) -> Iterator[tuple[int, list[int]]]:
-        generator = torch.Generator().manual_seed(seed)
-        yield from enumerate(sample_batch(model, prompts, n, sampling, generator))
+        own = range(len(prompts))[rank::size]
+        generators = [torch.Generator().manual_seed(seed + i) for i in own]
+        own_prompts = [prompts[i] for i in own]
+        answers = sample_batch(model, own_prompts, n, sampling, generators) if own else []
+        shares = parallel.gather(answers)
+        yield from ((i, shares[i % size][i // size]) for i in range(len(prompts)))
 
     return sample
 
@@ -236,6 +246,8 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UserError(f"--{flag} needs the documents of --data")
     if args.given and args.server is not None:
         raise UserError("--given stores the documents' own text; use it without --server")
+    if args.server is not None and parallel.processes.size > 1:
+        raise UserError("one process asks --server with many requests at once: omit torchrun")
     for flag in "name", "key_env":
         if getattr(args, flag) is not None and args.server is None:
             raise UserError(f"--{flag.replace('_', '-')} only works with --server")
@@ -270,8 +282,9 @@ def append_documents(
 
 def run(args: argparse.Namespace) -> None:
     """Append documents to --out until it holds --documents of them."""
-    check_flags(args)
-    model, tokenizer = load_target(args, args.dtype)
+    with parallel.together():
+        check_flags(args)
+        model, tokenizer = load_target(args, args.dtype)
     if warning := unlisted_eos_warning(model, tokenizer):
         note(warning)
     corpus, left_out = read_corpus(args.data)[0] if args.data else {}, LeftOut()
@@ -288,9 +301,14 @@ def run(args: argparse.Namespace) -> None:
             return given_documents(config, tokenizer, corpus, args, seed, left_out)
         return sample_documents(sample, config, tokenizer, corpus, args, seed, left_out)
 
-    with args.out.open("a+", encoding="utf-8", newline="\n") as file:
-        lock(file, f"--out {args.out}")
-        rows = resume(file, args.out, tokenizer, options)
+    first = parallel.processes.rank == 0
+    out = args.out if first else Path(os.devnull)  # the other processes write nothing
+    with out.open("a+", encoding="utf-8", newline="\n") as file:
+        with parallel.together():
+            if first:
+                lock(file, f"--out {args.out}")
+            rows = resume(file, args.out, tokenizer, options) if first else []
+        rows = parallel.gather(rows)[0]
         kept = append_documents(file, rows, new_documents, args)
     if kept and left_out.reasons:
         note(str(left_out))
