@@ -371,8 +371,8 @@ def test_two_processes_generate_the_documents_of_one(sampling, tmp_path):
     for size in 1, 2, 3:
         for documents in 10, 25:  # the second run continues the first
             flags = ["--model", tmp_path / "it", "--data", tmp_path / "asked.jsonl",
-                     "--tokens", "9", "--batch", "7", "--documents", documents, "--dtype", "float64",
-                     "--keep-duplicates", "--out", tmp_path / f"own{size}.jsonl"]  # fmt: skip
+                     "--tokens", "9", "--batch", "7", "--documents", documents, "--keep-duplicates",
+                     "--dtype", "float64", "--out", tmp_path / f"own{size}.jsonl"]  # fmt: skip
             run = torchrun(size, "-m", "minispec.distill", "generate", *flags, *sampling)
             error = run.communicate(timeout=120)[1]
             assert run.returncode == 0, error
