@@ -255,7 +255,9 @@ def test_heads_exported_for_vllm_can_be_loaded(kind, tmp_path, capsys):
         save_mtp(head, tmp_path / "heads", "b", TOKENIZER, torch.float32, [1.0])
     target, heads, out = (str(tmp_path / part) for part in ("target", "heads", "out"))
     distill(["export", "--model", target, f"--{name}", heads, "--dtype", "float32", "--out", out])
-    assert f'"method": "{name}"' in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f'"method": "{name}"' in printed
+    assert (f"--speculative-draft-model-path {out} " in printed) == (name == "mtp")  # SGLang
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     if name == "medusa":
         before, after = load_medusa(heads, model), load_medusa(out, model)

@@ -1,8 +1,12 @@
-"""Export Medusa heads or an MTP head for vLLM, which loads them next to the model.
+"""Export Medusa heads for vLLM, or an MTP head for vLLM and SGLang, which load them next to the
+model.
 
 For an MTP head, vLLM reads the target's config, which must be overridden to announce the head. The
 target must be served by its own model class: vLLM's MiMo class gives the head states from before
-the final norm, but ours are trained on states after it.
+the final norm, but ours are trained on states after it. SGLang (its class MiMoMTP) reads the same
+files as an EAGLE-style draft, a chain here (top-k 1); this was not tried, as it needs a GPU.
+llama.cpp takes an MTP head only inside the GGUF file of an architecture that it knows with one, and
+ours is none of them.
 """
 
 import argparse
@@ -23,10 +27,12 @@ from minispec.model import Transformer
 
 SPECULATIVE_FLAG = "--speculative-config"
 MTP_OVERRIDE = """--hf-overrides '{"num_nextn_predict_layers": 1}'"""
+MTP_STEPS = 3  # tokens per round in the printed commands
 QKV_WEIGHTS = "q_proj.weight", "k_proj.weight", "v_proj.weight"
 
 
 def run(args: argparse.Namespace) -> None:
+    """Write the heads to --out and print the commands that serve the target with them."""
     check_writable(args.out / "config.json", "--out")
     target, tokenizer = load(args.model, args.dtype, "cpu")
     if args.medusa:
@@ -35,9 +41,15 @@ def run(args: argparse.Namespace) -> None:
         settings, overrides = {"method": "medusa", "num_speculative_tokens": len(heads)}, ""
     else:
         export_mtp(load_mtp(args.mtp, target, tokenizer), target, args.out)
-        settings, overrides = {"method": "mtp", "num_speculative_tokens": 3}, f" {MTP_OVERRIDE}"
+        settings = {"method": "mtp", "num_speculative_tokens": MTP_STEPS}
+        overrides = f" {MTP_OVERRIDE}"
     settings["model"] = str(args.out)
     print(f"vllm serve {target.source}{overrides} {SPECULATIVE_FLAG} '{json.dumps(settings)}'")
+    if args.mtp:
+        print(f"python -m sglang.launch_server --model-path {target.source} "
+              f"--speculative-algorithm EAGLE --speculative-draft-model-path {args.out} "
+              f"--speculative-num-steps {MTP_STEPS} --speculative-eagle-topk 1 "
+              f"--speculative-num-draft-tokens {MTP_STEPS + 1}")  # fmt: skip
 
 
 def export_medusa(heads: MedusaHeads, target: Transformer, directory: Path) -> None:
