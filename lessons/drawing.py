@@ -283,9 +283,10 @@ def draw_tree_round(
 ) -> None:
     """Draw a tree, its mask, and the rows of the cache before and after the path is committed.
     `prefix` labels the last of `length` committed rows."""
+    columns = max(4, 1 + max(tree.depths))  # of the tree
     figure, (left, middle, right) = plt.subplots(
-        1, 3, figsize=(10.5, 0.36 * (len(tree) + len(prefix)) + 0.9), width_ratios=[4, 4, 4],
-        layout="constrained",
+        1, 3, figsize=(6.9 + 0.9 * columns, 0.36 * (len(tree) + len(prefix)) + 0.9),
+        width_ratios=[columns, 3.9, 3.9], layout="constrained",
     )  # fmt: skip
     numbered = [f"{node}: {text}" for node, text in enumerate(labels)]
     draw_tree(left, tree, path, labels=numbered, size=9)

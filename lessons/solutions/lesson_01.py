@@ -171,6 +171,24 @@ def show_mask(case: Drafts, got: Scores, expected: Scores) -> str:
            "those of a fresh pass over the text and this path"  # fmt: skip
 
 
+def diagnose_mask(results: list[tuple[Drafts, Scores, Scores]]) -> str | None:
+    """Say whether rows are missing or too many, if it is the same in all cases."""
+    right = [torch.tensor(right_mask(case)) for case, _, _ in results]
+    missing = any((a & ~got.seen).any() for a, (_, got, _) in zip(right, results))
+    too_many = any((got.seen & ~a).any() for a, (_, got, _) in zip(right, results))
+    if missing and not too_many:
+        return "a node does not see all of its text: the committed rows, its ancestors and itself"
+    if too_many and not missing:
+        return "a node sees rows that are not in its text"
+    return None
+
+
+def right_mask(case: Drafts) -> list[list[bool]]:
+    """From the definition: a node sees the committed rows and the nodes of its path."""
+    nodes, prefix = range(len(case.parents)), [True] * case.length
+    return [prefix + [j in path_to(case.parents, node) for j in nodes] for node in nodes]
+
+
 def with_nodes(change):
     """Mistakes in the columns of the nodes: change(parents) returns other ones, (n, n)."""
 
@@ -319,11 +337,20 @@ def kept_distance(a: Kept, b: Kept) -> float:
 def show_commit(case: Drafts, got: Kept, expected: Kept) -> str:
     """Describe the first row that is wrong, or the length."""
     text = f"{show_tree(case)}, path = {numbers(case.path)}: "
+    row = first_wrong_row(got, expected)
+    if row is None:
+        return text + f"it returns {got.length}; the text now has {expected.length} tokens"
+    keys, values = (name_of_row(case, source) for source in sources(case, got, row))
+    held = keys if keys == values else f"the keys of {keys} and the values of {values}"
+    return text + f"row {row} holds {held}; " \
+                  f"{name_of_row(case, right_row(case, row))} belongs there"  # fmt: skip
+
+
+def first_wrong_row(got: Kept, expected: Kept) -> int | None:
     for row in range(min(got.length, expected.length)):
-        if (got.rows[:, :, row] - expected.rows[:, :, row]).abs().max() > 1e-9:
-            return text + f"row {row} holds {holder(case, got, row)}; " \
-                          f"{name_of_row(case, right_row(case, row))} belongs there"  # fmt: skip
-    return text + f"it returns {got.length}; the text now has {expected.length} tokens"
+        if not (got.rows[:, :, row] - expected.rows[:, :, row]).abs().max() <= 1e-9:
+            return row
+    return None
 
 
 def right_row(case: Drafts, row: int) -> int:
@@ -331,21 +358,44 @@ def right_row(case: Drafts, row: int) -> int:
     return row if row < case.length else case.length + case.path[row - case.length]
 
 
-def name_of_row(case: Drafts, row: int) -> str:
+def name_of_row(case: Drafts, row: int | None) -> str:
+    if row is None:
+        return "a mixture of rows"
     if row < case.length:
         return f"committed row {row}"
     node = row - case.length
     return f"node {node}" if node < len(case.tokens) else "a row that no token wrote"
 
 
-def holder(case: Drafts, got: Kept, row: int) -> str:
-    """Where the keys and the values of a row come from."""
-    before, names = scored(case)[:, :, 0], []
-    for old, new in zip(before, got.rows[:, :, row]):  # keys, then values
+def sources(case: Drafts, got: Kept, row: int) -> list[int | None]:
+    """The rows of the scored cache that the keys and the values of a row come from."""
+    found = []
+    for old, new in zip(scored(case)[:, :, 0], got.rows[:, :, row]):  # keys, then values
         same = [i for i in range(old.shape[1]) if torch.equal(old[:, i], new)]
-        names.append(name_of_row(case, same[0]) if same else "a mixture of rows")
-    keys, values = names
-    return keys if keys == values else f"the keys of {keys} and the values of {values}"
+        found.append(same[0] if same else None)
+    return found
+
+
+def diagnose_commit(results: list[tuple[Drafts, Kept, Kept]]) -> str | None:
+    """Name a mistake by what the first wrong row of each case holds."""
+    wrong = [(case, got, first_wrong_row(got, expected)) for case, got, expected in results]
+    wrong = [(case, row, sources(case, got, row)) for case, got, row in wrong if row is not None]
+    if not wrong:
+        return None
+    if all(held == [path_node(case, row)] * 2 for case, row, held in wrong):
+        return NOT_SHIFTED
+    if all(held == [right_row(case, row + 1)] * 2 for case, row, held in wrong
+           if row + 1 < case.length + len(case.path)):  # fmt: skip
+        return "a row holds what belongs in the next one; is the root, node 0, missing?"
+    return None
+
+
+def path_node(case: Drafts, row: int) -> int | None:
+    """The node that belongs in a row, or None if the row was committed before."""
+    return case.path[row - case.length] if row >= case.length else None
+
+
+NOT_SHIFTED = "the path counts nodes, not rows of the cache: node i is in row length + i"
 
 
 def moves(target, source, count=lambda length, path: length + len(path)):
@@ -391,9 +441,7 @@ COMMIT_MISTAKES = {
     "it keeps every row up to the last one of the path, also the rejected ones between": (
         lambda kv, length, path: length + path[-1] + 1
     ),
-    "the path counts nodes, not rows of the cache: node i is in row length + i": moves(
-        in_place, lambda length, node: node
-    ),
+    NOT_SHIFTED: moves(in_place, lambda length, node: node),
     "only the keys have moved; the values are kv[1]": part(slice(0, 1)),
     "only the values have moved; the keys are kv[0]": part(slice(1, 2)),
     "only the rows of layer 0 have moved": part((slice(None), slice(0, 1))),
@@ -432,7 +480,7 @@ TASKS = [
         judge=Oracle(
             CASES, run_mask, fresh_scores, score_distance, show_mask,
             f"in {len(CASES)} trees every node's logits are those of a fresh pass",
-            tolerance=1e-9, arguments=show_tree,
+            tolerance=1e-9, arguments=show_tree, diagnose=diagnose_mask,
         ),
         hints=(
             "Start with False everywhere. Every row is True in columns 0 … length - 1.",
@@ -451,6 +499,7 @@ TASKS = [
             f"after {len(CASES)} rounds the cache equals that of a fresh pass",
             tolerance=1e-9,
             arguments=lambda case: f"{show_tree(case)}, path = {numbers(case.path)}",
+            diagnose=diagnose_commit,
         ),
         hints=(
             "Node path[i] is in row length + path[i] and belongs in row length + i.",
