@@ -384,8 +384,9 @@ def diagnose_commit(results: list[tuple[Drafts, Kept, Kept]]) -> str | None:
         return None
     if all(held == [path_node(case, row)] * 2 for case, row, held in wrong):
         return NOT_SHIFTED
-    if all(held == [right_row(case, row + 1)] * 2 for case, row, held in wrong
-           if row + 1 < case.length + len(case.path)):  # fmt: skip
+    ends = {case: case.length + len(case.path) for case, _, _ in wrong}
+    if all(row + 1 < ends[case] and held == [right_row(case, row + 1)] * 2
+           for case, row, held in wrong):  # fmt: skip
         return "a row holds what belongs in the next one; is the root, node 0, missing?"
     return None
 
