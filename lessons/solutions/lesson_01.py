@@ -376,24 +376,30 @@ def sources(case: Drafts, got: Kept, row: int) -> list[int | None]:
     return found
 
 
+def holds(case: Drafts, got: Kept, row: int, source: int | None) -> bool:
+    """Whether a row is row `source` of the scored cache."""
+    return source is not None and torch.equal(
+        got.rows[:, :, row], scored(case)[:, :, 0, source]
+    )  # fmt: skip
+
+
 def diagnose_commit(results: list[tuple[Drafts, Kept, Kept]]) -> str | None:
     """Name a mistake by what the first wrong row of each case holds."""
     wrong = [(case, got, first_wrong_row(got, expected)) for case, got, expected in results]
-    wrong = [(case, row, sources(case, got, row)) for case, got, row in wrong if row is not None]
-    if not wrong:
+    wrong = [(case, got, row) for case, got, row in wrong if row is not None]
+    if not wrong or any(row < case.length for case, _, row in wrong):
         return None
-    if all(held == [path_node(case, row)] * 2 for case, row, held in wrong):
+    if all(holds(case, got, row, case.path[row - case.length]) for case, got, row in wrong):
         return NOT_SHIFTED
-    ends = {case: case.length + len(case.path) for case, _, _ in wrong}
-    if all(row + 1 < ends[case] and held == [right_row(case, row + 1)] * 2
-           for case, row, held in wrong):  # fmt: skip
+    if all(holds(case, got, row, next_row(case, row)) for case, got, row in wrong):
         return "a row holds what belongs in the next one; is the root, node 0, missing?"
     return None
 
 
-def path_node(case: Drafts, row: int) -> int | None:
-    """The node that belongs in a row, or None if the row was committed before."""
-    return case.path[row - case.length] if row >= case.length else None
+def next_row(case: Drafts, row: int) -> int | None:
+    """The row of the scored cache that belongs in `row + 1` after the commit, if there is one."""
+    last = case.length + len(case.path) - 1
+    return right_row(case, row + 1) if row < last else None
 
 
 NOT_SHIFTED = "the path counts nodes, not rows of the cache: node i is in row length + i"
