@@ -273,3 +273,74 @@ def finish(ax: Axes, xlim: tuple, ylim: tuple, show: bool = True) -> None:
     ax.set_axis_off()
     if show:
         plt.show()
+
+
+# ---- lesson 01 -----------------------------------------------------------------------------------
+
+
+def draw_tree_round(
+    tree: Tree, path: Sequence[int], labels: list[str], prefix: list[str], length: int
+) -> None:
+    """Draw a tree, its mask, and the rows of the cache before and after the path is committed.
+    `prefix` labels the last of `length` committed rows."""
+    columns = max(4, 1 + max(tree.depths))  # of the tree
+    figure, (left, middle, right) = plt.subplots(
+        1, 3, figsize=(6.9 + 0.9 * columns, 0.36 * (len(tree) + len(prefix)) + 0.9),
+        width_ratios=[columns, 3.9, 3.9], layout="constrained",
+    )  # fmt: skip
+    numbered = [f"{node}: {text}" for node, text in enumerate(labels)]
+    draw_tree(left, tree, path, labels=numbered, size=9)
+    left.tick_params(labelsize=9)
+    left.set_title("the tree", fontsize=10)
+    fills = [CONTEXT, *(ACCEPTED if i in path else REJECTED for i in range(1, len(tree)))]
+    draw_tree_mask(middle, tree, fills, numbered, prefix)
+    draw_moving_rows(right, path, fills, numbered, prefix, length - len(prefix))
+    plt.show()
+
+
+def draw_tree_mask(
+    ax: Axes, tree: Tree, fills: list[str], labels: list[str], prefix: list[str]
+) -> None:
+    """Draw which columns, the committed rows and the nodes, each node sees."""
+    n, start = len(tree), len(prefix)
+    seen = [[True] * start + row for row in tree.mask.tolist()]
+    for i in range(n):
+        for j in range(start + n):
+            ax.add_patch(Rectangle((j, i), 0.9, 0.9, color=fills[i] if seen[i][j] else "#F2F2F2"))
+    ax.set_xticks([j + 0.45 for j in range(start + n)], [*prefix, *map(str, range(n))], fontsize=9)
+    for tick in ax.get_xticklabels()[:start]:
+        tick.set_rotation(90)
+    ax.set_yticks([i + 0.45 for i in range(n)], labels, fontsize=9)
+    ax.set(xlim=(-0.1, start + n), ylim=(n, -0.1), aspect="equal")
+    ax.set_title("the mask: what each node sees", fontsize=10)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+
+
+def draw_moving_rows(
+    ax: Axes, path: Sequence[int], fills: list[str], labels: list[str], prefix: list[str],
+    first: int,
+) -> None:  # fmt: skip
+    """Draw the rows of the cache, from row `first` on, before and after a commit."""
+    start, n = len(prefix), len(fills)
+    before = [*zip(prefix, [PALE] * start), *zip(labels, fills)]
+    after = before[:start] + [before[start + node] for node in path]
+    after += [("", "")] * (start + n - len(after))
+    for x, rows in ((0, before), (3.4, after)):
+        for y, (text, fill) in enumerate(rows):
+            ax.add_patch(Rectangle((x, y), 2, 0.88, facecolor=fill or "white",
+                                   edgecolor=fill or PALE, ls="-" if fill else "--"))  # fmt: skip
+            ink = "black" if fill == PALE else "white"
+            ax.text(x + 1, y + 0.44, text, ha="center", va="center", color=ink, fontsize=9)
+    for i, node in enumerate(path):
+        arrow = {"arrowstyle": "->", "color": fills[node], "lw": 1.2}
+        ax.annotate("", (3.4, start + i + 0.44), (2, start + node + 0.44), arrowprops=arrow)
+    for y in range(start + n):
+        ax.text(-0.15, y + 0.44, str(first + y), ha="right", va="center", fontsize=9)
+    end = start + len(path)
+    ax.plot([3.3, 5.9], [end - 0.06] * 2, color="black", lw=1.2)
+    ax.text(5.5, end - 0.1, "length", ha="left", va="bottom", fontsize=9)
+    ax.text(1, -0.2, "after the pass", ha="center", va="bottom", fontsize=9)
+    ax.text(4.4, -0.2, "after commit", ha="center", va="bottom", fontsize=9)
+    ax.set_title("rows of the cache", fontsize=10)
+    finish(ax, (-0.8, 6.4), (start + n, -0.9), show=False)
