@@ -12,7 +12,7 @@ messages are left out. All sizes come from modules on the meta device, which hav
 import argparse
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -41,6 +41,7 @@ from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.model import Config, Transformer, count_parameters
 
+DEFAULT_ACCEPTANCE = 0.8  # of a draft model
 M = TypeVar("M", bound=nn.Module)
 Table = list[list[str]]  # a row of headings, then the others
 
@@ -159,16 +160,29 @@ class Setting:
     cached: int  # tokens in the cache
     ranks: int
 
-    def model(self, name: str, ranks: int | None = None) -> Transformer:
+    def model(self, name: str) -> Transformer:
         """A rank's part of the model of this shape."""
-        config = narrow(MODEL_SHAPES[name], ranks or self.ranks)
+        try:
+            config = narrow(MODEL_SHAPES[name], self.ranks)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
         model = without_data(partial(Transformer, config), self.dtype)
         if self.int8:
             optimize(model, int8=True)
         return model
 
-    def seconds(self, work: Work, rows: int = 1) -> float:
-        return self.hardware.seconds(work, rows)
+    def work(self, model: Transformer) -> Work:
+        """The work of one of the model's passes."""
+        return pass_work(model, self.cached, self.ranks)
+
+    def cost(self, work: Work, model: Transformer, rows: int = 1) -> float:
+        """The time of a pass over `rows` tokens, in passes of the model over one token."""
+        return self.hardware.seconds(work, rows) / self.hardware.seconds(self.work(model))
+
+    def curve(self, model: Transformer) -> list[float]:
+        """The model's cost curve, as `cost_curve` measures it."""
+        work = self.work(model)
+        return [0.0] + [self.cost(work, model, n) for n in range(1, ROW_COUNTS[-1] + 1)]
 
 
 # ---- what methods gain ---------------------------------------------------------------------------
@@ -203,11 +217,59 @@ def expected_chain(
     return expected_round(method, accuracy, policy.costs, known, source)
 
 
+def speculative_row(
+    args: argparse.Namespace, setting: Setting, model: Transformer, curve: list[float]
+) -> dict:
+    """The row of a draft model with the shape --draft or, without it, of drafts that cost nothing,
+    like those of OracleDraft and prompt lookup."""
+    name, cost = "free", 0.0
+    if args.draft is not None:
+        if args.draft not in MODEL_SHAPES:
+            choices = ", ".join(MODEL_SHAPES)
+            raise UserError(f"--draft {args.draft}: with --shape, choose one of {choices}")
+        name, draft = args.draft, setting.model(args.draft)
+        check_vocabularies(None, None, model, draft)
+        cost = setting.cost(setting.work(draft), model)
+    rate, source = args.acceptance, "--acceptance"
+    if rate is None:
+        rate, source = DEFAULT_ACCEPTANCE, "the default of --acceptance"
+    return expected_chain(f"speculative ({name} draft)", curve, cost, 16, [rate], source)
+
+
+def fastmtp_row(
+    args: argparse.Namespace, setting: Setting, model: Transformer, curve: list[float]
+) -> dict:
+    """The row of a FastMTP head with the acceptance of --mtp, of the flag or of SmolLM2's head. It
+    drafts from the full vocabulary."""
+    head = without_data(partial(MTPHead, model.config), setting.dtype)
+    work = block_work(head, (head, model.lm_head), setting.cached, setting.ranks)
+    rates, source = [args.acceptance], "--acceptance"
+    if args.mtp is not None or args.acceptance is None:
+        path = config_of(args.mtp or places.SMOLLM2_HEADS / "mtp", "--mtp")
+        rates, source = read_acceptance(path), str(path)
+        if rates is None:
+            raise UserError(f"{path} has no mtp_acceptance; measure it with minispec.distill "
+                            "acceptance, or use --acceptance instead of --mtp")  # fmt: skip
+    return expected_chain("fastmtp", curve, setting.cost(work, model), 8, rates, source)
+
+
+def medusa_row(
+    args: argparse.Namespace, setting: Setting, model: Transformer, curve: list[float]
+) -> dict:
+    """The row of Medusa heads with the accuracies and layers of --heads or of SmolLM2's heads."""
+    path = config_of(args.heads or places.SMOLLM2_HEADS / "medusa", "--heads")
+    heads = medusa_heads(path, model)
+    policy = AdaptiveTree(curve, setting.cost(heads_work(heads, model.lm_head), model))
+    costs = [1.0, *policy.costs[1:]]  # a round without drafts does not run the heads
+    known = heads.accuracy[:, 0].tolist()
+    return expected_round("medusa", heads.accuracy, costs, known, str(path))
+
+
 def config_of(source: str | Path, flag: str) -> Path:
     """The config.json of heads."""
     folder = Path(source).parent if Path(source).is_file() else Path(source)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{flag} {source}: has no config.json, where the measured acceptance is")
+        raise UserError(f"{flag} {source}: there is no config.json, which has the acceptance")
     return folder / "config.json"
 
 
@@ -236,49 +298,10 @@ def heads_work(heads: MedusaHeads, lm_head: nn.Module) -> Work:
     return Work(read, 2 * flops)
 
 
-def method_rows(
-    args: argparse.Namespace, setting: Setting, model: Transformer, curve: list[float]
-) -> Iterator[dict]:
-    """Yield a row for plain decoding and for each method whose acceptance can be measured: with
-    SmolLM2's heads unless flags say otherwise. Drafters are shared by ranks like the model."""
-    plain = setting.seconds(pass_work(model, setting.cached, setting.ranks))
-
-    def cost(work: Work) -> float:
-        return setting.seconds(work) / plain
-
-    yield expected_round("autoregressive", torch.zeros(1, 1), [1.0], [], "")
-
-    rates, name, draft_cost = [0.8 if args.acceptance is None else args.acceptance], "free", 0.0
-    source = "the default of --acceptance" if args.acceptance is None else "--acceptance"
-    if args.draft is not None:
-        if args.draft not in MODEL_SHAPES:
-            choices = ", ".join(MODEL_SHAPES)
-            raise UserError(f"--draft {args.draft}: with --shape, choose one of {choices}")
-        name, draft = args.draft, setting.model(args.draft)
-        check_vocabularies(None, None, model, draft)
-        draft_cost = cost(pass_work(draft, setting.cached, setting.ranks))
-    yield expected_chain(f"speculative ({name} draft)", curve, draft_cost, 16, rates, source)
-
-    head = without_data(partial(MTPHead, model.config), setting.dtype)
-    head_cost = cost(block_work(head, (head, model.lm_head), setting.cached, setting.ranks))
-    if args.mtp is not None or args.acceptance is None:
-        path = config_of(args.mtp or places.SMOLLM2_HEADS / "mtp", "--mtp")
-        rates, source = read_acceptance(path), str(path)
-        if rates is None:
-            raise UserError(f"{path} has no mtp_acceptance; measure it with minispec.distill "
-                            "acceptance, or use --acceptance instead of --mtp")  # fmt: skip
-    yield expected_chain("fastmtp", curve, head_cost, 8, rates, source)
-
-    path = config_of(args.heads or places.SMOLLM2_HEADS / "medusa", "--heads")
-    heads = medusa_heads(path, model)
-    costs = AdaptiveTree(curve, cost(heads_work(heads, model.lm_head))).costs
-    costs[0] = 1.0  # a round without drafts does not run the heads
-    known = heads.accuracy[:, 0].tolist()
-    yield expected_round("medusa", heads.accuracy, costs, known, str(path))
-
-
 # ---- the plan ------------------------------------------------------------------------------------
 
+METHOD_ROWS = speculative_row, fastmtp_row, medusa_row
+DEFAULT_CARD = "h100"
 FLAGS = "plan", "nproc", "card", "bandwidth", "flops", "link", "cached"
 
 
@@ -313,7 +336,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
     units = {"bandwidth": 1e9, "flops": 1e12, "link": 1e9}
     given = {name: getattr(args, name) * unit for name, unit in units.items()
              if getattr(args, name) is not None}  # fmt: skip
-    hardware = replace(CARDS[args.card or "h100"], **given)
+    hardware = replace(CARDS[args.card or DEFAULT_CARD], **given)
     if given:
         flags = ", ".join(f"--{name}" for name in given)
         hardware = replace(hardware, source=f"{flags}; otherwise {hardware.source}")
@@ -321,16 +344,16 @@ def setting_of(args: argparse.Namespace) -> Setting:
     return Setting(hardware, dtype, int8, args.cached or 0, args.nproc or 1)
 
 
-def share(setting: Setting, model: Transformer, ranks: int) -> dict:
-    """What each of `ranks` ranks holds and does, as --json prints it."""
-    work, hardware = pass_work(model, setting.cached, ranks), setting.hardware
+def share(setting: Setting, model: Transformer) -> dict:
+    """What each rank holds and does, as --json prints it."""
+    work, hardware = setting.work(model), setting.hardware
     return {
-        "ranks": ranks,
+        "ranks": setting.ranks,
         "weight_bytes": stored_bytes(model),
         "cache_bytes_per_token": model.new_cache(1).kv.nbytes,
         "read_bytes": work.read_bytes,  # per pass: weights and cache
         "row_flops": work.row_flops,
-        "sent_bytes": work.sent_bytes,  # per row of a pass, by each rank
+        "sent_bytes": work.sent_bytes,  # per row of a pass
         "memory_bound_rows": hardware.memory_bound_rows(work),
         "seconds": [hardware.seconds(work, n) for n in ROW_COUNTS],
         "link_seconds": [hardware.link_seconds(work, n) for n in ROW_COUNTS],
@@ -341,25 +364,25 @@ def make_plan(args: argparse.Namespace) -> dict:
     """Plan --shape: the sizes and times of the whole model and of a rank's part of it, and what
     methods gain, as --json prints it. Raises UserError for flags that do not fit."""
     setting = setting_of(args)
-    whole, part = setting.model(args.shape, 1), setting.model(args.shape)
-    work = pass_work(part, setting.cached, setting.ranks)
-    plain = setting.seconds(work)
-    curve = [0.0] + [setting.seconds(work, n) / plain for n in range(1, ROW_COUNTS[-1] + 1)]
-    methods = list(method_rows(args, setting, part, curve))
-    hardware = setting.hardware
+    shares = []
+    for ranks in sorted({1, setting.ranks}):
+        setting = replace(setting, ranks=ranks)
+        model = setting.model(args.shape)
+        shares.append(share(setting, model))
+    plain = setting.hardware.seconds(setting.work(model))
+    curve = setting.curve(model)
+    methods = [expected_round("autoregressive", torch.zeros(1, 1), [1.0], [], "")]
+    methods += [row(args, setting, model, curve) for row in METHOD_ROWS]
+    hardware = asdict(setting.hardware)
     return {
         "shape": args.shape,
         "dtype": str(setting.dtype).removeprefix("torch."),
         "quantize": args.quantize,
         "cached": setting.cached,
-        "card": args.card or "h100",
-        "bandwidth": hardware.bandwidth,
-        "flops": hardware.flops,
-        "link": hardware.link,
-        "source": hardware.source,
+        "card": args.card or DEFAULT_CARD,
+        **hardware,
         "rows": list(ROW_COUNTS),  # of the passes in `seconds`
-        "shares": [share(setting, whole, 1)]
-        + ([share(setting, part, setting.ranks)] if setting.ranks > 1 else []),
+        "shares": shares,
         "methods": [row | {"tokens_per_second": row["speedup"] / plain} for row in methods],
     }
 
