@@ -254,7 +254,8 @@ def missing_memory(shape: str, dtype: str, device: str, int8: bool) -> str | Non
     if free is None or needed <= free:
         return None
     name = str(torch_dtype).removeprefix("torch.")
-    return f"{shape} takes {format_bytes(needed)} in {name} and {format_bytes(free)} are free"
+    sizes = f"needs up to {format_bytes(needed)}, but {format_bytes(free)} are free"
+    return f"{shape} in {name} {sizes}"
 
 
 class OracleDraft:
@@ -607,7 +608,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.shape and not args.plan:
         short = missing_memory(args.shape, args.dtype, args.device, args.quantize == "int8")
         if short:
-            note(f"{short}, so nothing is measured; the plan needs no memory")
+            note(f"{short}: nothing is measured; the plan needs no memory")
             args.plan = True
     with stdout_reserved() if args.json else contextlib.nullcontext() as out:
         (plan if args.plan else run)(args, command, out)

@@ -284,7 +284,8 @@ def medusa_heads(path: Path, model: Transformer) -> MedusaHeads:
     make = partial(MedusaHeads, len(measured), layers, model.config.hidden_size, vocab_size)
     heads = without_data(make, model.dtype)
     read_tree(heads, path)
-    if not ((heads.accuracy >= 0) & (heads.accuracy <= 1)).all():
+    rates = heads.accuracy
+    if not rates.numel() or not ((rates >= 0) & (rates <= 1)).all():
         raise UserError(f"{path}: medusa_accuracy must hold rates from 0 to 1")
     return heads
 
