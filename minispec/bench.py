@@ -231,6 +231,7 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
 
 # ---- random weights ------------------------------------------------------------------------------
 
+
 def random_weights(config: Config, dtype: str = "auto", device: str = "auto") -> Transformer:
     """Make a model of this shape: its text is noise, but its passes cost what real ones do."""
     torch_device, previous_dtype = pick_device(device), torch.get_default_dtype()
@@ -429,8 +430,8 @@ def show_machine(machine: dict, model: Transformer) -> None:
     counts, curve, floor = machine["rows"], machine["curve"], machine["floor"]
     print(f"{count_parameters(model) / 1e6:.1f}M parameters, {model.dtype} on {model.device}; "
           f"a pass over one token takes {1e3 * machine['pass_seconds']:.2f} ms")  # fmt: skip
-    print(f"a pass reads {format_bytes(machine['pass_bytes'])} of weights; "
-          f"the cache takes {format_bytes(machine['cache_bytes_per_token'])} per token")  # fmt: skip
+    read, cache = (format_bytes(machine[k]) for k in ("pass_bytes", "cache_bytes_per_token"))
+    print(f"a pass reads {read} of weights; the cache takes {cache} per token")
     print("rows n            " + "".join(f"{n:8}" for n in counts))
     print("pass(n) / pass(1) " + "".join(f"{curve[n]:8.2f}" for n in counts))
     print("pass(n) / floor   " + "".join(f"{curve[n] / floor[n]:8.2f}" for n in counts))
@@ -567,8 +568,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help="print one Markdown table of all categories")  # fmt: skip
     p.add_argument("--picture", type=Path, metavar="FILE.png", help="plot speedups and cost curve")
     p.add_argument("--shape", choices=list(MODEL_SHAPES), help="random weights in this shape")
-    p.add_argument("--acceptance", type=number(0, 1, float),
-                   help=f"with --shape: the draft's accuracy (default: {DEFAULT_ACCEPTANCE})")  # fmt: skip
+    p.add_argument(
+        "--acceptance",
+        type=number(0, 1, float),
+        help=f"with --shape: a draft's accuracy (default: {DEFAULT_ACCEPTANCE})",
+    )
     roofline.add_flags(p)
     args = p.parse_args(argv)
 

@@ -42,6 +42,7 @@ from minispec.methods.medusa import MedusaHeads
 from minispec.model import Config, Transformer, count_parameters
 
 DEFAULT_ACCEPTANCE = 0.8  # of a draft model
+PASS_ROWS = 1, 2, 4, 8, 16, 32, 64, 128, 256, 512  # of the passes in the table
 M = TypeVar("M", bound=nn.Module)
 Table = list[list[str]]  # a row of headings, then the others
 
@@ -232,7 +233,7 @@ def speculative_row(
         cost = setting.cost(setting.work(draft), model)
     rate, source = args.acceptance, "--acceptance"
     if rate is None:
-        rate, source = DEFAULT_ACCEPTANCE, "the default of --acceptance"
+        rate, source = DEFAULT_ACCEPTANCE, "assumed, see --acceptance"
     return expected_chain(f"speculative ({name} draft)", curve, cost, 16, [rate], source)
 
 
@@ -245,8 +246,8 @@ def fastmtp_row(
     work = block_work(head, (head, model.lm_head), setting.cached, setting.ranks)
     rates, source = [args.acceptance], "--acceptance"
     if args.mtp is not None or args.acceptance is None:
-        path = config_of(args.mtp or places.SMOLLM2_HEADS / "mtp", "--mtp")
-        rates, source = read_acceptance(path), str(path)
+        path, source = config_of(args.mtp, "--mtp", "mtp")
+        rates = read_acceptance(path)
         if rates is None:
             raise UserError(f"{path} has no mtp_acceptance; measure it with minispec.distill "
                             "acceptance, or use --acceptance instead of --mtp")  # fmt: skip
@@ -257,20 +258,22 @@ def medusa_row(
     args: argparse.Namespace, setting: Setting, model: Transformer, curve: list[float]
 ) -> dict:
     """The row of Medusa heads with the accuracies and layers of --heads or of SmolLM2's heads."""
-    path = config_of(args.heads or places.SMOLLM2_HEADS / "medusa", "--heads")
+    path, source = config_of(args.heads, "--heads", "medusa")
     heads = medusa_heads(path, model)
     policy = AdaptiveTree(curve, setting.cost(heads_work(heads, model.lm_head), model))
     costs = [1.0, *policy.costs[1:]]  # a round without drafts does not run the heads
     known = heads.accuracy[:, 0].tolist()
-    return expected_round("medusa", heads.accuracy, costs, known, str(path))
+    return expected_round("medusa", heads.accuracy, costs, known, source)
 
 
-def config_of(source: str | Path, flag: str) -> Path:
-    """The config.json of heads."""
-    folder = Path(source).parent if Path(source).is_file() else Path(source)
-    if not (folder / "config.json").is_file():
+def config_of(source: str | None, flag: str, shipped: str) -> tuple[Path, str]:
+    """The config.json of a flag's heads, by default of those shipped for SmolLM2, and whose it is."""
+    if source is None:
+        return places.SMOLLM2_HEADS / shipped / "config.json", "measured with SmolLM2's"
+    path = Path(source).parent if Path(source).is_file() else Path(source)
+    if not (path / "config.json").is_file():
         raise UserError(f"{flag} {source}: there is no config.json, which has the acceptance")
-    return folder / "config.json"
+    return path / "config.json", f"measured with {source}"
 
 
 def medusa_heads(path: Path, model: Transformer) -> MedusaHeads:
@@ -317,7 +320,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     p.add_argument("--plan", action="store_true", help="plan even if no other of these is given")
     p.add_argument("--nproc", type=number(1, 1024), help="tensor-parallel ranks (default: 1)")
     p.add_argument("--card", choices=list(CARDS),
-                   help="its data sheet has the defaults of the next three (default: h100)")  # fmt: skip
+                   help=f"sets the next three (default: {DEFAULT_CARD})")  # fmt: skip
     for flag, unit, meaning in (
         ("bandwidth", 1e9, "memory bandwidth in GB/s"), ("flops", 1e12, "TFLOP/s"),
         ("link", 1e9, "bandwidth in GB/s at which a rank can send to others"),
@@ -332,8 +335,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
     """What the flags say about the card and the weights."""
     dtype = pick_dtype(args.dtype, torch.device("cuda"))  # the plan is for a GPU, wherever it runs
     if dtype.itemsize != 2 and args.flops is None:
-        raise UserError(f"--dtype {args.dtype}: the FLOP rates of cards are those of bfloat16; give "
-                        "the card's rate with --flops")  # fmt: skip
+        raise UserError(f"--dtype {args.dtype}: the FLOP rates of cards are for bfloat16; give the "
+                        "card's rate with --flops")  # fmt: skip
     units = {"bandwidth": 1e9, "flops": 1e12, "link": 1e9}
     given = {name: getattr(args, name) * unit for name, unit in units.items()
              if getattr(args, name) is not None}  # fmt: skip
@@ -356,8 +359,8 @@ def share(setting: Setting, model: Transformer) -> dict:
         "row_flops": work.row_flops,
         "sent_bytes": work.sent_bytes,  # per row of a pass
         "memory_bound_rows": hardware.memory_bound_rows(work),
-        "seconds": [hardware.seconds(work, n) for n in ROW_COUNTS],
-        "link_seconds": [hardware.link_seconds(work, n) for n in ROW_COUNTS],
+        "seconds": [hardware.seconds(work, n) for n in PASS_ROWS],
+        "link_seconds": [hardware.link_seconds(work, n) for n in PASS_ROWS],
     }
 
 
@@ -382,7 +385,7 @@ def make_plan(args: argparse.Namespace) -> dict:
         "cached": setting.cached,
         "card": args.card or DEFAULT_CARD,
         **hardware,
-        "rows": list(ROW_COUNTS),  # of the passes in `seconds`
+        "rows": list(PASS_ROWS),  # of the passes in `seconds`
         "shares": shares,
         "methods": [row | {"tokens_per_second": row["speedup"] / plain} for row in methods],
     }
