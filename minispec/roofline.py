@@ -267,7 +267,7 @@ def medusa_row(
 
 
 def config_of(source: str | None, flag: str, shipped: str) -> tuple[Path, str]:
-    """The config.json of a flag's heads, by default of those shipped for SmolLM2, and whose it is."""
+    """The config.json of a flag's heads (default: those shipped for SmolLM2), and whose it is."""
     if source is None:
         return places.SMOLLM2_HEADS / shipped / "config.json", "measured with SmolLM2's"
     path = Path(source).parent if Path(source).is_file() else Path(source)
