@@ -296,10 +296,10 @@ def test_json_says_what_command_made_it(capsys):
 def test_a_model_that_does_not_fit_in_memory_is_planned(monkeypatch, capsys, free, plans):
     """Random weights of ODD take 2 · 4 bytes for each of its parameters."""
     monkeypatch.setattr(bench, "free_memory", lambda device: free)
-    monkeypatch.setattr(bench, "run", lambda *_: print("measured"))
+    monkeypatch.setattr(bench, "run", lambda *_: print("DECODED"))
     bench.main("--shape qwen2.5-0.5b --device cpu".split())
     out = capsys.readouterr()
-    assert ("Times are lower bounds" in out.out) == plans != ("measured" in out.out)
+    assert ("Times are lower bounds" in out.out) == plans != ("DECODED" in out.out)
     expected = "qwen2.5-0.5b in float32 needs up to 450.67 kB, but 5.00 kB are free: nothing"
     assert (expected in out.err) == plans
 
