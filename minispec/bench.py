@@ -5,6 +5,7 @@
     python -m minispec.bench --own chat.jsonl sums.jsonl            documents held out from training
     python -m minispec.bench --questions question.jsonl             Spec-Bench, one table per group
     python -m minispec.bench --shape smollm2-135m --acceptance 0.8  random weights, real model shape
+    python -m minispec.bench --shape llama-2-7b --plan --nproc 2    no weights: see roofline.py
 
 For each prompt, the methods run one after another, so noise on the machine affects all of them. A
 method's speedup is plain decoding's seconds per token divided by the method's. All prompts are
@@ -31,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from minispec import roofline
 from minispec.cache import KVCache
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, pick_device, pick_dtype, require_tokenizer
@@ -55,6 +57,7 @@ from minispec.generate.run import Run, acceptance
 from minispec.machine import (
     command_line,
     describe_machine,
+    free_memory,
     others_share,
     others_share_now,
     read_cpu_times,
@@ -62,6 +65,19 @@ from minispec.machine import (
 from minispec.methods.adaptive import curve_at
 from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Config, Transformer, count_parameters
+from minispec.roofline import (
+    DEFAULT_ACCEPTANCE,
+    MODEL_SHAPES,
+    Hardware,
+    format_bytes,
+    make_plan,
+    markdown_table,
+    pass_work,
+    plan_markdown,
+    plan_text,
+    stored_bytes,
+    without_data,
+)
 from minispec.training.own_text import read_split
 from minispec.training.text import Conversation, LeftOut, encode, held_out_prompts, turn
 
@@ -97,25 +113,19 @@ def measure_machine(model: Transformer, draft: Transformer | None = None) -> dic
         [one_pass(model, 1), lambda: target.copy_(source)[-1].item(),
          lambda: (a @ a)[-1, -1].item()], turns=5,
     )  # fmt: skip
-    weights = count_parameters(model.model.layers) + count_parameters(model.lm_head)
-    memory = weights_read(model) * copy / (2 * COPY_BYTES)
-    compute = weights * matmul / MATMUL_SIZE**3
-    curve = cost_curve(model)
+    hardware = Hardware(2 * COPY_BYTES / copy, 2 * MATMUL_SIZE**3 / matmul)
+    work, curve = pass_work(model), cost_curve(model)
     return {
         "pass_seconds": pass_seconds,  # for one token
+        "pass_bytes": work.read_bytes,
+        "cache_bytes_per_token": model.new_cache(1).kv.nbytes,
         "draft_cost": draft_cost(model, draft) if draft else 0.0,  # per token, in such passes
-        "memory_floor": memory,  # seconds per pass
-        "compute_floor": compute,  # seconds per row
+        "memory_floor": work.read_bytes / hardware.bandwidth,  # seconds per pass
+        "compute_floor": work.row_flops / hardware.flops,  # seconds per row
         "rows": [n for n in ROW_COUNTS if n < len(curve)],  # where the curve was measured
         "curve": curve,  # pass(n) / pass(1)
-        "floor": [max(memory, n * compute) / pass_seconds for n in range(len(curve))],
+        "floor": [hardware.seconds(work, n) / pass_seconds for n in range(len(curve))],
     }
-
-
-def weights_read(model: Transformer) -> int:
-    """Count the bytes a pass must read: all weights of the layers and lm_head, as stored."""
-    modules = *model.model.layers, model.lm_head
-    return sum(t.nbytes for module in modules for t in (*module.parameters(), *module.buffers()))
 
 
 # ---- prompts and methods -------------------------------------------------------------------------
@@ -221,14 +231,6 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
 
 # ---- random weights ------------------------------------------------------------------------------
 
-# hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary; context limited to 2,048
-MODEL_SHAPES = {
-    "smollm2-135m": Config(576, 1536, 30, 9, 3, 64, 49152, 2048),
-    "qwen2.5-0.5b": Config(896, 4864, 24, 14, 2, 64, 151936, 2048, "qwen2", qkv_bias=True),
-    "llama-3.2-1b": Config(2048, 8192, 16, 32, 8, 64, 128256, 2048),
-    "llama-2-7b": Config(4096, 11008, 32, 32, 32, 128, 32000, 2048, tied=False),
-}
-
 
 def random_weights(config: Config, dtype: str = "auto", device: str = "auto") -> Transformer:
     """Make a model of this shape: its text is noise, but its passes cost what real ones do."""
@@ -240,6 +242,21 @@ def random_weights(config: Config, dtype: str = "auto", device: str = "auto") ->
             return Transformer(config).eval()
     finally:
         torch.set_default_dtype(previous_dtype)
+
+
+def missing_memory(shape: str, dtype: str, device: str, int8: bool) -> str | None:
+    """Why the weights do not fit in memory. None if they do, or if the free memory is unknown."""
+    torch_device = pick_device(device)
+    torch_dtype = pick_dtype(dtype, torch_device)
+    needed = stored_bytes(without_data(partial(Transformer, MODEL_SHAPES[shape]), torch_dtype))
+    if torch_device.type == "cpu" and not int8:
+        needed *= 2  # the fastest products may need a copy (see fast/products.py)
+    free = free_memory(torch_device)
+    if free is None or needed <= free:
+        return None
+    name = str(torch_dtype).removeprefix("torch.")
+    sizes = f"needs up to {format_bytes(needed)}, but {format_bytes(free)} are free"
+    return f"{shape} in {name} {sizes}"
 
 
 class OracleDraft:
@@ -269,7 +286,7 @@ class OracleDraft:
 def oracle_methods(args: argparse.Namespace, model: Transformer, prompt: list[int]) -> Methods:
     """Build the rows of --shape: plain decoding, and chains of 1 to 16 draft tokens."""
     plain = decode(model, None, prompt, max_new_tokens=args.max_new_tokens, ignore_eos=True)
-    acceptance = 0.8 if args.acceptance is None else args.acceptance
+    acceptance = DEFAULT_ACCEPTANCE if args.acceptance is None else args.acceptance
     draft = OracleDraft(model, prompt + plain.tokens, acceptance)
     chains = {f"speculative k={k}": {"draft": draft, "k": k} for k in (1, 2, 4, 8, 16)}
     return {"autoregressive": {}} | chains
@@ -413,6 +430,8 @@ def show_machine(machine: dict, model: Transformer) -> None:
     counts, curve, floor = machine["rows"], machine["curve"], machine["floor"]
     print(f"{count_parameters(model) / 1e6:.1f}M parameters, {model.dtype} on {model.device}; "
           f"a pass over one token takes {1e3 * machine['pass_seconds']:.2f} ms")  # fmt: skip
+    read, cache = (format_bytes(machine[k]) for k in ("pass_bytes", "cache_bytes_per_token"))
+    print(f"a pass reads {read} of weights; the cache takes {cache} per token")
     print("rows n            " + "".join(f"{n:8}" for n in counts))
     print("pass(n) / pass(1) " + "".join(f"{curve[n]:8.2f}" for n in counts))
     print("pass(n) / floor   " + "".join(f"{curve[n] / floor[n]:8.2f}" for n in counts))
@@ -453,10 +472,8 @@ def markdown(tables: list[list[dict]], about: dict) -> str:
         figures = [(row["tokens_per_pass"] or 0.0, row["speedup"]) for row in rows]
         figures.append(tuple(map(statistics.mean, zip(*figures))))
         lines.append([f"`{rows[0]['method']}`", *(f"{n:.2f}, {speed:.2f}" for n, speed in figures)])
-    header, *body = (f"| {' | '.join(line)} |" for line in lines)
-    table = [header, f"|{'---|' * len(lines[0])}", *body]
     text = " ".join(facts(plain, methods, about))
-    return "\n".join([*table, "", text, "", f"    {about['command']}"])
+    return "\n\n".join([markdown_table(lines), text, f"    {about['command']}"])
 
 
 def facts(plain: tuple[dict, ...], methods: list[tuple[dict, ...]], about: dict) -> Iterator[str]:
@@ -516,7 +533,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the flags and check them before the weights are read."""
     p = Parser(prog="python -m minispec.bench", description=__doc__)
     p.add_argument("--model", help="directory, hub id or .gguf (default: the shipped toy)")
-    p.add_argument("--draft", help="a draft model (default: the one next to the model)")
+    p.add_argument("--draft", help="a draft model (default: the one next to the model; with "
+                   "--shape, a shape)")  # fmt: skip
     p.add_argument("--heads", help="Medusa heads (default: those next to the model)")
     p.add_argument("--mtp", help="a FastMTP head (default: the one next to the model)")
     p.add_argument("--methods", type=comma_separated,
@@ -550,15 +568,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help="print one Markdown table of all categories")  # fmt: skip
     p.add_argument("--picture", type=Path, metavar="FILE.png", help="plot speedups and cost curve")
     p.add_argument("--shape", choices=list(MODEL_SHAPES), help="random weights in this shape")
-    p.add_argument("--acceptance", type=number(0, 1, float),
-                   help="with --shape: the draft's accuracy (default: 0.8)")  # fmt: skip
+    p.add_argument(
+        "--acceptance",
+        type=number(0, 1, float),
+        help=f"with --shape: a draft's accuracy (default: {DEFAULT_ACCEPTANCE})",
+    )
+    roofline.add_flags(p)
     args = p.parse_args(argv)
-    only_real = ("model", "draft", "heads", "mtp", "methods", "data", "kind", "own", "questions",
-                 "temperature", "k", "prompts", "vocabulary_sizes")  # fmt: skip
-    unused = [name for name in only_real if getattr(args, name) != p.get_default(name)]
-    unused = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+
+    def given(*names: str) -> str:
+        """Those of these flags that differ from their defaults."""
+        changed = [name for name in names if getattr(args, name) != p.get_default(name)]
+        return ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+
+    unused = given("model", "methods", "data", "kind", "own", "questions", "temperature", "k",
+                   "prompts", "vocabulary_sizes")  # fmt: skip
+    planning = given(*roofline.FLAGS)
+    args.plan = bool(args.shape and (planning or given("draft", "heads", "mtp")))
+    measuring = given("device", "compile", "busy", "repeats", "max_new_tokens", "picture")
     for wrong, message in (
-        (args.shape and unused, f"--shape has its own weights, prompt and draft; omit {unused}"),
+        (args.shape and unused, f"--shape has its own weights and prompt; omit {unused}"),
+        (planning and not args.shape, f"{planning}: requires --shape"),
+        (args.plan and measuring, f"a plan measures nothing; omit {measuring}"),
         (args.acceptance is not None and not args.shape, "--acceptance requires --shape"),
         (args.vocabulary_sizes and "fastmtp" not in " ".join(args.methods or ["fastmtp"]),
          "--vocabulary-sizes applies to fastmtp; add it to --methods or omit the flag"),
@@ -578,8 +609,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     command = command_line("minispec.bench", sys.argv[1:] if argv is None else argv)
+    if args.shape and not args.plan:
+        short = missing_memory(args.shape, args.dtype, args.device, args.quantize == "int8")
+        if short:
+            note(f"{short}: nothing is measured; the plan needs no memory")
+            args.plan = True
     with stdout_reserved() if args.json else contextlib.nullcontext() as out:
-        run(args, command, out)
+        (plan if args.plan else run)(args, command, out)
+
+
+def plan(args: argparse.Namespace, command: str, out: TextIO | None) -> None:
+    """Print what --shape would cost and gain on a card, without its weights."""
+    planned = make_plan(args)
+    if args.json:
+        print(json.dumps({"about": describe_machine() | {"command": command}, "plan": planned}),
+              file=out)  # fmt: skip
+    else:
+        print(plan_markdown(planned, command) if args.markdown else plan_text(planned))
 
 
 def run(args: argparse.Namespace, command: str, out: TextIO | None) -> None:

@@ -1,5 +1,6 @@
 """What a measurement depends on: the machine, the versions, the time and the other processes."""
 
+import contextlib
 import os
 import platform
 import re
@@ -15,6 +16,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]  # the checkout, unless the package is installed
 CORE_LINE = re.compile(r"^cpu(\d+) ((?:\d+ ?){8})", re.M)  # user nice system idle iowait irq …
+MEMINFO = Path("/proc/meminfo")
+MEMORY_LIMITS = [  # of a container: cgroup v2, cgroup v1
+    Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+]  # fmt: skip
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -67,6 +72,24 @@ def describe_machine() -> dict[str, object]:
         },
         "commit": commit(),
     }  # fmt: skip
+
+
+def free_memory(device: torch.device) -> int | None:
+    """The bytes that can be allocated on a device; None if this is unknown. On a CPU, this is what
+    Linux estimates or, if that is less, the limit of this container."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        found = re.search(r"^MemAvailable: +(\d+) kB", MEMINFO.read_text(), re.M)
+    except OSError:
+        found = None
+    if found is None or device.type != "cpu":
+        return None
+    available = 1024 * int(found[1])
+    for file in MEMORY_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # absent, or "max"
+            available = min(available, int(file.read_text()))
+    return available
 
 
 # ---- other processes -----------------------------------------------------------------------------

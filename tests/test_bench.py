@@ -29,6 +29,7 @@ from minispec.generate import decode
 from minispec.machine import CpuTimes, others_share
 from minispec.methods.vocabulary import Language
 from minispec.model import Transformer, count_parameters
+from minispec.roofline import pass_work
 from minispec.toys import random_medusa_heads, random_mtp_head
 from minispec.tree import Step, Tree
 
@@ -514,7 +515,8 @@ def test_an_oracle_draft_has_its_accuracy_and_never_changes_the_output():
 def test_shapes_have_their_sizes(monkeypatch, capsys):
     """The numbers of parameters, in millions, are those of the model cards."""
     for name, millions in (("smollm2-135m", 134.5), ("qwen2.5-0.5b", 494.0),
-                           ("llama-3.2-1b", 1235.8), ("llama-2-7b", 6738.4)):  # fmt: skip
+                           ("llama-3.2-1b", 1235.8), ("llama-2-7b", 6738.4),
+                           ("llama-3.1-8b", 8030.3), ("llama-3.1-70b", 70553.7)):  # fmt: skip
         with torch.device("meta"):
             model = Transformer(bench.MODEL_SHAPES[name])
         assert abs(count_parameters(model) / 1e6 - millions) < 0.1
@@ -534,7 +536,7 @@ def test_a_pass_reads_all_stored_weights_except_the_embedding(tied):
     config = replace(bench.MODEL_SHAPES["smollm2-135m"], layers=2, vocab_size=300, tied=tied)
     model = bench.random_weights(config, "float32", "cpu")
     assert torch.isfinite(model.logits(model([1, 2, 3]))).all()
-    full_precision = bench.weights_read(model)
+    full_precision = pass_work(model).read_bytes
     assert full_precision == 4 * (count_parameters(model.model.layers) + 300 * config.hidden_size)
     optimize(model, int8=True)
-    assert 3.8 < full_precision / bench.weights_read(model) < 4
+    assert 3.8 < full_precision / pass_work(model).read_bytes < 4

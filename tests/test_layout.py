@@ -17,7 +17,7 @@ FLOORS = [  # a module imports from its own floor and from those before it
     ["toys", "checkpoints", "cost"],
     ["fast"],
     ["generate"],
-    ["bench", "training", "certify"],
+    ["bench", "roofline", "training", "certify"],
     ["pretrain", "distill", "fetch", "__main__"],  # commands of a few lines
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

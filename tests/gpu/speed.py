@@ -30,6 +30,7 @@ from minispec.generate import decode
 from minispec.generate.run import Run
 from minispec.methods.medusa import new_heads
 from minispec.model import Transformer
+from minispec.roofline import pass_work
 from minispec.training.text import Conversation, encode
 
 TOY = str(places.TOY)
@@ -132,7 +133,7 @@ def bandwidth(model: Transformer, plain: list[Run]) -> dict:
     source = torch.ones(size, dtype=torch.uint8, device=model.device)
     target = torch.ones_like(source)
     copied = 2 * size / interleaved_min_times([lambda: target.copy_(source)[-1].item()])[0]
-    weights, seconds = bench.weights_read(model), median_seconds(plain)
+    weights, seconds = pass_work(model).read_bytes, median_seconds(plain)
     return {
         "type": str(model.dtype).removeprefix("torch."), "weights, GB": weights / 1e9,
         "copy, GB/s": copied / 1e9, "ms per token": 1e3 * seconds, "tokens/s": 1 / seconds,
