@@ -87,14 +87,16 @@ def join() -> None:
 # ---- a rank's part of a model --------------------------------------------------------------------
 
 
-def narrow(config: Config) -> Config:
-    """The config of a rank's part of a model. Raises UserError if a size is not divisible by N."""
+def narrow(config: Config, n: int | None = None) -> Config:
+    """The config of a rank's part of a model that `n` ranks share (default: as many as there are).
+    Raises UserError if a size is not divisible by it."""
+    n = ranks.size if n is None else n
     sizes = {name: getattr(config, name) for name in ("heads", "kv_heads", "intermediate_size")}
     for name, size in sizes.items():
-        if size % ranks.size:
-            raise UserError(f"{ranks.size} processes cannot share this model: its {name}, {size}, "
-                            f"must be a multiple of the number of processes")  # fmt: skip
-    return replace(config, **{name: size // ranks.size for name, size in sizes.items()})
+        if size % n:
+            raise UserError(f"{n} processes cannot share this model: its {name}, {size}, must be a "
+                            "multiple of the number of processes")  # fmt: skip
+    return replace(config, **{name: size // n for name, size in sizes.items()})
 
 
 def part_of(name: str, tensor: Tensor) -> Tensor:

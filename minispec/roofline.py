@@ -40,6 +40,7 @@ from minispec.methods.adaptive import (
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.model import Config, Transformer, count_parameters
+from minispec.parallel import narrow
 
 DEFAULT_ACCEPTANCE = 0.8  # of a draft model
 PASS_ROWS = 1, 2, 4, 8, 16, 32, 64, 128, 256, 512  # of the passes in the table
@@ -137,18 +138,6 @@ def without_data(make: Callable[[], M], dtype: torch.dtype) -> M:
     """Return the module that `make` makes, on the meta device."""
     with torch.device("meta"):
         return make().to(dtype)
-
-
-def narrow(config: Config, ranks: int) -> Config:
-    """The config of a rank's part of a model, which has 1/N of the heads and of the MLP's inner
-    size: the rows of q, k, v, gate and up, the columns of o and down. Embedding, lm_head and norms
-    are whole. Raises UserError if a size is not divisible by N."""
-    sizes = {name: getattr(config, name) for name in ("heads", "kv_heads", "intermediate_size")}
-    for name, size in sizes.items():
-        if size % ranks:
-            raise UserError(f"{ranks} processes cannot share this model: its {name}, {size}, must "
-                            "be a multiple of the number of processes")  # fmt: skip
-    return replace(config, **{name: size // ranks for name, size in sizes.items()})
 
 
 @dataclass(frozen=True)
