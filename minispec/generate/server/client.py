@@ -169,13 +169,15 @@ class Server:
     # ---- requests --------------------------------------------------------------------------------
 
     def ask(
-        self, prompt: list[int], length: int, sampling: Sampling = Sampling(), seed: int = 0, **fields
+        self, prompt: list[int], length: int, sampling: Sampling = Sampling(), seed: int = 0,
+        **fields,
     ) -> Answer:  # fmt: skip
         """Return an answer of at most `length` tokens; `fields` are added to the request."""
         return self.choices(prompt, length, sampling, seed, **fields)[0]
 
     def choices(
-        self, prompt: list[int], length: int, sampling: Sampling = Sampling(), seed: int = 0, **fields
+        self, prompt: list[int], length: int, sampling: Sampling = Sampling(), seed: int = 0,
+        **fields,
     ) -> list[Answer]:  # fmt: skip
         completion = self.post(self.body(prompt, length, sampling, seed) | fields)
         prompt_tokens = count_at(completion, "usage", "prompt_tokens")
