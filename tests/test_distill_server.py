@@ -377,6 +377,15 @@ def test_a_wrong_server_is_refused(target, data, tmp_path, capsys, server_class,
     assert read_generated(out)[1] == []
 
 
+def test_a_server_whose_own_settings_apply_is_noted(target, data, tmp_path, capsys):
+    more = "--data", data, "--documents", 8, *GREEDY
+    for server_class, notes in (CorrectServer, 0), (TextOnly, 0), (Strict, 1):
+        out = tmp_path / f"{server_class.__name__}.jsonl"
+        with serving(backend(target, server_class)) as url:
+            generated(target, out, *more, "--server", url)
+        assert capsys.readouterr().err.count("accepts OpenAI's fields only") == notes
+
+
 class IgnoresTopK(CorrectServer):
     def run(self, request, seed):
         return super().run(request | {"top_k": -1}, seed)

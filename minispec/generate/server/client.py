@@ -34,6 +34,7 @@ EXTRA_FIELDS = {
     "samplers": ["temperature", "top_k", "top_p"], "return_token_ids": True, "return_tokens": True,
 }  # fmt: skip
 LOGPROBS = {"logprobs": 1}
+TOP_K_OFF = 2**30  # larger than any vocabulary; some servers reject -1, others 0
 
 BUSY_STATUS = {429: "is still too busy", 503: "is still loading or overloaded"}
 LIMIT_REASON = re.compile("length|limit|max", re.IGNORECASE)  # the answer reached a limit
@@ -193,7 +194,7 @@ class Server:
             "prompt": prompt if self.accepts_ids else self.as_text(prompt),
         }  # fmt: skip
         if self.accepts_extra:
-            body |= EXTRA_FIELDS | {"top_k": sampling.top_k or -1}
+            body |= EXTRA_FIELDS | {"top_k": sampling.top_k or TOP_K_OFF}
         elif sampling.top_k and sampling.temperature:
             raise RequestError("top_k", "unsupported")
         return body | (LOGPROBS if self.needs_logprobs else {})
