@@ -160,5 +160,5 @@ class ServerSampler:
         self.samples_checked = True
         if removed > REMOVED_SHARE * total:
             note(f"{self.server.url} samples differently: {removed} of the first {total} tokens "
-                 "are not among those that --temperature, --top-k and --top-p "
-                 "allow")  # fmt: skip
+                 "are not among those that --temperature, --top-k and --top-p allow; it ignores "
+                 "one of them, or applies them in another order")  # fmt: skip
