@@ -11,11 +11,12 @@ import time
 import pytest
 from conftest import ASSISTANT, CHAT_TEMPLATE, END, END_TURN, ROOT, USER, last_error_line
 from served import CorrectServer, serving
+from tokenizers.processors import TemplateProcessing
 
 from minispec import load
 from minispec.checkpoints.load import save
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.generate.server.client import in_parallel
+from minispec.generate.server.client import Server, in_parallel
 from minispec.toys import letter_tokenizer, small_model
 from minispec.training import distill
 from minispec.training.distill import server
@@ -114,6 +115,15 @@ def test_the_server_writes_user_turns_too(target, tmp_path, server_class):
     for row in rows:
         assert any(row["prompt"][: len(ids)] == ids for ids in beginnings)
         assert row["prompt"][-2:] == [23, 22]  # the end of the turn and the answer's header
+
+
+def test_a_server_adds_the_bos_of_a_text_prompt_itself():
+    tokenizer = letter_tokenizer(8)
+    tokenizer.backend.add_special_tokens([END])
+    tokenizer.backend.post_processor = TemplateProcessing(f"{END} $A", special_tokens=[(END, 8)])
+    client = Server("http://127.0.0.1:9", tokenizer, None, ())
+    assert tokenizer.encode("abc") == [8, 0, 1, 2] and client.as_text([8, 0, 1, 2]) == "abc"
+    assert client.as_text([8, 8, 0, 1]) == f"{END}ab" and client.as_text([0, 1]) == "ab"
 
 
 class Records(CorrectServer):
@@ -365,6 +375,15 @@ def test_a_wrong_server_is_refused(target, data, tmp_path, capsys, server_class,
     with serving(backend(target, server_class)) as url:
         assert snippet in rejected(capsys, target, out, *more, "--server", url)
     assert read_generated(out)[1] == []
+
+
+def test_a_server_whose_own_settings_apply_is_noted(target, data, tmp_path, capsys):
+    more = "--data", data, "--documents", 8, *GREEDY
+    for server_class, notes in (CorrectServer, 0), (TextOnly, 0), (Strict, 1):
+        out = tmp_path / f"{server_class.__name__}.jsonl"
+        with serving(backend(target, server_class)) as url:
+            generated(target, out, *more, "--server", url)
+        assert capsys.readouterr().err.count("accepts OpenAI's fields only") == notes
 
 
 class IgnoresTopK(CorrectServer):

@@ -24,7 +24,6 @@ from minispec.generate.server.json_fields import (
 )
 from minispec.sampling import Sampling
 
-GREEDY = Sampling()
 Item, Result = TypeVar("Item"), TypeVar("Result")
 TIMEOUT_SECONDS = 120.0  # for one answer
 CONNECT_SECONDS = 30.0
@@ -35,6 +34,7 @@ EXTRA_FIELDS = {
     "samplers": ["temperature", "top_k", "top_p"], "return_token_ids": True, "return_tokens": True,
 }  # fmt: skip
 LOGPROBS = {"logprobs": 1}
+TOP_K_OFF = 2**30  # larger than any vocabulary; some servers reject -1, others 0
 
 BUSY_STATUS = {429: "is still too busy", 503: "is still loading or overloaded"}
 LIMIT_REASON = re.compile("length|limit|max", re.IGNORECASE)  # the answer reached a limit
@@ -127,7 +127,7 @@ class Server:
         prompts = (True, False) if self.tokenizer else (True,)
         for self.accepts_extra, self.accepts_ids in product((True, False), prompts):
             try:
-                choice = self.post(self.body(prompt, 2, GREEDY, 0))["choices"][0]
+                choice = self.post(self.body(prompt, 2))["choices"][0]
                 break
             except RequestError as error:
                 failure = error
@@ -140,7 +140,7 @@ class Server:
 
     def returns_ids_with_logprobs(self, prompt: list[int]) -> bool:
         try:
-            choice = self.post(self.body(prompt, 2, GREEDY, 0) | LOGPROBS)["choices"][0]
+            choice = self.post(self.body(prompt, 2) | LOGPROBS)["choices"][0]
             return self.token_ids(choice) is not None
         except RequestError:
             return False
@@ -170,27 +170,31 @@ class Server:
     # ---- requests --------------------------------------------------------------------------------
 
     def ask(
-        self, prompt: list[int], length: int, sampling: Sampling = GREEDY, seed: int = 0, **fields
+        self, prompt: list[int], length: int, sampling: Sampling = Sampling(), seed: int = 0,
+        **fields,
     ) -> Answer:  # fmt: skip
         """Return an answer of at most `length` tokens; `fields` are added to the request."""
         return self.choices(prompt, length, sampling, seed, **fields)[0]
 
     def choices(
-        self, prompt: list[int], length: int, sampling: Sampling = GREEDY, seed: int = 0, **fields
+        self, prompt: list[int], length: int, sampling: Sampling = Sampling(), seed: int = 0,
+        **fields,
     ) -> list[Answer]:  # fmt: skip
         completion = self.post(self.body(prompt, length, sampling, seed) | fields)
         prompt_tokens = count_at(completion, "usage", "prompt_tokens")
         choices = completion["choices"]
         return [self.parse_answer(choice, length, prompt_tokens) for choice in choices]
 
-    def body(self, prompt: list[int], length: int, sampling: Sampling, seed: int) -> dict:
+    def body(
+        self, prompt: list[int], length: int, sampling: Sampling = Sampling(), seed: int = 0
+    ) -> dict:
         body = {
             "model": self.name, "max_tokens": length, "temperature": sampling.temperature,
             "top_p": sampling.top_p, "seed": seed,
             "prompt": prompt if self.accepts_ids else self.as_text(prompt),
         }  # fmt: skip
         if self.accepts_extra:
-            body |= EXTRA_FIELDS | {"top_k": sampling.top_k or -1}
+            body |= EXTRA_FIELDS | {"top_k": sampling.top_k or TOP_K_OFF}
         elif sampling.top_k and sampling.temperature:
             raise RequestError("top_k", "unsupported")
         return body | (LOGPROBS if self.needs_logprobs else {})
@@ -317,7 +321,7 @@ class Server:
 
     def ask_streaming(self, prompt: list[int], length: int, **fields) -> tuple[str, str | None]:
         """Return the text and finish reason of a streamed answer."""
-        body = self.body(prompt, length, GREEDY, 0) | {"stream": True} | fields
+        body = self.body(prompt, length) | {"stream": True} | fields
         text, reason = "", None
         for data in sse_data(self.request("POST", "/v1/completions", body)):
             part = parse_json(data)

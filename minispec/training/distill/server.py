@@ -54,6 +54,9 @@ class ServerSampler:
         )
         warn_if_exposed(self.server)
         self.server.probe(tokenizer.encode("The") or [0])
+        if not self.server.accepts_extra:
+            note(f"{self.server.url} accepts OpenAI's fields only; its own settings of min-p and "
+                 "repetition penalties apply, if it has any")  # fmt: skip
         end = tokenizer.id_of("eos_token")  # ends a turn, if the model has several end tokens
         self.end = [end] if end in eos_ids else list(eos_ids[:1])
         self.checked: set[tuple[int, ...]] = set()  # prompts
@@ -157,5 +160,5 @@ class ServerSampler:
         self.samples_checked = True
         if removed > REMOVED_SHARE * total:
             note(f"{self.server.url} samples differently: {removed} of the first {total} tokens "
-                 "are not among those that --temperature, --top-k and --top-p "
-                 "allow")  # fmt: skip
+                 "are not among those that --temperature, --top-k and --top-p allow; it ignores "
+                 "one of them, or applies them in another order")  # fmt: skip
