@@ -51,10 +51,11 @@ def package_best_method(methods, curve, batch):
 
 
 def random_curve(rng: random.Random, rows: int) -> list[float]:
-    """curve[n] for n up to `rows`, flat at first and then steeper; curve[0] is 0."""
-    free, slope, step = rng.randint(1, rows), rng.choice([0.1, 0.3, 1.0]), rng.choice([0.0, 0.05])
-    return [0.0] + [
-        round(1.0 + step * (n - 1) + slope * max(0, n - free), 3) for n in range(1, rows + 1)
+    """curve[n] for n up to `rows`: after n = 1 a jump, then almost flat, then steeper."""
+    free, slope = rng.choice([1, 2, 4, rows // 2, rows]), rng.choice([0.1, 0.3, 1.0])
+    jump, step = rng.choice([0.0, 0.2, 0.8]), rng.choice([0.0, 0.05])
+    return [0.0, 1.0] + [
+        round(1.0 + jump + step * (n - 1) + slope * max(0, n - free), 3) for n in range(2, rows + 1)
     ]
 
 
@@ -255,8 +256,8 @@ def random_choice(seed: int) -> Choice:
             (name, round(1 + rng.random() * 2, 2), tuple(rng.choices(sizes, k=3)), drafting)
             for name, sizes, drafting in (
                 ("prompt-lookup", [1, 4, 7], 0.0),
-                ("medusa", [5], 0.1),
-                ("fastmtp", [4], rng.choice([0.2, 0.5])),
+                ("medusa", [3, 5], rng.choice([0.1, 0.4])),
+                ("fastmtp", [4], rng.choice([0.2, 0.5, 1.0])),
                 ("lookahead", [12, 16], 0.0),
             )
         )
@@ -278,9 +279,8 @@ CHOICES = [
         (("fastmtp", 1.2, (4, 4), 0.25), ("lookahead", 1.4, (16, 16), 0.0)),
         (0.0, *(1 + 0.1 * n for n in range(16))), 1,
     ),
-    *map(random_choice, range(40)),
-    # only plain decoding
-    Choice((), (0.0, 1.0, 1.5), 1),
+    *map(random_choice, range(120)),
+    Choice((), (0.0, 1.0, 1.5), 1),  # only plain decoding
 ]  # fmt: skip
 
 
