@@ -4,6 +4,7 @@ Accepted is blue, rejected vermilion, new green; colour-blind readers can distin
 """
 
 import inspect
+import math
 from collections.abc import Sequence
 
 from IPython.display import Markdown
@@ -298,14 +299,13 @@ def draw_budgets(methods: dict[str, tuple], curve: Sequence[float]) -> None:
         spread = f"{min(rows)} or {max(rows)}" if min(rows) < max(rows) else str(rows[0])
         left.text(drafting + 0.06, y, f"{spread} row" + "s" * (max(rows) > 1), va="center",
                   color="white", fontsize=9)  # fmt: skip
-        for i in range(int(tau)):
-            right.barh(y, 0.94, 0.6, i, color=FRESH)
-        right.barh(y, 0.94 * (tau - int(tau)), 0.6, int(tau), color=FRESH)
+        for i in range(math.ceil(tau)):
+            right.barh(y, min(1, tau - i), 0.6, i, color=FRESH, edgecolor="white", lw=2)
         right.text(tau + 0.08, y, f"{tau:.2f}", va="center", fontsize=9)
     left.set_yticks(range(len(methods)), methods, fontsize=10)
     left.invert_yaxis()
     left.set(xlabel="cost of a round, in passes over one token")
-    right.set(xlabel="tokens per round, on average", xlim=(0, 3))
+    right.set(xlabel="tokens per round, on average", xlim=(0, 3), xticks=range(4))
     right.tick_params(axis="y", length=0)
     left.legend([Patch(color=CONTEXT), Patch(color=ACCEPTED)], ["drafting", "pass of the target"],
                 frameon=False, fontsize=9, loc="center right")  # fmt: skip
@@ -315,9 +315,9 @@ def draw_budgets(methods: dict[str, tuple], curve: Sequence[float]) -> None:
 
 
 def draw_speeds(points: dict[str, dict[str, tuple[float, float]]]) -> None:
-    """Draw speed against tokens per pass: `points[kind][method]` is (tokens per pass, speed relative
-    to plain decoding). Methods have colours, kinds have shapes, and each dashed line through the
-    origin is one cost of a round."""
+    """Draw speed against tokens per pass. `points[kind][method]` is (tokens per pass, speed
+    relative to plain decoding). Methods have colours, kinds have shapes, and each dashed line
+    through the origin is a cost of a round."""
     figure, ax = plt.subplots(figsize=(8, 4.8), layout="constrained")
     pairs = [pair for methods in points.values() for pair in methods.values()]
     right, top = (1.08 * max(1.2, *values) for values in zip(*pairs))
@@ -336,11 +336,11 @@ def draw_speeds(points: dict[str, dict[str, tuple[float, float]]]) -> None:
     names = {name: name for methods in points.values() for name in methods}
     handles = [Patch(color=METHOD_COLOURS[name]) for name in names]
     handles += [Line2D([], [], ls="", marker=m, color=CONTEXT) for m in KIND_MARKERS[: len(points)]]
-    handles += [Line2D([], [], ls="", marker="*", color="black", ms=11)]
-    ax.legend(handles, [*names, *points, "plain decoding"], frameon=False, fontsize=9,
-              loc="center left", bbox_to_anchor=(1.06, 0.5))  # fmt: skip
+    handles += [Line2D([], [], ls="", marker="*", color="black", ms=11),
+                Line2D([], [], ls="--", color=CONTEXT, lw=1)]  # fmt: skip
+    ax.legend(handles, [*names, *points, "plain decoding", "equal cost of a round"],
+              frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.06, 0.5))  # fmt: skip
     ax.set(xlim=(0.9, right), ylim=(low, top), xlabel="tokens per pass",
            ylabel="speed, relative to plain decoding")  # fmt: skip
-    ax.set_title("dashed: equal cost of a round", fontsize=10, color=CONTEXT)
     ax.spines[["top", "right"]].set_visible(False)
     plt.show()

@@ -146,9 +146,7 @@ def mean(values) -> float:
 
 SPEED_MISTAKES = {
     "it leaves out drafting; a round costs drafting plus a pass": (
-        lambda tau, rows, drafting, curve, seconds: (
-            tau / (mean(curve[n] for n in rows) * seconds)
-        )
+        lambda tau, rows, drafting, curve, seconds: tau / (mean(curve[n] for n in rows) * seconds)
     ),
     "it takes the cost of a pass over the mean number of rows; take the mean of the costs": (
         lambda tau, rows, drafting, curve, seconds: (
@@ -161,8 +159,8 @@ SPEED_MISTAKES = {
         )
     ),
     "it averages the speeds of the rounds. Expensive rounds take more of the time, so average the "
-    "costs and then divide": lambda tau, rows, drafting, curve, seconds: (
-        mean(tau / ((drafting + curve[n]) * seconds) for n in rows)
+    "costs and then divide": lambda tau, rows, drafting, curve, seconds: mean(
+        tau / ((drafting + curve[n]) * seconds) for n in rows
     ),
     "every pass costs 1, as in the paper's formula; a pass over n rows costs curve[n]": (
         lambda tau, rows, drafting, curve, seconds: tau / ((drafting + 1) * seconds)
@@ -191,9 +189,7 @@ SPEED_MISTAKES = {
         )
     ),
     "it returns the speed relative to plain decoding; divide by `seconds`, too": (
-        lambda tau, rows, drafting, curve, seconds: (
-            tau / (drafting + mean(curve[n] for n in rows))
-        )
+        lambda tau, rows, drafting, curve, seconds: tau / (drafting + mean(curve[n] for n in rows))
     ),
     "it multiplies by `seconds` instead of dividing": (
         lambda tau, rows, drafting, curve, seconds: (
