@@ -298,17 +298,32 @@ def exact_best_method(case: Choice) -> str:
 
 def show_choice(case: Choice) -> str:
     methods, curve, batch = case.arguments
-    return f"methods = {methods}, curve = {short(curve)}, batch = {batch}"
+    used = {batch, *(batch * n for _, rows, _ in methods.values() for n in rows)}
+    costs = ", ".join(f"curve[{n}] = {curve[n]:.4g}" for n in sorted(used))
+    return f"methods = {methods}, batch = {batch}, {costs}"
 
 
 def show_best_method(case: Choice, got: str, expected: str) -> str:
     found = worths(case)
-    plain = found["autoregressive"]
-    a, b = (f"{name} is {float(found[name] / plain):.2f}" for name in (expected, got))
+    speed = {name: float(worth / found["autoregressive"]) for name, worth in found.items()}
     return (
-        f"{show_choice(case)}: it returns {got!r}. {a} times as fast as plain decoding, and {b}, "
-        f"so {expected!r} is right"
+        f"{show_choice(case)}: it returns {got!r}, whose speed relative to plain decoding is "
+        f"{speed[got]:.2f}, but {expected!r} has {speed[expected]:.2f}"
     )
+
+
+NEVER_PLAIN = "it never returns 'autoregressive', but plain decoding may be the fastest"
+
+
+def diagnose(results: list[tuple[Choice, str, str]]) -> str | None:
+    """What is wrong if no known mistake gives these answers."""
+    if all(got != "autoregressive" for case, got, _ in results if case.methods):
+        return NEVER_PLAIN
+    if all(got == expected for case, got, expected in results if case.batch == 1):
+        return (
+            "it is right for a batch of 1. For a larger one, a round is a pass over batch * n rows"
+        )
+    return None
 
 
 def chooser(value):
@@ -366,7 +381,7 @@ CHOICE_MISTAKES = {
     "it leaves out drafting": chooser(
         lambda tau, rows, drafting, curve, batch: tau / mean(curve[batch * n] for n in rows)
     ),
-    "it never returns 'autoregressive', but plain decoding may be the fastest": without_plain,
+    NEVER_PLAIN: without_plain,
     "its plain decoding costs 1; a plain step of the batch is a pass over `batch` rows, "
     "curve[batch]": plain_at_one,
     "it chooses the cheapest round, whatever it yields; that is always plain decoding's": chooser(
@@ -408,6 +423,7 @@ TASKS = [
             CHOICES, run_best_method, exact_best_method,
             lambda a, b: 0.0 if a == b else 1.0, show_best_method,
             f"{len(CHOICES)} choices, with batches of 1, 2 and 4", arguments=show_choice,
+            diagnose=diagnose,
         ),
         hints=(
             "tokens_per_second can do the arithmetic, with other rows and another cost of "
