@@ -191,12 +191,11 @@ def first_wrong_only(choices, guess):
 
 def one_late(choices, guess):
     rows = [list(guess)]
-    for _ in range(len(guess) + 2):
+    while True:
         new = choices(rows[-1])[1:]
         if new == rows[-1]:
-            break
+            return rows
         rows.append(new)
-    return rows
 
 
 def until(stop):
@@ -250,6 +249,9 @@ JACOBI_MISTAKES = {
     "it replaces only the first wrong guess of a pass; replace all of them": first_wrong_only,
     "it takes choices[i + 1], the choice after guess i; the one in its place is choices[i]": (
         one_late
+    ),
+    "`choices` returns one choice more than guesses; the last one is in nobody's place, so drop it": (
+        with_the_last_choice
     ),
     "it stops after one pass; go on until a pass changes nothing": lambda choices, guess: [
         list(guess),
