@@ -288,7 +288,7 @@ def draw_jacobi_round() -> None:
     words = ["a", "small"]
     rest = [*BLOCK_CHOICES[2:], BLOCK[-1]]
     rows = {  # the column of the first cell, texts, fills, a note
-        "guess": (0, [*words, *BLOCK], [*context, *[CONTEXT] * 5], "five tokens, whatever they are"),
+        "guess": (0, [*words, *BLOCK], [*context, *[CONTEXT] * 5], "any five tokens"),
         "score": (2, BLOCK_CHOICES, [FRESH] * 6, "one pass: the model's choice at each place"),
         "accept": (0, [*words, *BLOCK], [*context, ACCEPTED, REJECTED, *[PALE] * 3],
                    "equal, different: stop"),
@@ -324,8 +324,11 @@ def draw_jacobi(rows: list[list[int]], tokenizer: Tokenizer) -> None:
         cells(ax, y, texts, fills)
         name = f"pass {y}" if y else "guess"
         ax.text(-0.2, y + 0.4, name, ha="right", va="center", fontsize=9)
-    handles = [Patch(color=ACCEPTED, label="settled"), Patch(color=REJECTED, label="not settled"),
-               Patch(facecolor="white", edgecolor=REJECTED, ls="--", label="elsewhere in the text")]
+    handles = [
+        Patch(color=ACCEPTED, label="settled"),
+        Patch(color=REJECTED, label="not settled"),
+        Patch(facecolor="white", edgecolor=REJECTED, ls="--", label="elsewhere in the text"),
+    ]
     ax.legend(handles=handles, frameon=False, fontsize=9, ncols=3, loc="lower center",
               bbox_to_anchor=(0.5, 1))  # fmt: skip
     finish(ax, (-1.1, len(final)), (len(rows), -0.1))

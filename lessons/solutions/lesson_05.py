@@ -129,8 +129,8 @@ def run_jacobi(function, case: Block) -> Iteration:
         nonlocal passes
         passes += 1
         if len(given) != m:
-            raise Wrong(f"`choices` gets {len(given)} guesses instead of {m}; it returns one choice "
-                        "more than guesses, and the last one is in nobody's place")  # fmt: skip
+            raise Wrong(f"`choices` gets {len(given)} guesses instead of {m}; it returns one "
+                        "choice more than guesses, and the last one is in nobody's place")  # fmt: skip
         if passes > m * (m + 1):
             raise Wrong(f"it runs more than {m * (m + 1)} passes for {m} places; m passes settle m "
                         "places, and one more changes nothing")  # fmt: skip
@@ -250,7 +250,7 @@ JACOBI_MISTAKES = {
     "it takes choices[i + 1], the choice after guess i; the one in its place is choices[i]": (
         one_late
     ),
-    "`choices` returns one choice more than guesses; the last one is in nobody's place, so drop it": (
+    "`choices` returns one choice more than guesses; drop the last one, it is in nobody's place": (
         with_the_last_choice
     ),
     "it stops after one pass; go on until a pass changes nothing": lambda choices, guess: [
@@ -541,7 +541,7 @@ TASKS = [
             f"{len(ADDITIONS)} pools, after every addition", arguments=show_additions,
         ),
         hints=(
-            "pool.setdefault(gram[0], []) returns the token's list, and makes one if there is none.",
+            "pool.setdefault(gram[0], []) returns the token's list, and adds one if needed.",
             "Remove gram[1:] from the list if it is there, then append it. Only then look at the "
             "length.",
         ),
