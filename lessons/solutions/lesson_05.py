@@ -130,7 +130,7 @@ def run_jacobi(function, case: Block) -> Iteration:
         passes += 1
         if len(given) != m:
             raise Wrong(f"`choices` gets {len(given)} guesses instead of {m}; it returns one "
-                        "choice more than guesses, and the last one is in nobody's place")  # fmt: skip
+                        "choice more than guesses; drop the last one")  # fmt: skip
         if passes > m * (m + 1):
             raise Wrong(f"it runs more than {m * (m + 1)} passes for {m} places; m passes settle m "
                         "places, and one more changes nothing")  # fmt: skip
