@@ -420,6 +420,9 @@ ADD_MISTAKES = {
     "it keeps one too many: drop if there are more than `limit`": (
         lambda pool, gram, limit: add(pool, gram, limit + 1)
     ),
+    "it keeps one too few: drop only if there are more than `limit`": (
+        lambda pool, gram, limit: add(pool, gram, limit - 1)
+    ),
     "it puts new ones in front; the latest comes last": newest_at_the_front,
     "it drops the oldest before it removes the earlier copy, so a repeated continuation costs "
     "another its place": makes_room_first,
