@@ -413,5 +413,113 @@ def draw_speeds(points: dict[str, dict[str, tuple[float, float]]]) -> None:
               frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.06, 0.5))  # fmt: skip
     ax.set(xlim=(0.9, right), ylim=(low, top), xlabel="tokens per pass",
            ylabel="speed, relative to plain decoding")  # fmt: skip
+
+
+# ---- lesson 05: Jacobi and lookahead decoding ----------------------------------------------------
+
+ORANGE = "#E69F00"
+BLOCK = "bird", "sat", "on", "the", "mat"  # a guess at what follows "a small"
+BLOCK_CHOICES = "bird", "who", "on", "a", "branch", "."  # the model's, after each of these words
+
+
+def draw_jacobi_round() -> None:
+    """Draw a round of Jacobi decoding, whose choices become the next guess."""
+    context = [PALE] * 2
+    words = ["a", "small"]
+    rest = [*BLOCK_CHOICES[2:], BLOCK[-1]]
+    rows = {  # the column of the first cell, texts, fills, a note
+        "guess": (0, [*words, *BLOCK], [*context, *[CONTEXT] * 5], "any five tokens"),
+        "score": (2, BLOCK_CHOICES, [FRESH] * 6, "one pass: the model's choice at each place"),
+        "accept": (0, [*words, *BLOCK], [*context, ACCEPTED, REJECTED, *[PALE] * 3],
+                   "equal, different: stop"),
+        "yield": (2, BLOCK_CHOICES[:2], [ACCEPTED, FRESH], "two tokens from one pass"),
+        "next guess": (4, rest, [CONTEXT] * 4 + [f"!{CONTEXT}"], "the choices that are left"),
+    }  # fmt: skip
+    figure, ax = plt.subplots(figsize=(10, 2.8), layout="constrained")
+    for y, (verb, (x, texts, fills, note)) in enumerate(rows.items()):
+        ax.text(-0.3, y + 0.4, verb, ha="right", va="center", fontsize=10, weight="bold")
+        ax.text(9.3, y + 0.4, note, va="center", fontsize=10)
+        cells(ax, y, texts, fills, x)
+    finish(ax, (-2.0, 14.4), (5, -0.1))
+
+
+def draw_jacobi(rows: list[list[int]], tokenizer: Tokenizer) -> None:
+    """Draw guesses, pass by pass, the last of which is right. Dashed: two or more tokens in a row
+    that the final text has elsewhere."""
+    final = rows[-1]
+    pairs = set(zip(final, final[1:]))
+    figure, ax = plt.subplots(
+        figsize=(10.5, 0.6 + 0.27 * len(rows)), layout="constrained"
+    )  # fmt: skip
+    for y, row in enumerate(rows):
+        texts = [label(token, tokenizer) for token in row]
+        texts = [text if len(text) <= 9 else f"{text[:8]}…" for text in texts]
+        fills = [REJECTED] * len(row)
+        for i, pair in enumerate(zip(row, row[1:])):
+            if pair in pairs:
+                fills[i] = fills[i + 1] = f"!{REJECTED}"
+        for i in range(len(row)):
+            if row[: i + 1] == final[: i + 1]:
+                fills[i] = ACCEPTED
+        cells(ax, y, texts, fills)
+        name = f"pass {y}" if y else "guess"
+        ax.text(-0.2, y + 0.4, name, ha="right", va="center", fontsize=9)
+    handles = [
+        Patch(color=ACCEPTED, label="settled"),
+        Patch(color=REJECTED, label="not settled"),
+        Patch(facecolor="white", edgecolor=REJECTED, ls="--", label="elsewhere in the text"),
+    ]
+    ax.legend(handles=handles, frameon=False, fontsize=9, ncols=3, loc="lower center",
+              bbox_to_anchor=(0.5, 1))  # fmt: skip
+    finish(ax, (-1.1, len(final)), (len(rows), -0.1))
+
+
+def draw_window(tree: Tree, mask: Tensor) -> None:
+    """Draw a window with W = 4 and N = 3, by position, and the mask of a pass over a tree (named by
+    the letters of the alphabet) and this window."""
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10.5, 4.6), width_ratios=[5, 4], layout="constrained"
+    )
+    fills = [FRESH, ORANGE, f"!{CONTEXT}"]
+    for r, name in enumerate(["row 0", "row 1", "the pass"]):
+        for i in range(4):
+            text = f"{r},{i}" if r < 2 else f"new {i}"
+            cells(left, r, ["now" if r == i == 0 else text],
+                  [CONTEXT if r == i == 0 else fills[r]], r + i)  # fmt: skip
+        left.text(-0.2, r + 0.4, name, ha="right", va="center", fontsize=10)
+    left.plot([2.46, 3.46, 4.46], [0.4, 1.4, 2.4], color="black", lw=1.5, zorder=0)
+    for i in range(6):
+        left.text(i + 0.46, -0.15, f"t + {i}" if i else "t", ha="center", fontsize=10)
+    left.text(2.6, 3.35, "a column, here 2, is an n-gram", ha="center", fontsize=10)
+    finish(left, (-1.4, 6), (3.6, -0.6), show=False)
+    left.set_aspect("equal")
+    letters = [chr(ord("a") + i) for i in range(len(tree) - 1)]
+    entries = [(r, i) for r in range(2) for i in range(r == 0, 4)]
+    names = ["now", *letters, *(f"{r},{i}" for r, i in entries)]
+    colours = [CONTEXT, *[ACCEPTED] * len(letters), *(fills[r] for r, _ in entries)]
+    draw_mask(right, mask, names, colours)
+    right.tick_params(labelsize=9)
+    plt.show()
+
+
+def draw_break_even(
+    points: dict[str, tuple[float, float]], free: dict[str, float],
+    curve: tuple[Sequence[float], Sequence[float]],
+) -> None:  # fmt: skip
+    """Draw settings as points (rows of a pass, tokens per pass), and what a pass costs: for each
+    machine a line that is flat up to its free rows, and one measured curve (rows, cost)."""
+    figure, ax = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
+    rows = [2 ** (i / 8) for i in range(8 * 9 + 1)]
+    for (name, n), colour in zip(free.items(), (CONTEXT, FRESH)):
+        ax.plot(rows, [max(1, r / n) for r in rows], color=colour, label=f"{name}: {n:.0f} free")
+    ax.plot(*curve, "o:", color=REJECTED, ms=4, label="here, measured passes")
+    for name, (x, y) in points.items():
+        ax.plot(x, y, "o", color=ACCEPTED)
+        ax.annotate(name, (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=9)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks([1, 4, 16, 64, 256], ["1", "4", "16", "64", "256"])
+    top = max(y for _, y in points.values())
+    ax.set(xlabel="rows of a pass", ylabel="tokens per pass, cost of a pass", ylim=(0.8, top + 0.8))
+    ax.legend(frameon=False, fontsize=9, loc="upper right")
     ax.spines[["top", "right"]].set_visible(False)
     plt.show()
