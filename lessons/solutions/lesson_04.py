@@ -331,7 +331,7 @@ ACCEPT_MISTAKES = {
     ),
     "it tries only the first draft": only_the_first,
     "if no draft is accepted, it keeps the last one; draw a fresh token": keeps_the_last,
-    "the index of the accepted draft must be from 0 to len(drafts) - 1, or None": one_too_many,
+    "the index counts from 0: the accepted draft is drafts[i]": one_too_many,
     CHANGED.format("q"): in_place,
 }
 
@@ -623,7 +623,7 @@ TASKS = [
             "its own gain times accuracy[len(path)][r].",
         ),
         mistakes=GROW_MISTAKES,
-        shows=(adaptive.grow_tree, adaptive.best_first),
+        shows=(adaptive.best_first,),
     ),
     Task(
         name="best_size",
