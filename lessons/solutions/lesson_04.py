@@ -180,10 +180,10 @@ def exact_outcome(case: Position) -> Outcome:
             accepted[None] += weight
             return
         for x, share in enumerate(q):
-            coin = min(1.0, p[x] / share) if share > 0 else 0.0
+            left = [max(0.0, a - b) for a, b in zip(p, q)]
+            coin = min(1.0, p[x] / share) if share > 0 and any(left) else 1.0
             accepted[i] += weight * share * coin
             if share > 0 and coin < 1:
-                left = [max(0.0, a - b) for a, b in zip(p, q)]
                 others = [0.0 if y == x else b for y, b in enumerate(q)]
                 judge(i + 1, weight * share * (1 - coin), [a / sum(left) for a in left],
                       [b / (sum(others) or 1.0) for b in others])  # fmt: skip
@@ -234,7 +234,7 @@ def diagnose(results: list[tuple[Position, Outcome, Outcome]]) -> str | None:
 # ---- its mistakes --------------------------------------------------------------------------------
 
 
-def no_q(q, x):
+def unchanged(q, x):
     return q
 
 
@@ -273,6 +273,16 @@ def q_first(p, q, drafts, randomness):
     return None, randomness.categorical(p)
 
 
+def coins_by_p(p, q, drafts, randomness):
+    left = p
+    for i, x in enumerate(drafts):
+        rest = residual(left, q, x)
+        if randomness.bernoulli(ratio(p, q, x)) or rest is None:
+            return i, x
+        left, q = rest, without(q, x)
+    return None, randomness.categorical(left)
+
+
 def only_the_first(p, q, drafts, randomness):
     return accept_sibling(p, q, drafts[:1], randomness)
 
@@ -308,10 +318,13 @@ def without_x(p, q, x):
 
 ACCEPT_MISTAKES = {
     "it judges every draft by q itself, but a later draft was drawn from q without the earlier "
-    "ones, divided by the sum": rule(no_q),
+    "ones, divided by the sum": rule(unchanged),
     "it sets q[x] to 0 but does not divide q by its sum": rule(not_divided),
     "it judges every draft by p itself; after a rejection p must become the residual": rule(
         keep_p=True
+    ),
+    "it judges every draft by p itself, and uses the residual only for the fresh token": (
+        coins_by_p
     ),
     "if no draft is accepted, it draws from p itself; draw from what p has become": rule(
         fresh_from_p=True
@@ -577,8 +590,8 @@ SIZE_MISTAKES = {
     "it stops where the next node is a loss; a later one can make up for it": (
         stops_at_the_first_loss
     ),
-    "it judges the last node alone: all tokens of the pass, divided by its cost, count": best_by(
-        lambda g, c, n: (g[n - 1] if n else 1.0) / c[n]
+    "it never considers the largest tree: n may be len(gains)": (
+        lambda gains, costs: best_size(gains[:-1], costs[:-1])
     ),
 }  # fmt: skip
 
