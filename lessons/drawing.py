@@ -354,22 +354,23 @@ def draw_ranks(paths: Sequence[Sequence[int]], gains: Sequence[float]) -> None:
 
 
 def draw_sizes(
-    sizes: Sequence[int], tokens: dict[str, Sequence[float]], speeds: dict[str, Sequence[float]]
-) -> None:
+    sizes: Sequence[int], expected: Sequence[float], tokens: Sequence[float],
+    speeds: Sequence[float],
+) -> None:  # fmt: skip
     """Draw tokens per pass, and speed relative to plain decoding, against the nodes of the tree."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.1), layout="constrained")
-    for ax, curves, name in ((axes[0], tokens, "tokens per pass"),
-                             (axes[1], speeds, "times plain decoding")):  # fmt: skip
-        for (label_of, values), colour, line in zip(
-            curves.items(), (CONTEXT, ACCEPTED), ("s--", "o-")
-        ):
-            ax.plot(sizes, values, line, color=colour, label=label_of)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    left.plot(sizes, expected, "s--", color=CONTEXT, label="expected (held-out)")
+    left.plot(sizes, tokens, "o-", color=ACCEPTED, label="measured")
+    left.set(ylabel="tokens per pass")
+    right.plot(sizes, speeds, "o-", color=ACCEPTED, label="measured")
+    right.axhline(1, color=CONTEXT, ls="--", label="plain decoding")
+    right.set(ylabel="times plain decoding")
+    for ax in (left, right):
         ax.set_xscale("log", base=2)
         ax.set_xticks(sizes, [str(n) for n in sizes])
-        ax.set(xlabel="nodes below the root", ylabel=name)
+        ax.set(xlabel="nodes below the root")
         ax.legend(frameon=False, fontsize=9)
         ax.spines[["top", "right"]].set_visible(False)
-    axes[1].axhline(1, color="black", lw=0.7)
     plt.show()
 
 

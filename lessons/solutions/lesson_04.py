@@ -238,12 +238,6 @@ def unchanged(q, x):
     return q
 
 
-def not_divided(q, x):
-    rest = q.clone()
-    rest[x] = 0
-    return rest
-
-
 def ratio(p, q, x):
     return min(1.0, float(p[x] / q[x])) if q[x] > 0 else 1.0
 
@@ -317,9 +311,8 @@ def without_x(p, q, x):
 
 
 ACCEPT_MISTAKES = {
-    "it judges every draft by q itself, but a later draft was drawn from q without the earlier "
-    "ones, divided by the sum": rule(unchanged),
-    "it sets q[x] to 0 but does not divide q by its sum": rule(not_divided),
+    "a later draft was drawn from q without the earlier ones, divided by the sum; judge it by "
+    "that": rule(unchanged),
     "it judges every draft by p itself; after a rejection p must become the residual": rule(
         keep_p=True
     ),
@@ -485,13 +478,11 @@ GROW_MISTAKES = {
     "a path's gain is the product of the accuracies along it, not its last accuracy": grown_by(
         lambda accuracy, path: accuracy[len(path) - 1][path[-1]]
     ),
-    "a path's gain is the product of the accuracies along it, not their sum": grown_by(
-        lambda accuracy, path: sum(accuracy[k][r] for k, r in enumerate(path))
-    ),
     "all siblings come before any child, even if a child gains more": (
         lambda accuracy, nodes: sorted(all_of(accuracy), key=len)[:nodes]
     ),
-    "all children come before the next sibling, even if the sibling gains more": (
+    "all children come before the next sibling, even if the sibling gains more; a path's gain is "
+    "the product of the accuracies along it, not their sum": (
         lambda accuracy, nodes: sorted(all_of(accuracy))[:nodes]
     ),
     "these are the right paths, but not best first": lambda accuracy, nodes: sorted(
@@ -580,7 +571,9 @@ def stops_at_the_first_loss(gains, costs):
 
 SIZE_MISTAKES = {
     "it returns the most tokens per pass, whatever they cost": best_by(lambda g, c, n: sum(g[:n])),
-    "it forgets the fresh token, which every pass yields": best_by(lambda g, c, n: sum(g[:n]) / c[n]),
+    "it forgets the fresh token, which every pass yields": best_by(
+        lambda g, c, n: sum(g[:n]) / c[n]
+    ),
     "it forgets that n = 0, a plain pass, may be the fastest": best_by(
         lambda g, c, n: (1 + sum(g[:n])) / c[n], first=1
     ),
