@@ -381,6 +381,103 @@ def draw_budgets(methods: dict[str, tuple], curve: Sequence[float]) -> None:
     left.legend([Patch(color=CONTEXT), Patch(color=ACCEPTED)], ["drafting", "pass of the target"],
                 frameon=False, fontsize=9, loc="center right")  # fmt: skip
     for ax in (left, right):
+
+
+# ---- lesson 04 -----------------------------------------------------------------------------------
+
+STATES = {"accepted": ACCEPTED, "rejected": REJECTED, "not reached": PALE, "fresh": FRESH}
+CHAIN = "bird was sad because it could not fly to the nest of its".split()
+BUSH = "bird was sad lost who sang could not fly sing only lived in".split()
+BUSH_PARENTS = [-1, 0, 1, 1, 0, 4, 4, 6, 7, 7, 6, 4, 0]
+
+
+def node_states(tree: Tree, path: Sequence[int]) -> list[str]:
+    """Each node's state: on the `path`, tried in vain, or never looked at."""
+    accepted = dict(zip(path, path[1:]))  # node -> its accepted child
+    tried = [
+        parent in path and node < accepted.get(parent, len(tree))
+        for node, parent in enumerate(tree.parents)
+    ]
+    return [
+        "accepted" if node in path else "rejected" if tried[node] else "not reached"
+        for node in range(len(tree))
+    ]
+
+
+def draw_walk(ax: Axes, tree: Tree, path: Sequence[int], labels: list[str], fresh: str) -> None:
+    """Draw a tree from left to right, coloured by the state of its nodes, with the `fresh` token at
+    the end of `path`."""
+    states = [*node_states(tree, path), "fresh"]
+    tree, labels = Tree([*tree.tokens, 0], [*tree.parents, path[-1]]), [*labels, fresh]
+    positions = node_positions(tree)
+    for node, (x, y) in enumerate(positions):
+        if node:
+            colour = STATES[states[node]]
+            px, py = positions[tree.parents[node]]
+            ax.plot([px, x], [py, y], color="#BBBBBB" if colour == PALE else colour,
+                    lw=2 if states[node] == "accepted" else 1)  # fmt: skip
+        fill = STATES[states[node]] if node else CONTEXT
+        ax.text(
+            x, y, labels[node], ha="center", va="center", fontsize=9, zorder=3,
+            color="black" if fill == PALE else "white",
+            bbox={"boxstyle": "round,pad=0.25", "facecolor": fill, "edgecolor": fill},
+        )  # fmt: skip
+    deepest, lowest = max(x for x, _ in positions), min(y for _, y in positions)
+    finish(ax, (-0.45, deepest + 0.55), (lowest - 0.6, 0.6), show=False)
+
+
+def draw_states_legend(ax: Axes, **options) -> None:
+    handles = [Patch(color=colour, label=name) for name, colour in STATES.items()]
+    ax.legend(handles=handles, frameon=False, fontsize=9, **options)
+
+
+def draw_two_bets() -> None:
+    """Draw twelve drafts as a chain and as a tree, in a round whose likeliest draft is wrong."""
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(10, 4.8), height_ratios=[2, 8], layout="constrained"
+    )
+    draw_walk(top, Tree.chain(0, [0] * 12), [0], CHAIN, "who")
+    draw_walk(bottom, Tree([0] * 13, BUSH_PARENTS), [0, 4, 6, 7], BUSH, "swim")
+    for ax, kind, emitted in ((top, "chain", "1 token"), (bottom, "tree", "4 tokens")):
+        ax.set_title(f"12 drafts as a {kind}: {emitted} from one pass", fontsize=10, loc="left")
+    draw_states_legend(bottom, loc="lower right")
+    plt.show()
+
+
+def draw_ranks(paths: Sequence[Sequence[int]], gains: Sequence[float]) -> None:
+    """Draw a tree of rank paths. Each node shows its rank and its gain."""
+    order = sorted(range(len(paths)), key=lambda i: tuple(paths[i]))
+    index = {tuple(paths[i]): n for n, i in enumerate(order, start=1)}
+    tree = Tree([0] * (len(paths) + 1),
+                [-1, *(index.get(tuple(paths[i][:-1]), 0) for i in order)])  # fmt: skip
+    labels = ["root", *(f"rank {paths[i][-1]}: {gains[i]:.3f}" for i in order)]
+    leaves = sum(not tree.children(node) for node in range(len(tree)))
+    deepest = max(tree.depths)
+    figure, ax = plt.subplots(
+        figsize=(2 + 1.9 * deepest, 0.7 + 0.33 * leaves), layout="constrained"
+    )
+    draw_tree(ax, tree, labels=labels, size=9)
+    ax.set_xticks(range(deepest + 1), ["", *(f"head {k}" for k in range(deepest))], fontsize=9)
+    plt.show()
+
+
+def draw_sizes(
+    sizes: Sequence[int], expected: Sequence[float], tokens: Sequence[float],
+    speeds: Sequence[float],
+) -> None:  # fmt: skip
+    """Draw tokens per pass, and speed relative to plain decoding, against the nodes of the tree."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    left.plot(sizes, expected, "s--", color=CONTEXT, label="expected (held-out)")
+    left.plot(sizes, tokens, "o-", color=ACCEPTED, label="measured")
+    left.set(ylabel="tokens per pass")
+    right.plot(sizes, speeds, "o-", color=ACCEPTED, label="measured")
+    right.axhline(1, color=CONTEXT, ls="--", label="plain decoding")
+    right.set(ylabel="times plain decoding")
+    for ax in (left, right):
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(sizes, [str(n) for n in sizes])
+        ax.set(xlabel="nodes below the root")
+        ax.legend(frameon=False, fontsize=9)
         ax.spines[["top", "right"]].set_visible(False)
     plt.show()
 
@@ -522,4 +619,15 @@ def draw_break_even(
     ax.set(xlabel="rows of a pass", ylabel="tokens per pass, cost of a pass", ylim=(0.8, top + 0.8))
     ax.legend(frameon=False, fontsize=9, loc="upper right")
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def draw_round(tree: Tree, path: Sequence[int], fresh: int, tokenizer: Tokenizer) -> None:
+    """Draw a real round: its tree, coloured, and the fresh token."""
+    leaves = 1 + sum(not tree.children(node) for node in range(len(tree)))
+    figure, ax = plt.subplots(
+        figsize=(2 + 1.7 * max(tree.depths), 0.5 + 0.33 * leaves), layout="constrained"
+    )
+    labels = [label(token, tokenizer) for token in tree.tokens]
+    draw_walk(ax, tree, path, labels, label(fresh, tokenizer))
+    draw_states_legend(ax, loc="upper left")
     plt.show()

@@ -1,0 +1,649 @@
+"""Lesson 04: several drafts for one position, the growth of a tree, and its size."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from form import Oracle, Task, Wrong, load_solutions
+from torch import Tensor
+
+from minispec import verify
+from minispec.methods import adaptive
+from minispec.toys import every_outcome, total_variation
+from minispec.tree import Tree
+from minispec.verify import residual
+
+lesson_03 = load_solutions("03")
+CHANGED, NeverAccepts = lesson_03.CHANGED, lesson_03.NeverAccepts
+call, random_probs, rows, tensor = (
+    lesson_03.call, lesson_03.random_probs, lesson_03.rows, lesson_03.tensor
+)  # fmt: skip
+
+# ---- solutions -----------------------------------------------------------------------------------
+
+
+def accept_sibling(p, q, drafts, randomness):
+    for i, x in enumerate(drafts):
+        rest = residual(p, q, x)
+        if randomness.bernoulli(min(1.0, float(p[x] / q[x]))) or rest is None:
+            return i, x
+        p, q = rest, q.clone()
+        q[x] = 0
+        q /= q.sum()
+    return None, randomness.categorical(p)
+
+
+def grow_tree(accuracy, nodes):
+    tree, candidates = [], {(r,): a for r, a in enumerate(accuracy[0])}
+    while candidates and len(tree) < nodes:
+        path = max(candidates, key=candidates.get)
+        gain = candidates.pop(path)
+        tree.append(path)
+        if len(path) < len(accuracy):
+            for r, a in enumerate(accuracy[len(path)]):
+                candidates[*path, r] = gain * a
+    return tree
+
+
+def best_size(gains, costs):
+    tokens, best, fastest = 1.0, 0, 1 / costs[0]
+    for n, gain in enumerate(gains, start=1):
+        tokens += gain
+        if tokens / costs[n] > fastest:
+            best, fastest = n, tokens / costs[n]
+    return best
+
+
+# ---- the package's functions, with the lesson's arguments ----------------------------------------
+
+
+def without(q: Tensor, x: int) -> Tensor:
+    """q without the token x, divided by its sum (0 if nothing is left)."""
+    rest = q.clone()
+    rest[x] = 0.0
+    return rest / rest.sum() if rest.any() else rest
+
+
+def package_accept_sibling(p, q, drafts, randomness):
+    drawn_from = [None, *itertools.accumulate(drafts[:-1], without, initial=q)]
+    n = len(drafts)
+    tree = Tree([0, *drafts], [-1] + [0] * n, drawn_from[: n + 1])
+    path, fresh = verify.accept([p] * (n + 1), tree, randomness)
+    return (None, fresh) if len(path) == 1 else (path[1] - 1, drafts[path[1] - 1])
+
+
+def package_grow_tree(accuracy, nodes):
+    return adaptive.grow_tree(torch.tensor(accuracy, dtype=torch.float64), nodes)
+
+
+def package_best_size(gains, costs):
+    return adaptive.best_draft_size(gains, costs)
+
+
+# ---- accept_sibling ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Position:
+    """`n` drafts for one position, drawn from q without replacement."""
+
+    n: int
+    p: Tensor
+    q: Tensor
+
+
+@dataclass
+class Outcome:
+    """The exact distributions of the position's token and of the index of the accepted draft."""
+
+    token: dict[int, float]
+    accepted: dict[int | None, float]
+
+    @property
+    def share(self) -> float:
+        """How often any draft is accepted."""
+        return sum(share for i, share in self.accepted.items() if i is not None)
+
+
+def random_position(seed: int) -> Position:
+    """Over four tokens, with as many drafts as q has tokens in some cases."""
+    rng = random.Random(seed)
+    p, q = random_probs(rng, 4), random_probs(rng, 4)
+    return Position(min((2, 3, 1, 4, 0, 2)[seed % 6], int((q > 0).sum())), p, q)
+
+
+# p equals q up to rounding, and the coin rejects: nothing is left to draw from
+ROUNDING = Position(1, tensor(0.5, 0.5), tensor(0.5, 0.5) + 2e-16)
+POSITIONS = [
+    Position(2, tensor(0.5, 0.3, 0.2), tensor(0.2, 0.6, 0.2)),
+    Position(1, tensor(0.5, 0.3, 0.2), tensor(0.2, 0.6, 0.2)),
+    *map(random_position, range(18)),
+    ROUNDING,
+]
+
+
+class Strict(lesson_03.Strict):
+    def count(self) -> None:
+        self.decisions += 1
+        if self.decisions > 100:
+            raise Wrong("it keeps asking for random decisions; n drafts need at most n coins and "
+                        "one draw")  # fmt: skip
+
+
+def place(function, case: Position, randomness) -> tuple[int | None, int]:
+    """Draw the drafts and run the function. Returns the accepted draft and the token."""
+    drafts: list[int] = []
+    rest = case.q
+    for _ in range(case.n):
+        drafts.append(randomness.categorical(rest))
+        rest = without(rest, drafts[-1])
+    answer = call(function, Strict(randomness), p=case.p, q=case.q, drafts=drafts)
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise Wrong("it must return two things: the index of the accepted draft or None, and the "
+                    "token")  # fmt: skip
+    i, token = answer
+    if i is not None and type(i) is not int:
+        raise Wrong(f"the index is a {type(i).__name__}; it must be an int or None")
+    if type(token) is not int:
+        raise Wrong(f"the token is a {type(token).__name__}; it must be an int")
+    if i is not None and not 0 <= i < case.n:
+        raise Wrong("the index of the accepted draft must be from 0 to len(drafts) - 1, or None")
+    if i is not None and token != drafts[i]:
+        raise Wrong("it accepts draft i but returns another token than drafts[i]")
+    return i, token
+
+
+def run_accept(function, case: Position) -> Outcome:
+    if case is ROUNDING:
+        i, _ = place(function, case, NeverAccepts())
+        return Outcome({}, {i: 1.0})
+    outcome = Outcome(Counter(), Counter())
+    for (i, token), probability in every_outcome(lambda r: place(function, case, r)):
+        outcome.token[token] += float(probability)
+        outcome.accepted[i] += float(probability)
+    return outcome
+
+
+def exact_outcome(case: Position) -> Outcome:
+    """In plain Python: the token has p; draft i is accepted if it survives and those before it do
+    not. (`weight` is the probability of what has happened so far.)"""
+    if case is ROUNDING:
+        return Outcome({}, {0: 1.0})
+    accepted: dict[int | None, float] = Counter()
+
+    def judge(i: int, weight: float, p: list[float], q: list[float]) -> None:
+        if i == case.n:
+            accepted[None] += weight
+            return
+        for x, share in enumerate(q):
+            left = [max(0.0, a - b) for a, b in zip(p, q)]
+            coin = min(1.0, p[x] / share) if share > 0 and any(left) else 1.0
+            accepted[i] += weight * share * coin
+            if share > 0 and coin < 1:
+                others = [0.0 if y == x else b for y, b in enumerate(q)]
+                judge(i + 1, weight * share * (1 - coin), [a / sum(left) for a in left],
+                      [b / (sum(others) or 1.0) for b in others])  # fmt: skip
+
+    judge(0, 1.0, case.p.tolist(), case.q.tolist())
+    return Outcome(dict(enumerate(case.p.tolist())), accepted)
+
+
+def outcome_distance(a: Outcome, b: Outcome) -> float:
+    return max(total_variation(a.token, b.token), total_variation(a.accepted, b.accepted))
+
+
+def show_case(case: Position) -> str:
+    drafts = "1 draft" if case.n == 1 else f"{case.n} drafts"
+    return f"{drafts}, p = {rows(case.p)}, q = {rows(case.q)}"
+
+
+def dense(shares: dict[int, float], size: int) -> str:
+    return rows(tensor(*(shares.get(x, 0.0) for x in range(size))))
+
+
+def show_accept(case: Position, got: Outcome, exact: Outcome) -> str:
+    if case is ROUNDING:
+        return "if p = q up to rounding and the coin rejects, the draft must be accepted after all"
+    far = total_variation(got.token, exact.token)
+    if far > 1e-9:
+        size = len(case.p)
+        return f"{show_case(case)}: the token has {dense(got.token, size)} instead of " \
+               f"{dense(exact.token, size)} (distance {far:.1e})"  # fmt: skip
+    order = [*range(case.n), None]
+    a, b = (rows(tensor(*(o.accepted.get(i, 0.0) for i in order))) for o in (got, exact))
+    return f"{show_case(case)}: the token is right, but draft 0, 1, … and None have the shares " \
+           f"{a} instead of {b}"  # fmt: skip
+
+
+def diagnose(results: list[tuple[Position, Outcome, Outcome]]) -> str | None:
+    """Say whether the rule accepts too rarely or too often."""
+    results = [result for result in results if result[0] is not ROUNDING]
+    more = [got.share - exact.share for _, got, exact in results]
+    lossless = all(total_variation(got.token, exact.token) < 1e-9 for _, got, exact in results)
+    if lossless and max(more, default=0) < 1e-9 and min(more, default=0) < -1e-9:
+        return "the token is right, but drafts are accepted too rarely"
+    if min(more, default=0) > -1e-9 and max(more, default=0) > 1e-9:
+        return "it accepts drafts more often than the rule allows"
+    return None
+
+
+# ---- its mistakes --------------------------------------------------------------------------------
+
+
+def unchanged(q, x):
+    return q
+
+
+def ratio(p, q, x):
+    return min(1.0, float(p[x] / q[x])) if q[x] > 0 else 1.0
+
+
+def rule(next_q=without, probability=ratio, rest_of=residual, keep_p=False, fresh_from_p=False):
+    """The acceptance of siblings, with one of its steps replaced."""
+
+    def accept_sibling(p, q, drafts, randomness):
+        first = p
+        for i, x in enumerate(drafts):
+            rest = rest_of(p, q, x)
+            if randomness.bernoulli(probability(p, q, x)) or rest is None:
+                return i, x
+            p, q = (p if keep_p and i < len(drafts) - 1 else rest), next_q(q, x)
+        return None, randomness.categorical(first if fresh_from_p else p)
+
+    return accept_sibling
+
+
+def q_first(p, q, drafts, randomness):
+    for i, x in enumerate(drafts):
+        if randomness.bernoulli(ratio(p, q, x)) or residual(p, q, x) is None:
+            return i, x
+        q = without(q, x)
+        rest = residual(p, q, x)
+        p = p if rest is None else rest
+    return None, randomness.categorical(p)
+
+
+def coins_by_p(p, q, drafts, randomness):
+    left = p
+    for i, x in enumerate(drafts):
+        rest = residual(left, q, x)
+        if randomness.bernoulli(ratio(p, q, x)) or rest is None:
+            return i, x
+        left, q = rest, without(q, x)
+    return None, randomness.categorical(left)
+
+
+def only_the_first(p, q, drafts, randomness):
+    return accept_sibling(p, q, drafts[:1], randomness)
+
+
+def keeps_the_last(p, q, drafts, randomness):
+    i, token = accept_sibling(p, q, drafts, randomness)
+    return (i, token) if i is not None or not drafts else (len(drafts) - 1, drafts[-1])
+
+
+def one_too_many(p, q, drafts, randomness):
+    i, token = accept_sibling(p, q, drafts, randomness)
+    return (None if i is None else i + 1), token
+
+
+def in_place(p, q, drafts, randomness):
+    for i, x in enumerate(drafts):
+        rest = residual(p, q, x)
+        if randomness.bernoulli(ratio(p, q, x)) or rest is None:
+            return i, x
+        p = rest
+        q[x] = 0
+        q /= q.sum()
+    return None, randomness.categorical(p)
+
+
+def p_of_x(p, q, x):
+    return float(p[x])
+
+
+def without_x(p, q, x):
+    return residual(p, None, x)
+
+
+ACCEPT_MISTAKES = {
+    "a later draft was drawn from q without the earlier ones, divided by the sum; judge it by "
+    "that": rule(unchanged),
+    "it judges every draft by p itself; after a rejection p must become the residual": rule(
+        keep_p=True
+    ),
+    "it judges every draft by p itself, and uses the residual only for the fresh token": (
+        coins_by_p
+    ),
+    "if no draft is accepted, it draws from p itself; draw from what p has become": rule(
+        fresh_from_p=True
+    ),
+    "it removes x from q too early: the residual is of the q that x was drawn from": q_first,
+    "after a rejection it only removes x from p; p must become norm(max(0, p - q))": rule(
+        rest_of=without_x
+    ),
+    "it accepts with p(x), as if x were not drawn from q, but corrects with q": rule(
+        probability=p_of_x
+    ),
+    "lossless, but it ignores q and accepts too rarely: these drafts were drawn": rule(
+        probability=p_of_x, rest_of=without_x
+    ),
+    "it accepts if p(x) >= q(x), without a coin": rule(
+        probability=lambda p, q, x: float(p[x] >= q[x])
+    ),
+    "it tries only the first draft": only_the_first,
+    "if no draft is accepted, it keeps the last one; draw a fresh token": keeps_the_last,
+    "the index counts from 0: the accepted draft is drafts[i]": one_too_many,
+    CHANGED.format("q"): in_place,
+}
+
+# ---- grow_tree -----------------------------------------------------------------------------------
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """accuracy[k][r], and the number of nodes to place."""
+
+    accuracy: list[list[float]]
+    nodes: int
+
+
+def random_heads(seed: int) -> Heads:
+    """Heads whose accuracies fall from rank to rank, but not always from head to head."""
+    rng = random.Random(seed)
+    heads, ranks = seed % 3 + 2, seed % 4 + 1
+    rate = [sorted((rng.randint(1, 99) for _ in range(ranks)), reverse=True) for _ in range(heads)]
+    accuracy = [[round(a / max(100, 1.1 * sum(row)), 3) for a in row] for row in rate]
+    return Heads(accuracy, (6, 3, 10, 1, 20, 4, 8)[seed % 7])
+
+
+GROWN = [
+    Heads([[0.5, 0.3], [0.5, 0.2]], 3), Heads([[0.4, 0.3, 0.2], [0.9, 0.05, 0.02]], 5),
+    *map(random_heads, range(24)),
+]  # fmt: skip
+
+
+def gain_of(accuracy: list[list[float]], path: Path) -> float:
+    return math.prod(accuracy[k][r] for k, r in enumerate(path))
+
+
+def run_grow(function, case: Heads) -> list[Path]:
+    accuracy = deepcopy(case.accuracy)
+    tree = function(accuracy, case.nodes)
+    if accuracy != case.accuracy:
+        raise Wrong(CHANGED.format("accuracy"))
+    if not isinstance(tree, list) or not all(isinstance(path, tuple | list) for path in tree):
+        raise Wrong("it must return a list of paths, each a tuple of ranks")
+    tree = [tuple(path) for path in tree]
+    if () in tree:
+        raise Wrong("the root, (), is not a path; it is the last token of the text")
+    heads, ranks = len(accuracy), len(accuracy[0])
+    if any(len(path) > heads for path in tree):
+        raise Wrong("a path is longer than there are heads")
+    if any(type(r) is not int or not 0 <= r < ranks for path in tree for r in path):
+        raise Wrong("a path has a rank that `accuracy` does not have")
+    if len(set(tree)) < len(tree):
+        raise Wrong("a path occurs twice")
+    if any(path[:-1] not in [(), *tree[:i]] for i, path in enumerate(tree)):
+        raise Wrong("a path comes before its parent, or without it")
+    return tree
+
+
+def every_path(accuracy: list[list[float]]) -> list[Path]:
+    ranks = range(len(accuracy[0]))
+    lengths = range(1, len(accuracy) + 1)
+    return [path for n in lengths for path in itertools.product(ranks, repeat=n)]
+
+
+def exact_tree(case: Heads) -> list[Path]:
+    """All paths, sorted: a path never gains more than its parent, so the first ones are a tree."""
+    gain = {path: gain_of(case.accuracy, path) for path in every_path(case.accuracy)}
+    return sorted(gain, key=lambda path: (-gain[path], len(path)))[: case.nodes]
+
+
+@dataclass
+class Grown:
+    """A tree, with the gain of each path. Trees with the same gains are equally good."""
+
+    paths: list[Path]
+    gains: list[float]
+
+
+def with_gains(tree: list[Path], case: Heads) -> Grown:
+    return Grown(tree, [gain_of(case.accuracy, path) for path in tree])
+
+
+def grown_distance(a: Grown, b: Grown) -> float:
+    if len(a.gains) != len(b.gains):
+        return math.inf
+    return max((abs(x - y) for x, y in zip(a.gains, b.gains)), default=0.0)
+
+
+def show_heads(case: Heads) -> str:
+    return f"accuracy = {case.accuracy}, nodes = {case.nodes}"
+
+
+def show_grown(case: Heads, got: Grown, expected: Grown) -> str:
+    text = f"{show_heads(case)}: it returns {got.paths}"
+    if len(got.paths) != len(expected.paths):
+        return f"{text}, which has {len(got.paths)} paths; {expected.paths} is right"
+    promise, best = (1 + sum(tree.gains) for tree in (got, expected))
+    if best - promise < 1e-9:
+        return f"{text}; best first is {expected.paths}"
+    return f"{text}, which promises {promise:.3f} tokens; {expected.paths} promises {best:.3f}"
+
+
+# ---- its mistakes --------------------------------------------------------------------------------
+
+
+def grown_by(score):
+    """A tree that is grown by another score of a path than its gain."""
+
+    def grow_tree(accuracy, nodes):
+        tree, frontier = [], [(r,) for r in range(len(accuracy[0]))]
+        while frontier and len(tree) < nodes:
+            path = max(frontier, key=lambda path: score(accuracy, path))
+            frontier.remove(path)
+            tree.append(path)
+            if len(path) < len(accuracy):
+                frontier += [(*path, r) for r in range(len(accuracy[0]))]
+        return tree
+
+    return grow_tree
+
+
+def all_of(accuracy):
+    return grow_tree(accuracy, 10**6)
+
+
+def only_best_ranks(accuracy, nodes):
+    return [(0,) * n for n in range(1, len(accuracy) + 1)][:nodes]
+
+
+def never_a_sibling_below(accuracy, nodes):
+    return [path for path in all_of(accuracy) if not any(path[1:])][:nodes]
+
+
+def root_counts(accuracy, nodes):
+    return grow_tree(accuracy, nodes - 1)
+
+
+GROW_MISTAKES = {
+    "a path's gain is the product of the accuracies along it, not its last accuracy": grown_by(
+        lambda accuracy, path: accuracy[len(path) - 1][path[-1]]
+    ),
+    "all siblings come before any child, even if a child gains more": (
+        lambda accuracy, nodes: sorted(all_of(accuracy), key=len)[:nodes]
+    ),
+    "all children come before the next sibling, even if the sibling gains more; a path's gain is "
+    "the product of the accuracies along it, not their sum": (
+        lambda accuracy, nodes: sorted(all_of(accuracy))[:nodes]
+    ),
+    "these are the right paths, but not best first": lambda accuracy, nodes: sorted(
+        grow_tree(accuracy, nodes)
+    ),
+    "it follows only the best candidate of each head, a chain": only_best_ranks,
+    "it branches only at the root: below it only the best candidate gets a node": (
+        never_a_sibling_below
+    ),
+    "it returns one path too few: the root does not count as one of the nodes": root_counts,
+    "the first token of a path is that of accuracy[0], the second that of accuracy[1], …": grown_by(
+        lambda accuracy, path: gain_of([*accuracy[1:], accuracy[0]], path)
+    ),
+    "the root, (), is not a path; it is the last token of the text": (
+        lambda accuracy, nodes: [(), *grow_tree(accuracy, nodes - 1)]
+    ),
+}
+
+# ---- best_size -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Costs:
+    gains: list[float]
+    costs: list[float]
+
+
+def random_costs(seed: int) -> Costs:
+    """Falling gains, and costs that rise in steps: a larger tree may pay though a smaller does
+    not."""
+    rng = random.Random(seed)
+    nodes = (5, 3, 8, 1, 6)[seed % 5]
+    gains = sorted((round(rng.random() * rng.random(), 2) for _ in range(nodes)), reverse=True)
+    steps = [rng.choice([0.0, 0.02, rng.choice([0.5, 0.9])]) for _ in range(nodes)]
+    return Costs(gains, [round(c, 2) for c in itertools.accumulate(steps, initial=1.0)])
+
+
+SIZED = [
+    Costs([0.4, 0.3, 0.2], [1.0, 1.3, 1.35, 1.9]), Costs([0.2, 0.1], [1.0, 1.5, 1.6]),
+    Costs([0.5, 0.4, 0.3], [1.0, 1.6, 1.62, 1.65]), *map(random_costs, range(30)),
+]  # fmt: skip
+
+
+def speed(case: Costs, n: int) -> float:
+    return (1 + sum(case.gains[:n])) / case.costs[n]
+
+
+def run_size(function, case: Costs) -> tuple[int, float]:
+    gains, costs = list(case.gains), list(case.costs)
+    n = function(gains, costs)
+    if (gains, costs) != (case.gains, case.costs):
+        raise Wrong("it changes its arguments, but they belong to the caller")
+    if type(n) is not int or not 0 <= n <= len(gains):
+        raise Wrong("it must return a number of nodes, an int from 0 to len(gains)")
+    return n, speed(case, n)
+
+
+def exact_size(case: Costs) -> tuple[int, float]:
+    n = max(range(len(case.costs)), key=lambda n: speed(case, n))
+    return n, speed(case, n)
+
+
+def show_costs(case: Costs) -> str:
+    return f"gains = {case.gains}, costs = {case.costs}"
+
+
+def show_size(case: Costs, got: tuple[int, float], expected: tuple[int, float]) -> str:
+    return f"{show_costs(case)}: {got[0]} nodes are {got[1]:.3f} times as fast as a plain pass; " \
+           f"{expected[0]} are {expected[1]:.3f} times as fast"  # fmt: skip
+
+
+def best_by(score, first=0):
+    """The n with the highest score(gains, costs, n)."""
+    return lambda gains, costs: max(
+        range(first, len(gains) + 1), key=lambda n: score(gains, costs, n)
+    )
+
+
+def stops_at_the_first_loss(gains, costs):
+    n = 0
+    case = Costs(gains, costs)
+    while n < len(gains) and speed(case, n + 1) > speed(case, n):
+        n += 1
+    return n
+
+
+SIZE_MISTAKES = {
+    "it returns the most tokens per pass, whatever they cost": best_by(lambda g, c, n: sum(g[:n])),
+    "it forgets the fresh token, which every pass yields": best_by(
+        lambda g, c, n: sum(g[:n]) / c[n]
+    ),
+    "it forgets that n = 0, a plain pass, may be the fastest": best_by(
+        lambda g, c, n: (1 + sum(g[:n])) / c[n], first=1
+    ),
+    "it divides by the cost of another size: n nodes cost costs[n]": best_by(
+        lambda g, c, n: (1 + sum(g[:n])) / c[max(0, n - 1)]
+    ),
+    "it stops where the next node is a loss; a later one can make up for it": (
+        stops_at_the_first_loss
+    ),
+    "it never considers the largest tree: n may be len(gains)": (
+        lambda gains, costs: best_size(gains[:-1], costs[:-1])
+    ),
+}  # fmt: skip
+
+# ---- tasks ---------------------------------------------------------------------------------------
+
+RANGES = {
+    "share_of_two": (0, 1), "second_after_first": (0, 1), "tokens_of_32": (1, 5),
+    "fastest_size": (0, 32),
+}  # fmt: skip
+TASKS = [
+    Task(
+        name="accept_sibling",
+        package=package_accept_sibling,
+        solution=accept_sibling,
+        judge=Oracle(
+            POSITIONS, run_accept, exact_outcome, outcome_distance, show_accept,
+            f"every random outcome of {len(POSITIONS)} positions with 0 to 4 drafts",
+            arguments=show_case, diagnose=diagnose,
+        ),
+        hints=(
+            "One loop over the drafts. A draft either passes the coin, or both p and q change "
+            "before the next draft is judged.",
+            "After a rejection: first p = residual(p, q, x). Then copy q, set q[x] to 0 and divide "
+            "by the sum. If the loop ends, draw from p.",
+        ),
+        mistakes=ACCEPT_MISTAKES,
+        shows=(verify.accept,),
+    ),
+    Task(
+        name="grow_tree",
+        package=package_grow_tree,
+        solution=grow_tree,
+        judge=Oracle(
+            GROWN, lambda f, case: with_gains(run_grow(f, case), case),
+            lambda case: with_gains(exact_tree(case), case), grown_distance, show_grown,
+            f"{len(GROWN)} trees promise as much as the best of all trees", arguments=show_heads,
+        ),
+        hints=(
+            "Keep the candidates with their gains in a dictionary, at first all paths of length 1. "
+            "Which candidate should be the next node, and which paths become candidates then?",
+            "max(candidates, key=candidates.get) is the best one. Its children, (*path, r), gain "
+            "its own gain times accuracy[len(path)][r].",
+        ),
+        mistakes=GROW_MISTAKES,
+        shows=(adaptive.best_first,),
+    ),
+    Task(
+        name="best_size",
+        package=package_best_size,
+        solution=best_size,
+        judge=Oracle(
+            SIZED, run_size, exact_size, lambda a, b: abs(a[1] - b[1]), show_size,
+            f"{len(SIZED)} lists of gains and costs", arguments=show_costs,
+        ),
+        hints=(
+            "A round with n nodes is expected to yield 1 + sum(gains[:n]) tokens.",
+            "Compare the quotients of tokens and costs[n] for all n from 0 to len(gains).",
+        ),
+        mistakes=SIZE_MISTAKES,
+        shows=(adaptive.best_draft_size,),
+    ),
+]  # fmt: skip
