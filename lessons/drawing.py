@@ -348,41 +348,6 @@ def draw_moving_rows(
     finish(ax, (-0.8, 6.4), (start + n, -0.9), show=False)
 
 
-# ---- lesson 10 -----------------------------------------------------------------------------------
-
-METHOD_COLOURS = {
-    "jacobi": "#56B4E9", "lookahead": "#E69F00", "prompt-lookup": "#009E73",
-    "medusa": "#CC79A7", "fastmtp": "#0072B2", "hybrid": "#D55E00",
-}  # fmt: skip
-KIND_MARKERS = "os^D"
-
-
-def draw_budgets(methods: dict[str, tuple], curve: Sequence[float]) -> None:
-    """Draw what a round of each method costs, drafting and then the pass, and what it yields.
-    `methods` maps a name to tokens per pass, the rows of each round, and the cost of drafting."""
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 2.7), width_ratios=[5, 3], sharey=True, layout="constrained"
-    )
-    for y, (tau, rows, drafting) in enumerate(methods.values()):
-        cost = sum(curve[n] for n in rows) / len(rows)
-        left.barh(y, drafting, 0.6, color=CONTEXT)
-        left.barh(y, cost, 0.6, drafting, color=ACCEPTED)
-        spread = f"{min(rows)} or {max(rows)}" if min(rows) < max(rows) else str(rows[0])
-        left.text(drafting + 0.06, y, f"{spread} row" + "s" * (max(rows) > 1), va="center",
-                  color="white", fontsize=9)  # fmt: skip
-        for i in range(math.ceil(tau)):
-            right.barh(y, min(1, tau - i), 0.6, i, color=FRESH, edgecolor="white", lw=2)
-        right.text(tau + 0.08, y, f"{tau:.2f}", va="center", fontsize=9)
-    left.set_yticks(range(len(methods)), methods, fontsize=10)
-    left.invert_yaxis()
-    left.set(xlabel="cost of a round, in passes over one token")
-    right.set(xlabel="tokens per round, on average", xlim=(0, 3), xticks=range(4))
-    right.tick_params(axis="y", length=0)
-    left.legend([Patch(color=CONTEXT), Patch(color=ACCEPTED)], ["drafting", "pass of the target"],
-                frameon=False, fontsize=9, loc="center right")  # fmt: skip
-    for ax in (left, right):
-
-
 # ---- lesson 04 -----------------------------------------------------------------------------------
 
 STATES = {"accepted": ACCEPTED, "rejected": REJECTED, "not reached": PALE, "fresh": FRESH}
@@ -482,34 +447,16 @@ def draw_sizes(
     plt.show()
 
 
-def draw_speeds(points: dict[str, dict[str, tuple[float, float]]]) -> None:
-    """Draw speed against tokens per pass. `points[kind][method]` is (tokens per pass, speed
-    relative to plain decoding). Methods have colours, kinds have shapes, and each dashed line
-    through the origin is a cost of a round."""
-    figure, ax = plt.subplots(figsize=(8, 4.8), layout="constrained")
-    pairs = [pair for methods in points.values() for pair in methods.values()]
-    right, top = (1.08 * max(1.2, *values) for values in zip(*pairs))
-    low = 0.92 * min(1.0, *(speed for _, speed in pairs))
-    for cost in (1, 1.25, 1.5, 2, 3):
-        ax.plot([0, 2 * right], [0, 2 * right / cost], "--", color=PALE, lw=1, zorder=0)
-        x, y = (right, right / cost) if right / cost < top else (top * cost, top)
-        if y > low:
-            ax.annotate(f"{cost:g}", (x, y), (3, 2), textcoords="offset points", fontsize=9,
-                        color=CONTEXT, annotation_clip=False)  # fmt: skip
-    ax.axhline(1, color="black", lw=1, ls=":")
-    for marker, methods in zip(KIND_MARKERS, points.values()):
-        for method, (tau, speed) in methods.items():
-            ax.plot(tau, speed, marker, color=METHOD_COLOURS[method], ms=9, mec="white")
-    ax.plot(1, 1, "*", color="black", ms=12)
-    names = {name: name for methods in points.values() for name in methods}
-    handles = [Patch(color=METHOD_COLOURS[name]) for name in names]
-    handles += [Line2D([], [], ls="", marker=m, color=CONTEXT) for m in KIND_MARKERS[: len(points)]]
-    handles += [Line2D([], [], ls="", marker="*", color="black", ms=11),
-                Line2D([], [], ls="--", color=CONTEXT, lw=1)]  # fmt: skip
-    ax.legend(handles, [*names, *points, "plain decoding", "equal cost of a round"],
-              frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.06, 0.5))  # fmt: skip
-    ax.set(xlim=(0.9, right), ylim=(low, top), xlabel="tokens per pass",
-           ylabel="speed, relative to plain decoding")  # fmt: skip
+def draw_round(tree: Tree, path: Sequence[int], fresh: int, tokenizer: Tokenizer) -> None:
+    """Draw a real round: its tree, coloured, and the fresh token."""
+    leaves = 1 + sum(not tree.children(node) for node in range(len(tree)))
+    figure, ax = plt.subplots(
+        figsize=(2 + 1.7 * max(tree.depths), 0.5 + 0.33 * leaves), layout="constrained"
+    )
+    labels = [label(token, tokenizer) for token in tree.tokens]
+    draw_walk(ax, tree, path, labels, label(fresh, tokenizer))
+    draw_states_legend(ax, loc="upper left")
+    plt.show()
 
 
 # ---- lesson 05: Jacobi and lookahead decoding ----------------------------------------------------
@@ -619,15 +566,73 @@ def draw_break_even(
     ax.set(xlabel="rows of a pass", ylabel="tokens per pass, cost of a pass", ylim=(0.8, top + 0.8))
     ax.legend(frameon=False, fontsize=9, loc="upper right")
     ax.spines[["top", "right"]].set_visible(False)
+    plt.show()
 
 
-def draw_round(tree: Tree, path: Sequence[int], fresh: int, tokenizer: Tokenizer) -> None:
-    """Draw a real round: its tree, coloured, and the fresh token."""
-    leaves = 1 + sum(not tree.children(node) for node in range(len(tree)))
-    figure, ax = plt.subplots(
-        figsize=(2 + 1.7 * max(tree.depths), 0.5 + 0.33 * leaves), layout="constrained"
+# ---- lesson 10 -----------------------------------------------------------------------------------
+
+METHOD_COLOURS = {
+    "jacobi": "#56B4E9", "lookahead": "#E69F00", "prompt-lookup": "#009E73",
+    "medusa": "#CC79A7", "fastmtp": "#0072B2", "hybrid": "#D55E00",
+}  # fmt: skip
+KIND_MARKERS = "os^D"
+
+
+def draw_budgets(methods: dict[str, tuple], curve: Sequence[float]) -> None:
+    """Draw what a round of each method costs, drafting and then the pass, and what it yields.
+    `methods` maps a name to tokens per pass, the rows of each round, and the cost of drafting."""
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10, 2.7), width_ratios=[5, 3], sharey=True, layout="constrained"
     )
-    labels = [label(token, tokenizer) for token in tree.tokens]
-    draw_walk(ax, tree, path, labels, label(fresh, tokenizer))
-    draw_states_legend(ax, loc="upper left")
+    for y, (tau, rows, drafting) in enumerate(methods.values()):
+        cost = sum(curve[n] for n in rows) / len(rows)
+        left.barh(y, drafting, 0.6, color=CONTEXT)
+        left.barh(y, cost, 0.6, drafting, color=ACCEPTED)
+        spread = f"{min(rows)} or {max(rows)}" if min(rows) < max(rows) else str(rows[0])
+        left.text(drafting + 0.06, y, f"{spread} row" + "s" * (max(rows) > 1), va="center",
+                  color="white", fontsize=9)  # fmt: skip
+        for i in range(math.ceil(tau)):
+            right.barh(y, min(1, tau - i), 0.6, i, color=FRESH, edgecolor="white", lw=2)
+        right.text(tau + 0.08, y, f"{tau:.2f}", va="center", fontsize=9)
+    left.set_yticks(range(len(methods)), methods, fontsize=10)
+    left.invert_yaxis()
+    left.set(xlabel="cost of a round, in passes over one token")
+    right.set(xlabel="tokens per round, on average", xlim=(0, 3), xticks=range(4))
+    right.tick_params(axis="y", length=0)
+    left.legend([Patch(color=CONTEXT), Patch(color=ACCEPTED)], ["drafting", "pass of the target"],
+                frameon=False, fontsize=9, loc="center right")  # fmt: skip
+    for ax in (left, right):
+        ax.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
+def draw_speeds(points: dict[str, dict[str, tuple[float, float]]]) -> None:
+    """Draw speed against tokens per pass. `points[kind][method]` is (tokens per pass, speed
+    relative to plain decoding). Methods have colours, kinds have shapes, and each dashed line
+    through the origin is a cost of a round."""
+    figure, ax = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    pairs = [pair for methods in points.values() for pair in methods.values()]
+    right, top = (1.08 * max(1.2, *values) for values in zip(*pairs))
+    low = 0.92 * min(1.0, *(speed for _, speed in pairs))
+    for cost in (1, 1.25, 1.5, 2, 3):
+        ax.plot([0, 2 * right], [0, 2 * right / cost], "--", color=PALE, lw=1, zorder=0)
+        x, y = (right, right / cost) if right / cost < top else (top * cost, top)
+        if y > low:
+            ax.annotate(f"{cost:g}", (x, y), (3, 2), textcoords="offset points", fontsize=9,
+                        color=CONTEXT, annotation_clip=False)  # fmt: skip
+    ax.axhline(1, color="black", lw=1, ls=":")
+    for marker, methods in zip(KIND_MARKERS, points.values()):
+        for method, (tau, speed) in methods.items():
+            ax.plot(tau, speed, marker, color=METHOD_COLOURS[method], ms=9, mec="white")
+    ax.plot(1, 1, "*", color="black", ms=12)
+    names = {name: name for methods in points.values() for name in methods}
+    handles = [Patch(color=METHOD_COLOURS[name]) for name in names]
+    handles += [Line2D([], [], ls="", marker=m, color=CONTEXT) for m in KIND_MARKERS[: len(points)]]
+    handles += [Line2D([], [], ls="", marker="*", color="black", ms=11),
+                Line2D([], [], ls="--", color=CONTEXT, lw=1)]  # fmt: skip
+    ax.legend(handles, [*names, *points, "plain decoding", "equal cost of a round"],
+              frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.06, 0.5))  # fmt: skip
+    ax.set(xlim=(0.9, right), ylim=(low, top), xlabel="tokens per pass",
+           ylabel="speed, relative to plain decoding")  # fmt: skip
+    ax.spines[["top", "right"]].set_visible(False)
     plt.show()
