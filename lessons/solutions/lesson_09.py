@@ -153,7 +153,11 @@ def keeps_the_rest(choices):
 
 
 def stops_one_early(choices):
-    return next_script([(choice + 1 if choice + 2 == n else choice, n) for choice, n in choices])
+    for step in reversed(range(len(choices))):
+        choice, options = choices[step]
+        if choice + 2 < options:
+            return [earlier for earlier, _ in choices[:step]] + [choice + 1]
+    return None
 
 
 NEXT_MISTAKES = {
