@@ -279,8 +279,8 @@ def finish(ax: Axes, xlim: tuple, ylim: tuple, show: bool = True) -> None:
 
 
 def draw_decisions(p: Tensor, q: Tensor) -> None:
-    """Draw every sequence of random decisions in a round with one draft, up to its first token, with
-    its probability and its choices. Options are numbered from 0; a decision with one is none."""
+    """Draw every sequence of random decisions in a round with one draft, up to its first token,
+    with its probability and its choices. Options are numbered from 0; a single one is no choice."""
     figure, ax = plt.subplots(figsize=(9, 3.4), layout="constrained")
     rest = (p - q).clamp(min=0)
     rest = (rest / rest.sum()).tolist()
