@@ -331,7 +331,7 @@ def draw_mistakes(found: list[tuple[float, str, bool]]) -> None:
     figure, ax = plt.subplots(figsize=(9, 0.24 * len(found) + 0.8), layout="constrained")
     distances, names, seen = zip(*sorted(found))
     bars = ax.barh(names, distances, color=[ACCEPTED if greedy else REJECTED for greedy in seen])
-    ax.bar_label(bars, [f"{distance:.3f}" for distance in distances], padding=3, fontsize=9)
+    ax.bar_label(bars, [f"{distance:.2g}" for distance in distances], padding=3, fontsize=9)
     handles = [Patch(color=REJECTED), Patch(color=ACCEPTED)]
     names = "greedy tokens stay the same", "greedy tokens change, too"
     ax.legend(handles, names, frameon=False, fontsize=10, loc="lower right")

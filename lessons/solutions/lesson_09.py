@@ -704,7 +704,7 @@ TEMPTING_MISTAKES = {
 
 RANGES = {
     "share_seen_greedily": (0, 1), "distance_if_lenient": (0, 1), "runs_needed": (1, 1e7),
-    "answers_changed": (0, 6),
+    "answers_changed": (0, 4),
 }  # fmt: skip
 TASKS = [
     Task(
@@ -716,8 +716,8 @@ TASKS = [
             f"the choices of {len(RUNS)} runs", arguments=lambda case: f"choices = {list(case)}",
         ),
         hints=(
-            "Count upwards like an odometer: the last digit moves first; if it cannot, it falls back "
-            "to 0, and the digit before it moves.",
+            "Count upwards like an odometer: the last digit moves first. If it cannot, it falls "
+            "back to 0, and the digit before it moves.",
             "Find the last step with choice + 1 < options. The script is the choices before it, "
             "then choice + 1. If there is no such step, return None.",
         ),
