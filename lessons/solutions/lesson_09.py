@@ -7,7 +7,7 @@ from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 from form import Oracle, Task, Wrong
@@ -443,13 +443,8 @@ class Outcome:
         return sum(n * probability for n, probability in self.accepted.items())
 
 
-def checked(function, case: Round, randomness: Randomness) -> tuple[list[int], int]:
-    """Run a rule of acceptance on copies, and check that its path is one."""
-    tree = deepcopy(case.tree)
-    target = [case.p[case.text(node)].clone() for node in range(len(tree))]
-    answer = function(target, tree, Patient(randomness))
-    if any(not torch.equal(a, case.p[case.text(i)]) for i, a in enumerate(target)):
-        raise Wrong("it changes `target`, which belongs to the caller")
+def checked(answer: object, tree: Tree) -> tuple[list[int], int]:
+    """The path and the fresh token that a rule of acceptance returns, if the path is one."""
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise Wrong("it must return two things: the path and the fresh token")
     path, fresh = answer
@@ -457,14 +452,18 @@ def checked(function, case: Round, randomness: Randomness) -> tuple[list[int], i
         raise Wrong(f"the fresh token is a {type(fresh).__name__}; it must be an int")
     if not isinstance(path, list) or path[:1] != [0]:
         raise Wrong(f"the path is {path!r}; it must be a list of nodes that starts with node 0")
-    if any(child not in case.tree.children(parent) for parent, child in zip(path, path[1:])):
+    if any(child not in tree.children(parent) for parent, child in pairwise(path)):
         raise Wrong(f"the path is {path}; each node must be a child of the one before")
     return path, fresh
 
 
 def run_certain(function, case: Round) -> Outcome:
     def whole(randomness) -> tuple[int, tuple[int, ...]]:
-        path, fresh = checked(function, case, randomness)
+        tree = deepcopy(case.tree)
+        target = [case.p[case.text(node)].clone() for node in range(len(tree))]
+        path, fresh = checked(function(target, tree, Patient(randomness)), case.tree)
+        if any(not torch.equal(a, case.p[case.text(i)]) for i, a in enumerate(target)):
+            raise Wrong("it changes `target`, which belongs to the caller")
         tokens = [*case.tree.tokens_at(path[1:]), fresh]
         while len(tokens) <= DEPTH:
             tokens.append(randomness.categorical(case.p[tuple(tokens)]))
@@ -635,10 +634,7 @@ def fair() -> Effect:
 
 def run_tempting(function, case: str) -> Effect:
     def rule(target, tree, randomness):
-        path, fresh = function(target, tree, randomness)
-        if any(child not in tree.children(parent) for parent, child in zip(path, path[1:])):
-            raise Wrong(f"the path is {path}; each node must be a child of the one before")
-        return path, fresh
+        return checked(function(target, tree, randomness), tree)
 
     return effect(rule)
 
