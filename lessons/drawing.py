@@ -351,6 +351,6 @@ def draw_gaps(gaps: list[float], reach: dict[str, float]) -> None:
     ax.set_yscale("log")
     ax.set(xlabel="tokens of the answers, the closest decision first",
            ylabel="gap of the two\nbest logits")  # fmt: skip
-    ax.legend(frameon=False, fontsize=10, loc="lower right")
+    ax.legend(frameon=False, fontsize=10, loc="upper left")
     ax.spines[["top", "right"]].set_visible(False)
     plt.show()
