@@ -569,6 +569,87 @@ def draw_break_even(
     plt.show()
 
 
+# ---- lesson 09 -----------------------------------------------------------------------------------
+
+
+def draw_decisions(p: Tensor, q: Tensor) -> None:
+    """Draw every sequence of random decisions in a round with one draft, up to its first token,
+    with its probability and its choices. Options are numbered from 0; a single one is no choice."""
+    figure, ax = plt.subplots(figsize=(9, 3.4), layout="constrained")
+    rest = (p - q).clamp(min=0)
+    rest = (rest / rest.sum()).tolist()
+    y = 0  # of the next leaf
+    for x, (target, draft) in enumerate(zip(p.tolist(), q.tolist())):
+        coin, top = min(1.0, target / draft), y
+        ways = [] if coin == 1 else [(t, share) for t, share in enumerate(rest) if share > 0]
+        centre = top + len(ways) / 2
+        draw_branch(ax, (0, 2), (1, centre), f"{draft:.2f}")
+        rejected = top + (len(ways) - 1) / 2
+        if ways:
+            draw_branch(ax, (1, centre), (2, rejected), f"{1 - coin:.2f}")
+        for option, (t, share) in enumerate(ways):
+            choices = [x, 0, option] if len(ways) > 1 else [x, 0]
+            draw_branch(ax, (2, rejected), (3, y), f"{share:.2f}")
+            draw_leaf(ax, y, t, FRESH, draft * (1 - coin) * share, choices)
+            y += 1
+        draw_branch(ax, (1, centre), (2, y), f"{coin:.2f}")
+        draw_branch(ax, (2, y), (3, y), "")
+        draw_leaf(ax, y, x, ACCEPTED, draft * coin, [x] if coin == 1 else [x, 1])
+        box(ax, 1, centre, f"draft {x}", CONTEXT, size=10)
+        if ways:
+            box(ax, 2, rejected, "rejected", REJECTED, size=10)
+        box(ax, 2, y, "accepted", ACCEPTED, size=10)
+        y += 1
+    box(ax, 0, 2, "the text", CONTEXT, size=10)
+    titles = "draw x from q", "flip the coin", "draw from the residual", "probability", "choices"
+    for x, title in zip((0.5, 1.5, 2.5, 3.5, 4.0), titles):
+        ax.text(x, -0.9, title, ha="center", va="center", fontsize=10)
+    finish(ax, (-0.3, 4.4), (y - 0.4, -1.2))
+
+
+def draw_branch(ax: Axes, start: tuple, end: tuple, text: str) -> None:
+    ax.plot([start[0], end[0]], [start[1], end[1]], color="#BBBBBB", lw=1, zorder=1)
+    at = [(2 * a + 3 * b) / 5 for a, b in zip(start, end)]
+    ax.text(*at, text, ha="center", va="center", fontsize=9, zorder=2,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+
+
+def draw_leaf(ax: Axes, y: float, token: int, fill: str, probability: float, choices: list) -> None:
+    box(ax, 3, y, f"token {token}", fill, size=10)
+    ax.text(3.5, y, f"{probability:.2f}", ha="center", va="center", fontsize=10)
+    ax.text(4.0, y, str(choices), ha="center", va="center", fontsize=10)
+
+
+def draw_mistakes(found: list[tuple[float, str, bool]]) -> None:
+    """Draw mistakes by distance: (distance, name, whether greedy tokens change as well)."""
+    figure, ax = plt.subplots(figsize=(9, 0.24 * len(found) + 0.8), layout="constrained")
+    distances, names, seen = zip(*sorted(found))
+    bars = ax.barh(names, distances, color=[ACCEPTED if greedy else REJECTED for greedy in seen])
+    ax.bar_label(bars, [f"{distance:.2g}" for distance in distances], padding=3, fontsize=9)
+    handles = [Patch(color=REJECTED), Patch(color=ACCEPTED)]
+    names = "greedy tokens stay the same", "greedy tokens change, too"
+    ax.legend(handles, names, frameon=False, fontsize=10, loc="lower right")
+    ax.tick_params(labelsize=9)
+    ax.set(xlabel="distance from plain decoding (total variation)", ylim=(-0.6, len(found) - 0.4))
+    ax.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
+def draw_gaps(gaps: list[float], reach: dict[str, float]) -> None:
+    """Draw the gaps between the two best logits, in order, and how large a gap rounding can
+    reverse in each type."""
+    figure, ax = plt.subplots(figsize=(7.5, 3.2), layout="constrained")
+    ax.plot(sorted(gaps), "o", color=ACCEPTED, markersize=3)
+    for (name, height), style in zip(reach.items(), ("--", ":")):
+        ax.axhline(height, color=REJECTED, ls=style, label=f"{name} can reverse")
+    ax.set_yscale("log")
+    ax.set(xlabel="tokens of the answers, the closest decision first",
+           ylabel="gap of the two\nbest logits")  # fmt: skip
+    ax.legend(frameon=False, fontsize=10, loc="upper left")
+    ax.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
 # ---- lesson 10 -----------------------------------------------------------------------------------
 
 METHOD_COLOURS = {

@@ -1,0 +1,779 @@
+"""Lesson 09: the enumeration of all outcomes of a decoder, and two acceptance rules to judge by it:
+one for drafts that nobody drew, and one that is wrong on purpose."""
+
+import math
+import random
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise, product
+
+import torch
+from form import Oracle, Task, Wrong
+from torch import Tensor
+
+from minispec import toys
+from minispec.certify.common import GREEDY
+from minispec.certify.ours import mutants
+from minispec.certify.ours.cases import bound
+from minispec.certify.ours.mutants import Mutant, in_accept
+from minispec.sampling import Randomness, Sampling, Seeded, probs
+from minispec.toys import ScriptedRandomness, Toy, every_outcome, total_variation
+from minispec.tree import Tree
+from minispec.verify import accept, residual
+
+# ---- solutions -----------------------------------------------------------------------------------
+
+
+def next_script(choices):
+    for step in reversed(range(len(choices))):
+        choice, options = choices[step]
+        if choice + 1 < options:
+            return [earlier for earlier, _ in choices[:step]] + [choice + 1]
+    return None
+
+
+def exact_distribution(function):
+    total, script = {}, []
+    while script is not None:
+        randomness = ScriptedRandomness(script)
+        result = function(randomness)
+        total[result] = total.get(result, 0.0) + randomness.probability
+        script = next_script(randomness.choices)
+    return total
+
+
+def accept_certain(target, tree, randomness):
+    path = [0]
+    while True:
+        y = randomness.categorical(target[path[-1]])
+        child = next((c for c in tree.children(path[-1]) if tree.tokens[c] == y), None)
+        if child is None:
+            return path, y
+        path.append(child)
+
+
+def tempting_accept(target, tree, randomness):
+    class Generous:
+        def categorical(self, probs):
+            return randomness.categorical(probs)
+
+        def bernoulli(self, p):
+            return randomness.bernoulli(min(1.0, 1.5 * p))
+
+    return accept(target, tree, Generous())
+
+
+# ---- the package's functions, with the lesson's arguments ----------------------------------------
+
+
+def package_next_script(choices):
+    """The end of `every_outcome`'s loop."""
+    choices = list(choices)
+    while choices and choices[-1][0] == choices[-1][1] - 1:
+        choices.pop()
+    return [choice for choice, _ in choices[:-1]] + [choices[-1][0] + 1] if choices else None
+
+
+def package_exact_distribution(function):
+    total = Counter()
+    for result, probability in every_outcome(function):
+        total[result] += probability
+    return dict(total)
+
+
+# ---- next_script ---------------------------------------------------------------------------------
+
+Choices = tuple[tuple[int, int], ...]
+
+
+def random_choices(seed: int) -> Choices:
+    """The choices of a run with up to five decisions; every third run has no option left."""
+    rng = random.Random(seed)
+    options = [rng.randint(2, 4) for _ in range(rng.randint(1, 5))]
+    return tuple((n - 1 if seed % 3 == 0 else rng.randrange(n), n) for n in options)
+
+
+RUNS: list[Choices] = [
+    ((0, 2),), ((1, 2),), ((0, 3), (1, 2)), ((0, 2), (0, 3)), ((0, 2), (2, 3)), ((1, 2), (2, 3)),
+    (), *map(random_choices, range(30)),
+]  # fmt: skip
+CHANGED = "it changes `choices`, which belongs to the run; build a new list"
+
+
+def run_next_script(function, case: Choices) -> tuple[int, ...] | None:
+    choices = list(case)
+    script = function(choices)
+    if choices != list(case):
+        raise Wrong(CHANGED)
+    if script is None:
+        return None
+    if not isinstance(script, list | tuple):
+        raise Wrong(f"it must return a list or None, not {type(script).__name__}")
+    if any(isinstance(entry, tuple | list) for entry in script):
+        raise Wrong("it returns pairs; a script is a list of choices, without numbers of options")
+    if any(type(choice) is not int for choice in script):
+        raise Wrong(f"it returns {script}; a script is a list of int")
+    while script and script[-1] == 0:  # a run takes option 0 after the end of its script
+        script = script[:-1]
+    return tuple(script)
+
+
+def next_in_order(case: Choices) -> tuple[int, ...] | None:
+    """From the list of all sequences of choices in order, without any arithmetic."""
+    every = list(product(*(range(options) for _, options in case)))
+    i = every.index(tuple(choice for choice, _ in case)) + 1
+    if i == len(every):
+        return None
+    following = list(every[i])
+    while following[-1] == 0:
+        following.pop()
+    return tuple(following)
+
+
+def as_list(script: tuple[int, ...] | None) -> list[int] | None:
+    return None if script is None else list(script)
+
+
+def show_next_script(case: Choices, got, expected) -> str:
+    return f"next_script({list(case)}) returns {as_list(got)}; {as_list(expected)} is right"
+
+
+def skips_forward(choices):
+    for step, (choice, options) in enumerate(choices):
+        if choice + 1 < options:
+            return [earlier for earlier, _ in choices[:step]] + [choice + 1]
+    return None
+
+
+def keeps_the_rest(choices):
+    script = next_script(choices)
+    return script and script + [choice for choice, _ in choices[len(script) :]]
+
+
+def stops_one_early(choices):
+    for step in reversed(range(len(choices))):
+        choice, options = choices[step]
+        if choice + 2 < options:
+            return [earlier for earlier, _ in choices[:step]] + [choice + 1]
+    return None
+
+
+NEXT_MISTAKES = {
+    "it advances the last choice even if that has no option left; first drop the choices at the "
+    "end that have none": lambda choices: (
+        [choice for choice, _ in choices[:-1]] + [choices[-1][0] + 1] if choices else None
+    ),
+    "it gives up if the last choice has no option left; an earlier choice may have one": (
+        lambda choices: (
+            next_script(choices) if choices and choices[-1][0] + 1 < choices[-1][1] else None
+        )
+    ),
+    "it advances the first choice that has an option left, which skips outcomes; advance the last "
+    "one": skips_forward,
+    "after the last outcome it returns [], and [] is the first script: the loop would never end. "
+    "Return None": lambda choices: next_script(choices) or [],
+    "it keeps the choices after the one it advances; they start again with option 0: drop them": (
+        keeps_the_rest
+    ),
+    "the choices before the advanced one are missing": lambda choices: (
+        script[-1:] if (script := next_script(choices)) else script
+    ),
+    "the last option is never taken; options are numbered from 0 to options - 1": stops_one_early,
+}  # fmt: skip
+
+# ---- exact_distribution --------------------------------------------------------------------------
+
+HOT = Sampling(1.0)
+PROMPT = [1, 0, 1, 1, 0]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function that makes random decisions, and the distribution of its results."""
+
+    name: str
+    run: object  # called with a Randomness
+    exact: dict
+
+
+def tensor(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def random_probs(rng: random.Random, size: int = 3) -> Tensor:
+    """A random distribution, sometimes with zeros, as top-k and top-p leave them."""
+    weights = tensor(*(rng.choice([0, 1, 1]) * rng.randint(1, 9) for _ in range(size)))
+    weights[rng.randrange(size)] += 1
+    return weights / weights.sum()
+
+
+def fair_tokens(model, n: int) -> dict[tuple[int, ...], float]:
+    """The probabilities of the first n tokens of plain decoding, each from a fresh pass."""
+    exact = {}
+    for text in product(range(model.config.vocab_size), repeat=n):
+        rows = probs(model.logits(model([*PROMPT, *text])[0]), HOT)[len(PROMPT) - 1 :]
+        exact[text] = math.prod(float(rows[i][x]) for i, x in enumerate(text))
+    return exact
+
+
+def die_after_heads(randomness):
+    return randomness.categorical(tensor(0.5, 0.3, 0.2)) if randomness.bernoulli(0.25) else "tails"
+
+
+def two_coins(randomness):
+    return randomness.bernoulli(0.3) + randomness.bernoulli(0.6)
+
+
+def coins_until_heads(randomness):
+    return next((n for n in range(3) if randomness.bernoulli(0.5)), 3)
+
+
+def one_draft(seed: int) -> Program:
+    """The first token of a round with one draft."""
+    rng = random.Random(seed)
+    p, q = random_probs(rng), random_probs(rng)
+
+    def run(randomness):
+        x = randomness.categorical(q)
+        path, fresh = accept([p, p], Tree.chain(0, [x], [q]), randomness)
+        return x if len(path) == 2 else fresh
+
+    exact = {x: float(p[x]) for x in range(3) if p[x] > 0}
+    return Program(f"a round with p = {row(p)}, q = {row(q)}", run, exact)
+
+
+def decoder(name: str, method, n: int) -> Program:
+    toy = Toy(5)
+    run = lambda randomness: toys.first_tokens(method, toy, PROMPT, HOT, randomness, n)  # noqa: E731
+    return Program(f"{name}, {n} tokens", run, fair_tokens(toy, n))
+
+
+def row(probs: Tensor) -> str:
+    return "[" + " ".join(f"{x:.3g}" for x in probs.tolist()) + "]"
+
+
+PROGRAMS = [
+    Program("a coin with probability 0.25", lambda r: r.bernoulli(0.25), {True: 0.25, False: 0.75}),
+    Program("the number of heads of two coins (0.3 and 0.6)", two_coins,
+            {0: 0.28, 1: 0.54, 2: 0.18}),
+    Program("a die with a face of probability 0", lambda r: r.categorical(tensor(0.5, 0.0, 0.5)),
+            {0: 0.5, 2: 0.5}),
+    Program("a coin, and after heads a die", die_after_heads,
+            {"tails": 0.75, 0: 0.125, 1: 0.075, 2: 0.05}),
+    Program("coins until heads, at most three", coins_until_heads,
+            {0: 0.5, 1: 0.25, 2: 0.125, 3: 0.125}),
+    Program("no decision at all", lambda r: "done", {"done": 1.0}),
+    *map(one_draft, range(4)),
+    decoder("plain decoding", bound("autoregressive"), 2),
+    decoder("speculative decoding", bound("speculative", draft=Toy(77), k=1), 2),
+]  # fmt: skip
+
+
+@cache
+def outcomes_of(i: int) -> int:
+    return sum(1 for _ in every_outcome(PROGRAMS[i].run))
+
+
+def run_distribution(function, case: Program) -> dict:
+    runs, most = 0, 3 * outcomes_of(PROGRAMS.index(case)) + 2
+
+    def counted(randomness: Randomness):
+        nonlocal runs
+        runs += 1
+        if runs > most:
+            raise Wrong(
+                "it runs the function far more often than there are outcomes; give every run a new "
+                "ScriptedRandomness with the next script, and stop when that is None"
+            )
+        return case.run(randomness)
+
+    found = function(counted)
+    if not isinstance(found, dict):
+        kind = "a generator" if hasattr(found, "send") else type(found).__name__
+        raise Wrong(f"it must return a dict {{result: probability}}, not {kind}")
+    try:
+        return {result: float(probability) for result, probability in found.items()}
+    except (TypeError, ValueError):
+        raise Wrong("the values of the dict must be numbers") from None
+
+
+def show_distribution(case: Program, got: dict, exact: dict) -> str:
+    result = max(exact, key=lambda result: abs(got.get(result, 0.0) - exact[result]))
+    return f"{case.name}: result {result!r} gets {got.get(result, 0.0):.3g} instead of " \
+           f"{exact[result]:.3g} (distance {total_variation(got, exact):.1e})"  # fmt: skip
+
+
+def diagnose_distribution(results: list[tuple[Program, dict, dict]]) -> str | None:
+    sums = [sum(got.values()) for _, got, _ in results]
+    if min(sums, default=1.0) < 1 - 1e-9:
+        return f"the probabilities sum to {min(sums):.3g}; outcomes are missing"
+    if max(sums, default=1.0) > 1 + 1e-9:
+        return f"the probabilities sum to {max(sums):.3g}; outcomes are counted more than once"
+    if results and max(total_variation(got, exact) for _, got, exact in results) < 0.2:
+        return "close, but not exact; does it draw samples?"
+    return None
+
+
+def overwrites(function):
+    return dict(every_outcome(function))
+
+
+def counts_runs(function):
+    return dict(Counter(result for result, _ in every_outcome(function)))
+
+
+def equal_weights(function):
+    counts = counts_runs(function)
+    return {result: n / sum(counts.values()) for result, n in counts.items()}
+
+
+def without(which: slice):
+    def enumerate_some(function):
+        total = Counter()
+        for result, probability in list(every_outcome(function))[which]:
+            total[result] += probability
+        return dict(total)
+
+    return enumerate_some
+
+
+def one_randomness(function):
+    """`script` is replaced, but `choices` and `probability` continue."""
+    randomness, total = ScriptedRandomness([]), Counter()
+    while randomness.script is not None:
+        total[function(randomness)] += randomness.probability
+        randomness.script = next_script(randomness.choices)
+    return dict(total)
+
+
+DISTRIBUTION_MISTAKES = {
+    "a result that is reached in several ways keeps only the last probability; add them up": (
+        overwrites
+    ),
+    "it counts the outcomes; add randomness.probability instead of 1": counts_runs,
+    "it gives every outcome the same weight; add randomness.probability": equal_weights,
+    "it returns nothing: the first script is [], which is false in a condition. Test `script is "
+    "not None`": lambda function: {},
+    "it returns only the first outcome; repeat until next_script returns None": without(slice(1)),
+    "the last outcome is missing; add a run before asking for the next script": without(
+        slice(0, -1)
+    ),
+    "the first outcome is missing; begin with the script []": without(slice(1, None)),
+    "one ScriptedRandomness is used for all runs, so its choices and its probability go on from "
+    "the run before; make a new one for every script": one_randomness,
+}
+
+# ---- accept_certain ------------------------------------------------------------------------------
+
+V, DEPTH = 3, 2
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round with drafts that nobody drew: a tree, and the target's distribution after any text of
+    at most DEPTH tokens."""
+
+    tree: Tree
+    p: dict[tuple[int, ...], Tensor]
+
+    def text(self, node: int) -> tuple[int, ...]:
+        """The drafts on the way to a node."""
+        found: list[int] = []
+        while node:
+            found.insert(0, self.tree.tokens[node])
+            node = self.tree.parents[node]
+        return tuple(found)
+
+
+TREES = [  # parents and tokens
+    ([-1, 0], [0, 1]), ([-1, 0, 1], [2, 0, 2]), ([-1, 0, 0], [1, 2, 0]), ([-1], [0]),
+    ([-1, 0, 0, 1, 2, 2], [0, 1, 0, 1, 2, 0]), ([-1, 0, 0, 0, 3], [1, 2, 0, 1, 1]),
+]  # fmt: skip
+
+
+def random_round(seed: int) -> Round:
+    rng = random.Random(seed)
+    parents, tokens = TREES[seed % len(TREES)]
+    texts = [text for n in range(DEPTH + 1) for text in product(range(V), repeat=n)]
+    p = {text: random_probs(rng, V) for text in texts}
+    if seed % 5 == 4:  # greedy decoding
+        p = {text: torch.eye(V, dtype=torch.float64)[row.argmax()] for text, row in p.items()}
+    return Round(Tree(tokens, parents), p)
+
+
+ROUNDS = [random_round(seed) for seed in range(18)]
+
+
+class Patient:
+    """Randomness that reports what cannot be drawn from, and decisions that never end."""
+
+    def __init__(self, randomness: Randomness):
+        self.randomness, self.decisions = randomness, 0
+
+    def count(self) -> None:
+        self.decisions += 1
+        if self.decisions > 50:
+            raise Wrong("it keeps asking for random decisions; does it go down the tree?")
+
+    def bernoulli(self, p: float) -> bool:
+        self.count()
+        return self.randomness.bernoulli(min(1.0, max(0.0, float(p))))
+
+    def categorical(self, probs: Tensor) -> int:
+        self.count()
+        if not torch.is_tensor(probs) or probs.shape != (V,):
+            raise Wrong("`categorical` must get one distribution of shape (V,)")
+        if not (probs >= 0).all() or not probs.sum() > 0:
+            raise Wrong("`categorical` gets numbers that are negative, NaN or all 0")
+        return self.randomness.categorical(probs)
+
+
+@dataclass
+class Outcome:
+    """The exact distributions of the first DEPTH + 1 tokens and of the number of accepted drafts.
+    After the round, plain decoding draws the tokens that are missing."""
+
+    texts: dict[tuple[int, ...], float]
+    accepted: dict[int, float]
+
+    @property
+    def drafts(self) -> float:
+        return sum(n * probability for n, probability in self.accepted.items())
+
+
+def checked(answer: object, tree: Tree) -> tuple[list[int], int]:
+    """The path and the fresh token that a rule of acceptance returns, if the path is one."""
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise Wrong("it must return two things: the path and the fresh token")
+    path, fresh = answer
+    if type(fresh) is not int:
+        raise Wrong(f"the fresh token is a {type(fresh).__name__}; it must be an int")
+    if not isinstance(path, list) or path[:1] != [0]:
+        raise Wrong(f"the path is {path!r}; it must be a list of nodes that starts with node 0")
+    if any(child not in tree.children(parent) for parent, child in pairwise(path)):
+        raise Wrong(f"the path is {path}; each node must be a child of the one before")
+    return path, fresh
+
+
+def run_certain(function, case: Round) -> Outcome:
+    def whole(randomness) -> tuple[int, tuple[int, ...]]:
+        tree = deepcopy(case.tree)
+        target = [case.p[case.text(node)].clone() for node in range(len(tree))]
+        path, fresh = checked(function(target, tree, Patient(randomness)), case.tree)
+        if any(not torch.equal(a, case.p[case.text(i)]) for i, a in enumerate(target)):
+            raise Wrong("it changes `target`, which belongs to the caller")
+        tokens = [*case.tree.tokens_at(path[1:]), fresh]
+        while len(tokens) <= DEPTH:
+            tokens.append(randomness.categorical(case.p[tuple(tokens)]))
+        return len(path) - 1, tuple(tokens)
+
+    texts, accepted = Counter(), Counter()
+    for (n, tokens), probability in every_outcome(whole):
+        texts[tokens] += probability
+        accepted[n] += probability
+    return Outcome(texts, accepted)
+
+
+def exact_certain(case: Round) -> Outcome:
+    """Without a run: the target's probabilities. A node is accepted if the target's own tokens go
+    through it."""
+    texts, accepted = {}, Counter()
+    for text in product(range(V), repeat=DEPTH + 1):
+        texts[text] = math.prod(float(case.p[text[:i]][x]) for i, x in enumerate(text))
+        nodes = {case.text(node) for node in range(len(case.tree))}
+        accepted[max(n for n in range(DEPTH + 1) if text[:n] in nodes)] += texts[text]
+    return Outcome(texts, accepted)
+
+
+def certain_distance(a: Outcome, b: Outcome) -> float:
+    return max(total_variation(a.texts, b.texts), total_variation(a.accepted, b.accepted))
+
+
+def describe(case: Round) -> str:
+    tree = case.tree
+    return f"tokens {tree.tokens}, parents {tree.parents}, first p = {row(case.p[()])}"
+
+
+def show_certain(case: Round, got: Outcome, exact: Outcome) -> str:
+    if total_variation(got.texts, exact.texts) < 1e-9:
+        return f"{describe(case)}: the tokens are right, but on average {got.drafts:.2f} drafts " \
+               f"are accepted instead of {exact.drafts:.2f}"  # fmt: skip
+    text = max(exact.texts, key=lambda text: abs(got.texts.get(text, 0.0) - exact.texts[text]))
+    return f"{describe(case)}: tokens {text} have probability {got.texts.get(text, 0.0):.3f} " \
+           f"instead of {exact.texts[text]:.3f} " \
+           f"(distance {total_variation(got.texts, exact.texts):.1e})"  # fmt: skip
+
+
+def diagnose_certain(results: list[tuple[Round, Outcome, Outcome]]) -> str | None:
+    if all(total_variation(got.texts, exact.texts) < 1e-9 for _, got, exact in results):
+        return "lossless, but it accepts too few drafts"
+    return None
+
+
+def walk(match, end):
+    """A rule that draws y at each node, goes on to `match(tree, children, y, p)`, and if that is
+    None returns `end(y, p, randomness)`."""
+
+    def rule(target, tree, randomness):
+        path = [0]
+        while True:
+            p = target[path[-1]]
+            y = randomness.categorical(p)
+            child = match(tree, tree.children(path[-1]), y, p)
+            if child is None:
+                return path, end(y, p, randomness)
+            path.append(child)
+
+    return rule
+
+
+def same_token(tree, children, y, p):
+    return next((child for child in children if tree.tokens[child] == y), None)
+
+
+def keep(y, p, randomness):
+    return y
+
+
+def first_child_only(tree, children, y, p):
+    return same_token(tree, children[:1], y, p)
+
+
+def one_level(target, tree, randomness):
+    path, fresh = accept_certain(target, tree, randomness)
+    if len(path) < 3:
+        return path, fresh
+    return path[:2], tree.tokens[path[2]]
+
+
+def repeats_the_draft(target, tree, randomness):
+    path, fresh = accept_certain(target, tree, randomness)
+    return path, tree.tokens[path[-1]] if len(path) > 1 else fresh
+
+
+def follows_the_argmax(target, tree, randomness):
+    path = [0]
+    while child := same_token(tree, tree.children(path[-1]), int(target[path[-1]].argmax()), 0):
+        path.append(child)
+    return path, randomness.categorical(target[path[-1]])
+
+
+CERTAIN_MISTAKES = {
+    "after a mismatch it draws again, and the drafts come too often; return the y that matched no "
+    "child": walk(same_token, lambda y, p, randomness: randomness.categorical(p)),
+    "after a mismatch it returns the argmax; return the y that matched no child": walk(
+        same_token, lambda y, p, randomness: int(p.argmax())
+    ),
+    "lossless, but it compares y with the first child only; any child may match": walk(
+        first_child_only, keep
+    ),
+    "lossless, but it never accepts a draft": lambda target, tree, randomness: (
+        [0], randomness.categorical(target[0])
+    ),
+    "lossless, but it stops after one draft; go on from the child that matched": one_level,
+    "the fresh token repeats the last accepted draft; draw it from the last node's row": (
+        repeats_the_draft
+    ),
+    "it follows the argmax without a draw; that is greedy decoding": follows_the_argmax,
+}  # fmt: skip
+
+# ---- tempting_accept -----------------------------------------------------------------------------
+
+AT_LEAST = 0.03  # the total variation that the exercise asks for
+TOKENS = 2
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a rule does to speculative decoding with one draft per round."""
+
+    distance: float  # of the first TOKENS tokens from plain decoding
+    greedy: bool  # whether 16 greedy tokens are right
+    tokens: float  # of the first round, on average
+
+    @property
+    def lacks(self) -> str | None:
+        if self.distance < 1e-9:
+            return "this is lossless"
+        if not self.greedy:
+            return "it changes greedy tokens, and a test would notice"
+        if self.tokens < fair().tokens + 1e-9:
+            return "it does not accept more drafts than the right rule, so nobody is tempted"
+        if self.distance < AT_LEAST:
+            return f"the distance is {self.distance:.3f}; make it at least {AT_LEAST}"
+        return None
+
+
+def effect(rule) -> Effect:
+    toy, method = Toy(5), bound("speculative", draft=Toy(77), k=1)
+
+    def tokens(randomness):
+        return toys.first_tokens(method, toy, PROMPT, HOT, randomness, TOKENS)
+
+    def first_round(randomness):
+        steps = method(toy, PROMPT, HOT, randomness)
+        next(steps)  # the prefill
+        return len(next(steps).tokens)
+
+    with Mutant("yours", "exact", "", in_accept(rule)).apply():
+        distance = total_variation(package_exact_distribution(tokens), fair_tokens(toy, TOKENS))
+        length = sum(n * p for n, p in every_outcome(first_round))
+        run = toys.first_tokens(method, toy, PROMPT, GREEDY, Seeded(), 16)
+    plain = toys.first_tokens(bound("autoregressive"), toy, PROMPT, GREEDY, Seeded(), 16)
+    return Effect(distance, run == plain, length)
+
+
+@cache
+def fair() -> Effect:
+    """The effect of the right rule: none, and 1 + Σ min(p, q) tokens."""
+    p, q = (probs(m.logits(m(PROMPT)[0, -1:]), HOT)[0] for m in (Toy(5), Toy(77)))
+    return Effect(0.0, True, 1 + float(torch.minimum(p, q).sum()))
+
+
+def run_tempting(function, case: str) -> Effect:
+    def rule(target, tree, randomness):
+        return checked(function(target, tree, randomness), tree)
+
+    return effect(rule)
+
+
+class Wanted:
+    """Stands for every outcome that the exercise asks for."""
+
+
+def tempting_distance(a: Effect, b: Effect | Wanted) -> float:
+    if isinstance(b, Wanted):
+        return float(a.lacks is not None)
+    same = a.greedy == b.greedy
+    return max(abs(a.distance - b.distance), abs(a.tokens - b.tokens)) if same else math.inf
+
+
+def show_tempting(case: str, got: Effect, wanted: Wanted) -> str:
+    greedy = "right" if got.greedy else "wrong"
+    tokens = f"{got.tokens:.3f} tokens in the first round (the right rule: {fair().tokens:.3f})"
+    return f"{case}: distance {got.distance:.3f}, greedy tokens {greedy}, {tokens}"
+
+
+def accepts_all(target, tree, randomness):
+    path = [0]
+    while children := tree.children(path[-1]):
+        path.append(children[0])
+    return path, randomness.categorical(target[path[-1]])
+
+
+def resamples(target, tree, randomness):
+    path, fresh = accept(target, tree, randomness)
+    rejected = tree.children(path[-1])
+    return path, randomness.categorical(target[path[-1]]) if rejected else fresh
+
+
+def scaled(factor: float):
+    """Acceptance probabilities that are raised by a factor."""
+
+    def rule(target, tree, randomness):
+        path = [0]
+        while children := tree.children(path[-1]):
+            x, p, q = tree.tokens[children[0]], target[path[-1]], tree.drawn_from(children[0])
+            ratio = float(p[x]) / (1.0 if q is None else float(q[x]))
+            rest = residual(p, q, x)
+            if not randomness.bernoulli(min(1.0, factor * ratio)) and rest is not None:
+                return path, randomness.categorical(rest)
+            path.append(children[0])
+        return path, randomness.categorical(target[path[-1]])
+
+    return rule
+
+
+TEMPTING_MISTAKES = {
+    "this is the right rule; the exercise asks for a wrong one": accept,
+    "it accepts every draft, and so the greedy tokens change, which a test would notice": (
+        accepts_all
+    ),
+    "wrong, and the greedy tokens are right; but drawing from p after a rejection does not accept "
+    "more drafts": resamples,
+    "it accepts less often than the right rule; raise the probability instead": scaled(0.75),
+}
+
+# ---- tasks ---------------------------------------------------------------------------------------
+
+RANGES = {
+    "share_seen_greedily": (0, 1), "distance_if_lenient": (0, 1), "runs_needed": (1, 1e7),
+    "answers_changed": (0, 4),
+}  # fmt: skip
+TASKS = [
+    Task(
+        name="next_script",
+        package=package_next_script,
+        solution=next_script,
+        judge=Oracle(
+            RUNS, run_next_script, next_in_order, lambda a, b: float(a != b), show_next_script,
+            f"the choices of {len(RUNS)} runs", arguments=lambda case: f"choices = {list(case)}",
+        ),
+        hints=(
+            "Count upwards like an odometer: the last digit moves first. If it cannot, it falls "
+            "back to 0, and the digit before it moves.",
+            "Find the last step with choice + 1 < options. The script is the choices before it, "
+            "then choice + 1. If there is no such step, return None.",
+        ),
+        mistakes=NEXT_MISTAKES,
+        shows=(every_outcome,),
+    ),
+    Task(
+        name="exact_distribution",
+        package=package_exact_distribution,
+        solution=exact_distribution,
+        judge=Oracle(
+            PROGRAMS, run_distribution, lambda case: case.exact, total_variation,
+            show_distribution, f"{len(PROGRAMS)} programs, two of which are decoders",
+            arguments=lambda case: case.name, diagnose=diagnose_distribution,
+        ),
+        hints=(
+            "A loop that begins with the script [] and ends when next_script returns None. Every "
+            "turn makes a new ScriptedRandomness(script) and calls function with it.",
+            "After the call, randomness.probability belongs to its result and is added to what the "
+            "result has already; randomness.choices is what next_script needs.",
+        ),
+        mistakes=DISTRIBUTION_MISTAKES,
+        shows=(every_outcome, toys.exact_distribution),
+    ),
+    Task(
+        name="accept_certain",
+        package=accept,
+        solution=accept_certain,
+        judge=Oracle(
+            ROUNDS, run_certain, exact_certain, certain_distance, show_certain,
+            f"every random outcome of {len(ROUNDS)} trees", arguments=describe,
+            diagnose=diagnose_certain,
+        ),
+        hints=(
+            "One loop: draw y from the row of the last node of the path, and look for a child of "
+            "that node whose token is y.",
+            "If there is such a child, append it to the path and draw again; otherwise the answer "
+            "is (path, y).",
+        ),
+        mistakes=CERTAIN_MISTAKES,
+        shows=(accept,),
+    ),
+    Task(
+        name="tempting_accept",
+        package=mutants.lenient,
+        solution=tempting_accept,
+        judge=Oracle(
+            ["speculative decoding with one draft"], run_tempting, lambda case: Wanted(),
+            tempting_distance, show_tempting,
+            f"wrong by {AT_LEAST} or more, greedy tokens unchanged, more drafts accepted",
+            arguments=lambda case: case,
+            diagnose=lambda results: results[0][1].lacks if results else None,
+        ),
+        hints=(
+            "In greedy decoding a ratio is 0 or 1. What can be done to a probability that changes "
+            "neither?",
+            "Call accept with a randomness of your own, a class with `bernoulli` and `categorical` "
+            "that passes both to the given one, and raise p on the way.",
+        ),
+        mistakes=TEMPTING_MISTAKES,
+        shows=(mutants.Lenient,),
+    ),
+]  # fmt: skip
