@@ -1,13 +1,13 @@
 """Several processes, started by torchrun. In decoding, they share every layer of a model: tensor
-parallelism (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053). In distill, each has a whole model
-and computes a part of the data (see `join`).
+parallelism (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053). In distill, each holds the whole
+model and computes a part of the data (see `join`).
 
     torchrun --nproc-per-node 2 -m minispec.generate "Once upon a time" --model DIR
 
 A rank's model is an ordinary Transformer with 1/N of the heads and of the MLP's inner size. From
 the checkpoint it reads the rows of q, k, v, gate and up that compute its part, and the columns of o
 and down that multiply it. What its attention and its MLP return are then terms of a sum over the
-ranks. Adding them up is all that ranks exchange in a pass; the cache holds the rank's own heads.
+ranks. This sum is all that ranks exchange in a pass; the cache holds the rank's own heads.
 
 Embedding, lm_head and norms are whole on every rank: drafts and heads use the first two, and ranks
 that compute the same logits and draw from the same seed choose the same tokens without a message.
@@ -22,16 +22,18 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minispec.errors import UserError
+from minispec.errors import UserError, out_of_memory
 from minispec.model import MLP, Attention, Config
 
 T = TypeVar("T")
+PATIENCE = timedelta(days=7)  # a chat may be idle; a process that has ended is noticed at once
 NUMBERS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"  # variables that torchrun sets
 ADDRESS = ("MASTER_ADDR",)
 OUTPUTS = re.compile(r"(.*\.)?(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias)")
@@ -52,8 +54,9 @@ ranks = Ranks()  # those that share the models that they load
 
 
 def start() -> None:
-    """Join the processes that torchrun started, if it did, and share models with them: from now on,
-    `load` reads only this rank's part of a model. Raises UserError as `join` does."""
+    """Join the processes that torchrun started, if it did, and share models with them. From now on,
+    `load` reads only this rank's part of a model; of a file that is not .safetensors, it reads all
+    and keeps the part. Raises UserError as `join` does."""
     global ranks
     join()
     ranks = processes
@@ -72,7 +75,7 @@ def join() -> None:
         raise UserError(f"WORLD_SIZE is {size}, but torchrun has not set {', '.join(invalid)}: "
                         "start N processes with torchrun --nproc-per-node N -m …")  # fmt: skip
     try:
-        dist.init_process_group()
+        dist.init_process_group(timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"the {size} processes did not find each other: {error}") from None
     atexit.register(dist.destroy_process_group)
@@ -88,7 +91,7 @@ def join() -> None:
 
 
 def narrow(config: Config, n: int | None = None) -> Config:
-    """The config of a rank's part of a model that `n` ranks share (default: as many as there are).
+    """The config of a rank's part of a model that `n` ranks share (default: the current number).
     Raises UserError if a size is not divisible by it."""
     n = ranks.size if n is None else n
     sizes = {name: getattr(config, name) for name in ("heads", "kv_heads", "intermediate_size")}
@@ -102,11 +105,15 @@ def narrow(config: Config, n: int | None = None) -> Config:
 def part_of(name: str, tensor: Tensor) -> Tensor:
     """The rank's part of a checkpoint's tensor. `tensor` may also be a slice of safetensors, of
     which only the part is read."""
-    if ranks.size == 1 or not (match := OUTPUTS.fullmatch(name) or INPUTS.fullmatch(name)):
-        whole = tensor[:]
-        return torch.zeros_like(whole) if ranks.rank and ADDED_ONCE.fullmatch(name) else whole
+    match = OUTPUTS.fullmatch(name) or INPUTS.fullmatch(name)
     shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
-    dim = 0 if match.re is OUTPUTS else len(shape) - 1
+    dim = 0 if match and match.re is OUTPUTS else 1
+    if ranks.size == 1 or match is None or len(shape) <= dim:  # `fill` names a tensor without `dim`
+        whole = tensor if isinstance(tensor, Tensor) else tensor[...]
+        return torch.zeros_like(whole) if ranks.rank and ADDED_ONCE.fullmatch(name) else whole
+    if shape[dim] % ranks.size:
+        raise UserError(f"{name} has the shape {list(shape)}, which {ranks.size} processes cannot "
+                        "share")  # fmt: skip
     share = shape[dim] // ranks.size
     part = slice(ranks.rank * share, (ranks.rank + 1) * share)
     return tensor[part] if dim == 0 else tensor[:, part]
@@ -135,11 +142,12 @@ def connected() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise UserError(f"another of the {processes.size} processes has ended or cannot be reached "
-                        f"({str(error).splitlines()[0]})") from None  # fmt: skip
+        reason = str(error).splitlines()[0].rpartition("] ")[2]  # without torch's source line
+        raise UserError(f"the exchange between the {processes.size} processes failed; one of them "
+                        f"has probably ended ({reason})") from None  # fmt: skip
 
 
-# ---- what processes tell each other --------------------------------------------------------------
+# ---- messages between processes -----------------------------------------------------------------
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
@@ -147,28 +155,29 @@ def from_rank_0(function: Callable[[], T]) -> T:
     its UserError, on all."""
     if ranks.size == 1:
         return function()
-    box: list = [None, None]
+    result: list = [None, None]  # what the function returns, the message of its UserError
     if ranks.rank == 0:
         try:
-            box[0] = function()
+            result[0] = function()
         except UserError as error:
-            box[1] = str(error)
+            result[1] = str(error)
     with connected():
-        dist.broadcast_object_list(box)
-    if box[1] is not None:
-        raise UserError(box[1])
-    return box[0]
+        dist.broadcast_object_list(result)
+    if result[1] is not None:
+        raise UserError(result[1])
+    return result[0]
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """If the block fails in any process, raise UserError in all of them, as the first one words it.
-    Without this, the others would wait for a process that has ended."""
+    """If the block fails in any process, raise UserError in all of them, with the first one's
+    message. Without this, the others would wait for a process that has ended."""
     message = None
     try:
         yield
-    except (UserError, OSError, MemoryError) as error:
-        if processes.size == 1:
+    except (UserError, OSError, MemoryError, RuntimeError) as error:
+        bug = isinstance(error, RuntimeError) and not out_of_memory(error)
+        if processes.size == 1 or bug:
             raise
         message = str(error) or "not enough memory"
     messages = gather(message)

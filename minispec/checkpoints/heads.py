@@ -200,9 +200,9 @@ def check_attention(where: str, folder: Path, config: Config) -> None:
     if "num_attention_heads" not in keys.raw:
         return
     kv_heads, head_dim = attention_sizes(keys)
-    values = kv_heads // parallel.ranks.size, head_dim, *read_rope(keys)
+    values = kv_heads, head_dim, *read_rope(keys)
     for name, value in zip(("kv_heads", "head_dim", "rope_theta", "rope_scaling"), values):
-        expected = getattr(config, name)
+        expected = getattr(config, name) * (parallel.ranks.size if name == "kv_heads" else 1)
         if value != expected:
             raise UserError(
                 f"{where} is for another model: its {name} is {value}, the model's is {expected}"

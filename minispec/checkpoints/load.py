@@ -138,6 +138,7 @@ def load(
 def read_directory(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     """Read the config, tensors and tokenizer of a checkpoint directory."""
     config, files = read_config(path), weight_files(path)
+    narrow(config)  # raises UserError if ranks cannot share the model, before they read their parts
     tokenizer, tensors = find_tokenizer(path), {}  # first, to fail early
     for file in files:
         tensors |= read_tensors(file)

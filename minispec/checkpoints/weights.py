@@ -57,8 +57,7 @@ def unreadable(path: Path, error: Exception) -> UserError:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file, by name. Of a model that several ranks share, these are the
-    parts of this rank."""
+    """Read a file's tensors, by name. If ranks share the model, these are this rank's parts."""
     if parallel.ranks.size > 1 and path.suffix == ".safetensors":
         return read_parts(path)
     tensors = read_file(path)
@@ -69,10 +68,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_parts(path: Path) -> dict[str, Tensor]:
-    """Read this rank's parts of the tensors in a .safetensors file, and nothing else of them."""
+    """Read this rank's parts of the tensors in a .safetensors file."""
     try:
         with safetensors.safe_open(path, "pt") as file:
             return {name: parallel.part_of(name, file.get_slice(name)) for name in file.keys()}
+    except UserError:
+        raise
     except Exception as error:
         raise unreadable(path, error) from None
 

@@ -29,7 +29,7 @@ from minispec.training.own_text import read_generated, read_split
 
 STATES_DTYPE = torch.float16
 GPU_TOKENS_PER_PASS = 2**15  # including padding
-DOCUMENTS_PER_SHARE = 64  # that a process passes on at once
+DOCUMENTS_PER_SHARE = 64  # computed by a process before each exchange
 PURPOSES = "train on", "measure on"  # the training documents, the held-out ones
 
 
@@ -116,8 +116,7 @@ def open_states(file: Path, hashes: list[bytes], ends: list[int]) -> Iterator[tu
 def shared_states(
     target: Transformer, rows: list[list[int]], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """`hidden_states`, of which each process computes a share; rank 0 yields all of them, in order.
-    """
+    """`hidden_states`. Each process computes a share; rank 0 yields all of them in order."""
     rank, size = parallel.processes.rank, parallel.processes.size
     if size == 1:
         yield from hidden_states(target, tqdm(rows, "hidden states"), dtype)
@@ -185,7 +184,8 @@ class Documents:
         """Build from documents of `read_split`, cut to `context` tokens."""
         rows = [(row["prompt"] + row["tokens"])[:context] for row in generated]
         locations = [row["location"] for row in generated]
-        files, weights = {path for path, _ in locations}, weights_digest(target)
+        # in the order of --own, since all processes must take the files in the same order
+        files, weights = dict.fromkeys(path for path, _ in locations), weights_digest(target)
         cached = {path: cached_states(path, target, context, dtype, weights) for path in files}
         states = [cached[path][i] for path, i in locations]
         return cls(rows, [len(row["prompt"]) for row in generated], states)
@@ -266,6 +266,9 @@ def train_on_generated(
             select_labelled(rows, args.context, purpose, first, vocabulary)
             for rows, purpose in zip(read_split(args.own, target, tokenizer), PURPOSES)
         )
+        if len(training) < parallel.processes.size:
+            raise UserError(f"the {len(training)} documents to train on are too few for "
+                            f"{parallel.processes.size} processes")  # fmt: skip
     text = digest([[row["prompt"], row["tokens"]] for row in training])
     identity = {"target": weights_digest(target), "text": text, "options": options}
     documents = Documents.from_rows(training, target, args.context, args.dtype)
