@@ -276,8 +276,8 @@ def draw_self_chain() -> None:
             ax.annotate("", (x + 0.46, 0.8), (x + 0.46, 1.25), arrowprops=arrow)
     for x in (2, 3):  # output and draft are the next inputs
         ax.annotate("", (x + 1.0, 2.7), (x + 0.68, 1.6), arrowprops=arrow | {"color": REJECTED})
-        ax.annotate("", (x + 1.0, 3.6), (x + 0.92, 0.4), arrowprops=arrow | {
-            "color": REJECTED, "connectionstyle": "arc3,rad=0.12"})  # fmt: skip
+        ax.plot([x + 0.92, x + 0.96, x + 0.96], [0.4, 0.4, 3.6], color=REJECTED, lw=1)
+        ax.annotate("", (x + 1.04, 3.6), (x + 0.94, 3.6), arrowprops=arrow | {"color": REJECTED})
     cells(ax, 0, SELF_DRAFTS, [CONTEXT] * 3, 2)
     cells(ax, 2.3, states, own)
     cells(ax, 3.2, tokens, own)
@@ -289,7 +289,7 @@ def draw_self_chain() -> None:
         0.4: ("drafts", "the text goes on: who sang all day?"),
         2.7: ("hidden state", "blue: from the target\nred: the head’s own output"),
         3.6: ("token after it", ""),
-        5.0: ("cache, drafts made", ""),
+        5.0: ("cache with drafts", ""),
         6.0: ("after the pass", "“sang” accepted, “all” rejected,\nfresh token “to”"),
         7.0: ("next round", "two new pairs"),
     }

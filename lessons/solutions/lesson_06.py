@@ -195,7 +195,7 @@ def show_chain(case: Text, got: list[Outcome], expected: list[Outcome]) -> str:
     if a.drafts != b.drafts:
         what = f"the drafts are {a.drafts} instead of {b.drafts}"
     elif a.length != b.length:
-        what = f"the drafts are right, but the cache then has {a.length} rows instead of {b.length}"
+        what = f"the drafts are right, but the rows in the cache are {a.length} instead of {b.length}"
     elif a.rows != b.rows:
         what = f"the head ran on {a.rows} rows; {b.rows} are enough"
     else:
