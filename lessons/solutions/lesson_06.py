@@ -195,7 +195,7 @@ def show_chain(case: Text, got: list[Outcome], expected: list[Outcome]) -> str:
     if a.drafts != b.drafts:
         what = f"the drafts are {a.drafts} instead of {b.drafts}"
     elif a.length != b.length:
-        what = f"the drafts are right, but the rows in the cache are {a.length} instead of {b.length}"
+        what = f"the drafts are right, but the cache's rows are {a.length} instead of {b.length}"
     elif a.rows != b.rows:
         what = f"the head ran on {a.rows} rows; {b.rows} are enough"
     else:
@@ -332,7 +332,7 @@ def show_costs(case: Costs) -> str:
 
 def show_best_k(case: Costs, got: int, expected: int) -> str:
     return f"{show_costs(case)}: it returns K = {got}, which is {speed(case, got):.3f} times as " \
-           f"fast as plain decoding; K = {expected} is {speed(case, expected):.3f} times"  # fmt: skip
+           f"fast as plain decoding; K = {expected} is {speed(case, expected):.3f}"  # fmt: skip
 
 
 # ---- best_k: mistakes ----------------------------------------------------------------------------
@@ -388,8 +388,8 @@ BEST_K_MISTAKES = {
     "it uses the first rate for all drafts": fastest(
         lambda rates, k: sum(rates[0] ** i for i in range(k + 1)), round_cost
     ),
-    "it maximises tokens per pass, whatever the round costs": lambda rates, cost, draft_cost: (
-        len(rates)
+    "it maximises tokens per pass, whatever the round costs": (
+        lambda rates, cost, draft_cost: len(rates)
     ),
     "it stops at the first K that is slower than the one before. Costs can jump, so try every K": (
         stops_at_the_first_decline
@@ -432,8 +432,8 @@ TASKS = [
         hints=(
             "Go through K = 0, 1, 2, … with a running product: the probability that all drafts so "
             "far are accepted. The tokens of a round are 1 plus the sum of these products.",
-            "A round with K drafts costs cost[K + 1] + K * draft_cost. With K = 0 it yields 1 token "
-            "for cost[1].",
+            "A round with K drafts costs cost[K + 1] + K * draft_cost. With K = 0 it yields 1 "
+            "token for cost[1].",
         ),
         mistakes=BEST_K_MISTAKES,
         shows=(best_draft_size, AdaptiveK.accept_probs),
