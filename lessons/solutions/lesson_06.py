@@ -184,7 +184,8 @@ def chain_distance(a: list[Outcome], b: list[Outcome]) -> float:
 def show_rounds(case: Text) -> str:
     ends = [1, *(end for _, end in case.rounds)]
     new = ", ".join(f"{b - a}" for a, b in zip(ends, ends[1:]))
-    return f"rounds with K = {', '.join(str(k) for k, _ in case.rounds)} and {new} new pairs"
+    ks = ", ".join(str(k) for k, _ in case.rounds)
+    return f"K = {ks} in rounds with {new} new pairs"
 
 
 def show_chain(case: Text, got: list[Outcome], expected: list[Outcome]) -> str:
