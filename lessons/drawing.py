@@ -569,6 +569,86 @@ def draw_break_even(
     plt.show()
 
 
+# ---- lesson 06 -----------------------------------------------------------------------------------
+
+TEXT = "a", "small", "bird", "who"  # the target has read all but the newest token
+SELF_DRAFTS = "sang", "all", "day"
+
+
+def draw_self_chain() -> None:
+    """Draw a head that runs on its own output: its inputs and outputs, a column per row, and the
+    rows of its cache after drafting, after the target's pass and in the next round."""
+    states = [*(f"h({word})" for word in TEXT[:3]), "h′", "h″"]
+    tokens = [*TEXT[1:], *SELF_DRAFTS[:2]]
+    own = [ACCEPTED] * 3 + [REJECTED] * 2
+    figure, ax = plt.subplots(figsize=(10, 4.7), layout="constrained")
+    arrow = {"arrowstyle": "->", "color": CONTEXT}
+    for x in range(5):
+        box(ax, x + 0.46, 1.5, "head", "white", "black", 9)
+        ax.annotate("", (x + 0.46, 1.75), (x + 0.46, 2.3), arrowprops=arrow)
+        if x >= 2:
+            ax.annotate("", (x + 0.46, 0.8), (x + 0.46, 1.25), arrowprops=arrow)
+    for x in (2, 3):  # output and draft are the next inputs
+        ax.annotate("", (x + 1.0, 2.7), (x + 0.68, 1.6), arrowprops=arrow | {"color": REJECTED})
+        ax.plot([x + 0.92, x + 0.96, x + 0.96], [0.4, 0.4, 3.6], color=REJECTED, lw=1)
+        ax.annotate("", (x + 1.04, 3.6), (x + 0.94, 3.6), arrowprops=arrow | {"color": REJECTED})
+    cells(ax, 0, SELF_DRAFTS, [CONTEXT] * 3, 2)
+    cells(ax, 2.3, states, own)
+    cells(ax, 3.2, tokens, own)
+    pairs = [f"{state}, {token}" for state, token in zip(states, tokens)]
+    cells(ax, 4.6, pairs, own)
+    cells(ax, 5.6, pairs, [ACCEPTED] * 3 + [f"!{CONTEXT}"] * 2)
+    cells(ax, 6.6, [*pairs[:3], "h(who), sang", "h(sang), to"], [ACCEPTED] * 5)
+    rows = {
+        0.4: ("drafts", "the text goes on: who sang all day?"),
+        2.7: ("hidden state", "blue: from the target\nred: the head’s own output"),
+        3.6: ("token after it", ""),
+        5.0: ("cache with drafts", ""),
+        6.0: ("after the pass", "“sang” accepted, “all” rejected,\nfresh token “to”"),
+        7.0: ("next round", "two new pairs"),
+    }
+    for y, (name, note) in rows.items():
+        ax.text(-0.12, y, name, ha="right", va="center", fontsize=10, weight="bold")
+        ax.text(5.1, y, note, va="center", fontsize=10)
+    finish(ax, (-1.35, 7.2), (7.5, -0.1))
+
+
+def draw_acceptance(shares: dict[str, tuple[list[float], list[float]]]) -> None:
+    """Draw how often each draft is accepted, of all rounds and of those that reach it, for several
+    kinds of text."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 2.8), sharey=True, layout="constrained")
+    titles = "of all rounds", "of the rounds that accepted the draft before"
+    for i, (ax, title) in enumerate(zip(axes, titles)):
+        for (kind, both), colour in zip(shares.items(), (ACCEPTED, FRESH, REJECTED)):
+            ax.plot(range(1, len(both[i]) + 1), both[i], "o-", color=colour, label=kind)
+        ax.set(ylim=(0, 1), xlabel="draft", xticks=range(1, len(both[i]) + 1))
+        ax.set_title(title, fontsize=10)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set(ylabel="share accepted")
+    axes[0].legend(frameon=False, fontsize=9)
+    plt.show()
+
+
+def draw_speeds(speeds: dict[str, dict[str, tuple[list[float], list[float]]]]) -> None:
+    """Draw the speed relative to plain decoding for K = 1, 2, …: kind of text -> vocabulary ->
+    (predicted, measured)."""
+    figure, axes = plt.subplots(
+        1, len(speeds), figsize=(8, 3), sharey=True, layout="constrained", squeeze=False
+    )
+    for ax, (kind, by_vocabulary) in zip(axes[0], speeds.items()):
+        for (name, both), colour in zip(by_vocabulary.items(), (REJECTED, ACCEPTED)):
+            for values, style, what in zip(both, ("--", "o-"), ("predicted", "measured")):
+                k = range(1, len(values) + 1)
+                ax.plot(k, values, style, color=colour, label=f"{name}, {what}")
+        ax.axhline(1, color=CONTEXT, lw=1)
+        ax.set(xlabel="K", xticks=k)
+        ax.set_title(kind, fontsize=10)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set(ylabel="speed, plain decoding = 1")
+    axes[0, -1].legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    plt.show()
+
+
 # ---- lesson 09 -----------------------------------------------------------------------------------
 
 
