@@ -629,7 +629,7 @@ def draw_acceptance(shares: dict[str, tuple[list[float], list[float]]]) -> None:
     plt.show()
 
 
-def draw_speeds(speeds: dict[str, dict[str, tuple[list[float], list[float]]]]) -> None:
+def draw_speeds_by_k(speeds: dict[str, dict[str, tuple[list[float], list[float]]]]) -> None:
     """Draw the speed relative to plain decoding for K = 1, 2, …: kind of text -> vocabulary ->
     (predicted, measured)."""
     figure, axes = plt.subplots(

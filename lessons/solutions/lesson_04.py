@@ -378,7 +378,7 @@ def run_grow(function, case: Heads) -> list[Path]:
     tree = function(accuracy, case.nodes)
     if accuracy != case.accuracy:
         raise Wrong(CHANGED.format("accuracy"))
-    if not isinstance(tree, list) or not all(isinstance(path, tuple | list) for path in tree):
+    if not isinstance(tree, list) or not all(isinstance(path, tuple) for path in tree):
         raise Wrong("it must return a list of paths, each a tuple of ranks")
     tree = [tuple(path) for path in tree]
     if () in tree:
