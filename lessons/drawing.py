@@ -131,26 +131,6 @@ def draw_rows(
     ax.spines[:].set_visible(False)
 
 
-def draw_recursion(
-    ax: Axes, hiddens: list[str], tokens: list[str], drafts: list[str], head: str = "head"
-) -> None:
-    """Draw a head that runs on its own output: a column per step, with its inputs and its draft."""
-    arrow = {"arrowstyle": "->", "color": CONTEXT, "shrinkA": 12, "shrinkB": 14}
-    for x, (hidden, token, draft) in enumerate(zip(hiddens, tokens, drafts)):
-        x *= 2
-        box(ax, x - 0.4, 0, hidden, ACCEPTED if x == 0 else "#56B4E9", size=9)
-        box(ax, x + 0.4, 0, token, CONTEXT if x == 0 else REJECTED, size=9)
-        box(ax, x, 1, head, "white", "black", 9)
-        box(ax, x, 2, draft, REJECTED, size=9)
-        for start, end in (((x - 0.4, 0), (x, 1)), ((x + 0.4, 0), (x, 1)), ((x, 1), (x, 2))):
-            ax.annotate("", end, start, arrowprops=arrow)
-        if x // 2 + 1 < len(hiddens):
-            ax.annotate("", (x + 1.6, 0), (x, 1), arrowprops=arrow | {"color": "#56B4E9"})
-            ax.annotate("", (x + 2.4, 0), (x, 2), arrowprops=arrow | {"color": REJECTED})
-    ax.set(xlim=(-1, 2 * len(hiddens) - 1), ylim=(-0.4, 2.4))
-    ax.set_axis_off()
-
-
 # ---- pictures of single lessons ------------------------------------------------------------------
 
 PALE = "#DDDDDD"  # context, or a draft that was never looked at
