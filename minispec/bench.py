@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec import roofline
+from minispec import parallel, roofline
 from minispec.cache import KVCache
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, pick_device, pick_dtype, require_tokenizer
@@ -607,6 +607,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @command
 def main(argv: list[str] | None = None) -> None:
+    parallel.require_one_process("bench")
     args = parse(argv)
     command = command_line("minispec.bench", sys.argv[1:] if argv is None else argv)
     if args.shape and not args.plan:

@@ -34,11 +34,12 @@ from minispec.model import MLP, Attention, Config
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)  # a chat may be idle; a process that has ended is noticed at once
-NUMBERS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"  # variables that torchrun sets
-ADDRESS = ("MASTER_ADDR",)
-OUTPUTS = re.compile(r"(.*\.)?(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias)")
-INPUTS = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.weight")
-ADDED_ONCE = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.bias")
+# set by torchrun
+NUMERIC_VARIABLES = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"
+ADDRESS_VARIABLES = ("MASTER_ADDR",)
+COLUMN_PARALLEL = re.compile(r"(.*\.)?(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias)")
+ROW_PARALLEL = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.weight")
+RANK_0_BIASES = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.bias")
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,11 @@ def join() -> None:
     """Join the processes that torchrun started, if it did. The device `cuda` becomes the process's
     own, and only rank 0 prints. Raises UserError if variables that torchrun sets are missing."""
     global processes
-    size = os.environ.get("WORLD_SIZE", "1")
+    size = os.environ.get("WORLD_SIZE") or "1"
     if size == "1" or processes.size > 1:
         return
-    invalid = [name for name in NUMBERS if not os.environ.get(name, "").isdecimal()]
-    invalid += [name for name in ADDRESS if not os.environ.get(name)]
+    invalid = [name for name in NUMERIC_VARIABLES if not os.environ.get(name, "").isdecimal()]
+    invalid += [name for name in ADDRESS_VARIABLES if not os.environ.get(name)]
     if invalid:
         raise UserError(f"WORLD_SIZE is {size}, but torchrun has not set {', '.join(invalid)}: "
                         "start N processes with torchrun --nproc-per-node N -m …")  # fmt: skip
@@ -80,11 +81,22 @@ def join() -> None:
         raise UserError(f"the {size} processes did not find each other: {error}") from None
     atexit.register(dist.destroy_process_group)
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        gpus, local_rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
+        if local_rank >= gpus:
+            raise UserError(f"there are {gpus} GPUs here, too few for process {local_rank + 1}")
+        torch.cuda.set_device(local_rank)
     processes = Ranks(dist.get_rank(), dist.get_world_size())
     if processes.rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")
         sys.excepthook = lambda *error: traceback.print_exception(*error, file=sys.__stderr__)
+
+
+def require_one_process(name: str) -> None:
+    """Raise UserError if torchrun started several processes."""
+    join()
+    with together():
+        if processes.size > 1:
+            raise UserError(f"{name} runs in one process: start it without torchrun")
 
 
 # ---- a rank's part of a model --------------------------------------------------------------------
@@ -105,12 +117,12 @@ def narrow(config: Config, n: int | None = None) -> Config:
 def part_of(name: str, tensor: Tensor) -> Tensor:
     """The rank's part of a checkpoint's tensor. `tensor` may also be a slice of safetensors, of
     which only the part is read."""
-    match = OUTPUTS.fullmatch(name) or INPUTS.fullmatch(name)
+    match = COLUMN_PARALLEL.fullmatch(name) or ROW_PARALLEL.fullmatch(name)
     shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
-    dim = 0 if match and match.re is OUTPUTS else 1
+    dim = 0 if match and match.re is COLUMN_PARALLEL else 1
     if ranks.size == 1 or match is None or len(shape) <= dim:  # `fill` names a tensor without `dim`
         whole = tensor if isinstance(tensor, Tensor) else tensor[...]
-        return torch.zeros_like(whole) if ranks.rank and ADDED_ONCE.fullmatch(name) else whole
+        return torch.zeros_like(whole) if ranks.rank and RANK_0_BIASES.fullmatch(name) else whole
     if shape[dim] % ranks.size:
         raise UserError(f"{name} has the shape {list(shape)}, which {ranks.size} processes cannot "
                         "share")  # fmt: skip

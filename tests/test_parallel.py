@@ -203,7 +203,7 @@ def test_the_size_of_the_mlp_must_be_divisible_too():
       "MASTER_ADDR": "localhost"}, "RANK"),
 ])  # fmt: skip
 def test_incomplete_variables_are_refused(given, missing, monkeypatch, capsys):
-    for name in (*parallel.NUMBERS, *parallel.ADDRESS):
+    for name in (*parallel.NUMERIC_VARIABLES, *parallel.ADDRESS_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -391,6 +391,9 @@ def test_two_processes_generate_the_documents_of_one(sampling, tmp_path):
 
 @pytest.mark.slow
 def test_what_runs_in_one_process_says_so(tmp_path):
-    run = torchrun(2, "-m", "minispec.distill", "vocabulary", "--text", "en=x", "--out", tmp_path)
-    lines = own_lines(run.communicate(timeout=60)[1])
-    assert lines == ["minispec: vocabulary runs in one process: start it without torchrun"]
+    vocabulary = ["distill", "vocabulary", "--text", "en=x", "--out", tmp_path]
+    for module, *arguments in vocabulary, ["bench", "--shape", "smollm2-135m"], ["certify"]:
+        run = torchrun(2, "-m", f"minispec.{module}", *arguments)
+        lines = own_lines(run.communicate(timeout=60)[1])
+        name = "vocabulary" if module == "distill" else module
+        assert lines == [f"minispec: {name} runs in one process: start it without torchrun"]

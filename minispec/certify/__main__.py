@@ -12,7 +12,7 @@ from typing import TextIO
 
 import torch
 
-from minispec import certify
+from minispec import certify, parallel
 from minispec.certify.common import Verdict
 from minispec.certify.compare import compare
 from minispec.certify.others.blackbox import (
@@ -154,6 +154,7 @@ def limits_of(args: argparse.Namespace) -> Limits:
 @command
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
+    parallel.require_one_process("certify")
     args = parse(argv)
     if args.junit:
         check_writable(args.junit, "--junit")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -201,8 +202,9 @@ def check_attention(where: str, folder: Path, config: Config) -> None:
         return
     kv_heads, head_dim = attention_sizes(keys)
     values = kv_heads, head_dim, *read_rope(keys)
+    config = replace(config, kv_heads=config.kv_heads * parallel.ranks.size)  # of the whole model
     for name, value in zip(("kv_heads", "head_dim", "rope_theta", "rope_scaling"), values):
-        expected = getattr(config, name) * (parallel.ranks.size if name == "kv_heads" else 1)
+        expected = getattr(config, name)
         if value != expected:
             raise UserError(
                 f"{where} is for another model: its {name} is {value}, the model's is {expected}"

@@ -145,6 +145,8 @@ def check_flags(args: argparse.Namespace) -> None:
         (args.chat and ids_or_file, "--chat cannot use --prompt-ids or --prompt-file"),
         (args.system is not None and not args.chat, "--system requires --chat"),
         (args.color and args.json, "--color and --json are mutually exclusive"),
+        (args.compile and parallel.ranks.size > 1,
+         "--compile: a model that several processes share cannot be compiled"),
         (args.draft is not None and args.heads is not None,
          "--draft and --heads are mutually exclusive"),
         (args.draft is not None and (args.vocabulary or args.vocabulary_size) is not None,

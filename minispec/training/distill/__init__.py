@@ -13,7 +13,7 @@ from pathlib import Path
 
 from minispec import parallel
 from minispec.checkpoints.fetch import default_model
-from minispec.errors import Parser, UserError, command
+from minispec.errors import Parser, command
 from minispec.training.distill import (
     acceptance,
     draft,
@@ -57,8 +57,8 @@ def main(argv: list[str] | None = None) -> None:
     with parallel.together():
         args = p.parse_args(argv)
         args.model = default_model() if args.model is None else args.model
-        trains = args.run in (draft.run, medusa.run, mtp.run)
-        if parallel.processes.size > 1 and not trains and args.run is not generate.run:
-            raise UserError(f"{args.command} runs in one process: start it without torchrun")
+    trains = args.run in (draft.run, medusa.run, mtp.run)
+    if not trains and args.run is not generate.run:
+        parallel.require_one_process(args.command)
     with training_setup(args, ["distill", *argv]) if trains else contextlib.nullcontext():
         args.run(args)
