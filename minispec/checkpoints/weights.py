@@ -64,7 +64,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     for name, tensor in tensors.items() if isinstance(tensors, dict) else [("its content", None)]:
         if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout != torch.strided:
             raise UserError(f"{path} must map names to dense tensors; {name} does not fit")
-    return {str(name): parallel.part_of(name, tensor) for name, tensor in tensors.items()}
+    return {str(name): parallel.part_of(str(name), tensor) for name, tensor in tensors.items()}
 
 
 def read_parts(path: Path) -> dict[str, Tensor]:
