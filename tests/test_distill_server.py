@@ -233,6 +233,7 @@ class Hangs(CorrectServer):
         return super().answer(request)
 
 
+@pytest.mark.slow
 def test_ctrl_c_loses_no_finished_answer_and_waits_for_none(target, data, tmp_path):
     """The command runs in a process of its own. Its second batch hangs."""
     hangs, out = backend(target, Hangs), tmp_path / "own.jsonl"

@@ -14,11 +14,11 @@ import pytest
 import torch
 from conftest import ROOT, TOKENIZER, byte_model, last_error_line
 
-from minispec import UserError
+from minispec import UserError, parallel
 from minispec.checkpoints.load import save
 from minispec.cost import ROW_COUNTS
-from minispec.training import distill, pretrain
-from minispec.training.loop import CHECKPOINT
+from minispec.training import distill
+from minispec.training.loop import CHECKPOINT, check_processes
 from minispec.training.own_text import read_generated
 
 sys.path.append(str(ROOT / "tests" / "gpu"))
@@ -215,9 +215,9 @@ def test_training_with_a_time_limit_finishes_completely(tmp_path, monkeypatch, c
     assert f"{steps:,} steps" in (out / "README.md").read_text()
     distill.main(list(map(str, flags)))  # the second time, nothing is left to do
     assert heads.counts(out)[0] == steps
-    monkeypatch.setenv("RANK", "0")
-    flags = ["--data", "x.txt", "--minutes", "1", "--out", str(tmp_path / "pretrained")]
-    assert "in one process" in last_error_line(capsys, lambda: pretrain.main(flags))
+    monkeypatch.setattr(parallel, "processes", parallel.Ranks(0, 2))
+    with pytest.raises(UserError, match="--minutes works in one process only"):
+        check_processes(argparse.Namespace(minutes=1.0, rows=2))
 
 
 def test_training_that_takes_too_long_is_finished_from_its_checkpoint(tmp_path, monkeypatch):

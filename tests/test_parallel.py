@@ -93,7 +93,7 @@ def on_threads(size: int, monkeypatch, function) -> list:
         return list(pool.map(run, range(size)))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_method_generates_what_one_process_does(family, size, monkeypatch):
     prompt, whole = random_tokens(9, vocab=VOCAB), load(family, "float64")[0]
     parts = [as_rank(r, size, monkeypatch, load, family, "float64")[0] for r in range(size)]
