@@ -161,12 +161,19 @@ def draw_verbs() -> None:
         "yield": (2, WORDS[2:4] + CHOICES[2:3], [ACCEPTED, ACCEPTED, FRESH],
                   "three tokens from one pass"),
     }  # fmt: skip
-    figure, ax = plt.subplots(figsize=(9, 3), layout="constrained")
-    for y, (verb, (x, texts, fills, note)) in enumerate(rows.items()):
-        ax.text(-0.3, y + 0.4, verb, ha="right", va="center", fontsize=10, weight="bold")
-        ax.text(7.3, y + 0.4, note, va="center", fontsize=10)
+    draw_steps(rows, (9, 3), (-1.6, 7.3, 11.6))
+
+
+def draw_steps(rows: dict[str, tuple], size: tuple, columns: tuple[float, float, float]) -> None:
+    """Draw the steps of a round. `rows` maps a step's name to the column of its first cell, texts,
+    fills and a note; `columns` are where the picture begins, the notes begin and it ends."""
+    left, notes, right = columns
+    figure, ax = plt.subplots(figsize=size, layout="constrained")
+    for y, (name, (x, texts, fills, note)) in enumerate(rows.items()):
+        ax.text(-0.3, y + 0.4, name, ha="right", va="center", fontsize=10, weight="bold")
+        ax.text(notes, y + 0.4, note, va="center", fontsize=10)
         cells(ax, y, texts, fills, x)
-    finish(ax, (-1.6, 11.6), (5, -0.1))
+    finish(ax, (left, right), (len(rows), -0.1))
 
 
 def draw_guess(guess: list[str], choices: list[str], accepted: int) -> None:
@@ -459,12 +466,7 @@ def draw_jacobi_round() -> None:
         "yield": (2, BLOCK_CHOICES[:2], [ACCEPTED, FRESH], "two tokens from one pass"),
         "next guess": (4, rest, [CONTEXT] * 4 + [f"!{CONTEXT}"], "the choices that are left"),
     }  # fmt: skip
-    figure, ax = plt.subplots(figsize=(10, 2.8), layout="constrained")
-    for y, (verb, (x, texts, fills, note)) in enumerate(rows.items()):
-        ax.text(-0.3, y + 0.4, verb, ha="right", va="center", fontsize=10, weight="bold")
-        ax.text(9.3, y + 0.4, note, va="center", fontsize=10)
-        cells(ax, y, texts, fills, x)
-    finish(ax, (-2.0, 14.4), (5, -0.1))
+    draw_steps(rows, (10, 2.8), (-2.0, 9.3, 14.4))
 
 
 def draw_jacobi(rows: list[list[int]], tokenizer: Tokenizer) -> None:

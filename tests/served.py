@@ -98,6 +98,15 @@ class CorrectServer:
         )
 
 
+class TextPrompts(CorrectServer):
+    """Accept text only, no token ids."""
+
+    def answer(self, request):
+        if not isinstance(request["prompt"], str):
+            return 400, {"error": {"message": "prompt must be a string"}}
+        return super().answer(request)
+
+
 def handler(backend: CorrectServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

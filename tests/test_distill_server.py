@@ -10,7 +10,7 @@ import time
 
 import pytest
 from conftest import ASSISTANT, CHAT_TEMPLATE, END, END_TURN, ROOT, USER, last_error_line
-from served import CorrectServer, serving
+from served import CorrectServer, TextPrompts, serving
 from tokenizers.processors import TemplateProcessing
 
 from minispec import load
@@ -78,13 +78,8 @@ def rejected(capsys, target, out, *more) -> str:
 # ---- the same text -------------------------------------------------------------------------------
 
 
-class TextOnly(CorrectServer):
+class TextOnly(TextPrompts):
     """Accept and return text only."""
-
-    def answer(self, request):
-        if not isinstance(request["prompt"], str):
-            return 400, {"error": {"message": "prompt must be a string"}}
-        return super().answer(request)
 
     def choice(self, request, seed):
         found = super().choice(request, seed)

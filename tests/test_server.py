@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 from conftest import TOKENIZER, byte_model
-from served import CorrectServer, serving
+from served import CorrectServer, TextPrompts, serving
 
 from minispec import errors
 from minispec.certify.__main__ import main
@@ -311,13 +311,8 @@ def test_without_requests_or_time_a_row_is_skipped(monkeypatch):
 # ---- formats of requests and answers -------------------------------------------------------------
 
 
-class TextIn(CorrectServer):
+class TextIn(TextPrompts):
     """Accept text only, but return ids; use another finish reason for end tokens."""
-
-    def answer(self, request):
-        if not isinstance(request["prompt"], str):
-            return 400, {"error": {"message": "prompt must be a string"}}
-        return super().answer(request)
 
     def choice(self, request, seed):
         found = super().choice(request, seed)

@@ -41,19 +41,24 @@ def weight_files(directory: Path) -> list[Path]:
 
 def read_file(path: Path) -> object:
     """Read a .safetensors, .bin or .pt file. Code in a pickle is never run."""
-    try:
+    with reading(path):
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise UserError if a file of weights cannot be read."""
+    try:
+        yield
+    except UserError:
+        raise
     except Exception as error:  # any exception; torch's message suggests unpickling
-        raise unreadable(path, error) from None
-
-
-def unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{path} cannot be read ({type(error).__name__}): it is missing, damaged, a Git LFS "
-        "pointer (run `git lfs pull`), or contains code, which is never unpickled"
-    )
+        raise UserError(
+            f"{path} cannot be read ({type(error).__name__}): it is missing, damaged, a Git LFS "
+            "pointer (run `git lfs pull`), or contains code, which is never unpickled"
+        ) from None
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -69,13 +74,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def read_parts(path: Path) -> dict[str, Tensor]:
     """Read this rank's parts of the tensors in a .safetensors file."""
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            return {name: parallel.part_of(name, file.get_slice(name)) for name in file.keys()}
-    except UserError:
-        raise
-    except Exception as error:
-        raise unreadable(path, error) from None
+    with reading(path), safetensors.safe_open(path, "pt") as file:
+        return {name: parallel.part_of(name, file.get_slice(name)) for name in file.keys()}
 
 
 def fill(
