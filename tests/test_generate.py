@@ -1,6 +1,7 @@
 """Runs stop exactly where plain decoding would; the command line reports errors in one line."""
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -8,13 +9,24 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import END, END_TURN, ROOT, TOKENIZER, byte_model, byte_tokenizer, random_model
+from conftest import (
+    END,
+    END_TURN,
+    ROOT,
+    TOKENIZER,
+    byte_model,
+    byte_tokenizer,
+    method_options,
+    random_model,
+)
 
 from minispec import UserError, errors
+from minispec.cache import KVCache
 from minispec.checkpoints.load import load, save
 from minispec.errors import check_writable, command, printable
 from minispec.generate import __main__ as generate
@@ -109,6 +121,25 @@ def test_statistics_and_seeds_of_plain_decoding():
     assert (s["target_passes"], s["new_tokens"], s["tokens_per_pass"]) == (30, 30, 1.0)
     assert s["drafted"] == s["accepted"] == s["extra_parameters"] == 0
     assert s["prefill_seconds"] > 0 and s["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("method", generate.METHODS)
+def test_a_finished_run_holds_no_cache(method, monkeypatch):
+    """`bench` keeps the runs of all prompts and methods; with their caches, `make speed`
+    held 7 GB halfway through."""
+    model, caches = random_model(), []
+    options = method_options(model).get(method, {})
+    new_cache = KVCache.__init__
+
+    def remember(cache, *args, **kwargs):
+        caches.append(weakref.ref(cache))
+        new_cache(cache, *args, **kwargs)
+
+    monkeypatch.setattr(KVCache, "__init__", remember)
+    run = decode(model, None, [1, 2, 3], method, max_new_tokens=5, ignore_eos=True, **options)
+    gc.collect()
+    assert len(run.tokens) == 5 and run.stats["dtype"] == "float64"
+    assert caches and all(cache() is None for cache in caches)
 
 
 def test_acceptance_rates_by_depth():

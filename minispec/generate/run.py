@@ -59,7 +59,7 @@ class Run:
     method: str
     prompt: list[int]
     steps: Iterator[Step]
-    cache: KVCache
+    cache: KVCache | None  # None once the run is finished
     sampling: Sampling
     stop_conditions: StopConditions
     stop_ids: list[int]  # ids of stop strings that are control tokens, which have no text
@@ -75,6 +75,7 @@ class Run:
 
     def __post_init__(self):
         self.cached_tokens = self.cache.length
+        self.dtype = str(self.cache.k[0].dtype).removeprefix("torch.")
         self.chunks = self.run()
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -140,12 +141,15 @@ class Run:
 
     def finish(self, reason: str) -> None:
         """End the run: add the text that was held back, and truncate the cache to the rows of
-        emitted tokens so that the next turn of a chat can use it."""
+        emitted tokens so that the next turn of a chat can use it. A finished run holds no cache, so
+        that a list of runs takes little memory."""
         self.finish_reason = reason
         if reason != "stop" and self.tokens:
             self.texts[-1] += self.held_back + (self.decoder.flush() if self.decoder else "")
         kept = len(self.prompt) + len(self.tokens) - 1
         self.cache.truncate(min(self.cache.length, kept))
+        self.steps.close()
+        self.cache = None
 
     @property
     def stats(self) -> dict:
@@ -163,7 +167,7 @@ class Run:
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": new / self.decode_seconds if self.decode_seconds else 0.0,
             "extra_parameters": self.extra_parameters,
-            "dtype": str(self.cache.k[0].dtype).removeprefix("torch."),
+            "dtype": self.dtype,
             "lossless": self.method not in LOSSY,
             **asdict(self.sampling),
         }
