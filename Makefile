@@ -45,13 +45,16 @@ PAGE = $(BIN)/python -m minispec.generate --device cpu --max-new-tokens 80 --htm
 STORY := Once upon a time, there was a little girl named Lily.
 MERGE := Write a Python function to merge two sorted lists into one sorted list.
 BICYCLE := How does a bicycle stay upright while it is moving?
+SPELLING := Correct the spelling: The lighthouse keeper had not spokn to anyone for three weeks when \
+	the boat apeared. It had no sails and no oars, and yet it moved stedily towards the rocks. A \
+	lantern swung at its bow, and somebody was singing.
 
 gallery: .venv/installed $(REAL)
-	$(PAGE)speculative.html --method speculative --temperature 1 "$(STORY)"
+	$(PAGE)speculative.html --method speculative --model weights/target --temperature 0.8 --seed 1 "$(STORY)"
 	$(PAGE)medusa.html --method medusa --model smollm2 --chat "$(BICYCLE)" < /dev/null
 	$(PAGE)lookahead.html --method lookahead --model smollm2 --chat "$(MERGE)" < /dev/null
 	$(PAGE)fastmtp.html --method fastmtp --model smollm2 --chat "$(QUESTION)" < /dev/null
-	$(PAGE)hybrid.html --method hybrid --model smollm2 --chat "$(MERGE)" < /dev/null
+	$(PAGE)hybrid.html --method hybrid --model smollm2 --chat "$(SPELLING)" < /dev/null
 
 lint: .venv/tested
 	$(BIN)/ruff check .

@@ -1,7 +1,5 @@
-"""Write the Colab badges and the first cell of each lesson, with pyproject.toml's Source address.
-
-    make badges
-"""
+"""Write the Colab badges and each lesson's first cell, from the Source address in pyproject.toml.
+`make badges` runs this."""
 
 import json
 import re

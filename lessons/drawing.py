@@ -124,9 +124,7 @@ def draw_mask(ax: Axes, mask: Tensor, labels: list[str], colours: list[str] | No
     ax.spines[:].set_visible(False)
 
 
-def draw_rows(
-    ax: Axes, rows: list[list[str]], colours: list[list[str]], names: list[str]
-) -> None:
+def draw_rows(ax: Axes, rows: list[list[str]], colours: list[list[str]], names: list[str]) -> None:
     """Draw rows of texts in coloured cells, the first at the top; an empty text has no cell."""
     for y, (row, fills) in enumerate(zip(rows, colours)):
         for x, (text, fill) in enumerate(zip(row, fills)):

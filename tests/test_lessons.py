@@ -312,7 +312,7 @@ def test_a_page_of_the_gallery_is_small_and_linked(method, number):
     assert palette.css() in page, "run make gallery"
     data = re.search(r'<script id="trace" type="application/json">(.*?)</script>', page, re.S)
     run = json.loads(data[1])
-    assert run["method"] == method and run["stats"]["lossless"] and len(run["passes"]) > 20
+    assert run["method"] == method and run["stats"]["lossless"] and len(run["passes"]) > 10
     assert distinct_4grams(run["tokens"]) > 0.8, "its text loops"
     link = f"(gallery/{method}.html)"
     assert link in source(cells_of(IN_NEW_FORM[number], "markdown")[-1])
@@ -350,8 +350,8 @@ def test_pictures_have_100_dots_per_inch():
 
 def test_colours_are_defined_in_one_place():
     files = *LESSONS.glob("*.py"), *(ROOT / "minispec" / "generate").glob("*.py")
-    literal = re.compile(r"#[0-9A-Fa-f]{6}\b")
-    assert [file.name for file in files if literal.search(file.read_text("utf-8"))] == ["palette.py"]
+    found = [file.name for file in files if re.search("#[0-9A-Fa-f]{6}", file.read_text("utf-8"))]
+    assert found == ["palette.py"]
 
 
 # ---- checking ------------------------------------------------------------------------------------

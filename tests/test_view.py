@@ -202,8 +202,12 @@ def test_colours_can_be_read_on_dark_and_on_light(meaning):
     template = view.TEMPLATE.read_text(encoding="utf-8")
     modes = [re.search(rf"--{name}: light-dark\((#\w+), (#\w+)\)", template).groups()
              for name in ("ink", "panel")]  # fmt: skip
-    shares = {use: int(share) / 100 for use, share in re.findall(
-        rf"--{meaning}-(text|bg): color-mix\(in srgb, var\(--{meaning}\) (\d+)%, ", template)}
+    shares = {
+        use: int(share) / 100
+        for use, share in re.findall(
+            rf"--{meaning}-(text|bg): color-mix\(in srgb, var\(--{meaning}\) (\d+)%, ", template
+        )
+    }
     for ink, panel in zip(*modes):
         text, panel = mixed(colour, channels(ink), shares["text"]), channels(panel)
         assert contrast(text, panel) >= 4.5
