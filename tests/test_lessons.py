@@ -290,12 +290,18 @@ def test_the_first_cell_works_without_a_checkout(tmp_path):
     environment = {**os.environ, "PATH": f"{stubs}{os.pathsep}{os.environ['PATH']}"}
     environment.pop("PYTHONPATH", None)
     cell = badges.first_cell("03").replace(badges.address(), repository.as_uri())
-    cell += "\nimport minispec\nprint(minispec.__file__, check.__name__)"
-    for folder in bare, bare, bare / "checkout", bare / "checkout" / "lessons":
-        done = subprocess.run([sys.executable, "-c", cell], cwd=folder, env=environment,
+    starts = cell + "\nimport minispec\nprint(minispec.__path__[0])"
+    imports = cell.replace('lesson("03")', "import form\nprint(form.LESSONS)")
+    made = bare / "checkout"
+    for folder, code, printed in (
+        (bare, starts, made / "minispec"),
+        (bare, imports, made / "lessons"),
+        (made, imports, made / "lessons"),
+        (made / "lessons", imports, made / "lessons"),
+    ):
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment,
                               capture_output=True, text=True)  # fmt: skip
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.split() == [str(bare / "checkout/minispec/__init__.py"), "check"]
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{printed}\n", "")
     assert (tmp_path / "installed").read_text() == "install -q -e checkout\n"
 
 
