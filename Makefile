@@ -9,8 +9,8 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/tested)
 GPU_RUN = PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON)
 
-.PHONY: demo test test-all lessons lessons-refresh lint certify reference engines smollm2 speed gpu \
-	gpu-heads grade golden clean
+.PHONY: demo test test-all lessons lessons-refresh badges gallery lint certify reference engines \
+	smollm2 speed gpu gpu-heads grade golden clean
 
 # A real model answers a question by plain decoding, then by FastMTP; offline, the toy tells a story.
 demo: .venv/installed
@@ -35,6 +35,26 @@ lessons-refresh: .venv/lessons
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
 		--ExecutePreprocessor.record_timing=False lessons/*.ipynb
 	$(BIN)/jupyter nbconvert --coalesce-streams --inplace lessons/*.ipynb
+
+# rewrite the lessons' Colab badges and first cells from the address in pyproject.toml
+badges:
+	$(PYTHON) lessons/badges.py
+
+# write the runs that the lessons link to
+PAGE = $(BIN)/python -m minispec.generate --device cpu --max-new-tokens 80 --html lessons/gallery/
+STORY := Once upon a time, there was a little girl named Lily.
+MERGE := Write a Python function to merge two sorted lists into one sorted list.
+BICYCLE := How does a bicycle stay upright while it is moving?
+SPELLING := Correct the spelling: The lighthouse keeper had not spokn to anyone for three weeks when \
+	the boat apeared. It had no sails and no oars, and yet it moved stedily towards the rocks. A \
+	lantern swung at its bow, and somebody was singing.
+
+gallery: .venv/installed $(REAL)
+	$(PAGE)speculative.html --method speculative --model weights/target --temperature 0.8 --seed 1 "$(STORY)"
+	$(PAGE)medusa.html --method medusa --model smollm2 --chat "$(BICYCLE)" < /dev/null
+	$(PAGE)lookahead.html --method lookahead --model smollm2 --chat "$(MERGE)" < /dev/null
+	$(PAGE)fastmtp.html --method fastmtp --model smollm2 --chat "$(QUESTION)" < /dev/null
+	$(PAGE)hybrid.html --method hybrid --model smollm2 --chat "$(SPELLING)" < /dev/null
 
 lint: .venv/tested
 	$(BIN)/ruff check .

@@ -1,7 +1,4 @@
-"""Plots shared by several lessons (a round's tree, a mask, rows of tokens), and source listings.
-
-Accepted is blue, rejected vermilion, new green; colour-blind readers can distinguish them.
-"""
+"""Plots shared by several lessons (a round's tree, a mask, rows of tokens), and source listings."""
 
 import inspect
 import math
@@ -15,10 +12,22 @@ from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
 from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.generate.palette import (
+    ACCEPTED,
+    CONTEXT,
+    FRESH,
+    HIDDEN,
+    LEGEND,
+    LINE,
+    ORANGE,
+    PALE,
+    PURPLE,
+    REJECTED,
+    SKY,
+)
 from minispec.tree import Tree
 
-ACCEPTED, REJECTED, FRESH, CONTEXT = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
-LEGEND = {"accepted": ACCEPTED, "rejected": REJECTED, "fresh": FRESH}
+plt.rcParams["figure.dpi"] = 100  # whatever the front end's default
 
 
 def code(*things) -> Markdown:
@@ -37,7 +46,7 @@ def label(token: int, tokenizer: Tokenizer | None = None) -> str:
     return text.replace(" ", "\u2423").replace("\n", "\u21b5").replace("$", r"\$")
 
 
-def box(ax: Axes, x: float, y: float, text: str, fill: str, edge: str | None = None, size=8.0):
+def box(ax: Axes, x: float, y: float, text: str, fill: str, edge: str | None = None, size=9.0):
     """Draw text in a rounded, filled box, or, with `edge`, in an outlined one."""
     ax.text(
         x, y, text, ha="center", va="center", fontsize=size, zorder=3,
@@ -66,7 +75,7 @@ def node_positions(tree: Tree) -> list[tuple[float, float]]:
 
 def draw_tree(
     ax: Axes, tree: Tree, path: Sequence[int] | None = None, tokenizer: Tokenizer | None = None,
-    fresh: int | None = None, labels: list[str] | None = None, size: float = 8.0,
+    fresh: int | None = None, labels: list[str] | None = None,
 ) -> None:  # fmt: skip
     """Draw a tree from left to right. Nodes on `path` are blue and the others vermilion; the
     round's `fresh` token is a green node at the end of `path`. `labels` replace token texts."""
@@ -77,7 +86,7 @@ def draw_tree(
         labels = [*labels, label(fresh, tokenizer)]
     positions = node_positions(tree)
     for node, (x, y) in enumerate(positions):
-        line = {"color": ACCEPTED, "lw": 2} if node in accepted else {"color": "#BBBBBB", "lw": 1}
+        line = {"color": ACCEPTED, "lw": 2} if node in accepted else {"color": LINE, "lw": 1}
         if node == n:
             line = {"color": FRESH, "lw": 1.5, "ls": "--"}
         if node:
@@ -85,18 +94,18 @@ def draw_tree(
             ax.plot([px, x], [py, y], **line)
         colour = ACCEPTED if node in accepted else REJECTED
         colour = CONTEXT if node == 0 or path is None else colour
-        box(ax, x, y, labels[node], *(["white", FRESH] if node == n else [colour]), size=size)
+        box(ax, x, y, labels[node], *(["white", FRESH] if node == n else [colour]))
     deepest, lowest = max(x for x, _ in positions), min(y for _, y in positions)
     ax.set(xlim=(-0.4, deepest + 0.5), ylim=(lowest - 0.7, 0.7), yticks=[])
     ax.set_xticks(range(int(deepest) + 1), [f"depth {d}" for d in range(int(deepest) + 1)])
-    ax.tick_params(length=0, labelcolor=CONTEXT, labelsize=8)
+    ax.tick_params(length=0, labelcolor=CONTEXT, labelsize=9)
     ax.spines[:].set_visible(False)
 
 
 def draw_legend(ax: Axes, names: Sequence[str] = tuple(LEGEND), **options) -> None:
     """Draw a legend for the colours."""
     handles = [Patch(color=LEGEND[name], label=name) for name in names]
-    ax.legend(handles=handles, frameon=False, fontsize=8, **options)
+    ax.legend(handles=handles, frameon=False, fontsize=9, **options)
 
 
 def draw_mask(ax: Axes, mask: Tensor, labels: list[str], colours: list[str] | None = None) -> None:
@@ -104,36 +113,33 @@ def draw_mask(ax: Axes, mask: Tensor, labels: list[str], colours: list[str] | No
     n = len(labels)
     for i in range(n):
         for j in range(n):
-            fill = (colours[i] if colours else ACCEPTED) if mask[i, j] else "#F2F2F2"
+            fill = (colours[i] if colours else ACCEPTED) if mask[i, j] else HIDDEN
             ax.add_patch(Rectangle((j, i), 0.92, 0.92, color=fill))
     ax.set(xlim=(0, n), ylim=(n, 0), aspect="equal")
     centres = [i + 0.46 for i in range(n)]
-    ax.set_xticks(centres, labels, rotation=90, fontsize=8)
-    ax.set_yticks(centres, labels, fontsize=8)
+    ax.set_xticks(centres, labels, rotation=90, fontsize=9)
+    ax.set_yticks(centres, labels, fontsize=9)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
 
 
-def draw_rows(
-    ax: Axes, rows: list[list[str]], colours: list[list[str]], names: list[str], size: float = 8.0
-) -> None:
+def draw_rows(ax: Axes, rows: list[list[str]], colours: list[list[str]], names: list[str]) -> None:
     """Draw rows of texts in coloured cells, the first at the top; an empty text has no cell."""
     for y, (row, fills) in enumerate(zip(rows, colours)):
         for x, (text, fill) in enumerate(zip(row, fills)):
             if text:
                 ax.add_patch(Rectangle((x, y), 0.94, 0.88, color=fill))
                 ax.text(x + 0.47, y + 0.44, text, ha="center", va="center", color="white",
-                        fontsize=size)  # fmt: skip
+                        fontsize=9)  # fmt: skip
     ax.set(xlim=(0, max(map(len, rows))), ylim=(len(rows), 0), xticks=[])
-    ax.set_yticks([y + 0.44 for y in range(len(rows))], names, fontsize=8)
+    ax.set_yticks([y + 0.44 for y in range(len(rows))], names, fontsize=9)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
 
 
 # ---- pictures of single lessons ------------------------------------------------------------------
 
-PALE = "#DDDDDD"  # context, or a draft that was never looked at
 WORDS = "a", "small", "bird", "who", "sang", "a"  # a context of two tokens, and four drafts
 CHOICES = "bird", "who", "could", "a", "bird"  # the model's choices after "small", "bird", …
 
@@ -278,8 +284,7 @@ def draw_tree_round(
         width_ratios=[columns, 3.9, 3.9], layout="constrained",
     )  # fmt: skip
     numbered = [f"{node}: {text}" for node, text in enumerate(labels)]
-    draw_tree(left, tree, path, labels=numbered, size=9)
-    left.tick_params(labelsize=9)
+    draw_tree(left, tree, path, labels=numbered)
     left.set_title("the tree", fontsize=10)
     fills = [CONTEXT, *(ACCEPTED if i in path else REJECTED for i in range(1, len(tree)))]
     draw_tree_mask(middle, tree, fills, numbered, prefix)
@@ -295,7 +300,7 @@ def draw_tree_mask(
     seen = [[True] * start + row for row in tree.mask.tolist()]
     for i in range(n):
         for j in range(start + n):
-            ax.add_patch(Rectangle((j, i), 0.9, 0.9, color=fills[i] if seen[i][j] else "#F2F2F2"))
+            ax.add_patch(Rectangle((j, i), 0.9, 0.9, color=fills[i] if seen[i][j] else HIDDEN))
     ax.set_xticks([j + 0.45 for j in range(start + n)], [*prefix, *map(str, range(n))], fontsize=9)
     for tick in ax.get_xticklabels()[:start]:
         tick.set_rotation(90)
@@ -366,7 +371,7 @@ def draw_walk(ax: Axes, tree: Tree, path: Sequence[int], labels: list[str], fres
         if node:
             colour = STATES[states[node]]
             px, py = positions[tree.parents[node]]
-            ax.plot([px, x], [py, y], color="#BBBBBB" if colour == PALE else colour,
+            ax.plot([px, x], [py, y], color=LINE if colour == PALE else colour,
                     lw=2 if states[node] == "accepted" else 1)  # fmt: skip
         fill = STATES[states[node]] if node else CONTEXT
         ax.text(
@@ -408,7 +413,7 @@ def draw_ranks(paths: Sequence[Sequence[int]], gains: Sequence[float]) -> None:
     figure, ax = plt.subplots(
         figsize=(2 + 1.9 * deepest, 0.7 + 0.33 * leaves), layout="constrained"
     )
-    draw_tree(ax, tree, labels=labels, size=9)
+    draw_tree(ax, tree, labels=labels)
     ax.set_xticks(range(deepest + 1), ["", *(f"head {k}" for k in range(deepest))], fontsize=9)
     plt.show()
 
@@ -448,7 +453,6 @@ def draw_round(tree: Tree, path: Sequence[int], fresh: int, tokenizer: Tokenizer
 
 # ---- lesson 05: Jacobi and lookahead decoding ----------------------------------------------------
 
-ORANGE = "#E69F00"
 BLOCK = "bird", "sat", "on", "the", "mat"  # a guess at what follows "a small"
 BLOCK_CHOICES = "bird", "who", "on", "a", "branch", "."  # the model's, after each of these words
 
@@ -524,7 +528,6 @@ def draw_window(tree: Tree, mask: Tensor) -> None:
     names = ["now", *letters, *(f"{r},{i}" for r, i in entries)]
     colours = [CONTEXT, *[ACCEPTED] * len(letters), *(fills[r] for r, _ in entries)]
     draw_mask(right, mask, names, colours)
-    right.tick_params(labelsize=9)
     plt.show()
 
 
@@ -566,7 +569,7 @@ def draw_self_chain() -> None:
     figure, ax = plt.subplots(figsize=(10, 4.7), layout="constrained")
     arrow = {"arrowstyle": "->", "color": CONTEXT}
     for x in range(5):
-        box(ax, x + 0.46, 1.5, "head", "white", "black", 9)
+        box(ax, x + 0.46, 1.5, "head", "white", "black")
         ax.annotate("", (x + 0.46, 1.75), (x + 0.46, 2.3), arrowprops=arrow)
         if x >= 2:
             ax.annotate("", (x + 0.46, 0.8), (x + 0.46, 1.25), arrowprops=arrow)
@@ -670,7 +673,7 @@ def draw_decisions(p: Tensor, q: Tensor) -> None:
 
 
 def draw_branch(ax: Axes, start: tuple, end: tuple, text: str) -> None:
-    ax.plot([start[0], end[0]], [start[1], end[1]], color="#BBBBBB", lw=1, zorder=1)
+    ax.plot([start[0], end[0]], [start[1], end[1]], color=LINE, lw=1, zorder=1)
     at = [(2 * a + 3 * b) / 5 for a, b in zip(start, end)]
     ax.text(*at, text, ha="center", va="center", fontsize=9, zorder=2,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
@@ -715,8 +718,8 @@ def draw_gaps(gaps: list[float], reach: dict[str, float]) -> None:
 # ---- lesson 10 -----------------------------------------------------------------------------------
 
 METHOD_COLOURS = {
-    "jacobi": "#56B4E9", "lookahead": "#E69F00", "prompt-lookup": "#009E73",
-    "medusa": "#CC79A7", "fastmtp": "#0072B2", "hybrid": "#D55E00",
+    "jacobi": SKY, "lookahead": ORANGE, "prompt-lookup": FRESH, "medusa": PURPLE,
+    "fastmtp": ACCEPTED, "hybrid": REJECTED,
 }  # fmt: skip
 KIND_MARKERS = "os^D"
 

@@ -371,5 +371,6 @@ def smollm2() -> tuple:
     try:
         return load(find_smollm2())
     except UserError:
-        print("SmolLM2 is not here (93 MB, `make smollm2`), so its cells measure nothing")
+        print("SmolLM2 is not here, so its cells measure nothing; `%run -m minispec.fetch` gets it "
+              "(93 MB)")  # fmt: skip
         return None, None

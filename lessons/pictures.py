@@ -53,7 +53,7 @@ def draw(method: str, model, tokenizer, file: Path) -> None:
     if rows:
         texts = [[label(token, tokenizer) for token in row] for row in step.window]
         colours = [[CONTEXT] * len(row) for row in texts]
-        draw_rows(axes[1, 0], texts, colours, [f"window, row {i + 1}" for i in range(rows)], 7.0)
+        draw_rows(axes[1, 0], texts, colours, [f"window, row {i + 1}" for i in range(rows)])
     figure.savefig(file, dpi=100)
     plt.close(figure)
 

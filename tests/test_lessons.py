@@ -7,9 +7,14 @@ gets its own message.
 """
 
 import ast
+import base64
 import inspect
 import json
+import os
 import re
+import shutil
+import struct
+import subprocess
 import sys
 import textwrap
 import time
@@ -19,8 +24,12 @@ import pytest
 import torch
 from conftest import ROOT
 
+from minispec.generate import palette
+from minispec.training.pretrain import distinct_4grams
+
 LESSONS = ROOT / "lessons"
 sys.path.append(str(LESSONS))
+import badges  # noqa: E402
 import form  # noqa: E402
 
 NOTEBOOKS = sorted(LESSONS.glob("*.ipynb"))
@@ -131,7 +140,7 @@ def test_it_keeps_the_limits(number):
     for cell in code:
         assert len(cell.splitlines()) <= 20, cell
     text = "\n".join(source(cell) for cell in cells_of(IN_NEW_FORM[number], "markdown"))
-    assert len(text.split()) <= 1500
+    assert len(badges.BADGE.sub("", text).split()) <= 1500
     assert re.search(r"\*\*\d\d minutes\.\*\*", text)
     assert not re.search(r"matplotlib|plt\.", "\n".join(code)), "plots belong in drawing.py"
 
@@ -221,8 +230,134 @@ def test_no_page_prints_the_answer(key):
 @each_new
 def test_its_links_lead_somewhere(number):
     for cell in cells_of(IN_NEW_FORM[number], "markdown"):
-        for target in re.findall(r"\]\(([^)\s]+)\)", source(cell)):
+        for target in re.findall(r"\]\(([^)\s]+)\)", badges.BADGE.sub("", source(cell))):
             assert target.startswith("https://arxiv.org/abs/") or (LESSONS / target).exists()
+
+
+# ---- badges, first cells, gallery and pictures ---------------------------------------------------
+
+
+@each_new
+def test_its_badge_and_first_cell_are_those_of_the_address(number):
+    path = IN_NEW_FORM[number]
+    lines = source(cells_of(path, "markdown")[0]).splitlines()
+    assert lines[1:4] == ["", badges.badge(path.name), ""]
+    cell = source(cells_of(path, "code")[0])
+    assert cell == badges.first_cell(number)
+    assert len([line for line in cell.splitlines() if line]) <= 8
+
+
+def test_badges_lead_to_the_notebooks_of_one_address():
+    address = badges.address()
+    owner, name = address.removeprefix("https://github.com/").split("/")
+    table = (LESSONS / "README.md").read_text(encoding="utf-8")
+    assert badges.BADGE.findall(table) == [badges.badge(path.name) for path in NOTEBOOKS]
+    for path in NOTEBOOKS:
+        colab = "https://colab.research.google.com/github"
+        assert f"({colab}/{owner}/{name}/blob/main/lessons/{path.name})" in table
+
+
+def test_badges_are_rewritten_for_a_new_address(tmp_path, monkeypatch):
+    files = [tmp_path / IN_NEW_FORM["03"].name, tmp_path / "README.md"]
+    before = [shutil.copy(LESSONS / file.name, file).read_bytes() for file in files]
+    old, new = badges.address(), "https://github.com/fork/of-it"
+    monkeypatch.setattr(badges, "address", lambda: new)
+    badges.write_notebook(files[0])
+    badges.write_table(files[1])
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert "/fork/of-it/blob/main/lessons/03_" in text
+        assert old.removeprefix("https://github.com") not in text
+    monkeypatch.undo()
+    badges.write_notebook(files[0])
+    badges.write_table(files[1])
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_the_first_cell_works_without_a_checkout(tmp_path):
+    """As on Colab: in an empty folder, once more after a restart, and in the checkout it made."""
+    git = shutil.which("git") or pytest.skip("no git on this machine")
+    repository, bare, stubs = (tmp_path / name for name in ("repository", "bare", "stubs"))
+    for name in "minispec", "lessons":
+        shutil.copytree(ROOT / name, repository / name)
+    commit = ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "all"]
+    for arguments in ["init", "-q"], ["add", "."], commit:
+        subprocess.run([git, *arguments], cwd=repository, check=True)
+    bare.mkdir()
+    stubs.mkdir()
+    (stubs / "pip").write_text(f"#!/bin/sh\necho $* >> {tmp_path / 'installed'}\n")
+    (stubs / "pip").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{stubs}{os.pathsep}{os.environ['PATH']}"}
+    environment.pop("PYTHONPATH", None)
+    cell = badges.first_cell("03").replace(badges.address(), repository.as_uri())
+    starts = cell + "\nimport minispec\nprint(minispec.__path__[0])"
+    imports = cell.replace('lesson("03")', "import form\nprint(form.LESSONS)")
+    made = bare / "checkout"
+    for folder, code, printed in (
+        (bare, starts, made / "minispec"),
+        (bare, imports, made / "lessons"),
+        (made, imports, made / "lessons"),
+        (made / "lessons", imports, made / "lessons"),
+    ):
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment,
+                              capture_output=True, text=True)  # fmt: skip
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{printed}\n", "")
+    assert (tmp_path / "installed").read_text() == "install -q -e checkout\n"
+
+
+GALLERY = {"speculative": "03", "medusa": "04", "lookahead": "05", "fastmtp": "06", "hybrid": "10"}
+
+
+@pytest.mark.parametrize("method, number", GALLERY.items())
+def test_a_page_of_the_gallery_is_small_and_linked(method, number):
+    file = LESSONS / "gallery" / f"{method}.html"
+    page = file.read_text(encoding="utf-8")
+    assert file.stat().st_size < 500_000
+    assert not LOCAL_PATH.search(page)
+    assert re.findall(r"(?:src|href)=\"([^\"]*)\"", page) == ["data:,"]
+    assert palette.css() in page, "run make gallery"
+    data = re.search(r'<script id="trace" type="application/json">(.*?)</script>', page, re.S)
+    run = json.loads(data[1])
+    assert run["method"] == method and run["stats"]["lossless"] and len(run["passes"]) > 10
+    assert distinct_4grams(run["tokens"]) > 0.8, "its text loops"
+    link = f"(gallery/{method}.html)"
+    assert link in source(cells_of(IN_NEW_FORM[number], "markdown")[-1])
+    assert link in (LESSONS / "README.md").read_text(encoding="utf-8")
+
+
+def test_letters_have_at_least_9_points():
+    code = "".join((LESSONS / name).read_text("utf-8") for name in ("drawing.py", "pictures.py"))
+    sizes = re.findall(r"(?:fontsize|labelsize|\bsize)=([\d.]+)", code)
+    assert len(sizes) > 20 and all(float(size) >= 9 for size in sizes)
+    assert "rcParams.update" not in code
+    font_manager, matplotlib = map(pytest.importorskip, ("matplotlib.font_manager", "matplotlib"))
+    for part in "font.size", "axes.titlesize", "axes.labelsize", "xtick.labelsize":
+        size = matplotlib.rcParamsDefault[part]
+        assert font_manager.FontProperties(size=size).get_size_in_points() >= 9
+
+
+def pictures() -> dict[str, bytes]:
+    """The PNG files of the new notebooks and of README, except for the screenshot."""
+    files = [path for path in LESSONS.glob("images/*.png") if path.stem != "trace"]
+    found = {path.name: path.read_bytes() for path in files}
+    for path in IN_NEW_FORM.values():
+        for cell in cells_of(path, "code"):
+            for output in cell["outputs"]:
+                if picture := output.get("data", {}).get("image/png"):
+                    found[f"{path.stem}: {cell['id']}"] = base64.b64decode("".join(picture))
+    return found
+
+
+def test_pictures_have_100_dots_per_inch():
+    for name, picture in pictures().items():
+        at = picture.index(b"pHYs") + 4
+        assert struct.unpack(">II", picture[at : at + 8]) == (3937, 3937), name  # per metre
+
+
+def test_colours_are_defined_in_one_place():
+    files = *LESSONS.glob("*.py"), *(ROOT / "minispec" / "generate").glob("*.py")
+    found = [file.name for file in files if re.search("#[0-9A-Fa-f]{6}", file.read_text("utf-8"))]
+    assert found == ["palette.py"]
 
 
 # ---- checking ------------------------------------------------------------------------------------

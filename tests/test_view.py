@@ -15,7 +15,7 @@ from tokenizers import decoders, models
 
 from minispec import Sampling
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.generate import METHODS, decode, stream, view
+from minispec.generate import METHODS, decode, palette, stream, view
 from minispec.generate import __main__ as generate
 from minispec.generate.run import Chunk
 from minispec.sampling import probs
@@ -23,7 +23,8 @@ from minispec.toys import Recorder
 from minispec.tree import Step, Tree
 
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
-STRUCK = re.compile(r"\x1b\[9;31m.*?\x1b\[0m")
+BLUE, VERMILION, GREEN = "38;2;0;114;178", "38;2;213;94;0", "38;2;0;158;115"
+STRUCK = re.compile(rf"\x1b\[{VERMILION};9m.*?\x1b\[0m")
 
 
 class ChanceRecorder(Recorder):
@@ -161,15 +162,57 @@ def test_colours_show_accepted_fresh_and_rejected_tokens():
     root, a, b, c, d, e = TOKENIZER.encode("xabcde")
     tree = Tree([root, a, b, b, c, d], [-1, 0, 1, 2, 1, 0])
     chunk = Chunk([a, c, e], list("ace"), Step([a, c, e], tree, [0, 1, 4]))
-    green, struck = "\x1b[32ma\x1b[0m\x1b[32mc\x1b[0m", "\x1b[9;31mbb|d\x1b[0m"
-    assert view.paint(chunk, TOKENIZER) == green + "\x1b[35me\x1b[0m"
-    assert view.paint(chunk, TOKENIZER, full=True) == green + struck + "\x1b[35me\x1b[0m"
+    accepted, fresh = f"\x1b[{BLUE}ma\x1b[0m\x1b[{BLUE}mc\x1b[0m", f"\x1b[{GREEN}me\x1b[0m"
+    struck = f"\x1b[{VERMILION};9mbb|d\x1b[0m"
+    assert view.paint(chunk, TOKENIZER) == accepted + fresh
+    assert view.paint(chunk, TOKENIZER, full=True) == accepted + struck + fresh
     lines = Chunk([a], ["a\n\nb"], Step([a], Tree.chain(e, []), [0]))  # each line on its own
     assert view.paint(lines, TOKENIZER, underline=True) == (
-        "\x1b[35;4ma\x1b[0m\n\n\x1b[35;4mb\x1b[0m"
+        f"\x1b[{GREEN};4ma\x1b[0m\n\n\x1b[{GREEN};4mb\x1b[0m"
     )
     odd = Step([a], Tree.chain(e, [TOKENIZER.encode("\n")[0], TOKENIZER.encode("\x1b")[0]]), [0])
     assert view.rejected_text(odd, TOKENIZER) == r"↵\x1b"
+
+
+def mixed(colour: list[float], other: list[float], share: float) -> list[float]:
+    return [share * a + (1 - share) * b for a, b in zip(colour, other)]
+
+
+def contrast(colour: list[float], other: list[float]) -> float:
+    """The contrast ratio of WCAG 2, from 1 to 21."""
+
+    def luminance(rgb: list[float]) -> float:
+        shares = [c / 255 for c in rgb]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares]
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
+
+    low, high = sorted((luminance(colour), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def channels(colour: str) -> list[float]:
+    return list(bytes.fromhex(colour.removeprefix("#")))
+
+
+@pytest.mark.parametrize("meaning", palette.LEGEND)
+def test_colours_can_be_read_on_dark_and_on_light(meaning):
+    colour = channels(palette.LEGEND[meaning])
+    for terminal in "#000000", "#ffffff":
+        assert contrast(colour, channels(terminal)) > 3.4
+    template = view.TEMPLATE.read_text(encoding="utf-8")
+    modes = [re.search(rf"--{name}: light-dark\((#\w+), (#\w+)\)", template).groups()
+             for name in ("ink", "panel")]  # fmt: skip
+    shares = {
+        use: int(share) / 100
+        for use, share in re.findall(
+            rf"--{meaning}-(text|bg): color-mix\(in srgb, var\(--{meaning}\) (\d+)%, ", template
+        )
+    }
+    for ink, panel in zip(*modes):
+        text, panel = mixed(colour, channels(ink), shares["text"]), channels(panel)
+        assert contrast(text, panel) >= 4.5
+        if meaning != "rejected":  # has no background of its own
+            assert contrast(text, mixed(colour, panel, shares["bg"])) >= 4.5
 
 
 def call(folder, *arguments: str) -> None:
@@ -210,6 +253,7 @@ def test_the_page_embeds_any_text_safely(folder, capsys, tmp_path):
     assert {key: data[key] for key in facts} == facts and data["prompt"] == prompt
     template = view.TEMPLATE.read_text(encoding="utf-8")
     assert template.count(view.PLACEHOLDER) == 1
+    assert palette.css() in page and view.COLOURS_PLACEHOLDER not in page
     assert page.count("<script") == template.count("<script") == 2
     # the page needs no network
     assert "default-src 'none'" in template

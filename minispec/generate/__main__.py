@@ -123,7 +123,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     # two flags, because a flag with an optional value would take the prompt as its value
     p.add_argument("--color", action="store_const", const="brief",
-                   help="accepted drafts in green, the target's own tokens in magenta")
+                   help="accepted drafts in blue, the target's own tokens in green")
     p.add_argument("--color=full", dest="color", action="store_const", const="full",
                    help="also show rejected drafts, struck out")
     p.add_argument("--html", metavar="FILE",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.generate.palette import ACCEPTED, FRESH, REJECTED, ansi, css
 from minispec.generate.run import Chunk, Run
 from minispec.model import Transformer
 from minispec.sampling import Sampling, probs
@@ -21,13 +22,16 @@ from minispec.verify import residual
 TOP_TOKENS = 8  # how many tokens of a distribution the page shows
 TEMPLATE = Path(__file__).with_name("view.html")
 PLACEHOLDER = "__TRACE__"  # where the page's data goes
+COLOURS_PLACEHOLDER = "__PALETTE__"
 
-# ECMA-48 styles, readable on dark and light: green; magenta; red and struck out
-ACCEPTED_STYLE, FRESH_STYLE, REJECTED_STYLE = "32", "35", "9;31"
+# ECMA-48 styles. Other attributes follow the colour, because terminals without 24-bit colours take
+# a 0 in it for a reset.
+ACCEPTED_STYLE, FRESH_STYLE = ansi(ACCEPTED), ansi(FRESH)
+REJECTED_STYLE = ansi(REJECTED) + ";9"  # struck out
 
 
 def paint(chunk: Chunk, tokenizer: Tokenizer, underline: bool = False, full: bool = False) -> str:
-    """A round's text, with accepted drafts in green and the target's own token in magenta. With
+    """A round's text, with accepted drafts in blue and the target's own token in green. With
     `full`, rejected drafts are shown struck out, before the token that replaced them.
 
     A character that spans several tokens has the colour of the last.
@@ -74,8 +78,8 @@ def write_page(
     """Write a self-contained page that steps through a run; `name` is the model's name."""
     data = json.dumps(trace(model, tokenizer, run, name), ensure_ascii=False)
     data = data.replace("<", r"\u003c")  # so that no text can close the script element
-    page = TEMPLATE.read_text(encoding="utf-8").replace(PLACEHOLDER, data)
-    Path(file).write_text(page, encoding="utf-8")
+    page = TEMPLATE.read_text(encoding="utf-8").replace(COLOURS_PLACEHOLDER, css())
+    Path(file).write_text(page.replace(PLACEHOLDER, data), encoding="utf-8")
 
 
 @torch.no_grad()
