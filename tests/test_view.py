@@ -23,7 +23,7 @@ from minispec.toys import Recorder
 from minispec.tree import Step, Tree
 
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
-BLUE, VERMILION, GREEN = "38;2;0;114;178", "38;2;213;94;0", "38;2;0;158;115"
+BLUE, VERMILION, GREEN = "38;5;25", "38;5;166", "38;5;35"
 STRUCK = re.compile(rf"\x1b\[{VERMILION};9m.*?\x1b\[0m")
 
 

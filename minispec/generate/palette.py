@@ -14,6 +14,8 @@ ORANGE, SKY, PURPLE = "#E69F00", "#56B4E9", "#CC79A7"  # further series of a plo
 
 LEGEND = {"accepted": ACCEPTED, "rejected": REJECTED, "fresh": FRESH}
 
+CUBE = 0, 95, 135, 175, 215, 255  # the intensities of a channel in a terminal's cube of colours
+
 
 def css() -> str:
     """The legend's colours as CSS custom properties."""
@@ -21,6 +23,8 @@ def css() -> str:
 
 
 def ansi(colour: str) -> str:
-    """The ECMA-48 parameters that select a 24-bit foreground colour."""
-    red, green, blue = bytes.fromhex(colour.removeprefix("#"))
-    return f"38;2;{red};{green};{blue}"
+    """The parameters of the escape sequence that selects the nearest of the 216 colours of a
+    terminal's cube. Not all terminals have 24-bit colours."""
+    channels = bytes.fromhex(colour.removeprefix("#"))
+    red, green, blue = (min(range(6), key=lambda i: abs(CUBE[i] - x)) for x in channels)
+    return f"38;5;{16 + 36 * red + 6 * green + blue}"

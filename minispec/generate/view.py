@@ -24,8 +24,7 @@ TEMPLATE = Path(__file__).with_name("view.html")
 PLACEHOLDER = "__TRACE__"  # where the page's data goes
 COLOURS_PLACEHOLDER = "__PALETTE__"
 
-# ECMA-48 styles. Other attributes follow the colour, because terminals without 24-bit colours take
-# a 0 in it for a reset.
+# ECMA-48 styles
 ACCEPTED_STYLE, FRESH_STYLE = ansi(ACCEPTED), ansi(FRESH)
 REJECTED_STYLE = ansi(REJECTED) + ";9"  # struck out
 
