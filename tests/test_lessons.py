@@ -24,7 +24,7 @@ sys.path.append(str(LESSONS))
 import form  # noqa: E402
 
 NOTEBOOKS = sorted(LESSONS.glob("*.ipynb"))
-NEW = ["00", "01", "03", "04", "05", "06", "09", "10"]  # lessons in the new form
+NEW = ["00", "01", "02", "03", "04", "05", "06", "08", "09", "10"]  # lessons in the new form
 IN_NEW_FORM = {number: next(LESSONS.glob(f"{number}_*.ipynb")) for number in NEW}
 OLD = [path for path in NOTEBOOKS if path.name[:2] not in NEW]
 TASKS = {(number, task.name): task for number in NEW for task in form.load_solutions(number).TASKS}
