@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import combinations, product
 from types import SimpleNamespace
@@ -78,6 +78,10 @@ def short(numbers) -> str:
     return "[" + " ".join(f"{x:.3g}" for x in numbers) + "]"
 
 
+def tensor(numbers: Iterable[float]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.float64)
+
+
 def softmax(logits: list[float]) -> list[float]:
     """In plain Python."""
     weights = [math.exp(x - max(logits)) for x in logits]
@@ -88,7 +92,7 @@ def exact_warp(case: Logits) -> Tensor:
     """From the definitions, in plain Python. For top-p, all sets of tokens are tried."""
     V = len(case.logits)
     if case.temperature == 0:
-        return torch.tensor([float(x == max(case.logits)) for x in case.logits]).double()
+        return tensor(float(x == max(case.logits)) for x in case.logits)
     p = softmax([x / case.temperature for x in case.logits])
     k = case.top_k or V
     p = [x if sum(y > x for y in p) < k else 0.0 for x in p]  # fewer than k are more likely
@@ -98,7 +102,7 @@ def exact_warp(case: Logits) -> Tensor:
         enough = [s for s in sets if sum(p[i] for i in s) >= case.top_p]
         kept = max(enough, key=lambda s: (-len(s), sum(p[i] for i in s)))
         p = [x if i in kept else 0.0 for i, x in enumerate(p)]
-    return torch.tensor([x / sum(p) for x in p]).double()
+    return tensor(x / sum(p) for x in p)
 
 
 def random_logits(seed: int) -> Logits:
@@ -126,7 +130,7 @@ SETTINGS = [
 
 
 def run_warp(function, case: Logits) -> Tensor:
-    logits = torch.tensor(case.logits, dtype=torch.float64)
+    logits = tensor(case.logits)
     before = logits.clone()
     p = function(logits, case.temperature, case.top_k, case.top_p)
     if not torch.equal(logits, before):
@@ -153,7 +157,9 @@ def show_settings(case: Logits) -> str:
 
 def show_warp(case: Logits, got: Tensor, expected: Tensor) -> str:
     a, b = (short(p.tolist()) for p in (got, expected))
-    return f"{show_settings(case)}: it returns {a} instead of {b} (distance {tv(got, expected):.1e})"
+    return (
+        f"{show_settings(case)}: it returns {a} instead of {b} (distance {tv(got, expected):.1e})"
+    )
 
 
 def diagnose_warp(results: list[tuple[Logits, Tensor, Tensor]]) -> str | None:
@@ -161,6 +167,10 @@ def diagnose_warp(results: list[tuple[Logits, Tensor, Tensor]]) -> str | None:
     if any(abs(float(got.sum()) - 1) > 1e-9 for _, got, _ in results):
         return "it does not sum to 1; divide by the sum of what is kept"
     wrong = [result for result in results if not tv(*result[1:]) <= 1e-9]
+    plain = [r for r in wrong if r[0].top_p == 1 and not 0 < r[0].top_k < len(r[0].logits)]
+    if any(((got == 0) & (expected > 0)).any() for _, got, expected in plain):
+        return "top_p 1.0 must keep all tokens, but a sum can exceed 1 by rounding. Compare the " \
+               "sum of the more likely tokens, without the token itself"  # fmt: skip
     if all(case.top_p < 1 for case, *_ in wrong):
         more = [bool(((got > 0) & (expected == 0)).any()) for _, got, expected in wrong]
         if all(more):
@@ -338,6 +348,8 @@ def show_release(case: Piece, got: tuple, expected: tuple) -> str:
 
 def diagnose_release(results: list[tuple[Piece, tuple, tuple]]) -> str | None:
     """Say whether it loses text, shows too much or holds too much."""
+    if not any(got[2] for _, got, _ in results):
+        return "it never ends; first look for `stop` in the text"
     going = [(case, got, expected) for case, got, expected in results if not expected[2]]
     if any(got[0] + got[1] != case.text for case, got, _ in going):
         return "without a stop string, shown and held together must be the text"
