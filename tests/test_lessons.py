@@ -33,7 +33,7 @@ import badges  # noqa: E402
 import form  # noqa: E402
 
 NOTEBOOKS = sorted(LESSONS.glob("*.ipynb"))
-NEW = ["00", "01", "03", "04", "05", "06", "09", "10"]  # lessons in the new form
+NEW = ["00", "01", "02", "03", "04", "05", "06", "08", "09", "10"]  # lessons in the new form
 IN_NEW_FORM = {number: next(LESSONS.glob(f"{number}_*.ipynb")) for number in NEW}
 OLD = [path for path in NOTEBOOKS if path.name[:2] not in NEW]
 TASKS = {(number, task.name): task for number in NEW for task in form.load_solutions(number).TASKS}
@@ -581,6 +581,54 @@ def test_other_faults_are_described(name, function, message, start, capsys):
     start("03")
     assert form.check(renamed(function, name)) is TASKS["03", name].package
     assert re.match(f"{name}: {message}", capsys.readouterr().out, re.DOTALL)
+
+
+def loses_the_least_likely(logits, temperature, top_k, top_p):
+    p = TASKS["02", "warp"].package(logits, temperature, top_k, top_p)
+    if top_p == 1 and temperature > 0:
+        p[p.argmin()] = 0.0
+    return p / p.sum()
+
+
+def keeps_one_more(logits, temperature, top_k, top_p):
+    warp = TASKS["02", "warp"].package
+    everything, kept = (warp(logits, temperature, top_k, x) for x in (1.0, top_p))
+    n = int((kept > 0).sum()) + 1
+    p = torch.zeros_like(kept).scatter(-1, *reversed(everything.topk(min(n, len(kept)))))
+    return p / p.sum()
+
+
+def never_ends(text, stop):
+    n = max(n for n in range(len(stop)) if text.endswith(stop[:n]))
+    return text[: len(text) - n], text[len(text) - n :], False
+
+
+def all_of_a_first(run, prompts):
+    """Repeated three times, which does not help."""
+    a, b = (sum(run(method, prompt) for prompt in prompts * 3) for method in "AB")
+    return a / b
+
+
+def only_a(run, prompts):
+    return run("A", prompts[0])
+
+
+@pytest.mark.parametrize(
+    "number, name, function, message",
+    [
+        ("02", "warp", loses_the_least_likely, "top_p 1.0 must keep all tokens, but a sum can"),
+        ("02", "warp", keeps_one_more, "top_p keeps too many tokens"),
+        ("02", "release", never_ends, "it never ends; first look for `stop`"),
+        ("08", "measure_speedup", all_of_a_first, "its runs of A and of B are at different times"),
+        ("08", "measure_speedup", only_a, "it never runs B"),
+    ],
+)
+def test_faults_in_sampling_and_measuring_are_described(
+    number, name, function, message, start, capsys
+):
+    start(number)
+    assert form.check(renamed(function, name)) is TASKS[number, name].package
+    assert capsys.readouterr().out.startswith(f"{name}: {message}")
 
 
 def test_what_is_not_an_answer_is_named(start, capsys):

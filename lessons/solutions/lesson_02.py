@@ -1,0 +1,465 @@
+"""Lesson 02: logits become a distribution, and text is shown until a stop string."""
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import combinations, product
+from types import SimpleNamespace
+
+import torch
+from form import Oracle, Task, Wrong
+from torch import Tensor
+
+from minispec import sampling
+from minispec.generate.run import Run, StopConditions
+
+# ---- solutions -----------------------------------------------------------------------------------
+
+
+def warp(logits, temperature, top_k, top_p):
+    if temperature == 0:
+        one_hot = torch.zeros_like(logits)
+        one_hot[logits.argmax()] = 1.0
+        return one_hot
+    logits = logits / temperature
+    if 0 < top_k < len(logits):
+        kth = logits.sort(descending=True).values[top_k - 1]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    p, order = logits.softmax(-1).sort(descending=True)
+    p[p.cumsum(-1) - p >= top_p] = 0.0  # the more likely tokens reach top_p without this one
+    kept = torch.zeros_like(p).scatter(-1, order, p)
+    return kept / kept.sum()
+
+
+def release(text, stop):
+    if stop in text:
+        return text[: text.index(stop)], "", True
+    n = max(n for n in range(len(stop)) if text.endswith(stop[:n]))
+    cut = len(text) - n
+    return text[:cut], text[cut:], False
+
+
+# ---- the package's functions, with the lesson's arguments ----------------------------------------
+
+
+def package_warp(logits, temperature, top_k, top_p):
+    settings = sampling.Sampling(temperature, top_k, top_p)
+    return sampling.probs(logits[None], settings)[0].to(logits.dtype)
+
+
+def package_release(text, stop):
+    """One token that completes `text`, in a run that has shown nothing yet."""
+    decoder = SimpleNamespace(push=lambda token: text)
+    cache = SimpleNamespace(length=0, capacity=9)
+    run = Run(
+        "", [], iter(()), cache, sampling.Sampling(), StopConditions(stop=(stop,)), [], decoder, 0
+    )
+    run.tokens.append(0)
+    run.texts.append("")
+    ended = run.end_after(0) == "stop"
+    return run.texts[-1], run.held_back, ended
+
+
+# ---- warp ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The arguments of `warp`."""
+
+    logits: tuple[float, ...]
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+def short(numbers) -> str:
+    return "[" + " ".join(f"{x:.3g}" for x in numbers) + "]"
+
+
+def tensor(numbers: Iterable[float]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.float64)
+
+
+def softmax(logits: list[float]) -> list[float]:
+    """In plain Python."""
+    weights = [math.exp(x - max(logits)) for x in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def exact_warp(case: Logits) -> Tensor:
+    """From the definitions, in plain Python. For top-p, all sets of tokens are tried."""
+    V = len(case.logits)
+    if case.temperature == 0:
+        return tensor(float(x == max(case.logits)) for x in case.logits)
+    p = softmax([x / case.temperature for x in case.logits])
+    k = case.top_k or V
+    p = [x if sum(y > x for y in p) < k else 0.0 for x in p]  # fewer than k are more likely
+    p = [x / sum(p) for x in p]
+    if case.top_p < 1:
+        sets = (chosen for n in range(1, V + 1) for chosen in combinations(range(V), n))
+        enough = [s for s in sets if sum(p[i] for i in s) >= case.top_p]
+        kept = max(enough, key=lambda s: (-len(s), sum(p[i] for i in s)))
+        p = [x if i in kept else 0.0 for i, x in enumerate(p)]
+    return tensor(x / sum(p) for x in p)
+
+
+def random_logits(seed: int) -> Logits:
+    rng = random.Random(seed)
+    logits = tuple(round(rng.gauss(0, 1.5), 3) for _ in range(6))
+    temperature = rng.choice([0.5, 0.8, 1.0, 1.5])
+    return Logits(logits, temperature, rng.choice([0, 2, 3, 4, 6, 9]), rng.choice([0.3, 0.6, 0.8]))
+
+
+STEADY = (2.0, 0.5, 1.5, -1.0, 1.0)
+SETTINGS = [
+    Logits(STEADY, 1.0, 0, 1.0),
+    Logits(STEADY, 0.5, 0, 1.0),
+    Logits(STEADY, 2.0, 0, 1.0),
+    Logits(STEADY, 0.0, 0, 1.0),
+    Logits(STEADY, 1.0, 2, 1.0),
+    Logits(STEADY, 1.0, 5, 1.0),
+    Logits(STEADY, 1.0, 9, 1.0),
+    Logits((1.0, 2.0, 0.0, 1.0), 1.0, 2, 1.0),  # two are equally likely, in second place
+    Logits(STEADY, 1.0, 0, 0.7),
+    Logits(STEADY, 1.0, 0, 0.01),
+    Logits(STEADY, 0.0, 3, 0.5),
+    *map(random_logits, range(40)),
+]
+
+
+def run_warp(function, case: Logits) -> Tensor:
+    logits = tensor(case.logits)
+    before = logits.clone()
+    p = function(logits, case.temperature, case.top_k, case.top_p)
+    if not torch.equal(logits, before):
+        raise Wrong("it changes `logits`, which belongs to the caller")
+    if not isinstance(p, Tensor) or p.shape != before.shape:
+        shape = tuple(p.shape) if isinstance(p, Tensor) else type(p).__name__
+        raise Wrong(f"it must return a tensor of shape (V,), here {tuple(before.shape)}: {shape}")
+    if p.isnan().any():
+        raise Wrong("it returns NaN")
+    if p.dtype != before.dtype:
+        names = [str(x.dtype).removeprefix("torch.") for x in (p, before)]
+        raise Wrong("it returns {}; keep the dtype of the logits ({})".format(*names))
+    return p
+
+
+def tv(p: Tensor, q: Tensor) -> float:
+    return float((p - q).abs().sum() / 2)
+
+
+def show_settings(case: Logits) -> str:
+    return f"logits = {short(case.logits)}, temperature = {case.temperature}, " \
+           f"top_k = {case.top_k}, top_p = {case.top_p}"  # fmt: skip
+
+
+def show_warp(case: Logits, got: Tensor, expected: Tensor) -> str:
+    a, b = (short(p.tolist()) for p in (got, expected))
+    return (
+        f"{show_settings(case)}: it returns {a} instead of {b} (distance {tv(got, expected):.1e})"
+    )
+
+
+def diagnose_warp(results: list[tuple[Logits, Tensor, Tensor]]) -> str | None:
+    """Say which of the settings is wrong."""
+    if any(abs(float(got.sum()) - 1) > 1e-9 for _, got, _ in results):
+        return "it does not sum to 1; divide by the sum of what is kept"
+    wrong = [result for result in results if not tv(*result[1:]) <= 1e-9]
+    plain = [r for r in wrong if r[0].top_p == 1 and not 0 < r[0].top_k < len(r[0].logits)]
+    if any(((got == 0) & (expected > 0)).any() for _, got, expected in plain):
+        return "top_p 1.0 must keep all tokens, but a sum can exceed 1 by rounding. Compare the " \
+               "sum of the more likely tokens, without the token itself"  # fmt: skip
+    if all(case.top_p < 1 for case, *_ in wrong):
+        more = [bool(((got > 0) & (expected == 0)).any()) for _, got, expected in wrong]
+        if all(more):
+            return "top_p keeps too many tokens"
+        if not any(more):
+            return "top_p keeps too few tokens; those that are kept must sum to at least top_p"
+        return "temperature and top_k are right; look at top_p"
+    if all(case.top_k > 0 for case, *_ in wrong):
+        return "without top_k it is right; look at top_k"
+    return None
+
+
+def keep_k(logits: Tensor, k: int) -> Tensor:
+    """The logits after top-k; what is removed is at -inf."""
+    if not 0 < k < len(logits):
+        return logits
+    return logits.masked_fill(logits < logits.topk(k).values[-1], -torch.inf)
+
+
+def reached(logits: Tensor, top_p: float) -> Tensor:
+    """The tokens that top-p removes, as a mask in the order of the vocabulary."""
+    p, order = logits.softmax(-1).sort(descending=True)
+    return torch.empty_like(p, dtype=torch.bool).scatter(-1, order, p.cumsum(-1) - p >= top_p)
+
+
+def keep_p(logits: Tensor, top_p: float) -> Tensor:
+    """The logits after top-p."""
+    return logits.masked_fill(reached(logits, top_p), -torch.inf)
+
+
+def sampled(rule: Callable[[Tensor, float, int, float], Tensor]) -> Callable:
+    """A mistake at temperatures above 0: `rule` returns logits or, in float64, probabilities."""
+
+    def wrong(logits, temperature, top_k, top_p):
+        if temperature == 0:
+            return warp(logits, 0, 0, 1.0)
+        return rule(logits, temperature, top_k, top_p)
+
+    return wrong
+
+
+def mask_in_sorted_order(logits, temperature, top_k, top_p):
+    logits = keep_k(logits / temperature, top_k)
+    p = logits.softmax(-1)
+    ordered = p.sort(descending=True).values
+    kept = p.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+    return kept / kept.sum()
+
+
+def exactly_k(logits, temperature, top_k, top_p):
+    logits = logits / temperature
+    if 0 < top_k < len(logits):
+        best = logits.topk(top_k)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, best.indices, best.values)
+    return keep_p(logits, top_p).softmax(-1)
+
+
+def last_token_dropped(logits, temperature, top_k, top_p):
+    logits = keep_k(logits / temperature, top_k)
+    p, order = logits.softmax(-1).sort(descending=True)
+    out = (p.cumsum(-1) > top_p) & torch.tensor(top_p < 1)
+    out[0] = False
+    return logits.masked_fill(torch.empty_like(out).scatter(-1, order, out), -torch.inf).softmax(-1)
+
+
+def zero_logits(logits, temperature, top_k, top_p):
+    hot = keep_k(logits / temperature, top_k)
+    gone = hot.isinf() | reached(hot, top_p)
+    return hot.masked_fill(gone, 0.0).softmax(-1)
+
+
+def own_probability(logits, temperature, top_k, top_p):
+    p = keep_k(logits / temperature, top_k).softmax(-1)
+    kept = torch.where((p >= 1 - top_p) | (p == p.max()), p, 0.0)
+    return kept / kept.sum()
+
+
+WARP_MISTAKES = {
+    "it multiplies by the temperature; divide": sampled(
+        lambda x, t, k, p: keep_p(keep_k(x * t, k), p).softmax(-1)
+    ),
+    "it divides probabilities by the temperature, which the sum undoes; divide the logits": sampled(
+        lambda x, t, k, p: keep_p(keep_k(x, k), p).softmax(-1)
+    ),
+    "at temperature 0 it divides by 0; put all probability on the largest logit": (
+        lambda x, t, k, p: keep_p(keep_k(x / t, k), p).softmax(-1)
+    ),
+    "the temperature comes after top_p; a higher temperature must let more tokens through": sampled(
+        lambda x, t, k, p: (keep_p(keep_k(x, k), p) / t).softmax(-1)
+    ),
+    "top_p sees the probabilities before top_k; it must see those of the tokens that top_k keeps": (
+        sampled(lambda x, t, k, p: keep_k(keep_p(x / t, p), k).softmax(-1))
+    ),
+    "the token with which the sum reaches top_p is removed; it must stay": sampled(
+        last_token_dropped
+    ),
+    "top_p compares each token's own probability; the sum of the kept ones must reach top_p": (
+        sampled(own_probability)
+    ),
+    "the mask of top_p is in sorted order; put it back into the order of the vocabulary": sampled(
+        mask_in_sorted_order
+    ),
+    "top_k drops tokens that tie with the k-th; compare with its logit": sampled(exactly_k),
+    "removed tokens have the logit 0, which is a probability; use -inf": sampled(zero_logits),
+    "the probabilities of removed tokens are missing in the sum; divide by the sum of what is "
+    "kept": sampled(
+        lambda x, t, k, p: (x / t).softmax(-1) * (warp(x, t, k, p) > 0)
+    ),
+}  # fmt: skip
+
+# ---- release -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The arguments of `release`."""
+
+    text: str
+    stop: str
+
+
+def random_piece(seed: int) -> Piece:
+    rng = random.Random(seed)
+    stop = rng.choice(["ab", "aab", "aba", "abab", "b"])
+    return Piece("".join(rng.choices("abc", k=rng.randrange(8))), stop)
+
+
+PIECES = [
+    Piece("all is ", "END"),
+    Piece("all is wel", "END"),
+    Piece("all is E", "END"),
+    Piece("all is EN", "END"),
+    Piece("all is END", "END"),
+    Piece("all is END, END", "END"),
+    Piece("", "END"),
+    *map(random_piece, range(80)),
+]
+
+
+def visible(text: str, stop: str) -> str:
+    """What is shown of a complete text."""
+    return text.partition(stop)[0]
+
+
+def exact_release(case: Piece) -> tuple[str, str, bool]:
+    """By brute force: what every continuation shows, up to the length of the stop string."""
+    text, stop = case.text, case.stop
+    if stop in text:
+        return visible(text, stop), "", True
+    letters = sorted({*stop, "?"})
+    rest = ("".join(r) for n in range(len(stop) + 1) for r in product(letters, repeat=n))
+    n = min(len(visible(text + r, stop)) for r in rest)
+    return text[:n], text[n:], False
+
+
+def run_release(function, case: Piece) -> tuple[str, str, bool]:
+    answer = function(case.text, case.stop)
+    if not isinstance(answer, tuple | list) or len(answer) != 3:
+        raise Wrong("it must return three things: the text to show, the text to hold, and a bool")
+    shown, held, ended = answer
+    if not isinstance(shown, str) or not isinstance(held, str):
+        raise Wrong(f"it returns {answer}; the first two must be str")
+    if not isinstance(ended, bool):
+        raise Wrong(f"it returns {ended!r} for `ended`, which must be True or False")
+    return shown, held, ended
+
+
+def show_piece(case: Piece) -> str:
+    return f"text = {case.text!r}, stop = {case.stop!r}"
+
+
+def show_release(case: Piece, got: tuple, expected: tuple) -> str:
+    return f"{show_piece(case)}: it returns {got}; {expected} is right"
+
+
+def diagnose_release(results: list[tuple[Piece, tuple, tuple]]) -> str | None:
+    """Say whether it loses text, shows too much or holds too much."""
+    if not any(got[2] for _, got, _ in results):
+        return "it never ends; first look for `stop` in the text"
+    going = [(case, got, expected) for case, got, expected in results if not expected[2]]
+    if any(got[0] + got[1] != case.text for case, got, _ in going):
+        return "without a stop string, shown and held together must be the text"
+    more = [len(got[0]) - len(expected[0]) for _, got, expected in going]
+    if max(more, default=0) > 0:
+        return "it shows text with which the stop string may begin"
+    if min(more, default=0) < 0:
+        return "it holds text back that cannot belong to the stop string"
+    return None
+
+
+def holding(length: Callable[[str, str], int]) -> Callable:
+    """A mistake in how many characters are held."""
+
+    def wrong(text, stop):
+        if stop in text:
+            return release(text, stop)
+        cut = len(text) - length(text, stop)
+        return text[:cut], text[cut:], False
+
+    return wrong
+
+
+def overlaps(text: str, stop: str) -> list[int]:
+    return [n for n in range(1, len(stop)) if text.endswith(stop[:n])]
+
+
+def since_first_letter(text: str, stop: str) -> int:
+    return len(text) - text.rindex(stop[0]) if stop[0] in text else 0
+
+
+def ending(shown: Callable[[str, str], str]) -> Callable:
+    """A mistake in what is shown at the end."""
+
+    def wrong(text, stop):
+        return (shown(text, stop), "", True) if stop in text else release(text, stop)
+
+    return wrong
+
+
+RELEASE_MISTAKES = {
+    "it never holds text back, so the beginning of a stop string is shown": holding(
+        lambda text, stop: 0
+    ),
+    "it always holds len(stop) - 1 characters, but most cannot belong to a stop string": holding(
+        lambda text, stop: min(len(text), len(stop) - 1)
+    ),
+    "it holds everything since the first letter of `stop`, even if other letters follow": holding(
+        since_first_letter
+    ),
+    "it holds the shortest beginning of `stop` at the end of the text; a longer one may fit": (
+        holding(lambda text, stop: min(overlaps(text, stop), default=0))
+    ),
+    "it holds back the whole text if the end could begin a stop string; show what comes before": (
+        holding(lambda text, stop: len(text) if overlaps(text, stop) else 0)
+    ),
+    "it holds at most one character, but `stop` may be longer than two": holding(
+        lambda text, stop: int(text.endswith(stop[0]) and len(stop) > 1)
+    ),
+    "it shows the stop string, too": ending(
+        lambda text, stop: text[: text.index(stop) + len(stop)]
+    ),
+    "it cuts at the last stop string in the text; the first one ends it": ending(
+        lambda text, stop: text[: text.rindex(stop)]
+    ),
+    "it loses the text before the stop string": ending(lambda text, stop: ""),
+    "it does not end at the stop string": lambda text, stop: (*release(text, stop)[:2], False),
+}  # fmt: skip
+
+# ---- tasks ---------------------------------------------------------------------------------------
+
+RANGES = {
+    "kept_after_open": (1, 49152), "kept_after_fixed": (1, 49152), "distance_other_order": (0, 1),
+    "equal_tokens": (0, 24),
+}  # fmt: skip
+TASKS = [
+    Task(
+        name="warp",
+        package=package_warp,
+        solution=warp,
+        judge=Oracle(
+            SETTINGS, run_warp, exact_warp, tv, show_warp, f"{len(SETTINGS)} distributions",
+            arguments=show_settings, diagnose=diagnose_warp,
+        ),
+        hints=(
+            "Removing a token means the logit -torch.inf: softmax turns it into 0, and divides by "
+            "the sum of the others. For top_k, logits.topk(k).values[-1] is the k-th logit.",
+            "For top_p, sort the probabilities in descending order; p.sort returns `order`, too. "
+            "p.cumsum(-1) - p is the sum of all more likely tokens; a token is removed if that "
+            "has reached top_p. torch.zeros_like(p).scatter(-1, order, p) undoes the sorting.",
+        ),
+        mistakes=WARP_MISTAKES,
+        shows=(sampling.probs, sampling.warp),
+    ),
+    Task(
+        name="release",
+        package=package_release,
+        solution=release,
+        judge=Oracle(
+            PIECES, run_release, exact_release, lambda a, b: 0.0 if a == b else 1.0, show_release,
+            f"{len(PIECES)} texts, each with all continuations", arguments=show_piece,
+            diagnose=diagnose_release,
+        ),
+        hints=(
+            "Only the end of the text can be held, and only if it is a beginning of `stop`: "
+            "text.endswith(stop[:n]) for some n.",
+            "n goes up to len(stop) - 1, and the largest n that fits counts. text[:-0] is empty, "
+            "so cut at len(text) - n.",
+        ),
+        mistakes=RELEASE_MISTAKES,
+        shows=(Run.end_after,),
+    ),
+]  # fmt: skip
