@@ -12,6 +12,7 @@ from form import Oracle, Task, Wrong
 from torch import Tensor
 
 from minispec import sampling
+from minispec.cache import KVCache
 from minispec.generate.run import Run, StopConditions
 
 # ---- solutions -----------------------------------------------------------------------------------
@@ -51,9 +52,16 @@ def package_warp(logits, temperature, top_k, top_p):
 def package_release(text, stop):
     """One token that completes `text`, in a run that has shown nothing yet."""
     decoder = SimpleNamespace(push=lambda token: text)
-    cache = SimpleNamespace(length=0, capacity=9)
     run = Run(
-        "", [], iter(()), cache, sampling.Sampling(), StopConditions(stop=(stop,)), [], decoder, 0
+        "",
+        [],
+        iter(()),
+        KVCache(1, 1, 1, capacity=9),
+        sampling.Sampling(),
+        StopConditions(stop=(stop,)),
+        [],
+        decoder,
+        0,
     )
     run.tokens.append(0)
     run.texts.append("")
