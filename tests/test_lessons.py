@@ -258,15 +258,21 @@ def test_the_solution_and_the_package_are_right(key, start, capsys):
     assert len(out) == 2 and all(line.startswith(f"{name}: right (") for line in out)
 
 
-WRONG = [(*key, message) for key, task in TASKS.items() for message in task.mistakes]
+WRONG = [
+    (*key, message, i)
+    for key, task in TASKS.items()
+    for message in task.mistakes
+    for i, _ in enumerate(form.mistakes_of(task, message))
+]
 
 
-@pytest.mark.parametrize("number, name, message", WRONG)
-def test_each_wrong_answer_gets_its_own_message(number, name, message, start, capsys):
+@pytest.mark.parametrize("number, name, message, i", WRONG)
+def test_each_wrong_answer_gets_its_own_message(number, name, message, i, start, capsys):
     start(number)
     task = TASKS[number, name]
     assert len(task.mistakes) >= 3
-    assert form.check(renamed(task.mistakes[message], name)) is task.package
+    mistake = form.mistakes_of(task, message)[i]
+    assert form.check(renamed(mistake, name)) is task.package
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == f"{name}: {message}"
     assert last.strip() == f"the lesson goes on with minispec's; hint({name!r}) helps"
@@ -523,7 +529,7 @@ def test_predictions_are_compared_with_measurements(start, capsys):
     form.measured(cost_of_8=1.6, cost_of_64=5.4, passes=7)
     form.compare()
     assert capsys.readouterr().out.splitlines() == [
-        "cost of 64: 'many' is not a number",
+        "cost of 64: 'many' is not a number; write it as 0.5, \"50%\", 10 or \"10x\"",
         "you predict: cost of 8 4, my tokens accepted 2",
         "no prediction yet: cost of 64",
         "cost of 8           you said 4, measured 1.6, ratio 2.50",
@@ -533,17 +539,31 @@ def test_predictions_are_compared_with_measurements(start, capsys):
     ]
 
 
-def test_predictions_may_be_percentages_and_tensors(start, monkeypatch, capsys):
+def test_predictions_may_be_percentages_factors_and_tensors(start, monkeypatch, capsys):
+    start("03")
+    form.predict(share_accepted="50%", distance_if_redrawn=torch.tensor([0.25]), speed="10x")
+    form.predict(speed=" 1.5 × ")
+    assert capsys.readouterr().out.splitlines() == [
+        "you predict: share accepted 0.5, distance if redrawn 0.25, speed 10",
+        "you predict: speed 1.5",
+    ]
+
+
+def test_what_cannot_be_a_prediction_is_not_kept(start, monkeypatch, capsys):
     start("03")
     monkeypatch.setattr(form.progress, "ranges", form.load_solutions("03").RANGES)
-    form.predict(share_accepted="50%", distance_if_redrawn=torch.tensor([0.25]), alpha_chat=65)
-    form.predict(share_accepted=torch.ones(2), alpha_sums=float("nan"))
+    form.predict(alpha_chat=65, share_accepted=torch.ones(2), alpha_sums=float("nan"))
+    form.measured(alpha_chat=0.7)
+    form.compare()
+    how = '; write it as 0.5, "50%", 10 or "10x"'
     assert capsys.readouterr().out.splitlines() == [
         "alpha chat: 65 is not between 0 and 1",
-        "you predict: share accepted 0.5, distance if redrawn 0.25, alpha chat 65",
-        "share accepted: tensor([1., 1.]) is not a number",
-        "alpha sums: nan is not a number",
-        "no prediction yet: share accepted, alpha sums",
+        f"share accepted: tensor([1., 1.]) is not a number{how}",
+        f"alpha sums: nan is not a number{how}",
+        "no prediction yet: alpha chat, share accepted, alpha sums",
+        "alpha chat      measured 0.7; you made no prediction",
+        "share accepted  not measured here; you made no prediction",
+        "alpha sums      not measured here; you made no prediction",
     ]
 
 

@@ -2,17 +2,28 @@
 
 import math
 import random
-from collections import Counter
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise, product
 
 import torch
 from form import Oracle, Task, Wrong
+from solutions.common import (
+    CHANGED,
+    NeverAccepts,
+    Outcome,
+    Strict,
+    call,
+    outcome_distance,
+    outcome_of,
+    probabilities_of_texts,
+    random_probs,
+    rows,
+    tensor,
+)
 from torch import Tensor
 
 from minispec import verify
-from minispec.toys import every_outcome, total_variation
+from minispec.toys import total_variation
 from minispec.tree import Tree
 
 # ---- solutions -----------------------------------------------------------------------------------
@@ -62,39 +73,8 @@ def package_greedy_acceptance(p_rows, q_rows):
 # ---- cases ---------------------------------------------------------------------------------------
 
 
-def random_probs(rng: random.Random, size: int) -> Tensor:
-    """A random distribution, sometimes with zeros, as top-k and top-p leave them."""
-    weights = [rng.choice([0.0, 1.0, 1.0]) * rng.randint(1, 9) for _ in range(size)]
-    weights[rng.randrange(size)] += 1
-    probs = torch.tensor(weights, dtype=torch.float64)
-    return probs / probs.sum()
-
-
-def tensor(*numbers: float) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
 def tv(p: Tensor, q: Tensor) -> float:
     return float((p - q).abs().sum() / 2)
-
-
-def rows(*probs: Tensor) -> str:
-    return ", ".join("[" + " ".join(f"{x:.3g}" for x in row.tolist()) + "]" for row in probs)
-
-
-CHANGED = "it changes `{}`, which belongs to the caller"
-
-
-def call(function, *more, **arguments):
-    """Call a function with copies of `arguments`, which are tensors and lists that it must not
-    change, and then `more`."""
-    copies = deepcopy(arguments)
-    answer = function(*copies.values(), *more)
-    for name, before in arguments.items():
-        pairs = [map(torch.as_tensor, pair) for pair in zip(copies[name], before)]
-        if len(copies[name]) != len(before) or not all(torch.equal(*pair) for pair in pairs):
-            raise Wrong(CHANGED.format(name))
-    return answer
 
 
 # ---- residual ------------------------------------------------------------------------------------
@@ -186,6 +166,9 @@ RESIDUAL_MISTAKES = {
 V = 3
 
 
+ENDLESS = "γ drafts need at most γ coins and one draw"
+
+
 @dataclass(frozen=True)
 class Round:
     """A round of `gamma` drafts. `p` and `q` map what was drafted so far to the distribution of the
@@ -216,49 +199,6 @@ ROUNDING = Round(1, {(): tensor(0.5, 0.5)} | {(x,): tensor(0.5, 0.5) for x in ra
 ROUNDS = [FIRST, *map(random_round, range(12)), ROUNDING]
 
 
-class Strict:
-    """Randomness that reports what cannot be drawn from, and decisions that never end."""
-
-    def __init__(self, randomness):
-        self.randomness = randomness
-        self.decisions = 0
-
-    def bernoulli(self, p: float) -> bool:
-        self.count()
-        p = float(p)
-        if math.isnan(p):
-            raise Wrong("`bernoulli` gets NaN")
-        if p > 1 + 1e-9:
-            raise Wrong(f"`bernoulli` gets {p:.2f}; a probability is at most 1: min(1, p(x)/q(x))")
-        return self.randomness.bernoulli(min(1.0, max(0.0, p)))
-
-    def categorical(self, probs: Tensor) -> int:
-        self.count()
-        if probs is None:
-            raise Wrong("`categorical` gets None; if `residual` returns None, accept the draft")
-        probs = torch.as_tensor(probs)
-        if not (probs >= 0).all() or not probs.sum() > 0:
-            raise Wrong("`categorical` gets numbers that are negative, NaN or all 0")
-        return self.randomness.categorical(probs)
-
-    def count(self) -> None:
-        self.decisions += 1
-        if self.decisions > 100:
-            raise Wrong(
-                "it keeps asking for random decisions; γ drafts need at most γ coins and one draw"
-            )
-
-
-class NeverAccepts:
-    """A coin that always rejects; draws are of the first possible token."""
-
-    def bernoulli(self, p: float) -> bool:
-        return False
-
-    def categorical(self, probs: Tensor) -> int:
-        return int(probs.nonzero()[0])
-
-
 def emitted(function, case: Round, randomness) -> tuple[int, list[int]]:
     """Run a round. Returns how many drafts it accepts, and the tokens that it emits."""
     drafts: list[int] = []
@@ -266,7 +206,7 @@ def emitted(function, case: Round, randomness) -> tuple[int, list[int]]:
         drafts.append(randomness.categorical(case.q[tuple(drafts)]))
     p = [case.p[tuple(drafts[:i])] for i in range(case.gamma + 1)]
     q = [case.q[tuple(drafts[:i])] for i in range(case.gamma)]
-    answer = call(function, Strict(randomness), p=p, q=q, drafts=drafts)
+    answer = call(function, Strict(randomness, ENDLESS), p=p, q=q, drafts=drafts)
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise Wrong("it must return two numbers: how many drafts are accepted, and a fresh token")
     n, fresh = answer
@@ -277,21 +217,9 @@ def emitted(function, case: Round, randomness) -> tuple[int, list[int]]:
     return n, [*drafts[:n], fresh]
 
 
-@dataclass
-class Outcome:
-    """The exact distributions of a round's first γ + 1 tokens and of the number of accepted drafts.
-    After a rejection, plain decoding draws the tokens that are missing."""
-
-    texts: dict[tuple[int, ...], float]
-    accepted: dict[int, float]
-
-    @property
-    def drafts(self) -> float:
-        """The mean number of accepted drafts."""
-        return sum(n * probability for n, probability in self.accepted.items())
-
-
 def run_accept(function, case: Round) -> Outcome:
+    """The outcome of the first γ + 1 tokens. After a rejection, plain decoding draws the tokens
+    that are missing."""
     if case is ROUNDING:
         n, _ = emitted(function, case, NeverAccepts())
         return Outcome({}, {n: 1.0})
@@ -302,21 +230,13 @@ def run_accept(function, case: Round) -> Outcome:
             tokens.append(randomness.categorical(case.p[tuple(tokens)]))
         return n, tuple(tokens)
 
-    texts: dict[tuple[int, ...], float] = Counter()
-    accepted: dict[int, float] = Counter()
-    for (n, tokens), probability in every_outcome(whole_round):
-        texts[tokens] += float(probability)
-        accepted[n] += float(probability)
-    return Outcome(texts, accepted)
+    return outcome_of(whole_round)
 
 
 def exact_outcome(case: Round) -> Outcome:
     """Without a run: the target's probabilities, and products of Σ min(p, q)."""
     if case is ROUNDING:
         return Outcome({}, {1: 1.0})
-    texts: dict[tuple[int, ...], float] = {}
-    for text in product(range(V), repeat=case.gamma + 1):
-        texts[text] = math.prod(float(case.p[text[:i]][x]) for i, x in enumerate(text))
     survives = [1.0]  # the probability that at least n drafts are accepted
     for n in range(1, case.gamma + 1):
         overlap = {c: torch.minimum(case.p[c], case.q[c]) for c in case.q if len(c) < n}
@@ -324,11 +244,8 @@ def exact_outcome(case: Round) -> Outcome:
         survives.append(sum(
             math.prod(float(overlap[c[:i]][x]) for i, x in enumerate(c)) for c in drafts
         ))  # fmt: skip
-    return Outcome(texts, {n: a - b for n, (a, b) in enumerate(pairwise([*survives, 0.0]))})
-
-
-def outcome_distance(a: Outcome, b: Outcome) -> float:
-    return max(total_variation(a.texts, b.texts), total_variation(a.accepted, b.accepted))
+    accepted = {n: a - b for n, (a, b) in enumerate(pairwise([*survives, 0.0]))}
+    return Outcome(probabilities_of_texts(case.p, case.gamma + 1), accepted)
 
 
 def first_token(texts: dict[tuple[int, ...], float]) -> Tensor:
@@ -341,11 +258,11 @@ def diagnose(results: list[tuple[Round, Outcome, Outcome]]) -> str | None:
     results = [result for result in results if result[0] is not ROUNDING]
     more = [got.drafts - exact.drafts for _, got, exact in results]
     drafted = [(case, got) for case, got, _ in results if case.gamma]
-    if drafted and all(tv(first_token(got.texts), case.q[()]) < 1e-9 for case, got in drafted):
+    if drafted and all(tv(first_token(got.tokens), case.q[()]) < 1e-9 for case, got in drafted):
         return "these are q: the rejected draft stays in the text"
     if min(more, default=0) > -1e-9 and max(more, default=0) > 1e-9:
         return "it accepts more often than min(1, p/q)"
-    lossless = all(total_variation(got.texts, exact.texts) < 1e-9 for _, got, exact in results)
+    lossless = all(total_variation(got.tokens, exact.tokens) < 1e-9 for _, got, exact in results)
     if lossless and min(more, default=0) < -1e-9:
         return "lossless, but it accepts too rarely (section 4)"
     return None
@@ -360,7 +277,7 @@ def first_distributions(case: Round) -> str:
 def show_accept(case: Round, outcome: Outcome, exact: Outcome) -> str:
     if case is ROUNDING:
         return "if p = q up to rounding and the coin rejects, it accepts 0 drafts; it should be 1"
-    got, expected = outcome.texts, exact.texts
+    got, expected = outcome.tokens, exact.tokens
     if total_variation(got, expected) < 1e-9:
         return f"with γ = {case.gamma} the tokens are right, but a round accepts " \
                f"{outcome.drafts:.2f} drafts on average instead of {exact.drafts:.2f}"  # fmt: skip

@@ -4,9 +4,10 @@ import random
 from collections import OrderedDict
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from form import Oracle, Task, Wrong
+from solutions.common import call, differ
 
 from minispec.methods import lookahead as methods
 
@@ -123,7 +124,7 @@ class Iteration:
 
 
 def run_jacobi(function, case: Block) -> Iteration:
-    guess, m, passes = list(case.guess), len(case.guess), 0
+    m, passes = len(case.guess), 0
 
     def choices(given):
         nonlocal passes
@@ -136,9 +137,7 @@ def run_jacobi(function, case: Block) -> Iteration:
                         "places, and one more changes nothing")  # fmt: skip
         return case.choices(list(given))
 
-    rows = function(choices, guess)
-    if guess != list(case.guess):
-        raise Wrong("it changes `guess`, which belongs to the caller")
+    rows = call(partial(function, choices), guess=list(case.guess))
     if not isinstance(rows, list) or not all(isinstance(row, list | tuple) for row in rows):
         raise Wrong("it must return a list of rows, each a list of tokens")
     if len(rows) > 1 and any(a is b for i, a in enumerate(rows) for b in rows[:i]):
@@ -523,8 +522,8 @@ TASKS = [
         package=package_jacobi,
         solution=jacobi,
         judge=Oracle(
-            BLOCKS, run_jacobi, exact_iteration, lambda a, b: 0.0 if a == b else 1.0,
-            show_iteration, f"{len(BLOCKS)} blocks, each row from fresh passes",
+            BLOCKS, run_jacobi, exact_iteration, differ, show_iteration,
+            f"{len(BLOCKS)} blocks, each row from fresh passes",
             arguments=show_block,
         ),
         hints=(
@@ -540,7 +539,7 @@ TASKS = [
         package=package_add,
         solution=add,
         judge=Oracle(
-            ADDITIONS, run_add, exact_states, lambda a, b: 0.0 if a == b else 1.0, show_states,
+            ADDITIONS, run_add, exact_states, differ, show_states,
             f"{len(ADDITIONS)} pools, after every addition", arguments=show_additions,
         ),
         hints=(
@@ -556,7 +555,7 @@ TASKS = [
         package=package_lookup,
         solution=lookup,
         judge=Oracle(
-            QUESTIONS, run_lookup, exact_guesses, lambda a, b: 0.0 if a == b else 1.0,
+            QUESTIONS, run_lookup, exact_guesses, differ,
             lambda case, got, expected: (
                 f"{show_question(case)}: it returns {got}; {expected} is right"
             ),

@@ -11,6 +11,18 @@ from itertools import pairwise, product
 
 import torch
 from form import Oracle, Task, Wrong
+from solutions.common import (
+    Outcome,
+    Strict,
+    call,
+    differ,
+    outcome_distance,
+    outcome_of,
+    probabilities_of_texts,
+    random_probs,
+    rows,
+    tensor,
+)
 from torch import Tensor
 
 from minispec import toys
@@ -99,14 +111,10 @@ RUNS: list[Choices] = [
     ((0, 2),), ((1, 2),), ((0, 3), (1, 2)), ((0, 2), (0, 3)), ((0, 2), (2, 3)), ((1, 2), (2, 3)),
     (), *map(random_choices, range(30)),
 ]  # fmt: skip
-CHANGED = "it changes `choices`, which belongs to the run; build a new list"
 
 
 def run_next_script(function, case: Choices) -> tuple[int, ...] | None:
-    choices = list(case)
-    script = function(choices)
-    if choices != list(case):
-        raise Wrong(CHANGED)
+    script = call(function, choices=list(case))
     if script is None:
         return None
     if not isinstance(script, list | tuple):
@@ -198,17 +206,6 @@ class Program:
     exact: dict
 
 
-def tensor(*numbers: float) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
-def random_probs(rng: random.Random, size: int = 3) -> Tensor:
-    """A random distribution, sometimes with zeros, as top-k and top-p leave them."""
-    weights = tensor(*(rng.choice([0, 1, 1]) * rng.randint(1, 9) for _ in range(size)))
-    weights[rng.randrange(size)] += 1
-    return weights / weights.sum()
-
-
 def fair_tokens(model, n: int) -> dict[tuple[int, ...], float]:
     """The probabilities of the first n tokens of plain decoding, each from a fresh pass."""
     exact = {}
@@ -233,7 +230,7 @@ def coins_until_heads(randomness):
 def one_draft(seed: int) -> Program:
     """The first token of a round with one draft."""
     rng = random.Random(seed)
-    p, q = random_probs(rng), random_probs(rng)
+    p, q = random_probs(rng, 3), random_probs(rng, 3)
 
     def run(randomness):
         x = randomness.categorical(q)
@@ -241,17 +238,13 @@ def one_draft(seed: int) -> Program:
         return x if len(path) == 2 else fresh
 
     exact = {x: float(p[x]) for x in range(3) if p[x] > 0}
-    return Program(f"a round with p = {row(p)}, q = {row(q)}", run, exact)
+    return Program(f"a round with p = {rows(p)}, q = {rows(q)}", run, exact)
 
 
 def decoder(name: str, method, n: int) -> Program:
     toy = Toy(5)
     run = lambda randomness: toys.first_tokens(method, toy, PROMPT, HOT, randomness, n)  # noqa: E731
     return Program(f"{name}, {n} tokens", run, fair_tokens(toy, n))
-
-
-def row(probs: Tensor) -> str:
-    return "[" + " ".join(f"{x:.3g}" for x in probs.tolist()) + "]"
 
 
 PROGRAMS = [
@@ -406,41 +399,7 @@ def random_round(seed: int) -> Round:
 ROUNDS = [random_round(seed) for seed in range(18)]
 
 
-class Patient:
-    """Randomness that reports what cannot be drawn from, and decisions that never end."""
-
-    def __init__(self, randomness: Randomness):
-        self.randomness, self.decisions = randomness, 0
-
-    def count(self) -> None:
-        self.decisions += 1
-        if self.decisions > 50:
-            raise Wrong("it keeps asking for random decisions; does it go down the tree?")
-
-    def bernoulli(self, p: float) -> bool:
-        self.count()
-        return self.randomness.bernoulli(min(1.0, max(0.0, float(p))))
-
-    def categorical(self, probs: Tensor) -> int:
-        self.count()
-        if not torch.is_tensor(probs) or probs.shape != (V,):
-            raise Wrong("`categorical` must get one distribution of shape (V,)")
-        if not (probs >= 0).all() or not probs.sum() > 0:
-            raise Wrong("`categorical` gets numbers that are negative, NaN or all 0")
-        return self.randomness.categorical(probs)
-
-
-@dataclass
-class Outcome:
-    """The exact distributions of the first DEPTH + 1 tokens and of the number of accepted drafts.
-    After the round, plain decoding draws the tokens that are missing."""
-
-    texts: dict[tuple[int, ...], float]
-    accepted: dict[int, float]
-
-    @property
-    def drafts(self) -> float:
-        return sum(n * probability for n, probability in self.accepted.items())
+ENDLESS = "does it go down the tree?"
 
 
 def checked(answer: object, tree: Tree) -> tuple[list[int], int]:
@@ -458,56 +417,48 @@ def checked(answer: object, tree: Tree) -> tuple[list[int], int]:
 
 
 def run_certain(function, case: Round) -> Outcome:
+    """The outcome of the first DEPTH + 1 tokens. After the round, plain decoding draws the tokens
+    that are missing."""
+
     def whole(randomness) -> tuple[int, tuple[int, ...]]:
-        tree = deepcopy(case.tree)
-        target = [case.p[case.text(node)].clone() for node in range(len(tree))]
-        path, fresh = checked(function(target, tree, Patient(randomness)), case.tree)
-        if any(not torch.equal(a, case.p[case.text(i)]) for i, a in enumerate(target)):
-            raise Wrong("it changes `target`, which belongs to the caller")
+        target = [case.p[case.text(node)] for node in range(len(case.tree))]
+        more = deepcopy(case.tree), Strict(randomness, ENDLESS)
+        path, fresh = checked(call(function, *more, target=target), case.tree)
         tokens = [*case.tree.tokens_at(path[1:]), fresh]
         while len(tokens) <= DEPTH:
             tokens.append(randomness.categorical(case.p[tuple(tokens)]))
         return len(path) - 1, tuple(tokens)
 
-    texts, accepted = Counter(), Counter()
-    for (n, tokens), probability in every_outcome(whole):
-        texts[tokens] += probability
-        accepted[n] += probability
-    return Outcome(texts, accepted)
+    return outcome_of(whole)
 
 
 def exact_certain(case: Round) -> Outcome:
     """Without a run: the target's probabilities. A node is accepted if the target's own tokens go
     through it."""
-    texts, accepted = {}, Counter()
-    for text in product(range(V), repeat=DEPTH + 1):
-        texts[text] = math.prod(float(case.p[text[:i]][x]) for i, x in enumerate(text))
-        nodes = {case.text(node) for node in range(len(case.tree))}
-        accepted[max(n for n in range(DEPTH + 1) if text[:n] in nodes)] += texts[text]
+    nodes = {case.text(node) for node in range(len(case.tree))}
+    texts, accepted = probabilities_of_texts(case.p, DEPTH + 1), Counter()
+    for text, probability in texts.items():
+        accepted[max(n for n in range(DEPTH + 1) if text[:n] in nodes)] += probability
     return Outcome(texts, accepted)
-
-
-def certain_distance(a: Outcome, b: Outcome) -> float:
-    return max(total_variation(a.texts, b.texts), total_variation(a.accepted, b.accepted))
 
 
 def describe(case: Round) -> str:
     tree = case.tree
-    return f"tokens {tree.tokens}, parents {tree.parents}, first p = {row(case.p[()])}"
+    return f"tokens {tree.tokens}, parents {tree.parents}, first p = {rows(case.p[()])}"
 
 
 def show_certain(case: Round, got: Outcome, exact: Outcome) -> str:
-    if total_variation(got.texts, exact.texts) < 1e-9:
+    if total_variation(got.tokens, exact.tokens) < 1e-9:
         return f"{describe(case)}: the tokens are right, but on average {got.drafts:.2f} drafts " \
                f"are accepted instead of {exact.drafts:.2f}"  # fmt: skip
-    text = max(exact.texts, key=lambda text: abs(got.texts.get(text, 0.0) - exact.texts[text]))
-    return f"{describe(case)}: tokens {text} have probability {got.texts.get(text, 0.0):.3f} " \
-           f"instead of {exact.texts[text]:.3f} " \
-           f"(distance {total_variation(got.texts, exact.texts):.1e})"  # fmt: skip
+    a, b = got.tokens, exact.tokens
+    text = max(b, key=lambda text: abs(a.get(text, 0.0) - b[text]))
+    return f"{describe(case)}: tokens {text} have probability {a.get(text, 0.0):.3f} instead of " \
+           f"{b[text]:.3f} (distance {total_variation(a, b):.1e})"  # fmt: skip
 
 
 def diagnose_certain(results: list[tuple[Round, Outcome, Outcome]]) -> str | None:
-    if all(total_variation(got.texts, exact.texts) < 1e-9 for _, got, exact in results):
+    if all(total_variation(got.tokens, exact.tokens) < 1e-9 for _, got, exact in results):
         return "lossless, but it accepts too few drafts"
     return None
 
@@ -708,7 +659,7 @@ TASKS = [
         package=package_next_script,
         solution=next_script,
         judge=Oracle(
-            RUNS, run_next_script, next_in_order, lambda a, b: float(a != b), show_next_script,
+            RUNS, run_next_script, next_in_order, differ, show_next_script,
             f"the choices of {len(RUNS)} runs", arguments=lambda case: f"choices = {list(case)}",
         ),
         hints=(
@@ -743,7 +694,7 @@ TASKS = [
         package=accept,
         solution=accept_certain,
         judge=Oracle(
-            ROUNDS, run_certain, exact_certain, certain_distance, show_certain,
+            ROUNDS, run_certain, exact_certain, outcome_distance, show_certain,
             f"every random outcome of {len(ROUNDS)} trees", arguments=describe,
             diagnose=diagnose_certain,
         ),

@@ -2,11 +2,11 @@
 
 import random
 import statistics
-from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
 
 from form import Oracle, Task, Wrong
+from solutions.common import call, differ
 
 from minispec.methods.adaptive import best_draft_size, curve_at
 
@@ -63,15 +63,6 @@ def short(numbers) -> str:
     return "[" + ", ".join(f"{x:.4g}" for x in numbers) + "]"
 
 
-def call(function, *arguments):
-    """Call a function with copies of the arguments, which it must not change."""
-    copies = deepcopy(arguments)
-    answer = function(*copies)
-    if copies != arguments:
-        raise Wrong("it changes its arguments, but they belong to the caller")
-    return answer
-
-
 # ---- tokens_per_second ---------------------------------------------------------------------------
 
 
@@ -86,9 +77,12 @@ class Rounds:
     seconds: float
 
     @property
-    def arguments(self) -> tuple:
+    def arguments(self) -> dict:
         tau = sum(self.tokens) / len(self.tokens)
-        return tau, list(self.rows), self.drafting, list(self.curve), self.seconds
+        return dict(
+            tau=tau, rows=list(self.rows), drafting=self.drafting, curve=list(self.curve),
+            seconds=self.seconds,
+        )  # fmt: skip
 
 
 def random_rounds(seed: int) -> Rounds:
@@ -107,7 +101,7 @@ RUNS = [
 
 
 def run_tokens_per_second(function, case: Rounds) -> float:
-    answer = call(function, *case.arguments)
+    answer = call(function, **case.arguments)
     try:
         return float(answer)
     except (TypeError, ValueError, RuntimeError):
@@ -124,7 +118,7 @@ def exact_tokens_per_second(case: Rounds) -> float:
 
 
 def show_arguments(case: Rounds) -> str:
-    tau, rows, drafting, curve, seconds = case.arguments
+    tau, rows, drafting, curve, seconds = case.arguments.values()
     return (
         f"tau = {tau:.4g}, rows = {rows}, drafting = {drafting}, curve = {short(curve)}, "
         f"seconds = {seconds}"
@@ -227,9 +221,9 @@ class Choice:
     batch: int
 
     @property
-    def arguments(self) -> tuple:
+    def arguments(self) -> dict:
         methods = {name: (tau, list(rows), drafting) for name, tau, rows, drafting in self.methods}
-        return methods, list(self.curve), self.batch
+        return dict(methods=methods, curve=list(self.curve), batch=self.batch)
 
 
 def worths(case: Choice) -> dict[str, Fraction]:
@@ -281,7 +275,7 @@ CHOICES = [
 
 
 def run_best_method(function, case: Choice) -> str:
-    answer = call(function, *case.arguments)
+    answer = call(function, **case.arguments)
     if isinstance(answer, tuple | list):
         raise Wrong("it must return only the name of the method")
     if not isinstance(answer, str):
@@ -297,7 +291,7 @@ def exact_best_method(case: Choice) -> str:
 
 
 def show_choice(case: Choice) -> str:
-    methods, curve, batch = case.arguments
+    methods, curve, batch = case.arguments.values()
     used = {batch, *(batch * n for _, rows, _ in methods.values() for n in rows)}
     costs = ", ".join(f"curve[{n}] = {curve[n]:.4g}" for n in sorted(used))
     return f"methods = {methods}, batch = {batch}, {costs}"
@@ -421,7 +415,7 @@ TASKS = [
         solution=best_method,
         judge=Oracle(
             CHOICES, run_best_method, exact_best_method,
-            lambda a, b: 0.0 if a == b else 1.0, show_best_method,
+            differ, show_best_method,
             f"{len(CHOICES)} choices, with batches of 1, 2 and 4", arguments=show_choice,
             diagnose=diagnose,
         ),
