@@ -131,8 +131,8 @@ def predict(**numbers: float | None) -> None:
     for name, number in given.items():
         low, high = progress.ranges.get(name, (-math.inf, math.inf))
         if number is None and numbers[name] is not None and numbers[name] is not ...:
-            print(f"{spaced(name)}: {numbers[name]!r} is not a number; write it as 0.5, \"50%\", 10 "
-                  'or "10x"')  # fmt: skip
+            print(f"{spaced(name)}: {numbers[name]!r} is not a number; write it as 0.5, \"50%\", "
+                  '10 or "10x"')  # fmt: skip
         elif number is not None and not low <= number <= high:
             print(f"{spaced(name)}: {number:g} is not between {low} and {high}")
             given[name] = None

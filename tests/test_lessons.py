@@ -454,6 +454,39 @@ def test_other_faults_are_described(name, function, message, start, capsys):
     assert re.match(f"{name}: {message}", capsys.readouterr().out, re.DOTALL)
 
 
+def too_long_by_two(kv, length, path):
+    for i, node in enumerate(path):
+        kv[:, :, length + i] = kv[:, :, length + node]
+    return min(length + len(path) + 2, kv.shape[2])
+
+
+def best_first(accuracy, nodes):
+    return TASKS["04", "grow_tree"].solution(accuracy, nodes)
+
+
+def by_last_rank(accuracy, nodes):
+    return sorted(best_first(accuracy, nodes), key=lambda path: (len(path), path[-1], path))
+
+
+def worst_siblings_first(accuracy, nodes):
+    paths = best_first(accuracy, 10**6)
+    return sorted(paths, key=lambda path: (len(path), -paths.index(path)))[:nodes]
+
+
+@pytest.mark.parametrize(
+    "number, name, function, message",
+    [
+        ("01", "commit", too_long_by_two, "the rows are right, but the new length is not: length"),
+        ("04", "grow_tree", by_last_rank, "these are the right paths, but not best first"),
+        ("04", "grow_tree", worst_siblings_first, "all siblings come before any child, even if a"),
+    ],
+)
+def test_a_diagnosis_covers_what_no_list_has(number, name, function, message, start, capsys):
+    start(number)
+    assert form.check(renamed(function, name)) is TASKS[number, name].package
+    assert capsys.readouterr().out.startswith(f"{name}: {message}")
+
+
 def test_what_is_not_an_answer_is_named(start, capsys):
     start("03")
     package = TASKS["03", "accept"].package

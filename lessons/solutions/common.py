@@ -125,7 +125,7 @@ class Outcome:
 
 
 def outcome_of(run: Callable[[Randomness], tuple[int | None, object]]) -> Outcome:
-    """Enumerate the outcomes of a round; run(randomness) returns what is accepted and the tokens."""
+    """Enumerate a round; run(randomness) returns what it accepts and its tokens."""
     outcome = Outcome(Counter(), Counter())
     for (accepted, tokens), probability in every_outcome(run):
         outcome.tokens[tokens] += float(probability)

@@ -248,6 +248,33 @@ def not_shifted(parents, length):
     return seen
 
 
+def follows_minus_one(where):
+    """Every node also sees what parents[0] = -1 points to: where(parents, length), a column."""
+
+    def wrong(parents, length):
+        seen = mask(parents, length)
+        seen[:, where(parents, length)] = True
+        return seen
+
+    return wrong
+
+
+def last_node_for_the_root(parents, length):
+    seen = mask(parents, length)
+    seen[0, -1] = True
+    return seen
+
+
+def without_the_root(parents):
+    seen = ancestors(parents)
+    seen[1:, 0] = False
+    return seen
+
+
+def without_any_root(parents):
+    return ancestors(parents) & (torch.arange(len(parents)) > 0)
+
+
 MASK_MISTAKES = {
     "a node sees every node before it, as in a chain; only its ancestors are in its text": (
         with_nodes(all_earlier)
@@ -267,6 +294,14 @@ MASK_MISTAKES = {
     ),
     "a node sees every node of a smaller depth; only one of each depth is its ancestor": (
         with_nodes(all_shallower)
+    ),
+    "the root has no parent: its entry, -1, is not a node, but to Python it is the last column": (
+        follows_minus_one(lambda parents, length: -1),
+        follows_minus_one(lambda parents, length: length - 1),
+        last_node_for_the_root,
+    ),
+    "the nodes do not see the root, node 0, but it is an ancestor of all": (
+        with_nodes(without_the_root), with_nodes(without_any_root)
     ),
     "every node sees every node": with_nodes(lambda parents: all_earlier(parents) | True),
     "it is True where a node must not look; True means that it sees the row": (
@@ -384,7 +419,9 @@ def diagnose_commit(results: list[tuple[Drafts, Kept, Kept]]) -> str | None:
     """Name a mistake by what the first wrong row of each case holds."""
     wrong = [(case, got, first_wrong_row(got, expected)) for case, got, expected in results]
     wrong = [(case, got, row) for case, got, row in wrong if row is not None]
-    if not wrong or any(row < case.length for case, _, row in wrong):
+    if not wrong:
+        return "the rows are right, but the new length is not: length + len(path)"
+    if any(row < case.length for case, _, row in wrong):
         return None
     if all(holds(case, got, row, case.path[row - case.length]) for case, got, row in wrong):
         return NOT_SHIFTED
@@ -434,7 +471,7 @@ def last_first(kv, length, path):
     return length + len(path)
 
 
-def without_the_root(kv, length, path):
+def drops_the_root(kv, length, path):
     return commit(kv, length, path[1:])
 
 
@@ -451,7 +488,7 @@ COMMIT_MISTAKES = {
     "only the rows of layer 0 have moved": part((slice(None), slice(0, 1))),
     "a row is overwritten before it is read; start with the first node of the path": last_first,
     "the root is missing: its token is in the text, and no earlier pass has written its row": (
-        without_the_root
+        drops_the_root
     ),
     "the path is written over the committed rows; it starts at row `length`": moves(
         lambda length, i: i, in_place, lambda length, path: len(path)
@@ -468,6 +505,8 @@ COMMIT_MISTAKES = {
     "the rows are right, but the new length is one too small: it counts no root": moves(
         in_place, in_place, lambda length, path: length + len(path) - 1
     ),
+    "the rows are right, but the new length is that of the last node's old row; the path is now "
+    "without gaps": moves(in_place, in_place, lambda length, path: length + path[-1] + 1),
 }
 
 # ---- tasks ---------------------------------------------------------------------------------------
