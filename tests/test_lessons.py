@@ -562,7 +562,7 @@ def test_predictions_are_compared_with_measurements(start, capsys):
     form.measured(cost_of_8=1.6, cost_of_64=5.4, passes=7)
     form.compare()
     assert capsys.readouterr().out.splitlines() == [
-        "cost of 64: 'many' is not a number; write it as 0.5, \"50%\", 10 or \"10x\"",
+        'cost of 64: \'many\' is not a number; write it as 0.5, "50%", 10 or "10x"',
         "you predict: cost of 8 4, my tokens accepted 2",
         "no prediction yet: cost of 64",
         "cost of 8           you said 4, measured 1.6, ratio 2.50",
@@ -572,7 +572,7 @@ def test_predictions_are_compared_with_measurements(start, capsys):
     ]
 
 
-def test_predictions_may_be_percentages_factors_and_tensors(start, monkeypatch, capsys):
+def test_predictions_may_be_percentages_factors_and_tensors(start, capsys):
     start("03")
     form.predict(share_accepted="50%", distance_if_redrawn=torch.tensor([0.25]), speed="10x")
     form.predict(speed=" 1.5 × ")

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from form import Oracle, Task, Wrong
-from solutions.common import call, differ
 
 from minispec import verify
 from minispec.sampling import OneHot, Seeded
 from minispec.toys import Toy
 from minispec.tree import Tree
+from solutions.common import call, differ
 
 # ---- solution ------------------------------------------------------------------------------------
 

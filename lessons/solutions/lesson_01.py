@@ -7,7 +7,6 @@ from functools import cache, partial
 
 import torch
 from form import Oracle, Task, Wrong
-from solutions.common import call
 from torch import Tensor
 
 from minispec import tree
@@ -15,6 +14,7 @@ from minispec.cache import KVCache
 from minispec.model import Transformer
 from minispec.toys import small_model
 from minispec.tree import Tree
+from solutions.common import call
 
 # ---- solutions -----------------------------------------------------------------------------------
 
@@ -301,7 +301,8 @@ MASK_MISTAKES = {
         last_node_for_the_root,
     ),
     "the nodes do not see the root, node 0, but it is an ancestor of all": (
-        with_nodes(without_the_root), with_nodes(without_any_root)
+        with_nodes(without_the_root),
+        with_nodes(without_any_root),
     ),
     "every node sees every node": with_nodes(lambda parents: all_earlier(parents) | True),
     "it is True where a node must not look; True means that it sees the row": (

@@ -7,6 +7,11 @@ from itertools import pairwise, product
 
 import torch
 from form import Oracle, Task, Wrong
+from torch import Tensor
+
+from minispec import verify
+from minispec.toys import total_variation
+from minispec.tree import Tree
 from solutions.common import (
     CHANGED,
     NeverAccepts,
@@ -20,11 +25,6 @@ from solutions.common import (
     rows,
     tensor,
 )
-from torch import Tensor
-
-from minispec import verify
-from minispec.toys import total_variation
-from minispec.tree import Tree
 
 # ---- solutions -----------------------------------------------------------------------------------
 

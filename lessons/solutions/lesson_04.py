@@ -8,6 +8,13 @@ from dataclasses import dataclass
 
 import torch
 from form import Oracle, Task, Wrong
+from torch import Tensor
+
+from minispec import verify
+from minispec.methods import adaptive
+from minispec.toys import total_variation
+from minispec.tree import Tree
+from minispec.verify import residual
 from solutions.common import (
     CHANGED,
     NeverAccepts,
@@ -24,13 +31,6 @@ from solutions.common import (
     speed_distance,
     tensor,
 )
-from torch import Tensor
-
-from minispec import verify
-from minispec.methods import adaptive
-from minispec.toys import total_variation
-from minispec.tree import Tree
-from minispec.verify import residual
 
 # ---- solutions -----------------------------------------------------------------------------------
 
@@ -332,8 +332,7 @@ def without_x(p, q, x):
 
 ACCEPT_MISTAKES = {
     "a later draft was drawn from q without the earlier ones, divided by the sum; judge it by "
-    "that": rule(unchanged),
-    "it removes the earlier drafts from q, but does not divide q by its sum": rule(not_divided),
+    "that": (rule(unchanged), rule(not_divided)),
     "it does not divide the residual by its sum, but the next draft is judged by it": rule(
         rest_of=residual_not_divided
     ),
@@ -365,9 +364,9 @@ ACCEPT_MISTAKES = {
     "after a rejection it only removes x from p; p must become norm(max(0, p - q))": rule(
         rest_of=without_x
     ),
-    "the ratio is upside down: it must be p(x) / q(x)": rule(probability=lambda p, q, x: ratio(
-        q, p, x
-    )),
+    "the ratio is upside down: it must be p(x) / q(x)": rule(
+        probability=lambda p, q, x: ratio(q, p, x)
+    ),
     "it accepts with p(x), as if x were not drawn from q, but corrects with q": rule(
         probability=p_of_x
     ),
@@ -539,9 +538,7 @@ GROW_MISTAKES = {
         lambda accuracy, path: accuracy[len(path) - 1][path[-1]]
     ),
     "the children of a path of length k are candidates of head k, so their accuracies are "
-    "accuracy[len(path)]": grown_by(
-        lambda accuracy, path: gain_of([accuracy[0], *accuracy], path)
-    ),
+    "accuracy[len(path)]": grown_by(lambda accuracy, path: gain_of([accuracy[0], *accuracy], path)),
     BREADTH_FIRST: (
         lambda accuracy, nodes: sorted(all_of(accuracy), key=len)[:nodes],
         lambda accuracy, nodes: every_path(accuracy)[:nodes],

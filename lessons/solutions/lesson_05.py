@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from form import Oracle, Task, Wrong
-from solutions.common import call, differ
 
 from minispec.methods import lookahead as methods
+from solutions.common import call, differ
 
 # ---- solutions -----------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from operator import mul
 
 import torch
 from form import Oracle, Task, Wrong
-from solutions.common import call, fastest, random_costs, speed, speed_distance
 from torch import Tensor
 
 from minispec.methods import fastmtp
@@ -19,6 +18,7 @@ from minispec.methods.vocabulary import FullVocabulary
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
 from minispec.toys import random_mtp_head, small_model
+from solutions.common import call, fastest, random_costs, speed, speed_distance
 
 # ---- solutions -----------------------------------------------------------------------------------
 

@@ -11,6 +11,17 @@ from itertools import pairwise, product
 
 import torch
 from form import Oracle, Task, Wrong
+from torch import Tensor
+
+from minispec import toys
+from minispec.certify.common import GREEDY
+from minispec.certify.ours import mutants
+from minispec.certify.ours.cases import bound
+from minispec.certify.ours.mutants import Mutant, in_accept
+from minispec.sampling import Randomness, Sampling, Seeded, probs
+from minispec.toys import ScriptedRandomness, Toy, every_outcome, total_variation
+from minispec.tree import Tree
+from minispec.verify import accept, residual
 from solutions.common import (
     Outcome,
     Strict,
@@ -23,17 +34,6 @@ from solutions.common import (
     rows,
     tensor,
 )
-from torch import Tensor
-
-from minispec import toys
-from minispec.certify.common import GREEDY
-from minispec.certify.ours import mutants
-from minispec.certify.ours.cases import bound
-from minispec.certify.ours.mutants import Mutant, in_accept
-from minispec.sampling import Randomness, Sampling, Seeded, probs
-from minispec.toys import ScriptedRandomness, Toy, every_outcome, total_variation
-from minispec.tree import Tree
-from minispec.verify import accept, residual
 
 # ---- solutions -----------------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from form import Oracle, Task, Wrong
-from solutions.common import call, differ
 
 from minispec.methods.adaptive import best_draft_size, curve_at
+from solutions.common import call, differ
 
 # ---- solutions -----------------------------------------------------------------------------------
 
