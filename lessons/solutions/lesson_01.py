@@ -178,8 +178,13 @@ def diagnose_mask(results: list[tuple[Drafts, Scores, Scores]]) -> str | None:
     if missing and not too_many:
         return "a node does not see all of its text: the committed rows, its ancestors and itself"
     if too_many and not missing:
-        return "a node sees rows that are not in its text"
+        wrong = [got.seen for a, (_, got, _) in zip(right, results) if (got.seen != a).any()]
+        of_root = all(seen[0].sum() > seen.shape[1] - len(seen) + 1 for seen in wrong)
+        return NO_PARENT if of_root else "a node sees rows that are not in its text"
     return None
+
+
+NO_PARENT = "the root has no parent: its entry, -1, is not a node, but to Python it is the last one"
 
 
 def right_mask(case: Drafts) -> list[list[bool]]:
@@ -233,6 +238,12 @@ def without_prefix(parents, length):
     return seen
 
 
+def prefix_too_short(parents, length):
+    seen = torch.cat([torch.zeros(len(parents), length, dtype=torch.bool), ancestors(parents)], 1)
+    seen[:, : length - 1] = True
+    return seen
+
+
 def nodes_first(parents, length):
     return mask(parents, length).roll(-length, 1)
 
@@ -280,6 +291,9 @@ MASK_MISTAKES = {
         with_nodes(all_earlier)
     ),
     "the columns of the committed rows are False; every node must see all of them": without_prefix,
+    "the last committed row is missing; they are columns 0 … length - 1, the slice :length": (
+        prefix_too_short
+    ),
     "siblings see each other, but they are alternatives for the same place": (
         with_nodes(with_siblings)
     ),
@@ -295,7 +309,7 @@ MASK_MISTAKES = {
     "a node sees every node of a smaller depth; only one of each depth is its ancestor": (
         with_nodes(all_shallower)
     ),
-    "the root has no parent: its entry, -1, is not a node, but to Python it is the last column": (
+    NO_PARENT: (
         follows_minus_one(lambda parents, length: -1),
         follows_minus_one(lambda parents, length: length - 1),
         last_node_for_the_root,
@@ -304,7 +318,9 @@ MASK_MISTAKES = {
         with_nodes(without_the_root),
         with_nodes(without_any_root),
     ),
-    "every node sees every node": with_nodes(lambda parents: all_earlier(parents) | True),
+    "every node sees every node; if the rows are lists, they may all be the same list": with_nodes(
+        lambda parents: all_earlier(parents) | True
+    ),
     "it is True where a node must not look; True means that it sees the row": (
         lambda parents, length: ~mask(parents, length)
     ),
@@ -472,6 +488,12 @@ def last_first(kv, length, path):
     return length + len(path)
 
 
+def swapped(kv, length, path):
+    rows = [length + node for node in path]
+    kv[:, :, rows] = kv[:, :, length : length + len(path)].clone()
+    return length + len(path)
+
+
 def drops_the_root(kv, length, path):
     return commit(kv, length, path[1:])
 
@@ -488,6 +510,9 @@ COMMIT_MISTAKES = {
     "only the values have moved; the keys are kv[0]": part(slice(1, 2)),
     "only the rows of layer 0 have moved": part((slice(None), slice(0, 1))),
     "a row is overwritten before it is read; start with the first node of the path": last_first,
+    "it copies the wrong way round: node path[i] moves from row length + path[i] to row length + i": (
+        swapped
+    ),
     "the root is missing: its token is in the text, and no earlier pass has written its row": (
         drops_the_root
     ),

@@ -210,6 +210,8 @@ def share(outcome: Outcome) -> float:
 def diagnose_accept(results: list[tuple[Position, Outcome, Outcome]]) -> str | None:
     """Say whether the rule accepts too rarely or too often."""
     results = [result for result in results if result[0] is not ROUNDING]
+    if all(outcome_distance(got, exact) < 1e-9 for _, got, exact in results):
+        return "it is right up to rounding: if `residual` returns None, accept the draft"
     more = [share(got) - share(exact) for _, got, exact in results]
     lossless = all(total_variation(got.tokens, exact.tokens) < 1e-9 for _, got, exact in results)
     if lossless and max(more, default=0) < 1e-9 and min(more, default=0) < -1e-9:
@@ -270,6 +272,12 @@ def always_from(first_p=False, first_q=False):
         return None, randomness.categorical(now)
 
     return accept_sibling
+
+
+def likeliest_first(p, q, drafts, randomness):
+    order = sorted(drafts, key=p.tolist().__getitem__, reverse=True)
+    i, token = rule()(p, q, order, randomness)
+    return (None if i is None else drafts.index(token)), token
 
 
 def coin_of_the_first(p, q, drafts, randomness):
@@ -333,8 +341,9 @@ def without_x(p, q, x):
 ACCEPT_MISTAKES = {
     "a later draft was drawn from q without the earlier ones, divided by the sum; judge it by "
     "that": (rule(unchanged), rule(not_divided)),
-    "it does not divide the residual by its sum, but the next draft is judged by it": rule(
-        rest_of=residual_not_divided
+    "it does not divide the residual by its sum, but the next draft is judged by it": (
+        rule(rest_of=residual_not_divided),
+        rule(not_divided, rest_of=residual_not_divided),
     ),
     "it judges every draft by p itself; after a rejection p must become the residual": rule(
         keep_p=True
@@ -377,6 +386,9 @@ ACCEPT_MISTAKES = {
         probability=lambda p, q, x: float(p[x] >= q[x])
     ),
     "it accepts the first draft without a coin": rule(probability=lambda p, q, x: 1.0),
+    "it tries the drafts in an order of its own, but each was drawn after the ones before": (
+        likeliest_first
+    ),
     "it tries only the first draft": only_the_first,
     "if no draft is accepted, it keeps the last one; draw a fresh token": keeps_the_last,
     "the index counts from 0: the accepted draft is drafts[i]": one_too_many,
@@ -542,6 +554,10 @@ GROW_MISTAKES = {
     BREADTH_FIRST: (
         lambda accuracy, nodes: sorted(all_of(accuracy), key=len)[:nodes],
         lambda accuracy, nodes: every_path(accuracy)[:nodes],
+        lambda accuracy, nodes: sorted(all_of(accuracy), key=lambda path: len(path) > 1)[:nodes],
+    ),
+    "it takes the worst candidate first; a heap returns its smallest entry": grown_by(
+        lambda accuracy, path: -gain_of(accuracy, path)
     ),
     "all paths have length 1; the children of a path that is in the tree are candidates, too": (
         lambda accuracy, nodes: every_path(accuracy[:1])[:nodes]
@@ -637,6 +653,7 @@ SIZE_MISTAKES = {
     "it divides by the cost of another size: n nodes cost costs[n]": (
         with_cost(lambda n: n - 1), with_cost(lambda n: max(0, n - 1)),
         with_cost(lambda n: n + 1), with_cost(lambda n: n + 1, drop=1),
+        with_cost(lambda n: n and n + 1), with_cost(lambda n: n and n + 1, drop=1),
     ),
     "it counts the gains of another size: n nodes gain sum(gains[:n])": (
         best_by(lambda g, c, n: (1 + sum(g[: n + 1])) / c[n]),
@@ -645,14 +662,16 @@ SIZE_MISTAKES = {
     "it counts only the gain of the last node; those before it count, too": best_by(
         lambda g, c, n: (1 + sum(g[n - 1 : n])) / c[n]
     ),
-    "it adds up the costs, but costs[n] is the cost of the whole round": best_by(
-        lambda g, c, n: (1 + sum(g[:n])) / sum(c[: n + 1])
+    "it multiplies the gains; gains[i] is already the probability of its node, so add them": best_by(
+        lambda g, c, n: (1 + sum(math.prod(g[:i]) for i in range(1, n + 1))) / c[n]
     ),
+    "it always returns 0, whatever the gains and costs": lambda gains, costs: 0,
     "it subtracts the cost; tokens per unit of cost are a quotient": best_by(
         lambda g, c, n: sum(g[:n]) - c[n]
     ),
     "it returns the index of the last node; the number of nodes is one more": (
-        lambda gains, costs: max(0, best_size(gains, costs) - 1)
+        lambda gains, costs: max(0, best_size(gains, costs) - 1),
+        lambda gains, costs: best_by(lambda g, c, n: (1 + sum(g[:n])) / c[n], 1)(gains, costs) - 1,
     ),
     "it stops where the next node is a loss; a later one can make up for it": (
         stops_at_the_first_loss
