@@ -438,7 +438,11 @@ def zeros_for_nothing(p, q):
         ("accept", a_quarter_more, r"it accepts more often than min\(1, p/q\)\n"),
         ("accept", twice, r"it accepts more often than min\(1, p/q\)\n"),
         ("accept", forgets_q, r"lossless, but it accepts too rarely \(section 4\)\n"),
-        ("accept", keeps_the_rejected, "these are q: the rejected draft stays in the text\n"),
+        (
+            "accept",
+            keeps_the_rejected,
+            "the tokens have q: the rejected draft stays in the text, or",
+        ),
         ("accept", clears_the_drafts, "it changes `drafts`, which belongs to the caller"),
         ("accept", clears_p, "it changes `p`, which belongs to the caller"),
         ("accept", waits_for_a_coin, "it keeps asking for random decisions; γ drafts need at most"),

@@ -510,9 +510,7 @@ COMMIT_MISTAKES = {
     "only the values have moved; the keys are kv[0]": part(slice(1, 2)),
     "only the rows of layer 0 have moved": part((slice(None), slice(0, 1))),
     "a row is overwritten before it is read; start with the first node of the path": last_first,
-    "it copies the wrong way round: node path[i] moves from row length + path[i] to row length + i": (
-        swapped
-    ),
+    "it copies the wrong way round: row length + path[i] moves to row length + i": (swapped),
     "the root is missing: its token is in the text, and no earlier pass has written its row": (
         drops_the_root
     ),

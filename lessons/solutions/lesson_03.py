@@ -156,8 +156,9 @@ RESIDUAL_MISTAKES = {
     "it keeps all of p where p > q; only p - q is left there": lambda p, q: (
         torch.where(p > q, p, 0) / p[p > q].sum() if (p > q).any() else None
     ),
-    "a softmax does not divide by the sum": lambda p, q: (
-        torch.softmax((p - q).clamp(min=0), 0) if (p > q).any() else None
+    "a softmax does not divide by the sum": (
+        lambda p, q: torch.softmax((p - q).clamp(min=0), 0),
+        lambda p, q: torch.softmax((p - q).clamp(min=0), 0) if (p > q).any() else None,
     ),
     "p and q are swapped: max(0, q - p) is what was proposed too often": lambda p, q: residual(
         q, p

@@ -662,7 +662,7 @@ SIZE_MISTAKES = {
     "it counts only the gain of the last node; those before it count, too": best_by(
         lambda g, c, n: (1 + sum(g[n - 1 : n])) / c[n]
     ),
-    "it multiplies the gains; gains[i] is already the probability of its node, so add them": best_by(
+    "it multiplies the gains; gains[i] is already the gain of a whole path, so add": best_by(
         lambda g, c, n: (1 + sum(math.prod(g[:i]) for i in range(1, n + 1))) / c[n]
     ),
     "it always returns 0, whatever the gains and costs": lambda gains, costs: 0,

@@ -423,6 +423,18 @@ def one_limit_for_all(pool, gram, limit):
         pool[token].pop(0)
 
 
+def leaves_the_pool(pool, gram, limit):
+    pool = {**pool}
+    add(pool, gram, limit)
+
+
+def loses_the_first(pool, gram, limit):
+    if gram[0] in pool:
+        add(pool, gram, limit)
+    else:
+        pool[gram[0]] = []
+
+
 def with_the_first_token(pool, gram, limit):
     known = pool.setdefault(gram[0], [])
     if gram in known:
@@ -450,10 +462,14 @@ ADD_MISTAKES = {
     "another its place": makes_room_first,
     "`limit` holds for each first token, not for the whole pool": one_limit_for_all,
     "the pool has not changed: use its methods or assign to pool[…]; `pool = …` names another": (
-        lambda pool, gram, limit: None
+        leaves_the_pool
     ),
     "it files the n-gram under its last token; the key is gram[0]": (
-        lambda pool, gram, limit: add(pool, gram[::-1], limit)
+        lambda pool, gram, limit: add(pool, (gram[-1], *gram[:-1]), limit)
+    ),
+    "the first continuation of a token is lost": loses_the_first,
+    "it stores only the next token; store all of gram[1:]": (
+        lambda pool, gram, limit: add(pool, gram[:2], limit)
     ),
     "it stores the whole n-gram; the first token is the key, so store gram[1:]": (
         with_the_first_token
@@ -533,6 +549,9 @@ LOOKUP_MISTAKES = {
     "it changes the pool": adds_an_entry,
     "it returns only the latest continuation; return all of them": lambda pool, token: [
         list(rest) for rest in pool.get(token, [])[-1:]
+    ],
+    "the tokens of each guess are reversed; reverse only the list of guesses": lambda pool, token: [
+        list(rest[::-1]) for rest in pool.get(token, [])[::-1]
     ],
     "its guesses start with the token itself, which is in the text already": lambda pool, token: [
         [token, *rest] for rest in pool.get(token, [])[::-1]

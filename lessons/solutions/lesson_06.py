@@ -208,10 +208,16 @@ def show_chain(case: Text, got: list[Drafted], expected: list[Drafted]) -> str:
 
 
 def diagnose_chain(results: list[tuple[Text, list[Drafted], list[Drafted]]]) -> str | None:
-    pairs = [pair for _, got, expected in results for pair in zip(got, expected)]
+    """Name what is wrong in the first wrong round of each case; later ones may follow from it."""
+    pairs = [
+        next(pair for pair in zip(got, expected) if not round_distance(*pair) <= TOLERANCE)
+        for _, got, expected in results
+        if not chain_distance(got, expected) <= TOLERANCE
+    ]
+    if any(len(a.drafts) != len(b.drafts) for a, b in pairs):
+        return "it must return K drafts"
     if any(a.drafts != b.drafts for a, b in pairs):
-        counts = {len(a.drafts) - len(b.drafts) for a, b in pairs}
-        return "it must return K drafts" if counts != {0} else None
+        return None
     if any(a.length != b.length for a, b in pairs):
         return "the drafts are right, but the cache has more or fewer rows than the text has pairs"
     if any(a.rows > b.rows for a, b in pairs):
@@ -231,6 +237,8 @@ def faulty(wrong: str):
             hidden, tokens = hidden[-1:], tokens[-1:]
         outputs = drafter.run(hidden, tokens)
         output = outputs[:1] if wrong == "first output" else outputs[-1:]
+        if wrong == "starts with the text's token":
+            k -= 1
         if wrong != "commits nothing":
             kv.commit([0] if wrong == "commits one pair" else list(range(len(tokens))))
         length, drafts = kv.length, [int(model.logits(output).argmax())]
@@ -241,11 +249,15 @@ def faulty(wrong: str):
                 newest = [*tokens[-1:], *drafts][-2:-1]
             output = drafter.run(state, newest)
             if wrong not in ("commits no draft", "commits nothing"):
-                kv.commit([0])
+                kv.commit([len(drafts) - 1 if wrong == "commits row i" else 0])
             drafts.append(int(model.logits(output).argmax()))
-        if wrong != "keeps the drafts' rows":
-            kv.truncate(start if wrong == "drops all rows" else length)
-        return drafts[:k]
+        lengths = {
+            "keeps the drafts' rows": kv.length, "drops all rows": start,
+            "counts k rows": kv.length - k, "the number of pairs": len(tokens),
+        }  # fmt: skip
+        kv.truncate(lengths.get(wrong, length))
+        first = tokens[-1:] if wrong == "starts with the text's token" else []
+        return first + drafts[:k]
 
     return chain
 
@@ -269,6 +281,18 @@ CHAIN_MISTAKES = {
     ),
     "the first draft comes from the output of the first new pair; it must be the last one, "
     "output[-1:]": faulty("first output"),
+    "commit counts the rows of the last call of `run` from 0, so a draft's row is [0]": faulty(
+        "commits row i"
+    ),
+    "it removes K rows at the end, but K drafts have only K - 1: the last one was not run": faulty(
+        "counts k rows"
+    ),
+    "it truncates to the number of new pairs; a length counts the rows of earlier rounds, too": (
+        faulty("the number of pairs")
+    ),
+    "its first draft is the last token of the text; drafts come after it": faulty(
+        "starts with the text's token"
+    ),
     "it runs the head on the newest pair only, so the rows of the other new pairs are missing": (
         faulty("only the newest pair")
     ),
@@ -390,6 +414,27 @@ BEST_K_MISTAKES = {
     ),
     "it maximises tokens per pass, whatever the round costs": (
         lambda rates, cost, draft_cost: len(rates)
+    ),
+    "it counts draft_cost k + 1 times; k drafts cost k times as much": chooser(
+        expected, lambda cost, draft_cost, k: cost[k + 1] + (k and k + 1) * draft_cost
+    ),
+    "its products are one too short: draft k is accepted with r₁ · … · rₖ": chooser(
+        lambda rates, k: 1 + sum(prod(rates[: i - 1]) for i in range(1, k + 1)), round_cost
+    ),
+    "it subtracts the cost of the round; the speed is tokens divided by cost": (
+        lambda rates, cost, draft_cost: max(
+            range(len(rates) + 1),
+            key=lambda k: expected(rates, k) - round_cost(cost, draft_cost, k),
+        )
+    ),
+    "it adds up the costs of all passes; the round has one, over k + 1 tokens": chooser(
+        expected, lambda cost, draft_cost, k: sum(cost[: k + 2]) + k * draft_cost
+    ),
+    "it never considers the largest K, len(rates)": lambda rates, cost, draft_cost: best_k(
+        rates[:-1], cost, draft_cost
+    ),
+    "it returns an index that is one less than K": lambda rates, cost, draft_cost: max(
+        0, best_k(rates, cost, draft_cost) - 1
     ),
     "it stops at the first K that is slower than the one before. Costs can jump, so try every K": (
         stops_at_the_first_decline

@@ -160,6 +160,13 @@ def keeps_the_rest(choices):
     return script and script + [choice for choice, _ in choices[len(script) :]]
 
 
+def carries_once(choices):
+    if not choices or choices[-1][0] + 1 < choices[-1][1]:
+        return next_script(choices)
+    earlier = [choice for choice, _ in choices[:-1]]
+    return [*earlier[:-1], earlier[-1] + 1] if earlier else None
+
+
 def stops_one_early(choices):
     for step in reversed(range(len(choices))):
         choice, options = choices[step]
@@ -184,6 +191,10 @@ NEXT_MISTAKES = {
     "Return None": lambda choices: next_script(choices) or [],
     "it keeps the choices after the one it advances; they start again with option 0: drop them": (
         keeps_the_rest
+    ),
+    "it carries only once, but the choice before may have no option left either": carries_once,
+    "it repeats the run: the advanced choice must be choice + 1": lambda choices: (
+        script and [*script[:-1], script[-1] - 1] if (script := next_script(choices)) else script
     ),
     "the choices before the advanced one are missing": lambda choices: (
         script[-1:] if (script := next_script(choices)) else script
@@ -301,9 +312,11 @@ def show_distribution(case: Program, got: dict, exact: dict) -> str:
 def diagnose_distribution(results: list[tuple[Program, dict, dict]]) -> str | None:
     sums = [sum(got.values()) for _, got, _ in results]
     if min(sums, default=1.0) < 1 - 1e-9:
-        return f"the probabilities sum to {min(sums):.3g}; outcomes are missing"
+        return f"the probabilities sum to {min(sums):.3g}; outcomes are missing, or their " \
+               "probabilities are not added"  # fmt: skip
     if max(sums, default=1.0) > 1 + 1e-9:
-        return f"the probabilities sum to {max(sums):.3g}; outcomes are counted more than once"
+        return f"the probabilities sum to {max(sums):.3g}; outcomes are counted more than once, or " \
+               "`function` is called more than once per run"  # fmt: skip
     if results and max(total_variation(got, exact) for _, got, exact in results) < 0.2:
         return "close, but not exact; does it draw samples?"
     return None
@@ -345,7 +358,7 @@ DISTRIBUTION_MISTAKES = {
     "a result that is reached in several ways keeps only the last probability; add them up": (
         overwrites
     ),
-    "it counts the outcomes; add randomness.probability instead of 1": counts_runs,
+    "it adds 1 for every outcome; add randomness.probability, as it is after the run": counts_runs,
     "it gives every outcome the same weight; add randomness.probability": equal_weights,
     "it returns nothing: the first script is [], which is false in a condition. Test `script is "
     "not None`": lambda function: {},
@@ -354,8 +367,8 @@ DISTRIBUTION_MISTAKES = {
         slice(0, -1)
     ),
     "the first outcome is missing; begin with the script []": without(slice(1, None)),
-    "one ScriptedRandomness is used for all runs, so its choices and its probability go on from "
-    "the run before; make a new one for every script": one_randomness,
+    "all runs use the same ScriptedRandomness or the same script; make a new one with the next "
+    "script for every run": one_randomness,
 }
 
 # ---- accept_certain ------------------------------------------------------------------------------
@@ -484,6 +497,45 @@ def same_token(tree, children, y, p):
     return next((child for child in children if tree.tokens[child] == y), None)
 
 
+def by_row(index):
+    """A rule that draws y from the row target[index(path)]."""
+
+    def rule(target, tree, randomness):
+        path = [0]
+        while True:
+            y = randomness.categorical(target[index(path)])
+            child = same_token(tree, tree.children(path[-1]), y, 0)
+            if child is None:
+                return path, y
+            path.append(child)
+
+    return rule
+
+
+def one_draw_per_child(target, tree, randomness):
+    path = [0]
+    while True:
+        p = target[path[-1]]
+        matches = (
+            c for c in tree.children(path[-1]) if randomness.categorical(p) == tree.tokens[c]
+        )
+        child = next(matches, None)
+        if child is None:
+            return path, randomness.categorical(p)
+        path.append(child)
+
+
+def stops_at_a_leaf(target, tree, randomness):
+    path, y = [0], tree.tokens[0]
+    while children := tree.children(path[-1]):
+        y = randomness.categorical(target[path[-1]])
+        child = same_token(tree, children, y, 0)
+        if child is None:
+            break
+        path.append(child)
+    return path, y
+
+
 def keep(y, p, randomness):
     return y
 
@@ -527,6 +579,18 @@ CERTAIN_MISTAKES = {
     "the fresh token repeats the last accepted draft; draw it from the last node's row": (
         repeats_the_draft
     ),
+    "every y is drawn from target[0]; draw it from the row of the last node of the path": (
+        by_row(lambda path: 0)
+    ),
+    "y is drawn from the row of the depth; target[i] is the distribution after node i": (
+        by_row(lambda path: len(path) - 1)
+    ),
+    "every child gets a draw of its own; draw y once, and compare it with all children": (
+        one_draw_per_child
+    ),
+    "at a leaf it returns the token of the leaf again; a leaf has a row, too: draw y from it": (
+        stops_at_a_leaf
+    ),
     "it follows the argmax without a draw; that is greedy decoding": follows_the_argmax,
 }  # fmt: skip
 
@@ -541,7 +605,7 @@ class Effect:
     """What a rule does to speculative decoding with one draft per round."""
 
     distance: float  # of the first TOKENS tokens from plain decoding
-    greedy: bool  # whether 16 greedy tokens are right
+    greedy: bool  # whether greedy tokens are right, whatever the random decisions
     tokens: float  # of the first round, on average
 
     @property
@@ -571,9 +635,13 @@ def effect(rule) -> Effect:
     with Mutant("yours", "exact", "", in_accept(rule)).apply():
         distance = total_variation(package_exact_distribution(tokens), fair_tokens(toy, TOKENS))
         length = sum(n * p for n, p in every_outcome(first_round))
-        run = toys.first_tokens(method, toy, PROMPT, GREEDY, Seeded(), 16)
-    plain = toys.first_tokens(bound("autoregressive"), toy, PROMPT, GREEDY, Seeded(), 16)
-    return Effect(distance, run == plain, length)
+        runs = {run for run, _ in every_outcome(lambda r: greedy_tokens(method, toy, r))}
+    plain = greedy_tokens(bound("autoregressive"), toy, Seeded())
+    return Effect(distance, runs == {plain}, length)
+
+
+def greedy_tokens(method, toy: Toy, randomness: Randomness) -> tuple[int, ...]:
+    return tuple(toys.first_tokens(method, toy, PROMPT, GREEDY, randomness, 8))
 
 
 @cache
@@ -637,10 +705,28 @@ def scaled(factor: float):
     return rule
 
 
+def raised(amount: float):
+    """Acceptance probabilities that are raised by an amount."""
+
+    def rule(target, tree, randomness):
+        class Generous:
+            categorical = randomness.categorical
+
+            def bernoulli(self, p):
+                return randomness.bernoulli(min(1.0, p + amount))
+
+        return accept(target, tree, Generous())
+
+    return rule
+
+
 TEMPTING_MISTAKES = {
     "this is the right rule; the exercise asks for a wrong one": accept,
     "it accepts every draft, and so the greedy tokens change, which a test would notice": (
         accepts_all
+    ),
+    "it accepts with a probability above 0 where p(x) is 0, so greedy tokens change now and then": (
+        raised(0.1)
     ),
     "wrong, and the greedy tokens are right; but drawing from p after a rejection does not accept "
     "more drafts": resamples,

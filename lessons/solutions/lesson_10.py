@@ -145,6 +145,27 @@ SPEED_MISTAKES = {
     "it takes the cost of a pass over the mean number of rows; take the mean of the costs": (
         lambda tau, rows, drafting, curve, seconds: (
             tau / ((drafting + curve[round(mean(rows))]) * seconds)
+        ),
+        lambda tau, rows, drafting, curve, seconds: (
+            tau / ((drafting + curve[int(mean(rows))]) * seconds)
+        ),
+    ),
+    "it takes the most expensive pass for all; take the mean of the costs": (
+        lambda tau, rows, drafting, curve, seconds: (
+            tau / ((drafting + max(curve[n] for n in rows)) * seconds)
+        )
+    ),
+    "it takes the first round's pass for all; take the mean of the costs": (
+        lambda tau, rows, drafting, curve, seconds: tau / ((drafting + curve[rows[0]]) * seconds)
+    ),
+    "it adds a token to tau, but tau counts all tokens of a round": (
+        lambda tau, rows, drafting, curve, seconds: (
+            (tau + 1) / ((drafting + mean(curve[n] for n in rows)) * seconds)
+        )
+    ),
+    "it multiplies the pass by 1 + drafting; drafting is added, in passes over one row": (
+        lambda tau, rows, drafting, curve, seconds: (
+            tau / ((1 + drafting) * mean(curve[n] for n in rows) * seconds)
         )
     ),
     "it interpolates the cost of a pass over the mean number of rows; take the mean of the costs": (
@@ -315,7 +336,8 @@ def diagnose(results: list[tuple[Choice, str, str]]) -> str | None:
         return NEVER_PLAIN
     if all(got == expected for case, got, expected in results if case.batch == 1):
         return (
-            "it is right for a batch of 1. For a larger one, a round is a pass over batch * n rows"
+            "it is right for a batch of 1. For a larger one, a round is a pass over batch * n rows, "
+            "plain decoding one over `batch` rows, and tokens are those of one text"
         )
     return None
 
@@ -370,6 +392,16 @@ CHOICE_MISTAKES = {
     "drafting * curve[batch]": chooser(
         lambda tau, rows, drafting, curve, batch: (
             tau / (drafting * batch + mean(curve[batch * n] for n in rows))
+        )
+    ),
+    "it takes the cost of a pass over the mean number of rows; take the mean of the costs": chooser(
+        lambda tau, rows, drafting, curve, batch: (
+            tau / (drafting * curve[batch] + curve[round(batch * mean(rows))])
+        )
+    ),
+    "it adds up the passes of all rounds, but tau is the yield of one": chooser(
+        lambda tau, rows, drafting, curve, batch: (
+            tau / (drafting * curve[batch] + sum(curve[batch * n] for n in rows))
         )
     ),
     "it leaves out drafting": chooser(
