@@ -9,6 +9,7 @@ gets its own message.
 import ast
 import inspect
 import json
+import math
 import re
 import sys
 import textwrap
@@ -367,6 +368,17 @@ def keeps_the_rejected(p, q, drafts, randomness):
     return len(drafts), randomness.categorical(p[len(drafts)])
 
 
+def ends_if_nothing_is_left(p, q, drafts, randomness):
+    """The draft is accepted, but the round ends there."""
+    for i, x in enumerate(drafts):
+        if not randomness.bernoulli(min(1.0, float(p[i][x] / q[i][x]))):
+            rest = (p[i] - q[i]).clamp(min=0)
+            if not rest.any():
+                return i + 1, randomness.categorical(p[i + 1])
+            return i, randomness.categorical(rest / rest.sum())
+    return len(drafts), randomness.categorical(p[len(drafts)])
+
+
 def clears_the_drafts(p, q, drafts, randomness):
     n, fresh = at_most_one(p, q, drafts, randomness)
     drafts.clear()
@@ -415,6 +427,11 @@ def gives_up_early(p, q):
     return rest / rest.sum() if rest.sum() >= 1e-2 else None
 
 
+def almost_equal(p, q):
+    rest = (p - q).clamp(min=0)
+    return None if torch.allclose(p, q) else rest / rest.sum()
+
+
 def zeros_for_nothing(p, q):
     rest = (p - q).clamp(min=0)
     return rest / rest.sum().clamp(min=1e-30)
@@ -432,7 +449,8 @@ def zeros_for_nothing(p, q):
         ("residual", in_single_precision, r"it returns float32; keep the dtype of p \(float64\)"),
         ("residual", adds_an_epsilon, r"it sums to 0\.99999\d+; do not add a small number"),
         ("residual", adds_a_tiny_epsilon, r"it sums to 0\.99999\d+; do not add a small number"),
-        ("residual", gives_up_early, r"not right yet\n.*0\.505.* but something is left of p"),
+        ("residual", gives_up_early, r"it returns None too early; .*0\.505.*5\.0e-03 of p is left"),
+        ("residual", almost_equal, r"it returns None too early; .*9\.1e-13 of p is left"),
         ("residual", zeros_for_nothing, "it returns only zeros if nothing is left; return None"),
         ("accept", not_clamped, r"`bernoulli` gets 2\.50; a probability is at most 1: min\(1, p"),
         ("accept", a_quarter_more, r"it accepts more often than min\(1, p/q\)\n"),
@@ -443,6 +461,7 @@ def zeros_for_nothing(p, q):
             keeps_the_rejected,
             "the tokens have q: the rejected draft stays in the text, or",
         ),
+        ("accept", ends_if_nothing_is_left, r"it is right up to rounding: .*accepts 1 of 2 drafts"),
         ("accept", clears_the_drafts, "it changes `drafts`, which belongs to the caller"),
         ("accept", clears_p, "it changes `p`, which belongs to the caller"),
         ("accept", waits_for_a_coin, "it keeps asking for random decisions; γ drafts need at most"),
@@ -464,6 +483,48 @@ def too_long_by_two(kv, length, path):
     return min(length + len(path) + 2, kv.shape[2])
 
 
+def ignores_none(p, q, drafts, randomness):
+    """The sibling is rejected although nothing is left of p."""
+    for i, x in enumerate(drafts):
+        if randomness.bernoulli(min(1.0, float(p[x] / q[x]))):
+            return i, x
+        rest = (p - q).clamp(min=0)
+        p, q = (rest / rest.sum() if rest.any() else p), q.clone()
+        q[x] = 0
+        q /= q.sum()
+    return None, randomness.categorical(p)
+
+
+def runs_a_pass_twice(choices, guess):
+    rows, new = [], list(guess)
+    while new not in rows:
+        rows.append(new)
+        choices(new)
+        new = choices(new)[:-1]
+    return rows
+
+
+def at_most_m_passes(choices, guess):
+    """After as many passes as places no further one is needed."""
+    rows = [list(guess)]
+    for _ in guess:
+        new = choices(rows[-1])[:-1]
+        if new == rows[-1]:
+            break
+        rows.append(new)
+    return rows
+
+
+def files_under_a_tuple(pool, gram, limit):
+    pool.setdefault(gram[:1], []).append(gram[1:])
+
+
+def keeps_one_row(drafter, hidden, tokens, k):
+    drafts = TASKS["06", "chain"].solution(drafter, hidden, tokens, k)
+    drafter.cache.truncate(1)
+    return drafts
+
+
 def best_first(accuracy, nodes):
     return TASKS["04", "grow_tree"].solution(accuracy, nodes)
 
@@ -481,14 +542,40 @@ def worst_siblings_first(accuracy, nodes):
     "number, name, function, message",
     [
         ("01", "commit", too_long_by_two, "the rows are right, but the new length is not: length"),
+        ("04", "accept_sibling", ignores_none, "it is right up to rounding: if `residual` returns"),
         ("04", "grow_tree", by_last_rank, "these are the right paths, but not best first"),
         ("04", "grow_tree", worst_siblings_first, "all siblings come before any child, even if a"),
+        ("05", "jacobi", runs_a_pass_twice, "the rows are right, but it runs more passes than"),
+        ("05", "add", files_under_a_tuple, "a key of the pool is not a token; it must be gram[0]"),
+        ("06", "chain", keeps_one_row, "the drafts are right, but the cache has more or"),
     ],
 )
 def test_a_diagnosis_covers_what_no_list_has(number, name, function, message, start, capsys):
     start(number)
     assert form.check(renamed(function, name)) is TASKS[number, name].package
     assert capsys.readouterr().out.startswith(f"{name}: {message}")
+
+
+def test_jacobi_may_leave_out_the_pass_that_cannot_change_anything(start):
+    start("05")
+    jacobi = renamed(at_most_m_passes, "jacobi")
+    assert form.check(jacobi) is jacobi
+
+
+NONSENSE = [
+    None, True, -1, math.nan, "x", [], [None], [[]], (0, "x"), (None, None), ([0], 0), {"x": 1.0},
+    object(), torch.tensor(1.0), torch.full((3,), math.nan),
+]  # fmt: skip
+
+
+@each_task
+def test_nonsense_is_judged_without_an_exception(key, start, capsys):
+    number, name = key
+    start(number)
+    for answer in NONSENSE:
+        assert form.check(renamed(lambda *_: answer, name)) is TASKS[key].package
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith(f"{name}: ") for line in lines) == len(NONSENSE)
 
 
 def test_what_is_not_an_answer_is_named(start, capsys):

@@ -416,7 +416,7 @@ BEST_K_MISTAKES = {
         lambda rates, cost, draft_cost: len(rates)
     ),
     "it counts draft_cost k + 1 times; k drafts cost k times as much": chooser(
-        expected, lambda cost, draft_cost, k: cost[k + 1] + (k and k + 1) * draft_cost
+        expected, lambda cost, draft_cost, k: cost[k + 1] + (k + 1) * draft_cost
     ),
     "its products are one too short: draft k is accepted with r₁ · … · rₖ": chooser(
         lambda rates, k: 1 + sum(prod(rates[: i - 1]) for i in range(1, k + 1)), round_cost

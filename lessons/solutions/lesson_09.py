@@ -315,8 +315,8 @@ def diagnose_distribution(results: list[tuple[Program, dict, dict]]) -> str | No
         return f"the probabilities sum to {min(sums):.3g}; outcomes are missing, or their " \
                "probabilities are not added"  # fmt: skip
     if max(sums, default=1.0) > 1 + 1e-9:
-        return f"the probabilities sum to {max(sums):.3g}; outcomes are counted more than once, or " \
-               "`function` is called more than once per run"  # fmt: skip
+        return f"the probabilities sum to {max(sums):.3g}; outcomes are counted more than once, " \
+               "or `function` is called more than once per run"  # fmt: skip
     if results and max(total_variation(got, exact) for _, got, exact in results) < 0.2:
         return "close, but not exact; does it draw samples?"
     return None
@@ -526,7 +526,7 @@ def one_draw_per_child(target, tree, randomness):
 
 
 def stops_at_a_leaf(target, tree, randomness):
-    path, y = [0], tree.tokens[0]
+    path = [0]  # without drafts y is unknown
     while children := tree.children(path[-1]):
         y = randomness.categorical(target[path[-1]])
         child = same_token(tree, children, y, 0)

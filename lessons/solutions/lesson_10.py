@@ -336,8 +336,8 @@ def diagnose(results: list[tuple[Choice, str, str]]) -> str | None:
         return NEVER_PLAIN
     if all(got == expected for case, got, expected in results if case.batch == 1):
         return (
-            "it is right for a batch of 1. For a larger one, a round is a pass over batch * n rows, "
-            "plain decoding one over `batch` rows, and tokens are those of one text"
+            "it is right for a batch of 1. For a larger one, a round is a pass over batch * n "
+            "rows, plain decoding one over `batch` rows, and tokens are those of one text"
         )
     return None
 
