@@ -178,8 +178,6 @@ RESIDUAL_MISTAKES = {
 # ---- accept --------------------------------------------------------------------------------------
 
 V = 3
-
-
 ENDLESS = "γ drafts need at most γ coins and one draw"
 
 
