@@ -632,16 +632,17 @@ def effect(rule) -> Effect:
         next(steps)  # the prefill
         return len(next(steps).tokens)
 
+    plain = greedy_tokens(bound("autoregressive"), toy, Seeded())
     with Mutant("yours", "exact", "", in_accept(rule)).apply():
         distance = total_variation(package_exact_distribution(tokens), fair_tokens(toy, TOKENS))
         length = sum(n * p for n, p in every_outcome(first_round))
-        runs = {run for run, _ in every_outcome(lambda r: greedy_tokens(method, toy, r))}
-    plain = greedy_tokens(bound("autoregressive"), toy, Seeded())
-    return Effect(distance, runs == {plain}, length)
+        runs = every_outcome(lambda randomness: greedy_tokens(method, toy, randomness))
+        greedy = all(run == plain for run, _ in runs)
+    return Effect(distance, greedy, length)
 
 
 def greedy_tokens(method, toy: Toy, randomness: Randomness) -> tuple[int, ...]:
-    return tuple(toys.first_tokens(method, toy, PROMPT, GREEDY, randomness, 8))
+    return toys.first_tokens(method, toy, PROMPT, GREEDY, randomness, 8)
 
 
 @cache
