@@ -6,7 +6,7 @@ solutions/lesson_03.py, so that the notebook shows none of them unless the reade
 
 import ctypes
 import dis
-import importlib.util
+import importlib
 import inspect
 import math
 import sys
@@ -57,7 +57,8 @@ class Task:
     """A function for the reader to write.
 
     `package` is what the lesson uses until the answer is right. `mistakes` maps messages to
-    functions that make the mistake: an answer with the same outcomes gets the message.
+    functions that make the mistake, one or several: an answer with the outcomes of one of them gets
+    the message.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Task:
     solution: Callable
     judge: Oracle
     hints: tuple[str, str]
-    mistakes: dict[str, Callable]
+    mistakes: dict[str, Callable | tuple[Callable, ...]]
     shows: tuple[Callable, ...]  # the functions of the package that `source` prints
 
 
@@ -102,11 +103,7 @@ def lesson(number: str) -> None:
 def load_solutions(number: str) -> ModuleType:
     """Load solutions/lesson_<number>.py. It has TASKS, and may have RANGES: the lowest and highest
     sensible predictions."""
-    name = f"lesson_{number}"
-    spec = importlib.util.spec_from_file_location(name, LESSONS / "solutions" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"solutions.lesson_{number}")
 
 
 def name_of(thing: object) -> str:
@@ -128,14 +125,17 @@ def find_task(name: str) -> Task | None:
 
 
 def predict(**numbers: float | None) -> None:
-    """Remember the reader's predictions until `compare`; `...` is a prediction not made."""
+    """Remember the reader's predictions until `compare`; `...` is a prediction not made. A number
+    out of range is not kept."""
     given = {name: as_number(number) for name, number in numbers.items()}
     for name, number in given.items():
         low, high = progress.ranges.get(name, (-math.inf, math.inf))
         if number is None and numbers[name] is not None and numbers[name] is not ...:
-            print(f"{spaced(name)}: {numbers[name]!r} is not a number")
+            print(f"{spaced(name)}: {numbers[name]!r} is not a number; write it as 0.5, \"50%\", "
+                  '10 or "10x"')  # fmt: skip
         elif number is not None and not low <= number <= high:
             print(f"{spaced(name)}: {number:g} is not between {low} and {high}")
+            given[name] = None
     progress.predicted.update(given)
     missing = [spaced(name) for name, number in given.items() if number is None]
     made = [f"{spaced(name)} {number:.3g}" for name, number in given.items() if number is not None]
@@ -146,10 +146,12 @@ def predict(**numbers: float | None) -> None:
 
 
 def as_number(given: object) -> float | None:
-    """Return a number, a text such as "50%", or a tensor of one element as a float, else None."""
+    """Return a number, a text such as "50%" or "10x", or a tensor of one element as a float, else
+    None."""
     try:
-        if isinstance(given, str) and given.strip().endswith("%"):
-            number = float(given.strip()[:-1]) / 100
+        if isinstance(given, str):
+            text = given.strip()
+            number = float(text.rstrip("%x×")) / (100 if text.endswith("%") else 1)
         else:
             number = float(given)
     except (TypeError, ValueError, RuntimeError):  # the last is what a larger tensor raises
@@ -301,8 +303,8 @@ def find_fault(task: Task, function: Callable) -> tuple[str | None, float]:
         example = with_arguments(oracle, case)
     else:
         example = f"\nfor example, {oracle.show(case, got, expected[i])}"
-    for message, mistake in task.mistakes.items():
-        if makes_mistake(oracle, outcomes, mistake):
+    for message in task.mistakes:
+        if any(makes_mistake(oracle, outcomes, mistake) for mistake in mistakes_of(task, message)):
             return message + example, distances[i]
     if not distance(oracle, got, attempt(oracle, function, case)) <= oracle.tolerance:
         return "two calls with the same arguments and the same `randomness` differ, so it draws " \
@@ -317,6 +319,12 @@ def find_fault(task: Task, function: Callable) -> tuple[str | None, float]:
 def with_arguments(oracle: Oracle, case) -> str:
     """A line with the arguments of a call that failed, or nothing if the oracle shows none."""
     return f"\nwith {oracle.arguments(case)}" if oracle.arguments else ""
+
+
+def mistakes_of(task: Task, message: str) -> tuple[Callable, ...]:
+    """Return the functions whose mistake a message describes."""
+    mistakes = task.mistakes[message]
+    return mistakes if isinstance(mistakes, tuple) else (mistakes,)
 
 
 def makes_mistake(oracle: Oracle, outcomes: list, mistake: Callable) -> bool:

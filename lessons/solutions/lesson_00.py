@@ -10,6 +10,7 @@ from minispec import verify
 from minispec.sampling import OneHot, Seeded
 from minispec.toys import Toy
 from minispec.tree import Tree
+from solutions.common import call, differ
 
 # ---- solution ------------------------------------------------------------------------------------
 
@@ -76,10 +77,7 @@ ROUNDS = [random_round(seed) for seed in range(60)]
 
 
 def run_accept(function, case: Round) -> tuple[int, int]:
-    guess, choices = list(case.guess), list(choices_of(case))
-    answer = function(guess, choices)
-    if guess != list(case.guess) or choices != list(choices_of(case)):
-        raise Wrong("it changes its arguments, but they belong to the caller")
+    answer = call(function, guess=list(case.guess), choices=list(choices_of(case)))
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise Wrong("it must return two numbers: how many guesses are accepted, and a fresh token")
     if not all(type(number) is int for number in answer):
@@ -180,8 +178,7 @@ TASKS = [
         package=package_accept,
         solution=accept,
         judge=Oracle(
-            ROUNDS, run_accept, exact_outcome,
-            lambda a, b: 0.0 if a == b else 1.0, show_accept,
+            ROUNDS, run_accept, exact_outcome, differ, show_accept,
             f"{len(ROUNDS)} rounds give the tokens of plain decoding",
             arguments=show_arguments,
         ),

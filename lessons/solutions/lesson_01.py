@@ -3,7 +3,7 @@
 import math
 import random
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from form import Oracle, Task, Wrong
@@ -14,6 +14,7 @@ from minispec.cache import KVCache
 from minispec.model import Transformer
 from minispec.toys import small_model
 from minispec.tree import Tree
+from solutions.common import call
 
 # ---- solutions -----------------------------------------------------------------------------------
 
@@ -123,10 +124,8 @@ class Scores:
 
 def run_mask(function, case: Drafts) -> Scores:
     """One pass over the text and the tree, without a cache, with the mask in its last rows."""
-    parents, n, length = list(case.parents), len(case.parents), case.length
-    seen = function(parents, length)
-    if parents != list(case.parents):
-        raise Wrong("it changes `parents`, which belongs to the caller")
+    n, length = len(case.parents), case.length
+    seen = call(function, length, parents=list(case.parents))
     if not isinstance(seen, Tensor):
         raise Wrong(f"it must return a tensor, not {type(seen).__name__}")
     if seen.shape == (n, n) and length:
@@ -179,8 +178,13 @@ def diagnose_mask(results: list[tuple[Drafts, Scores, Scores]]) -> str | None:
     if missing and not too_many:
         return "a node does not see all of its text: the committed rows, its ancestors and itself"
     if too_many and not missing:
-        return "a node sees rows that are not in its text"
+        wrong = [got.seen for a, (_, got, _) in zip(right, results) if (got.seen != a).any()]
+        of_root = all(seen[0].sum() > seen.shape[1] - len(seen) + 1 for seen in wrong)
+        return NO_PARENT if of_root else "a node sees rows that are not in its text"
     return None
+
+
+NO_PARENT = "the root has no parent: its entry, -1, is not a node, but to Python it is the last one"
 
 
 def right_mask(case: Drafts) -> list[list[bool]]:
@@ -234,6 +238,12 @@ def without_prefix(parents, length):
     return seen
 
 
+def prefix_too_short(parents, length):
+    seen = torch.cat([torch.zeros(len(parents), length, dtype=torch.bool), ancestors(parents)], 1)
+    seen[:, : length - 1] = True
+    return seen
+
+
 def nodes_first(parents, length):
     return mask(parents, length).roll(-length, 1)
 
@@ -249,11 +259,41 @@ def not_shifted(parents, length):
     return seen
 
 
+def follows_minus_one(where):
+    """Every node also sees what parents[0] = -1 points to: where(parents, length), a column."""
+
+    def wrong(parents, length):
+        seen = mask(parents, length)
+        seen[:, where(parents, length)] = True
+        return seen
+
+    return wrong
+
+
+def last_node_for_the_root(parents, length):
+    seen = mask(parents, length)
+    seen[0, -1] = True
+    return seen
+
+
+def without_the_root(parents):
+    seen = ancestors(parents)
+    seen[1:, 0] = False
+    return seen
+
+
+def without_any_root(parents):
+    return ancestors(parents) & (torch.arange(len(parents)) > 0)
+
+
 MASK_MISTAKES = {
     "a node sees every node before it, as in a chain; only its ancestors are in its text": (
         with_nodes(all_earlier)
     ),
     "the columns of the committed rows are False; every node must see all of them": without_prefix,
+    "the last committed row is missing; they are columns 0 … length - 1, the slice :length": (
+        prefix_too_short
+    ),
     "siblings see each other, but they are alternatives for the same place": (
         with_nodes(with_siblings)
     ),
@@ -269,7 +309,18 @@ MASK_MISTAKES = {
     "a node sees every node of a smaller depth; only one of each depth is its ancestor": (
         with_nodes(all_shallower)
     ),
-    "every node sees every node": with_nodes(lambda parents: all_earlier(parents) | True),
+    NO_PARENT: (
+        follows_minus_one(lambda parents, length: -1),
+        follows_minus_one(lambda parents, length: length - 1),
+        last_node_for_the_root,
+    ),
+    "the nodes do not see the root, node 0, but it is an ancestor of all": (
+        with_nodes(without_the_root),
+        with_nodes(without_any_root),
+    ),
+    "every node sees every node; if the rows are lists, they may all be the same list": with_nodes(
+        lambda parents: all_earlier(parents) | True
+    ),
     "it is True where a node must not look; True means that it sees the row": (
         lambda parents, length: ~mask(parents, length)
     ),
@@ -307,10 +358,8 @@ def scored(case: Drafts) -> Tensor:
 
 
 def run_commit(function, case: Drafts) -> Kept:
-    kv, path = scored(case).clone()[:, :, 0], list(case.path)
-    length = function(kv, case.length, path)
-    if path != list(case.path):
-        raise Wrong("it changes `path`, which belongs to the caller")
+    kv = scored(case).clone()[:, :, 0]
+    length = call(partial(function, kv, case.length), path=list(case.path))
     if type(length) is not int:
         raise Wrong(f"it must return the new length, an int, not {type(length).__name__}")
     if not 0 <= length <= kv.shape[2]:
@@ -387,7 +436,9 @@ def diagnose_commit(results: list[tuple[Drafts, Kept, Kept]]) -> str | None:
     """Name a mistake by what the first wrong row of each case holds."""
     wrong = [(case, got, first_wrong_row(got, expected)) for case, got, expected in results]
     wrong = [(case, got, row) for case, got, row in wrong if row is not None]
-    if not wrong or any(row < case.length for case, _, row in wrong):
+    if not wrong:
+        return "the rows are right, but the new length is not: length + len(path)"
+    if any(row < case.length for case, _, row in wrong):
         return None
     if all(holds(case, got, row, case.path[row - case.length]) for case, got, row in wrong):
         return NOT_SHIFTED
@@ -437,7 +488,13 @@ def last_first(kv, length, path):
     return length + len(path)
 
 
-def without_the_root(kv, length, path):
+def swapped(kv, length, path):
+    rows = [length + node for node in path]
+    kv[:, :, rows] = kv[:, :, length : length + len(path)].clone()
+    return length + len(path)
+
+
+def drops_the_root(kv, length, path):
     return commit(kv, length, path[1:])
 
 
@@ -453,8 +510,9 @@ COMMIT_MISTAKES = {
     "only the values have moved; the keys are kv[0]": part(slice(1, 2)),
     "only the rows of layer 0 have moved": part((slice(None), slice(0, 1))),
     "a row is overwritten before it is read; start with the first node of the path": last_first,
+    "it copies the wrong way round: row length + path[i] moves to row length + i": (swapped),
     "the root is missing: its token is in the text, and no earlier pass has written its row": (
-        without_the_root
+        drops_the_root
     ),
     "the path is written over the committed rows; it starts at row `length`": moves(
         lambda length, i: i, in_place, lambda length, path: len(path)
@@ -471,6 +529,8 @@ COMMIT_MISTAKES = {
     "the rows are right, but the new length is one too small: it counts no root": moves(
         in_place, in_place, lambda length, path: length + len(path) - 1
     ),
+    "the rows are right, but the new length is that of the last node's old row; the path is now "
+    "without gaps": moves(in_place, in_place, lambda length, path: length + path[-1] + 1),
 }
 
 # ---- tasks ---------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 import math
 import random
-from collections import Counter
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -12,8 +10,21 @@ from form import Oracle, Task, Wrong
 from torch import Tensor
 
 from minispec import verify
-from minispec.toys import every_outcome, total_variation
+from minispec.toys import total_variation
 from minispec.tree import Tree
+from solutions.common import (
+    CHANGED,
+    NeverAccepts,
+    Outcome,
+    Strict,
+    call,
+    outcome_distance,
+    outcome_of,
+    probabilities_of_texts,
+    random_probs,
+    rows,
+    tensor,
+)
 
 # ---- solutions -----------------------------------------------------------------------------------
 
@@ -62,39 +73,8 @@ def package_greedy_acceptance(p_rows, q_rows):
 # ---- cases ---------------------------------------------------------------------------------------
 
 
-def random_probs(rng: random.Random, size: int) -> Tensor:
-    """A random distribution, sometimes with zeros, as top-k and top-p leave them."""
-    weights = [rng.choice([0.0, 1.0, 1.0]) * rng.randint(1, 9) for _ in range(size)]
-    weights[rng.randrange(size)] += 1
-    probs = torch.tensor(weights, dtype=torch.float64)
-    return probs / probs.sum()
-
-
-def tensor(*numbers: float) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
 def tv(p: Tensor, q: Tensor) -> float:
     return float((p - q).abs().sum() / 2)
-
-
-def rows(*probs: Tensor) -> str:
-    return ", ".join("[" + " ".join(f"{x:.3g}" for x in row.tolist()) + "]" for row in probs)
-
-
-CHANGED = "it changes `{}`, which belongs to the caller"
-
-
-def call(function, *more, **arguments):
-    """Call a function with copies of `arguments`, which are tensors and lists that it must not
-    change, and then `more`."""
-    copies = deepcopy(arguments)
-    answer = function(*copies.values(), *more)
-    for name, before in arguments.items():
-        pairs = [map(torch.as_tensor, pair) for pair in zip(copies[name], before)]
-        if len(copies[name]) != len(before) or not all(torch.equal(*pair) for pair in pairs):
-            raise Wrong(CHANGED.format(name))
-    return answer
 
 
 # ---- residual ------------------------------------------------------------------------------------
@@ -104,6 +84,7 @@ PAIRS = [
     (tensor(0.1, 0.2, 0.7), tensor(0.6, 0.3, 0.1)),
     *((random_probs(rng, 5), random_probs(rng, 5)) for rng in map(random.Random, range(20))),
     (tensor(0.5, 0.5), tensor(0.505, 0.495)),  # almost equal, but something is left
+    (tensor(0.5, 0.5), tensor(0.5 + 2**-40, 0.5 - 2**-40)),  # without rounding
     (tensor(0.5, 0.5), tensor(0.5, 0.5)),
     (tensor(0.5, 0.5), tensor(0.5, 0.5) + 2e-16),
 ]
@@ -151,12 +132,18 @@ def show_residual(pair, got: Tensor | None, expected: Tensor | None) -> str:
     p, q = pair
     text = f"{show_pair(pair)}: it returns {'None' if got is None else rows(got)}"
     if got is None or expected is None:
-        left = "nothing" if expected is None else "something"
-        return f"{text}, but {left} is left of p"
+        return f"{text}, but {float((p - q).clamp(min=0).sum()):.1e} of p is left"
     kept = torch.minimum(p, q)
     tokens = kept + (1 - kept.sum()) * got
     return f"{text}; accepted and fresh tokens together then have {rows(tokens)} instead of p, " \
            f"a distance of {tv(tokens, p):.1e}"  # fmt: skip
+
+
+def diagnose_residual(results: list[tuple]) -> str | None:
+    wrong = [got for _, got, expected in results if not residual_distance(got, expected) <= 1e-12]
+    if all(got is None for got in wrong):
+        return "it returns None too early; return it only if the sum of what is left is exactly 0"
+    return None
 
 
 def in_place(p, q):
@@ -172,6 +159,13 @@ RESIDUAL_MISTAKES = {
     "it returns norm(|p - q|); tokens that q proposes too often must get 0, not the difference": (
         lambda p, q: (p - q).abs() / (p - q).abs().sum() if (p - q).abs().sum() > 1e-9 else None
     ),
+    "it keeps all of p where p > q; only p - q is left there": lambda p, q: (
+        torch.where(p > q, p, 0) / p[p > q].sum() if (p > q).any() else None
+    ),
+    "a softmax does not divide by the sum": (
+        lambda p, q: torch.softmax((p - q).clamp(min=0), 0),
+        lambda p, q: torch.softmax((p - q).clamp(min=0), 0) if (p > q).any() else None,
+    ),
     "p and q are swapped: max(0, q - p) is what was proposed too often": lambda p, q: residual(
         q, p
     ),
@@ -184,6 +178,7 @@ RESIDUAL_MISTAKES = {
 # ---- accept --------------------------------------------------------------------------------------
 
 V = 3
+ENDLESS = "γ drafts need at most γ coins and one draw"
 
 
 @dataclass(frozen=True)
@@ -211,52 +206,9 @@ FIRST = Round(
     {(): tensor(0.2, 0.6, 0.2)},
 )  # fmt: skip
 # p equals q up to rounding, and the coin rejects: nothing is left to draw from
-ROUNDING = Round(1, {(): tensor(0.5, 0.5)} | {(x,): tensor(0.5, 0.5) for x in range(2)},
-                 {(): tensor(0.5, 0.5) + 2e-16})  # fmt: skip
+HALVES = {text: tensor(0.5, 0.5) for n in range(3) for text in product(range(2), repeat=n)}
+ROUNDING = Round(2, HALVES, {text: p + 2e-16 for text, p in HALVES.items()})
 ROUNDS = [FIRST, *map(random_round, range(12)), ROUNDING]
-
-
-class Strict:
-    """Randomness that reports what cannot be drawn from, and decisions that never end."""
-
-    def __init__(self, randomness):
-        self.randomness = randomness
-        self.decisions = 0
-
-    def bernoulli(self, p: float) -> bool:
-        self.count()
-        p = float(p)
-        if math.isnan(p):
-            raise Wrong("`bernoulli` gets NaN")
-        if p > 1 + 1e-9:
-            raise Wrong(f"`bernoulli` gets {p:.2f}; a probability is at most 1: min(1, p(x)/q(x))")
-        return self.randomness.bernoulli(min(1.0, max(0.0, p)))
-
-    def categorical(self, probs: Tensor) -> int:
-        self.count()
-        if probs is None:
-            raise Wrong("`categorical` gets None; if `residual` returns None, accept the draft")
-        probs = torch.as_tensor(probs)
-        if not (probs >= 0).all() or not probs.sum() > 0:
-            raise Wrong("`categorical` gets numbers that are negative, NaN or all 0")
-        return self.randomness.categorical(probs)
-
-    def count(self) -> None:
-        self.decisions += 1
-        if self.decisions > 100:
-            raise Wrong(
-                "it keeps asking for random decisions; γ drafts need at most γ coins and one draw"
-            )
-
-
-class NeverAccepts:
-    """A coin that always rejects; draws are of the first possible token."""
-
-    def bernoulli(self, p: float) -> bool:
-        return False
-
-    def categorical(self, probs: Tensor) -> int:
-        return int(probs.nonzero()[0])
 
 
 def emitted(function, case: Round, randomness) -> tuple[int, list[int]]:
@@ -266,7 +218,7 @@ def emitted(function, case: Round, randomness) -> tuple[int, list[int]]:
         drafts.append(randomness.categorical(case.q[tuple(drafts)]))
     p = [case.p[tuple(drafts[:i])] for i in range(case.gamma + 1)]
     q = [case.q[tuple(drafts[:i])] for i in range(case.gamma)]
-    answer = call(function, Strict(randomness), p=p, q=q, drafts=drafts)
+    answer = call(function, Strict(randomness, ENDLESS), p=p, q=q, drafts=drafts)
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise Wrong("it must return two numbers: how many drafts are accepted, and a fresh token")
     n, fresh = answer
@@ -277,21 +229,9 @@ def emitted(function, case: Round, randomness) -> tuple[int, list[int]]:
     return n, [*drafts[:n], fresh]
 
 
-@dataclass
-class Outcome:
-    """The exact distributions of a round's first γ + 1 tokens and of the number of accepted drafts.
-    After a rejection, plain decoding draws the tokens that are missing."""
-
-    texts: dict[tuple[int, ...], float]
-    accepted: dict[int, float]
-
-    @property
-    def drafts(self) -> float:
-        """The mean number of accepted drafts."""
-        return sum(n * probability for n, probability in self.accepted.items())
-
-
 def run_accept(function, case: Round) -> Outcome:
+    """The outcome of the first γ + 1 tokens. After a rejection, plain decoding draws the tokens
+    that are missing."""
     if case is ROUNDING:
         n, _ = emitted(function, case, NeverAccepts())
         return Outcome({}, {n: 1.0})
@@ -302,21 +242,13 @@ def run_accept(function, case: Round) -> Outcome:
             tokens.append(randomness.categorical(case.p[tuple(tokens)]))
         return n, tuple(tokens)
 
-    texts: dict[tuple[int, ...], float] = Counter()
-    accepted: dict[int, float] = Counter()
-    for (n, tokens), probability in every_outcome(whole_round):
-        texts[tokens] += float(probability)
-        accepted[n] += float(probability)
-    return Outcome(texts, accepted)
+    return outcome_of(whole_round)
 
 
 def exact_outcome(case: Round) -> Outcome:
     """Without a run: the target's probabilities, and products of Σ min(p, q)."""
     if case is ROUNDING:
-        return Outcome({}, {1: 1.0})
-    texts: dict[tuple[int, ...], float] = {}
-    for text in product(range(V), repeat=case.gamma + 1):
-        texts[text] = math.prod(float(case.p[text[:i]][x]) for i, x in enumerate(text))
+        return Outcome({}, {2: 1.0})
     survives = [1.0]  # the probability that at least n drafts are accepted
     for n in range(1, case.gamma + 1):
         overlap = {c: torch.minimum(case.p[c], case.q[c]) for c in case.q if len(c) < n}
@@ -324,11 +256,8 @@ def exact_outcome(case: Round) -> Outcome:
         survives.append(sum(
             math.prod(float(overlap[c[:i]][x]) for i, x in enumerate(c)) for c in drafts
         ))  # fmt: skip
-    return Outcome(texts, {n: a - b for n, (a, b) in enumerate(pairwise([*survives, 0.0]))})
-
-
-def outcome_distance(a: Outcome, b: Outcome) -> float:
-    return max(total_variation(a.texts, b.texts), total_variation(a.accepted, b.accepted))
+    accepted = {n: a - b for n, (a, b) in enumerate(pairwise([*survives, 0.0]))}
+    return Outcome(probabilities_of_texts(case.p, case.gamma + 1), accepted)
 
 
 def first_token(texts: dict[tuple[int, ...], float]) -> Tensor:
@@ -339,13 +268,17 @@ def first_token(texts: dict[tuple[int, ...], float]) -> Tensor:
 def diagnose(results: list[tuple[Round, Outcome, Outcome]]) -> str | None:
     """Name the kind of rule: it keeps rejected drafts, accepts too often, or accepts too rarely."""
     results = [result for result in results if result[0] is not ROUNDING]
+    if all(outcome_distance(got, exact) < 1e-9 for _, got, exact in results):
+        return "it is right up to rounding: if `residual` returns None, accept the draft and go on"
     more = [got.drafts - exact.drafts for _, got, exact in results]
     drafted = [(case, got) for case, got, _ in results if case.gamma]
-    if drafted and all(tv(first_token(got.texts), case.q[()]) < 1e-9 for case, got in drafted):
-        return "these are q: the rejected draft stays in the text"
+    if drafted and all(tv(first_token(got.tokens), case.q[()]) < 1e-9 for case, got in drafted):
+        return (
+            "the tokens have q: the rejected draft stays in the text, or the residual is of q - p"
+        )
     if min(more, default=0) > -1e-9 and max(more, default=0) > 1e-9:
         return "it accepts more often than min(1, p/q)"
-    lossless = all(total_variation(got.texts, exact.texts) < 1e-9 for _, got, exact in results)
+    lossless = all(total_variation(got.tokens, exact.tokens) < 1e-9 for _, got, exact in results)
     if lossless and min(more, default=0) < -1e-9:
         return "lossless, but it accepts too rarely (section 4)"
     return None
@@ -359,8 +292,9 @@ def first_distributions(case: Round) -> str:
 
 def show_accept(case: Round, outcome: Outcome, exact: Outcome) -> str:
     if case is ROUNDING:
-        return "if p = q up to rounding and the coin rejects, it accepts 0 drafts; it should be 1"
-    got, expected = outcome.texts, exact.texts
+        return "if p = q up to rounding and every coin rejects, it accepts " \
+               f"{outcome.drafts:.0f} of 2 drafts; it should be 2"  # fmt: skip
+    got, expected = outcome.tokens, exact.tokens
     if total_variation(got, expected) < 1e-9:
         return f"with γ = {case.gamma} the tokens are right, but a round accepts " \
                f"{outcome.drafts:.2f} drafts on average instead of {exact.drafts:.2f}"  # fmt: skip
@@ -404,6 +338,16 @@ def best(probs):
     return torch.eye(len(probs), dtype=probs.dtype)[probs.argmax()]
 
 
+def only_removes_the_draft(p, q, drafts, randomness):
+    for i, x in enumerate(drafts):
+        if not randomness.bernoulli(min(1.0, float(ratio(p, q, i, x)))):
+            rest = p[i].clone()
+            rest[x] = 0
+            if rest.any():
+                return i, randomness.categorical(rest / rest.sum())
+    return len(drafts), randomness.categorical(p[len(drafts)])
+
+
 def never_stops(p, q, drafts, randomness):
     coins = [randomness.bernoulli(min(1.0, float(ratio(p, q, i, x)))) for i, x in enumerate(drafts)]
     n = sum(coins)
@@ -442,8 +386,15 @@ ACCEPT_MISTAKES = {
     "the bonus token is the argmax; draw it from the last row of p": rule(
         ratio, after_rejection, lambda p: best(p[-1])
     ),
-    "the bonus must come from p[γ], the last entry": rule(
-        ratio, after_rejection, lambda p: p[max(0, len(p) - 2)]
+    "the bonus must come from p[γ], the last entry": (
+        rule(ratio, after_rejection, lambda p: p[max(0, len(p) - 2)]),
+        rule(ratio, after_rejection, lambda p: p[0]),
+    ),
+    "the correction comes from max(0, q - p), what was proposed too often; it must be p - q": rule(
+        ratio, lambda p, q, i: residual(q[i], p[i])
+    ),
+    "the correction comes from max(0, p[n] - q[γ - 1]); both must be of the rejected draft, n": (
+        rule(ratio, lambda p, q, i: residual(p[i], q[-1]))
     ),
     "the correction is the argmax of the residual; draw it": rule(ratio, argmax_correction),
     "it judges draft i by p[i + 1], the distribution after the draft; use p[i]": rule(
@@ -466,6 +417,7 @@ ACCEPT_MISTAKES = {
     ),
     "it never accepts a draft": lambda p, q, drafts, randomness: (0, randomness.categorical(p[0])),
     "it accepts every draft": rule(lambda p, q, i, x: 1.0, after_rejection),
+    "after a rejection it only removes x from p; draw from the residual": only_removes_the_draft,
     "it goes on after a rejection; later drafts were drawn after a token that is gone": never_stops,
     "if all drafts are accepted, it returns the last draft instead of a bonus token": no_bonus,
     "n counts the rejected draft, too, so the rejected draft stays in the text": (
@@ -520,6 +472,13 @@ GREEDY_MISTAKES = {
     "it divides p by its sum; what is missing belongs to tokens that the head cannot draft": (
         lambda p, q: greedy_acceptance(p / p.sum(-1, keepdim=True), q)
     ),
+    "this is Σ min(p, q), for a draft that is drawn from q; here the draft is always x": (
+        lambda p, q: torch.minimum(p, q).sum(-1)
+    ),
+    "it returns min(p(x), q(x)); x is always proposed, so q(x) does not matter": (
+        lambda p, q: torch.minimum(greedy_acceptance(p, q), q.max(-1).values)
+    ),
+    "every row has its own x, but it uses the first row's": lambda p, q: p[:, q[0].argmax()],
     "it compares the most likely tokens of p and q; they need not be equal": (
         lambda p, q: (p.argmax(-1) == q.argmax(-1)).to(p)
     ),
@@ -537,7 +496,7 @@ TASKS = [
         solution=residual,
         judge=Oracle(
             PAIRS, run_residual, exact_residual, residual_distance, show_residual,
-            f"{len(PAIRS)} pairs of p and q", arguments=show_pair,
+            f"{len(PAIRS)} pairs of p and q", arguments=show_pair, diagnose=diagnose_residual,
         ),
         hints=(
             "torch has a method that replaces everything below a bound by the bound: clamp.",

@@ -4,24 +4,33 @@ import itertools
 import math
 import random
 from collections import Counter
-from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
-from form import Oracle, Task, Wrong, load_solutions
+from form import Oracle, Task, Wrong
 from torch import Tensor
 
 from minispec import verify
 from minispec.methods import adaptive
-from minispec.toys import every_outcome, total_variation
+from minispec.toys import total_variation
 from minispec.tree import Tree
 from minispec.verify import residual
-
-lesson_03 = load_solutions("03")
-CHANGED, NeverAccepts = lesson_03.CHANGED, lesson_03.NeverAccepts
-call, random_probs, rows, tensor = (
-    lesson_03.call, lesson_03.random_probs, lesson_03.rows, lesson_03.tensor
-)  # fmt: skip
+from solutions.common import (
+    CHANGED,
+    NeverAccepts,
+    Outcome,
+    Strict,
+    call,
+    fastest,
+    outcome_distance,
+    outcome_of,
+    random_costs,
+    random_probs,
+    rows,
+    speed,
+    speed_distance,
+    tensor,
+)
 
 # ---- solutions -----------------------------------------------------------------------------------
 
@@ -96,19 +105,6 @@ class Position:
     q: Tensor
 
 
-@dataclass
-class Outcome:
-    """The exact distributions of the position's token and of the index of the accepted draft."""
-
-    token: dict[int, float]
-    accepted: dict[int | None, float]
-
-    @property
-    def share(self) -> float:
-        """How often any draft is accepted."""
-        return sum(share for i, share in self.accepted.items() if i is not None)
-
-
 def random_position(seed: int) -> Position:
     """Over four tokens, with as many drafts as q has tokens in some cases."""
     rng = random.Random(seed)
@@ -126,12 +122,7 @@ POSITIONS = [
 ]
 
 
-class Strict(lesson_03.Strict):
-    def count(self) -> None:
-        self.decisions += 1
-        if self.decisions > 100:
-            raise Wrong("it keeps asking for random decisions; n drafts need at most n coins and "
-                        "one draw")  # fmt: skip
+ENDLESS = "n drafts need at most n coins and one draw"
 
 
 def place(function, case: Position, randomness) -> tuple[int | None, int]:
@@ -141,7 +132,7 @@ def place(function, case: Position, randomness) -> tuple[int | None, int]:
     for _ in range(case.n):
         drafts.append(randomness.categorical(rest))
         rest = without(rest, drafts[-1])
-    answer = call(function, Strict(randomness), p=case.p, q=case.q, drafts=drafts)
+    answer = call(function, Strict(randomness, ENDLESS), p=case.p, q=case.q, drafts=drafts)
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise Wrong("it must return two things: the index of the accepted draft or None, and the "
                     "token")  # fmt: skip
@@ -161,11 +152,7 @@ def run_accept(function, case: Position) -> Outcome:
     if case is ROUNDING:
         i, _ = place(function, case, NeverAccepts())
         return Outcome({}, {i: 1.0})
-    outcome = Outcome(Counter(), Counter())
-    for (i, token), probability in every_outcome(lambda r: place(function, case, r)):
-        outcome.token[token] += float(probability)
-        outcome.accepted[i] += float(probability)
-    return outcome
+    return outcome_of(lambda randomness: place(function, case, randomness))
 
 
 def exact_outcome(case: Position) -> Outcome:
@@ -192,10 +179,6 @@ def exact_outcome(case: Position) -> Outcome:
     return Outcome(dict(enumerate(case.p.tolist())), accepted)
 
 
-def outcome_distance(a: Outcome, b: Outcome) -> float:
-    return max(total_variation(a.token, b.token), total_variation(a.accepted, b.accepted))
-
-
 def show_case(case: Position) -> str:
     drafts = "1 draft" if case.n == 1 else f"{case.n} drafts"
     return f"{drafts}, p = {rows(case.p)}, q = {rows(case.q)}"
@@ -208,22 +191,29 @@ def dense(shares: dict[int, float], size: int) -> str:
 def show_accept(case: Position, got: Outcome, exact: Outcome) -> str:
     if case is ROUNDING:
         return "if p = q up to rounding and the coin rejects, the draft must be accepted after all"
-    far = total_variation(got.token, exact.token)
+    far = total_variation(got.tokens, exact.tokens)
     if far > 1e-9:
         size = len(case.p)
-        return f"{show_case(case)}: the token has {dense(got.token, size)} instead of " \
-               f"{dense(exact.token, size)} (distance {far:.1e})"  # fmt: skip
+        return f"{show_case(case)}: the token has {dense(got.tokens, size)} instead of " \
+               f"{dense(exact.tokens, size)} (distance {far:.1e})"  # fmt: skip
     order = [*range(case.n), None]
     a, b = (rows(tensor(*(o.accepted.get(i, 0.0) for i in order))) for o in (got, exact))
     return f"{show_case(case)}: the token is right, but draft 0, 1, … and None have the shares " \
            f"{a} instead of {b}"  # fmt: skip
 
 
-def diagnose(results: list[tuple[Position, Outcome, Outcome]]) -> str | None:
+def share(outcome: Outcome) -> float:
+    """How often any draft is accepted."""
+    return sum(share for i, share in outcome.accepted.items() if i is not None)
+
+
+def diagnose_accept(results: list[tuple[Position, Outcome, Outcome]]) -> str | None:
     """Say whether the rule accepts too rarely or too often."""
     results = [result for result in results if result[0] is not ROUNDING]
-    more = [got.share - exact.share for _, got, exact in results]
-    lossless = all(total_variation(got.token, exact.token) < 1e-9 for _, got, exact in results)
+    if all(outcome_distance(got, exact) < 1e-9 for _, got, exact in results):
+        return "it is right up to rounding: if `residual` returns None, accept the draft"
+    more = [share(got) - share(exact) for _, got, exact in results]
+    lossless = all(total_variation(got.tokens, exact.tokens) < 1e-9 for _, got, exact in results)
     if lossless and max(more, default=0) < 1e-9 and min(more, default=0) < -1e-9:
         return "the token is right, but drafts are accepted too rarely"
     if min(more, default=0) > -1e-9 and max(more, default=0) > 1e-9:
@@ -238,23 +228,61 @@ def unchanged(q, x):
     return q
 
 
+def not_divided(q, x):
+    rest = q.clone()
+    rest[x] = 0
+    return rest
+
+
+def residual_not_divided(p, q, x):
+    rest = (p - q).clamp(min=0)
+    return rest if rest.any() else None
+
+
 def ratio(p, q, x):
     return min(1.0, float(p[x] / q[x])) if q[x] > 0 else 1.0
 
 
-def rule(next_q=without, probability=ratio, rest_of=residual, keep_p=False, fresh_from_p=False):
-    """The acceptance of siblings, with one of its steps replaced."""
+def rule(next_q=without, probability=ratio, rest_of=residual, keep_p=False, fresh_from=None):
+    """The acceptance of siblings, with one of its steps replaced. `fresh_from` chooses from the
+    caller's p and q."""
 
     def accept_sibling(p, q, drafts, randomness):
-        first = p
+        given = p, q
         for i, x in enumerate(drafts):
             rest = rest_of(p, q, x)
             if randomness.bernoulli(probability(p, q, x)) or rest is None:
                 return i, x
             p, q = (p if keep_p and i < len(drafts) - 1 else rest), next_q(q, x)
-        return None, randomness.categorical(first if fresh_from_p else p)
+        return None, randomness.categorical(fresh_from(*given) if fresh_from and drafts else p)
 
     return accept_sibling
+
+
+def always_from(first_p=False, first_q=False):
+    """The residual is taken from the caller's p or q, whatever was rejected."""
+
+    def accept_sibling(p, q, drafts, randomness):
+        given, now = (p, q), p
+        for i, x in enumerate(drafts):
+            rest = residual(given[0] if first_p else now, given[1] if first_q else q, x)
+            if randomness.bernoulli(ratio(now, q, x)) or rest is None:
+                return i, x
+            now, q = rest, without(q, x)
+        return None, randomness.categorical(now)
+
+    return accept_sibling
+
+
+def likeliest_first(p, q, drafts, randomness):
+    order = sorted(drafts, key=p.tolist().__getitem__, reverse=True)
+    i, token = rule()(p, q, order, randomness)
+    return (None if i is None else drafts.index(token)), token
+
+
+def coin_of_the_first(p, q, drafts, randomness):
+    coin = ratio(p, q, drafts[0]) if drafts else 0.0
+    return rule(probability=lambda p, q, x: coin)(p, q, drafts, randomness)
 
 
 def q_first(p, q, drafts, randomness):
@@ -312,19 +340,41 @@ def without_x(p, q, x):
 
 ACCEPT_MISTAKES = {
     "a later draft was drawn from q without the earlier ones, divided by the sum; judge it by "
-    "that": rule(unchanged),
+    "that": (rule(unchanged), rule(not_divided)),
+    "it does not divide the residual by its sum, but the next draft is judged by it": (
+        rule(rest_of=residual_not_divided),
+        rule(not_divided, rest_of=residual_not_divided),
+    ),
     "it judges every draft by p itself; after a rejection p must become the residual": rule(
         keep_p=True
+    ),
+    "it judges every draft by the same p and q; after a rejection both must change": rule(
+        unchanged, keep_p=True
+    ),
+    "every draft gets the coin of the first one; it must be that of its own p(x) / q(x)": (
+        coin_of_the_first
     ),
     "it judges every draft by p itself, and uses the residual only for the fresh token": (
         coins_by_p
     ),
+    "each residual is of the first p; it must be of the p that the rejected draft was judged by": (
+        always_from(first_p=True)
+    ),
+    "each residual is of the first q; it must be of the q that the rejected draft was drawn from": (
+        always_from(first_q=True)
+    ),
     "if no draft is accepted, it draws from p itself; draw from what p has become": rule(
-        fresh_from_p=True
+        fresh_from=lambda p, q: p
+    ),
+    "if no draft is accepted, it draws from q; draw from what p has become": rule(
+        fresh_from=lambda p, q: q
     ),
     "it removes x from q too early: the residual is of the q that x was drawn from": q_first,
     "after a rejection it only removes x from p; p must become norm(max(0, p - q))": rule(
         rest_of=without_x
+    ),
+    "the ratio is upside down: it must be p(x) / q(x)": rule(
+        probability=lambda p, q, x: ratio(q, p, x)
     ),
     "it accepts with p(x), as if x were not drawn from q, but corrects with q": rule(
         probability=p_of_x
@@ -334,6 +384,10 @@ ACCEPT_MISTAKES = {
     ),
     "it accepts if p(x) >= q(x), without a coin": rule(
         probability=lambda p, q, x: float(p[x] >= q[x])
+    ),
+    "it accepts the first draft without a coin": rule(probability=lambda p, q, x: 1.0),
+    "it tries the drafts in an order of its own, but each was drawn after the ones before": (
+        likeliest_first
     ),
     "it tries only the first draft": only_the_first,
     "if no draft is accepted, it keeps the last one; draw a fresh token": keeps_the_last,
@@ -374,10 +428,8 @@ def gain_of(accuracy: list[list[float]], path: Path) -> float:
 
 
 def run_grow(function, case: Heads) -> list[Path]:
-    accuracy = deepcopy(case.accuracy)
-    tree = function(accuracy, case.nodes)
-    if accuracy != case.accuracy:
-        raise Wrong(CHANGED.format("accuracy"))
+    accuracy = case.accuracy
+    tree = call(function, case.nodes, accuracy=accuracy)
     if not isinstance(tree, list) or not all(isinstance(path, tuple) for path in tree):
         raise Wrong("it must return a list of paths, each a tuple of ranks")
     tree = [tuple(path) for path in tree]
@@ -439,6 +491,25 @@ def show_grown(case: Heads, got: Grown, expected: Grown) -> str:
     return f"{text}, which promises {promise:.3f} tokens; {expected.paths} promises {best:.3f}"
 
 
+NOT_BEST_FIRST = "these are the right paths, but not best first"
+BREADTH_FIRST = "all siblings come before any child, even if a child gains more"
+
+
+def diagnose_grown(results: list[tuple[Heads, Grown, Grown]]) -> str | None:
+    """Name a tree by its gains, or by the order of its depths."""
+    trees = [(got, best) for _, got, best in results]
+    if all(grown_distance(sorted_gains(got), sorted_gains(best)) < 1e-9 for got, best in trees):
+        return NOT_BEST_FIRST
+    depths = [[len(path) for path in got.paths] for got, _ in trees]
+    if all(len(a.paths) == len(b.paths) for a, b in trees) and depths == [*map(sorted, depths)]:
+        return BREADTH_FIRST
+    return None
+
+
+def sorted_gains(tree: Grown) -> Grown:
+    return Grown(tree.paths, sorted(tree.gains))
+
+
 # ---- its mistakes --------------------------------------------------------------------------------
 
 
@@ -478,21 +549,33 @@ GROW_MISTAKES = {
     "a path's gain is the product of the accuracies along it, not its last accuracy": grown_by(
         lambda accuracy, path: accuracy[len(path) - 1][path[-1]]
     ),
-    "all siblings come before any child, even if a child gains more": (
-        lambda accuracy, nodes: sorted(all_of(accuracy), key=len)[:nodes]
+    "the children of a path of length k are candidates of head k, so their accuracies are "
+    "accuracy[len(path)]": grown_by(lambda accuracy, path: gain_of([accuracy[0], *accuracy], path)),
+    BREADTH_FIRST: (
+        lambda accuracy, nodes: sorted(all_of(accuracy), key=len)[:nodes],
+        lambda accuracy, nodes: every_path(accuracy)[:nodes],
+        lambda accuracy, nodes: sorted(all_of(accuracy), key=lambda path: len(path) > 1)[:nodes],
+    ),
+    "it takes the worst candidate first; a heap returns its smallest entry": grown_by(
+        lambda accuracy, path: -gain_of(accuracy, path)
+    ),
+    "all paths have length 1; the children of a path that is in the tree are candidates, too": (
+        lambda accuracy, nodes: every_path(accuracy[:1])[:nodes]
     ),
     "all children come before the next sibling, even if the sibling gains more; a path's gain is "
     "the product of the accuracies along it, not their sum": (
         lambda accuracy, nodes: sorted(all_of(accuracy))[:nodes]
     ),
-    "these are the right paths, but not best first": lambda accuracy, nodes: sorted(
-        grow_tree(accuracy, nodes)
+    NOT_BEST_FIRST: (
+        lambda accuracy, nodes: sorted(grow_tree(accuracy, nodes)),
+        lambda accuracy, nodes: sorted(grow_tree(accuracy, nodes), key=lambda p: (len(p), p)),
     ),
     "it follows only the best candidate of each head, a chain": only_best_ranks,
     "it branches only at the root: below it only the best candidate gets a node": (
         never_a_sibling_below
     ),
     "it returns one path too few: the root does not count as one of the nodes": root_counts,
+    "it returns one path too many": lambda accuracy, nodes: grow_tree(accuracy, nodes + 1),
     "the first token of a path is that of accuracy[0], the second that of accuracy[1], …": grown_by(
         lambda accuracy, path: gain_of([*accuracy[1:], accuracy[0]], path)
     ),
@@ -510,39 +593,25 @@ class Costs:
     costs: list[float]
 
 
-def random_costs(seed: int) -> Costs:
-    """Falling gains, and costs that rise in steps: a larger tree may pay though a smaller does
-    not."""
+def random_sizes(seed: int) -> Costs:
+    """Falling gains, and costs that rise in steps."""
     rng = random.Random(seed)
     nodes = (5, 3, 8, 1, 6)[seed % 5]
     gains = sorted((round(rng.random() * rng.random(), 2) for _ in range(nodes)), reverse=True)
-    steps = [rng.choice([0.0, 0.02, rng.choice([0.5, 0.9])]) for _ in range(nodes)]
-    return Costs(gains, [round(c, 2) for c in itertools.accumulate(steps, initial=1.0)])
+    return Costs(gains, random_costs(rng, nodes))
 
 
 SIZED = [
     Costs([0.4, 0.3, 0.2], [1.0, 1.3, 1.35, 1.9]), Costs([0.2, 0.1], [1.0, 1.5, 1.6]),
-    Costs([0.5, 0.4, 0.3], [1.0, 1.6, 1.62, 1.65]), *map(random_costs, range(30)),
+    Costs([0.5, 0.4, 0.3], [1.0, 1.6, 1.62, 1.65]), *map(random_sizes, range(30)),
 ]  # fmt: skip
 
 
-def speed(case: Costs, n: int) -> float:
-    return (1 + sum(case.gains[:n])) / case.costs[n]
-
-
 def run_size(function, case: Costs) -> tuple[int, float]:
-    gains, costs = list(case.gains), list(case.costs)
-    n = function(gains, costs)
-    if (gains, costs) != (case.gains, case.costs):
-        raise Wrong("it changes its arguments, but they belong to the caller")
-    if type(n) is not int or not 0 <= n <= len(gains):
+    n = call(function, gains=case.gains, costs=case.costs)
+    if type(n) is not int or not 0 <= n <= len(case.gains):
         raise Wrong("it must return a number of nodes, an int from 0 to len(gains)")
-    return n, speed(case, n)
-
-
-def exact_size(case: Costs) -> tuple[int, float]:
-    n = max(range(len(case.costs)), key=lambda n: speed(case, n))
-    return n, speed(case, n)
+    return n, speed(case.gains, case.costs, n)
 
 
 def show_costs(case: Costs) -> str:
@@ -554,17 +623,21 @@ def show_size(case: Costs, got: tuple[int, float], expected: tuple[int, float]) 
            f"{expected[0]} are {expected[1]:.3f} times as fast"  # fmt: skip
 
 
-def best_by(score, first=0):
-    """The n with the highest score(gains, costs, n)."""
+def best_by(value, first=0, drop=0):
+    """The n with the highest value(gains, costs, n), from `first` to len(gains) - `drop`."""
     return lambda gains, costs: max(
-        range(first, len(gains) + 1), key=lambda n: score(gains, costs, n)
+        range(first, max(first, len(gains) - drop) + 1), key=lambda n: value(gains, costs, n)
     )
+
+
+def with_cost(index, drop=0):
+    """A choice by the cost of another size, costs[index(n)]."""
+    return best_by(lambda g, c, n: (1 + sum(g[:n])) / c[min(index(n), len(g))], drop=drop)
 
 
 def stops_at_the_first_loss(gains, costs):
     n = 0
-    case = Costs(gains, costs)
-    while n < len(gains) and speed(case, n + 1) > speed(case, n):
+    while n < len(gains) and speed(gains, costs, n + 1) > speed(gains, costs, n):
         n += 1
     return n
 
@@ -577,14 +650,34 @@ SIZE_MISTAKES = {
     "it forgets that n = 0, a plain pass, may be the fastest": best_by(
         lambda g, c, n: (1 + sum(g[:n])) / c[n], first=1
     ),
-    "it divides by the cost of another size: n nodes cost costs[n]": best_by(
-        lambda g, c, n: (1 + sum(g[:n])) / c[max(0, n - 1)]
+    "it divides by the cost of another size: n nodes cost costs[n]": (
+        with_cost(lambda n: n - 1), with_cost(lambda n: max(0, n - 1)),
+        with_cost(lambda n: n + 1), with_cost(lambda n: n + 1, drop=1),
+        with_cost(lambda n: n and n + 1), with_cost(lambda n: n and n + 1, drop=1),
+    ),
+    "it counts the gains of another size: n nodes gain sum(gains[:n])": (
+        best_by(lambda g, c, n: (1 + sum(g[: n + 1])) / c[n]),
+        best_by(lambda g, c, n: (1 + sum(g[: max(0, n - 1)])) / c[n]),
+    ),
+    "it counts only the gain of the last node; those before it count, too": best_by(
+        lambda g, c, n: (1 + sum(g[n - 1 : n])) / c[n]
+    ),
+    "it multiplies the gains; gains[i] is already the gain of a whole path, so add": best_by(
+        lambda g, c, n: (1 + sum(math.prod(g[:i]) for i in range(1, n + 1))) / c[n]
+    ),
+    "it always returns 0, whatever the gains and costs": lambda gains, costs: 0,
+    "it subtracts the cost; tokens per unit of cost are a quotient": best_by(
+        lambda g, c, n: sum(g[:n]) - c[n]
+    ),
+    "it returns the index of the last node; the number of nodes is one more": (
+        lambda gains, costs: max(0, best_size(gains, costs) - 1),
+        lambda gains, costs: best_by(lambda g, c, n: (1 + sum(g[:n])) / c[n], 1)(gains, costs) - 1,
     ),
     "it stops where the next node is a loss; a later one can make up for it": (
         stops_at_the_first_loss
     ),
     "it never considers the largest tree: n may be len(gains)": (
-        lambda gains, costs: best_size(gains[:-1], costs[:-1])
+        best_by(lambda g, c, n: (1 + sum(g[:n])) / c[n], drop=1)
     ),
 }  # fmt: skip
 
@@ -602,7 +695,7 @@ TASKS = [
         judge=Oracle(
             POSITIONS, run_accept, exact_outcome, outcome_distance, show_accept,
             f"every random outcome of {len(POSITIONS)} positions with 0 to 4 drafts",
-            arguments=show_case, diagnose=diagnose,
+            arguments=show_case, diagnose=diagnose_accept,
         ),
         hints=(
             "One loop over the drafts. A draft either passes the coin, or both p and q change "
@@ -621,6 +714,7 @@ TASKS = [
             GROWN, lambda f, case: with_gains(run_grow(f, case), case),
             lambda case: with_gains(exact_tree(case), case), grown_distance, show_grown,
             f"{len(GROWN)} trees promise as much as the best of all trees", arguments=show_heads,
+            diagnose=diagnose_grown,
         ),
         hints=(
             "Keep the candidates with their gains in a dictionary, at first all paths of length 1. "
@@ -636,8 +730,8 @@ TASKS = [
         package=package_best_size,
         solution=best_size,
         judge=Oracle(
-            SIZED, run_size, exact_size, lambda a, b: abs(a[1] - b[1]), show_size,
-            f"{len(SIZED)} lists of gains and costs", arguments=show_costs,
+            SIZED, run_size, lambda case: fastest(case.gains, case.costs), speed_distance,
+            show_size, f"{len(SIZED)} lists of gains and costs", arguments=show_costs,
         ),
         hints=(
             "A round with n nodes is expected to yield 1 + sum(gains[:n]) tokens.",

@@ -2,8 +2,10 @@
 
 import random
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import accumulate
 from math import prod
+from operator import mul
 
 import torch
 from form import Oracle, Task, Wrong
@@ -16,6 +18,7 @@ from minispec.methods.vocabulary import FullVocabulary
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
 from minispec.toys import random_mtp_head, small_model
+from solutions.common import call, fastest, random_costs, speed, speed_distance
 
 # ---- solutions -----------------------------------------------------------------------------------
 
@@ -115,7 +118,7 @@ class Drafter(fastmtp.Drafter):
 
 
 @dataclass
-class Outcome:
+class Drafted:
     """What a round leaves: the drafts, the head's rows in its cache, and the rows it ran on."""
 
     drafts: list[int]
@@ -131,27 +134,27 @@ def cached_rows(drafter: fastmtp.Drafter, length: int) -> Tensor:
     return drafter.cache.kv[:, 0, 0, :length].clone()
 
 
-def run_chain(function, case: Text) -> list[Outcome]:
+def run_chain(function, case: Text) -> list[Drafted]:
     target, head = target_and_head(case.seed)
     drafter, outcomes, seen = Drafter(head, target, 64, offset=0), [], 0
     for k, end in case.rounds:
         states = target(list(case.tokens[: end - 1]))[0]  # of all tokens but the newest
-        hidden, tokens = states[seen:].clone(), list(case.tokens[seen + 1 : end])
         drafter.rows = drafter.calls = 0
-        drafts = function(drafter, hidden, tokens, k)
-        if tokens != list(case.tokens[seen + 1 : end]) or not torch.equal(hidden, states[seen:]):
-            raise Wrong("it changes `hidden` or `tokens`, which belong to the caller")
+        drafts = call(
+            partial(function, drafter), k,
+            hidden=states[seen:], tokens=list(case.tokens[seen + 1 : end]),
+        )  # fmt: skip
         if not isinstance(drafts, list):
             raise Wrong(f"it returns a {type(drafts).__name__}; drafts must be a list")
         if any(type(draft) is not int for draft in drafts):
             raise Wrong("a draft is a Tensor; drafts must be of type int: int(logits.argmax())")
-        outcomes.append(Outcome(drafts, cached_rows(drafter, drafter.cache.length), drafter.rows))
+        outcomes.append(Drafted(drafts, cached_rows(drafter, drafter.cache.length), drafter.rows))
         seen = end - 1
     return outcomes
 
 
 @cache
-def fresh_chain(case: Text) -> list[Outcome]:
+def fresh_chain(case: Text) -> list[Drafted]:
     """Without a cache: every draft takes a pass of the head over all of the text."""
     target, head = target_and_head(case.seed)
     outcomes, seen = [], 0
@@ -166,18 +169,18 @@ def fresh_chain(case: Text) -> list[Outcome]:
             output = head(hidden[None], embedded[None])[0, -1:]
             drafts.append(int(target.logits(output).argmax()))
             hidden = torch.cat([hidden, output])
-        outcomes.append(Outcome(drafts, cached, end - 1 - seen + k - 1))
+        outcomes.append(Drafted(drafts, cached, end - 1 - seen + k - 1))
         seen = end - 1
     return outcomes
 
 
-def round_distance(a: Outcome, b: Outcome) -> float:
+def round_distance(a: Drafted, b: Drafted) -> float:
     if a.drafts != b.drafts or a.length != b.length or a.rows != b.rows:
         return 1.0
     return float((a.cached - b.cached).abs().max()) if a.length else 0.0
 
 
-def chain_distance(a: list[Outcome], b: list[Outcome]) -> float:
+def chain_distance(a: list[Drafted], b: list[Drafted]) -> float:
     return max(map(round_distance, a, b))
 
 
@@ -188,7 +191,7 @@ def show_rounds(case: Text) -> str:
     return f"K = {ks} in rounds with {new} new pairs"
 
 
-def show_chain(case: Text, got: list[Outcome], expected: list[Outcome]) -> str:
+def show_chain(case: Text, got: list[Drafted], expected: list[Drafted]) -> str:
     """Describe the first round that is wrong."""
     pairs = enumerate(zip(got, expected))
     i = next(i for i, (a, b) in pairs if not round_distance(a, b) <= TOLERANCE)
@@ -204,11 +207,17 @@ def show_chain(case: Text, got: list[Outcome], expected: list[Outcome]) -> str:
     return f"{show_rounds(case)}: in round {i + 1} {what}"
 
 
-def diagnose_chain(results: list[tuple[Text, list[Outcome], list[Outcome]]]) -> str | None:
-    pairs = [pair for _, got, expected in results for pair in zip(got, expected)]
+def diagnose_chain(results: list[tuple[Text, list[Drafted], list[Drafted]]]) -> str | None:
+    """Name what is wrong in the first wrong round of each case; later ones may follow from it."""
+    pairs = [
+        next(pair for pair in zip(got, expected) if not round_distance(*pair) <= TOLERANCE)
+        for _, got, expected in results
+        if not chain_distance(got, expected) <= TOLERANCE
+    ]
+    if any(len(a.drafts) != len(b.drafts) for a, b in pairs):
+        return "it must return K drafts"
     if any(a.drafts != b.drafts for a, b in pairs):
-        counts = {len(a.drafts) - len(b.drafts) for a, b in pairs}
-        return "it must return K drafts" if counts != {0} else None
+        return None
     if any(a.length != b.length for a, b in pairs):
         return "the drafts are right, but the cache has more or fewer rows than the text has pairs"
     if any(a.rows > b.rows for a, b in pairs):
@@ -228,6 +237,8 @@ def faulty(wrong: str):
             hidden, tokens = hidden[-1:], tokens[-1:]
         outputs = drafter.run(hidden, tokens)
         output = outputs[:1] if wrong == "first output" else outputs[-1:]
+        if wrong == "starts with the text's token":
+            k -= 1
         if wrong != "commits nothing":
             kv.commit([0] if wrong == "commits one pair" else list(range(len(tokens))))
         length, drafts = kv.length, [int(model.logits(output).argmax())]
@@ -238,11 +249,15 @@ def faulty(wrong: str):
                 newest = [*tokens[-1:], *drafts][-2:-1]
             output = drafter.run(state, newest)
             if wrong not in ("commits no draft", "commits nothing"):
-                kv.commit([0])
+                kv.commit([len(drafts) - 1 if wrong == "commits row i" else 0])
             drafts.append(int(model.logits(output).argmax()))
-        if wrong != "keeps the drafts' rows":
-            kv.truncate(start if wrong == "drops all rows" else length)
-        return drafts[:k]
+        lengths = {
+            "keeps the drafts' rows": kv.length, "drops all rows": start,
+            "counts k rows": kv.length - k, "the number of pairs": len(tokens),
+        }  # fmt: skip
+        kv.truncate(lengths.get(wrong, length))
+        first = tokens[-1:] if wrong == "starts with the text's token" else []
+        return first + drafts[:k]
 
     return chain
 
@@ -266,6 +281,18 @@ CHAIN_MISTAKES = {
     ),
     "the first draft comes from the output of the first new pair; it must be the last one, "
     "output[-1:]": faulty("first output"),
+    "commit counts the rows of the last call of `run` from 0, so a draft's row is [0]": faulty(
+        "commits row i"
+    ),
+    "it removes K rows at the end, but K drafts have only K - 1: the last one was not run": faulty(
+        "counts k rows"
+    ),
+    "it truncates to the number of new pairs; a length counts the rows of earlier rounds, too": (
+        faulty("the number of pairs")
+    ),
+    "its first draft is the last token of the text; drafts come after it": faulty(
+        "starts with the text's token"
+    ),
     "it runs the head on the newest pair only, so the rows of the other new pairs are missing": (
         faulty("only the newest pair")
     ),
@@ -278,68 +305,64 @@ CHAIN_MISTAKES = {
 
 
 @dataclass(frozen=True)
-class Costs:
+class Rates:
     """Arguments of best_k."""
 
-    rates: tuple[float, ...]
-    cost: tuple[float, ...]
+    rates: list[float]
+    cost: list[float]
     draft_cost: float
 
+    @property
+    def gains(self) -> list[float]:
+        """The probability that draft 1, 2, … is accepted."""
+        return list(accumulate(self.rates, mul))
 
-def random_costs(seed: int) -> Costs:
-    """Rates and costs, with a jump in the costs in every third case."""
+    @property
+    def costs(self) -> list[float]:
+        """The costs of rounds with K = 0, 1, …"""
+        return [cost + k * self.draft_cost for k, cost in enumerate(self.cost[1:])]
+
+    def speed(self, k: int) -> float:
+        """Expected tokens per cost, relative to plain decoding."""
+        return speed(self.gains, self.costs, k)
+
+
+def random_rates(seed: int) -> Rates:
     rng, n = random.Random(seed), seed % 6 + 1
-    rates = tuple(round(rng.uniform(0.2, 1), 2) for _ in range(n))
-    cost = [0.0, 1.0]
-    for i in range(n):
-        step = rng.uniform(0, 0.3) + (0.6 if seed % 3 == 0 and i == n // 2 else 0)
-        cost.append(round(cost[-1] + step, 2))
-    return Costs(rates, tuple(cost), round(rng.uniform(0, 0.4), 2))
+    rates = [round(rng.uniform(0.2, 1), 2) for _ in range(n)]
+    return Rates(rates, [0.0, *random_costs(rng, n)], round(rng.uniform(0, 0.4), 2))
 
 
-COSTS = [
-    Costs((0.5,), (0.0, 1.0, 1.1), 0.1),
-    Costs((0.3,), (0.0, 1.0, 1.3), 0.2),  # no draft pays
-    Costs((0.9, 0.9, 0.9, 0.9), (0.0, 1.0, 1.05, 1.95, 2.0, 2.05), 0.05),  # K = 1 beats 2, not 4
-    *map(random_costs, range(200)),
+RATES = [
+    Rates([0.5], [0.0, 1.0, 1.1], 0.1),
+    Rates([0.3], [0.0, 1.0, 1.3], 0.2),  # no draft pays
+    Rates([0.9, 0.9, 0.9, 0.9], [0.0, 1.0, 1.05, 1.95, 2.0, 2.05], 0.05),  # K = 1 beats 2, not 4
+    *map(random_rates, range(200)),
 ]
 
 
-def speed(case: Costs, k: int) -> float:
-    """Expected tokens per cost, relative to plain decoding."""
-    tokens = 1 + sum(prod(case.rates[:i]) for i in range(1, k + 1))
-    return tokens / (case.cost[k + 1] + k * case.draft_cost)
-
-
-def run_best_k(function, case: Costs) -> int:
-    rates, cost = list(case.rates), list(case.cost)
-    k = function(rates, cost, case.draft_cost)
-    if rates != list(case.rates) or cost != list(case.cost):
-        raise Wrong("it changes `rates` or `cost`, which belong to the caller")
+def run_best_k(function, case: Rates) -> tuple[int, float]:
+    k = call(function, case.draft_cost, rates=case.rates, cost=case.cost)
     if type(k) is not int:
         raise Wrong(f"it returns {k!r}; K must be of type int")
-    if not 0 <= k <= len(rates):
+    if not 0 <= k <= len(case.rates):
         raise Wrong(f"it returns {k}; K must be from 0 to the number of rates")
-    return k
+    return k, case.speed(k)
 
 
-def exact_best_k(case: Costs) -> int:
-    return max(range(len(case.rates) + 1), key=lambda k: speed(case, k))
+def show_rates(case: Rates) -> str:
+    return f"rates = {case.rates}, cost = {case.cost}, draft_cost = {case.draft_cost}"
 
 
-def show_costs(case: Costs) -> str:
-    return f"rates = {list(case.rates)}, cost = {list(case.cost)}, draft_cost = {case.draft_cost}"
-
-
-def show_best_k(case: Costs, got: int, expected: int) -> str:
-    return f"{show_costs(case)}: it returns K = {got}, which is {speed(case, got):.3f} times as " \
-           f"fast as plain decoding; K = {expected} is {speed(case, expected):.3f}"  # fmt: skip
+def show_best_k(case: Rates, got: tuple[int, float], expected: tuple[int, float]) -> str:
+    return f"{show_rates(case)}: it returns K = {got[0]}, which is {got[1]:.3f} times as fast as " \
+           f"plain decoding; K = {expected[0]} is {expected[1]:.3f}"  # fmt: skip
 
 
 # ---- best_k: mistakes ----------------------------------------------------------------------------
 
 
-def fastest(tokens, seconds, start=0):
+def chooser(tokens, seconds, start=0):
     """A choice of K by wrong `tokens(rates, k)` or a wrong cost of a round,
     `seconds(cost, draft_cost, k)`."""
 
@@ -359,38 +382,59 @@ def round_cost(cost, draft_cost, k):
 
 
 def stops_at_the_first_decline(rates, cost, draft_cost):
-    case, k = Costs(tuple(rates), tuple(cost), draft_cost), 0
-    while k < len(rates) and speed(case, k + 1) > speed(case, k):
+    case, k = Rates(rates, cost, draft_cost), 0
+    while k < len(rates) and case.speed(k + 1) > case.speed(k):
         k += 1
     return k
 
 
 BEST_K_MISTAKES = {
     "it adds the rates, but they are conditional: draft 2 counts only if draft 1 was accepted, so "
-    "multiply them": fastest(lambda rates, k: 1 + sum(rates[:k]), round_cost),
-    "it never returns 0, but without drafts a round costs only 1; sometimes no draft pays": fastest(
+    "multiply them": chooser(lambda rates, k: 1 + sum(rates[:k]), round_cost),
+    "it never returns 0, but without drafts a round costs only 1; sometimes no draft pays": chooser(
         expected, round_cost, start=1
     ),
-    "it forgets what the drafts cost: add k * draft_cost": fastest(
+    "it forgets what the drafts cost: add k * draft_cost": chooser(
         expected, lambda cost, draft_cost, k: cost[k + 1]
     ),
-    "it counts draft_cost once per round; each of the k drafts costs that much": fastest(
+    "it counts draft_cost once per round; each of the k drafts costs that much": chooser(
         expected, lambda cost, draft_cost, k: cost[k + 1] + (draft_cost if k else 0)
     ),
-    "the target's pass has k + 1 rows: the newest token of the text and k drafts": fastest(
+    "the target's pass has k + 1 rows: the newest token of the text and k drafts": chooser(
         expected, lambda cost, draft_cost, k: cost[max(1, k)] + k * draft_cost
     ),
-    "it forgets the token that each round yields without a draft: start at 1": fastest(
+    "it forgets the token that each round yields without a draft: start at 1": chooser(
         lambda rates, k: sum(prod(rates[:i]) for i in range(1, k + 1)), round_cost
     ),
     "it counts only rounds in which all k drafts are accepted; the others yield tokens too": (
-        fastest(lambda rates, k: 1 + k * prod(rates[:k]), round_cost)
+        chooser(lambda rates, k: 1 + k * prod(rates[:k]), round_cost)
     ),
-    "it uses the first rate for all drafts": fastest(
+    "it uses the first rate for all drafts": chooser(
         lambda rates, k: sum(rates[0] ** i for i in range(k + 1)), round_cost
     ),
     "it maximises tokens per pass, whatever the round costs": (
         lambda rates, cost, draft_cost: len(rates)
+    ),
+    "it counts draft_cost k + 1 times; k drafts cost k times as much": chooser(
+        expected, lambda cost, draft_cost, k: cost[k + 1] + (k + 1) * draft_cost
+    ),
+    "its products are one too short: draft k is accepted with r₁ · … · rₖ": chooser(
+        lambda rates, k: 1 + sum(prod(rates[: i - 1]) for i in range(1, k + 1)), round_cost
+    ),
+    "it subtracts the cost of the round; the speed is tokens divided by cost": (
+        lambda rates, cost, draft_cost: max(
+            range(len(rates) + 1),
+            key=lambda k: expected(rates, k) - round_cost(cost, draft_cost, k),
+        )
+    ),
+    "it adds up the costs of all passes; the round has one, over k + 1 tokens": chooser(
+        expected, lambda cost, draft_cost, k: sum(cost[: k + 2]) + k * draft_cost
+    ),
+    "it never considers the largest K, len(rates)": lambda rates, cost, draft_cost: best_k(
+        rates[:-1], cost, draft_cost
+    ),
+    "it returns an index that is one less than K": lambda rates, cost, draft_cost: max(
+        0, best_k(rates, cost, draft_cost) - 1
     ),
     "it stops at the first K that is slower than the one before. Costs can jump, so try every K": (
         stops_at_the_first_decline
@@ -427,8 +471,8 @@ TASKS = [
         package=package_best_k,
         solution=best_k,
         judge=Oracle(
-            COSTS, run_best_k, exact_best_k, lambda a, b: float(a != b), show_best_k,
-            f"{len(COSTS)} random rates and costs", arguments=show_costs,
+            RATES, run_best_k, lambda case: fastest(case.gains, case.costs), speed_distance,
+            show_best_k, f"{len(RATES)} random rates and costs", arguments=show_rates,
         ),
         hints=(
             "Go through K = 0, 1, 2, … with a running product: the probability that all drafts so "

@@ -22,6 +22,18 @@ from minispec.sampling import Randomness, Sampling, Seeded, probs
 from minispec.toys import ScriptedRandomness, Toy, every_outcome, total_variation
 from minispec.tree import Tree
 from minispec.verify import accept, residual
+from solutions.common import (
+    Outcome,
+    Strict,
+    call,
+    differ,
+    outcome_distance,
+    outcome_of,
+    probabilities_of_texts,
+    random_probs,
+    rows,
+    tensor,
+)
 
 # ---- solutions -----------------------------------------------------------------------------------
 
@@ -99,14 +111,10 @@ RUNS: list[Choices] = [
     ((0, 2),), ((1, 2),), ((0, 3), (1, 2)), ((0, 2), (0, 3)), ((0, 2), (2, 3)), ((1, 2), (2, 3)),
     (), *map(random_choices, range(30)),
 ]  # fmt: skip
-CHANGED = "it changes `choices`, which belongs to the run; build a new list"
 
 
 def run_next_script(function, case: Choices) -> tuple[int, ...] | None:
-    choices = list(case)
-    script = function(choices)
-    if choices != list(case):
-        raise Wrong(CHANGED)
+    script = call(function, choices=list(case))
     if script is None:
         return None
     if not isinstance(script, list | tuple):
@@ -152,6 +160,13 @@ def keeps_the_rest(choices):
     return script and script + [choice for choice, _ in choices[len(script) :]]
 
 
+def carries_once(choices):
+    if not choices or choices[-1][0] + 1 < choices[-1][1]:
+        return next_script(choices)
+    earlier = [choice for choice, _ in choices[:-1]]
+    return [*earlier[:-1], earlier[-1] + 1] if earlier else None
+
+
 def stops_one_early(choices):
     for step in reversed(range(len(choices))):
         choice, options = choices[step]
@@ -177,6 +192,10 @@ NEXT_MISTAKES = {
     "it keeps the choices after the one it advances; they start again with option 0: drop them": (
         keeps_the_rest
     ),
+    "it carries only once, but the choice before may have no option left either": carries_once,
+    "it repeats the run: the advanced choice must be choice + 1": lambda choices: (
+        script and [*script[:-1], script[-1] - 1] if (script := next_script(choices)) else script
+    ),
     "the choices before the advanced one are missing": lambda choices: (
         script[-1:] if (script := next_script(choices)) else script
     ),
@@ -196,17 +215,6 @@ class Program:
     name: str
     run: object  # called with a Randomness
     exact: dict
-
-
-def tensor(*numbers: float) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
-def random_probs(rng: random.Random, size: int = 3) -> Tensor:
-    """A random distribution, sometimes with zeros, as top-k and top-p leave them."""
-    weights = tensor(*(rng.choice([0, 1, 1]) * rng.randint(1, 9) for _ in range(size)))
-    weights[rng.randrange(size)] += 1
-    return weights / weights.sum()
 
 
 def fair_tokens(model, n: int) -> dict[tuple[int, ...], float]:
@@ -233,7 +241,7 @@ def coins_until_heads(randomness):
 def one_draft(seed: int) -> Program:
     """The first token of a round with one draft."""
     rng = random.Random(seed)
-    p, q = random_probs(rng), random_probs(rng)
+    p, q = random_probs(rng, 3), random_probs(rng, 3)
 
     def run(randomness):
         x = randomness.categorical(q)
@@ -241,17 +249,13 @@ def one_draft(seed: int) -> Program:
         return x if len(path) == 2 else fresh
 
     exact = {x: float(p[x]) for x in range(3) if p[x] > 0}
-    return Program(f"a round with p = {row(p)}, q = {row(q)}", run, exact)
+    return Program(f"a round with p = {rows(p)}, q = {rows(q)}", run, exact)
 
 
 def decoder(name: str, method, n: int) -> Program:
     toy = Toy(5)
     run = lambda randomness: toys.first_tokens(method, toy, PROMPT, HOT, randomness, n)  # noqa: E731
     return Program(f"{name}, {n} tokens", run, fair_tokens(toy, n))
-
-
-def row(probs: Tensor) -> str:
-    return "[" + " ".join(f"{x:.3g}" for x in probs.tolist()) + "]"
 
 
 PROGRAMS = [
@@ -308,9 +312,11 @@ def show_distribution(case: Program, got: dict, exact: dict) -> str:
 def diagnose_distribution(results: list[tuple[Program, dict, dict]]) -> str | None:
     sums = [sum(got.values()) for _, got, _ in results]
     if min(sums, default=1.0) < 1 - 1e-9:
-        return f"the probabilities sum to {min(sums):.3g}; outcomes are missing"
+        return f"the probabilities sum to {min(sums):.3g}; outcomes are missing, or their " \
+               "probabilities are not added"  # fmt: skip
     if max(sums, default=1.0) > 1 + 1e-9:
-        return f"the probabilities sum to {max(sums):.3g}; outcomes are counted more than once"
+        return f"the probabilities sum to {max(sums):.3g}; outcomes are counted more than once, " \
+               "or `function` is called more than once per run"  # fmt: skip
     if results and max(total_variation(got, exact) for _, got, exact in results) < 0.2:
         return "close, but not exact; does it draw samples?"
     return None
@@ -352,7 +358,7 @@ DISTRIBUTION_MISTAKES = {
     "a result that is reached in several ways keeps only the last probability; add them up": (
         overwrites
     ),
-    "it counts the outcomes; add randomness.probability instead of 1": counts_runs,
+    "it adds 1 for every outcome; add randomness.probability, as it is after the run": counts_runs,
     "it gives every outcome the same weight; add randomness.probability": equal_weights,
     "it returns nothing: the first script is [], which is false in a condition. Test `script is "
     "not None`": lambda function: {},
@@ -361,8 +367,8 @@ DISTRIBUTION_MISTAKES = {
         slice(0, -1)
     ),
     "the first outcome is missing; begin with the script []": without(slice(1, None)),
-    "one ScriptedRandomness is used for all runs, so its choices and its probability go on from "
-    "the run before; make a new one for every script": one_randomness,
+    "all runs use the same ScriptedRandomness or the same script; make a new one with the next "
+    "script for every run": one_randomness,
 }
 
 # ---- accept_certain ------------------------------------------------------------------------------
@@ -406,41 +412,7 @@ def random_round(seed: int) -> Round:
 ROUNDS = [random_round(seed) for seed in range(18)]
 
 
-class Patient:
-    """Randomness that reports what cannot be drawn from, and decisions that never end."""
-
-    def __init__(self, randomness: Randomness):
-        self.randomness, self.decisions = randomness, 0
-
-    def count(self) -> None:
-        self.decisions += 1
-        if self.decisions > 50:
-            raise Wrong("it keeps asking for random decisions; does it go down the tree?")
-
-    def bernoulli(self, p: float) -> bool:
-        self.count()
-        return self.randomness.bernoulli(min(1.0, max(0.0, float(p))))
-
-    def categorical(self, probs: Tensor) -> int:
-        self.count()
-        if not torch.is_tensor(probs) or probs.shape != (V,):
-            raise Wrong("`categorical` must get one distribution of shape (V,)")
-        if not (probs >= 0).all() or not probs.sum() > 0:
-            raise Wrong("`categorical` gets numbers that are negative, NaN or all 0")
-        return self.randomness.categorical(probs)
-
-
-@dataclass
-class Outcome:
-    """The exact distributions of the first DEPTH + 1 tokens and of the number of accepted drafts.
-    After the round, plain decoding draws the tokens that are missing."""
-
-    texts: dict[tuple[int, ...], float]
-    accepted: dict[int, float]
-
-    @property
-    def drafts(self) -> float:
-        return sum(n * probability for n, probability in self.accepted.items())
+ENDLESS = "does it go down the tree?"
 
 
 def checked(answer: object, tree: Tree) -> tuple[list[int], int]:
@@ -458,56 +430,48 @@ def checked(answer: object, tree: Tree) -> tuple[list[int], int]:
 
 
 def run_certain(function, case: Round) -> Outcome:
+    """The outcome of the first DEPTH + 1 tokens. After the round, plain decoding draws the tokens
+    that are missing."""
+
     def whole(randomness) -> tuple[int, tuple[int, ...]]:
-        tree = deepcopy(case.tree)
-        target = [case.p[case.text(node)].clone() for node in range(len(tree))]
-        path, fresh = checked(function(target, tree, Patient(randomness)), case.tree)
-        if any(not torch.equal(a, case.p[case.text(i)]) for i, a in enumerate(target)):
-            raise Wrong("it changes `target`, which belongs to the caller")
+        target = [case.p[case.text(node)] for node in range(len(case.tree))]
+        more = deepcopy(case.tree), Strict(randomness, ENDLESS)
+        path, fresh = checked(call(function, *more, target=target), case.tree)
         tokens = [*case.tree.tokens_at(path[1:]), fresh]
         while len(tokens) <= DEPTH:
             tokens.append(randomness.categorical(case.p[tuple(tokens)]))
         return len(path) - 1, tuple(tokens)
 
-    texts, accepted = Counter(), Counter()
-    for (n, tokens), probability in every_outcome(whole):
-        texts[tokens] += probability
-        accepted[n] += probability
-    return Outcome(texts, accepted)
+    return outcome_of(whole)
 
 
 def exact_certain(case: Round) -> Outcome:
     """Without a run: the target's probabilities. A node is accepted if the target's own tokens go
     through it."""
-    texts, accepted = {}, Counter()
-    for text in product(range(V), repeat=DEPTH + 1):
-        texts[text] = math.prod(float(case.p[text[:i]][x]) for i, x in enumerate(text))
-        nodes = {case.text(node) for node in range(len(case.tree))}
-        accepted[max(n for n in range(DEPTH + 1) if text[:n] in nodes)] += texts[text]
+    nodes = {case.text(node) for node in range(len(case.tree))}
+    texts, accepted = probabilities_of_texts(case.p, DEPTH + 1), Counter()
+    for text, probability in texts.items():
+        accepted[max(n for n in range(DEPTH + 1) if text[:n] in nodes)] += probability
     return Outcome(texts, accepted)
-
-
-def certain_distance(a: Outcome, b: Outcome) -> float:
-    return max(total_variation(a.texts, b.texts), total_variation(a.accepted, b.accepted))
 
 
 def describe(case: Round) -> str:
     tree = case.tree
-    return f"tokens {tree.tokens}, parents {tree.parents}, first p = {row(case.p[()])}"
+    return f"tokens {tree.tokens}, parents {tree.parents}, first p = {rows(case.p[()])}"
 
 
 def show_certain(case: Round, got: Outcome, exact: Outcome) -> str:
-    if total_variation(got.texts, exact.texts) < 1e-9:
+    if total_variation(got.tokens, exact.tokens) < 1e-9:
         return f"{describe(case)}: the tokens are right, but on average {got.drafts:.2f} drafts " \
                f"are accepted instead of {exact.drafts:.2f}"  # fmt: skip
-    text = max(exact.texts, key=lambda text: abs(got.texts.get(text, 0.0) - exact.texts[text]))
-    return f"{describe(case)}: tokens {text} have probability {got.texts.get(text, 0.0):.3f} " \
-           f"instead of {exact.texts[text]:.3f} " \
-           f"(distance {total_variation(got.texts, exact.texts):.1e})"  # fmt: skip
+    a, b = got.tokens, exact.tokens
+    text = max(b, key=lambda text: abs(a.get(text, 0.0) - b[text]))
+    return f"{describe(case)}: tokens {text} have probability {a.get(text, 0.0):.3f} instead of " \
+           f"{b[text]:.3f} (distance {total_variation(a, b):.1e})"  # fmt: skip
 
 
 def diagnose_certain(results: list[tuple[Round, Outcome, Outcome]]) -> str | None:
-    if all(total_variation(got.texts, exact.texts) < 1e-9 for _, got, exact in results):
+    if all(total_variation(got.tokens, exact.tokens) < 1e-9 for _, got, exact in results):
         return "lossless, but it accepts too few drafts"
     return None
 
@@ -531,6 +495,45 @@ def walk(match, end):
 
 def same_token(tree, children, y, p):
     return next((child for child in children if tree.tokens[child] == y), None)
+
+
+def by_row(index):
+    """A rule that draws y from the row target[index(path)]."""
+
+    def rule(target, tree, randomness):
+        path = [0]
+        while True:
+            y = randomness.categorical(target[index(path)])
+            child = same_token(tree, tree.children(path[-1]), y, 0)
+            if child is None:
+                return path, y
+            path.append(child)
+
+    return rule
+
+
+def one_draw_per_child(target, tree, randomness):
+    path = [0]
+    while True:
+        p = target[path[-1]]
+        matches = (
+            c for c in tree.children(path[-1]) if randomness.categorical(p) == tree.tokens[c]
+        )
+        child = next(matches, None)
+        if child is None:
+            return path, randomness.categorical(p)
+        path.append(child)
+
+
+def stops_at_a_leaf(target, tree, randomness):
+    path = [0]  # without drafts y is unknown
+    while children := tree.children(path[-1]):
+        y = randomness.categorical(target[path[-1]])
+        child = same_token(tree, children, y, 0)
+        if child is None:
+            break
+        path.append(child)
+    return path, y
 
 
 def keep(y, p, randomness):
@@ -576,6 +579,18 @@ CERTAIN_MISTAKES = {
     "the fresh token repeats the last accepted draft; draw it from the last node's row": (
         repeats_the_draft
     ),
+    "every y is drawn from target[0]; draw it from the row of the last node of the path": (
+        by_row(lambda path: 0)
+    ),
+    "y is drawn from the row of the depth; target[i] is the distribution after node i": (
+        by_row(lambda path: len(path) - 1)
+    ),
+    "every child gets a draw of its own; draw y once, and compare it with all children": (
+        one_draw_per_child
+    ),
+    "at a leaf it returns the token of the leaf again; a leaf has a row, too: draw y from it": (
+        stops_at_a_leaf
+    ),
     "it follows the argmax without a draw; that is greedy decoding": follows_the_argmax,
 }  # fmt: skip
 
@@ -590,7 +605,7 @@ class Effect:
     """What a rule does to speculative decoding with one draft per round."""
 
     distance: float  # of the first TOKENS tokens from plain decoding
-    greedy: bool  # whether 16 greedy tokens are right
+    greedy: bool  # whether greedy tokens are right, whatever the random decisions
     tokens: float  # of the first round, on average
 
     @property
@@ -617,12 +632,17 @@ def effect(rule) -> Effect:
         next(steps)  # the prefill
         return len(next(steps).tokens)
 
+    plain = greedy_tokens(bound("autoregressive"), toy, Seeded())
     with Mutant("yours", "exact", "", in_accept(rule)).apply():
         distance = total_variation(package_exact_distribution(tokens), fair_tokens(toy, TOKENS))
         length = sum(n * p for n, p in every_outcome(first_round))
-        run = toys.first_tokens(method, toy, PROMPT, GREEDY, Seeded(), 16)
-    plain = toys.first_tokens(bound("autoregressive"), toy, PROMPT, GREEDY, Seeded(), 16)
-    return Effect(distance, run == plain, length)
+        runs = every_outcome(lambda randomness: greedy_tokens(method, toy, randomness))
+        greedy = all(run == plain for run, _ in runs)
+    return Effect(distance, greedy, length)
+
+
+def greedy_tokens(method, toy: Toy, randomness: Randomness) -> tuple[int, ...]:
+    return toys.first_tokens(method, toy, PROMPT, GREEDY, randomness, 8)
 
 
 @cache
@@ -686,10 +706,28 @@ def scaled(factor: float):
     return rule
 
 
+def raised(amount: float):
+    """Acceptance probabilities that are raised by an amount."""
+
+    def rule(target, tree, randomness):
+        class Generous:
+            categorical = randomness.categorical
+
+            def bernoulli(self, p):
+                return randomness.bernoulli(min(1.0, p + amount))
+
+        return accept(target, tree, Generous())
+
+    return rule
+
+
 TEMPTING_MISTAKES = {
     "this is the right rule; the exercise asks for a wrong one": accept,
     "it accepts every draft, and so the greedy tokens change, which a test would notice": (
         accepts_all
+    ),
+    "it accepts with a probability above 0 where p(x) is 0, so greedy tokens change now and then": (
+        raised(0.1)
     ),
     "wrong, and the greedy tokens are right; but drawing from p after a rejection does not accept "
     "more drafts": resamples,
@@ -708,7 +746,7 @@ TASKS = [
         package=package_next_script,
         solution=next_script,
         judge=Oracle(
-            RUNS, run_next_script, next_in_order, lambda a, b: float(a != b), show_next_script,
+            RUNS, run_next_script, next_in_order, differ, show_next_script,
             f"the choices of {len(RUNS)} runs", arguments=lambda case: f"choices = {list(case)}",
         ),
         hints=(
@@ -743,7 +781,7 @@ TASKS = [
         package=accept,
         solution=accept_certain,
         judge=Oracle(
-            ROUNDS, run_certain, exact_certain, certain_distance, show_certain,
+            ROUNDS, run_certain, exact_certain, outcome_distance, show_certain,
             f"every random outcome of {len(ROUNDS)} trees", arguments=describe,
             diagnose=diagnose_certain,
         ),

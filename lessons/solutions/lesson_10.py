@@ -2,13 +2,13 @@
 
 import random
 import statistics
-from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
 
 from form import Oracle, Task, Wrong
 
 from minispec.methods.adaptive import best_draft_size, curve_at
+from solutions.common import call, differ
 
 # ---- solutions -----------------------------------------------------------------------------------
 
@@ -63,15 +63,6 @@ def short(numbers) -> str:
     return "[" + ", ".join(f"{x:.4g}" for x in numbers) + "]"
 
 
-def call(function, *arguments):
-    """Call a function with copies of the arguments, which it must not change."""
-    copies = deepcopy(arguments)
-    answer = function(*copies)
-    if copies != arguments:
-        raise Wrong("it changes its arguments, but they belong to the caller")
-    return answer
-
-
 # ---- tokens_per_second ---------------------------------------------------------------------------
 
 
@@ -86,9 +77,12 @@ class Rounds:
     seconds: float
 
     @property
-    def arguments(self) -> tuple:
+    def arguments(self) -> dict:
         tau = sum(self.tokens) / len(self.tokens)
-        return tau, list(self.rows), self.drafting, list(self.curve), self.seconds
+        return dict(
+            tau=tau, rows=list(self.rows), drafting=self.drafting, curve=list(self.curve),
+            seconds=self.seconds,
+        )  # fmt: skip
 
 
 def random_rounds(seed: int) -> Rounds:
@@ -107,7 +101,7 @@ RUNS = [
 
 
 def run_tokens_per_second(function, case: Rounds) -> float:
-    answer = call(function, *case.arguments)
+    answer = call(function, **case.arguments)
     try:
         return float(answer)
     except (TypeError, ValueError, RuntimeError):
@@ -124,7 +118,7 @@ def exact_tokens_per_second(case: Rounds) -> float:
 
 
 def show_arguments(case: Rounds) -> str:
-    tau, rows, drafting, curve, seconds = case.arguments
+    tau, rows, drafting, curve, seconds = case.arguments.values()
     return (
         f"tau = {tau:.4g}, rows = {rows}, drafting = {drafting}, curve = {short(curve)}, "
         f"seconds = {seconds}"
@@ -151,6 +145,27 @@ SPEED_MISTAKES = {
     "it takes the cost of a pass over the mean number of rows; take the mean of the costs": (
         lambda tau, rows, drafting, curve, seconds: (
             tau / ((drafting + curve[round(mean(rows))]) * seconds)
+        ),
+        lambda tau, rows, drafting, curve, seconds: (
+            tau / ((drafting + curve[int(mean(rows))]) * seconds)
+        ),
+    ),
+    "it takes the most expensive pass for all; take the mean of the costs": (
+        lambda tau, rows, drafting, curve, seconds: (
+            tau / ((drafting + max(curve[n] for n in rows)) * seconds)
+        )
+    ),
+    "it takes the first round's pass for all; take the mean of the costs": (
+        lambda tau, rows, drafting, curve, seconds: tau / ((drafting + curve[rows[0]]) * seconds)
+    ),
+    "it adds a token to tau, but tau counts all tokens of a round": (
+        lambda tau, rows, drafting, curve, seconds: (
+            (tau + 1) / ((drafting + mean(curve[n] for n in rows)) * seconds)
+        )
+    ),
+    "it multiplies the pass by 1 + drafting; drafting is added, in passes over one row": (
+        lambda tau, rows, drafting, curve, seconds: (
+            tau / ((1 + drafting) * mean(curve[n] for n in rows) * seconds)
         )
     ),
     "it interpolates the cost of a pass over the mean number of rows; take the mean of the costs": (
@@ -227,9 +242,9 @@ class Choice:
     batch: int
 
     @property
-    def arguments(self) -> tuple:
+    def arguments(self) -> dict:
         methods = {name: (tau, list(rows), drafting) for name, tau, rows, drafting in self.methods}
-        return methods, list(self.curve), self.batch
+        return dict(methods=methods, curve=list(self.curve), batch=self.batch)
 
 
 def worths(case: Choice) -> dict[str, Fraction]:
@@ -281,7 +296,7 @@ CHOICES = [
 
 
 def run_best_method(function, case: Choice) -> str:
-    answer = call(function, *case.arguments)
+    answer = call(function, **case.arguments)
     if isinstance(answer, tuple | list):
         raise Wrong("it must return only the name of the method")
     if not isinstance(answer, str):
@@ -297,7 +312,7 @@ def exact_best_method(case: Choice) -> str:
 
 
 def show_choice(case: Choice) -> str:
-    methods, curve, batch = case.arguments
+    methods, curve, batch = case.arguments.values()
     used = {batch, *(batch * n for _, rows, _ in methods.values() for n in rows)}
     costs = ", ".join(f"curve[{n}] = {curve[n]:.4g}" for n in sorted(used))
     return f"methods = {methods}, batch = {batch}, {costs}"
@@ -321,7 +336,8 @@ def diagnose(results: list[tuple[Choice, str, str]]) -> str | None:
         return NEVER_PLAIN
     if all(got == expected for case, got, expected in results if case.batch == 1):
         return (
-            "it is right for a batch of 1. For a larger one, a round is a pass over batch * n rows"
+            "it is right for a batch of 1. For a larger one, a round is a pass over batch * n "
+            "rows, plain decoding one over `batch` rows, and tokens are those of one text"
         )
     return None
 
@@ -378,6 +394,16 @@ CHOICE_MISTAKES = {
             tau / (drafting * batch + mean(curve[batch * n] for n in rows))
         )
     ),
+    "it takes the cost of a pass over the mean number of rows; take the mean of the costs": chooser(
+        lambda tau, rows, drafting, curve, batch: (
+            tau / (drafting * curve[batch] + curve[round(batch * mean(rows))])
+        )
+    ),
+    "it adds up the passes of all rounds, but tau is the yield of one": chooser(
+        lambda tau, rows, drafting, curve, batch: (
+            tau / (drafting * curve[batch] + sum(curve[batch * n] for n in rows))
+        )
+    ),
     "it leaves out drafting": chooser(
         lambda tau, rows, drafting, curve, batch: tau / mean(curve[batch * n] for n in rows)
     ),
@@ -421,7 +447,7 @@ TASKS = [
         solution=best_method,
         judge=Oracle(
             CHOICES, run_best_method, exact_best_method,
-            lambda a, b: 0.0 if a == b else 1.0, show_best_method,
+            differ, show_best_method,
             f"{len(CHOICES)} choices, with batches of 1, 2 and 4", arguments=show_choice,
             diagnose=diagnose,
         ),
