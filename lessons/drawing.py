@@ -790,8 +790,9 @@ def draw_labels(weights: Sequence[float]) -> None:
     """Draw a document and, for each step of a head with the step's weight in the loss, the label of
     every row: blue if the target wrote it, pale in the prompt, and an outline past the end."""
     n = len(DOCUMENT)
+    fills = [PALE] * 3 + [CONTEXT] * (n - 3)
     rows = {
-        "token": (0, DOCUMENT, [PALE] * 3 + [CONTEXT] * (n - 3), "a prompt, and the target's answer"),
+        "token": (0, DOCUMENT, fills, "a prompt, and the target's answer"),
         "row": (0, [f"i = {i}" for i in range(n - 2)], [f"!{CONTEXT}"] * (n - 2), ""),
     }
     for k, weight in enumerate(weights, start=1):

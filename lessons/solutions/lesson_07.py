@@ -110,8 +110,8 @@ def run_loss(function: Callable, case: Batch) -> float:
     if not torch.equal(before[0], tokens) or not torch.equal(before[1], learn):
         raise Wrong("it changes `tokens` or `learn`, which belong to the caller")
     if not isinstance(value, Tensor):
-        raise Wrong(f"it returns a {type(value).__name__}. The head learns from the loss's gradient, "
-                    "which only a Tensor has: no float() and no .item()")  # fmt: skip
+        raise Wrong(f"it returns a {type(value).__name__}. It needs a gradient, which "
+                    "only a Tensor has: no float() and no .item()")  # fmt: skip
     if value.numel() != 1:
         raise Wrong(f"it returns a tensor of shape {tuple(value.shape)}; the loss is one number")
     if not value.requires_grad:
