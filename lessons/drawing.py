@@ -788,7 +788,7 @@ DOCUMENT = "Why", "purr", "?", "Cats", "purr", "to", "rest", "."  # a prompt of 
 
 def draw_labels(weights: Sequence[float]) -> None:
     """Draw a document and, for each step of a head with the step's weight in the loss, the label of
-    every row: blue if the target wrote it, pale in the prompt, and an outline past the end."""
+    every row that has one: blue if the target wrote it, pale in the prompt."""
     n = len(DOCUMENT)
     fills = [PALE] * 3 + [CONTEXT] * (n - 3)
     rows = {
@@ -796,31 +796,26 @@ def draw_labels(weights: Sequence[float]) -> None:
         "row": (0, [f"i = {i}" for i in range(n - 2)], [f"!{CONTEXT}"] * (n - 2), ""),
     }
     for k, weight in enumerate(weights, start=1):
-        labels = range(k + 1, k + n - 1)
-        fills = [f"!{CONTEXT}" if i >= n else PALE if i < 3 else ACCEPTED for i in labels]
-        reads = f"output {k - 1}" if k > 1 else "h of i"
-        rows[f"step {k}"] = (
-            0, [DOCUMENT[i] if i < n else "–" for i in labels], fills,
-            f"reads {reads}, token i + {k}; predicts i + {k + 1}; weight {weight:.2f}",
-        )  # fmt: skip
+        reads = f"output {k - 1}" if k > 1 else "h"
+        note = f"reads {reads}, token i + {k}; predicts i + {k + 1}; weight {weight:.2f}"
+        fills = [PALE if i < 3 else ACCEPTED for i in range(k + 1, n)]
+        rows[f"step {k}"] = 0, DOCUMENT[k + 1 :], fills, note
     draw_steps(rows, (10, 3), (-1.3, 8.3, 14.4))
 
 
-def draw_training(
-    curves: dict[str, dict[int, float]], rates: dict[str, list[float]], best: float
-) -> None:
-    """Draw tokens per pass during training, and how often each draft is accepted afterwards, if the
-    draft before it was, for several heads. `best` is the tokens per pass of a finished head."""
+def draw_training(curve: dict[int, float], rates: dict[str, list[float]], best: float) -> None:
+    """Draw tokens per pass during training, next to those of a finished head, `best`; and how often
+    each step of several heads is right."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-    for (name, curve), colour, mark in zip(curves.items(), (ACCEPTED, REJECTED), "os"):
-        left.plot(curve.keys(), curve.values(), f"{mark}-", color=colour, label=name)
-        drafts = range(1, len(rates[name]) + 1)
-        right.plot(drafts, rates[name], f"{mark}-", color=colour, label=name)
-    left.axhline(best, color=CONTEXT, ls="--", label="the shipped head")
-    left.set(xlabel="updates", ylabel="tokens per pass", ylim=(0.9, None))
-    right.set(xlabel="draft", ylim=(0, 1), xticks=drafts)
-    right.set_title("accepted, if the draft before was", fontsize=10)
-    left.legend(frameon=False, fontsize=9)
+    left.plot(curve.keys(), curve.values(), "o-", color=ACCEPTED)
+    left.axhline(best, color=CONTEXT, ls="--")
+    left.annotate("the shipped head", (0, best), (0, -12), textcoords="offset points", fontsize=9)
+    left.set(xlabel="updates", ylabel="tokens per pass", ylim=(0.9, None), xticks=list(curve))
+    for (name, shares), style in zip(rates.items(), ("o-", "s-", "--")):
+        colour = {"o-": ACCEPTED, "s-": REJECTED, "--": CONTEXT}[style]
+        right.plot(range(1, len(shares) + 1), shares, style, color=colour, label=name)
+    right.set(xlabel="step", ylabel="share of tokens right", ylim=(0, 1), xticks=[1, 2, 3])
+    right.legend(frameon=False, fontsize=9)
     for ax in (left, right):
         ax.spines[["top", "right"]].set_visible(False)
     plt.show()

@@ -249,7 +249,7 @@ MISTAKES = {
 
 # ---- tasks ---------------------------------------------------------------------------------------
 
-RANGES = {"tau_trained": (1, 4), "tau_one_step": (1, 4), "tau_chinese": (1, 4), "covered": (0, 1)}
+RANGES = {"tau_trained": (1, 4), "second_step": (0, 1), "covered": (0, 1), "tau_chinese": (1, 4)}
 TASKS = [
     Task(
         name="mtp_loss",
