@@ -626,7 +626,7 @@ PLANTED_BUGS = {  # lesson -> lines that break the package; its own checks must 
     "09_is_it_lossless": [
         "from minispec import verify; verify.residual = lambda p, q, x: p",
         "from minispec import toys; toys.total_variation = lambda a, b: 0.0",
-    ],
+    ]
 }
 
 
