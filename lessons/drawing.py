@@ -341,6 +341,61 @@ def draw_moving_rows(
     finish(ax, (-0.8, 6.4), (start + n, -0.9), show=False)
 
 
+# ---- lesson 02 -----------------------------------------------------------------------------------
+
+
+def draw_warping(tokens: list[str], logits: Tensor, sampling: Sampling, uniform: float) -> None:
+    """Draw how logits become a token: the distribution after each warper, and the draw by a
+    uniform number. What a step removes is pale."""
+    t, k, p = sampling.temperature, sampling.top_k, sampling.top_p
+    steps = {
+        f"temperature {t:g}": Sampling(t), f"top-k {k}": Sampling(t, k),
+        f"top-p {p:g}": Sampling(t, k, p),
+    }  # fmt: skip
+    figure, axes = plt.subplots(
+        1, 5, figsize=(10, 2.9), sharey=True, width_ratios=[3, 3, 3, 3, 2], layout="constrained"
+    )
+    rows, last = range(len(tokens)), None
+    axes[0].barh(rows, logits.tolist(), color=CONTEXT)
+    axes[0].set_title("logits", fontsize=10)
+    for ax, (title, settings) in zip(axes[1:], steps.items()):
+        probs = warp(logits[None], settings)[0].tolist()
+        ax.barh(rows, probs, color=ACCEPTED)
+        if last:
+            gone = [x if not kept else 0.0 for x, kept in zip(last, probs)]
+            ax.barh(rows, gone, color=PALE)
+        ax.set(xlim=(0, 0.62))
+        ax.set_title(title, fontsize=10)
+        last = probs
+    draw_uniform(axes[4], last, uniform)
+    axes[0].set_yticks(rows, tokens, fontsize=10)
+    axes[0].invert_yaxis()
+    for ax in axes:
+        ax.tick_params(labelsize=9, axis="x")
+        ax.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
+def draw_uniform(ax: Axes, probs: list[float], uniform: float) -> None:
+    """Draw the probabilities as pieces of the line from 0 to 1, which runs downwards over the rows
+    of the picture, and the uniform number that falls into one of them."""
+    height, start = len(probs), 0.0
+    for token, p in enumerate(probs):
+        chosen = start <= uniform < start + p
+        top, size = start * height - 0.5, p * height
+        ax.add_patch(Rectangle((0, top), 0.5, size, ec="white", fc=FRESH if chosen else ACCEPTED))
+        if p > 0.05:
+            ax.text(0.25, top + size / 2, str(token), ha="center", va="center", color="white",
+                    fontsize=9)  # fmt: skip
+        start += p
+    ax.annotate(f"u = {uniform:g}", (0.5, uniform * height - 0.5), (0.72, uniform * height - 0.5),
+                va="center", fontsize=10, arrowprops={"arrowstyle": "->"})  # fmt: skip
+    ax.set(xlim=(0, 1.4), xticks=[])
+    ax.set_title("draw", fontsize=10)
+    ax.spines[["bottom", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+
+
 # ---- lesson 04 -----------------------------------------------------------------------------------
 
 STATES = {"accepted": ACCEPTED, "rejected": REJECTED, "not reached": PALE, "fresh": FRESH}
@@ -635,6 +690,83 @@ def draw_speeds_by_k(speeds: dict[str, dict[str, tuple[list[float], list[float]]
     plt.show()
 
 
+# ---- lesson 07 -----------------------------------------------------------------------------------
+
+DOCUMENT = "Why", "purr", "?", "Cats", "purr", "to", "rest", "."  # a prompt of three, an answer
+
+
+def draw_labels(weights: Sequence[float]) -> None:
+    """Draw a document and, for each step of a head with the step's weight in the loss, the label of
+    every row that has one: blue if the target wrote it, pale in the prompt."""
+    n = len(DOCUMENT)
+    fills = [PALE] * 3 + [CONTEXT] * (n - 3)
+    rows = {
+        "token": (0, DOCUMENT, fills, "a prompt, and the target's answer"),
+        "row": (0, [f"i = {i}" for i in range(n - 2)], [f"!{CONTEXT}"] * (n - 2), ""),
+    }
+    for k, weight in enumerate(weights, start=1):
+        reads = f"output {k - 1}" if k > 1 else "h"
+        note = f"reads {reads}, token i + {k}; predicts i + {k + 1}; weight {weight:.2f}"
+        fills = [PALE if i < 3 else ACCEPTED for i in range(k + 1, n)]
+        rows[f"step {k}"] = 0, DOCUMENT[k + 1 :], fills, note
+    draw_steps(rows, (10, 3), (-1.3, 8.3, 14.4))
+
+
+def draw_training(curve: dict[int, float], rates: dict[str, list[float]], best: float) -> None:
+    """Draw tokens per pass during training, next to those of a finished head, `best`; and how often
+    each step of several heads is right."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    left.plot(curve.keys(), curve.values(), "o-", color=ACCEPTED)
+    left.axhline(best, color=CONTEXT, ls="--")
+    left.annotate("the shipped head", (0, best), (0, -12), textcoords="offset points", fontsize=9)
+    left.set(xlabel="updates", ylabel="tokens per pass", ylim=(0.9, None), xticks=list(curve))
+    for (name, shares), style in zip(rates.items(), ("o-", "s-", "--")):
+        colour = {"o-": ACCEPTED, "s-": REJECTED, "--": CONTEXT}[style]
+        right.plot(range(1, len(shares) + 1), shares, style, color=colour, label=name)
+    right.set(xlabel="step", ylabel="share of tokens right", ylim=(0, 1), xticks=[1, 2, 3])
+    right.legend(frameon=False, fontsize=9)
+    for ax in (left, right):
+        ax.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
+# ---- lesson 08 -----------------------------------------------------------------------------------
+
+
+def draw_runs(methods: list[str], seconds: list[float], drift: list[float]) -> None:
+    """Draw the seconds of each run of a benchmark, in the order of the runs, with the time that an
+    undisturbed run of the slower method would take at that moment."""
+    figure, ax = plt.subplots(figsize=(8, 3), layout="constrained")
+    top = 1.35 * max(drift)
+    for method, colour in zip(dict.fromkeys(methods), (CONTEXT, ACCEPTED)):
+        at = [i for i, each in enumerate(methods) if each == method]
+        ax.plot(at, [min(seconds[i], top) for i in at], "o", ms=5, color=colour,
+                label=f"a run of {method}")  # fmt: skip
+    paused = [i for i, s in enumerate(seconds) if s >= top]
+    for i in paused:
+        ax.annotate(f"{seconds[i]:.1f}", (i, top), (0, 5), textcoords="offset points",
+                    ha="center", fontsize=9)  # fmt: skip
+    ax.plot(drift, "--", color=REJECTED, lw=1, label="A, undisturbed")
+    ax.set(xlabel="runs, in order", ylabel="seconds per unit of work", ylim=(0, 1.12 * top))
+    ax.legend(frameon=False, fontsize=9, loc="lower right", ncol=3)
+    ax.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
+def draw_reports(reports: dict[str, list[float]], truth: float) -> None:
+    """Draw what several benchmarks report, each run on many machines with the same truth."""
+    figure, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
+    edges = [truth * (0.4 + 0.02 * i) for i in range(46)]
+    for (name, values), colour in zip(reports.items(), (REJECTED, ACCEPTED)):
+        inside = [min(max(value, edges[0]), edges[-1]) for value in values]  # at the margins
+        ax.hist(inside, edges, color=colour, alpha=0.75, label=name)
+    ax.axvline(truth, color="black", ls=":", label="the truth")
+    ax.set(xlabel="speedup reported", ylabel="benchmarks")
+    ax.legend(frameon=False, fontsize=10)
+    ax.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
 # ---- lesson 09 -----------------------------------------------------------------------------------
 
 
@@ -781,97 +913,5 @@ def draw_speeds(points: dict[str, dict[str, tuple[float, float]]]) -> None:
               frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.06, 0.5))  # fmt: skip
     ax.set(xlim=(0.9, right), ylim=(low, top), xlabel="tokens per pass",
            ylabel="speed, relative to plain decoding")  # fmt: skip
-    ax.spines[["top", "right"]].set_visible(False)
-    plt.show()
-
-
-# ---- lesson 02 -----------------------------------------------------------------------------------
-
-
-def draw_warping(tokens: list[str], logits: Tensor, sampling: Sampling, uniform: float) -> None:
-    """Draw how logits become a token: the distribution after each warper, and the draw by a
-    uniform number. What a step removes is pale."""
-    t, k, p = sampling.temperature, sampling.top_k, sampling.top_p
-    steps = {
-        f"temperature {t:g}": Sampling(t), f"top-k {k}": Sampling(t, k),
-        f"top-p {p:g}": Sampling(t, k, p),
-    }  # fmt: skip
-    figure, axes = plt.subplots(
-        1, 5, figsize=(10, 2.9), sharey=True, width_ratios=[3, 3, 3, 3, 2], layout="constrained"
-    )
-    rows, last = range(len(tokens)), None
-    axes[0].barh(rows, logits.tolist(), color=CONTEXT)
-    axes[0].set_title("logits", fontsize=10)
-    for ax, (title, settings) in zip(axes[1:], steps.items()):
-        probs = warp(logits[None], settings)[0].tolist()
-        ax.barh(rows, probs, color=ACCEPTED)
-        if last:
-            gone = [x if not kept else 0.0 for x, kept in zip(last, probs)]
-            ax.barh(rows, gone, color=PALE)
-        ax.set(xlim=(0, 0.62))
-        ax.set_title(title, fontsize=10)
-        last = probs
-    draw_uniform(axes[4], last, uniform)
-    axes[0].set_yticks(rows, tokens, fontsize=10)
-    axes[0].invert_yaxis()
-    for ax in axes:
-        ax.tick_params(labelsize=9, axis="x")
-        ax.spines[["top", "right"]].set_visible(False)
-    plt.show()
-
-
-def draw_uniform(ax: Axes, probs: list[float], uniform: float) -> None:
-    """Draw the probabilities as pieces of the line from 0 to 1, which runs downwards over the rows
-    of the picture, and the uniform number that falls into one of them."""
-    height, start = len(probs), 0.0
-    for token, p in enumerate(probs):
-        chosen = start <= uniform < start + p
-        top, size = start * height - 0.5, p * height
-        ax.add_patch(Rectangle((0, top), 0.5, size, ec="white", fc=FRESH if chosen else ACCEPTED))
-        if p > 0.05:
-            ax.text(0.25, top + size / 2, str(token), ha="center", va="center", color="white",
-                    fontsize=9)  # fmt: skip
-        start += p
-    ax.annotate(f"u = {uniform:g}", (0.5, uniform * height - 0.5), (0.72, uniform * height - 0.5),
-                va="center", fontsize=10, arrowprops={"arrowstyle": "->"})  # fmt: skip
-    ax.set(xlim=(0, 1.4), xticks=[])
-    ax.set_title("draw", fontsize=10)
-    ax.spines[["bottom", "left"]].set_visible(False)
-    ax.tick_params(axis="y", length=0)
-
-
-# ---- lesson 08 -----------------------------------------------------------------------------------
-
-
-def draw_runs(methods: list[str], seconds: list[float], drift: list[float]) -> None:
-    """Draw the seconds of each run of a benchmark, in the order of the runs, with the time that an
-    undisturbed run of the slower method would take at that moment."""
-    figure, ax = plt.subplots(figsize=(8, 3), layout="constrained")
-    top = 1.35 * max(drift)
-    for method, colour in zip(dict.fromkeys(methods), (CONTEXT, ACCEPTED)):
-        at = [i for i, each in enumerate(methods) if each == method]
-        ax.plot(at, [min(seconds[i], top) for i in at], "o", ms=5, color=colour,
-                label=f"a run of {method}")  # fmt: skip
-    paused = [i for i, s in enumerate(seconds) if s >= top]
-    for i in paused:
-        ax.annotate(f"{seconds[i]:.1f}", (i, top), (0, 5), textcoords="offset points",
-                    ha="center", fontsize=9)  # fmt: skip
-    ax.plot(drift, "--", color=REJECTED, lw=1, label="A, undisturbed")
-    ax.set(xlabel="runs, in order", ylabel="seconds per unit of work", ylim=(0, 1.12 * top))
-    ax.legend(frameon=False, fontsize=9, loc="lower right", ncol=3)
-    ax.spines[["top", "right"]].set_visible(False)
-    plt.show()
-
-
-def draw_reports(reports: dict[str, list[float]], truth: float) -> None:
-    """Draw what several benchmarks report, each run on many machines with the same truth."""
-    figure, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
-    edges = [truth * (0.4 + 0.02 * i) for i in range(46)]
-    for (name, values), colour in zip(reports.items(), (REJECTED, ACCEPTED)):
-        inside = [min(max(value, edges[0]), edges[-1]) for value in values]  # at the margins
-        ax.hist(inside, edges, color=colour, alpha=0.75, label=name)
-    ax.axvline(truth, color="black", ls=":", label="the truth")
-    ax.set(xlabel="speedup reported", ylabel="benchmarks")
-    ax.legend(frameon=False, fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)
     plt.show()

@@ -87,7 +87,7 @@ progress = Progress()  # a kernel runs one notebook
 
 def lesson(number: str) -> None:
     """Start lesson `number`: make this checkout's minispec importable, load the lesson's tasks and
-    forget earlier predictions. Lessons do not train, so gradients are switched off."""
+    forget earlier predictions. Gradients are switched off; lesson 07 trains within enable_grad."""
     global progress
     for folder in LESSONS, LESSONS.parent:  # the checkout's package, even if another is installed
         if str(folder) not in sys.path:
