@@ -49,8 +49,7 @@ def write_notebook(path: Path) -> None:
     head, _, rest = BADGE.sub("", "".join(title["source"])).partition("\n")
     title["source"] = f"{head}\n\n{badge(path.name)}\n\n{rest.lstrip()}".splitlines(True)
     setup = next(cell for cell in notebook["cells"] if cell["cell_type"] == "code")
-    if "lesson(" in "".join(setup["source"]):
-        setup["source"] = first_cell(path.name[:2]).splitlines(True)
+    setup["source"] = first_cell(path.name[:2]).splitlines(True)
     text = json.dumps(notebook, indent=1, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 

@@ -1,9 +1,6 @@
-"""The notebooks: complete and small as committed. With the marker `lessons`, each runs in a fresh
-kernel without an error, and those in the old form stop if a bug is planted in the package.
-
-Notebooks in the new form (see lessons/form.py) also keep its limits and do not print the answers.
-They are run twice: with the solutions in their stubs, and as they are. Every known wrong answer
-gets its own message.
+"""The notebooks: complete and small as committed, within the limits of their form (see
+lessons/form.py), and without the answers. Every known wrong answer gets its own message. With the
+marker `lessons`, each runs twice in a fresh kernel: with the solutions in its stubs, and as it is.
 """
 
 import ast
@@ -34,26 +31,16 @@ import badges  # noqa: E402
 import form  # noqa: E402
 
 NOTEBOOKS = sorted(LESSONS.glob("*.ipynb"))
-NEW = ["00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10"]
-IN_NEW_FORM = {number: next(LESSONS.glob(f"{number}_*.ipynb")) for number in NEW}
-OLD = [path for path in NOTEBOOKS if path.name[:2] not in NEW]
-TASKS = {(number, task.name): task for number in NEW for task in form.load_solutions(number).TASKS}
-SETUP = """\
-import sys
-from pathlib import Path
-
-root = next(
-    p for p in [Path.cwd(), *Path.cwd().parents] if (p / "minispec" / "__init__.py").exists()
-)
-sys.path.insert(0, str(root))
-"""
+LESSON = {path.name[:2]: path for path in NOTEBOOKS}
+TASKS = {
+    (number, task.name): task for number in LESSON for task in form.load_solutions(number).TASKS
+}
 LOCAL_PATH = re.compile(
     r"/tmp/|/work/|/home/|/root/|/Users/|[A-Z]:\\\\|ipykernel_|" + re.escape(str(ROOT))
 )
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-each_old = pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
-each_new = pytest.mark.parametrize("number", NEW)
+each_lesson = pytest.mark.parametrize("number", LESSON)
 each_task = pytest.mark.parametrize("key", TASKS, ids="-".join)
 
 
@@ -111,45 +98,25 @@ def test_it_begins_with_a_title(path):
     assert first["cell_type"] == "markdown" and source(first).startswith("# ")
 
 
-@each_old
-def test_it_finds_the_checkout(path):
-    setup = source(cells_of(path, "code")[0])
-    assert "".join(setup.split()).startswith("".join(SETUP.split()))  # line breaks may differ
+# ---- the form ------------------------------------------------------------------------------------
 
 
-@each_old
-def test_it_has_the_parts_of_a_lesson(path):
-    code, text = (
-        "\n".join(source(cell) for cell in cells_of(path, kind)) for kind in ("code", "markdown")
-    )
-    assert 15 <= len(cells_of(path, "code")) <= 25
-    assert len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) <= 1800
-    if "from drawing import" in code:  # its helper calls inspect.getsource
-        code += (LESSONS / "drawing.py").read_text(encoding="utf-8")
-    assert "inspect.getsource" in code
-    assert re.search(r"^\s*assert ", code, re.MULTILINE)
-    assert "arXiv" in text and "<details>" in text
-
-
-# ---- the new form --------------------------------------------------------------------------------
-
-
-@each_new
+@each_lesson
 def test_it_keeps_the_limits(number):
-    code = [source(cell) for cell in cells_of(IN_NEW_FORM[number], "code")]
+    code = [source(cell) for cell in cells_of(LESSON[number], "code")]
     assert len(code) <= 20
     for cell in code:
         assert len(cell.splitlines()) <= 20, cell
-    text = "\n".join(source(cell) for cell in cells_of(IN_NEW_FORM[number], "markdown"))
+    text = "\n".join(source(cell) for cell in cells_of(LESSON[number], "markdown"))
     assert len(badges.BADGE.sub("", text).split()) <= 1500
     assert re.search(r"\*\*\d\d minutes\.\*\*", text)
     assert not re.search(r"matplotlib|plt\.", "\n".join(code)), "plots belong in drawing.py"
 
 
-@each_new
+@each_lesson
 def test_it_asks_draws_predicts_and_finally_compares(number):
     """The order is: title as a question, lesson(), a drawn round, predict(). The end: compare()."""
-    path = IN_NEW_FORM[number]
+    path = LESSON[number]
     first = source(cells_of(path, "markdown")[0])
     assert re.fullmatch(rf"# {number} · .*\?", first.splitlines()[0])
     code = cells_of(path, "code")
@@ -164,9 +131,9 @@ def test_it_asks_draws_predicts_and_finally_compares(number):
     assert "not measured here" not in printed, "run it on a machine that has SmolLM2"
 
 
-@each_new
+@each_lesson
 def test_each_task_has_a_stub_that_is_checked_in_its_cell(number):
-    code = cells_of(IN_NEW_FORM[number], "code")
+    code = cells_of(LESSON[number], "code")
     tags = [set(cell["metadata"].get("tags", [])) for cell in code]
     assert all(len(of_cell) <= 1 and of_cell <= {"write", "measure"} for of_cell in tags)
     stubs = {}
@@ -206,7 +173,7 @@ def pages() -> dict[str, list[str]]:
     """The lines of everything that a student may read before writing: the notebooks, with their
     outputs, and the assignments."""
     found = {}
-    for path in IN_NEW_FORM.values():
+    for path in LESSON.values():
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         parts = [source(cell) for cell in cells]
         for output in (output for cell in cells for output in cell.get("outputs", [])):
@@ -228,9 +195,9 @@ def test_no_page_prints_the_answer(key):
             assert not answer & triples(lines), page
 
 
-@each_new
+@each_lesson
 def test_its_links_lead_somewhere(number):
-    for cell in cells_of(IN_NEW_FORM[number], "markdown"):
+    for cell in cells_of(LESSON[number], "markdown"):
         for target in re.findall(r"\]\(([^)\s]+)\)", badges.BADGE.sub("", source(cell))):
             assert target.startswith("https://arxiv.org/abs/") or (LESSONS / target).exists()
 
@@ -238,9 +205,9 @@ def test_its_links_lead_somewhere(number):
 # ---- badges, first cells, gallery and pictures ---------------------------------------------------
 
 
-@each_new
+@each_lesson
 def test_its_badge_and_first_cell_are_those_of_the_address(number):
-    path = IN_NEW_FORM[number]
+    path = LESSON[number]
     lines = source(cells_of(path, "markdown")[0]).splitlines()
     assert lines[1:4] == ["", badges.badge(path.name), ""]
     cell = source(cells_of(path, "code")[0])
@@ -259,7 +226,7 @@ def test_badges_lead_to_the_notebooks_of_one_address():
 
 
 def test_badges_are_rewritten_for_a_new_address(tmp_path, monkeypatch):
-    files = [tmp_path / IN_NEW_FORM["03"].name, tmp_path / "README.md"]
+    files = [tmp_path / LESSON["03"].name, tmp_path / "README.md"]
     before = [shutil.copy(LESSONS / file.name, file).read_bytes() for file in files]
     old, new = badges.address(), "https://github.com/fork/of-it"
     monkeypatch.setattr(badges, "address", lambda: new)
@@ -322,7 +289,7 @@ def test_a_page_of_the_gallery_is_small_and_linked(method, number):
     assert run["method"] == method and run["stats"]["lossless"] and len(run["passes"]) > 10
     assert distinct_4grams(run["tokens"]) > 0.8, "its text loops"
     link = f"(gallery/{method}.html)"
-    assert link in source(cells_of(IN_NEW_FORM[number], "markdown")[-1])
+    assert link in source(cells_of(LESSON[number], "markdown")[-1])
     assert link in (LESSONS / "README.md").read_text(encoding="utf-8")
 
 
@@ -341,7 +308,7 @@ def pictures() -> dict[str, bytes]:
     """The PNG files of the new notebooks and of README, except for the screenshot."""
     files = [path for path in LESSONS.glob("images/*.png") if path.stem != "trace"]
     found = {path.name: path.read_bytes() for path in files}
-    for path in IN_NEW_FORM.values():
+    for path in LESSON.values():
         for cell in cells_of(path, "code"):
             for output in cell["outputs"]:
                 if picture := output.get("data", {}).get("image/png"):
@@ -861,9 +828,9 @@ def test_what_cannot_be_a_prediction_is_not_kept(start, monkeypatch, capsys):
     ]
 
 
-@each_new
+@each_lesson
 def test_each_prediction_has_a_range(number):
-    tree = ast.parse(source(cells_of(IN_NEW_FORM[number], "code")[2]))
+    tree = ast.parse(source(cells_of(LESSON[number], "code")[2]))
     (names,) = [
         {k.arg for k in node.keywords} for node in ast.walk(tree) if isinstance(node, ast.Call)
     ]
@@ -874,12 +841,13 @@ def test_each_prediction_has_a_range(number):
 
 
 def client(path, extra: str | None = None):
-    """Make a client that runs the notebook in a fresh kernel, after any `extra` code."""
+    """Make a client that runs the notebook in a fresh kernel, with `extra` code after its first
+    cell."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.read(path, as_version=4)
     if extra:
         setup = next(i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code")
-        notebook.cells.insert(setup, nbformat.v4.new_code_cell(f"{SETUP}{extra}"))
+        notebook.cells.insert(setup + 1, nbformat.v4.new_code_cell(extra))
     resources = {"metadata": {"path": str(path.parent)}}
     return nbclient.NotebookClient(notebook, timeout=300, resources=resources)
 
@@ -891,7 +859,7 @@ def stream_text(cell) -> str:
 def run_changed(number: str, change, capsys) -> list[str]:
     """Execute a lesson after `change(cell)`, which returns the new source or None to drop the cell,
     and print the seconds. Returns what its write cells print."""
-    runner = client(IN_NEW_FORM[number])
+    runner = client(LESSON[number])
     for cell in list(runner.nb.cells):
         cell.source = change(cell)
         if cell.source is None:
@@ -899,14 +867,14 @@ def run_changed(number: str, change, capsys) -> list[str]:
     start = time.perf_counter()
     runner.execute()
     with capsys.disabled():
-        print(f"\n{IN_NEW_FORM[number].stem}: {time.perf_counter() - start:.0f} s", end=" ")
+        print(f"\n{LESSON[number].stem}: {time.perf_counter() - start:.0f} s", end=" ")
     return [
         stream_text(cell) for cell in runner.nb.cells if "write" in cell.metadata.get("tags", [])
     ]
 
 
 @pytest.mark.lessons
-@each_new
+@each_lesson
 def test_with_the_solutions_every_check_is_right(number, capsys):
     def solve(cell) -> str:
         if "write" not in cell.metadata.get("tags", []):
@@ -919,21 +887,13 @@ def test_with_the_solutions_every_check_is_right(number, capsys):
 
 
 @pytest.mark.lessons
-@each_new
+@each_lesson
 def test_untouched_and_without_measurements_nothing_is_written_yet(number, capsys):
     def drop(cell) -> str | None:
         return None if "measure" in cell.metadata.get("tags", []) else cell.source
 
     printed = run_changed(number, drop, capsys)
     assert printed and all("not written yet; the lesson goes on" in text for text in printed)
-
-
-@pytest.mark.lessons
-@each_old
-def test_it_runs(path):
-    notebook = client(path)
-    pytest.importorskip("nbformat").validate(notebook.nb)
-    notebook.execute()
 
 
 PLANTED_BUGS = {  # lesson -> lines that break the package; its own checks must notice each
