@@ -492,20 +492,19 @@ def test_ctrl_c_ends_each_rank(moment, order, tmp_path):
 
 
 @pytest.mark.slow
-def test_bench_compares_methods_with_a_shared_model(tmp_path):
-    model = write_family(tmp_path, FAMILIES["qwen3"])
-    flags = ["--busy", "--repeats", "1", "--prompts", "2", "--max-new-tokens", "9"]
-    for source in ["--model", model, "--mtp", model.parent / "mtp"], ["--shape", "smollm2-135m"]:
-        size = 3 if "--shape" in source else 2
-        out, error = torchrun(size, "-m", "minispec.bench", *source, *flags).communicate()
-        assert f"per row on each of {size} ranks" in out, error
-        rows = [line for line in out.splitlines() if line.startswith("speculative k=4 ")]
-        assert len(rows) == (1 if "--shape" in source else 0), out
-        assert "fastmtp k=auto" in out or "--shape" in source, out
-        out, error = torchrun(size, "-m", "minispec.bench", *source, *flags, "--json").communicate()
-        report = json.loads(out)
-        assert report["machine"]["ranks"] == size and report["machine"]["sent_bytes"] > 0
-        assert all(row["differing"] == 0 for row in report["rows"])
+@pytest.mark.parametrize("size, source", [(2, "--model"), (3, "--shape")])
+def test_bench_compares_methods_with_a_shared_model(size, source, tmp_path):
+    which = ["smollm2-135m"]
+    if source == "--model":
+        which = [write_family(tmp_path, FAMILIES["qwen3"]), "--prompts", "2"]
+    flags = ["--busy", "--repeats", "1", "--max-new-tokens", "5"]
+    command = ["-m", "minispec.bench", source, *which, *flags]
+    out, error = torchrun(size, *command).communicate()
+    assert f"per row on each of {size} ranks" in out and "\nspeculative k=4  " in out, error
+    out, error = torchrun(size, *command, "--json").communicate()
+    report = json.loads(out)
+    assert report["machine"]["ranks"] == size and report["machine"]["sent_bytes"] > 0
+    assert len(report["rows"]) > 5 and all(row["differing"] == 0 for row in report["rows"])
 
 
 # ---- distill -------------------------------------------------------------------------------------
