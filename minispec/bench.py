@@ -6,13 +6,14 @@
     python -m minispec.bench --questions question.jsonl             Spec-Bench, one table per group
     python -m minispec.bench --shape smollm2-135m --acceptance 0.8  random weights, real model shape
     python -m minispec.bench --shape llama-2-7b --plan --nproc 2    no weights: see roofline.py
+    torchrun --nproc-per-node 2 -m minispec.bench …                 a model that processes share
 
 For each prompt, the methods run one after another, so noise on the machine affects all of them. A
 method's speedup is plain decoding's seconds per token divided by the method's. All prompts are
 decoded several times: a prompt's speedup is the median over these repeats, and the median over
 prompts is reported with the range. The column ± shows how well the mean over prompts repeats: half
 its range over the repeats. Nothing is reported if other processes kept the cores busy. Greedy
-output is compared with plain decoding's, token for token.
+output is compared with plain decoding's, token for token. Under torchrun, rank 0's times count.
 """
 
 import argparse
@@ -55,6 +56,7 @@ from minispec.generate.api import encode_prompt, unlisted_eos_warning
 from minispec.generate.drafters import drafter_of, find_drafter, load_drafter, read_tree_option
 from minispec.generate.run import Run, acceptance
 from minispec.machine import (
+    CpuTimes,
     command_line,
     describe_machine,
     free_memory,
@@ -64,7 +66,7 @@ from minispec.machine import (
 )
 from minispec.methods.adaptive import curve_at
 from minispec.methods.speculative import speedup, tokens_per_pass
-from minispec.model import Config, Transformer, count_parameters
+from minispec.model import Config, Transformer
 from minispec.roofline import (
     DEFAULT_ACCEPTANCE,
     MODEL_SHAPES,
@@ -114,10 +116,13 @@ def measure_machine(model: Transformer, draft: Transformer | None = None) -> dic
          lambda: (a @ a)[-1, -1].item()], turns=5,
     )  # fmt: skip
     hardware = Hardware(2 * COPY_BYTES / copy, 2 * MATMUL_SIZE**3 / matmul)
-    work, curve = pass_work(model), cost_curve(model)
+    ranks = parallel.tensor_parallel.size
+    work, curve = pass_work(model, ranks=ranks), cost_curve(model)
     return {
         "pass_seconds": pass_seconds,  # for one token
-        "pass_bytes": work.read_bytes,
+        "pass_bytes": work.read_bytes,  # by each rank
+        "ranks": ranks,
+        "sent_bytes": work.sent_bytes,  # by each rank, per row of a pass
         "cache_bytes_per_token": model.new_cache(1).kv.nbytes,
         "draft_cost": draft_cost(model, draft) if draft else 0.0,  # per token, in such passes
         "memory_floor": work.read_bytes / hardware.bandwidth,  # seconds per pass
@@ -233,24 +238,29 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
 
 
 def random_weights(config: Config, dtype: str = "auto", device: str = "auto") -> Transformer:
-    """Make a model of this shape: its text is noise, but its passes cost what real ones do."""
+    """Make a model of this shape: its text is noise, but its passes cost what real ones do. Ranks
+    that share it all have the same shard, so that their embeddings and lm_heads are equal."""
     torch_device, previous_dtype = pick_device(device), torch.get_default_dtype()
     torch.manual_seed(0)
     torch.set_default_dtype(pick_dtype(dtype, torch_device))
     try:
         with torch_device:
-            return Transformer(config).eval()
+            model = Transformer(parallel.shard_config(config)).eval()
     finally:
         torch.set_default_dtype(previous_dtype)
+    parallel.all_reduce_outputs(model)
+    return model
 
 
 def missing_memory(shape: str, dtype: str, device: str, int8: bool) -> str | None:
     """Why the weights do not fit in memory. None if they do, or if the free memory is unknown."""
-    torch_device = pick_device(device)
+    torch_device, processes = pick_device(device), parallel.world.size
     torch_dtype = pick_dtype(dtype, torch_device)
-    needed = stored_bytes(without_data(partial(Transformer, MODEL_SHAPES[shape]), torch_dtype))
-    if torch_device.type == "cpu" and not int8:
-        needed *= 2  # the fastest products may need a copy (see fast/products.py)
+    config = parallel.shard_config(MODEL_SHAPES[shape], processes)
+    needed = stored_bytes(without_data(partial(Transformer, config), torch_dtype))
+    if torch_device.type == "cpu":
+        needed *= processes  # their shards are in the same memory
+        needed *= 1 if int8 else 2  # the fastest products may need a copy (see fast/products.py)
     free = free_memory(torch_device)
     if free is None or needed <= free:
         return None
@@ -428,10 +438,14 @@ def reason(row: dict) -> str:
 
 def show_machine(machine: dict, model: Transformer) -> None:
     counts, curve, floor = machine["rows"], machine["curve"], machine["floor"]
-    print(f"{count_parameters(model) / 1e6:.1f}M parameters, {model.dtype} on {model.device}; "
+    parameters = parallel.count_whole(model)
+    print(f"{parameters / 1e6:.1f}M parameters, {model.dtype} on {model.device}; "
           f"a pass over one token takes {1e3 * machine['pass_seconds']:.2f} ms")  # fmt: skip
-    read, cache = (format_bytes(machine[k]) for k in ("pass_bytes", "cache_bytes_per_token"))
-    print(f"a pass reads {read} of weights; the cache takes {cache} per token")
+    keys = "pass_bytes", "cache_bytes_per_token", "sent_bytes"
+    read, cache, sent = (format_bytes(machine[key]) for key in keys)
+    shared = f" and sends {sent} per row on each of {machine['ranks']} ranks"
+    shared = shared if machine["ranks"] > 1 else ""
+    print(f"a pass reads {read} of weights{shared}; the cache takes {cache} per token")
     print("rows n            " + "".join(f"{n:8}" for n in counts))
     print("pass(n) / pass(1) " + "".join(f"{curve[n]:8.2f}" for n in counts))
     print("pass(n) / floor   " + "".join(f"{curve[n] / floor[n]:8.2f}" for n in counts))
@@ -607,14 +621,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    parallel.require_one_process("bench")
-    args = parse(argv)
-    command = command_line("minispec.bench", sys.argv[1:] if argv is None else argv)
-    if args.shape and not args.plan:
-        short = missing_memory(args.shape, args.dtype, args.device, args.quantize == "int8")
-        if short:
-            note(f"{short}: nothing is measured; the plan needs no memory")
-            args.plan = True
+    parallel.join()
+    short = None
+    with parallel.together():
+        args = parse(argv)
+        if args.shape and not args.plan:
+            short = missing_memory(args.shape, args.dtype, args.device, args.quantize == "int8")
+    if short := parallel.all_gather(short)[0]:
+        note(f"{short}: nothing is measured; the plan needs no memory")
+        args.plan = True
+    argv = sys.argv[1:] if argv is None else argv
+    command = command_line("minispec.bench", argv, parallel.world.size)
     with stdout_reserved() if args.json else contextlib.nullcontext() as out:
         (plan if args.plan else run)(args, command, out)
 
@@ -632,7 +649,9 @@ def plan(args: argparse.Namespace, command: str, out: TextIO | None) -> None:
 def run(args: argparse.Namespace, command: str, out: TextIO | None) -> None:
     """Measure and compare. Tables are printed as they are ready, JSON is written to `out`. If a
     category fails, the Markdown table of those before it is still printed."""
-    check_others(others_share_now(), "before the measurement", "nothing was measured", args.busy)
+    parallel.join_tensor_parallel()
+    share = parallel.from_rank_0(others_share_now)
+    check_others(share, "before the measurement", "nothing was measured", args.busy)
     model, tokenizer, categories, methods = prepare(args)
     machine, tables = measure_machine(model, draft_of(methods)), []
     about, as_text = describe_machine() | {"command": command}, not (args.json or args.markdown)
@@ -652,7 +671,7 @@ def run(args: argparse.Namespace, command: str, out: TextIO | None) -> None:
     finally:
         if args.markdown and tables:
             print(markdown(tables, about), flush=True)
-    if args.picture:
+    if args.picture and parallel.world.rank == 0:
         draw(args.picture, tables, machine)
     if args.json:
         report = {"about": about, "machine": machine, "rows": sum(tables, [])}
@@ -661,17 +680,20 @@ def run(args: argparse.Namespace, command: str, out: TextIO | None) -> None:
 
 def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Prompts, Methods]:
     """Load and optimise the model and its drafters; choose the prompts."""
-    if args.shape:
-        model, tokenizer = random_weights(MODEL_SHAPES[args.shape], args.dtype, args.device), None
-        categories, methods = {args.shape: [list(range(100, 116))]}, {}
-    else:
-        args.model = default_model() if args.model is None else args.model
-        model, tokenizer = load(args.model, args.dtype, args.device)
-        require_tokenizer(tokenizer, model.source)
-        categories = prompts_of(args, model, tokenizer)
-        methods = methods_of(args, model, tokenizer)
-        if unlisted := unlisted_eos_warning(model, tokenizer):
-            note(unlisted)
+    if args.shape is None and args.model is None:
+        args.model = parallel.from_rank_0(default_model)
+    with parallel.together():
+        if args.shape:
+            shape, tokenizer = MODEL_SHAPES[args.shape], None
+            model = random_weights(shape, args.dtype, args.device)
+            categories, methods = {args.shape: [list(range(100, 116))]}, {}
+        else:
+            model, tokenizer = load(args.model, args.dtype, args.device)
+            require_tokenizer(tokenizer, model.source)
+            categories = prompts_of(args, model, tokenizer)
+            methods = methods_of(args, model, tokenizer)
+            if unlisted := unlisted_eos_warning(model, tokenizer):
+                note(unlisted)
     for network in filter(None, (model, draft_of(methods))):
         optimize(network, int8=args.quantize == "int8", compiled=args.compile)
     for options in methods.values():
@@ -692,9 +714,16 @@ def repeat(
 ) -> tuple[list[dict[str, list[Run]]], float | None]:
     """Measure several times; return the results and the share of the cores that other processes
     used meanwhile."""
-    before = read_cpu_times()
+    before = read_own_times()
     repeats = [once() for _ in range(times)]
-    return repeats, others_share(before, read_cpu_times())
+    after = read_own_times()
+    return repeats, parallel.from_rank_0(lambda: others_share(before, after))
+
+
+def read_own_times() -> CpuTimes:
+    """The clocks of this machine. The time of all ranks, which run on it, is its own."""
+    times = read_cpu_times()
+    return replace(times, own=sum(parallel.all_gather(times.own)))
 
 
 def check_others(share: float | None, when: str, consequence: str, busy: bool) -> None:

@@ -29,7 +29,7 @@ def interleaved_min_times(
     the host. The functions take turns, so that a burst of noise spoils only one turn of each. A
     turn repeats its function for at least `turn_seconds` (default: TURN_SECONDS), as decoding
     repeats the same pass: the first call after another function is slower, with cold caches."""
-    if parallel.ranks.size > 1:  # every rank must call a function that exchanges data equally often
+    if parallel.tensor_parallel.size > 1:  # all ranks must run equally many passes
         turn_seconds = 0
     turn_seconds = TURN_SECONDS if turn_seconds is None else turn_seconds
     times = [math.inf] * len(functions)

@@ -54,9 +54,10 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def command_line(module: str, argv: list[str]) -> str:
+def command_line(module: str, argv: list[str], processes: int = 1) -> str:
     """Return the shell command that runs a module with these arguments."""
-    return shlex.join(["python", "-m", module, *argv])
+    torchrun = ["torchrun", "--nproc-per-node", str(processes)]
+    return shlex.join([*(torchrun if processes > 1 else ["python"]), "-m", module, *argv])
 
 
 def describe_machine() -> dict[str, object]:

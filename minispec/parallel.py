@@ -1,16 +1,17 @@
-"""Several processes, started by torchrun. In decoding, they share every layer of a model: tensor
-parallelism (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053). In distill, each holds the whole
-model and computes a part of the data (see `join`).
+"""Several processes, started by torchrun and numbered by rank. In decoding, they share every layer
+of a model: tensor parallelism (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053). In training,
+each holds the whole model and computes a part of the data: data parallelism.
 
     torchrun --nproc-per-node 2 -m minispec.generate "Once upon a time" --model DIR
 
-A rank's model is an ordinary Transformer with 1/N of the heads and of the MLP's inner size. From
-the checkpoint it reads the rows of q, k, v, gate and up that compute its part, and the columns of o
-and down that multiply it. What its attention and its MLP return are then terms of a sum over the
-ranks. This sum is all that ranks exchange in a pass; the cache holds the rank's own heads.
+A rank's shard of a model is an ordinary Transformer with 1/N of the heads and of the MLP's inner
+size. From the checkpoint it reads the rows of q, k, v, gate and up that compute its part, and the
+columns of o and down that multiply it. What its attention and its MLP return are then terms of a
+sum over the ranks. Apart from a digest of the tokens (see `check_agreement`), this all-reduce is
+all that ranks exchange in a pass; the cache holds the rank's own heads.
 
-Embedding, lm_head and norms are whole on every rank: drafts and heads use the first two, and ranks
-that compute the same logits and draw from the same seed choose the same tokens without a message.
+Embedding, lm_head and norms are replicated: drafts and heads use the first two, and ranks that
+compute the same logits and draw from the same seed choose the same tokens without a message.
 Measurements differ from rank to rank, so all of them use those of rank 0.
 """
 
@@ -18,8 +19,10 @@ import atexit
 import contextlib
 import os
 import re
+import signal
 import sys
 import traceback
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -30,53 +33,52 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minispec.errors import UserError, out_of_memory
-from minispec.model import MLP, Attention, Config
+from minispec.model import MLP, Attention, Config, Transformer, count_parameters
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=7)  # a chat may be idle; a process that has ended is noticed at once
-# set by torchrun
-NUMERIC_VARIABLES = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"
-ADDRESS_VARIABLES = ("MASTER_ADDR",)
-COLUMN_PARALLEL = re.compile(r"(.*\.)?(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias)")
-ROW_PARALLEL = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.weight")
+TIMEOUT = timedelta(days=7)  # a chat may be idle; a process that has ended is noticed at once
+# names of weights; those of Int8Linear are `rounded` and `scale`
+COLUMN_PARALLEL = re.compile(
+    r"(.*\.)?(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias|rounded|scale)"
+)
+ROW_PARALLEL = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.(weight|rounded)")
 RANK_0_BIASES = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.bias")
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """The number of a process and how many there are."""
+class Group:
+    """The rank of this process in a group of processes, and their number."""
 
     rank: int = 0
     size: int = 1
 
 
-processes = Ranks()  # those that torchrun started
-ranks = Ranks()  # those that share the models that they load
+world = Group()  # all processes that torchrun started
+tensor_parallel = Group()  # those that share each model: the world in generate and bench
 
 
-def start() -> None:
+def join_tensor_parallel() -> None:
     """Join the processes that torchrun started, if it did, and share models with them. From now on,
-    `load` reads only this rank's part of a model; of a file that is not .safetensors, it reads all
-    and keeps the part. Raises UserError as `join` does."""
-    global ranks
+    `load` reads only this rank's shard of a model; of a file that is not .safetensors, it reads all
+    and keeps the shard. Raises UserError as `join` does."""
+    global tensor_parallel
     join()
-    ranks = processes
+    tensor_parallel = world
 
 
 def join() -> None:
     """Join the processes that torchrun started, if it did. The device `cuda` becomes the process's
-    own, and only rank 0 prints. Raises UserError if variables that torchrun sets are missing."""
-    global processes
+    own, and only rank 0 prints. Raises UserError if variables are not as torchrun sets them."""
+    global world
     size = os.environ.get("WORLD_SIZE") or "1"
-    if size == "1" or processes.size > 1:
+    if size == "1" or world.size > 1:
         return
-    invalid = [name for name in NUMERIC_VARIABLES if not os.environ.get(name, "").isdecimal()]
-    invalid += [name for name in ADDRESS_VARIABLES if not os.environ.get(name)]
-    if invalid:
-        raise UserError(f"WORLD_SIZE is {size}, but torchrun has not set {', '.join(invalid)}: "
-                        "start N processes with torchrun --nproc-per-node N -m …")  # fmt: skip
+    check_variables()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # A handler in Python would have to wait for the end of an exchange, which may never come.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        dist.init_process_group(timeout=PATIENCE)
+        dist.init_process_group(timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"the {size} processes did not find each other: {error}") from None
     atexit.register(dist.destroy_process_group)
@@ -85,27 +87,41 @@ def join() -> None:
         if local_rank >= gpus:
             raise UserError(f"there are {gpus} GPUs here, too few for process {local_rank + 1}")
         torch.cuda.set_device(local_rank)
-    processes = Ranks(dist.get_rank(), dist.get_world_size())
-    if processes.rank:
+    world = Group(dist.get_rank(), dist.get_world_size())
+    if world.rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")
         sys.excepthook = lambda *error: traceback.print_exception(*error, file=sys.__stderr__)
+
+
+def check_variables() -> None:
+    """Raise UserError unless the environment has the variables that torchrun sets."""
+    size = os.environ["WORLD_SIZE"]
+    processes = int(size) if size.isdecimal() else 0
+    limits = {"RANK": processes, "LOCAL_RANK": processes, "MASTER_PORT": 2**16}
+    values = {name: os.environ.get(name, "") for name in limits}
+    invalid = [f"{n}={v}" for n, v in values.items() if not (v.isdecimal() and int(v) < limits[n])]
+    if not os.environ.get("MASTER_ADDR"):
+        invalid.append("MASTER_ADDR=")
+    if invalid:
+        raise UserError(f"torchrun does not set {', '.join(invalid)} with WORLD_SIZE={size}: start "
+                        "N processes with torchrun --nproc-per-node N -m …")  # fmt: skip
 
 
 def require_one_process(name: str) -> None:
     """Raise UserError if torchrun started several processes."""
     join()
     with together():
-        if processes.size > 1:
+        if world.size > 1:
             raise UserError(f"{name} runs in one process: start it without torchrun")
 
 
-# ---- a rank's part of a model --------------------------------------------------------------------
+# ---- a rank's shard of a model -------------------------------------------------------------------
 
 
-def narrow(config: Config, n: int | None = None) -> Config:
-    """The config of a rank's part of a model that `n` ranks share (default: the current number).
+def shard_config(config: Config, n: int | None = None) -> Config:
+    """The config of a rank's shard of a model that `n` ranks share (default: the current number).
     Raises UserError if a size is not divisible by it."""
-    n = ranks.size if n is None else n
+    n = tensor_parallel.size if n is None else n
     sizes = {name: getattr(config, name) for name in ("heads", "kv_heads", "intermediate_size")}
     for name, size in sizes.items():
         if size % n:
@@ -114,38 +130,73 @@ def narrow(config: Config, n: int | None = None) -> Config:
     return replace(config, **{name: size // n for name, size in sizes.items()})
 
 
-def part_of(name: str, tensor: Tensor) -> Tensor:
-    """The rank's part of a checkpoint's tensor. `tensor` may also be a slice of safetensors, of
-    which only the part is read."""
-    match = COLUMN_PARALLEL.fullmatch(name) or ROW_PARALLEL.fullmatch(name)
+def shard(name: str, tensor: Tensor) -> Tensor:
+    """The rank's shard of a checkpoint's tensor: the whole of it, if it is replicated. `tensor` may
+    also be a slice of safetensors, of which only the shard is read."""
+    rank, n = tensor_parallel.rank, tensor_parallel.size
     shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
-    dim = 0 if match and match.re is COLUMN_PARALLEL else 1
-    if ranks.size == 1 or match is None or len(shape) <= dim:  # `fill` names a tensor without `dim`
+    dim = 1 if ROW_PARALLEL.fullmatch(name) else 0
+    if n == 1 or not is_sharded(name) or len(shape) <= dim:  # `fill` names a tensor without `dim`
         whole = tensor if isinstance(tensor, Tensor) else tensor[...]
-        return torch.zeros_like(whole) if ranks.rank and RANK_0_BIASES.fullmatch(name) else whole
-    if shape[dim] % ranks.size:
-        raise UserError(f"{name} has the shape {list(shape)}, which {ranks.size} processes cannot "
-                        "share")  # fmt: skip
-    share = shape[dim] // ranks.size
-    part = slice(ranks.rank * share, (ranks.rank + 1) * share)
-    return tensor[part] if dim == 0 else tensor[:, part]
+        return torch.zeros_like(whole) if rank and RANK_0_BIASES.fullmatch(name) else whole
+    if shape[dim] % n:
+        raise UserError(f"{name} has the shape {list(shape)}, which {n} processes cannot share")
+    share = shape[dim] // n
+    own = slice(rank * share, (rank + 1) * share)
+    return tensor[own] if dim == 0 else tensor[:, own]
 
 
-def add_up(module: nn.Module) -> None:
-    """Let each attention and MLP in a rank's part of a module return the sum over all ranks."""
-    if ranks.size == 1:
+def is_sharded(name: str) -> bool:
+    """Whether each rank holds only a shard of the weight of this name."""
+    return (COLUMN_PARALLEL.fullmatch(name) or ROW_PARALLEL.fullmatch(name)) is not None
+
+
+def count_whole(module: nn.Module) -> int:
+    """Number of parameters in the shards of all ranks together. A replicated weight counts once."""
+    sharded = sum(t.numel() for name, t in module.state_dict().items() if is_sharded(name))
+    return count_parameters(module) + (tensor_parallel.size - 1) * sharded
+
+
+def largest_in_rows(weight: Tensor, name: str) -> Tensor:
+    """The largest absolute value in each row of a weight matrix. `weight` may be a shard of it."""
+    largest = weight.abs().amax(1)  # (out,)
+    if tensor_parallel.size > 1 and ROW_PARALLEL.fullmatch(name):  # a shard has parts of all rows
+        with connected():
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest
+
+
+def all_reduce_outputs(module: nn.Module) -> None:
+    """Let each attention and MLP in a rank's shard of a module return the sum over all ranks."""
+    if tensor_parallel.size == 1:
         return
+    if isinstance(module, Transformer):
+        module.register_forward_pre_hook(lambda _, inputs: check_agreement(*inputs))
     for layer in module.modules():
         if isinstance(layer, Attention | MLP):
-            layer.register_forward_hook(sum_over_ranks)
+            layer.register_forward_hook(all_reduce_output)
 
 
-def sum_over_ranks(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+def all_reduce_output(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
     """A forward hook. Every rank gets the same bits."""
     output = output.contiguous()
     with connected():
         dist.all_reduce(output)
     return output
+
+
+def check_agreement(*values: object) -> None:
+    """Raise UserError on all ranks that share a model if a list or tensor among these values is not
+    the same on all. Each rank chooses tokens by itself, and processors may round differently."""
+    if tensor_parallel.size == 1:
+        return
+    arrays = [torch.as_tensor(x).cpu().numpy() for x in values if isinstance(x, list | Tensor)]
+    digest = zlib.crc32(b"".join(array.tobytes() for array in arrays))
+    largest = torch.tensor([digest, -digest])
+    with connected():
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    if largest.sum():  # the largest digest minus the smallest
+        raise UserError("the ranks computed different tokens; use processors of one kind")
 
 
 @contextlib.contextmanager
@@ -155,7 +206,7 @@ def connected() -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = str(error).splitlines()[0].rpartition("] ")[2]  # without torch's source line
-        raise UserError(f"the exchange between the {processes.size} processes failed; one of them "
+        raise UserError(f"the exchange between the {world.size} processes failed; one of them "
                         f"has probably ended ({reason})") from None  # fmt: skip
 
 
@@ -165,10 +216,10 @@ def connected() -> Iterator[None]:
 def from_rank_0(function: Callable[[], T]) -> T:
     """If processes share a model, call the function on rank 0 only, and return its result, or raise
     its UserError, on all."""
-    if ranks.size == 1:
+    if tensor_parallel.size == 1:
         return function()
     result: list = [None, None]  # what the function returns, the message of its UserError
-    if ranks.rank == 0:
+    if tensor_parallel.rank == 0:
         try:
             result[0] = function()
         except UserError as error:
@@ -189,28 +240,37 @@ def together() -> Iterator[None]:
         yield
     except (UserError, OSError, MemoryError, RuntimeError) as error:
         bug = isinstance(error, RuntimeError) and not out_of_memory(error)
-        if processes.size == 1 or bug:
+        if world.size == 1 or bug:
             raise
         message = str(error) or "not enough memory"
-    messages = gather(message)
+    messages = all_gather(message)
     failed = [rank for rank, message in enumerate(messages) if message is not None]
     if failed:
-        where = f"rank {failed[0]}: " if len(failed) < processes.size else ""
+        where = f"rank {failed[0]}: " if len(failed) < world.size else ""
         raise UserError(where + messages[failed[0]])
 
 
-def gather(value: T) -> list[T]:
+def all_gather(value: T) -> list[T]:
     """The values of all processes, by rank, in each of them."""
-    values = [value] * processes.size
-    if processes.size > 1:
+    values = [value] * world.size
+    if world.size > 1:
         with connected():
             dist.all_gather_object(values, value)
     return values
 
 
-def sum_over_processes(x: Tensor) -> Tensor:
+def gather(value: T) -> list[T]:
+    """The values of all processes, by rank, in rank 0; an empty list in the others."""
+    values = [value] * world.size if world.rank == 0 else []
+    if world.size > 1:
+        with connected():
+            dist.gather_object(value, values or None)
+    return values
+
+
+def all_reduce(x: Tensor) -> Tensor:
     """The sum of a tensor over all processes, without gradients."""
-    if processes.size > 1:
+    if world.size > 1:
         x = x.detach().clone()
         with connected():
             dist.all_reduce(x)

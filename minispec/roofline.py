@@ -21,6 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from minispec import parallel
 from minispec.checkpoints import places
 from minispec.checkpoints.config import Keys, integer
 from minispec.checkpoints.heads import read_acceptance, read_tree
@@ -40,7 +41,6 @@ from minispec.methods.adaptive import (
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.model import Config, Transformer, count_parameters
-from minispec.parallel import narrow
 
 DEFAULT_ACCEPTANCE = 0.8  # of a draft model
 PASS_ROWS = 1, 2, 4, 8, 16, 32, 64, 128, 256, 512  # of the passes in the table
@@ -153,7 +153,7 @@ class Setting:
     def model(self, name: str) -> Transformer:
         """A rank's part of the model of this shape."""
         try:
-            config = narrow(MODEL_SHAPES[name], self.ranks)
+            config = parallel.shard_config(MODEL_SHAPES[name], self.ranks)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
         model = without_data(partial(Transformer, config), self.dtype)
@@ -307,7 +307,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     rate = number(1e-3, 1e9, float)
     p.add_argument("--plan", action="store_true", help="plan even if no other of these is given")
-    p.add_argument("--nproc", type=number(1, 1024), help="tensor-parallel ranks (default: 1)")
+    p.add_argument("--nproc", type=number(1, 1024),
+                   help="tensor-parallel ranks (default: 1, or those of torchrun)")  # fmt: skip
     p.add_argument("--card", choices=list(CARDS),
                    help=f"sets the next three (default: {DEFAULT_CARD})")  # fmt: skip
     for flag, unit, meaning in (
@@ -334,7 +335,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
         flags = ", ".join(f"--{name}" for name in given)
         hardware = replace(hardware, source=f"{flags}; otherwise {hardware.source}")
     int8 = args.quantize == "int8"
-    return Setting(hardware, dtype, int8, args.cached or 0, args.nproc or 1)
+    return Setting(hardware, dtype, int8, args.cached or 0, args.nproc or parallel.world.size)
 
 
 def share(setting: Setting, model: Transformer) -> dict:

@@ -215,7 +215,7 @@ def test_training_with_a_time_limit_finishes_completely(tmp_path, monkeypatch, c
     assert f"{steps:,} steps" in (out / "README.md").read_text()
     distill.main(list(map(str, flags)))  # the second time, nothing is left to do
     assert heads.counts(out)[0] == steps
-    monkeypatch.setattr(parallel, "processes", parallel.Ranks(0, 2))
+    monkeypatch.setattr(parallel, "world", parallel.Group(0, 2))
     with pytest.raises(UserError, match="--minutes works in one process only"):
         check_processes(argparse.Namespace(minutes=1.0, rows=2))
 

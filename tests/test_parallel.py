@@ -1,14 +1,17 @@
 """Ranks that share a model generate what one process generates. In most tests the ranks are threads
 of this process; the slow ones start processes with torchrun."""
 
+import io
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +22,16 @@ import torch
 import torch.distributed as dist
 from conftest import TOKENIZER, VOCAB, random_model, random_tokens
 
-from minispec import UserError, optimize, parallel
+from minispec import UserError, bench, optimize, parallel
 from minispec.checkpoints.heads import load_medusa, load_mtp, save_medusa, save_mtp
 from minispec.checkpoints.load import load, save
-from minispec.generate import METHODS, decode
+from minispec.generate import METHODS, decode, stream
 from minispec.generate.__main__ import main
-from minispec.model import count_parameters
-from minispec.parallel import Ranks
+from minispec.generate.terminal import show
+from minispec.model import Transformer, count_parameters
+from minispec.parallel import Group
 from minispec.toys import random_medusa_heads, random_mtp_head
+from minispec.training.distill.documents import shared_states
 
 SHAPE = {"heads": 8, "kv_heads": 4, "intermediate_size": 24, "vocab_size": VOCAB, "bos_id": 256}
 FAMILIES = {
@@ -64,21 +69,23 @@ def write_family(folder: Path, changes: dict) -> Path:
 def as_rank(rank: int, size: int, monkeypatch, function, *arguments):
     """Call a function, such as load, as one of several ranks does."""
     with monkeypatch.context() as patch:
-        patch.setattr(parallel, "ranks", Ranks(rank, size))
+        patch.setattr(parallel, "tensor_parallel", Group(rank, size))
         return function(*arguments)
 
 
 def on_threads(size: int, monkeypatch, function) -> list:
-    """Call function(rank) on a thread for each rank. The threads add tensors up as ranks do."""
+    """Call function(rank) on a thread for each rank. The threads reduce tensors as ranks do, and
+    each believes that it is rank 0."""
     barrier, parts = threading.Barrier(size, timeout=60), [None] * size
     rank_of_thread = threading.local()
 
-    def all_reduce(tensor):
+    def all_reduce(tensor, op=dist.ReduceOp.SUM):
         parts[rank_of_thread.rank] = tensor
         barrier.wait()
-        total = torch.stack(parts).sum(0)
+        stacked = torch.stack(parts)
+        result = stacked.sum(0) if op == dist.ReduceOp.SUM else stacked.amax(0)
         barrier.wait()  # all have read the parts
-        tensor.copy_(total)
+        tensor.copy_(result)
 
     def run(rank):
         rank_of_thread.rank = rank
@@ -88,15 +95,22 @@ def on_threads(size: int, monkeypatch, function) -> list:
             barrier.abort()
             raise
 
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    with ThreadPoolExecutor(size) as pool:
+    with monkeypatch.context() as patch, ThreadPoolExecutor(size) as pool:
+        patch.setattr(dist, "all_reduce", all_reduce)
+        patch.setattr(dist, "broadcast_object_list", lambda objects: None)
+        patch.setattr(parallel, "tensor_parallel", Group(0, size))
         return list(pool.map(run, range(size)))
+
+
+def load_parts(folder: Path, size: int, monkeypatch) -> list[Transformer]:
+    """The model's shards for all ranks, in float64."""
+    return [as_rank(r, size, monkeypatch, load, folder, "float64")[0] for r in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_method_generates_what_one_process_does(family, size, monkeypatch):
     prompt, whole = random_tokens(9, vocab=VOCAB), load(family, "float64")[0]
-    parts = [as_rank(r, size, monkeypatch, load, family, "float64")[0] for r in range(size)]
+    parts = load_parts(family, size, monkeypatch)
     drafters = {"speculative": "draft", "fastmtp": "head", "hybrid": "head", "medusa": "heads",
                 "medusa-typical": "heads"}  # fmt: skip
     loaders = {"draft": lambda model: load(family.parent / "draft", "float64")[0],
@@ -117,11 +131,52 @@ def test_every_method_generates_what_one_process_does(family, size, monkeypatch)
             for part in on_threads(size, monkeypatch, run):
                 assert part.tokens == expected.tokens, method
                 assert [s.path for s in part.rounds] == [s.path for s in expected.rounds]
+                assert part.extra_parameters == expected.extra_parameters
+
+
+def test_int8_weights_are_those_of_one_process(family, monkeypatch):
+    prompt, whole = random_tokens(9, vocab=VOCAB), load(family, "float64")[0]
+    parts = load_parts(family, 2, monkeypatch)
+    optimize(whole, int8=True)
+    expected = decode(whole, None, prompt, max_new_tokens=20)
+
+    def run(rank):
+        optimize(parts[rank], int8=True)
+        assert parallel.count_whole(parts[rank]) == count_parameters(whole)
+        return decode(parts[rank], None, prompt, max_new_tokens=20)
+
+    assert all(part.tokens == expected.tokens for part in on_threads(2, monkeypatch, run))
+    buffers = [dict(part.named_buffers()) for part in parts]
+    for name, buffer in whole.named_buffers():
+        found = [of_rank[name] for of_rank in buffers]
+        if parallel.is_sharded(name):
+            found = [torch.cat(found, 1 if parallel.ROW_PARALLEL.fullmatch(name) else 0)]
+        assert all(torch.equal(shard, buffer) for shard in found), name
+
+
+def test_ranks_that_compute_different_tokens_end(family, monkeypatch):
+    """As on processors that round differently: at the next pass or, after the last one, when the
+    answer is shown."""
+    parts, args = load_parts(family, 2, monkeypatch), Namespace(json=True, color=None, model="")
+
+    def decode_another_prompt(rank):
+        with pytest.raises(UserError, match="the ranks computed different tokens"):
+            decode(parts[rank], None, [1, 2, rank])
+
+    def show_another_answer(rank):
+        run = stream(parts[rank], None, [1, 2, 3], max_new_tokens=3)
+        run.tokens.append(rank)
+        with pytest.raises(UserError, match="the ranks computed different tokens"):
+            show(run, args, None, io.StringIO())
+        assert len(run.tokens) == 3
+
+    on_threads(2, monkeypatch, decode_another_prompt)
+    on_threads(2, monkeypatch, show_another_answer)
 
 
 def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(family, monkeypatch):
     whole = load(family, "float64")[0]
-    parts = [as_rank(rank, 4, monkeypatch, load, family, "float64")[0] for rank in range(4)]
+    parts = load_parts(family, 4, monkeypatch)
     shared = count_parameters(whole) - count_parameters(whole.model.layers)
     for part in parts:
         assert part.new_cache(7).kv.nbytes * 4 == whole.new_cache(7).kv.nbytes
@@ -147,7 +202,7 @@ def test_only_the_part_of_a_rank_is_read(monkeypatch):
 
     weight = torch.arange(48.0).view(8, 6)
     columns = weight.T.contiguous()  # (6, 8)
-    monkeypatch.setattr(parallel, "ranks", Ranks(2, 4))
+    monkeypatch.setattr(parallel, "tensor_parallel", Group(2, 4))
     for name, whole, part in [
         ("model.layers.0.self_attn.q_proj.weight", weight, weight[4:6]),
         ("model.mtp_layers.0.mlp.up_proj.weight", weight, weight[4:6]),
@@ -155,17 +210,17 @@ def test_only_the_part_of_a_rank_is_read(monkeypatch):
         ("model.embed_tokens.weight", weight, weight),
         ("0.0.linear.weight", weight, weight),  # of Medusa heads
     ]:
-        assert torch.equal(parallel.part_of(name, Slice(whole)), part)
+        assert torch.equal(parallel.shard(name, Slice(whole)), part)
         assert read.pop() == part.numel()
-        assert torch.equal(parallel.part_of(name, whole), part)
+        assert torch.equal(parallel.shard(name, whole), part)
     scalar = torch.tensor(2.0)  # as in quantised checkpoints, which are refused later
-    assert parallel.part_of("self_attn.q_proj.weight", scalar) == 2
+    assert parallel.shard("self_attn.q_proj.weight", scalar) == 2
     with pytest.raises(UserError, match=r"shape \[9, 6\], which 4 processes cannot share"):
-        parallel.part_of("mlp.up_proj.weight", torch.zeros(9, 6))
+        parallel.shard("mlp.up_proj.weight", torch.zeros(9, 6))
     bias = torch.ones(3)
-    assert parallel.part_of("mlp.down_proj.bias", bias).tolist() == [0, 0, 0]
-    monkeypatch.setattr(parallel, "ranks", Ranks(0, 4))
-    assert parallel.part_of("mlp.down_proj.bias", bias).tolist() == [1, 1, 1]
+    assert parallel.shard("mlp.down_proj.bias", bias).tolist() == [0, 0, 0]
+    monkeypatch.setattr(parallel, "tensor_parallel", Group(0, 4))
+    assert parallel.shard("mlp.down_proj.bias", bias).tolist() == [1, 1, 1]
 
 
 def test_a_pickle_and_a_prefix_are_shared_too(family, tmp_path, monkeypatch):
@@ -190,40 +245,109 @@ def test_sizes_that_cannot_be_shared_are_refused(family, size, named, monkeypatc
 def test_the_size_of_the_mlp_must_be_divisible_too():
     config = replace(random_model().config, heads=4, kv_heads=4, intermediate_size=30)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "ranks", Ranks(0, 4))
+        patch.setattr(parallel, "tensor_parallel", Group(0, 4))
         with pytest.raises(UserError, match="its intermediate_size, 30, must be a multiple"):
-            parallel.narrow(config)
+            parallel.shard_config(config)
 
 
-@pytest.mark.parametrize("given, missing", [
-    ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK, MASTER_PORT, MASTER_ADDR"),
-    ({"WORLD_SIZE": "two", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1",
-      "MASTER_ADDR": "localhost"}, "WORLD_SIZE"),
-    ({"WORLD_SIZE": "2", "RANK": "-1", "LOCAL_RANK": "0", "MASTER_PORT": "1",
-      "MASTER_ADDR": "localhost"}, "RANK"),
+VARIABLES = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost",
+             "MASTER_PORT": "1"}  # fmt: skip
+
+
+@pytest.mark.parametrize("given, found", [
+    (dict.fromkeys(VARIABLES, "") | {"WORLD_SIZE": "2"},
+     "RANK=, LOCAL_RANK=, MASTER_PORT=, MASTER_ADDR= with WORLD_SIZE=2"),
+    ({"WORLD_SIZE": "two"}, "RANK=1, LOCAL_RANK=1 with WORLD_SIZE=two"),
+    ({"RANK": "-1"}, "RANK=-1 with WORLD_SIZE=2"),
+    ({"RANK": "first"}, "RANK=first with WORLD_SIZE=2"),
+    ({"RANK": "2"}, "RANK=2 with WORLD_SIZE=2"),
+    ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 with WORLD_SIZE=2"),
 ])  # fmt: skip
-def test_incomplete_variables_are_refused(given, missing, monkeypatch, capsys):
-    for name in (*parallel.NUMERIC_VARIABLES, *parallel.ADDRESS_VARIABLES):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
+def test_variables_that_torchrun_does_not_set_are_refused(given, found, monkeypatch, capsys):
+    for name, value in (VARIABLES | given).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as caught:
         main(["Once"])
     error = capsys.readouterr().err.splitlines()
     assert caught.value.code == 2 and len(error) == 1
-    assert f"torchrun has not set {missing}: start N processes with torchrun" in error[0]
+    assert f"torchrun does not set {found}: start N processes with torchrun" in error[0]
 
 
 def test_one_process_under_torchrun_is_not_shared(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    parallel.start()
-    assert parallel.ranks == Ranks()
+    parallel.join_tensor_parallel()
+    assert parallel.tensor_parallel == Group()
 
 
 def test_a_shared_model_is_not_compiled(family, monkeypatch):
     model = as_rank(0, 2, monkeypatch, load, family)[0]
     with pytest.raises(UserError, match="cannot be compiled: omit --compile"):
         as_rank(0, 2, monkeypatch, lambda: optimize(model, compiled=True))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bench_measures_shards_of_random_weights(size, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "COPY_BYTES", 2**10)
+    monkeypatch.setattr(bench, "MATMUL_SIZE", 8)
+    config = replace(random_model().config, heads=4, kv_heads=2, intermediate_size=32)
+    parts = [as_rank(rank, size, monkeypatch, bench.random_weights, config, "float64")
+             for rank in range(size)]  # fmt: skip
+
+    def run(rank):
+        machine = bench.measure_machine(parts[rank])
+        bench.show_machine(machine, parts[rank])
+        return machine, decode(parts[rank], None, [1, 2], max_new_tokens=9).tokens
+
+    (machine, tokens), *others = on_threads(size, monkeypatch, run)
+    assert all(other[1] == tokens for other in others)
+    whole = random_model(heads=4, kv_heads=2, intermediate_size=32)
+    assert machine["ranks"] == size
+    assert machine["cache_bytes_per_token"] == whole.new_cache(1).kv.nbytes / size
+    assert machine["sent_bytes"] == bench.pass_work(whole, ranks=size).sent_bytes
+    printed = capsys.readouterr().out
+    assert f"{count_parameters(whole) / 1e6:.1f}M parameters" in printed
+    assert (f"per row on each of {size} ranks; the cache" in printed) == (size > 1)
+
+
+def as_world(rank: int, monkeypatch) -> None:
+    """Pretend to be one of two processes, of which the other has the same values."""
+
+    def all_gather_object(values, value):
+        values[:] = [value] * len(values)
+
+    monkeypatch.setattr(parallel, "world", Group(rank, 2))
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+
+
+def test_bench_plans_for_the_processes_of_torchrun(monkeypatch, capsys):
+    bench.main("--shape llama-2-7b --nproc 2 --json".split())
+    expected = json.loads(capsys.readouterr().out)["plan"]
+    as_world(0, monkeypatch)
+    bench.main("--shape llama-2-7b --plan --json".split())
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"] == expected and expected["shares"][1]["sent_bytes"] > 0
+    assert found["about"]["command"].startswith("torchrun --nproc-per-node 2 -m minispec.bench ")
+    monkeypatch.setattr(bench, "free_memory", lambda device: 10**9)  # for one model, not two shards
+    bench.main("--shape qwen2.5-0.5b --quantize int8 --dtype bfloat16 --device cpu --json".split())
+    assert [s["ranks"] for s in json.loads(capsys.readouterr().out)["plan"]["shares"]] == [1, 2]
+
+
+def test_hidden_states_are_sent_to_rank_0_only(monkeypatch):
+    target, rows, sent = random_model(dtype=torch.float32), [[1, 2], [3], [4, 5, 6], [7]], []
+    expected = list(shared_states(target, rows, torch.float32))
+
+    def gather_object(value, values):
+        sent.append(value)
+        assert (values is None) == (parallel.world.rank == 1)
+        if values:
+            values[:] = [value, sent[0]]
+
+    monkeypatch.setattr(dist, "gather_object", gather_object)
+    as_world(1, monkeypatch)
+    assert list(shared_states(target, rows, torch.float32)) == []
+    as_world(0, monkeypatch)
+    found = list(shared_states(target, rows, torch.float32))
+    assert len(found) == 4 and all(torch.equal(a, b.half()) for a, b in zip(found, expected))
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -254,9 +378,11 @@ def test_the_command_line_prints_what_one_process_prints(size, tmp_path, capsys)
     for method in "fastmtp", "speculative", "medusa":
         flags = ["--model", model, "--method", method, "--json", "--dtype", "float64",
                  "--max-new-tokens", "30", "--temperature", "0.7", "--seed", "3"]  # fmt: skip
+        flags += ["--quantize", "int8"] if method == "speculative" else []
         out, error = torchrun(size, "-m", "minispec.generate", "Once", *flags).communicate()
-        expected = in_one_process(capsys, "Once", *flags)
-        assert json.loads(out)["tokens"] == expected["tokens"], error
+        expected, found = in_one_process(capsys, "Once", *flags), json.loads(out or "{}")
+        assert found["tokens"] == expected["tokens"], error
+        assert found["stats"]["extra_parameters"] == expected["stats"]["extra_parameters"]
 
 
 @pytest.mark.slow
@@ -296,12 +422,26 @@ def test_errors_end_all_processes_with_one_line(tmp_path):
     assert len(lines) == 1 and "cannot be read" in lines[0]
 
 
+def start_ranks(ranks: list[int], *arguments) -> list[subprocess.Popen]:
+    """Start some of two processes as torchrun would, without one that ends them."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    variables = VARIABLES | {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                             "PYTHONPATH": str(Path.cwd())}  # fmt: skip
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return [
+        subprocess.Popen([sys.executable, *map(str, arguments)], **pipes, text=True,
+                         env=os.environ | variables | {"RANK": str(r), "LOCAL_RANK": str(r)})
+        for r in ranks
+    ]  # fmt: skip
+
+
 KILLED = """
 import os, signal, sys
 from minispec import parallel
 from minispec.generate import __main__ as command
 def dies(*arguments):
-    if parallel.ranks.rank == 1:
+    if parallel.tensor_parallel.rank == 1:
         {death}
     return before(*arguments)
 before, {name} = {name}, dies
@@ -318,16 +458,7 @@ def test_a_rank_that_dies_ends_the_others(name, death, expected, tmp_path):
     model = write_family(tmp_path, FAMILIES["llama"])
     script = tmp_path / "killed.py"
     script.write_text(KILLED.format(name=name, death=death))
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
-                 "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}  # fmt: skip
-    children = [
-        subprocess.Popen([sys.executable, script, "Once", "--model", model], text=True,
-                         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                         env=os.environ | variables | {"RANK": str(r), "LOCAL_RANK": str(r)})
-        for r in range(2)
-    ]  # fmt: skip
+    children = start_ranks([0, 1], script, "Once", "--model", model)
     children[1].wait(60)
     start = time.monotonic()
     _, error = children[0].communicate(timeout=60)
@@ -335,6 +466,47 @@ def test_a_rank_that_dies_ends_the_others(name, death, expected, tmp_path):
     *_, line = own_lines(error)
     assert "Traceback" not in error
     assert re.search(expected, line), line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["joining", "generating", "idle"])
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_ctrl_c_ends_each_rank(moment, order, tmp_path):
+    """torchrun passes Ctrl-C on to one rank after the other. Each may be waiting for the other."""
+    save(random_model(3, context=8192, **SHAPE), TOKENIZER, tmp_path)
+    ranks = order[:1] if moment == "joining" else order
+    flags = ["--model", tmp_path, "--chat", "--max-new-tokens", "4000", "--ignore-eos"]
+    if moment == "idle":
+        flags[-2] = "4"
+    children = dict(zip(ranks, start_ranks(ranks, "-m", "minispec.generate", "Once", *flags)))
+    if moment == "joining":
+        time.sleep(6)  # to import torch and to wait for the other
+    else:
+        children[0].stdout.read(1)
+        time.sleep(1)
+    for rank in ranks:
+        assert children[rank].poll() is None
+        children[rank].send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    ends = [children[rank].wait(10) for rank in ranks]
+    assert ends[0] == -signal.SIGINT  # the other may first notice that this one has ended
+    assert "Traceback" not in "".join(child.stderr.read() for child in children.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size, source", [(2, "--model"), (3, "--shape")])
+def test_bench_compares_methods_with_a_shared_model(size, source, tmp_path):
+    which = ["smollm2-135m"]
+    if source == "--model":
+        which = [write_family(tmp_path, FAMILIES["qwen3"]), "--prompts", "2"]
+    flags = ["--busy", "--repeats", "1", "--max-new-tokens", "5"]
+    command = ["-m", "minispec.bench", source, *which, *flags]
+    out, error = torchrun(size, *command).communicate()
+    assert f"per row on each of {size} ranks" in out and "\nspeculative k=4  " in out, error
+    out, error = torchrun(size, *command, "--json").communicate()
+    report = json.loads(out)
+    assert report["machine"]["ranks"] == size and report["machine"]["sent_bytes"] > 0
+    assert len(report["rows"]) > 5 and all(row["differing"] == 0 for row in report["rows"])
 
 
 # ---- distill -------------------------------------------------------------------------------------
@@ -392,7 +564,7 @@ def test_two_processes_generate_the_documents_of_one(sampling, tmp_path):
 @pytest.mark.slow
 def test_what_runs_in_one_process_says_so(tmp_path):
     vocabulary = ["distill", "vocabulary", "--text", "en=x", "--out", tmp_path]
-    for module, *arguments in vocabulary, ["bench", "--shape", "smollm2-135m"], ["certify"]:
+    for module, *arguments in vocabulary, ["certify"]:
         run = torchrun(2, "-m", f"minispec.{module}", *arguments)
         lines = own_lines(run.communicate(timeout=60)[1])
         name = "vocabulary" if module == "distill" else module

@@ -180,7 +180,7 @@ def load_mtp(
     with torch.device("meta"):
         head = MTPHead(model.config)
     fill(head, tensors, str(source), model.dtype, model.device)
-    parallel.add_up(head)
+    parallel.all_reduce_outputs(head)
     head.acceptance = read_acceptance(folder / "config.json")
     return head.eval()
 
@@ -202,7 +202,8 @@ def check_attention(where: str, folder: Path, config: Config) -> None:
         return
     kv_heads, head_dim = attention_sizes(keys)
     values = kv_heads, head_dim, *read_rope(keys)
-    config = replace(config, kv_heads=config.kv_heads * parallel.ranks.size)  # of the whole model
+    kv_heads_of_all = config.kv_heads * parallel.tensor_parallel.size
+    config = replace(config, kv_heads=kv_heads_of_all)
     for name, value in zip(("kv_heads", "head_dim", "rope_theta", "rope_scaling"), values):
         expected = getattr(config, name)
         if value != expected:

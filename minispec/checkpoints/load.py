@@ -28,7 +28,7 @@ from minispec.checkpoints.weights import (
 )
 from minispec.errors import UserError
 from minispec.model import Config, Transformer
-from minispec.parallel import add_up, narrow, part_of
+from minispec.parallel import all_reduce_outputs, shard, shard_config
 
 OTHER_TOKENIZERS = "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json"
 
@@ -103,14 +103,14 @@ def load(
     device: str | torch.device = "auto",
 ) -> tuple[Transformer, Tokenizer | None]:  # fmt: skip
     """Load the model and tokenizer (None if there is none) from a directory, hub id or GGUF file.
-    Sets `model.source` to the path. After `parallel.start`, the model is this rank's part. Raises
-    UserError if something is missing or not supported."""
+    Sets `model.source` to the path. After `parallel.join_tensor_parallel`, the model is this rank's
+    shard. Raises UserError if something is missing or not supported."""
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)
     path = resolve(source)
     if file := find_gguf(path):
         config, tensors, tokenizer = read_gguf(file)
-        tensors = {name: part_of(name, tensor) for name, tensor in tensors.items()}
+        tensors = {name: shard(name, tensor) for name, tensor in tensors.items()}
     else:
         config, tensors, tokenizer = read_directory(path)
     if tokenizer:
@@ -126,9 +126,9 @@ def load(
     if config.tied:
         tie(tensors)
     with torch.device("meta"):
-        model = Transformer(narrow(config))
+        model = Transformer(shard_config(config))
     fill(model, tensors, str(path), dtype, device)
-    add_up(model)
+    all_reduce_outputs(model)
     if config.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.source = path
@@ -138,7 +138,7 @@ def load(
 def read_directory(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     """Read the config, tensors and tokenizer of a checkpoint directory."""
     config, files = read_config(path), weight_files(path)
-    narrow(config)  # raises UserError if ranks cannot share the model, before they read their parts
+    shard_config(config)  # raises UserError if ranks cannot share the model, before they read it
     tokenizer, tensors = find_tokenizer(path), {}  # first, to fail early
     for file in files:
         tensors |= read_tensors(file)

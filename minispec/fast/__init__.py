@@ -29,8 +29,9 @@ def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> 
     compilation is impossible.
     """
     if int8:
-        swap(model, Int8Linear)
-    if compiled and parallel.ranks.size > 1:
+        names = {layer: name for name, layer in model.named_modules()}
+        swap(model, lambda layer: Int8Linear(layer, names[layer]))
+    if compiled and parallel.tensor_parallel.size > 1:
         raise UserError("a model that several processes share cannot be compiled: omit --compile")
     if compiled:
         compile_passes(model)
@@ -80,13 +81,15 @@ def swap(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
 
 
 class Int8Linear(nn.Module):
-    """Weights rounded to 8 bits, with one scale per output: a quarter of the memory of float32."""
+    """Weights rounded to 8 bits, with one scale per output: a quarter of the memory of float32.
+    The layer's `name` in its model tells how ranks share it."""
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, linear: nn.Linear, name: str = ""):
         super().__init__()
         weight = linear.weight.detach()
         precise = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        scale = precise.abs().amax(1).clamp(min=1e-12) / 127  # (out,)
+        largest = parallel.largest_in_rows(precise, f"{name}.weight")
+        scale = largest.clamp(min=1e-12) / 127  # (out,)
         self.register_buffer("rounded", (precise / scale[:, None]).round().to(torch.int8))
         self.register_buffer("scale", scale.to(weight.dtype))
         self.bias = linear.bias

@@ -145,7 +145,7 @@ def check_flags(args: argparse.Namespace) -> None:
         (args.chat and ids_or_file, "--chat cannot use --prompt-ids or --prompt-file"),
         (args.system is not None and not args.chat, "--system requires --chat"),
         (args.color and args.json, "--color and --json are mutually exclusive"),
-        (args.compile and parallel.ranks.size > 1,
+        (args.compile and parallel.tensor_parallel.size > 1,
          "--compile: a model that several processes share cannot be compiled"),
         (args.draft is not None and args.heads is not None,
          "--draft and --heads are mutually exclusive"),
@@ -164,7 +164,7 @@ def flag_name(name: str) -> str:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    parallel.start()
+    parallel.join_tensor_parallel()
     with parallel.together():
         args = parse(argv)
         check_flags(args)
@@ -197,7 +197,7 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
         shown_prompt = prompt if isinstance(prompt, str) and not args.json else ""
         show(run, args, tokenizer, out, shown_prompt)
     if args.html is not None and run is not None:
-        file = os.devnull if parallel.ranks.rank else args.html
+        file = os.devnull if parallel.tensor_parallel.rank else args.html
         write_page(file, model, tokenizer, run, args.model)
 
 

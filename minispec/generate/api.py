@@ -8,6 +8,7 @@ from operator import index
 
 import torch
 
+from minispec import parallel
 from minispec.cache import KVCache
 from minispec.checkpoints.load import require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
@@ -21,7 +22,7 @@ from minispec.methods.lookahead import check_block, check_window, jacobi, lookah
 from minispec.methods.medusa import checked_tree, medusa, medusa_typical
 from minispec.methods.prompt_lookup import prompt_lookup
 from minispec.methods.speculative import speculative
-from minispec.model import Transformer, count_parameters
+from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, Seeded
 from minispec.tree import Step
 
@@ -84,7 +85,8 @@ def stream(
     check_sizes(method, model, len(ids), cache, options)
     steps = METHODS[method](model, ids, sampling, randomness, cache=cache, **options)
     decoder = tokenizer.stream(ids) if tokenizer else None
-    extra = sum(count_parameters(v) for v in options.values() if isinstance(v, torch.nn.Module))
+    modules = (value for value in options.values() if isinstance(value, torch.nn.Module))
+    extra = sum(map(parallel.count_whole, modules))
     return Run(method, ids, steps, cache, sampling, conditions, stop_ids, decoder, extra)
 
 

@@ -31,6 +31,7 @@ def show(
                 new = paint(chunk, tokenizer, n % 2 == 1, args.color == "full")
             print(before + new, end="", file=out, flush=True)
             before, shown = "", shown + len(chunk.text)
+    parallel.check_agreement(run.tokens)
     if run.finish_reason is None:
         run.finish("interrupted")
         before += "" if args.json else run.text[shown:]  # held back as a possible stop string

@@ -131,7 +131,7 @@ def train(
     --save-every steps and at the end. The default optimisers are Muon and AdamW. If there are
     several processes, each computes the loss of its rows; these losses, and their gradients, add up
     to those of the batch."""
-    rank, world = parallel.processes.rank, parallel.processes.size
+    rank, world = parallel.world.rank, parallel.world.size
     identity |= {name: str(getattr(args, name)) for name in ("rows", "context", "seed")}
     run = TrainingRun(model, optimizers or muon_and_adamw(model), identity)
     if (args.out / CHECKPOINT).exists():
@@ -148,7 +148,7 @@ def train(
             run.step += 1
             run.seconds += time.perf_counter() - start
             bar.total = steps
-            bar.set_postfix(loss=f"{parallel.sum_over_processes(value):.3f}", refresh=False)
+            bar.set_postfix(loss=f"{parallel.all_reduce(value):.3f}", refresh=False)
             bar.update()
             done = run.step >= total_steps(args, run)
             if rank == 0 and (done or run.step % args.save_every == 0):
@@ -179,7 +179,7 @@ def optimizer_step(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: 
     loss.backward()
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for p in (p for group in groups for p in group["params"] if p.grad is not None):
-        p.grad = parallel.sum_over_processes(p.grad)
+        p.grad = parallel.all_reduce(p.grad)
     norm = nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
     if not norm.isfinite():
         raise UserError(f"the loss is {loss:.3f} and its gradient is not finite: lower --lr")
@@ -192,7 +192,7 @@ def optimizer_step(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: 
 
 def check_processes(args: argparse.Namespace) -> None:
     """Raise UserError for flags that do not suit the number of processes."""
-    size = parallel.processes.size
+    size = parallel.world.size
     if size > 1 and args.minutes:  # processes would stop at different steps
         raise UserError("--minutes works in one process only: use --steps")
     if args.rows % size:
@@ -262,7 +262,7 @@ def training_setup(args: argparse.Namespace, argv: list[str]) -> Iterator[None]:
             check_processes(args)
             check_writable(args.out / CHECKPOINT, "--out")
             # Windows cannot open folders and has no such locks
-            if fcntl and parallel.processes.rank == 0:
+            if fcntl and parallel.world.rank == 0:
                 folder = os.open(args.out, os.O_RDONLY)
                 stack.callback(os.close, folder)
                 lock(folder, f"--out {args.out}")

@@ -119,7 +119,7 @@ class NextToken(nn.Module):
         logits = self.transformer.logits(self.transformer(rows[:, :-1]))
         labels = rows[:, 1:].to(logits.device)
         mean = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        return mean / parallel.processes.size
+        return mean / parallel.world.size
 
 
 @torch.no_grad()
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
         }
         batch = packed_batches(sum(tokens.values(), []), args.rows, args.context, args.seed)
         run = train(model, identity, NextToken(model), batch, args)
-        if parallel.processes.rank == 0:
+        if parallel.world.rank == 0:
             sizes = {name: sum(map(len, rows)) for name, rows in tokens.items()}
             finish(run, tokenizer, sizes, held_out, args)
 

@@ -80,13 +80,13 @@ def cached_states(
     with contextlib.ExitStack() as stack:
         done = len(rows)
         with parallel.together():
-            if parallel.processes.rank == 0:  # the others wait below
+            if parallel.world.rank == 0:  # the others wait below
                 check_writable(file, "the hidden states of --own")
                 out, done = stack.enter_context(open_states(file, hashes, ends))
-        done = parallel.gather(done)[0]
+        done = parallel.all_gather(done)[0]
         for i, hidden in enumerate(shared_states(target, rows[done:], dtype), done):
             out.write(hashes[i] + hidden.half().numpy().tobytes())
-    parallel.gather(None)  # the file is complete
+    parallel.all_gather(None)  # the file is complete
     flat = torch.from_file(str(file), size=ends[-1] // 2, dtype=STATES_DTYPE)  # lazily
     parts = flat.split([4 + size * len(row) for row in rows])
     return [part[4:].view(-1, size) for part in parts]
@@ -117,7 +117,7 @@ def shared_states(
     target: Transformer, rows: list[list[int]], dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """`hidden_states`. Each process computes a share; rank 0 yields all of them in order."""
-    rank, size = parallel.processes.rank, parallel.processes.size
+    rank, size = parallel.world.rank, parallel.world.size
     if size == 1:
         yield from hidden_states(target, tqdm(rows, "hidden states"), dtype)
         return
@@ -125,9 +125,8 @@ def shared_states(
     for start in tqdm(range(0, len(rows), step), "hidden states"):
         own = rows[start : start + step][rank::size]
         shares = parallel.gather([states.half() for states in hidden_states(target, own, dtype)])
-        if rank == 0:
-            for of_round in zip_longest(*shares):
-                yield from (states for states in of_round if states is not None)
+        for of_round in zip_longest(*shares):
+            yield from (states for states in of_round if states is not None)
 
 
 def read_at(file: IO, offset: int, n: int) -> bytes:
@@ -222,7 +221,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, p: Tensor | None = None) -> Te
     `p` (n, V); 0 if no row has a label. With several processes, this one's share of it."""
     real = labels >= 0
     expected = labels if p is None else p * real[:, None]
-    count = parallel.sum_over_processes(real.sum()).clamp(min=1)
+    count = parallel.all_reduce(real.sum()).clamp(min=1)
     return F.cross_entropy(logits.float(), expected, reduction="sum") / count
 
 
@@ -266,9 +265,9 @@ def train_on_generated(
             select_labelled(rows, args.context, purpose, first, vocabulary)
             for rows, purpose in zip(read_split(args.own, target, tokenizer), PURPOSES)
         )
-        if len(training) < parallel.processes.size:
+        if len(training) < parallel.world.size:
             raise UserError(f"the {len(training)} documents to train on are too few for "
-                            f"{parallel.processes.size} processes")  # fmt: skip
+                            f"{parallel.world.size} processes")  # fmt: skip
     text = digest([[row["prompt"], row["tokens"]] for row in training])
     identity = {"target": weights_digest(target), "text": text, "options": options}
     documents = Documents.from_rows(training, target, args.context, args.dtype)

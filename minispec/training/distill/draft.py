@@ -36,7 +36,7 @@ class SoftLabels:
         p = self.target.logits(hidden).float().softmax(-1)  # (N, V)
         outputs = self.draft(self.documents.tokens[index, :n])
         logits = self.draft.logits(outputs[generated.to(device)])
-        n = parallel.sum_over_processes(generated.sum())
+        n = parallel.all_reduce(generated.sum())
         return F.cross_entropy(logits.float(), p, reduction="sum") / max(int(n), 1)
 
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
 
     options = str(draft.config)
     run, held_out = train_on_generated(args, target, tokenizer, draft, loss_of, options, first=1)
-    if parallel.processes.rank:
+    if parallel.world.rank:
         return
     save(draft, tokenizer, args.out, torch.float16)
     draft.half().float()  # round to float16, as stored

@@ -106,7 +106,7 @@ def sample_batch(
 def local_sampler(model: Transformer) -> Sample:
     """Sample with the model itself, all prompts in one batch. If there are several processes, each
     samples its share of them, and the answers are the same."""
-    rank, size = parallel.processes.rank, parallel.processes.size
+    rank, size = parallel.world.rank, parallel.world.size
 
     def sample(
         prompts: list[list[int]], n: int, sampling: Sampling, seed: int
@@ -115,7 +115,7 @@ def local_sampler(model: Transformer) -> Sample:
         generators = [torch.Generator().manual_seed(seed + i) for i in own]
         own_prompts = [prompts[i] for i in own]
         answers = sample_batch(model, own_prompts, n, sampling, generators) if own else []
-        shares = parallel.gather(answers)
+        shares = parallel.all_gather(answers)
         yield from ((i, shares[i % size][i // size]) for i in range(len(prompts)))
 
     return sample
@@ -246,7 +246,7 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UserError(f"--{flag} needs the documents of --data")
     if args.given and args.server is not None:
         raise UserError("--given stores the documents' own text; use it without --server")
-    if args.server is not None and parallel.processes.size > 1:
+    if args.server is not None and parallel.world.size > 1:
         raise UserError("one process asks --server with many requests at once: omit torchrun")
     for flag in "name", "key_env":
         if getattr(args, flag) is not None and args.server is None:
@@ -301,14 +301,14 @@ def run(args: argparse.Namespace) -> None:
             return given_documents(config, tokenizer, corpus, args, seed, left_out)
         return sample_documents(sample, config, tokenizer, corpus, args, seed, left_out)
 
-    first = parallel.processes.rank == 0
+    first = parallel.world.rank == 0
     out = args.out if first else Path(os.devnull)  # the other processes write nothing
     with out.open("a+", encoding="utf-8", newline="\n") as file:
         with parallel.together():
             if first:
                 lock(file, f"--out {args.out}")
             rows = resume(file, args.out, tokenizer, options) if first else []
-        rows = parallel.gather(rows)[0]
+        rows = parallel.all_gather(rows)[0]
         kept = append_documents(file, rows, new_documents, args)
     if kept and left_out.reasons:
         note(str(left_out))

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     adamw = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     run, held_out = train_on_generated(args, target, tokenizer, heads, loss_of, options, [adamw],
                                        vocabulary=vocabulary)  # fmt: skip
-    if parallel.processes.rank:
+    if parallel.world.rank:
         return
     heads.half().float()  # round to float16, as stored
     choose_tree(heads, vocabulary, target, held_out, args.context)

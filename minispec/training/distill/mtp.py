@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> None:
     loss = loss_of(Documents.from_rows(held_out, target, args.context, torch.float32))
     rates = category_accuracy(loss, held_out)
     head.acceptance = [mean(of_step) for of_step in zip(*rates.values())]
-    if parallel.processes.rank:
+    if parallel.world.rank:
         return
     save_mtp(head, args.out, without_folder(args.model), tokenizer, torch.float16, loss.weights)
     store_vocabulary(args, target, tokenizer)
