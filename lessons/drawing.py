@@ -156,19 +156,20 @@ def cells(ax: Axes, y: float, texts: Sequence[str], fills: Sequence[str], x: flo
 
 
 def draw_verbs() -> None:
-    """Draw one round in five verbs."""
-    context = [PALE] * 2
+    """Draw one round in five verbs. Pale: what the cache has at the start."""
+    old, newest = PALE, CONTEXT
     rows = {  # the column of the first cell, texts, fills, a note
-        "propose": (0, WORDS, [*context, *[CONTEXT] * 4], "somebody guesses four tokens"),
-        "score": (2, CHOICES, [FRESH] * 5, "one pass: the model's choice at each place"),
-        "accept": (0, WORDS, [*context, ACCEPTED, ACCEPTED, REJECTED, PALE],
+        "propose": (0, WORDS, [old, newest, *[f"!{CONTEXT}"] * 4], "somebody guesses four tokens"),
+        "score": (1, WORDS[1:], [newest, *[f"!{CONTEXT}"] * 4], "one pass over five tokens:"),
+        "": (2, CHOICES, [FRESH] * 5, "the model’s choice after each of them"),
+        "accept": (2, WORDS[2:], [ACCEPTED, ACCEPTED, REJECTED, f"!{CONTEXT}"],
                    "equal, equal, different: stop"),
-        "commit": (0, WORDS, [*context, ACCEPTED, ACCEPTED, f"!{CONTEXT}", f"!{CONTEXT}"],
-                   "keep the cache rows of accepted tokens"),
+        "commit": (0, WORDS[:4], [old, newest, ACCEPTED, ACCEPTED],
+                   "keep the cache’s rows of these tokens"),
         "yield": (2, WORDS[2:4] + CHOICES[2:3], [ACCEPTED, ACCEPTED, FRESH],
                   "three tokens from one pass"),
     }  # fmt: skip
-    draw_steps(rows, (9, 3), (-1.6, 7.3, 11.6))
+    draw_steps(rows, (9, 3.5), (-1.6, 7.3, 11.6))
 
 
 def draw_steps(rows: dict[str, tuple], size: tuple, columns: tuple[float, float, float]) -> None:
@@ -184,12 +185,14 @@ def draw_steps(rows: dict[str, tuple], size: tuple, columns: tuple[float, float,
 
 
 def draw_guess(guess: list[str], choices: list[str], accepted: int) -> None:
-    """Draw guessed tokens over the model's own choices, of which there is one more."""
-    fills = [ACCEPTED] * accepted + [REJECTED] * (accepted < len(guess))
-    figure, ax = plt.subplots(figsize=(min(10, 2 + 0.9 * len(choices)), 1.4), layout="constrained")
-    cells(ax, 0, guess, fills + [PALE] * (len(guess) - len(fills)))
-    cells(ax, 1, choices, [PALE] * accepted + [FRESH] + [PALE] * (len(choices) - accepted - 1))
-    for y, name in enumerate(["your guess", "the model's"]):
+    """Draw guessed tokens over the model's own choices, of which there is one more. Dashed: what
+    follows a wrong guess."""
+    useless = [f"!{CONTEXT}"] * (len(choices) - accepted - 1)
+    equal = [ACCEPTED] * accepted
+    figure, ax = plt.subplots(figsize=(min(10, 3 + 0.9 * len(choices)), 1.4), layout="constrained")
+    cells(ax, 0, guess, [*equal, REJECTED, *useless])
+    cells(ax, 1, choices, [*equal, FRESH, *useless])
+    for y, name in enumerate(["your guess", "the model’s choice"]):
         ax.text(-0.2, y + 0.4, name, ha="right", va="center", fontsize=10)
     finish(ax, (-2.2, len(choices)), (2, -0.1))
 

@@ -715,6 +715,53 @@ def test_nonsense_is_judged_without_an_exception(key, start, capsys):
     assert sum(line.startswith(f"{name}: ") for line in lines) == len(NONSENSE)
 
 
+def does_not_end(guess, choices):
+    n = 0
+    while guess[n] == choices[n]:
+        n += 1
+    return n, choices[n]
+
+
+def does_not_end_unless_empty(guess, choices):
+    return does_not_end(guess, choices) if guess else (0, choices[0])
+
+
+def keeps_the_index_unless_empty(guess, choices):
+    i = 0
+    for i, (a, b) in enumerate(zip(guess, choices)):
+        if a != b:
+            break
+    return i, choices[i]
+
+
+def returns_the_length(guess, choices):
+    for i, (a, b) in enumerate(zip(guess, choices)):
+        if a != b:
+            return i, b
+    return len(guess), len(guess)
+
+
+def looks_too_far(guess, choices):
+    return len(guess), choices[99 if guess and guess != choices[:-1] else -1]
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        (does_not_end, "IndexError where all guesses are right: there is no guess"),
+        (does_not_end_unless_empty, "IndexError where all guesses are right: there is no guess"),
+        (keeps_the_index_unless_empty, "if all guesses are right, the last one is not accepted"),
+        (returns_the_length, "it errs only if all guesses are right: accept all of them, and add"),
+        (looks_too_far, r"IndexError in line \d+ of its cell: list index out of range"),
+    ],
+)
+def test_faults_where_all_guesses_are_right_are_described(function, message, start, capsys):
+    start("00")
+    assert form.check(renamed(function, "accept")) is TASKS["00", "accept"].package
+    first, example, _ = capsys.readouterr().out.splitlines()
+    assert re.match(f"accept: {message}", first) and "guess [" in example
+
+
 def test_what_is_not_an_answer_is_named(start, capsys):
     start("03")
     package = TASKS["03", "accept"].package
@@ -753,18 +800,15 @@ def test_a_loop_that_does_not_end_is_stopped(start, monkeypatch, capsys):
     assert re.fullmatch(r" +with guess \[\d.*\], choices \[\d.*\]", second)
 
 
-def ends_too_early(guess, choices):
-    n = 0
-    while guess[n] == choices[n]:
-        n += 1
-    return n, choices[n]
+def subtracts_lists(guess, choices):
+    return guess - choices, 0
 
 
 def test_an_exception_is_reported_with_the_arguments(start, capsys):
     start("00")
-    form.check(renamed(ends_too_early, "accept"))
+    form.check(renamed(subtracts_lists, "accept"))
     first, second, _ = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"accept: IndexError in line \d+ of its cell: list index out.*", first)
+    assert re.fullmatch(r"accept: TypeError in line \d+ of its cell: unsupported operand.*", first)
     assert re.fullmatch(r" +with guess \[\d.*\], choices \[\d.*\]", second)
 
 

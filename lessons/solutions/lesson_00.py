@@ -77,7 +77,13 @@ ROUNDS = [random_round(seed) for seed in range(60)]
 
 
 def run_accept(function, case: Round) -> tuple[int, int]:
-    answer = call(function, guess=list(case.guess), choices=list(choices_of(case)))
+    try:
+        answer = call(function, guess=list(case.guess), choices=list(choices_of(case)))
+    except IndexError:
+        if case.guess != choices_of(case)[:-1]:
+            raise
+        raise Wrong("IndexError where all guesses are right: there is no guess[len(guess)], and "
+                    "the last choice is choices[len(guess)]") from None  # fmt: skip
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise Wrong("it must return two numbers: how many guesses are accepted, and a fresh token")
     if not all(type(number) is int for number in answer):
@@ -102,6 +108,14 @@ def show_accept(case: Round, got: tuple[int, int], expected: tuple[int, int]) ->
     plain = plain_decoding(case.model, case.text, len(case.guess) + 1)
     return f"{show_arguments(case)}: it returns {got}; plain decoding writes " \
            f"{plain[: expected[0] + 1]} here, so {expected} is right"  # fmt: skip
+
+
+def diagnose_accept(results: list[tuple]) -> str | None:
+    """Say so if only rounds are wrong in which all guesses are right."""
+    wrong = [case for case, got, expected in results if got != expected]
+    if all(case.guess == choices_of(case)[:-1] for case in wrong):
+        return "it errs only if all guesses are right: accept all of them, and add the last choice"
+    return None
 
 
 # ---- its mistakes --------------------------------------------------------------------------------
@@ -132,6 +146,28 @@ def no_bonus(guess, choices):
     return n, choices[n]
 
 
+def keeps_the_index(guess, choices):
+    for i in range(len(guess)):
+        if guess[i] != choices[i]:
+            break
+    return i, choices[i]
+
+
+def counts_and_keeps_the_index(guess, choices):
+    n = 0
+    for i in range(len(guess)):
+        if guess[i] != choices[i]:
+            break
+        n += 1
+    return n, choices[i]
+
+
+def returns_only_in_the_loop(guess, choices):
+    for i in range(len(guess)):
+        if guess[i] != choices[i]:
+            return i, choices[i]
+
+
 def all_or_nothing(guess, choices):
     n = len(guess) if list(guess) == list(choices[: len(guess)]) else 0
     return n, choices[n]
@@ -152,12 +188,19 @@ MISTAKES = {
     ),
     "if all guesses are right, the last one is not accepted. Accept it, and add the choice after "
     "it": no_bonus,
+    "if all guesses are right, the loop ends with the index of the last one, but n is one more; "
+    "without guesses there is no index": keeps_the_index,
+    "if all guesses are right, the fresh token is choices[n - 1], which repeats the last guess; it "
+    "must be choices[n], even without guesses": counts_and_keeps_the_index,
+    "it returns None if all guesses are right, or if there are none: then the loop ends without a "
+    "return": returns_only_in_the_loop,
+    "the fresh token is one too early: after n accepted guesses it is choices[n]": (
+        lambda guess, choices: (n := accept(guess, choices)[0], choices[n - 1])
+    ),
     "the fresh token is always the model's last choice; it must be the choice after the last "
     "accepted guess": lambda guess, choices: (accept(guess, choices)[0], choices[-1]),
     "the fresh token is one too far: after n accepted guesses it is choices[n]": (
-        lambda guess, choices: (
-            n := accept(guess, choices)[0], choices[min(n + 1, len(choices) - 1)]
-        )
+        lambda guess, choices: (n := accept(guess, choices)[0], choices[n + 1])
     ),
     "it accepts all guesses or none; accept the right ones before the first wrong one": (
         all_or_nothing
@@ -180,7 +223,7 @@ TASKS = [
         judge=Oracle(
             ROUNDS, run_accept, exact_outcome, differ, show_accept,
             f"{len(ROUNDS)} rounds give the tokens of plain decoding",
-            arguments=show_arguments,
+            arguments=show_arguments, diagnose=diagnose_accept,
         ),
         hints=(
             "Compare guess[0] with choices[0], then guess[1] with choices[1], until two differ or "
