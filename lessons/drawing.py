@@ -251,7 +251,7 @@ def draw_one_rejection(ax: Axes) -> None:
 
 
 def draw_overlaps(overlaps: dict[str, Tensor]) -> None:
-    """Draw how Σ min(p, q) is distributed over the tokens of texts of several kinds."""
+    """Draw how β = Σ min(p, q) is distributed over the tokens of texts of several kinds."""
     figure, axes = plt.subplots(
         1, len(overlaps), figsize=(8, 2.6), sharex=True, sharey=True, layout="constrained"
     )
@@ -260,7 +260,7 @@ def draw_overlaps(overlaps: dict[str, Tensor]) -> None:
         ax.hist(values.tolist(), 10, (0, 1), weights=share, color=ACCEPTED, edgecolor="white")
         mean = float(values.mean())
         ax.axvline(mean, color="black", ls="--", lw=1)
-        ax.set(xlabel="Σ min(p, q)", title=f"{name}: α = {mean:.2f}")
+        ax.set(xlabel="β = Σ min(p, q)", title=f"{name}: α = {mean:.2f}")
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set(ylabel="share of the tokens")
     plt.show()

@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 import os
+import random
 import re
 import shutil
 import struct
@@ -421,6 +422,17 @@ def draws_elsewhere(p, q, drafts, randomness):
     return 0, random.randrange(3)
 
 
+def own_coin(p, q, drafts, randomness):
+    import random
+
+    for i, x in enumerate(drafts):
+        if random.random() >= p[i][x] / q[i][x]:
+            rest = (p[i] - q[i]).clamp(min=0)
+            if rest.any():
+                return i, randomness.categorical(rest / rest.sum())
+    return len(drafts), randomness.categorical(p[len(drafts)])
+
+
 def returns_one_number(p, q, drafts, randomness):
     return 0
 
@@ -481,6 +493,18 @@ def ends_if_nothing_is_left(p, q, drafts, randomness):
     return len(drafts), randomness.categorical(p[len(drafts)])
 
 
+def ends_at_the_second(p, q, drafts, randomness):
+    """Right for γ = 1; if nothing is left, the round ends after the next draft."""
+    for i, x in enumerate(drafts):
+        if not randomness.bernoulli(min(1.0, float(p[i][x] / q[i][x]))):
+            rest = (p[i] - q[i]).clamp(min=0)
+            if not rest.any() and i > 0:
+                return i, randomness.categorical(p[i])
+            if rest.any():
+                return i, randomness.categorical(rest / rest.sum())
+    return len(drafts), randomness.categorical(p[len(drafts)])
+
+
 def clears_the_drafts(p, q, drafts, randomness):
     n, fresh = at_most_one(p, q, drafts, randomness)
     drafts.clear()
@@ -508,6 +532,41 @@ def samples_by_rejection(p, q, drafts, randomness):
 
 def not_divided(p, q):
     return (p - q).clamp(min=0)
+
+
+def pythons_max(p, q):
+    rest = max(0, p - q)
+    return rest / rest.sum()
+
+
+def compares_tensors_in_if(p, q):
+    if p == q:
+        return None
+    return TASKS["03", "residual"].solution(p, q)
+
+
+def torch_max(p, q):
+    rest = torch.max(0, p - q)
+    return rest / rest.sum()
+
+
+def torch_maximum(p, q):
+    rest = torch.maximum(p - q, 0)
+    return rest / rest.sum()
+
+
+def max_along_a_dimension(p, q):
+    rest = torch.max(p - q, 0)
+    return rest / rest.sum()
+
+
+def largest(p, q):
+    rest = torch.max(p - q, 0).values
+    return rest / rest.sum()
+
+
+def sums_too_early(p, q):
+    return (p - q).clamp(min=0) / (p - q).sum()
 
 
 def in_single_precision(p, q):
@@ -548,6 +607,13 @@ def zeros_for_nothing(p, q):
             r"IndexError in line \d+ of its cell: index 99.*\n +with p = ",
         ),
         ("residual", not_divided, r"it does not sum to 1 \(0.30\): divide by the sum"),
+        ("residual", pythons_max, "Python's `max` and `if` need one number"),
+        ("residual", compares_tensors_in_if, "Python's `max` and `if` need one number"),
+        ("residual", torch_max, "`max` does not compare each element with 0; hint 1 names"),
+        ("residual", torch_maximum, "`max` does not compare each element with 0; hint 1 names"),
+        ("residual", max_along_a_dimension, "`max` does not compare each element with 0; hint 1"),
+        ("residual", largest, "it returns one number; `max` does not compare each element"),
+        ("residual", sums_too_early, "it divides by the sum of p - q, which is 0; first replace"),
         ("residual", in_single_precision, r"it returns float32; keep the dtype of p \(float64\)"),
         ("residual", adds_an_epsilon, r"it sums to 0\.99999\d+; do not add a small number"),
         ("residual", adds_a_tiny_epsilon, r"it sums to 0\.99999\d+; do not add a small number"),
@@ -564,6 +630,7 @@ def zeros_for_nothing(p, q):
             "the tokens have q: the rejected draft stays in the text, or",
         ),
         ("accept", ends_if_nothing_is_left, r"it is right up to rounding: .*accepts 1 of 2 drafts"),
+        ("accept", ends_at_the_second, r"it is right up to rounding: .*accepts 1 of 2 drafts"),
         ("accept", clears_the_drafts, "it changes `drafts`, which belongs to the caller"),
         ("accept", clears_p, "it changes `p`, which belongs to the caller"),
         ("accept", waits_for_a_coin, "it keeps asking for random decisions; γ drafts need at most"),
@@ -697,6 +764,14 @@ def test_jacobi_may_leave_out_the_pass_that_cannot_change_anything(start):
     start("05")
     jacobi = renamed(at_most_m_passes, "jacobi")
     assert form.check(jacobi) is jacobi
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_coin_of_its_own_is_noticed_however_it_falls(seed, start, capsys):
+    start("03")
+    random.seed(seed)
+    form.check(renamed(own_coin, "accept"))
+    assert capsys.readouterr().out.startswith("accept: two calls with the same arguments")
 
 
 NONSENSE = [

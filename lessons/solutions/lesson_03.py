@@ -90,12 +90,27 @@ PAIRS = [
 ]
 
 
+ONE_NUMBER = "Python's `max` and `if` need one number, but p and q have one per token; see hint 1"
+NOT_ELEMENTWISE = "`max` does not compare each element with 0; hint 1 names a method that does"
+
+
 def run_residual(function, pair: tuple[Tensor, Tensor]) -> Tensor | None:
-    rest = call(function, **dict(zip("pq", pair)))
+    try:
+        rest = call(function, **dict(zip("pq", pair)))
+    except (AttributeError, RuntimeError, TypeError) as error:
+        if "Boolean value of Tensor" in str(error):
+            raise Wrong(ONE_NUMBER) from error
+        if "max" in str(error):
+            raise Wrong(NOT_ELEMENTWISE) from error
+        raise
     if rest is None:
         return None
+    if isinstance(rest, Tensor) and rest.dim() == 0:
+        raise Wrong("it returns one number; " + NOT_ELEMENTWISE)
     if not isinstance(rest, Tensor) or rest.shape != pair[0].shape:
         raise Wrong("it must return a tensor of the shape of p, or None")
+    if not rest.isfinite().all() and (pair[0] > pair[1]).any():
+        raise Wrong("it divides by the sum of p - q, which is 0; first replace differences below 0")
     if rest.isnan().any():
         raise Wrong("it returns NaN: if p and q are equal, 0 is divided by 0; return None")
     if rest.dtype != pair[0].dtype:
@@ -151,23 +166,39 @@ def in_place(p, q):
     return p.clamp_(min=0).div_(p.sum()) if p.sum() > 0 else None
 
 
+def normed(rest):
+    """A mistake that divides rest(p, q) by its sum. One form does not ask whether anything is left;
+    two ask in different ways."""
+
+    def always(p, q):
+        return rest(p, q) / rest(p, q).sum()
+
+    def if_its_sum_is_above_0(p, q):
+        return always(p, q) if rest(p, q).sum() > 0 else None
+
+    def if_p_is_above_q(p, q):
+        return always(p, q) if (p > q).any() else None
+
+    return always, if_its_sum_is_above_0, if_p_is_above_q
+
+
 RESIDUAL_MISTAKES = {
     "it returns p; subtract what the accepted drafts have already paid": lambda p, q: p,
     "it divides by the sum without checking that the sum is above 0; if it is 0, return None": (
         lambda p, q: (p - q).clamp(min=0) / (p - q).clamp(min=0).sum()
     ),
     "it returns norm(|p - q|); tokens that q proposes too often must get 0, not the difference": (
-        lambda p, q: (p - q).abs() / (p - q).abs().sum() if (p - q).abs().sum() > 1e-9 else None
+        normed(lambda p, q: (p - q).abs())
     ),
-    "it keeps all of p where p > q; only p - q is left there": lambda p, q: (
-        torch.where(p > q, p, 0) / p[p > q].sum() if (p > q).any() else None
+    "it keeps all of p where p > q; only p - q is left there": normed(
+        lambda p, q: torch.where(p > q, p, 0)
     ),
     "a softmax does not divide by the sum": (
         lambda p, q: torch.softmax((p - q).clamp(min=0), 0),
         lambda p, q: torch.softmax((p - q).clamp(min=0), 0) if (p > q).any() else None,
     ),
-    "p and q are swapped: max(0, q - p) is what was proposed too often": lambda p, q: residual(
-        q, p
+    "p and q are swapped: max(0, q - p) is what was proposed too often": normed(
+        lambda p, q: (q - p).clamp(min=0)
     ),
     "the differences below 0 are still there; replace them by 0": lambda p, q: (
         (p - q) / (p - q).clamp(min=0).sum() if (p > q).any() else None
@@ -479,6 +510,14 @@ GREEDY_MISTAKES = {
         lambda p, q: torch.minimum(greedy_acceptance(p, q), q.max(-1).values)
     ),
     "every row has its own x, but it uses the first row's": lambda p, q: p[:, q[0].argmax()],
+    "every row has its own x, but it uses one for all rows: argmax needs the last dimension": (
+        lambda p, q: p[:, q.argmax()],
+        lambda p, q: p[:, q.sum(0).argmax()],
+    ),
+    "every p(x) is from the first row of p": lambda p, q: p[0, q.argmax(-1)],
+    "it returns q at the most likely token of p; it must be p at that of q": lambda p, q: (
+        package_greedy_acceptance(q, p)
+    ),
     "it compares the most likely tokens of p and q; they need not be equal": (
         lambda p, q: (p.argmax(-1) == q.argmax(-1)).to(p)
     ),
