@@ -3,6 +3,7 @@
 
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -12,9 +13,9 @@ FIRST_CELL = """\
 import os
 import sys
 
-if not any(map(os.path.exists, ["form.py", "lessons", "checkout"])):  # as on Colab
+if not any(map(os.path.exists, ["form.py", "lessons/form.py", "checkout/installed"])):  # Colab
     os.system("git clone -q --depth 1 {address} checkout")
-    os.system("pip install -q -e checkout")
+    os.system(f"{{sys.executable}} -m pip install -q -e checkout && touch checkout/installed")
 sys.path.extend(["lessons", "checkout/lessons"])  # in case Jupyter was not started in lessons
 from form import check, compare, hint, lesson, measured, predict, reveal, smollm2, source
 
@@ -24,7 +25,12 @@ lesson("{number}")"""
 def address() -> str:
     """The repository's address."""
     project = tomllib.loads((LESSONS.parent / "pyproject.toml").read_text(encoding="utf-8"))
-    return project["project"]["urls"]["Source"]
+    found = project["project"].get("urls", {}).get("Source", "")
+    if not re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+(?<!\.git)", found):
+        print("pyproject.toml: [project.urls] Source must be https://github.com/OWNER/NAME, "
+              f"not {found!r}", file=sys.stderr)  # fmt: skip
+        raise SystemExit(2)
+    return found
 
 
 def badge(notebook: str) -> str:
@@ -38,7 +44,7 @@ def badge(notebook: str) -> str:
 
 
 def first_cell(number: str) -> str:
-    """The first cell of lesson `number`. It also works if the notebook is all that there is."""
+    """The first cell of lesson `number`. It also works without a checkout."""
     return FIRST_CELL.format(address=address(), number=number)
 
 

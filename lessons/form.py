@@ -9,6 +9,7 @@ import dis
 import importlib
 import inspect
 import math
+import re
 import sys
 import threading
 import traceback
@@ -127,7 +128,7 @@ def find_task(name: str) -> Task | None:
 
 def predict(**numbers: float | None) -> None:
     """Remember the reader's predictions until `compare`; `...` is a prediction not made. A number
-    out of range is not kept."""
+    out of range is not kept; an earlier one is."""
     given = {name: as_number(number) for name, number in numbers.items()}
     for name, number in given.items():
         low, high = progress.ranges.get(name, (-math.inf, math.inf))
@@ -136,7 +137,7 @@ def predict(**numbers: float | None) -> None:
                   '10 or "10x"')  # fmt: skip
         elif number is not None and not low <= number <= high:
             print(f"{spaced(name)}: {number:g} is not between {low} and {high}")
-            given[name] = None
+            given[name] = progress.predicted.get(name)
     progress.predicted.update(given)
     missing = [spaced(name) for name, number in given.items() if number is None]
     made = [f"{spaced(name)} {number:.3g}" for name, number in given.items() if number is not None]
@@ -152,7 +153,7 @@ def as_number(given: object) -> float | None:
     try:
         if isinstance(given, str):
             text = given.strip()
-            number = float(text.rstrip("%x×")) / (100 if text.endswith("%") else 1)
+            number = float(re.sub("[%x×]$", "", text)) / (100 if text.endswith("%") else 1)
         else:
             number = float(given)
     except (TypeError, ValueError, RuntimeError):  # the last is what a larger tensor raises
@@ -381,6 +382,6 @@ def smollm2() -> tuple:
     try:
         return load(find_smollm2())
     except UserError:
-        print("SmolLM2 is not here, so its cells measure nothing; `%run -m minispec.fetch` gets it "
-              "(93 MB)")  # fmt: skip
+        print("SmolLM2 has not been downloaded, so its cells are skipped; run "
+              "`%run -m minispec.fetch` (93 MB)")  # fmt: skip
         return None, None

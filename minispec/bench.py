@@ -608,6 +608,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         (args.vocabulary_sizes and "fastmtp" not in " ".join(args.methods or ["fastmtp"]),
          "--vocabulary-sizes applies to fastmtp; add it to --methods or omit the flag"),
         (args.kind and not args.data, "--kind requires --data"),
+        (args.compile and parallel.world.size > 1,
+         "--compile: a model that several processes share cannot be compiled"),
         (args.markdown and len(args.temperature) > 1,
          "--markdown prints one table; choose one --temperature"),
     ):  # fmt: skip
@@ -721,7 +723,7 @@ def repeat(
 
 
 def read_own_times() -> CpuTimes:
-    """The clocks of this machine. The time of all ranks, which run on it, is its own."""
+    """The clocks of this machine. All ranks run on it, so their time counts as ours."""
     times = read_cpu_times()
     return replace(times, own=sum(parallel.all_gather(times.own)))
 

@@ -36,6 +36,7 @@ from minispec.errors import UserError, out_of_memory
 from minispec.model import MLP, Attention, Config, Transformer, count_parameters
 
 T = TypeVar("T")
+JOIN_TIMEOUT = timedelta(minutes=5)
 TIMEOUT = timedelta(days=7)  # a chat may be idle; a process that has ended is noticed at once
 # names of weights; those of Int8Linear are `rounded` and `scale`
 COLUMN_PARALLEL = re.compile(
@@ -78,7 +79,8 @@ def join() -> None:
         # A handler in Python would have to wait for the end of an exchange, which may never come.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        dist.init_process_group(timeout=TIMEOUT)
+        store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
+        dist.init_process_group(store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"the {size} processes did not find each other: {error}") from None
     atexit.register(dist.destroy_process_group)
@@ -103,8 +105,8 @@ def check_variables() -> None:
     if not os.environ.get("MASTER_ADDR"):
         invalid.append("MASTER_ADDR=")
     if invalid:
-        raise UserError(f"torchrun does not set {', '.join(invalid)} with WORLD_SIZE={size}: start "
-                        "N processes with torchrun --nproc-per-node N -m …")  # fmt: skip
+        raise UserError(f"WORLD_SIZE={size}, but {', '.join(invalid)} is missing or invalid: start "
+                        "processes with torchrun --nproc-per-node N, or unset it")  # fmt: skip
 
 
 def require_one_process(name: str) -> None:

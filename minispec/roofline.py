@@ -308,7 +308,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     rate = number(1e-3, 1e9, float)
     p.add_argument("--plan", action="store_true", help="plan even if no other of these is given")
     p.add_argument("--nproc", type=number(1, 1024),
-                   help="tensor-parallel ranks (default: 1, or those of torchrun)")  # fmt: skip
+                   help="tensor-parallel ranks (default: those of torchrun, or 1)")  # fmt: skip
     p.add_argument("--card", choices=list(CARDS),
                    help=f"sets the next three (default: {DEFAULT_CARD})")  # fmt: skip
     for flag, unit, meaning in (

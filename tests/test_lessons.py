@@ -23,7 +23,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from minispec.generate import palette
+from minispec.generate import palette, view
 from minispec.training.pretrain import distinct_4grams
 
 LESSONS = ROOT / "lessons"
@@ -253,11 +253,14 @@ def test_the_first_cell_works_without_a_checkout(tmp_path):
     for arguments in ["init", "-q"], ["add", "."], commit:
         subprocess.run([git, *arguments], cwd=repository, check=True)
     bare.mkdir()
-    stubs.mkdir()
-    (stubs / "pip").write_text(f"#!/bin/sh\necho $* >> {tmp_path / 'installed'}\n")
-    (stubs / "pip").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{stubs}{os.pathsep}{os.environ['PATH']}"}
-    environment.pop("PYTHONPATH", None)
+    (bare / "lessons").mkdir()  # somebody's own
+    (stubs / "pip").mkdir(parents=True)
+    (stubs / "pip" / "__init__.py").touch()
+    installed = tmp_path / "installed"
+    (stubs / "pip" / "__main__.py").write_text(
+        f"import sys; print(*sys.argv[1:], file=open({str(installed)!r}, 'a'))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(stubs)}
     cell = badges.first_cell("03").replace(badges.address(), repository.as_uri())
     starts = cell + "\nimport minispec\nprint(minispec.__path__[0])"
     imports = cell.replace('lesson("03")', "import form\nprint(form.LESSONS)")
@@ -271,7 +274,19 @@ def test_the_first_cell_works_without_a_checkout(tmp_path):
         done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment,
                               capture_output=True, text=True)  # fmt: skip
         assert (done.returncode, done.stdout, done.stderr) == (0, f"{printed}\n", "")
-    assert (tmp_path / "installed").read_text() == "install -q -e checkout\n"
+    assert installed.read_text() == "install -q -e checkout\n"
+
+
+@pytest.mark.parametrize("address", [
+    "https://github.com/me/fork/", "https://github.com/me/fork.git", "git@github.com:me/fork.git",
+    "https://gitlab.com/me/fork", "",
+])  # fmt: skip
+def test_an_address_that_badges_cannot_use_is_named(address, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(badges, "LESSONS", tmp_path / "lessons")
+    (tmp_path / "pyproject.toml").write_text(f'[project.urls]\nSource = "{address}"\n')
+    with pytest.raises(SystemExit) as caught:
+        badges.address()
+    assert caught.value.code == 2 and repr(address) in capsys.readouterr().err
 
 
 GALLERY = {"speculative": "03", "medusa": "04", "lookahead": "05", "fastmtp": "06", "hybrid": "10"}
@@ -284,7 +299,9 @@ def test_a_page_of_the_gallery_is_small_and_linked(method, number):
     assert file.stat().st_size < 500_000
     assert not LOCAL_PATH.search(page)
     assert re.findall(r"(?:src|href)=\"([^\"]*)\"", page) == ["data:,"]
-    assert palette.css() in page, "run make gallery"
+    template = view.TEMPLATE.read_text("utf-8").replace(view.COLOURS_PLACEHOLDER, palette.css())
+    before, after = template.split(view.PLACEHOLDER)
+    assert page.startswith(before) and page.endswith(after), "run make gallery"
     data = re.search(r'<script id="trace" type="application/json">(.*?)</script>', page, re.S)
     run = json.loads(data[1])
     assert run["method"] == method and run["stats"]["lossless"] and len(run["passes"]) > 10

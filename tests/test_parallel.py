@@ -28,6 +28,7 @@ from minispec.checkpoints.load import load, save
 from minispec.generate import METHODS, decode, stream
 from minispec.generate.__main__ import main
 from minispec.generate.terminal import show
+from minispec.machine import CpuTimes
 from minispec.model import Transformer, count_parameters
 from minispec.parallel import Group
 from minispec.toys import random_medusa_heads, random_mtp_head
@@ -256,12 +257,12 @@ VARIABLES = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "
 
 @pytest.mark.parametrize("given, found", [
     (dict.fromkeys(VARIABLES, "") | {"WORLD_SIZE": "2"},
-     "RANK=, LOCAL_RANK=, MASTER_PORT=, MASTER_ADDR= with WORLD_SIZE=2"),
-    ({"WORLD_SIZE": "two"}, "RANK=1, LOCAL_RANK=1 with WORLD_SIZE=two"),
-    ({"RANK": "-1"}, "RANK=-1 with WORLD_SIZE=2"),
-    ({"RANK": "first"}, "RANK=first with WORLD_SIZE=2"),
-    ({"RANK": "2"}, "RANK=2 with WORLD_SIZE=2"),
-    ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 with WORLD_SIZE=2"),
+     "RANK=, LOCAL_RANK=, MASTER_PORT=, MASTER_ADDR= is missing or invalid"),
+    ({"WORLD_SIZE": "two"}, "RANK=1, LOCAL_RANK=1 is missing or invalid"),
+    ({"RANK": "-1"}, "RANK=-1 is missing or invalid"),
+    ({"RANK": "first"}, "RANK=first is missing or invalid"),
+    ({"RANK": "2"}, "RANK=2 is missing or invalid"),
+    ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is missing or invalid"),
 ])  # fmt: skip
 def test_variables_that_torchrun_does_not_set_are_refused(given, found, monkeypatch, capsys):
     for name, value in (VARIABLES | given).items():
@@ -330,6 +331,14 @@ def test_bench_plans_for_the_processes_of_torchrun(monkeypatch, capsys):
     monkeypatch.setattr(bench, "free_memory", lambda device: 10**9)  # for one model, not two shards
     bench.main("--shape qwen2.5-0.5b --quantize int8 --dtype bfloat16 --device cpu --json".split())
     assert [s["ranks"] for s in json.loads(capsys.readouterr().out)["plan"]["shares"]] == [1, 2]
+
+
+def test_the_time_of_all_ranks_is_that_of_the_benchmark(monkeypatch):
+    """Two cores: each rank used one of them, and nobody else did anything."""
+    clocks = iter([CpuTimes(0.0, 0.0, busy=0.0), CpuTimes(20.0, 10.0, busy=20.0)])
+    as_world(0, monkeypatch)
+    monkeypatch.setattr(bench, "read_cpu_times", lambda: next(clocks))
+    assert bench.repeat(lambda: {}, 1) == ([{}], 0.0)
 
 
 def test_hidden_states_are_sent_to_rank_0_only(monkeypatch):
@@ -411,8 +420,8 @@ def test_errors_end_all_processes_with_one_line(tmp_path):
     model = write_family(tmp_path, FAMILIES["llama"])
     run = torchrun(3, "-m", "minispec.generate", "Once", "--model", model)
     assert own_lines(run.communicate(timeout=60)[1]) == [
-        "minispec: 3 processes cannot share this model: its heads, 8, must be a multiple of the "
-        "number of processes"
+        f"minispec: {model}: 3 processes cannot share this model: its heads, 8, must be a multiple "
+        "of the number of processes"
     ]
     run = torchrun(2, "-m", "minispec.generate", "Once", "--model", model, "--k", "3")
     assert len(own_lines(run.communicate(timeout=60)[1])) == 1

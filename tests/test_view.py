@@ -23,7 +23,7 @@ from minispec.toys import Recorder
 from minispec.tree import Step, Tree
 
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
-BLUE, VERMILION, GREEN = "38;5;25", "38;5;166", "38;5;35"
+BLUE, VERMILION, GREEN = "38;5;32", "38;5;166", "38;5;29"
 STRUCK = re.compile(rf"\x1b\[{VERMILION};9m.*?\x1b\[0m")
 
 
@@ -197,8 +197,11 @@ def channels(colour: str) -> list[float]:
 @pytest.mark.parametrize("meaning", palette.LEGEND)
 def test_colours_can_be_read_on_dark_and_on_light(meaning):
     colour = channels(palette.LEGEND[meaning])
-    for terminal in "#000000", "#ffffff":
-        assert contrast(colour, channels(terminal)) > 3.4
+    cell = int(palette.ansi(palette.LEGEND[meaning]).removeprefix("38;5;")) - 16
+    in_terminal = [(0, 95, 135, 175, 215, 255)[cell // n % 6] for n in (36, 6, 1)]
+    for shade in colour, in_terminal:
+        for terminal in "#000000", "#ffffff":
+            assert contrast(shade, channels(terminal)) > 3.4
     template = view.TEMPLATE.read_text(encoding="utf-8")
     modes = [re.search(rf"--{name}: light-dark\((#\w+), (#\w+)\)", template).groups()
              for name in ("ink", "panel")]  # fmt: skip

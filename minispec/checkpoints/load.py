@@ -126,7 +126,7 @@ def load(
     if config.tied:
         tie(tensors)
     with torch.device("meta"):
-        model = Transformer(shard_config(config))
+        model = Transformer(config_of_rank(config, path))
     fill(model, tensors, str(path), dtype, device)
     all_reduce_outputs(model)
     if config.tied:
@@ -135,10 +135,18 @@ def load(
     return model.eval(), tokenizer
 
 
+def config_of_rank(config: Config, path: Path) -> Config:
+    """The config of the model that this rank loads. Raises UserError if ranks cannot share it."""
+    try:
+        return shard_config(config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
 def read_directory(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     """Read the config, tensors and tokenizer of a checkpoint directory."""
     config, files = read_config(path), weight_files(path)
-    shard_config(config)  # raises UserError if ranks cannot share the model, before they read it
+    config_of_rank(config, path)  # raises UserError before the weights are read
     tokenizer, tensors = find_tokenizer(path), {}  # first, to fail early
     for file in files:
         tensors |= read_tensors(file)

@@ -82,7 +82,7 @@ def swap(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
 
 class Int8Linear(nn.Module):
     """Weights rounded to 8 bits, with one scale per output: a quarter of the memory of float32.
-    The layer's `name` in its model tells how ranks share it."""
+    The layer's `name` in its model determines how ranks share it."""
 
     def __init__(self, linear: nn.Linear, name: str = ""):
         super().__init__()

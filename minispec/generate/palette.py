@@ -14,7 +14,8 @@ ORANGE, SKY, PURPLE = "#E69F00", "#56B4E9", "#CC79A7"  # further series of a plo
 
 LEGEND = {"accepted": ACCEPTED, "rejected": REJECTED, "fresh": FRESH}
 
-CUBE = 0, 95, 135, 175, 215, 255  # the intensities of a channel in a terminal's cube of colours
+# the nearest of a terminal's 256 colours that can be read on black and on white
+TERMINAL = {ACCEPTED: 32, REJECTED: 166, FRESH: 29}
 
 
 def css() -> str:
@@ -23,8 +24,6 @@ def css() -> str:
 
 
 def ansi(colour: str) -> str:
-    """The parameters of the escape sequence that selects the nearest of the 216 colours of a
-    terminal's cube. Not all terminals have 24-bit colours."""
-    channels = bytes.fromhex(colour.removeprefix("#"))
-    red, green, blue = (min(range(6), key=lambda i: abs(CUBE[i] - x)) for x in channels)
-    return f"38;5;{16 + 36 * red + 6 * green + blue}"
+    """The parameters of the escape sequence that selects a colour of the legend. Not all terminals
+    have 24-bit colours."""
+    return f"38;5;{TERMINAL[colour]}"

@@ -143,13 +143,14 @@ class Run:
         """End the run: add the text that was held back, and truncate the cache to the rows of
         emitted tokens so that the next turn of a chat can use it. A finished run holds no cache, so
         that a list of runs takes little memory."""
+        if self.finish_reason is not None:
+            return
         self.finish_reason = reason
         if reason != "stop" and self.tokens:
             self.texts[-1] += self.held_back + (self.decoder.flush() if self.decoder else "")
         kept = len(self.prompt) + len(self.tokens) - 1
         self.cache.truncate(min(self.cache.length, kept))
-        self.steps.close()
-        self.cache = None
+        self.steps, self.cache = iter(()), None
 
     @property
     def stats(self) -> dict:
