@@ -271,7 +271,8 @@ def test_variables_that_torchrun_does_not_set_are_refused(given, found, monkeypa
         main(["Once"])
     error = capsys.readouterr().err.splitlines()
     assert caught.value.code == 2 and len(error) == 1
-    assert f"torchrun does not set {found}: start N processes with torchrun" in error[0]
+    size = os.environ["WORLD_SIZE"]
+    assert f"WORLD_SIZE={size}, but {found}: start processes with torchrun" in error[0]
 
 
 def test_one_process_under_torchrun_is_not_shared(monkeypatch):
