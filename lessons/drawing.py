@@ -430,7 +430,8 @@ def draw_walk(ax: Axes, tree: Tree, path: Sequence[int], labels: list[str], fres
         if node:
             colour = STATES[states[node]]
             px, py = positions[tree.parents[node]]
-            ax.plot([px, x], [py, y], color=LINE if colour == PALE else colour,
+            # level on the last stretch, so that no edge runs behind the label of a sibling
+            ax.plot([px, x - 0.3, x], [py, y, y], color=LINE if colour == PALE else colour,
                     lw=2 if states[node] == "accepted" else 1)  # fmt: skip
         fill = STATES[states[node]] if node else CONTEXT
         ax.text(
@@ -469,25 +470,26 @@ def draw_ranks(paths: Sequence[Sequence[int]], gains: Sequence[float]) -> None:
     labels = ["root", *(f"rank {paths[i][-1]}: {gains[i]:.3f}" for i in order)]
     leaves = sum(not tree.children(node) for node in range(len(tree)))
     deepest = max(tree.depths)
-    figure, ax = plt.subplots(
-        figsize=(2 + 1.9 * deepest, 0.7 + 0.33 * leaves), layout="constrained"
-    )
+    figure, ax = plt.subplots(figsize=(2 + 3 * deepest, 0.7 + 0.33 * leaves), layout="constrained")
     draw_tree(ax, tree, labels=labels)
     ax.set_xticks(range(deepest + 1), ["", *(f"head {k}" for k in range(deepest))], fontsize=9)
     plt.show()
 
 
 def draw_sizes(
-    sizes: Sequence[int], expected: Sequence[float], tokens: Sequence[float],
-    speeds: Sequence[float],
-) -> None:  # fmt: skip
-    """Draw tokens per pass, and speed relative to plain decoding, against the nodes of the tree."""
+    expected: dict[int, float], tokens: dict[str, float], speed: dict[str, float]
+) -> None:
+    """Draw tokens per pass, and speed relative to plain decoding, against the nodes of the tree.
+    `expected` has these sizes; `tokens` and `speed` also have the chain of 4."""
+    sizes = list(expected)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-    left.plot(sizes, expected, "s--", color=CONTEXT, label="expected (held-out)")
-    left.plot(sizes, tokens, "o-", color=ACCEPTED, label="measured")
-    left.set(ylabel="tokens per pass")
-    right.plot(sizes, speeds, "o-", color=ACCEPTED, label="measured")
+    left.plot(sizes, expected.values(), "s--", color=CONTEXT, label="tree, expected")
+    for ax, measured in (left, tokens), (right, speed):
+        of_trees = [measured[f"tree of {n}"] for n in sizes]
+        ax.plot(sizes, of_trees, "o-", color=ACCEPTED, label="tree, measured")
+        ax.plot(4, measured["chain of 4"], "D", color=ORANGE, label="chain of 4, measured")
     right.axhline(1, color=CONTEXT, ls="--", label="plain decoding")
+    left.set(ylabel="tokens per pass")
     right.set(ylabel="times plain decoding")
     for ax in (left, right):
         ax.set_xscale("log", base=2)

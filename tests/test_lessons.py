@@ -25,6 +25,7 @@ from conftest import ROOT
 
 from minispec.generate import palette, view
 from minispec.training.pretrain import distinct_4grams
+from minispec.verify import residual
 
 LESSONS = ROOT / "lessons"
 sys.path.append(str(LESSONS))
@@ -711,6 +712,24 @@ def ignores_none(p, q, drafts, randomness):
     return None, randomness.categorical(p)
 
 
+def halves_later_coins(p, q, drafts, randomness, factor=0.5, power=1):
+    """The rule of lesson 04, with a factor for the coins of later siblings, and a fresh token from
+    a power of what p has become."""
+    for i, x in enumerate(drafts):
+        rest = residual(p, q, x)
+        coin = min(1.0, float(p[x] / q[x])) * (factor if i else 1)
+        if randomness.bernoulli(coin) or rest is None:
+            return i, x
+        p, q = rest, q.clone()
+        q[x] = 0
+        q /= q.sum()
+    return None, randomness.categorical(p**power)
+
+
+def squares_the_rest(p, q, drafts, randomness):
+    return halves_later_coins(p, q, drafts, randomness, factor=1, power=2)
+
+
 def runs_a_pass_twice(choices, guess):
     rows, new = [], list(guess)
     while new not in rows:
@@ -764,6 +783,8 @@ def worst_siblings_first(accuracy, nodes):
         ("08", "measure_speedup", only_a, "it never runs B"),
         ("01", "commit", too_long_by_two, "the rows are right, but the new length is not: length"),
         ("04", "accept_sibling", ignores_none, "it is right up to rounding: if `residual` returns"),
+        ("04", "accept_sibling", squares_the_rest, "the drafts are judged as they should be, but"),
+        ("04", "accept_sibling", halves_later_coins, "the first draft is judged as it should be,"),
         ("04", "grow_tree", by_last_rank, "these are the right paths, but not best first"),
         ("04", "grow_tree", worst_siblings_first, "all siblings come before any child, even if a"),
         ("05", "jacobi", runs_a_pass_twice, "the rows are right, but it runs more passes than"),

@@ -1,5 +1,6 @@
 """Lesson 04: several drafts for one position, the growth of a tree, and its size."""
 
+import heapq
 import itertools
 import math
 import random
@@ -208,7 +209,8 @@ def share(outcome: Outcome) -> float:
 
 
 def diagnose_accept(results: list[tuple[Position, Outcome, Outcome]]) -> str | None:
-    """Say whether the rule accepts too rarely or too often."""
+    """Say whether the drafts, or a later one, or only the fresh token is at fault, and whether the
+    rule accepts too rarely or too often."""
     results = [result for result in results if result[0] is not ROUNDING]
     if all(outcome_distance(got, exact) < 1e-9 for _, got, exact in results):
         return "it is right up to rounding: if `residual` returns None, accept the draft"
@@ -216,6 +218,13 @@ def diagnose_accept(results: list[tuple[Position, Outcome, Outcome]]) -> str | N
     lossless = all(total_variation(got.tokens, exact.tokens) < 1e-9 for _, got, exact in results)
     if lossless and max(more, default=0) < 1e-9 and min(more, default=0) < -1e-9:
         return "the token is right, but drafts are accepted too rarely"
+    if all(total_variation(got.accepted, exact.accepted) < 1e-9 for _, got, exact in results):
+        return "the drafts are judged as they should be, but not the fresh token: draw it from " \
+               "what p has become"  # fmt: skip
+    if all(abs(got.accepted.get(0, 0.0) - exact.accepted.get(0, 0.0)) < 1e-9
+           for _, got, exact in results):  # fmt: skip
+        return "the first draft is judged as it should be, but a later one is not: judge it by " \
+               "what p and q have become"  # fmt: skip
     if min(more, default=0) > -1e-9 and max(more, default=0) > 1e-9:
         return "it accepts drafts more often than the rule allows"
     return None
@@ -274,6 +283,48 @@ def always_from(first_p=False, first_q=False):
     return accept_sibling
 
 
+def never_changes(next_q, asks_for_none=True):
+    """p never changes; q may."""
+
+    def accept_sibling(p, q, drafts, randomness):
+        for i, x in enumerate(drafts):
+            if randomness.bernoulli(ratio(p, q, x)):
+                return i, x
+            if asks_for_none and residual(p, q, x) is None:
+                return i, x
+            q = next_q(q, x)
+        return None, randomness.categorical(p)
+
+    return accept_sibling
+
+
+def unbound(p, q, drafts, randomness):
+    """p never changes, and without a draft `rest` does not exist."""
+    for i, x in enumerate(drafts):
+        if randomness.bernoulli(ratio(p, q, x)):
+            return i, x
+        rest = residual(p, q, x)
+        if rest is None:
+            return i, x
+        q = without(q, x)
+    return None, randomness.categorical(rest)
+
+
+def coins_of_the_first(next_q):
+    """Every coin is that of the caller's p and q, though both change."""
+
+    def accept_sibling(p, q, drafts, randomness):
+        first = p, q
+        for i, x in enumerate(drafts):
+            rest = residual(p, q, x)
+            if randomness.bernoulli(ratio(*first, x)) or rest is None:
+                return i, x
+            p, q = rest, next_q(q, x)
+        return None, randomness.categorical(p)
+
+    return accept_sibling
+
+
 def likeliest_first(p, q, drafts, randomness):
     order = sorted(drafts, key=p.tolist().__getitem__, reverse=True)
     i, token = rule()(p, q, order, randomness)
@@ -293,6 +344,29 @@ def q_first(p, q, drafts, randomness):
         rest = residual(p, q, x)
         p = p if rest is None else rest
     return None, randomness.categorical(p)
+
+
+def q_first_and_none(next_q):
+    """None is asked of the q that has lost x already."""
+
+    def accept_sibling(p, q, drafts, randomness):
+        for i, x in enumerate(drafts):
+            if randomness.bernoulli(ratio(p, q, x)):
+                return i, x
+            q = next_q(q, x)
+            rest = residual(p, q, x)
+            if rest is None:
+                return i, x
+            p = rest
+        return None, randomness.categorical(p)
+
+    return accept_sibling
+
+
+def divided_by_nothing(q, x):
+    """q without x; NaN if nothing is left."""
+    rest = not_divided(q, x)
+    return rest / rest.sum()
 
 
 def coins_by_p(p, q, drafts, randomness):
@@ -345,11 +419,19 @@ ACCEPT_MISTAKES = {
         rule(rest_of=residual_not_divided),
         rule(not_divided, rest_of=residual_not_divided),
     ),
-    "it judges every draft by p itself; after a rejection p must become the residual": rule(
-        keep_p=True
+    "it judges every draft by p itself; after a rejection p must become the residual": (
+        rule(keep_p=True),
+        unbound,
     ),
-    "it judges every draft by the same p and q; after a rejection both must change": rule(
-        unchanged, keep_p=True
+    "it judges every draft by the same p and q; after a rejection both must change": (
+        rule(unchanged, keep_p=True),
+        *(never_changes(unchanged, none) for none in (True, False)),
+    ),
+    "p never changes; after a rejection it must become the residual, and if no draft is accepted, "
+    "the token is drawn from that": (*(never_changes(without, none) for none in (True, False)),),
+    "each coin is that of the first p and q; it must be that of what p and q have become": (
+        coins_of_the_first(unchanged),
+        coins_of_the_first(without),
     ),
     "every draft gets the coin of the first one; it must be that of its own p(x) / q(x)": (
         coin_of_the_first
@@ -369,7 +451,11 @@ ACCEPT_MISTAKES = {
     "if no draft is accepted, it draws from q; draw from what p has become": rule(
         fresh_from=lambda p, q: q
     ),
-    "it removes x from q too early: the residual is of the q that x was drawn from": q_first,
+    "it removes x from q too early: the residual is of the q that x was drawn from": (
+        q_first,
+        q_first_and_none(without),
+        q_first_and_none(divided_by_nothing),
+    ),
     "after a rejection it only removes x from p; p must become norm(max(0, p - q))": rule(
         rest_of=without_x
     ),
@@ -427,12 +513,16 @@ def gain_of(accuracy: list[list[float]], path: Path) -> float:
     return math.prod(accuracy[k][r] for k, r in enumerate(path))
 
 
+PAIRS = "its list holds pairs, such as (path, gain); return only the paths"
+
+
 def run_grow(function, case: Heads) -> list[Path]:
     accuracy = case.accuracy
     tree = call(function, case.nodes, accuracy=accuracy)
     if not isinstance(tree, list) or not all(isinstance(path, tuple) for path in tree):
         raise Wrong("it must return a list of paths, each a tuple of ranks")
-    tree = [tuple(path) for path in tree]
+    if any(isinstance(part, tuple) for path in tree for part in path):
+        raise Wrong(PAIRS)
     if () in tree:
         raise Wrong("the root, (), is not a path; it is the last token of the text")
     heads, ranks = len(accuracy), len(accuracy[0])
@@ -529,6 +619,25 @@ def grown_by(score):
     return grow_tree
 
 
+def heap_of_smallest(accuracy, nodes):
+    """minispec's growth without the minus sign of the gains."""
+    tree, queue = [], [(accuracy[0][0], (0,))]
+    while queue and len(tree) < nodes:
+        gain, path = heapq.heappop(queue)
+        tree.append(path)
+        depth, rank = len(path) - 1, path[-1]
+        if depth + 1 < len(accuracy):
+            heapq.heappush(queue, (gain * accuracy[depth + 1][0], (*path, 0)))
+        if rank + 1 < len(accuracy[depth]):
+            sibling = (*path[:-1], rank + 1)
+            heapq.heappush(queue, (gain_of(accuracy, sibling), sibling))
+    return tree
+
+
+def with_its_gain(accuracy, path):
+    return path, gain_of(accuracy, path)
+
+
 def all_of(accuracy):
     return grow_tree(accuracy, 10**6)
 
@@ -556,8 +665,15 @@ GROW_MISTAKES = {
         lambda accuracy, nodes: every_path(accuracy)[:nodes],
         lambda accuracy, nodes: sorted(all_of(accuracy), key=lambda path: len(path) > 1)[:nodes],
     ),
-    "it takes the worst candidate first; a heap returns its smallest entry": grown_by(
-        lambda accuracy, path: -gain_of(accuracy, path)
+    "it takes the worst candidate first; a heap returns its smallest entry": (
+        grown_by(lambda accuracy, path: -gain_of(accuracy, path)),
+        heap_of_smallest,
+    ),
+    PAIRS: (
+        lambda accuracy, nodes: [with_its_gain(accuracy, p) for p in grow_tree(accuracy, nodes)],
+        lambda accuracy, nodes: [
+            with_its_gain(accuracy, p)[::-1] for p in grow_tree(accuracy, nodes)
+        ],
     ),
     "all paths have length 1; the children of a path that is in the tree are candidates, too": (
         lambda accuracy, nodes: every_path(accuracy[:1])[:nodes]
@@ -659,15 +775,18 @@ SIZE_MISTAKES = {
         best_by(lambda g, c, n: (1 + sum(g[: n + 1])) / c[n]),
         best_by(lambda g, c, n: (1 + sum(g[: max(0, n - 1)])) / c[n]),
     ),
-    "it counts only the gain of the last node; those before it count, too": best_by(
-        lambda g, c, n: (1 + sum(g[n - 1 : n])) / c[n]
+    "it counts only the gain of the last node; those before it count, too": (
+        best_by(lambda g, c, n: (1 + sum(g[n - 1 : n])) / c[n]),
+        best_by(lambda g, c, n: (1 + g[n - 1]) / c[n]),
+        best_by(lambda g, c, n: (1 + g[n - 1]) / c[n], first=1),
     ),
     "it multiplies the gains; gains[i] is already the gain of a whole path, so add": best_by(
         lambda g, c, n: (1 + sum(math.prod(g[:i]) for i in range(1, n + 1))) / c[n]
     ),
     "it always returns 0, whatever the gains and costs": lambda gains, costs: 0,
-    "it subtracts the cost; tokens per unit of cost are a quotient": best_by(
-        lambda g, c, n: sum(g[:n]) - c[n]
+    "it subtracts the cost; tokens per unit of cost are a quotient": (
+        best_by(lambda g, c, n: sum(g[:n]) - c[n]),
+        best_by(lambda g, c, n: sum(g[:n]) - c[n], first=1),
     ),
     "it returns the index of the last node; the number of nodes is one more": (
         lambda gains, costs: max(0, best_size(gains, costs) - 1),
@@ -684,8 +803,8 @@ SIZE_MISTAKES = {
 # ---- tasks ---------------------------------------------------------------------------------------
 
 RANGES = {
-    "share_of_two": (0, 1), "second_after_first": (0, 1), "tokens_of_32": (1, 5),
-    "fastest_size": (0, 32),
+    "share_of_two": (0, 1), "second_after_first": (0, 1), "tokens_of_12": (1, 5),
+    "speed_of_12": (0, 5),
 }  # fmt: skip
 TASKS = [
     Task(
