@@ -153,6 +153,13 @@ def test_each_task_has_a_stub_that_is_checked_in_its_cell(number):
             assert [*inspect.signature(function).parameters] == stubs[name]
 
 
+@each_lesson
+def test_no_section_is_missing(number):
+    text = "\n".join(source(cell) for cell in cells_of(LESSON[number], "markdown"))
+    sections = [int(n) for n in re.findall(r"^## (\d+) · ", text, re.MULTILINE)]
+    assert sections == [*range(1, len(sections) + 1)] and sections
+
+
 def squeezed(text: str) -> list[str]:
     """The lines that are not blank, with single spaces."""
     return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
