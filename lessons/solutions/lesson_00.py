@@ -84,6 +84,9 @@ def run_accept(function, case: Round) -> tuple[int, int]:
             raise
         raise Wrong("IndexError where all guesses are right: there is no guess[len(guess)], and "
                     "the last choice is choices[len(guess)]") from None  # fmt: skip
+    if answer is None and case.guess and case.guess == choices_of(case)[:-1]:
+        raise Wrong("it returns None where all guesses are right: then the loop ends without a "
+                    "return; accept all of them, and add the last choice")  # fmt: skip
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise Wrong("it must return two numbers: how many guesses are accepted, and a fresh token")
     if not all(type(number) is int for number in answer):

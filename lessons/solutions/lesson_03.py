@@ -147,7 +147,8 @@ def show_residual(pair, got: Tensor | None, expected: Tensor | None) -> str:
     p, q = pair
     text = f"{show_pair(pair)}: it returns {'None' if got is None else rows(got)}"
     if got is None or expected is None:
-        return f"{text}, but {float((p - q).clamp(min=0).sum()):.1e} of p is left"
+        left = float((p - q).clamp(min=0).sum())
+        return f"{text}, but p - q = {rows(p - q)}, so {left:.1e} of p is left"
     kept = torch.minimum(p, q)
     tokens = kept + (1 - kept.sum()) * got
     return f"{text}; accepted and fresh tokens together then have {rows(tokens)} instead of p, " \
@@ -344,7 +345,7 @@ def show_accept(case: Round, outcome: Outcome, exact: Outcome) -> str:
 
 def rule(probability, correct, bonus=None):
     """An acceptance rule: `probability(p, q, i, x)` of accepting draft i, and the distributions of
-    the fresh token, `correct(p, q, i)` after a rejection and `bonus(p)` if there is none."""
+    the fresh token, `correct(p, q, i)` after a rejection and `bonus(p, q)` if there is none."""
 
     def accept(p, q, drafts, randomness):
         for i, x in enumerate(drafts):
@@ -352,7 +353,7 @@ def rule(probability, correct, bonus=None):
                 rest = correct(p, q, i)
                 if rest is not None:
                     return i, randomness.categorical(rest)
-        return len(drafts), randomness.categorical(bonus(p) if bonus else p[len(drafts)])
+        return len(drafts), randomness.categorical(bonus(p, q) if bonus else p[len(drafts)])
 
     return accept
 
@@ -386,6 +387,56 @@ def never_stops(p, q, drafts, randomness):
     return n, randomness.categorical(p[n] if rest is None else rest)
 
 
+def counts_on(p, q, drafts, randomness):
+    """Later coins raise the count, but the correction is the first rejected draft's."""
+    n, rest = 0, None
+    for i, x in enumerate(drafts):
+        if randomness.bernoulli(min(1.0, float(ratio(p, q, i, x)))):
+            n += 1
+        elif rest is None:
+            rest = residual(p[i], q[i])
+    return n, randomness.categorical(p[len(drafts)] if rest is None else rest)
+
+
+def counts_on_to_the_last(p, q, drafts, randomness):
+    """As counts_on, but with the last rejected draft's correction."""
+    n, rest = 0, p[len(drafts)]
+    for i, x in enumerate(drafts):
+        if randomness.bernoulli(min(1.0, float(ratio(p, q, i, x)))):
+            n += 1
+        elif (left := residual(p[i], q[i])) is not None:
+            rest = left
+    return n, randomness.categorical(rest)
+
+
+def counts_and_draws_at_once(p, q, drafts, randomness):
+    """Later coins raise the count, and each rejection draws a token."""
+    n, fresh = 0, None
+    for i, x in enumerate(drafts):
+        rest = None
+        if not randomness.bernoulli(min(1.0, float(ratio(p, q, i, x)))):
+            rest = residual(p[i], q[i])
+        if rest is None:
+            n += 1
+        else:
+            fresh = randomness.categorical(rest)
+    return n, randomness.categorical(p[len(drafts)]) if fresh is None else fresh
+
+
+def inverted_coin(p, q, drafts, randomness):
+    for i, x in enumerate(drafts):
+        if randomness.bernoulli(min(1.0, float(ratio(p, q, i, x)))):
+            rest = residual(p[i], q[i])
+            if rest is not None:
+                return i, randomness.categorical(rest)
+    return len(drafts), randomness.categorical(p[len(drafts)])
+
+
+def bonus_from_what_is_left(p, q):
+    rest = residual(p[-1], q[-1]) if q else None
+    return p[-1] if rest is None else rest
+
+
 def tensor_token(p, q, drafts, randomness):
     n, fresh = accept(p, q, drafts, randomness)
     return n, torch.tensor(fresh)
@@ -415,12 +466,23 @@ ACCEPT_MISTAKES = {
     "after a rejection it draws from p, and tokens that were accepted often enough come too often; "
     "draw from the residual": rule(ratio, lambda p, q, i: p[i]),
     "the bonus token is the argmax; draw it from the last row of p": rule(
-        ratio, after_rejection, lambda p: best(p[-1])
+        ratio, after_rejection, lambda p, q: best(p[-1])
     ),
     "the bonus must come from p[γ], the last entry": (
-        rule(ratio, after_rejection, lambda p: p[max(0, len(p) - 2)]),
-        rule(ratio, after_rejection, lambda p: p[0]),
+        rule(ratio, after_rejection, lambda p, q: p[max(0, len(p) - 2)]),
+        rule(ratio, after_rejection, lambda p, q: p[0]),
     ),
+    "the bonus is drawn from q[-1], which belongs to the last draft; it must come from p[γ]": (
+        rule(ratio, after_rejection, lambda p, q: q[-1]),
+        rule(ratio, after_rejection, lambda p, q: (q or p)[-1]),
+    ),
+    "the bonus is drawn from a residual; if no draft is rejected, it must come from p[γ] itself": (
+        rule(ratio, after_rejection, lambda p, q: residual(p[-1], q[-1])),
+        rule(ratio, after_rejection, lambda p, q: residual(p[-1], q[-1]) if q else p[-1]),
+        rule(ratio, after_rejection, bonus_from_what_is_left),
+    ),
+    "the coin is inverted: `bernoulli` is True with the probability p(x)/q(x), and then the draft "
+    "is accepted": inverted_coin,
     "the correction comes from max(0, q - p), what was proposed too often; it must be p - q": rule(
         ratio, lambda p, q, i: residual(q[i], p[i])
     ),
@@ -449,7 +511,12 @@ ACCEPT_MISTAKES = {
     "it never accepts a draft": lambda p, q, drafts, randomness: (0, randomness.categorical(p[0])),
     "it accepts every draft": rule(lambda p, q, i, x: 1.0, after_rejection),
     "after a rejection it only removes x from p; draw from the residual": only_removes_the_draft,
-    "it goes on after a rejection; later drafts were drawn after a token that is gone": never_stops,
+    "it goes on after a rejection; later drafts were drawn after a token that is gone": (
+        never_stops,
+        counts_on,
+        counts_on_to_the_last,
+        counts_and_draws_at_once,
+    ),
     "if all drafts are accepted, it returns the last draft instead of a bonus token": no_bonus,
     "n counts the rejected draft, too, so the rejected draft stays in the text": (
         counts_the_rejected
@@ -526,7 +593,7 @@ GREEDY_MISTAKES = {
 # ---- tasks ---------------------------------------------------------------------------------------
 
 RANGES = dict.fromkeys(
-    ["share_accepted", "distance_if_redrawn", "alpha_chat", "alpha_sums"], (0, 1)
+    ["share_accepted", "distance_if_redrawn", "alpha_chat", "alpha_arithmetic"], (0, 1)
 )
 TASKS = [
     Task(
