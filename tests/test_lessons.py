@@ -829,7 +829,10 @@ NONSENSE = [
 ]  # fmt: skip
 
 
-@each_task
+@pytest.mark.parametrize("key", [
+    pytest.param(key, marks=pytest.mark.slow) if key == ("09", "tempting_accept") else key
+    for key in TASKS
+], ids="-".join)  # fmt: skip
 def test_nonsense_is_judged_without_an_exception(key, start, capsys):
     number, name = key
     start(number)
