@@ -608,8 +608,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         (args.vocabulary_sizes and "fastmtp" not in " ".join(args.methods or ["fastmtp"]),
          "--vocabulary-sizes applies to fastmtp; add it to --methods or omit the flag"),
         (args.kind and not args.data, "--kind requires --data"),
-        (args.compile and parallel.world.size > 1,
-         "--compile: a model that several processes share cannot be compiled"),
+        (args.compile and parallel.world.size > 1, parallel.NOT_COMPILED),
         (args.markdown and len(args.temperature) > 1,
          "--markdown prints one table; choose one --temperature"),
     ):  # fmt: skip

@@ -38,6 +38,7 @@ from minispec.model import MLP, Attention, Config, Transformer, count_parameters
 T = TypeVar("T")
 JOIN_TIMEOUT = timedelta(minutes=5)
 TIMEOUT = timedelta(days=7)  # a chat may be idle; a process that has ended is noticed at once
+NOT_COMPILED = "a model that several processes share cannot be compiled: omit --compile"
 # names of weights; those of Int8Linear are `rounded` and `scale`
 COLUMN_PARALLEL = re.compile(
     r"(.*\.)?(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias|rounded|scale)"

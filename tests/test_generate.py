@@ -142,6 +142,13 @@ def test_a_finished_run_holds_no_cache(method, monkeypatch):
     assert caches and all(cache() is None for cache in caches)
 
 
+def test_a_run_may_be_finished_before_it_begins_and_twice():
+    run = stream(random_model(), None, [1, 2, 3])
+    run.finish("interrupted")
+    run.finish("length")
+    assert list(run) == [] and run.finish_reason == "interrupted" and run.stats["new_tokens"] == 0
+
+
 def test_acceptance_rates_by_depth():
     """Depth 1: 2 of 3 accepted. Depth 2: 1 of 2 accepted, the other failed at depth 1."""
     rounds = [

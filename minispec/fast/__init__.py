@@ -32,7 +32,7 @@ def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> 
         names = {layer: name for name, layer in model.named_modules()}
         swap(model, lambda layer: Int8Linear(layer, names[layer]))
     if compiled and parallel.tensor_parallel.size > 1:
-        raise UserError("a model that several processes share cannot be compiled: omit --compile")
+        raise UserError(parallel.NOT_COMPILED)
     if compiled:
         compile_passes(model)
     optimize_layers(model)

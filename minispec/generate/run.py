@@ -88,6 +88,8 @@ class Run:
     @torch.inference_mode()  # cheaper operators than under no_grad
     def run(self) -> Iterator[Chunk]:
         """Yield one chunk per round, the last one cut where the run ends."""
+        if self.finish_reason is not None:  # before it began
+            return
         start = time.perf_counter()
         self.next_step()  # the prefill
         self.prefill_seconds = time.perf_counter() - start
