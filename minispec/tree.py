@@ -17,9 +17,10 @@ class Tree:
     """Node 0 is the root, the last token already emitted; parents come before their children.
 
     `draft_probs[i]` is the distribution (V,) that node i was drawn from, or None for a
-    deterministic (one-hot) proposal; an empty list means that all are one-hot. Siblings are tried
-    in index order. If they were drawn without replacement, each has the distribution renormalised
-    without its earlier siblings.
+    deterministic (one-hot) proposal; an empty list means that all are one-hot. In the rounds that a
+    run has kept it is {x: q(x)}, with the node's own token x only. Siblings are tried in index
+    order. If they were drawn without replacement, each has the distribution renormalised without
+    its earlier siblings.
     """
 
     tokens: list[int]

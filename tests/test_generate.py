@@ -1,10 +1,12 @@
 """Runs stop exactly where plain decoding would; the command line reports errors in one line."""
 
 import contextlib
+import copy
 import gc
 import io
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -24,13 +26,14 @@ from conftest import (
     method_options,
     random_model,
 )
+from torch import Tensor
 
 from minispec import UserError, errors
 from minispec.cache import KVCache
 from minispec.checkpoints.load import load, save
 from minispec.errors import check_writable, command, printable
 from minispec.generate import __main__ as generate
-from minispec.generate import decode, stream
+from minispec.generate import decode, stream, view
 from minispec.generate.run import acceptance
 from minispec.tree import Step, Tree
 
@@ -140,6 +143,46 @@ def test_a_finished_run_holds_no_cache(method, monkeypatch):
     gc.collect()
     assert len(run.tokens) == 5 and run.stats["dtype"] == "float64"
     assert caches and all(cache() is None for cache in caches)
+
+
+def test_of_the_draft_distributions_a_run_keeps_one_number_per_draft():
+    """With whole distributions, a long chat with a large vocabulary held gigabytes."""
+    model, drawn = random_model(), []
+    options = method_options(model)["speculative"] | {"temperature": 1.0, "max_new_tokens": 20}
+    run = stream(model, None, [1, 2, 3], "speculative", **options)
+    for chunk in run:
+        tree = chunk.step.tree
+        drawn.append([None] + [float(q[x]) for x, q in zip(tree.tokens[1:], tree.draft_probs[1:])])
+    for step, probs in zip(run.rounds, drawn, strict=True):
+        kept = [q and q[x] for x, q in zip(step.tree.tokens, step.tree.draft_probs)]
+        assert kept == probs and not any(isinstance(q, Tensor) for q in step.tree.draft_probs)
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "speculative", "lookahead"])
+def test_a_finished_run_can_be_pickled_and_copied(method):
+    model = byte_model(eos=(256,))
+    draft = {"draft": byte_model(1)} if method == "speculative" else {}
+    run = decode(model, TOKENIZER, "abc", method, temperature=1.0, max_new_tokens=9, **draft)
+    for copied in pickle.loads(pickle.dumps(run)), copy.deepcopy(run), copy.copy(run):
+        assert list(copied) == [] and copied.as_json("m") == run.as_json("m")
+        assert view.trace(model, TOKENIZER, copied, "m") == view.trace(model, TOKENIZER, run, "m")
+
+
+@pytest.mark.parametrize("shared", ["cache", "draft_cache"])
+def test_only_one_run_at_a_time_may_use_a_cache(shared):
+    """Two live runs with one cache would both be silently wrong."""
+    model, draft = random_model(), random_model(1, layers=1)
+    network = {"cache": model, "draft_cache": draft}[shared]
+    options = {"draft": draft, "k": 2, shared: network.new_cache()}
+    first = stream(model, None, [1, 2, 3], "speculative", **options)
+    next(iter(first))
+    second = stream(model, None, [1, 2, 3, *first.tokens, 4], "speculative", **options)
+    with pytest.raises(UserError, match="another run has begun to use this run's cache"):
+        next(iter(first))
+    next(iter(second))
+    first.finish("interrupted")  # leaves the other's cache alone
+    rest = [token for chunk in second for token in chunk.tokens]
+    assert rest and second.tokens == decode(model, None, second.prompt).tokens
 
 
 def test_a_run_may_be_finished_before_it_begins_and_twice():

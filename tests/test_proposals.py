@@ -181,7 +181,7 @@ def test_tensors_that_a_run_leaves_behind_can_be_used_in_training():
     for norm in norms:
         norm.weight.requires_grad_(True)
     mask = run.rounds[-1].tree.mask
-    hidden = model([3] * len(mask), run.cache, mask=mask)
+    hidden = model([3] * len(mask), mask=mask)
     vocabulary.select([1, 2]).logits(hidden).square().sum().backward()
     assert all(norm.weight.grad.abs().sum() > 0 for norm in norms)
 

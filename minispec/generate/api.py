@@ -88,7 +88,8 @@ def stream(
     decoder = tokenizer.stream(ids) if tokenizer else None
     modules = (value for value in options.values() if isinstance(value, torch.nn.Module))
     extra = sum(map(parallel.count_whole, modules))
-    return Run(method, ids, steps, cache, sampling, conditions, stop_ids, decoder, extra)
+    caches = [value for value in (cache, options.get("draft_cache")) if value is not None]
+    return Run(method, ids, steps, caches, sampling, conditions, stop_ids, decoder, extra)
 
 
 def decode(
@@ -205,6 +206,8 @@ def check_sizes(
         checked_tree(model, sizes["heads"], sizes["tree"], sizes["vocabulary"])
     elif sizes.get("draft_cache") is not None:
         draft, draft_cache = sizes["draft"], sizes["draft_cache"]
+        if draft is None:
+            raise UserError(f"{method}: draft_cache is for a draft model; pass draft=, too")
         check_cache(draft_cache, draft, prompt_length, cache.capacity, sys.maxsize)
 
 

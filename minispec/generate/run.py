@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral
 
 import torch
@@ -12,7 +12,7 @@ from minispec.cache import KVCache
 from minispec.checkpoints.tokenizer import TextStream
 from minispec.errors import UserError
 from minispec.sampling import Sampling
-from minispec.tree import Step
+from minispec.tree import Step, Tree
 
 LOSSY = ("medusa-typical",)  # every other method keeps the distribution of plain decoding
 
@@ -59,7 +59,7 @@ class Run:
     method: str
     prompt: list[int]
     steps: Iterator[Step]
-    cache: KVCache | None  # None once the run is finished
+    caches: list[KVCache]  # the target's first; empty once the run is finished
     sampling: Sampling
     stop_conditions: StopConditions
     stop_ids: list[int]  # ids of stop strings that are control tokens, which have no text
@@ -74,9 +74,11 @@ class Run:
     decode_seconds: float = 0.0
 
     def __post_init__(self):
-        self.cached_tokens = self.cache.length
-        self.dtype = str(self.cache.k[0].dtype).removeprefix("torch.")
+        self.cached_tokens = self.caches[0].length
+        self.dtype = str(self.caches[0].k[0].dtype).removeprefix("torch.")
         self.chunks = self.run()
+        for cache in self.caches:
+            cache.user = self
 
     def __iter__(self) -> Iterator[Chunk]:
         return self.chunks
@@ -99,12 +101,15 @@ class Run:
             start = time.perf_counter()
             step = self.next_step()
             self.decode_seconds += time.perf_counter() - start
-            self.rounds.append(step)
+            self.rounds.append(without_distributions(step))
             yield self.emit(step)
 
     def next_step(self) -> Step:
         """The method's next round, in the model's dtype even under a surrounding autocast."""
-        with without_autocast(self.cache.device):
+        if any(cache.user is not self for cache in self.caches):
+            raise UserError("another run has begun to use this run's cache; finish one run before "
+                            "you pass its cache to the next")  # fmt: skip
+        with without_autocast(self.caches[0].device):
             return next(self.steps)
 
     def emit(self, step: Step) -> Chunk:
@@ -137,22 +142,24 @@ class Run:
         self.texts[-1], self.held_back = self.held_back[:safe], self.held_back[safe:]
         if len(self.tokens) == conditions.max_new_tokens:
             return "length"
-        if len(self.prompt) + len(self.tokens) == self.cache.capacity:
+        if len(self.prompt) + len(self.tokens) == self.caches[0].capacity:
             return "context"
         return None
 
     def finish(self, reason: str) -> None:
-        """End the run: add the text that was held back, and truncate the cache to the rows of
-        emitted tokens so that the next turn of a chat can use it. A finished run holds no cache, so
-        that a list of runs takes little memory."""
+        """End the run: add the text that was held back, and truncate the caches to the rows of
+        emitted tokens so that the next turn of a chat can use them. A finished run holds only its
+        results, so that a list of runs takes little memory and can be pickled."""
         if self.finish_reason is not None:
             return
         self.finish_reason = reason
         if reason != "stop" and self.tokens:
             self.texts[-1] += self.held_back + (self.decoder.flush() if self.decoder else "")
-        kept = len(self.prompt) + len(self.tokens) - 1
-        self.cache.truncate(min(self.cache.length, kept))
-        self.steps, self.cache = iter(()), None
+        for cache in self.caches:
+            if cache.user is self:  # not if another run has begun to use it
+                cache.truncate(min(cache.length, len(self.prompt) + len(self.tokens) - 1))
+                cache.user = None
+        self.steps, self.chunks, self.caches, self.decoder = iter(()), iter(()), [], None
 
     @property
     def stats(self) -> dict:
@@ -186,6 +193,14 @@ class Run:
             "finish_reason": self.finish_reason,
             "stats": self.stats,
         }
+
+
+def without_distributions(step: Step) -> Step:
+    """The step with only q(x) of each drafted token x, as {x: q(x)}. Whole distributions (V,) would
+    soon take gigabytes."""
+    tree, pairs = step.tree, zip(step.tree.tokens, step.tree.draft_probs)
+    kept = [q if q is None else {x: float(q[x])} for x, q in pairs]
+    return replace(step, tree=Tree(tree.tokens, tree.parents, kept))
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:

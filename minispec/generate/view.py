@@ -126,7 +126,7 @@ def step_data(logits: Tensor, step: Step, sampling: Sampling, lossless: bool) ->
     of the target's distribution after it (at temperature 0, the one at temperature 1 is shown), and
     entropy[i] is its entropy. p[i] and q[i] are the probabilities of the node's own token under
     target and draft (q is None if one-hot). chance[i] is the probability that `accept` accepts the
-    node, if it tried it."""
+    node, if it tried it, and `drawn` that of the fresh token (None: not known)."""
     tree = step.tree
     target = probs(logits, sampling)
     shown = target if sampling.temperature > 0 else probs(logits, Sampling(1.0))
@@ -150,13 +150,16 @@ def step_data(logits: Tensor, step: Step, sampling: Sampling, lossless: bool) ->
         "p": [rounded(shown[i, x]) for i, x in zip(parents, tree.tokens)],
         "q": [None if q is None else rounded(q[x]) for q, x in zip(drafts, tree.tokens)],
         "chance": chances,
-        "drawn": rounded(last[step.tokens[-1]]),  # probability of the fresh token when drawn
+        "drawn": None if last is None else rounded(last[step.tokens[-1]]),
     }
 
 
-def replay_acceptance(target: Sequence[Tensor], step: Step) -> tuple[list[float | None], Tensor]:
+def replay_acceptance(
+    target: Sequence[Tensor], step: Step
+) -> tuple[list[float | None], Tensor | None]:
     """Repeat the walk of `accept` with its known outcome. Return the chance min(1, p / q) of every
-    node it tried, where p is the target's distribution after earlier rejections; and the last p."""
+    node it tried, where p is the target's distribution after earlier rejections; and the last p.
+    After the rejection of a sampled draft, p is not known, as a run does not keep all of q."""
     tree = step.tree
     chances: list[float | None] = [None] * len(tree)
     for node in step.path:
@@ -166,8 +169,9 @@ def replay_acceptance(target: Sequence[Tensor], step: Step) -> tuple[list[float 
             chances[child] = rounded(min(1.0, float(p[x]) / (1.0 if q is None else float(q[x]))))
             if child in step.path:
                 break
-            rest = residual(p, q, x)
-            p = p if rest is None else rest
+            p = residual(p, None, x) if q is None else None
+            if p is None:
+                break
     return chances, p
 
 

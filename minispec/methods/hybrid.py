@@ -40,9 +40,11 @@ class HeadDrafter(Drafter):
 class ModelDrafter:
     """Drafts with a draft model, as `speculative` does. The interface is HeadDrafter's."""
 
-    def __init__(self, draft: Transformer, model: Transformer, cache: KVCache):
+    def __init__(
+        self, draft: Transformer, model: Transformer, cache: KVCache, draft_cache: KVCache | None
+    ):  # fmt: skip
         self.model, self.vocab_size = draft, model.config.vocab_size
-        self.cache, self.target_cache = draft.new_cache(cache.capacity), cache
+        self.cache, self.target_cache = draft_cache or draft.new_cache(cache.capacity), cache
 
     def receive(self, hidden: Tensor, tokens: list[int]) -> None:
         """Drop the rows of rejected drafts. The draft model needs no hidden states."""
@@ -61,18 +63,19 @@ def hybrid(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
     cache: KVCache | None = None, head: MTPHead | None = None, draft: Transformer | None = None,
     k: int | Policy = 3, copied: int | Policy = 6, vocabulary: Vocabulary | None = None,
-    draft_sampling: Sampling | None = None,
+    draft_sampling: Sampling | None = None, draft_cache: KVCache | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Copy up to `copied` tokens if the latest 3 to 5 have occurred before. Otherwise draw `k`
     drafts from `head` or, if that is None, from `draft`. Both numbers may be policies, each of
     which learns only from the rounds of its own drafter.
 
     `vocabulary` is the head's; the head or draft samples with `draft_sampling`, as in `fastmtp`.
+    `draft_cache` is the draft model's, as in `speculative`.
     """
     drafting, copying = (n if hasattr(n, "choose") else FixedK(n) for n in (k, copied))
     cache = cache or model.new_cache()
     drafter = (
-        ModelDrafter(draft, model, cache) if head is None
+        ModelDrafter(draft, model, cache, draft_cache) if head is None
         else HeadDrafter(head, model, cache, vocabulary or FullVocabulary(model))
     )  # fmt: skip
     tokens = list(prompt)
