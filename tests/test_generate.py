@@ -535,9 +535,21 @@ def test_a_chat_longer_than_the_context_drops_its_oldest_turns(chat_folder, caps
     last = TOKENIZER.decode(runs[-1]["prompt_ids"])
     assert last.startswith("s:S\nu:turn") and "turn 5" in last and "turn 0" not in last
     assert all(run["finish_reason"] == "length" for run in runs)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 99))
-    message = refused(capsys, generate.main, ["--chat", "--model", chat_folder])
-    assert "the turn has 104 tokens, but the context is only 64" in message
+
+
+def test_a_chat_skips_a_turn_that_is_longer_than_the_context(chat_folder, capsys, monkeypatch):
+    options = ["--model", chat_folder, "--max-new-tokens", "9", "--ignore-eos"]
+    too_long = "the turn has 104 tokens, but the context is only 64; shorten it"
+    runs, err = chat_turns(capsys, monkeypatch, "hi\n" + "x" * 99 + "\nyo\n", *options)
+    assert err == f"minispec: {too_long}\n"
+    expected = chat_turns(capsys, monkeypatch, "hi\nyo\n", *options)[0]
+    assert [run["prompt_ids"] for run in runs] == [run["prompt_ids"] for run in expected]
+    for arguments, message in (
+        (["x" * 99], too_long),
+        (["hi", "--system", "x" * 99], "--system has 99 tokens, but the context is only 64"),
+    ):
+        arguments = ["--chat", "--model", chat_folder, *arguments]
+        assert message in refused(capsys, generate.main, arguments)
 
 
 def test_invalid_utf_8_ends_a_chat_after_the_earlier_turns(folder, capsys, monkeypatch):

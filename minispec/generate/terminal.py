@@ -62,9 +62,13 @@ def chat(
 ) -> Run | None:
     """Answer the prompt, if any, then each turn on standard input; return the last answer's run.
     The caches of the model and of a draft model are kept, so only new tokens are processed. If the
-    context has no space for an answer, the oldest turns are dropped."""
+    context has no space for an answer, the oldest turns are dropped. A line that does not fit even
+    alone is skipped."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     cache = model.new_cache(min(model.config.context, MAX_CHAT_ROWS))
+    if (n := len(tokenizer.encode(args.system or "", special=False))) >= cache.capacity:
+        raise UserError(f"--system has {n} tokens, but the context is only {cache.capacity}; "
+                        "shorten it")  # fmt: skip
     caches = [cache]
     if "draft" in options:
         options["draft_cache"] = options["draft"].new_cache(cache.capacity)
@@ -73,15 +77,18 @@ def chat(
     warn_unlisted_eos(model, tokenizer, args)
     run, messages, cached = None, [], []  # messages in the context; tokens in the cache
     for turn in user_turns(args.prompt):
-        messages.append({"role": "user", "content": turn})
+        message = {"role": "user", "content": turn}
+        if (n := len(tokenizer.chat([*system, message]))) >= cache.capacity:
+            too_long = (f"the turn has {n} tokens{' with the system message' * len(system)}, but "
+                        f"the context is only {cache.capacity}; shorten it")  # fmt: skip
+            if turn == args.prompt:
+                raise UserError(too_long)
+            note(too_long)
+            continue
+        messages.append(message)
         while len(prompt := tokenizer.chat(system + messages)) > max_prompt and len(messages) > 1:
             messages = messages[2:]
             note("the context is full; dropping the oldest turn")
-        if len(prompt) >= cache.capacity:
-            raise UserError(
-                f"the turn has {len(prompt)} tokens, but the context is only {cache.capacity}; "
-                "shorten it"
-            )
         kept = min(common_prefix_length(cached, prompt), len(prompt) - 1)
         for c in caches:
             c.truncate(min(kept, c.length))
