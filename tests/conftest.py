@@ -1,7 +1,10 @@
 """Shared by the tests: tiny random models, drafts and heads, a byte tokenizer, and the folders of
 real checkpoints."""
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +75,15 @@ def last_error_line(capsys, command) -> str:
     error = capsys.readouterr().err.splitlines()[-1]
     assert caught.value.code == 2 and error.startswith("minispec: ")
     return error
+
+
+def torchrun(size: int, *arguments: str, **options) -> subprocess.Popen:
+    """Start `size` processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+               str(size), *map(str, arguments)]  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, **pipes, env=environment, **options)
 
 
 WORDS = "the cat sat on a mat and saw one red bird fly over it".split()

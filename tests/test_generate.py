@@ -459,7 +459,7 @@ def test_ctrl_c_shows_text_held_back_for_a_stop_string(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     run.chunks = six_chunks(run.chunks)
-    generate.show(run, generate.parse(["x"]), TOKENIZER, sys.stdout)
+    generate.show(run, generate.parser().parse_args(["x"]), TOKENIZER, sys.stdout)
     assert run.text == "xyzabc" and capsys.readouterr().out == "xyzabc\n"
 
 

@@ -20,7 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from conftest import TOKENIZER, VOCAB, random_model, random_tokens
+from conftest import TOKENIZER, VOCAB, random_model, random_tokens, torchrun
 
 from minispec import UserError, bench, optimize, parallel
 from minispec.checkpoints.heads import load_medusa, load_mtp, save_medusa, save_mtp
@@ -361,14 +361,6 @@ def test_hidden_states_are_sent_to_rank_0_only(monkeypatch):
 
 
 # ---- processes -----------------------------------------------------------------------------------
-
-
-def torchrun(size: int, *arguments: str, **options) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-               str(size), *map(str, arguments)]  # fmt: skip
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
-    return subprocess.Popen(command, **pipes, env=environment, **options)
 
 
 def own_lines(text: str) -> list[str]:

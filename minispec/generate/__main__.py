@@ -86,7 +86,7 @@ METHOD_FLAGS = {
 PASSED_ON = "k", "block", "window", "ngram", "guesses", "pool_from_prompt"
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parser() -> Parser:
     p = Parser(prog="python -m minispec.generate", description=__doc__)
     prompt = p.add_mutually_exclusive_group()
     prompt.add_argument("prompt", nargs="?", type=utf8, help="text to continue (default: stdin)")
@@ -128,7 +128,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                    help="also show rejected drafts, struck out")
     p.add_argument("--html", metavar="FILE",
                    help="write a page that steps through the run, or a chat's last answer")
-    return p.parse_args(argv)
+    return p
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -165,7 +165,7 @@ def flag_name(name: str) -> str:
 def main(argv: list[str] | None = None) -> None:
     parallel.join_tensor_parallel()
     with parallel.together():
-        args = parse(argv)
+        args = parser().parse_args(argv)
         check_flags(args)
     with stdout_reserved() if args.json else contextlib.nullcontext(sys.stdout) as out:
         generate(args, out)
