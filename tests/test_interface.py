@@ -50,6 +50,16 @@ def test_drafts_and_heads_are_loaded_once_and_follow_the_model_s_dtype(monkeypat
     assert runs[:2] == runs[2:] and all(runs)
 
 
+@pytest.mark.parametrize("name", [".", "../target", "../elsewhere/link", "../elsewhere/link/."])
+def test_weights_are_found_next_to_a_model_however_its_folder_is_named(name, tmp_path, monkeypatch):
+    for folder in "target", "draft", "elsewhere":
+        save(byte_model(), TOKENIZER, tmp_path / folder)
+    (tmp_path / "elsewhere" / "link").symlink_to(tmp_path / "target")
+    monkeypatch.chdir(tmp_path / "target")
+    model, tokenizer = load(name, "float64", "cpu")
+    assert decode(model, tokenizer, "x", "speculative", max_new_tokens=2).tokens
+
+
 def test_a_stream_yields_the_text_as_it_is_generated(shipped):
     model, tokenizer, plain = shipped
     run = stream(model, tokenizer, PROMPT, method="medusa", max_new_tokens=12)
