@@ -49,6 +49,7 @@ from minispec.errors import (
     note,
     number,
     stdout_reserved,
+    writing,
 )
 from minispec.fast import optimize, optimize_drafter
 from minispec.generate import decode
@@ -537,7 +538,8 @@ def draw(file: Path, tables: list[list[dict]], machine: dict) -> None:
     right.set(xscale="log", xlabel="rows n in a pass", ylabel="pass(n) / pass(1)", ylim=(0, None))
     right.set_xticks(machine["rows"], machine["rows"])
     right.legend(fontsize=8)
-    figure.savefig(file, dpi=110)
+    with writing(file):
+        figure.savefig(file, dpi=110)
 
 
 # ---- command line --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import contextlib
+import errno
 import functools
 import json
 import math
@@ -73,6 +74,8 @@ def command(main: Callable) -> Callable:
             if signal.getsignal(signal.SIGINT) is exit_on_sigint:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             main(argv)
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except KeyboardInterrupt:
             sys.exit(130)
         except BrokenPipeError:  # nobody reads our output any more, so there is nothing to report
@@ -80,6 +83,8 @@ def command(main: Callable) -> Callable:
         except (UserError, OSError, MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not out_of_memory(error):  # a bug in our code
                 raise
+            if getattr(error, "errno", None) == errno.ENOSPC:  # `writing` names every other file
+                error.filename = error.filename or "standard output"
             note(" ".join(str(error).split()) or "not enough memory")
             drop_unwritable_output()
             sys.exit(2)
@@ -194,10 +199,20 @@ def check_package(name: str, flag: str) -> None:
         raise UserError(f"{flag} needs {name}: pip install {name}")
 
 
-def check_writable(file: str | Path, flag: str) -> None:
-    """Before any long work, create the folder of a flag's file and raise UserError if the file
-    cannot be written. A temporary file is used if it does not exist yet, because another process
-    may be creating it."""
+@contextlib.contextmanager
+def writing(file: str | Path) -> Iterator[None]:
+    """Name the file in the error of a failed write, which does not, for example on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
+
+
+def check_writable(file: str | Path, flag: str, advice: str = "") -> None:
+    """Before any long work, create the folder of a flag's file and raise UserError, which ends with
+    `advice`, if the file cannot be written. A temporary file is used if it does not exist yet,
+    because another process may be creating it."""
     file = Path(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -209,4 +224,4 @@ def check_writable(file: str | Path, flag: str) -> None:
         else:  # a folder, or a pipe, which would block until someone reads it
             raise OSError(0, "not a file")
     except OSError as error:
-        raise UserError(f"{flag} {file}: cannot be written ({error.strerror})") from None
+        raise UserError(f"{flag} {file}: cannot be written ({error.strerror}){advice}") from None

@@ -25,6 +25,7 @@ from conftest import (
     random_model,
 )
 
+import minispec.__main__
 from minispec import UserError, errors
 from minispec.cache import KVCache
 from minispec.checkpoints.load import load, save
@@ -267,10 +268,12 @@ def test_an_unwritable_output_is_a_one_line_error(folder, tmp_path, capsys, monk
         assert f"--html {page}: cannot be written (not a file)" in message
     with pytest.raises(SystemExit):
         generate.main([*run, "--html", "/dev/full"])
-    assert "No space left" in capsys.readouterr().err
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert "No space left" in refused(capsys, generate.main, run)
+    assert "No space left on device: '/dev/full'" in capsys.readouterr().err
+    for main, arguments in (generate.main, run), (minispec.__main__.main, []):
+        with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", full)
+            message = refused(capsys, main, arguments)
+            assert "No space left on device: 'standard output'" in message
     page, link = tmp_path / "new" / "page.html", tmp_path / "link"
     link.symlink_to(tmp_path / "nothing yet")
     for file in page, link:  # the check creates only the folder
