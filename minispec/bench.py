@@ -49,6 +49,7 @@ from minispec.errors import (
     note,
     number,
     stdout_reserved,
+    suggestion,
     writing,
 )
 from minispec.fast import optimize, optimize_drafter
@@ -205,7 +206,9 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     if args.methods is not None:
         requested = {"autoregressive", *args.methods}
         if unknown := requested - set(method_of.values()) - methods.keys():
-            raise UserError(f"--methods {min(unknown)}: no such method or row of the table")
+            names = dict.fromkeys([*method_of.values(), *methods])
+            raise UserError(f"--methods {min(unknown)!r}: no such method or row of the table; "
+                            f"{suggestion(min(unknown), names)}")  # fmt: skip
         method_of = {row: method for row, method in method_of.items() if {row, method} & requested}
     wanted = set(method_of.values())
     sources = {"speculative": args.draft, "medusa": args.heads, "fastmtp": args.mtp,

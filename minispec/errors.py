@@ -13,7 +13,8 @@ import signal
 import sys
 import tempfile
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -38,7 +39,16 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, description=text, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"invalid choice: '(.*?)' \((choose from (.*))\)", message):
+            names = re.findall(r"[^', ]+", wrong[3])
+            message = message.replace(wrong[2], suggestion(wrong[1], names))
         raise UserError(f"{message} ({self.prog} -h shows the flags)")
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """The name that a mistyped one is closest to, or all names if none is close."""
+    closest = get_close_matches(name, names := list(names), 1)
+    return f"did you mean {closest[0]}?" if closest else f"choose from {', '.join(names)}"
 
 
 def number(low: float, high: float = 2**63 - 1, kind: Callable = int) -> Callable[[str], float]:

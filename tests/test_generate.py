@@ -28,11 +28,14 @@ from conftest import (
 import minispec.__main__
 from minispec import UserError, errors
 from minispec.cache import KVCache
+from minispec.certify import __main__ as certify
 from minispec.checkpoints.load import load, save
 from minispec.errors import check_writable, command, printable
 from minispec.generate import __main__ as generate
 from minispec.generate import decode, stream
 from minispec.generate.run import acceptance
+from minispec.machine import package_version
+from minispec.training import distill
 from minispec.tree import Step, Tree
 
 
@@ -245,6 +248,24 @@ def test_user_errors_are_one_line_and_exit_code_2(folder, arguments, match, caps
     if "--model" not in arguments:
         arguments = [*arguments, "--model", folder]
     assert match in refused(capsys, generate.main, [*arguments, "--device", "cpu"])
+
+
+@pytest.mark.parametrize("main, arguments, match", [
+    (minispec.__main__.main, ["genrate", "x"], "choice: 'genrate' (did you mean generate?)"),
+    (minispec.__main__.main, ["magic"], "invalid choice: 'magic' (choose from "),
+    (distill.main, ["generat"], "(did you mean generate?)"),
+    (generate.main, ["x", "--method", "medsua"], "'medsua' (did you mean medusa?)"),
+    (certify.main, ["--checks", "gredy"], "unknown check 'gredy'; did you mean greedy?"),
+])  # fmt: skip
+def test_a_mistyped_name_is_answered_with_the_nearest(main, arguments, match, capsys):
+    assert match in refused(capsys, main, arguments)
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as caught:
+        minispec.__main__.main(["--version"])
+    assert caught.value.code == 0 and minispec.__version__ == package_version("minispec")
+    assert capsys.readouterr().out == f"minispec {minispec.__version__}\n"
 
 
 def test_an_invalid_tree_file_is_a_one_line_error(tmp_path, capsys):
