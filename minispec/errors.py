@@ -211,7 +211,8 @@ def check_package(name: str, flag: str) -> None:
 
 @contextlib.contextmanager
 def writing(file: str | Path) -> Iterator[None]:
-    """Name the file in the error of a failed write, which does not, for example on a full disk."""
+    """Add the file's name to the error of a failed write, such as on a full disk. Python only names
+    files that it cannot open."""
     try:
         yield
     except OSError as error:

@@ -16,6 +16,7 @@ from minispec import UserError, load
 from minispec.checkpoints.config import read_config
 from minispec.checkpoints.load import save
 from minispec.checkpoints.weights import write_tensors, write_text
+from minispec.generate import decode
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -205,7 +206,7 @@ class HTTPFailure(Exception):
 
 
 @pytest.mark.parametrize("cause, match", [
-    (HTTPFailure(401, "Access is restricted."), "HTTP 401: Access is restricted.*hf auth login"),
+    (HTTPFailure(401, "Access is restricted."), "HTTP 401: Access is restricted; .*hf auth login"),
     (HTTPFailure(404, ""), "HTTP 404: Not Found; check the name; if"),
     (HTTPFailure(429, ""), "HTTP 429: .*wait a few minutes"),
     (HTTPFailure(503, ""), "HTTP 503: .*try again later"),
@@ -233,6 +234,10 @@ def test_broken_links_are_named(folder, tmp_path):
         (copied / name).unlink()
         (copied / name).symlink_to("../../blobs/0")
         rejects(copied, f"{name} is a broken link to ../../blobs/0; copy")
+    model, tokenizer = load(folder, device="cpu")
+    (tmp_path / "without config.json").rename(tmp_path / "draft")
+    with pytest.raises(UserError, match="draft/config.json is a broken link"):
+        decode(model, tokenizer, [1], "speculative")
 
 
 def test_paths_that_are_not_directories_or_not_checkpoints(tmp_path, folder, monkeypatch):

@@ -41,7 +41,7 @@ HTTP_ADVICE = dict.fromkeys((401, 403, 404), ACCESS_ADVICE) | {
     429: "wait a few minutes, then try again",
 }
 NETWORK_VARIABLES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE",
-                     "HF_ENDPOINT", "HF_HUB_OFFLINE")  # fmt: skip
+                     "REQUESTS_CA_BUNDLE", "HF_ENDPOINT", "HF_HUB_OFFLINE")  # fmt: skip
 OTHER_TOKENIZERS = "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json"
 
 
@@ -93,8 +93,8 @@ def explain_failure(error: BaseException) -> str:
     if response is not None:
         status = response.status_code
         reason = response.headers.get("x-error-message") or responses.get(status, "")
-        return f"HTTP {status}: {reason}; {HTTP_ADVICE.get(status, 'try again later')}"
-    reason = shorten(f"{type(error).__name__}: {error}", 200)
+        return f"HTTP {status}: {reason.rstrip('.')}; {HTTP_ADVICE.get(status, 'try again later')}"
+    reason = shorten(f"{type(error).__name__}: {error}", 200).rstrip(".")
     if isinstance(error, OSError) and (error.filename or error.errno == errno.ENOSPC):
         return f"{reason}; set HF_HOME to a directory that can be written and has enough space"
     variables = [name for name in os.environ if name.upper() in NETWORK_VARIABLES]

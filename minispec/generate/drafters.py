@@ -3,6 +3,7 @@ default they are loaded from next to the target.
 """
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -101,7 +102,7 @@ def find_drafter(method: str, model: Transformer) -> Path:
     if source and method == "fastmtp" and model.config.model_type == "mimo":
         folders.insert(0, source)  # its checkpoints contain their own head
     for candidate in folders:
-        if (candidate / "config.json").exists():
+        if os.path.lexists(candidate / "config.json"):  # a broken link is reported when it is read
             return candidate
     where = f"; there is no folder {folder} next to {source}" if source else ""
     raise UserError(f"{method} needs {argument}= (on the command line, --{flag} DIR){where}")
