@@ -14,6 +14,8 @@ if sys.argv[:1] == ["-m"] and any(argument.startswith("minispec") for argument i
 
 from minispec.checkpoints.load import load
 from minispec.fast import optimize
+from minispec.machine import package_version
 from minispec.sampling import Sampling
 
 __all__ = ["Sampling", "UserError", "load", "optimize"]
+__version__ = package_version("minispec")  # None in a checkout that is not installed

@@ -3,6 +3,7 @@
 import sys
 from importlib import import_module
 
+from minispec import __version__
 from minispec.errors import Parser, command
 
 COMMANDS = {
@@ -19,9 +20,11 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> None:
     p = Parser(prog="minispec", description=__doc__, add_help=False)
     p.add_argument("command", choices=COMMANDS)
+    p.add_argument("--version", action="version", version=f"minispec {__version__}")
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] in ([], ["-h"], ["--help"]):
-        print("usage: minispec COMMAND …   (minispec COMMAND -h shows its flags)\n")
+        print("usage: minispec COMMAND …   (minispec COMMAND -h shows its flags)\n"
+              "       minispec --version\n")  # fmt: skip
         print("\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items()))
         return
     name = p.parse_args(argv[:1]).command

@@ -49,6 +49,8 @@ from minispec.errors import (
     note,
     number,
     stdout_reserved,
+    suggestion,
+    writing,
 )
 from minispec.fast import optimize, optimize_drafter
 from minispec.generate import decode
@@ -204,7 +206,9 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     if args.methods is not None:
         requested = {"autoregressive", *args.methods}
         if unknown := requested - set(method_of.values()) - methods.keys():
-            raise UserError(f"--methods {min(unknown)}: no such method or row of the table")
+            names = dict.fromkeys([*method_of.values(), *methods])
+            raise UserError(f"--methods {min(unknown)!r}: no such method or row of the table; "
+                            f"{suggestion(min(unknown), names)}")  # fmt: skip
         method_of = {row: method for row, method in method_of.items() if {row, method} & requested}
     wanted = set(method_of.values())
     sources = {"speculative": args.draft, "medusa": args.heads, "fastmtp": args.mtp,
@@ -537,7 +541,8 @@ def draw(file: Path, tables: list[list[dict]], machine: dict) -> None:
     right.set(xscale="log", xlabel="rows n in a pass", ylabel="pass(n) / pass(1)", ylim=(0, None))
     right.set_xticks(machine["rows"], machine["rows"])
     right.legend(fontsize=8)
-    figure.savefig(file, dpi=110)
+    with writing(file):
+        figure.savefig(file, dpi=110)
 
 
 # ---- command line --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import contextlib
+import errno
 import functools
 import json
 import math
@@ -12,7 +13,8 @@ import signal
 import sys
 import tempfile
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -37,7 +39,16 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, description=text, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"invalid choice: '(.*?)' \((choose from (.*))\)", message):
+            names = re.findall(r"[^', ]+", wrong[3])
+            message = message.replace(wrong[2], suggestion(wrong[1], names))
         raise UserError(f"{message} ({self.prog} -h shows the flags)")
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """The name that a mistyped one is closest to, or all names if none is close."""
+    closest = get_close_matches(name, names := list(names), 1)
+    return f"did you mean {closest[0]}?" if closest else f"choose from {', '.join(names)}"
 
 
 def number(low: float, high: float = 2**63 - 1, kind: Callable = int) -> Callable[[str], float]:
@@ -73,6 +84,8 @@ def command(main: Callable) -> Callable:
             if signal.getsignal(signal.SIGINT) is exit_on_sigint:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             main(argv)
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except KeyboardInterrupt:
             sys.exit(130)
         except BrokenPipeError:  # nobody reads our output any more, so there is nothing to report
@@ -80,6 +93,8 @@ def command(main: Callable) -> Callable:
         except (UserError, OSError, MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not out_of_memory(error):  # a bug in our code
                 raise
+            if getattr(error, "errno", None) == errno.ENOSPC:  # `writing` names every other file
+                error.filename = error.filename or "standard output"
             note(" ".join(str(error).split()) or "not enough memory")
             drop_unwritable_output()
             sys.exit(2)
@@ -194,10 +209,21 @@ def check_package(name: str, flag: str) -> None:
         raise UserError(f"{flag} needs {name}: pip install {name}")
 
 
-def check_writable(file: str | Path, flag: str) -> None:
-    """Before any long work, create the folder of a flag's file and raise UserError if the file
-    cannot be written. A temporary file is used if it does not exist yet, because another process
-    may be creating it."""
+@contextlib.contextmanager
+def writing(file: str | Path) -> Iterator[None]:
+    """Add the file's name to the error of a failed write, such as on a full disk. Python only names
+    files that it cannot open."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
+
+
+def check_writable(file: str | Path, flag: str, advice: str = "") -> None:
+    """Before any long work, create the folder of a flag's file and raise UserError, which ends with
+    `advice`, if the file cannot be written. A temporary file is used if it does not exist yet,
+    because another process may be creating it."""
     file = Path(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -209,4 +235,4 @@ def check_writable(file: str | Path, flag: str) -> None:
         else:  # a folder, or a pipe, which would block until someone reads it
             raise OSError(0, "not a file")
     except OSError as error:
-        raise UserError(f"{flag} {file}: cannot be written ({error.strerror})") from None
+        raise UserError(f"{flag} {file}: cannot be written ({error.strerror}){advice}") from None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from operator import index
+from reprlib import repr as brief
 from typing import Protocol
 
 import torch
@@ -23,10 +24,16 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        for name, number_type in (("temperature", Real), ("top_k", Integral), ("top_p", Real)):
-            if not isinstance(getattr(self, name), number_type):
-                noun = "whole number" if number_type is Integral else "number"
-                raise UserError(f"{name} {getattr(self, name)!r}: must be a {noun}")
+        kinds = {"temperature": (Real, float), "top_k": (Integral, int), "top_p": (Real, float)}
+        for name, (kind, convert) in kinds.items():
+            value = getattr(self, name)
+            try:
+                if not isinstance(value, kind):
+                    raise TypeError
+                object.__setattr__(self, name, convert(value))  # NumPy's numbers are not JSON
+            except (TypeError, OverflowError):
+                noun = "whole number" if kind is Integral else "number"
+                raise UserError(f"{name} {brief(value)}: must be a {noun}") from None
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UserError(
                 f"temperature {self.temperature}: must be 0 (greedy) or a positive number"

@@ -116,7 +116,7 @@ def handler(backend: CorrectServer) -> type[BaseHTTPRequestHandler]:
             backend.keys.append(self.headers["Authorization"])
             if self.path == "/metrics":
                 self.send(200, backend.metrics().encode())
-            elif self.path == "/v1/models":
+            elif self.path.endswith("/v1/models"):  # a proxy is sent the whole address
                 self.send(*backend.models())
             else:
                 self.send(404, {})

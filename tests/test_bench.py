@@ -248,6 +248,11 @@ def test_invalid_flags_are_reported_in_one_line(weights, wrong, capsys):
     assert caught.value.code == 2 and err.startswith("minispec: ") and err.count("\n") == 1
 
 
+def test_a_mistyped_method_is_answered_with_the_nearest(weights, capsys):
+    line = last_error_line(capsys, lambda: bench.main(options_of(weights, "--methods", "medsua")))
+    assert "did you mean medusa?" in line
+
+
 @pytest.mark.parametrize(
     "main, arguments",
     [

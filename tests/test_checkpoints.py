@@ -5,6 +5,7 @@ import math
 import os
 import resource
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from minispec import UserError, load
 from minispec.checkpoints.config import read_config
 from minispec.checkpoints.load import save
 from minispec.checkpoints.weights import write_tensors, write_text
+from minispec.generate import decode
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -193,6 +195,49 @@ def test_a_hub_id_downloads_bin_files_only_without_safetensors(suffix, tmp_path,
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert torch.equal(logits("somebody/model"), logits(source))
     assert bins == ([False] if suffix == "safetensors" else [False, True])
+
+
+class HTTPFailure(Exception):
+    """As of any HTTP client."""
+
+    def __init__(self, status: int, message: str):
+        headers = {"x-error-message": message} if message else {}
+        self.response = SimpleNamespace(status_code=status, headers=headers)
+
+
+@pytest.mark.parametrize("cause, match", [
+    (HTTPFailure(401, "Access is restricted."), "HTTP 401: Access is restricted; .*hf auth login"),
+    (HTTPFailure(404, ""), "HTTP 404: Not Found; check the name; if"),
+    (HTTPFailure(429, ""), "HTTP 429: .*wait a few minutes"),
+    (HTTPFailure(503, ""), "HTTP 503: .*try again later"),
+    (PermissionError(13, "Permission denied", "/cache"), "Permission denied: '/cache'.*HF_HOME"),
+    (OSError(28, "No space left on device"), "No space left on device.*HF_HOME"),
+    (ConnectionRefusedError(111, "refused"), "refused.*check the name, the network.*, https_proxy"),
+    (ValueError("Unknown scheme for proxy"), "Unknown scheme for proxy.*, https_proxy"),
+])  # fmt: skip
+def test_a_failed_download_says_why_and_what_to_do(cause, match, monkeypatch):
+    import huggingface_hub
+
+    def snapshot_download(*_, **options):
+        raise FileNotFoundError("not in the cache") from cause
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setenv("https_proxy", "socks://x")
+    rejects("somebody/model", f"could not be downloaded from the hub: .*{match}")
+
+
+def test_broken_links_are_named(folder, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    rejects(tmp_path / "link", "link is a broken link to .*nothing; copy .* cp -rL")
+    for name in "config.json", "model.safetensors":
+        copied = shutil.copytree(folder, tmp_path / f"without {name}")
+        (copied / name).unlink()
+        (copied / name).symlink_to("../../blobs/0")
+        rejects(copied, f"{name} is a broken link to ../../blobs/0; copy")
+    model, tokenizer = load(folder, device="cpu")
+    (tmp_path / "without config.json").rename(tmp_path / "draft")
+    with pytest.raises(UserError, match="draft/config.json is a broken link"):
+        decode(model, tokenizer, [1], "speculative")
 
 
 def test_paths_that_are_not_directories_or_not_checkpoints(tmp_path, folder, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -167,6 +168,22 @@ def test_generation_resumes_exactly(target, data, tmp_path, capsys):
         lock(file, single)
         error = rejected(capsys, *generate_args(target, data, single))
     assert "another process is writing to it" in error
+
+
+@pytest.mark.parametrize("limit", [50, 1000])
+def test_a_full_disk_is_reported_with_the_name_of_the_file(target, data, tmp_path, capsys, limit):
+    """Writing fails because no file may grow beyond `limit` bytes."""
+    text = tmp_path / "text.jsonl"
+    generated(target, data, text, 8)
+    model, limits = load(target, "float32", "cpu")[0], resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        error = rejected(capsys, *generate_args(target, data, tmp_path / "full.jsonl"))
+        with pytest.raises(OSError, match="too large: .*text.jsonl.*hidden"):
+            cached_states(text, model, 12, torch.float32, weights_digest(model))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "too large: " in error and "full.jsonl" in error
 
 
 def test_near_duplicates_are_kept_on_request(target, data, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import math
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -295,6 +296,14 @@ def test_compiled_passes_decode_like_plain_ones_and_are_built_once(tmp_path, mon
             run = decode(model, None, prompt, method, max_new_tokens=60, **options.get(method, {}))
             assert run.tokens == expected
     assert len(list(tmp_path.glob("*.pt2"))) == 2
+
+
+def test_a_full_disk_is_reported_with_the_folders_of_graphs(tmp_path, monkeypatch):
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(torch.export, "export", full)
+    model = random_model()
+    with pytest.raises(UserError, match=f"No space left on device in {tmp_path} or "):
+        graphs.compile_graph(model, model.model, tmp_path / "graph.pt2")
 
 
 def test_compiling_needs_a_folder_a_compiler_and_a_known_device(tmp_path, monkeypatch):

@@ -28,13 +28,17 @@ from conftest import (
 )
 from torch import Tensor
 
+import minispec.__main__
 from minispec import UserError, errors
 from minispec.cache import KVCache
+from minispec.certify import __main__ as certify
 from minispec.checkpoints.load import load, save
 from minispec.errors import check_writable, command, printable
 from minispec.generate import __main__ as generate
 from minispec.generate import decode, stream, view
 from minispec.generate.run import acceptance
+from minispec.machine import package_version
+from minispec.training import distill
 from minispec.tree import Step, Tree
 
 
@@ -289,6 +293,24 @@ def test_user_errors_are_one_line_and_exit_code_2(folder, arguments, match, caps
     assert match in refused(capsys, generate.main, [*arguments, "--device", "cpu"])
 
 
+@pytest.mark.parametrize("main, arguments, match", [
+    (minispec.__main__.main, ["genrate", "x"], "choice: 'genrate' (did you mean generate?)"),
+    (minispec.__main__.main, ["magic"], "invalid choice: 'magic' (choose from "),
+    (distill.main, ["generat"], "(did you mean generate?)"),
+    (generate.main, ["x", "--method", "medsua"], "'medsua' (did you mean medusa?)"),
+    (certify.main, ["--checks", "gredy"], "unknown check 'gredy'; did you mean greedy?"),
+])  # fmt: skip
+def test_a_mistyped_name_is_answered_with_the_nearest(main, arguments, match, capsys):
+    assert match in refused(capsys, main, arguments)
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as caught:
+        minispec.__main__.main(["--version"])
+    assert caught.value.code == 0 and minispec.__version__ == package_version("minispec")
+    assert capsys.readouterr().out == f"minispec {minispec.__version__}\n"
+
+
 def test_an_invalid_tree_file_is_a_one_line_error(tmp_path, capsys):
     arguments = ["x", "--method", "medusa", "--tree", tmp_path / "tree.json", "--device", "cpu"]
     for text, match in (
@@ -310,10 +332,12 @@ def test_an_unwritable_output_is_a_one_line_error(folder, tmp_path, capsys, monk
         assert f"--html {page}: cannot be written (not a file)" in message
     with pytest.raises(SystemExit):
         generate.main([*run, "--html", "/dev/full"])
-    assert "No space left" in capsys.readouterr().err
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert "No space left" in refused(capsys, generate.main, run)
+    assert "No space left on device: '/dev/full'" in capsys.readouterr().err
+    for main, arguments in (generate.main, run), (minispec.__main__.main, []):
+        with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", full)
+            message = refused(capsys, main, arguments)
+            assert "No space left on device: 'standard output'" in message
     page, link = tmp_path / "new" / "page.html", tmp_path / "link"
     link.symlink_to(tmp_path / "nothing yet")
     for file in page, link:  # the check creates only the folder

@@ -1,6 +1,9 @@
 """The Python interface: a model, a prompt and a method's name are enough."""
 
 import itertools
+import json
+from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +51,16 @@ def test_drafts_and_heads_are_loaded_once_and_follow_the_model_s_dtype(monkeypat
             runs.append(decode(model, tokenizer, PROMPT, "medusa", max_new_tokens=4).tokens)
         monkeypatch.setattr(model, "source", None)  # nothing can be loaded again
     assert runs[:2] == runs[2:] and all(runs)
+
+
+@pytest.mark.parametrize("name", [".", "../target", "../elsewhere/link", "../elsewhere/link/."])
+def test_weights_are_found_next_to_a_model_however_its_folder_is_named(name, tmp_path, monkeypatch):
+    for folder in "target", "draft", "elsewhere":
+        save(byte_model(), TOKENIZER, tmp_path / folder)
+    (tmp_path / "elsewhere" / "link").symlink_to(tmp_path / "target")
+    monkeypatch.chdir(tmp_path / "target")
+    model, tokenizer = load(name, "float64", "cpu")
+    assert decode(model, tokenizer, "x", "speculative", max_new_tokens=2).tokens
 
 
 def test_a_stream_yields_the_text_as_it_is_generated(shipped):
@@ -134,7 +147,10 @@ def test_without_tokenizer_json_the_error_says_how_to_make_one(name, tmp_path):
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("magic", {}, "unknown method 'magic': use one of autoregressive, "),
+        ("magic", {}, "unknown method 'magic'; choose from autoregressive, "),
+        ("medsua", {}, "unknown method 'medsua'; did you mean medusa?"),
+        (["medusa"], {}, r"unknown method \['medusa'\]; "),
+        ("autoregressive", {"temperature": 10**400}, "temperature 100+.*00: must be a number"),
         ("autoregressive", {"kk": 3}, "unexpected keyword argument 'kk'"),
         ("autoregressive", {"max_new_tokens": -1}, "must be a whole number, at least 0"),
         ("autoregressive", {"max_new_tokens": 2.5}, "must be a whole number"),
@@ -170,7 +186,7 @@ def test_a_wrong_option_is_rejected_before_the_run_starts(method, options, messa
                 "fastmtp": {"head": random_mtp_head(model, 0)},
                 "hybrid": {"draft": model}}  # fmt: skip
     with pytest.raises(UserError, match=message):
-        stream(model, None, [1], method, **drafters.get(method, {}) | options)
+        stream(model, None, [1], method, **drafters.get(str(method), {}) | options)
 
 
 def test_objects_of_other_libraries_are_rejected():
@@ -225,6 +241,37 @@ def test_a_draft_s_cache_can_be_kept_between_runs():
         with pytest.raises(UserError, match="cache"):
             stream(model, None, [1], "speculative", draft=draft, draft_cache=wrong,
                    cache=model.new_cache(64))  # fmt: skip
+
+
+class Choice:
+    """Randomness from NumPy."""
+
+    rng = np.random.default_rng(0)
+
+    def bernoulli(self, p):
+        return self.rng.random() < p
+
+    def categorical(self, probs):
+        return self.rng.choice(len(probs), p=probs.numpy())
+
+
+@pytest.mark.parametrize("options", [
+    {"temperature": Fraction(1, 2), "top_p": Fraction(9, 10)},
+    {"temperature": np.float32(0.5), "top_p": np.float16(0.9), "top_k": np.int64(5)},
+    {"temperature": 0.5, "max_new_tokens": np.uint8(200), "seed": np.int64(3)},
+    {"temperature": 0.5, "randomness": Choice()},
+    {"method": "medusa-typical", "epsilon": Fraction(1, 3), "temperature": 1},
+], ids=str)  # fmt: skip
+def test_numbers_of_any_type_are_accepted_and_the_result_is_json(options):
+    model = random_model()
+    options = method_options(model).get(options.get("method"), {}) | options
+    cache = model.new_cache(np.int64(256))
+    model.prefill([1, 2, 3], cache)
+    cache.truncate(np.int64(2))
+    run = decode(model, None, [1, 2, 3], **{"max_new_tokens": 9, "cache": cache} | options)
+    written = json.loads(json.dumps(run.as_json(Path("model"))))
+    assert written["stats"] == run.stats and type(run.sampling.temperature) is float
+    assert len(run.tokens) == options.get("max_new_tokens", 9)
 
 
 def test_drafters_can_be_passed_and_integers_can_be_numpy_s():

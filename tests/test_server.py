@@ -606,6 +606,54 @@ def test_an_unusable_server_gives_a_one_line_error(server_class, options, snippe
     assert snippet in message and "\n" not in message and "secret" not in message
 
 
+WRONG = {"ALL_PROXY": "socks5://127.0.0.1:9", "HTTP_PROXY": "socks://x", "SSL_CERT_FILE": "no.pem"}
+NO_PROXY = {"NO_PROXY": "fd00::/8,[fd00::1],lab.example:8000"}
+
+
+@pytest.mark.parametrize("variables, url, error", [
+    (WRONG, "http://127.0.0.1:9", None), (WRONG, "http://[::1]:9", None),
+    (WRONG, "http://localhost:9", None), (WRONG, "http://0.0.0.0:9", None),
+    (WRONG, "https://lab.example", "^SSL_CERT_FILE no.pem cannot be read: No such file"),
+    (WRONG, "http://lab.example", "^HTTP_PROXY: Unknown scheme .*NO_PROXY"),
+    ({"ALL_PROXY": "socks5://x"}, "http://lab.example", "^ALL_PROXY: .*socksio"),
+    ({"HTTPS_PROXY": "proxy:port"}, "https://lab.example", "^HTTPS_PROXY: Invalid port"),
+    ({"HTTPS_PROXY": "proxy:3128"}, "https://lab.example", None),
+    (WRONG | NO_PROXY, "http://lab.example:8000", None),
+    (WRONG | NO_PROXY, "http://[fd00::1]", None),
+    (WRONG | NO_PROXY, "http://lab.example", "^HTTP_PROXY: "),
+])  # fmt: skip
+def test_a_wrong_variable_of_the_environment_is_named(variables, url, error, environment):
+    environment.setitem(sys.modules, "socksio", None)  # not installed
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    with pytest.raises(UserError, match=error) if error else contextlib.nullcontext():
+        Server(url, None, None, ())
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """An environment without proxies."""
+    for name in os.environ:
+        if name.lower().endswith("_proxy") or name.startswith("SSL_CERT"):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_a_refusal_may_come_from_the_proxy(environment):
+    url = "http://lab.example"
+    with serving(byte_server(RequiresKeyForModels)) as proxy:
+        environment.setenv("HTTP_PROXY", proxy)
+        for address, error in (
+            (url, rf"{url} \(through HTTP_PROXY\) refuses access: HTTP 401: .*; check HTTP_PROXY"),
+            (proxy, "requires a valid key"),
+        ):
+            with pytest.raises(UserError, match=error):
+                Server(address, None, None, ()).probe([1])
+        environment.setenv("HTTPS_PROXY", proxy)  # which does not allow a tunnel
+        with pytest.raises(UserError, match=r"through HTTPS_PROXY\) cannot be reached \(501"):
+            Server("https://lab.example", None, None, ()).probe([1])
+
+
 @pytest.mark.parametrize("server_class", [IsLoading, ListsModelsWhileLoading])
 def test_loading_servers_are_waited_for(server_class):
     assert examine(letter_server(server_class), checks=())[0].passed

@@ -44,6 +44,7 @@ from minispec.errors import (
     command,
     number,
     stdout_reserved,
+    suggestion,
 )
 from minispec.generate.server.api_keys import keys_in, warn_if_exposed
 from minispec.generate.server.client import Server
@@ -111,7 +112,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.checks = available if args.checks is None else tuple(args.checks)
     unknown = [name for name in args.checks if name not in available]
     if unknown:
-        raise UserError(f"unknown check {unknown[0]!r}; choose from {', '.join(available)}")
+        raise UserError(f"unknown check {unknown[0]!r}; {suggestion(unknown[0], available)}")
     return args
 
 

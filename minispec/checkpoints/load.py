@@ -1,11 +1,14 @@
 """Load a model and its tokenizer from a directory, a hub id or a GGUF file, and save them."""
 
 import contextlib
+import errno
 import json
 import os
 import re
 from dataclasses import replace
+from http.client import responses
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from torch import Tensor
@@ -30,6 +33,15 @@ from minispec.errors import UserError
 from minispec.model import Config, Transformer
 from minispec.parallel import all_reduce_outputs, shard, shard_config
 
+SUFFIXES = ".json", ".jinja", ".safetensors", ".bin", ".pt", ".gguf"
+ACCESS_ADVICE = ("check the name; if access to the model is restricted, accept its licence on its "
+                 "page and log in with `hf auth login`")  # fmt: skip
+HTTP_ADVICE = dict.fromkeys((401, 403, 404), ACCESS_ADVICE) | {
+    407: "check the user name and password of HTTPS_PROXY",
+    429: "wait a few minutes, then try again",
+}
+NETWORK_VARIABLES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE",
+                     "REQUESTS_CA_BUNDLE", "HF_ENDPOINT", "HF_HUB_OFFLINE")  # fmt: skip
 OTHER_TOKENIZERS = "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json"
 
 
@@ -39,6 +51,7 @@ def resolve(source: str | os.PathLike) -> Path:
     name = str(source)
     if name == "smollm2" and not os.path.exists(name):
         return find_smollm2()
+    check_links(name)
     if os.path.isdir(name) or name.lower().endswith(".gguf") and os.path.isfile(name):
         return Path(name)
     if os.path.exists(name) or not re.fullmatch(r"[^/.~][^/]*/[^/]+", name):
@@ -56,9 +69,36 @@ def resolve(source: str | os.PathLike) -> Path:
         return Path(directory)
     except Exception as error:  # from the library or from its HTTP client, which varies
         raise UserError(
-            f"{name} is not a directory and could not be downloaded from the hub "
-            f"({type(error).__name__}); check the name and the network"
+            f"{name} is not a directory and could not be downloaded from the hub: "
+            f"{explain_failure(error)}"
         ) from None
+
+
+def check_links(name: str) -> None:
+    """Raise UserError if a model's directory or file, or a file in the directory, is a broken link,
+    as in a copy of a hub snapshot that did not follow links."""
+    inside = Path(name).iterdir() if os.path.isdir(name) else ()
+    for file in name, *(file for file in inside if file.suffix in SUFFIXES):
+        if os.path.islink(file) and not os.path.exists(file):
+            raise UserError(f"{file} is a broken link to {os.readlink(file)}; copy the original "
+                            "directory again with cp -rL, or download the model")  # fmt: skip
+
+
+def explain_failure(error: BaseException) -> str:
+    """Why a download failed and what to do about it. The exceptions differ between versions of the
+    library, so this looks only at the HTTP response, if any, and at the original OSError."""
+    while getattr(error, "response", None) is None and error.__cause__:
+        error = error.__cause__
+    response = getattr(error, "response", None)
+    if response is not None:
+        status = response.status_code
+        reason = response.headers.get("x-error-message") or responses.get(status, "")
+        return f"HTTP {status}: {reason.rstrip('.')}; {HTTP_ADVICE.get(status, 'try again later')}"
+    reason = shorten(f"{type(error).__name__}: {error}", 200).rstrip(".")
+    if isinstance(error, OSError) and (error.filename or error.errno == errno.ENOSPC):
+        return f"{reason}; set HF_HOME to a directory that can be written and has enough space"
+    variables = [name for name in os.environ if name.upper() in NETWORK_VARIABLES]
+    return f"{reason}; check {', '.join(['the name', 'the network', *variables])}"
 
 
 def find_smollm2() -> Path:

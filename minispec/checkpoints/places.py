@@ -7,6 +7,7 @@ import platformdirs
 PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = PACKAGE.parent / "weights"
 CACHE = platformdirs.user_cache_path("minispec", appauthor=False)  # XDG_CACHE_HOME on Linux
+CACHE_ADVICE = "; set XDG_CACHE_HOME to a folder that can be written"
 SHIPPED = CHECKOUT if CHECKOUT.exists() else PACKAGE / "weights"  # a wheel contains only `smollm2`
 TOY = SHIPPED / "target"
 SMOLLM2_HEADS = SHIPPED / "smollm2"

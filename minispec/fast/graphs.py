@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec.checkpoints import places
-from minispec.errors import UserError, check_package
+from minispec.errors import UserError, check_package, check_writable
 from minispec.methods.fastmtp import MTPHead
 from minispec.model import Backbone, ForwardContext, Transformer
 
@@ -120,21 +121,14 @@ def run_on_whole_cache(graph: Callable, inputs: list[Tensor], ctx: ForwardContex
 
 def cached_graph(network: Transformer | MTPHead, module: Backbone | MTPHead) -> Callable:
     """The graph of a network's passes on this CPU, compiled once and kept in the cache folder."""
-    folder = places.CACHE
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--compile: {folder} cannot be created ({error.strerror}): set XDG_CACHE_HOME to a "
-            "folder for the graphs"
-        ) from None
     system = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     digest = blake2b(repr((*system, type(module), network.config)).encode(), digest_size=12)
     for name, tensor in module.state_dict().items():  # includes buffers, such as int8 weights
         digest.update(f"{name} {tensor.dtype}".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy())
-    path = folder / f"{digest.hexdigest()}.pt2"
+    path = places.CACHE / f"{digest.hexdigest()}.pt2"
     if not path.exists():
+        check_writable(path, "--compile", places.CACHE_ADVICE)
         check_compiler("cpu")
         with elapsed_time(f"compiling {type(module).__name__}, only once"):
             compile_graph(network, module, path)
@@ -189,6 +183,8 @@ def compile_graph(
         partial_file.replace(path)
     except Exception as error:  # a compiler can raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        if "No space left" in reason:  # the error does not name the file
+            reason += f" in {path.parent} or {tempfile.gettempdir()}"
         raise UserError(f"--compile failed ({reason}): run without --compile") from None
     finally:
         partial_file.unlink(missing_ok=True)

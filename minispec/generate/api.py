@@ -12,7 +12,7 @@ from minispec import parallel
 from minispec.cache import KVCache
 from minispec.checkpoints.load import require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import UserError
+from minispec.errors import UserError, suggestion
 from minispec.generate.drafters import with_drafter, with_policies
 from minispec.generate.run import Run, StopConditions, without_autocast
 from minispec.methods.autoregressive import autoregressive
@@ -65,8 +65,8 @@ def stream(
     conversation, pass the same cache again. A surrounding autocast is ignored: the model's dtype is
     used. Raises UserError for invalid arguments.
     """
-    if method not in METHODS:
-        raise UserError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
+    if not isinstance(method, str) or method not in METHODS:
+        raise UserError(f"unknown method {method!r}; {suggestion(str(method), METHODS)}")
     check_objects(model, tokenizer, randomness)
     randomness = Seeded(seed) if randomness is None else randomness
     sampling = Sampling(temperature, top_k, top_p)
@@ -77,7 +77,7 @@ def stream(
     stop_ids = [control_ids[text] for text in stops if text in control_ids]
     ids = encode_prompt(model, tokenizer, prompt)
     if cache is None:
-        blocks = -(-(len(ids) + max_new_tokens + SCRATCH_ROWS) // CAPACITY_MULTIPLE)
+        blocks = -(-(len(ids) + conditions.max_new_tokens + SCRATCH_ROWS) // CAPACITY_MULTIPLE)
         cache = model.new_cache(min(model.config.context, blocks * CAPACITY_MULTIPLE))
     check_cache(cache, model, len(ids), len(ids) + 1, model.config.context)
     with without_autocast(model.device):
@@ -178,8 +178,10 @@ def validate_options(method: str, options: dict) -> dict:
         adaptive = name in ("k", "copied") and (value == "auto" or hasattr(value, "choose"))
         if integral and not adaptive and not isinstance(value, Integral):
             raise UserError(f"{method}: {name} {value!r}: must be a whole number")
-        if isinstance(default, float) and not isinstance(value, Real):
-            raise UserError(f"{method}: {name} {value!r}: must be a number")
+        if isinstance(default, float):
+            if not isinstance(value, Real):
+                raise UserError(f"{method}: {name} {value!r}: must be a number")
+            value = float(value)
         attribute = REQUIRED_ATTRIBUTES.get(name, "__class__")
         if not integral and value is not None and not hasattr(value, attribute):
             kind = type(value).__name__

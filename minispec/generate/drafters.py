@@ -3,6 +3,7 @@ default they are loaded from next to the target.
 """
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -94,13 +95,14 @@ def find_drafter(method: str, model: Transformer) -> Path:
     """The folder of the draft or heads, inside the model's or next to it (as under weights/)."""
     argument, folder = REQUIRED_DRAFTERS[method]
     source, flag = getattr(model, "source", None), "draft" if argument == "draft" else "heads"
-    folders = [source / folder, source.parent / folder] if source else []
-    if source and is_smollm2(source):
+    real = source and source.resolve()  # "." has no parent, and a link has two
+    folders = [path / folder for path in (source, source.parent, real.parent)] if source else []
+    if source and is_smollm2(real):
         folders.append(places.SMOLLM2_HEADS / folder)
     if source and method == "fastmtp" and model.config.model_type == "mimo":
         folders.insert(0, source)  # its checkpoints contain their own head
     for candidate in folders:
-        if (candidate / "config.json").exists():
+        if os.path.lexists(candidate / "config.json"):  # a broken link is reported when it is read
             return candidate
     where = f"; there is no folder {folder} next to {source}" if source else ""
     raise UserError(f"{method} needs {argument}= (on the command line, --{flag} DIR){where}")
@@ -109,7 +111,7 @@ def find_drafter(method: str, model: Transformer) -> Path:
 def is_smollm2(source: Path) -> bool:
     """Whether a model was loaded from the Hugging Face cache of SmolLM2, or from our download."""
     hub = f"models--{places.SMOLLM2_ID.replace('/', '--')}"
-    return hub in source.parts or source == places.SMOLLM2 / "target"
+    return hub in source.parts or source == (places.SMOLLM2 / "target").resolve()
 
 
 def check_vocabularies(

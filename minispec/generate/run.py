@@ -42,6 +42,7 @@ class StopConditions:
         n = self.max_new_tokens
         if not isinstance(n, Integral) or n < 0:
             raise UserError(f"max-new-tokens {n}: must be a whole number, at least 0")
+        object.__setattr__(self, "max_new_tokens", int(n))  # a NumPy integer may overflow
         if not isinstance(self.stop, (tuple, list)) or not all(
             isinstance(text, str) and text for text in self.stop
         ):
@@ -74,7 +75,7 @@ class Run:
     decode_seconds: float = 0.0
 
     def __post_init__(self):
-        self.cached_tokens = self.caches[0].length
+        self.cached_tokens = int(self.caches[0].length)
         self.dtype = str(self.caches[0].k[0].dtype).removeprefix("torch.")
         self.chunks = self.run()
         for cache in self.caches:
@@ -115,7 +116,7 @@ class Run:
     def emit(self, step: Step) -> Chunk:
         """Append the step's tokens, up to the first one that ends the run."""
         before = len(self.tokens)
-        for token in step.tokens:
+        for token in map(int, step.tokens):  # a caller's Randomness may draw NumPy integers
             self.tokens.append(token)
             self.texts.append("")
             reason = self.end_after(token)
@@ -185,7 +186,7 @@ class Run:
     def as_json(self, model_name: str) -> dict:
         return {
             "method": self.method,
-            "model": model_name,
+            "model": str(model_name),
             "prompt_tokens": len(self.prompt),
             "prompt_ids": self.prompt,
             "tokens": self.tokens,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.errors import writing
 from minispec.generate.palette import ACCEPTED, FRESH, REJECTED, ansi, css
 from minispec.generate.run import Chunk, Run
 from minispec.model import Transformer
@@ -78,7 +79,8 @@ def write_page(
     data = json.dumps(trace(model, tokenizer, run, name), ensure_ascii=False)
     data = data.replace("<", r"\u003c")  # so that no text can close the script element
     page = TEMPLATE.read_text(encoding="utf-8").replace(COLOURS_PLACEHOLDER, css())
-    Path(file).write_text(page.replace(PLACEHOLDER, data), encoding="utf-8")
+    with writing(file):
+        Path(file).write_text(page.replace(PLACEHOLDER, data), encoding="utf-8")
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from minispec.checkpoints.load import load, save
+from minispec.checkpoints.weights import write_text
 from minispec.model import Transformer
 from minispec.toys import letter_tokenizer, small_model
 
@@ -51,9 +52,9 @@ def write_eos_tokens(folder: Path, where: str, tokens: int | list[int]) -> None:
         (checkpoint / GENERATION_CONFIG).unlink(missing_ok=True)
         values = json.loads((checkpoint / "config.json").read_text())
         values.pop("eos_token_id", None)
-        (checkpoint / "config.json").write_text(json.dumps(values))
+        write_text(checkpoint / "config.json", json.dumps(values))
         updated = (values if where == "config.json" else {}) | {"eos_token_id": tokens}
-        (checkpoint / where).write_text(json.dumps(updated))
+        write_text(checkpoint / where, json.dumps(updated))
 
 
 def digest(checkpoint: Path) -> str:

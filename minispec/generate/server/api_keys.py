@@ -1,10 +1,10 @@
 """API keys. A key is sent to one server only, and only from a variable that the user named."""
 
-import ipaddress
 import os
 
 from minispec.errors import UserError, note
 from minispec.generate.server.client import Server
+from minispec.generate.server.transport import is_local
 
 
 def keys_in(variables: list[str], servers: int) -> list[str]:
@@ -21,12 +21,5 @@ def keys_in(variables: list[str], servers: int) -> list[str]:
 def warn_if_exposed(server: Server) -> None:
     """Warn if others on the network could read the key."""
     address = server.http.base_url
-    if server.key and address.scheme == "http" and not is_loopback(address.host):
+    if server.key and address.scheme == "http" and not is_local(address.host):
         note(f"the key is sent to {server.url} unencrypted and can be read in transit; use https")
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

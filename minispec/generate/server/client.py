@@ -22,6 +22,7 @@ from minispec.generate.server.json_fields import (
     text_at,
     value_at,
 )
+from minispec.generate.server.transport import make_transport
 from minispec.sampling import Sampling
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
@@ -88,18 +89,18 @@ class Server:
             base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
             if not base.host or base.scheme not in ("http", "https"):
                 raise ValueError
-            self.http = httpx.Client(
-                base_url=base, headers=headers,
-                timeout=httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS)),
-                limits=httpx.Limits(
-                    max_connections=connections, max_keepalive_connections=connections
-                ),
-            )  # fmt: skip
-            self.url = str(base.copy_with(userinfo=b""))  # for messages
         except (ValueError, httpx.InvalidURL):
             raise UserError(
                 f"{url}: not a valid address; use one like http://localhost:8000"
             ) from None
+        transport, self.proxy = make_transport(base, connections)
+        timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
+        self.http = httpx.Client(
+            base_url=base, headers=headers, timeout=timeout, transport=transport
+        )
+        self.url = str(base.copy_with(userinfo=b""))  # for messages
+        if self.proxy:
+            self.url += f" (through {self.proxy})"
         self.accepts_ids = self.accepts_extra = self.returns_ids = True
         self.context = 2**31  # maximum number of tokens, if the server reports it
         self.needs_logprobs = False  # to get token ids
@@ -229,7 +230,7 @@ class Server:
         begin = time.monotonic()
         try:
             response, text = self.send_with_retries(method, path, body)
-        except httpx.ConnectError as error:
+        except (httpx.ConnectError, httpx.ProxyError) as error:
             raise ConnectionLost(f"cannot be reached ({error}); is it running?") from None
         except httpx.TimeoutException:
             seconds = time.monotonic() - begin
@@ -248,8 +249,10 @@ class Server:
         if response.next_request:
             target = self.redact(str(response.next_request.url).removesuffix(path))
             raise RequestError(f"redirects to {target}; use that address instead", "unavailable")
-        if status in (401, 403):
+        if status in (401, 403, 407):
             needs = "requires a valid key; name its environment variable with --key-env"
+            if self.proxy:  # it may be the one that refused
+                needs = f"refuses access: {failure}; check {self.proxy} and --key-env"
             raise RequestError(needs, "unavailable")
         if busy := BUSY_STATUS.get(status):
             raise RequestError(f"{busy} after {self.seconds:.0f} s: {failure}", "unavailable")

@@ -21,7 +21,7 @@ from minispec import parallel
 from minispec.checkpoints.heads import load_vocabulary, save_vocabulary
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import UserError, check_writable, note
+from minispec.errors import UserError, check_writable, note, writing
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
 from minispec.training.loop import Batch, TrainingRun, digest, lock, train
@@ -97,7 +97,7 @@ def open_states(file: Path, hashes: list[bytes], ends: list[int]) -> Iterator[tu
     """Open and lock a file of hidden states, and yield it with the number of documents in it. What
     follows them is cut off. If a document's hash does not match, a new file is started."""
     while True:
-        with file.open("a+b") as out:
+        with writing(file), file.open("a+b") as out:
             lock(out, str(file), wait=True)  # two runs on the same text may start together
             if not (file.exists() and os.path.samestat(os.fstat(out.fileno()), file.stat())):
                 continue  # another run started a new file while this one waited

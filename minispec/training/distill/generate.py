@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from minispec import parallel
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import UserError, check_writable, note
+from minispec.errors import UserError, check_writable, note, writing
 from minispec.generate.api import unlisted_eos_warning
 from minispec.model import Config, Transformer
 from minispec.sampling import Sampling, argmax, not_finite, probs, sample_inverse_cdf, warp
@@ -303,7 +303,7 @@ def run(args: argparse.Namespace) -> None:
 
     first = parallel.world.rank == 0
     out = args.out if first else Path(os.devnull)  # the other processes write nothing
-    with out.open("a+", encoding="utf-8", newline="\n") as file:
+    with writing(out), out.open("a+", encoding="utf-8", newline="\n") as file:
         with parallel.together():
             if first:
                 lock(file, f"--out {args.out}")
