@@ -86,8 +86,9 @@ def drafter_of(method: str, model: Transformer, head: object = None, draft: obje
         with contextlib.suppress(UserError):
             find_drafter(candidate, model)
             return candidate
-    raise UserError("hybrid needs head= or draft= (on the command line, --heads or --draft DIR); "
-                    "there is no folder mtp or draft next to the model")  # fmt: skip
+    raise UserError("hybrid needs head= or draft= (on the command line, --heads or --draft DIR; "
+                    "for bench, --mtp or --draft DIR); there is no folder mtp or draft next to "
+                    "the model")  # fmt: skip
 
 
 def find_drafter(method: str, model: Transformer) -> Path:
@@ -103,6 +104,7 @@ def find_drafter(method: str, model: Transformer) -> Path:
         if (candidate / "config.json").exists():
             return candidate
     where = f"; there is no folder {folder} next to {source}" if source else ""
+    flag += " DIR; for bench, --mtp" * (argument == "head")
     raise UserError(f"{method} needs {argument}= (on the command line, --{flag} DIR){where}")
 
 
