@@ -9,12 +9,15 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/tested)
 GPU_RUN = PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON)
 
+# the variable's value as one word of the shell, whatever characters it has
+quoted = '$(subst ','\'',$($1))'
+
 .PHONY: demo test test-all lessons lessons-refresh badges gallery lint certify reference engines \
 	smollm2 speed gpu gpu-heads grade golden clean
 
 # A real model answers a question by plain decoding, then by FastMTP; offline, the toy tells a story.
 demo: .venv/installed
-	@if [ -e $(REAL) ] || $(BIN)/python -m minispec.fetch; then ask="$(QUESTION)"; options="--model smollm2 --chat"; \
+	@if [ -e $(REAL) ] || $(BIN)/python -m minispec.fetch; then ask=$(call quoted,QUESTION); options="--model smollm2 --chat"; \
 	else ask="Once upon a time"; options=; echo "Could not download the real model; falling back to the bundled toy."; fi; \
 	for method in autoregressive "fastmtp --k auto"; do printf '\n> %s   (%s)\n' "$$ask" "$$method"; \
 		$(BIN)/python -m minispec.generate "$$ask" $$options --method $$method --color --stats \
@@ -74,7 +77,7 @@ SPEED_METHODS := fastmtp k=3,fastmtp k=auto,medusa tree=auto,prompt-lookup k=aut
 SPEED_REPEATS ?= 1
 SPEED = $(BIN)/python -m minispec.bench --model smollm2 --markdown --methods "$(SPEED_METHODS)" \
 	--max-new-tokens 64 --repeats $(SPEED_REPEATS)
-SPEC_BENCH = --questions $(QUESTIONS) --prompts 8
+SPEC_BENCH = --questions $(call quoted,QUESTIONS) --prompts 8
 
 speed: .venv/installed $(REAL)
 	@$(SPEED) --questions weights/smollm2/prompts.jsonl --prompts 10
@@ -96,7 +99,7 @@ gpu: $(GPU_READY)
 	$(GPU_RUN) tests/gpu/speed.py $(ARGS)
 
 gpu-heads: $(GPU_READY)
-	$(GPU_RUN) tests/gpu/heads.py $(if $(QUESTIONS),--questions $(QUESTIONS)) \
+	$(GPU_RUN) tests/gpu/heads.py $(if $(QUESTIONS),--questions $(call quoted,QUESTIONS)) \
 		$(if $(DATA),--data $(DATA)) $(ARGS)
 
 # build environments for other engines and certify them all; run by hand, hours
@@ -105,10 +108,10 @@ include tests/engines/engines.mk
 # grade one assignment or, without A, all: make grade IMPL=my_solution.py A=a2_accept; SEED=1 draws
 # other random cases
 grade: .venv/tested
-	@test -d "lessons/assignments/$(A)" || { echo "make grade: A=$(A) is none of these:" \
+	@test -d lessons/assignments/$(call quoted,A) || { echo "make grade: A is none of these:" \
 		$(notdir $(wildcard lessons/assignments/a?_*)); exit 2; }
 	$(BIN)/python -m pytest -q --tb=no --no-summary lessons/assignments/$(A) \
-		$(if $(IMPL),--impl=$(IMPL)) $(if $(SEED),--seed=$(SEED))
+		$(if $(IMPL),--impl=$(call quoted,IMPL)) $(if $(SEED),--seed=$(SEED))
 
 # regenerate the committed golden values with transformers
 golden: .venv/referenced

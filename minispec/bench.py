@@ -189,8 +189,7 @@ def read_questions(path: Path, tokenizer: Tokenizer, left_out: LeftOut) -> Promp
 
 
 def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Methods:
-    """Build the table's rows. Without --methods, leave out methods whose draft or heads are not
-    found next to the model."""
+    """Build the table's rows."""
     methods: Methods = {
         "autoregressive": {}, "prompt-lookup": {}, "prompt-lookup k=auto": {"k": "auto"},
         "jacobi": {},
@@ -210,32 +209,43 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
             raise UserError(f"--methods {min(unknown)!r}: no such method or row of the table; "
                             f"{suggestion(min(unknown), names)}")  # fmt: skip
         method_of = {row: method for row, method in method_of.items() if {row, method} & requested}
-    wanted = set(method_of.values())
-    sources = {"speculative": args.draft, "medusa": args.heads, "fastmtp": args.mtp,
-               "hybrid": args.mtp}  # fmt: skip
-    drafters: Methods = {method: {} for method in wanted - sources.keys()}
-    for method in sorted(wanted & sources.keys()):
+    drafters = drafters_of(args, model, tokenizer, set(method_of.values()))
+    if "medusa tree=32" in method_of and "medusa" in drafters:
+        heads = drafters["medusa"]["heads"]
+        if heads.accuracy is not None or "medusa tree=32" in (args.methods or []):
+            tree = read_tree_option("32", heads, model.config.context)
+            methods["medusa tree=32"] = {"tree": tree}
+        else:  # a tree cannot be grown without accuracies
+            del method_of["medusa tree=32"]
+    for size in args.vocabulary_sizes:
+        subset = {"vocabulary": "none"} if size is None else {"size": size}
+        row = f"fastmtp k=3 of {size or 'all'}"
+        methods[row] = load_drafter("fastmtp", model, tokenizer, args.mtp, **subset) | {"k": 3}
+        method_of[row] = "fastmtp"
+    return {row: drafters[m] | methods[row] for row, m in method_of.items() if m in drafters}
+
+
+def drafters_of(
+    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, methods: set[str]
+) -> Methods:
+    """Load what each of the methods drafts with, as its options. Methods with the same drafter
+    share it. Without --methods, leave out those whose drafter is not found."""
+    sources = {"speculative": args.draft, "medusa": args.heads, "fastmtp": args.mtp}
+    loaded: Methods = {}
+    drafters: Methods = {}
+    for method in sorted(methods):
         try:
-            drafter = drafter_of(method, model, args.mtp or None)
-            source = sources[method] or find_drafter(drafter, model)
+            drafter = drafter_of(method, model, args.mtp, args.draft)
+            if drafter in sources and sources[drafter] is None:
+                sources[drafter] = find_drafter(drafter, model)
         except UserError:
             if args.methods or method == "fastmtp" and args.vocabulary_sizes:
                 raise
             continue
-        drafters[method] = load_drafter(drafter, model, tokenizer, source)
-        if "medusa tree=32" in method_of and method == "medusa":
-            heads = drafters[method]["heads"]
-            if heads.accuracy is not None or "medusa tree=32" in (args.methods or []):
-                tree = read_tree_option("32", heads, model.config.context)
-                methods["medusa tree=32"] = {"tree": tree}
-            else:  # a tree cannot be grown without accuracies
-                del method_of["medusa tree=32"]
-        for size in args.vocabulary_sizes if method == "fastmtp" else []:
-            subset = {"vocabulary": "none"} if size is None else {"size": size}
-            row = f"fastmtp k=3 of {size or 'all'}"
-            methods[row] = load_drafter(method, model, tokenizer, source, **subset) | {"k": 3}
-            method_of[row] = method
-    return {row: drafters[m] | methods[row] for row, m in method_of.items() if m in drafters}
+        if drafter in sources and drafter not in loaded:
+            loaded[drafter] = load_drafter(drafter, model, tokenizer, sources[drafter])
+        drafters[method] = loaded.get(drafter, {})
+    return drafters
 
 
 # ---- random weights ------------------------------------------------------------------------------
@@ -400,7 +410,7 @@ def table_of(
         its_repeats = [runs[method] for runs in repeats]
         a, rows = alpha(its_runs), rows_per_pass(its_runs)
         options, expected_tokens, expected_speedup = methods.get(method, {}), None, None
-        if "draft" in options and isinstance(options["k"], int) and a is not None:
+        if method.startswith("speculative") and isinstance(options["k"], int) and a is not None:
             k, pass_cost = options["k"], curve_at(curve, options["k"] + 1)
             expected_tokens = tokens_per_pass(a, k)
             expected_speedup = speedup(a, k, c / pass_cost) / pass_cost
@@ -604,14 +614,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                    "prompts", "vocabulary_sizes")  # fmt: skip
     planning = given(*roofline.FLAGS)
     args.plan = bool(args.shape and (planning or given("draft", "heads", "mtp")))
+    hybrid = () if args.mtp is not None else ("hybrid",)  # with a head, it needs no draft
+    applies_to = {"draft": ("speculative", *hybrid), "heads": ("medusa",),
+                  "mtp": ("fastmtp", "hybrid"), "k": ("speculative",),
+                  "vocabulary_sizes": ("fastmtp",)}  # fmt: skip
     measuring = given("device", "compile", "busy", "repeats", "max_new_tokens", "picture")
     for wrong, message in (
         (args.shape and unused, f"--shape has its own weights and prompt; omit {unused}"),
         (planning and not args.shape, f"{planning}: requires --shape"),
         (args.plan and measuring, f"a plan measures nothing; omit {measuring}"),
         (args.acceptance is not None and not args.shape, "--acceptance requires --shape"),
-        (args.vocabulary_sizes and "fastmtp" not in " ".join(args.methods or ["fastmtp"]),
-         "--vocabulary-sizes applies to fastmtp; add it to --methods or omit the flag"),
+        *((given(name) and args.methods and not any(row.startswith(its) for row in args.methods),
+           f"{given(name)} applies to {' and '.join(its)}; add it to --methods or omit the flag")
+          for name, its in applies_to.items()),
         (args.kind and not args.data, "--kind requires --data"),
         (args.compile and parallel.world.size > 1, parallel.NOT_COMPILED),
         (args.markdown and len(args.temperature) > 1,

@@ -8,11 +8,11 @@ class KVCache:
     """Keys and values of every layer, allocated once.
 
     Rows [0, length) of a sequence are committed. A pass writes its rows after them as *scratch* and
-    never changes the length; only `commit` (`extend` for a batch) and `truncate` do. These two
-    verbs reuse a prefix, append a token, roll back a rejected draft and compact an accepted path.
+    never changes the length; only `commit` and `truncate` do. These two verbs reuse a prefix,
+    append a token, roll back a rejected draft and compact an accepted path.
 
-    A batch, used in data generation, has one length per sequence. Right padding is scratch that is
-    never committed.
+    A batch, used in data generation, has one length per sequence, and other verbs: `extend` commits
+    and `keep` drops whole sequences. Right padding is scratch that is never committed.
     """
 
     def __init__(

@@ -61,7 +61,8 @@ class OneHot(Sequence):
 
 
 def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
-    """Warp logits (n, V) into distributions (n, V) on the host: a round's only synchronisation.
+    """Warp logits (n, V) into distributions (n, V) on the host. Verification waits for the device
+    only here. Drafting may wait as well: for sampled drafts, or for the candidates of Medusa.
 
     At temperature 0 each is one-hot at the argmax. Otherwise they equal those of transformers,
     including its treatment of ties, in float32 or better. Raises UserError if the logits contain

@@ -170,4 +170,5 @@ class TreePolicy(Protocol):
         holds the probabilities of each head's best candidates."""
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Record the outcome of a round: the nodes below the root, and how many were accepted."""
+        """Record the outcome of a round: the nodes below the root, and how many were accepted. Not
+        called after a round in which the heads had no hidden state to read."""

@@ -11,7 +11,13 @@ from conftest import method_options, random_model
 from minispec.cost import cost_curve
 from minispec.generate import decode, stream
 from minispec.generate.drafters import with_policies
-from minispec.methods.adaptive import MIN_PATH_PROB, PRIOR_GAIN, AdaptiveK, AdaptiveTree
+from minispec.methods.adaptive import (
+    MIN_PATH_PROB,
+    PRIOR_GAIN,
+    PRIOR_ROUNDS,
+    AdaptiveK,
+    AdaptiveTree,
+)
 from minispec.toys import random_medusa_heads, random_mtp_head
 
 FLAT = [0.0] + [1.0] * 64  # a pass costs the same for any number of rows
@@ -232,6 +238,18 @@ def test_a_plain_step_runs_neither_draft_nor_heads(method, monkeypatch):
     run = decode(model, None, [1, 2, 3], method, max_new_tokens=30, **options)
     plain = decode(model, None, [1, 2, 3], max_new_tokens=30)
     assert len(calls) > 10 and run.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("prompt", [[1], [1, 2]])
+def test_a_tree_policy_learns_only_from_rounds_in_which_the_heads_ran(prompt):
+    """Not from the first round of a prompt of one token or of one that is in the cache."""
+    model, policy, calls = random_model(context=24), AdaptiveTree(FLAT, 0.0), []
+    heads, cache = random_medusa_heads(model, 0), model.new_cache()
+    model.prefill(prompt[:-1], cache)
+    heads.register_forward_hook(lambda *_: calls.append(True))
+    options = {"heads": heads, "tree": policy, "cache": cache, "max_new_tokens": 1000}
+    run = decode(model, None, prompt, "medusa", **options)
+    assert policy.rounds - PRIOR_ROUNDS == len(calls) == len(run.rounds) - 1
 
 
 def test_auto_reads_the_heads_acceptance_and_drafts_from_text_for_free():

@@ -6,6 +6,9 @@ import doctest
 import importlib.util
 import inspect
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -98,22 +101,44 @@ def test_only_tests_that_ran_and_passed_earn_points():
     assert grade("a2_accept", "starter", "-x")[1].grades.total[0] == 0
 
 
-def test_a_missing_file_is_reported_in_one_line(capsys):
-    options = [str(FOLDER / "a2_accept"), "--impl=nowhere.py", "--import-mode=importlib"]
-    code = pytest.main(options)
+@pytest.mark.parametrize(
+    "impl, problem",
+    [
+        ("nowhere.py", "no such file"), ("nowhere/x", "no such file"), ("no.such.module", "module"),
+        ("my solution.ipynb", "is a notebook; save it as a .py file"),
+        ("empty", "has no file named after an assignment"), ("notes.txt", "must be a .py file"),
+        ("odd.py", "cannot be read (SyntaxError: "), ("nul.py", "cannot be read ("),
+    ],
+)  # fmt: skip
+def test_what_is_no_implementation_is_reported_in_one_line(
+    impl, problem, tmp_path, monkeypatch, capsys
+):
+    for file, text in ("odd.py", "def accept(:"), ("nul.py", "\0"), ("notes.txt", "accept"):
+        (tmp_path / file).write_text(text)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    code = pytest.main([str(FOLDER / "a2_accept"), f"--impl={impl}", "--import-mode=importlib"])
     err = capsys.readouterr().err.strip()
     assert code == pytest.ExitCode.USAGE_ERROR and "\n" not in err
-    assert "--impl nowhere.py: no such file" in err
+    assert f"--impl {impl}: " in err and problem in err
 
 
-@pytest.mark.parametrize("impl, error", [("no.such.module", "ModuleNotFound"), ("{}", "Syntax")])
-def test_what_cannot_be_imported_is_reported_in_the_table(impl, error, tmp_path):
-    odd = tmp_path / "odd.py"
-    odd.write_text("def accept(:")
-    impl = impl.format(odd)
-    code, recorder = grade("a2_accept", impl, "-k", "greedy")
-    assert code == 1
-    assert hints(recorder)["greedy"].startswith(f"{impl} cannot be imported ({error}Error: ")
+@pytest.mark.parametrize("code", ["import nothing", "raise SystemExit(0)"])
+def test_a_file_whose_import_fails_is_reported_in_the_table(code, tmp_path):
+    file = tmp_path / "my solution.py"
+    file.write_text(code)
+    exit_code, recorder = grade("a2_accept", str(file), "-k", "greedy")
+    assert exit_code == 1
+    error = "ModuleNotFoundError: No module named 'nothing'" if code[0] == "i" else "SystemExit: 0"
+    assert hints(recorder)["greedy"] == f"{file} cannot be imported ({error})"
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+@pytest.mark.parametrize("impl", ["my solution.py", 'Anna\'s "$HOME" `x`.py'])
+def test_make_grades_a_file_of_any_name(impl):
+    command = ["make", "-n", "grade", f"IMPL={impl.replace('$', '$$')}", "A=a2_accept", "SEED=1"]
+    printed = subprocess.check_output(command, cwd=ROOT, text=True)
+    assert shlex.split(printed.split("pytest")[1])[-2:] == [f"--impl={impl}", "--seed=1"]
 
 
 def test_a_folder_has_one_file_per_assignment_and_missing_names_are_reported(tmp_path):

@@ -191,6 +191,28 @@ def test_rows_can_be_selected_and_prompts_are_evenly_spaced(weights, monkeypatch
                     "hybrid k=auto"}  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "flag, its, others",
+    [("--draft", "--draft", "speculative k=4"), ("--mtp", "--heads", "fastmtp k=2")],
+)
+def test_hybrid_drafts_as_in_generate(weights, tmp_path, flag, its, others):
+    """The flag counts, not the head next to the model. The other methods share the drafter."""
+    other = byte_model(3)
+    save(other, TOKENIZER, tmp_path / "--draft")
+    save_mtp(random_mtp_head(other, 5), tmp_path / "--mtp", "", TOKENIZER, other.dtype, [1.0])
+    source = str(tmp_path / flag)
+    args = bench.parse(options_of(weights, flag, source, "--methods", f"{others},hybrid k=3"))
+    model, tokenizer = bench.load(args.model, "float64", "cpu")
+    rows = bench.methods_of(args, model, tokenizer)
+    generated = generate.parse(["x", "--method", "hybrid", its, source])
+    expected = generate.method_options(generated, model, tokenizer) | {"k": 3}
+    assert rows["hybrid k=3"].keys() == expected.keys()
+    for name in {"draft", "head"} & expected.keys():
+        assert rows["hybrid k=3"][name] is rows[others][name]
+        for mine, other in zip(expected[name].parameters(), rows[others][name].parameters()):
+            assert torch.equal(mine, other)
+
+
 def test_each_vocabulary_size_has_a_row(weights, capsys, tmp_path):
     model = byte_model()
     save_mtp(random_mtp_head(model, 0), tmp_path, "", TOKENIZER, model.dtype, [1.0])
@@ -238,7 +260,9 @@ def test_prompts_are_built_in_or_held_out_or_questions(weights, tmp_path, capsys
         "--shape smollm2-135m --methods medusa", "--shape magic", "--shape smollm2-135m --k 3",
         "--methods ,", "--vocabulary-sizes 9,x", "--vocabulary-sizes 9 --methods medusa",
         "--vocabulary-sizes 9 --methods fastmtp", "--repeats 0", "--json --markdown",
-        "--markdown --temperature 0,0.7",
+        "--markdown --temperature 0,0.7", "--draft x --methods medusa",
+        "--heads x --methods hybrid", "--mtp x --methods speculative", "--k 3 --methods hybrid",
+        "--draft x --mtp x --methods hybrid",
     ],
 )  # fmt: skip
 def test_invalid_flags_are_reported_in_one_line(weights, wrong, capsys):

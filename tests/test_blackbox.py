@@ -230,6 +230,14 @@ def test_orders_that_contradict_each_other_are_a_loss():
     assert any(v.passed is False for v in verdicts), verdicts
 
 
+@pytest.mark.parametrize("pair", [(wrong_on_long_prompts, lookup), (lookup, wrong_on_long_prompts)])
+def test_a_greedy_difference_from_the_baseline_is_a_loss(pair):
+    impl, baseline = pair
+    ours, row = check(impl, "greedy: prompts around", baseline=baseline)
+    assert (ours.check, ours.passed) == ("baseline", True if baseline is lookup else None)
+    assert row.passed is False and "differs at token" in row.detail and "top-2 gap" in row.detail
+
+
 @pytest.mark.slow
 def test_with_a_baseline_a_deviating_convention_passes():
     """A decoder that ignores top-p in both plain and speculative decoding is lossless."""

@@ -4,6 +4,7 @@ import argparse
 import json
 import lzma
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -120,9 +121,9 @@ def test_another_python_needs_no_virtual_environment():
         command = ["make", "--no-print-directory", "-n", "gpu-heads", *more]
         return subprocess.check_output(command, cwd=ROOT, text=True)
 
-    line = commands("GPU_PYTHON=python3", "ARGS=--small", "QUESTIONS=q.jsonl", "DATA=a b")
-    arguments = line.split("python3 ")[1].replace("\\", "").split()
-    expected = ["--questions", "q.jsonl", "--data", "a", "b", "--small"]
+    line = commands("GPU_PYTHON=python3", "ARGS=--small", "QUESTIONS=my q's.jsonl", "DATA=a b")
+    arguments = shlex.split(line.split("python3 ")[1].replace("\\\n", ""))
+    expected = ["--questions", "my q's.jsonl", "--data", "a", "b", "--small"]
     assert arguments == ["tests/gpu/heads.py", *expected] and ".venv" not in line
     assert ".venv/bin/python tests/gpu/heads.py" in commands()
 

@@ -75,7 +75,7 @@ def test_a_stream_yields_the_text_as_it_is_generated(shipped):
 @pytest.mark.parametrize("method", NEEDS)
 @pytest.mark.parametrize("options", [{}, {"k": "auto"}, {"tree": "auto"}])
 def test_a_missing_draft_or_head_is_named(tmp_path, method, options):
-    with pytest.raises(UserError, match=rf"needs {NEEDS[method]}= .* --(draft|heads) DIR\)$"):
+    with pytest.raises(UserError, match=rf"needs {NEEDS[method]}= .* --(draft|heads|mtp) DIR\)$"):
         decode(random_model(), None, [1, 2], method, **options)
     save(byte_model(), TOKENIZER, tmp_path / "target")
     model, tokenizer = load(tmp_path / "target", "float64", "cpu")

@@ -212,6 +212,13 @@ def test_a_wrong_server_is_caught(wrong, check, case):
     assert verdicts[1].evidence or case == "logprobs"
 
 
+@pytest.mark.parametrize("wrong, row", [(TruncatesPrompts, "greedy: lengths"), (Leaks, "load: ")])
+def test_a_greedy_difference_from_the_baseline_is_a_loss(wrong, row):
+    with serving(byte_server()) as baseline:
+        *_, verdict, _ = examine(byte_server(wrong), baseline=baseline, only=row)
+    assert verdict.passed is False and "top-2 gap" in verdict.detail, verdict
+
+
 def test_a_wrong_acceptance_is_caught_by_greedy_answers():
     assert failures(
         examine(mutated("draft verified against the next position"), checks=("greedy",))

@@ -5,7 +5,8 @@ passes for all of its parameters. `GRADED` in a test file names the functions th
 A table of tasks is printed at the end.
 """
 
-import importlib
+import ast
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,11 +52,39 @@ def pytest_configure(config):
     config.grades = Grades()
     torch.set_num_threads(1)  # the tensors are tiny
     name = config.getoption("--impl")
-    if name.endswith(".py") and not Path(name).is_file():
-        raise pytest.UsageError(f"--impl {name}: no such file")
+    if problem := problem_with(name):
+        raise pytest.UsageError(f"--impl {name}: {problem}")
 
 
 # ---- the implementation --------------------------------------------------------------------------
+
+
+def problem_with(name: str) -> str:
+    """Why `--impl` cannot be graded, as far as is known before its code runs; otherwise ""."""
+    path = Path(name)
+    if name in ("minispec", "starter"):
+        return ""
+    if path.suffix == ".ipynb":
+        return "is a notebook; save it as a .py file (jupyter nbconvert --to script FILE)"
+    if path.is_dir():
+        found = any((path / f"{folder.name}.py").is_file() for folder in HERE.glob("a?_*"))
+        return "" if found else "has no file named after an assignment, such as a2_accept.py"
+    if not path.exists():
+        return "" if path.suffix != ".py" and is_module(name) else "no such file, folder or module"
+    if path.suffix != ".py":
+        return "must be a .py file, a folder or a module"
+    try:
+        ast.parse(path.read_bytes(), name)
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"cannot be read ({type(error).__name__}: {error})"
+    return ""
+
+
+def is_module(name: str) -> bool:
+    """Whether the package or module that a dotted name starts with can be found."""
+    sys.path.insert(0, "")
+    top = name.partition(".")[0]
+    return top.isidentifier() and importlib.util.find_spec(top) is not None
 
 
 @pytest.fixture
@@ -70,15 +99,10 @@ def impl(request) -> Implementation:
     if Path(name).is_dir() and not file.is_file():
         pytest.fail(f"{name} has no {file.name}", pytrace=False)
     try:
-        module = load(file) if file.suffix == ".py" else import_named(name)
-    except Exception as error:  # a student's file may raise anything
+        module = load(file) if file.suffix == ".py" else importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # a student's file may raise anything
         pytest.fail(f"{file} cannot be imported ({type(error).__name__}: {error})", pytrace=False)
     return Implementation(module, str(file))
-
-
-def import_named(name: str):
-    sys.path.insert(0, "")
-    return importlib.import_module(name)
 
 
 @pytest.fixture

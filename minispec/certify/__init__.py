@@ -1,12 +1,13 @@
 """Check whether a decoder is lossless: prove it for this package, test it for any other.
 
     python -m minispec.certify                                  run all checks on this package
-    python -m minispec.certify --impl package.module:function   test a function (see functions.py)
+    python -m minispec.certify --impl package.module:function   test a function
     python -m minispec.certify --server URL --model DIR         test a server with /v1/completions
     python -m minispec.certify --compare a.jsonl b.jsonl --model DIR     explain how two runs differ
 
 The exact check sums over *every* random outcome of the real decoding loops, so passing it is a
 proof for the toy models used; the mutants show that each check can fail. A function that draws its
-random numbers from torch is enumerated in the same way (enumeration.py). A server's greedy tokens
-are checked one by one against our float64 logits, and its samples with χ² tests (server.py).
+random numbers from torch, NumPy or Python's random is enumerated too, as far as the time allows
+(others/enumeration.py); its signature is in others/functions.py. A server's greedy tokens are
+checked one by one against our float64 logits, and its samples with χ² tests (others/server.py).
 """

@@ -52,7 +52,7 @@ class Reference:
     """A model in float64, and how far rounding may move its logits. If both runs are coarse, they
     share the model with rounded weights; otherwise rounding the weights is part of the error."""
 
-    def __init__(self, model: Transformer, coarse: Sequence[torch.dtype]):
+    def __init__(self, model: Transformer, coarse: Sequence[torch.dtype] = ()):
         self.model, self.rounded = model, None
         if coarse:
             self.rounded = copy.deepcopy(model).to(coarse[0])

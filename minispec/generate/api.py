@@ -59,11 +59,12 @@ def stream(
     """Start a run; iterate over it to get text as it is generated.
 
     `prompt` is text or token ids. `options` are passed to the method. If it needs a draft or heads
-    and none are passed, they are loaded from next to the model; "auto" for k or tree becomes a
-    policy for this machine. A `cache` must hold a proper prefix of the prompt. It ends up holding
-    prompt and output, which must fit its capacity (at most the context); for the next turn of a
-    conversation, pass the same cache again. A surrounding autocast is ignored: the model's dtype is
-    used. Raises UserError for invalid arguments.
+    and none are passed, they are loaded from next to the model; "auto" for k, copied or tree
+    becomes a policy for this machine. A `cache` must hold a proper prefix of the prompt. It ends up
+    holding prompt and output except for the last token; the run ends when they fill its capacity
+    (at most the context). For the next turn of a conversation, pass the same cache again. A
+    surrounding autocast is ignored: the model's dtype is used. Raises UserError for invalid
+    arguments.
     """
     if not isinstance(method, str) or method not in METHODS:
         raise UserError(f"unknown method {method!r}; {suggestion(str(method), METHODS)}")

@@ -87,8 +87,9 @@ def drafter_of(method: str, model: Transformer, head: object = None, draft: obje
         with contextlib.suppress(UserError):
             find_drafter(candidate, model)
             return candidate
-    raise UserError("hybrid needs head= or draft= (on the command line, --heads or --draft DIR); "
-                    "there is no folder mtp or draft next to the model")  # fmt: skip
+    raise UserError("hybrid needs head= or draft= (on the command line, --heads or --draft DIR; "
+                    "for bench, --mtp or --draft DIR); there is no folder mtp or draft next to "
+                    "the model")  # fmt: skip
 
 
 def find_drafter(method: str, model: Transformer) -> Path:
@@ -105,6 +106,7 @@ def find_drafter(method: str, model: Transformer) -> Path:
         if os.path.lexists(candidate / "config.json"):  # a broken link is reported when it is read
             return candidate
     where = f"; there is no folder {folder} next to {source}" if source else ""
+    flag += " DIR; for bench, --mtp" * (argument == "head")
     raise UserError(f"{method} needs {argument}= (on the command line, --{flag} DIR){where}")
 
 

@@ -132,14 +132,14 @@ def medusa_loop(
     hidden = model.prefill(tokens[cache.length : -1], cache)[0]  # (1, d); (0, d) if nothing was fed
     yield Step()  # the prefill, so that it can be timed separately
     while True:
-        draft_head = vocabulary.select(tokens)
+        draft_head, can_draft = vocabulary.select(tokens), len(hidden) > 0
         paths = tree if policy is None or policy.drafting() else []  # []: the heads do not run
         proposed = propose(heads, draft_head, hidden, tokens[-1], paths, cache.free_rows - 1)
         hidden = model(proposed.tokens, cache, proposed.depth, proposed.mask)[0]  # (nodes, d)
         path, fresh = rule(probs(model.logits(hidden), sampling), proposed, randomness)
         cache.commit(path)
         hidden = hidden[path[-1:]]  # of the last accepted node: no second target pass
-        if policy is not None:
+        if policy is not None and can_draft:  # without a hidden state the heads did not run
             policy.observe(drafted=len(proposed) - 1, accepted=len(path) - 1)
         new = proposed.tokens_at(path[1:]) + [fresh]
         tokens += new
@@ -165,7 +165,7 @@ def propose(
     tree: list[RankPath] | TreePolicy, free_rows: int,
 ) -> Tree:  # fmt: skip
     """The tree of the heads' candidates, at most `free_rows` nodes below the newest token. Only the
-    root if there is no hidden state yet, before the first pass of a one-token prompt."""
+    root if there is no hidden state yet: in the first round, if the prefill had nothing to feed."""
     if not len(hidden) or not tree:
         return Tree.chain(root, [])
     fixed = isinstance(tree, list)

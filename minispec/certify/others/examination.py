@@ -19,7 +19,7 @@ from minispec.certify.common import (
     describe,
     first_difference,
 )
-from minispec.certify.compare import TIE, divergence
+from minispec.certify.compare import TIE, Reference, divergence
 from minispec.certify.others.conventions import Conventions, warper
 from minispec.certify.others.scoring import Scores, Warp, detectable, normalise_end, smallest_p
 from minispec.certify.statistics import FALSE_ALARM
@@ -177,7 +177,7 @@ def difference(
         where = f"token {at} is {tokens[at : at + 1]}, {gap:.3g} below the best"
     else:
         n = min(len(plain), len(tokens))
-        at, gap = divergence(exam.model, prompt, tokens[:n], plain[:n])
+        at, gap = divergence(Reference(exam.model), prompt, tokens[:n], plain[:n])
         differing = at is not None
         where = f"{first_difference(tokens, plain)}, top-2 gap {gap:.3g}"
     return gap, f"{where}: not a tie (tolerance {exam.tolerance:.2g})", int(differing)
