@@ -6,7 +6,8 @@ each holds the whole model and computes a part of the data: data parallelism.
 
 A rank's shard of a model is an ordinary Transformer with 1/N of the heads and of the MLP's inner
 size. From the checkpoint it reads the rows of q, k, v, gate and up that compute its part, and the
-columns of o and down that multiply it. What its attention and its MLP return are then terms of a
+columns of o and down that multiply it. If there are more ranks than key/value heads, each rank
+holds the one that its query heads read. What its attention and its MLP return are then terms of a
 sum over the ranks. Apart from a digest of the tokens (see `check_agreement`), this all-reduce is
 all that ranks exchange in a pass; the cache holds the rank's own heads.
 
@@ -43,6 +44,7 @@ NOT_COMPILED = "a model that several processes share cannot be compiled: omit --
 COLUMN_PARALLEL = re.compile(
     r"(.*\.)?(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias|rounded|scale)"
 )
+KEYS_AND_VALUES = re.compile(r"(.*\.)?self_attn\.[kv]_proj\.(weight|bias|rounded|scale)")
 ROW_PARALLEL = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.(weight|rounded)")
 RANK_0_BIASES = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.bias")
 
@@ -123,41 +125,50 @@ def require_one_process(name: str) -> None:
 
 def shard_config(config: Config, n: int | None = None) -> Config:
     """The config of a rank's shard of a model that `n` ranks share (default: the current number).
-    Raises UserError if a size is not divisible by it."""
+    Raises UserError if a size does not suit it."""
     n = tensor_parallel.size if n is None else n
-    sizes = {name: getattr(config, name) for name in ("heads", "kv_heads", "intermediate_size")}
-    for name, size in sizes.items():
-        if size % n:
+    copies = n // config.kv_heads if n % config.kv_heads == 0 else 1
+    for name, parts in ("heads", n), ("kv_heads", n // copies), ("intermediate_size", n):
+        if (size := getattr(config, name)) % parts:
+            divisor = " or a divisor" if name == "kv_heads" else ""
             raise UserError(f"{n} processes cannot share this model: its {name}, {size}, must be a "
-                            "multiple of the number of processes")  # fmt: skip
-    return replace(config, **{name: size // n for name, size in sizes.items()})
+                            f"multiple{divisor} of the number of processes")  # fmt: skip
+    return replace(config, heads=config.heads // n, kv_heads=config.kv_heads * copies // n,
+                   intermediate_size=config.intermediate_size // n, kv_copies=copies)  # fmt: skip
 
 
-def shard(name: str, tensor: Tensor) -> Tensor:
+def shard(name: str, tensor: Tensor, kv_copies: int) -> Tensor:
     """The rank's shard of a checkpoint's tensor: the whole of it, if it is replicated. `tensor` may
-    also be a slice of safetensors, of which only the shard is read."""
-    rank, n = tensor_parallel.rank, tensor_parallel.size
+    also be a slice of safetensors, of which only the shard is read. `kv_copies` is as in Config."""
+    rank, copies = tensor_parallel.rank, copies_of(name, kv_copies)
+    parts = tensor_parallel.size // copies
     shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
     dim = 1 if ROW_PARALLEL.fullmatch(name) else 0
-    if n == 1 or not is_sharded(name) or len(shape) <= dim:  # `fill` names a tensor without `dim`
+    if parts == 1 or len(shape) <= dim:  # `fill` names a tensor without `dim`
         whole = tensor if isinstance(tensor, Tensor) else tensor[...]
         return torch.zeros_like(whole) if rank and RANK_0_BIASES.fullmatch(name) else whole
-    if shape[dim] % n:
+    if shape[dim] % parts:
+        n = tensor_parallel.size
         raise UserError(f"{name} has the shape {list(shape)}, which {n} processes cannot share")
-    share = shape[dim] // n
-    own = slice(rank * share, (rank + 1) * share)
+    share, part = shape[dim] // parts, rank // copies
+    own = slice(part * share, (part + 1) * share)
     return tensor[own] if dim == 0 else tensor[:, own]
 
 
-def is_sharded(name: str) -> bool:
-    """Whether each rank holds only a shard of the weight of this name."""
-    return (COLUMN_PARALLEL.fullmatch(name) or ROW_PARALLEL.fullmatch(name)) is not None
+def copies_of(name: str, kv_copies: int) -> int:
+    """How many ranks hold the same part of the weight of this name, or the whole of it."""
+    if KEYS_AND_VALUES.fullmatch(name):
+        return kv_copies
+    is_sharded = COLUMN_PARALLEL.fullmatch(name) or ROW_PARALLEL.fullmatch(name)
+    return 1 if is_sharded else tensor_parallel.size
 
 
 def count_whole(module: nn.Module) -> int:
     """Number of parameters in the shards of all ranks together. A replicated weight counts once."""
-    sharded = sum(t.numel() for name, t in module.state_dict().items() if is_sharded(name))
-    return count_parameters(module) + (tensor_parallel.size - 1) * sharded
+    kv_copies = module.config.kv_copies if hasattr(module, "config") else 1  # Medusa heads
+    elsewhere = ((tensor_parallel.size // copies_of(name, kv_copies) - 1) * tensor.numel()
+                 for name, tensor in module.state_dict().items())  # fmt: skip
+    return count_parameters(module) + sum(elsewhere)
 
 
 def largest_in_rows(weight: Tensor, name: str) -> Tensor:

@@ -14,6 +14,7 @@ import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,10 @@ from minispec.training.distill.documents import shared_states
 SHAPE = {"heads": 8, "kv_heads": 4, "intermediate_size": 24, "vocab_size": VOCAB, "bos_id": 256}
 FAMILIES = {
     "llama": {},
-    "llama with biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "tied": False},
+    "llama with biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "tied": False,
+                          "kv_heads": 1},
     "qwen2": {"model_type": "qwen2", "qkv_bias": True},
-    "qwen3": {"model_type": "qwen3", "qk_norm": True},
+    "qwen3": {"model_type": "qwen3", "qk_norm": True, "kv_heads": 2},
     "mimo": {"model_type": "mimo", "qkv_bias": True, "tied": False},
 }
 
@@ -148,11 +150,11 @@ def test_int8_weights_are_those_of_one_process(family, monkeypatch):
 
     assert all(part.tokens == expected.tokens for part in on_threads(2, monkeypatch, run))
     buffers = [dict(part.named_buffers()) for part in parts]
+    copies = parts[0].config.kv_copies
     for name, buffer in whole.named_buffers():
-        found = [of_rank[name] for of_rank in buffers]
-        if parallel.is_sharded(name):
-            found = [torch.cat(found, 1 if parallel.ROW_PARALLEL.fullmatch(name) else 0)]
-        assert all(torch.equal(shard, buffer) for shard in found), name
+        for rank, of_rank in enumerate(buffers):
+            expected = as_rank(rank, 2, monkeypatch, parallel.shard, name, buffer, copies)
+            assert torch.equal(of_rank[name], expected), name
 
 
 def test_ranks_that_compute_different_tokens_end(family, monkeypatch):
@@ -175,16 +177,29 @@ def test_ranks_that_compute_different_tokens_end(family, monkeypatch):
     on_threads(2, monkeypatch, show_another_answer)
 
 
-def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(family, monkeypatch):
-    whole = load(family, "float64")[0]
-    parts = load_parts(family, 4, monkeypatch)
-    shared = count_parameters(whole) - count_parameters(whole.model.layers)
-    for part in parts:
-        assert part.new_cache(7).kv.nbytes * 4 == whole.new_cache(7).kv.nbytes
-        matrices = [p for p in part.model.layers.parameters() if p.dim() == 2]
-        all_matrices = [p for p in whole.model.layers.parameters() if p.dim() == 2]
-        assert 4 * sum(p.numel() for p in matrices) == sum(p.numel() for p in all_matrices)
-        assert count_parameters(part) - count_parameters(part.model.layers) == shared
+SHARED_HEADS = [(4, 4, 4), (12, 6, 3), (4, 1, 2), (4, 1, 4), (12, 2, 4), (12, 2, 6)]
+
+
+@pytest.mark.parametrize("heads, kv_heads, size", SHARED_HEADS)
+def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(
+    heads, kv_heads, size, tmp_path, monkeypatch
+):
+    """With more ranks than key/value heads, each holds the one that its query heads read."""
+    sizes, tokens = {"heads": heads, "kv_heads": kv_heads}, random_tokens(9)
+    whole = random_model(3, **sizes, qkv_bias=True, o_bias=True)
+    save(whole, None, tmp_path)
+    parts, copies = load_parts(tmp_path, size, monkeypatch), max(1, size // kv_heads)
+    hidden = on_threads(size, monkeypatch, lambda rank: parts[rank](tokens))
+    for rank, part in enumerate(parts):
+        torch.testing.assert_close(hidden[rank], whole(tokens), rtol=1e-12, atol=1e-12)
+        assert part.new_cache(7).kv.nbytes * size == whole.new_cache(7).kv.nbytes * copies
+        counted = as_rank(rank, size, monkeypatch, parallel.count_whole, part)
+        assert counted == count_parameters(whole)
+        for name, tensor in part.model.layers.state_dict().items():
+            is_kv, held = "k_proj" in name or "v_proj" in name, tensor.numel() * size
+            if tensor.dim() == 2:
+                held_by_all = whole.model.layers.state_dict()[name].numel()
+                assert held == held_by_all * (copies if is_kv else 1)
 
 
 def test_only_the_part_of_a_rank_is_read(monkeypatch):
@@ -201,27 +216,28 @@ def test_only_the_part_of_a_rank_is_read(monkeypatch):
             read.append(self.tensor[key].numel())
             return self.tensor[key].clone()
 
-    weight = torch.arange(48.0).view(8, 6)
+    shard, weight = partial(parallel.shard, kv_copies=2), torch.arange(48.0).view(8, 6)
     columns = weight.T.contiguous()  # (6, 8)
     monkeypatch.setattr(parallel, "tensor_parallel", Group(2, 4))
     for name, whole, part in [
+        ("model.layers.0.self_attn.k_proj.weight", weight, weight[4:]),  # two ranks hold each half
         ("model.layers.0.self_attn.q_proj.weight", weight, weight[4:6]),
         ("model.mtp_layers.0.mlp.up_proj.weight", weight, weight[4:6]),
         ("self_attn.o_proj.weight", columns, columns[:, 4:6]),
         ("model.embed_tokens.weight", weight, weight),
         ("0.0.linear.weight", weight, weight),  # of Medusa heads
     ]:
-        assert torch.equal(parallel.shard(name, Slice(whole)), part)
+        assert torch.equal(shard(name, Slice(whole)), part)
         assert read.pop() == part.numel()
-        assert torch.equal(parallel.shard(name, whole), part)
+        assert torch.equal(shard(name, whole), part)
     scalar = torch.tensor(2.0)  # as in quantised checkpoints, which are refused later
-    assert parallel.shard("self_attn.q_proj.weight", scalar) == 2
+    assert shard("self_attn.q_proj.weight", scalar) == 2
     with pytest.raises(UserError, match=r"shape \[9, 6\], which 4 processes cannot share"):
-        parallel.shard("mlp.up_proj.weight", torch.zeros(9, 6))
+        shard("mlp.up_proj.weight", torch.zeros(9, 6))
     bias = torch.ones(3)
-    assert parallel.shard("mlp.down_proj.bias", bias).tolist() == [0, 0, 0]
+    assert shard("mlp.down_proj.bias", bias).tolist() == [0, 0, 0]
     monkeypatch.setattr(parallel, "tensor_parallel", Group(0, 4))
-    assert parallel.shard("mlp.down_proj.bias", bias).tolist() == [1, 1, 1]
+    assert shard("mlp.down_proj.bias", bias).tolist() == [1, 1, 1]
 
 
 def test_a_pickle_and_a_prefix_are_shared_too(family, tmp_path, monkeypatch):
@@ -237,18 +253,16 @@ def test_a_pickle_and_a_prefix_are_shared_too(family, tmp_path, monkeypatch):
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-@pytest.mark.parametrize("size, named", [(3, "heads, 8"), (8, "kv_heads, 4"), (5, "heads, 8")])
-def test_sizes_that_cannot_be_shared_are_refused(family, size, named, monkeypatch):
-    with pytest.raises(UserError, match=f"{size} processes cannot share .* its {named}, must be"):
-        as_rank(0, size, monkeypatch, load, family)
-
-
-def test_the_size_of_the_mlp_must_be_divisible_too():
-    config = replace(random_model().config, heads=4, kv_heads=4, intermediate_size=30)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "tensor_parallel", Group(0, 4))
-        with pytest.raises(UserError, match="its intermediate_size, 30, must be a multiple"):
-            parallel.shard_config(config)
+@pytest.mark.parametrize("sizes, named", [
+    ((8, 4, 24), "heads, 8, must be a multiple"), ((12, 6, 30), "intermediate_size, 30, must be"),
+    ((60, 5, 24), "kv_heads, 5, must be a multiple or a divisor"),
+])  # fmt: skip
+def test_sizes_that_cannot_be_shared_are_refused(sizes, named, tmp_path, monkeypatch):
+    model = random_model(**dict(zip(("heads", "kv_heads", "intermediate_size"), sizes)))
+    save(model, None, tmp_path)
+    message = f"{tmp_path}: 12 processes cannot share this model: its {named}"
+    with pytest.raises(UserError, match=message):
+        as_rank(0, 12, monkeypatch, load, tmp_path)
 
 
 VARIABLES = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost",

@@ -110,7 +110,8 @@ def load(
     path = resolve(source)
     if file := find_gguf(path):
         config, tensors, tokenizer = read_gguf(file)
-        tensors = {name: shard(name, tensor) for name, tensor in tensors.items()}
+        config = config_of_rank(config, path)
+        tensors = {name: shard(name, tensor, config.kv_copies) for name, tensor in tensors.items()}
     else:
         config, tensors, tokenizer = read_directory(path)
     if tokenizer:
@@ -126,7 +127,7 @@ def load(
     if config.tied:
         tie(tensors)
     with torch.device("meta"):
-        model = Transformer(config_of_rank(config, path))
+        model = Transformer(config)
     fill(model, tensors, str(path), dtype, device)
     all_reduce_outputs(model)
     if config.tied:
@@ -144,12 +145,12 @@ def config_of_rank(config: Config, path: Path) -> Config:
 
 
 def read_directory(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
-    """Read the config, tensors and tokenizer of a checkpoint directory."""
+    """Read the config, tensors and tokenizer of a checkpoint directory, for this rank."""
     config, files = read_config(path), weight_files(path)
-    config_of_rank(config, path)  # raises UserError before the weights are read
+    config = config_of_rank(config, path)
     tokenizer, tensors = find_tokenizer(path), {}  # first, to fail early
     for file in files:
-        tensors |= read_tensors(file)
+        tensors |= read_tensors(file, config.kv_copies)
     for suffix, layout in QUANTISED_SUFFIXES.items():
         if any(name.endswith(suffix) for name in tensors):
             raise UserError(f"{path} ({layout}): {UNQUANTISED}")
