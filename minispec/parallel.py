@@ -9,7 +9,8 @@ size. From the checkpoint it reads the rows of q, k, v, gate and up that compute
 columns of o and down that multiply it. If there are more ranks than key/value heads, each rank
 holds the one that its query heads read. What its attention and its MLP return are then terms of a
 sum over the ranks. Apart from a digest of the tokens (see `check_agreement`), this all-reduce is
-all that ranks exchange in a pass; the cache holds the rank's own heads.
+all that ranks exchange in a pass; the cache holds the rank's own heads. A draft model that N ranks
+cannot share is whole on each of them.
 
 Embedding, lm_head and norms are replicated: drafts and heads use the first two, and ranks that
 compute the same logits and draw from the same seed choose the same tokens without a message.
@@ -123,52 +124,57 @@ def require_one_process(name: str) -> None:
 # ---- a rank's shard of a model -------------------------------------------------------------------
 
 
-def shard_config(config: Config, n: int | None = None) -> Config:
+def shard_config(config: Config, n: int | None = None, draft: bool = False) -> Config:
     """The config of a rank's shard of a model that `n` ranks share (default: the current number).
-    Raises UserError if a size does not suit it."""
+    If a size does not suit it, raises UserError; a `draft` is left whole instead."""
     n = tensor_parallel.size if n is None else n
     copies = n // config.kv_heads if n % config.kv_heads == 0 else 1
     for name, parts in ("heads", n), ("kv_heads", n // copies), ("intermediate_size", n):
         if (size := getattr(config, name)) % parts:
+            if draft:
+                return config
             divisor = " or a divisor" if name == "kv_heads" else ""
             raise UserError(f"{n} processes cannot share this model: its {name}, {size}, must be a "
                             f"multiple{divisor} of the number of processes")  # fmt: skip
-    return replace(config, heads=config.heads // n, kv_heads=config.kv_heads * copies // n,
-                   intermediate_size=config.intermediate_size // n, kv_copies=copies)  # fmt: skip
+    return replace(
+        config, heads=config.heads // n, kv_heads=config.kv_heads * copies // n,
+        intermediate_size=config.intermediate_size // n, ranks=n, kv_copies=copies,
+    )  # fmt: skip
 
 
-def shard(name: str, tensor: Tensor, kv_copies: int) -> Tensor:
-    """The rank's shard of a checkpoint's tensor: the whole of it, if it is replicated. `tensor` may
-    also be a slice of safetensors, of which only the shard is read. `kv_copies` is as in Config."""
-    rank, copies = tensor_parallel.rank, copies_of(name, kv_copies)
-    parts = tensor_parallel.size // copies
+def shard(name: str, tensor: Tensor, config: Config) -> Tensor:
+    """The shard of a checkpoint's tensor for a rank with this config: the whole of it, if it is
+    replicated. `tensor` may also be a slice of safetensors, of which only the shard is read."""
+    rank = tensor_parallel.rank if config.ranks > 1 else 0
+    copies = copies_of(name, config)
+    parts = config.ranks // copies
     shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
     dim = 1 if ROW_PARALLEL.fullmatch(name) else 0
     if parts == 1 or len(shape) <= dim:  # `fill` names a tensor without `dim`
         whole = tensor if isinstance(tensor, Tensor) else tensor[...]
         return torch.zeros_like(whole) if rank and RANK_0_BIASES.fullmatch(name) else whole
     if shape[dim] % parts:
-        n = tensor_parallel.size
-        raise UserError(f"{name} has the shape {list(shape)}, which {n} processes cannot share")
+        raise UserError(f"{name} has the shape {list(shape)}, which {config.ranks} processes "
+                        "cannot share")  # fmt: skip
     share, part = shape[dim] // parts, rank // copies
     own = slice(part * share, (part + 1) * share)
     return tensor[own] if dim == 0 else tensor[:, own]
 
 
-def copies_of(name: str, kv_copies: int) -> int:
+def copies_of(name: str, config: Config) -> int:
     """How many ranks hold the same part of the weight of this name, or the whole of it."""
     if KEYS_AND_VALUES.fullmatch(name):
-        return kv_copies
-    is_sharded = COLUMN_PARALLEL.fullmatch(name) or ROW_PARALLEL.fullmatch(name)
-    return 1 if is_sharded else tensor_parallel.size
+        return config.kv_copies
+    return 1 if COLUMN_PARALLEL.fullmatch(name) or ROW_PARALLEL.fullmatch(name) else config.ranks
 
 
 def count_whole(module: nn.Module) -> int:
     """Number of parameters in the shards of all ranks together. A replicated weight counts once."""
-    kv_copies = module.config.kv_copies if hasattr(module, "config") else 1  # Medusa heads
-    elsewhere = ((tensor_parallel.size // copies_of(name, kv_copies) - 1) * tensor.numel()
-                 for name, tensor in module.state_dict().items())  # fmt: skip
-    return count_parameters(module) + sum(elsewhere)
+    count, config = count_parameters(module), getattr(module, "config", None)
+    if config is None:  # Medusa heads are replicated
+        return count
+    return count + sum(tensor.numel() * (config.ranks // copies_of(name, config) - 1)
+                       for name, tensor in module.state_dict().items())  # fmt: skip
 
 
 def largest_in_rows(weight: Tensor, name: str) -> Tensor:
@@ -182,7 +188,7 @@ def largest_in_rows(weight: Tensor, name: str) -> Tensor:
 
 def all_reduce_outputs(module: nn.Module) -> None:
     """Let each attention and MLP in a rank's shard of a module return the sum over all ranks."""
-    if tensor_parallel.size == 1:
+    if module.config.ranks == 1:
         return
     if isinstance(module, Transformer):
         module.register_forward_pre_hook(lambda _, inputs: check_agreement(*inputs))

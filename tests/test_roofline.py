@@ -12,7 +12,7 @@ from minispec import bench, machine, roofline
 from minispec.methods.adaptive import expected_tokens, grow_tree
 from minispec.methods.speculative import speedup
 from minispec.model import Config, Transformer
-from minispec.roofline import CARDS, MODEL_SHAPES, Hardware, Work, without_data
+from minispec.roofline import CARDS, MODEL_SHAPES, Hardware, Setting, Work, without_data
 
 # 9 heads in 3 groups, nothing a power of two, and every kind of bias and norm
 ODD = Config(50, 63, 3, 9, 3, 6, 101, 64, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
@@ -254,6 +254,13 @@ def test_ranks_draft_together(planned):
     assert row["round_cost"] == pytest.approx((target + row["drafts"] * draft) / plain)
 
 
+def test_a_draft_that_ranks_cannot_share_is_whole_on_each():
+    ranks = Setting(CARDS["h100"], torch.bfloat16, int8=False, cached=9, ranks=64)
+    alone = replace(ranks, ranks=1)
+    whole, of_rank = alone.model("llama-3.1-8b"), ranks.model("llama-3.1-8b", draft=True)
+    assert ranks.work(of_rank) == alone.work(whole)
+
+
 # ---- output --------------------------------------------------------------------------------------
 
 
@@ -337,7 +344,6 @@ def test_no_data_is_allocated():
         ("--nproc 5", "llama-2-7b: 5 processes cannot share this model: its heads, 32, must be"),
         ("--nproc 64", "its heads, 32, must be a multiple of the number of processes"),
         ("--shape qwen2.5-0.5b --nproc 2", "its heads, 9, must be"),
-        ("--shape llama-3.1-70b --nproc 64 --draft llama-3.1-8b", "llama-3.1-8b: 64 processes"),
         ("--draft smollm2-135m", "the draft's vocabulary differs"),
         ("--draft nowhere", "--draft nowhere: with --shape, choose one of smollm2-135m,"),
         ("--mtp nowhere", "--mtp nowhere: there is no config.json"),

@@ -54,7 +54,7 @@ def read_heads(
     only_heads = [file for file in only_heads if file.is_file()][:1]
     tensors: dict[str, Tensor] = {}
     for file in only_heads or weight_files(folder):
-        for name, tensor in read_tensors(file, config.kv_copies).items():
+        for name, tensor in read_tensors(file, config).items():
             if only_heads or name.startswith(prefix) or VLLM_NAME.match(name):
                 tensors[name] = tensor
     if any(map(VLLM_NAME.match, tensors)):
@@ -203,7 +203,7 @@ def check_attention(where: str, folder: Path, config: Config) -> None:
         return
     kv_heads, head_dim = attention_sizes(keys)
     values = kv_heads, head_dim, *read_rope(keys)
-    kv_heads_of_all = config.kv_heads * parallel.tensor_parallel.size // config.kv_copies
+    kv_heads_of_all = config.kv_heads * config.ranks // config.kv_copies
     config = replace(config, kv_heads=kv_heads_of_all)
     for name, value in zip(("kv_heads", "head_dim", "rope_theta", "rope_scaling"), values):
         expected = getattr(config, name)

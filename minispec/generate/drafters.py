@@ -54,7 +54,7 @@ def load_drafter(
     """
     source = find_drafter(method, model) if source is None else source
     if method == "speculative":
-        draft, draft_tokenizer = load(source, model.dtype, str(model.device))
+        draft, draft_tokenizer = load(source, model.dtype, str(model.device), draft=True)
         check_vocabularies(tokenizer, draft_tokenizer, model, draft)
         return {"draft": draft}
     folder = Path(source).parent if Path(source).is_file() else Path(source)
