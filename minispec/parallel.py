@@ -22,7 +22,9 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import sys
+import threading
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -34,11 +36,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minispec.errors import UserError, out_of_memory
+from minispec.errors import UserError, note, out_of_memory
 from minispec.model import MLP, Attention, Config, Transformer, count_parameters
 
 T = TypeVar("T")
 JOIN_TIMEOUT = timedelta(minutes=5)
+SILENT_SECONDS = 10.0  # of waiting for other processes, before a note says so
 TIMEOUT = timedelta(days=7)  # a chat may be idle; a process that has ended is noticed at once
 NOT_COMPILED = "a model that several processes share cannot be compiled: omit --compile"
 # names of weights; those of Int8Linear are `rounded` and `scale`
@@ -82,12 +85,9 @@ def join() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # A handler in Python would have to wait for the end of an exchange, which may never come.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
-        dist.init_process_group(store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"the {size} processes did not find each other: {error}") from None
-    atexit.register(dist.destroy_process_group)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        report_sigterm()
+    connect()
     if torch.cuda.is_available():
         gpus, local_rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
         if local_rank >= gpus:
@@ -97,6 +97,50 @@ def join() -> None:
     if world.rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")
         sys.excepthook = lambda *error: traceback.print_exception(*error, file=sys.__stderr__)
+
+
+def report_sigterm() -> None:
+    """When SIGTERM ends this process, say so. torchrun sends it if another process has ended. A
+    handler in Python would wait for the end of an exchange; a thread that reads from the wake-up
+    descriptor does not."""
+    received, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
+    exiting = threading.Event()
+
+    def report() -> None:
+        while received.recv(1)[0] != signal.SIGTERM:
+            pass
+        if not exiting.wait(1):  # in this time, the main thread may report why it ends
+            unmute()
+            note("ended by SIGTERM, which torchrun sends if another process has ended")
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=report, daemon=True).start()
+    atexit.register(exiting.set)
+
+
+def unmute() -> None:
+    """Let this rank print errors: rank 0 may have ended."""
+    sys.stderr = sys.__stderr__ or sys.stderr
+
+
+def connect() -> None:
+    """Find the other processes. Raises UserError if they are not all there after JOIN_TIMEOUT."""
+    size, address, port = (os.environ[f] for f in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    where = f"all {size} processes at MASTER_ADDR={address}, MASTER_PORT={port}"
+    waiting = threading.Timer(SILENT_SECONDS, note, [f"waiting for {where}"])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
+        dist.init_process_group(store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the {size} processes did not find each other: {error}") from None
+    finally:
+        waiting.cancel()
+    atexit.register(dist.destroy_process_group)
 
 
 def check_variables() -> None:
@@ -221,11 +265,13 @@ def check_agreement(*values: object) -> None:
 
 @contextlib.contextmanager
 def connected() -> Iterator[None]:
-    """Raise UserError if a rank has ended in the meantime."""
+    """Raise UserError, on every rank that is left, if one has ended in the meantime."""
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0].rpartition("] ")[2]  # without torch's source line
+        unmute()
+        # without torch's source line and advice
+        reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
         raise UserError(f"the exchange between the {world.size} processes failed; one of them "
                         f"has probably ended ({reason})") from None  # fmt: skip
 

@@ -14,6 +14,7 @@ import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -296,6 +297,19 @@ def test_variables_that_torchrun_does_not_set_are_refused(given, found, monkeypa
     assert f"WORLD_SIZE={size}, but {found}: start processes with torchrun" in error[0]
 
 
+def test_a_process_says_what_it_waits_for(monkeypatch, capsys):
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    for name, value in (VARIABLES | {"MASTER_PORT": port}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(parallel, "SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(parallel, "JOIN_TIMEOUT", timedelta(seconds=0.5))
+    with pytest.raises(UserError, match="the 2 processes did not find each other: .*timed out"):
+        parallel.connect()
+    line = f"minispec: waiting for all 2 processes at MASTER_ADDR=localhost, MASTER_PORT={port}"
+    assert own_lines(capsys.readouterr().err) == [line]
+
+
 def test_one_process_under_torchrun_is_not_shared(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     parallel.join_tensor_parallel()
@@ -472,7 +486,7 @@ import os, signal, sys
 from minispec import parallel
 from minispec.generate import __main__ as command
 def dies(*arguments):
-    if parallel.tensor_parallel.rank == 1:
+    if parallel.tensor_parallel.rank == {rank}:
         {death}
     return before(*arguments)
 before, {name} = {name}, dies
@@ -481,22 +495,38 @@ command.main(sys.argv[1:])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, death, expected", [
-    ("parallel.dist.all_reduce", "os.kill(os.getpid(), 9)", "exchange .* probably ended"),
-    ("command.load", "raise OSError(28, 'No space left')", "rank 1: .*No space left"),
+@pytest.mark.parametrize("rank, name, death, expected", [
+    (0, "parallel.dist.all_reduce", "os.kill(os.getpid(), 9)", "exchange .* probably ended"),
+    (1, "parallel.dist.all_reduce", "os.kill(os.getpid(), 9)", "exchange .* probably ended"),
+    (1, "command.load", "raise OSError(28, 'No space left')", "rank 1: .*No space left"),
 ])  # fmt: skip
-def test_a_rank_that_dies_ends_the_others(name, death, expected, tmp_path):
+def test_a_rank_that_dies_ends_the_others(rank, name, death, expected, tmp_path):
     model = write_family(tmp_path, FAMILIES["llama"])
     script = tmp_path / "killed.py"
-    script.write_text(KILLED.format(name=name, death=death))
+    script.write_text(KILLED.format(rank=rank, name=name, death=death))
     children = start_ranks([0, 1], script, "Once", "--model", model)
-    children[1].wait(60)
+    children[rank].wait(60)
     start = time.monotonic()
-    _, error = children[0].communicate(timeout=60)
-    assert time.monotonic() - start < 10 and children[0].returncode == 2
+    _, error = children[1 - rank].communicate(timeout=60)
+    assert time.monotonic() - start < 10 and children[1 - rank].returncode == 2
     *_, line = own_lines(error)
     assert "Traceback" not in error
     assert re.search(expected, line), line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_torchrun_ends_says_so(rank, tmp_path):
+    """Rank 0 waits for the next turn of the chat, rank 1 for rank 0."""
+    save(random_model(3, **SHAPE), TOKENIZER, tmp_path)
+    flags = ["--model", tmp_path, "--chat", "--max-new-tokens", "4", "--ignore-eos"]
+    children = start_ranks([0, 1], "-m", "minispec.generate", "Once", *flags)
+    children[0].stdout.read(1)
+    children[rank].send_signal(signal.SIGTERM)
+    children[rank].wait(20)
+    children[1 - rank].kill()
+    *_, line = own_lines(children[rank].stderr.read())
+    assert line == "minispec: ended by SIGTERM, which torchrun sends if another process has ended"
 
 
 @pytest.mark.slow
