@@ -79,8 +79,7 @@ def memoised(
     """Return `measure()`, the cost of the module `key`, as rank 0 measures it. It is kept in the
     model's memo and measured again only after the passes, the device, the dtype or the vocabulary
     have changed."""
-    passes = type(model.lm_head), vars(model.model).get("forward")
-    state = model.device, model.dtype, *passes, vocabulary
+    state = model.device, model.dtype, type(model.lm_head), model.model.forward, vocabulary
     if key not in model.memo or model.memo[key][0] != state:
         cost = measure()
         model.memo[key] = state, parallel.from_rank_0(lambda: cost)
