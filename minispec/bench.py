@@ -118,12 +118,11 @@ def measure_machine(model: Transformer, draft: Transformer | None = None) -> dic
          lambda: (a @ a)[-1, -1].item()], turns=5,
     )  # fmt: skip
     hardware = Hardware(2 * COPY_BYTES / copy, 2 * MATMUL_SIZE**3 / matmul)
-    ranks = parallel.tensor_parallel.size
-    work, curve = pass_work(model, ranks=ranks), cost_curve(model)
+    work, curve = pass_work(model), cost_curve(model)
     return {
         "pass_seconds": pass_seconds,  # for one token
         "pass_bytes": work.read_bytes,  # by each rank
-        "ranks": ranks,
+        "ranks": model.config.ranks,
         "sent_bytes": work.sent_bytes,  # by each rank, per row of a pass
         "cache_bytes_per_token": model.new_cache(1).kv.nbytes,
         "draft_cost": draft_cost(model, draft) if draft else 0.0,  # per token, in such passes

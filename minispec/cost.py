@@ -19,6 +19,7 @@ from minispec.sampling import Sampling, Seeded
 T = TypeVar("T")
 # rows per pass at which the curve is measured: densely where it is steepest and most used
 ROW_COUNTS = 1, 2, 3, 4, 5, 6, 8, 16, 32, 64
+CAPACITY = 1024  # of the caches for measurements: that of decoding a short text (see `stream`)
 TURN_SECONDS = 0.02  # minimum length of a function's turn
 
 
@@ -50,7 +51,7 @@ def call_times(function: Callable[[], object], turn_seconds: float) -> list[floa
 def one_pass(model: Transformer, n: int, cache: KVCache | None = None) -> Callable[[], object]:
     """Return a function to be timed, which runs a pass over `n` tokens. The cache is empty, so the
     cost of attending to earlier text is not included."""
-    cache, tokens = cache or model.new_cache(2 * max(n, 64)), [0] * n
+    cache, tokens = cache or model.new_cache(measured_rows(model, CAPACITY)), [0] * n
 
     @torch.inference_mode()
     def run() -> list:
@@ -59,10 +60,16 @@ def one_pass(model: Transformer, n: int, cache: KVCache | None = None) -> Callab
     return run
 
 
-def cost_after_pass(function: Callable[[], object], model: Transformer) -> float:
+def measured_rows(model: Transformer, capacity: int) -> int:
+    """The capacity of caches for measurements: that of decoding's cache, since on a GPU each
+    capacity needs its own graphs, but enough for the largest pass."""
+    return min(max(capacity, 2 * ROW_COUNTS[-1]), model.config.context)
+
+
+def cost_after_pass(function: Callable[[], object], model: Transformer, capacity: int) -> float:
     """The cost of a call right after a pass of the model over one token, in such passes. In
     decoding, too, a pass has just displaced the drafter's weights from the CPU's caches."""
-    target_pass = one_pass(model, 1)
+    target_pass = one_pass(model, 1, model.new_cache(measured_rows(model, capacity)))
 
     @torch.inference_mode()
     def both() -> None:
@@ -79,25 +86,25 @@ def memoised(
     """Return `measure()`, the cost of the module `key`, as rank 0 measures it. It is kept in the
     model's memo and measured again only after the passes, the device, the dtype or the vocabulary
     have changed."""
-    passes = type(model.lm_head), vars(model.model).get("forward")
-    state = model.device, model.dtype, *passes, vocabulary
+    state = model.device, model.dtype, type(model.lm_head), model.model.forward, vocabulary
     if key not in model.memo or model.memo[key][0] != state:
         cost = measure()
         model.memo[key] = state, parallel.from_rank_0(lambda: cost)
     return model.memo[key][1]
 
 
-def cost_curve(model: Transformer) -> list[float]:
+def cost_curve(model: Transformer, capacity: int = CAPACITY) -> list[float]:
     """curve[n] = pass(n) / pass(1) for n from 1 to 64, or to the largest of ROW_COUNTS within
     the context. Measured once per model, interleaved, at ROW_COUNTS, and linear between them. The
     curve never falls, since more rows cannot cost less."""
-    return memoised(model, model, lambda: measure_curve(model))
+    return memoised(model, model, lambda: measure_curve(model, capacity))
 
 
-def measure_curve(model: Transformer) -> list[float]:
+def measure_curve(model: Transformer, capacity: int) -> list[float]:
     """Measure `cost_curve`."""
     counts = [n for n in ROW_COUNTS if n <= model.config.context]
-    seconds = interleaved_min_times([one_pass(model, n) for n in counts])
+    cache = model.new_cache(measured_rows(model, capacity))
+    seconds = interleaved_min_times([one_pass(model, n, cache) for n in counts])
     curve = [0.0, 1.0]
     for (m, a), (n, b) in pairwise(zip(counts, seconds)):
         for i in range(m + 1, n + 1):
@@ -108,30 +115,44 @@ def measure_curve(model: Transformer) -> list[float]:
 # ---- the cost of drafts, in passes of the target over one token ----------------------------------
 
 
-def draft_cost(model: Transformer, draft: Transformer) -> float:
+def draft_cost(model: Transformer, draft: Transformer, capacity: int = CAPACITY) -> float:
     """The cost of one token of a draft model."""
     if draft is model:  # the memo uses this key for the cost curve
         return 1.0
-    return memoised(model, draft, lambda: cost_after_pass(one_pass(draft, 1), model))
+
+    def measure() -> float:
+        cache = draft.new_cache(measured_rows(model, capacity))
+        return cost_after_pass(one_pass(draft, 1, cache), model, capacity)
+
+    return memoised(model, draft, measure)
 
 
-def head_cost(model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None) -> float:
+def head_cost(
+    model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None,
+    capacity: int = CAPACITY,
+) -> float:  # fmt: skip
     """The cost of one token of a FastMTP head, in a round that takes in two hidden states and
     drafts two tokens, over all languages of `vocabulary` (None: full)."""
     vocabulary = vocabulary or FullVocabulary(model)
-    hidden = model.model.norm.weight.new_zeros(2, model.config.hidden_size)
 
-    def round_of_two() -> None:
-        drafter = Drafter(head, model, 8, offset=0)
-        drafter.extend(hidden, [0, 0])
-        drafter.chain(2, Sampling(0.0), Seeded(0), vocabulary.select([]))
+    def measure() -> float:
+        hidden = model.model.norm.weight.new_zeros(2, model.config.hidden_size)
+        drafter = Drafter(head, model, measured_rows(model, capacity), offset=0)
 
-    return memoised(model, head, lambda: cost_after_pass(round_of_two, model) / 2, vocabulary)
+        def round_of_two() -> None:
+            drafter.extend(hidden, [0, 0])
+            drafter.chain(2, Sampling(0.0), Seeded(0), vocabulary.select([]))
+            drafter.cache.truncate(0)
+
+        return cost_after_pass(round_of_two, model, capacity) / 2
+
+    return memoised(model, head, measure, vocabulary)
 
 
 def heads_cost(
-    model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None = None
-) -> float:
+    model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None = None,
+    capacity: int = CAPACITY,
+) -> float:  # fmt: skip
     """The cost of Medusa heads in one round. `vocabulary` is as for `head_cost`."""
     draft_head = (vocabulary or FullVocabulary(model)).select([])
     hidden = model.model.norm.weight
@@ -139,4 +160,4 @@ def heads_cost(
     def candidates() -> list:
         return best_candidates(heads, draft_head, hidden, RANKS)
 
-    return memoised(model, heads, lambda: cost_after_pass(candidates, model), vocabulary)
+    return memoised(model, heads, lambda: cost_after_pass(candidates, model, capacity), vocabulary)

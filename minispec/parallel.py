@@ -6,9 +6,11 @@ each holds the whole model and computes a part of the data: data parallelism.
 
 A rank's shard of a model is an ordinary Transformer with 1/N of the heads and of the MLP's inner
 size. From the checkpoint it reads the rows of q, k, v, gate and up that compute its part, and the
-columns of o and down that multiply it. What its attention and its MLP return are then terms of a
+columns of o and down that multiply it. If there are more ranks than key/value heads, each rank
+holds the one that its query heads read. What its attention and its MLP return are then terms of a
 sum over the ranks. Apart from a digest of the tokens (see `check_agreement`), this all-reduce is
-all that ranks exchange in a pass; the cache holds the rank's own heads.
+all that ranks exchange in a pass; the cache holds the rank's own heads. A draft model that N ranks
+cannot share is whole on each of them.
 
 Embedding, lm_head and norms are replicated: drafts and heads use the first two, and ranks that
 compute the same logits and draw from the same seed choose the same tokens without a message.
@@ -20,7 +22,9 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import sys
+import threading
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -32,17 +36,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minispec.errors import UserError, out_of_memory
+from minispec.errors import UserError, note, out_of_memory
 from minispec.model import MLP, Attention, Config, Transformer, count_parameters
 
 T = TypeVar("T")
 JOIN_TIMEOUT = timedelta(minutes=5)
+SILENT_SECONDS = 10.0  # of waiting for other processes, before a note says so
 TIMEOUT = timedelta(days=7)  # a chat may be idle; a process that has ended is noticed at once
 NOT_COMPILED = "a model that several processes share cannot be compiled: omit --compile"
 # names of weights; those of Int8Linear are `rounded` and `scale`
 COLUMN_PARALLEL = re.compile(
     r"(.*\.)?(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias|rounded|scale)"
 )
+KEYS_AND_VALUES = re.compile(r"(.*\.)?self_attn\.[kv]_proj\.(weight|bias|rounded|scale)")
 ROW_PARALLEL = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.(weight|rounded)")
 RANK_0_BIASES = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.bias")
 
@@ -79,12 +85,9 @@ def join() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # A handler in Python would have to wait for the end of an exchange, which may never come.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
-        dist.init_process_group(store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"the {size} processes did not find each other: {error}") from None
-    atexit.register(dist.destroy_process_group)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        report_sigterm()
+    connect()
     if torch.cuda.is_available():
         gpus, local_rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
         if local_rank >= gpus:
@@ -94,6 +97,50 @@ def join() -> None:
     if world.rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")
         sys.excepthook = lambda *error: traceback.print_exception(*error, file=sys.__stderr__)
+
+
+def report_sigterm() -> None:
+    """When SIGTERM ends this process, say so. torchrun sends it if another process has ended. A
+    handler in Python would wait for the end of an exchange; a thread that reads from the wake-up
+    descriptor does not."""
+    received, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
+    exiting = threading.Event()
+
+    def report() -> None:
+        while received.recv(1)[0] != signal.SIGTERM:
+            pass
+        if not exiting.wait(1):  # in this time, the main thread may report why it ends
+            unmute()
+            note("ended by SIGTERM, which torchrun sends if another process has ended")
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=report, daemon=True).start()
+    atexit.register(exiting.set)
+
+
+def unmute() -> None:
+    """Let this rank print errors: rank 0 may have ended."""
+    sys.stderr = sys.__stderr__ or sys.stderr
+
+
+def connect() -> None:
+    """Find the other processes. Raises UserError if they are not all there after JOIN_TIMEOUT."""
+    size, address, port = (os.environ[f] for f in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    where = f"all {size} processes at MASTER_ADDR={address}, MASTER_PORT={port}"
+    waiting = threading.Timer(SILENT_SECONDS, note, [f"waiting for {where}"])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
+        dist.init_process_group(store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the {size} processes did not find each other: {error}") from None
+    finally:
+        waiting.cancel()
+    atexit.register(dist.destroy_process_group)
 
 
 def check_variables() -> None:
@@ -121,43 +168,57 @@ def require_one_process(name: str) -> None:
 # ---- a rank's shard of a model -------------------------------------------------------------------
 
 
-def shard_config(config: Config, n: int | None = None) -> Config:
+def shard_config(config: Config, n: int | None = None, draft: bool = False) -> Config:
     """The config of a rank's shard of a model that `n` ranks share (default: the current number).
-    Raises UserError if a size is not divisible by it."""
+    If a size does not suit it, raises UserError; a `draft` is left whole instead."""
     n = tensor_parallel.size if n is None else n
-    sizes = {name: getattr(config, name) for name in ("heads", "kv_heads", "intermediate_size")}
-    for name, size in sizes.items():
-        if size % n:
+    copies = n // config.kv_heads if n % config.kv_heads == 0 else 1
+    for name, parts in ("heads", n), ("kv_heads", n // copies), ("intermediate_size", n):
+        if (size := getattr(config, name)) % parts:
+            if draft:
+                return config
+            divisor = " or a divisor" if name == "kv_heads" else ""
             raise UserError(f"{n} processes cannot share this model: its {name}, {size}, must be a "
-                            "multiple of the number of processes")  # fmt: skip
-    return replace(config, **{name: size // n for name, size in sizes.items()})
+                            f"multiple{divisor} of the number of processes")  # fmt: skip
+    return replace(
+        config, heads=config.heads // n, kv_heads=config.kv_heads * copies // n,
+        intermediate_size=config.intermediate_size // n, ranks=n, kv_copies=copies,
+    )  # fmt: skip
 
 
-def shard(name: str, tensor: Tensor) -> Tensor:
-    """The rank's shard of a checkpoint's tensor: the whole of it, if it is replicated. `tensor` may
-    also be a slice of safetensors, of which only the shard is read."""
-    rank, n = tensor_parallel.rank, tensor_parallel.size
+def shard(name: str, tensor: Tensor, config: Config) -> Tensor:
+    """The shard of a checkpoint's tensor for a rank with this config: the whole of it, if it is
+    replicated. `tensor` may also be a slice of safetensors, of which only the shard is read."""
+    rank = tensor_parallel.rank if config.ranks > 1 else 0
+    copies = copies_of(name, config)
+    parts = config.ranks // copies
     shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
     dim = 1 if ROW_PARALLEL.fullmatch(name) else 0
-    if n == 1 or not is_sharded(name) or len(shape) <= dim:  # `fill` names a tensor without `dim`
+    if parts == 1 or len(shape) <= dim:  # `fill` names a tensor without `dim`
         whole = tensor if isinstance(tensor, Tensor) else tensor[...]
         return torch.zeros_like(whole) if rank and RANK_0_BIASES.fullmatch(name) else whole
-    if shape[dim] % n:
-        raise UserError(f"{name} has the shape {list(shape)}, which {n} processes cannot share")
-    share = shape[dim] // n
-    own = slice(rank * share, (rank + 1) * share)
+    if shape[dim] % parts:
+        raise UserError(f"{name} has the shape {list(shape)}, which {config.ranks} processes "
+                        "cannot share")  # fmt: skip
+    share, part = shape[dim] // parts, rank // copies
+    own = slice(part * share, (part + 1) * share)
     return tensor[own] if dim == 0 else tensor[:, own]
 
 
-def is_sharded(name: str) -> bool:
-    """Whether each rank holds only a shard of the weight of this name."""
-    return (COLUMN_PARALLEL.fullmatch(name) or ROW_PARALLEL.fullmatch(name)) is not None
+def copies_of(name: str, config: Config) -> int:
+    """How many ranks hold the same part of the weight of this name, or the whole of it."""
+    if KEYS_AND_VALUES.fullmatch(name):
+        return config.kv_copies
+    return 1 if COLUMN_PARALLEL.fullmatch(name) or ROW_PARALLEL.fullmatch(name) else config.ranks
 
 
 def count_whole(module: nn.Module) -> int:
     """Number of parameters in the shards of all ranks together. A replicated weight counts once."""
-    sharded = sum(t.numel() for name, t in module.state_dict().items() if is_sharded(name))
-    return count_parameters(module) + (tensor_parallel.size - 1) * sharded
+    count, config = count_parameters(module), getattr(module, "config", None)
+    if config is None:  # Medusa heads are replicated
+        return count
+    return count + sum(tensor.numel() * (config.ranks // copies_of(name, config) - 1)
+                       for name, tensor in module.state_dict().items())  # fmt: skip
 
 
 def largest_in_rows(weight: Tensor, name: str) -> Tensor:
@@ -171,7 +232,7 @@ def largest_in_rows(weight: Tensor, name: str) -> Tensor:
 
 def all_reduce_outputs(module: nn.Module) -> None:
     """Let each attention and MLP in a rank's shard of a module return the sum over all ranks."""
-    if tensor_parallel.size == 1:
+    if module.config.ranks == 1:
         return
     if isinstance(module, Transformer):
         module.register_forward_pre_hook(lambda _, inputs: check_agreement(*inputs))
@@ -204,11 +265,13 @@ def check_agreement(*values: object) -> None:
 
 @contextlib.contextmanager
 def connected() -> Iterator[None]:
-    """Raise UserError if a rank has ended in the meantime."""
+    """Raise UserError, on every rank that is left, if one has ended in the meantime."""
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0].rpartition("] ")[2]  # without torch's source line
+        unmute()
+        # without torch's source line and advice
+        reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
         raise UserError(f"the exchange between the {world.size} processes failed; one of them "
                         f"has probably ended ({reason})") from None  # fmt: skip
 

@@ -108,15 +108,13 @@ def stored_bytes(*modules: nn.Module) -> int:
     return sum(t.nbytes for module in modules for t in (*module.parameters(), *module.buffers()))
 
 
-def pass_work(model: Transformer, cached: int = 0, ranks: int = 1) -> Work:
+def pass_work(model: Transformer, cached: int = 0) -> Work:
     """The work of a pass of a model, or of a rank's part of it, after `cached` tokens. It reads all
     weights of the layers and lm_head; of the embedding, it reads only a row per token."""
-    return block_work(model, (model.model.layers, model.lm_head), cached, ranks)
+    return block_work(model, (model.model.layers, model.lm_head), cached)
 
 
-def block_work(
-    blocks: Transformer | MTPHead, read: tuple[nn.Module, ...], cached: int, ranks: int
-) -> Work:
+def block_work(blocks: Transformer | MTPHead, read: tuple[nn.Module, ...], cached: int) -> Work:
     """The work of a pass that reads these modules and multiplies by their weights. `blocks` is the
     model or head that holds the attention layers among them."""
     c, kv = blocks.config, blocks.new_cache(1).kv  # (2, layers, 1, 1, kv_heads, head_dim)
@@ -127,7 +125,7 @@ def block_work(
         read_bytes=stored_bytes(*read) + cached * kv.nbytes,
         row_flops=2 * sum(map(count_parameters, read)) + attention,
         # in a ring, a rank sends (N - 1) / N of a buffer twice: to add it up, to pass on the sums
-        sent_bytes=summed * 2 * (ranks - 1) / ranks,
+        sent_bytes=summed * 2 * (c.ranks - 1) / c.ranks,
     )
 
 
@@ -150,10 +148,10 @@ class Setting:
     cached: int  # tokens in the cache
     ranks: int
 
-    def model(self, name: str) -> Transformer:
-        """A rank's part of the model of this shape."""
+    def model(self, name: str, draft: bool = False) -> Transformer:
+        """A rank's part of the model of this shape. A `draft` may be whole on each."""
         try:
-            config = parallel.shard_config(MODEL_SHAPES[name], self.ranks)
+            config = parallel.shard_config(MODEL_SHAPES[name], self.ranks, draft)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
         model = without_data(partial(Transformer, config), self.dtype)
@@ -163,7 +161,7 @@ class Setting:
 
     def work(self, model: Transformer) -> Work:
         """The work of one of the model's passes."""
-        return pass_work(model, self.cached, self.ranks)
+        return pass_work(model, self.cached)
 
     def cost(self, work: Work, model: Transformer, rows: int = 1) -> float:
         """The time of a pass over `rows` tokens, in passes of the model over one token."""
@@ -217,7 +215,7 @@ def speculative_row(
         if args.draft not in MODEL_SHAPES:
             choices = ", ".join(MODEL_SHAPES)
             raise UserError(f"--draft {args.draft}: with --shape, choose one of {choices}")
-        name, draft = args.draft, setting.model(args.draft)
+        name, draft = args.draft, setting.model(args.draft, draft=True)
         check_vocabularies(None, None, model, draft)
         cost = setting.cost(setting.work(draft), model)
     rate, source = args.acceptance, "--acceptance"
@@ -232,7 +230,7 @@ def fastmtp_row(
     """The row of a FastMTP head with the acceptance of --mtp, of the flag or of SmolLM2's head. It
     drafts from the full vocabulary."""
     head = without_data(partial(MTPHead, model.config), setting.dtype)
-    work = block_work(head, (head, model.lm_head), setting.cached, setting.ranks)
+    work = block_work(head, (head, model.lm_head), setting.cached)
     rates, source = [args.acceptance], "--acceptance"
     if args.mtp is not None or args.acceptance is None:
         path, source = config_of(args.mtp, "--mtp", "mtp")

@@ -4,9 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import random_model
+from conftest import method_options, random_model
 
 from minispec import cost
+from minispec.cache import KVCache
+from minispec.generate import stream
 from minispec.methods.vocabulary import Subset
 from minispec.toys import random_medusa_heads
 
@@ -25,6 +27,23 @@ def test_the_cost_of_heads_is_measured_again_when_the_vocabulary_changes():
     for vocabulary in (None, None, subset, subset, None):
         cost.memoised(model, heads, lambda: measured.append(vocabulary), vocabulary)
     assert measured == [None, subset, None]
+
+
+@pytest.mark.parametrize("rows", [200, 1536])
+@pytest.mark.parametrize("method, name", [("speculative", "k"), ("medusa", "tree"),
+                                          ("fastmtp", "k"), ("hybrid", "k")])  # fmt: skip
+def test_costs_are_measured_with_the_capacity_of_decoding(method, name, rows, monkeypatch):
+    """On a GPU, another capacity would need graphs of its own."""
+    model, new_cache, capacities = random_model(context=rows), KVCache.__init__, set()
+
+    def remember(cache, layers, heads, head_dim, capacity, *rest):
+        capacities.add(capacity)
+        new_cache(cache, layers, heads, head_dim, capacity, *rest)
+
+    monkeypatch.setattr(KVCache, "__init__", remember)
+    options = method_options(model)[method] | {name: "auto"}
+    next(iter(stream(model, None, [1, 2], method, max_new_tokens=900, **options)))
+    assert capacities == {rows}
 
 
 @pytest.mark.parametrize("turns, burst", [(3, 6), (5, 12)])

@@ -1,7 +1,11 @@
 """Swapped layers and compiled passes compute the same as the plain model."""
 
+import copy
 import math
+import pickle
 import random
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,10 +17,12 @@ from minispec import UserError, load
 from minispec.checkpoints import places
 from minispec.checkpoints.load import save
 from minispec.fast import Int8Linear, graphs, optimize, optimize_drafter, products, swap
+from minispec.fast.graphs import compile_passes
 from minispec.fast.products import PRODUCTS, TIMED_ROWS, MeasuredLinear
 from minispec.generate import decode
 from minispec.methods.vocabulary import Compressed, Language
 from minispec.model import make_context
+from minispec.toys import random_mtp_head
 
 
 class EveryProduct(MeasuredLinear):
@@ -280,6 +286,35 @@ def test_the_inputs_of_a_graph_yield_the_plain_pass(runner, seed):
         plain_cache.commit(path)
 
 
+def test_copies_and_pickles_of_a_compiled_module_are_not_compiled(monkeypatch):
+    monkeypatch.setattr(graphs, "cached_graph", lambda _, module: graphs.FunctionalPass(module))
+    model, tokens = random_model(), random_tokens(9)
+    head = random_mtp_head(model, 2)
+    compile_passes(model)  # the linear layers stay, as on a GPU
+    optimize_drafter({"head": head}, model)
+    for network, norm in (model, "model.norm"), (head, "final_layernorm"):
+        assert graphs.is_compiled(network)
+        for other in copy.deepcopy(network), pickle.loads(pickle.dumps(network)):
+            assert not graphs.is_compiled(other)
+            other.get_submodule(norm).requires_grad_(False).weight.zero_()
+            hidden = torch.ones(1, 9, 16, dtype=torch.float64)
+            inputs = (tokens,) if network is model else (hidden, hidden)
+            assert network(*inputs, network.new_cache(64)).any()
+            assert not other(*inputs, other.new_cache(64)).any()
+
+
+@pytest.mark.parametrize("name", ["minispec.model", "minispec.methods.fastmtp",
+                                  "minispec.fast.graphs"])  # fmt: skip
+def test_a_graph_is_compiled_again_after_a_change_of_the_code(name, tmp_path, monkeypatch):
+    head = random_mtp_head(random_model(), 2)
+    key, spec = graphs.graph_key(head, head), sys.modules[name].__spec__
+    assert graphs.graph_key(head, head) == key
+    edited = tmp_path / "edited.py"
+    edited.write_text(Path(spec.origin).read_text(encoding="utf-8") + "# edited", encoding="utf-8")
+    monkeypatch.setattr(spec, "origin", str(edited))
+    assert graphs.graph_key(head, head) != key
+
+
 @pytest.mark.slow
 def test_compiled_passes_decode_like_plain_ones_and_are_built_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(places, "CACHE", tmp_path)
@@ -291,7 +326,7 @@ def test_compiled_passes_decode_like_plain_ones_and_are_built_once(tmp_path, mon
         options = method_options(model)
         optimize_drafter(options["fastmtp"], model)
         assert ("compiling Backbone" in capsys.readouterr().err) == (not cached)
-        assert "layers" in vars(options["fastmtp"]["head"])
+        assert graphs.is_compiled(options["fastmtp"]["head"])
         for method in "autoregressive", "prompt-lookup", "lookahead", "fastmtp":
             run = decode(model, None, prompt, method, max_new_tokens=60, **options.get(method, {}))
             assert run.tokens == expected

@@ -14,6 +14,8 @@ import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,9 +39,10 @@ from minispec.training.distill.documents import shared_states
 SHAPE = {"heads": 8, "kv_heads": 4, "intermediate_size": 24, "vocab_size": VOCAB, "bos_id": 256}
 FAMILIES = {
     "llama": {},
-    "llama with biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "tied": False},
+    "llama with biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "tied": False,
+                          "kv_heads": 1},
     "qwen2": {"model_type": "qwen2", "qkv_bias": True},
-    "qwen3": {"model_type": "qwen3", "qk_norm": True},
+    "qwen3": {"model_type": "qwen3", "qk_norm": True, "kv_heads": 2},
     "mimo": {"model_type": "mimo", "qkv_bias": True, "tied": False},
 }
 
@@ -149,10 +152,9 @@ def test_int8_weights_are_those_of_one_process(family, monkeypatch):
     assert all(part.tokens == expected.tokens for part in on_threads(2, monkeypatch, run))
     buffers = [dict(part.named_buffers()) for part in parts]
     for name, buffer in whole.named_buffers():
-        found = [of_rank[name] for of_rank in buffers]
-        if parallel.is_sharded(name):
-            found = [torch.cat(found, 1 if parallel.ROW_PARALLEL.fullmatch(name) else 0)]
-        assert all(torch.equal(shard, buffer) for shard in found), name
+        for rank, of_rank in enumerate(buffers):
+            expected = as_rank(rank, 2, monkeypatch, parallel.shard, name, buffer, parts[0].config)
+            assert torch.equal(of_rank[name], expected), name
 
 
 def test_ranks_that_compute_different_tokens_end(family, monkeypatch):
@@ -175,16 +177,28 @@ def test_ranks_that_compute_different_tokens_end(family, monkeypatch):
     on_threads(2, monkeypatch, show_another_answer)
 
 
-def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(family, monkeypatch):
-    whole = load(family, "float64")[0]
-    parts = load_parts(family, 4, monkeypatch)
-    shared = count_parameters(whole) - count_parameters(whole.model.layers)
-    for part in parts:
-        assert part.new_cache(7).kv.nbytes * 4 == whole.new_cache(7).kv.nbytes
-        matrices = [p for p in part.model.layers.parameters() if p.dim() == 2]
-        all_matrices = [p for p in whole.model.layers.parameters() if p.dim() == 2]
-        assert 4 * sum(p.numel() for p in matrices) == sum(p.numel() for p in all_matrices)
-        assert count_parameters(part) - count_parameters(part.model.layers) == shared
+SHARED_HEADS = [(4, 4, 4), (12, 6, 3), (4, 1, 2), (4, 1, 4), (12, 2, 4), (12, 2, 6)]
+
+
+@pytest.mark.parametrize("heads, kv_heads, size", SHARED_HEADS)
+def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(
+    heads, kv_heads, size, tmp_path, monkeypatch
+):
+    """With more ranks than key/value heads, each holds the one that its query heads read."""
+    sizes, tokens = {"heads": heads, "kv_heads": kv_heads}, random_tokens(9)
+    whole = random_model(3, **sizes, qkv_bias=True, o_bias=True)
+    save(whole, None, tmp_path)
+    parts, copies = load_parts(tmp_path, size, monkeypatch), max(1, size // kv_heads)
+    hidden = on_threads(size, monkeypatch, lambda rank: parts[rank](tokens))
+    for rank, part in enumerate(parts):
+        torch.testing.assert_close(hidden[rank], whole(tokens), rtol=1e-12, atol=1e-12)
+        assert part.new_cache(7).kv.nbytes * size == whole.new_cache(7).kv.nbytes * copies
+        assert parallel.count_whole(part) == count_parameters(whole)
+        for name, tensor in part.model.layers.state_dict().items():
+            is_kv, held = "k_proj" in name or "v_proj" in name, tensor.numel() * size
+            if tensor.dim() == 2:
+                held_by_all = whole.model.layers.state_dict()[name].numel()
+                assert held == held_by_all * (copies if is_kv else 1)
 
 
 def test_only_the_part_of_a_rank_is_read(monkeypatch):
@@ -201,27 +215,29 @@ def test_only_the_part_of_a_rank_is_read(monkeypatch):
             read.append(self.tensor[key].numel())
             return self.tensor[key].clone()
 
-    weight = torch.arange(48.0).view(8, 6)
+    config = replace(random_model().config, ranks=4, kv_copies=2)
+    shard, weight = partial(parallel.shard, config=config), torch.arange(48.0).view(8, 6)
     columns = weight.T.contiguous()  # (6, 8)
     monkeypatch.setattr(parallel, "tensor_parallel", Group(2, 4))
     for name, whole, part in [
+        ("model.layers.0.self_attn.k_proj.weight", weight, weight[4:]),  # two ranks hold each half
         ("model.layers.0.self_attn.q_proj.weight", weight, weight[4:6]),
         ("model.mtp_layers.0.mlp.up_proj.weight", weight, weight[4:6]),
         ("self_attn.o_proj.weight", columns, columns[:, 4:6]),
         ("model.embed_tokens.weight", weight, weight),
         ("0.0.linear.weight", weight, weight),  # of Medusa heads
     ]:
-        assert torch.equal(parallel.shard(name, Slice(whole)), part)
+        assert torch.equal(shard(name, Slice(whole)), part)
         assert read.pop() == part.numel()
-        assert torch.equal(parallel.shard(name, whole), part)
+        assert torch.equal(shard(name, whole), part)
     scalar = torch.tensor(2.0)  # as in quantised checkpoints, which are refused later
-    assert parallel.shard("self_attn.q_proj.weight", scalar) == 2
+    assert shard("self_attn.q_proj.weight", scalar) == 2
     with pytest.raises(UserError, match=r"shape \[9, 6\], which 4 processes cannot share"):
-        parallel.shard("mlp.up_proj.weight", torch.zeros(9, 6))
+        shard("mlp.up_proj.weight", torch.zeros(9, 6))
     bias = torch.ones(3)
-    assert parallel.shard("mlp.down_proj.bias", bias).tolist() == [0, 0, 0]
+    assert shard("mlp.down_proj.bias", bias).tolist() == [0, 0, 0]
     monkeypatch.setattr(parallel, "tensor_parallel", Group(0, 4))
-    assert parallel.shard("mlp.down_proj.bias", bias).tolist() == [1, 1, 1]
+    assert shard("mlp.down_proj.bias", bias).tolist() == [1, 1, 1]
 
 
 def test_a_pickle_and_a_prefix_are_shared_too(family, tmp_path, monkeypatch):
@@ -237,18 +253,24 @@ def test_a_pickle_and_a_prefix_are_shared_too(family, tmp_path, monkeypatch):
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-@pytest.mark.parametrize("size, named", [(3, "heads, 8"), (8, "kv_heads, 4"), (5, "heads, 8")])
-def test_sizes_that_cannot_be_shared_are_refused(family, size, named, monkeypatch):
-    with pytest.raises(UserError, match=f"{size} processes cannot share .* its {named}, must be"):
-        as_rank(0, size, monkeypatch, load, family)
+@pytest.mark.parametrize("sizes, named", [
+    ((8, 4, 24), "heads, 8, must be a multiple"), ((12, 6, 30), "intermediate_size, 30, must be"),
+    ((60, 5, 24), "kv_heads, 5, must be a multiple or a divisor"),
+])  # fmt: skip
+def test_sizes_that_cannot_be_shared_are_refused(sizes, named, tmp_path, monkeypatch):
+    model = random_model(**dict(zip(("heads", "kv_heads", "intermediate_size"), sizes)))
+    save(model, None, tmp_path)
+    message = f"{tmp_path}: 12 processes cannot share this model: its {named}"
+    with pytest.raises(UserError, match=message):
+        as_rank(0, 12, monkeypatch, load, tmp_path)
 
 
-def test_the_size_of_the_mlp_must_be_divisible_too():
-    config = replace(random_model().config, heads=4, kv_heads=4, intermediate_size=30)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "tensor_parallel", Group(0, 4))
-        with pytest.raises(UserError, match="its intermediate_size, 30, must be a multiple"):
-            parallel.shard_config(config)
+def test_a_draft_that_ranks_cannot_share_is_whole_on_each(tmp_path, monkeypatch):
+    draft = random_model(3, heads=3, kv_heads=3, qkv_bias=True, o_bias=True)
+    save(draft, None, tmp_path)
+    loaded, _ = as_rank(1, 2, monkeypatch, partial(load, draft=True), tmp_path, "float64")
+    assert parallel.count_whole(loaded) == count_parameters(draft)
+    assert torch.equal(loaded(random_tokens(9)), draft(random_tokens(9)))
 
 
 VARIABLES = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost",
@@ -273,6 +295,19 @@ def test_variables_that_torchrun_does_not_set_are_refused(given, found, monkeypa
     assert caught.value.code == 2 and len(error) == 1
     size = os.environ["WORLD_SIZE"]
     assert f"WORLD_SIZE={size}, but {found}: start processes with torchrun" in error[0]
+
+
+def test_a_process_says_what_it_waits_for(monkeypatch, capsys):
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    for name, value in (VARIABLES | {"MASTER_PORT": port}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(parallel, "SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(parallel, "JOIN_TIMEOUT", timedelta(seconds=0.5))
+    with pytest.raises(UserError, match="the 2 processes did not find each other: .*timed out"):
+        parallel.connect()
+    line = f"minispec: waiting for all 2 processes at MASTER_ADDR=localhost, MASTER_PORT={port}"
+    assert own_lines(capsys.readouterr().err) == [line]
 
 
 def test_one_process_under_torchrun_is_not_shared(monkeypatch):
@@ -305,7 +340,7 @@ def test_bench_measures_shards_of_random_weights(size, monkeypatch, capsys):
     whole = random_model(heads=4, kv_heads=2, intermediate_size=32)
     assert machine["ranks"] == size
     assert machine["cache_bytes_per_token"] == whole.new_cache(1).kv.nbytes / size
-    assert machine["sent_bytes"] == bench.pass_work(whole, ranks=size).sent_bytes
+    assert machine["sent_bytes"] == 2 * 2 * 16 * 8 * 2 * (size - 1) / size  # by hand: 2 layers
     printed = capsys.readouterr().out
     assert f"{count_parameters(whole) / 1e6:.1f}M parameters" in printed
     assert (f"per row on each of {size} ranks; the cache" in printed) == (size > 1)
@@ -443,7 +478,7 @@ import os, signal, sys
 from minispec import parallel
 from minispec.generate import __main__ as command
 def dies(*arguments):
-    if parallel.tensor_parallel.rank == 1:
+    if parallel.tensor_parallel.rank == {rank}:
         {death}
     return before(*arguments)
 before, {name} = {name}, dies
@@ -452,22 +487,38 @@ command.main(sys.argv[1:])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, death, expected", [
-    ("parallel.dist.all_reduce", "os.kill(os.getpid(), 9)", "exchange .* probably ended"),
-    ("command.load", "raise OSError(28, 'No space left')", "rank 1: .*No space left"),
+@pytest.mark.parametrize("rank, name, death, expected", [
+    (0, "parallel.dist.all_reduce", "os.kill(os.getpid(), 9)", "exchange .* probably ended"),
+    (1, "parallel.dist.all_reduce", "os.kill(os.getpid(), 9)", "exchange .* probably ended"),
+    (1, "command.load", "raise OSError(28, 'No space left')", "rank 1: .*No space left"),
 ])  # fmt: skip
-def test_a_rank_that_dies_ends_the_others(name, death, expected, tmp_path):
+def test_a_rank_that_dies_ends_the_others(rank, name, death, expected, tmp_path):
     model = write_family(tmp_path, FAMILIES["llama"])
     script = tmp_path / "killed.py"
-    script.write_text(KILLED.format(name=name, death=death))
+    script.write_text(KILLED.format(rank=rank, name=name, death=death))
     children = start_ranks([0, 1], script, "Once", "--model", model)
-    children[1].wait(60)
+    children[rank].wait(60)
     start = time.monotonic()
-    _, error = children[0].communicate(timeout=60)
-    assert time.monotonic() - start < 10 and children[0].returncode == 2
+    _, error = children[1 - rank].communicate(timeout=60)
+    assert time.monotonic() - start < 10 and children[1 - rank].returncode == 2
     *_, line = own_lines(error)
     assert "Traceback" not in error
     assert re.search(expected, line), line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_torchrun_ends_says_so(rank, tmp_path):
+    """Rank 0 waits for the next turn of the chat, rank 1 for rank 0."""
+    save(random_model(3, **SHAPE), TOKENIZER, tmp_path)
+    flags = ["--model", tmp_path, "--chat", "--max-new-tokens", "4", "--ignore-eos"]
+    children = start_ranks([0, 1], "-m", "minispec.generate", "Once", *flags)
+    children[0].stdout.read(1)
+    children[rank].send_signal(signal.SIGTERM)
+    children[rank].wait(20)
+    children[1 - rank].kill()
+    *_, line = own_lines(children[rank].stderr.read())
+    assert line == "minispec: ended by SIGTERM, which torchrun sends if another process has ended"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from minispec import bench, machine, roofline
 from minispec.methods.adaptive import expected_tokens, grow_tree
 from minispec.methods.speculative import speedup
 from minispec.model import Config, Transformer
-from minispec.roofline import CARDS, MODEL_SHAPES, Hardware, Work, without_data
+from minispec.roofline import CARDS, MODEL_SHAPES, Hardware, Setting, Work, without_data
 
 # 9 heads in 3 groups, nothing a power of two, and every kind of bias and norm
 ODD = Config(50, 63, 3, 9, 3, 6, 101, 64, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
@@ -95,16 +95,19 @@ def test_grouped_heads_by_hand(planned):
 
 
 def test_a_part_is_what_splitting_the_tensors_leaves(planned):
-    """q, k, v, gate and up are split by rows, o and down by columns; the rest is whole."""
+    """q, k, v, gate and up are split by rows, o and down by columns; the rest is whole. Three of
+    nine ranks hold the same keys and values."""
     split = re.compile(r".*([qkv]_proj|gate_proj|up_proj)\.(weight|bias)|.*(o|down)_proj\.weight")
     model = Transformer(ODD)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    for ranks in 1, 3:
-        parts = {n: size // ranks if split.fullmatch(n) else size for n, size in sizes.items()}
+    for ranks in 1, 3, 9:
+        kv_parts = min(ranks, 3)
+        parts = {n: size // (kv_parts if re.search("[kv]_proj", n) else ranks)
+                 if split.fullmatch(n) else size for n, size in sizes.items()}  # fmt: skip
         plan = planned(f"qwen2.5-0.5b --dtype float32 --flops 1 --nproc {ranks}")
         share = plan["shares"][-1]
         assert share["weight_bytes"] == 4 * sum(parts.values())
-        assert share["cache_bytes_per_token"] == model.new_cache(1).kv.nbytes / ranks
+        assert share["cache_bytes_per_token"] == model.new_cache(1).kv.nbytes / kv_parts
         assert share["sent_bytes"] == pytest.approx(3 * 2 * 50 * 4 * 2 * (ranks - 1) / ranks)
         read = sum(n for name, n in parts.items() if "layers." in name) + 101 * 50
         assert share["read_bytes"] == 4 * read
@@ -251,6 +254,13 @@ def test_ranks_draft_together(planned):
     assert row["round_cost"] == pytest.approx((target + row["drafts"] * draft) / plain)
 
 
+def test_a_draft_that_ranks_cannot_share_is_whole_on_each():
+    ranks = Setting(CARDS["h100"], torch.bfloat16, int8=False, cached=9, ranks=64)
+    alone = replace(ranks, ranks=1)
+    whole, of_rank = alone.model("llama-3.1-8b"), ranks.model("llama-3.1-8b", draft=True)
+    assert ranks.work(of_rank) == alone.work(whole)
+
+
 # ---- output --------------------------------------------------------------------------------------
 
 
@@ -333,9 +343,7 @@ def test_no_data_is_allocated():
     [
         ("--nproc 5", "llama-2-7b: 5 processes cannot share this model: its heads, 32, must be"),
         ("--nproc 64", "its heads, 32, must be a multiple of the number of processes"),
-        ("--shape llama-3.2-1b --nproc 16", "its kv_heads, 8, must be"),
         ("--shape qwen2.5-0.5b --nproc 2", "its heads, 9, must be"),
-        ("--shape llama-2-7b --nproc 32 --draft llama-3.2-1b", "llama-3.2-1b: 32 processes"),
         ("--draft smollm2-135m", "the draft's vocabulary differs"),
         ("--draft nowhere", "--draft nowhere: with --shape, choose one of smollm2-135m,"),
         ("--mtp nowhere", "--mtp nowhere: there is no config.json"),

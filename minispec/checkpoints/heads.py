@@ -41,11 +41,12 @@ PUBLISHED_TREES: dict[str, list[RankPath]] = {
 
 
 def read_heads(
-    source: str | os.PathLike, prefix: str, tokenizer: Tokenizer | None
+    source: str | os.PathLike, prefix: str, config: Config, tokenizer: Tokenizer | None
 ) -> tuple[dict[str, Tensor], Path]:
-    """Return the tensors of a model's heads, without the prefix, and their directory. `source` is a
-    file, a directory or a hub id that holds a full model or only the heads. Raises UserError if a
-    tokenizer or a fingerprint next to the heads shows that they belong to another tokenizer."""
+    """Return the tensors of heads for a model with this config, without the prefix, and their
+    directory. `source` is a file, a directory or a hub id that holds a full model or only the
+    heads. Raises UserError if a tokenizer or a fingerprint next to the heads shows that they belong
+    to another tokenizer."""
     path = Path(source)
     folder = path.parent if path.is_file() else resolve(source)
     names = MEDUSA_FILES if prefix == MEDUSA_PREFIX else ()
@@ -53,7 +54,7 @@ def read_heads(
     only_heads = [file for file in only_heads if file.is_file()][:1]
     tensors: dict[str, Tensor] = {}
     for file in only_heads or weight_files(folder):
-        for name, tensor in read_tensors(file).items():
+        for name, tensor in read_tensors(file, config).items():
             if only_heads or name.startswith(prefix) or VLLM_NAME.match(name):
                 tensors[name] = tensor
     if any(map(VLLM_NAME.match, tensors)):
@@ -81,7 +82,7 @@ def load_medusa(
     model, under `medusa_head.`) and vLLM's. The tensors determine the numbers of heads and layers,
     not config.json. Raises UserError for heads of another model or tokenizer.
     """
-    tensors, folder = read_heads(source, MEDUSA_PREFIX, tokenizer)
+    tensors, folder = read_heads(source, MEDUSA_PREFIX, model.config, tokenizer)
     heads = empty_medusa(tensors, model, str(source))
     fill(heads, tensors, str(source), model.dtype, model.device)
     read_tree(heads, folder / "config.json")
@@ -175,7 +176,7 @@ def load_mtp(
 ) -> MTPHead:
     """Load the head from a directory, a hub id or a file that holds a full MiMo model or only the
     head. Raises UserError for a head of another model or tokenizer."""
-    tensors, folder = read_heads(source, MTP_PREFIX, tokenizer)
+    tensors, folder = read_heads(source, MTP_PREFIX, model.config, tokenizer)
     check_attention(str(source), folder, model.config)
     with torch.device("meta"):
         head = MTPHead(model.config)
@@ -202,7 +203,7 @@ def check_attention(where: str, folder: Path, config: Config) -> None:
         return
     kv_heads, head_dim = attention_sizes(keys)
     values = kv_heads, head_dim, *read_rope(keys)
-    kv_heads_of_all = config.kv_heads * parallel.tensor_parallel.size
+    kv_heads_of_all = config.kv_heads * config.ranks // config.kv_copies
     config = replace(config, kv_heads=kv_heads_of_all)
     for name, value in zip(("kv_heads", "head_dim", "rope_theta", "rope_scaling"), values):
         expected = getattr(config, name)

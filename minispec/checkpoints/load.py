@@ -140,19 +140,21 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 def load(
     source: str | os.PathLike, dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "auto",
+    device: str | torch.device = "auto", draft: bool = False,
 ) -> tuple[Transformer, Tokenizer | None]:  # fmt: skip
     """Load the model and tokenizer (None if there is none) from a directory, hub id or GGUF file.
     Sets `model.source` to the path. After `parallel.join_tensor_parallel`, the model is this rank's
-    shard. Raises UserError if something is missing or not supported."""
+    shard, or a whole `draft` that cannot be shared. Raises UserError if something is missing or not
+    supported."""
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)
     path = resolve(source)
     if file := find_gguf(path):
         config, tensors, tokenizer = read_gguf(file)
-        tensors = {name: shard(name, tensor) for name, tensor in tensors.items()}
+        config = config_of_rank(config, path, draft)
+        tensors = {name: shard(name, tensor, config) for name, tensor in tensors.items()}
     else:
-        config, tensors, tokenizer = read_directory(path)
+        config, tensors, tokenizer = read_directory(path, draft)
     if tokenizer:
         # not counting added tokens: some files add a padding token that was never trained
         tokens = tokenizer.backend.get_vocab_size(with_added_tokens=False)
@@ -166,7 +168,7 @@ def load(
     if config.tied:
         tie(tensors)
     with torch.device("meta"):
-        model = Transformer(config_of_rank(config, path))
+        model = Transformer(config)
     fill(model, tensors, str(path), dtype, device)
     all_reduce_outputs(model)
     if config.tied:
@@ -175,21 +177,23 @@ def load(
     return model.eval(), tokenizer
 
 
-def config_of_rank(config: Config, path: Path) -> Config:
+def config_of_rank(config: Config, path: Path, draft: bool) -> Config:
     """The config of the model that this rank loads. Raises UserError if ranks cannot share it."""
     try:
-        return shard_config(config)
+        return shard_config(config, draft=draft)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def read_directory(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
-    """Read the config, tensors and tokenizer of a checkpoint directory."""
+def read_directory(
+    path: Path, draft: bool
+) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
+    """Read the config, tensors and tokenizer of a checkpoint directory, for this rank."""
     config, files = read_config(path), weight_files(path)
-    config_of_rank(config, path)  # raises UserError before the weights are read
+    config = config_of_rank(config, path, draft)
     tokenizer, tensors = find_tokenizer(path), {}  # first, to fail early
     for file in files:
-        tensors |= read_tensors(file)
+        tensors |= read_tensors(file, config)
     for suffix, layout in QUANTISED_SUFFIXES.items():
         if any(name.endswith(suffix) for name in tensors):
             raise UserError(f"{path} ({layout}): {UNQUANTISED}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from minispec import parallel
 from minispec.checkpoints.config import FLAT_OBJECT, UNQUANTISED, Keys
 from minispec.errors import UserError, read_json
+from minispec.model import Config
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 IGNORED_TENSORS = re.compile(r"model\.mtp_layers\.|medusa_head\.|.*inv_freq$")  # heads, buffers
@@ -61,21 +62,21 @@ def reading(path: Path) -> Iterator[None]:
         ) from None
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path, config: Config) -> dict[str, Tensor]:
     """Read a file's tensors, by name. If ranks share the model, read this rank's shards of them."""
-    if parallel.tensor_parallel.size > 1 and path.suffix == ".safetensors":
-        return read_rank_shards(path)
+    if config.ranks > 1 and path.suffix == ".safetensors":
+        return read_rank_shards(path, config)
     tensors = read_file(path)
     for name, tensor in tensors.items() if isinstance(tensors, dict) else [("its content", None)]:
         if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout != torch.strided:
             raise UserError(f"{path} must map names to dense tensors; {name} does not fit")
-    return {str(name): parallel.shard(str(name), tensor) for name, tensor in tensors.items()}
+    return {str(name): parallel.shard(str(name), t, config) for name, t in tensors.items()}
 
 
-def read_rank_shards(path: Path) -> dict[str, Tensor]:
+def read_rank_shards(path: Path, config: Config) -> dict[str, Tensor]:
     """Read this rank's shards of the tensors in a .safetensors file, and nothing else of it."""
     with reading(path), safetensors.safe_open(path, "pt") as file:
-        return {name: parallel.shard(name, file.get_slice(name)) for name in file.keys()}
+        return {name: parallel.shard(name, file.get_slice(name), config) for name in file.keys()}
 
 
 def fill(

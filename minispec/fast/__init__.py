@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minispec import parallel
 from minispec.errors import UserError
-from minispec.fast.graphs import compile_passes
+from minispec.fast.graphs import compile_passes, is_compiled
 from minispec.fast.products import MeasuredLinear, fastest_products, key_of
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.vocabulary import Compressed
@@ -41,11 +41,11 @@ def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> 
 def optimize_drafter(drafter: dict, model: Transformer) -> None:
     """Optimise what a method drafts with for an optimised model: the modules and the vocabulary in
     `drafter`, a method's options."""
-    if type(model.lm_head) is nn.Linear:  # not optimised
+    compiled = is_compiled(model)
+    if type(model.lm_head) is nn.Linear and not compiled:  # not optimised
         return
-    compiled = "forward" in vars(model.model)
     for value in drafter.values():
-        if isinstance(value, MTPHead) and compiled and "layers" not in vars(value):
+        if isinstance(value, MTPHead) and compiled:
             compile_passes(value)
         if isinstance(value, nn.Module):
             optimize_layers(value)

@@ -56,13 +56,42 @@ class CacheView:
         return self.keys[layer], self.values[layer]
 
 
+class CompiledPass:
+    """The `name`d method of a module, replaced: passes over 1 to 64 rows of one sequence `run` as
+    compiled graphs. All other passes, and those near the end of a cache, run as before."""
+
+    def __init__(self, module: Backbone | MTPHead, name: str, run: Callable[..., Tensor]):
+        self.module, self.name, self.run = module, name, run
+        self.uncompiled = getattr(module, name)
+
+    def __call__(self, *inputs: Tensor | ForwardContext) -> Tensor:
+        *tensors, ctx = inputs
+        n, cache = tensors[0].shape[1], ctx.cache
+        if cache is None or len(cache.lengths) > 1 or n > GRAPH_ROWS[-1] or 2 * n > cache.free_rows:
+            return self.uncompiled(*inputs)
+        return self.run(tensors, ctx)
+
+    def __reduce__(self) -> tuple:
+        """Copies and pickles of the module are not compiled: a graph holds its module's weights."""
+        return getattr, (self.module, self.name)
+
+
+def is_compiled(network: Transformer | MTPHead) -> bool:
+    """Whether `compile_passes` has compiled the network."""
+    return isinstance(getattr(*compiled_method(network)), CompiledPass)
+
+
+def compiled_method(network: Transformer | MTPHead) -> tuple[Backbone | MTPHead, str]:
+    """The module and the name of its method that a compiled pass replaces."""
+    return (network, "layers") if isinstance(network, MTPHead) else (network.model, "forward")
+
+
 def compile_passes(network: Transformer | MTPHead) -> None:
-    """From now on run passes over 1 to 64 rows of one sequence as compiled graphs. All other
-    passes, and those near the end of a cache, run as before."""
-    module, name = network, "layers"
-    if isinstance(network, Transformer):
-        module, name = network.model, "forward"
-    device, uncompiled = next(module.parameters()).device.type, getattr(module, name)
+    """Let a CompiledPass run the network's passes from now on."""
+    if is_compiled(network):
+        return
+    module, name = compiled_method(network)
+    device = next(module.parameters()).device.type
     if device == "cuda":
         check_compiler("cuda")
         # one graph per model, row count and cache capacity
@@ -73,15 +102,7 @@ def compile_passes(network: Transformer | MTPHead) -> None:
         run = partial(run_on_committed_rows, cached_graph(network, module))
     else:
         raise UserError(f"--compile works on cpu and cuda, not on {device}")
-
-    def forward(*inputs: Tensor | ForwardContext) -> Tensor:
-        *tensors, ctx = inputs
-        n, cache = tensors[0].shape[1], ctx.cache
-        if cache is None or len(cache.lengths) > 1 or n > GRAPH_ROWS[-1] or 2 * n > cache.free_rows:
-            return uncompiled(*inputs)
-        return run(tensors, ctx)
-
-    setattr(module, name, forward)
+    setattr(module, name, CompiledPass(module, name, run))
 
 
 def check_compiler(device: str) -> None:
@@ -121,12 +142,7 @@ def run_on_whole_cache(graph: Callable, inputs: list[Tensor], ctx: ForwardContex
 
 def cached_graph(network: Transformer | MTPHead, module: Backbone | MTPHead) -> Callable:
     """The graph of a network's passes on this CPU, compiled once and kept in the cache folder."""
-    system = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    digest = blake2b(repr((*system, type(module), network.config)).encode(), digest_size=12)
-    for name, tensor in module.state_dict().items():  # includes buffers, such as int8 weights
-        digest.update(f"{name} {tensor.dtype}".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
-    path = places.CACHE / f"{digest.hexdigest()}.pt2"
+    path = places.CACHE / f"{graph_key(network, module)}.pt2"
     if not path.exists():
         check_writable(path, "--compile", places.CACHE_ADVICE)
         check_compiler("cpu")
@@ -136,6 +152,20 @@ def cached_graph(network: Transformer | MTPHead, module: Backbone | MTPHead) -> 
         return torch._inductor.aoti_load_package(str(path))
     except RuntimeError as error:
         raise UserError(f"{path} cannot be opened ({error}): delete it and try again") from None
+
+
+def graph_key(network: Transformer | MTPHead, module: Backbone | MTPHead) -> str:
+    """A digest of what a graph is compiled from and for: weights, code, torch and the processor."""
+    system = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    digest = blake2b(repr((*system, type(module), network.config)).encode(), digest_size=12)
+    for name, tensor in module.state_dict().items():  # includes buffers, such as int8 weights
+        digest.update(f"{name} {tensor.dtype}".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    for name in sorted({type(layer).__module__ for layer in FunctionalPass(module).modules()}):
+        if name.startswith("minispec."):
+            spec = sys.modules[name].__spec__
+            digest.update(spec.loader.get_data(spec.origin))  # source, or byte code without it
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager
