@@ -19,7 +19,7 @@ from minispec.sampling import Sampling, Seeded
 T = TypeVar("T")
 # rows per pass at which the curve is measured: densely where it is steepest and most used
 ROW_COUNTS = 1, 2, 3, 4, 5, 6, 8, 16, 32, 64
-CAPACITY = 1024  # of the caches for measurements: that of decoding a short text (see `stream`)
+CAPACITY = 1024  # of caches, as in decoding a short text: on a GPU each needs its own graphs
 TURN_SECONDS = 0.02  # minimum length of a function's turn
 
 
@@ -51,7 +51,7 @@ def call_times(function: Callable[[], object], turn_seconds: float) -> list[floa
 def one_pass(model: Transformer, n: int, cache: KVCache | None = None) -> Callable[[], object]:
     """Return a function to be timed, which runs a pass over `n` tokens. The cache is empty, so the
     cost of attending to earlier text is not included."""
-    cache, tokens = cache or model.new_cache(measured_rows(model, CAPACITY)), [0] * n
+    cache, tokens = cache or empty_cache(model), [0] * n
 
     @torch.inference_mode()
     def run() -> list:
@@ -60,16 +60,14 @@ def one_pass(model: Transformer, n: int, cache: KVCache | None = None) -> Callab
     return run
 
 
-def measured_rows(model: Transformer, capacity: int) -> int:
-    """The capacity of caches for measurements: that of decoding's cache, since on a GPU each
-    capacity needs its own graphs, but enough for the largest pass."""
-    return min(max(capacity, 2 * ROW_COUNTS[-1]), model.config.context)
+def empty_cache(model: Transformer) -> KVCache:
+    return model.new_cache(min(CAPACITY, model.config.context))
 
 
-def cost_after_pass(function: Callable[[], object], model: Transformer, capacity: int) -> float:
+def cost_after_pass(function: Callable[[], object], model: Transformer) -> float:
     """The cost of a call right after a pass of the model over one token, in such passes. In
     decoding, too, a pass has just displaced the drafter's weights from the CPU's caches."""
-    target_pass = one_pass(model, 1, model.new_cache(measured_rows(model, capacity)))
+    target_pass = one_pass(model, 1)
 
     @torch.inference_mode()
     def both() -> None:
@@ -93,17 +91,17 @@ def memoised(
     return model.memo[key][1]
 
 
-def cost_curve(model: Transformer, capacity: int = CAPACITY) -> list[float]:
+def cost_curve(model: Transformer) -> list[float]:
     """curve[n] = pass(n) / pass(1) for n from 1 to 64, or to the largest of ROW_COUNTS within
     the context. Measured once per model, interleaved, at ROW_COUNTS, and linear between them. The
     curve never falls, since more rows cannot cost less."""
-    return memoised(model, model, lambda: measure_curve(model, capacity))
+    return memoised(model, model, lambda: measure_curve(model))
 
 
-def measure_curve(model: Transformer, capacity: int) -> list[float]:
+def measure_curve(model: Transformer) -> list[float]:
     """Measure `cost_curve`."""
     counts = [n for n in ROW_COUNTS if n <= model.config.context]
-    cache = model.new_cache(measured_rows(model, capacity))
+    cache = empty_cache(model)
     seconds = interleaved_min_times([one_pass(model, n, cache) for n in counts])
     curve = [0.0, 1.0]
     for (m, a), (n, b) in pairwise(zip(counts, seconds)):
@@ -115,44 +113,35 @@ def measure_curve(model: Transformer, capacity: int) -> list[float]:
 # ---- the cost of drafts, in passes of the target over one token ----------------------------------
 
 
-def draft_cost(model: Transformer, draft: Transformer, capacity: int = CAPACITY) -> float:
+def draft_cost(model: Transformer, draft: Transformer) -> float:
     """The cost of one token of a draft model."""
     if draft is model:  # the memo uses this key for the cost curve
         return 1.0
-
-    def measure() -> float:
-        cache = draft.new_cache(measured_rows(model, capacity))
-        return cost_after_pass(one_pass(draft, 1, cache), model, capacity)
-
-    return memoised(model, draft, measure)
+    return memoised(model, draft, lambda: cost_after_pass(one_pass(draft, 1), model))
 
 
-def head_cost(
-    model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None,
-    capacity: int = CAPACITY,
-) -> float:  # fmt: skip
+def head_cost(model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None) -> float:
     """The cost of one token of a FastMTP head, in a round that takes in two hidden states and
     drafts two tokens, over all languages of `vocabulary` (None: full)."""
     vocabulary = vocabulary or FullVocabulary(model)
 
     def measure() -> float:
         hidden = model.model.norm.weight.new_zeros(2, model.config.hidden_size)
-        drafter = Drafter(head, model, measured_rows(model, capacity), offset=0)
+        drafter = Drafter(head, model, min(CAPACITY, model.config.context), offset=0)
 
         def round_of_two() -> None:
             drafter.extend(hidden, [0, 0])
             drafter.chain(2, Sampling(0.0), Seeded(0), vocabulary.select([]))
             drafter.cache.truncate(0)
 
-        return cost_after_pass(round_of_two, model, capacity) / 2
+        return cost_after_pass(round_of_two, model) / 2
 
     return memoised(model, head, measure, vocabulary)
 
 
 def heads_cost(
-    model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None = None,
-    capacity: int = CAPACITY,
-) -> float:  # fmt: skip
+    model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None = None
+) -> float:
     """The cost of Medusa heads in one round. `vocabulary` is as for `head_cost`."""
     draft_head = (vocabulary or FullVocabulary(model)).select([])
     hidden = model.model.norm.weight
@@ -160,4 +149,4 @@ def heads_cost(
     def candidates() -> list:
         return best_candidates(heads, draft_head, hidden, RANKS)
 
-    return memoised(model, heads, lambda: cost_after_pass(candidates, model, capacity), vocabulary)
+    return memoised(model, heads, lambda: cost_after_pass(candidates, model), vocabulary)

@@ -83,8 +83,7 @@ def stream(
     check_cache(cache, model, len(ids), len(ids) + 1, model.config.context)
     with without_autocast(model.device):
         options = with_drafter(method, model, tokenizer, options)
-        options = validate_options(method, options)
-        options = with_policies(method, model, options, cache.capacity)
+        options = with_policies(method, model, validate_options(method, options))
     check_sizes(method, model, len(ids), cache, options)
     steps = METHODS[method](model, ids, sampling, randomness, cache=cache, **options)
     decoder = tokenizer.stream(ids) if tokenizer else None

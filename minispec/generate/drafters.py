@@ -11,7 +11,7 @@ from minispec.checkpoints import places
 from minispec.checkpoints.heads import PUBLISHED_TREES, load_medusa, load_mtp, load_vocabulary
 from minispec.checkpoints.load import load
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cost import CAPACITY, cost_curve, draft_cost, head_cost, heads_cost
+from minispec.cost import cost_curve, draft_cost, head_cost, heads_cost
 from minispec.errors import UserError, read_json
 from minispec.fast import optimize, optimize_drafter
 from minispec.methods.adaptive import AdaptiveK, AdaptiveTree, grow_tree
@@ -129,33 +129,30 @@ def check_vocabularies(
         raise UserError("the draft's vocabulary differs; use a draft with the target's tokenizer")
 
 
-def with_policies(
-    method: str, model: Transformer, options: dict, capacity: int = CAPACITY
-) -> dict:
-    """The options, with each "auto" replaced by a policy for this machine and for a cache of this
-    capacity."""
+def with_policies(method: str, model: Transformer, options: dict) -> dict:
+    """The options, with each "auto" replaced by a policy for this machine."""
     policies = {}
     if options.get("k") == "auto":
-        policies["k"] = k_policy(model, options, capacity)
+        policies["k"] = k_policy(model, options)
         if method == "hybrid":
             options = {"copied": "auto"} | options
     if options.get("copied") == "auto":
-        policies["copied"] = k_policy(model, {}, capacity)
+        policies["copied"] = k_policy(model, {})
     if options.get("tree") == "auto":
         heads = options["heads"]
-        cost = heads_cost(model, heads, options.get("vocabulary"), capacity)
-        policies["tree"] = AdaptiveTree(cost_curve(model, capacity), cost, heads.accuracy)
+        cost = heads_cost(model, heads, options.get("vocabulary"))
+        policies["tree"] = AdaptiveTree(cost_curve(model), cost, heads.accuracy)
     return options | policies
 
 
-def k_policy(model: Transformer, options: dict, capacity: int) -> AdaptiveK:
+def k_policy(model: Transformer, options: dict) -> AdaptiveK:
     """The policy for K, by what the method's options say drafts from: a head, a draft model, or the
     text, whose drafts are free."""
-    head, draft, curve = options.get("head"), options.get("draft"), cost_curve(model, capacity)
+    head, draft, curve = options.get("head"), options.get("draft"), cost_curve(model)
     if head is not None:
-        cost = head_cost(model, head, options.get("vocabulary"), capacity)
+        cost = head_cost(model, head, options.get("vocabulary"))
         return AdaptiveK(curve, cost, max_k=8, acceptance=head.acceptance)
-    return AdaptiveK(curve, 0.0 if draft is None else draft_cost(model, draft, capacity))
+    return AdaptiveK(curve, 0.0 if draft is None else draft_cost(model, draft))
 
 
 def tree_costs(
