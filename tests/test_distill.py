@@ -245,7 +245,7 @@ def test_chat_lets_the_target_write_the_user_turns(target, tmp_path, capsys):
     assert "--data --chat is required" in rejected(capsys, *generate_args)
     assert "not allowed with" in rejected(capsys, *generate_args, "--chat", "--data", out)
     for wrong in "{this}", "{.that}", "{0[a]}", "{[3]}", "{":
-        error = rejected(capsys, *generate_args, "--data", out, "--ask", wrong)
+        error = rejected(capsys, *generate_args, "--data", target, "--ask", wrong)
         assert "write {} in place of the text" in error
     error = rejected(capsys, *generate_args, "--chat", "--ask", "{}")
     assert "--ask needs the documents of --data" in error

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from minispec import parallel
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import UserError, check_writable, note
+from minispec.errors import OutputFile, UserError, flag_name, note
 from minispec.generate.api import unlisted_eos_warning
 from minispec.model import Config, Transformer
 from minispec.sampling import Sampling, argmax, not_finite, probs, sample_inverse_cdf, warp
@@ -225,8 +225,8 @@ def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> lis
     for name, value in options.items():
         before = header.get("options", {}).get(name)
         if rows and (before or None) != (value or None):  # older files lack flags that were off
-            raise UserError(f"{path} was started with another --{name.replace('_', '-')}: use the "
-                            "same one, or choose another --out")  # fmt: skip
+            raise UserError(f"{path} was started with another {flag_name(name)}: use the same "
+                            "one, or choose another --out")  # fmt: skip
     file.seek(0)
     complete = file.read().rpartition("\n")[0]
     file.truncate(len(complete) + 1 if rows else 0)
@@ -240,7 +240,6 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.out.suffix in OPENERS:
         raise UserError(f"--out {args.out}: a compressed file cannot be appended to; choose a "
                         ".jsonl file and compress it afterwards")  # fmt: skip
-    check_writable(args.out, "--out")
     for flag in "given", "ask":
         if getattr(args, flag) and not args.data:
             raise UserError(f"--{flag} needs the documents of --data")
@@ -250,7 +249,7 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UserError("one process asks --server with many requests at once: omit torchrun")
     for flag in "name", "key_env":
         if getattr(args, flag) is not None and args.server is None:
-            raise UserError(f"--{flag.replace('_', '-')} only works with --server")
+            raise UserError(f"{flag_name(flag)} only works with --server")
     try:
         (args.ask or "").format("")
     except (LookupError, ValueError, AttributeError, TypeError) as error:
@@ -338,7 +337,7 @@ def arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--name", help="the model's name on the server (default: its only model)")
     p.add_argument("--key-env", metavar="NAME", help="the environment variable that holds the API "
                    "key of --server. Without it no key is sent")  # fmt: skip
-    p.add_argument("--out", type=Path, required=True, help=".jsonl file to append to")
+    p.add_argument("--out", type=OutputFile, required=True, help=".jsonl file to append to")
     integer_flags(
         p,
         ("documents", 1, 8000, "documents the file should hold"),
