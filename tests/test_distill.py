@@ -143,7 +143,7 @@ def test_generation_resumes_exactly(target, data, tmp_path, capsys):
         file.write('{"kind": "tales", "pro')  # killed while writing
     generated(target, data, parts, 60)
     assert single.read_text() == parts.read_text()
-    assert len(rows) >= 60 and all(0 < len(row["tokens"]) <= 20 for row in rows)
+    assert len(rows) == 60 and all(0 < len(row["tokens"]) <= 20 for row in rows)
     assert {row["kind"] for row in rows} == {"tales", "talk", "asked"}
     other = tmp_path / "other"
     shutil.copytree(target, other)
@@ -167,6 +167,33 @@ def test_generation_resumes_exactly(target, data, tmp_path, capsys):
         lock(file, single)
         error = rejected(capsys, *generate_args(target, data, single))
     assert "another process is writing to it" in error
+
+
+@pytest.mark.parametrize(
+    "flags, counts", [([], [3, 5, 16, 17]), (["--given"], [1, 4]), (["--chat", "a"], [3, 5, 16])]
+)
+def test_no_more_than_is_missing_is_sampled_and_any_part_resumes(
+    tmp_path, monkeypatch, flags, counts
+):
+    """Some user turns are not finished, and many given texts are near-duplicates."""
+    save(byte_model(eos=tuple(range(90, 150))).float(), TOKENIZER, tmp_path / "model")
+    talk = [{"prompt": text, "completion": text * 9} for text in ("ab", "cd", "ef", "gh", "ij")]
+    data = [] if "--chat" in flags else ["--data", write_rows(tmp_path / "talk.jsonl", talk * 20)]
+    sampled, sample = [], distill.generate.sample_batch
+    monkeypatch.setattr(distill.generate, "sample_batch", lambda model, prompts, *more:
+                        sampled.append(len(prompts)) or sample(model, prompts, *more))  # fmt: skip
+
+    def run_until(documents: int, out: Path) -> int:
+        sampled.clear()
+        run("generate", "--model", tmp_path / "model", "--out", out, "--batch", 8, "--tokens", 12,
+            "--top-k", 0, "--documents", documents, "--device", "cpu", *data, *flags)  # fmt: skip
+        assert len(read_generated(out)[1]) == documents
+        return max(sampled, default=0)
+
+    run_until(counts[-1], tmp_path / "single")
+    for before, documents in zip([0, *counts], counts):
+        assert run_until(documents, tmp_path / "parts") <= documents - before
+    assert (tmp_path / "single").read_text() == (tmp_path / "parts").read_text()
 
 
 def test_near_duplicates_are_kept_on_request(target, data, tmp_path, capsys):

@@ -14,11 +14,11 @@ generates the answers.
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +51,8 @@ POOLED_BATCHES = 4  # batches of prompts that are drawn together and sorted by l
 MAX_IDLE_PROMPTS = 64  # stop after this many prompts without a new document
 # (prompts, maximum tokens, sampling, seed) -> (index of a prompt, tokens that follow it), …
 Sample = Callable[[list[list[int]], int, Sampling, int], Iterator[tuple[int, list[int]]]]
+Missing = Callable[[], int]  # how many documents are missing now
+T = TypeVar("T")
 USER_TURN_TOKENS, USER_TURN_SAMPLING = 96, Sampling(0.9)  # when the target writes user turns
 RECORDED_FLAGS = (  # stored in the file's header
     "seed", "batch", "tokens", "temperature", "top_k", "top_p", "keep_duplicates", "ask", "chat",
@@ -125,22 +127,34 @@ def ended(row: list[int], n: int, eos: tuple[int, ...]) -> bool:
     return len(row) == n or (bool(row) and row[-1] in eos)
 
 
+def sample_missing(
+    sample: Sample, missing: Missing, items: Iterator[tuple[T, list[int]]], n: int,
+    sampling: Sampling, seed: int, first: int = 0,
+) -> Iterator[tuple[int, T, list[int], list[int]]]:  # fmt: skip
+    """Sample up to `n` tokens after the prompt of each item but the `first` ones, for no more items
+    at once than documents are missing. Yield the item's index, its parts and the tokens."""
+    items = islice(items, first, None)
+    while part := list(islice(items, missing())):
+        prompts = [prompt for _, prompt in part]
+        for i, tokens in sample(prompts, n, sampling, seed + first):
+            yield first + i, *part[i], tokens
+        first += len(part)
+
+
 def user_turns(
     sample: Sample, config: Config, tokenizer: Tokenizer, beginnings: list[str], n: int,
-    rng: np.random.Generator,
-) -> list[Document]:  # fmt: skip
+    rng: np.random.Generator, missing: Missing,
+) -> Iterator[Document]:  # fmt: skip
     """Sample up to `n` single-turn conversations: the target writes the user's turn, after the chat
     template's user header and one of the `beginnings`. Unfinished turns are dropped."""
     chosen = [str(rng.choice(beginnings or [""])) for _ in range(n)]
     beginning_ids = [tokenizer.encode(beginning, special=False) for beginning in chosen]
-    prompts = [tokenizer.user_header() + ids for ids in beginning_ids]
+    items = ((ids, tokenizer.user_header() + ids) for ids in beginning_ids)
     max_tokens, seed = min(USER_TURN_TOKENS, config.context // 2), int(rng.integers(2**63))
-    texts = [
-        tokenizer.decode(beginning_ids[i] + tokens).strip()
-        for i, tokens in sample(prompts, max_tokens, USER_TURN_SAMPLING, seed)
-        if tokens[-1] in config.eos_ids
-    ]
-    return [Conversation([turn("user", text)]) for text in texts if text]
+    turns = sample_missing(sample, missing, items, max_tokens, USER_TURN_SAMPLING, seed)
+    ended = (ids + tokens for _, ids, _, tokens in turns if tokens[-1] in config.eos_ids)
+    texts = (tokenizer.decode(ids).strip() for ids in ended)
+    return (Conversation([turn("user", text)]) for text in texts if text)
 
 
 def prompt_of(
@@ -157,46 +171,47 @@ def prompt_of(
 
 def sample_documents(
     sample: Sample, config: Config, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace,
-    seed: list[int], left_out: LeftOut,
+    seed: list[int], left_out: LeftOut, first: int, missing: Missing,
 ) -> Iterator[dict]:  # fmt: skip
-    """Sample answers to --batch prompts, from random documents or written by the target itself."""
+    """Sample answers to --batch prompts, from random documents or written by the target itself, but
+    not to the `first` ones and to no more than are missing."""
     rng, max_prompt = np.random.default_rng(seed), config.context - args.tokens
     documents = [(name, document) for name, texts in corpus.items() for document in texts]
     if args.chat is None:
         drawn = (documents[i] for i in rng.integers(len(documents), size=100 * args.batch))
     else:
-        turns = user_turns(sample, config, tokenizer, args.chat, args.batch, rng)
+        turns = user_turns(sample, config, tokenizer, args.chat, args.batch, rng, missing)
         drawn = (("chat", document) for document in turns)
     how = prompt_of, tokenizer, rng, args.ask
     prompts = ((name, left_out.attempt(document, *how)) for name, document in drawn)
-    limit = args.batch if args.chat is not None else POOLED_BATCHES * args.batch
-    pool = list(islice((p for p in prompts if 0 < len(p[1]) <= max_prompt), limit))
-    if not pool:
-        if args.chat is None:
+    prompts = (p for p in prompts if 0 < len(p[1]) <= max_prompt)
+    if args.chat is None:
+        pool = list(islice(prompts, POOLED_BATCHES * args.batch))
+        if not pool:
             why = str(left_out) or "lower --tokens"
             raise UserError(f"no prompts of at most {max_prompt} tokens found: {why}")
-        return  # no user turn was finished
-    if len(pool) > args.batch:  # prompts of similar lengths need little padding
-        pool.sort(key=lambda prompt: len(prompt[1]))
-        start = args.batch * rng.integers(len(pool) // args.batch)
-        pool = pool[start : start + args.batch]
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    prompts = [ids for _, ids in pool]
-    for i, answer in sample(prompts, args.tokens, sampling, int(rng.integers(2**63))):
-        yield {"kind": pool[i][0], "prompt": prompts[i], "tokens": answer}
+        if len(pool) > args.batch:  # prompts of similar lengths need little padding
+            pool.sort(key=lambda prompt: len(prompt[1]))
+            start = args.batch * rng.integers(len(pool) // args.batch)
+            pool = pool[start : start + args.batch]
+        prompts = iter(pool)
+    sampling, draws = Sampling(args.temperature, args.top_k, args.top_p), int(rng.integers(2**63))
+    answers = sample_missing(sample, missing, prompts, args.tokens, sampling, draws, first)
+    for i, name, prompt, answer in answers:
+        yield {"kind": name, "prompt": prompt, "tokens": answer, "draw": [*seed[1:], i]}
 
 
 def given_documents(
     config: Config, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace, seed: list[int],
     left_out: LeftOut,
-) -> list[dict]:  # fmt: skip
+) -> Iterator[dict]:  # fmt: skip
     """Split random documents into the prompt that the target would get and their own answer."""
-    rng, rows = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
     end = tokenizer.id_of("eos_token")  # ends a turn, if the model has several end tokens
     ends = [end] if end in config.eos_ids else list(config.eos_ids[:1])
     documents = [(name, document) for name, texts in corpus.items() for document in texts]
-    for i in rng.integers(len(documents), size=args.batch):
-        name, document = documents[i]
+    for i, index in enumerate(rng.integers(len(documents), size=args.batch)):
+        name, document = documents[index]
         if isinstance(document, str) and args.ask:
             document = [turn("user", args.ask.format(document)), turn("assistant", document)]
         if isinstance(document, str):
@@ -211,8 +226,7 @@ def given_documents(
             answer = tokenizer.encode(document[at]["content"], special=False) + ends
         answer = answer[: args.tokens]
         if prompt and answer and len(prompt) + args.tokens <= config.context:
-            rows.append({"kind": name, "prompt": prompt, "tokens": answer})
-    return rows
+            yield {"kind": name, "prompt": prompt, "tokens": answer, "draw": [*seed[1:], i]}
 
 
 def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> list[dict]:
@@ -257,25 +271,28 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def append_documents(
-    file: TextIO, rows: list[dict], new_documents: Callable[[list[int]], Iterable[dict]],
+    file: TextIO, rows: list[dict], new_documents: Callable[..., Iterator[dict]],
     args: argparse.Namespace,
 ) -> int:  # fmt: skip
     """Append documents to a file that holds `rows` until there are --documents of them or none are
-    new; return their number. `new_documents` makes a batch of documents from a seed. Each is
-    written at once, so that what interrupts a server loses none that are finished."""
-    duplicates, kept, idle = Duplicates(), len(rows), 0
+    new; return their number. `new_documents` makes a batch of documents from a seed, but not the
+    first ones, which an earlier run made, and no more than are missing. Each is written at once, so
+    that what interrupts a server loses none that are finished."""
+    duplicates, kept = Duplicates(), len(rows)
     for row in rows:
         duplicates.add(row["tokens"])
+    before, idle, last = rows[-1].get("draw", (kept, 0, -1)) if rows else (0, 0, -1)
     with tqdm(total=args.documents, initial=kept, unit="document") as bar:
         while kept < args.documents and idle < MAX_IDLE_PROMPTS:
-            before = kept
-            for row in new_documents([args.seed, kept, idle]):
+            seed = [args.seed, before, idle]
+            for row in new_documents(seed, last + 1, lambda: args.documents - kept):
                 if args.keep_duplicates or not duplicates.add(row["tokens"]):
                     file.write(json.dumps(row) + "\n")
                     file.flush()
                     bar.update()
                     kept += 1
             idle = 0 if kept > before else idle + args.batch
+            before, last = kept, -1
     return kept
 
 
@@ -295,10 +312,12 @@ def run(args: argparse.Namespace) -> None:
         sample = server.ServerSampler(args, model, tokenizer, left_out)
         config = replace(config, context=min(config.context, sample.server.context))
 
-    def new_documents(seed: list[int]) -> Iterable[dict]:
-        if args.given:
-            return given_documents(config, tokenizer, corpus, args, seed, left_out)
-        return sample_documents(sample, config, tokenizer, corpus, args, seed, left_out)
+    def new_documents(seed: list[int], first: int, missing: Missing) -> Iterator[dict]:
+        how = config, tokenizer, corpus, args, seed, left_out
+        if not args.given:
+            return sample_documents(sample, *how, first, missing)
+        rows = (row for row in given_documents(*how) if row["draw"][-1] >= first)
+        return takewhile(lambda _: missing(), rows)
 
     first = parallel.world.rank == 0
     out = args.out if first else Path(os.devnull)  # the other processes write nothing
