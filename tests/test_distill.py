@@ -642,7 +642,8 @@ def test_trained_weights_load_and_can_be_continued(target, data, tmp_path, capsy
     options += ["--rows", 8, "--context", 40, "--steps"]
     run(*options, 8, "--out", trained)
     card = (trained / "README.md").read_text()
-    assert "8 steps" in card and (f"| {category} |" in card or "| 1 |" in card)
+    assert "8 steps, at most 2,560 tokens, " in card
+    assert f"| {category} |" in card or "| 1 |" in card
     assert str(tmp_path) not in card and len(card.splitlines()) <= 60
     run(*options, 1, "--out", tmp_path / "next", "--init", trained, "--lr", 1e-9, "--seed", 1)
     tensors = [load_file(tmp_path / name / f"{file}.safetensors") for name in ("trained", "next")]
@@ -818,6 +819,16 @@ def test_vocabulary_counts_the_tokens_of_a_corpus(target, tmp_path, capsys):
         assert "argument --text" in rejected(capsys, *options, "--text", wrong)
     for wrong in ["en"], ["en=nowhere.txt"], ["=" + text[0][3:]], [text[0], "--text", text[0]]:
         assert rejected(capsys, *options, "--text", *wrong)
+
+
+@pytest.mark.parametrize("flags", [[], ["--given"], ["--chat"]])
+def test_answers_as_long_as_the_context_are_refused(target, data, tmp_path, capsys, flags):
+    source = [] if "--chat" in flags else ["--data", data]
+    for tokens in 256, 100_000:
+        error = rejected(capsys, "generate", "--model", target, "--out", tmp_path / "own.jsonl",
+                         "--device", "cpu", "--tokens", tokens, *source, *flags)  # fmt: skip
+        assert f"--tokens {tokens} leaves no room for a prompt in the context of 256" in error
+    assert not (tmp_path / "own.jsonl").exists()
 
 
 @pytest.mark.parametrize("command", ["generate", "draft", "mtp", "medusa", "tree", "vocabulary"])

@@ -1,9 +1,12 @@
 """Flags that do not apply to the method, or name missing files: one line and exit code 2."""
 
 import argparse
+import re
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
+from conftest import ROOT
 
 from minispec import UserError, bench
 from minispec.certify import __main__ as certify
@@ -161,3 +164,36 @@ def test_no_command_overwrites_what_it_reads(files, tmp_path, command, flags, ca
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.count("\n") == 1 and " would overwrite --" in error
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+# ---- commands in the documentation ---------------------------------------------------------------
+
+DOCUMENTS = [ROOT / "Makefile", *ROOT.glob("*.md")] + [
+    path for folder, kinds in (("minispec", "md py"), ("lessons", "md ipynb"), ("tests", "md mk"),
+                               ("weights", "md"))
+    for kind in kinds.split() for path in (ROOT / folder).rglob(f"*.{kind}")
+]  # fmt: skip
+QUOTED = re.compile(rf"minispec[. ]({'|'.join(MODULES)})\b([^`|;#\n]*)")
+
+
+def quoted_commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """The name and the words of each of our commands in a text, with the variables of make."""
+    text = re.sub(r"\\\n\s*", " ", text)  # lines that continue
+    variables = dict(re.findall(r"^(\w+) *[:?]?= *(.*)$", text, re.MULTILINE))
+    for _ in range(3):
+        text = re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), text)
+    for name, arguments in QUOTED.findall(text):
+        words = [word.partition("=")[0].strip('.,:")') for word in arguments.split()]
+        with_first = " ".join([name, *words[:1]])
+        yield with_first if with_first in parsers() else name, words
+
+
+def test_documented_commands_have_only_flags_that_exist():
+    found, unknown = 0, []
+    for path in DOCUMENTS:
+        for name, words in quoted_commands(path.read_text(encoding="utf-8")):
+            flags = [word for word in words if word.startswith("--")]
+            known = parsers()[name]._option_string_actions
+            found += len(flags)
+            unknown += [f"{path}: {name} {flag}" for flag in flags if flag not in known]
+    assert found > 200 and not unknown, unknown

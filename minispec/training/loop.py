@@ -203,10 +203,10 @@ def write_card(
     args: argparse.Namespace, run: TrainingRun, title: str, facts: dict[str, object], table: str
 ) -> None:  # fmt: skip
     """Write README.md next to the weights: what they are, how they were made, how they score."""
-    tokens = run.step * args.rows * args.context
+    limit = "at most " if "own" in args else ""  # documents may be shorter than --context
     facts["training"] = (
-        f"{run.step:,} steps, {tokens:,} tokens including padding, {run.seconds / 60:.1f} minutes "
-        f"on {torch.get_num_threads()} thread(s), {args.device.type}"
+        f"{run.step:,} steps, {limit}{run.step * args.rows * args.context:,} tokens, "
+        f"{run.seconds / 60:.1f} minutes on {torch.get_num_threads()} thread(s), {args.device.type}"
     )
     items = "".join(f"- {name}: {fact}\n" for name, fact in facts.items())
     text = f"# {title}\n\n    python -m minispec.{args.line}\n\n{items}\n{table}\n"

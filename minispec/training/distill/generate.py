@@ -311,6 +311,9 @@ def run(args: argparse.Namespace) -> None:
     if args.server is not None:
         sample = server.ServerSampler(args, model, tokenizer, left_out)
         config = replace(config, context=min(config.context, sample.server.context))
+    if args.tokens >= config.context:
+        raise UserError(f"--tokens {args.tokens} leaves no room for a prompt in the context of "
+                        f"{config.context} tokens: lower --tokens")  # fmt: skip
 
     def new_documents(seed: list[int], first: int, missing: Missing) -> Iterator[dict]:
         how = config, tokenizer, corpus, args, seed, left_out
@@ -332,10 +335,9 @@ def run(args: argparse.Namespace) -> None:
         note(str(left_out))
     if kept < args.documents:
         why = "raise --temperature, add --data, or lower --documents"
-        if not kept and left_out.reasons:
-            why = str(left_out)
-        elif not kept and args.chat is not None:
-            why = f"no user turn was finished; {warning or 'choose a chat model, or use --data'}"
+        if not kept and (left_out.reasons or args.chat is not None):
+            unfinished = warning or "choose a chat model, or use --data"
+            why = str(left_out) or f"no user turn was finished; {unfinished}"
         raise UserError(f"generated only {kept} distinct documents: {why}")
 
 
