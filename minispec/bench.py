@@ -40,12 +40,14 @@ from minispec.checkpoints.load import load, pick_device, pick_dtype, require_tok
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cost import ROW_COUNTS, cost_curve, draft_cost, interleaved_min_times, one_pass
 from minispec.errors import (
+    OutputFile,
     Parser,
+    Source,
     UserError,
     check_package,
-    check_writable,
     comma_separated,
     command,
+    flag_name,
     note,
     number,
     stdout_reserved,
@@ -560,11 +562,12 @@ def draw(file: Path, tables: list[list[dict]], machine: dict) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the flags and check them before the weights are read."""
     p = Parser(prog="python -m minispec.bench", description=__doc__)
-    p.add_argument("--model", help="directory, hub id or .gguf (default: the shipped toy)")
-    p.add_argument("--draft", help="a draft model (default: the one next to the model; with "
-                   "--shape, a shape)")  # fmt: skip
-    p.add_argument("--heads", help="Medusa heads (default: those next to the model)")
-    p.add_argument("--mtp", help="a FastMTP head (default: the one next to the model)")
+    p.add_argument("--model", type=Source,
+                   help="directory, hub id or .gguf (default: the shipped toy)")  # fmt: skip
+    p.add_argument("--draft", type=Source, help="a draft model (default: the one next to the "
+                   "model; with --shape, a shape)")  # fmt: skip
+    p.add_argument("--heads", type=Source, help="Medusa heads (default: those next to the model)")
+    p.add_argument("--mtp", type=Source, help="a FastMTP head (default: the one next to the model)")
     p.add_argument("--methods", type=comma_separated,
                    help="run only these methods or table rows, comma-separated")  # fmt: skip
     text = p.add_mutually_exclusive_group()
@@ -594,7 +597,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help="print one JSON object instead of tables")  # fmt: skip
     output.add_argument("--markdown", action="store_true",
                         help="print one Markdown table of all categories")  # fmt: skip
-    p.add_argument("--picture", type=Path, metavar="FILE.png", help="plot speedups and cost curve")
+    p.add_argument("--picture", type=OutputFile, metavar="FILE.png",
+                   help="plot speedups and cost curve")  # fmt: skip
     p.add_argument("--shape", choices=list(MODEL_SHAPES), help="random weights in this shape")
     p.add_argument(
         "--acceptance",
@@ -607,7 +611,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     def given(*names: str) -> str:
         """Those of these flags that differ from their defaults."""
         changed = [name for name in names if getattr(args, name) != p.get_default(name)]
-        return ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+        return ", ".join(map(flag_name, changed))
 
     unused = given("model", "methods", "data", "kind", "own", "questions", "temperature", "k",
                    "prompts", "vocabulary_sizes")  # fmt: skip
@@ -635,7 +639,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise UserError(message)
     if args.picture:
         check_package("matplotlib", "--picture")
-        check_writable(args.picture, "--picture")
     return args
 
 

@@ -25,18 +25,38 @@ from tqdm import tqdm
 # bytes become lone surrogates, which the tokenizer rejects.
 TEXT_ENCODING = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": None}
 
+MODEL_FILES = ".json", ".safetensors", ".bin", ".pt", ".gguf", ".jinja"  # read from directories
+
 
 class UserError(ValueError):
     """Invalid input. The message is all that the user needs to see."""
 
 
+class Source(str):
+    """An argument that names something to read: a directory, a file or a hub id."""
+
+
+class OutputFile(type(Path())):
+    """An argument that names a file to write."""
+
+
+class OutputFolder(OutputFile):
+    """An argument that names a directory to write."""
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UserError. `description` is a module's docstring, of which -h
-    shows the first paragraph; it is None under python -OO."""
+    """An argument parser that raises UserError, also for outputs that would overwrite a source.
+    `description` is a module's docstring, of which -h shows the first paragraph; it is None under
+    python -OO."""
 
     def __init__(self, *args, description: str | None = None, **options):
         text = (description or "").split("\n\n")[0]
         super().__init__(*args, description=text, allow_abbrev=False, **options)
+
+    def parse_args(self, *args, **options) -> argparse.Namespace:
+        parsed = super().parse_args(*args, **options)
+        check_outputs(vars(parsed))
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"invalid choice: '(.*?)' \((choose from (.*))\)", message):
@@ -64,6 +84,11 @@ def number(low: float, high: float = 2**63 - 1, kind: Callable = int) -> Callabl
         raise argparse.ArgumentTypeError(f"{text[:40]} must be a {noun}, {bounds}")
 
     return parse
+
+
+def flag_name(name: str) -> str:
+    """The flag of an argument: --top-k for `top_k`."""
+    return "--" + name.replace("_", "-")
 
 
 def comma_separated(text: str) -> list[str]:
@@ -218,6 +243,43 @@ def writing(file: str | Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(file)
         raise
+
+
+def check_outputs(arguments: dict[str, object]) -> None:
+    """Before any long work, raise UserError if one of the arguments is an output that cannot be
+    written, or that would overwrite a source among the others (a Source or any other Path)."""
+    values = [(flag_name(name), value) for name in arguments for value in flat(arguments[name])]
+    sources = [pair for pair in values if isinstance(pair[1], Source | Path)]
+    for flag, output in values:
+        if not isinstance(output, OutputFile):
+            continue
+        for name, source in sources:
+            if not isinstance(source, OutputFile) and overwrites(output, source):
+                raise UserError(f"{flag} {output} would overwrite {name} {source}, or a file in "
+                                f"it: choose another {flag}")  # fmt: skip
+        folder = isinstance(output, OutputFolder)
+        check_writable(output / "config.json" if folder else output, flag)
+
+
+def flat(value: object) -> Iterator[object]:
+    """The values in a nested list."""
+    if not isinstance(value, list | tuple):
+        yield value
+        return
+    for part in value:
+        yield from flat(part)
+
+
+def overwrites(output: OutputFile, source: Source | Path) -> bool:
+    """Whether writing `output` could change `source`, or a file in it that is read."""
+    file = str(source) if os.path.exists(source) else str(source).rpartition(":")[0]  # FILE:FUNC
+    if not (os.path.exists(output) and os.path.exists(file)):
+        return False
+    file = Path(file)
+    if isinstance(output, OutputFolder) and file.is_file():
+        return file.resolve().parent.samefile(output)
+    folder_is_read = not isinstance(source, Source) or output.suffix in MODEL_FILES
+    return output.samefile(file) or folder_is_read and output.resolve().parent.samefile(file)
 
 
 def check_writable(file: str | Path, flag: str, advice: str = "") -> None:

@@ -137,14 +137,21 @@ def test_near_duplicates_are_found():
 
 
 def test_generation_resumes_exactly(target, data, tmp_path, capsys):
-    single, parts = tmp_path / "single.jsonl", tmp_path / "parts.jsonl"
-    rows = generated(target, data, single, 60)
-    generated(target, data, parts, 20)
+    """After a whole batch, of 8 documents."""
+    parts, single, all_kept = tmp_path / "parts.jsonl", tmp_path / "all.jsonl", "--keep-duplicates"
+    generated(target, data, single, 28, all_kept)
+    generated(target, data, parts, 16, all_kept)
     with parts.open("a") as file:
         file.write('{"kind": "tales", "pro')  # killed while writing
-    generated(target, data, parts, 60)
+    generated(target, data, parts, 28, all_kept)
     assert single.read_text() == parts.read_text()
-    assert len(rows) >= 60 and all(0 < len(row["tokens"]) <= 20 for row in rows)
+
+
+def test_generation_resumes_only_what_it_started(target, data, tmp_path, capsys):
+    parts = tmp_path / "parts.jsonl"
+    generated(target, data, parts, 20)
+    rows = generated(target, data, parts, 60)
+    assert len(rows) == 60 and all(0 < len(row["tokens"]) <= 20 for row in rows)
     assert {row["kind"] for row in rows} == {"tales", "talk", "asked"}
     other = tmp_path / "other"
     shutil.copytree(target, other)
@@ -164,9 +171,9 @@ def test_generation_resumes_exactly(target, data, tmp_path, capsys):
     parts.write_text("another file, without a final newline")
     assert "is not from minispec.distill" in rejected(capsys, *generate_args(target, data, parts))
     assert parts.read_text() == "another file, without a final newline"
-    with single.open("a") as file:
-        lock(file, single)
-        error = rejected(capsys, *generate_args(target, data, single))
+    with parts.open("a") as file:
+        lock(file, parts)
+        error = rejected(capsys, *generate_args(target, data, parts))
     assert "another process is writing to it" in error
 
 
@@ -184,6 +191,29 @@ def test_a_full_disk_is_reported_with_the_name_of_the_file(target, data, tmp_pat
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "too large: " in error and "full.jsonl" in error
+
+
+@pytest.mark.parametrize(
+    "flags, counts", [([], [3, 5, 16, 17]), (["--given"], [1, 4]), (["--chat", "a"], [3, 5, 16])]
+)
+def test_no_more_documents_than_are_missing_are_sampled(tmp_path, monkeypatch, flags, counts):
+    """Some user turns are not finished, and many given texts are near-duplicates."""
+    save(byte_model(eos=tuple(range(90, 150))).float(), TOKENIZER, tmp_path / "model")
+    talk = [{"prompt": text, "completion": text * 9} for text in ("ab", "cd", "ef", "gh", "ij")]
+    data = [] if "--chat" in flags else ["--data", write_rows(tmp_path / "talk.jsonl", talk * 20)]
+    sampled, sample = [], distill.generate.sample_batch
+    monkeypatch.setattr(distill.generate, "sample_batch", lambda model, prompts, *more:
+                        sampled.append(len(prompts)) or sample(model, prompts, *more))  # fmt: skip
+
+    def run_until(documents: int, out: Path) -> int:
+        sampled.clear()
+        run("generate", "--model", tmp_path / "model", "--out", out, "--batch", 8, "--tokens", 12,
+            "--top-k", 0, "--documents", documents, "--device", "cpu", *data, *flags)  # fmt: skip
+        assert len(read_generated(out)[1]) == documents
+        return max(sampled, default=0)
+
+    for before, documents in zip([0, *counts], counts):
+        assert run_until(documents, tmp_path / "parts") <= documents - before
 
 
 def test_near_duplicates_are_kept_on_request(target, data, tmp_path, capsys):
@@ -262,7 +292,7 @@ def test_chat_lets_the_target_write_the_user_turns(target, tmp_path, capsys):
     assert "--data --chat is required" in rejected(capsys, *generate_args)
     assert "not allowed with" in rejected(capsys, *generate_args, "--chat", "--data", out)
     for wrong in "{this}", "{.that}", "{0[a]}", "{[3]}", "{":
-        error = rejected(capsys, *generate_args, "--data", out, "--ask", wrong)
+        error = rejected(capsys, *generate_args, "--data", target, "--ask", wrong)
         assert "write {} in place of the text" in error
     error = rejected(capsys, *generate_args, "--chat", "--ask", "{}")
     assert "--ask needs the documents of --data" in error
@@ -632,7 +662,8 @@ def test_trained_weights_load_and_can_be_continued(target, data, tmp_path, capsy
     options += ["--rows", 8, "--context", 40, "--steps"]
     run(*options, 8, "--out", trained)
     card = (trained / "README.md").read_text()
-    assert "8 steps" in card and (f"| {category} |" in card or "| 1 |" in card)
+    assert "8 steps, at most 2,560 tokens, " in card
+    assert f"| {category} |" in card or "| 1 |" in card
     assert str(tmp_path) not in card and len(card.splitlines()) <= 60
     run(*options, 1, "--out", tmp_path / "next", "--init", trained, "--lr", 1e-9, "--seed", 1)
     tensors = [load_file(tmp_path / name / f"{file}.safetensors") for name in ("trained", "next")]
@@ -808,6 +839,16 @@ def test_vocabulary_counts_the_tokens_of_a_corpus(target, tmp_path, capsys):
         assert "argument --text" in rejected(capsys, *options, "--text", wrong)
     for wrong in ["en"], ["en=nowhere.txt"], ["=" + text[0][3:]], [text[0], "--text", text[0]]:
         assert rejected(capsys, *options, "--text", *wrong)
+
+
+@pytest.mark.parametrize("flags", [[], ["--given"], ["--chat"]])
+def test_answers_as_long_as_the_context_are_refused(target, data, tmp_path, capsys, flags):
+    source = [] if "--chat" in flags else ["--data", data]
+    for tokens in 256, 100_000:
+        error = rejected(capsys, "generate", "--model", target, "--out", tmp_path / "own.jsonl",
+                         "--device", "cpu", "--tokens", tokens, *source, *flags)  # fmt: skip
+        assert f"--tokens {tokens} leaves no room for a prompt in the context of 256" in error
+    assert not (tmp_path / "own.jsonl").exists()
 
 
 @pytest.mark.parametrize("command", ["generate", "draft", "mtp", "medusa", "tree", "vocabulary"])

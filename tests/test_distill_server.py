@@ -158,14 +158,14 @@ def test_requests_have_the_sampling_and_seeds_of_their_own_and_are_sent_at_once(
 def test_interrupted_text_continues(target, data, tmp_path, capsys):
     """The server may have another address; our own sampler and another server name are refused."""
     single, parts = tmp_path / "single.jsonl", tmp_path / "parts.jsonl"
-    more = "--data", data, "--server"
+    more = "--keep-duplicates", "--data", data, "--server"
     with serving(backend(target)) as url:
         generated(target, single, "--documents", 40, *more, url)
         generated(target, parts, "--documents", 16, *more, url)
     with serving(backend(target)) as url:
         generated(target, parts, "--documents", 40, *more, f"{url}/v1")
     assert single.read_text() == parts.read_text()
-    error = rejected(capsys, target, parts, "--data", data, "--documents", 50)
+    error = rejected(capsys, target, parts, *more[:-1], "--documents", 50)
     assert "was started with another --server" in error
 
 
@@ -290,6 +290,70 @@ def test_failed_requests_are_repeated_but_not_forever(target, data, tmp_path, ca
     with serving(backend(target, Fails)) as url:
         error = rejected(capsys, target, tmp_path / "b.jsonl", *more, "--server", url)
     assert "HTTP 500: out of memory" in error and read_generated(tmp_path / "b.jsonl")[1]
+
+
+class BreaksOff(CorrectServer):
+    """Break off every third of the long answers."""
+
+    reason, count = "abort", 0
+
+    def answer(self, request):
+        status, found = super().answer(request)
+        self.count += request["max_tokens"] == 20
+        broken = request["max_tokens"] == 20 and self.count % 3 == 0
+        return status, self.broken_off(found) if broken else found
+
+    def broken_off(self, found: dict) -> dict | bytes:
+        (choice,) = found["choices"]
+        cut = {"token_ids": choice["token_ids"][:5], "finish_reason": self.reason}
+        return {"choices": [choice | cut]}
+
+
+class CutsJson(BreaksOff):
+    """Break the connection within an answer that has no Content-Length."""
+
+    def broken_off(self, found):
+        return json.dumps(found).encode()[: 20 * (self.count % 2)]
+
+
+@pytest.mark.parametrize(
+    "server_class, reason",
+    [(CutsJson, None), (BreaksOff, "abort"), (BreaksOff, "error"), (BreaksOff, "content_filter"),
+     (BreaksOff, {"type": "abort", "message": "overloaded"})],
+)  # fmt: skip
+def test_an_answer_that_is_broken_off_is_asked_for_again(
+    target, data, tmp_path, monkeypatch, server_class, reason
+):
+    monkeypatch.setattr(server, "RETRY_SECONDS", (0.01,) * 6)
+    monkeypatch.setattr(server_class, "reason", reason)
+    more = "--data", data, "--documents", 16, "--keep-duplicates", "--server"
+    rows = []
+    for one in server_class, CorrectServer:
+        with serving(backend(target, one)) as url:
+            rows.append(generated(target, tmp_path / f"{one.__name__}.jsonl", *more, url))
+    assert rows[0] == rows[1]
+
+
+class NeverAnswersUsers(Records):
+    """Break off the answers in conversations."""
+
+    def choice(self, request, seed):
+        aborted = {"text": "", "token_ids": [0], "finish_reason": "abort"}
+        return aborted if 23 in request["prompt"] else super().choice(request, seed)
+
+
+def test_every_document_that_is_left_out_is_counted(target, data, tmp_path, capsys):
+    """Although their prompts are the same."""
+    (tmp_path / "same.jsonl").write_text('{"prompt": "abc"}\n' * 80)
+    more = "--data", data / "tales.txt", tmp_path / "same.jsonl", "--documents", 16, "--server"
+    records = backend(target, NeverAnswersUsers)
+    with serving(records) as url:
+        rows = generated(target, tmp_path / "own.jsonl", *more, url)
+    assert {row["kind"] for row in rows} == {"tales"}
+    asked = [r for r in records.requests if 23 in r["prompt"] and r["max_tokens"] == 20]
+    count = len({request["seed"] for request in asked})
+    note = f"documents left out: {count}; the first is prompt 1, 'abc': the server breaks off"
+    assert count > 1 and len(asked) == 3 * count and note in capsys.readouterr().err
 
 
 class ShortContext(CorrectServer):

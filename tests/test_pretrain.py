@@ -71,7 +71,7 @@ def test_training_learns_and_its_model_loads(data, tmp_path):
     lone.write_text('{"text": "the cat"}\n')
     run([*data, str(lone)], out, 60)
     card = (out / "README.md").read_text()
-    assert "60 steps, 7,680 tokens" in card and "| tales |" in card and "| talk |" in card
+    assert "60 steps, 7,680 tokens, " in card and "| tales |" in card and "| talk |" in card
     assert "| lone |" not in card  # it has no held-out documents
     assert "pretrain --data tales.txt talk.jsonl lone.jsonl" in card
     assert len(card.splitlines()) <= 60

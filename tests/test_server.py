@@ -809,6 +809,10 @@ class Renamed(CorrectServer):
         return found | {"finish_reason": self.names[found["finish_reason"]]}
 
 
+class Objects(Renamed):
+    names = {name: {"type": name, "matched": 1} for name in ("length", "stop")}
+
+
 class NoReason(Renamed):
     names = {"length": None, "stop": None}
 
@@ -821,11 +825,35 @@ class AlwaysStop(Renamed):
     names = {"length": "stop", "stop": "stop"}
 
 
-def test_other_names_of_finish_reasons_are_understood():
-    assert not failures(examine(byte_server(Renamed), checks=("limits",)))
+class Aborts(CorrectServer):
+    """Break off every third answer, and every streamed one."""
+
+    count = 0
+
+    def choice(self, request, seed):
+        self.count += 1
+        found = super().choice(request, seed)
+        if request.get("stream") or request["max_tokens"] > 4 and self.count % 3 == 0:
+            found |= {"token_ids": found["token_ids"][:3], "text": found["text"][:3]}
+            found |= {"finish_reason": "abort", "logprobs": None}
+        return found
+
+
+def test_answers_that_a_server_breaks_off_do_not_fail_a_row():
+    verdicts = examine(byte_server(Aborts), checks=("greedy", "limits", "load"))
+    assert not failures(verdicts), failures(verdicts)
+    assert any(v.passed is None and "finish_reason 'abort' may be" in v.detail for v in verdicts)
+
+
+@pytest.mark.parametrize("server", [Renamed, Objects])
+def test_other_names_of_finish_reasons_are_understood(server):
+    assert not failures(examine(byte_server(server), checks=("limits",)))
     limits = "length", "max_tokens", "MAX_TOKENS", "max_length", "length_limit", "model_length"
-    ends = "stop", "eos", "eos_token", "stop_sequence", "end_turn", "content_filter"
-    assert [is_stop_reason(reason) for reason in (*limits, *ends)] == [False] * 6 + [True] * 6
+    ends = "stop", "STOP", "eos", "eos_token", "stop_sequence", "end_turn"
+    unknown = "abort", "error", "content_filter", "cancelled", "other", "", None
+    assert [is_stop_reason(reason) for reason in limits] == [False] * 6
+    assert [is_stop_reason(reason) for reason in ends] == [True] * 6
+    assert [is_stop_reason(reason) for reason in unknown] == [None] * 7
 
 
 def test_answers_without_a_finish_reason_are_counted():

@@ -37,11 +37,14 @@ from minispec.certify.report import (
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load
 from minispec.errors import (
+    OutputFile,
+    OutputFolder,
     Parser,
+    Source,
     UserError,
-    check_writable,
     comma_separated,
     command,
+    flag_name,
     number,
     stdout_reserved,
     suggestion,
@@ -61,10 +64,11 @@ FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
 
 def parser() -> Parser:
     p = Parser(prog="python -m minispec.certify", description=certify.__doc__)
-    p.add_argument("--impl", help="test a function: package.module:function or file.py:function")
+    p.add_argument("--impl", type=Source, help="test a function: package.module:function or "
+                   "file.py:function")  # fmt: skip
     p.add_argument("--server", metavar="URL", help="test a server of --model with /v1/completions")
-    p.add_argument("--baseline", help="plain decoding by the same engine (a function or a URL); "
-                   "--impl or --server must then equal it")  # fmt: skip
+    p.add_argument("--baseline", type=Source, help="plain decoding by the same engine (a "
+                   "function or a URL); --impl or --server must then equal it")  # fmt: skip
     p.add_argument("--thorough", action="store_true", default=None,
                    help=f"spend {THOROUGH.seconds / 60:.0f} minutes on --impl instead of "
                    f"{Limits.seconds / 60:.0f}")  # fmt: skip
@@ -76,7 +80,8 @@ def parser() -> Parser:
                    f"(default: {Limits.length})")  # fmt: skip
     p.add_argument("--compare", nargs=2, type=Path, metavar="JSONL", help="explain the differences "
                    "between two files of runs, lines of generate --json")  # fmt: skip
-    p.add_argument("--model", help="the model of --server or --compare (default: as in generate)")
+    p.add_argument("--model", type=Source, help="the model of --server or --compare (default: as "
+                   "in generate)")  # fmt: skip
     p.add_argument("--name", help="the model's name on the server (default: its only model)")
     p.add_argument("--key-env", nargs="+", metavar="NAME", help="the environment variable that "
                    "holds the API key of --server, and optionally a second one for --baseline. "
@@ -91,8 +96,10 @@ def parser() -> Parser:
                    f"for --server, of {','.join(SERVER_CHECKS)}")  # fmt: skip
     p.add_argument("--only", metavar="TEXT", help="judge only the rows of --impl or --server whose "
                    '"check: case" contains this text')  # fmt: skip
-    p.add_argument("--save", type=Path, metavar="DIR", help="keep the checkpoints of --impl here")
-    p.add_argument("--junit", type=Path, metavar="FILE", help="also write the rows as JUnit XML")
+    p.add_argument("--save", type=OutputFolder, metavar="DIR",
+                   help="keep the checkpoints of --impl here")  # fmt: skip
+    p.add_argument("--junit", type=OutputFile, metavar="FILE",
+                   help="also write the rows as JUnit XML")  # fmt: skip
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return p
 
@@ -107,7 +114,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for flag, modes in FLAG_MODES.items():
         if getattr(args, flag) is not None and mode not in modes:
             allowed = " or ".join(f"--{name}" for name in modes if name)
-            raise UserError(f"--{flag.replace('_', '-')} only works with {allowed}")
+            raise UserError(f"{flag_name(flag)} only works with {allowed}")
     available = {"impl": FUNCTION_CHECKS, "server": SERVER_CHECKS}.get(mode, tuple(PACKAGE_CHECKS))
     args.checks = available if args.checks is None else tuple(args.checks)
     unknown = [name for name in args.checks if name not in available]
@@ -157,10 +164,6 @@ def limits_of(args: argparse.Namespace) -> Limits:
 def main(argv: list[str] | None = None) -> None:
     parallel.require_one_process("certify")
     args = parse(argv)
-    if args.junit:
-        check_writable(args.junit, "--junit")
-    if args.save:
-        check_writable(args.save / "any", "--save")
     with stdout_reserved() as out, tempfile.TemporaryDirectory() as temporary:
         folder = args.save or Path(temporary)
         code = run_checks(args, sys.argv[1:] if argv is None else argv, folder, out)

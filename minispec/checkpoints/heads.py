@@ -32,6 +32,7 @@ MEDUSA_PREFIX, MTP_PREFIX = "medusa_head.", "model.mtp_layers.0."  # of tensors 
 VLLM_NAME = re.compile(
     r"(?:medusa_heads\.)?(?:token_map|(blocks|lm_heads)\.(\d{1,4})\.(?:layers\.(\d{1,4})\.)?(\w+))"
 )
+QKV_BIASES = "q_proj.bias", "k_proj.bias", "v_proj.bias"
 MEDUSA_FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # these hold only the heads
 # the trees published with Medusa (FasterDecoding/Medusa, Apache-2.0), as lists of paths
 PUBLISHED_TREES: dict[str, list[RankPath]] = {
@@ -177,6 +178,8 @@ def load_mtp(
     """Load the head from a directory, a hub id or a file that holds a full MiMo model or only the
     head. Raises UserError for a head of another model or tokenizer."""
     tensors, folder = read_heads(source, MTP_PREFIX, model.config, tokenizer)
+    if not model.config.qkv_bias:  # `export` adds zeros, since vLLM's layout always has biases
+        tensors = {n: t for n, t in tensors.items() if not n.endswith(QKV_BIASES) or t.any()}
     check_attention(str(source), folder, model.config)
     with torch.device("meta"):
         head = MTPHead(model.config)

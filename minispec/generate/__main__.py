@@ -15,11 +15,13 @@ from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.errors import (
     TEXT_ENCODING,
+    OutputFile,
     Parser,
+    Source,
     UserError,
-    check_writable,
     comma_separated,
     command,
+    flag_name,
     number,
     stdout_reserved,
 )
@@ -65,14 +67,15 @@ METHODS_WITH_HEADS = "medusa", "medusa-typical", "fastmtp", "hybrid"
 
 # method-specific flags: the methods they apply to, the type of the value, help
 METHOD_FLAGS = {
-    "draft": (("speculative", "hybrid"), str, "draft model (default: the one next to the model)"),
+    "draft": (("speculative", "hybrid"), Source,
+              "draft model (default: the one next to the model)"),
     "draft_temperature": (("speculative", "fastmtp", "hybrid"), number(0, kind=float),
                           "temperature of the drafts"),
     "k": (("speculative", "prompt-lookup", "fastmtp", "hybrid"), parse_k,
           "drafts per round, or auto"),
-    "heads": (METHODS_WITH_HEADS, str, "directory, file or hub id (default: next to the model)"),
-    "tree": (("medusa", "medusa-typical"), str, "node count, auto, published name or JSON file"),
-    "vocabulary": (METHODS_WITH_HEADS, str, "file of `distill vocabulary`, .pt file or none"),
+    "heads": (METHODS_WITH_HEADS, Source, "directory, file or hub id (default: next to the model)"),
+    "tree": (("medusa", "medusa-typical"), Source, "node count, auto, published name or JSON file"),
+    "vocabulary": (METHODS_WITH_HEADS, Source, "file of `distill vocabulary`, .pt file or none"),
     "vocabulary_size": (METHODS_WITH_HEADS, number(1), "maximum number of tokens per language"),
     "block": (("jacobi",), number(MIN_VALUES["block"]), "number of tokens guessed at once"),
     "window": (("lookahead",), number(MIN_VALUES["window"]), "W, number of columns of the window"),
@@ -91,10 +94,10 @@ def parser() -> Parser:
     prompt = p.add_mutually_exclusive_group()
     prompt.add_argument("prompt", nargs="?", type=utf8, help="text to continue (default: stdin)")
     prompt.add_argument("--prompt-ids", type=parse_ids, help="the prompt as token ids: 1,2,3")
-    prompt.add_argument("--prompt-file", help="a UTF-8 file containing the prompt")
+    prompt.add_argument("--prompt-file", type=Source, help="a UTF-8 file containing the prompt")
     p.add_argument("--method", default="autoregressive", choices=METHODS, metavar="M",
                    help=f"{', '.join(METHODS)} (default: %(default)s)")
-    p.add_argument("--model",
+    p.add_argument("--model", type=Source,
                    help="directory, hub id or .gguf (default: the toy, if shipped, else SmolLM2)")
     specific = p.add_argument_group("method-specific options")
     for name, (methods, kind, help) in METHOD_FLAGS.items():
@@ -126,7 +129,7 @@ def parser() -> Parser:
                    help="accepted drafts in blue, the target's own tokens in green")
     p.add_argument("--color=full", dest="color", action="store_const", const="full",
                    help="also show rejected drafts, struck out")
-    p.add_argument("--html", metavar="FILE",
+    p.add_argument("--html", type=OutputFile, metavar="FILE",
                    help="write a page that steps through the run, or a chat's last answer")
     return p
 
@@ -153,12 +156,6 @@ def check_flags(args: argparse.Namespace) -> None:
     ):
         if wrong:
             raise UserError(message)
-    if args.html is not None:
-        check_writable(args.html, "--html")
-
-
-def flag_name(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 @command

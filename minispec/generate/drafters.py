@@ -177,7 +177,7 @@ def read_tree_option(
         if heads.accuracy is None:
             raise UserError(
                 f"--tree {value}: these heads have no measured accuracies to grow a tree from; "
-                "measure them with minispec.distill tree, or use --tree auto, which needs none"
+                "measure them with `minispec distill tree`, or use --tree auto, which needs none"
             )
         return grow_tree(heads.accuracy, min(int(value), max_nodes))
     if value not in PUBLISHED_TREES and not Path(value).exists():

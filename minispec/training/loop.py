@@ -23,7 +23,7 @@ from tqdm import tqdm
 from minispec import parallel
 from minispec.checkpoints.load import pick_device
 from minispec.checkpoints.weights import atomic_write, write_text
-from minispec.errors import UserError, check_writable, number
+from minispec.errors import OutputFolder, UserError, number
 
 try:
     import fcntl
@@ -203,10 +203,10 @@ def write_card(
     args: argparse.Namespace, run: TrainingRun, title: str, facts: dict[str, object], table: str
 ) -> None:  # fmt: skip
     """Write README.md next to the weights: what they are, how they were made, how they score."""
-    tokens = run.step * args.rows * args.context
+    limit = "at most " if "own" in args else ""  # documents may be shorter than --context
     facts["training"] = (
-        f"{run.step:,} steps, {tokens:,} tokens including padding, {run.seconds / 60:.1f} minutes "
-        f"on {torch.get_num_threads()} thread(s), {args.device.type}"
+        f"{run.step:,} steps, {limit}{run.step * args.rows * args.context:,} tokens, "
+        f"{run.seconds / 60:.1f} minutes on {torch.get_num_threads()} thread(s), {args.device.type}"
     )
     items = "".join(f"- {name}: {fact}\n" for name, fact in facts.items())
     text = f"# {title}\n\n    python -m minispec.{args.line}\n\n{items}\n{table}\n"
@@ -231,7 +231,7 @@ def integer_flags(p: argparse.ArgumentParser, *flags: tuple[str, int, int, str])
 
 def training_arguments(p: argparse.ArgumentParser, steps: int, context: int, lr: float) -> None:
     """Add the flags that all training commands share, with these defaults."""
-    p.add_argument("--out", type=Path, required=True, help="directory to write")
+    p.add_argument("--out", type=OutputFolder, required=True, help="directory to write")
     integer_flags(
         p,
         ("steps", 1, steps, "training steps"),
@@ -260,7 +260,6 @@ def training_setup(args: argparse.Namespace, argv: list[str]) -> Iterator[None]:
             args.dtype, args.device = getattr(torch, args.dtype), pick_device(args.device)
             args.line = " ".join(map(without_folder, argv))
             check_processes(args)
-            check_writable(args.out / CHECKPOINT, "--out")
             # Windows cannot open folders and has no such locks
             if fcntl and parallel.world.rank == 0:
                 folder = os.open(args.out, os.O_RDONLY)

@@ -8,7 +8,7 @@ from torch import nn
 
 from minispec.checkpoints.load import check_fingerprint, load
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import UserError, number
+from minispec.errors import Source, UserError, number
 from minispec.model import Config, Transformer
 
 SIZE_HELP = {"layers": "transformer layers", "width": "hidden size", "heads": "attention heads",
@@ -21,7 +21,8 @@ def size_arguments(p: argparse.ArgumentParser, **sizes: int) -> None:
         maximum = 1000 if name == "layers" else 2**16
         p.add_argument(f"--{name}", type=number(1, maximum), default=size,
                        help=f"{SIZE_HELP[name]} (default: {size})")  # fmt: skip
-    p.add_argument("--init", help="start from this checkpoint; its sizes override the flags")
+    p.add_argument("--init", type=Source,
+                   help="start from this checkpoint; its sizes override the flags")  # fmt: skip
 
 
 def new_model(args: argparse.Namespace, tokenizer: Tokenizer, **config) -> Transformer:

@@ -58,7 +58,7 @@ class ServerDecoder:
 
     def ask(self, request: Request) -> Answer:
         try:
-            return self.server.ask(*request)
+            return understood(self.server.ask(*request))
         except RequestError as error:
             if error.kind != "unsupported":
                 raise
@@ -67,7 +67,7 @@ class ServerDecoder:
     def ask_optional(self, name: str, prompt: list[int], length: int, **fields) -> Answer:
         """Ask with a field that not every server supports."""
         try:
-            return self.server.ask(prompt, length, **fields)
+            return understood(self.server.ask(prompt, length, **fields))
         except RequestError as error:
             if error.kind != "rejected":
                 raise
@@ -90,6 +90,14 @@ class ServerDecoder:
         agreed = max(i for i, text in enumerate(prefixes) if answer.text.startswith(text))
         rest = answer.text[len(prefixes[agreed]) :]
         return tokens[:agreed] + self.tokenizer.encode(rest, special=False)
+
+
+def understood(answer: Answer) -> Answer:
+    """Return an answer, or raise NotSupported if it may have been broken off."""
+    if answer.ended is None:
+        raise NotSupported(f"an answer of {len(answer.tokens)} tokens with finish_reason "
+                           f"{answer.reason!r} may be incomplete")  # fmt: skip
+    return answer
 
 
 @dataclass

@@ -38,6 +38,10 @@ LOGPROBS = {"logprobs": 1}
 TOP_K_OFF = 2**30  # larger than any vocabulary; some servers reject -1, others 0
 
 BUSY_STATUS = {429: "is still too busy", 503: "is still loading or overloaded"}
+STOP_REASONS = (  # an end token or a stop string ended the answer, in the words of several servers
+    "stop", "eos", "eos_token", "stop_sequence", "stop_string", "end_turn", "eosfound",
+    "stopstringfound",
+)  # fmt: skip
 LIMIT_REASON = re.compile("length|limit|max", re.IGNORECASE)  # the answer reached a limit
 DRAFT_METRIC = re.compile(  # name{labels} value [timestamp]
     r"\w*:?spec_decode_num_(draft|accepted)_tokens(?:_total)?(?:\{[^}]*\})?\s+(\S+)"
@@ -66,7 +70,8 @@ class Answer:
     text: str
     tokens: list[int]
     has_ids: bool  # False: our tokenizer encoded the text
-    ended: bool  # by an end token or a stop string, not by a limit
+    # by an end token or a stop string, not by a limit; None: broken off, or for an unknown reason
+    ended: bool | None
     reason: str | None  # finish_reason; if missing, an answer shorter than max_tokens has ended
     logprobs: list[float] | None = None
     prompt_tokens: int | None = None  # as counted by the server
@@ -215,7 +220,9 @@ class Server:
         choices = list_at(completion, "choices")
         if not choices or not all(isinstance(choice, dict) for choice in choices):
             found = self.redact(text)[:60]
-            raise RequestError(f"did not answer with a completion but {found!r}", "rejected")
+            broken = completion is None and (not text or text.lstrip().startswith("{"))
+            kind = "failed" if broken else "rejected"
+            raise RequestError(f"did not answer with a completion but {found!r}", kind)
         with self.lock:
             self.drafted += count_at(completion, "timings", "draft_n") or 0
             self.accepted += count_at(completion, "timings", "draft_n_accepted") or 0
@@ -300,9 +307,9 @@ class Server:
         if not has_ids:
             complete = text.rstrip("\ufffd")  # a limit may cut a character
             tokens = self.tokenizer.encode(complete, special=False)
-        reason = text_at(choice, "finish_reason") or None
+        reason = finish_reason(choice)
         ended = is_stop_reason(reason)
-        if ended is None:
+        if ended is None and (reason is None or has_ids and len(tokens) >= length):
             ended = has_ids and len(tokens) < length
         end = tokens[-1] if tokens and tokens[-1] in self.eos_ids else None
         if end is not None:
@@ -333,7 +340,7 @@ class Server:
                 raise RequestError(f"did not stream a completion but {found!r}", "rejected")
             for choice in list_at(part, "choices"):
                 text += text_at(choice, "text")
-                reason = text_at(choice, "finish_reason") or reason
+                reason = finish_reason(choice) or reason
         return text, reason
 
     def draft_counts(self) -> tuple[int, int] | None:
@@ -350,8 +357,16 @@ class Server:
 
 
 def is_stop_reason(reason: str | None) -> bool | None:
-    """Return whether a finish reason is an end token or stop string, not a limit; may be None."""
-    return reason and not LIMIT_REASON.search(reason)
+    """Return whether a finish reason is an end token or stop string, not a limit. None: it is
+    missing, unknown, or says that the answer was broken off ("abort", "content_filter")."""
+    if reason and reason.lower() in STOP_REASONS:
+        return True
+    return False if reason and LIMIT_REASON.search(reason) else None
+
+
+def finish_reason(choice: dict) -> str | None:
+    """Return the finish reason of a choice; SGLang's may be an object such as {"type": "stop"}."""
+    return text_at(choice, "finish_reason") or text_at(choice, "finish_reason", "type") or None
 
 
 def sse_data(text: str) -> Iterator[str]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from minispec import parallel
 from minispec.checkpoints.fetch import default_model
-from minispec.errors import Parser, command
+from minispec.checkpoints.load import resolve
+from minispec.errors import Parser, Source, check_outputs, command
 from minispec.training.distill import (
     acceptance,
     draft,
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
         name = module.__name__.rpartition(".")[2]
         description = (module.__doc__ or "").split("\n\n")[0]
         sub = commands.add_parser(name, help=description, description=description)
-        sub.add_argument("--model", help="the target (default: the bundled toy)")
+        sub.add_argument("--model", type=Source, help="the target (default: the bundled toy)")
         if module in (draft, medusa, mtp, acceptance, tree):
             sub.add_argument("--own", type=Path, nargs="+", required=True,
                              help="files written by `distill generate`")  # fmt: skip
@@ -57,6 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     with parallel.together():
         args = p.parse_args(argv)
         args.model = default_model() if args.model is None else args.model
+        check_outputs(vars(args) | {"model": Source(resolve(args.model))})
     trains = args.run in (draft.run, medusa.run, mtp.run)
     if not trains and args.run is not generate.run:
         parallel.require_one_process(args.command)

@@ -10,7 +10,7 @@ from statistics import mean
 import torch
 
 from minispec.checkpoints.heads import save_acceptance
-from minispec.errors import UserError, number
+from minispec.errors import Source, UserError, number
 from minispec.generate.drafters import find_drafter, load_drafter
 from minispec.training.distill.documents import (
     Documents,
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--heads", help="directory of the head, whose config.json is updated (default: "
-                   "the one next to the model)")  # fmt: skip
+    p.add_argument("--heads", type=Source, help="directory of the head, whose config.json is "
+                   "updated (default: the one next to the model)")  # fmt: skip
     p.add_argument("--k", type=number(1, 32), default=3,
                    help="steps to measure (default: %(default)s)")  # fmt: skip
     p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")

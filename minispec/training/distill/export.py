@@ -20,7 +20,7 @@ from minispec.checkpoints.config import config_json
 from minispec.checkpoints.heads import MTP_PREFIX, load_medusa, load_mtp
 from minispec.checkpoints.load import load
 from minispec.checkpoints.weights import write_tensors, write_text
-from minispec.errors import UserError, check_writable
+from minispec.errors import OutputFolder, Source, UserError
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.model import Transformer
@@ -33,7 +33,6 @@ QKV_WEIGHTS = "q_proj.weight", "k_proj.weight", "v_proj.weight"
 
 def run(args: argparse.Namespace) -> None:
     """Write the heads to --out and print the commands that serve the target with them."""
-    check_writable(args.out / "config.json", "--out")
     target, tokenizer = load(args.model, args.dtype, "cpu")
     if args.medusa:
         heads = load_medusa(args.medusa, target, tokenizer)
@@ -104,8 +103,9 @@ def export_mtp(head: MTPHead, target: Transformer, directory: Path) -> None:
 
 def arguments(p: argparse.ArgumentParser) -> None:
     kind = p.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--medusa", type=Path, help="directory or file of the Medusa heads to export")
-    kind.add_argument("--mtp", type=Path, help="directory of the MTP head to export")
+    kind.add_argument("--medusa", type=Source,
+                      help="directory or file of the Medusa heads to export")  # fmt: skip
+    kind.add_argument("--mtp", type=Source, help="directory of the MTP head to export")
     p.add_argument("--dtype", default="float16", choices=("float32", "float16", "bfloat16"),
                    help="of the exported weights (default: %(default)s)")  # fmt: skip
-    p.add_argument("--out", type=Path, required=True, help="directory to write")
+    p.add_argument("--out", type=OutputFolder, required=True, help="directory to write")

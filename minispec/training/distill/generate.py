@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from minispec import parallel
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import UserError, check_writable, note, writing
+from minispec.errors import OutputFile, UserError, flag_name, note, writing
 from minispec.generate.api import unlisted_eos_warning
 from minispec.model import Config, Transformer
 from minispec.sampling import Sampling, argmax, not_finite, probs, sample_inverse_cdf, warp
@@ -157,15 +157,16 @@ def prompt_of(
 
 def sample_documents(
     sample: Sample, config: Config, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace,
-    seed: list[int], left_out: LeftOut,
+    seed: list[int], left_out: LeftOut, most: int,
 ) -> Iterator[dict]:  # fmt: skip
-    """Sample answers to --batch prompts, from random documents or written by the target itself."""
+    """Sample answers to --batch prompts, but no more than `most`, from random documents or
+    written by the target itself."""
     rng, max_prompt = np.random.default_rng(seed), config.context - args.tokens
     documents = [(name, document) for name, texts in corpus.items() for document in texts]
     if args.chat is None:
         drawn = (documents[i] for i in rng.integers(len(documents), size=100 * args.batch))
     else:
-        turns = user_turns(sample, config, tokenizer, args.chat, args.batch, rng)
+        turns = user_turns(sample, config, tokenizer, args.chat, min(args.batch, most), rng)
         drawn = (("chat", document) for document in turns)
     how = prompt_of, tokenizer, rng, args.ask
     prompts = ((name, left_out.attempt(document, *how)) for name, document in drawn)
@@ -181,7 +182,7 @@ def sample_documents(
         start = args.batch * rng.integers(len(pool) // args.batch)
         pool = pool[start : start + args.batch]
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    prompts = [ids for _, ids in pool]
+    prompts = [ids for _, ids in pool[:most]]
     for i, answer in sample(prompts, args.tokens, sampling, int(rng.integers(2**63))):
         yield {"kind": pool[i][0], "prompt": prompts[i], "tokens": answer}
 
@@ -225,8 +226,8 @@ def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> lis
     for name, value in options.items():
         before = header.get("options", {}).get(name)
         if rows and (before or None) != (value or None):  # older files lack flags that were off
-            raise UserError(f"{path} was started with another --{name.replace('_', '-')}: use the "
-                            "same one, or choose another --out")  # fmt: skip
+            raise UserError(f"{path} was started with another {flag_name(name)}: use the same "
+                            "one, or choose another --out")  # fmt: skip
     file.seek(0)
     complete = file.read().rpartition("\n")[0]
     file.truncate(len(complete) + 1 if rows else 0)
@@ -240,7 +241,6 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.out.suffix in OPENERS:
         raise UserError(f"--out {args.out}: a compressed file cannot be appended to; choose a "
                         ".jsonl file and compress it afterwards")  # fmt: skip
-    check_writable(args.out, "--out")
     for flag in "given", "ask":
         if getattr(args, flag) and not args.data:
             raise UserError(f"--{flag} needs the documents of --data")
@@ -250,7 +250,7 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UserError("one process asks --server with many requests at once: omit torchrun")
     for flag in "name", "key_env":
         if getattr(args, flag) is not None and args.server is None:
-            raise UserError(f"--{flag.replace('_', '-')} only works with --server")
+            raise UserError(f"{flag_name(flag)} only works with --server")
     try:
         (args.ask or "").format("")
     except (LookupError, ValueError, AttributeError, TypeError) as error:
@@ -258,25 +258,27 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def append_documents(
-    file: TextIO, rows: list[dict], new_documents: Callable[[list[int]], Iterable[dict]],
+    file: TextIO, rows: list[dict], new_documents: Callable[[list[int], int], Iterable[dict]],
     args: argparse.Namespace,
 ) -> int:  # fmt: skip
     """Append documents to a file that holds `rows` until there are --documents of them or none are
-    new; return their number. `new_documents` makes a batch of documents from a seed. Each is
-    written at once, so that what interrupts a server loses none that are finished."""
+    new; return their number. `new_documents` makes a batch of documents from a seed, but no more
+    than are missing. Each is written at once, so that what interrupts a server loses none that are
+    finished."""
     duplicates, kept, idle = Duplicates(), len(rows), 0
     for row in rows:
         duplicates.add(row["tokens"])
     with tqdm(total=args.documents, initial=kept, unit="document") as bar:
         while kept < args.documents and idle < MAX_IDLE_PROMPTS:
             before = kept
-            for row in new_documents([args.seed, kept, idle]):
+            missing = args.documents - kept
+            for row in new_documents([args.seed, kept, idle], missing):
                 if args.keep_duplicates or not duplicates.add(row["tokens"]):
                     file.write(json.dumps(row) + "\n")
                     file.flush()
                     bar.update()
                     kept += 1
-            idle = 0 if kept > before else idle + args.batch
+            idle = 0 if kept > before else idle + min(args.batch, missing)
     return kept
 
 
@@ -295,11 +297,14 @@ def run(args: argparse.Namespace) -> None:
     if args.server is not None:
         sample = server.ServerSampler(args, model, tokenizer, left_out)
         config = replace(config, context=min(config.context, sample.server.context))
+    if args.tokens >= config.context:
+        raise UserError(f"--tokens {args.tokens} leaves no room for a prompt in the context of "
+                        f"{config.context} tokens: lower --tokens")  # fmt: skip
 
-    def new_documents(seed: list[int]) -> Iterable[dict]:
-        if args.given:
-            return given_documents(config, tokenizer, corpus, args, seed, left_out)
-        return sample_documents(sample, config, tokenizer, corpus, args, seed, left_out)
+    def new_documents(seed: list[int], missing: int) -> Iterable[dict]:
+        how = config, tokenizer, corpus, args, seed, left_out
+        documents = given_documents(*how) if args.given else sample_documents(sample, *how, missing)
+        return islice(documents, missing)
 
     first = parallel.world.rank == 0
     out = args.out if first else Path(os.devnull)  # the other processes write nothing
@@ -314,10 +319,9 @@ def run(args: argparse.Namespace) -> None:
         note(str(left_out))
     if kept < args.documents:
         why = "raise --temperature, add --data, or lower --documents"
-        if not kept and left_out.reasons:
-            why = str(left_out)
-        elif not kept and args.chat is not None:
-            why = f"no user turn was finished; {warning or 'choose a chat model, or use --data'}"
+        if not kept and (left_out.reasons or args.chat is not None):
+            unfinished = warning or "choose a chat model, or use --data"
+            why = str(left_out) or f"no user turn was finished; {unfinished}"
         raise UserError(f"generated only {kept} distinct documents: {why}")
 
 
@@ -338,7 +342,7 @@ def arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--name", help="the model's name on the server (default: its only model)")
     p.add_argument("--key-env", metavar="NAME", help="the environment variable that holds the API "
                    "key of --server. Without it no key is sent")  # fmt: skip
-    p.add_argument("--out", type=Path, required=True, help=".jsonl file to append to")
+    p.add_argument("--out", type=OutputFile, required=True, help=".jsonl file to append to")
     integer_flags(
         p,
         ("documents", 1, 8000, "documents the file should hold"),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from minispec import parallel
 from minispec.checkpoints.heads import load_medusa, load_subset, save_medusa
-from minispec.errors import UserError
+from minispec.errors import Source, UserError
 from minispec.methods.medusa import MedusaHeads, new_heads
 from minispec.methods.vocabulary import FullVocabulary, Subset
 from minispec.model import Transformer, count_parameters
@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> None:
 def arguments(p: argparse.ArgumentParser) -> None:
     integer_flags(p, ("heads", 1, 4, "Medusa heads"), ("layers", 0, 1, "residual blocks per head"))
     p.add_argument("--shared", action="store_true", help="use the target's lm_head (layout v2)")
-    p.add_argument("--vocabulary", help="a file from distill vocabulary: train on its tokens only")
-    p.add_argument("--init", help="start from these heads; their sizes override the flags")
+    p.add_argument("--vocabulary", type=Source,
+                   help="a file from distill vocabulary: train on its tokens only")  # fmt: skip
+    p.add_argument("--init", type=Source,
+                   help="start from these heads; their sizes override the flags")  # fmt: skip
     training_arguments(p, steps=2000, context=256, lr=1e-3)

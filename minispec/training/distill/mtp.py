@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minispec import parallel
 from minispec.checkpoints.heads import load_mtp, load_subset, save_mtp
-from minispec.errors import number
+from minispec.errors import Source, number
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.vocabulary import FullVocabulary, Subset
 from minispec.model import ForwardContext, Transformer, count_parameters
@@ -188,6 +188,7 @@ def arguments(p: argparse.ArgumentParser) -> None:
                    help="run steps as in drafting, or as in the published code")  # fmt: skip
     p.add_argument("--soft", action="store_true",
                    help="learn the target's distributions instead of its tokens")  # fmt: skip
-    p.add_argument("--vocabulary", help="a file from distill vocabulary: train on its tokens only")
-    p.add_argument("--init", help="start from this head")
+    p.add_argument("--vocabulary", type=Source,
+                   help="a file from distill vocabulary: train on its tokens only")  # fmt: skip
+    p.add_argument("--init", type=Source, help="start from this head")
     training_arguments(p, steps=1000, context=224, lr=4e-3)

@@ -40,7 +40,8 @@ REMOVED_SHARE = 0.02  # of sampled tokens; a few are removed by our warpers due 
 
 class ServerSampler:
     """A server, called like the function of `generate.local_sampler`. The requests of a batch are
-    sent at once, each with a seed of its own. A prompt that the server rejects has no answer."""
+    sent at once, each with a seed of its own. A prompt that the server rejects, or whose answers
+    it breaks off, has no answer."""
 
     def __init__(
         self, args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, left_out: LeftOut
@@ -79,41 +80,47 @@ class ServerSampler:
     def answers(
         self, prompts: list[list[int]], n: int, sampling: Sampling, seed: int
     ) -> Iterator[tuple[int, list[int]]]:
-        def ask(i: int) -> Answer | None:
+        def ask(i: int) -> Answer | str:
             request = prompts[i], n, sampling, (seed + i) % 2**31
             return self.with_retries(prompts[i], lambda: self.server.ask(*request))
 
         first: list[tuple[list[int], list[int]]] = []
         for i, answer in in_parallel(ask, list(range(len(prompts))), self.batch):
-            if answer and (tokens := self.tokens_of(answer, n)):
-                if len(first) < CHECKED_ANSWERS:
-                    first.append((prompts[i], tokens))
-                yield i, tokens
+            tokens = [] if isinstance(answer, str) else self.tokens_of(answer, n)
+            if not tokens:
+                self.leave_out(prompts[i], answer or "the answer is empty")
+                continue
+            if len(first) < CHECKED_ANSWERS:
+                first.append((prompts[i], tokens))
+            yield i, tokens
         removes = sampling.temperature and (sampling.top_k or sampling.top_p < 1)
         if first and removes and not self.samples_checked:
             self.check_samples(first, sampling)
 
-    def with_retries(self, prompt: list[int], ask: Callable[[], Answer]) -> Answer | None:
-        """Return the answer to a prompt, or None if the server rejects the prompt. If a request
-        fails, repeat it with back-off."""
+    def with_retries(self, prompt: list[int], ask: Callable[[], Answer]) -> Answer | str:
+        """Return the answer to a prompt, or the reason why the prompt is left out. If a request
+        fails or its answer is broken off, repeat it with back-off."""
         text = None if self.server.accepts_ids else self.server.as_text(prompt)
         if text is not None and self.tokenizer.encode(text) != prompt:
-            self.leave_out(prompt, "the server accepts text only, and its text has other tokens")
-            return None
+            return "the server accepts text only, and its text has other tokens"
         for seconds in (*RETRY_SECONDS, None):
             try:
-                return ask()
+                answer = ask()
+                if answer.ended is not None:
+                    return answer
+                if seconds is None:
+                    return f"the server breaks off its answer: finish_reason {answer.reason!r}"
             except (ConnectionLost, RequestError) as error:
                 kind = getattr(error, "kind", "failed")
                 if kind == "rejected":
-                    self.leave_out(prompt, f"the server rejects it: {error}")
-                    return None
+                    return f"the server rejects it: {error}"
                 if kind != "failed" or seconds is None:
                     raise
-                time.sleep(seconds)
+            time.sleep(seconds)
 
     def leave_out(self, prompt: list[int], reason: str) -> None:
-        self.left_out.reasons.setdefault(repr(self.tokenizer.decode(prompt)[:40]), reason)
+        reasons = self.left_out.reasons  # prompts may be the same, so they are numbered
+        reasons[f"prompt {len(reasons) + 1}, {self.tokenizer.decode(prompt)[:40]!r}"] = reason
 
     def tokens_of(self, answer: Answer, n: int) -> list[int]:
         """Return the tokens of an answer of at most `n`, with an end token if one ended it."""
@@ -134,14 +141,14 @@ class ServerSampler:
         new = new[: CHECKED_ANSWERS - len(self.checked)]
         self.checked.update(map(tuple, new))
 
-        def ask(prompt: list[int]) -> Answer | None:
+        def ask(prompt: list[int]) -> Answer | str:
             return self.with_retries(
                 prompt, lambda: greedy_answer(self.server, prompt, CHECKED_TOKENS)
             )
 
         compared = []
         for i, answer in in_parallel(ask, new, self.batch):
-            if answer is None:
+            if isinstance(answer, str):
                 continue
             tokens = answer.tokens[:CHECKED_TOKENS]
             tokens = with_end(self.model, new[i], tokens, CHECKED_TOKENS, answer.ended)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minispec.checkpoints.heads import save_tree
-from minispec.errors import UserError
+from minispec.errors import Source, UserError
 from minispec.generate.drafters import find_drafter, load_drafter, tree_costs
 from minispec.methods.medusa import RANKS, MedusaHeads
 from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--heads", help="directory of the heads, whose tree is replaced (default: the "
-                   "one next to the model)")  # fmt: skip
+    p.add_argument("--heads", type=Source, help="directory of the heads, whose tree is replaced "
+                   "(default: the one next to the model)")  # fmt: skip
     p.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from minispec.checkpoints.heads import save_vocabulary
 from minispec.checkpoints.load import read_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import UserError, check_writable, comma_separated, number
+from minispec.errors import OutputFile, UserError, comma_separated, number
 from minispec.methods.vocabulary import count
 from minispec.training.own_text import OPENERS, read_generated
 from minispec.training.text import plain_text, read_documents
@@ -18,17 +18,16 @@ from minispec.training.text import plain_text, read_documents
 
 def run(args: argparse.Namespace) -> None:
     tokenizer = read_tokenizer(args.model)
-    check_writable(args.out, "--out")
     languages = {}
     for name, files in args.text:
         if name in languages:
             raise UserError(f"--text {name}=…: use each name once")
-        documents = [ids_of(Path(file), tokenizer) for file in files]
+        documents = [ids_of(file, tokenizer) for file in files]
         ids = tqdm(chain.from_iterable(documents), desc=name, unit="document")
         languages[name] = count(ids, sorted(tokenizer.control_ids.values()), args.size)
         total = sum(languages[name].counts)
         if not total:
-            raise UserError(f"--text {name}={','.join(files)}: no text found")
+            raise UserError(f"--text {name}={','.join(map(str, files))}: no text found")
         print(f"{name}: {len(languages[name].ids)} of {tokenizer.size} tokens, seen {total} times")
     save_vocabulary(languages, tokenizer, args.out)
 
@@ -45,12 +44,12 @@ def ids_of(path: Path, tokenizer: Tokenizer) -> Iterable[list[int]]:
     return (tokenizer.encode(plain_text(document)) for document in documents)
 
 
-def named_files(text: str) -> tuple[str, list[str]]:
+def named_files(text: str) -> tuple[str, list[Path]]:
     """Parse the value of --text."""
     name, _, files = text.partition("=")
     if not (name and files):
         raise argparse.ArgumentTypeError(f"{text}: must be NAME=FILE,FILE…")
-    return name, comma_separated(files)
+    return name, list(map(Path, comma_separated(files)))
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
@@ -60,4 +59,4 @@ def arguments(p: argparse.ArgumentParser) -> None:
                         "repeat for each language")  # fmt: skip
     p.add_argument("--size", type=number(1), default=2048,
                    help="tokens per language (default: %(default)s)")  # fmt: skip
-    p.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    p.add_argument("--out", type=OutputFile, required=True, help="JSON file to write")
