@@ -1,10 +1,8 @@
 """Read files of documents that the target generated, as written by `distill generate`.
 
 The first line is a header that records how the file was made: `{"tokenizer", "options"}`. Each
-further line is one document in token ids: `{"kind", "prompt", "tokens"}`. Its `draw` shows where
-`generate` resumes: the number of documents before its batch, the number of prompts since then that
-gave no new one, and its index in the batch. A file from another program may lack `draw` and the
-header; it can be used for training, but without the header `generate` does not resume it.
+further line is one document in token ids: `{"kind", "prompt", "tokens"}`. A file from another
+program may lack the header; it can be used for training, but `generate` does not resume it.
 
 About one document in 50 is held out: it is used for measuring, never for training. A digest of the
 prompt decides, not the position, so sorting, joining or extending files moves no document.
@@ -43,7 +41,6 @@ def read_generated(path: Path, tokenizer: Tokenizer | None = None) -> tuple[dict
         for row in rows:
             require(isinstance(row["kind"], str), "kind is not a string")
             require(row["kind"] and row["prompt"] and row["tokens"], "an empty field")
-            require(len(row.get("draw", (0, 0, 0))) == 3, "draw is not three numbers")
             ids = row["prompt"] + row["tokens"]
             require(all(type(i) is int and 0 <= i < 2**31 for i in ids), "invalid token id")
     except (OSError, ValueError, KeyError, TypeError, RecursionError, *UNPACKING_ERRORS) as error:
