@@ -146,7 +146,7 @@ def shard(name: str, tensor: Tensor) -> Tensor:
         raise UserError(f"{name} has the shape {list(shape)}, which {n} processes cannot share")
     share = shape[dim] // n
     own = slice(rank * share, (rank + 1) * share)
-    return tensor[own] if dim == 0 else tensor[:, own]
+    return (tensor[own] if dim == 0 else tensor[:, own]).clone()  # not a view of the whole
 
 
 def is_sharded(name: str) -> bool:

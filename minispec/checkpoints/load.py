@@ -21,7 +21,6 @@ from minispec.checkpoints.weights import (
     fill,
     read_tensors,
     strip_prefixes,
-    tie,
     weight_files,
     write_tensors,
     write_text,
@@ -103,8 +102,10 @@ def load(
     device: str | torch.device = "auto",
 ) -> tuple[Transformer, Tokenizer | None]:  # fmt: skip
     """Load the model and tokenizer (None if there is none) from a directory, hub id or GGUF file.
-    Sets `model.source` to the path. After `parallel.join_tensor_parallel`, the model is this rank's
-    shard. Raises UserError if something is missing or not supported."""
+    Weights stored in this dtype are not copied but mapped from their file: it may be replaced while
+    they are in use, but not overwritten. Sets `model.source` to the path. After
+    `parallel.join_tensor_parallel`, the model is this rank's shard. Raises UserError if something
+    is missing or not supported."""
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)
     path = resolve(source)
@@ -123,11 +124,9 @@ def load(
             )
         if config.bos_id is None:
             config = replace(config, bos_id=tokenizer.id_of("bos_token"))
-    if config.tied:
-        tie(tensors)
     with torch.device("meta"):
         model = Transformer(config_of_rank(config, path))
-    fill(model, tensors, str(path), dtype, device)
+    fill(model, tensors, str(path), dtype, device, config.tied)
     all_reduce_outputs(model)
     if config.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
