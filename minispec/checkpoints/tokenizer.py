@@ -176,9 +176,10 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Return the characters that `token` completes (possibly none)."""
-        if token in self.special:
+        name = self.tokenizer.backend.id_to_token(token)
+        if name is None or token in self.special:
             return ""
-        data = self.bytes_of(token)
+        data = self.bytes_of(name)
         if data is not None:
             self.last = [token]
             return self.utf8.decode(data)
@@ -192,9 +193,8 @@ class TextStream:
         """Return the remaining text; an incomplete character becomes U+FFFD."""
         return self.utf8.decode(b"", final=True)
 
-    def bytes_of(self, token: int) -> bytes | None:
-        """The bytes that a token stands for; None if it stands for characters."""
-        name = self.tokenizer.backend.id_to_token(token) or ""
+    def bytes_of(self, name: str) -> bytes | None:
+        """The bytes that a token of this name stands for; None if it stands for characters."""
         if "ByteLevel" in self.decoder:
             codes = [BYTE_LEVEL.get(c) for c in name]
             return name.encode() if None in codes else bytes(codes)
