@@ -213,7 +213,9 @@ class Backbone(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # not normal, as nn.Embedding's default: on the meta device, that imports torch's compiler
+        vectors = torch.empty(config.vocab_size, config.hidden_size).uniform_(-1, 1)
+        self.embed_tokens = nn.Embedding.from_pretrained(vectors, freeze=False)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
 

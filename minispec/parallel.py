@@ -202,7 +202,7 @@ def shard(name: str, tensor: Tensor, config: Config) -> Tensor:
                         "cannot share")  # fmt: skip
     share, part = shape[dim] // parts, rank // copies
     own = slice(part * share, (part + 1) * share)
-    return tensor[own] if dim == 0 else tensor[:, own]
+    return (tensor[own] if dim == 0 else tensor[:, own]).clone()  # not a view of the whole
 
 
 def copies_of(name: str, config: Config) -> int:

@@ -5,6 +5,9 @@ import math
 import os
 import resource
 import shutil
+import subprocess
+import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +16,7 @@ from conftest import GOLDEN, random_model, random_tokens
 from safetensors.torch import load_file, save_file
 
 from minispec import UserError, load
+from minispec.checkpoints import weights
 from minispec.checkpoints.config import read_config
 from minispec.checkpoints.load import save
 from minispec.checkpoints.weights import write_tensors, write_text
@@ -77,6 +81,62 @@ def test_shards_and_bin_files_give_the_same_model(folder, suffix, write):
         weight_map = {"weight_map": index | {names[0]: outside}}
         (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(weight_map))
         rejects(folder, f"names {outside}, which is outside its folder")
+
+
+def test_weights_in_the_files_dtype_are_mapped_and_training_never_writes_to_the_file(
+    folder, monkeypatch
+):
+    """Not copied. Saving the trained model replaces the file; the old one stays mapped."""
+    read, read_file, path = {}, weights.read_file, folder / "model.safetensors"
+    monkeypatch.setattr(weights, "read_file", lambda p: read.update(read_file(p)) or dict(read))
+    write_tensors(path, tensors(folder), torch.float32)
+    stored, before = path.read_bytes(), logits(folder)
+    model, _ = load(folder, "float32", "cpu")
+    mapped = {tensor.data_ptr() for tensor in read.values()}
+    assert {p.data_ptr() for p in model.parameters()} <= mapped
+    model.requires_grad_(True)
+    model.logits(model(random_tokens(20))).square().sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert path.read_bytes() == stored and torch.equal(logits(folder), before)
+    trained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save(model, None, folder)
+    for found in model, load(folder, "float32", "cpu")[0]:
+        assert all(torch.equal(t, trained[name]) for name, t in found.state_dict().items())
+
+
+def test_each_tensor_is_released_before_the_next_is_converted(folder, monkeypatch):
+    alive, counts, is_finite = [], [], weights.is_finite
+
+    def read_file(path):
+        tensors = load_file(path)
+        alive.extend(map(weakref.ref, tensors.values()))
+        return tensors
+
+    def count(tensor):
+        counts.append(sum(ref() is not None for ref in alive))
+        return is_finite(tensor)
+
+    monkeypatch.setattr(weights, "read_file", read_file)
+    monkeypatch.setattr(weights, "is_finite", count)
+    load(folder, "float64", "cpu")
+    assert counts == list(range(len(alive), 0, -1))
+
+
+def test_weights_that_share_memory_in_a_pickle_are_trained_separately(folder):
+    parts = tensors(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(parts | {UP: parts[UP.replace("1", "0")]}, folder / "pytorch_model.bin")
+    model, _ = load(folder, "float32", "cpu")
+    first, second = (layer.mlp.up_proj.weight for layer in model.model.layers)
+    first.zero_()
+    assert first.any() != second.any()
+
+
+def test_loading_does_not_import_the_compiler():
+    """It takes seconds; sympy is one of its parts."""
+    code = f"import sys, minispec; minispec.load({str(GOLDEN / 'llama')!r}); print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "minispec" in ran.stdout.split() and "sympy" not in ran.stdout.split()
 
 
 def test_a_tied_head_is_stored_as_embedding_as_lm_head_or_as_both(folder):
@@ -316,6 +376,9 @@ def test_nan_infinity_and_quantised_weights_are_rejected(folder):
             odd.view(-1)[-1] = value
             save_file(parts | {UP: odd}, folder / "model.safetensors")
             rejects(folder, f"{UP} contains NaN or infinity")
+        large = torch.full_like(odd, torch.finfo(dtype).max)  # their sum is not finite
+        save_file(parts | {UP: large}, folder / "model.safetensors")
+        load(folder, dtype, "cpu")
     for dtype in torch.int8, torch.float8_e4m3fn:
         save_file(parts | {UP: parts[UP].to(dtype)}, folder / "model.safetensors")
         rejects(folder, f"{UP} is {dtype}: quantised weights are not supported")

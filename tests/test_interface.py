@@ -261,7 +261,7 @@ class Choice:
     {"temperature": 0.5, "max_new_tokens": np.uint8(200), "seed": np.int64(3)},
     {"temperature": 0.5, "randomness": Choice()},
     {"method": "medusa-typical", "epsilon": Fraction(1, 3), "temperature": 1},
-], ids=str)  # fmt: skip
+], ids=lambda options: " ".join(options))  # fmt: skip
 def test_numbers_of_any_type_are_accepted_and_the_result_is_json(options):
     model = random_model()
     options = method_options(model).get(options.get("method"), {}) | options

@@ -19,7 +19,7 @@ from minispec import UserError
 from minispec.generate import decode
 from minispec.generate.drafters import check_vocabularies
 from minispec.methods.fastmtp import fastmtp
-from minispec.methods.prompt_lookup import lookup
+from minispec.methods.prompt_lookup import NgramIndex, lookup
 from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
@@ -29,16 +29,35 @@ from minispec.tree import Tree
 
 @pytest.mark.parametrize("seed", range(20))
 def test_lookup_equals_its_definition(seed):
-    """Prefer longer matches, then later ones; take up to 4 of the tokens that follow."""
+    """Prefer longer matches, then later ones; also in a text that grows by some tokens a round."""
     rng = random.Random(seed)
-    tokens = [rng.randrange(3) for _ in range(rng.randint(1, 30))]
-    expected = []
-    for n in (3, 2, 1):
-        ends = [i for i in range(n, len(tokens)) if tokens[i - n : i] == tokens[-n:]]
-        if ends:
-            expected = tokens[ends[-1] :][:4]
-            break
-    assert lookup(tokens, 4, 3) == expected
+    text = rng.choices(range(rng.randint(1, 4)), k=80)
+    for longest, shortest in (3, 1), (5, 3), (1, 1):
+        index, end = NgramIndex(longest, shortest), 0
+        while (end := end + rng.randint(1, 6)) <= len(text):
+            tokens = text[:end]
+            ends = [i for n in range(longest, shortest - 1, -1) for i in range(end - 1, n - 1, -1)
+                    if tokens[i - n : i] == tokens[-n:]] + [end]  # fmt: skip
+            assert index.match_end(tokens) == ends[0]
+            if shortest == 1:
+                assert lookup(tokens, 4, longest) == tokens[ends[0] :][:4]
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_round_of_lookup_costs_the_same_however_long_the_text_is(repeated):
+    class Text(list):
+        def __getitem__(self, key):
+            read.append(len(range(*key.indices(len(self)))) if isinstance(key, slice) else 1)
+            return super().__getitem__(key)
+
+    read, index, costs = [], NgramIndex(5, 3), []
+    text = Text(i % 50 if repeated else i for i in range(100))
+    for _ in range(50):
+        read.clear()
+        index.match_end(text)
+        costs.append(sum(read))
+        text.extend(range(len(text), len(text) + 4))
+    assert max(costs[1:]) == min(costs[1:]) < 100
 
 
 def test_a_merged_tree_shares_prefixes():

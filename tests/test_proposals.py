@@ -20,7 +20,7 @@ from minispec.methods import hybrid, medusa
 from minispec.methods.adaptive import AdaptiveK
 from minispec.methods.fastmtp import Drafter, MTPHead
 from minispec.methods.medusa import with_prefixes
-from minispec.methods.prompt_lookup import match_end
+from minispec.methods.prompt_lookup import NgramIndex
 from minispec.methods.speculative import propose
 from minispec.methods.vocabulary import Compressed, count
 from minispec.model import Transformer
@@ -147,7 +147,7 @@ def test_hybrid_with_a_draft_model_drafts_what_speculative_would(seed, monkeypat
     next(rounds)
     for step, _ in zip(rounds, range(24)):
         drafts, passes = step.tree.tokens[1:], len(fed)
-        if copied := tokens[match_end(tokens, 5, 3) :][:3]:
+        if copied := tokens[NgramIndex(5, 3).match_end(tokens) :][:3]:
             copies, expected = copies + 1, copied
         else:
             expected = propose(draft, draft.new_cache(), tokens, 2, GREEDY, Seeded(), 3)[0]

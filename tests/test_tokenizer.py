@@ -18,11 +18,11 @@ from conftest import (
     byte_tokenizer,
     needs_shared,
 )
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from minispec import UserError
-from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.checkpoints.tokenizer import BYTE_LEVEL, Tokenizer
 from minispec.toys import letter_tokenizer
 
 TEXT = "Ünï 你好，世界 👩‍👩‍👧 𝔘 end � é"
@@ -33,11 +33,20 @@ def write_files(tokenizer: Tokenizer, folder) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
+def fallback_tokenizer() -> Tokenizer:
+    """Like Llama 2's: characters outside the vocabulary are spelled in bytes, <0xF0> and so on."""
+    words = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b"]
+    ids = {word: i for i, word in enumerate(words)}
+    backend = Backend(models.BPE(ids, [], byte_fallback=True))
+    parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    backend.add_special_tokens(["<s>"])
+    return Tokenizer(backend)
+
+
 def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     stream = tokenizer.stream(prompt)
-    text = "".join(map(stream.push, tokens)) + stream.flush()
-    assert stream.text == text
-    return text
+    return "".join(map(stream.push, tokens)) + stream.flush()
 
 
 @pytest.mark.parametrize("vocab", [2, 3, 24, 60])
@@ -69,6 +78,37 @@ def test_an_incomplete_character_is_shown_at_the_end_but_no_special_tokens():
     assert stream.flush() == "\ufffd"
     tokens = tokenizer.encode(f"a{USER}b{END}")
     assert streamed(tokenizer, [], tokens) == tokenizer.decode(tokens) == "ab"
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("make", [fallback_tokenizer, byte_tokenizer])
+def test_each_byte_of_no_character_is_shown_once(make, seed):
+    """Words, whole and cut characters, stray bytes and special tokens. The text after a prompt is
+    the one that these tokens would have in a stream, even if the prompt ends inside a character."""
+    rng, tokenizer = random.Random(seed), make()
+    vocab, special = tokenizer.backend.get_vocab(), min(tokenizer.control_ids.values())
+    names = {b: f"<0x{b:02X}>" if make is fallback_tokenizer else c for c, b in BYTE_LEVEL.items()}
+    ids, expected, shown = [vocab["b"]], b"b", "b"
+    for _ in range(40):
+        piece = rng.choice([b" a", b"b", b"\n", b" ", "é".encode(), "😀".encode(),
+                            b"\xf0", b"\xf0\x9f", b"\x98"])  # fmt: skip
+        word = vocab.get(piece.decode("ascii", "ignore").replace(" ", "▁"))
+        ids += [vocab[names[byte]] for byte in piece] if word is None else [word]
+        ids += [special] * (rng.random() < 0.1)
+        expected += piece
+    stream, text = tokenizer.stream(ids[:1]), expected.decode(errors="replace")
+    for cut in range(1, len(ids)):
+        assert shown + streamed(tokenizer, ids[:cut], ids[cut:]) == text
+        shown += stream.push(ids[cut])
+
+
+def test_streaming_decodes_a_few_tokens_at_a_time(monkeypatch):
+    tokenizer, decoded = fallback_tokenizer(), []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+    tokens = random.Random(0).choices([0, 258, 259, *tokenizer.encode("😀"), 0x99], k=500)
+    assert len(streamed(tokenizer, tokens, tokens)) > 200
+    assert max(decoded) <= 2
 
 
 @pytest.mark.parametrize("seed", range(20))

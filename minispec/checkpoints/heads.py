@@ -108,7 +108,7 @@ def from_vllm(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     projections = [name for name in found if name.endswith(f".{layers}.weight")]
     if projections == [f"0.{layers}.weight"]:
         heads = {name.partition(".")[0] for name in found}
-        found |= {f"{head}.{layers}.weight": found[projections[0]] for head in heads}
+        found |= {f"{head}.{layers}.weight": found[projections[0]].clone() for head in heads}
     return found
 
 

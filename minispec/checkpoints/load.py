@@ -24,7 +24,6 @@ from minispec.checkpoints.weights import (
     fill,
     read_tensors,
     strip_prefixes,
-    tie,
     weight_files,
     write_tensors,
     write_text,
@@ -143,9 +142,10 @@ def load(
     device: str | torch.device = "auto", draft: bool = False,
 ) -> tuple[Transformer, Tokenizer | None]:  # fmt: skip
     """Load the model and tokenizer (None if there is none) from a directory, hub id or GGUF file.
-    Sets `model.source` to the path. After `parallel.join_tensor_parallel`, the model is this rank's
-    shard, or a whole `draft` that cannot be shared. Raises UserError if something is missing or not
-    supported."""
+    Weights stored in this dtype are not copied but mapped from their file: it may be replaced while
+    they are in use, but not overwritten. Sets `model.source` to the path. After
+    `parallel.join_tensor_parallel`, the model is this rank's shard, or a whole `draft` that cannot
+    be shared. Raises UserError if something is missing or not supported."""
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)
     path = resolve(source)
@@ -165,11 +165,9 @@ def load(
             )
         if config.bos_id is None:
             config = replace(config, bos_id=tokenizer.id_of("bos_token"))
-    if config.tied:
-        tie(tensors)
     with torch.device("meta"):
         model = Transformer(config)
-    fill(model, tensors, str(path), dtype, device)
+    fill(model, tensors, str(path), dtype, device, config.tied)
     all_reduce_outputs(model)
     if config.tied:
         model.lm_head.weight = model.model.embed_tokens.weight

@@ -1,8 +1,10 @@
 """Convert text to tokens and back: encoding, streaming decoding and conversations."""
 
+import codecs
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +25,14 @@ from minispec.errors import UserError, optional_json
 ADDED_TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
 SPECIAL_NAMES = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 EXTRA_KEY, ADDITIONAL_KEY = "extra_special_tokens", "additional_special_tokens"
+
+PROMPT_TOKENS = 8  # that may end inside a character, or show that a word is not a text's first
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of vocabularies with byte fallback
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+# the byte that each character stands for in the tokens of a byte-level vocabulary
+BYTE_LEVEL = {chr(byte): byte for byte in PRINTABLE} | {
+    chr(0x100 + i): byte for i, byte in enumerate(sorted(set(range(0x100)) - set(PRINTABLE)))
+}
 
 
 class Tokenizer:
@@ -109,7 +119,7 @@ class Tokenizer:
 
     def stream(self, prompt: list[int]) -> "TextStream":
         """Return a streaming decoder for the tokens that follow `prompt`."""
-        return TextStream(self.decode, prompt)
+        return TextStream(self, prompt)
 
     def chat(self, messages: Messages) -> list[int]:
         """Return the ids of a conversation up to the assistant's next turn. The turns are plain
@@ -153,32 +163,43 @@ class Tokenizer:
 
 
 class TextStream:
-    """Convert tokens to text as they arrive, without splitting characters.
+    """Convert tokens to text as they arrive, without splitting characters. Text that was returned
+    never changes: bytes that belong to no character become U+FFFD by themselves."""
 
-    New text is what the new tokens add to the text of those before: decoders that strip the space
-    before the first word of a text must see that a new word is not the first.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str], prompt: list[int]):
-        self.decode, self.shown, self.pending, self.text = decode, prompt, [], ""
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
+        self.tokenizer, self.special = tokenizer, set(tokenizer.control_ids.values())
+        self.decoder = str(tokenizer.backend.decoder)
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # keeps incomplete characters
+        self.last: list[int] = []  # the tokens since the last one that had text, which is the first
+        for token in prompt[-PROMPT_TOKENS:]:
+            self.push(token)
 
     def push(self, token: int) -> str:
         """Return the characters that `token` completes (possibly none)."""
-        self.pending.append(token)
-        new = self.new_text()
-        return "" if not new or new.endswith("\ufffd") else self.flush()
+        name = self.tokenizer.backend.id_to_token(token)
+        if name is None or token in self.special:
+            return ""
+        data = self.bytes_of(name)
+        if data is not None:
+            self.last = [token]
+            return self.utf8.decode(data)
+        # decoders that strip the space before a text's first word must see that this is not it
+        texts = [self.tokenizer.decode(tokens) for tokens in (self.last, [*self.last, token])]
+        new = texts[1][len(os.path.commonprefix(texts)) :]
+        self.last = [token] if new else [*self.last, token]
+        return self.flush() + new
 
     def flush(self) -> str:
         """Return the remaining text; an incomplete character becomes U+FFFD."""
-        new = self.new_text()
-        self.text, self.shown, self.pending = self.text + new, self.pending, []
-        return new
+        return self.utf8.decode(b"", final=True)
 
-    def new_text(self) -> str:
-        """Return the text of the pending tokens."""
-        before, after = self.decode(self.shown), self.decode(self.shown + self.pending)
-        # not len(before): if the prompt ends inside a character, its U+FFFD becomes that character
-        return after[len(os.path.commonprefix([before, after])) :]
+    def bytes_of(self, name: str) -> bytes | None:
+        """The bytes that a token of this name stands for; None if it stands for characters."""
+        if "ByteLevel" in self.decoder:
+            codes = [BYTE_LEVEL.get(c) for c in name]
+            return name.encode() if None in codes else bytes(codes)
+        fallback = BYTE_TOKEN.fullmatch(name) if "ByteFallback" in self.decoder else None
+        return bytes.fromhex(fallback[1]) if fallback else None
 
 
 # ---- files ---------------------------------------------------------------------------------------

@@ -41,7 +41,8 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_file(path: Path) -> object:
-    """Read a .safetensors, .bin or .pt file. Code in a pickle is never run."""
+    """Read a .bin or .pt file, in which code is never run, or map a .safetensors file. Writing to a
+    mapped tensor changes only this process's copy of it, never the file."""
     with reading(path):
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
@@ -70,7 +71,10 @@ def read_tensors(path: Path, config: Config) -> dict[str, Tensor]:
     for name, tensor in tensors.items() if isinstance(tensors, dict) else [("its content", None)]:
         if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout != torch.strided:
             raise UserError(f"{path} must map names to dense tensors; {name} does not fit")
-    return {str(name): parallel.shard(str(name), t, config) for name, t in tensors.items()}
+    if path.suffix == ".safetensors":
+        return tensors
+    # copies, since tensors in a pickle may share memory; training would change both
+    return {str(n): parallel.shard(str(n), tensors.pop(n), config).clone() for n in list(tensors)}
 
 
 def read_rank_shards(path: Path, config: Config) -> dict[str, Tensor]:
@@ -81,23 +85,33 @@ def read_rank_shards(path: Path, config: Config) -> dict[str, Tensor]:
 
 def fill(
     module: nn.Module, tensors: dict[str, Tensor], where: str, dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device, tied: bool = False,
 ) -> None:  # fmt: skip
-    """Copy tensors into a module on the meta device and freeze it. Every name and shape must match,
-    and every value must be finite."""
+    """Move tensors into a module on the meta device and freeze it. Every name and shape must match,
+    and every value must be finite. Tensors of this dtype and device are not copied."""
     state = {}
-    for name, tensor in tensors.items():
+    for name in list(tensors):
+        tensor = tensors.pop(name)  # not kept: memory never holds the model in both dtypes
         if tensor.dtype not in DTYPES.values():
             raise UserError(f"{where}: {name} is {tensor.dtype}: {UNQUANTISED}")
-        if not tensor.isfinite().all():
+        if not is_finite(tensor):
             raise UserError(f"{where}: {name} contains NaN or infinity; the checkpoint is corrupt")
-        state[name] = tensor.to(device, dtype, copy=True)
+        state[name] = tensor.to(device, dtype)
+    if tied:
+        tie(state)
     try:
         module.load_state_dict(state, assign=True)
     except RuntimeError as error:  # torch lists missing, unexpected and misshapen tensors
         problems = shorten(str(error).split("\n\t", 1)[-1], 500, placeholder=" …")
         raise UserError(f"{where}: the tensors do not fit the model: {problems}") from None
     module.requires_grad_(False)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor has neither NaN nor infinity. A finite sum proves it, without the memory of
+    `isfinite`, which is needed only if large values make the sum overflow."""
+    parts = tensor.flatten().split(2**20)
+    return bool(tensor.sum().isfinite()) or all(part.isfinite().all() for part in parts)
 
 
 def tie(tensors: dict[str, Tensor]) -> None:

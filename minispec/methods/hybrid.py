@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minispec.cache import KVCache
 from minispec.methods.fastmtp import Drafter, MTPHead
-from minispec.methods.prompt_lookup import match_end
+from minispec.methods.prompt_lookup import NgramIndex
 from minispec.methods.speculative import propose, replace_unknown
 from minispec.methods.vocabulary import FullVocabulary, Vocabulary
 from minispec.model import Transformer
@@ -78,7 +78,7 @@ def hybrid(
         ModelDrafter(draft, model, cache, draft_cache) if head is None
         else HeadDrafter(head, model, cache, vocabulary or FullVocabulary(model))
     )  # fmt: skip
-    tokens = list(prompt)
+    tokens, index = list(prompt), NgramIndex(LONGEST_MATCH, SHORTEST_MATCH)
     for hidden in model.prefill_chunks(tokens[cache.length : -1], cache):  # (1, n, d)
         n = hidden.shape[1]
         drafter.receive(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])
@@ -88,7 +88,7 @@ def hybrid(
     while True:
         free_rows = cache.free_rows - 1  # one row is for the root
         # who drafts, and how much, follows from the text so far, so any choice is lossless
-        end = match_end(tokens, LONGEST_MATCH, SHORTEST_MATCH)
+        end = index.match_end(tokens)
         drafts = tokens[end : end + min(copying.choose(), free_rows)]
         draft_probs: list[Tensor | None] = []  # copied tokens are one-hot
         used, unused = (copying, drafting) if drafts else (drafting, copying)

@@ -18,12 +18,13 @@ def prompt_lookup(
     """
     policy = k if hasattr(k, "choose") else FixedK(k)
     cache = cache or model.new_cache()
-    tokens = list(prompt)
+    tokens, index = list(prompt), NgramIndex(ngram, 1)
     model.prefill(tokens[cache.length : -1], cache)
     yield Step()
     while True:
         n = min(policy.choose(), cache.free_rows - 1)  # one row is for the root
-        tree = Tree.chain(tokens[-1], lookup(tokens, n, ngram))
+        end = index.match_end(tokens)
+        tree = Tree.chain(tokens[-1], tokens[end : end + n])
         hidden = model(tree.tokens, cache)
         path, fresh = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
         cache.commit(path)
@@ -33,18 +34,28 @@ def prompt_lookup(
         yield Step(new, tree, path)
 
 
+class NgramIndex:
+    """The n-grams of a text that only grows, for n from `longest` down to `shortest`. Each token is
+    read once, so a round costs the same however long the text is."""
+
+    def __init__(self, longest: int, shortest: int):
+        self.sizes = range(longest, shortest - 1, -1)
+        self.ends: dict[tuple[int, ...], int] = {}  # n-gram -> index after its latest occurrence
+        self.next_end = 1
+
+    def match_end(self, tokens: list[int]) -> int:
+        """The index after the latest earlier occurrence of the last n tokens, for the largest n
+        that has one; the end of the text if none has."""
+        for n in self.sizes:
+            for end in range(max(n, self.next_end), len(tokens)):  # not the text's own end
+                self.ends[tuple(tokens[end - n : end])] = end
+        self.next_end = len(tokens)
+        ends = (self.ends.get(tuple(tokens[-n:])) for n in self.sizes)
+        return next(filter(None, ends), len(tokens))
+
+
 def lookup(tokens: list[int], k: int, ngram: int) -> list[int]:
     """Up to `k` tokens that followed the latest earlier occurrence of the last n tokens, for the
     largest n from `ngram` down to 1 that has one. Fewer if the text ends before that."""
-    end = match_end(tokens, ngram, 1)
+    end = NgramIndex(ngram, 1).match_end(tokens)
     return tokens[end : end + k]
-
-
-def match_end(tokens: list[int], longest: int, shortest: int) -> int:
-    """The index after the latest earlier occurrence of the last n tokens, for the largest n from
-    `longest` down to `shortest` that has one; the end of the text if none has."""
-    for n in range(min(longest, len(tokens) - 1), shortest - 1, -1):
-        for start in range(len(tokens) - n - 1, -1, -1):
-            if tokens[start : start + n] == tokens[-n:]:
-                return start + n
-    return len(tokens)

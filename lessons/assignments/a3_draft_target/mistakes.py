@@ -3,7 +3,7 @@
 from lessons.assignments.grading import Mistake
 from minispec.certify.ours import mutants
 from minispec.methods import speculative as package
-from minispec.methods.prompt_lookup import lookup, match_end
+from minispec.methods.prompt_lookup import NgramIndex, lookup
 from minispec.sampling import Sampling, draw, probs
 
 accept, tokens_per_pass = package.accept, package.tokens_per_pass
@@ -22,18 +22,18 @@ def first_occurrence(tokens, k, ngram):
 
 def shortest_first(tokens, k, ngram):
     for n in range(1, ngram + 1):
-        if guess := tokens[match_end(tokens, n, n) :]:
+        if guess := tokens[NgramIndex(n, n).match_end(tokens) :]:
             return guess[:k]
     return []
 
 
 def longest_only(tokens, k, ngram):
-    end = match_end(tokens, ngram, ngram)
+    end = NgramIndex(ngram, ngram).match_end(tokens)
     return tokens[end : end + k]
 
 
 def with_the_match(tokens, k, ngram):
-    end = match_end(tokens, ngram, 1)
+    end = NgramIndex(ngram, 1).match_end(tokens)
     return tokens[end - 1 : end - 1 + k] if end < len(tokens) else []
 
 

@@ -21,7 +21,7 @@ from minispec.toys import (
 
 GREEDY, WARM = Sampling(), Sampling(0.8, top_k=5)
 GRADED = {
-    "lookup": "lookup, minispec.methods.prompt_lookup.match_end", "propose": "propose",
+    "lookup": "lookup, minispec.methods.prompt_lookup.NgramIndex.match_end", "propose": "propose",
     "lossless": "speculative", "caches": "speculative", "formula": "tokens_per_pass, speedup",
 }  # fmt: skip
 
