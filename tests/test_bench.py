@@ -204,7 +204,7 @@ def test_hybrid_drafts_as_in_generate(weights, tmp_path, flag, its, others):
     args = bench.parse(options_of(weights, flag, source, "--methods", f"{others},hybrid k=3"))
     model, tokenizer = bench.load(args.model, "float64", "cpu")
     rows = bench.methods_of(args, model, tokenizer)
-    generated = generate.parse(["x", "--method", "hybrid", its, source])
+    generated = generate.parser().parse_args(["x", "--method", "hybrid", its, source])
     expected = generate.method_options(generated, model, tokenizer) | {"k": 3}
     assert rows["hybrid k=3"].keys() == expected.keys()
     for name in {"draft", "head"} & expected.keys():

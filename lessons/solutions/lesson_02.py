@@ -56,7 +56,7 @@ def package_release(text, stop):
         "",
         [],
         iter(()),
-        KVCache(1, 1, 1, capacity=9),
+        [KVCache(1, 1, 1, capacity=9)],
         sampling.Sampling(),
         StopConditions(stop=(stop,)),
         [],

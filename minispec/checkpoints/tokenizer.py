@@ -167,7 +167,7 @@ class TextStream:
     never changes: bytes that belong to no character become U+FFFD by themselves."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
-        self.tokenizer, self.special = tokenizer, set(tokenizer.control_ids.values())
+        self.tokenizer, self.special = tokenizer, tokenizer.control_ids
         self.decoder = str(tokenizer.backend.decoder)
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # keeps incomplete characters
         self.last: list[int] = []  # the tokens since the last one that had text, which is the first
@@ -177,7 +177,7 @@ class TextStream:
     def push(self, token: int) -> str:
         """Return the characters that `token` completes (possibly none)."""
         name = self.tokenizer.backend.id_to_token(token)
-        if name is None or token in self.special:
+        if name is None or name in self.special:  # by name, as `decode` skips them
             return ""
         data = self.bytes_of(name)
         if data is not None:
