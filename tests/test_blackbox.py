@@ -84,6 +84,7 @@ def test_a_correct_black_box_passes():
     assert sum(v.passed is None for v in verdicts) < 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", [numpy_ids, through_text])
 def test_any_kind_of_integers_and_a_decoder_of_text_pass(impl):
     for name in "greedy: model", "limits: end token in a circle", "exact: vocab 3, T=0.7":
@@ -142,6 +143,7 @@ MODEL, BLOCKS, HUNDRED = "greedy: model 0", "greedy: prompts around block", "gre
 LENGTHS, LAST = "limits: lengths", "limits: last rows of the context"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault, right, wrong",
     [
@@ -202,6 +204,7 @@ def test_a_missing_warper_is_detected_where_it_matters(fault, right, wrong):
     assert verdict.passed is False, verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_another_order_of_warpers_is_named_as_a_convention(order):
     verdicts = check(ORDERS[order], "exact: vocab 3, T=1.5 top-k 3", length=2)
@@ -279,6 +282,7 @@ def test_a_wrong_acceptance_has_its_exact_bias(mistake):
     assert verdict.passed is False and verdict.detail.startswith("TV "), verdict
 
 
+@pytest.mark.slow
 def test_a_correct_acceptance_is_proven_past_its_drafts():
     case = "exact: vocab 2, T=1 top-k 0 top-p 1, good draft"
     verdict, _ = check(drafting(2), case, outcomes=60, length=5)
@@ -344,6 +348,7 @@ def test_runs_are_doubled_until_a_small_bias_is_detected(tmp_path):
     assert passed and "a TV of 0.03 at one token" in detail, detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [*FUNCTION_SAMPLINGS, HOT])
 def test_distributions_that_are_too_sharp_are_not_passed(sampling, tmp_path):
     """They allow one sequence only, which a biased decoder finds as well."""

@@ -71,6 +71,7 @@ def test_how_often_a_round_synchronises(case, temperature):
         assert Simulated.synchronisations - before == (expected or len(step.tree))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_conversation_has_the_same_tokens_on_the_device_as_on_the_host(case):
     turns = []

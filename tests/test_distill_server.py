@@ -86,6 +86,7 @@ class TextOnly(TextPrompts):
         return {name: found[name] for name in ("text", "finish_reason")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server_class", [CorrectServer, TextOnly])
 @pytest.mark.parametrize("ask", [(), ("--ask", "abc{:.9}")])
 def test_greedy_text_is_that_of_our_sampler(target, data, tmp_path, server_class, ask):
@@ -98,6 +99,7 @@ def test_greedy_text_is_that_of_our_sampler(target, data, tmp_path, server_class
     assert read_generated(tmp_path / "served.jsonl")[0]["options"]["server"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server_class", [CorrectServer, TextOnly])
 def test_the_server_writes_user_turns_too(target, tmp_path, server_class):
     more = "--chat", "ab", "cde", "--documents", 20

@@ -372,6 +372,7 @@ def test_an_honest_decoder_that_cannot_be_enumerated_is_skipped(way, checkpoint)
     assert passed is None and "cannot be enumerated" in detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["choice", "random, imported", "torch race"])
 def test_a_biased_decoder_still_fails(way, checkpoint):
     start, draw = ENUMERATED[way]

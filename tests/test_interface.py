@@ -28,6 +28,7 @@ def shipped():
     return model, tokenizer, decode(model, tokenizer, PROMPT, max_new_tokens=12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options"),
     [(method, {}) for method in METHODS]

@@ -395,6 +395,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, name, message, i", WRONG)
 def test_each_wrong_answer_gets_its_own_message(number, name, message, i, start, capsys):
     start(number)

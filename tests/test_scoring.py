@@ -62,6 +62,7 @@ def test_a_bias_at_any_position_is_detected(position):
     assert p < 1e-6 and (f"{position + 1}" in where or where.startswith((FIRST, "all")))
 
 
+@pytest.mark.slow
 def test_a_small_bias_of_every_token_is_detected_in_all_of_them_together():
     """Each token is drawn at a lower temperature: no single position shows it."""
     model = small_model(3, 8, layers=1)

@@ -288,6 +288,7 @@ def test_wrong_sampling_is_caught(wrong, sampling, passed, snippets):
     assert all(text in v.detail for text, v in zip(snippets, rows)), rows
 
 
+@pytest.mark.slow
 def test_with_a_baseline_a_deviating_convention_passes():
     """Both plain and speculative decoding use another top-p."""
     plain = plain_server(SmallerTopP)
@@ -356,6 +357,7 @@ class IdsInLogprobs(CorrectServer):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server_class, snippet, check, missing", [
     (TextOnly, "accepts text, returns text, encoded by our", "greedy", ["all other limits"]),
     (TextIn, "accepts text, returns token ids", "distribution", []),

@@ -37,7 +37,7 @@ from minispec.sampling import Seeded
 from minispec.toys import random_medusa_heads, random_mtp_head
 
 PROMPT, TURNS = "Once upon a time", "and then?\n\n"
-RUN_SIZE = 5  # ways in one run
+RUN_SIZE = 8  # ways in one run
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 STRUCK_OUT = re.compile(r"\x1b\[[\d;]*;9m.*?\x1b\[0m")
 
