@@ -254,11 +254,8 @@ class Replays:
         return first and self.mistakes[first.index(first[i])].message
 
 
-@pytest.mark.parametrize(
-    "assignment",
-    [pytest.param(a, marks=pytest.mark.slow if a[:2] in ("a3", "a5", "a8") else [])
-     for a in ASSIGNMENTS],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("assignment", ASSIGNMENTS)
 def test_each_wrong_answer_gets_its_own_message(assignment):
     replays = Replays(assignment)
     run(assignment, "--impl=minispec", plugin=replays)

@@ -186,6 +186,7 @@ top_k_2 = changed(top_k=lambda options: min(options["top_k"], 2))
 no_top_p_with_top_k = changed(top_p=lambda o: 1.0 if o["top_k"] > 1 else o["top_p"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault, right, wrong",
     [
@@ -193,10 +194,9 @@ no_top_p_with_top_k = changed(top_p=lambda o: 1.0 if o["top_k"] > 1 else o["top_
         (clamped(0.0, 1.5), "exact: vocab 3, T=1.5 top-k 2", "exact: vocab 3, T=2"),
         (top_k_2, "statistical: T=1.5 top-k 2", "statistical: T=2"),
         (changed(top_p=1.0), "statistical: T=1.5 top-k 2", "statistical: T=0.7"),
-        pytest.param(no_top_p_with_top_k, "exact: vocab 3, T=0.7", "exact: vocab 3, T=1.5 top-k 3",
-                     marks=pytest.mark.slow),
+        (no_top_p_with_top_k, "exact: vocab 3, T=0.7", "exact: vocab 3, T=1.5 top-k 3"),
     ],
-)  # fmt: skip
+)
 def test_a_missing_warper_is_detected_where_it_matters(fault, right, wrong):
     (verdict,) = check(fault, right)
     assert verdict.passed, verdict
@@ -267,12 +267,8 @@ def test_missing_and_unknown_tokens_fail_the_rows_of_samples(wrong):
 # ---- sampling faults -----------------------------------------------------------------------------
 
 
-QUICK = "lenient", "reduced"  # each of the others takes as long as one of these
-
-
-@pytest.mark.parametrize(
-    "mistake", [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in ACCEPTANCE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ACCEPTANCE)
 def test_a_wrong_acceptance_has_its_exact_bias(mistake):
     fault = drafting(2, **dict([ACCEPTANCE[mistake]]))
     case = "vocab 2, T=1 top-k 0 top-p 1"

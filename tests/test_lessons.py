@@ -830,10 +830,8 @@ NONSENSE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("key", [
-    pytest.param(key, marks=pytest.mark.slow) if key == ("09", "tempting_accept") else key
-    for key in TASKS
-], ids="-".join)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("key", TASKS, ids="-".join)
 def test_nonsense_is_judged_without_an_exception(key, start, capsys):
     number, name = key
     start(number)
