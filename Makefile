@@ -17,7 +17,7 @@ quoted = '$(subst ','\'',$($1))'
 
 # A real model answers a question by plain decoding, then by FastMTP; offline, the toy tells a story.
 demo: .venv/installed
-	@if [ -e $(REAL) ] || $(BIN)/python -m minispec.fetch; then ask=$(call quoted,QUESTION); options="--model smollm2 --chat"; \
+	@if [ -e $(REAL) ] || $(BIN)/python -m minispec fetch; then ask=$(call quoted,QUESTION); options="--model smollm2 --chat"; \
 	else ask="Once upon a time"; options=; echo "Could not download the real model; falling back to the bundled toy."; fi; \
 	for method in autoregressive "fastmtp --k auto"; do printf '\n> %s   (%s)\n' "$$ask" "$$method"; \
 		$(BIN)/python -m minispec.generate "$$ask" $$options --method $$method --color --stats \
@@ -69,7 +69,7 @@ certify: .venv/installed
 smollm2: $(REAL)
 
 $(REAL): | .venv/installed
-	$(BIN)/python -m minispec.fetch
+	$(BIN)/python -m minispec fetch
 
 # Print the tables of speeds with SmolLM2 as Markdown, eager and compiled; an hour on an idle machine.
 # With QUESTIONS=…/spec_bench.jsonl, those of Spec-Bench follow.

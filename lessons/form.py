@@ -383,5 +383,5 @@ def smollm2() -> tuple:
         return load(find_smollm2())
     except UserError:
         print("SmolLM2 has not been downloaded, so its cells are skipped; run "
-              "`%run -m minispec.fetch` (93 MB)")  # fmt: skip
+              "`!python -m minispec fetch` (93 MB)")  # fmt: skip
         return None, None

@@ -5,7 +5,7 @@ PyTorch.
 import signal
 import sys
 
-from minispec.errors import UserError, exit_on_sigint
+from minispec.cli import UserError, exit_on_sigint
 
 # For python -m minispec.…: importing torch takes seconds, and Ctrl-C would print a traceback.
 if sys.argv[:1] == ["-m"] and any(argument.startswith("minispec") for argument in sys.orig_argv):

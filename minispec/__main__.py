@@ -4,15 +4,15 @@ import sys
 from importlib import import_module
 
 from minispec import __version__
-from minispec.errors import Parser, command
+from minispec.cli import Parser, command
 
-COMMANDS = {
-    "generate": "generate text with any method, or chat",
-    "bench": "compare the speed of all methods",
-    "certify": "check whether a decoder is lossless",
-    "pretrain": "train a small model from text",
-    "distill": "train a draft model or heads for a model",
-    "fetch": "download a real model, SmolLM2-135M-Instruct",
+COMMANDS = {  # name: (module, what it does)
+    "generate": ("generate.__main__", "generate text with any method, or chat"),
+    "bench": ("bench.__main__", "compare the speed of all methods"),
+    "certify": ("certify.__main__", "check whether a decoder is lossless"),
+    "pretrain": ("training.pretrain", "train a small model from text"),
+    "distill": ("distill.__main__", "train a draft model or heads for a model"),
+    "fetch": ("checkpoints.fetch", "download a real model, SmolLM2-135M-Instruct"),
 }
 
 
@@ -25,12 +25,10 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] in ([], ["-h"], ["--help"]):
         print("usage: minispec COMMAND …   (minispec COMMAND -h shows its flags)\n"
               "       minispec --version\n")  # fmt: skip
-        print("\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items()))
+        print("\n".join(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()))
         return
-    name = p.parse_args(argv[:1]).command
-    is_package = name in ("generate", "certify")
-    module = f"minispec.{name}.__main__" if is_package else f"minispec.{name}"
-    import_module(module).main(argv[1:])
+    module, _ = COMMANDS[p.parse_args(argv[:1]).command]
+    import_module(f"minispec.{module}").main(argv[1:])
 
 
 if __name__ == "__main__":

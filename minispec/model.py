@@ -40,7 +40,7 @@ class Config:
     qk_norm: bool = False  # RMSNorm on each head's q and k, before the rotation
     bos_id: int | None = None  # starts every prompt, if the model was trained that way
     eos_ids: tuple[int, ...] = ()  # any of these ends the text
-    ranks: int = 1  # that share the model (see parallel.py); the sizes are those of a rank's shard
+    ranks: int = 1  # that share the model (see distributed.py); the sizes are a rank's share
     kv_copies: int = 1  # ranks that hold the same key/value heads
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minispec.errors import UserError
+from minispec.cli import UserError
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from minispec import verify
-from minispec.certify.ours import mutants
+from minispec.certify.methods import mutants
 from minispec.checkpoints.load import load
 from minispec.generate import decode
 from minispec.methods import speculative

@@ -12,14 +12,13 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from minispec import cost
-from minispec.checkpoints import places
+from minispec import paths
+from minispec.certify.toys import random_medusa_heads, random_mtp_head, small_model
 from minispec.checkpoints.load import save
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.fast import products
+from minispec.fast import cost, products
 from minispec.methods.medusa import MedusaHeads, new_heads
 from minispec.model import Config, Transformer
-from minispec.toys import random_medusa_heads, random_mtp_head, small_model
 from minispec.tree import Tree
 
 torch.set_num_threads(1)  # the tests' tensors are tiny: a second thread would only slow them down
@@ -35,7 +34,7 @@ needs_shared = pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not 
 def cache_folder(tmp_path_factory):
     """Tests leave no files in the user's cache folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "CACHE", tmp_path_factory.mktemp("cache"))
+        patch.setattr(paths, "CACHE", tmp_path_factory.mktemp("cache"))
         yield
 
 

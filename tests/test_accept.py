@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
+from minispec.certify.toys import every_outcome
 from minispec.sampling import OneHot, Seeded
-from minispec.toys import every_outcome
 from minispec.tree import Tree
 from minispec.verify import accept
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import method_options, random_model
 
-from minispec.cost import cost_curve
+from minispec.certify.toys import random_medusa_heads, random_mtp_head
+from minispec.fast.cost import cost_curve
 from minispec.generate import decode, stream
 from minispec.generate.drafters import with_policies
 from minispec.methods.adaptive import (
@@ -18,7 +19,6 @@ from minispec.methods.adaptive import (
     AdaptiveK,
     AdaptiveTree,
 )
-from minispec.toys import random_medusa_heads, random_mtp_head
 
 FLAT = [0.0] + [1.0] * 64  # a pass costs the same for any number of rows
 STEEP = [0.0] + [float(n) for n in range(1, 65)]  # a pass over n rows costs n passes over one

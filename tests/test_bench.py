@@ -19,8 +19,11 @@ from conftest import (
     random_model,
 )
 
-from minispec import bench, machine
+from minispec import machine
+from minispec.bench import __main__ as bench
+from minispec.bench.plan import pass_work
 from minispec.certify import __main__ as certify
+from minispec.certify.toys import random_medusa_heads, random_mtp_head
 from minispec.checkpoints.heads import save_medusa, save_mtp, save_vocabulary
 from minispec.checkpoints.load import save
 from minispec.fast import optimize
@@ -29,8 +32,6 @@ from minispec.generate import decode
 from minispec.machine import CpuTimes, others_share
 from minispec.methods.vocabulary import Language
 from minispec.model import Transformer, count_parameters
-from minispec.roofline import pass_work
-from minispec.toys import random_medusa_heads, random_mtp_head
 from minispec.tree import Step, Tree
 
 bench.COPY_BYTES, bench.MATMUL_SIZE = 2**20, 64  # precise timing does not matter here

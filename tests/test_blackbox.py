@@ -32,7 +32,10 @@ from black_boxes import (
 )
 
 from minispec.certify.common import Failed, NotSupported, drafting_result
-from minispec.certify.others.blackbox import (
+from minispec.certify.conventions import OTHER_ORDERS, warper
+from minispec.certify.examination import Examination, samples_fit
+from minispec.certify.functions.checkpoints import write_checkpoint
+from minispec.certify.functions.checks import (
     BINARY_PROMPT,
     FUNCTION_SAMPLINGS,
     HOT,
@@ -42,10 +45,7 @@ from minispec.certify.others.blackbox import (
     check_implementation,
     little_entropy,
 )
-from minispec.certify.others.checkpoints import write_checkpoint
-from minispec.certify.others.conventions import OTHER_ORDERS, warper
-from minispec.certify.others.examination import Examination, samples_fit
-from minispec.certify.others.functions import FunctionDecoder
+from minispec.certify.functions.decoder import FunctionDecoder
 from minispec.checkpoints.load import load
 from minispec.sampling import Sampling, probs
 

@@ -14,10 +14,10 @@ import torch
 from conftest import ROOT
 
 from minispec.certify.__main__ import main
-from minispec.certify.others.functions import load_implementation
-from minispec.certify.ours import cases
-from minispec.certify.ours.checks import CHECKS
-from minispec.certify.ours.mutants import MUTANTS
+from minispec.certify.functions.decoder import load_implementation
+from minispec.certify.methods import cases
+from minispec.certify.methods.checks import CHECKS
+from minispec.certify.methods.mutants import MUTANTS
 from minispec.certify.report import json_report
 from minispec.certify.statistics import (
     FALSE_ALARM,
@@ -25,10 +25,10 @@ from minispec.certify.statistics import (
     detectable_bias,
     two_sample_p,
 )
+from minispec.certify.toys import Toy, first_tokens, small_model
 from minispec.checkpoints.load import load, save
 from minispec.generate import decode
 from minispec.sampling import Sampling, Seeded
-from minispec.toys import Toy, first_tokens, small_model
 from minispec.tree import Tree
 
 

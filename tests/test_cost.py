@@ -6,11 +6,11 @@ import pytest
 import torch
 from conftest import method_options, random_model
 
-from minispec import cost
 from minispec.cache import KVCache
+from minispec.certify.toys import random_medusa_heads
+from minispec.fast import cost
 from minispec.generate import stream
 from minispec.methods.vocabulary import Subset
-from minispec.toys import random_medusa_heads
 
 
 def test_the_cost_curve_never_falls_and_is_measured_once():

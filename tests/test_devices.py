@@ -5,15 +5,14 @@ import torch
 from conftest import method_options, random_model, random_tokens
 from simulated import DEVICE, Simulated, SimulatedDevice
 
-from minispec import Sampling
+from minispec import Sampling, distill
+from minispec.certify.toys import random_medusa_heads, random_mtp_head, two_languages
+from minispec.distill.draft import SoftLabels
 from minispec.generate import METHODS, decode
 from minispec.methods.adaptive import AdaptiveK, AdaptiveTree
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
 from minispec.sampling import Seeded
-from minispec.toys import random_medusa_heads, random_mtp_head, two_languages
-from minispec.training import distill
-from minispec.training.distill.draft import SoftLabels
 
 CURVE = [0.0, *(1 + 0.02 * n for n in range(64))]
 STEEP = [float(n) for n in range(65)]  # drafts never pay

@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from minispec import Sampling, UserError, load
+from minispec import Sampling, UserError, distill, load
+from minispec.certify.toys import random_mtp_head, randomise
 from minispec.checkpoints.heads import (
     load_medusa,
     load_mtp,
@@ -36,17 +37,16 @@ from minispec.checkpoints.heads import (
 )
 from minispec.checkpoints.load import save
 from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.distill import draft, tree
+from minispec.distill.__main__ import main as distill_main
+from minispec.distill.documents import cached_states, shuffled_batches, weights_digest
+from minispec.distill.own_text import held_out_indices, prompt_digest, read_generated, read_split
 from minispec.generate import __main__ as generate
 from minispec.generate import decode
 from minispec.generate.drafters import load_drafter
 from minispec.methods.medusa import RANKS, new_heads, with_prefixes
 from minispec.methods.vocabulary import Language, Subset
-from minispec.toys import random_mtp_head, randomise
-from minispec.training import distill
-from minispec.training.distill import draft, tree
-from minispec.training.distill.documents import cached_states, shuffled_batches, weights_digest
 from minispec.training.loop import CHECKPOINT, lock
-from minispec.training.own_text import held_out_indices, prompt_digest, read_generated, read_split
 
 MODULES = "generate", "draft", "medusa", "mtp", "tree", "vocabulary", "export"
 
@@ -71,7 +71,7 @@ def data(tmp_path):
 
 
 def run(*arguments) -> None:
-    distill.main([str(a) for a in arguments])
+    distill_main([str(a) for a in arguments])
 
 
 def rejected(capsys, *arguments) -> str:

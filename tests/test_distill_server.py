@@ -14,13 +14,13 @@ from served import CorrectServer, TextPrompts, serving
 from tokenizers.processors import TemplateProcessing
 
 from minispec import load
+from minispec.certify.toys import letter_tokenizer, small_model
 from minispec.checkpoints.load import save
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.generate.server.client import Server, in_parallel
-from minispec.toys import letter_tokenizer, small_model
-from minispec.training import distill
-from minispec.training.distill import server
-from minispec.training.own_text import read_generated
+from minispec.distill import server
+from minispec.distill.__main__ import main as distill_main
+from minispec.distill.own_text import read_generated
+from minispec.remote.client import Server, in_parallel
 
 CONTROL = [END, USER, ASSISTANT, END_TURN]
 GREEDY = "--temperature", 0, "--top-k", 0, "--top-p", 1
@@ -67,12 +67,12 @@ def arguments(target, out, *more) -> list[str]:
 
 def generated(target, out, *more) -> list[dict]:
     """Run `generate` and return the documents it wrote."""
-    distill.main(arguments(target, out, *more))
+    distill_main(arguments(target, out, *more))
     return read_generated(out)[1]
 
 
 def rejected(capsys, target, out, *more) -> str:
-    return last_error_line(capsys, lambda: distill.main(arguments(target, out, *more)))
+    return last_error_line(capsys, lambda: distill_main(arguments(target, out, *more)))
 
 
 # ---- the same text -------------------------------------------------------------------------------

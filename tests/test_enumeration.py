@@ -19,14 +19,14 @@ import torch
 from numpy.random import choice as choice_before
 from numpy.random import default_rng as default_rng_before
 
-from minispec.certify.others.blackbox import Cases, Limits, check_implementation, is_exact
-from minispec.certify.others.checkpoints import write_checkpoint
-from minispec.certify.others.enumeration import CannotEnumerate, Enumeration
-from minispec.certify.others.examination import Examination
-from minispec.certify.others.functions import FunctionDecoder
+from minispec.certify.examination import Examination
+from minispec.certify.functions.checkpoints import write_checkpoint
+from minispec.certify.functions.checks import Cases, Limits, check_implementation, is_exact
+from minispec.certify.functions.decoder import FunctionDecoder
+from minispec.certify.functions.enumeration import CannotEnumerate, Enumeration
+from minispec.certify.toys import total_variation
 from minispec.checkpoints.load import load
 from minispec.sampling import Sampling, probs
-from minispec.toys import total_variation
 
 # ---- ways to draw a token ------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ import torch
 from conftest import GOLDEN, method_options, random_model, random_tokens, random_tree
 from torch import nn
 
-from minispec import UserError, load
-from minispec.checkpoints import places
+from minispec import UserError, load, paths
+from minispec.certify.toys import random_mtp_head
 from minispec.checkpoints.load import save
 from minispec.fast import Int8Linear, graphs, optimize, optimize_drafter, products, swap
 from minispec.fast.graphs import compile_passes
@@ -22,7 +22,6 @@ from minispec.fast.products import PRODUCTS, TIMED_ROWS, MeasuredLinear
 from minispec.generate import decode
 from minispec.methods.vocabulary import Compressed, Language
 from minispec.model import make_context
-from minispec.toys import random_mtp_head
 
 
 class EveryProduct(MeasuredLinear):
@@ -143,7 +142,7 @@ def test_the_fastest_product_is_chosen_and_a_copy_only_if_it_pays(seed):
 
 
 def test_every_shape_is_timed_on_all_of_its_weights_and_only_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(places, "CACHE", tmp_path / "new" / "folder")
+    monkeypatch.setattr(paths, "CACHE", tmp_path / "new" / "folder")
     monkeypatch.setattr(products, "TIMED_BYTES", 8 * 4 * 10)
     seen = []
     for name in PRODUCTS:
@@ -168,12 +167,12 @@ WRONG = ["1}", '["rows_first"]}', "[{}, 1, 2, 3, 4, 5, 6]}"]
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", *map(KEY.__add__, WRONG), "\xff"])
 def test_a_damaged_file_of_choices_is_measured_again(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(places, "CACHE", tmp_path)
+    monkeypatch.setattr(paths, "CACHE", tmp_path)
     products.choices_file().write_text(text, encoding="latin-1")
     (names,) = products.fastest_products([torch.zeros(3, 8)]).values()
     assert len(names) == len(TIMED_ROWS)
     assert products.read_choices(products.choices_file()) == {"3x8 torch.float32": names}
-    monkeypatch.setattr(places, "CACHE", products.choices_file())  # a folder that cannot be made
+    monkeypatch.setattr(paths, "CACHE", products.choices_file())  # a folder that cannot be made
     assert products.fastest_products([torch.zeros(3, 8)])
 
 
@@ -317,7 +316,7 @@ def test_a_graph_is_compiled_again_after_a_change_of_the_code(name, tmp_path, mo
 
 @pytest.mark.slow
 def test_compiled_passes_decode_like_plain_ones_and_are_built_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(places, "CACHE", tmp_path)
+    monkeypatch.setattr(paths, "CACHE", tmp_path)
     prompt = random_tokens(20)
     expected = decode(random_model(3), None, prompt, max_new_tokens=60).tokens
     for cached in False, True:
@@ -344,10 +343,10 @@ def test_a_full_disk_is_reported_with_the_folders_of_graphs(tmp_path, monkeypatc
 def test_compiling_needs_a_folder_a_compiler_and_a_known_device(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.touch()
-    monkeypatch.setattr(places, "CACHE", file)
+    monkeypatch.setattr(paths, "CACHE", file)
     with pytest.raises(UserError, match="set XDG_CACHE_HOME"):
         optimize(random_model(), compiled=True)
-    monkeypatch.setattr(places, "CACHE", tmp_path)
+    monkeypatch.setattr(paths, "CACHE", tmp_path)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
         optimize(random_model(), compiled=True)

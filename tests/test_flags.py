@@ -4,19 +4,19 @@ import argparse
 import re
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 
 import pytest
 from conftest import ROOT
 
-from minispec import UserError, bench
-from minispec.certify import __main__ as certify
-from minispec.checkpoints import fetch
-from minispec.errors import OutputFile, OutputFolder, Parser, Source
+from minispec import UserError
+from minispec.__main__ import COMMANDS
+from minispec.cli import OutputFile, OutputFolder, Parser, Source
 from minispec.generate import __main__ as generate
-from minispec.training import distill, pretrain
 
-MODULES = {"generate": generate, "bench": bench, "certify": certify, "pretrain": pretrain,
-           "distill": distill, "fetch": fetch}  # fmt: skip
+MODULES = {
+    name: import_module(f"minispec.{module}") for name, (module, _) in COMMANDS.items()
+}
 
 
 @cache
@@ -157,7 +157,7 @@ def test_other_outputs_are_accepted(files, kind, output, source):
 )
 def test_no_command_overwrites_what_it_reads(files, tmp_path, command, flags, capsys, monkeypatch):
     (tmp_path / "default").mkdir()
-    monkeypatch.setattr(distill, "default_model", lambda: "default")
+    monkeypatch.setattr(MODULES["distill"], "default_model", lambda: "default")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(SystemExit) as ended:
         MODULES[command].main(flags.split())

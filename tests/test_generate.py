@@ -29,16 +29,16 @@ from conftest import (
 from torch import Tensor
 
 import minispec.__main__
-from minispec import UserError, errors
+from minispec import UserError, cli
 from minispec.cache import KVCache
 from minispec.certify import __main__ as certify
 from minispec.checkpoints.load import load, save
-from minispec.errors import check_writable, command, printable
+from minispec.cli import check_writable, command, printable
+from minispec.distill.__main__ import main as distill_main
 from minispec.generate import __main__ as generate
 from minispec.generate import decode, stream, view
 from minispec.generate.run import acceptance
 from minispec.machine import package_version
-from minispec.training import distill
 from minispec.tree import Step, Tree
 
 
@@ -296,7 +296,7 @@ def test_user_errors_are_one_line_and_exit_code_2(folder, arguments, match, caps
 @pytest.mark.parametrize("main, arguments, match", [
     (minispec.__main__.main, ["genrate", "x"], "choice: 'genrate' (did you mean generate?)"),
     (minispec.__main__.main, ["magic"], "invalid choice: 'magic' (choose from "),
-    (distill.main, ["generat"], "(did you mean generate?)"),
+    (distill_main, ["generat"], "(did you mean generate?)"),
     (generate.main, ["x", "--method", "medsua"], "'medsua' (did you mean medusa?)"),
     (certify.main, ["--checks", "gredy"], "unknown check 'gredy'; did you mean greedy?"),
 ])  # fmt: skip
@@ -390,7 +390,7 @@ def test_user_errors_in_a_notebook_leave_its_output_usable(monkeypatch, capsys):
     print("still here")
     out, err = capsys.readouterr()
     assert out == "still here\n" and err.count("gone\n") == 2
-    assert signal.getsignal(signal.SIGINT) is not errors.exit_on_sigint
+    assert signal.getsignal(signal.SIGINT) is not cli.exit_on_sigint
 
 
 def test_running_out_of_memory_is_a_one_line_error(capsys):

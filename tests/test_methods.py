@@ -16,6 +16,7 @@ from conftest import (
 from tokenizers import models
 
 from minispec import UserError
+from minispec.certify.toys import random_mtp_head
 from minispec.generate import decode
 from minispec.generate.drafters import check_vocabularies
 from minispec.methods.fastmtp import fastmtp
@@ -23,7 +24,6 @@ from minispec.methods.prompt_lookup import NgramIndex, lookup
 from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
-from minispec.toys import random_mtp_head
 from minispec.tree import Tree
 
 

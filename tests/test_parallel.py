@@ -24,17 +24,18 @@ import torch
 import torch.distributed as dist
 from conftest import TOKENIZER, VOCAB, random_model, random_tokens, torchrun
 
-from minispec import UserError, bench, optimize, parallel
+from minispec import UserError, distributed, optimize
+from minispec.bench import __main__ as bench
+from minispec.certify.toys import random_medusa_heads, random_mtp_head
 from minispec.checkpoints.heads import load_medusa, load_mtp, save_medusa, save_mtp
 from minispec.checkpoints.load import load, save
+from minispec.distill.documents import shared_states
+from minispec.distributed import Group
 from minispec.generate import METHODS, decode, stream
 from minispec.generate.__main__ import main
 from minispec.generate.terminal import show
 from minispec.machine import CpuTimes
 from minispec.model import Transformer, count_parameters
-from minispec.parallel import Group
-from minispec.toys import random_medusa_heads, random_mtp_head
-from minispec.training.distill.documents import shared_states
 
 SHAPE = {"heads": 8, "kv_heads": 4, "intermediate_size": 24, "vocab_size": VOCAB, "bos_id": 256}
 FAMILIES = {
@@ -73,7 +74,7 @@ def write_family(folder: Path, changes: dict) -> Path:
 def as_rank(rank: int, size: int, monkeypatch, function, *arguments):
     """Call a function, such as load, as one of several ranks does."""
     with monkeypatch.context() as patch:
-        patch.setattr(parallel, "tensor_parallel", Group(rank, size))
+        patch.setattr(distributed, "tensor_parallel", Group(rank, size))
         return function(*arguments)
 
 
@@ -102,7 +103,7 @@ def on_threads(size: int, monkeypatch, function) -> list:
     with monkeypatch.context() as patch, ThreadPoolExecutor(size) as pool:
         patch.setattr(dist, "all_reduce", all_reduce)
         patch.setattr(dist, "broadcast_object_list", lambda objects: None)
-        patch.setattr(parallel, "tensor_parallel", Group(0, size))
+        patch.setattr(distributed, "tensor_parallel", Group(0, size))
         return list(pool.map(run, range(size)))
 
 
@@ -146,14 +147,15 @@ def test_int8_weights_are_those_of_one_process(family, monkeypatch):
 
     def run(rank):
         optimize(parts[rank], int8=True)
-        assert parallel.count_whole(parts[rank]) == count_parameters(whole)
+        assert distributed.count_whole(parts[rank]) == count_parameters(whole)
         return decode(parts[rank], None, prompt, max_new_tokens=20)
 
     assert all(part.tokens == expected.tokens for part in on_threads(2, monkeypatch, run))
     buffers = [dict(part.named_buffers()) for part in parts]
     for name, buffer in whole.named_buffers():
         for rank, of_rank in enumerate(buffers):
-            expected = as_rank(rank, 2, monkeypatch, parallel.shard, name, buffer, parts[0].config)
+            config = parts[0].config
+            expected = as_rank(rank, 2, monkeypatch, distributed.shard, name, buffer, config)
             assert torch.equal(of_rank[name], expected), name
 
 
@@ -193,7 +195,7 @@ def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(
     for rank, part in enumerate(parts):
         torch.testing.assert_close(hidden[rank], whole(tokens), rtol=1e-12, atol=1e-12)
         assert part.new_cache(7).kv.nbytes * size == whole.new_cache(7).kv.nbytes * copies
-        assert parallel.count_whole(part) == count_parameters(whole)
+        assert distributed.count_whole(part) == count_parameters(whole)
         for name, tensor in part.model.layers.state_dict().items():
             is_kv, held = "k_proj" in name or "v_proj" in name, tensor.numel() * size
             if tensor.dim() == 2:
@@ -216,9 +218,9 @@ def test_only_the_part_of_a_rank_is_read(monkeypatch):
             return self.tensor[key].clone()
 
     config = replace(random_model().config, ranks=4, kv_copies=2)
-    shard, weight = partial(parallel.shard, config=config), torch.arange(48.0).view(8, 6)
+    shard, weight = partial(distributed.shard, config=config), torch.arange(48.0).view(8, 6)
     columns = weight.T.contiguous()  # (6, 8)
-    monkeypatch.setattr(parallel, "tensor_parallel", Group(2, 4))
+    monkeypatch.setattr(distributed, "tensor_parallel", Group(2, 4))
     for name, whole, part in [
         ("model.layers.0.self_attn.k_proj.weight", weight, weight[4:]),  # two ranks hold each half
         ("model.layers.0.self_attn.q_proj.weight", weight, weight[4:6]),
@@ -236,7 +238,7 @@ def test_only_the_part_of_a_rank_is_read(monkeypatch):
         shard("mlp.up_proj.weight", torch.zeros(9, 6))
     bias = torch.ones(3)
     assert shard("mlp.down_proj.bias", bias).tolist() == [0, 0, 0]
-    monkeypatch.setattr(parallel, "tensor_parallel", Group(0, 4))
+    monkeypatch.setattr(distributed, "tensor_parallel", Group(0, 4))
     assert shard("mlp.down_proj.bias", bias).tolist() == [1, 1, 1]
 
 
@@ -269,7 +271,7 @@ def test_a_draft_that_ranks_cannot_share_is_whole_on_each(tmp_path, monkeypatch)
     draft = random_model(3, heads=3, kv_heads=3, qkv_bias=True, o_bias=True)
     save(draft, None, tmp_path)
     loaded, _ = as_rank(1, 2, monkeypatch, partial(load, draft=True), tmp_path, "float64")
-    assert parallel.count_whole(loaded) == count_parameters(draft)
+    assert distributed.count_whole(loaded) == count_parameters(draft)
     assert torch.equal(loaded(random_tokens(9)), draft(random_tokens(9)))
 
 
@@ -302,18 +304,18 @@ def test_a_process_says_what_it_waits_for(monkeypatch, capsys):
         port = str(free.getsockname()[1])
     for name, value in (VARIABLES | {"MASTER_PORT": port}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(parallel, "SILENT_SECONDS", 0.01)
-    monkeypatch.setattr(parallel, "JOIN_TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr(distributed, "SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(distributed, "JOIN_TIMEOUT", timedelta(seconds=0.5))
     with pytest.raises(UserError, match="the 2 processes did not find each other: .*timed out"):
-        parallel.connect()
+        distributed.connect()
     line = f"minispec: waiting for all 2 processes at MASTER_ADDR=localhost, MASTER_PORT={port}"
     assert own_lines(capsys.readouterr().err) == [line]
 
 
 def test_one_process_under_torchrun_is_not_shared(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    parallel.join_tensor_parallel()
-    assert parallel.tensor_parallel == Group()
+    distributed.join_tensor_parallel()
+    assert distributed.tensor_parallel == Group()
 
 
 def test_a_shared_model_is_not_compiled(family, monkeypatch):
@@ -352,7 +354,7 @@ def as_world(rank: int, monkeypatch) -> None:
     def all_gather_object(values, value):
         values[:] = [value] * len(values)
 
-    monkeypatch.setattr(parallel, "world", Group(rank, 2))
+    monkeypatch.setattr(distributed, "world", Group(rank, 2))
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
 
 
@@ -383,7 +385,7 @@ def test_hidden_states_are_sent_to_rank_0_only(monkeypatch):
 
     def gather_object(value, values):
         sent.append(value)
-        assert (values is None) == (parallel.world.rank == 1)
+        assert (values is None) == (distributed.world.rank == 1)
         if values:
             values[:] = [value, sent[0]]
 
@@ -475,10 +477,10 @@ def start_ranks(ranks: list[int], *arguments) -> list[subprocess.Popen]:
 
 KILLED = """
 import os, signal, sys
-from minispec import parallel
+from minispec import distributed
 from minispec.generate import __main__ as command
 def dies(*arguments):
-    if parallel.tensor_parallel.rank == {rank}:
+    if distributed.tensor_parallel.rank == {rank}:
         {death}
     return before(*arguments)
 before, {name} = {name}, dies
@@ -488,8 +490,8 @@ command.main(sys.argv[1:])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank, name, death, expected", [
-    (0, "parallel.dist.all_reduce", "os.kill(os.getpid(), 9)", "exchange .* probably ended"),
-    (1, "parallel.dist.all_reduce", "os.kill(os.getpid(), 9)", "exchange .* probably ended"),
+    (0, "distributed.dist.all_reduce", "os.kill(os.getpid(), 9)", "exchange .* probably ended"),
+    (1, "distributed.dist.all_reduce", "os.kill(os.getpid(), 9)", "exchange .* probably ended"),
     (1, "command.load", "raise OSError(28, 'No space left')", "rank 1: .*No space left"),
 ])  # fmt: skip
 def test_a_rank_that_dies_ends_the_others(rank, name, death, expected, tmp_path):

@@ -133,7 +133,7 @@ def test_help_needs_no_docstring(monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         pretrain.main(["-h"])
     assert (
-        caught.value.code == 0 and "usage: python -m minispec.pretrain" in capsys.readouterr().out
+        caught.value.code == 0 and "usage: python -m minispec pretrain" in capsys.readouterr().out
     )
 
 
@@ -146,7 +146,7 @@ def test_two_processes_train_the_same_model_as_one(data, tmp_path):
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2",
         "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
     }  # fmt: skip
-    command = [sys.executable, "-m", "minispec.pretrain", "--data", *data, *SIZES,
+    command = [sys.executable, "-m", "minispec", "pretrain", "--data", *data, *SIZES,
                "--out", str(tmp_path / "both"), "--steps", "3"]  # fmt: skip
     ranks = [
         subprocess.Popen(command, stderr=subprocess.PIPE, text=True,

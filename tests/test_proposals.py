@@ -13,7 +13,14 @@ from conftest import SHARED, counting_model, needs_shared, random_model
 from tokenizers import Tokenizer as Backend
 
 from minispec.certify.common import GREEDY
-from minispec.certify.ours.cases import RANK_TREES, bound
+from minispec.certify.methods.cases import RANK_TREES, bound
+from minispec.certify.toys import (
+    random_medusa_heads,
+    random_mtp_head,
+    randomise,
+    small_model,
+    two_languages,
+)
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import decode
 from minispec.methods import hybrid, medusa
@@ -25,13 +32,6 @@ from minispec.methods.speculative import propose
 from minispec.methods.vocabulary import Compressed, count
 from minispec.model import Transformer
 from minispec.sampling import Seeded
-from minispec.toys import (
-    random_medusa_heads,
-    random_mtp_head,
-    randomise,
-    small_model,
-    two_languages,
-)
 from minispec.tree import Tree
 
 # ---- Medusa and FastMTP --------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 from conftest import GOLDEN
 
-from minispec import UserError, load
-from minispec.checkpoints import fetch, places
+from minispec import UserError, load, paths
+from minispec.checkpoints import fetch
 from minispec.checkpoints.load import resolve
 from minispec.generate import decode
 from minispec.generate.drafters import find_drafter
@@ -22,7 +22,7 @@ ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 def real(tmp_path, monkeypatch) -> Path:
     """An empty folder for the model; the hub's cache is empty too."""
     for name in "SMOLLM2", "SMOLLM2_HEADS":
-        monkeypatch.setattr(places, name, tmp_path / "smollm2")
+        monkeypatch.setattr(paths, name, tmp_path / "smollm2")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "smollm2"
 
@@ -51,7 +51,7 @@ def test_the_name_means_the_model_in_the_hub_s_cache_or_the_downloaded_one(real,
 def test_an_unwritable_cache_is_noticed_before_the_download(monkeypatch):
     monkeypatch.setattr(fetch, "find_smollm2", mock.Mock(side_effect=UserError))
     monkeypatch.setattr(fetch, "download", mock.Mock(side_effect=AssertionError))
-    monkeypatch.setattr(places, "SMOLLM2", Path(os.devnull, "cache"))
+    monkeypatch.setattr(paths, "SMOLLM2", Path(os.devnull, "cache"))
     with pytest.raises(UserError, match="null.* cannot be written .*; set XDG_CACHE_HOME to"):
         fetch.fetch()
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 from conftest import last_error_line
 
-from minispec import bench, machine, roofline
+from minispec import machine
+from minispec.bench import __main__ as bench
+from minispec.bench import plan
+from minispec.bench.plan import CARDS, MODEL_SHAPES, Hardware, Setting, Work, without_data
 from minispec.methods.adaptive import expected_tokens, grow_tree
 from minispec.methods.speculative import speedup
 from minispec.model import Config, Transformer
-from minispec.roofline import CARDS, MODEL_SHAPES, Hardware, Setting, Work, without_data
 
 # 9 heads in 3 groups, nothing a power of two, and every kind of bias and norm
 ODD = Config(50, 63, 3, 9, 3, 6, 101, 64, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
@@ -156,7 +158,7 @@ def test_a_measured_machine_has_the_same_roofline():
     model = bench.random_weights(ODD, "float32", "cpu")
     bench.COPY_BYTES, bench.MATMUL_SIZE = 2**20, 64
     measured = bench.measure_machine(model)
-    work = roofline.pass_work(model)
+    work = plan.pass_work(model)
     assert measured["pass_bytes"] == work.read_bytes
     assert measured["cache_bytes_per_token"] == 2 * 3 * 3 * 6 * 4
     for n, floor in enumerate(measured["floor"]):

@@ -7,12 +7,12 @@ import pytest
 import torch
 from conftest import random_model
 
-from minispec.certify.others.conventions import warper
-from minispec.certify.others.scoring import FIRST, Scores, normalise_end, smallest_p
+from minispec.certify.conventions import warper
+from minispec.certify.scoring import FIRST, Scores, normalise_end, smallest_p
+from minispec.certify.toys import small_model
 from minispec.generate import decode
-from minispec.generate.server.identity import gaps
+from minispec.remote.identity import gaps
 from minispec.sampling import Sampling
-from minispec.toys import small_model
 
 PROMPT, UNWARPED = [1, 2, 3], Sampling(1.0)
 

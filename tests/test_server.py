@@ -18,19 +18,19 @@ import torch
 from conftest import TOKENIZER, byte_model
 from served import CorrectServer, TextPrompts, serving
 
-from minispec import errors
+from minispec import cli
 from minispec.certify.__main__ import main
 from minispec.certify.common import NotSupported
-from minispec.certify.others import server
-from minispec.certify.others.context import ServerDecoder
-from minispec.certify.others.examination import Request
-from minispec.certify.others.server import SERVER_SAMPLINGS, check_server
-from minispec.certify.ours import mutants
+from minispec.certify.examination import Request
+from minispec.certify.methods import mutants
+from minispec.certify.servers import checks as server
+from minispec.certify.servers.checks import SERVER_SAMPLINGS, check_server
+from minispec.certify.servers.context import ServerDecoder
+from minispec.certify.toys import letter_tokenizer, small_model
 from minispec.checkpoints.load import save
-from minispec.errors import UserError
-from minispec.generate.server.api_keys import warn_if_exposed
-from minispec.generate.server.client import RequestError, Server, is_stop_reason
-from minispec.toys import letter_tokenizer, small_model
+from minispec.cli import UserError
+from minispec.remote.api_keys import warn_if_exposed
+from minispec.remote.client import RequestError, Server, is_stop_reason
 
 END, OTHER_END = 256, 259
 MODEL = byte_model(0, context=300, eos=(END, OTHER_END))
@@ -999,7 +999,7 @@ print("after")
 
 def test_standard_output_is_reserved_for_the_result():
     """In a separate process, because pytest replaces standard output."""
-    command = [sys.executable, "-c", PRINTS, errors.__file__]
+    command = [sys.executable, "-c", PRINTS, cli.__file__]
     buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     done = subprocess.run(command, capture_output=True, text=True, env=buffered)
     assert done.returncode == 0, done.stderr

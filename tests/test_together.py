@@ -22,6 +22,7 @@ import torch
 from conftest import ROOT, TOKENIZER, VOCAB, last_error_line, random_model, torchrun
 
 from minispec import Sampling, optimize
+from minispec.certify.toys import random_medusa_heads, random_mtp_head
 from minispec.checkpoints.heads import (
     load_vocabulary,
     save_medusa,
@@ -34,7 +35,6 @@ from minispec.generate import __main__ as generate
 from minispec.generate.drafters import load_drafter
 from minispec.methods.vocabulary import Language
 from minispec.sampling import Seeded
-from minispec.toys import random_medusa_heads, random_mtp_head
 
 PROMPT, TURNS = "Once upon a time", "and then?\n\n"
 RUN_SIZE = 8  # ways in one run

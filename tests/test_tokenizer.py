@@ -22,8 +22,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from minispec import UserError
+from minispec.certify.toys import letter_tokenizer
 from minispec.checkpoints.tokenizer import BYTE_LEVEL, Tokenizer
-from minispec.toys import letter_tokenizer
 
 TEXT = "Ünï 你好，世界 👩‍👩‍👧 𝔘 end � é"
 

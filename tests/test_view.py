@@ -14,12 +14,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from minispec import Sampling
+from minispec.certify.toys import Recorder
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import METHODS, decode, palette, stream, view
 from minispec.generate import __main__ as generate
 from minispec.generate.run import Chunk
 from minispec.sampling import probs
-from minispec.toys import Recorder
 from minispec.tree import Step, Tree
 
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")

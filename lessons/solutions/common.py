@@ -13,8 +13,8 @@ import torch
 from form import Wrong
 from torch import Tensor
 
+from minispec.certify.toys import every_outcome, total_variation
 from minispec.sampling import Randomness
-from minispec.toys import every_outcome, total_variation
 
 # ---- calls ---------------------------------------------------------------------------------------
 

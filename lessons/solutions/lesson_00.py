@@ -7,8 +7,8 @@ from functools import cache
 from form import Oracle, Task, Wrong
 
 from minispec import verify
+from minispec.certify.toys import Toy
 from minispec.sampling import OneHot, Seeded
-from minispec.toys import Toy
 from minispec.tree import Tree
 from solutions.common import call, differ
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from minispec import tree
 from minispec.cache import KVCache
+from minispec.certify.toys import small_model
 from minispec.model import Transformer
-from minispec.toys import small_model
 from minispec.tree import Tree
 from solutions.common import call
 

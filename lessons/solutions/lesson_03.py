@@ -10,7 +10,7 @@ from form import Oracle, Task, Wrong
 from torch import Tensor
 
 from minispec import verify
-from minispec.toys import total_variation
+from minispec.certify.toys import total_variation
 from minispec.tree import Tree
 from solutions.common import (
     CHANGED,

@@ -12,8 +12,8 @@ from form import Oracle, Task, Wrong
 from torch import Tensor
 
 from minispec import verify
+from minispec.certify.toys import total_variation
 from minispec.methods import adaptive
-from minispec.toys import total_variation
 from minispec.tree import Tree
 from minispec.verify import residual
 from solutions.common import (

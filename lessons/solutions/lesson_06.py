@@ -11,13 +11,13 @@ import torch
 from form import Oracle, Task, Wrong
 from torch import Tensor
 
+from minispec.certify.toys import random_mtp_head, small_model
 from minispec.methods import fastmtp
 from minispec.methods.adaptive import AdaptiveK, best_draft_size
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.vocabulary import FullVocabulary
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
-from minispec.toys import random_mtp_head, small_model
 from solutions.common import call, fastest, random_costs, speed, speed_distance
 
 # ---- solutions -----------------------------------------------------------------------------------

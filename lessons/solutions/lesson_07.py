@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from form import Oracle, Task, Wrong
 from torch import Tensor
 
-from minispec.training.distill import Documents, MTPLoss
-from minispec.training.distill.documents import cross_entropy
+from minispec.distill import Documents, MTPLoss
+from minispec.distill.documents import cross_entropy
 
 # ---- solution ------------------------------------------------------------------------------------
 

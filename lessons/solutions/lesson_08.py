@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from form import Oracle, Task, Wrong
 
-from minispec import bench
+from minispec.bench import __main__ as bench
 
 # ---- a simulated machine -------------------------------------------------------------------------
 

@@ -13,13 +13,13 @@ import torch
 from form import Oracle, Task, Wrong
 from torch import Tensor
 
-from minispec import toys
+from minispec.certify import toys
 from minispec.certify.common import GREEDY
-from minispec.certify.ours import mutants
-from minispec.certify.ours.cases import bound
-from minispec.certify.ours.mutants import Mutant, in_accept
+from minispec.certify.methods import mutants
+from minispec.certify.methods.cases import bound
+from minispec.certify.methods.mutants import Mutant, in_accept
+from minispec.certify.toys import ScriptedRandomness, Toy, every_outcome, total_variation
 from minispec.sampling import Randomness, Sampling, Seeded, probs
-from minispec.toys import ScriptedRandomness, Toy, every_outcome, total_variation
 from minispec.tree import Tree
 from minispec.verify import accept, residual
 from solutions.common import (

@@ -12,20 +12,18 @@ from typing import TextIO
 
 import torch
 
-from minispec import certify, parallel
+from minispec import certify, distributed
 from minispec.certify.common import Verdict
 from minispec.certify.compare import compare
-from minispec.certify.others.blackbox import (
+from minispec.certify.functions.checks import (
     FUNCTION_CHECKS,
     THOROUGH,
     Limits,
     check_implementation,
 )
-from minispec.certify.others.context import precision
-from minispec.certify.others.functions import load_implementation
-from minispec.certify.others.server import REQUESTS, SERVER_CHECKS, check_server
-from minispec.certify.ours.checks import CHECKS
-from minispec.certify.ours.mutants import check_mutants
+from minispec.certify.functions.decoder import load_implementation
+from minispec.certify.methods.checks import CHECKS
+from minispec.certify.methods.mutants import check_mutants
 from minispec.certify.report import (
     INFO_ROWS,
     exit_code,
@@ -34,9 +32,11 @@ from minispec.certify.report import (
     summary,
     write_junit,
 )
+from minispec.certify.servers.checks import REQUESTS, SERVER_CHECKS, check_server
+from minispec.certify.servers.context import precision
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load
-from minispec.errors import (
+from minispec.cli import (
     OutputFile,
     OutputFolder,
     Parser,
@@ -49,8 +49,8 @@ from minispec.errors import (
     stdout_reserved,
     suggestion,
 )
-from minispec.generate.server.api_keys import keys_in, warn_if_exposed
-from minispec.generate.server.client import Server
+from minispec.remote.api_keys import keys_in, warn_if_exposed
+from minispec.remote.client import Server
 
 PACKAGE_CHECKS = CHECKS | {"mutants": check_mutants}
 MODES = "impl", "server", "compare"
@@ -162,7 +162,7 @@ def limits_of(args: argparse.Namespace) -> Limits:
 @command
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
-    parallel.require_one_process("certify")
+    distributed.require_one_process("certify")
     args = parse(argv)
     with stdout_reserved() as out, tempfile.TemporaryDirectory() as temporary:
         folder = args.save or Path(temporary)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minispec.certify.common import Verdict, first_difference
-from minispec.errors import UserError
+from minispec.cli import UserError
 from minispec.generate.api import common_prefix_length
 from minispec.model import Transformer
 

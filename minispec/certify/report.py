@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 
 from minispec import machine
 from minispec.certify.common import Verdict
-from minispec.certify.others.checkpoints import digest
-from minispec.errors import printable, writing
+from minispec.certify.functions.checkpoints import digest
+from minispec.cli import printable, writing
 from minispec.machine import describe_machine, package_version
 
 INFO_ROWS = "server", "baseline", "drafts"  # rows about the test itself, which prove nothing

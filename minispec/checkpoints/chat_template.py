@@ -11,7 +11,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minispec.errors import UserError
+from minispec.cli import UserError
 
 Messages = list[dict[str, str]]  # {role, content}
 PRIVATE_USE = "\U000f0000", "\U000ffffd"  # the first and last of Unicode's plane 15

@@ -11,7 +11,7 @@ from reprlib import repr as brief
 
 import torch
 
-from minispec.errors import UserError, optional_json, read_json
+from minispec.cli import UserError, optional_json, read_json
 from minispec.model import Config
 
 FAMILIES = {  # model_type -> class name in transformers

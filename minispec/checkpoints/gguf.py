@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minispec.checkpoints.config import Keys, parse_config
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import UserError
+from minispec.cli import UserError
 from minispec.model import Config, rope_frequencies
 
 ARCHITECTURES = "llama", "qwen2", "qwen3"  # Mistral's files use llama's

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minispec import parallel
+from minispec import distributed
 from minispec.checkpoints.config import Keys, attention_sizes, config_json, read_rope
 from minispec.checkpoints.load import check_fingerprint, resolve
 from minispec.checkpoints.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ from minispec.checkpoints.weights import (
     write_tensors,
     write_text,
 )
-from minispec.errors import UserError, optional_json, read_json
+from minispec.cli import UserError, optional_json, read_json
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads, with_prefixes
 from minispec.methods.vocabulary import Compressed, Language, Subset
@@ -184,7 +184,7 @@ def load_mtp(
     with torch.device("meta"):
         head = MTPHead(model.config)
     fill(head, tensors, str(source), model.dtype, model.device)
-    parallel.all_reduce_outputs(head)
+    distributed.all_reduce_outputs(head)
     head.acceptance = read_acceptance(folder / "config.json")
     return head.eval()
 

@@ -13,7 +13,7 @@ from textwrap import shorten
 import torch
 from torch import Tensor
 
-from minispec.checkpoints import places
+from minispec import paths
 from minispec.checkpoints.config import UNQUANTISED, config_json, read_config
 from minispec.checkpoints.gguf import find_gguf, read_gguf, read_gguf_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
@@ -28,9 +28,9 @@ from minispec.checkpoints.weights import (
     write_tensors,
     write_text,
 )
-from minispec.errors import UserError
+from minispec.cli import UserError
+from minispec.distributed import all_reduce_outputs, shard, shard_config
 from minispec.model import Config, Transformer
-from minispec.parallel import all_reduce_outputs, shard, shard_config
 
 SUFFIXES = ".json", ".jinja", ".safetensors", ".bin", ".pt", ".gguf"
 ACCESS_ADVICE = ("check the name; if access to the model is restricted, accept its licence on its "
@@ -105,13 +105,13 @@ def find_smollm2() -> Path:
     from huggingface_hub import snapshot_download
 
     with contextlib.suppress(Exception):  # absent or incomplete
-        directory = Path(snapshot_download(places.SMOLLM2_ID, local_files_only=True))
+        directory = Path(snapshot_download(paths.SMOLLM2_ID, local_files_only=True))
         needed_files = *weight_files(directory), directory / "config.json"
         if all(f.exists() for f in (*needed_files, directory / "tokenizer.json")):
             return directory
-    if (places.SMOLLM2 / "target" / "config.json").exists():
-        return places.SMOLLM2 / "target"
-    raise UserError("smollm2 has not been downloaded; run `python -m minispec.fetch` (93 MB)")
+    if (paths.SMOLLM2 / "target" / "config.json").exists():
+        return paths.SMOLLM2 / "target"
+    raise UserError("smollm2 has not been downloaded; run `python -m minispec fetch` (93 MB)")
 
 
 def pick_device(device: str | torch.device) -> torch.device:
@@ -143,9 +143,9 @@ def load(
 ) -> tuple[Transformer, Tokenizer | None]:  # fmt: skip
     """Load the model and tokenizer (None if there is none) from a directory, hub id or GGUF file.
     Weights stored in this dtype are not copied but mapped from their file: it may be replaced while
-    they are in use, but not overwritten. Sets `model.source` to the path. After
-    `parallel.join_tensor_parallel`, the model is this rank's shard, or a whole `draft` that cannot
-    be shared. Raises UserError if something is missing or not supported."""
+    they are in use, but not overwritten. Sets `model.source` to the path. After ranks have joined
+    (see distributed.py), the model is this rank's shard, or a whole `draft` that cannot be shared.
+    Raises UserError if something is missing or not supported."""
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)
     path = resolve(source)

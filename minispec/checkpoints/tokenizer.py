@@ -20,7 +20,7 @@ from minispec.checkpoints.chat_template import (
     render,
     replace_all,
 )
-from minispec.errors import UserError, optional_json
+from minispec.cli import UserError, optional_json
 
 ADDED_TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
 SPECIAL_NAMES = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]

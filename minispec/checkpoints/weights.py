@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from minispec import parallel
+from minispec import distributed
 from minispec.checkpoints.config import FLAT_OBJECT, UNQUANTISED, Keys
-from minispec.errors import UserError, read_json
+from minispec.cli import UserError, read_json
 from minispec.model import Config
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -74,13 +74,14 @@ def read_tensors(path: Path, config: Config) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return tensors
     # copies, since tensors in a pickle may share memory; training would change both
-    return {str(n): parallel.shard(str(n), tensors.pop(n), config).clone() for n in list(tensors)}
+    names = list(tensors)
+    return {str(n): distributed.shard(str(n), tensors.pop(n), config).clone() for n in names}
 
 
 def read_rank_shards(path: Path, config: Config) -> dict[str, Tensor]:
     """Read this rank's shards of the tensors in a .safetensors file, and nothing else of it."""
     with reading(path), safetensors.safe_open(path, "pt") as file:
-        return {name: parallel.shard(name, file.get_slice(name), config) for name in file.keys()}
+        return {name: distributed.shard(name, file.get_slice(name), config) for name in file.keys()}
 
 
 def fill(

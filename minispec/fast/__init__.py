@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minispec import parallel
-from minispec.errors import UserError
+from minispec import distributed
+from minispec.cli import UserError
 from minispec.fast.graphs import compile_passes, is_compiled
 from minispec.fast.products import MeasuredLinear, fastest_products, key_of
 from minispec.methods.fastmtp import MTPHead
@@ -31,8 +31,8 @@ def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> 
     if int8:
         names = {layer: name for name, layer in model.named_modules()}
         swap(model, lambda layer: Int8Linear(layer, names[layer]))
-    if compiled and parallel.tensor_parallel.size > 1:
-        raise UserError(parallel.NOT_COMPILED)
+    if compiled and distributed.tensor_parallel.size > 1:
+        raise UserError(distributed.NOT_COMPILED)
     if compiled:
         compile_passes(model)
     optimize_layers(model)
@@ -58,13 +58,13 @@ def optimize_layers(module: nn.Module) -> None:
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     weights = [layer.weight for layer in layers]
     if weights and weights[0].device.type == "cpu":
-        products = parallel.from_rank_0(lambda: fastest_products(weights))
+        products = distributed.from_rank_0(lambda: fastest_products(weights))
         swap(module, lambda layer: MeasuredLinear(layer, products[key_of(layer.weight)]))
 
 
 def measured(layer: nn.Linear) -> MeasuredLinear:
     """The layer with the products that are fastest for it."""
-    products = parallel.from_rank_0(lambda: fastest_products([layer.weight]))
+    products = distributed.from_rank_0(lambda: fastest_products([layer.weight]))
     return MeasuredLinear(layer, products[key_of(layer.weight)])
 
 
@@ -88,7 +88,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         weight = linear.weight.detach()
         precise = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        largest = parallel.largest_in_rows(precise, f"{name}.weight")
+        largest = distributed.largest_in_rows(precise, f"{name}.weight")
         scale = largest.clamp(min=1e-12) / 127  # (out,)
         self.register_buffer("rounded", (precise / scale[:, None]).round().to(torch.int8))
         self.register_buffer("scale", scale.to(weight.dtype))

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec.checkpoints import places
-from minispec.errors import UserError, check_package, check_writable
+from minispec import paths
+from minispec.cli import UserError, check_package, check_writable
 from minispec.methods.fastmtp import MTPHead
 from minispec.model import Backbone, ForwardContext, Transformer
 
@@ -142,9 +142,9 @@ def run_on_whole_cache(graph: Callable, inputs: list[Tensor], ctx: ForwardContex
 
 def cached_graph(network: Transformer | MTPHead, module: Backbone | MTPHead) -> Callable:
     """The graph of a network's passes on this CPU, compiled once and kept in the cache folder."""
-    path = places.CACHE / f"{graph_key(network, module)}.pt2"
+    path = paths.CACHE / f"{graph_key(network, module)}.pt2"
     if not path.exists():
-        check_writable(path, "--compile", places.CACHE_ADVICE)
+        check_writable(path, "--compile", paths.CACHE_ADVICE)
         check_compiler("cpu")
         with elapsed_time(f"compiling {type(module).__name__}, only once"):
             compile_graph(network, module, path)

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minispec.checkpoints import places
-from minispec.cost import interleaved_min_times
+from minispec import paths
+from minispec.fast.cost import interleaved_min_times
 from minispec.machine import processor
 
 TIMED_ROWS = 1, 2, 4, 8, 16, 32, 64  # a row count between two of them uses the choice of the larger
@@ -163,7 +163,7 @@ def choices_file() -> Path:
     instructions = torch.backends.cpu.get_cpu_capability()
     system = processor(), instructions, torch.__version__, torch.get_num_threads(), TIMED_ROWS
     digest = blake2b(repr(system).encode(), digest_size=8).hexdigest()
-    return places.CACHE / f"products-{digest}.json"
+    return paths.CACHE / f"products-{digest}.json"
 
 
 def name_of(key: Key) -> str:

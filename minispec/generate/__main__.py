@@ -9,11 +9,11 @@ import os
 import sys
 from typing import TextIO
 
-from minispec import parallel
+from minispec import distributed
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import (
+from minispec.cli import (
     TEXT_ENCODING,
     OutputFile,
     Parser,
@@ -148,7 +148,7 @@ def check_flags(args: argparse.Namespace) -> None:
         (args.chat and ids_or_file, "--chat cannot use --prompt-ids or --prompt-file"),
         (args.system is not None and not args.chat, "--system requires --chat"),
         (args.color and args.json, "--color and --json are mutually exclusive"),
-        (args.compile and parallel.tensor_parallel.size > 1, parallel.NOT_COMPILED),
+        (args.compile and distributed.tensor_parallel.size > 1, distributed.NOT_COMPILED),
         (args.draft is not None and args.heads is not None,
          "--draft and --heads are mutually exclusive"),
         (args.draft is not None and (args.vocabulary or args.vocabulary_size) is not None,
@@ -160,8 +160,8 @@ def check_flags(args: argparse.Namespace) -> None:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    parallel.join_tensor_parallel()
-    with parallel.together():
+    distributed.join_tensor_parallel()
+    with distributed.together():
         args = parser().parse_args(argv)
         check_flags(args)
     with stdout_reserved() if args.json else contextlib.nullcontext(sys.stdout) as out:
@@ -170,9 +170,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def generate(args: argparse.Namespace, out: TextIO) -> None:
     """Generate as the flags say and write the text, or the JSON object, to `out`."""
-    prompt = None if args.chat else parallel.from_rank_0(lambda: read_prompt(args))
-    args.model = parallel.from_rank_0(default_model) if args.model is None else args.model
-    with parallel.together():
+    prompt = None if args.chat else distributed.from_rank_0(lambda: read_prompt(args))
+    args.model = distributed.from_rank_0(default_model) if args.model is None else args.model
+    with distributed.together():
         model, tokenizer = load(args.model, args.dtype, args.device)
         if not args.json or args.chat:
             require_tokenizer(tokenizer, model.source, "use --json, which prints token ids")
@@ -193,7 +193,7 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
         shown_prompt = prompt if isinstance(prompt, str) and not args.json else ""
         show(run, args, tokenizer, out, shown_prompt)
     if args.html is not None and run is not None:
-        file = os.devnull if parallel.tensor_parallel.rank else args.html
+        file = os.devnull if distributed.tensor_parallel.rank else args.html
         write_page(file, model, tokenizer, run, args.model)
 
 

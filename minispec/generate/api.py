@@ -8,11 +8,11 @@ from operator import index
 
 import torch
 
-from minispec import parallel
+from minispec import distributed
 from minispec.cache import KVCache
 from minispec.checkpoints.load import require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import UserError, suggestion
+from minispec.cli import UserError, suggestion
 from minispec.generate.drafters import with_drafter, with_policies
 from minispec.generate.run import Run, StopConditions, without_autocast
 from minispec.methods.autoregressive import autoregressive
@@ -88,7 +88,7 @@ def stream(
     steps = METHODS[method](model, ids, sampling, randomness, cache=cache, **options)
     decoder = tokenizer.stream(ids) if tokenizer else None
     modules = (value for value in options.values() if isinstance(value, torch.nn.Module))
-    extra = sum(map(parallel.count_whole, modules))
+    extra = sum(map(distributed.count_whole, modules))
     caches = [value for value in (cache, options.get("draft_cache")) if value is not None]
     return Run(method, ids, steps, caches, sampling, conditions, stop_ids, decoder, extra)
 

@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from minispec.checkpoints import places
+from minispec import paths
 from minispec.checkpoints.heads import PUBLISHED_TREES, load_medusa, load_mtp, load_vocabulary
 from minispec.checkpoints.load import load
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cost import cost_curve, draft_cost, head_cost, heads_cost
-from minispec.errors import UserError, read_json
+from minispec.cli import UserError, read_json
 from minispec.fast import optimize, optimize_drafter
+from minispec.fast.cost import cost_curve, draft_cost, head_cost, heads_cost
 from minispec.methods.adaptive import AdaptiveK, AdaptiveTree, grow_tree
 from minispec.methods.medusa import UNSHARED, MedusaHeads
 from minispec.methods.vocabulary import Vocabulary
@@ -99,7 +99,7 @@ def find_drafter(method: str, model: Transformer) -> Path:
     real = source and source.resolve()  # "." has no parent, and a link has two
     folders = [path / folder for path in (source, source.parent, real.parent)] if source else []
     if source and is_smollm2(real):
-        folders.append(places.SMOLLM2_HEADS / folder)
+        folders.append(paths.SMOLLM2_HEADS / folder)
     if source and method == "fastmtp" and model.config.model_type == "mimo":
         folders.insert(0, source)  # its checkpoints contain their own head
     for candidate in folders:
@@ -112,8 +112,8 @@ def find_drafter(method: str, model: Transformer) -> Path:
 
 def is_smollm2(source: Path) -> bool:
     """Whether a model was loaded from the Hugging Face cache of SmolLM2, or from our download."""
-    hub = f"models--{places.SMOLLM2_ID.replace('/', '--')}"
-    return hub in source.parts or source == (places.SMOLLM2 / "target").resolve()
+    hub = f"models--{paths.SMOLLM2_ID.replace('/', '--')}"
+    return hub in source.parts or source == (paths.SMOLLM2 / "target").resolve()
 
 
 def check_vocabularies(

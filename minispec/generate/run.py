@@ -10,7 +10,7 @@ import torch
 
 from minispec.cache import KVCache
 from minispec.checkpoints.tokenizer import TextStream
-from minispec.errors import UserError
+from minispec.cli import UserError
 from minispec.sampling import Sampling
 from minispec.tree import Step, Tree
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from minispec import parallel
+from minispec import distributed
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import UserError, note
+from minispec.cli import UserError, note
 from minispec.generate.api import common_prefix_length, stream, unlisted_eos_warning
 from minispec.generate.run import Run
 from minispec.generate.view import paint
@@ -31,7 +31,7 @@ def show(
                 new = paint(chunk, tokenizer, n % 2 == 1, args.color == "full")
             print(before + new, end="", file=out, flush=True)
             before, shown = "", shown + len(chunk.text)
-    parallel.check_agreement(run.tokens)
+    distributed.check_agreement(run.tokens)
     if run.finish_reason is None:
         run.finish("interrupted")
         before += "" if args.json else run.text[shown:]  # held back as a possible stop string
@@ -103,7 +103,7 @@ def user_turns(first: str | None) -> Iterator[str]:
     """Yield `first`, if any, then lines of standard input, with a prompt sign on a terminal."""
     if first:
         yield first
-    while line := parallel.from_rank_0(read_line):
+    while line := distributed.from_rank_0(read_line):
         if line.strip():
             yield line.strip()
 

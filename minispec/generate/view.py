@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import writing
+from minispec.cli import writing
 from minispec.generate.palette import ACCEPTED, FRESH, REJECTED, ansi, css
 from minispec.generate.run import Chunk, Run
 from minispec.model import Transformer

@@ -1,7 +1,7 @@
 """Adaptive policies: choose K for a chain, or the nodes of a tree, by what a pass costs.
 
 Both maximise a round's expected tokens per unit of cost. The caller passes in a measured cost curve
-(see `minispec.cost`): curve[n] is the cost of a pass over n tokens, relative to a pass over one.
+(see `fast.cost`): curve[n] is the cost of a pass over n tokens, relative to a pass over one.
 If no drafts pay, a round is a plain step, and drafts are tried again now and then (see `Probes`).
 A policy decides from what is known before a round, never from what the round draws, so it is as
 lossless as a fixed choice. But a seed reproduces a sampled run only if the measured costs are the

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minispec.cache import KVCache
-from minispec.errors import UserError
+from minispec.cli import UserError
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, argmax, probs
 from minispec.tree import Step, Tree

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
-from minispec.errors import UserError
+from minispec.cli import UserError
 from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Randomness, Sampling, probs

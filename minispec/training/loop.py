@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minispec import parallel
+from minispec import distributed
 from minispec.checkpoints.load import pick_device
 from minispec.checkpoints.weights import atomic_write, write_text
-from minispec.errors import OutputFolder, UserError, number
+from minispec.cli import OutputFolder, UserError, number
 
 try:
     import fcntl
@@ -131,7 +131,7 @@ def train(
     --save-every steps and at the end. The default optimisers are Muon and AdamW. If there are
     several processes, each computes the loss of its rows; these losses, and their gradients, add up
     to those of the batch."""
-    rank, world = parallel.world.rank, parallel.world.size
+    rank, world = distributed.world.rank, distributed.world.size
     identity |= {name: str(getattr(args, name)) for name in ("rows", "context", "seed")}
     run = TrainingRun(model, optimizers or muon_and_adamw(model), identity)
     if (args.out / CHECKPOINT).exists():
@@ -148,7 +148,7 @@ def train(
             run.step += 1
             run.seconds += time.perf_counter() - start
             bar.total = steps
-            bar.set_postfix(loss=f"{parallel.all_reduce(value):.3f}", refresh=False)
+            bar.set_postfix(loss=f"{distributed.all_reduce(value):.3f}", refresh=False)
             bar.update()
             done = run.step >= total_steps(args, run)
             if rank == 0 and (done or run.step % args.save_every == 0):
@@ -179,7 +179,7 @@ def optimizer_step(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: 
     loss.backward()
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for p in (p for group in groups for p in group["params"] if p.grad is not None):
-        p.grad = parallel.all_reduce(p.grad)
+        p.grad = distributed.all_reduce(p.grad)
     norm = nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
     if not norm.isfinite():
         raise UserError(f"the loss is {loss:.3f} and its gradient is not finite: lower --lr")
@@ -192,7 +192,7 @@ def optimizer_step(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: 
 
 def check_processes(args: argparse.Namespace) -> None:
     """Raise UserError for flags that do not suit the number of processes."""
-    size = parallel.world.size
+    size = distributed.world.size
     if size > 1 and args.minutes:  # processes would stop at different steps
         raise UserError("--minutes works in one process only: use --steps")
     if args.rows % size:
@@ -256,12 +256,12 @@ def training_setup(args: argparse.Namespace, argv: list[str]) -> Iterator[None]:
     args.dtype and args.device by torch objects, and sets args.line to the command line with
     absolute paths shortened to file names."""
     with contextlib.ExitStack() as stack:
-        with parallel.together():
+        with distributed.together():
             args.dtype, args.device = getattr(torch, args.dtype), pick_device(args.device)
             args.line = " ".join(map(without_folder, argv))
             check_processes(args)
             # Windows cannot open folders and has no such locks
-            if fcntl and parallel.world.rank == 0:
+            if fcntl and distributed.world.rank == 0:
                 folder = os.open(args.out, os.O_RDONLY)
                 stack.callback(os.close, folder)
                 lock(folder, f"--out {args.out}")

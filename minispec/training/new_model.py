@@ -8,7 +8,7 @@ from torch import nn
 
 from minispec.checkpoints.load import check_fingerprint, load
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import Source, UserError, number
+from minispec.cli import Source, UserError, number
 from minispec.model import Config, Transformer
 
 SIZE_HELP = {"layers": "transformer layers", "width": "hidden size", "heads": "attention heads",

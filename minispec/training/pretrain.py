@@ -1,6 +1,6 @@
 """Train a small model on text.
 
-    python -m minispec.pretrain --data stories.txt dialogues.jsonl --out target --steps 3000
+    python -m minispec pretrain --data stories.txt dialogues.jsonl --out target --steps 3000
 
 The loss is next-token cross-entropy over packed documents. Muon trains the matrices, AdamW the
 rest, on a cosine schedule. A run restarted with the same --out resumes where it stopped. Under
@@ -20,10 +20,10 @@ from tokenizers import Tokenizer as BPE
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
-from minispec import parallel
+from minispec import distributed
 from minispec.checkpoints.load import read_tokenizer, save
 from minispec.checkpoints.tokenizer import Tokenizer, read_backend
-from minispec.errors import Parser, command, number
+from minispec.cli import Parser, command, number
 from minispec.generate import decode
 from minispec.model import Transformer, count_parameters
 from minispec.training.loop import (
@@ -119,7 +119,7 @@ class NextToken(nn.Module):
         logits = self.transformer.logits(self.transformer(rows[:, :-1]))
         labels = rows[:, 1:].to(logits.device)
         mean = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        return mean / parallel.world.size
+        return mean / distributed.world.size
 
 
 @torch.no_grad()
@@ -178,7 +178,7 @@ def finish(
 @command
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    p = Parser(prog="python -m minispec.pretrain", description=__doc__)
+    p = Parser(prog="python -m minispec pretrain", description=__doc__)
     p.add_argument("--data", type=Path, nargs="+", required=True, metavar="PATH",
                    help="text files or folders (see training/text.py)")  # fmt: skip
     p.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use instead of a new one")
@@ -186,11 +186,11 @@ def main(argv: list[str] | None = None) -> None:
                    help="size of a new tokenizer (default: %(default)s)")  # fmt: skip
     size_arguments(p, layers=6, width=192, heads=3, ffn=512)
     training_arguments(p, steps=2000, context=256, lr=4e-3)
-    parallel.join()
-    with parallel.together():
+    distributed.join()
+    with distributed.together():
         args = p.parse_args(argv)
     with training_setup(args, ["pretrain", *argv]):
-        with parallel.together():
+        with distributed.together():
             corpus, held_out = read_corpus(args.data)
         tokenizer = choose_tokenizer(args, corpus)
         eos_ids = tuple(map(tokenizer.backend.token_to_id, (END, END_TURN)))
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
         }
         batch = packed_batches(sum(tokens.values(), []), args.rows, args.context, args.seed)
         run = train(model, identity, NextToken(model), batch, args)
-        if parallel.world.rank == 0:
+        if distributed.world.rank == 0:
             sizes = {name: sum(map(len, rows)) for name, rows in tokens.items()}
             finish(run, tokenizer, sizes, held_out, args)
 

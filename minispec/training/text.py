@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.errors import UserError
+from minispec.cli import UserError
 
 
 class Conversation(list[dict[str, str]]):

@@ -13,12 +13,13 @@ from pathlib import Path
 import httpx
 from serve import serving, vllm_tokens
 
-from minispec import bench, load
+from minispec import load
+from minispec.bench import __main__ as bench
+from minispec.distill.__main__ import main as distill
 from minispec.fast import optimize
 from minispec.generate import decode
 from minispec.generate.drafters import load_drafter
 from minispec.generate.run import acceptance
-from minispec.training.distill import main as distill
 
 CHAIN_OF_3 = [(0,), (0, 0), (0, 0, 0)]
 p = argparse.ArgumentParser(description=__doc__)

@@ -19,7 +19,8 @@ import httpx
 import torch
 from serve import serving, vllm_tokens
 
-from minispec import UserError, bench, load
+from minispec import UserError, load
+from minispec.bench import __main__ as bench
 from minispec.checkpoints.gguf import find_gguf
 from minispec.fast import optimize
 from minispec.generate.drafters import find_drafter, load_drafter

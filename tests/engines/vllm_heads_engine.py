@@ -9,9 +9,9 @@ import torch
 from vllm_engine import K, engine
 
 from minispec.checkpoints.load import load
+from minispec.distill.export import export_medusa, export_mtp
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import new_heads
-from minispec.training.distill.export import export_medusa, export_mtp
 
 
 def with_heads(export, **speculation):

@@ -27,11 +27,11 @@ from pathlib import Path
 import torch
 from steps import TOTAL_MINUTES, Results, Step, main, table
 
-from minispec import bench, load
-from minispec.checkpoints import places
+from minispec import load, paths
+from minispec.bench import __main__ as bench
+from minispec.distill.own_text import read_generated
 from minispec.generate import decode
 from minispec.training.loop import CHECKPOINT
-from minispec.training.own_text import read_generated
 
 BEGINNINGS = {  # category of text -> how user turns begin; "" lets the model decide
     "prose": ["", "", "", "", "Translate German to English:", "Summarize:", "Who", "When", "Where",
@@ -47,7 +47,7 @@ FULL_SCALE = {"model": "smollm2", "tokens": 200,
               "documents": {"prose": 9000, "code": 5000, "sums": 7000, "data": 9000},
               "batch": 256, "rows": 64, "context": 384, "vocabulary": 8192,
               "prompts": 5, "answer": 64, "dtype": "bfloat16"}  # fmt: skip
-SMALL_SCALE = {"model": str(places.TOY), "documents": dict.fromkeys([*BEGINNINGS, "data"], 4),
+SMALL_SCALE = {"model": str(paths.TOY), "documents": dict.fromkeys([*BEGINNINGS, "data"], 4),
                "tokens": 40, "batch": 16, "rows": 4, "context": 96, "vocabulary": 512,
                "prompts": 1, "answer": 24, "dtype": "float32"}  # fmt: skip
 HEAD_FLAGS = {"mtp": ["--k", "3", "--soft", "--lr", "2e-3"],

@@ -21,19 +21,19 @@ from types import SimpleNamespace
 import torch
 from steps import ROOT, Results, Step, main, table
 
-from minispec import UserError, bench, load
-from minispec.checkpoints import places
+from minispec import UserError, load, paths
+from minispec.bench import __main__ as bench
+from minispec.bench.plan import pass_work
 from minispec.checkpoints.heads import PUBLISHED_TREES
-from minispec.cost import ROW_COUNTS, interleaved_min_times, one_pass
 from minispec.fast import optimize
+from minispec.fast.cost import ROW_COUNTS, interleaved_min_times, one_pass
 from minispec.generate import decode
 from minispec.generate.run import Run
 from minispec.methods.medusa import new_heads
 from minispec.model import Transformer
-from minispec.roofline import pass_work
 from minispec.training.text import Conversation, encode
 
-TOY = str(places.TOY)
+TOY = str(paths.TOY)
 QUESTIONS = ["Write a short story about a bird that could not fly.",
              "Tom has 12 apples and buys 3 bags of 8 apples each. How many does he have? Explain.",
              "Write a Python function that returns the n-th Fibonacci number."]  # fmt: skip

@@ -4,7 +4,7 @@ import torch
 
 from lessons.assignments.grading import Mistake
 from minispec.cache import KVCache
-from minispec.certify.ours import mutants
+from minispec.certify.methods import mutants
 from minispec.tree import layout
 
 place, commit = KVCache.place, KVCache.commit

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from minispec.toys import small_model
+from minispec.certify.toys import small_model
 
 GRADED = {
     "depth": "layout", "mask": "layout", "place": "KVCache.place", "commit": "KVCache.commit",

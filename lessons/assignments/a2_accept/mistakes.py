@@ -6,7 +6,7 @@ import torch
 
 from lessons.assignments.grading import Mistake
 from minispec import verify
-from minispec.certify.ours import mutants
+from minispec.certify.methods import mutants
 from minispec.tree import Tree
 
 

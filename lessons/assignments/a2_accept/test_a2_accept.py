@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from minispec.certify.toys import every_outcome
 from minispec.sampling import OneHot, Seeded
-from minispec.toys import every_outcome
 from minispec.tree import Tree
 
 V = 4  # tokens

@@ -6,10 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minispec.certify.ours.cases import SAMPLINGS
-from minispec.methods.autoregressive import autoregressive
-from minispec.sampling import Sampling, Seeded, probs
-from minispec.toys import (
+from minispec.certify.methods.cases import SAMPLINGS
+from minispec.certify.toys import (
     Negated,
     Recorder,
     Toy,
@@ -18,6 +16,8 @@ from minispec.toys import (
     small_model,
     total_variation,
 )
+from minispec.methods.autoregressive import autoregressive
+from minispec.sampling import Sampling, Seeded, probs
 
 GREEDY, WARM = Sampling(), Sampling(0.8, top_k=5)
 GRADED = {

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from lessons.assignments.grading import Mistake
-from minispec.certify.ours import mutants
+from minispec import distill
+from minispec.certify.methods import mutants
 from minispec.methods import adaptive, medusa
 from minispec.sampling import OneHot
-from minispec.training import distill
 from minispec.tree import Tree
 
 new_heads, propose, typical_path = medusa.new_heads, medusa.propose, medusa.typical_path

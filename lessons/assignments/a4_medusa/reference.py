@@ -1,8 +1,8 @@
 """The reference solution is the package."""
 
+from minispec.distill import labels_of
 from minispec.methods.adaptive import expected_tokens, grow_tree
 from minispec.methods.medusa import MedusaHeads, ResBlock, new_heads, propose, typical_path
-from minispec.training.distill import labels_of
 from minispec.tree import Tree
 
 from_paths = Tree.from_paths

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
+from minispec.certify.toys import randomise, small_model
 from minispec.methods.vocabulary import FullVocabulary, Subset
 from minispec.sampling import OneHot
-from minispec.toys import randomise, small_model
 from minispec.tree import Tree
 
 GRADED = {

@@ -5,10 +5,16 @@ import random
 import pytest
 import torch
 
+from minispec.certify.toys import (
+    Toy,
+    exact_distribution,
+    first_tokens,
+    small_model,
+    total_variation,
+)
 from minispec.methods import lookahead
 from minispec.methods.autoregressive import autoregressive
 from minispec.sampling import Sampling, Seeded
-from minispec.toys import Toy, exact_distribution, first_tokens, small_model, total_variation
 from minispec.tree import Tree
 
 GREEDY = Sampling()

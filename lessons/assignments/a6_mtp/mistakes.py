@@ -4,12 +4,12 @@ states, cache rows and distributions show them."""
 import torch
 
 from lessons.assignments.grading import Mistake
-from minispec.certify.ours import mutants
+from minispec.certify.methods import mutants
+from minispec.distill import AllSteps, Documents, MTPLoss, step_weights
+from minispec.distill.documents import cross_entropy
 from minispec.methods.fastmtp import Drafter
 from minispec.model import Block, ForwardContext
 from minispec.sampling import draw
-from minispec.training.distill import AllSteps, Documents, MTPLoss, step_weights
-from minispec.training.distill.documents import cross_entropy
 
 extend, chain = Drafter.extend, Drafter.chain
 labels, plan = Documents.labels, MTPLoss.plan

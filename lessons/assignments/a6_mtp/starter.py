@@ -3,12 +3,12 @@ README.md."""
 
 from torch import Tensor
 
+from minispec import distill
+from minispec.distill import AllSteps
 from minispec.methods import fastmtp
 from minispec.methods.vocabulary import DraftHead
 from minispec.model import ForwardContext
 from minispec.sampling import Randomness, Sampling
-from minispec.training import distill
-from minispec.training.distill import AllSteps
 
 
 class MTPHead(fastmtp.MTPHead):

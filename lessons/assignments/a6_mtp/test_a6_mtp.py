@@ -5,19 +5,19 @@ import random
 import pytest
 import torch
 
+from minispec.certify.toys import Recorder, random_mtp_head, randomise, small_model
 from minispec.methods import fastmtp
 from minispec.methods.vocabulary import FullVocabulary, Subset
 from minispec.model import make_context
 from minispec.sampling import Sampling, Seeded, probs
-from minispec.toys import Recorder, random_mtp_head, randomise, small_model
 
 GREEDY = Sampling()
 GRADED = {
     "head": "MTPHead.layers", "extend": "Drafter.extend", "chain": "Drafter.chain",
     "rounds": "Drafter.extend, Drafter.chain", "weights": "step_weights",
     "labels": "Documents.labels",
-    "aligned": "MTPLoss.steps, MTPLoss.plan, minispec.training.distill.MTPLoss.outputs",
-    "parallel": "MTPLoss.steps, MTPLoss.plan, minispec.training.distill.MTPLoss.outputs",
+    "aligned": "MTPLoss.steps, MTPLoss.plan, minispec.distill.MTPLoss.outputs",
+    "parallel": "MTPLoss.steps, MTPLoss.plan, minispec.distill.MTPLoss.outputs",
     "loss": "MTPLoss.__call__",
 }  # fmt: skip
 

@@ -5,17 +5,17 @@ import random
 import pytest
 import torch
 
-from minispec.methods.autoregressive import autoregressive
-from minispec.methods.fastmtp import fastmtp
-from minispec.methods.vocabulary import MAJORITY, RECENT_TOKENS, VOTE_RATIO, Language
-from minispec.sampling import Sampling, Seeded
-from minispec.toys import (
+from minispec.certify.toys import (
     exact_distribution,
     first_tokens,
     random_mtp_head,
     small_model,
     total_variation,
 )
+from minispec.methods.autoregressive import autoregressive
+from minispec.methods.fastmtp import fastmtp
+from minispec.methods.vocabulary import MAJORITY, RECENT_TOKENS, VOTE_RATIO, Language
+from minispec.sampling import Sampling, Seeded
 
 GRADED = {
     "count": "count",

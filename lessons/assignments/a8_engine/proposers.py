@@ -6,7 +6,7 @@ what came of them. It never touches the target's cache, and it decides nothing a
 
 from torch import Tensor
 
-from minispec.certify.ours import cases
+from minispec.certify.methods import cases
 from minispec.methods import lookahead, medusa, speculative
 from minispec.methods.fastmtp import Drafter
 from minispec.methods.lookahead import Pool, Window, initial_guess

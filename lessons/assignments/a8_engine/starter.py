@@ -33,7 +33,7 @@ def black_box(
     checkpoint: str, prompt: list[int], *, max_new_tokens: int, temperature: float, top_k: int,
     top_p: float, seed: int,
 ) -> list[int]:  # fmt: skip
-    """Your engine as the certifier wants it (`minispec.certify.others.functions.Implementation`),
+    """Your engine as the certifier wants it (`minispec.certify.functions.decoder.Implementation`),
     with any proposer that needs no weights of its own.
 
     Returns the new tokens after `prompt`: exactly `max_new_tokens`, or fewer if one of

@@ -12,14 +12,12 @@ import torch
 
 from lessons.assignments.a8_engine.proposers import PROPOSERS, Forest, Proposer
 from minispec.certify.common import Verdict
-from minispec.certify.others.blackbox import Limits, check_implementation
-from minispec.certify.others.checkpoints import write_checkpoint
-from minispec.certify.ours import cases, checks
-from minispec.certify.ours.cases import bound, every_path, greedy_cases
-from minispec.certify.ours.checks import check_cache, check_exact, ending_difference
-from minispec.generate import METHODS
-from minispec.sampling import Sampling, Seeded
-from minispec.toys import (
+from minispec.certify.functions.checkpoints import write_checkpoint
+from minispec.certify.functions.checks import Limits, check_implementation
+from minispec.certify.methods import cases, checks
+from minispec.certify.methods.cases import bound, every_path, greedy_cases
+from minispec.certify.methods.checks import check_cache, check_exact, ending_difference
+from minispec.certify.toys import (
     Toy,
     ToyHeads,
     first_tokens,
@@ -28,6 +26,8 @@ from minispec.toys import (
     random_mtp_head,
     small_model,
 )
+from minispec.generate import METHODS
+from minispec.sampling import Sampling, Seeded
 
 GREEDY = Sampling()
 GRADED = {

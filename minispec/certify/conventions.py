@@ -1,0 +1,64 @@
+"""The order in which temperature, top-k and top-p are applied: a convention, not a mistake."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from minispec.certify.common import Result
+from minispec.certify.scoring import Warp
+from minispec.sampling import Sampling, probs
+
+NOTHING = Sampling(1.0)
+
+
+def our_filters(s: Sampling) -> list[Sampling]:
+    return [s]
+
+
+OTHER_ORDERS: dict[str, Callable[[Sampling], list[Sampling]]] = {
+    "top-p before temperature": lambda s: [replace(s, temperature=1.0)],
+    "top-p before top-k": lambda s: [replace(s, top_k=0), replace(s, top_p=1.0)],
+    "top-p before top-k and temperature": lambda s: [
+        replace(NOTHING, top_p=s.top_p), replace(NOTHING, top_k=s.top_k)
+    ],
+}  # fmt: skip
+
+
+@cache
+def warper(sampling: Sampling, order: Callable[[Sampling], list[Sampling]] = our_filters) -> Warp:
+    """Return the function from logits (n, V) to distributions for these warpers in this order. An
+    order is given by filters: each removes the tokens that this sampling would not draw."""
+
+    def warp(logits: Tensor) -> Tensor:
+        for chosen in order(sampling):
+            logits = logits.masked_fill(probs(logits, chosen) == 0, -torch.inf)
+        return probs(logits, Sampling(sampling.temperature))
+
+    return warp
+
+
+class Conventions:
+    """The orders that explain all rows so far."""
+
+    def __init__(self):
+        self.possible = dict(OTHER_ORDERS)
+
+    def judge(self, sampling: Sampling, ours: Result, test: Callable[[Warp], Result]) -> Result:
+        """Return `ours`, the result of the test with our order of warpers. If it failed, but
+        another order explains all rows so far, name it and neither pass nor fail."""
+        passed, detail = ours
+        if passed is None or sampling.top_p == 1:  # the order does not matter
+            return passed, detail
+        explained = {
+            name: order for name, order in self.possible.items()
+            if test(warper(sampling, order))[0]
+        }  # fmt: skip
+        if not passed and explained:
+            self.possible = explained
+            return None, f"convention: {' or '.join(explained)}; with ours, {detail}"
+        if passed:
+            self.possible = explained
+        return passed, detail

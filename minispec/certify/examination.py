@@ -1,0 +1,309 @@
+"""One examination for every decoder: greedy answers, lengths, ends and samples.
+
+A decoder under examination is a function `tokens(prompt, n, sampling, seed)` of one checkpoint.
+`functions.py` makes one of a Python function, `context.py` of a server.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+from minispec.certify.common import (
+    GREEDY,
+    Failed,
+    NotSupported,
+    Result,
+    Verdict,
+    describe,
+    first_difference,
+)
+from minispec.certify.compare import TIE, Reference, divergence
+from minispec.certify.conventions import Conventions, warper
+from minispec.certify.scoring import Scores, Warp, detectable, normalise_end, smallest_p
+from minispec.certify.statistics import FALSE_ALARM
+from minispec.model import Transformer
+from minispec.remote.client import RequestError
+from minispec.remote.identity import largest_gap
+from minispec.sampling import Sampling
+
+TOP_K_1 = Sampling(1.0, top_k=1)  # sampling with a known outcome, that of greedy decoding
+FIRST_RUNS, MAX_RUNS = 100, 51_200  # the runs are doubled from the one to the other
+SUSPICIOUS, PATIENCE = 1e-3, 8  # with a smaller p-value, a row may take 8 times as long
+TARGET_BIAS = 0.03  # more runs than are needed to detect this are not made
+MIN_ENTROPY = 0.25  # bits per token; samples from sharper distributions prove little
+
+
+class Request(NamedTuple):
+    """What a decoder is asked for."""
+
+    prompt: list[int]
+    n: int  # the maximum number of new tokens
+    sampling: Sampling = GREEDY
+    seed: int = 0
+
+
+class Decoder(Protocol):
+    """A decoder of one checkpoint under examination."""
+
+    def tokens(
+        self, prompt: list[int], n: int, sampling: Sampling = GREEDY, seed: int = 0
+    ) -> list[int]:
+        """Return at most `n` new tokens, including a final end token. Raise Failed, or NotSupported
+        if it does not support this sampling."""
+
+    def batch(self, requests: list[Request]) -> list[list[int]]:
+        """Return the tokens for several requests."""
+
+
+@dataclass
+class Examination:
+    """A decoder, its model, and what is known about it so far."""
+
+    decoder: Decoder
+    model: Transformer  # in float64
+    baseline: Decoder | None = None  # the same decoder without drafts; must then be equalled
+    tolerance: float = TIE  # rounding may hide a logit gap below this
+    conventions: Conventions = field(default_factory=Conventions)
+    evidence: dict = field(default_factory=dict)  # the last request and its tokens
+
+    def tokens(self, *request) -> list[int]:
+        """Return the decoder's tokens for a request, and remember both."""
+        request = Request(*request)
+        self.remember(request)
+        self.evidence["tokens"] = self.decoder.tokens(*request)
+        return self.evidence["tokens"]
+
+    def remember(self, request: Request, **more) -> None:
+        s = request.sampling
+        self.evidence = {"prompt": list(request.prompt), "max_new_tokens": request.n,
+                         "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p,
+                         "seed": request.seed} | more  # fmt: skip
+
+    def without_baseline(self) -> "Examination":
+        """Return the examination of the baseline itself."""
+        return replace(self, decoder=self.baseline, baseline=None, conventions=Conventions())
+
+
+class Row(NamedTuple):
+    """One row of the table, to be judged by `function(exam, *arguments)`."""
+
+    check: str
+    case: str
+    exam: Examination
+    function: Callable[..., Result]
+    arguments: tuple = ()
+    compared: bool = True  # with the baseline, if there is one
+
+    @property
+    def name(self) -> str:
+        return f"{self.check}: {self.case}"
+
+
+def judge(row: Row) -> Iterator[Verdict]:
+    """Yield the verdict on the baseline, if there is one, then that on the decoder."""
+    if row.compared and row.exam.baseline:
+        passed, detail = evaluate(row, row.exam.without_baseline())
+        yield Verdict("baseline", f"{row.check}, {row.case}", passed or None, detail)
+    passed, detail = evaluate(row, row.exam)
+    evidence = row.exam.evidence if passed is False else {}
+    yield Verdict(row.check, row.case, passed, detail, evidence)
+
+
+def evaluate(row: Row, exam: Examination) -> Result:
+    """Judge one row; an exception fails only this row."""
+    exam.evidence = {}
+    try:
+        return row.function(exam, *row.arguments)
+    except NotSupported as error:
+        return None, f"not supported: {error}"
+    except (Failed, RequestError) as error:
+        return False, str(error)
+
+
+# ---- greedy --------------------------------------------------------------------------------------
+
+
+def is_greedy(
+    exam: Examination, prompts: list[list[int]], n: int,
+    samplings: tuple[Sampling, ...] = (GREEDY, GREEDY, TOP_K_1),
+) -> Result:  # fmt: skip
+    """Check that every token is the most probable at its position, up to ties: twice, and with
+    top-k 1 if supported. With a baseline, check that the tokens equal the baseline's, up to ties.
+    The number of tokens is checked elsewhere."""
+    answers, ties, total = 0, 0, 0
+    for prompt in prompts:
+        plain = baseline_tokens(exam, prompt, n)
+        for tokens in deterministic(exam, prompt, n, samplings):
+            gap, where, differing = difference(exam, prompt, tokens[:n], plain)
+            if not tokens or gap >= exam.tolerance:
+                where = where if tokens else "no tokens"
+                return False, f"prompt of {len(prompt)} tokens, {asked(exam)}: {where}"
+            answers, ties, total = answers + 1, ties + differing, total + len(tokens)
+    lengths = ", ".join(str(len(prompt)) for prompt in prompts)
+    return True, f"{answers} answers to prompts of {lengths} tokens; {ties} ties in {total} tokens"
+
+
+def baseline_tokens(exam: Examination, prompt: list[int], n: int) -> list[int] | None:
+    """Return the baseline's greedy tokens, or None without a baseline."""
+    return exam.baseline.tokens(prompt, n)[:n] if exam.baseline else None
+
+
+def deterministic(
+    exam: Examination, prompt: list[int], n: int, samplings: tuple[Sampling, ...]
+) -> Iterator[list[int]]:
+    """Yield the tokens for these samplings, without those that are not supported."""
+    for sampling in samplings:
+        try:
+            yield exam.tokens(prompt, n, sampling)
+        except NotSupported:
+            if sampling == GREEDY:
+                raise
+
+
+def asked(exam: Examination) -> str:
+    """Describe the sampling of the last request."""
+    return describe(Sampling(*(exam.evidence[k] for k in ("temperature", "top_k", "top_p"))))
+
+
+def difference(
+    exam: Examination, prompt: list[int], tokens: list[int], plain: list[int] | None = None
+) -> tuple[float, str, int]:
+    """Return the largest gap of greedy tokens below the best logit, a description of where it is,
+    and how many tokens have a gap; only at the first difference from `plain` tokens if given."""
+    if plain is None:
+        gap, at, differing = largest_gap(exam.model, prompt, tokens)
+        where = f"token {at} is {tokens[at : at + 1]}, {gap:.3g} below the best"
+    else:
+        n = min(len(plain), len(tokens))
+        at, gap = divergence(Reference(exam.model), prompt, tokens[:n], plain[:n])
+        differing = at is not None
+        where = f"{first_difference(tokens, plain)}, top-2 gap {gap:.3g}"
+    return gap, f"{where}: not a tie (tolerance {exam.tolerance:.2g})", int(differing)
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+def wrong_end(tokens: list[int], n: int, eos_ids: tuple[int, ...]) -> str:
+    """Describe what is wrong with the length of an answer, or return ""."""
+    for i, token in enumerate(tokens[:-1]):
+        if token in eos_ids:
+            return f"continues after the end token {token} at {i}: {tokens[i : i + 4]}"
+    if len(tokens) > n or (len(tokens) < n and not (tokens and tokens[-1] in eos_ids)):
+        return f"{len(tokens)} tokens instead of {n}"
+    return ""
+
+
+def keeps_lengths(exam: Examination, prompt: list[int], lengths: list[int]) -> Result:
+    """Check that answers of each length in turn have this length and are greedy."""
+    wrong = []
+    for n in lengths:
+        tokens = exam.tokens(prompt, n)
+        if len(tokens) != n:
+            wrong.append(n)
+            continue
+        gap, where, _ = difference(exam, prompt, tokens, baseline_tokens(exam, prompt, n))
+        if gap >= exam.tolerance:
+            return False, f"max_new_tokens {n}: {where}"
+    if wrong:
+        return False, f"max_new_tokens {wrong[:4]} not respected"
+    return True, f"max_new_tokens {min(lengths)} to {max(lengths)} respected"
+
+
+def ends_correctly(exam: Examination, prompts: list[list[int]], n: int) -> Result:
+    """Check that greedy answers end after the first end token, and only there."""
+    ended, answers = 0, 0
+    for prompt in prompts:
+        plain = baseline_tokens(exam, prompt, n)
+        for tokens in deterministic(exam, prompt, n, (GREEDY, TOP_K_1)):
+            gap, where, _ = difference(exam, prompt, tokens[:n], plain)
+            problem = wrong_end(tokens, n, exam.model.config.eos_ids)
+            if problem or gap >= exam.tolerance:
+                return False, f"prompt of {len(prompt)} tokens: {problem or where}"
+            answers += 1
+            ended += len(tokens) < n or tokens[-1] in exam.model.config.eos_ids
+    detail = f"{ended} of {answers} greedy answers ended with an end token"
+    return (True if ended else None), detail
+
+
+# ---- samples -------------------------------------------------------------------------------------
+
+
+class Samples:
+    """Samples of a decoder and its baseline for one prompt and sampling."""
+
+    def __init__(self, exam: Examination, prompt: list[int], sampling: Sampling, n: int):
+        self.exam, self.prompt, self.sampling, self.n = exam, prompt, sampling, n
+        self.samples: list[list[tuple[int, ...]]] = [[] for _ in self.decoders]
+        self.scores: dict[Warp, Scores] = {}
+        self.p = self.bias = 1.0  # of the last test
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        return [self.exam.decoder, *filter(None, [self.exam.baseline])]
+
+    def draw(self, runs: int) -> str:
+        """Draw samples until there are `runs`; describe the first invalid one, or return ""."""
+        model = self.exam.model
+        for decoder, samples in zip(self.decoders, self.samples):
+            seeds = range(len(samples), runs)
+            requests = [Request(self.prompt, self.n, self.sampling, seed) for seed in seeds]
+            for request, tokens in zip(requests, decoder.batch(requests), strict=True):
+                self.exam.remember(request, tokens=tokens)
+                tokens = tokens[: self.n]  # too many are reported elsewhere
+                if problem := wrong_end(tokens, self.n, model.config.eos_ids):
+                    return problem
+                if unknown := set(tokens) - set(range(model.config.vocab_size)):
+                    return f"sampled {min(unknown)}, which is not in the vocabulary"
+                samples.append(normalise_end(tokens, model.config.eos_ids))
+        return ""
+
+    def scored(self, warp: Warp) -> Scores:
+        """Return the scores of all samples by a distribution."""
+        scores = Scores(self.exam.model, self.prompt, warp, max(1e-3, self.exam.tolerance))
+        scores = self.scores.setdefault(warp, scores)
+        return scores.add(tokens for samples in self.samples for tokens in samples)
+
+    def test(self, warp: Warp, alarm: float) -> Result:
+        """Test the samples by χ²: against a distribution, or against those of the baseline."""
+        scores, (samples, *others) = self.scored(warp), self.samples
+        if scores.impossible and not others:
+            return False, f"sampled {scores.impossible}, which has probability 0"
+        entropy = scores.entropy(samples)
+        if entropy < MIN_ENTROPY:
+            return None, too_sharp(entropy)
+        if (share := scores.uncertain(5 / len(samples))) > 0.01:
+            return None, f"rounding may decide which tokens are kept in {share:.0%} of the answers"
+        p, where = smallest_p(scores, samples, *others)
+        self.p, self.bias = p, detectable(scores, samples, *(others or [None]))
+        everywhere = f", of {self.bias / self.n**0.5:.2f} at all" if not others else ""
+        detail = f"p = {p:.2g} at {where}, {len(samples)} runs of {self.n} tokens; a TV of"
+        return p > alarm, f"{detail} {self.bias:.2f} at one token{everywhere} would be detected"
+
+
+def too_sharp(entropy: float) -> str:
+    return f"proves little: the distributions have an entropy of {entropy:.2f} bits per token"
+
+
+def samples_fit(
+    exam: Examination, prompt: list[int], sampling: Sampling, n: int, seconds: float, runs: int
+) -> Result:
+    """Test samples of `n` tokens by χ². The runs are doubled until a bias of TARGET_BIAS would be
+    detected, there are `runs` of them, or the next doubling would take longer than `seconds`."""
+    samples, begin, count = Samples(exam, prompt, sampling, n), time.monotonic(), FIRST_RUNS
+    alarm = FALSE_ALARM / math.log2(MAX_RUNS / FIRST_RUNS)  # for each test
+    while True:
+        if problem := samples.draw(min(count, runs)):
+            return False, problem
+        result = samples.test(warper(sampling), alarm)
+        allowed = seconds * (PATIENCE if samples.p < SUSPICIOUS else 1)
+        late = 2 * (time.monotonic() - begin) > allowed
+        if not result[0] or samples.bias <= TARGET_BIAS or count >= runs or late:
+            break
+        count *= 2
+    exam.remember(Request(prompt, n, sampling), seeds=[0, min(count, runs) - 1])
+    if len(set(samples.samples[0])) == 1 and result[0] is False:
+        return False, "the same tokens for every seed"
+    return exam.conventions.judge(sampling, result, lambda warp: samples.test(warp, alarm))

@@ -1,0 +1,66 @@
+"""Small random checkpoints for examining functions."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from minispec.certify.toys import letter_tokenizer, small_model
+from minispec.checkpoints.load import load, save
+from minispec.checkpoints.weights import write_text
+from minispec.model import Transformer
+
+MODEL_SHAPE = {  # such that engines support it
+    "hidden_size": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate_size": 64,
+}  # fmt: skip
+HALF_RIGHT, NEARLY_RIGHT = 0.06, 0.004  # noise in the draft's weights
+FLATNESS = 0.4  # of distributions: scales the weight of the last norm
+GENERATION_CONFIG = "generation_config.json"
+
+
+def write_checkpoint(
+    path: Path, seed: int, vocab: int, context: int = 128, noise: float = HALF_RIGHT,
+    flatness: float = FLATNESS, circles: bool = False,
+    eos: tuple[str, int | list[int]] | None = None,
+) -> tuple[str, Transformer]:  # fmt: skip
+    """Write a small random llama with a tokenizer, and a noisy draft in its folder `draft`. Return
+    the path and the model as loaded in float64.
+
+    With `circles`, its attention adds nothing, so that the next token depends on the last one only
+    and greedy text soon repeats itself. `eos` is a file name and the end tokens to write there."""
+    model = small_model(seed, vocab, context, **MODEL_SHAPE)
+    model.model.norm.weight.mul_(flatness)
+    if circles:
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    save(model, letter_tokenizer(vocab), path, torch.float32)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for parameter in model.parameters():
+        random = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.add_(noise * random)
+    save(model, letter_tokenizer(vocab), path / "draft", torch.float32)
+    if eos:
+        write_eos_tokens(path, *eos)
+    return str(path), load(path, "float64", "cpu")[0]
+
+
+def write_eos_tokens(folder: Path, where: str, tokens: int | list[int]) -> None:
+    """Write eos_token_id to one file of a checkpoint and of its draft. generation_config.json is
+    deleted first, because transformers reads one without eos_token_id as "no end token"."""
+    for checkpoint in folder, folder / "draft":
+        (checkpoint / GENERATION_CONFIG).unlink(missing_ok=True)
+        values = json.loads((checkpoint / "config.json").read_text())
+        values.pop("eos_token_id", None)
+        write_text(checkpoint / "config.json", json.dumps(values))
+        updated = (values if where == "config.json" else {}) | {"eos_token_id": tokens}
+        write_text(checkpoint / where, json.dumps(updated))
+
+
+def digest(checkpoint: Path) -> str:
+    """Return a hash of the weights and of the files next to them."""
+    found = hashlib.sha256()
+    for file in sorted(checkpoint.iterdir()):
+        if file.is_file():
+            found.update(file.name.encode() + file.read_bytes())
+    return found.hexdigest()[:16]

@@ -1,0 +1,383 @@
+"""Examine any decoder as a black box: a function from a checkpoint and token ids to token ids."""
+
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from minispec.certify.common import (
+    GREEDY,
+    Result,
+    Verdict,
+    describe,
+    drafting_result,
+)
+from minispec.certify.conventions import Conventions, warper
+from minispec.certify.examination import (
+    MAX_RUNS,
+    MIN_ENTROPY,
+    Decoder,
+    Examination,
+    Request,
+    Row,
+    ends_correctly,
+    is_greedy,
+    judge,
+    keeps_lengths,
+    samples_fit,
+    too_sharp,
+)
+from minispec.certify.functions.checkpoints import (
+    FLATNESS,
+    GENERATION_CONFIG,
+    HALF_RIGHT,
+    NEARLY_RIGHT,
+    write_checkpoint,
+)
+from minispec.certify.functions.decoder import FunctionDecoder, Implementation
+from minispec.certify.functions.enumeration import CannotEnumerate, Enumeration, find_constant_seed
+from minispec.certify.scoring import Tokens, Warp
+from minispec.certify.statistics import Distribution
+from minispec.certify.toys import first_tokens
+from minispec.generate import METHODS
+from minispec.model import Transformer
+from minispec.sampling import Sampling, Seeded
+
+FUNCTION_CHECKS = "greedy", "limits", "exact", "statistical"
+VOCAB = 4  # of the statistical checks
+UNWARPED = Sampling(1.0)
+FUNCTION_SAMPLINGS = (
+    UNWARPED, Sampling(0.7, top_p=0.8), Sampling(1.5, top_k=2), Sampling(1.5, 3, 0.8),
+    Sampling(0.2),
+)  # fmt: skip
+HOT = Sampling(2.0, top_k=VOCAB)  # some reject a top-k of the whole vocabulary
+EXACT_CASES = (  # vocabulary and seed of the checkpoint, noise of its draft, sampling
+    (2, 23, HALF_RIGHT, UNWARPED), (2, 25, NEARLY_RIGHT, UNWARPED),
+    (3, 21, HALF_RIGHT, Sampling(0.6)),
+    *((3, 21, HALF_RIGHT, sampling) for sampling in (*FUNCTION_SAMPLINGS[1:4], Sampling(2.0, 3))),
+)  # fmt: skip
+GOOD_DRAFT = ", good draft"
+TIMED = "exact", "statistical"
+TIME_WEIGHTS = {describe(UNWARPED): 6.0, describe(UNWARPED) + GOOD_DRAFT: 6.0,
+                f"vocab 2, {describe(UNWARPED)}{GOOD_DRAFT}": 4.0}  # fmt: skip
+BLOCK_SIZES = 16, 32, 64, 128, 256
+BINARY_PROMPT = [1, 0, 0, 1, 0]  # repetitive, so that prompt lookup finds drafts
+REPETITIVE_PROMPT = [1, 2, 0, 1, 2]
+FEW_TOKENS, MANY_TOKENS = 12, 24  # of a sample
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much may be spent on one examination."""
+
+    seconds: float = 180.0  # approximately
+    runs: int = MAX_RUNS  # of one statistical row
+    outcomes: int = 400  # of one enumeration
+    length: int = 8  # tokens of the longest sequences that are enumerated
+
+
+THOROUGH = Limits(seconds=900.0, outcomes=4000)
+
+
+def check_implementation(
+    impl: Implementation, only: str = "", checks: tuple[str, ...] = FUNCTION_CHECKS,
+    limits: Limits = Limits(), baseline: Implementation | None = None, folder: Path | None = None,
+) -> Iterator[Verdict]:  # fmt: skip
+    """Yield verdicts on greedy identity, lengths and end tokens; and on samples: exactly, by the
+    outcomes of the decoder's random numbers if they can be enumerated, and by χ².
+
+    `only` selects rows by a part of "check: case". A `baseline` is the same decoder's plain
+    decoding. The implementation must then equal the baseline instead of our model; a row reports
+    where the baseline itself differs from ours. The checkpoints are kept if there is a `folder`."""
+    decoder = FunctionDecoder(impl)
+    plain = FunctionDecoder(baseline) if baseline else None
+    with TemporaryDirectory() as temporary:
+        cases = Cases(folder or Path(temporary), decoder, plain, limits)
+        for row in cases.selected(only, checks):
+            yield from judge(row)
+    if decoder.counts.reported:
+        found = drafting_result(decoder.counts.drafted, decoder.counts.accepted)
+        yield Verdict("drafts", "accepted and rejected", *found)
+
+
+class Cases:
+    """All rows for one function. Checkpoints are written to `root`."""
+
+    def __init__(
+        self, root: Path, decoder: FunctionDecoder, baseline: FunctionDecoder | None, limits: Limits
+    ):
+        self.root, self.decoder, self.baseline, self.limits = root, decoder, baseline, limits
+        self.conventions = Conventions()
+        self.end = time.monotonic() + limits.seconds
+        self.weights: list[float] = []  # of the rows to come that share the remaining time
+
+    def exam(self, name: str, seed: int, vocab: int = 24, **options) -> Examination:
+        """Write a checkpoint (see write_checkpoint) and return its examination."""
+        folder, model = write_checkpoint(self.root / name, seed, vocab, **options)
+        baseline = self.baseline and self.baseline.at(folder)
+        decoder = self.decoder.at(folder)
+        return Examination(decoder, model, baseline, conventions=self.conventions)
+
+    def seconds(self) -> float:
+        """Return the time for the next of the rows that share the remaining time."""
+        share = self.weights[0] / sum(self.weights) if self.weights else 1.0
+        self.weights = self.weights[1:]
+        return share * max(0.0, self.end - time.monotonic())
+
+    def selected(self, only: str, checks: tuple[str, ...]) -> list[Row]:
+        """Return the row whose "check: case" is `only`, or all rows of these checks that contain
+        this text."""
+        groups = {"greedy": self.greedy_rows, "limits": self.limit_rows, "exact": self.exact_rows,
+                  "statistical": self.statistical_rows}  # fmt: skip
+        check, colon, _ = only.partition(": ")
+        rows = [
+            row for name, group in groups.items()
+            if name in checks and (not colon or name.endswith(check))
+            for row in group() if only in row.name
+        ]  # fmt: skip
+        rows = [row for row in rows if row.name == only] or rows
+        times = 2 if self.baseline else 1  # the baseline is judged first
+        timed = [row for row in rows if row.check in TIMED for _ in range(times)]
+        self.weights = [TIME_WEIGHTS.get(row.case, 1.0) for row in timed]
+        return rows
+
+    def greedy_rows(self) -> Iterator[Row]:
+        exams = [self.exam(f"model{seed}", seed) for seed in range(2)]
+        prompts = [random.Random(i).choices(range(24), k=1 + 5 * i) for i in range(6)]
+        for seed, exam in enumerate(exams):
+            yield Row("greedy", f"model {seed}", exam, is_greedy, (prompts, 24))
+        yield Row("greedy", "two models in turn", exams[0], is_greedy_in_turn, (exams[1], prompts))
+        exam = self.exam("long", 3, context=512)
+        prompts = [random.Random(n).choices(range(24), k=n) for n in around(BLOCK_SIZES)]
+        yield Row("greedy", "prompts around block sizes", exam, is_greedy, (prompts, 24))
+        yield Row("greedy", "100 tokens", exams[1], is_greedy, ([[5, 6, 7], [3] * 20], 100))
+        exam = self.exam("circles", 0, circles=True)
+        yield Row("greedy", "text in circles", exam, is_greedy, ([[5, 6, 7], [2, 2, 2]], 60))
+
+    def limit_rows(self) -> Iterator[Row]:
+        exam = self.exam("model0", 0)
+        yield Row("limits", "lengths", exam, keeps_lengths, ([1, 2, 3], [*range(12)]), False)
+        arguments = [1, 2, 3, 1, 2], [8, 3, 24, 1, 8]
+        yield Row("limits", "the same prompt again", exam, keeps_lengths, arguments, False)
+        yield Row("limits", "last rows of the context", exam, fills_context, (), False)
+        for count, where in (1, "config.json"), (2, GENERATION_CONFIG), (3, GENERATION_CONFIG):
+            case = f"{count} end token{'s' * (count > 1)}, {where}"
+            arguments = self, count, where
+            yield Row("limits", case, exam, ends_everywhere, arguments, False)
+        for seed in 0, 13:
+            circle = greedy_circle(self.exam(f"circles{seed}", seed, circles=True).model)
+            eos = "config.json", circle[2]
+            exam = self.exam(f"circles{seed}", seed, circles=True, eos=eos)
+            prompts = [circle * 3 + circle[:i] for i in range(len(circle))]
+            case = f"end token in a circle of {len(circle)}"
+            yield Row("limits", case, exam, ends_correctly, (prompts, 24), False)
+
+    def exact_rows(self) -> Iterator[Row]:
+        for vocab, seed, noise, sampling in EXACT_CASES:
+            exam = self.exam(f"exact{vocab}-{seed}", seed, vocab, noise=noise)
+            case = f"vocab {vocab}, {describe(sampling)}{GOOD_DRAFT * (noise == NEARLY_RIGHT)}"
+            yield Row("exact", case, exam, is_exact, (sampling, self))
+
+    def statistical_rows(self) -> Iterator[Row]:
+        exam = self.exam("sampled", 22, VOCAB)
+        for sampling in FUNCTION_SAMPLINGS:
+            yield Row("statistical", describe(sampling), exam, fits, (sampling, FEW_TOKENS, self))
+        exam = self.exam("sharp", 22, VOCAB, flatness=2 * FLATNESS)
+        yield Row("statistical", describe(HOT), exam, fits, (HOT, FEW_TOKENS, self))
+        exam = self.exam("well-drafted", 22, VOCAB, noise=NEARLY_RIGHT)
+        case = describe(UNWARPED) + GOOD_DRAFT
+        yield Row("statistical", case, exam, fits, (UNWARPED, MANY_TOKENS, self))
+
+
+def around(sizes: Iterable[int]) -> list[int]:
+    return [n for size in sizes for n in (size, size + 1)]
+
+
+def plain_tokens(model: Transformer, prompt: list[int], n: int) -> list[int]:
+    """Return the first `n` tokens of our plain greedy decoding."""
+    return list(first_tokens(METHODS["autoregressive"], model, prompt, GREEDY, Seeded(), n))
+
+
+def greedy_circle(model: Transformer) -> list[int]:
+    """Return the tokens that greedy decoding repeats forever."""
+    tokens = plain_tokens(model, [1], 60)[30:]
+    return tokens[: tokens.index(tokens[0], 1)]
+
+
+# ---- greedy and limits ---------------------------------------------------------------------------
+
+
+def is_greedy_in_turn(exam: Examination, other: Examination, prompts: list[list[int]]) -> Result:
+    """Check greedy answers of two checkpoints that are asked alternately."""
+    if other.baseline and not exam.baseline:  # it is the baseline that is judged
+        other = other.without_baseline()
+    for prompt in prompts:
+        for one in exam, other:
+            try:
+                passed, detail = is_greedy(one, [prompt], 12, (GREEDY,))
+            finally:
+                exam.evidence = one.evidence
+            if not passed:
+                return passed, detail
+    return True, f"{len(prompts)} prompts each"
+
+
+def fills_context(exam: Examination) -> Result:
+    """Check answers that end with the last row of the context."""
+    context = exam.model.config.context
+    for n in 1, 2, 5, 8:
+        prompt = random.Random(n).choices(range(exam.model.config.vocab_size), k=context - n)
+        passed, detail = keeps_lengths(exam, prompt, [n])
+        if not passed:
+            return False, f"prompt of {len(prompt)} tokens in a context of {context}: {detail}"
+    return True, f"prompts of up to {context - 1} tokens in a context of {context}"
+
+
+def ends_everywhere(exam: Examination, cases: Cases, count: int, where: str) -> Result:
+    """Check that an end token stops generation, for up to four tokens of a greedy run in turn. It
+    is the last of `count` end tokens in the file `where`; the others never occur."""
+    prompt = [3, 1, 4]
+    tokens = plain_tokens(cases.exam("plain", 2).model, prompt, 12)
+    others = [token for token in range(24) if token not in tokens][: count - 1]
+    ends = list(dict.fromkeys(tokens))[:4]
+    for end in ends:
+        eos = where, [*others, end] if others else end
+        one = cases.exam(f"eos{count}-{end}", 2, eos=eos)
+        try:
+            passed, detail = ends_correctly(one, [prompt], 12)
+        finally:
+            exam.evidence = one.evidence
+        if not passed:
+            return False, f"end tokens {[*others, end]}: {detail}"
+    return True, f"at {len(ends)} offsets, greedily and with top-k 1 if supported"
+
+
+# ---- sampled -------------------------------------------------------------------------------------
+
+FLOAT32_TV_TOLERANCE = 1e-5  # total variation due to float32 rounding
+MIN_COVERED = 0.5  # probability of the outcomes found, below which they prove little
+ENTROPY_TOKENS = 4
+
+
+def is_exact(exam: Examination, sampling: Sampling, cases: Cases) -> Result:
+    """Check the distribution of its tokens over the outcomes of its own random numbers, for longer
+    and longer sequences: of all outcomes, then of the likeliest ones while these are most."""
+    limits, end = cases.limits, time.monotonic() + cases.seconds()
+    if problem := little_entropy(exam.model, warper(sampling)):
+        return None, problem
+    exam.tokens(BINARY_PROMPT, 2, sampling)  # loading may use random numbers
+    details, proven, n = {}, 0, 1
+    while n <= limits.length:
+        left = max(0.1, end - time.monotonic())
+        try:
+            found = Enumerated(exam, sampling, n, limits.outcomes, left)
+            ours = found.test(warper(sampling))
+            passed, detail = exam.conventions.judge(sampling, ours, found.test)
+        except CannotEnumerate as error:
+            return None, f"cannot be enumerated: {error}"
+        if not passed:
+            return passed, detail
+        if found.covered < MIN_COVERED or (exam.baseline and not found.complete):
+            break
+        details[found.complete], proven = detail, n
+        if time.monotonic() > end:
+            break
+        n += 1 if found.complete else 2
+    if proven < 2 and time.monotonic() > end:
+        return None, "not enough time to enumerate more than one token (--thorough has more)"
+    if proven < 2:  # the first token is generated before any draft
+        return None, f"too many outcomes: {found.covered:.0%} found for sequences of {n} tokens"
+    return True, "; ".join(details.values())
+
+
+def little_entropy(model: Transformer, warp: Warp) -> str:
+    """Return a reason if the distributions of the first tokens are so sharp that equal samples
+    would prove little, otherwise ""."""
+    sequences = product(range(model.config.vocab_size), repeat=ENTROPY_TOKENS)
+    exact = probabilities(model, BINARY_PROMPT, warp, sequences).values()
+    entropy = -sum(p * math.log2(p) for p in exact if p > 0) / ENTROPY_TOKENS
+    return "" if entropy > MIN_ENTROPY else too_sharp(entropy)
+
+
+class Enumerated(Enumeration):
+    """The outcomes of a decoder for sequences of `n` tokens, to be compared with the probabilities
+    that they should have, or with the outcomes of the baseline if there is one."""
+
+    def __init__(
+        self, exam: Examination, sampling: Sampling, n: int, outcomes: int, seconds: float
+    ):
+        def sample(decoder: Decoder) -> Callable[[int], Tokens]:
+            return lambda seed: tuple(decoder.tokens(BINARY_PROMPT, n, sampling, seed)[:n])
+
+        self.exam, self.n = exam, n
+        super().__init__(sample(exam.decoder), outcomes, seconds)
+        self.plain = Enumeration(sample(exam.baseline)) if exam.baseline else None
+        expected = self.expected(warper(sampling))
+        bias = excess(self.distribution, expected)
+        self.confirm(expected, bias if bias > FLOAT32_TV_TOLERANCE else 0.0)
+        exam.remember(Request(BINARY_PROMPT, n, sampling))
+
+    def expected(self, warp: Warp) -> Distribution:
+        """Return the baseline's distribution, or the probabilities by these warpers."""
+        if self.plain:
+            return self.plain.distribution
+        sequences = [x for x in self.distribution if self.is_possible(x)]
+        return Counter(probabilities(self.exam.model, BINARY_PROMPT, warp, sequences))
+
+    def is_possible(self, tokens: Tokens) -> bool:
+        vocabulary = range(self.exam.model.config.vocab_size)
+        return len(tokens) == self.n and set(tokens) <= set(vocabulary)
+
+    def test(self, warp: Warp) -> Result:
+        """Compare with `expected`. A sequence that is too probable is a bias, even if not all
+        outcomes are known."""
+        expected = self.expected(warp)
+        bias = excess(self.distribution, expected)
+        tokens = f"{self.n} token{'s' * (self.n > 1)}"
+        if bias > FLOAT32_TV_TOLERANCE:
+            worst = max(self.distribution, key=lambda x: self.distribution[x] - expected[x])
+            change = f"{self.distribution[worst]:.3f} instead of {expected[worst]:.3f}"
+            return False, f"TV {bias:.1e} over {tokens}: {worst} has probability {change}"
+        if self.complete:
+            return True, f"TV {bias:.1e} over sequences of {tokens}"
+        return True, f"no bias in the likeliest {self.covered:.0%} of {tokens}"
+
+
+def excess(found: Distribution, exact: Distribution) -> float:
+    """Return by how much the probabilities found exceed the exact ones: the total variation if all
+    outcomes were found, otherwise at most that."""
+    return sum(max(0.0, p - exact.get(x, 0.0)) for x, p in found.items())
+
+
+def probabilities(
+    model: Transformer, prompt: list[int], warp: Warp, sequences: Iterable[Tokens]
+) -> Distribution:
+    """Return the probability of each of these sequences of one length, by the chain rule; prefixes
+    of one length form a batch."""
+    sequences = list(sequences)
+    known: Distribution = {(): 1.0}
+    for n in range(max(map(len, sequences), default=0)):
+        prefixes = sorted({sequence[:n] for sequence in sequences})
+        hidden = model(torch.tensor([[*prompt, *prefix] for prefix in prefixes]))[:, -1]
+        rows = dict(zip(prefixes, warp(model.logits(hidden)).tolist()))
+        known |= {s[: n + 1]: known[s[:n]] * rows[s[:n]][s[n]] for s in sequences}
+    return {sequence: known[sequence] for sequence in sequences}
+
+
+def fits(exam: Examination, sampling: Sampling, n: int, cases: Cases) -> Result:
+    """Test samples of `n` tokens by χ², unless the same seed is used in every call."""
+    runs, seconds = cases.limits.runs, cases.seconds()
+    passed, detail = samples_fit(exam, REPETITIVE_PROMPT, sampling, n, seconds, runs)
+    if passed is False:
+        reason = find_constant_seed(
+            lambda seed: tuple(exam.decoder.tokens(REPETITIVE_PROMPT, n, sampling, seed))
+        )
+        return (None, reason) if reason else (False, detail)
+    return passed, detail

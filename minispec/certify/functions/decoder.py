@@ -1,0 +1,138 @@
+"""Examine a Python function: the signature that --impl names, and its adapter."""
+
+import importlib
+import importlib.util
+import operator
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from tqdm import tqdm
+
+from minispec.certify.common import GREEDY, Failed, NotSupported
+from minispec.certify.examination import Request
+from minispec.certify.functions.symbolic import CannotEnumerate
+from minispec.cli import UserError
+from minispec.sampling import Sampling
+
+MANY = 50  # requests that take long enough for a progress bar
+
+
+class Implementation(Protocol):
+    """The signature of the function that --impl names."""
+
+    def __call__(
+        self, checkpoint: str, prompt: list[int], *, max_new_tokens: int, temperature: float,
+        top_k: int, top_p: float, seed: int,
+    ) -> list[int] | tuple[list[int], int, int]:  # fmt: skip
+        """Return the new tokens after `prompt`, including a final EOS; or a tuple of these and the
+        numbers of drafted and accepted tokens.
+
+        The checkpoint is a Hugging Face directory: a small float32 llama with a tokenizer of one
+        letter per token. Its folder `draft` holds a noisy copy. Temperature 0 is greedy; top_k 0
+        and top_p 1 are off. Different seeds must give independent samples. Raise
+        NotImplementedError for unsupported options. The function is called thousands of times, so
+        keep the loaded model between calls; there are several checkpoints.
+
+        An engine that batches may have an attribute `many`: a function of (checkpoint, requests)
+        that returns a list of such results. Each request is a dict of the other arguments."""
+
+
+def load_implementation(name: str, flag: str = "--impl") -> Implementation:
+    """Import the function named `package.module:function` or `file.py:function`."""
+    module_name, _, function = name.rpartition(":")
+    sys.path.insert(0, "")
+    try:
+        if module_name.endswith(".py"):
+            sys.path.insert(0, str(Path(module_name).parent))
+            spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(module_name)
+        found = getattr(module, function)
+    except (Exception, SystemExit) as error:  # importing a module may raise anything
+        raise UserError(
+            f"{flag} {name}: cannot be imported ({error}); use package.module:function or "
+            "file.py:function"
+        ) from None
+    if not callable(found):
+        raise UserError(f"{flag} {name}: is not a function")
+    return found
+
+
+@dataclass
+class DraftCounts:
+    """The drafted and accepted tokens that an implementation has returned."""
+
+    drafted: int = 0
+    accepted: int = 0
+    reported: bool = False
+
+    def add(self, drafted: int, accepted: int) -> None:
+        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
+        self.reported = True
+
+
+@dataclass(frozen=True)
+class FunctionDecoder:
+    """An implementation and one checkpoint, as a decoder under examination."""
+
+    impl: Implementation
+    folder: str = ""
+    counts: DraftCounts = field(default_factory=DraftCounts)  # of all checkpoints
+
+    def at(self, folder: str) -> "FunctionDecoder":
+        return replace(self, folder=folder)
+
+    def tokens(
+        self, prompt: list[int], n: int, sampling: Sampling = GREEDY, seed: int = 0
+    ) -> list[int]:
+        return self.batch([Request(prompt, n, sampling, seed)])[0]
+
+    def batch(self, requests: list[Request]) -> list[list[int]]:
+        """Return the tokens of several requests, in one call if the implementation can batch."""
+        options = [
+            {"prompt": list(prompt), "max_new_tokens": n, "temperature": sampling.temperature,
+             "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": seed}
+            for prompt, n, sampling, seed in requests
+        ]  # fmt: skip
+        what = ""
+        try:
+            if hasattr(self.impl, "many"):
+                results = list(self.impl.many(self.folder, options))
+                if len(results) != len(options):
+                    counts = f"{len(results)} results for {len(options)} requests"
+                    raise Failed(f"many returned {counts}")
+                return [self.token_ids(result) for result in results]
+            results = []
+            quiet = None if len(options) >= MANY else True
+            for request in tqdm(options, "runs", leave=False, disable=quiet):
+                what = ", ".join(f"{k} {v}" for k, v in request.items() if k != "prompt")
+                what = f" (prompt of {len(request['prompt'])} tokens, {what})"
+                results.append(self.token_ids(self.impl(self.folder, **request)))
+            return results
+        except (NotSupported, Failed, CannotEnumerate):
+            raise
+        except NotImplementedError as error:
+            raise NotSupported(str(error)) from error
+        except (Exception, SystemExit) as error:
+            message = (str(error).strip().splitlines() or ["no message"])[-1]
+            raise Failed(f"raised {type(error).__name__}: {message}{what}") from error
+
+    def token_ids(self, result) -> list[int]:
+        """Convert a result to ints, also from numpy and torch; add up its counts."""
+        if isinstance(result, tuple) and len(result) == 3 and not is_number(result[0]):
+            result, *counts = result
+            self.counts.add(*counts)
+        tokens = list(result)  # runs the implementation if it is a generator
+        try:
+            return [operator.index(token) for token in tokens]
+        except TypeError:
+            raise Failed(f"must return token ids, not {str(result)[:80]!r}") from None
+
+
+def is_number(value) -> bool:
+    """Return whether a value is an int, or a scalar of numpy or torch."""
+    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0

@@ -1,0 +1,350 @@
+"""Check that a server decodes exactly as the checkpoint it claims to serve."""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property
+
+import torch
+
+from minispec.certify.common import GREEDY, NotSupported, Result, Verdict, describe, drafting_result
+from minispec.certify.examination import (
+    Request,
+    Row,
+    baseline_tokens,
+    difference,
+    ends_correctly,
+    is_greedy,
+    judge,
+    keeps_lengths,
+    samples_fit,
+    wrong_end,
+)
+from minispec.certify.servers.context import (
+    ANSWER_TOKENS,
+    CONCURRENCY,
+    TIME_LIMIT_MINUTES,
+    ServerContext,
+    ServerDecoder,
+    make_prompts,
+    tolerance_of,
+    understood,
+)
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.model import Transformer
+from minispec.remote.client import Answer, ConnectionLost, Server, is_stop_reason
+from minispec.remote.identity import (
+    are_known,
+    greedy_answer,
+    logprob_differences,
+    mismatch,
+)
+from minispec.sampling import Sampling, probs
+
+SERVER_CHECKS = "greedy", "limits", "load", "distribution"
+REQUESTS = 2000  # the approximate number of requests, by default
+SAMPLE_TOKENS, MIN_ANSWERS = 8, 60  # tokens per sampled answer; answers per sampling
+HIGH_TEMPERATURE = Sampling(1.5)
+SERVER_SAMPLINGS = (
+    Sampling(1.0), Sampling(0.6), Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.8),
+    Sampling(1.3, top_k=20, top_p=0.9),
+)  # fmt: skip
+
+# ---- the examination -----------------------------------------------------------------------------
+
+
+def check_server(
+    server: Server, model: Transformer, tokenizer: Tokenizer | None, baseline: Server | None = None,
+    requests: int = REQUESTS, precision: float | torch.dtype = torch.float32,
+    checks: tuple[str, ...] = SERVER_CHECKS, samplings: tuple[Sampling, ...] = SERVER_SAMPLINGS,
+    only: str = "",
+) -> Iterator[Verdict]:  # fmt: skip
+    """Yield verdicts on a server of `model`, with roughly `requests` requests.
+
+    `only` selects rows by a part of "check: case". A baseline is a server of the same model that
+    decodes plainly. The server must then equal the baseline instead of our model; a row reports
+    where the baseline itself differs from ours."""
+    end = time.monotonic() + 60 * TIME_LIMIT_MINUTES
+    prompts = make_prompts(model, tokenizer)
+    for one in filter(None, (server, baseline)):
+        one.probe(next(iter(prompts.values()))[0])
+    decoder = ServerDecoder(server, model, tokenizer, end)
+    plain = ServerDecoder(baseline, model, tokenizer, end) if baseline else None
+    ctx = ServerContext(decoder, model, plain)
+    ctx.choose_prompts(prompts)
+    ctx.tolerance = tolerance_of(precision, model, ctx.prompts)
+    budget = Budget(ctx, requests)
+    is_model = Row("server", str(server.name), ctx, is_this_model, (), False)
+    selected = [row for row in rows(ctx, samplings, budget)
+                if row.check in checks and only in row.name]  # fmt: skip
+    selected = [row for row in selected if row.name == only] or selected
+    budget.divide(selected)
+    before = server.draft_counts()
+    try:
+        for row in [is_model, *selected]:
+            for verdict in judge(row) if time.monotonic() < end else skip(row):
+                yield verdict
+            if row.check == "server" and not verdict.passed:
+                return  # a different model: the other checks would be meaningless
+    except ConnectionLost as error:
+        yield Verdict(row.check, row.case, False, str(error))
+        return
+    passed, detail = drafting_since(before, server.draft_counts())
+    yield Verdict("drafts", f"in {server.requests} requests", passed, detail)
+
+
+def skip(row: Row) -> Iterator[Verdict]:
+    detail = f"skipped: {TIME_LIMIT_MINUTES} minutes are over (reduce --requests)"
+    yield Verdict(row.check, row.case, None, detail)
+
+
+def rows(ctx: ServerContext, samplings: tuple[Sampling, ...], budget: "Budget") -> Iterator[Row]:
+    for category, prompts in ctx.prompts.items():
+        yield Row("greedy", category, ctx, is_greedy, (prompts, ANSWER_TOKENS))
+    yield Row("limits", "stop strings", ctx, honours_stop_strings, (), False)
+    yield Row("limits", "streaming", ctx, streams_same_text, (), False)
+    if ctx.has_ids:
+        yield Row("limits", "lengths", ctx, lengths_are_right, (), False)
+        yield Row("limits", "end of greedy answers", ctx, ends_are_right, (), False)
+        for end in ctx.model.config.eos_ids:
+            yield Row("limits", f"end token {end}", ctx, obeys_eos, (end,), False)
+        yield Row("limits", "logprobs", ctx, logprobs_match, (), False)
+        yield Row("limits", "several choices", ctx, returns_choices, (), False)
+    else:
+        yield Row("limits", "all other limits", ctx, needs_ids, (), False)
+    yield Row("load", f"{CONCURRENCY} concurrent, mixed temperatures", ctx, handles_load, (), False)
+    if ctx.has_ids:
+        yield Row("distribution", "seeds", ctx, seeds_work, (), False)
+        for sampling in samplings:
+            yield Row("distribution", describe(sampling), ctx, fits, (sampling, budget))
+    else:
+        yield Row("distribution", "all", ctx, needs_ids, (), False)
+
+
+def needs_ids(ctx: ServerContext) -> Result:
+    raise NotSupported("the server returns no token ids")
+
+
+# ---- the right model -----------------------------------------------------------------------------
+
+
+def is_this_model(ctx: ServerContext) -> Result:
+    """Check that logprobs, or first tokens if there are none, match the checkpoint."""
+    server, answers = ctx.server, []
+    for ids in next(iter(ctx.prompts.values()))[:5]:
+        answer = greedy_answer(server, ids, 4)
+        answers.append((ids, answer, ctx.decoder.with_end(ids, 4, answer)[:1]))
+    accepts = "token ids" if server.accepts_ids else "text"
+    returns = "token ids" if server.returns_ids else "text, encoded by our tokenizer"
+    summary = f"accepts {accepts}, returns {returns}; tolerance {ctx.tolerance:.2g}"
+    problem = mismatch(ctx.model, answers, ctx.tolerance)
+    return not problem, problem or summary
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+def lengths_are_right(ctx: ServerContext) -> Result:
+    """Check that answers have exactly max_tokens tokens if no end token comes."""
+    arguments = ctx.long_answer()[0], [*range(1, 12)]
+    return with_finish_reasons(ctx, keeps_lengths, *arguments)
+
+
+def ends_are_right(ctx: ServerContext) -> Result:
+    """Check that answers end after the first end token. If some of the answers so far have one,
+    only their prompts are used."""
+    answers, eos_ids = ctx.greedy_answers(), ctx.model.config.eos_ids
+    ending = [ids for ids, a in answers if a.ended or not set(eos_ids).isdisjoint(a.tokens)]
+    prompts = ending or [ids for ids, _ in answers]
+    return with_finish_reasons(ctx, ends_correctly, prompts[:8], ANSWER_TOKENS)
+
+
+def with_finish_reasons(ctx: ServerContext, check: Callable[..., Result], *arguments) -> Result:
+    """Run a check of tokens, then check the finish reasons of its answers."""
+    before = len(ctx.decoder.answers)
+    passed, detail = check(ctx, *arguments)
+    found = ctx.decoder.answers[before:]
+    for request, answer in found if passed is not False else ():
+        if answer.ended and len(answer.tokens) >= request.n:
+            return False, f"{detail}, but finish_reason is {answer.reason!r}"
+    return passed, detail + unchecked([answer for _, answer in found])
+
+
+def unchecked(answers: list[Answer]) -> str:
+    """Describe how many answers could not be checked because they have no finish_reason."""
+    missing = sum(answer.reason is None for answer in answers)
+    return f"; {missing} without a finish_reason could not be checked" if missing else ""
+
+
+def obeys_eos(ctx: ServerContext, end: int) -> Result:
+    """Check that an answer ends at once if logit_bias makes this end token the best."""
+    ids, before = ctx.long_answer()
+    bias = {str(end): 100}
+    ctx.remember(Request(ids, 4), logit_bias=bias)
+    answer = ctx.decoder.ask_optional("logit_bias", ids, 4, logit_bias=bias)
+    if answer.tokens[:1] == before.tokens[:1]:
+        raise NotSupported("logit_bias has no effect")
+    passed = answer.ended and not answer.tokens
+    problem = f"continues: {answer.tokens}, finish_reason {answer.reason!r}"
+    return passed, f"ends the answer{unchecked([answer])}" if passed else problem
+
+
+def honours_stop_strings(ctx: ServerContext) -> Result:
+    """Check that a stop string that spans two tokens ends the answer just before it."""
+    tokenizer = ctx.decoder.tokenizer
+    if tokenizer is None:
+        return None, "--model has no tokenizer"
+    answers = []
+    for ids, answer in ctx.greedy_answers():
+        if not are_known(ctx.model, answer.tokens):
+            return False, f"prompt of {len(ids)} tokens: an id outside the vocabulary"
+        for n in range(2, ANSWER_TOKENS, 7):
+            boundary = len(tokenizer.decode(answer.tokens[:n]))
+            stop = answer.text[max(0, boundary - 2) : boundary + 2]
+            if len(stop) < 2 or "\ufffd" in stop:  # an incomplete character
+                continue
+            expected = answer.text[: answer.text.index(stop)]
+            ctx.remember(Request(ids, ANSWER_TOKENS), stop=[stop])
+            stopped = understood(ctx.server.ask(ids, ANSWER_TOKENS, stop=[stop]))
+            answers.append(stopped)
+            if stopped.text != expected:
+                assert_reproducible(ctx, ids, answer)
+                text = stopped.text[-30:]
+                return False, f"stop {stop!r}: {text!r} instead of {expected[-30:]!r}"
+            if is_stop_reason(stopped.reason) is False and not stopped.ended:
+                return False, f"stop {stop!r}: stopped, but finish_reason is {stopped.reason!r}"
+        if len(answers) > 8:
+            break
+    detail = f"{len(answers)} strings across token boundaries{unchecked(answers)}"
+    return bool(answers) or None, detail
+
+
+def assert_reproducible(ctx: ServerContext, prompt: list[int], answer: Answer) -> None:
+    if ctx.server.ask(prompt, ANSWER_TOKENS).text != answer.text:
+        raise NotSupported("answers are not reproducible, so rounding decides")
+
+
+def streams_same_text(ctx: ServerContext) -> Result:
+    answers = ctx.greedy_answers()[:6]
+    for ids, answer in answers:
+        ctx.remember(Request(ids, ANSWER_TOKENS), stream=True)
+        text, reason = ctx.server.ask_streaming(ids, ANSWER_TOKENS)
+        if reason and is_stop_reason(reason) is None:
+            raise NotSupported(f"finish_reason {reason!r}: the answer may be incomplete")
+        if text != answer.text:
+            assert_reproducible(ctx, ids, answer)
+            streamed, complete = text[-30:], answer.text[-30:]
+            return False, f"prompt of {len(ids)} tokens: {streamed!r} instead of {complete!r}"
+        if is_stop_reason(reason) != is_stop_reason(answer.reason):
+            reasons = f"finish_reason {reason!r} instead of {answer.reason!r}"
+            return False, f"prompt of {len(ids)} tokens: {reasons} when streamed"
+    detail = f"{len(answers)} streamed answers equal the unstreamed ones"
+    return True, detail + unchecked([answer for _, answer in answers])
+
+
+def logprobs_match(ctx: ServerContext) -> Result:
+    differences = []
+    for ids in next(iter(ctx.prompts.values())):
+        answer = ctx.decoder.ask_optional("logprobs", ids, ANSWER_TOKENS, logprobs=1)
+        differences += logprob_differences(ctx.model, ids, answer)
+    if not differences:
+        raise NotSupported("answers have no logprobs")
+    worst = max(differences)
+    return worst < ctx.tolerance, f"at most {worst:.2g} from ours, for {len(differences)} tokens"
+
+
+def returns_choices(ctx: ServerContext) -> Result:
+    ids = ctx.long_answer()[0]
+    ctx.decoder.ask_optional("n", ids, 1, sampling=HIGH_TEMPERATURE, n=2)
+    request = Request(ids, SAMPLE_TOKENS, HIGH_TEMPERATURE, 1)
+    ctx.remember(request, n=4)
+    choices = ctx.server.choices(*request, n=4)
+    different = len({tuple(choice.tokens) for choice in choices})
+    detail = f"n = 4: {len(choices)} choices, {different} of them different"
+    return len(choices) == 4 and different > 1, detail
+
+
+# ---- load ----------------------------------------------------------------------------------------
+
+
+def handles_load(ctx: ServerContext) -> Result:
+    """Check that greedy answers stay correct while others are sampled concurrently."""
+    prompts = [ids for category in ctx.prompts.values() for ids in category][:16]
+    samplings = GREEDY, HIGH_TEMPERATURE
+    requests = [Request(ids, ANSWER_TOKENS, s) for ids in prompts for s in samplings]
+    answers, ties = ctx.decoder.batch(requests), 0
+    for request, tokens in list(zip(requests, answers))[::2]:  # the greedy ones
+        plain = baseline_tokens(ctx, request.prompt, request.n)
+        gap, where, differing = difference(ctx, request.prompt, tokens[: request.n], plain)
+        problem = wrong_end(tokens, request.n, ctx.model.config.eos_ids) if ctx.has_ids else ""
+        if problem or gap >= ctx.tolerance:
+            ctx.remember(request, tokens=tokens)
+            return False, f"prompt of {len(request.prompt)} tokens: {problem or where}"
+        ties += differing
+    return True, f"{len(prompts)} greedy and {len(prompts)} sampled answers; {ties} ties"
+
+
+def drafting_since(before: tuple[int, int] | None, after: tuple[int, int] | None) -> Result:
+    """Check, by the server's counters, that drafts were both accepted and rejected."""
+    if after is None:
+        return None, "no draft statistics: only plain decoding may have been tested"
+    drafted, accepted = (b - a for a, b in zip(before or (0, 0), after))
+    return drafting_result(int(drafted), int(accepted))
+
+
+# ---- samples -------------------------------------------------------------------------------------
+
+
+class Budget:
+    """What the sampled rows share: a prompt, and the requests and seconds that are left."""
+
+    def __init__(self, ctx: ServerContext, requests: int):
+        self.ctx, self.requests = ctx, requests
+        self.parts = 0  # that the rows to come divide it into
+
+    @cached_property
+    def prompt(self) -> list[int]:
+        """A prompt that repeats its own beginning, such that copying the next token is right about
+        half the time. Drafts by prompt lookup are then accepted as often as rejected."""
+        model = self.ctx.model
+        texts = [ids for prompts in self.ctx.prompts.values() for ids in prompts][:8]
+        candidates = [(1.0, texts[0])]
+        for ids in texts:
+            for n in range(2, min(len(ids), 12)):
+                prompt = [*ids[:12], *ids[:n]]
+                if self.ctx.as_received(prompt) == prompt:
+                    p = probs(model.logits(model(prompt)[0, -1:]), Sampling(1.0))[0]
+                    candidates.append((abs(float(p[ids[n]]) - 0.5), prompt))
+        return min(candidates)[1]
+
+    def divide(self, rows: list[Row]) -> None:
+        """Reserve a part for every server in every sampled row. A baseline is sampled twice: by
+        itself, and next to the server."""
+        sampled = sum(row.function is fits for row in rows)
+        self.parts = sampled * (3 if self.ctx.baseline else 1)
+
+    def take(self, servers: int) -> tuple[int, float]:
+        """Return the requests to each of these servers, and the seconds for all of them."""
+        requests = self.requests - sum(server.requests for server in self.ctx.servers)
+        seconds = self.ctx.decoder.end - time.monotonic()
+        parts, self.parts = self.parts, self.parts - servers
+        return max(0, requests // parts), max(0.0, seconds * servers / parts)
+
+
+def seeds_work(ctx: ServerContext) -> Result:
+    """Check that answers differ between seeds, and whether equal seeds give equal answers."""
+    ids = ctx.long_answer()[0]
+    seeds = 1, 1, *range(2, 8)
+    samples = [tuple(ctx.tokens(ids, SAMPLE_TOKENS, HIGH_TEMPERATURE, seed)) for seed in seeds]
+    if len(set(samples)) == 1:
+        return False, "the same answer for every seed: nothing is sampled"
+    if samples[0] != samples[1]:
+        return None, "different answers for the same seed: seeds are ignored"
+    return True, f"equal seeds agree; {len(set(samples))} different answers from 7 seeds"
+
+
+def fits(ctx: ServerContext, sampling: Sampling, budget: Budget) -> Result:
+    """Test as many samples as the budget allows."""
+    runs, seconds = budget.take(len(ctx.servers))
+    if runs < MIN_ANSWERS:
+        return None, f"only {runs} answers from --requests; increase it"
+    return samples_fit(ctx, budget.prompt, sampling, SAMPLE_TOKENS, seconds, runs)

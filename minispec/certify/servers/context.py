@@ -1,0 +1,211 @@
+"""A server as a decoder under examination, and the prompts and tolerance of its examination."""
+
+import argparse
+import copy
+import random
+import time
+from dataclasses import dataclass, field
+from itertools import accumulate, cycle, islice
+
+import torch
+from tqdm import tqdm
+
+from minispec.certify.common import GREEDY, NotSupported
+from minispec.certify.compare import TIE
+from minispec.certify.examination import Examination, Request
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.cli import UserError, number
+from minispec.generate import decode
+from minispec.model import Transformer
+from minispec.remote import identity
+from minispec.remote.client import Answer, RequestError, Server, in_parallel
+from minispec.sampling import Sampling
+
+TIME_LIMIT_MINUTES = 30  # of an examination
+ANSWER_TOKENS = 32  # max_tokens of greedy answers
+CONCURRENCY = 8  # requests at a time
+
+
+@dataclass(frozen=True)
+class ServerDecoder:
+    """A server, as a decoder under examination. It remembers the answers to single requests."""
+
+    server: Server
+    model: Transformer  # in float64
+    tokenizer: Tokenizer | None
+    end: float  # no batch is continued after this time.monotonic()
+    answers: list[tuple[Request, Answer]] = field(default_factory=list)
+
+    def tokens(
+        self, prompt: list[int], n: int, sampling: Sampling = GREEDY, seed: int = 0
+    ) -> list[int]:
+        request = Request(prompt, n, sampling, seed)
+        answer = self.ask(request)
+        self.answers.append((request, answer))
+        return self.with_end(prompt, n, answer)
+
+    def batch(self, requests: list[Request]) -> list[list[int]]:
+        """Return the tokens for several requests, which are sent concurrently."""
+
+        def ask(request: Request) -> Answer:
+            if time.monotonic() > self.end:
+                raise NotSupported(f"{len(requests)} requests within {TIME_LIMIT_MINUTES} minutes")
+            return self.ask(request)
+
+        answers = in_parallel(ask, requests, CONCURRENCY)
+        answers = list(tqdm(answers, "requests", len(requests), leave=False, disable=None))
+        return [self.with_end(requests[i].prompt, requests[i].n, answer) for i, answer in answers]
+
+    def ask(self, request: Request) -> Answer:
+        try:
+            return understood(self.server.ask(*request))
+        except RequestError as error:
+            if error.kind != "unsupported":
+                raise
+            raise NotSupported(str(error)) from None
+
+    def ask_optional(self, name: str, prompt: list[int], length: int, **fields) -> Answer:
+        """Ask with a field that not every server supports."""
+        try:
+            return understood(self.server.ask(prompt, length, **fields))
+        except RequestError as error:
+            if error.kind != "rejected":
+                raise
+            raise NotSupported(f"{name} ({error})") from None
+
+    def with_end(self, prompt: list[int], n: int, answer: Answer) -> list[int]:
+        """Return the tokens of an answer of at most `n` tokens. If an end token ended it before,
+        append the most probable one."""
+        tokens = self.answer_tokens(prompt, n, answer)
+        return identity.with_end(self.model, prompt, tokens, n, answer.ended)
+
+    def answer_tokens(self, prompt: list[int], n: int, answer: Answer) -> list[int]:
+        """Return the tokens of an answer. For a text answer, these are our own tokens as far as
+        their text agrees, then the tokenizer's."""
+        if answer.has_ids:
+            return answer.tokens
+        ours = decode(self.model, self.tokenizer, prompt, max_new_tokens=n)
+        tokens = ours.tokens[: len(ours.tokens) - (ours.finish_reason == "eos")]
+        prefixes = list(accumulate(ours.texts, initial=""))  # the end token flushes held-back text
+        agreed = max(i for i, text in enumerate(prefixes) if answer.text.startswith(text))
+        rest = answer.text[len(prefixes[agreed]) :]
+        return tokens[:agreed] + self.tokenizer.encode(rest, special=False)
+
+
+def understood(answer: Answer) -> Answer:
+    """Return an answer, or raise NotSupported if it may have been broken off."""
+    if answer.ended is None:
+        raise NotSupported(f"an answer of {len(answer.tokens)} tokens with finish_reason "
+                           f"{answer.reason!r} may be incomplete")  # fmt: skip
+    return answer
+
+
+@dataclass
+class ServerContext(Examination):
+    """The examination of a server."""
+
+    decoder: ServerDecoder
+    baseline: ServerDecoder | None = None
+    prompts: dict[str, list[list[int]]] = field(default_factory=dict)  # by category
+
+    @property
+    def server(self) -> Server:
+        return self.decoder.server
+
+    @property
+    def servers(self) -> list[Server]:
+        return [decoder.server for decoder in (self.decoder, self.baseline) if decoder]
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether all servers return token ids."""
+        return all(server.returns_ids for server in self.servers)
+
+    def as_received(self, prompt: list[int]) -> list[int]:
+        """Return the prompt as the servers see it: retokenized if one accepts text only."""
+        if all(server.accepts_ids for server in self.servers):
+            return prompt
+        return self.decoder.tokenizer.encode(self.server.as_text(prompt))
+
+    def choose_prompts(self, candidates: dict[str, list[list[int]]]) -> None:
+        """Set the prompts to those that fit into the context."""
+        context = min(self.model.config.context, *(server.context for server in self.servers))
+        for category, prompts in candidates.items():
+            received = [self.as_received(ids) for ids in prompts]
+            if fitting := [ids for ids in received if 0 < len(ids) <= context - ANSWER_TOKENS]:
+                self.prompts[category] = fitting
+        if not self.prompts:
+            raise UserError(f"a context of {context} tokens is too short for any prompt")
+
+    def greedy_answers(self) -> list[tuple[list[int], Answer]]:
+        """Return a greedy answer for each prompt so far; request some if there are none."""
+        wanted = ANSWER_TOKENS, GREEDY
+        if not any(request[1:3] == wanted for request, _ in self.decoder.answers):
+            for prompts in self.prompts.values():
+                for ids in prompts[:2]:
+                    self.decoder.tokens(ids, ANSWER_TOKENS)
+        found = {}
+        for request, answer in self.decoder.answers:
+            if request[1:3] == wanted:
+                found.setdefault(tuple(request.prompt), answer)
+        return [(list(prompt), answer) for prompt, answer in found.items()]
+
+    def long_answer(self) -> tuple[list[int], Answer]:
+        """Return a greedy answer of full length, and its prompt."""
+        for ids, answer in self.greedy_answers():
+            if len(answer.tokens) >= ANSWER_TOKENS:
+                return ids, answer
+        raise NotSupported(f"no greedy answer has {ANSWER_TOKENS} tokens")
+
+
+# ---- prompts -------------------------------------------------------------------------------------
+
+PROMPT_TEXTS = (
+    "The old lighthouse keeper climbed the stairs every evening, and when the lamp was lit he",
+    "def largest(numbers):\n    best = numbers[0]\n    for number in numbers[1:]:\n        if",
+    "Der Zug nach Hamburg fährt um acht Uhr ab. Wer mitfahren will, muss",
+    '{"name": "Ada", "born": 1815, "languages": ["English", "French"], "works": [{"title":',
+    "Question: A box holds 12 eggs. How many eggs are there in 7 boxes?\nAnswer: There are",
+)
+PROMPT_LENGTHS = 1, 2, 16, 17, 33, 64, 65, 128, 129, 257, 513  # around common block sizes
+
+
+def make_prompts(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, list[list[int]]]:
+    """Make prompts of several categories; those from text need a tokenizer."""
+    rng, eos_ids = random.Random(0), model.config.eos_ids
+    usable = [i for i in range(model.config.vocab_size) if i not in eos_ids]
+    noise = [rng.choices(usable, k=n) for n in (3, 12, 40)]
+    texts = [ids for text in PROMPT_TEXTS if tokenizer and len(ids := tokenizer.encode(text)) > 1]
+    all_tokens = [token for ids in texts or noise for token in ids]
+    categories = {
+        "texts": texts,
+        "repetitive": [(ids[-8:] * 4)[: 8 * 3 + 2 + i] for i, ids in enumerate(texts + noise)],
+        "lengths": [list(islice(cycle(all_tokens), n)) for n in PROMPT_LENGTHS],
+        "random ids": noise,
+    }
+    return {category: prompts for category, prompts in categories.items() if prompts}
+
+
+def precision(text: str) -> float | torch.dtype:
+    """Parse --precision: the name of a dtype, or the logit gap below which tokens are tied."""
+    if text in ("float64", "float32", "float16", "bfloat16"):
+        return getattr(torch, text)
+    try:
+        return number(0, 100, float)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text}: use float32, float16, bfloat16, or a gap in logits"
+        ) from None
+
+
+def tolerance_of(precision: float | torch.dtype, model: Transformer, prompts: dict) -> float:
+    """Return the logit gap that rounding may hide: `precision` if it is a number, else 4 times the
+    largest change of our logits in this dtype (a gap has two logits; the other 2 is a margin)."""
+    if isinstance(precision, float):
+        return precision
+    rounded = copy.deepcopy(model).to(precision)
+    largest_change = 0.0
+    for ids in [prompts[category][0] for category in prompts]:
+        logits, other = (m.logits(m(ids)).double() for m in (model, rounded))
+        largest_change = max(largest_change, float((logits - other).abs().max()))
+    return max(TIE, 4 * largest_change)

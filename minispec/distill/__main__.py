@@ -1,0 +1,52 @@
+"""The commands `minispec distill …`."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+from minispec import distill, distributed
+from minispec.checkpoints.fetch import default_model
+from minispec.checkpoints.load import resolve
+from minispec.cli import Parser, Source, check_outputs, command
+from minispec.distill import (
+    acceptance,
+    draft,
+    export,
+    generate,
+    medusa,
+    mtp,
+    tree,
+    vocabulary,
+)
+from minispec.training.loop import training_setup
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    p = Parser(prog="python -m minispec.distill", description=distill.__doc__)
+    commands = p.add_subparsers(dest="command", required=True)
+    for module in (generate, draft, medusa, mtp, acceptance, tree, vocabulary, export):
+        name = module.__name__.rpartition(".")[2]
+        description = (module.__doc__ or "").split("\n\n")[0]
+        sub = commands.add_parser(name, help=description, description=description)
+        sub.add_argument("--model", type=Source, help="the target (default: the bundled toy)")
+        if module in (draft, medusa, mtp, acceptance, tree):
+            sub.add_argument("--own", type=Path, nargs="+", required=True,
+                             help="files written by `distill generate`")  # fmt: skip
+        module.arguments(sub)
+        sub.set_defaults(run=module.run)
+    distributed.join()
+    with distributed.together():
+        args = p.parse_args(argv)
+        args.model = default_model() if args.model is None else args.model
+        check_outputs(vars(args) | {"model": Source(resolve(args.model))})
+    trains = args.run in (draft.run, medusa.run, mtp.run)
+    if not trains and args.run is not generate.run:
+        distributed.require_one_process(args.command)
+    with training_setup(args, ["distill", *argv]) if trains else contextlib.nullcontext():
+        args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""The training data of drafts and heads: generated documents and the target's hidden states."""
+
+import argparse
+import contextlib
+import hashlib
+import os
+from bisect import bisect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from itertools import accumulate, zip_longest
+from pathlib import Path
+from typing import IO
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from minispec import distributed
+from minispec.checkpoints.heads import load_vocabulary, save_vocabulary
+from minispec.checkpoints.load import load, require_tokenizer
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.cli import UserError, check_writable, note, writing
+from minispec.distill.own_text import read_generated, read_split
+from minispec.methods.vocabulary import Subset
+from minispec.model import Transformer
+from minispec.training.loop import Batch, TrainingRun, digest, lock, train
+
+STATES_DTYPE = torch.float16
+GPU_TOKENS_PER_PASS = 2**15  # including padding
+DOCUMENTS_PER_SHARE = 64  # computed by a process before each exchange
+PURPOSES = "train on", "measure on"  # the training documents, the held-out ones
+
+
+def load_target(args: argparse.Namespace, dtype: str = "float32") -> tuple[Transformer, Tokenizer]:
+    """Load --model and its tokenizer, which distillation needs."""
+    model, tokenizer = load(args.model, dtype, args.device)
+    return model, require_tokenizer(tokenizer, model.source)
+
+
+def weights_digest(model: Transformer) -> str:
+    """A hash of everything that determines the model's output: its config and weights."""
+    arrays = [p.detach().cpu().contiguous().view(torch.uint8).numpy() for p in model.parameters()]
+    return digest([str(asdict(model.config)), [hashlib.sha256(a).hexdigest() for a in arrays]])
+
+
+def vocabulary_digest(vocabulary: Subset | None) -> str:
+    """A hash of the vocabulary to train on."""
+    return digest(vocabulary.host_ids.tolist()) if vocabulary else "all"
+
+
+def store_vocabulary(args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer) -> None:
+    """Save the vocabulary that heads were trained on next to them, so that they draft from it. If
+    they were trained on all tokens, remove any older file."""
+    file = args.out / "vocabulary.json"
+    if args.vocabulary:
+        languages = load_vocabulary(args.vocabulary, target, tokenizer).languages
+        save_vocabulary(languages, tokenizer, file)
+    else:
+        file.unlink(missing_ok=True)
+
+
+@torch.no_grad()
+def cached_states(
+    path: Path, target: Transformer, context: int, dtype: torch.dtype, weights: str
+) -> list[Tensor]:
+    """The target's hidden states (n, d), in float16, for each document of a `generate` file, cut to
+    `context` tokens. `weights` is the target's digest.
+
+    A file next to it caches them: for each document a hash of its tokens, then its states. States
+    of documents added later are appended. If a hash does not match, all states are recomputed into
+    a new file, because another run may still be reading the old one.
+    """
+    rows = [(row["prompt"] + row["tokens"])[:context] for row in read_generated(path)[1]]
+    hashes = [bytes.fromhex(digest(row)) for row in rows]  # 8 bytes each
+    key, size = digest([weights, context, str(dtype), "hashes"])[:8], target.config.hidden_size
+    file = path.with_name(f"{path.name}.{key}.hidden")
+    ends = list(accumulate((8 + 2 * size * len(row) for row in rows), initial=0))  # bytes
+    with contextlib.ExitStack() as stack:
+        done = len(rows)
+        with distributed.together():
+            if distributed.world.rank == 0:  # the others wait below
+                check_writable(file, "the hidden states of --own")
+                out, done = stack.enter_context(open_states(file, hashes, ends))
+        done = distributed.all_gather(done)[0]
+        for i, hidden in enumerate(shared_states(target, rows[done:], dtype), done):
+            out.write(hashes[i] + hidden.half().numpy().tobytes())
+    distributed.all_gather(None)  # the file is complete
+    flat = torch.from_file(str(file), size=ends[-1] // 2, dtype=STATES_DTYPE)  # lazily
+    parts = flat.split([4 + size * len(row) for row in rows])
+    return [part[4:].view(-1, size) for part in parts]
+
+
+@contextlib.contextmanager
+def open_states(file: Path, hashes: list[bytes], ends: list[int]) -> Iterator[tuple[IO, int]]:
+    """Open and lock a file of hidden states, and yield it with the number of documents in it. What
+    follows them is cut off. If a document's hash does not match, a new file is started."""
+    while True:
+        with writing(file), file.open("a+b") as out:
+            lock(out, str(file), wait=True)  # two runs on the same text may start together
+            if not (file.exists() and os.path.samestat(os.fstat(out.fileno()), file.stat())):
+                continue  # another run started a new file while this one waited
+            done = bisect(ends, out.seek(0, os.SEEK_END)) - 1
+            # after `done` complete documents there may be part of one, left by a killed process
+            start = zip(hashes[: done + 1], ends)
+            if not all(hash_.startswith(read_at(out, offset, 8)) for hash_, offset in start):
+                file.unlink()
+                continue
+            if done < len(hashes):
+                out.truncate(ends[done])
+            yield out, done
+            return
+
+
+def shared_states(
+    target: Transformer, rows: list[list[int]], dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """`hidden_states`. Each process computes a share; rank 0 yields all of them in order."""
+    rank, size = distributed.world.rank, distributed.world.size
+    if size == 1:
+        yield from hidden_states(target, tqdm(rows, "hidden states"), dtype)
+        return
+    step = size * DOCUMENTS_PER_SHARE
+    for start in tqdm(range(0, len(rows), step), "hidden states"):
+        own = rows[start : start + step][rank::size]
+        shares = distributed.gather([states.half() for states in hidden_states(target, own, dtype)])
+        for of_round in zip_longest(*shares):
+            yield from (states for states in of_round if states is not None)
+
+
+def read_at(file: IO, offset: int, n: int) -> bytes:
+    """Read `n` bytes at an offset; fewer at the end of the file."""
+    file.seek(offset)
+    return file.read(n)
+
+
+@torch.no_grad()
+def hidden_states(
+    target: Transformer, rows: Iterable[list[int]], dtype: torch.dtype,
+    max_tokens: int | None = None,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Yield the target's hidden states (n, d), on the host, for each row of n tokens. Rows share a
+    pass of up to `max_tokens` tokens with padding; the default is one row per pass on a CPU."""
+    if max_tokens is None:
+        max_tokens = GPU_TOKENS_PER_PASS if target.device.type == "cuda" else 0
+    for batch in batches(rows, max_tokens):
+        padded = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in batch], batch_first=True)
+        with torch.autocast(target.device.type, dtype, enabled=dtype != torch.float32):
+            states = target(padded).to("cpu", dtype)
+        for row, hidden in zip(batch, states):
+            yield hidden[: len(row)]
+
+
+def batches(rows: Iterable[list[int]], max_tokens: int) -> Iterator[list[list[int]]]:
+    """Group consecutive rows into batches of one row or up to `max_tokens` tokens with padding."""
+    batch: list[list[int]] = []
+    for row in rows:
+        if batch and (len(batch) + 1) * max(map(len, [*batch, row])) > max_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+class Documents:
+    """Complete documents. `tokens` (D, T) are padded on the right; `lengths` and `prompts` (D,) are
+    the number of tokens in each document and in its prompt; `hidden` are the target's hidden states
+    (n, d) for each."""
+
+    def __init__(self, rows: list[list[int]], prompts: list[int], states: list[Tensor]):
+        pad = nn.utils.rnn.pad_sequence
+        self.tokens = pad([torch.tensor(row) for row in rows], batch_first=True)
+        self.hidden = list(states)
+        self.prompts = torch.tensor(prompts)
+        self.lengths = torch.tensor([len(row) for row in rows])
+
+    @classmethod
+    def from_rows(
+        cls, generated: list[dict], target: Transformer, context: int, dtype: torch.dtype
+    ) -> "Documents":
+        """Build from documents of `read_split`, cut to `context` tokens."""
+        rows = [(row["prompt"] + row["tokens"])[:context] for row in generated]
+        locations = [row["location"] for row in generated]
+        # in the order of --own, since all processes must take the files in the same order
+        files, weights = dict.fromkeys(path for path, _ in locations), weights_digest(target)
+        cached = {path: cached_states(path, target, context, dtype, weights) for path in files}
+        states = [cached[path][i] for path, i in locations]
+        return cls(rows, [len(row["prompt"]) for row in generated], states)
+
+    def labels(self, index: Tensor, k: int) -> Tensor:
+        """Step k's labels (B, T - 2): at position i token i + k + 1 if it was generated, otherwise
+        -100."""
+        at = torch.arange(self.tokens.shape[1] - 2) + k + 1  # (n,)
+        tokens = F.pad(self.tokens[index], (0, k))[:, k + 1 :][:, : len(at)]
+        real = (at < self.lengths[index, None]) & (at >= self.prompts[index, None])
+        return tokens.where(real, -100)
+
+    def states(self, index: Tensor, n: int) -> Tensor:
+        """The first `n` hidden states of each document, (B, n, d), zero-padded past its end."""
+        states = [self.hidden[i][:n] for i in index.tolist()]
+        padded = torch.stack([F.pad(hidden, (0, 0, 0, n - len(hidden))) for hidden in states])
+        return padded.to(torch.float32)
+
+
+def shuffled_batches(count: int, rows: int, seed: int) -> Batch:
+    """A function that maps a step to `rows` indices below `count`, reshuffled every epoch. No batch
+    spans two epochs."""
+
+    def batch(step: int) -> Tensor:
+        epoch, i = divmod(step, max(count // rows, 1))
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch))
+        return order[i * rows : (i + 1) * rows]
+
+    return batch
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, p: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy over the rows with a label, against the label or the row's distribution in
+    `p` (n, V); 0 if no row has a label. With several processes, this one's share of it."""
+    real = labels >= 0
+    expected = labels if p is None else p * real[:, None]
+    count = distributed.all_reduce(real.sum()).clamp(min=1)
+    return F.cross_entropy(logits.float(), expected, reduction="sum") / count
+
+
+def select_labelled(
+    rows: list[dict], context: int, purpose: str, first: int = 2, vocabulary: Subset | None = None
+) -> list[dict]:
+    """The documents with a label in their first `context` tokens: a generated token, in the
+    `vocabulary` if there is one, at index `first` or later (heads cannot predict earlier tokens). A
+    note counts the documents skipped. Raises UserError if none is left for the `purpose`."""
+    kept, skipped, known = [], Counter(), set(vocabulary.host_ids.tolist()) if vocabulary else None
+    for row in rows:
+        labels = (row["prompt"] + row["tokens"])[max(first, len(row["prompt"])) : context]
+        if len(row["prompt"]) >= context:
+            skipped[f"the prompt fills the context of {context} tokens"] += 1
+        elif not labels:
+            skipped["the text is too short"] += 1
+        elif known is not None and known.isdisjoint(labels):
+            skipped["no generated token is in the vocabulary"] += 1
+        else:
+            kept.append(row)
+    why = ", ".join(f"{reason} ({n})" for reason, n in skipped.items())
+    if not kept:
+        raise UserError(f"the documents of --own have nothing to {purpose}: {why}")
+    if skipped:
+        note(f"skipped {skipped.total()} of {len(rows)} documents, which have nothing to {purpose}"
+             f": {why}")  # fmt: skip
+    return kept
+
+
+def train_on_generated(
+    args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer, model: nn.Module,
+    loss: Callable[[Documents], Callable], options: str,
+    optimizers: list[torch.optim.Optimizer] | None = None, first: int = 2,
+    vocabulary: Subset | None = None,
+) -> tuple[TrainingRun, list[dict]]:  # fmt: skip
+    """Train `model` on the documents of --own that `select_labelled` keeps. `loss` builds the loss
+    from them; `options` becomes part of the run's identity. Returns the run and the held-out
+    documents."""
+    with distributed.together():
+        training, held_out = (
+            select_labelled(rows, args.context, purpose, first, vocabulary)
+            for rows, purpose in zip(read_split(args.own, target, tokenizer), PURPOSES)
+        )
+        if len(training) < distributed.world.size:
+            raise UserError(f"the {len(training)} documents to train on are too few for "
+                            f"{distributed.world.size} processes")  # fmt: skip
+    text = digest([[row["prompt"], row["tokens"]] for row in training])
+    identity = {"target": weights_digest(target), "text": text, "options": options}
+    documents = Documents.from_rows(training, target, args.context, args.dtype)
+    batch = shuffled_batches(len(training), args.rows, args.seed)
+    return train(model, identity, loss(documents), batch, args, optimizers), held_out

@@ -1,0 +1,83 @@
+"""Train a draft model on text that the target generated.
+
+It learns the target's full distribution at each position, not only the sampled token (Zhou et al.
+2023, DistillSpec, arXiv 2310.08461).
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec import distributed
+from minispec.checkpoints.load import save
+from minispec.distill.documents import Documents, load_target, train_on_generated
+from minispec.model import Transformer, count_parameters
+from minispec.training.loop import markdown_table, training_arguments, write_card
+from minispec.training.new_model import new_model, size_arguments
+
+
+class SoftLabels:
+    """Document indices -> cross-entropy of the draft against the target's full distributions, in
+    nats, over the generated tokens. Only the target's lm_head runs; its hidden states are cached.
+    """
+
+    def __init__(self, draft: Transformer, target: Transformer, documents: Documents):
+        self.draft, self.target, self.documents = draft, target, documents
+
+    def __call__(self, index: Tensor) -> Tensor:
+        device = self.draft.device
+        documents, n = self.documents, self.documents.tokens.shape[1] - 1
+        after = torch.arange(n) + 1
+        generated = after < documents.lengths[index, None]  # (B, n): whether the next token is
+        generated &= after >= documents.prompts[index, None]
+        hidden = self.documents.states(index, n)[generated].to(device)  # (N, d)
+        p = self.target.logits(hidden).float().softmax(-1)  # (N, V)
+        outputs = self.draft(self.documents.tokens[index, :n])
+        logits = self.draft.logits(outputs[generated.to(device)])
+        n = distributed.all_reduce(generated.sum())
+        return F.cross_entropy(logits.float(), p, reduction="sum") / max(int(n), 1)
+
+
+@torch.no_grad()
+def agreement(draft: Transformer, target: Transformer, rows: list[dict]) -> dict[str, list[float]]:
+    """For each category, over the generated tokens of `rows`: how often the two argmaxes agree, and
+    Σ min(p, q), the probability that a token drawn from q is accepted."""
+    rates: dict[str, list[Tensor]] = {}
+    for row in rows:
+        tokens = (row["prompt"] + row["tokens"])[:-1]
+        p, q = (m.logits(m(tokens))[0, len(row["prompt"]) - 1 :] for m in (target, draft))
+        same, overlap = p.argmax(-1) == q.argmax(-1), torch.minimum(p.softmax(-1), q.softmax(-1))
+        rates.setdefault(row["kind"], []).append(torch.stack([same.float(), overlap.sum(-1)]))
+    return {name: torch.cat(parts, 1).mean(1).tolist() for name, parts in sorted(rates.items())}
+
+
+def run(args: argparse.Namespace) -> None:
+    target, tokenizer = load_target(args)
+    c = target.config
+    draft = new_model(args, tokenizer, vocab_size=c.vocab_size, bos_id=c.bos_id, eos_ids=c.eos_ids)
+
+    def loss_of(documents: Documents) -> SoftLabels:
+        return SoftLabels(draft, target, documents)
+
+    options = str(draft.config)
+    run, held_out = train_on_generated(args, target, tokenizer, draft, loss_of, options, first=1)
+    if distributed.world.rank:
+        return
+    save(draft, tokenizer, args.out, torch.float16)
+    draft.half().float()  # round to float16, as stored
+    facts = {
+        "sizes": f"{draft.config.layers} layers of width {draft.config.hidden_size}",
+        "loss": "cross-entropy against the target's distributions, on text that it generated",
+        "measured": "on held-out documents: how often the draft's best token is the target's, and "
+                    "Σ min(p, q), the acceptance probability of a sampled token at temperature 1",
+    }  # fmt: skip
+    rates = agreement(draft, target, held_out)
+    table = markdown_table("category", ["same argmax", "Σ min(p, q)"], rates)
+    write_card(args, run, f"A draft of {count_parameters(draft):,} parameters", facts, table)
+
+
+def arguments(p: argparse.ArgumentParser) -> None:
+    size_arguments(p, layers=2, width=96, heads=3, ffn=256)
+    training_arguments(p, steps=1500, context=256, lr=4e-3)

@@ -1,0 +1,360 @@
+"""Generate text with the target, to train drafts and heads on.
+
+For a plain text in --data, the target continues the first few tokens; with --ask, it gets a request
+about the text instead. For a conversation, it answers one of the user's turns through its chat
+template, so lines of `{"prompt": ...}` are enough. With --chat, the target writes the user's turns
+too, starting from an empty user header (Magpie, arXiv 2406.08464), so no data is needed. With
+--given, the documents' own text is stored instead: mtp --soft learns the target's distributions
+along it, which takes a single pass. Near-duplicates are dropped, because models repeat themselves.
+
+With --server, a server of the target (vLLM, llama.cpp, SGLang, …) gets the same prompts and
+generates the answers.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from minispec import distributed
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.cli import OutputFile, UserError, flag_name, note, writing
+from minispec.distill import server
+from minispec.distill.documents import load_target, weights_digest
+from minispec.distill.own_text import OPENERS, Duplicates, read_generated
+from minispec.generate.api import unlisted_eos_warning
+from minispec.model import Config, Transformer
+from minispec.sampling import Sampling, argmax, not_finite, probs, sample_inverse_cdf, warp
+from minispec.training.loop import digest, integer_flags, lock
+from minispec.training.text import (
+    Conversation,
+    Corpus,
+    Document,
+    LeftOut,
+    encode,
+    read_corpus,
+    turn,
+    user_turn_ends,
+)
+
+MAX_BEGINNING = 24  # a text's prompt is shorter than this, in tokens
+POOLED_BATCHES = 4  # batches of prompts that are drawn together and sorted by length
+MAX_IDLE_PROMPTS = 64  # stop after this many prompts without a new document
+# (prompts, maximum tokens, sampling, seed) -> (index of a prompt, tokens that follow it), …
+Sample = Callable[[list[list[int]], int, Sampling, int], Iterator[tuple[int, list[int]]]]
+USER_TURN_TOKENS, USER_TURN_SAMPLING = 96, Sampling(0.9)  # when the target writes user turns
+RECORDED_FLAGS = (  # stored in the file's header
+    "seed", "batch", "tokens", "temperature", "top_k", "top_p", "keep_duplicates", "ask", "chat",
+    "given",
+)  # fmt: skip
+
+
+@torch.no_grad()
+def sample_batch(
+    model: Transformer, prompts: list[list[int]], n: int, sampling: Sampling,
+    generators: list[torch.Generator],
+) -> list[list[int]]:  # fmt: skip
+    """Sample up to `n` tokens after each prompt, in one batch. A row stops after an end token. Each
+    row has its own generator, so its tokens do not depend on the other rows.
+
+    Prompts are padded on the right; padding is never committed to the cache. Finished rows are
+    dropped from the batch once they exceed a third of it.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    padded = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
+    cache = model.new_cache(max(lengths) + n, batch=len(prompts))
+    hidden = model(padded, cache)
+    cache.extend(lengths)
+    last = torch.stack([row[length - 1] for row, length in zip(hidden, lengths)])  # (B, d)
+    output: list[list[int]] = [[] for _ in prompts]
+    rows = output  # the unfinished ones, in the cache's order; `generators` are theirs
+    while True:
+        logits = model.logits(last)  # (B, V)
+        if sampling.temperature == 0:
+            tokens = argmax(probs(logits, sampling))
+        else:
+            draws = [torch.rand((), dtype=torch.float64, generator=g) for g in generators]
+            p = warp(logits, sampling)
+            p = p.cpu() if p.device.type == "mps" else p  # MPS has no float64
+            drawn = sample_inverse_cdf(p, torch.stack(draws).to(p.device))
+            tokens = drawn.where(p[:, 0].isfinite(), -1).tolist()
+            if -1 in tokens:
+                raise not_finite(logits.dtype)
+        for row, token in zip(rows, tokens):
+            if not ended(row, n, model.config.eos_ids):
+                row.append(token)
+        alive = [i for i, row in enumerate(rows) if not ended(row, n, model.config.eos_ids)]
+        if not alive:
+            return output
+        if 3 * len(alive) < 2 * len(rows):
+            cache.keep(alive)
+            rows, tokens = [rows[i] for i in alive], [tokens[i] for i in alive]
+            generators = [generators[i] for i in alive]
+        last = model(torch.tensor(tokens)[:, None], cache)[:, 0]
+        cache.extend([1] * len(rows))
+
+
+def local_sampler(model: Transformer) -> Sample:
+    """Sample with the model itself, all prompts in one batch. If there are several processes, each
+    samples its share of them, and the answers are the same."""
+    rank, size = distributed.world.rank, distributed.world.size
+
+    def sample(
+        prompts: list[list[int]], n: int, sampling: Sampling, seed: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        own = range(len(prompts))[rank::size]
+        generators = [torch.Generator().manual_seed(seed + i) for i in own]
+        own_prompts = [prompts[i] for i in own]
+        answers = sample_batch(model, own_prompts, n, sampling, generators) if own else []
+        shares = distributed.all_gather(answers)
+        yield from ((i, shares[i % size][i // size]) for i in range(len(prompts)))
+
+    return sample
+
+
+def ended(row: list[int], n: int, eos: tuple[int, ...]) -> bool:
+    return len(row) == n or (bool(row) and row[-1] in eos)
+
+
+def user_turns(
+    sample: Sample, config: Config, tokenizer: Tokenizer, beginnings: list[str], n: int,
+    rng: np.random.Generator,
+) -> list[Document]:  # fmt: skip
+    """Sample up to `n` single-turn conversations: the target writes the user's turn, after the chat
+    template's user header and one of the `beginnings`. Unfinished turns are dropped."""
+    chosen = [str(rng.choice(beginnings or [""])) for _ in range(n)]
+    beginning_ids = [tokenizer.encode(beginning, special=False) for beginning in chosen]
+    prompts = [tokenizer.user_header() + ids for ids in beginning_ids]
+    max_tokens, seed = min(USER_TURN_TOKENS, config.context // 2), int(rng.integers(2**63))
+    texts = [
+        tokenizer.decode(beginning_ids[i] + tokens).strip()
+        for i, tokens in sample(prompts, max_tokens, USER_TURN_SAMPLING, seed)
+        if tokens[-1] in config.eos_ids
+    ]
+    return [Conversation([turn("user", text)]) for text in texts if text]
+
+
+def prompt_of(
+    document: Document, tokenizer: Tokenizer, rng: np.random.Generator, ask: str | None = None
+) -> list[int]:
+    """The prompt to sample from: a text's first tokens, or the request `ask` about it; or a
+    conversation up to one of the user's turns."""
+    if isinstance(document, str) and ask:
+        document = [turn("user", ask.format(document))]
+    if isinstance(document, str):
+        return tokenizer.encode(document[: 20 * MAX_BEGINNING])[: rng.integers(4, MAX_BEGINNING)]
+    return encode(document[: rng.choice(user_turn_ends(document))], tokenizer)
+
+
+def sample_documents(
+    sample: Sample, config: Config, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace,
+    seed: list[int], left_out: LeftOut, most: int,
+) -> Iterator[dict]:  # fmt: skip
+    """Sample answers to --batch prompts, but no more than `most`, from random documents or
+    written by the target itself."""
+    rng, max_prompt = np.random.default_rng(seed), config.context - args.tokens
+    documents = [(name, document) for name, texts in corpus.items() for document in texts]
+    if args.chat is None:
+        drawn = (documents[i] for i in rng.integers(len(documents), size=100 * args.batch))
+    else:
+        turns = user_turns(sample, config, tokenizer, args.chat, min(args.batch, most), rng)
+        drawn = (("chat", document) for document in turns)
+    how = prompt_of, tokenizer, rng, args.ask
+    prompts = ((name, left_out.attempt(document, *how)) for name, document in drawn)
+    limit = args.batch if args.chat is not None else POOLED_BATCHES * args.batch
+    pool = list(islice((p for p in prompts if 0 < len(p[1]) <= max_prompt), limit))
+    if not pool:
+        if args.chat is None:
+            why = str(left_out) or "lower --tokens"
+            raise UserError(f"no prompts of at most {max_prompt} tokens found: {why}")
+        return  # no user turn was finished
+    if len(pool) > args.batch:  # prompts of similar lengths need little padding
+        pool.sort(key=lambda prompt: len(prompt[1]))
+        start = args.batch * rng.integers(len(pool) // args.batch)
+        pool = pool[start : start + args.batch]
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    prompts = [ids for _, ids in pool[:most]]
+    for i, answer in sample(prompts, args.tokens, sampling, int(rng.integers(2**63))):
+        yield {"kind": pool[i][0], "prompt": prompts[i], "tokens": answer}
+
+
+def given_documents(
+    config: Config, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace, seed: list[int],
+    left_out: LeftOut,
+) -> list[dict]:  # fmt: skip
+    """Split random documents into the prompt that the target would get and their own answer."""
+    rng, rows = np.random.default_rng(seed), []
+    end = tokenizer.id_of("eos_token")  # ends a turn, if the model has several end tokens
+    ends = [end] if end in config.eos_ids else list(config.eos_ids[:1])
+    documents = [(name, document) for name, texts in corpus.items() for document in texts]
+    for i in rng.integers(len(documents), size=args.batch):
+        name, document = documents[i]
+        if isinstance(document, str) and args.ask:
+            document = [turn("user", args.ask.format(document)), turn("assistant", document)]
+        if isinstance(document, str):
+            ids, cut = tokenizer.encode(document), rng.integers(4, MAX_BEGINNING)
+            prompt, answer = ids[:cut], ids[cut:]
+        else:
+            answer_turns = [j for j, t in enumerate(document) if j and t["role"] == "assistant"]
+            if not answer_turns:
+                continue
+            at = rng.choice(answer_turns)
+            prompt = left_out.attempt(document, lambda turns: encode(turns[:at], tokenizer))
+            answer = tokenizer.encode(document[at]["content"], special=False) + ends
+        answer = answer[: args.tokens]
+        if prompt and answer and len(prompt) + args.tokens <= config.context:
+            rows.append({"kind": name, "prompt": prompt, "tokens": answer})
+    return rows
+
+
+def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> list[dict]:
+    """Check that a file is new or was started with these options, and return its documents. Remove
+    an incomplete last line, left by a killed process."""
+    header, rows = read_generated(path, tokenizer)
+    file.seek(0)
+    if not rows and file.read(1) and not header:
+        raise UserError(f"{path} is not from minispec.distill generate: choose another --out")
+    for name, value in options.items():
+        before = header.get("options", {}).get(name)
+        if rows and (before or None) != (value or None):  # older files lack flags that were off
+            raise UserError(f"{path} was started with another {flag_name(name)}: use the same "
+                            "one, or choose another --out")  # fmt: skip
+    file.seek(0)
+    complete = file.read().rpartition("\n")[0]
+    file.truncate(len(complete) + 1 if rows else 0)
+    if not rows:
+        file.write(json.dumps({"tokenizer": tokenizer.fingerprint, "options": options}) + "\n")
+    return rows
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Reject invalid flags before any weights are read."""
+    if args.out.suffix in OPENERS:
+        raise UserError(f"--out {args.out}: a compressed file cannot be appended to; choose a "
+                        ".jsonl file and compress it afterwards")  # fmt: skip
+    for flag in "given", "ask":
+        if getattr(args, flag) and not args.data:
+            raise UserError(f"--{flag} needs the documents of --data")
+    if args.given and args.server is not None:
+        raise UserError("--given stores the documents' own text; use it without --server")
+    if args.server is not None and distributed.world.size > 1:
+        raise UserError("one process asks --server with many requests at once: omit torchrun")
+    for flag in "name", "key_env":
+        if getattr(args, flag) is not None and args.server is None:
+            raise UserError(f"{flag_name(flag)} only works with --server")
+    try:
+        (args.ask or "").format("")
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"--ask {args.ask}: write {{}} in place of the text ({error})") from None
+
+
+def append_documents(
+    file: TextIO, rows: list[dict], new_documents: Callable[[list[int], int], Iterable[dict]],
+    args: argparse.Namespace,
+) -> int:  # fmt: skip
+    """Append documents to a file that holds `rows` until there are --documents of them or none are
+    new; return their number. `new_documents` makes a batch of documents from a seed, but no more
+    than are missing. Each is written at once, so that what interrupts a server loses none that are
+    finished."""
+    duplicates, kept, idle = Duplicates(), len(rows), 0
+    for row in rows:
+        duplicates.add(row["tokens"])
+    with tqdm(total=args.documents, initial=kept, unit="document") as bar:
+        while kept < args.documents and idle < MAX_IDLE_PROMPTS:
+            before = kept
+            missing = args.documents - kept
+            for row in new_documents([args.seed, kept, idle], missing):
+                if args.keep_duplicates or not duplicates.add(row["tokens"]):
+                    file.write(json.dumps(row) + "\n")
+                    file.flush()
+                    bar.update()
+                    kept += 1
+            idle = 0 if kept > before else idle + min(args.batch, missing)
+    return kept
+
+
+def run(args: argparse.Namespace) -> None:
+    """Append documents to --out until it holds --documents of them."""
+    with distributed.together():
+        check_flags(args)
+        model, tokenizer = load_target(args, args.dtype)
+    if warning := unlisted_eos_warning(model, tokenizer):
+        note(warning)
+    corpus, left_out = read_corpus(args.data)[0] if args.data else {}, LeftOut()
+    options = {"server": args.server is not None}  # at any address
+    options |= {name: getattr(args, name) for name in RECORDED_FLAGS}
+    options |= {"dtype": str(model.dtype), "model": weights_digest(model), "data": digest(corpus)}
+    config, sample = model.config, local_sampler(model)
+    if args.server is not None:
+        sample = server.ServerSampler(args, model, tokenizer, left_out)
+        config = replace(config, context=min(config.context, sample.server.context))
+    if args.tokens >= config.context:
+        raise UserError(f"--tokens {args.tokens} leaves no room for a prompt in the context of "
+                        f"{config.context} tokens: lower --tokens")  # fmt: skip
+
+    def new_documents(seed: list[int], missing: int) -> Iterable[dict]:
+        how = config, tokenizer, corpus, args, seed, left_out
+        documents = given_documents(*how) if args.given else sample_documents(sample, *how, missing)
+        return islice(documents, missing)
+
+    first = distributed.world.rank == 0
+    out = args.out if first else Path(os.devnull)  # the other processes write nothing
+    with writing(out), out.open("a+", encoding="utf-8", newline="\n") as file:
+        with distributed.together():
+            if first:
+                lock(file, f"--out {args.out}")
+            rows = resume(file, args.out, tokenizer, options) if first else []
+        rows = distributed.all_gather(rows)[0]
+        kept = append_documents(file, rows, new_documents, args)
+    if kept and left_out.reasons:
+        note(str(left_out))
+    if kept < args.documents:
+        why = "raise --temperature, add --data, or lower --documents"
+        if not kept and (left_out.reasons or args.chat is not None):
+            unfinished = warning or "choose a chat model, or use --data"
+            why = str(left_out) or f"no user turn was finished; {unfinished}"
+        raise UserError(f"generated only {kept} distinct documents: {why}")
+
+
+def arguments(p: argparse.ArgumentParser) -> None:
+    source = p.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", type=Path, nargs="+", metavar="PATH",
+                        help="text or prompt files, or folders (see training/text.py)")  # fmt: skip
+    source.add_argument("--chat", nargs="*", metavar="BEGINNING",
+                        help="let the target write the user turns, each starting with one of "
+                             "these")  # fmt: skip
+    p.add_argument("--ask", metavar="FORMAT",
+                   help="a request to make about each text, like 'Summarize: {}' or "
+                        "'Continue: {:.200}'")  # fmt: skip
+    p.add_argument("--given", action="store_true",
+                   help="store the documents' own text instead, for mtp --soft")  # fmt: skip
+    p.add_argument("--server", metavar="URL", help="let a server of --model with /v1/completions "
+                   "generate; --model itself only checks its first answers")  # fmt: skip
+    p.add_argument("--name", help="the model's name on the server (default: its only model)")
+    p.add_argument("--key-env", metavar="NAME", help="the environment variable that holds the API "
+                   "key of --server. Without it no key is sent")  # fmt: skip
+    p.add_argument("--out", type=OutputFile, required=True, help=".jsonl file to append to")
+    integer_flags(
+        p,
+        ("documents", 1, 8000, "documents the file should hold"),
+        ("tokens", 1, 200, "maximum tokens to generate per document"),
+        ("batch", 1, 64, "prompts sampled at once, or requests to --server"),
+        ("seed", 0, 0, "random seed"),
+    )
+    p.add_argument("--temperature", type=float, default=0.6,
+                   help="0: greedy (default: %(default)s)")  # fmt: skip
+    p.add_argument("--top-k", type=int, default=20, help="0: off (default: %(default)s)")
+    p.add_argument("--top-p", type=float, default=0.95, help="1: off (default: %(default)s)")
+    p.add_argument("--keep-duplicates", action="store_true",
+                   help="keep near-duplicates, at the rate the target generates them")  # fmt: skip
+    p.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")

@@ -1,0 +1,194 @@
+"""Train FastMTP's head on text that the target generated."""
+
+import argparse
+from statistics import mean
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec import distributed
+from minispec.checkpoints.heads import load_mtp, load_subset, save_mtp
+from minispec.cli import Source, number
+from minispec.distill.documents import (
+    Documents,
+    cross_entropy,
+    load_target,
+    store_vocabulary,
+    train_on_generated,
+    vocabulary_digest,
+)
+from minispec.methods.fastmtp import MTPHead
+from minispec.methods.vocabulary import FullVocabulary, Subset
+from minispec.model import ForwardContext, Transformer, count_parameters
+from minispec.training.loop import markdown_table, training_arguments, without_folder, write_card
+from minispec.training.new_model import initialise
+
+
+class AllSteps:
+    """A cache for training: it keeps the keys and values of all steps so far."""
+
+    def __init__(self):
+        self.k, self.v = [], []
+
+    def write(self, layer: int, slots: None, k: Tensor, v: Tensor):
+        self.k.append(k)
+        self.v.append(v)
+        return torch.cat(self.k, 1), torch.cat(self.v, 1)
+
+
+class MTPLoss:
+    """Document indices -> Σ α_k · CE_k, in nats (section 3.2 of the paper).
+
+    Step k at row i reads step k - 1's output there (the target's hidden state for step 1) and the
+    true token i + k. In mode `parallel`, as in the published code, it has position i and attends to
+    rows up to i of its own step. In mode `aligned`, as in drafting with one cache, it has position
+    i + k - 1 and attends to rows up to i of step 1 and to row i of steps 2 to k.
+    With `soft`, CE_k compares with the target's distribution there instead of the label.
+    With a `vocabulary`, logits cover only its tokens, and labels outside it are ignored.
+    """
+
+    def __init__(self, head: MTPHead, target: Transformer, documents: Documents, steps: int,
+                 beta: float, aligned: bool, soft: bool = False,
+                 vocabulary: Subset | None = None):  # fmt: skip
+        self.head, self.target, self.documents = head, target, documents
+        self.aligned, self.soft = aligned, soft
+        self.draft_head = vocabulary or FullVocabulary(target)
+        self.weights = step_weights(steps, beta)
+
+    def __call__(self, index: Tensor) -> Tensor:
+        states, tokens, labels = self.gather(index)
+        n, total = labels[0].shape[1], 0.0
+        for k, x in enumerate(self.outputs(states[:, :n], tokens)):
+            label = self.draft_head.to_subset_ids(labels[k])
+            real = label >= 0  # (B, n)
+            p = None
+            if self.soft:  # the target's distributions (N, V) at the labels
+                p = self.logits(states[:, k + 1 :][:, :n][real]).float().softmax(-1)
+            total += self.weights[k] * cross_entropy(self.logits(x[real]), label[real], p)
+        return total
+
+    def gather(self, index: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The target's hidden states (B, T - 2 + steps, d), tokens (B, T + steps) and each step's
+        labels (B, T - 2)."""
+        documents, device, steps = self.documents, self.target.device, len(self.weights)
+        tokens = F.pad(documents.tokens[index], (0, steps)).to(device)
+        labels = [documents.labels(index, k + 1).to(device) for k in range(steps)]
+        return documents.states(index, labels[0].shape[1] + steps).to(device), tokens, labels
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(..., d) -> (..., V)."""
+        return self.draft_head.logits(x)
+
+    def outputs(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+        """The head's outputs (B, n, d) for every step, given hidden states (B, n, d) and at least
+        n + steps tokens per row."""
+        n, keys, outputs = hidden.shape[1], AllSteps(), []
+        for k in range(len(self.weights)):
+            embedded = self.target.model.embed_tokens(tokens[:, k + 1 : k + 1 + n])
+            hidden = self.head.layers(hidden, embedded, self.plan(n, k, keys))
+            outputs.append(hidden)
+        return outputs
+
+    def steps(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+        """Logits (B, n, V) for every step; the arguments are those of `outputs`."""
+        return [self.logits(x) for x in self.outputs(hidden, tokens)]
+
+    def plan(self, n: int, k: int, keys: AllSteps) -> ForwardContext:
+        """Step k's positions and attention mask."""
+        target = self.target
+        at = torch.arange(n, device=target.device)[None]
+        if not self.aligned:
+            return ForwardContext(*self.head.rope(at, target.dtype))
+        same_row = torch.eye(n, dtype=torch.bool, device=target.device)
+        prefix = torch.ones_like(same_row).tril()
+        attn_mask = torch.cat([prefix] + [same_row] * k, 1)[None, None]  # (1, 1, n, (k + 1) n)
+        return ForwardContext(*self.head.rope(at + k, target.dtype), attn_mask, keys)
+
+
+def step_weights(steps: int, beta: float) -> list[float]:
+    """α_k = β^(k-1) / Σ β^(j-1)."""
+    powers = [beta**k for k in range(steps)]
+    return [p / sum(powers) for p in powers]
+
+
+@torch.no_grad()
+def step_accuracy(loss: MTPLoss, indices: list[int]) -> list[float]:
+    """How often each step's best token in the loss's vocabulary is the true one, given true input
+    tokens."""
+    right, count = [0] * len(loss.weights), [0] * len(loss.weights)
+    for i in indices:
+        states, tokens, labels = loss.gather(torch.tensor([i]))
+        for k, logits in enumerate(loss.steps(states[:, : labels[0].shape[1]], tokens)):
+            right[k] += int((logits.argmax(-1) == loss.draft_head.to_subset_ids(labels[k])).sum())
+            count[k] += int((labels[k] >= 0).sum())
+    return [r / max(c, 1) for r, c in zip(right, count)]
+
+
+@torch.no_grad()
+def category_accuracy(loss: MTPLoss, rows: list[dict]) -> dict[str, list[float]]:
+    """`step_accuracy` for each kind of document; row i describes the loss's document i."""
+    categories: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        categories.setdefault(row["kind"], []).append(i)
+    return {name: step_accuracy(loss, indices) for name, indices in categories.items()}
+
+
+def accuracy_table(rates: dict[str, list[float]]) -> str:
+    """A Markdown table with a row per kind of document and a column per step."""
+    steps = len(next(iter(rates.values())))
+    return markdown_table("category", [f"step {k + 1}" for k in range(steps)], rates)
+
+
+def run(args: argparse.Namespace) -> None:
+    target, tokenizer = load_target(args)
+    if args.init:
+        head = load_mtp(args.init, target, tokenizer).requires_grad_(True)
+    else:
+        head = MTPHead(target.config)
+        initialise(head, args.seed)
+        head.to(args.device)
+
+    vocabulary = load_subset(args.vocabulary, target, tokenizer)
+
+    def loss_of(documents: Documents) -> MTPLoss:
+        aligned = args.mode == "aligned"
+        return MTPLoss(head, target, documents, args.k, args.beta, aligned, args.soft, vocabulary)
+
+    options = f"{args.mode} {args.k} {args.beta} {args.soft} {vocabulary_digest(vocabulary)}"
+    run, held_out = train_on_generated(args, target, tokenizer, head, loss_of, options,
+                                       vocabulary=vocabulary)  # fmt: skip
+    head.half().float()  # round to float16, as stored
+    loss = loss_of(Documents.from_rows(held_out, target, args.context, torch.float32))
+    rates = category_accuracy(loss, held_out)
+    head.acceptance = [mean(of_step) for of_step in zip(*rates.values())]
+    if distributed.world.rank:
+        return
+    save_mtp(head, args.out, without_folder(args.model), tokenizer, torch.float16, loss.weights)
+    store_vocabulary(args, target, tokenizer)
+    facts = {
+        "layout": "MiMo's; embedding and lm_head are the target's",
+        "loss": f"Σ α_k · CE_k, α = {', '.join(f'{w:.3f}' for w in loss.weights)}, {args.mode}, "
+                f"against the target's {'distributions' if args.soft else 'tokens'}"
+                f"{f', over {len(vocabulary)} tokens' if vocabulary else ''}",
+        "measured": "how often each step's best token is right on held-out documents, given the "
+                    "true tokens before it",
+    }  # fmt: skip
+    title = f"A FastMTP head of {count_parameters(head):,} parameters"
+    write_card(args, run, title, facts, accuracy_table(rates))
+
+
+def arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--k", type=number(1, 32), default=3,
+                   help="steps to train, one per drafted token (default: %(default)s)")  # fmt: skip
+    p.add_argument("--beta", type=number(0, 10, float), default=0.6,
+                   help="ratio of the loss weights of successive steps "
+                        "(default: %(default)s)")  # fmt: skip
+    p.add_argument("--mode", choices=["aligned", "parallel"], default="aligned",
+                   help="run steps as in drafting, or as in the published code")  # fmt: skip
+    p.add_argument("--soft", action="store_true",
+                   help="learn the target's distributions instead of its tokens")  # fmt: skip
+    p.add_argument("--vocabulary", type=Source,
+                   help="a file from distill vocabulary: train on its tokens only")  # fmt: skip
+    p.add_argument("--init", type=Source, help="start from this head")
+    training_arguments(p, steps=1000, context=224, lr=4e-3)

@@ -1,0 +1,343 @@
+"""Several processes, started by torchrun and numbered by rank. In decoding, they share every layer
+of a model: tensor parallelism (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053). In training,
+each holds the whole model and computes a part of the data: data parallelism.
+
+    torchrun --nproc-per-node 2 -m minispec.generate "Once upon a time" --model DIR
+
+A rank's shard of a model is an ordinary Transformer with 1/N of the heads and of the MLP's inner
+size. From the checkpoint it reads the rows of q, k, v, gate and up that compute its part, and the
+columns of o and down that multiply it. If there are more ranks than key/value heads, each rank
+holds the one that its query heads read. What its attention and its MLP return are then terms of a
+sum over the ranks. Apart from a digest of the tokens (see `check_agreement`), this all-reduce is
+all that ranks exchange in a pass; the cache holds the rank's own heads. A draft model that N ranks
+cannot share is whole on each of them.
+
+Embedding, lm_head and norms are replicated: drafts and heads use the first two, and ranks that
+compute the same logits and draw from the same seed choose the same tokens without a message.
+Measurements differ from rank to rank, so all of them use those of rank 0.
+"""
+
+import atexit
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minispec.cli import UserError, note, out_of_memory
+from minispec.model import MLP, Attention, Config, Transformer, count_parameters
+
+T = TypeVar("T")
+JOIN_TIMEOUT = timedelta(minutes=5)
+SILENT_SECONDS = 10.0  # of waiting for other processes, before a note says so
+TIMEOUT = timedelta(days=7)  # a chat may be idle; a process that has ended is noticed at once
+NOT_COMPILED = "a model that several processes share cannot be compiled: omit --compile"
+# names of weights; those of Int8Linear are `rounded` and `scale`
+COLUMN_PARALLEL = re.compile(
+    r"(.*\.)?(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias|rounded|scale)"
+)
+KEYS_AND_VALUES = re.compile(r"(.*\.)?self_attn\.[kv]_proj\.(weight|bias|rounded|scale)")
+ROW_PARALLEL = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.(weight|rounded)")
+RANK_0_BIASES = re.compile(r"(.*\.)?(self_attn\.o_proj|mlp\.down_proj)\.bias")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rank of this process in a group of processes, and their number."""
+
+    rank: int = 0
+    size: int = 1
+
+
+world = Group()  # all processes that torchrun started
+tensor_parallel = Group()  # those that share each model: the world in generate and bench
+
+
+def join_tensor_parallel() -> None:
+    """Join the processes that torchrun started, if it did, and share models with them. From now on,
+    `load` reads only this rank's shard of a model; of a file that is not .safetensors, it reads all
+    and keeps the shard. Raises UserError as `join` does."""
+    global tensor_parallel
+    join()
+    tensor_parallel = world
+
+
+def join() -> None:
+    """Join the processes that torchrun started, if it did. The device `cuda` becomes the process's
+    own, and only rank 0 prints. Raises UserError if variables are not as torchrun sets them."""
+    global world
+    size = os.environ.get("WORLD_SIZE") or "1"
+    if size == "1" or world.size > 1:
+        return
+    check_variables()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # A handler in Python would have to wait for the end of an exchange, which may never come.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        report_sigterm()
+    connect()
+    if torch.cuda.is_available():
+        gpus, local_rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
+        if local_rank >= gpus:
+            raise UserError(f"there are {gpus} GPUs here, too few for process {local_rank + 1}")
+        torch.cuda.set_device(local_rank)
+    world = Group(dist.get_rank(), dist.get_world_size())
+    if world.rank:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        sys.excepthook = lambda *error: traceback.print_exception(*error, file=sys.__stderr__)
+
+
+def report_sigterm() -> None:
+    """When SIGTERM ends this process, say so. torchrun sends it if another process has ended. A
+    handler in Python would wait for the end of an exchange; a thread that reads from the wake-up
+    descriptor does not."""
+    received, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
+    exiting = threading.Event()
+
+    def report() -> None:
+        while received.recv(1)[0] != signal.SIGTERM:
+            pass
+        if not exiting.wait(1):  # in this time, the main thread may report why it ends
+            unmute()
+            note("ended by SIGTERM, which torchrun sends if another process has ended")
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=report, daemon=True).start()
+    atexit.register(exiting.set)
+
+
+def unmute() -> None:
+    """Let this rank print errors: rank 0 may have ended."""
+    sys.stderr = sys.__stderr__ or sys.stderr
+
+
+def connect() -> None:
+    """Find the other processes. Raises UserError if they are not all there after JOIN_TIMEOUT."""
+    size, address, port = (os.environ[f] for f in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    where = f"all {size} processes at MASTER_ADDR={address}, MASTER_PORT={port}"
+    waiting = threading.Timer(SILENT_SECONDS, note, [f"waiting for {where}"])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
+        dist.init_process_group(store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the {size} processes did not find each other: {error}") from None
+    finally:
+        waiting.cancel()
+    atexit.register(dist.destroy_process_group)
+
+
+def check_variables() -> None:
+    """Raise UserError unless the environment has the variables that torchrun sets."""
+    size = os.environ["WORLD_SIZE"]
+    processes = int(size) if size.isdecimal() else 0
+    limits = {"RANK": processes, "LOCAL_RANK": processes, "MASTER_PORT": 2**16}
+    values = {name: os.environ.get(name, "") for name in limits}
+    invalid = [f"{n}={v}" for n, v in values.items() if not (v.isdecimal() and int(v) < limits[n])]
+    if not os.environ.get("MASTER_ADDR"):
+        invalid.append("MASTER_ADDR=")
+    if invalid:
+        raise UserError(f"WORLD_SIZE={size}, but {', '.join(invalid)} is missing or invalid: start "
+                        "processes with torchrun --nproc-per-node N, or unset it")  # fmt: skip
+
+
+def require_one_process(name: str) -> None:
+    """Raise UserError if torchrun started several processes."""
+    join()
+    with together():
+        if world.size > 1:
+            raise UserError(f"{name} runs in one process: start it without torchrun")
+
+
+# ---- a rank's shard of a model -------------------------------------------------------------------
+
+
+def shard_config(config: Config, n: int | None = None, draft: bool = False) -> Config:
+    """The config of a rank's shard of a model that `n` ranks share (default: the current number).
+    If a size does not suit it, raises UserError; a `draft` is left whole instead."""
+    n = tensor_parallel.size if n is None else n
+    copies = n // config.kv_heads if n % config.kv_heads == 0 else 1
+    for name, parts in ("heads", n), ("kv_heads", n // copies), ("intermediate_size", n):
+        if (size := getattr(config, name)) % parts:
+            if draft:
+                return config
+            divisor = " or a divisor" if name == "kv_heads" else ""
+            raise UserError(f"{n} processes cannot share this model: its {name}, {size}, must be a "
+                            f"multiple{divisor} of the number of processes")  # fmt: skip
+    return replace(
+        config, heads=config.heads // n, kv_heads=config.kv_heads * copies // n,
+        intermediate_size=config.intermediate_size // n, ranks=n, kv_copies=copies,
+    )  # fmt: skip
+
+
+def shard(name: str, tensor: Tensor, config: Config) -> Tensor:
+    """The shard of a checkpoint's tensor for a rank with this config: the whole of it, if it is
+    replicated. `tensor` may also be a slice of safetensors, of which only the shard is read."""
+    rank = tensor_parallel.rank if config.ranks > 1 else 0
+    copies = copies_of(name, config)
+    parts = config.ranks // copies
+    shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
+    dim = 1 if ROW_PARALLEL.fullmatch(name) else 0
+    if parts == 1 or len(shape) <= dim:  # `fill` names a tensor without `dim`
+        whole = tensor if isinstance(tensor, Tensor) else tensor[...]
+        return torch.zeros_like(whole) if rank and RANK_0_BIASES.fullmatch(name) else whole
+    if shape[dim] % parts:
+        raise UserError(f"{name} has the shape {list(shape)}, which {config.ranks} processes "
+                        "cannot share")  # fmt: skip
+    share, part = shape[dim] // parts, rank // copies
+    own = slice(part * share, (part + 1) * share)
+    return (tensor[own] if dim == 0 else tensor[:, own]).clone()  # not a view of the whole
+
+
+def copies_of(name: str, config: Config) -> int:
+    """How many ranks hold the same part of the weight of this name, or the whole of it."""
+    if KEYS_AND_VALUES.fullmatch(name):
+        return config.kv_copies
+    return 1 if COLUMN_PARALLEL.fullmatch(name) or ROW_PARALLEL.fullmatch(name) else config.ranks
+
+
+def count_whole(module: nn.Module) -> int:
+    """Number of parameters in the shards of all ranks together. A replicated weight counts once."""
+    count, config = count_parameters(module), getattr(module, "config", None)
+    if config is None:  # Medusa heads are replicated
+        return count
+    return count + sum(tensor.numel() * (config.ranks // copies_of(name, config) - 1)
+                       for name, tensor in module.state_dict().items())  # fmt: skip
+
+
+def largest_in_rows(weight: Tensor, name: str) -> Tensor:
+    """The largest absolute value in each row of a weight matrix. `weight` may be a shard of it."""
+    largest = weight.abs().amax(1)  # (out,)
+    if tensor_parallel.size > 1 and ROW_PARALLEL.fullmatch(name):  # a shard has parts of all rows
+        with connected():
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest
+
+
+def all_reduce_outputs(module: nn.Module) -> None:
+    """Let each attention and MLP in a rank's shard of a module return the sum over all ranks."""
+    if module.config.ranks == 1:
+        return
+    if isinstance(module, Transformer):
+        module.register_forward_pre_hook(lambda _, inputs: check_agreement(*inputs))
+    for layer in module.modules():
+        if isinstance(layer, Attention | MLP):
+            layer.register_forward_hook(all_reduce_output)
+
+
+def all_reduce_output(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+    """A forward hook. Every rank gets the same bits."""
+    output = output.contiguous()
+    with connected():
+        dist.all_reduce(output)
+    return output
+
+
+def check_agreement(*values: object) -> None:
+    """Raise UserError on all ranks that share a model if a list or tensor among these values is not
+    the same on all. Each rank chooses tokens by itself, and processors may round differently."""
+    if tensor_parallel.size == 1:
+        return
+    arrays = [torch.as_tensor(x).cpu().numpy() for x in values if isinstance(x, list | Tensor)]
+    digest = zlib.crc32(b"".join(array.tobytes() for array in arrays))
+    largest = torch.tensor([digest, -digest])
+    with connected():
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    if largest.sum():  # the largest digest minus the smallest
+        raise UserError("the ranks computed different tokens; use processors of one kind")
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[None]:
+    """Raise UserError, on every rank that is left, if one has ended in the meantime."""
+    try:
+        yield
+    except RuntimeError as error:
+        unmute()
+        # without torch's source line and advice
+        reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
+        raise UserError(f"the exchange between the {world.size} processes failed; one of them "
+                        f"has probably ended ({reason})") from None  # fmt: skip
+
+
+# ---- messages between processes -----------------------------------------------------------------
+
+
+def from_rank_0(function: Callable[[], T]) -> T:
+    """If processes share a model, call the function on rank 0 only, and return its result, or raise
+    its UserError, on all."""
+    if tensor_parallel.size == 1:
+        return function()
+    result: list = [None, None]  # what the function returns, the message of its UserError
+    if tensor_parallel.rank == 0:
+        try:
+            result[0] = function()
+        except UserError as error:
+            result[1] = str(error)
+    with connected():
+        dist.broadcast_object_list(result)
+    if result[1] is not None:
+        raise UserError(result[1])
+    return result[0]
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """If the block fails in any process, raise UserError in all of them, with the first one's
+    message. Without this, the others would wait for a process that has ended."""
+    message = None
+    try:
+        yield
+    except (UserError, OSError, MemoryError, RuntimeError) as error:
+        bug = isinstance(error, RuntimeError) and not out_of_memory(error)
+        if world.size == 1 or bug:
+            raise
+        message = str(error) or "not enough memory"
+    messages = all_gather(message)
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    if failed:
+        where = f"rank {failed[0]}: " if len(failed) < world.size else ""
+        raise UserError(where + messages[failed[0]])
+
+
+def all_gather(value: T) -> list[T]:
+    """The values of all processes, by rank, in each of them."""
+    values = [value] * world.size
+    if world.size > 1:
+        with connected():
+            dist.all_gather_object(values, value)
+    return values
+
+
+def gather(value: T) -> list[T]:
+    """The values of all processes, by rank, in rank 0; an empty list in the others."""
+    values = [value] * world.size if world.rank == 0 else []
+    if world.size > 1:
+        with connected():
+            dist.gather_object(value, values or None)
+    return values
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    """The sum of a tensor over all processes, without gradients."""
+    if world.size > 1:
+        x = x.detach().clone()
+        with connected():
+            dist.all_reduce(x)
+    return x

@@ -1,0 +1,152 @@
+"""Measure what a pass over n tokens costs on this machine, for `--k auto` and `--tree auto`."""
+
+import math
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+
+from minispec import distributed
+from minispec.cache import KVCache
+from minispec.methods.fastmtp import Drafter, MTPHead
+from minispec.methods.medusa import RANKS, MedusaHeads, best_candidates
+from minispec.methods.vocabulary import FullVocabulary, Vocabulary
+from minispec.model import Transformer
+from minispec.sampling import Sampling, Seeded
+
+T = TypeVar("T")
+# rows per pass at which the curve is measured: densely where it is steepest and most used
+ROW_COUNTS = 1, 2, 3, 4, 5, 6, 8, 16, 32, 64
+CAPACITY = 1024  # of caches, as in decoding a short text: on a GPU each needs its own graphs
+TURN_SECONDS = 0.02  # minimum length of a function's turn
+
+
+def interleaved_min_times(
+    functions: list[Callable[[], object]], turns: int = 3, turn_seconds: float | None = None
+) -> list[float]:
+    """The shortest time of one call of each function, in seconds. Each must end with its result on
+    the host. The functions take turns, so that a burst of noise spoils only one turn of each. A
+    turn repeats its function for at least `turn_seconds` (default: TURN_SECONDS), as decoding
+    repeats the same pass: the first call after another function is slower, with cold caches."""
+    if distributed.tensor_parallel.size > 1:  # all ranks must run equally many passes
+        turn_seconds = 0
+    turn_seconds = TURN_SECONDS if turn_seconds is None else turn_seconds
+    times = [math.inf] * len(functions)
+    for _ in range(turns):
+        times = [min(t, *call_times(f, turn_seconds)) for t, f in zip(times, functions)]
+    return times
+
+
+def call_times(function: Callable[[], object], turn_seconds: float) -> list[float]:
+    """Call the function for at least `turn_seconds`. Returns how many seconds each call took."""
+    ends = [time.perf_counter()]
+    while len(ends) < 2 or ends[-1] - ends[0] < turn_seconds:
+        function()
+        ends.append(time.perf_counter())
+    return [end - start for start, end in pairwise(ends)]
+
+
+def one_pass(model: Transformer, n: int, cache: KVCache | None = None) -> Callable[[], object]:
+    """Return a function to be timed, which runs a pass over `n` tokens. The cache is empty, so the
+    cost of attending to earlier text is not included."""
+    cache, tokens = cache or empty_cache(model), [0] * n
+
+    @torch.inference_mode()
+    def run() -> list:
+        return model.logits(model(tokens, cache)[0]).argmax(-1).tolist()
+
+    return run
+
+
+def empty_cache(model: Transformer) -> KVCache:
+    return model.new_cache(min(CAPACITY, model.config.context))
+
+
+def cost_after_pass(function: Callable[[], object], model: Transformer) -> float:
+    """The cost of a call right after a pass of the model over one token, in such passes. In
+    decoding, too, a pass has just displaced the drafter's weights from the CPU's caches."""
+    target_pass = one_pass(model, 1)
+
+    @torch.inference_mode()
+    def both() -> None:
+        target_pass()
+        function()
+
+    both_seconds, pass_seconds = interleaved_min_times([both, target_pass], turns=5)
+    return max(0.0, both_seconds / pass_seconds - 1)
+
+
+def memoised(
+    model: Transformer, key: object, measure: Callable[[], T], vocabulary: Vocabulary | None = None
+) -> T:
+    """Return `measure()`, the cost of the module `key`, as rank 0 measures it. It is kept in the
+    model's memo and measured again only after the passes, the device, the dtype or the vocabulary
+    have changed."""
+    state = model.device, model.dtype, type(model.lm_head), model.model.forward, vocabulary
+    if key not in model.memo or model.memo[key][0] != state:
+        cost = measure()
+        model.memo[key] = state, distributed.from_rank_0(lambda: cost)
+    return model.memo[key][1]
+
+
+def cost_curve(model: Transformer) -> list[float]:
+    """curve[n] = pass(n) / pass(1) for n from 1 to 64, or to the largest of ROW_COUNTS within
+    the context. Measured once per model, interleaved, at ROW_COUNTS, and linear between them. The
+    curve never falls, since more rows cannot cost less."""
+    return memoised(model, model, lambda: measure_curve(model))
+
+
+def measure_curve(model: Transformer) -> list[float]:
+    """Measure `cost_curve`."""
+    counts = [n for n in ROW_COUNTS if n <= model.config.context]
+    cache = empty_cache(model)
+    seconds = interleaved_min_times([one_pass(model, n, cache) for n in counts])
+    curve = [0.0, 1.0]
+    for (m, a), (n, b) in pairwise(zip(counts, seconds)):
+        for i in range(m + 1, n + 1):
+            curve.append(max(curve[-1], (a + (b - a) * (i - m) / (n - m)) / seconds[0]))
+    return curve
+
+
+# ---- the cost of drafts, in passes of the target over one token ----------------------------------
+
+
+def draft_cost(model: Transformer, draft: Transformer) -> float:
+    """The cost of one token of a draft model."""
+    if draft is model:  # the memo uses this key for the cost curve
+        return 1.0
+    return memoised(model, draft, lambda: cost_after_pass(one_pass(draft, 1), model))
+
+
+def head_cost(model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None) -> float:
+    """The cost of one token of a FastMTP head, in a round that takes in two hidden states and
+    drafts two tokens, over all languages of `vocabulary` (None: full)."""
+    vocabulary = vocabulary or FullVocabulary(model)
+
+    def measure() -> float:
+        hidden = model.model.norm.weight.new_zeros(2, model.config.hidden_size)
+        drafter = Drafter(head, model, min(CAPACITY, model.config.context), offset=0)
+
+        def round_of_two() -> None:
+            drafter.extend(hidden, [0, 0])
+            drafter.chain(2, Sampling(0.0), Seeded(0), vocabulary.select([]))
+            drafter.cache.truncate(0)
+
+        return cost_after_pass(round_of_two, model) / 2
+
+    return memoised(model, head, measure, vocabulary)
+
+
+def heads_cost(
+    model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None = None
+) -> float:
+    """The cost of Medusa heads in one round. `vocabulary` is as for `head_cost`."""
+    draft_head = (vocabulary or FullVocabulary(model)).select([])
+    hidden = model.model.norm.weight
+
+    def candidates() -> list:
+        return best_candidates(heads, draft_head, hidden, RANKS)
+
+    return memoised(model, heads, lambda: cost_after_pass(candidates, model), vocabulary)
