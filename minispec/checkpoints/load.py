@@ -28,11 +28,10 @@ from minispec.checkpoints.weights import (
     write_tensors,
     write_text,
 )
-from minispec.cli import UserError
+from minispec.cli import MODEL_FILES, UserError
 from minispec.distributed import all_reduce_outputs, shard, shard_config
 from minispec.model import Config, Transformer
 
-SUFFIXES = ".json", ".jinja", ".safetensors", ".bin", ".pt", ".gguf"
 ACCESS_ADVICE = ("check the name; if access to the model is restricted, accept its licence on its "
                  "page and log in with `hf auth login`")  # fmt: skip
 HTTP_ADVICE = dict.fromkeys((401, 403, 404), ACCESS_ADVICE) | {
@@ -77,7 +76,7 @@ def check_links(name: str) -> None:
     """Raise UserError if a model's directory or file, or a file in the directory, is a broken link,
     as in a copy of a hub snapshot that did not follow links."""
     inside = Path(name).iterdir() if os.path.isdir(name) else ()
-    for file in name, *(file for file in inside if file.suffix in SUFFIXES):
+    for file in name, *(file for file in inside if file.suffix in MODEL_FILES):
         if os.path.islink(file) and not os.path.exists(file):
             raise UserError(f"{file} is a broken link to {os.readlink(file)}; copy the original "
                             "directory again with cp -rL, or download the model")  # fmt: skip
