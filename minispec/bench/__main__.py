@@ -31,13 +31,7 @@ from minispec.bench.machine import check_others, others_share_now, watch
 from minispec.bench.measure import measure, measure_machine, table_of
 from minispec.bench.methods import Methods, methods_of
 from minispec.bench.prompts import Prompts, prompts_of
-from minispec.bench.shapes import (
-    DEFAULT_ACCEPTANCE,
-    MODEL_SHAPES,
-    missing_memory,
-    oracle_methods,
-    random_weights,
-)
+from minispec.bench.shapes import MODEL_SHAPES, missing_memory, oracle_methods, random_weights
 from minispec.bench.tables import markdown, plan_text, show, show_machine
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, require_tokenizer
@@ -66,9 +60,9 @@ METHODS_OF_FLAG = {
 
 
 def parser() -> Parser:
+    """The flags of bench."""
     p = Parser(prog="python -m minispec.bench", description=__doc__)
-    p.add_argument("--model", type=Source,
-                   help="directory, hub id or .gguf (default: the shipped toy)")  # fmt: skip
+    p.add_argument("--model", type=Source, help="directory, hub id or .gguf (default: the toy)")
     p.add_argument("--draft", type=Source, help="a draft model (default: the one next to the "
                    "model; with --shape, a shape)")  # fmt: skip
     p.add_argument("--heads", type=Source, help="Medusa heads (default: those next to the model)")
@@ -89,15 +83,9 @@ def parser() -> Parser:
     p.add_argument("--compile", action="store_true", help="run passes as compiled graphs")
     p.add_argument("--busy", action="store_true", help="measure even if other programs run")
     output = p.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true",
-                        help="print one JSON object instead of tables")  # fmt: skip
-    output.add_argument("--markdown", action="store_true",
-                        help="print one Markdown table of all categories")  # fmt: skip
+    output.add_argument("--json", action="store_true", help="print one JSON object")
+    output.add_argument("--markdown", action="store_true", help="print one table of all categories")
     add_text_flags(p)
-    p.add_argument("--shape", choices=list(MODEL_SHAPES), help="random weights in this shape")
-    p.add_argument("--acceptance", type=number(0, 1, float),
-                   help=f"with --shape: a draft's accuracy (default: {DEFAULT_ACCEPTANCE})",
-                   )  # fmt: skip
     plan.add_flags(p)
     return p
 
@@ -167,28 +155,28 @@ def main(argv: list[str] | None = None) -> None:
         args.plan = True
     argv = sys.argv[1:] if argv is None else argv
     command = command_line("minispec.bench", argv, distributed.world.size)
+    about = describe_machine() | {"command": command}
     with stdout_reserved() if args.json else contextlib.nullcontext() as out:
-        (print_plan if args.plan else run)(args, command, out)
+        (print_plan if args.plan else run)(args, about, out)
 
 
-def print_plan(args: argparse.Namespace, command: str, out: TextIO | None) -> None:
+def print_plan(args: argparse.Namespace, about: dict, out: TextIO | None) -> None:
     """Print what --shape would cost and gain on a card, without its weights."""
     planned = plan.make_plan(args)
     if args.json:
-        report = {"about": describe_machine() | {"command": command}, "plan": planned}
-        print(json.dumps(report), file=out)
+        print(json.dumps({"about": about, "plan": planned}), file=out)
     else:
-        print(plan_text(planned, command if args.markdown else None))
+        print(plan_text(planned, about["command"] if args.markdown else None))
 
 
-def run(args: argparse.Namespace, command: str, out: TextIO | None) -> None:
+def run(args: argparse.Namespace, about: dict, out: TextIO | None) -> None:
     """Measure and compare. Tables are printed as they are ready, JSON is written to `out`. If a
     category fails, the Markdown table of those before it is still printed."""
     distributed.join_tensor_parallel()
     check_others(others_share_now(), "before the measurement", "nothing was measured", args.busy)
     model, tokenizer, categories, methods = prepare(args)
     machine, tables = measure_machine(model, draft_of(methods)), []
-    about, as_text = describe_machine() | {"command": command}, not (args.json or args.markdown)
+    as_text = not (args.json or args.markdown)
     if as_text:
         show_machine(machine, model)
     try:
@@ -216,9 +204,8 @@ def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Pr
         args.model = distributed.from_rank_0(default_model)
     with distributed.together():
         if args.shape:
-            shape, tokenizer = MODEL_SHAPES[args.shape], None
-            model = random_weights(shape, args.dtype, args.device)
-            categories, methods = {args.shape: [list(range(100, 116))]}, {}
+            model = random_weights(MODEL_SHAPES[args.shape], args.dtype, args.device)
+            tokenizer, categories, methods = None, {args.shape: [list(range(100, 116))]}, {}
         else:
             model, tokenizer = load(args.model, args.dtype, args.device)
             require_tokenizer(tokenizer, model.source)

@@ -17,16 +17,8 @@ from pathlib import Path
 import torch
 
 from minispec import distributed, paths
-from minispec.bench.roofline import (
-    CARDS,
-    Hardware,
-    Work,
-    block_work,
-    heads_work,
-    pass_work,
-    stored_bytes,
-    without_data,
-)
+from minispec.bench import roofline
+from minispec.bench.roofline import CARDS, Hardware, Work, without_data
 from minispec.bench.shapes import DEFAULT_ACCEPTANCE, MODEL_SHAPES
 from minispec.checkpoints.config import Keys, integer
 from minispec.checkpoints.heads import read_acceptance, read_tree
@@ -47,7 +39,10 @@ UNITS = {"bandwidth": 1e9, "flops": 1e12, "link": 1e9}  # of the flags' values
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the FLAGS of a plan to those of bench."""
+    """Add --shape, --acceptance and the FLAGS of a plan to those of bench."""
+    parser.add_argument("--shape", choices=MODEL_SHAPES, help="random weights in this shape")
+    parser.add_argument("--acceptance", type=number(0, 1, float), help="with --shape: a draft's "
+                        f"accuracy (default: {DEFAULT_ACCEPTANCE})")  # fmt: skip
     p = parser.add_argument_group(
         "plan", "With --shape and any of these, --draft (a shape), --mtp or --heads, nothing is "
         "measured. The roofline of a named card shows how long passes take at least and what "
@@ -57,14 +52,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     p.add_argument("--plan", action="store_true", help="plan even if no other of these is given")
     p.add_argument("--nproc", type=number(1, 1024),
                    help="tensor-parallel ranks (default: those of torchrun, or 1)")  # fmt: skip
-    p.add_argument("--card", choices=list(CARDS),
-                   help=f"sets the next three (default: {DEFAULT_CARD})")  # fmt: skip
+    p.add_argument("--card", choices=CARDS, help=f"for the next three (default: {DEFAULT_CARD})")
     meanings = "memory bandwidth in GB/s", "TFLOP/s", "GB/s at which a rank can send to others"
     for (flag, unit), meaning in zip(UNITS.items(), meanings):
         values = ", ".join(f"{name} {getattr(card, flag) / unit:g}" for name, card in CARDS.items())
         p.add_argument(f"--{flag}", type=rate, help=f"{meaning} ({values})")
-    p.add_argument("--cached", type=number(0, 2**40),
-                   help="tokens in the cache, which a pass reads too (default: 0)")  # fmt: skip
+    p.add_argument("--cached", type=number(0, 2**40), help="tokens in the cache (default: 0)")
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ class Setting:
 
     def work(self, model: Transformer) -> Work:
         """The work of one of the model's passes."""
-        return pass_work(model, self.cached)
+        return roofline.pass_work(model, self.cached)
 
     def cost(self, work: Work, model: Transformer, rows: int = 1) -> float:
         """The time of a pass over `rows` tokens, in passes of the model over one token."""
@@ -147,7 +140,7 @@ def share(setting: Setting, model: Transformer) -> dict:
     work, hardware = setting.work(model), setting.hardware
     return {
         "ranks": setting.ranks,
-        "weight_bytes": stored_bytes(model),
+        "weight_bytes": roofline.stored_bytes(model),
         "cache_bytes_per_token": model.new_cache(1).kv.nbytes,
         "read_bytes": work.read_bytes,  # per pass: weights and cache
         "row_flops": work.row_flops,
@@ -182,13 +175,13 @@ def method_rows(args: argparse.Namespace, setting: Setting, model: Transformer) 
     if args.mtp is not None or args.acceptance is None:
         rates, source = mtp_acceptance(args.mtp)
     head = without_data(partial(MTPHead, model.config), setting.dtype)
-    cost = setting.cost(block_work(head, (head, lm_head), setting.cached), model)
+    cost = setting.cost(roofline.block_work(head, (head, lm_head), setting.cached), model)
     policy = AdaptiveK(curve, cost, 8, rates)
     yield expected_round("fastmtp", policy.accept_probs(), policy.costs, rates, source)
 
     path, source = config_of(args.heads, "--heads", "medusa")
     heads = medusa_heads(path, model)
-    policy = AdaptiveTree(curve, setting.cost(heads_work(heads, lm_head), model))
+    policy = AdaptiveTree(curve, setting.cost(roofline.heads_work(heads, lm_head), model))
     costs = [1.0, *policy.costs[1:]]  # a round without drafts does not run the heads
     gains = (gain for _, gain in best_first(heads.accuracy.tolist()))
     yield expected_round("medusa", gains, costs, heads.accuracy[:, 0].tolist(), source)
