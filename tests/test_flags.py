@@ -140,7 +140,6 @@ def test_other_outputs_are_accepted(files, kind, output, source):
     "command, flags",
     [
         ("generate", "x --model model --html link/config.json"),
-        ("bench", "--model model --own text.jsonl --picture text.jsonl"),
         ("certify", "--impl engine.py:decode --junit engine.py"),
         ("certify", "--compare text.jsonl linked.jsonl --junit text.jsonl"),
         ("pretrain", "--data texts --out texts"),
