@@ -5,6 +5,7 @@ marker `lessons`, each runs twice in a fresh kernel: with the solutions in its s
 
 import ast
 import base64
+import importlib
 import inspect
 import json
 import math
@@ -317,6 +318,17 @@ def test_a_page_of_the_gallery_is_small_and_linked(method, number):
     link = f"(gallery/{method}.html)"
     assert link in source(cells_of(LESSON[number], "markdown")[-1])
     assert link in (LESSONS / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("number", LESSON)
+def test_what_a_lesson_imports_exists(number):
+    """Without running its cells, which takes minutes."""
+    for cell in cells_of(LESSON[number], "code"):
+        for module, names in re.findall(r"^from (minispec[\w.]*) import ([\w, ]+)", source(cell), re.M):
+            imported = importlib.import_module(module)
+            for name in names.replace(",", " ").split():
+                if not hasattr(imported, name):
+                    importlib.import_module(f"{module}.{name}")
 
 
 def test_letters_have_at_least_9_points():
