@@ -42,7 +42,7 @@ SCRATCH_ROWS = 512  # extra cache rows, for the tree or window of the last pass
 CAPACITY_MULTIPLE = 512  # of a cache: on a GPU, each capacity needs its own graphs
 
 # the smallest value of each numeric option
-MIN_VALUES = {"k": 1, "copied": 1, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
+MIN_VALUES = {"k": 1, "lookup_k": 1, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
 REQUIRED_ATTRIBUTES = {  # an object without this attribute is not a valid option
     "draft": "new_cache", "heads": "__call__", "head": "new_cache", "vocabulary": "select",
     "draft_sampling": "top_p",
@@ -59,7 +59,7 @@ def stream(
     """Start a run; iterate over it to get text as it is generated.
 
     `prompt` is text or token ids. `options` are passed to the method. If it needs a draft or heads
-    and none are passed, they are loaded from next to the model; "auto" for k, copied or tree
+    and none are passed, they are loaded from next to the model; "auto" for k, lookup_k or tree
     becomes a policy for this machine. A `cache` must hold a proper prefix of the prompt. It ends up
     holding prompt and output except for the last token; the run ends when they fill its capacity
     (at most the context). For the next turn of a conversation, pass the same cache again. A
@@ -176,7 +176,7 @@ def validate_options(method: str, options: dict) -> dict:
         if name == "tree" and hasattr(value, "tolist"):  # an array of rank paths
             value = value.tolist()
         integral = isinstance(default, int)
-        adaptive = name in ("k", "copied") and (value == "auto" or hasattr(value, "choose"))
+        adaptive = name in ("k", "lookup_k") and (value == "auto" or hasattr(value, "choose"))
         if integral and not adaptive and not isinstance(value, Integral):
             raise UserError(f"{method}: {name} {value!r}: must be a whole number")
         if isinstance(default, float):

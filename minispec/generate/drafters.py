@@ -135,9 +135,9 @@ def with_policies(method: str, model: Transformer, options: dict) -> dict:
     if options.get("k") == "auto":
         policies["k"] = k_policy(model, options)
         if method == "hybrid":
-            options = {"copied": "auto"} | options
-    if options.get("copied") == "auto":
-        policies["copied"] = k_policy(model, {})
+            options = {"lookup_k": "auto"} | options
+    if options.get("lookup_k") == "auto":
+        policies["lookup_k"] = k_policy(model, {})
     if options.get("tree") == "auto":
         heads = options["heads"]
         cost = heads_cost(model, heads, options.get("vocabulary"))
