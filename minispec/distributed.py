@@ -131,7 +131,6 @@ def connect() -> None:
     size, address, port = (os.environ[f] for f in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     where = f"all {size} processes at MASTER_ADDR={address}, MASTER_PORT={port}"
     waiting = threading.Timer(SILENT_SECONDS, note, [f"waiting for {where}"])
-    waiting.daemon = True
     waiting.start()
     try:
         store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
