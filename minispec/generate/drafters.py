@@ -34,10 +34,8 @@ def with_drafter(
 ) -> dict:
     """The method's options; a missing draft or missing heads are loaded from next to the model."""
     method = drafter_of(method, model, options.get("head"), options.get("draft"))
-    if method not in REQUIRED_DRAFTERS:
-        return options
-    argument, folder, _ = REQUIRED_DRAFTERS[method]
-    if options.get(argument) is not None:
+    argument, folder, _ = REQUIRED_DRAFTERS.get(method, (None, None, None))
+    if argument is None or options.get(argument) is not None:
         return options
     key = folder, model.device, model.dtype, tokenizer is None
     if key not in model.memo:
@@ -131,12 +129,15 @@ def with_policies(method: str, model: Transformer, options: dict) -> dict:
     """The options, with each "auto" replaced by a policy for this machine."""
     if method == "hybrid" and options.get("k") == "auto":
         options = {"lookup_k": "auto"} | options
-    policies = {
-        "k": lambda: k_policy(model, options),
-        "lookup_k": lambda: k_policy(model, {}),
-        "tree": lambda: tree_policy(model, options["heads"], options.get("vocabulary")),
-    }
-    return options | {name: new() for name, new in policies.items() if options.get(name) == "auto"}
+    policies, heads = {}, options.get("heads")
+    if options.get("k") == "auto":
+        policies["k"] = k_policy(model, options)
+    if options.get("lookup_k") == "auto":
+        policies["lookup_k"] = k_policy(model, {})
+    if options.get("tree") == "auto":
+        cost = heads_cost(model, heads, options.get("vocabulary"))
+        policies["tree"] = AdaptiveTree(cost_curve(model), cost, heads.accuracy)
+    return options | policies
 
 
 def k_policy(model: Transformer, options: dict) -> AdaptiveK:
@@ -147,13 +148,6 @@ def k_policy(model: Transformer, options: dict) -> AdaptiveK:
         cost = head_cost(model, head, options.get("vocabulary"))
         return AdaptiveK(curve, cost, max_k=8, acceptance=head.acceptance)
     return AdaptiveK(curve, 0.0 if draft is None else draft_cost(model, draft))
-
-
-def tree_policy(
-    model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None
-) -> AdaptiveTree:
-    """The policy for Medusa's tree."""
-    return AdaptiveTree(cost_curve(model), heads_cost(model, heads, vocabulary), heads.accuracy)
 
 
 def tree_costs(
