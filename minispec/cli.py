@@ -165,22 +165,21 @@ def prepare_streams() -> None:
 def stdout_reserved() -> Iterator[TextIO]:
     """Yield a stream for the result, and let nothing else reach standard output. Meanwhile, and as
     Python exits, whatever other code prints (even child processes and C) goes to standard error."""
-    stdout = sys.stdout
+    if sys.stdout is None:  # closed: file descriptor 1 may belong to another file by now
+        with open(os.devnull, "w") as nowhere:
+            yield nowhere
+        return
     with contextlib.ExitStack() as stack:
-        if stdout is None:  # closed: file descriptor 1 may belong to another file by now
-            yield stack.enter_context(open(os.devnull, "w"))
-            return
-        stdout.flush()
-        result = stdout
-        if descriptor(stdout) == 1:  # otherwise something has replaced it, as pytest does
-            encoding = {"encoding": stdout.encoding, "errors": stdout.errors}
-            result = stack.enter_context(open(os.dup(1), "w", **encoding))
+        result = stdout = sys.stdout
         stack.callback(atexit.register, divert_stdout)  # for exit handlers and C's buffers
         saved = os.dup(1)
         stack.callback(os.close, saved)
         stack.callback(os.dup2, saved, 1)
-        divert_stdout()
         stack.callback(stdout.flush)  # other code may hold a reference to it
+        if stdout is sys.__stdout__:  # otherwise something has replaced it, as pytest does
+            encoding = {"encoding": stdout.encoding, "errors": stdout.errors}
+            result = stack.enter_context(open(os.dup(1), "w", **encoding))
+        divert_stdout()
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         yield result
 
@@ -188,17 +187,8 @@ def stdout_reserved() -> Iterator[TextIO]:
 def divert_stdout() -> None:
     """Redirect file descriptor 1 to standard error."""
     drop_unwritable_output()
-    stderr = descriptor(sys.stderr)
-    with contextlib.suppress(OSError):  # closed
-        os.dup2(2 if stderr is None else stderr, 1)
-
-
-def descriptor(stream: TextIO) -> int | None:
-    """The file descriptor of a stream, if it has one."""
-    try:
-        return stream.fileno()
-    except (AttributeError, OSError, ValueError):
-        return None
+    with contextlib.suppress(OSError, ValueError):  # closed, or not a file
+        os.dup2(sys.stderr.fileno(), 1)
 
 
 def drop_unwritable_output() -> None:
@@ -249,10 +239,9 @@ def check_outputs(arguments: dict[str, object]) -> None:
     """Before any long work, raise UserError if one of the arguments is an output that cannot be
     written, or that would overwrite a source among the others (a Source or any other Path)."""
     values = [(flag_name(name), value) for name in arguments for value in flat(arguments[name])]
+    outputs = [pair for pair in values if isinstance(pair[1], OutputFile)]
     sources = [pair for pair in values if isinstance(pair[1], Source | Path)]
-    for flag, output in values:
-        if not isinstance(output, OutputFile):
-            continue
+    for flag, output in outputs:
         for name, source in sources:
             if not isinstance(source, OutputFile) and overwrites(output, source):
                 raise UserError(f"{flag} {output} would overwrite {name} {source}, or a file in "
@@ -261,13 +250,9 @@ def check_outputs(arguments: dict[str, object]) -> None:
         check_writable(output / "config.json" if folder else output, flag)
 
 
-def flat(value: object) -> Iterator[object]:
+def flat(value: object) -> list:
     """The values in a nested list."""
-    if not isinstance(value, list | tuple):
-        yield value
-        return
-    for part in value:
-        yield from flat(part)
+    return sum(map(flat, value), []) if isinstance(value, list | tuple) else [value]
 
 
 def overwrites(output: OutputFile, source: Source | Path) -> bool:

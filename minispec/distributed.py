@@ -131,7 +131,6 @@ def connect() -> None:
     size, address, port = (os.environ[f] for f in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     where = f"all {size} processes at MASTER_ADDR={address}, MASTER_PORT={port}"
     waiting = threading.Timer(SILENT_SECONDS, note, [f"waiting for {where}"])
-    waiting.daemon = True
     waiting.start()
     try:
         store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
@@ -225,8 +224,7 @@ def largest_in_rows(weight: Tensor, name: str) -> Tensor:
     """The largest absolute value in each row of a weight matrix. `weight` may be a shard of it."""
     largest = weight.abs().amax(1)  # (out,)
     if tensor_parallel.size > 1 and ROW_PARALLEL.fullmatch(name):  # a shard has parts of all rows
-        with connected():
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        all_reduce_in_place(largest, dist.ReduceOp.MAX)
     return largest
 
 
@@ -243,10 +241,7 @@ def all_reduce_outputs(module: nn.Module) -> None:
 
 def all_reduce_output(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
     """A forward hook. Every rank gets the same bits."""
-    output = output.contiguous()
-    with connected():
-        dist.all_reduce(output)
-    return output
+    return all_reduce_in_place(output.contiguous())
 
 
 def check_agreement(*values: object) -> None:
@@ -256,9 +251,7 @@ def check_agreement(*values: object) -> None:
         return
     arrays = [torch.as_tensor(x).cpu().numpy() for x in values if isinstance(x, list | Tensor)]
     digest = zlib.crc32(b"".join(array.tobytes() for array in arrays))
-    largest = torch.tensor([digest, -digest])
-    with connected():
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    largest = all_reduce_in_place(torch.tensor([digest, -digest]), dist.ReduceOp.MAX)
     if largest.sum():  # the largest digest minus the smallest
         raise UserError("the ranks computed different tokens; use processors of one kind")
 
@@ -280,20 +273,14 @@ def connected() -> Iterator[None]:
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
-    """If processes share a model, call the function on rank 0 only, and return its result, or raise
-    its UserError, on all."""
+    """If processes share a model, call the function on rank 0 only, and return its result on all.
+    An error is raised on all, as by `together`."""
     if tensor_parallel.size == 1:
         return function()
-    result: list = [None, None]  # what the function returns, the message of its UserError
-    if tensor_parallel.rank == 0:
-        try:
-            result[0] = function()
-        except UserError as error:
-            result[1] = str(error)
+    with together():
+        result = [function() if tensor_parallel.rank == 0 else None]
     with connected():
         dist.broadcast_object_list(result)
-    if result[1] is not None:
-        raise UserError(result[1])
     return result[0]
 
 
@@ -336,8 +323,11 @@ def gather(value: T) -> list[T]:
 
 def all_reduce(x: Tensor) -> Tensor:
     """The sum of a tensor over all processes, without gradients."""
-    if world.size > 1:
-        x = x.detach().clone()
-        with connected():
-            dist.all_reduce(x)
+    return all_reduce_in_place(x.detach().clone()) if world.size > 1 else x
+
+
+def all_reduce_in_place(x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+    """Replace a tensor by its sum, or another reduction, over all processes, and return it."""
+    with connected():
+        dist.all_reduce(x, op)
     return x

@@ -34,7 +34,7 @@ def shipped():
     [(method, {}) for method in METHODS]
     + [("speculative", {"k": "auto"}), ("fastmtp", {"k": "auto"}), ("medusa", {"tree": "auto"}),
        ("prompt-lookup", {"k": "auto"}), ("fastmtp", {"vocabulary": None}),
-       ("hybrid", {"k": "auto"}), ("hybrid", {"k": 2, "copied": "auto"})],
+       ("hybrid", {"k": "auto"}), ("hybrid", {"k": 2, "lookup_k": "auto"})],
 )  # fmt: skip
 def test_a_method_s_name_is_enough_if_its_weights_are_next_to_the_model(shipped, method, options):
     model, tokenizer, plain = shipped
@@ -176,8 +176,8 @@ def test_without_tokenizer_json_the_error_says_how_to_make_one(name, tmp_path):
         ("medusa", {"tree": [(0,)] * 9999}, "the tree has 9999 paths: at most 4096 are supported"),
         ("medusa", {"tree": 5}, r"the tree 5: must be rank paths, such as \[\(0,\), \(0, 1\)\]"),
         ("medusa", {"tree": [(40,)]}, "rank 40: must be an integer from 0 to 31"),
-        ("hybrid", {"copied": 0}, "copied 0: must be at least 1"),
-        ("hybrid", {"copied": "many"}, "copied 'many': must be a whole number"),
+        ("hybrid", {"lookup_k": 0}, "lookup_k 0: must be at least 1"),
+        ("hybrid", {"lookup_k": "many"}, "lookup_k 'many': must be a whole number"),
         ("fastmtp", {"vocabulary": "en.json"}, "vocabulary 'en.json': has the wrong type, str"),
     ],
 )

@@ -78,8 +78,8 @@ def method_cases(model: Toy | Transformer) -> dict[str, tuple[str, dict]]:
     cases["fastmtp, probing"] = "fastmtp", mtp | {"k": PROBING_K}
     cases["fastmtp, small vocabulary"] = "fastmtp", mtp | small
     cases["hybrid"] = "hybrid", mtp
-    cases["hybrid, draft"] = "hybrid", {"draft": draft, "k": 2, "copied": 3}
-    cases["hybrid, probing"] = "hybrid", mtp | {"k": PROBING_K, "copied": PROBING_K}
+    cases["hybrid, draft"] = "hybrid", {"draft": draft, "k": 2, "lookup_k": 3}
+    cases["hybrid, probing"] = "hybrid", mtp | {"k": PROBING_K, "lookup_k": PROBING_K}
     return cases
 
 

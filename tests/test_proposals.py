@@ -97,7 +97,7 @@ def hybrid_drafts(seed: int) -> None:
     model, tokens = small_model(seed, vocab=3), [2, 1, 0]
     head, policy, copying = random_mtp_head(model, seed), RandomK(seed), RandomK(seed + 1)
     policy.observe = copying.observe = lambda drafted, accepted: None
-    method = bound("hybrid", head=head, k=policy, copied=copying)
+    method = bound("hybrid", head=head, k=policy, lookup_k=copying)
     rounds, kinds = method(model, tokens, GREEDY, Seeded()), set()
     next(rounds)
     for step, _ in zip(rounds, range(40)):
@@ -143,7 +143,7 @@ def test_hybrid_with_a_draft_model_drafts_what_speculative_would(seed, monkeypat
     model, draft = small_model(seed, vocab=3), small_model(seed + 9, vocab=3)
     tokens, fed, forward, copies = [2, 1, 0], [], draft.forward, 0
     monkeypatch.setattr(draft, "forward", lambda x, *more: fed.append(len(x)) or forward(x, *more))
-    rounds = bound("hybrid", draft=draft, k=2, copied=3)(model, tokens, GREEDY, Seeded())
+    rounds = bound("hybrid", draft=draft, k=2, lookup_k=3)(model, tokens, GREEDY, Seeded())
     next(rounds)
     for step, _ in zip(rounds, range(24)):
         drafts, passes = step.tree.tokens[1:], len(fed)
@@ -164,7 +164,7 @@ def test_each_policy_of_hybrid_learns_from_its_own_drafter():
     head.final_layernorm.weight.data.fill_(0.0)
     curve = [0.0, *(1 + 0.05 * n for n in range(20))]
     k, copied = AdaptiveK(curve, 0.2, 4), AdaptiveK(curve, 0.0, 8)
-    options = {"head": head, "k": k, "copied": copied, "max_new_tokens": 60}
+    options = {"head": head, "k": k, "lookup_k": copied, "max_new_tokens": 60}
     run = decode(model, None, [1], "hybrid", **options)
     assert run.tokens == [(2 + i) % 6 for i in range(60)]
     assert min(copied.rate) > 0.7 and k.rate[0] < 0.7

@@ -70,7 +70,7 @@ ARGUMENTS = {
     "randomness": [Seeded(2)], "stop": [("e", "a")], "ignore_eos": [True], "cache": [GIVEN],
     "draft_cache": [GIVEN], "draft": [GIVEN], "heads": [GIVEN], "head": [GIVEN],
     "vocabulary": [GIVEN], "draft_sampling": [Sampling(0.7)], "k": [np.int64(2), "auto"],
-    "copied": [3, "auto"], "tree": ["auto", np.array([[0, 1], [1, 0]])], "block": [4],
+    "lookup_k": [3, "auto"], "tree": ["auto", np.array([[0, 1], [1, 0]])], "block": [4],
     "window": [3], "ngram": [2], "guesses": [3], "pool_from_prompt": [True], "epsilon": [0.2],
     "delta": [0.1],
 }  # fmt: skip

@@ -81,7 +81,7 @@ def cost_after_pass(function: Callable[[], object], model: Transformer) -> float
 def memoised(
     model: Transformer, key: object, measure: Callable[[], T], vocabulary: Vocabulary | None = None
 ) -> T:
-    """Return `measure()`, the cost of the module `key`, as rank 0 measures it. It is kept in the
+    """Return `measure()`, the cost that `key` stands for, as rank 0 measures it. It is kept in the
     model's memo and measured again only after the passes, the device, the dtype or the vocabulary
     have changed."""
     state = model.device, model.dtype, type(model.lm_head), model.model.forward, vocabulary
@@ -95,7 +95,7 @@ def cost_curve(model: Transformer) -> list[float]:
     """curve[n] = pass(n) / pass(1) for n from 1 to 64, or to the largest of ROW_COUNTS within
     the context. Measured once per model, interleaved, at ROW_COUNTS, and linear between them. The
     curve never falls, since more rows cannot cost less."""
-    return memoised(model, model, lambda: measure_curve(model))
+    return memoised(model, "curve", lambda: measure_curve(model))
 
 
 def measure_curve(model: Transformer) -> list[float]:
@@ -115,8 +115,6 @@ def measure_curve(model: Transformer) -> list[float]:
 
 def draft_cost(model: Transformer, draft: Transformer) -> float:
     """The cost of one token of a draft model."""
-    if draft is model:  # the memo uses this key for the cost curve
-        return 1.0
     return memoised(model, draft, lambda: cost_after_pass(one_pass(draft, 1), model))
 
 

@@ -6,8 +6,8 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from minispec import paths
-from minispec.cli import UserError, check_package, check_writable
+from minispec.cli import UserError, check_package, check_writable, note
 from minispec.methods.fastmtp import MTPHead
 from minispec.model import Backbone, ForwardContext, Transformer
 
@@ -43,11 +42,12 @@ class FunctionalPass(nn.Module):
         return MTPHead.layers(self.module, *inputs, ctx)  # of hidden and embedded, (1, n, d) each
 
 
+@dataclass
 class CacheView:
     """The part of a cache that a graph uses."""
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor]):
-        self.keys, self.values = keys, values
+    keys: list[Tensor]
+    values: list[Tensor]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Like KVCache.write, for one sequence."""
@@ -146,8 +146,8 @@ def cached_graph(network: Transformer | MTPHead, module: Backbone | MTPHead) -> 
     if not path.exists():
         check_writable(path, "--compile", paths.CACHE_ADVICE)
         check_compiler("cpu")
-        with elapsed_time(f"compiling {type(module).__name__}, only once"):
-            compile_graph(network, module, path)
+        note(f"compiling {type(module).__name__}, only once; this takes a minute or more")
+        compile_graph(network, module, path)
     try:
         return torch._inductor.aoti_load_package(str(path))
     except RuntimeError as error:
@@ -166,27 +166,6 @@ def graph_key(network: Transformer | MTPHead, module: Backbone | MTPHead) -> str
             spec = sys.modules[name].__spec__
             digest.update(spec.loader.get_data(spec.origin))  # source, or byte code without it
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def elapsed_time(label: str) -> Iterator[None]:
-    """Show the label and how long the block has been running. torch's compiler reports nothing that
-    could be counted."""
-    done, stream = threading.Event(), sys.stderr
-    with tqdm(desc=label, bar_format="{desc}: {elapsed}", file=stream) as line:
-
-        def tick() -> None:
-            while not done.wait(1):
-                if stream.isatty():
-                    line.refresh()
-
-        ticker = threading.Thread(target=tick, daemon=True)
-        ticker.start()
-        try:
-            yield
-        finally:
-            done.set()
-            ticker.join()
 
 
 def compile_graph(

@@ -23,16 +23,11 @@ from minispec.machine import processor
 TIMED_ROWS = 1, 2, 4, 8, 16, 32, 64  # a row count between two of them uses the choice of the larger
 TIMED_BYTES = 2**23  # of weights per timing
 TURNS = 3  # timings of each product; the shortest counts
-CLEARLY = 0.9  # another product replaces F.linear if it takes at most this share of its time
-WORTH_A_COPY = 0.8  # the same for a product that needs a second copy of the weights
+MAX_TIME_RATIO = 0.9  # a product replaces another if it takes at most this share of its time
+MAX_TIME_RATIO_WITH_COPY = 0.8  # the same for a product that needs a second copy of the weights
 COPY_ROWS = 8  # the copy must pay for row counts up to this one, taken together
 
 # ---- the candidates ------------------------------------------------------------------------------
-
-
-def rows_first(rows: Tensor, weight: Tensor) -> Tensor:
-    """rows @ weightᵀ, as papers write it: (n, in), (out, in) -> (n, out)."""
-    return F.linear(rows, weight)
 
 
 def weight_first(rows: Tensor, weight: Tensor) -> Tensor:
@@ -46,12 +41,8 @@ def weight_first(rows: Tensor, weight: Tensor) -> Tensor:
     return (weight @ rows.contiguous().T).T[:n].contiguous()
 
 
-def transposed(rows: Tensor, weight_t: Tensor) -> Tensor:
-    """rows @ weight_t, with a copy of the weights stored as (in, out)."""
-    return rows @ weight_t
-
-
-PRODUCTS = {"rows_first": rows_first, "weight_first": weight_first, "transposed": transposed}
+# each maps rows (n, in) and weights (out, in), for `transposed` a copy (in, out), to (n, out)
+PRODUCTS = {"rows_first": F.linear, "weight_first": weight_first, "transposed": torch.matmul}
 
 
 class MeasuredLinear(nn.Module):
@@ -80,44 +71,49 @@ class MeasuredLinear(nn.Module):
 
 # ---- the choice ----------------------------------------------------------------------------------
 
-Key = tuple[torch.Size, torch.dtype]
 Times = dict[str, list[float]]  # product -> seconds for a part at each of TIMED_ROWS
 
 
-def key_of(weight: Tensor) -> Key:
-    return weight.shape, weight.dtype
+def key_of(weight: Tensor) -> str:
+    """What the choice depends on, apart from the machine: the weight's shape and dtype."""
+    out, width = weight.shape
+    return f"{out}x{width} {weight.dtype}"
 
 
-def fastest_products(weights: Iterable[Tensor]) -> dict[Key, list[str]]:
-    """The fastest products for weights on the CPU, by shape and dtype: from the cache folder or, if
-    a shape is new, measured now."""
-    groups: dict[Key, list[Tensor]] = {}
+def fastest_products(weights: Iterable[Tensor]) -> dict[str, list[str]]:
+    """The fastest products for weights on the CPU, by `key_of`: from the cache folder or, if a key
+    is new, measured now."""
+    groups: dict[str, list[Tensor]] = {}
     for weight in weights:
         groups.setdefault(key_of(weight), []).append(weight.detach())
     path = choices_file()
     known = read_choices(path)
-    new = {key: group for key, group in groups.items() if name_of(key) not in known}
+    new = {key: group for key, group in groups.items() if key not in known}
     if new:
-        chosen = {key: choose(times) for key, times in time_products(new).items()}
-        known |= {name_of(key): products for key, products in chosen.items()}
+        known |= {key: choose(times) for key, times in time_products(new).items()}
         write_choices(path, known)
-    return {key: known[name_of(key)] for key in groups}
+    return {key: known[key] for key in groups}
 
 
 def choose(times: Times) -> list[str]:
     """The product for each of TIMED_ROWS, given the seconds that each took."""
-    linear, turned, copied = times["rows_first"], times["weight_first"], times["transposed"]
-    best = ["weight_first" if b < CLEARLY * a else "rows_first" for a, b in zip(linear, turned)]
+    best = [
+        "weight_first" if turned < MAX_TIME_RATIO * linear else "rows_first"
+        for linear, turned in zip(times["rows_first"], times["weight_first"])
+    ]
     seconds = [times[name][i] for i, name in enumerate(best)]
-    with_copy = [min(pair) for pair in zip(seconds, copied)]
+    with_copy = [min(pair) for pair in zip(seconds, times["transposed"])]
     few = sum(n <= COPY_ROWS for n in TIMED_ROWS)
-    if sum(with_copy[:few]) > WORTH_A_COPY * sum(seconds[:few]):
+    if sum(with_copy[:few]) > MAX_TIME_RATIO_WITH_COPY * sum(seconds[:few]):
         return best
-    return ["transposed" if c < CLEARLY * s else name for name, s, c in zip(best, seconds, copied)]
+    return [
+        "transposed" if copied < MAX_TIME_RATIO * without else name
+        for name, without, copied in zip(best, seconds, times["transposed"])
+    ]
 
 
 @torch.inference_mode()
-def time_products(groups: dict[Key, list[Tensor]]) -> dict[Key, Times]:
+def time_products(groups: dict[str, list[Tensor]]) -> dict[str, Times]:
     """Time every product for every shape. The shapes take turns, and each timing uses the next of a
     shape's weights, so that weights come from memory as they do in a pass."""
     parts = {key: itertools.cycle(split(group)) for key, group in groups.items()}
@@ -125,9 +121,8 @@ def time_products(groups: dict[Key, list[Tensor]]) -> dict[Key, Times]:
     timings = list(itertools.product(TIMED_ROWS, PRODUCTS, groups))
     functions = []
     for n, name, key in timings:
-        (_, width), dtype = key
         weights = copies[key] if name == "transposed" else parts[key]
-        rows = torch.ones(n, width, dtype=dtype)
+        rows = torch.ones_like(groups[key][0][:1]).repeat(n, 1)  # (n, in)
         functions.append(partial(multiply, PRODUCTS[name], rows, weights))
     seconds = dict(zip(timings, interleaved_min_times(functions, TURNS, turn_seconds=0)))
     return {
@@ -166,21 +161,14 @@ def choices_file() -> Path:
     return paths.CACHE / f"products-{digest}.json"
 
 
-def name_of(key: Key) -> str:
-    (out, width), dtype = key
-    return f"{out}x{width} {dtype}"
-
-
 def read_choices(path: Path) -> dict[str, list[str]]:
-    """The choices in a file, by `name_of`; anything else in it is ignored."""
-    choices = {}
-    with contextlib.suppress(OSError, ValueError):
-        read = json.loads(path.read_text(encoding="utf-8"))
-        for name, products in read.items() if isinstance(read, dict) else ():
-            valid = isinstance(products, list) and all(p in list(PRODUCTS) for p in products)
-            if valid and len(products) == len(TIMED_ROWS):
-                choices[name] = products
-    return choices
+    """The choices in a file, by `key_of`; none if it is damaged."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        choices = json.loads(path.read_text(encoding="utf-8"))
+        lists = choices.values()
+        if all(len(names) == len(TIMED_ROWS) and PRODUCTS.keys() >= set(names) for names in lists):
+            return choices
+    return {}
 
 
 def write_choices(path: Path, choices: dict[str, list[str]]) -> None:

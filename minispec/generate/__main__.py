@@ -185,11 +185,11 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
         if network is not None:
             optimize(network, int8=args.quantize == "int8", compiled=args.compile)
     optimize_drafter(options, model)
+    warn_unlisted_eos(model, tokenizer, args)
     if args.chat:
         run = chat(model, tokenizer, args, options, out)
     else:
         run = stream(model, tokenizer, prompt, **options)
-        warn_unlisted_eos(model, tokenizer, args)
         shown_prompt = prompt if isinstance(prompt, str) and not args.json else ""
         show(run, args, tokenizer, out, shown_prompt)
     if args.html is not None and run is not None:

@@ -41,8 +41,9 @@ METHODS: dict[str, Callable[..., Iterator[Step]]] = {
 SCRATCH_ROWS = 512  # extra cache rows, for the tree or window of the last pass
 CAPACITY_MULTIPLE = 512  # of a cache: on a GPU, each capacity needs its own graphs
 
+ADAPTIVE = "k", "lookup_k"  # numbers that may be "auto" or a policy
 # the smallest value of each numeric option
-MIN_VALUES = {"k": 1, "copied": 1, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
+MIN_VALUES = {"k": 1, "lookup_k": 1, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
 REQUIRED_ATTRIBUTES = {  # an object without this attribute is not a valid option
     "draft": "new_cache", "heads": "__call__", "head": "new_cache", "vocabulary": "select",
     "draft_sampling": "top_p",
@@ -59,7 +60,7 @@ def stream(
     """Start a run; iterate over it to get text as it is generated.
 
     `prompt` is text or token ids. `options` are passed to the method. If it needs a draft or heads
-    and none are passed, they are loaded from next to the model; "auto" for k, copied or tree
+    and none are passed, they are loaded from next to the model; "auto" for k, lookup_k or tree
     becomes a policy for this machine. A `cache` must hold a proper prefix of the prompt. It ends up
     holding prompt and output except for the last token; the run ends when they fill its capacity
     (at most the context). For the next turn of a conversation, pass the same cache again. A
@@ -163,8 +164,8 @@ def check_cache(
 
 
 def validate_options(method: str, options: dict) -> dict:
-    """The method's options, with integers as Python ints. Raises UserError for unknown options and
-    wrong types."""
+    """The method's options, with numbers as Python's own. Raises UserError for unknown options,
+    wrong types and numbers that are too small."""
     signature = inspect.signature(METHODS[method])
     try:
         signature.bind(None, None, None, None, cache=None, **options)
@@ -172,23 +173,30 @@ def validate_options(method: str, options: dict) -> dict:
         raise UserError(f"{method}: {error}") from None
     valid = {}
     for name, value in options.items():
-        default = signature.parameters[name].default
-        if name == "tree" and hasattr(value, "tolist"):  # an array of rank paths
-            value = value.tolist()
-        integral = isinstance(default, int)
-        adaptive = name in ("k", "copied") and (value == "auto" or hasattr(value, "choose"))
-        if integral and not adaptive and not isinstance(value, Integral):
-            raise UserError(f"{method}: {name} {value!r}: must be a whole number")
-        if isinstance(default, float):
-            if not isinstance(value, Real):
-                raise UserError(f"{method}: {name} {value!r}: must be a number")
-            value = float(value)
-        attribute = REQUIRED_ATTRIBUTES.get(name, "__class__")
-        if not integral and value is not None and not hasattr(value, attribute):
-            kind = type(value).__name__
-            raise UserError(f"{method}: {name} {value!r}: has the wrong type, {kind}")
-        valid[name] = int(value) if isinstance(value, Integral) else value
+        try:
+            valid[name] = validate_option(name, value, signature.parameters[name].default)
+        except UserError as error:
+            raise UserError(f"{method}: {name} {value!r}: {error}") from None
     return valid
+
+
+def validate_option(name: str, value: object, default: object) -> object:
+    """The value of an option, which must have the type of its default."""
+    if isinstance(default, float):
+        if not isinstance(value, Real):
+            raise UserError("must be a number")
+        return float(value)
+    if isinstance(default, int):
+        if isinstance(value, Integral):
+            if value < MIN_VALUES.get(name, value):
+                raise UserError(f"must be at least {MIN_VALUES[name]}")
+            return int(value)
+        if name in ADAPTIVE and (value == "auto" or hasattr(value, "choose")):
+            return value
+        raise UserError("must be a whole number")
+    if value is not None and not hasattr(value, REQUIRED_ATTRIBUTES.get(name, "__class__")):
+        raise UserError(f"has the wrong type, {type(value).__name__}")
+    return value.tolist() if name == "tree" and hasattr(value, "tolist") else value
 
 
 def check_sizes(
@@ -196,11 +204,8 @@ def check_sizes(
 ) -> None:
     """Reject sizes that do not fit the model, the cache or each other. The method itself, being a
     generator, would only check them at its first step."""
-    defaults = inspect.signature(METHODS[method]).parameters
-    sizes = {name: options.get(name, defaults[name].default) for name in defaults}
-    for name, minimum in MIN_VALUES.items():
-        if isinstance(sizes.get(name), int) and sizes[name] < minimum:
-            raise UserError(f"{method}: {name} {sizes[name]}: must be at least {minimum}")
+    parameters = inspect.signature(METHODS[method]).parameters.values()
+    sizes = {parameter.name: parameter.default for parameter in parameters} | options
     if method == "jacobi":
         check_block(sizes["block"], model)
     elif method == "lookahead":
@@ -208,10 +213,10 @@ def check_sizes(
     elif method in ("medusa", "medusa-typical"):
         checked_tree(model, sizes["heads"], sizes["tree"], sizes["vocabulary"])
     elif sizes.get("draft_cache") is not None:
-        draft, draft_cache = sizes["draft"], sizes["draft_cache"]
-        if draft is None:
+        if sizes["draft"] is None:
             raise UserError(f"{method}: draft_cache is for a draft model; pass draft=, too")
-        check_cache(draft_cache, draft, prompt_length, cache.capacity, sys.maxsize)
+        caches = sizes["draft_cache"], sizes["draft"]
+        check_cache(*caches, prompt_length, cache.capacity, sys.maxsize)
 
 
 def unlisted_eos_warning(model: Transformer, tokenizer: Tokenizer | None) -> str | None:

@@ -20,12 +20,12 @@ from minispec.methods.vocabulary import Vocabulary
 from minispec.model import Transformer
 from minispec.tree import RankPath
 
-# what a method needs in addition to the model: (argument, folder it is shipped in)
+# what a method needs in addition to the model: (argument, folder it is shipped in, flags)
 REQUIRED_DRAFTERS = {
-    "speculative": ("draft", "draft"),
-    "medusa": ("heads", "medusa"),
-    "medusa-typical": ("heads", "medusa"),
-    "fastmtp": ("head", "mtp"),
+    "speculative": ("draft", "draft", "--draft DIR"),
+    "medusa": ("heads", "medusa", "--heads DIR"),
+    "medusa-typical": ("heads", "medusa", "--heads DIR"),
+    "fastmtp": ("head", "mtp", "--heads DIR; for bench, --mtp DIR"),
 }
 
 
@@ -34,7 +34,7 @@ def with_drafter(
 ) -> dict:
     """The method's options; a missing draft or missing heads are loaded from next to the model."""
     method = drafter_of(method, model, options.get("head"), options.get("draft"))
-    argument, folder = REQUIRED_DRAFTERS.get(method, (None, None))
+    argument, folder, _ = REQUIRED_DRAFTERS.get(method, (None, None, None))
     if argument is None or options.get(argument) is not None:
         return options
     key = folder, model.device, model.dtype, tokenizer is None
@@ -94,26 +94,22 @@ def drafter_of(method: str, model: Transformer, head: object = None, draft: obje
 
 def find_drafter(method: str, model: Transformer) -> Path:
     """The folder of the draft or heads, inside the model's or next to it (as under weights/)."""
-    argument, folder = REQUIRED_DRAFTERS[method]
-    source, flag = getattr(model, "source", None), "draft" if argument == "draft" else "heads"
-    real = source and source.resolve()  # "." has no parent, and a link has two
-    folders = [path / folder for path in (source, source.parent, real.parent)] if source else []
-    if source and is_smollm2(real):
+    argument, folder, flags = REQUIRED_DRAFTERS[method]
+    advice = f"{method} needs {argument}= (on the command line, {flags})"
+    source = getattr(model, "source", None)
+    if not source:
+        raise UserError(advice)
+    real = source.resolve()  # "." has no parent, and a link has two
+    folders = [path / folder for path in (source, source.parent, real.parent)]
+    hub = f"models--{paths.SMOLLM2_ID.replace('/', '--')}"
+    if hub in real.parts or real == (paths.SMOLLM2 / "target").resolve():
         folders.append(paths.SMOLLM2_HEADS / folder)
-    if source and method == "fastmtp" and model.config.model_type == "mimo":
+    if method == "fastmtp" and model.config.model_type == "mimo":
         folders.insert(0, source)  # its checkpoints contain their own head
     for candidate in folders:
         if os.path.lexists(candidate / "config.json"):  # a broken link is reported when it is read
             return candidate
-    where = f"; there is no folder {folder} next to {source}" if source else ""
-    flag += " DIR; for bench, --mtp" * (argument == "head")
-    raise UserError(f"{method} needs {argument}= (on the command line, --{flag} DIR){where}")
-
-
-def is_smollm2(source: Path) -> bool:
-    """Whether a model was loaded from the Hugging Face cache of SmolLM2, or from our download."""
-    hub = f"models--{paths.SMOLLM2_ID.replace('/', '--')}"
-    return hub in source.parts or source == (paths.SMOLLM2 / "target").resolve()
+    raise UserError(f"{advice}; there is no folder {folder} next to {source}")
 
 
 def check_vocabularies(
@@ -131,15 +127,14 @@ def check_vocabularies(
 
 def with_policies(method: str, model: Transformer, options: dict) -> dict:
     """The options, with each "auto" replaced by a policy for this machine."""
-    policies = {}
+    if method == "hybrid" and options.get("k") == "auto":
+        options = {"lookup_k": "auto"} | options
+    policies, heads = {}, options.get("heads")
     if options.get("k") == "auto":
         policies["k"] = k_policy(model, options)
-        if method == "hybrid":
-            options = {"copied": "auto"} | options
-    if options.get("copied") == "auto":
-        policies["copied"] = k_policy(model, {})
+    if options.get("lookup_k") == "auto":
+        policies["lookup_k"] = k_policy(model, {})
     if options.get("tree") == "auto":
-        heads = options["heads"]
         cost = heads_cost(model, heads, options.get("vocabulary"))
         policies["tree"] = AdaptiveTree(cost_curve(model), cost, heads.accuracy)
     return options | policies

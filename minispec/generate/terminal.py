@@ -75,7 +75,6 @@ def chat(
         options["draft_cache"] = options["draft"].new_cache(cache.capacity)
         caches.append(options["draft_cache"])
     max_prompt = cache.capacity - max(1, min(args.max_new_tokens, cache.capacity // 2))
-    warn_unlisted_eos(model, tokenizer, args)
     run, messages, cached = None, [], []  # messages in the context; tokens in the cache
     for turn in user_turns(args.prompt):
         message = {"role": "user", "content": turn}

@@ -93,27 +93,23 @@ def trace(model: Transformer, tokenizer: Tokenizer | None, run: Run, name: str) 
     rows = len(run.prompt) + sum(len(step.tokens) + len(step.tree) for step in run.rounds)
     cache = model.new_cache(min(rows, model.config.context))
     model.prefill(run.prompt[:-1], cache)
-    passes, emitted, lossless = [], 0, run.stats["lossless"]
+    passes, emitted, lossless, used = [], 0, run.stats["lossless"], set(run.prompt)
     for step in run.rounds:
         before = cache.length
         logits = model.logits(model(step.tree.tokens, cache, step.tree.depth, step.tree.mask)[0])
         cache.commit(step.path)
         texts = run.texts[emitted : emitted + len(step.tokens)]
         emitted += len(texts)
-        passes.append(
-            {
-                "rows": before,
-                "tokens": step.tokens,
-                "emitted": len(texts),  # fewer than `tokens` if the run ended inside this step
-                "texts": texts,
-                "window": step.window,
-                **step_data(logits, step, run.sampling, lossless),
-            }
-        )
-    used = set(run.prompt)
-    for entry in passes:
-        used.update(entry["tokens"], entry["tree"]["tokens"], *entry["window"])
+        entry = step_data(logits, step, run.sampling, lossless) | {
+            "rows": before,
+            "tokens": step.tokens,
+            "emitted": len(texts),  # fewer than `tokens` if the run ended inside this step
+            "texts": texts,
+            "window": step.window,
+        }
+        used.update(step.tokens, step.tree.tokens, *step.window)
         used.update(x for pairs in entry["probs"] for x, _ in pairs)
+        passes.append(entry)
     return {
         **run.as_json(name),
         "prompt": tokenizer.decode(run.prompt) if tokenizer else "",

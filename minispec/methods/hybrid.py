@@ -62,17 +62,17 @@ class ModelDrafter:
 def hybrid(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
     cache: KVCache | None = None, head: MTPHead | None = None, draft: Transformer | None = None,
-    k: int | Policy = 3, copied: int | Policy = 6, vocabulary: Vocabulary | None = None,
+    k: int | Policy = 3, lookup_k: int | Policy = 6, vocabulary: Vocabulary | None = None,
     draft_sampling: Sampling | None = None, draft_cache: KVCache | None = None,
 ) -> Iterator[Step]:  # fmt: skip
-    """Copy up to `copied` tokens if the latest 3 to 5 have occurred before. Otherwise draw `k`
+    """Copy up to `lookup_k` tokens if the latest 3 to 5 have occurred before. Otherwise draw `k`
     drafts from `head` or, if that is None, from `draft`. Both numbers may be policies, each of
     which learns only from the rounds of its own drafter.
 
     `vocabulary` is the head's; the head or draft samples with `draft_sampling`, as in `fastmtp`.
     `draft_cache` is the draft model's, as in `speculative`.
     """
-    drafting, copying = (n if hasattr(n, "choose") else FixedK(n) for n in (k, copied))
+    drafting, copying = (n if hasattr(n, "choose") else FixedK(n) for n in (k, lookup_k))
     cache = cache or model.new_cache()
     drafter = (
         ModelDrafter(draft, model, cache, draft_cache) if head is None

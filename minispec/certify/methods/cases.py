@@ -163,13 +163,13 @@ def hybrid_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     """Yield (name, options) for both drafters that hybrid can have, and for its policies."""
     head = {"head": random_mtp_head(model, seed)}
     draft = {"draft": small_model(seed + 1000, model.config.vocab_size, layers=1)}
-    yield "k=1", head | {"k": 1, "copied": 2}
+    yield "k=1", head | {"k": 1, "lookup_k": 2}
     yield "k=2, compressed", head | {"k": 2, "vocabulary": two_languages(model)}
     yield "k=2, draft model", draft | {"k": 2}
     yield "argmax drafts", head | {"draft_sampling": GREEDY}
-    yield "auto", head | {"k": ADAPTIVE_K, "copied": ADAPTIVE_K}
-    yield "auto, probing", head | {"k": PROBING_K, "copied": PROBING_K}
-    yield "auto, draft model", draft | {"k": ADAPTIVE_K, "copied": PROBING_K}
+    yield "auto", head | {"k": ADAPTIVE_K, "lookup_k": ADAPTIVE_K}
+    yield "auto, probing", head | {"k": PROBING_K, "lookup_k": PROBING_K}
+    yield "auto, draft model", draft | {"k": ADAPTIVE_K, "lookup_k": PROBING_K}
 
 
 def medusa_compressed(model: Transformer, seed: int, tree: list[RankPath]) -> Method:

@@ -229,8 +229,8 @@ def check_limits(only: str = "") -> Iterator[Verdict]:
             "fastmtp": {"head": head, "k": 4},
             "fastmtp, probing": {"head": head, "k": PROBING_K},
             "hybrid": {"head": head, "k": 4},
-            "hybrid, probing": {"head": head, "k": PROBING_K, "copied": PROBING_K},
-            "hybrid, draft model": {"draft": draft, "k": 2, "copied": ADAPTIVE_K},
+            "hybrid, probing": {"head": head, "k": PROBING_K, "lookup_k": PROBING_K},
+            "hybrid, draft model": {"draft": draft, "k": 2, "lookup_k": ADAPTIVE_K},
         }.items():
             if only in name:
                 yield check_endings(name, options, targets, plain)
