@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import re
 from dataclasses import replace
@@ -25,14 +24,14 @@ from minispec.checkpoints.weights import (
     read_tensors,
     strip_prefixes,
     weight_files,
+    write_json,
     write_tensors,
     write_text,
 )
-from minispec.cli import UserError
+from minispec.cli import MODEL_FILES, UserError
 from minispec.distributed import all_reduce_outputs, shard, shard_config
 from minispec.model import Config, Transformer
 
-SUFFIXES = ".json", ".jinja", ".safetensors", ".bin", ".pt", ".gguf"
 ACCESS_ADVICE = ("check the name; if access to the model is restricted, accept its licence on its "
                  "page and log in with `hf auth login`")  # fmt: skip
 HTTP_ADVICE = dict.fromkeys((401, 403, 404), ACCESS_ADVICE) | {
@@ -58,14 +57,13 @@ def resolve(source: str | os.PathLike) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.jinja", "*.safetensors", "medusa_lm_head.pt"]
-    # the same weights in another layout, and older ones in subfolders
-    ignored = ["consolidated*", "*/*"]
+    ignored = ["consolidated*", "*/*"]  # the same weights in another layout, or older ones
     try:
-        directory = snapshot_download(name, allow_patterns=wanted, ignore_patterns=ignored)
-        if not any(Path(directory).glob("*.safetensors")):  # an old checkpoint
-            wanted.append("*.bin")
-            directory = snapshot_download(name, allow_patterns=wanted, ignore_patterns=ignored)
-        return Path(directory)
+        for patterns in wanted, [*wanted, "*.bin"]:  # the latter for an old checkpoint
+            path = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
+            if any(path.glob("*.safetensors")):
+                break
+        return path
     except Exception as error:  # from the library or from its HTTP client, which varies
         raise UserError(
             f"{name} is not a directory and could not be downloaded from the hub: "
@@ -77,7 +75,7 @@ def check_links(name: str) -> None:
     """Raise UserError if a model's directory or file, or a file in the directory, is a broken link,
     as in a copy of a hub snapshot that did not follow links."""
     inside = Path(name).iterdir() if os.path.isdir(name) else ()
-    for file in name, *(file for file in inside if file.suffix in SUFFIXES):
+    for file in name, *(file for file in inside if file.suffix in MODEL_FILES):
         if os.path.islink(file) and not os.path.exists(file):
             raise UserError(f"{file} is a broken link to {os.readlink(file)}; copy the original "
                             "directory again with cp -rL, or download the model")  # fmt: skip
@@ -246,9 +244,8 @@ def save(
     # `named_parameters` lists a tied weight once, under the embedding's name
     write_tensors(directory / "model.safetensors", dict(model.named_parameters()), dtype)
     config = config_json(model.config, dtype or model.dtype)
-    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    texts = tokenizer.files() if tokenizer else {}
-    for name, keys in (("config.json", config), ("generation_config.json", ends)):
-        texts[name] = json.dumps(keys, indent=2) + "\n"
-    for name, text in texts.items():
+    for name, text in (tokenizer.files() if tokenizer else {}).items():
         write_text(directory / name, text)
+    write_json(directory / "config.json", config)
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    write_json(directory / "generation_config.json", ends)
