@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from minispec import distributed, paths
-from minispec.checkpoints.config import Keys, integer
+from minispec.checkpoints.config import CheckedJson, integer
 from minispec.checkpoints.heads import read_acceptance, read_tree
 from minispec.checkpoints.load import pick_dtype
 from minispec.cli import UserError, number, read_json
@@ -264,7 +264,7 @@ def config_of(source: str | None, flag: str, shipped: str) -> tuple[Path, str]:
 
 def medusa_heads(path: Path, model: Transformer) -> MedusaHeads:
     """Heads without data for the model, with the accuracies and layers of a config.json."""
-    keys = Keys(path, read_json(path))
+    keys = CheckedJson(path, read_json(path))
     measured = keys.raw.get("medusa_accuracy")
     if not isinstance(measured, list) or not measured:
         raise UserError(f"{path} has no medusa_accuracy; measure it with minispec.distill tree")

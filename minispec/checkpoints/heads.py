@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minispec import distributed
-from minispec.checkpoints.config import Keys, attention_sizes, config_json, read_rope
+from minispec.checkpoints.config import CheckedJson, attention_sizes, config_json, read_rope
 from minispec.checkpoints.load import check_fingerprint, find_tokenizer, resolve
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.checkpoints.weights import (
@@ -198,7 +198,7 @@ def read_acceptance(path: Path) -> list[float] | None:
 def check_attention(where: str, folder: Path, config: Config) -> None:
     """Raise UserError if a head's config.json differs from the model's in attention heads or
     rotation, which the shapes of the weights do not show."""
-    keys = Keys(folder / "config.json", optional_json(folder / "config.json"))
+    keys = CheckedJson(folder / "config.json")
     if "num_attention_heads" not in keys.raw:
         return
     kv_heads, head_dim = attention_sizes(keys)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from minispec import distributed
-from minispec.checkpoints.config import FLAT_OBJECT, UNQUANTISED, Keys
-from minispec.cli import UserError, read_json
+from minispec.checkpoints.config import FLAT_OBJECT, UNQUANTISED, CheckedJson
+from minispec.cli import UserError
 from minispec.model import Config
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -32,7 +32,7 @@ def weight_files(directory: Path) -> list[Path]:
             return [directory / name]
         index = directory / f"{name}.index.json"
         if index.exists():
-            weight_map = Keys(index, read_json(index)).get("weight_map", FLAT_OBJECT)
+            weight_map = CheckedJson(index).get("weight_map", FLAT_OBJECT)
             shards = sorted(set(map(str, weight_map.values())))
             for shard in map(Path, shards):
                 if shard.is_absolute() or ".." in shard.parts:
