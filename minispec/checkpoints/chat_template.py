@@ -9,6 +9,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from minispec.checkpoints.errors import user_error
 from minispec.cli import UserError
 
 Messages = list[dict[str, str]]  # {role, content}
@@ -38,10 +39,9 @@ def render(template: str, messages: Messages, special_tokens: dict[str, str]) ->
     """Render a conversation up to the assistant's next turn. `special_tokens` maps names such as
     bos_token to tokens."""
     variables = special_tokens | {"messages": messages, "add_generation_prompt": True}
-    try:  # templates test whether `tools` and `documents` are none
+    with user_error("the model's chat template rejects this conversation"):  # a template is code
+        # templates test whether `tools` and `documents` are none
         return compile_template(template).render(variables, tools=None, documents=None)
-    except Exception as error:  # a template is code and may raise anything
-        raise UserError(f"the model's chat template rejects this conversation: {error}") from None
 
 
 @functools.lru_cache(maxsize=8)  # data generation renders the same one thousands of times

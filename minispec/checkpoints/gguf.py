@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from minispec.checkpoints.config import CheckedJson, parse_config
+from minispec.checkpoints.errors import user_error
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError
 from minispec.model import Config, Transformer, rope_frequencies
@@ -76,12 +77,10 @@ def open_gguf(path: Path) -> tuple[dict, list]:
     """Read a file's metadata, by key, and its tensors as stored."""
     from gguf import GGUFReader
 
-    try:
+    with user_error(f"{path} cannot be read as GGUF"):
         reader = GGUFReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
         tensors = reader.tensors
-    except Exception as error:  # a damaged file may raise anything
-        raise UserError(f"{path} cannot be read as GGUF: {error!r}") from None
     if metadata.get("split.count", 1) != 1:
         raise UserError(f"{path} is part of a split file; merge it with llama-gguf-split --merge")
     for key in "general.type", "general.architecture":
@@ -100,10 +99,8 @@ def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
         raise UserError(f"{path} has only a vocabulary; choose a file with the model's weights")
     vocabulary = tokenizer_keys(metadata)
     tokenizer = None if unsupported_reason(vocabulary) else build_tokenizer(vocabulary, path)
-    try:
+    with user_error(f"{path}: this quantisation is not supported"):
         tensors = {t.name: torch.tensor(dequantize(t.data, t.tensor_type)) for t in stored}
-    except (NotImplementedError, ValueError) as error:
-        raise UserError(f"{path}: this quantisation is not supported: {error}") from None
     divisors = tensors.pop("rope_freqs.weight", None)
     keys = CheckedJson(path, config_keys(metadata, tensors, path))
     config = parse_config(keys, keys)
@@ -145,6 +142,7 @@ def config_keys(metadata: dict, tensors: dict[str, Tensor], path: Path) -> dict:
     raw = {key: settings.get(name) for name, key in CONFIG_KEYS.items()}
     scaling = {key: settings[name] for name, key in SCALING_KEYS.items() if name in settings}
     rope_type = scaling.setdefault("rope_type", "linear" if "factor" in scaling else "none")
+    vocabulary = tokenizer_keys(metadata)
     return raw | {
         "model_type": architecture,
         "vocab_size": len(tensors.get("token_embd.weight", [])),
@@ -152,8 +150,8 @@ def config_keys(metadata: dict, tensors: dict[str, Tensor], path: Path) -> dict:
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "bos_token_id": special_ids(tokenizer_keys(metadata)).get("bos"),
-        "eos_token_id": end_ids(tokenizer_keys(metadata)),
+        "bos_token_id": special_ids(vocabulary).get("bos"),
+        "eos_token_id": end_ids(vocabulary),
     }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minispec import distributed
 from minispec.checkpoints.config import CheckedJson, attention_sizes, config_json, read_rope
+from minispec.checkpoints.errors import user_error
 from minispec.checkpoints.load import check_fingerprint, find_tokenizer, resolve
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.checkpoints.weights import (
@@ -130,7 +131,7 @@ def read_tree(heads: MedusaHeads, path: Path) -> None:
     the number of heads."""
     config, depth = optional_json(path), len(heads)
     heads.tree = [ranks for ranks in PUBLISHED_TREES["mc_sim_7b_63"] if len(ranks) <= depth]
-    try:
+    with user_error(f"{path}: invalid medusa_choices or medusa_accuracy"):
         if config.get("medusa_choices") is not None:
             heads.tree = [tuple(ranks) for ranks in config["medusa_choices"]]
             with_prefixes(heads.tree, depth, 2**31)
@@ -138,8 +139,6 @@ def read_tree(heads: MedusaHeads, path: Path) -> None:
             heads.accuracy = torch.tensor(config["medusa_accuracy"], dtype=torch.float64)
             if heads.accuracy.dim() != 2 or len(heads.accuracy) != depth:
                 raise ValueError("each head needs a list of accuracies")
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{path}: invalid medusa_choices or medusa_accuracy: {error}") from None
 
 
 def save_medusa(
@@ -201,16 +200,12 @@ def check_attention(where: str, folder: Path, config: Config) -> None:
     keys = CheckedJson(folder / "config.json")
     if "num_attention_heads" not in keys.raw:
         return
-    kv_heads, head_dim = attention_sizes(keys)
-    values = kv_heads, head_dim, *read_rope(keys)
-    kv_heads_of_all = config.kv_heads * config.ranks // config.kv_copies
-    config = replace(config, kv_heads=kv_heads_of_all)
+    values = *attention_sizes(keys), *read_rope(keys)
+    config = replace(config, kv_heads=config.kv_heads * config.ranks // config.kv_copies)
     for name, value in zip(("kv_heads", "head_dim", "rope_theta", "rope_scaling"), values):
-        expected = getattr(config, name)
-        if value != expected:
-            raise UserError(
-                f"{where} is for another model: its {name} is {value}, the model's is {expected}"
-            )
+        if value != (expected := getattr(config, name)):
+            raise UserError(f"{where} is for another model: its {name} is {value}, the model's is "
+                            f"{expected}")  # fmt: skip
 
 
 def save_mtp(
@@ -273,7 +268,8 @@ def read_languages(path: Path, tokenizer: Tokenizer | None) -> dict[str, Languag
     ids, the most frequent first."""
     stored = read_file(path) if path.suffix == ".pt" else read_json(path)
     languages = {}
-    try:
+    problem = "was not written by `distill vocabulary` and is not a list of token ids"
+    with user_error(f"{path} {problem}"):
         if path.suffix == ".pt":
             ids = list(dict.fromkeys(stored.tolist() if isinstance(stored, Tensor) else stored))
             stored = {"languages": {path.stem: {"ids": ids, "counts": [0] * len(ids)}}}
@@ -284,11 +280,6 @@ def read_languages(path: Path, tokenizer: Tokenizer | None) -> dict[str, Languag
             if len(ids) != len(counts) or min(counts, default=0) < 0:
                 raise ValueError("each id needs a count of at least 0")
             languages[name] = Language(tuple(ids), tuple(counts))
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise UserError(
-            f"{path} was not written by `distill vocabulary` and is not a list of token ids: "
-            f"{error!r}"
-        ) from None
     check_fingerprint(str(path), stored.get("tokenizer_fingerprint"), tokenizer)
     return languages
 

@@ -5,13 +5,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from minispec.checkpoints.chat_template import Messages, check_messages, read_template, render
+from minispec.checkpoints.errors import user_error
 from minispec.cli import UserError, optional_json
 
 ADDED_TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
@@ -28,16 +29,14 @@ BYTE_LEVEL = {chr(byte): byte for byte in PRINTABLE} | {
 }
 
 
+@dataclass(eq=False)
 class Tokenizer:
     """A tokenizer.json, with the special tokens and the chat template from the files next to it.
     `special_tokens` maps names (bos_token, eos_token, pad_token, …) to tokens."""
 
-    def __init__(
-        self, backend: Backend, special_tokens: dict[str, str] | None = None,
-        chat_template: str | None = None,
-    ):  # fmt: skip
-        self.backend, self.special_tokens = backend, special_tokens or {}
-        self.chat_template = chat_template
+    backend: Backend
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    chat_template: str | None = None
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
@@ -50,13 +49,9 @@ class Tokenizer:
         backend.no_truncation()
         settings = optional_json(directory / "tokenizer_config.json")
         template = read_template(directory, settings)
-        try:
+        problem = "tokens in tokenizer_config.json or a file next to it are not in the format of"
+        with user_error(f"{directory}: {problem} transformers"):
             special_tokens = add_listed_tokens(backend, directory, settings)
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise UserError(
-                f"{directory}: tokens in tokenizer_config.json or a file next to it are not in the "
-                f"format of transformers ({error!r})"
-            ) from None
         return cls(backend, special_tokens, template)
 
     def files(self) -> dict[str, str]:
@@ -103,12 +98,13 @@ class Tokenizer:
         """Return token ids. `special` adds the tokens that texts begin with (BOS, if any)."""
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError("the text is not valid Unicode; it must be UTF-8")
-        problem = "the tokenizer failed on this text"
-        return call_backend(problem, self.backend.encode, text, add_special_tokens=special).ids
+        with user_error("the tokenizer failed on this text"):
+            return self.backend.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text, without special tokens."""
-        return call_backend("the tokenizer failed on these tokens", self.backend.decode, tokens)
+        with user_error("the tokenizer failed on these tokens"):
+            return self.backend.decode(tokens)
 
     def stream(self, prompt: list[int]) -> "TextStream":
         """Return a streaming decoder for the tokens that follow `prompt`."""
@@ -153,9 +149,9 @@ class Tokenizer:
         hidden = [turn | {"content": replace_all(turn["content"], stand_ins)} for turn in messages]
         text = render(self.chat_template, hidden, self.special_tokens)
         spelled = {stand_in: token for token, stand_in in stand_ins.items()}
-        backend = json.loads(self.backend.to_str())
-        problem = "the tokenizer cannot encode text that spells a control token"
-        private = call_backend(problem, Backend.from_str, json.dumps(rename(backend, names)))
+        renamed = json.dumps(rename(json.loads(self.backend.to_str()), names))
+        with user_error("the tokenizer cannot encode text that spells a control token"):
+            private = Backend.from_str(renamed)
         return Tokenizer(private).encode(replace_all(text, names | spelled), special=False)
 
 
@@ -202,20 +198,10 @@ class TextStream:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def call_backend(problem: str, function: Callable, *args, **options):
-    """Call the tokenizers library. Its errors are bare Exceptions or, if its Rust code panics (on a
-    regular expression that takes too many steps, for example), BaseExceptions."""
-    try:
-        return function(*args, **options)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise UserError(f"{problem}: {error}") from None
-
-
 def read_backend(path: Path) -> Backend:
     """Read a tokenizer.json."""
-    return call_backend(f"{path} is not a valid tokenizer", Backend.from_file, str(path))
+    with user_error(f"{path} is not a valid tokenizer"):
+        return Backend.from_file(str(path))
 
 
 def replace_all(text: str, replacements: dict[str, str]) -> str:
