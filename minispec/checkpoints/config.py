@@ -26,12 +26,12 @@ UNQUANTISED = "quantised weights are not supported; use the unquantised model or
 DEFAULT_CONTEXTS = {"mistral": 2**17, "qwen2": 2**15, "qwen3": 2**15, "mimo": 2**15}  # if absent
 ORIGINAL = "original_max_position_embeddings"
 YARN_KEYS = ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
-ROPE_TYPES = {  # rope_type: (required numbers, optional numbers)
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "dynamic": ((), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", ORIGINAL), ()),
-    "yarn": (("factor",), YARN_KEYS),
+ROPE_TYPES = {  # rope_type: the numbers it requires
+    "default": (),
+    "dynamic": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
+    "yarn": ("factor",),
 }
 
 Check = tuple[str, Callable[[object], bool]]  # a rule for a value, in words and as a test
@@ -118,9 +118,9 @@ def parse_config(keys: CheckedJson, generation: CheckedJson) -> Config:
     fields["rope_theta"], fields["rope_scaling"] = read_rope(keys)
     fields["context"] = read_context(keys, fields["rope_scaling"])
     qwen2 = fields["model_type"] in ("qwen2", "mimo")  # biases on q, k and v, but never on o
-    # qwen2 always has these biases and mistral never: neither reads attention_bias
-    reads_key = fields["model_type"] in ("llama", "qwen3", "mimo")
-    bias = keys.get("attention_bias", BOOLEAN, qwen2) if reads_key else qwen2
+    bias = qwen2
+    if fields["model_type"] not in ("qwen2", "mistral"):  # which do not read this key
+        bias = keys.get("attention_bias", BOOLEAN, qwen2)
     names = "bos_token_id", "eos_token_id"
     bos, eos = (as_list(generation.get(n, TOKEN_IDS, keys.get(n, TOKEN_IDS, []))) for n in names)
     return Config(
@@ -188,8 +188,8 @@ def read_rope(keys: CheckedJson) -> tuple[float, dict | None]:
         return theta, None
     if rope_type != "linear" and keys.raw.get(ORIGINAL) is not None:  # it takes precedence
         scaling.raw[ORIGINAL] = keys.raw[ORIGINAL]
-    required, optional = ROPE_TYPES[rope_type]
-    for key in (*required, *(key for key in optional if key in scaling.raw)):
+    given = [key for key in YARN_KEYS if key in scaling.raw]
+    for key in (*ROPE_TYPES[rope_type], *given):
         scaling.get(key, POSITIVE)
     return theta, scaling.raw
 

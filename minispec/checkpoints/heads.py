@@ -49,7 +49,8 @@ def read_heads(
     directory. `source` is a file, a directory or a hub id that holds a full model or only the
     heads. Raises UserError if a tokenizer or a fingerprint next to the heads shows that they belong
     to another tokenizer."""
-    path, names = Path(source), MEDUSA_FILES if prefix == MEDUSA_PREFIX else ()
+    path = Path(source)
+    names = MEDUSA_FILES if prefix == MEDUSA_PREFIX else ()
     folder = path.parent if path.is_file() else resolve(source)
     only_heads = [path] if path.is_file() else [folder / n for n in names if (folder / n).is_file()]
     tensors: dict[str, Tensor] = {}
