@@ -1,7 +1,7 @@
 # make demo: build the environment and answer a question.  make test: build it and run the tests.
 PYTHON ?= python3
 BIN := .venv/bin
-QUESTION ?= A baker sells 12 cakes a day for 7 dollars each. How much money does he make in a week?
+QUESTION ?= Write a Python function that reverses a string.
 REAL := weights/smollm2/target/config.json
 
 # make gpu GPU_PYTHON=python3 uses that Python and its torch instead of .venv

@@ -23,7 +23,7 @@ class KVCache:
         self.set_storage(torch.zeros(shape, dtype=dtype, device=device), [0] * batch)
         self.capacity, self.device = capacity, self.kv.device
         self.row_ids = torch.arange(capacity, device=device)
-        self.user: object = None  # the run that decodes with it; no other may, at the same time
+        self.user: object = None  # the `user` of the run that decodes with it; no other run may
 
     def set_storage(self, kv: Tensor, lengths: list[int]) -> None:
         """Hold `kv`, rotated keys and values, with `lengths[b]` committed rows in sequence b."""

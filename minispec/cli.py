@@ -277,7 +277,8 @@ def overwrites(output: OutputFile, source: Source | Path) -> bool:
         return False
     file = Path(file)
     if isinstance(output, OutputFolder) and file.is_file():
-        return file.resolve().parent.samefile(output)
+        is_written = file.suffix in (*MODEL_FILES, ".md")
+        return is_written and file.resolve().parent.samefile(output)
     folder_is_read = not isinstance(source, Source) or output.suffix in MODEL_FILES
     return output.samefile(file) or folder_is_read and output.resolve().parent.samefile(file)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import platformdirs
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = PACKAGE.parent / "weights"
 CACHE = platformdirs.user_cache_path("minispec", appauthor=False)  # XDG_CACHE_HOME on Linux
 CACHE_ADVICE = "; set XDG_CACHE_HOME to a folder that can be written"

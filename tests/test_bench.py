@@ -1,12 +1,14 @@
 """The benchmark: its statistics, its comparison with plain decoding, and its command line."""
 
 import json
-import os
 import subprocess
-from collections import Counter
+import sys
+import time
+from collections import Counter, namedtuple
 from dataclasses import replace
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from conftest import (
@@ -21,7 +23,10 @@ from conftest import (
 
 from minispec import machine
 from minispec.bench import __main__ as bench
-from minispec.bench.plan import pass_work
+from minispec.bench import machine as bench_machine
+from minispec.bench import measure, prompts, shapes, tables
+from minispec.bench.machine import read_cpu_seconds
+from minispec.bench.roofline import pass_work
 from minispec.certify import __main__ as certify
 from minispec.certify.toys import random_medusa_heads, random_mtp_head
 from minispec.checkpoints.heads import save_medusa, save_mtp, save_vocabulary
@@ -29,12 +34,11 @@ from minispec.checkpoints.load import save
 from minispec.fast import optimize
 from minispec.generate import __main__ as generate
 from minispec.generate import decode
-from minispec.machine import CpuTimes, others_share
 from minispec.methods.vocabulary import Language
 from minispec.model import Transformer, count_parameters
 from minispec.tree import Step, Tree
 
-bench.COPY_BYTES, bench.MATMUL_SIZE = 2**20, 64  # precise timing does not matter here
+measure.COPY_BYTES, measure.MATMUL_SIZE = 2**20, 64  # precise timing does not matter here
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +50,13 @@ def others(monkeypatch) -> SimpleNamespace:
     def readings():
         elapsed = busy = 0.0
         for i in range(100):
-            yield CpuTimes(elapsed, own=0.0, busy=busy)
+            yield elapsed, busy, 0.0
             share = shares.during[i // 2] if i // 2 < len(shares.during) else 0.0
             elapsed, busy = elapsed + 1, busy + share * (i % 2 == 0)
 
     times = readings()
     monkeypatch.setattr(bench, "others_share_now", lambda: shares.before)
-    monkeypatch.setattr(bench, "read_cpu_times", lambda: next(times))
+    monkeypatch.setattr(bench_machine, "read_cpu_seconds", lambda: next(times))
     return shares
 
 
@@ -67,7 +71,7 @@ def rows_of(*repeats: tuple[list, list], temperature=0.0) -> list[dict]:
     """The table of plain decoding's and a method's runs, one pair of lists per repeat."""
     by_method = [dict(zip(("autoregressive", "medusa"), runs)) for runs in repeats]
     measured = {"curve": [0.0, 1.0, 1.5, 4.0], "draft_cost": 0.0}
-    return bench.table_of("x", temperature, by_method, measured, {})
+    return measure.table_of("x", temperature, by_method, measured, {})
 
 
 def test_alpha_counts_only_tested_drafts():
@@ -77,8 +81,8 @@ def test_alpha_counts_only_tested_drafts():
         Step([1, 2, 9], Tree.chain(0, [1, 2]), [0, 1, 2]),
         Step([9], Tree.chain(0, []), [0]),
     ]
-    assert bench.alpha([SimpleNamespace(rounds=rounds)]) == 3 / 4
-    assert bench.alpha([SimpleNamespace(rounds=rounds[2:])]) is None
+    assert measure.alpha([SimpleNamespace(rounds=rounds)]) == 3 / 4
+    assert measure.alpha([SimpleNamespace(rounds=rounds[2:])]) is None
 
 
 def test_runs_that_differ_from_plain_decoding_are_counted():
@@ -101,7 +105,7 @@ def test_runs_that_differ_from_plain_decoding_are_counted():
 )
 def test_the_main_reason_for_a_slowdown_is_given(tokens, seconds, tree, expected):
     plain = make_run(1.0, 6, 6, Tree.chain(0, []))
-    assert expected in bench.reason(rows_of(([plain], [make_run(seconds, tokens, 6, tree)]))[1])
+    assert expected in tables.reason(rows_of(([plain], [make_run(seconds, tokens, 6, tree)]))[1])
 
 
 def test_speeds_are_medians_over_repeats_then_prompts(capsys):
@@ -118,7 +122,7 @@ def test_speeds_are_medians_over_repeats_then_prompts(capsys):
     # seconds of the prompts, by repeat: 1, 0.5, 0.25; 2/3, 1, 2; 0.75, 0.75, 0.375
     assert row["tokens_per_second"] == pytest.approx(6 / 0.75)
     assert (row["prompts"], row["repeats"], row["tokens_per_pass"]) == (3, 3, 2.0)
-    bench.show([plain, row])
+    tables.show([plain, row])
     headings, *_, cells, reason = capsys.readouterr().out.strip().splitlines()
     assert headings.split()[1:5] == ["speedup", "(min-max)", "mean", "±"] and "2.00" in reason
     assert cells.split()[1:5] == ["2.00", "(2.00-4.00)", "2.67", "0.33"]
@@ -132,11 +136,11 @@ def test_a_repeat_is_a_whole_round_of_methods(weights, monkeypatch, capsys):
         calls.append((method, prompt[0]))
         return decode(model, tokenizer, prompt, method=method, **options)
 
-    monkeypatch.setattr(bench, "decode", recorded)
+    monkeypatch.setattr(measure, "decode", recorded)
     bench.main(options_of(weights, "--methods", "jacobi", "--prompts", "2", "--repeats", "2"))
     rounds = [method for method, _ in calls]
     assert rounds == ["autoregressive", "jacobi"] * 6  # with a warm-up in each repeat
-    first, second = (TOKENIZER.encode(bench.PROMPTS[i])[0] for i in (0, 4))
+    first, second = (TOKENIZER.encode(prompts.PROMPTS[i])[0] for i in (0, 4))
     assert [prompt for _, prompt in calls[::2]] == 2 * [first, first, second]
 
 
@@ -158,12 +162,11 @@ def options_of(weights, *more: str) -> list[str]:
             "--prompts", "1", "--max-new-tokens", "6", *more]  # fmt: skip
 
 
-def test_every_method_has_a_row_and_the_output_of_plain_decoding(weights, capsys, tmp_path):
-    picture = tmp_path / "new" / "folder" / "picture.png"
+def test_every_method_has_a_row_and_the_output_of_plain_decoding(weights, capsys):
     bench.main(options_of(weights, "--k", "2", "--temperature", "0,0.7", "--quantize", "int8",
-                          "--json", "--picture", str(picture)))  # fmt: skip
+                          "--json"))  # fmt: skip
     out = json.loads(capsys.readouterr().out)
-    assert picture.read_bytes().startswith(b"\x89PNG") and out["machine"]["curve"][1] == 1.0
+    assert out["machine"]["curve"][1] == 1.0
     rows = {row["method"]: row for row in out["rows"] if not row["temperature"]}
     assert {row["method"] for row in out["rows"] if row["temperature"] == 0.7} == rows.keys()
     auto = "speculative", "prompt-lookup", "fastmtp", "hybrid"
@@ -180,7 +183,7 @@ def test_every_method_has_a_row_and_the_output_of_plain_decoding(weights, capsys
 def test_rows_can_be_selected_and_prompts_are_evenly_spaced(weights, monkeypatch, tmp_path):
     file, held_out = tmp_path / "chat.jsonl", [[i] for i in range(1, 8)]
     rows = [{"prompt": prompt, "location": (file, 0)} for prompt in held_out]
-    monkeypatch.setattr(bench, "read_split", lambda *_: ([], rows))
+    monkeypatch.setattr(prompts, "read_split", lambda *_: ([], rows))
     methods = "fastmtp k=2,lookahead (5,4,5),medusa tree=32,hybrid k=auto"
     args = bench.parse(options_of(weights, "--own", str(file), "--methods", methods))
     model, tokenizer = bench.load(args.model, "float32", "cpu")
@@ -256,7 +259,7 @@ def test_prompts_are_built_in_or_held_out_or_questions(weights, tmp_path, capsys
     [
         "--k 0", "--k 1e3", "--draft nowhere", "--data nowhere", "--temperature x", "--prompts 0",
         "--temperature -1", "--kind maths", "--methods magic", "--acceptance 2", "--acceptance 0.5",
-        "--picture /dev/null/x.png", "--questions nowhere", "--questions . --data .",
+        "--questions nowhere", "--questions . --data .",
         "--shape smollm2-135m --acceptance 2",
         "--shape smollm2-135m --methods medusa", "--shape magic", "--shape smollm2-135m --k 3",
         "--methods ,", "--vocabulary-sizes 9,x", "--vocabulary-sizes 9 --methods medusa",
@@ -378,7 +381,7 @@ def test_the_lowest_speedup_is_that_of_any_prompt():
     about = {"processor": "P", "instructions": "I", "threads": 1, "versions": {"torch": "T"},
              "commit": None, "date": "2026-01-01T00:00", "command": "C"}  # fmt: skip
     better = row | {"kind": "y", "least": 0.9}
-    text = bench.markdown([[plain, row], [plain | {"kind": "y"}, better]], about)
+    text = tables.markdown([[plain, row], [plain | {"kind": "y"}, better]], about)
     assert "Lowest speedup of a single prompt: `medusa` 0.70." in text
     assert "commit unknown, 2026-01-01" in text
     assert "Half the range" not in text and "Other processes" not in text  # both are unknown
@@ -476,58 +479,52 @@ def test_a_busy_machine_and_other_output(weights, tmp_path, capsys, others, flag
     assert ("| chat | mean |" in out and "sums" not in out) if flag == "--markdown" else not out
 
 
-def test_the_share_of_other_processes():
-    start = CpuTimes(elapsed=100.0, own=5.0, busy=40.0)
-    for own, busy, share in (5, 40, 0.0), (5, 50, 0.5), (11, 50, 0.2), (30, 50, 0.0), (5, 99, 1.0):
-        assert others_share(start, CpuTimes(120.0, own, busy)) == pytest.approx(share)
-    assert others_share(start, start) is None  # /proc/stat does not change
-    without_proc = CpuTimes(100.0, 5.0, load=0.1)
-    assert others_share(without_proc, CpuTimes(120.0, 11.0, load=0.8)) == pytest.approx(0.5)
-    assert others_share(CpuTimes(100.0, 5.0), CpuTimes(120.0, 5.0)) is None  # as on Windows
-
-
-STAT = """cpu  400 0 0 1600 0 0 0 0 0 0
-cpu0 100 10 20 700 30 5 5 30 99 0
-cpu1 10 0 0 90 0 0 0 0 0 0
-cpu2 20 0 0 80 0 0 0 0 0 0
-intr 5 0 1
-"""
+@pytest.mark.parametrize(
+    "after, share",
+    [((20, 0, 0), 0.0), ((20, 10, 0), 0.5), ((20, 10, 6), 0.2), ((20, 10, 25), 0.0),
+     ((20, 59, 0), 1.0), ((0, 0, 0), None)],  # the last: /proc/stat does not change
+)  # fmt: skip
+def test_the_share_of_other_processes(monkeypatch, after, share):
+    readings = iter([(100.0, 40.0, 5.0), [a + b for a, b in zip((100.0, 40.0, 5.0), after)]])
+    monkeypatch.setattr(bench_machine, "read_cpu_seconds", lambda: next(readings))
+    assert bench_machine.watch(lambda: "done") == ("done", pytest.approx(share))
 
 
 @pytest.mark.parametrize(
     "usable, elapsed, busy",
-    [({0, 1, 2}, 1100, 200), ({0}, 900, 170), ({1, 2, 7}, 200, 30), ({8, 9}, 1100, 200)],
-)
+    [({0, 1, 2}, 1100, 200), ({0}, 900, 170), ({1, 2, 7}, 200, 30), ({8, 9}, 1100, 200),
+     (None, 1100, 200)],
+)  # fmt: skip
 def test_only_the_usable_cores_count(monkeypatch, usable, elapsed, busy):
-    """A container may list all of its host's cores. Time stolen by other machines is busy time."""
-    monkeypatch.setattr(machine, "TICKS_PER_SECOND", 10)
-    assert machine.core_seconds(STAT, usable) == (elapsed / 10, busy / 10)
+    """A container may list all of its host's cores. Time stolen by other machines is busy time, and
+    a guest's time is already in the user's."""
+
+    class Process(SimpleNamespace):
+        def __init__(self):
+            known = {} if usable is None else {"cpu_affinity": lambda: list(usable)}
+            times = 1.0, 2.0, 3.0, 4.0, 99.0  # user, system, children's, iowait
+            child = SimpleNamespace(cpu_times=lambda: times)
+            super().__init__(cpu_times=lambda: times, children=lambda recursive: [child], **known)
+
+    fields = "user nice system idle iowait irq softirq steal guest guest_nice"
+    Core = namedtuple("Core", fields)
+    cores = [Core(100, 10, 20, 700, 30, 5, 5, 30, 99, 0), Core(10, 0, 0, 90, *[0] * 6),
+             Core(20, 0, 0, 80, *[0] * 6)]  # fmt: skip
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: cores)
+    monkeypatch.setattr(psutil, "Process", Process)
+    assert read_cpu_seconds() == (elapsed, busy, 20.0)
 
 
-def test_running_descendants_count_as_our_own(monkeypatch):
-    def stat(name: str, parent: int, *times: int) -> str:
-        return f"9 ({name}) S {parent} 1 1 0 -1 0 0 0 0 0 {' '.join(map(str, times))} 20 0 1 0 5"
-
-    monkeypatch.setattr(machine, "TICKS_PER_SECOND", 10)
-    processes = {
-        1: stat("init", 0, 1000, 0, 0, 0), 7: stat("bench", 1, 500, 0, 0, 0),
-        8: stat("a worker) S 1", 7, 10, 1, 2, 3), 9: stat("cc", 8, 20, 0, 0, 0),
-        10: stat("other", 1, 300, 0, 0, 0),
-    }  # fmt: skip
-    assert machine.running_descendants_seconds(processes, 7) == 3.6
-    assert machine.running_descendants_seconds(processes, 9) == 0.0
-
-
-def test_the_clocks_are_read_from_the_system(monkeypatch):
-    """In one of three ways: /proc/stat, the load average, or not at all."""
-    if os.path.exists("/proc/stat"):
-        assert machine.read_cpu_times().busy is not None
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0), raising=False)
-    assert (machine.read_cpu_times().busy, machine.read_cpu_times().load) == (None, 0.75)
-    monkeypatch.delattr(os, "getloadavg")
-    assert (machine.read_cpu_times().busy, machine.read_cpu_times().load) == (None, None)
+def test_running_descendants_count_as_our_own():
+    start, deadline = read_cpu_seconds()[2], time.monotonic() + 60
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        try:
+            before = time.process_time()
+            while read_cpu_seconds()[2] - start < time.process_time() - before + 0.05:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            child.kill()
 
 
 # ---- random weights ------------------------------------------------------------------------------
@@ -537,9 +534,9 @@ def test_an_oracle_draft_has_its_accuracy_and_never_changes_the_output():
     model, prompt = random_model(vocab_size=500), [1, 2, 3]
     plain = decode(model, None, prompt, max_new_tokens=120)
     for acceptance, minimum, maximum in ((0.0, 1.0, 1.0), (0.7, 1.9, 3.6), (1.0, 4.8, 5.0)):
-        draft = bench.OracleDraft(model, prompt + plain.tokens, acceptance)
+        draft = shapes.OracleDraft(model, prompt + plain.tokens, acceptance)
         run = decode(model, None, prompt, "speculative", draft=draft, k=4, max_new_tokens=120)
-        assert run.tokens == plain.tokens and minimum <= bench.per_pass([run]) <= maximum
+        assert run.tokens == plain.tokens and minimum <= measure.per_pass([run]) <= maximum
 
 
 def test_shapes_have_their_sizes(monkeypatch, capsys):
@@ -548,11 +545,11 @@ def test_shapes_have_their_sizes(monkeypatch, capsys):
                            ("llama-3.2-1b", 1235.8), ("llama-2-7b", 6738.4),
                            ("llama-3.1-8b", 8030.3), ("llama-3.1-70b", 70553.7)):  # fmt: skip
         with torch.device("meta"):
-            model = Transformer(bench.MODEL_SHAPES[name])
+            model = Transformer(shapes.MODEL_SHAPES[name])
         assert abs(count_parameters(model) / 1e6 - millions) < 0.1
-    small = replace(bench.MODEL_SHAPES["qwen2.5-0.5b"], layers=2, hidden_size=64, vocab_size=300,
+    small = replace(shapes.MODEL_SHAPES["qwen2.5-0.5b"], layers=2, hidden_size=64, vocab_size=300,
                     intermediate_size=96, heads=4, kv_heads=2, head_dim=16)  # fmt: skip
-    monkeypatch.setitem(bench.MODEL_SHAPES, "qwen2.5-0.5b", small)
+    monkeypatch.setitem(shapes.MODEL_SHAPES, "qwen2.5-0.5b", small)
     bench.main("--shape qwen2.5-0.5b --max-new-tokens 8 --device cpu --json".split())
     found = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in found["rows"][1:]] == [
@@ -563,8 +560,8 @@ def test_shapes_have_their_sizes(monkeypatch, capsys):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_pass_reads_all_stored_weights_except_the_embedding(tied):
-    config = replace(bench.MODEL_SHAPES["smollm2-135m"], layers=2, vocab_size=300, tied=tied)
-    model = bench.random_weights(config, "float32", "cpu")
+    config = replace(shapes.MODEL_SHAPES["smollm2-135m"], layers=2, vocab_size=300, tied=tied)
+    model = shapes.random_weights(config, "float32", "cpu")
     assert torch.isfinite(model.logits(model([1, 2, 3]))).all()
     full_precision = pass_work(model).read_bytes
     assert full_precision == 4 * (count_parameters(model.model.layers) + 300 * config.hidden_size)

@@ -84,7 +84,7 @@ def test_every_flag_that_names_something_to_read_is_a_source():
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """A model's folder, a link to it, a text and a folder of texts, in the current folder."""
-    for file in "model/config.json", "texts/a.txt", "text.jsonl", "engine.py":
+    for file in "model/config.json", "texts/a.txt", "text.jsonl", "README.md", "engine.py":
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("{}")
     (tmp_path / "link").symlink_to("model")
@@ -100,7 +100,7 @@ def files(tmp_path, monkeypatch):
         (OutputFolder, "link", "model"),
         (OutputFolder, "other/../model/.", "link"),
         (OutputFolder, "model", "model/config.json"),
-        (OutputFolder, ".", "linked.jsonl"),
+        (OutputFolder, ".", "README.md"),
         (OutputFile, "text.jsonl", "text.jsonl"),
         (OutputFile, "text.jsonl", "linked.jsonl"),
         (OutputFile, "link/config.json", "model"),
@@ -121,6 +121,8 @@ def test_an_output_that_is_an_input_is_refused(files, kind, output, source):
         (OutputFolder, "model/mtp", "model"),
         (OutputFolder, "new", "model"),
         (OutputFolder, ".", "model"),
+        (OutputFolder, ".", "linked.jsonl"),
+        (OutputFolder, ".", "engine.py:decode"),
         (OutputFolder, "other", "owner/model"),
         (OutputFile, "page.html", "."),
         (OutputFile, "model/page.html", "model"),
@@ -138,7 +140,6 @@ def test_other_outputs_are_accepted(files, kind, output, source):
     "command, flags",
     [
         ("generate", "x --model model --html link/config.json"),
-        ("bench", "--model model --own text.jsonl --picture text.jsonl"),
         ("certify", "--impl engine.py:decode --junit engine.py"),
         ("certify", "--compare text.jsonl linked.jsonl --junit text.jsonl"),
         ("pretrain", "--data texts --out texts"),

@@ -180,6 +180,8 @@ def test_only_one_run_at_a_time_may_use_a_cache(shared):
     options = {"draft": draft, "k": 2, shared: network.new_cache()}
     first = stream(model, None, [1, 2, 3], "speculative", **options)
     next(iter(first))
+    for copied in copy.deepcopy(options[shared]), pickle.loads(pickle.dumps(options[shared])):
+        assert copied.kv.equal(options[shared].kv) and copied.lengths == options[shared].lengths
     second = stream(model, None, [1, 2, 3, *first.tokens, 4], "speculative", **options)
     with pytest.raises(UserError, match="another run has begun to use this run's cache"):
         next(iter(first))
@@ -570,7 +572,8 @@ def test_a_chat_skips_a_turn_that_is_longer_than_the_context(chat_folder, capsys
     assert [run["prompt_ids"] for run in runs] == [run["prompt_ids"] for run in expected]
     for arguments, message in (
         (["x" * 99], too_long),
-        (["hi", "--system", "x" * 99], "--system has 99 tokens, but the context is only 64"),
+        (["hi", "--system", "x" * 99], "--system leaves no space for a turn in the context of 64"),
+        (["hi", "--system", "x" * 60], "--system leaves no space for a turn in the context of 64"),
     ):
         arguments = ["--chat", "--model", chat_folder, *arguments]
         assert message in refused(capsys, generate.main, arguments)

@@ -2,12 +2,16 @@
 
 import ast
 import importlib.util
+import inspect
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
+from minispec.verify import accept
 
 PACKAGE = ROOT / "minispec"
 FLOORS = [  # a module imports from its own floor and from those before it
@@ -80,6 +84,14 @@ def test_the_listing_shows_what_there_is():
     assert tree.count("\n") <= 30
     for path in [*files, *folders]:
         assert path.name in tree or path.name in ("__init__.py", "__main__.py"), path
+
+
+def test_the_readme_shows_accept_as_it_is():
+    """Its body, from `path = [0]` on."""
+    source = inspect.getsource(accept)
+    body = textwrap.dedent(source[source.index("    path = [0]") :])
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert body in readme and readme.count("\n") <= 180
 
 
 def test_the_engines_to_run_are_those_in_the_folder():

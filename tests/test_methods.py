@@ -43,6 +43,10 @@ def test_lookup_equals_its_definition(seed):
                 assert lookup(tokens, 4, longest) == tokens[ends[0] :][:4]
 
 
+def test_n_may_be_larger_than_any_match():
+    assert lookup([1, 2, 3, 1, 2], 1, 10**12) == [3]
+
+
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_round_of_lookup_costs_the_same_however_long_the_text_is(repeated):
     class Text(list):

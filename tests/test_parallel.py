@@ -26,6 +26,8 @@ from conftest import TOKENIZER, VOCAB, random_model, random_tokens, torchrun
 
 from minispec import UserError, distributed, optimize
 from minispec.bench import __main__ as bench
+from minispec.bench import machine as bench_machine
+from minispec.bench import measure, shapes, tables
 from minispec.certify.toys import random_medusa_heads, random_mtp_head
 from minispec.checkpoints.heads import load_medusa, load_mtp, save_medusa, save_mtp
 from minispec.checkpoints.load import load, save
@@ -34,7 +36,6 @@ from minispec.distributed import Group
 from minispec.generate import METHODS, decode, stream
 from minispec.generate.__main__ import main
 from minispec.generate.terminal import show
-from minispec.machine import CpuTimes
 from minispec.model import Transformer, count_parameters
 
 SHAPE = {"heads": 8, "kv_heads": 4, "intermediate_size": 24, "vocab_size": VOCAB, "bos_id": 256}
@@ -326,15 +327,15 @@ def test_a_shared_model_is_not_compiled(family, monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_bench_measures_shards_of_random_weights(size, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "COPY_BYTES", 2**10)
-    monkeypatch.setattr(bench, "MATMUL_SIZE", 8)
+    monkeypatch.setattr(measure, "COPY_BYTES", 2**10)
+    monkeypatch.setattr(measure, "MATMUL_SIZE", 8)
     config = replace(random_model().config, heads=4, kv_heads=2, intermediate_size=32)
-    parts = [as_rank(rank, size, monkeypatch, bench.random_weights, config, "float64")
+    parts = [as_rank(rank, size, monkeypatch, shapes.random_weights, config, "float64")
              for rank in range(size)]  # fmt: skip
 
     def run(rank):
-        machine = bench.measure_machine(parts[rank])
-        bench.show_machine(machine, parts[rank])
+        machine = measure.measure_machine(parts[rank])
+        tables.show_machine(machine, parts[rank])
         return machine, decode(parts[rank], None, [1, 2], max_new_tokens=9).tokens
 
     (machine, tokens), *others = on_threads(size, monkeypatch, run)
@@ -366,17 +367,18 @@ def test_bench_plans_for_the_processes_of_torchrun(monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["plan"] == expected and expected["shares"][1]["sent_bytes"] > 0
     assert found["about"]["command"].startswith("torchrun --nproc-per-node 2 -m minispec.bench ")
-    monkeypatch.setattr(bench, "free_memory", lambda device: 10**9)  # for one model, not two shards
+    # enough for one model, not for two shards
+    monkeypatch.setattr(shapes, "free_memory", lambda device: 10**9)
     bench.main("--shape qwen2.5-0.5b --quantize int8 --dtype bfloat16 --device cpu --json".split())
     assert [s["ranks"] for s in json.loads(capsys.readouterr().out)["plan"]["shares"]] == [1, 2]
 
 
 def test_the_time_of_all_ranks_is_that_of_the_benchmark(monkeypatch):
     """Two cores: each rank used one of them, and nobody else did anything."""
-    clocks = iter([CpuTimes(0.0, 0.0, busy=0.0), CpuTimes(20.0, 10.0, busy=20.0)])
+    clocks = iter([(0.0, 0.0, 0.0), (20.0, 20.0, 10.0)])
     as_world(0, monkeypatch)
-    monkeypatch.setattr(bench, "read_cpu_times", lambda: next(clocks))
-    assert bench.repeat(lambda: {}, 1) == ([{}], 0.0)
+    monkeypatch.setattr(bench_machine, "read_cpu_seconds", lambda: next(clocks))
+    assert bench_machine.watch(lambda: "done") == ("done", 0.0)
 
 
 def test_hidden_states_are_sent_to_rank_0_only(monkeypatch):

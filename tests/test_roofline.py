@@ -3,15 +3,18 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from conftest import last_error_line
 
-from minispec import machine
 from minispec.bench import __main__ as bench
-from minispec.bench import plan
-from minispec.bench.plan import CARDS, MODEL_SHAPES, Hardware, Setting, Work, without_data
+from minispec.bench import machine, measure, shapes
+from minispec.bench.plan import Setting
+from minispec.bench.roofline import CARDS, Hardware, Work, pass_work, without_data
+from minispec.bench.shapes import MODEL_SHAPES
 from minispec.methods.adaptive import expected_tokens, grow_tree
 from minispec.methods.speculative import speedup
 from minispec.model import Config, Transformer
@@ -155,10 +158,10 @@ def test_flags_replace_the_figures_of_a_card(planned):
 
 
 def test_a_measured_machine_has_the_same_roofline():
-    model = bench.random_weights(ODD, "float32", "cpu")
-    bench.COPY_BYTES, bench.MATMUL_SIZE = 2**20, 64
-    measured = bench.measure_machine(model)
-    work = plan.pass_work(model)
+    model = shapes.random_weights(ODD, "float32", "cpu")
+    measure.COPY_BYTES, measure.MATMUL_SIZE = 2**20, 64
+    measured = measure.measure_machine(model)
+    work = pass_work(model)
     assert measured["pass_bytes"] == work.read_bytes
     assert measured["cache_bytes_per_token"] == 2 * 3 * 3 * 6 * 4
     for n, floor in enumerate(measured["floor"]):
@@ -307,7 +310,7 @@ def test_json_says_what_command_made_it(capsys):
 @pytest.mark.parametrize("free, plans", [(5_000, True), (10**6, False), (None, False)])
 def test_a_model_that_does_not_fit_in_memory_is_planned(monkeypatch, capsys, free, plans):
     """Random weights of ODD take 2 · 4 bytes for each of its parameters."""
-    monkeypatch.setattr(bench, "free_memory", lambda device: free)
+    monkeypatch.setattr(shapes, "free_memory", lambda device: free)
     monkeypatch.setattr(bench, "run", lambda *_: print("DECODED"))
     bench.main("--shape qwen2.5-0.5b --device cpu".split())
     out = capsys.readouterr()
@@ -317,12 +320,10 @@ def test_a_model_that_does_not_fit_in_memory_is_planned(monkeypatch, capsys, fre
 
 
 def test_free_memory_is_limited_by_the_container(tmp_path, monkeypatch):
-    meminfo, limits = tmp_path / "meminfo", [tmp_path / "v2", tmp_path / "v1"]
-    monkeypatch.setattr(machine, "MEMINFO", meminfo)
+    limits = [tmp_path / "v2", tmp_path / "v1"]
     monkeypatch.setattr(machine, "MEMORY_LIMITS", limits)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5120))
     cpu = torch.device("cpu")
-    assert machine.free_memory(cpu) is None  # not Linux
-    meminfo.write_text("MemTotal:       9 kB\nMemAvailable:       5 kB\n")
     assert machine.free_memory(cpu) == 5120
     limits[0].write_text("max\n")
     assert machine.free_memory(cpu) == 5120

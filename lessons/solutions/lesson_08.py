@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from form import Oracle, Task, Wrong
 
-from minispec.bench import __main__ as bench
+from minispec.bench.measure import measure, timing
 
 # ---- a simulated machine -------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ def package_measure_speedup(run, prompts):
         return SimpleNamespace(decode_seconds=run(method, prompt), tokens=[0])
 
     plain, runs = zip(*[(decoded("A", prompt), decoded("B", prompt)) for prompt in prompts])
-    return bench.timing([plain], [runs])["speedup"]
+    return timing([plain], [runs])["speedup"]
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -238,6 +238,6 @@ TASKS = [
             SEPARATE: separately,
             ONE_PROMPT: one_prompt,
         },
-        shows=(bench.measure, bench.timing),
+        shows=(measure, timing),
     ),
 ]  # fmt: skip

@@ -66,6 +66,7 @@ class Run:
     stop_ids: list[int]  # ids of stop strings that are control tokens, which have no text
     decoder: TextStream | None
     extra_parameters: int
+    user: object = field(default_factory=object, repr=False)  # marks its caches
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # the new text that each token completed
     held_back: str = ""  # decoded text that may be the start of a stop string
@@ -79,7 +80,7 @@ class Run:
         self.dtype = str(self.caches[0].k[0].dtype).removeprefix("torch.")
         self.chunks = self.run()
         for cache in self.caches:
-            cache.user = self
+            cache.user = self.user
 
     def __iter__(self) -> Iterator[Chunk]:
         return self.chunks
@@ -107,7 +108,7 @@ class Run:
 
     def next_step(self) -> Step:
         """The method's next round, in the model's dtype even under a surrounding autocast."""
-        if any(cache.user is not self for cache in self.caches):
+        if any(cache.user is not self.user for cache in self.caches):
             raise UserError("another run has begun to use this run's cache; finish one run before "
                             "you pass its cache to the next")  # fmt: skip
         with without_autocast(self.caches[0].device):
@@ -157,7 +158,7 @@ class Run:
         if reason != "stop" and self.tokens:
             self.texts[-1] += self.held_back + (self.decoder.flush() if self.decoder else "")
         for cache in self.caches:
-            if cache.user is self:  # not if another run has begun to use it
+            if cache.user is self.user:  # not if another run has begun to use it
                 cache.truncate(min(cache.length, len(self.prompt) + len(self.tokens) - 1))
                 cache.user = None
         self.steps, self.chunks, self.caches, self.decoder = iter(()), iter(()), [], None

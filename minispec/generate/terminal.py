@@ -66,9 +66,10 @@ def chat(
     alone is skipped."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     cache = model.new_cache(min(model.config.context, MAX_CHAT_ROWS))
-    if (n := len(tokenizer.encode(args.system or "", special=False))) >= cache.capacity:
-        raise UserError(f"--system has {n} tokens, but the context is only {cache.capacity}; "
-                        "shorten it")  # fmt: skip
+    shortest = [*system, {"role": "user", "content": "?"}]
+    if system and len(tokenizer.chat(shortest)) >= cache.capacity:
+        raise UserError("--system leaves no space for a turn in the context of "
+                        f"{cache.capacity} tokens; shorten it")  # fmt: skip
     caches = [cache]
     if "draft" in options:
         options["draft_cache"] = options["draft"].new_cache(cache.capacity)

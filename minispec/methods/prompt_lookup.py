@@ -35,23 +35,27 @@ def prompt_lookup(
 
 
 class NgramIndex:
-    """The n-grams of a text that only grows, for n from `longest` down to `shortest`. Each token is
-    read once, so a round costs the same however long the text is."""
+    """The n-grams of a text that only grows, for n from `shortest` to `longest`. Each n reads every
+    token once, so a round costs the same however long the text is."""
 
     def __init__(self, longest: int, shortest: int):
-        self.sizes = range(longest, shortest - 1, -1)
+        self.sizes = range(shortest, longest + 1)
         self.ends: dict[tuple[int, ...], int] = {}  # n-gram -> index after its latest occurrence
-        self.next_end = 1
+        self.next_end: dict[int, int] = {}  # by n
 
     def match_end(self, tokens: list[int]) -> int:
         """The index after the latest earlier occurrence of the last n tokens, for the largest n
         that has one; the end of the text if none has."""
+        found = len(tokens)
         for n in self.sizes:
-            for end in range(max(n, self.next_end), len(tokens)):  # not the text's own end
+            for end in range(self.next_end.get(n, n), len(tokens)):  # not the text's own end
                 self.ends[tuple(tokens[end - n : end])] = end
-        self.next_end = len(tokens)
-        ends = (self.ends.get(tuple(tokens[-n:])) for n in self.sizes)
-        return next(filter(None, ends), len(tokens))
+            self.next_end[n] = max(n, len(tokens))
+            end = self.ends.get(tuple(tokens[-n:]))
+            if end is None:  # then no longer n-gram has occurred, either
+                break
+            found = end
+        return found
 
 
 def lookup(tokens: list[int], k: int, ngram: int) -> list[int]:

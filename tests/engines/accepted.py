@@ -14,7 +14,7 @@ import httpx
 from serve import serving, vllm_tokens
 
 from minispec import load
-from minispec.bench import __main__ as bench
+from minispec.bench.prompts import prompts_of
 from minispec.distill.__main__ import main as distill
 from minispec.fast import optimize
 from minispec.generate import decode
@@ -36,7 +36,7 @@ optimize(model)
 method = "fastmtp" if args.type == "mtp" else "medusa"
 options = load_drafter(method, model, tokenizer, args.heads, "none")
 options |= {"k": 3} if args.type == "mtp" else {"tree": CHAIN_OF_3}
-prompts = sum(bench.prompts_of(args, model, tokenizer).values(), [])
+prompts = sum(prompts_of(args, model, tokenizer).values(), [])
 runs = [
     decode(model, tokenizer, prompt, method, max_new_tokens=args.max_new_tokens, **options)
     for prompt in prompts

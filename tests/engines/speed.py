@@ -20,7 +20,9 @@ import torch
 from serve import serving, vllm_tokens
 
 from minispec import UserError, load
-from minispec.bench import __main__ as bench
+from minispec.bench.measure import measure, measure_machine, table_of
+from minispec.bench.prompts import prompts_of
+from minispec.bench.tables import show
 from minispec.checkpoints.gguf import find_gguf
 from minispec.fast import optimize
 from minispec.generate.drafters import find_drafter, load_drafter
@@ -115,16 +117,16 @@ def main(argv: list[str] | None = None) -> None:
             server = serving("vllm-plain", args.model, port=8199, more=VLLM_FLAGS)
             others["vllm"] = partial(vllm, stack.enter_context(server), args.model, n)
         optimize(model, compiled=args.compile)
-        machine, tables = bench.measure_machine(model), []
-        for category, prompts in bench.prompts_of(args, model, tokenizer).items():
+        machine, tables = measure_machine(model), []
+        for category, prompts in prompts_of(args, model, tokenizer).items():
             repeats = [
-                bench.measure(model, tokenizer, methods, prompts, n, others=others)
+                measure(model, tokenizer, methods, prompts, n, others=others)
                 for _ in range(args.repeats)
             ]
-            tables.append(bench.table_of(category, 0.0, repeats, machine, methods))
+            tables.append(table_of(category, 0.0, repeats, machine, methods))
             if not args.json:
                 print(f"\n{category}, {len(prompts)} prompts, {threads} threads")
-                bench.show(tables[-1])
+                show(tables[-1])
     if args.json:
         print(json.dumps({"machine": machine, "rows": sum(tables, [])}))
 

@@ -29,6 +29,7 @@ from steps import TOTAL_MINUTES, Results, Step, main, table
 
 from minispec import load, paths
 from minispec.bench import __main__ as bench
+from minispec.bench.measure import per_pass
 from minispec.distill.own_text import read_generated
 from minispec.generate import decode
 from minispec.training.loop import CHECKPOINT
@@ -171,7 +172,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
             runs = {method: [decode(model, tokenizer, prompt, method.split()[0],
                                     max_new_tokens=size["answer"], **options) for prompt in prompts]
                     for method, options in methods.items()}  # fmt: skip
-            rows.append({method: bench.per_pass(runs[method]) for method in methods})
+            rows.append({method: per_pass(runs[method]) for method in methods})
             name = f"{source}, {category.removesuffix('.jsonl')}"
             yield {"tokens per pass on": name, "prompts": len(prompts)} | rows[-1]
         means = {method: statistics.mean(row[method] for row in rows) for method in methods}

@@ -5,7 +5,7 @@
 
 SmolLM2 (make smollm2) answers questions and the toy tells stories, with the shipped drafts and
 heads. Larger shapes use random weights, untrained Medusa heads, and a draft that is right with
-probability 0.8 (`bench.OracleDraft`); they show what a round costs.
+probability 0.8 (`OracleDraft`); they show what a round costs.
 """
 
 import argparse
@@ -23,7 +23,10 @@ from steps import ROOT, Results, Step, main, table
 
 from minispec import UserError, load, paths
 from minispec.bench import __main__ as bench
-from minispec.bench.plan import pass_work
+from minispec.bench import measure, shapes
+from minispec.bench.methods import Methods, methods_of
+from minispec.bench.prompts import PROMPTS
+from minispec.bench.roofline import pass_work
 from minispec.checkpoints.heads import PUBLISHED_TREES
 from minispec.fast import optimize
 from minispec.fast.cost import ROW_COUNTS, interleaved_min_times, one_pass
@@ -38,21 +41,21 @@ QUESTIONS = ["Write a short story about a bird that could not fly.",
              "Tom has 12 apples and buys 3 bags of 8 apples each. How many does he have? Explain.",
              "Write a Python function that returns the n-th Fibonacci number."]  # fmt: skip
 CHATS = [Conversation([{"role": "user", "content": question}]) for question in QUESTIONS]
-TEXTS_OF_MODEL = {"smollm2": CHATS, TOY: bench.PROMPTS[:3]}
+TEXTS_OF_MODEL = {"smollm2": CHATS, TOY: PROMPTS[:3]}
 TREE_ROW, TREE = "medusa tree=64", PUBLISHED_TREES["mc_sim_7b_63"]  # 63 nodes and the root
 CACHE_ROWS = 1024  # what `decode` allocates for a short prompt
 FIRST_ROW_COUNTS = 1, 8, 64  # rows of the passes measured before the methods
 TINY_SIZES = {"hidden_size": 64, "intermediate_size": 96, "layers": 2, "heads": 4, "kv_heads": 2,
               "head_dim": 16, "vocab_size": 256}  # fmt: skip
 # a model, its tokenizer, prompts, and methods with their options
-Loaded = tuple[Transformer, object, list[list[int]], bench.Methods]
+Loaded = tuple[Transformer, object, list[list[int]], Methods]
 
 
 def pretrained(source: str, args: argparse.Namespace) -> Loaded:
     """Load a model, with every method whose draft or heads are found next to it."""
     model, tokenizer = load(source)
     prompts = [encode(text, tokenizer) for text in TEXTS_OF_MODEL[source][: 1 if args.small else 3]]
-    methods = bench.methods_of(bench.parse(["--model", source]), model, tokenizer)
+    methods = methods_of(bench.parse(["--model", source]), model, tokenizer)
     if "medusa" in methods:
         methods[TREE_ROW] = methods["medusa"] | {"tree": TREE}
     return model, tokenizer, prompts, methods
@@ -60,10 +63,10 @@ def pretrained(source: str, args: argparse.Namespace) -> Loaded:
 
 def random_shape(shape: str, args: argparse.Namespace) -> Loaded:
     """Make a model with random weights. The prompt is short because prefill is compiled too."""
-    config = bench.MODEL_SHAPES[shape]
-    model = bench.random_weights(replace(config, **TINY_SIZES) if args.small else config)
+    config = shapes.MODEL_SHAPES[shape]
+    model = shapes.random_weights(replace(config, **TINY_SIZES) if args.small else config)
     options = SimpleNamespace(max_new_tokens=tokens(args), acceptance=None)
-    methods = bench.oracle_methods(options, model, [1, 2])
+    methods = shapes.oracle_methods(options, model, [1, 2])
     methods["lookahead (15,5,15)"] = {"window": 15, "ngram": 5, "guesses": 15}
     methods[TREE_ROW] = {"heads": new_heads(4, 1, model, shared=True), "tree": TREE}
     return model, None, [[1, 2]], methods
@@ -143,17 +146,17 @@ def bandwidth(model: Transformer, plain: list[Run]) -> dict:
 
 def compared(plain: list[Run], runs: list[Run]) -> dict:
     """Compare a method's runs with plain decoding's, prompt by prompt."""
-    per_pass, speedup = bench.per_pass(runs), statistics.median(bench.speedups(plain, runs))
+    per_pass, speedup = measure.per_pass(runs), statistics.median(measure.speedups(plain, runs))
     return {
         "tokens per pass": per_pass, "speedup": speedup,
         "cost of a round": per_pass / speedup, "tokens/s": 1 / median_seconds(runs),
-        "rows per pass": bench.rows_per_pass(runs), "texts": len(runs),
-        "differing": bench.differing(plain, runs),
+        "rows per pass": measure.rows_per_pass(runs), "texts": len(runs),
+        "differing": measure.differing(plain, runs),
     }  # fmt: skip
 
 
 def median_seconds(runs: list[Run]) -> float:
-    return statistics.median(map(bench.seconds_per_token, runs))
+    return statistics.median(map(measure.seconds_per_token, runs))
 
 
 def steps_of(args: argparse.Namespace) -> dict[str, Step]:

@@ -1,0 +1,163 @@
+"""Measure the machine and the methods, and summarise the runs in rows of numbers."""
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from minispec.bench.methods import Methods
+from minispec.bench.roofline import Hardware, pass_work
+from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.fast.cost import ROW_COUNTS, cost_curve, draft_cost, interleaved_min_times, one_pass
+from minispec.generate import decode
+from minispec.generate.run import Run, acceptance
+from minispec.methods.adaptive import curve_at
+from minispec.methods.speculative import speedup, tokens_per_pass
+from minispec.model import Transformer
+
+COPY_BYTES, MATMUL_SIZE = 2**28, 2048  # sizes of the copy and of the square product
+
+
+def measure_machine(model: Transformer, draft: Transformer | None = None) -> dict:
+    """Measure what determines the speedups on this machine, as --json prints it. A pass cannot be
+    faster than reading its weights once at the bandwidth of a copy, or than doing its
+    multiplications at the rate of a large matrix product."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=model.device)
+    target = torch.ones_like(source)
+    a = torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=model.dtype, device=model.device)
+    pass_seconds, copy, matmul = interleaved_min_times(
+        [one_pass(model, 1), lambda: target.copy_(source)[-1].item(),
+         lambda: (a @ a)[-1, -1].item()], turns=5,
+    )  # fmt: skip
+    hardware = Hardware(2 * COPY_BYTES / copy, 2 * MATMUL_SIZE**3 / matmul)
+    work, curve = pass_work(model), cost_curve(model)
+    return {
+        "pass_seconds": pass_seconds,  # for one token
+        "pass_bytes": work.read_bytes,  # by each rank
+        "ranks": model.config.ranks,
+        "sent_bytes": work.sent_bytes,  # by each rank, per row of a pass
+        "cache_bytes_per_token": model.new_cache(1).kv.nbytes,
+        "draft_cost": draft_cost(model, draft) if draft else 0.0,  # per token, in such passes
+        "memory_floor": work.read_bytes / hardware.bandwidth,  # seconds per pass
+        "compute_floor": work.row_flops / hardware.flops,  # seconds per row
+        "rows": [n for n in ROW_COUNTS if n < len(curve)],  # where the curve was measured
+        "curve": curve,  # pass(n) / pass(1)
+        "floor": [hardware.seconds(work, n) / pass_seconds for n in range(len(curve))],
+    }
+
+
+def measure(
+    model: Transformer, tokenizer: Tokenizer | None, methods: Methods, prompts: list, n: int,
+    temperature: float = 0.0, others: dict[str, Callable] | None = None,
+) -> dict[str, list[Run]]:  # fmt: skip
+    """Decode each prompt with every method in turn, which is one repeat of the measurement; return
+    table row -> its runs, one per prompt. The first prompt is decoded an extra time beforehand as a
+    warm-up. `others` are decoders from other libraries: given a prompt, they return the attributes
+    of a Run that the table needs."""
+    ours = partial(decode, model, tokenizer, max_new_tokens=n, temperature=temperature)
+    decoders = {
+        row: partial(ours, method=row.split()[0], **options) for row, options in methods.items()
+    } | (others or {})
+    _, *by_prompt = [
+        {row: decoder(prompt) for row, decoder in decoders.items()}
+        for prompt in tqdm([prompts[0], *prompts], unit="prompt")
+    ]
+    return {row: [runs[row] for runs in by_prompt] for row in decoders}
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+def seconds_per_token(run: Run) -> float:
+    return run.decode_seconds / max(len(run.tokens), 1)
+
+
+def per_pass(runs: list[Run]) -> float:
+    """Tokens per forward pass of the target, over all runs; 0 if the passes were not recorded."""
+    passes = sum(len(run.rounds) for run in runs)
+    return sum(len(run.tokens) for run in runs) / passes if passes else 0.0
+
+
+def alpha(runs: list[Run]) -> float | None:
+    """Share of tested draft tokens that were accepted. A round stops testing at a rejection."""
+    steps = [step for run in runs for step in run.rounds]
+    if any(len(step.tree) > max(step.tree.depths) + 1 for step in steps):
+        return None  # in a tree, a round also tests siblings
+    tested = sum(min(len(step.path), len(step.tree) - 1) for step in steps)
+    return sum(len(step.path) - 1 for step in steps) / tested if tested else None
+
+
+def speedups(plain: list[Run], runs: list[Run]) -> list[float]:
+    """Plain decoding's seconds per token divided by the method's, for each prompt."""
+    return [seconds_per_token(p) / seconds_per_token(r) for p, r in zip(plain, runs)]
+
+
+def differing(plain: list[Run], runs: list[Run]) -> int:
+    """Count the runs whose tokens differ from plain decoding's."""
+    return sum(p.tokens != r.tokens for p, r in zip(plain, runs))
+
+
+def rows_per_pass(runs: list[Run]) -> float:
+    """Mean number of rows in a pass: those of the tree and of lookahead's window."""
+    steps = [step for run in runs for step in run.rounds]
+    return statistics.mean(len(s.tree) + sum(map(len, s.window)) for s in steps) if steps else 0.0
+
+
+def timing(plain: list[list[Run]], repeats: list[list[Run]]) -> dict[str, float | None]:
+    """Summarise a method's times. Both arguments hold a list per repeat, with a run per prompt."""
+    by_repeat = [speedups(*pair) for pair in zip(plain, repeats)]
+    by_prompt = list(map(statistics.median, zip(*by_repeat)))
+    means = list(map(statistics.mean, by_repeat))
+    seconds = [map(seconds_per_token, runs) for runs in repeats]
+    return {
+        "speedup": statistics.median(by_prompt),
+        "mean": statistics.mean(by_prompt),
+        "least": min(by_prompt),
+        "most": max(by_prompt),
+        # how well the mean over prompts repeats
+        "half_range": (max(means) - min(means)) / 2 if len(means) > 1 else None,
+        "tokens_per_second": 1 / statistics.median(map(statistics.median, zip(*seconds))),
+    }
+
+
+def table_of(
+    category: str, temperature: float, repeats: list[dict[str, list[Run]]], machine: dict,
+    methods: Methods,
+) -> list[dict]:  # fmt: skip
+    """Summarise each method over all prompts: the rows of a table, as --json prints them. `repeats`
+    come from `measure`. Only times and tokens are taken from all of them, the rest from the first.
+
+    For a draft model, the formula of Leviathan et al. 2023 assumes that a target pass over k + 1
+    tokens costs as much as a pass over one. Here, its cost is read from the curve.
+    """
+    table: list[dict] = []
+    plain = [runs["autoregressive"] for runs in repeats]
+    curve, c = machine["curve"], machine["draft_cost"]
+    for method, its_runs in repeats[0].items():
+        its_repeats = [runs[method] for runs in repeats]
+        a, rows = alpha(its_runs), rows_per_pass(its_runs)
+        options, expected_tokens, expected_speedup = methods.get(method, {}), None, None
+        if method.startswith("speculative") and isinstance(options["k"], int) and a is not None:
+            k, pass_cost = options["k"], curve_at(curve, options["k"] + 1)
+            expected_tokens = tokens_per_pass(a, k)
+            expected_speedup = speedup(a, k, c / pass_cost) / pass_cost
+        table.append({
+            "kind": category,
+            "temperature": temperature,
+            "method": method,
+            "prompts": len(its_runs),
+            "repeats": len(repeats),
+            **timing(plain, its_repeats),
+            "tokens_per_pass": per_pass(its_runs) or None,
+            "rows_per_pass": rows,
+            "pass_cost": curve_at(curve, round(rows)),  # of a pass over that many rows
+            "acceptance": a,  # probability that a tested draft token is accepted
+            "by_step": acceptance([s for run in its_runs for s in run.rounds])["conditional"],
+            "expected_tokens_per_pass": expected_tokens,
+            "expected_speedup": expected_speedup,
+            "differing": None if temperature else sum(map(differing, plain, its_repeats)),  # runs
+            "extra_parameters": its_runs[0].extra_parameters,
+        })  # fmt: skip
+    return table

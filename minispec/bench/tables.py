@@ -1,0 +1,196 @@
+"""Print measurements and plans: rows of text, aligned or as Markdown, and sentences about them."""
+
+import statistics
+from collections.abc import Iterator
+
+from minispec import distributed
+from minispec.model import Transformer
+
+Table = list[list[str]]  # a row of headings, then the others
+
+# heading -> cell, filled in from a row
+MEASURED_COLUMNS = {
+    "method": "{method}", "speedup": "{speedup}", "(min-max)": "({least}-{most})", "mean": "{mean}",
+    "±": "{half_range}", "tokens/s": "{tokens_per_second}", "tokens/pass": "{tokens_per_pass}",
+    "acceptance": "{acceptance}",
+    "by formula": "{expected_tokens_per_pass}, {expected_speedup}", "differing": "{differing}",
+}  # fmt: skip
+PLANNED_COLUMNS = {
+    "method": "{method}", "acceptance": "{acceptance}", "drafts": "{drafts}",
+    "tokens/pass": "{tokens_per_pass}", "cost of a round": "{round_cost}", "speedup": "{speedup}",
+    "tokens/s": "{tokens_per_second}",
+}  # fmt: skip
+
+
+def method_table(columns: dict[str, str], rows: list[dict]) -> Table:
+    """A table with a line per method."""
+    table = [list(columns)]
+    for row in rows:
+        texts = {key: format_value(value) for key, value in row.items()}
+        table.append([cell.format(**texts) for cell in columns.values()])
+    return table
+
+
+def format_value(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(format_value, value)) or "-"
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def format_bytes(n: float) -> str:
+    for unit, size in ("GB", 1e9), ("MB", 1e6), ("kB", 1e3):
+        if n >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{n:.0f} B"
+
+
+def aligned(table: Table) -> str:
+    """The table with its first column on the left and the others on the right."""
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = []
+    for first, *cells in table:
+        padded = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:]))
+        lines.append("  ".join([f"{first:<{widths[0]}}", *padded]))
+    return "\n".join(lines)
+
+
+def markdown_table(table: Table) -> str:
+    header, *body = (f"| {' | '.join(row)} |" for row in table)
+    return "\n".join([header, f"|{'---|' * len(table[0])}", *body])
+
+
+# ---- measurements --------------------------------------------------------------------------------
+
+
+def show_machine(machine: dict, model: Transformer) -> None:
+    """Print the sizes of the model and what a pass over n tokens costs."""
+    counts, curve, floor = machine["rows"], machine["curve"], machine["floor"]
+    parameters = distributed.count_whole(model)
+    print(f"{parameters / 1e6:.1f}M parameters, {model.dtype} on {model.device}; "
+          f"a pass over one token takes {1e3 * machine['pass_seconds']:.2f} ms")  # fmt: skip
+    keys = "pass_bytes", "cache_bytes_per_token", "sent_bytes"
+    read, cache, sent = (format_bytes(machine[key]) for key in keys)
+    shared = f" and sends {sent} per row on each of {machine['ranks']} ranks"
+    shared = shared if machine["ranks"] > 1 else ""
+    print(f"a pass reads {read} of weights{shared}; the cache takes {cache} per token")
+    print(aligned([
+        ["rows n", *map(str, counts)],
+        ["pass(n) / pass(1)", *(f"{curve[n]:.2f}" for n in counts)],
+        ["pass(n) / floor", *(f"{curve[n] / floor[n]:.2f}" for n in counts)],
+    ]))  # fmt: skip
+
+
+def show(rows: list[dict]) -> None:
+    """Print a category's table and, below it, the reasons."""
+    print(aligned(method_table(MEASURED_COLUMNS, rows)))
+    for row in rows[1:]:
+        if row["tokens_per_pass"]:
+            print("  " + reason(row))
+    print(flush=True)
+
+
+def reason(row: dict) -> str:
+    """Explain a speedup in one sentence: what a round yields, what it costs (in steps of plain
+    decoding) and, if the method is slower, the main reason."""
+    cost = row["tokens_per_pass"] / row["speedup"]
+    overhead = cost - row["pass_cost"]  # everything but the target's pass
+    why = f"; drafting and accepting account for {overhead:.2f} of them"
+    if row["speedup"] >= 1:
+        why = ""
+    elif row["tokens_per_pass"] < 1.1:
+        why = "; almost no draft token is accepted"
+    elif row["pass_cost"] - 1 > overhead:
+        why = f"; its pass over {row['rows_per_pass']:.0f} rows accounts for {row['pass_cost']:.2f}"
+    tokens = f"{row['tokens_per_pass']:.2f} tokens per pass"
+    return f"{row['method']}: {tokens}; a round costs {cost:.2f} steps of plain decoding{why}"
+
+
+def markdown(tables: list[list[dict]], about: dict) -> str:
+    """Return one Markdown table of all categories, and the facts needed to judge and repeat it."""
+    plain, *methods = zip(*tables)  # the rows of each method, one per category
+    lines = [["tokens per pass, relative speed", *(row["kind"] for row in plain), "mean"]]
+    for rows in methods:
+        figures = [(row["tokens_per_pass"] or 0.0, row["speedup"]) for row in rows]
+        figures.append(tuple(map(statistics.mean, zip(*figures))))
+        lines.append([f"`{rows[0]['method']}`", *(f"{n:.2f}, {speed:.2f}" for n, speed in figures)])
+    text = " ".join(measured_facts(plain, methods, about))
+    return "\n\n".join([markdown_table(lines), text, f"    {about['command']}"])
+
+
+def measured_facts(
+    plain: tuple[dict, ...], methods: list[tuple[dict, ...]], about: dict
+) -> Iterator[str]:
+    """Yield the sentences below a Markdown table."""
+    rows, repeats, versions = sum(methods, plain), plain[0]["repeats"], about["versions"]
+    rates = ", ".join(f"{row['tokens_per_second']:.1f} ({row['kind']})" for row in plain)
+    yield f"Plain decoding generated {rates} tokens/s."
+    yield f"{about['processor']} ({about['instructions']}; threads: {about['threads']}),"
+    yield f"torch {versions['torch']}, commit {about['commit'] or 'unknown'}, {about['date'][:10]}."
+    yield f"Prompts: {sum(row['prompts'] for row in plain)}; repeats: {repeats}."
+    if methods:
+        least = (f"`{r[0]['method']}` {min(row['least'] for row in r):.2f}" for r in methods)
+        yield f"Lowest speedup of a single prompt: {', '.join(least)}."
+    if repeats > 1:
+        worst = max(row["half_range"] for row in rows)
+        yield f"Half the range, over repeats, of a mean over prompts: at most {worst:.2f}."
+    if not plain[0]["temperature"]:
+        yield f"Outputs that differ from plain decoding's: {sum(r['differing'] for r in rows)}."
+    shares = [row["others_share"] for row in plain if row["others_share"] is not None]
+    if shares:
+        yield f"Other processes used at most {max(shares):.0%} of the cores."
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def plan_text(plan: dict, command: str | None = None) -> str:
+    """The plan as aligned tables or, with the command that made it, in Markdown."""
+    planned = method_table(PLANNED_COLUMNS, plan["methods"])
+    tables = size_table(plan["shares"]), pass_table(plan), planned
+    if command:
+        facts = " ".join(planned_facts(plan))
+        return "\n\n".join([*map(markdown_table, tables), facts, f"    {command}"])
+    return "\n\n".join(["\n".join(planned_facts(plan)), *map(aligned, tables)]) + "\n"
+
+
+def size_table(shares: list[dict]) -> Table:
+    """What the whole model and a rank's part of it hold, read, compute and send."""
+    table = [["", "one card", *(f"each of {share['ranks']} ranks" for share in shares[1:])]]
+    for title, key in (
+        ("weights", "weight_bytes"), ("cache per token", "cache_bytes_per_token"),
+        ("read per pass", "read_bytes"), ("sent per row of a pass", "sent_bytes"),
+    ):  # fmt: skip
+        if key != "sent_bytes" or len(shares) > 1:
+            table.append([title, *(format_bytes(share[key]) for share in shares)])
+    flops = (f"{share['row_flops'] / 1e9:.2f} GFLOP" for share in shares)
+    bound = (f"{share['memory_bound_rows']:,} rows" for share in shares)
+    return [*table, ["arithmetic per row", *flops], ["memory-bound up to", *bound]]
+
+
+def pass_table(plan: dict) -> Table:
+    """The least times of passes over n rows."""
+    table = [["rows n of a pass", *map(str, plan["rows"])]]
+    for share in plan["shares"]:
+        where = "one card" if share["ranks"] == 1 else f"{share['ranks']} ranks"
+        seconds = share["seconds"]
+        table.append([f"{where}: ms", *(f"{1e3 * s:.3g}" for s in seconds)])
+        if share["ranks"] > 1:
+            messages = (f"{1e3 * s:.2g}" for s in share["link_seconds"])
+            table.append([f"{where}: ms for messages", *messages])
+        relative = (f"{s / seconds[0]:.2f}" for s in seconds)
+        table.append([f"{where}: pass(n) / pass(1)", *relative])
+    return table
+
+
+def planned_facts(plan: dict) -> Iterator[str]:
+    """Yield sentences about where the figures come from."""
+    dtype = f"{plan['quantize']} and {plan['dtype']}" if plan["quantize"] else plan["dtype"]
+    yield f"{plan['shape']} in {dtype}, {plan['cached']:,} tokens in the cache, on {plan['card']}:"
+    yield (f"{plan['bandwidth'] / 1e9:,.4g} GB/s of memory, {plan['flops'] / 1e12:,.4g} TFLOP/s, "
+           f"{plan['link'] / 1e9:,.4g} GB/s between ranks ({plan['source']}).")  # fmt: skip
+    yield "Times are lower bounds, without the latency of kernels and messages."
+    for row in plan["methods"]:
+        if row["acceptance_source"]:
+            yield f"Acceptance of {row['method']}: {row['acceptance_source']}."
