@@ -20,7 +20,7 @@ from minispec import distributed, paths
 from minispec.bench import roofline
 from minispec.bench.roofline import CARDS, Hardware, Work, without_data
 from minispec.bench.shapes import DEFAULT_ACCEPTANCE, MODEL_SHAPES
-from minispec.checkpoints.config import Keys, integer
+from minispec.checkpoints.config import CheckedJson, integer
 from minispec.checkpoints.heads import read_acceptance, read_tree
 from minispec.checkpoints.load import pick_dtype
 from minispec.cli import UserError, number, read_json
@@ -229,7 +229,7 @@ def config_of(source: str | None, flag: str, shipped: str) -> tuple[Path, str]:
 
 def medusa_heads(path: Path, model: Transformer) -> MedusaHeads:
     """Heads without data for the model, with the accuracies and layers of a config.json."""
-    keys = Keys(path, read_json(path))
+    keys = CheckedJson(path, read_json(path))
     measured = keys.raw.get("medusa_accuracy")
     if not isinstance(measured, list) or not measured:
         raise UserError(f"{path} has no medusa_accuracy; measure it with minispec.distill tree")

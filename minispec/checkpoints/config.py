@@ -11,7 +11,7 @@ from reprlib import repr as brief
 
 import torch
 
-from minispec.cli import UserError, optional_json, read_json
+from minispec.cli import UserError, optional_json
 from minispec.model import Config
 
 FAMILIES = {  # model_type -> class name in transformers
@@ -26,12 +26,12 @@ UNQUANTISED = "quantised weights are not supported; use the unquantised model or
 DEFAULT_CONTEXTS = {"mistral": 2**17, "qwen2": 2**15, "qwen3": 2**15, "mimo": 2**15}  # if absent
 ORIGINAL = "original_max_position_embeddings"
 YARN_KEYS = ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
-ROPE_TYPES = {  # rope_type: (required numbers, optional numbers)
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "dynamic": ((), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", ORIGINAL), ()),
-    "yarn": (("factor",), YARN_KEYS),
+ROPE_TYPES = {  # rope_type: the numbers it requires
+    "default": (),
+    "dynamic": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
+    "yarn": ("factor",),
 }
 
 Check = tuple[str, Callable[[object], bool]]  # a rule for a value, in words and as a test
@@ -75,11 +75,12 @@ FIELDS = {  # field of Config: (key in config.json, check, default)
 }
 
 
-class Keys:
-    """The keys of a JSON file, each checked when it is read. A null counts as absent."""
+class CheckedJson:
+    """The keys of a JSON file, each checked when it is read. A null counts as absent, and a file
+    that does not exist as empty."""
 
-    def __init__(self, path: Path, raw: dict):
-        self.path, self.raw = path, raw
+    def __init__(self, path: Path, raw: dict | None = None):
+        self.path, self.raw = path, optional_json(path) if raw is None else raw
 
     def get(self, key: str, check: Check, default: object = None):
         rule, holds = check
@@ -99,10 +100,10 @@ def read_config(directory: Path) -> Config:
         raise UserError(f"{directory} has no config.json: it is not a Hugging Face checkpoint")
     if (directory / "adapter_config.json").exists():
         raise UserError(f"{directory} contains a PEFT adapter; merge it into its base model first")
-    return parse_config(Keys(path, read_json(path)), Keys(generation, optional_json(generation)))
+    return parse_config(CheckedJson(path), CheckedJson(generation))
 
 
-def parse_config(keys: Keys, generation: Keys) -> Config:
+def parse_config(keys: CheckedJson, generation: CheckedJson) -> Config:
     """Build the Config from the keys of config.json. `generation` has those of
     generation_config.json: its BOS and EOS tokens take precedence, and it lists all EOS tokens."""
     fields = {field: keys.get(*row) for field, row in FIELDS.items()}
@@ -117,9 +118,9 @@ def parse_config(keys: Keys, generation: Keys) -> Config:
     fields["rope_theta"], fields["rope_scaling"] = read_rope(keys)
     fields["context"] = read_context(keys, fields["rope_scaling"])
     qwen2 = fields["model_type"] in ("qwen2", "mimo")  # biases on q, k and v, but never on o
-    # qwen2 always has these biases and mistral never: neither reads attention_bias
-    reads_key = fields["model_type"] in ("llama", "qwen3", "mimo")
-    bias = keys.get("attention_bias", BOOLEAN, qwen2) if reads_key else qwen2
+    bias = qwen2
+    if fields["model_type"] not in ("qwen2", "mistral"):  # which do not read this key
+        bias = keys.get("attention_bias", BOOLEAN, qwen2)
     names = "bos_token_id", "eos_token_id"
     bos, eos = (as_list(generation.get(n, TOKEN_IDS, keys.get(n, TOKEN_IDS, []))) for n in names)
     return Config(
@@ -132,7 +133,7 @@ def parse_config(keys: Keys, generation: Keys) -> Config:
     )
 
 
-def attention_sizes(keys: Keys) -> tuple[int, int]:
+def attention_sizes(keys: CheckedJson) -> tuple[int, int]:
     """Return the number of key/value heads and the size of each head."""
     heads = keys.get("num_attention_heads", SIZE)
     kv_heads = keys.get("num_key_value_heads", SIZE, heads)
@@ -144,7 +145,7 @@ def attention_sizes(keys: Keys) -> tuple[int, int]:
     return kv_heads, head_dim
 
 
-def read_context(keys: Keys, scaling: dict | None) -> int:
+def read_context(keys: CheckedJson, scaling: dict | None) -> int:
     """Return the longest context: max_position_embeddings, or more if RoPE is scaled and the config
     gives the original length (yarn) or the longer one (linear). A sliding window limits it, as
     attention is full only up to its length. Dynamic scaling would begin only beyond it."""
@@ -169,26 +170,26 @@ def read_context(keys: Keys, scaling: dict | None) -> int:
     return min(context, keys.get("sliding_window", SIZE, 4096))
 
 
-def read_rope(keys: Keys) -> tuple[float, dict | None]:
+def read_rope(keys: CheckedJson) -> tuple[float, dict | None]:
     """Return rope_theta and the scaling. Older files have rope_theta and rope_scaling, newer ones
     have both in rope_parameters, and some have all three keys."""
     names = "rope_scaling", "rope_parameters"
     old, new = (normalise_rope(keys.get(name, FLAT_OBJECT, {})) for name in names)
-    thetas = new.pop("rope_theta", None), old.pop("rope_theta", None), keys.raw.get("rope_theta")
-    found = {"rope_theta": next((theta for theta in thetas if theta is not None), 10000.0)}
-    theta = float(Keys(keys.path, found).get("rope_theta", ABOVE_ONE))
+    merged = CheckedJson(keys.path, keys.raw | old | new)
+    theta = float(merged.get("rope_theta", ABOVE_ONE, 10000.0))
+    merged.get("partial_rotary_factor", FULL_ROTATION, 1.0)
+    for rope in old, new:
+        rope.pop("rope_theta", None)
     if old and new and old != new:
         raise UserError(f"{keys.path}: rope_scaling and rope_parameters differ; keep only one")
-    scaling = Keys(keys.path, new or old)
-    keys.get("partial_rotary_factor", FULL_ROTATION, 1.0)
-    scaling.get("partial_rotary_factor", FULL_ROTATION, 1.0)
+    scaling = CheckedJson(keys.path, new or old)
     rope_type = scaling.get("rope_type", one_of(*ROPE_TYPES), None if scaling.raw else "default")
     if rope_type in ("default", "dynamic"):  # dynamic scaling starts beyond the context
         return theta, None
     if rope_type != "linear" and keys.raw.get(ORIGINAL) is not None:  # it takes precedence
         scaling.raw[ORIGINAL] = keys.raw[ORIGINAL]
-    required, optional = ROPE_TYPES[rope_type]
-    for key in (*required, *(key for key in optional if key in scaling.raw)):
+    given = [key for key in YARN_KEYS if key in scaling.raw]
+    for key in (*ROPE_TYPES[rope_type], *given):
         scaling.get(key, POSITIVE)
     return theta, scaling.raw
 

@@ -13,10 +13,11 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
-from minispec.checkpoints.config import Keys, parse_config
+from minispec.checkpoints.config import CheckedJson, parse_config
+from minispec.checkpoints.errors import user_error
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError
-from minispec.model import Config, rope_frequencies
+from minispec.model import Config, Transformer, rope_frequencies
 
 ARCHITECTURES = "llama", "qwen2", "qwen3"  # Mistral's files use llama's
 CONFIG_KEYS = {  # GGUF key, without the architecture -> key in config.json
@@ -42,13 +43,6 @@ SCALING_KEYS = {  # the same for rope_scaling
 }
 # keys that contain one of these change the mathematics
 UNSUPPORTED_KEYS = re.compile("scal|softcap|expert_count|sections")
-TENSOR_NAMES = {
-    "token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm",
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}, "attn_output": "self_attn.o_proj",
-    **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
-    **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
-}  # fmt: skip
 CONTROL, USER_DEFINED = 3, 4  # in tokenizer.ggml.token_type
 SPECIAL_KEYS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # GGUF -> HF
 END_KEYS = "eos", "eot", "eom"  # end of sequence, of turn, of message
@@ -83,12 +77,10 @@ def open_gguf(path: Path) -> tuple[dict, list]:
     """Read a file's metadata, by key, and its tensors as stored."""
     from gguf import GGUFReader
 
-    try:
+    with user_error(f"{path} cannot be read as GGUF"):
         reader = GGUFReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
         tensors = reader.tensors
-    except Exception as error:  # a damaged file may raise anything
-        raise UserError(f"{path} cannot be read as GGUF: {error!r}") from None
     if metadata.get("split.count", 1) != 1:
         raise UserError(f"{path} is part of a split file; merge it with llama-gguf-split --merge")
     for key in "general.type", "general.architecture":
@@ -105,13 +97,12 @@ def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
 
     if not stored:
         raise UserError(f"{path} has only a vocabulary; choose a file with the model's weights")
-    tokenizer = None if unsupported_reason(metadata) else build_tokenizer(metadata, path)
-    try:
+    vocabulary = tokenizer_keys(metadata)
+    tokenizer = None if unsupported_reason(vocabulary) else build_tokenizer(vocabulary, path)
+    with user_error(f"{path}: this quantisation is not supported"):
         tensors = {t.name: torch.tensor(dequantize(t.data, t.tensor_type)) for t in stored}
-    except (NotImplementedError, ValueError) as error:
-        raise UserError(f"{path}: this quantisation is not supported: {error}") from None
     divisors = tensors.pop("rope_freqs.weight", None)
-    keys = Keys(path, config_keys(metadata, tensors, path))
+    keys = CheckedJson(path, config_keys(metadata, tensors, path))
     config = parse_config(keys, keys)
     rotated = metadata.get(f"{config.model_type}.rope.dimension_count", config.head_dim)
     if rotated != config.head_dim:
@@ -119,18 +110,19 @@ def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
         raise UserError(f"{path}: partial rotation ({dimensions}) is not supported")
     if divisors is not None:
         config = with_llama3_scaling(config, divisors, path)
-    named = {hf_name(name): tensor for name, tensor in tensors.items()}
+    names = published_names(config)
+    named = {names.get(name, name): tensor for name, tensor in tensors.items()}
     if config.model_type == "llama":
         for name, tensor in named.items():
-            if part := re.search(r"self_attn\.([qk])_proj\.", name):
-                heads = config.heads if part[1] == "q" else config.kv_heads
+            if re.search(r"self_attn\.[qk]_proj", name):
+                heads = config.heads if "q_proj" in name else config.kv_heads
                 named[name] = unpermute(tensor, heads, path)
     return config, named, tokenizer
 
 
 def read_gguf_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer without the tensors."""
-    return build_tokenizer(open_gguf(path)[0], path)
+    return build_tokenizer(tokenizer_keys(open_gguf(path)[0]), path)
 
 
 # ---- config and tensors --------------------------------------------------------------------------
@@ -142,17 +134,15 @@ def config_keys(metadata: dict, tensors: dict[str, Tensor], path: Path) -> dict:
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UserError(f"{path}: the architecture {architecture} is not one of {known}")
-    settings = {
-        key.removeprefix(f"{architecture}."): value
-        for key, value in metadata.items()
-        if key.startswith(f"{architecture}.")
-    }
+    prefix = f"{architecture}."
+    settings = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
     for name, value in settings.items():
         if UNSUPPORTED_KEYS.search(name) and name not in SCALING_KEYS and value not in (0, 1, None):
             raise UserError(f"{path}: {name} = {value} is not supported")
     raw = {key: settings.get(name) for name, key in CONFIG_KEYS.items()}
     scaling = {key: settings[name] for name, key in SCALING_KEYS.items() if name in settings}
     rope_type = scaling.setdefault("rope_type", "linear" if "factor" in scaling else "none")
+    vocabulary = tokenizer_keys(metadata)
     return raw | {
         "model_type": architecture,
         "vocab_size": len(tensors.get("token_embd.weight", [])),
@@ -160,31 +150,9 @@ def config_keys(metadata: dict, tensors: dict[str, Tensor], path: Path) -> dict:
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "bos_token_id": special_ids(metadata).get("bos"),
-        "eos_token_id": end_ids(metadata),
+        "bos_token_id": special_ids(vocabulary).get("bos"),
+        "eos_token_id": end_ids(vocabulary),
     }
-
-
-def token_list(metadata: dict) -> list[str]:
-    """Return the vocabulary; empty if the file has none."""
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    return tokens if isinstance(tokens, list) else []
-
-
-def special_ids(metadata: dict) -> dict[str, int]:
-    """Return the ids of the tokens that have their own keys: bos, eos, eot, … Ids out of range are
-    ignored: converters write -1 or 4294967295 for "none"."""
-    size, names = len(token_list(metadata)), (*SPECIAL_KEYS, *END_KEYS)
-    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names}
-    return {name: i for name, i in ids.items() if type(i) is int and 0 <= i < size}
-
-
-def end_ids(metadata: dict) -> list[int]:
-    """Return the tokens at which llama.cpp stops: those with their own keys, and some by name."""
-    special = special_ids(metadata)
-    ids = [special[key] for key in END_KEYS if key in special]
-    ids += [i for i, token in enumerate(token_list(metadata)) if token in END_TOKENS]
-    return list(dict.fromkeys(ids))
 
 
 def with_llama3_scaling(config: Config, divisors: Tensor, path: Path) -> Config:
@@ -204,14 +172,14 @@ def with_llama3_scaling(config: Config, divisors: Tensor, path: Path) -> Config:
     return scaled
 
 
-def hf_name(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight"""
-    layer = ""
-    if name.startswith("blk."):
-        _, number, name = name.split(".", 2)
-        layer = f"model.layers.{number}."
-    part, _, kind = name.rpartition(".")
-    return f"{layer}{TENSOR_NAMES.get(part, part)}.{kind}"
+def published_names(config: Config) -> dict[str, str]:
+    """Map GGUF's names of the model's tensors to the published ones."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    name_map = get_tensor_name_map(MODEL_ARCH[config.model_type.upper()], config.layers)
+    with torch.device("meta"):
+        names = Transformer(config).state_dict()
+    return {name_map.get_name(name, (".weight", ".bias")): name for name in names}
 
 
 def unpermute(rows: Tensor, heads: int, path: Path) -> Tensor:
@@ -259,40 +227,55 @@ PRE_ALIASES = {  # other names for the same: llama.cpp splits and merges alike
 IGNORE_MERGES = "llama-bpe", "tekken"
 
 
-def pre_tokenizer_name(metadata: dict) -> str:
-    """Return the name of the pre-tokenizer; empty if the file has none."""
-    name = str(metadata.get("tokenizer.ggml.pre", ""))
-    return PRE_ALIASES.get(name, name)
+def tokenizer_keys(metadata: dict) -> dict:
+    """Return the keys of the tokenizer, without their prefix and with llama.cpp's defaults."""
+    keys = {re.sub(r"^tokenizer\.(ggml\.)?", "", key): value for key, value in metadata.items()}
+    pre = str(keys.get("pre", ""))
+    keys["pre"] = PRE_ALIASES.get(pre, pre)
+    keys.setdefault("add_bos_token", keys["pre"] in IGNORE_MERGES)
+    if not isinstance(keys.get("tokens"), list):
+        keys["tokens"] = []
+    return keys
 
 
-def adds_bos(metadata: dict) -> bool:
-    """Return whether texts begin with BOS."""
-    default = pre_tokenizer_name(metadata) in IGNORE_MERGES
-    return metadata.get("tokenizer.ggml.add_bos_token", default)
+def special_ids(keys: dict) -> dict[str, int]:
+    """Return the ids of the tokens that have their own keys: bos, eos, eot, … Ids out of range are
+    ignored: converters write -1 or 4294967295 for "none"."""
+    ids = {name: keys.get(f"{name}_token_id") for name in (*SPECIAL_KEYS, *END_KEYS)}
+    size = len(keys["tokens"])
+    return {name: i for name, i in ids.items() if type(i) is int and 0 <= i < size}
 
 
-def unsupported_reason(metadata: dict) -> str | None:
+def end_ids(keys: dict) -> list[int]:
+    """Return the tokens at which llama.cpp stops: those with their own keys, and some by name."""
+    special = special_ids(keys)
+    ids = [special[key] for key in END_KEYS if key in special]
+    ids += [i for i, token in enumerate(keys["tokens"]) if token in END_TOKENS]
+    return list(dict.fromkeys(ids))
+
+
+def unsupported_reason(keys: dict) -> str | None:
     """Return why a file's tokenizer is not supported; None if it is supported."""
-    kind, pre = metadata.get("tokenizer.ggml.model"), pre_tokenizer_name(metadata)
+    kind, pre = keys.get("model"), keys["pre"]
     if kind != "gpt2":
         return f"its tokenizer, {kind}, is not supported, only gpt2 (byte-level BPE)"
     if not pre:  # llama.cpp would guess, with a warning
         return "it does not name its pre-tokenizer (gguf-new-metadata --pre-tokenizer NAME adds it)"
     if pre not in PRE_TOKENIZERS:
         return f"its pre-tokenizer, {pre}, is not one of {', '.join(PRE_TOKENIZERS)}"
-    if adds_bos(metadata) and "bos" not in special_ids(metadata):
+    if keys["add_bos_token"] and "bos" not in special_ids(keys):
         return "its texts begin with a BOS token, but it does not define one"
     return None
 
 
-def build_tokenizer(metadata: dict, path: Path) -> Tokenizer:
-    """Build the tokenizer from the metadata: a byte-level BPE, which llama.cpp calls gpt2."""
-    if reason := unsupported_reason(metadata):
+def build_tokenizer(keys: dict, path: Path) -> Tokenizer:
+    """Build the tokenizer from its keys: a byte-level BPE, which llama.cpp calls gpt2."""
+    if reason := unsupported_reason(keys):
         raise UserError(
             f"{path}: {reason}; use token ids (--prompt-ids with --json) or the model's "
             "safetensors and tokenizer.json"
         )
-    lists = [metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges")]
+    lists = [keys.get(key) for key in ("tokens", "token_type", "merges")]
     if not all(isinstance(values, list) for values in lists) or len(lists[0]) != len(lists[1]):
         raise UserError(f"{path}: the tokenizer has no valid tokens, token_type or merges")
     tokens, types, merges = lists
@@ -300,22 +283,22 @@ def build_tokenizer(metadata: dict, path: Path) -> Tokenizer:
     pairs = [tuple(str(merge).split(" ")) for merge in merges]
     if not all(len(pair) == 2 and {*pair, "".join(pair)} <= ids.keys() for pair in pairs):
         raise UserError(f"{path}: the tokenizer's merges do not match its tokens")
-    pre = pre_tokenizer_name(metadata)
+    pre = keys["pre"]
     backend = Backend(models.BPE(ids, pairs, ignore_merges=pre in IGNORE_MERGES))
     backend.pre_tokenizer, backend.decoder = PRE_TOKENIZERS[pre], decoders.ByteLevel()
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
-    special = special_ids(metadata)
-    controls = {special.get("bos"), *end_ids(metadata)}  # not padding, which may be a word
+    special = special_ids(keys)
+    controls = {special.get("bos"), *end_ids(keys)}  # not padding, which may be a word
     for i, (token, kind) in enumerate(zip(tokens, types)):
         control = kind == CONTROL or i in controls or token in CONTROL_TOKENS
         if control or kind == USER_DEFINED:
             backend.add_tokens([AddedToken(token, special=control, normalized=False)])
-    if adds_bos(metadata):
+    if keys["add_bos_token"]:
         bos = tokens[special["bos"]]
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, ids[bos])]
         )
     named = {f"{name}_token": tokens[special[key]] for key, name in SPECIAL_KEYS.items()
              if key in special}  # fmt: skip
-    return Tokenizer(backend, named, metadata.get("tokenizer.chat_template"))
+    return Tokenizer(backend, named, keys.get("chat_template"))

@@ -1,6 +1,5 @@
 """Read and write Medusa heads, MTP heads and compressed vocabularies in their published layouts."""
 
-import json
 import os
 import re
 from dataclasses import replace
@@ -10,16 +9,17 @@ import torch
 from torch import Tensor
 
 from minispec import distributed
-from minispec.checkpoints.config import Keys, attention_sizes, config_json, read_rope
-from minispec.checkpoints.load import check_fingerprint, resolve
+from minispec.checkpoints.config import CheckedJson, attention_sizes, config_json, read_rope
+from minispec.checkpoints.errors import user_error
+from minispec.checkpoints.load import check_fingerprint, find_tokenizer, resolve
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.checkpoints.weights import (
     fill,
     read_file,
     read_tensors,
     weight_files,
+    write_json,
     write_tensors,
-    write_text,
 )
 from minispec.cli import UserError, optional_json, read_json
 from minispec.methods.fastmtp import MTPHead
@@ -29,9 +29,10 @@ from minispec.model import Config, Transformer
 from minispec.tree import RankPath
 
 MEDUSA_PREFIX, MTP_PREFIX = "medusa_head.", "model.mtp_layers.0."  # of tensors in a full model
-VLLM_NAME = re.compile(
-    r"(?:medusa_heads\.)?(?:token_map|(blocks|lm_heads)\.(\d{1,4})\.(?:layers\.(\d{1,4})\.)?(\w+))"
-)
+MEDUSA_NAME = re.compile(r"(\d{1,4})\.(\d{1,4})\.(linear\.weight|linear\.bias|weight)")
+VLLM_NAME = re.compile(r"(medusa_heads\.)?(token_map|blocks\.\d|lm_heads\.\d)")
+VLLM_BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.(\d{1,4})\.layers\.(\d{1,4})\.")
+VLLM_PROJECTION = re.compile(r"(?:medusa_heads\.)?lm_heads\.(\d{1,4})\.")
 QKV_BIASES = "q_proj.bias", "k_proj.bias", "v_proj.bias"
 MEDUSA_FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # these hold only the heads
 # the trees published with Medusa (FasterDecoding/Medusa, Apache-2.0), as lists of paths
@@ -49,24 +50,24 @@ def read_heads(
     heads. Raises UserError if a tokenizer or a fingerprint next to the heads shows that they belong
     to another tokenizer."""
     path = Path(source)
-    folder = path.parent if path.is_file() else resolve(source)
     names = MEDUSA_FILES if prefix == MEDUSA_PREFIX else ()
-    only_heads = [path] if path.is_file() else [folder / name for name in names]
-    only_heads = [file for file in only_heads if file.is_file()][:1]
+    folder = path.parent if path.is_file() else resolve(source)
+    only_heads = [path] if path.is_file() else [folder / n for n in names if (folder / n).is_file()]
     tensors: dict[str, Tensor] = {}
-    for file in only_heads or weight_files(folder):
+    for file in only_heads[:1] or weight_files(folder):
         for name, tensor in read_tensors(file, config).items():
             if only_heads or name.startswith(prefix) or VLLM_NAME.match(name):
                 tensors[name] = tensor
-    if any(map(VLLM_NAME.match, tensors)):
-        tensors, only_heads = from_vllm(tensors, str(source)), [folder]
     heads = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    heads = heads or (tensors if only_heads else {})
+    if any(map(VLLM_NAME.match, tensors)):
+        heads = from_vllm(tensors, str(source))
+    elif only_heads:
+        heads = heads or tensors
     if not heads:
         raise UserError(f"{source} has no heads: no tensors {prefix}* and no {MEDUSA_FILES[0]}")
     fingerprint = optional_json(folder / "config.json").get("tokenizer_fingerprint")
-    if (folder / "tokenizer.json").exists():
-        fingerprint = Tokenizer.from_directory(folder).fingerprint
+    if own := find_tokenizer(folder):
+        fingerprint = own.fingerprint
     check_fingerprint(str(source), fingerprint, tokenizer)
     return heads, folder
 
@@ -93,18 +94,17 @@ def load_medusa(
 def from_vllm(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     """Rename tensors from vLLM's layout (blocks.0.layers.0.weight, lm_heads.0.weight) to v1's.
     Missing biases become 0. If only the first projection is stored, all heads share it."""
-    parts = {name: VLLM_NAME.fullmatch(name) for name in tensors}
-    layers = 1 + max((int(part[3]) for part in parts.values() if part and part[3]), default=-1)
+    blocks = filter(None, map(VLLM_BLOCK.match, tensors))
+    layers = 1 + max((int(block[2]) for block in blocks), default=-1)
     found: dict[str, Tensor] = {}
-    for name, part in parts.items():
-        if not (part and part[1]) or (part[1] == "blocks") != (part[3] is not None):
+    for name, tensor in tensors.items():
+        renamed = VLLM_BLOCK.sub(r"\1.\2.linear.", name)
+        renamed = VLLM_PROJECTION.sub(rf"\1.{layers}.", renamed)
+        if not MEDUSA_NAME.fullmatch(renamed):
             raise UserError(f"{where}: {name} of vLLM's layout is not supported")
-        kind, head, layer, end = part.groups()
-        if kind == "blocks":
-            found[f"{head}.{layer}.linear.{end}"] = tensor = tensors[name]
-            found.setdefault(f"{head}.{layer}.linear.bias", tensor.new_zeros(len(tensor)))
-        else:
-            found[f"{head}.{layers}.{end}"] = tensors[name]
+        found[renamed] = tensor
+        if renamed.endswith("linear.weight"):
+            found.setdefault(renamed[: -len("weight")] + "bias", tensor.new_zeros(len(tensor)))
     projections = [name for name in found if name.endswith(f".{layers}.weight")]
     if projections == [f"0.{layers}.weight"]:
         heads = {name.partition(".")[0] for name in found}
@@ -114,8 +114,7 @@ def from_vllm(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
 
 def empty_medusa(tensors: dict[str, Tensor], model: Transformer, where: str) -> MedusaHeads:
     """Create heads without weights, with as many heads and layers as the tensors' names show."""
-    pattern = re.compile(r"(\d{1,4})\.(\d{1,4})\.(linear\.weight|linear\.bias|weight)")
-    matches = [pattern.fullmatch(name) for name in tensors]
+    matches = [MEDUSA_NAME.fullmatch(name) for name in tensors]
     if None in matches:
         unknown = list(tensors)[matches.index(None)]
         raise UserError(f"{where}: {unknown} is not a tensor of Medusa heads")
@@ -133,7 +132,7 @@ def read_tree(heads: MedusaHeads, path: Path) -> None:
     the number of heads."""
     config, depth = optional_json(path), len(heads)
     heads.tree = [ranks for ranks in PUBLISHED_TREES["mc_sim_7b_63"] if len(ranks) <= depth]
-    try:
+    with user_error(f"{path}: invalid medusa_choices or medusa_accuracy"):
         if config.get("medusa_choices") is not None:
             heads.tree = [tuple(ranks) for ranks in config["medusa_choices"]]
             with_prefixes(heads.tree, depth, 2**31)
@@ -141,8 +140,6 @@ def read_tree(heads: MedusaHeads, path: Path) -> None:
             heads.accuracy = torch.tensor(config["medusa_accuracy"], dtype=torch.float64)
             if heads.accuracy.dim() != 2 or len(heads.accuracy) != depth:
                 raise ValueError("each head needs a list of accuracies")
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{path}: invalid medusa_choices or medusa_accuracy: {error}") from None
 
 
 def save_medusa(
@@ -157,7 +154,7 @@ def save_medusa(
         "version": "2" if heads.shared else "1",
         "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
     }
-    write_text(directory / "config.json", json.dumps(config))
+    write_json(directory / "config.json", config, indent=None)
     save_tree(heads, directory)
 
 
@@ -166,7 +163,7 @@ def save_tree(heads: MedusaHeads, directory: Path) -> None:
     config = optional_json(directory / "config.json")
     config["medusa_choices"] = heads.tree
     config["medusa_accuracy"] = None if heads.accuracy is None else heads.accuracy.tolist()
-    write_text(directory / "config.json", json.dumps(config) + "\n")
+    write_json(directory / "config.json", config, indent=None)
 
 
 # ---- MTP -----------------------------------------------------------------------------------------
@@ -201,19 +198,15 @@ def read_acceptance(path: Path) -> list[float] | None:
 def check_attention(where: str, folder: Path, config: Config) -> None:
     """Raise UserError if a head's config.json differs from the model's in attention heads or
     rotation, which the shapes of the weights do not show."""
-    keys = Keys(folder / "config.json", optional_json(folder / "config.json"))
+    keys = CheckedJson(folder / "config.json")
     if "num_attention_heads" not in keys.raw:
         return
-    kv_heads, head_dim = attention_sizes(keys)
-    values = kv_heads, head_dim, *read_rope(keys)
-    kv_heads_of_all = config.kv_heads * config.ranks // config.kv_copies
-    config = replace(config, kv_heads=kv_heads_of_all)
+    values = *attention_sizes(keys), *read_rope(keys)
+    config = replace(config, kv_heads=config.kv_heads * config.ranks // config.kv_copies)
     for name, value in zip(("kv_heads", "head_dim", "rope_theta", "rope_scaling"), values):
-        expected = getattr(config, name)
-        if value != expected:
-            raise UserError(
-                f"{where} is for another model: its {name} is {value}, the model's is {expected}"
-            )
+        if value != (expected := getattr(config, name)):
+            raise UserError(f"{where} is for another model: its {name} is {value}, the model's is "
+                            f"{expected}")  # fmt: skip
 
 
 def save_mtp(
@@ -231,7 +224,7 @@ def save_mtp(
         "mtp_loss_step_weights": [round(weight, 4) for weight in weights],
         "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
     }
-    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
+    write_json(directory / "config.json", config)
     save_acceptance(head, directory)
 
 
@@ -239,7 +232,7 @@ def save_acceptance(head: MTPHead, directory: Path) -> None:
     """Update the acceptance by step in config.json, and nothing else."""
     config = optional_json(directory / "config.json")
     config["mtp_acceptance"] = head.acceptance and [round(rate, 3) for rate in head.acceptance]
-    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
+    write_json(directory / "config.json", config)
 
 
 # ---- vocabularies --------------------------------------------------------------------------------
@@ -249,10 +242,9 @@ def load_vocabulary(
     path: str | Path, model: Transformer, tokenizer: Tokenizer | None = None,
     size: int | None = None,
 ) -> Compressed:  # fmt: skip
-    """Load the languages of a file that `save_vocabulary` wrote, or FastMTP's list of ids in a .pt
-    file, and keep at most `size` tokens of each."""
-    path, vocab = Path(path), model.config.vocab_size
-    stored = read_ids(path) if path.suffix == ".pt" else read_languages(path, tokenizer)
+    """Load the languages of a file (see `read_languages`), at most `size` tokens of each."""
+    vocab = model.config.vocab_size
+    stored = read_languages(Path(path), tokenizer)
     languages = {n: Language(lang.ids[:size], lang.counts[:size]) for n, lang in stored.items()}
     if not languages or not all(language.ids for language in languages.values()):
         raise UserError(f"{path} has no languages, or one without tokens")
@@ -272,32 +264,24 @@ def load_subset(
     return load_vocabulary(path, model, tokenizer).select([]) if path else None
 
 
-def read_ids(path: Path) -> dict[str, Language]:
-    """Read FastMTP's map: a list or tensor of ids, the most frequent first."""
-    stored = read_file(path)
-    try:
-        ids = torch.as_tensor(stored)
-        if ids.dtype == torch.bool or ids.is_floating_point():
-            raise TypeError("ids must be whole numbers")
-        ids = tuple(dict.fromkeys(map(int, ids.tolist())))
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise UserError(f"{path} is not a list of token ids: {error}") from None
-    return {path.stem: Language(ids, (0,) * len(ids))}
-
-
 def read_languages(path: Path, tokenizer: Tokenizer | None) -> dict[str, Language]:
-    """Read a file that `save_vocabulary` wrote."""
-    raw = read_json(path)
-    check_fingerprint(str(path), raw.get("tokenizer_fingerprint"), tokenizer)
+    """Read a file that `save_vocabulary` wrote, or in a .pt file FastMTP's map: a list or tensor of
+    ids, the most frequent first."""
+    stored = read_file(path) if path.suffix == ".pt" else read_json(path)
     languages = {}
-    try:
-        for name, fields in raw["languages"].items():
-            ids, counts = (tuple(map(int, fields[key])) for key in ("ids", "counts"))
+    problem = "was not written by `distill vocabulary` and is not a list of token ids"
+    with user_error(f"{path} {problem}"):
+        if path.suffix == ".pt":
+            ids = list(dict.fromkeys(stored.tolist() if isinstance(stored, Tensor) else stored))
+            stored = {"languages": {path.stem: {"ids": ids, "counts": [0] * len(ids)}}}
+        for name, fields in stored["languages"].items():
+            ids, counts = fields["ids"], fields["counts"]
+            if not all(type(number) is int for number in (*ids, *counts)):
+                raise TypeError("ids and counts must be whole numbers")
             if len(ids) != len(counts) or min(counts, default=0) < 0:
                 raise ValueError("each id needs a count of at least 0")
-            languages[name] = Language(ids, counts)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise UserError(f"{path} was not written by `distill vocabulary`: {error!r}") from None
+            languages[name] = Language(tuple(ids), tuple(counts))
+    check_fingerprint(str(path), stored.get("tokenizer_fingerprint"), tokenizer)
     return languages
 
 
@@ -305,4 +289,4 @@ def save_vocabulary(languages: dict[str, Language], tokenizer: Tokenizer, path: 
     """Write a file for `load_vocabulary`."""
     rows = {name: {"ids": lang.ids, "counts": lang.counts} for name, lang in languages.items()}
     content = {"tokenizer_fingerprint": tokenizer.fingerprint, "languages": rows}
-    write_text(path, json.dumps(content) + "\n")
+    write_json(path, content, indent=None)

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import re
 from dataclasses import replace
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from minispec import paths
 from minispec.checkpoints.config import UNQUANTISED, config_json, read_config
+from minispec.checkpoints.errors import user_error
 from minispec.checkpoints.gguf import find_gguf, read_gguf, read_gguf_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.checkpoints.weights import (
@@ -25,6 +25,7 @@ from minispec.checkpoints.weights import (
     read_tensors,
     strip_prefixes,
     weight_files,
+    write_json,
     write_tensors,
     write_text,
 )
@@ -57,14 +58,13 @@ def resolve(source: str | os.PathLike) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.jinja", "*.safetensors", "medusa_lm_head.pt"]
-    # the same weights in another layout, and older ones in subfolders
-    ignored = ["consolidated*", "*/*"]
+    ignored = ["consolidated*", "*/*"]  # the same weights in another layout, or older ones
     try:
-        directory = snapshot_download(name, allow_patterns=wanted, ignore_patterns=ignored)
-        if not any(Path(directory).glob("*.safetensors")):  # an old checkpoint
-            wanted.append("*.bin")
-            directory = snapshot_download(name, allow_patterns=wanted, ignore_patterns=ignored)
-        return Path(directory)
+        for patterns in wanted, [*wanted, "*.bin"]:  # the latter for an old checkpoint
+            path = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
+            if any(path.glob("*.safetensors")):
+                break
+        return path
     except Exception as error:  # from the library or from its HTTP client, which varies
         raise UserError(
             f"{name} is not a directory and could not be downloaded from the hub: "
@@ -150,7 +150,8 @@ def load(
     path = resolve(source)
     if file := find_gguf(path):
         config, tensors, tokenizer = read_gguf(file)
-        config = config_of_rank(config, path, draft)
+        with user_error(str(path)):
+            config = shard_config(config, draft=draft)
         tensors = {name: shard(name, tensor, config) for name, tensor in tensors.items()}
     else:
         config, tensors, tokenizer = read_directory(path, draft)
@@ -158,10 +159,8 @@ def load(
         # not counting added tokens: some files add a padding token that was never trained
         tokens = tokenizer.backend.get_vocab_size(with_added_tokens=False)
         if tokens > config.vocab_size:
-            raise UserError(
-                f"{path}: the tokenizer has {tokens} tokens but the embedding only "
-                f"{config.vocab_size}; use the model's own tokenizer"
-            )
+            raise UserError(f"{path}: the tokenizer has {tokens} tokens but the embedding only "
+                            f"{config.vocab_size}; use the model's own tokenizer")  # fmt: skip
         if config.bos_id is None:
             config = replace(config, bos_id=tokenizer.id_of("bos_token"))
     with torch.device("meta"):
@@ -174,20 +173,13 @@ def load(
     return model.eval(), tokenizer
 
 
-def config_of_rank(config: Config, path: Path, draft: bool) -> Config:
-    """The config of the model that this rank loads. Raises UserError if ranks cannot share it."""
-    try:
-        return shard_config(config, draft=draft)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-
-
 def read_directory(
     path: Path, draft: bool
 ) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     """Read the config, tensors and tokenizer of a checkpoint directory, for this rank."""
     config, files = read_config(path), weight_files(path)
-    config = config_of_rank(config, path, draft)
+    with user_error(str(path)):
+        config = shard_config(config, draft=draft)
     tokenizer, tensors = find_tokenizer(path), {}  # first, to fail early
     for file in files:
         tensors |= read_tensors(file, config)
@@ -206,18 +198,18 @@ def find_tokenizer(directory: Path) -> Tokenizer | None:
 def read_tokenizer(source: str | os.PathLike) -> Tokenizer:
     """Read the tokenizer of a directory, a hub id or a GGUF file."""
     path = resolve(source)
-    file = find_gguf(path)
-    return require_tokenizer(read_gguf_tokenizer(file) if file else find_tokenizer(path), path)
+    return require_tokenizer(None if find_gguf(path) else find_tokenizer(path), path)
 
 
 def require_tokenizer(
     tokenizer: Tokenizer | None, source: Path | None, advice: str = ""
 ) -> Tokenizer:
-    """Return the tokenizer, or raise UserError saying why there is none or how to get one."""
+    """Return the tokenizer; without one, that of a GGUF `source`. Raises UserError saying why there
+    is none or how to get one."""
     if tokenizer is not None:
         return tokenizer
     if source and (file := find_gguf(source)):
-        read_gguf_tokenizer(file)  # raises UserError with the reason
+        return read_gguf_tokenizer(file)
     advice = advice or "copy the model's tokenizer.json into its directory"
     for name in OTHER_TOKENIZERS:
         if source and (source / name).exists():
@@ -230,9 +222,8 @@ def require_tokenizer(
 def check_fingerprint(where: str, fingerprint: str | None, tokenizer: Tokenizer | None) -> None:
     """Raise UserError if both tokenizers are known and differ."""
     if tokenizer and fingerprint and fingerprint != tokenizer.fingerprint:
-        raise UserError(
-            f"{where} was made with another tokenizer; use one made with the model's tokenizer"
-        )
+        advice = "use one made with the model's tokenizer"
+        raise UserError(f"{where} was made with another tokenizer; {advice}")
 
 
 def save(
@@ -245,9 +236,8 @@ def save(
     # `named_parameters` lists a tied weight once, under the embedding's name
     write_tensors(directory / "model.safetensors", dict(model.named_parameters()), dtype)
     config = config_json(model.config, dtype or model.dtype)
-    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    texts = tokenizer.files() if tokenizer else {}
-    for name, keys in (("config.json", config), ("generation_config.json", ends)):
-        texts[name] = json.dumps(keys, indent=2) + "\n"
-    for name, text in texts.items():
+    for name, text in (tokenizer.files() if tokenizer else {}).items():
         write_text(directory / name, text)
+    write_json(directory / "config.json", config)
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    write_json(directory / "generation_config.json", ends)

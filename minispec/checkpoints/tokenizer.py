@@ -5,27 +5,21 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from minispec.checkpoints.chat_template import (
-    PRIVATE_USE,
-    Messages,
-    check_messages,
-    hide_control_tokens,
-    read_template,
-    render,
-    replace_all,
-)
+from minispec.checkpoints.chat_template import Messages, check_messages, read_template, render
+from minispec.checkpoints.errors import user_error
 from minispec.cli import UserError, optional_json
 
 ADDED_TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
 SPECIAL_NAMES = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 EXTRA_KEY, ADDITIONAL_KEY = "extra_special_tokens", "additional_special_tokens"
 
+PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters without a meaning
 PROMPT_TOKENS = 8  # that may end inside a character, or show that a word is not a text's first
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of vocabularies with byte fallback
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -35,16 +29,14 @@ BYTE_LEVEL = {chr(byte): byte for byte in PRINTABLE} | {
 }
 
 
+@dataclass(eq=False)
 class Tokenizer:
     """A tokenizer.json, with the special tokens and the chat template from the files next to it.
     `special_tokens` maps names (bos_token, eos_token, pad_token, …) to tokens."""
 
-    def __init__(
-        self, backend: Backend, special_tokens: dict[str, str] | None = None,
-        chat_template: str | None = None,
-    ):  # fmt: skip
-        self.backend, self.special_tokens = backend, special_tokens or {}
-        self.chat_template = chat_template
+    backend: Backend
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    chat_template: str | None = None
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
@@ -57,13 +49,9 @@ class Tokenizer:
         backend.no_truncation()
         settings = optional_json(directory / "tokenizer_config.json")
         template = read_template(directory, settings)
-        try:
+        problem = "tokens in tokenizer_config.json or a file next to it are not in the format of"
+        with user_error(f"{directory}: {problem} transformers"):
             special_tokens = add_listed_tokens(backend, directory, settings)
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise UserError(
-                f"{directory}: tokens in tokenizer_config.json or a file next to it are not in the "
-                f"format of transformers ({error!r})"
-            ) from None
         return cls(backend, special_tokens, template)
 
     def files(self) -> dict[str, str]:
@@ -110,12 +98,13 @@ class Tokenizer:
         """Return token ids. `special` adds the tokens that texts begin with (BOS, if any)."""
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError("the text is not valid Unicode; it must be UTF-8")
-        problem = "the tokenizer failed on this text"
-        return call_backend(problem, self.backend.encode, text, add_special_tokens=special).ids
+        with user_error("the tokenizer failed on this text"):
+            return self.backend.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text, without special tokens."""
-        return call_backend("the tokenizer failed on these tokens", self.backend.decode, tokens)
+        with user_error("the tokenizer failed on these tokens"):
+            return self.backend.decode(tokens)
 
     def stream(self, prompt: list[int]) -> "TextStream":
         """Return a streaming decoder for the tokens that follow `prompt`."""
@@ -141,7 +130,7 @@ class Tokenizer:
         """Return the ids of a conversation up to the text of the user's first turn."""
         if self.chat_template is None:
             raise UserError("this model has no chat template, so it cannot play the user")
-        marker = PRIVATE_USE[0]
+        marker = chr(PRIVATE_USE[0])
         messages = [{"role": "user", "content": marker}]
         text = render(self.chat_template, messages, self.special_tokens)
         return self.encode(text.partition(marker)[0], special=False)
@@ -150,16 +139,20 @@ class Tokenizer:
         """`chat` for turns that spell control tokens, without turning those into control tokens.
 
         The text is encoded in one piece by a copy of this tokenizer in which each control token has
-        a private name that no turn spells. So a turn changes none of the template's tokens.
+        a private name that no turn spells, also in the model's vocabulary. So a turn changes none
+        of the template's tokens.
         """
-        hidden, spelled = hide_control_tokens(messages, self.control_ids)
         content = "".join(turn["content"] for turn in messages)
-        prefix = next(c for c in map(chr, range(0x100000, 0x10FFFE)) if c not in content)
-        names = {token: f"{prefix}{i}." for token, i in self.control_ids.items()}
-        private = Tokenizer(rename_tokens(self.backend, names))
-        text = replace_all(render(self.chat_template, hidden, self.special_tokens), names | spelled)
-        ids = {private.control_ids[name]: self.control_ids[token] for token, name in names.items()}
-        return [ids.get(i, i) for i in private.encode(text, special=False)]
+        unused = (c for c in map(chr, PRIVATE_USE) if c not in content)
+        names = dict(zip(self.control_ids, unused))
+        stand_ins = dict(zip(self.control_ids, unused))  # the template sees these in the turns
+        hidden = [turn | {"content": replace_all(turn["content"], stand_ins)} for turn in messages]
+        text = render(self.chat_template, hidden, self.special_tokens)
+        spelled = {stand_in: token for token, stand_in in stand_ins.items()}
+        renamed = json.dumps(rename(json.loads(self.backend.to_str()), names))
+        with user_error("the tokenizer cannot encode text that spells a control token"):
+            private = Backend.from_str(renamed)
+        return Tokenizer(private).encode(replace_all(text, names | spelled), special=False)
 
 
 class TextStream:
@@ -205,38 +198,25 @@ class TextStream:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def call_backend(problem: str, function: Callable, *args, **options):
-    """Call the tokenizers library. Its errors are bare Exceptions or, if its Rust code panics (on a
-    regular expression that takes too many steps, for example), BaseExceptions."""
-    try:
-        return function(*args, **options)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise UserError(f"{problem}: {error}") from None
-
-
 def read_backend(path: Path) -> Backend:
     """Read a tokenizer.json."""
-    return call_backend(f"{path} is not a valid tokenizer", Backend.from_file, str(path))
+    with user_error(f"{path} is not a valid tokenizer"):
+        return Backend.from_file(str(path))
 
 
-def rename_tokens(backend: Backend, names: dict[str, str]) -> Backend:
-    """Return a copy in which special tokens have other names. Those in the model's vocabulary are
-    renamed there too; otherwise the model could still produce one from text that spells it."""
-    raw = json.loads(backend.to_str())
-    raw["post_processor"] = None  # it may refer to the old names
-    for token in raw["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
-    model = raw["model"]
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {names.get(word, word): i for word, i in model["vocab"].items()}
-    else:  # Unigram has a list of pieces and scores
-        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
-    if model.get("unk_token") in names:
-        model["unk_token"] = names[model["unk_token"]]
-    problem = "the tokenizer cannot encode text that spells a control token"
-    return call_backend(problem, Backend.from_str, json.dumps(raw))
+def replace_all(text: str, replacements: dict[str, str]) -> str:
+    """Replace every key with its value in one pass, the longest keys first."""
+    keys = sorted(replacements, key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, keys)), lambda match: replacements[match[0]], text)
+
+
+def rename(value: object, names: dict[str, str]) -> object:
+    """Rename strings, wherever they occur in a JSON value."""
+    if isinstance(value, dict):
+        return {names.get(key, key): rename(item, names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rename(item, names) for item in value]
+    return names.get(value, value) if isinstance(value, str) else value
 
 
 def add_listed_tokens(backend: Backend, directory: Path, settings: dict) -> dict[str, str]:
@@ -254,18 +234,14 @@ def add_listed_tokens(backend: Backend, directory: Path, settings: dict) -> dict
     lists = settings.get(EXTRA_KEY), settings.get(ADDITIONAL_KEY), legacy.get(EXTRA_KEY)
     lists = [tokens for tokens in lists if tokens is not None and not isinstance(tokens, dict)]
     extra = next(filter(None, lists), [])
-    for token in listed.values():
-        token.special |= token.content not in known and token.content in map(text_of, extra)
     tokens = {token.content: token for _, token in sorted(listed.items())}
     named = named_tokens(settings, legacy)
     for token in named.values():
-        if text_of(token) in tokens:
-            tokens[text_of(token)].special = True
-        elif text_of(token) not in known:
-            tokens[text_of(token)] = to_added_token(token, special=True)
+        if text_of(token) not in known - tokens.keys():
+            tokens.setdefault(text_of(token), to_added_token(token)).special = True
     for token in extra if lists else legacy.get(ADDITIONAL_KEY) or []:
-        if text_of(token) not in known | tokens.keys():
-            tokens[text_of(token)] = to_added_token(token, special=True)
+        if text_of(token) not in (known if lists else known | tokens.keys()):
+            tokens.setdefault(text_of(token), to_added_token(token)).special = True
     backend.add_tokens(list(tokens.values()))
     return {name: text_of(token) for name, token in named.items()}
 
@@ -285,8 +261,8 @@ def text_of(token: str | dict) -> str:
     return token if isinstance(token, str) else token["content"]
 
 
-def to_added_token(token: str | dict, **flags: bool) -> AddedToken:
+def to_added_token(token: str | dict) -> AddedToken:
     """Convert a token as files store it: as text, or as an object with flags."""
     stored = {} if isinstance(token, str) else token
-    stored = {flag: stored[flag] for flag in ADDED_TOKEN_FLAGS if flag in stored}
-    return AddedToken(text_of(token), **(stored | flags))
+    flags = {flag: stored[flag] for flag in ADDED_TOKEN_FLAGS if flag in stored}
+    return AddedToken(text_of(token), **flags)

@@ -1,6 +1,7 @@
 """Read files of weights, check them, load them into a model, and write them."""
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from minispec import distributed
-from minispec.checkpoints.config import FLAT_OBJECT, UNQUANTISED, Keys
-from minispec.cli import UserError, read_json
+from minispec.checkpoints.config import FLAT_OBJECT, UNQUANTISED, CheckedJson
+from minispec.cli import UserError
 from minispec.model import Config
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -31,7 +32,7 @@ def weight_files(directory: Path) -> list[Path]:
             return [directory / name]
         index = directory / f"{name}.index.json"
         if index.exists():
-            weight_map = Keys(index, read_json(index)).get("weight_map", FLAT_OBJECT)
+            weight_map = CheckedJson(index).get("weight_map", FLAT_OBJECT)
             shards = sorted(set(map(str, weight_map.values())))
             for shard in map(Path, shards):
                 if shard.is_absolute() or ".." in shard.parts:
@@ -66,7 +67,9 @@ def reading(path: Path) -> Iterator[None]:
 def read_tensors(path: Path, config: Config) -> dict[str, Tensor]:
     """Read a file's tensors, by name. If ranks share the model, read this rank's shards of them."""
     if config.ranks > 1 and path.suffix == ".safetensors":
-        return read_rank_shards(path, config)
+        with reading(path), safetensors.safe_open(path, "pt") as file:
+            names = file.keys()
+            return {n: distributed.shard(n, file.get_slice(n), config) for n in names}
     tensors = read_file(path)
     for name, tensor in tensors.items() if isinstance(tensors, dict) else [("its content", None)]:
         if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout != torch.strided:
@@ -76,12 +79,6 @@ def read_tensors(path: Path, config: Config) -> dict[str, Tensor]:
     # copies, since tensors in a pickle may share memory; training would change both
     names = list(tensors)
     return {str(n): distributed.shard(str(n), tensors.pop(n), config).clone() for n in names}
-
-
-def read_rank_shards(path: Path, config: Config) -> dict[str, Tensor]:
-    """Read this rank's shards of the tensors in a .safetensors file, and nothing else of it."""
-    with reading(path), safetensors.safe_open(path, "pt") as file:
-        return {name: distributed.shard(name, file.get_slice(name), config) for name in file.keys()}
 
 
 def fill(
@@ -157,6 +154,10 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: dict, indent: int | None = 2) -> None:
+    write_text(path, json.dumps(content, indent=indent) + "\n")
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
