@@ -1,16 +1,13 @@
 """The training data of drafts and heads: generated documents and the target's hidden states."""
 
 import argparse
-import contextlib
+import glob
 import hashlib
-import os
-from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from pathlib import Path
-from typing import IO
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +18,13 @@ from minispec import distributed
 from minispec.checkpoints.heads import load_vocabulary, save_vocabulary
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError, check_writable, note, writing
+from minispec.checkpoints.weights import atomic_write
+from minispec.cli import UserError, check_writable, note
 from minispec.distill.own_text import read_generated, read_split
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
-from minispec.training.loop import Batch, TrainingRun, digest, lock, train
+from minispec.training.loop import Batch, TrainingRun, digest, train
 
-STATES_DTYPE = torch.float16
 GPU_TOKENS_PER_PASS = 2**15  # including padding
 DOCUMENTS_PER_SHARE = 64  # computed by a process before each exchange
 PURPOSES = "train on", "measure on"  # the training documents, the held-out ones
@@ -68,71 +65,41 @@ def cached_states(
     """The target's hidden states (n, d), in float16, for each document of a `generate` file, cut to
     `context` tokens. `weights` is the target's digest.
 
-    A file next to it caches them: for each document a hash of its tokens, then its states. States
-    of documents added later are appended. If a hash does not match, all states are recomputed into
-    a new file, because another run may still be reading the old one.
+    A file next to it caches them and is mapped to memory. Its name holds a digest of the settings
+    and one of the text; the file of an older text is deleted.
     """
     rows = [(row["prompt"] + row["tokens"])[:context] for row in read_generated(path)[1]]
-    hashes = [bytes.fromhex(digest(row)) for row in rows]  # 8 bytes each
-    key, size = digest([weights, context, str(dtype), "hashes"])[:8], target.config.hidden_size
-    file = path.with_name(f"{path.name}.{key}.hidden")
-    ends = list(accumulate((8 + 2 * size * len(row) for row in rows), initial=0))  # bytes
-    with contextlib.ExitStack() as stack:
-        done = len(rows)
+    prefix = f"{path.name}.{digest([weights, context, str(dtype)])[:8]}"
+    file = path.with_name(f"{prefix}.{digest(rows)}.hidden")
+    if not distributed.all_gather(file.exists())[0]:
         with distributed.together():
-            if distributed.world.rank == 0:  # the others wait below
+            if distributed.world.rank == 0:
                 check_writable(file, "the hidden states of --own")
-                out, done = stack.enter_context(open_states(file, hashes, ends))
-        done = distributed.all_gather(done)[0]
-        for i, hidden in enumerate(shared_states(target, rows[done:], dtype), done):
-            out.write(hashes[i] + hidden.half().numpy().tobytes())
-    distributed.all_gather(None)  # the file is complete
-    flat = torch.from_file(str(file), size=ends[-1] // 2, dtype=STATES_DTYPE)  # lazily
-    parts = flat.split([4 + size * len(row) for row in rows])
-    return [part[4:].view(-1, size) for part in parts]
-
-
-@contextlib.contextmanager
-def open_states(file: Path, hashes: list[bytes], ends: list[int]) -> Iterator[tuple[IO, int]]:
-    """Open and lock a file of hidden states, and yield it with the number of documents in it. What
-    follows them is cut off. If a document's hash does not match, a new file is started."""
-    while True:
-        with writing(file), file.open("a+b") as out:
-            lock(out, str(file), wait=True)  # two runs on the same text may start together
-            if not (file.exists() and os.path.samestat(os.fstat(out.fileno()), file.stat())):
-                continue  # another run started a new file while this one waited
-            done = bisect(ends, out.seek(0, os.SEEK_END)) - 1
-            # after `done` complete documents there may be part of one, left by a killed process
-            start = zip(hashes[: done + 1], ends)
-            if not all(hash_.startswith(read_at(out, offset, 8)) for hash_, offset in start):
-                file.unlink()
-                continue
-            if done < len(hashes):
-                out.truncate(ends[done])
-            yield out, done
-            return
+                for old in path.parent.glob(f"{glob.escape(prefix)}.*.hidden"):
+                    old.unlink()
+        states = shared_states(target, rows, dtype)
+        if distributed.world.rank == 0:
+            with atomic_write(file) as part, part.open("wb") as out:
+                out.writelines(hidden.numpy().tobytes() for hidden in states)
+        else:
+            list(states)  # yields nothing; rank 0 gets this process's share
+        distributed.all_gather(None)  # the file is complete
+    lengths, size = list(map(len, rows)), target.config.hidden_size
+    flat = torch.from_file(str(file), size=sum(lengths) * size, dtype=torch.float16)  # lazily
+    return list(flat.view(-1, size).split(lengths))
 
 
 def shared_states(
     target: Transformer, rows: list[list[int]], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """`hidden_states`. Each process computes a share; rank 0 yields all of them in order."""
+    """`hidden_states` in float16. Each process computes a share; rank 0 yields all in order."""
     rank, size = distributed.world.rank, distributed.world.size
-    if size == 1:
-        yield from hidden_states(target, tqdm(rows, "hidden states"), dtype)
-        return
     step = size * DOCUMENTS_PER_SHARE
     for start in tqdm(range(0, len(rows), step), "hidden states"):
         own = rows[start : start + step][rank::size]
         shares = distributed.gather([states.half() for states in hidden_states(target, own, dtype)])
         for of_round in zip_longest(*shares):
             yield from (states for states in of_round if states is not None)
-
-
-def read_at(file: IO, offset: int, n: int) -> bytes:
-    """Read `n` bytes at an offset; fewer at the end of the file."""
-    file.seek(offset)
-    return file.read(n)
 
 
 @torch.no_grad()

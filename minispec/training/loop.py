@@ -268,12 +268,12 @@ def training_setup(args: argparse.Namespace, argv: list[str]) -> Iterator[None]:
         yield
 
 
-def lock(file: IO | int, name: str, wait: bool = False) -> None:
-    """Lock a file or folder until it is closed. If another process holds the lock, raise UserError,
-    or `wait` for it. On a file system without locks this does nothing."""
+def lock(file: IO | int, name: str) -> None:
+    """Lock a file or folder until it is closed. If another process holds the lock, raise UserError.
+    On a file system without locks this does nothing."""
     try:
         if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"{name}: another process is writing to it; wait for that, or choose "
                         "another name") from None  # fmt: skip
