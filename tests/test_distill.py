@@ -278,26 +278,27 @@ def test_chat_lets_the_target_write_the_user_turns(target, tmp_path, capsys):
 
 
 def test_rejected_conversations_are_left_out_when_resumed_too(tmp_path, capsys):
-    """The template rejects 2 of the 8 conversations in a ShareGPT file."""
+    """The template rejects 2 of the 8 conversations."""
     save(byte_model().float(), byte_tokenizer(ALTERNATING), tmp_path / "strict")
-    file, single, parts = (tmp_path / name for name in ("talk.json", "single.jsonl", "parts.jsonl"))
-    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    bad = [{"from": "gpt", "value": "c"}, *talk]
-    file.write_text(json.dumps([{"conversations": bad if i % 4 == 1 else talk} for i in range(8)]))
+    names = "talk.jsonl", "single.jsonl", "parts.jsonl"
+    file, single, parts = (tmp_path / name for name in names)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    bad = [{"role": "assistant", "content": "c"}, *talk]
+    write_rows(file, [{"messages": bad if i % 4 == 1 else talk} for i in range(8)])
     reason = "the model's chat template rejects this conversation: roles must alternate"
     more = "--keep-duplicates", "--tokens", 4, "--batch", 4
     generated(tmp_path / "strict", file, single, 12, *more)
     error = capsys.readouterr().err.splitlines()[-1]
-    first = f"minispec: documents left out: 2; the first is {file} object [26]: "
+    first = f"minispec: documents left out: 2; the first is {file} line [26]: "
     assert re.fullmatch(first + reason, error)
     for n in 4, 12:
         rows = generated(tmp_path / "strict", file, parts, n, *more)
     assert single.read_text() == parts.read_text()
     assert {TOKENIZER.decode(row["prompt"]) for row in rows} == {"a"}
     single.unlink()
-    file.write_text(json.dumps([{"conversations": bad}] * 5))
+    write_rows(file, [{"messages": bad}] * 5)
     error = rejected(capsys, *generate_args(tmp_path / "strict", file, single, "--batch", 1))
-    assert re.search(f"documents left out: .; the first is {file} object .: {reason}", error)
+    assert re.search(f"documents left out: .; the first is {file} line .: {reason}", error)
 
 
 def test_an_end_token_missing_from_the_config_is_reported(target, data, tmp_path, capsys):
