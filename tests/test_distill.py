@@ -193,9 +193,7 @@ def test_a_full_disk_is_reported_with_the_name_of_the_file(target, data, tmp_pat
     assert "too large: " in error and "full.jsonl" in error
 
 
-@pytest.mark.parametrize(
-    "flags, counts", [([], [3, 5, 16, 17]), (["--chat", "a"], [3, 5, 16])]
-)
+@pytest.mark.parametrize("flags, counts", [([], [3, 5, 16, 17]), (["--chat", "a"], [3, 5, 16])])
 def test_no_more_documents_than_are_missing_are_sampled(tmp_path, monkeypatch, flags, counts):
     """Some user turns are not finished."""
     save(byte_model(eos=tuple(range(90, 150))).float(), TOKENIZER, tmp_path / "model")

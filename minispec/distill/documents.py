@@ -21,6 +21,7 @@ from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.checkpoints.weights import atomic_write
 from minispec.cli import UserError, check_writable, note
 from minispec.distill.own_text import read_generated, read_split
+from minispec.generate.drafters import find_drafter, load_drafter
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
 from minispec.training.loop import Batch, TrainingRun, digest, train
@@ -42,9 +43,23 @@ def weights_digest(model: Transformer) -> str:
     return digest([str(asdict(model.config)), [hashlib.sha256(a).hexdigest() for a in arrays]])
 
 
-def vocabulary_digest(vocabulary: Subset | None) -> str:
-    """A hash of the vocabulary to train on."""
-    return digest(vocabulary.host_ids.tolist()) if vocabulary else "all"
+def load_for_measuring(
+    args: argparse.Namespace, method: str, dtype: str = "float32"
+) -> tuple[Transformer, Path, dict, list[dict]]:
+    """The target, the folder of --heads, the heads as arguments of `method`, and the documents of
+    --own that training on them would hold out."""
+    target, tokenizer = load_target(args, dtype)
+    folder = Path(args.heads or find_drafter(method, target))
+    if not folder.is_dir():
+        raise UserError(f"--heads {folder}: must be a directory, to save the result in")
+    drafter = load_drafter(method, target, tokenizer, folder)
+    held_out = read_split(args.own, target, tokenizer)[1]
+    return target, folder, drafter, select_labelled(held_out, target.config.context, "measure on")
+
+
+def texts_of(rows: list[dict], context: int) -> list[list[int]]:
+    """The tokens of documents, prompts included, cut to `context`."""
+    return [(row["prompt"] + row["tokens"])[:context] for row in rows]
 
 
 def store_vocabulary(args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer) -> None:
@@ -68,7 +83,7 @@ def cached_states(
     A file next to it caches them and is mapped to memory. Its name holds a digest of the settings
     and one of the text; the file of an older text is deleted.
     """
-    rows = [(row["prompt"] + row["tokens"])[:context] for row in read_generated(path)[1]]
+    rows = texts_of(read_generated(path)[1], context)
     prefix = f"{path.name}.{digest([weights, context, str(dtype)])[:8]}"
     file = path.with_name(f"{prefix}.{digest(rows)}.hidden")
     if not distributed.all_gather(file.exists())[0]:
@@ -148,13 +163,12 @@ class Documents:
         cls, generated: list[dict], target: Transformer, context: int, dtype: torch.dtype
     ) -> "Documents":
         """Build from documents of `read_split`, cut to `context` tokens."""
-        rows = [(row["prompt"] + row["tokens"])[:context] for row in generated]
         locations = [row["location"] for row in generated]
         # in the order of --own, since all processes must take the files in the same order
         files, weights = dict.fromkeys(path for path, _ in locations), weights_digest(target)
         cached = {path: cached_states(path, target, context, dtype, weights) for path in files}
         states = [cached[path][i] for path, i in locations]
-        return cls(rows, [len(row["prompt"]) for row in generated], states)
+        return cls(texts_of(generated, context), [len(row["prompt"]) for row in generated], states)
 
     def labels(self, index: Tensor, k: int) -> Tensor:
         """Step k's labels (B, T - 2): at position i token i + k + 1 if it was generated, otherwise
@@ -236,7 +250,8 @@ def train_on_generated(
             raise UserError(f"the {len(training)} documents to train on are too few for "
                             f"{distributed.world.size} processes")  # fmt: skip
     text = digest([[row["prompt"], row["tokens"]] for row in training])
-    identity = {"target": weights_digest(target), "text": text, "options": options}
+    labels = digest(vocabulary.host_ids.tolist()) if vocabulary else "all"
+    identity = {"target": weights_digest(target), "text": text, "options": f"{options} {labels}"}
     documents = Documents.from_rows(training, target, args.context, args.dtype)
     batch = shuffled_batches(len(training), args.rows, args.seed)
     return train(model, identity, loss(documents), batch, args, optimizers), held_out

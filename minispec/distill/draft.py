@@ -5,6 +5,7 @@ It learns the target's full distribution at each position, not only the sampled 
 """
 
 import argparse
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -57,25 +58,20 @@ def run(args: argparse.Namespace) -> None:
     target, tokenizer = load_target(args)
     c = target.config
     draft = new_model(args, tokenizer, vocab_size=c.vocab_size, bos_id=c.bos_id, eos_ids=c.eos_ids)
-
-    def loss_of(documents: Documents) -> SoftLabels:
-        return SoftLabels(draft, target, documents)
-
-    options = str(draft.config)
-    run, held_out = train_on_generated(args, target, tokenizer, draft, loss_of, options, first=1)
+    loss = partial(SoftLabels, draft, target)
+    run, held_out = train_on_generated(
+        args, target, tokenizer, draft, loss, str(draft.config), first=1
+    )
     if distributed.world.rank:
         return
     save(draft, tokenizer, args.out, torch.float16)
     draft.half().float()  # round to float16, as stored
-    facts = {
-        "sizes": f"{draft.config.layers} layers of width {draft.config.hidden_size}",
-        "loss": "cross-entropy against the target's distributions, on text that it generated",
-        "measured": "on held-out documents: how often the draft's best token is the target's, and "
-                    "Σ min(p, q), the acceptance probability of a sampled token at temperature 1",
-    }  # fmt: skip
     rates = agreement(draft, target, held_out)
+    measured = ("On held-out documents: how often the draft's best token is the target's, and "
+                "Σ min(p, q), the acceptance probability of a sampled token at temperature "
+                "1:")  # fmt: skip
     table = markdown_table("category", ["same argmax", "Σ min(p, q)"], rates)
-    write_card(args, run, f"A draft of {count_parameters(draft):,} parameters", facts, table)
+    write_card(args, run, f"A draft of {count_parameters(draft):,} parameters", measured, table)
 
 
 def arguments(p: argparse.ArgumentParser) -> None:

@@ -200,17 +200,16 @@ def check_processes(args: argparse.Namespace) -> None:
 
 
 def write_card(
-    args: argparse.Namespace, run: TrainingRun, title: str, facts: dict[str, object], table: str
+    args: argparse.Namespace, run: TrainingRun, title: str, measured: str, table: str
 ) -> None:  # fmt: skip
-    """Write README.md next to the weights: what they are, how they were made, how they score."""
+    """Write README.md next to the weights: the command that made them, and how they score."""
     limit = "at most " if "own" in args else ""  # documents may be shorter than --context
-    facts["training"] = (
+    training = (
         f"{run.step:,} steps, {limit}{run.step * args.rows * args.context:,} tokens, "
         f"{run.seconds / 60:.1f} minutes on {torch.get_num_threads()} thread(s), {args.device.type}"
     )
-    items = "".join(f"- {name}: {fact}\n" for name, fact in facts.items())
-    text = f"# {title}\n\n    python -m minispec.{args.line}\n\n{items}\n{table}\n"
-    write_text(args.out / "README.md", text)
+    parts = f"# {title}", f"    minispec {args.line}", f"Training: {training}.", measured, table
+    write_text(args.out / "README.md", "\n\n".join(parts) + "\n")
     print(table)
 
 
@@ -247,6 +246,10 @@ def training_arguments(p: argparse.ArgumentParser, steps: int, context: int, lr:
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                    help="for matrix products (float32 uses TF32 on a GPU; bfloat16 is fast on GPUs "
                         "and on CPUs with AMX)")  # fmt: skip
+    device_argument(p)
+
+
+def device_argument(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
 
 

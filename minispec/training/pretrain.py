@@ -156,23 +156,21 @@ def finish(
     args: argparse.Namespace,
 ) -> None:  # fmt: skip
     """Write the model and its card. `sizes` are the token counts of each category."""
-    model, c = run.model, run.model.config
+    model = run.model
     save(model, tokenizer, args.out, torch.float16)
     model.half().float()  # round to float16, as stored
     sample = decode(model, tokenizer, tokenizer.encode(""), max_new_tokens=120).tokens
-    facts = {
-        "sizes": f"{c.layers} layers of width {c.hidden_size}, {c.heads} heads ({c.kv_heads} for "
-                 f"keys and values), vocabulary {c.vocab_size}, context {c.context}",
-        "tokens of text": ", ".join(f"{name} {n:,}" for name, n in sizes.items()),
-        "a greedy sample": repr(tokenizer.decode(sample)),
-        "its distinct 4-grams": f"{distinct_4grams(sample):.2f}",
-    }  # fmt: skip
+    of_text = ", ".join(f"{name} {n:,}" for name, n in sizes.items())
+    measured = (
+        f"Tokens of text: {of_text}.\n\nA greedy sample, of whose 4-grams "
+        f"{distinct_4grams(sample):.2f} are distinct: {tokenizer.decode(sample)!r}"
+    )
     bits = {
         category: [bits_per_byte(model, tokenizer, documents)]
         for category, documents in held_out.items() if documents
     }  # fmt: skip
     table = markdown_table("category", ["held-out bits per byte"], bits)
-    write_card(args, run, f"A model of {count_parameters(model):,} parameters", facts, table)
+    write_card(args, run, f"A model of {count_parameters(model):,} parameters", measured, table)
 
 
 @command
