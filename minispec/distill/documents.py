@@ -28,7 +28,6 @@ from minispec.training.loop import Batch, TrainingRun, digest, train
 
 GPU_TOKENS_PER_PASS = 2**15  # including padding
 DOCUMENTS_PER_SHARE = 64  # computed by a process before each exchange
-PURPOSES = "train on", "measure on"  # the training documents, the held-out ones
 
 
 def load_target(args: argparse.Namespace, dtype: str = "float32") -> tuple[Transformer, Tokenizer]:
@@ -242,10 +241,9 @@ def train_on_generated(
     from them; `options` becomes part of the run's identity. Returns the run and the held-out
     documents."""
     with distributed.together():
-        training, held_out = (
-            select_labelled(rows, args.context, purpose, first, vocabulary)
-            for rows, purpose in zip(read_split(args.own, target, tokenizer), PURPOSES)
-        )
+        training, held_out = read_split(args.own, target, tokenizer)
+        training = select_labelled(training, args.context, "train on", first, vocabulary)
+        held_out = select_labelled(held_out, args.context, "measure on", first, vocabulary)
         if len(training) < distributed.world.size:
             raise UserError(f"the {len(training)} documents to train on are too few for "
                             f"{distributed.world.size} processes")  # fmt: skip

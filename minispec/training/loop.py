@@ -136,10 +136,7 @@ def train(
     run = TrainingRun(model, optimizers or muon_and_adamw(model), identity)
     if (args.out / CHECKPOINT).exists():
         run.restore(args.out / CHECKPOINT)
-    with (
-        tf32(args.device),
-        tqdm(total=args.steps, initial=run.step, unit="step", disable=rank > 0) as bar,
-    ):
+    with tqdm(total=args.steps, initial=run.step, unit="step", disable=rank > 0) as bar:
         while run.step < (steps := total_steps(args, run)):
             start = time.perf_counter()
             with torch.autocast(args.device.type, args.dtype, enabled=args.dtype != torch.float32):
@@ -161,17 +158,6 @@ def total_steps(args: argparse.Namespace, run: TrainingRun) -> int:
     if not args.minutes or run.step < 10:
         return args.steps
     return max(run.step, int(run.step * 60 * args.minutes / run.seconds))
-
-
-@contextlib.contextmanager
-def tf32(device: torch.device) -> Iterator[None]:
-    """On a GPU, multiply float32 in TF32: five times as fast, and accurate enough for training."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def optimizer_step(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: float) -> None:
@@ -268,6 +254,9 @@ def training_setup(args: argparse.Namespace, argv: list[str]) -> Iterator[None]:
                 folder = os.open(args.out, os.O_RDONLY)
                 stack.callback(os.close, folder)
                 lock(folder, f"--out {args.out}")
+        if args.device.type == "cuda":  # TF32 is five times as fast, and accurate enough
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("high")
         yield
 
 

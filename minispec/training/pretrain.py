@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer as BPE
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
-from torch import Tensor, nn
+from torch import Tensor
 
 from minispec import distributed
 from minispec.checkpoints.load import read_tokenizer, save
@@ -108,18 +108,12 @@ def packed_batches(documents: list[np.ndarray], rows: int, context: int, seed: i
     return batch
 
 
-class NextToken(nn.Module):
-    """rows (B, T + 1) -> mean cross-entropy in nats; with several processes, this one's share."""
-
-    def __init__(self, model: Transformer):
-        super().__init__()
-        self.transformer = model
-
-    def forward(self, rows: Tensor) -> Tensor:
-        logits = self.transformer.logits(self.transformer(rows[:, :-1]))
-        labels = rows[:, 1:].to(logits.device)
-        mean = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        return mean / distributed.world.size
+def next_token_loss(model: Transformer, rows: Tensor) -> Tensor:
+    """Mean cross-entropy of rows (B, T + 1), in nats; with several processes, this one's share."""
+    logits = model.logits(model(rows[:, :-1]))
+    labels = rows[:, 1:].to(logits.device)
+    mean = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    return mean / distributed.world.size
 
 
 @torch.no_grad()
@@ -201,7 +195,7 @@ def main(argv: list[str] | None = None) -> None:
             "model": str(model.config),
         }
         batch = packed_batches(sum(tokens.values(), []), args.rows, args.context, args.seed)
-        run = train(model, identity, NextToken(model), batch, args)
+        run = train(model, identity, functools.partial(next_token_loss, model), batch, args)
         if distributed.world.rank == 0:
             sizes = {name: sum(map(len, rows)) for name, rows in tokens.items()}
             finish(run, tokenizer, sizes, held_out, args)
