@@ -169,10 +169,10 @@ class Documents:
         states = [cached[path][i] for path, i in locations]
         return cls(texts_of(generated, context), [len(row["prompt"]) for row in generated], states)
 
-    def labels(self, index: Tensor, k: int) -> Tensor:
-        """Step k's labels (B, T - 2): at position i token i + k + 1 if it was generated, otherwise
-        -100."""
-        at = torch.arange(self.tokens.shape[1] - 2) + k + 1  # (n,)
+    def labels(self, index: Tensor, k: int, n: int | None = None) -> Tensor:
+        """Step k's labels (B, n), where n is T - 2 by default: at position i token i + k + 1 if it
+        was generated, otherwise -100."""
+        at = torch.arange(n or self.tokens.shape[1] - 2) + k + 1  # (n,)
         tokens = F.pad(self.tokens[index], (0, k))[:, k + 1 :][:, : len(at)]
         real = (at < self.lengths[index, None]) & (at >= self.prompts[index, None])
         return tokens.where(real, -100)
@@ -197,12 +197,11 @@ def shuffled_batches(count: int, rows: int, seed: int) -> Batch:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, p: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy over the rows with a label, against the label or the row's distribution in
-    `p` (n, V); 0 if no row has a label. With several processes, this one's share of it."""
-    real = labels >= 0
-    expected = labels if p is None else p * real[:, None]
-    count = distributed.all_reduce(real.sum()).clamp(min=1)
-    return F.cross_entropy(logits.float(), expected, reduction="sum") / count
+    """Mean cross-entropy over the rows with a label; 0 if there are none. If distributions `p`
+    (n, V) are given, all rows must have one, and are compared with `p` instead. With several
+    processes, this one's share of it."""
+    count = distributed.all_reduce((labels >= 0).sum()).clamp(min=1)
+    return F.cross_entropy(logits.float(), labels if p is None else p, reduction="sum") / count
 
 
 def select_labelled(

@@ -8,12 +8,11 @@ import argparse
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minispec import distributed
 from minispec.checkpoints.load import save
-from minispec.distill.documents import Documents, load_target, train_on_generated
+from minispec.distill.documents import Documents, cross_entropy, load_target, train_on_generated
 from minispec.model import Transformer, count_parameters
 from minispec.training.loop import markdown_table, training_arguments, write_card
 from minispec.training.new_model import new_model, size_arguments
@@ -28,17 +27,14 @@ class SoftLabels:
         self.draft, self.target, self.documents = draft, target, documents
 
     def __call__(self, index: Tensor) -> Tensor:
-        device = self.draft.device
-        documents, n = self.documents, self.documents.tokens.shape[1] - 1
-        after = torch.arange(n) + 1
-        generated = after < documents.lengths[index, None]  # (B, n): whether the next token is
-        generated &= after >= documents.prompts[index, None]
+        n, device = self.documents.tokens.shape[1] - 1, self.draft.device
+        labels = self.documents.labels(index, 0, n)
+        generated = labels >= 0  # (B, n)
         hidden = self.documents.states(index, n)[generated].to(device)  # (N, d)
         p = self.target.logits(hidden).float().softmax(-1)  # (N, V)
         outputs = self.draft(self.documents.tokens[index, :n])
         logits = self.draft.logits(outputs[generated.to(device)])
-        n = distributed.all_reduce(generated.sum())
-        return F.cross_entropy(logits.float(), p, reduction="sum") / max(int(n), 1)
+        return cross_entropy(logits, labels[generated].to(device), p)
 
 
 @torch.no_grad()
