@@ -169,13 +169,11 @@ def sample_documents(
         drawn = (("chat", document) for document in turns)
     how = prompt_of, tokenizer, rng, args.ask
     prompts = ((name, left_out.attempt(document, *how)) for name, document in drawn)
-    limit = args.batch if args.chat is not None else POOLED_BATCHES * args.batch
-    pool = list(islice((p for p in prompts if 0 < len(p[1]) <= max_prompt), limit))
-    if not pool:
-        if args.chat is None:
-            why = str(left_out) or "lower --tokens"
-            raise UserError(f"no prompts of at most {max_prompt} tokens found: {why}")
-        return  # no user turn was finished
+    fitting = (prompt for prompt in prompts if 0 < len(prompt[1]) <= max_prompt)
+    pool = list(islice(fitting, POOLED_BATCHES * args.batch))
+    if not pool and args.chat is None:  # with --chat, no user turn was finished
+        why = str(left_out) or "lower --tokens"
+        raise UserError(f"no prompts of at most {max_prompt} tokens found: {why}")
     if len(pool) > args.batch:  # prompts of similar lengths need little padding
         pool.sort(key=lambda prompt: len(prompt[1]))
         start = args.batch * rng.integers(len(pool) // args.batch)
