@@ -186,18 +186,16 @@ def test_a_full_disk_is_reported_with_the_name_of_the_file(target, data, tmp_pat
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
     try:
         error = rejected(capsys, *generate_args(target, data, tmp_path / "full.jsonl"))
-        with pytest.raises(OSError, match="too large: .*text.jsonl.*hidden"):
+        with pytest.raises(UserError, match="text.jsonl.*hidden cannot be written: .*too large"):
             cached_states(text, model, 12, torch.float32, weights_digest(model))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "too large: " in error and "full.jsonl" in error
 
 
-@pytest.mark.parametrize(
-    "flags, counts", [([], [3, 5, 16, 17]), (["--given"], [1, 4]), (["--chat", "a"], [3, 5, 16])]
-)
+@pytest.mark.parametrize("flags, counts", [([], [3, 5, 16, 17]), (["--chat", "a"], [3, 5, 16])])
 def test_no_more_documents_than_are_missing_are_sampled(tmp_path, monkeypatch, flags, counts):
-    """Some user turns are not finished, and many given texts are near-duplicates."""
+    """Some user turns are not finished."""
     save(byte_model(eos=tuple(range(90, 150))).float(), TOKENIZER, tmp_path / "model")
     talk = [{"prompt": text, "completion": text * 9} for text in ("ab", "cd", "ef", "gh", "ij")]
     data = [] if "--chat" in flags else ["--data", write_rows(tmp_path / "talk.jsonl", talk * 20)]
@@ -249,31 +247,6 @@ def test_ask_makes_a_request_about_a_text(target, data, tmp_path):
         assert match[1] in corpus
 
 
-def test_given_stores_the_documents_own_text(target, data, tmp_path, capsys):
-    (data / "sums.jsonl").write_text('{"question": "2+2?", "answer": "2+2 = <<2+2=4>>4"}\n' * 9)
-    save(byte_model(eos=(TOKENIZER.control_ids["<|end|>"],)), TOKENIZER, target)
-    texts: dict[str, set] = {}
-    for row in generated(target, data, tmp_path / "own.jsonl", 100, "--given", "--keep-duplicates"):
-        both = (row[part] for part in ("prompt", "tokens"))
-        text = "|".join(TOKENIZER.backend.decode(p, skip_special_tokens=False) for p in both)
-        texts.setdefault(row["kind"], set()).add(text.removeprefix("<|endoftext|>"))
-    ask, answer = "<|user|>", "<|end|><|assistant|>|"
-    assert "asked" not in texts  # it has no answers
-    assert texts["sums"] == {f"{ask}2+2?{answer}2+2 = 4<|end|>"}
-    rest = f"{ask}hi<|end|><|assistant|>hello<|end|>{ask}a\nb{answer}bye<|end|>"
-    assert texts["talk"] == {f"{ask}hi{answer}hello<|end|>", rest}
-    corpus = random_documents(120)
-    assert all(text.replace("|", "", 1) in corpus for text in texts["tales"])
-    given = "--given", "--ask", "Go!"
-    rows = generated(target, data / "tales.txt", tmp_path / "asked.jsonl", 9, *given)
-    for row in rows:
-        text = TOKENIZER.decode(row["tokens"])
-        assert TOKENIZER.chat([{"role": "user", "content": "Go!"}]) == row["prompt"]
-        assert len(text) >= 19 and text in corpus
-    wrong = ["generate", "--model", target, "--out", tmp_path / "x", "--given", "--chat"]
-    assert "--given needs the documents of --data" in rejected(capsys, *wrong)
-
-
 def test_chat_lets_the_target_write_the_user_turns(target, tmp_path, capsys):
     out, beginnings = tmp_path / "own.jsonl", ["Why", "How long"]
     generate_args = ["generate", "--model", target, "--out", out, "--tokens", 20, "--device", "cpu"]
@@ -303,29 +276,27 @@ def test_chat_lets_the_target_write_the_user_turns(target, tmp_path, capsys):
 
 
 def test_rejected_conversations_are_left_out_when_resumed_too(tmp_path, capsys):
-    """The template rejects 2 of the 8 conversations in a ShareGPT file."""
+    """The template rejects 2 of the 8 conversations."""
     save(byte_model().float(), byte_tokenizer(ALTERNATING), tmp_path / "strict")
-    file, single, parts = (tmp_path / name for name in ("talk.json", "single.jsonl", "parts.jsonl"))
-    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    bad = [{"from": "gpt", "value": "c"}, *talk]
-    file.write_text(json.dumps([{"conversations": bad if i % 4 == 1 else talk} for i in range(8)]))
+    names = "talk.jsonl", "single.jsonl", "parts.jsonl"
+    file, single, parts = (tmp_path / name for name in names)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    bad = [{"role": "assistant", "content": "c"}, *talk]
+    write_rows(file, [{"messages": bad if i % 4 == 1 else talk} for i in range(8)])
     reason = "the model's chat template rejects this conversation: roles must alternate"
-    for more in [], ["--given"]:
-        more += "--keep-duplicates", "--tokens", 4, "--batch", 4
-        generated(tmp_path / "strict", file, single, 12, *more)
-        error = capsys.readouterr().err.splitlines()[-1]
-        first = f"minispec: documents left out: 2; the first is {file} object [26]: "
-        assert re.fullmatch(first + reason, error)
-        for n in 4, 12:
-            rows = generated(tmp_path / "strict", file, parts, n, *more)
-        assert single.read_text() == parts.read_text()
-        assert {TOKENIZER.decode(row["prompt"]) for row in rows} == {"a"}
-        parts.unlink(), single.unlink()
-    file.write_text(json.dumps([{"conversations": bad}] * 5))
-    for more in [], ["--given"]:
-        flags = generate_args(tmp_path / "strict", file, single, *more, "--batch", 1)
-        error = rejected(capsys, *flags)
-        assert re.search(f"documents left out: .; the first is {file} object .: {reason}", error)
+    more = "--keep-duplicates", "--tokens", 4, "--batch", 4
+    generated(tmp_path / "strict", file, single, 12, *more)
+    error = capsys.readouterr().err.splitlines()[-1]
+    first = f"minispec: documents left out: 2; the first is {file} line [26]: "
+    assert re.fullmatch(first + reason, error)
+    for n in 4, 12:
+        rows = generated(tmp_path / "strict", file, parts, n, *more)
+    assert single.read_text() == parts.read_text()
+    assert {TOKENIZER.decode(row["prompt"]) for row in rows} == {"a"}
+    single.unlink()
+    write_rows(file, [{"messages": bad}] * 5)
+    error = rejected(capsys, *generate_args(tmp_path / "strict", file, single, "--batch", 1))
+    assert re.search(f"documents left out: .; the first is {file} line .: {reason}", error)
 
 
 def test_an_end_token_missing_from_the_config_is_reported(target, data, tmp_path, capsys):
@@ -461,45 +432,30 @@ def test_an_epoch_covers_every_document_once():
     assert not torch.equal(*epochs) and len(shuffled_batches(3, 8, 0)(9)) == 3
 
 
-def test_hidden_states_are_cached_and_extended(tmp_path):
+def test_hidden_states_are_cached(tmp_path):
     file, model = tmp_path / "own.jsonl", byte_model().float()
     rows = [{"kind": "x", "prompt": [1], "tokens": random_tokens(n, n)} for n in (5, 9, 30, 3)]
 
-    def write(n: int) -> None:
+    def check(n: int) -> list[torch.Tensor]:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows[:n]))
-
-    def check(n: int) -> None:
         kept = cached_states(file, model, 12, torch.float32, weights_digest(model))
         assert len(kept) == n
         for row, states in zip(rows, kept):
             alone = model((row["prompt"] + row["tokens"])[:12])[0]
             torch.testing.assert_close(states.float(), alone, atol=4e-3, rtol=1e-3)
+        return kept
 
-    write(4)
-    check(4)
-    (states,) = tmp_path.glob("*.hidden")
-    kept = states.read_bytes()
-    states.unlink()
-    write(2)
-    check(2)
-    two = states.read_bytes()
-    assert kept.startswith(two)
-    for more in 0, 5, 8, 99:  # bytes of the third document, left by a killed process
-        states.write_bytes(kept[: len(two) + more])
-        number = states.stat().st_ino
-        write(4)
-        check(4)
-        assert states.read_bytes() == kept and states.stat().st_ino == number
-    states.write_bytes(kept[:8] + bytes(8) + kept[16:])  # cached states are not recomputed
-    old = cached_states(file, model, 12, torch.float32, weights_digest(model))
-    assert (old[0][0, :4] == 0).all()
+    old = check(4)
     before = [states.clone() for states in old]
     for i in 3, 0, 1:  # replace a document by a longer one or one as long
         rows[i]["tokens"] = random_tokens(len(rows[i]["tokens"]) + (i == 3), 99)
-        write(4)
         check(4)
+        (states,) = tmp_path.glob("*.hidden")  # the one of the older text is deleted
     for each, was in zip(old, before, strict=True):  # an earlier run can still read the old file
         assert torch.equal(each, was)
+    states.write_bytes(bytes(8) + states.read_bytes()[8:])
+    again = cached_states(file, model, 12, torch.float32, weights_digest(model))
+    assert (again[0][0, :4] == 0).all()  # cached states are not recomputed
     model.model.norm.weight *= 2
     check(4)  # another target gets a file of its own
     assert len(list(tmp_path.glob("*.hidden"))) == 2
@@ -841,7 +797,7 @@ def test_vocabulary_counts_the_tokens_of_a_corpus(target, tmp_path, capsys):
         assert rejected(capsys, *options, "--text", *wrong)
 
 
-@pytest.mark.parametrize("flags", [[], ["--given"], ["--chat"]])
+@pytest.mark.parametrize("flags", [[], ["--chat"]])
 def test_answers_as_long_as_the_context_are_refused(target, data, tmp_path, capsys, flags):
     source = [] if "--chat" in flags else ["--data", data]
     for tokens in 256, 100_000:

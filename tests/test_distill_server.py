@@ -467,7 +467,6 @@ def test_samples_that_our_warpers_remove_are_noted(
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--server", "http://127.0.0.1:9", "--given"], "--given stores the documents' own text"),
     (["--server", "http://127.0.0.1:9"], "cannot be reached"),
     (["--server", ""], "not a valid address"),
     (["--name", "x"], "--name only works with --server"),

@@ -24,18 +24,13 @@ def talk(question: str, answer: str) -> list[dict]:
 
 TALK = talk("hi", "hello\nthere")
 PARTS = [{"type": "text", "text": "hello\n"}, {"type": "text", "text": "there"}]
-SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello\nthere"}]
 FORMS = [
     ({"text": "a tale"}, "a tale"),
-    ({"text": "Add.", "code": "def f():\r\n    pass\r\n"}, talk("Add.", "def f():\n    pass")),
-    ({"question": "2+2?", "answer": "2+2 = <<2+2=4>>4"}, talk("2+2?", "2+2 = 4")),
     ({"prompt": "hi"}, TALK[:1]),
     ({"prompt": "hi", "completion": "hello\nthere"}, TALK),
     ({"messages": TALK, "source": 3}, TALK),
     ({"messages": [TALK[0], {"role": "assistant", "content": PARTS}]}, TALK),
-    ({"id": "x_0", "conversations": SHARED}, TALK),
-    ({"conversations": [{"from": "tool", "value": "3"}]}, [{"role": "tool", "content": "3"}]),
-    ({"conversations": []}, []),
+    ({"messages": []}, []),
 ]
 
 
@@ -45,20 +40,11 @@ def test_every_format_of_a_line(tmp_path, row, document):
     assert read_documents(tmp_path / "rows.jsonl") == {"rows": [document, document]}
 
 
-@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "ROWS.JSON"])
-@pytest.mark.parametrize("indent", [None, 1])
-def test_a_json_list_holds_the_same_objects(tmp_path, name, indent):
-    rows, documents = zip(*FORMS)
-    (tmp_path / name).write_text(json.dumps(rows, indent=indent))
-    assert list(read_documents(tmp_path / name).values()) == [list(documents)]
-
-
 @pytest.mark.parametrize(
     "name, text",
     [
         ("a.txt", "User: hi\nAssistant: hello\nthere\n<|endoftext|>\n"),
         ("a.jsonl", json.dumps({"messages": TALK}) + "\n"),
-        ("a.json", json.dumps([{"messages": TALK}], indent=1)),
     ],
 )
 def test_byte_order_mark_and_windows_line_ends_are_ignored(tmp_path, name, text):
@@ -84,20 +70,16 @@ def test_other_text_is_cut_at_blank_lines_without_loss():
     assert chunks(" \n\n\n") == []
 
 
-def test_categories_of_a_folder_are_its_files_and_source_code_is_one_category(tmp_path):
+def test_categories_of_a_folder_are_its_files(tmp_path):
     folder = tmp_path / "mine"
     (folder / "deep" / ".hidden").mkdir(parents=True)
     (folder / "tales.txt").write_text("one\n<|endoftext|>\ntwo")
     (folder / "deep" / "book.txt").write_text("a book")
-    (folder / "deep" / "code.py").write_bytes(b"x = 1  # \xff and <|endoftext|>\n")
-    (folder / "more.py").write_text("y = 2")
     (folder / "deep" / "rows.jsonl").write_text('{"text": "row"}')
     (folder / "deep" / ".hidden" / "no.txt").write_text("not this")
     (folder / "notes.md").write_text("nor this")
     (folder / "config.json").write_text('{"vocab_size": 3}')
-    (folder / "talks.json").write_text(json.dumps([{"messages": TALK}]))
-    code = ["x = 1  #  and <|endoftext|>", "y = 2"]
-    categories = {"tales": ["one", "two"], "book": ["a book"], "rows": ["row"], "mine": code}
+    categories = {"tales": ["one", "two"], "book": ["a book"], "rows": ["row"]}
     assert read_documents(folder) == categories
     assert read_documents(folder / "notes.md") == {"notes": ["nor this"]}
 
@@ -119,21 +101,19 @@ def test_every_fiftieth_document_is_held_out(tmp_path):
         held_out_prompts(tmp_path, ["poems"], TOKENIZER, 2, LeftOut())
 
 
-@pytest.mark.parametrize("name, unit", [("a.jsonl", "line"), ("a.json", "object")])
-def test_conversations_that_the_template_rejects_are_replaced_by_others(tmp_path, name, unit):
-    rows = [{"messages": TALK}] * 200
+def test_conversations_that_the_template_rejects_are_replaced_by_others(tmp_path):
+    rows, file = [{"messages": TALK}] * 200, tmp_path / "a.jsonl"
     rejected = [TALK[1:] + TALK[:1], [], [{"role": "user", "content": "a"}, *TALK]]
     for i, messages in enumerate(rejected):
         rows[50 * i] = {"messages": messages}
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / name).write_text(lines if unit == "line" else json.dumps(rows))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     strict, left_out = byte_tokenizer(ALTERNATING), LeftOut()
-    prompts = held_out_prompts(tmp_path / name, None, strict, 2, left_out)["a"]
+    prompts = held_out_prompts(file, None, strict, 2, left_out)["a"]
     # only the first turn of the third one is needed, and the template accepts it
     assert [strict.decode(ids) for ids in prompts] == ["a", "hi"]
-    first = f"{tmp_path / name} {unit} 1: the model's chat template rejects this conversation"
+    first = f"{file} line 1: the model's chat template rejects this conversation"
     assert str(left_out) == f"documents left out: 2; the first is {first}: roles must alternate"
-    assert left_out.reasons[f"{tmp_path / name} {unit} 51"] == "it is empty"
+    assert left_out.reasons[f"{file} line 51"] == "it is empty"
 
 
 def test_conversations_are_encoded_with_the_chat_template():
@@ -157,10 +137,9 @@ def test_conversations_are_encoded_with_the_chat_template():
         ("data.parquet", b"PAR1\x15\x04", "data.parquet is a parquet file"),
         ("config.json", b'{\n"vocab_size": 3}', "config.json line 1: must be an object with"),
         ("config.json", b'{"vocab_size": 3}', "config.json line 1: must be an object with"),
-        ("a.json", b'[{"text": "a"}, {}]', "a.json object 2: must be an object with string values"),
-        ("a.json", b'[{"text": "a"}, ', "a.json cannot be read as one JSON list"),
+        ("a.json", b'[{"text": "a"}]', "a.json line 1: must be an object with string values"),
         ("a.jsonl", b"\n{}\n", "a.jsonl line 2: must be an object with string values"),
-        ("a.jsonl", b"[1]", "a.jsonl object 1"),
+        ("a.jsonl", b"[1]", "line 1"),
         ("a.jsonl", b'{"text": "x"', "line 1"),
         ("a.jsonl", b'{"text": 3}', "line 1"),
         ("a.jsonl", b'{"prompt": "\\ud800"}', "line 1"),
@@ -171,10 +150,10 @@ def test_conversations_are_encoded_with_the_chat_template():
         ("a.jsonl", b'{"messages": [{"role": "user"}]}', "line 1"),
         ("a.jsonl", b'{"messages": [{"role": "user", "content": 3}]}', "line 1"),
         ("a.jsonl", b'{"messages": ["hi"]}', "line 1"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl cannot be read as one JSON list"),
+        ("a.jsonl", b"[" * 100_000, "line 1"),
         ("a.jsonl", b'{"a":' * 100_000, "line 1"),
         ("a.txt", b" \n", "no text found"),
-        ("a.md", b"text", "holds no .txt, .jsonl, .py file"),
+        ("a.md", b"text", "holds no .txt, .jsonl file"),
     ],
 )
 def test_unreadable_text_is_rejected(tmp_path, name, content, message):

@@ -1,16 +1,13 @@
 """The training data of drafts and heads: generated documents and the target's hidden states."""
 
 import argparse
-import contextlib
+import glob
 import hashlib
-import os
-from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from pathlib import Path
-from typing import IO
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +18,16 @@ from minispec import distributed
 from minispec.checkpoints.heads import load_vocabulary, save_vocabulary
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError, check_writable, note, writing
+from minispec.checkpoints.weights import atomic_write
+from minispec.cli import UserError, check_writable, note
 from minispec.distill.own_text import read_generated, read_split
+from minispec.generate.drafters import find_drafter, load_drafter
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
-from minispec.training.loop import Batch, TrainingRun, digest, lock, train
+from minispec.training.loop import Batch, TrainingRun, digest, train
 
-STATES_DTYPE = torch.float16
 GPU_TOKENS_PER_PASS = 2**15  # including padding
 DOCUMENTS_PER_SHARE = 64  # computed by a process before each exchange
-PURPOSES = "train on", "measure on"  # the training documents, the held-out ones
 
 
 def load_target(args: argparse.Namespace, dtype: str = "float32") -> tuple[Transformer, Tokenizer]:
@@ -45,9 +42,23 @@ def weights_digest(model: Transformer) -> str:
     return digest([str(asdict(model.config)), [hashlib.sha256(a).hexdigest() for a in arrays]])
 
 
-def vocabulary_digest(vocabulary: Subset | None) -> str:
-    """A hash of the vocabulary to train on."""
-    return digest(vocabulary.host_ids.tolist()) if vocabulary else "all"
+def load_for_measuring(
+    args: argparse.Namespace, method: str, dtype: str = "float32"
+) -> tuple[Transformer, Path, dict, list[dict]]:
+    """The target, the folder of --heads, the heads as arguments of `method`, and the documents of
+    --own that training on them would hold out."""
+    target, tokenizer = load_target(args, dtype)
+    folder = Path(args.heads or find_drafter(method, target))
+    if not folder.is_dir():
+        raise UserError(f"--heads {folder}: must be a directory, to save the result in")
+    drafter = load_drafter(method, target, tokenizer, folder)
+    held_out = read_split(args.own, target, tokenizer)[1]
+    return target, folder, drafter, select_labelled(held_out, target.config.context, "measure on")
+
+
+def texts_of(rows: list[dict], context: int) -> list[list[int]]:
+    """The tokens of documents, prompts included, cut to `context`."""
+    return [(row["prompt"] + row["tokens"])[:context] for row in rows]
 
 
 def store_vocabulary(args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer) -> None:
@@ -68,71 +79,41 @@ def cached_states(
     """The target's hidden states (n, d), in float16, for each document of a `generate` file, cut to
     `context` tokens. `weights` is the target's digest.
 
-    A file next to it caches them: for each document a hash of its tokens, then its states. States
-    of documents added later are appended. If a hash does not match, all states are recomputed into
-    a new file, because another run may still be reading the old one.
+    A file next to it caches them and is mapped to memory. Its name holds a digest of the settings
+    and one of the text; the file of an older text is deleted.
     """
-    rows = [(row["prompt"] + row["tokens"])[:context] for row in read_generated(path)[1]]
-    hashes = [bytes.fromhex(digest(row)) for row in rows]  # 8 bytes each
-    key, size = digest([weights, context, str(dtype), "hashes"])[:8], target.config.hidden_size
-    file = path.with_name(f"{path.name}.{key}.hidden")
-    ends = list(accumulate((8 + 2 * size * len(row) for row in rows), initial=0))  # bytes
-    with contextlib.ExitStack() as stack:
-        done = len(rows)
+    rows = texts_of(read_generated(path)[1], context)
+    prefix = f"{path.name}.{digest([weights, context, str(dtype)])[:8]}"
+    file = path.with_name(f"{prefix}.{digest(rows)}.hidden")
+    if not distributed.all_gather(file.exists())[0]:
         with distributed.together():
-            if distributed.world.rank == 0:  # the others wait below
+            if distributed.world.rank == 0:
                 check_writable(file, "the hidden states of --own")
-                out, done = stack.enter_context(open_states(file, hashes, ends))
-        done = distributed.all_gather(done)[0]
-        for i, hidden in enumerate(shared_states(target, rows[done:], dtype), done):
-            out.write(hashes[i] + hidden.half().numpy().tobytes())
-    distributed.all_gather(None)  # the file is complete
-    flat = torch.from_file(str(file), size=ends[-1] // 2, dtype=STATES_DTYPE)  # lazily
-    parts = flat.split([4 + size * len(row) for row in rows])
-    return [part[4:].view(-1, size) for part in parts]
-
-
-@contextlib.contextmanager
-def open_states(file: Path, hashes: list[bytes], ends: list[int]) -> Iterator[tuple[IO, int]]:
-    """Open and lock a file of hidden states, and yield it with the number of documents in it. What
-    follows them is cut off. If a document's hash does not match, a new file is started."""
-    while True:
-        with writing(file), file.open("a+b") as out:
-            lock(out, str(file), wait=True)  # two runs on the same text may start together
-            if not (file.exists() and os.path.samestat(os.fstat(out.fileno()), file.stat())):
-                continue  # another run started a new file while this one waited
-            done = bisect(ends, out.seek(0, os.SEEK_END)) - 1
-            # after `done` complete documents there may be part of one, left by a killed process
-            start = zip(hashes[: done + 1], ends)
-            if not all(hash_.startswith(read_at(out, offset, 8)) for hash_, offset in start):
-                file.unlink()
-                continue
-            if done < len(hashes):
-                out.truncate(ends[done])
-            yield out, done
-            return
+                for old in path.parent.glob(f"{glob.escape(prefix)}.*.hidden"):
+                    old.unlink()
+        states = shared_states(target, rows, dtype)
+        if distributed.world.rank == 0:
+            with atomic_write(file) as part, part.open("wb") as out:
+                out.writelines(hidden.numpy().tobytes() for hidden in states)
+        else:
+            list(states)  # yields nothing; rank 0 gets this process's share
+        distributed.all_gather(None)  # the file is complete
+    lengths, size = list(map(len, rows)), target.config.hidden_size
+    flat = torch.from_file(str(file), size=sum(lengths) * size, dtype=torch.float16)  # lazily
+    return list(flat.view(-1, size).split(lengths))
 
 
 def shared_states(
     target: Transformer, rows: list[list[int]], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """`hidden_states`. Each process computes a share; rank 0 yields all of them in order."""
+    """`hidden_states` in float16. Each process computes a share; rank 0 yields all in order."""
     rank, size = distributed.world.rank, distributed.world.size
-    if size == 1:
-        yield from hidden_states(target, tqdm(rows, "hidden states"), dtype)
-        return
     step = size * DOCUMENTS_PER_SHARE
     for start in tqdm(range(0, len(rows), step), "hidden states"):
         own = rows[start : start + step][rank::size]
         shares = distributed.gather([states.half() for states in hidden_states(target, own, dtype)])
         for of_round in zip_longest(*shares):
             yield from (states for states in of_round if states is not None)
-
-
-def read_at(file: IO, offset: int, n: int) -> bytes:
-    """Read `n` bytes at an offset; fewer at the end of the file."""
-    file.seek(offset)
-    return file.read(n)
 
 
 @torch.no_grad()
@@ -181,18 +162,17 @@ class Documents:
         cls, generated: list[dict], target: Transformer, context: int, dtype: torch.dtype
     ) -> "Documents":
         """Build from documents of `read_split`, cut to `context` tokens."""
-        rows = [(row["prompt"] + row["tokens"])[:context] for row in generated]
         locations = [row["location"] for row in generated]
         # in the order of --own, since all processes must take the files in the same order
         files, weights = dict.fromkeys(path for path, _ in locations), weights_digest(target)
         cached = {path: cached_states(path, target, context, dtype, weights) for path in files}
         states = [cached[path][i] for path, i in locations]
-        return cls(rows, [len(row["prompt"]) for row in generated], states)
+        return cls(texts_of(generated, context), [len(row["prompt"]) for row in generated], states)
 
-    def labels(self, index: Tensor, k: int) -> Tensor:
-        """Step k's labels (B, T - 2): at position i token i + k + 1 if it was generated, otherwise
-        -100."""
-        at = torch.arange(self.tokens.shape[1] - 2) + k + 1  # (n,)
+    def labels(self, index: Tensor, k: int, n: int | None = None) -> Tensor:
+        """Step k's labels (B, n), where n is T - 2 by default: at position i token i + k + 1 if it
+        was generated, otherwise -100."""
+        at = torch.arange(n or self.tokens.shape[1] - 2) + k + 1  # (n,)
         tokens = F.pad(self.tokens[index], (0, k))[:, k + 1 :][:, : len(at)]
         real = (at < self.lengths[index, None]) & (at >= self.prompts[index, None])
         return tokens.where(real, -100)
@@ -217,12 +197,11 @@ def shuffled_batches(count: int, rows: int, seed: int) -> Batch:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, p: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy over the rows with a label, against the label or the row's distribution in
-    `p` (n, V); 0 if no row has a label. With several processes, this one's share of it."""
-    real = labels >= 0
-    expected = labels if p is None else p * real[:, None]
-    count = distributed.all_reduce(real.sum()).clamp(min=1)
-    return F.cross_entropy(logits.float(), expected, reduction="sum") / count
+    """Mean cross-entropy over the rows with a label; 0 if there are none. If distributions `p`
+    (n, V) are given, all rows must have one, and are compared with `p` instead. With several
+    processes, this one's share of it."""
+    count = distributed.all_reduce((labels >= 0).sum()).clamp(min=1)
+    return F.cross_entropy(logits.float(), labels if p is None else p, reduction="sum") / count
 
 
 def select_labelled(
@@ -261,15 +240,15 @@ def train_on_generated(
     from them; `options` becomes part of the run's identity. Returns the run and the held-out
     documents."""
     with distributed.together():
-        training, held_out = (
-            select_labelled(rows, args.context, purpose, first, vocabulary)
-            for rows, purpose in zip(read_split(args.own, target, tokenizer), PURPOSES)
-        )
+        training, held_out = read_split(args.own, target, tokenizer)
+        training = select_labelled(training, args.context, "train on", first, vocabulary)
+        held_out = select_labelled(held_out, args.context, "measure on", first, vocabulary)
         if len(training) < distributed.world.size:
             raise UserError(f"the {len(training)} documents to train on are too few for "
                             f"{distributed.world.size} processes")  # fmt: skip
     text = digest([[row["prompt"], row["tokens"]] for row in training])
-    identity = {"target": weights_digest(target), "text": text, "options": options}
+    labels = digest(vocabulary.host_ids.tolist()) if vocabulary else "all"
+    identity = {"target": weights_digest(target), "text": text, "options": f"{options} {labels}"}
     documents = Documents.from_rows(training, target, args.context, args.dtype)
     batch = shuffled_batches(len(training), args.rows, args.seed)
     return train(model, identity, loss(documents), batch, args, optimizers), held_out

@@ -5,14 +5,14 @@ It learns the target's full distribution at each position, not only the sampled 
 """
 
 import argparse
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minispec import distributed
 from minispec.checkpoints.load import save
-from minispec.distill.documents import Documents, load_target, train_on_generated
+from minispec.distill.documents import Documents, cross_entropy, load_target, train_on_generated
 from minispec.model import Transformer, count_parameters
 from minispec.training.loop import markdown_table, training_arguments, write_card
 from minispec.training.new_model import new_model, size_arguments
@@ -27,17 +27,14 @@ class SoftLabels:
         self.draft, self.target, self.documents = draft, target, documents
 
     def __call__(self, index: Tensor) -> Tensor:
-        device = self.draft.device
-        documents, n = self.documents, self.documents.tokens.shape[1] - 1
-        after = torch.arange(n) + 1
-        generated = after < documents.lengths[index, None]  # (B, n): whether the next token is
-        generated &= after >= documents.prompts[index, None]
+        n, device = self.documents.tokens.shape[1] - 1, self.draft.device
+        labels = self.documents.labels(index, 0, n)
+        generated = labels >= 0  # (B, n)
         hidden = self.documents.states(index, n)[generated].to(device)  # (N, d)
         p = self.target.logits(hidden).float().softmax(-1)  # (N, V)
         outputs = self.draft(self.documents.tokens[index, :n])
         logits = self.draft.logits(outputs[generated.to(device)])
-        n = distributed.all_reduce(generated.sum())
-        return F.cross_entropy(logits.float(), p, reduction="sum") / max(int(n), 1)
+        return cross_entropy(logits, labels[generated].to(device), p)
 
 
 @torch.no_grad()
@@ -57,25 +54,20 @@ def run(args: argparse.Namespace) -> None:
     target, tokenizer = load_target(args)
     c = target.config
     draft = new_model(args, tokenizer, vocab_size=c.vocab_size, bos_id=c.bos_id, eos_ids=c.eos_ids)
-
-    def loss_of(documents: Documents) -> SoftLabels:
-        return SoftLabels(draft, target, documents)
-
-    options = str(draft.config)
-    run, held_out = train_on_generated(args, target, tokenizer, draft, loss_of, options, first=1)
+    loss = partial(SoftLabels, draft, target)
+    run, held_out = train_on_generated(
+        args, target, tokenizer, draft, loss, str(draft.config), first=1
+    )
     if distributed.world.rank:
         return
     save(draft, tokenizer, args.out, torch.float16)
     draft.half().float()  # round to float16, as stored
-    facts = {
-        "sizes": f"{draft.config.layers} layers of width {draft.config.hidden_size}",
-        "loss": "cross-entropy against the target's distributions, on text that it generated",
-        "measured": "on held-out documents: how often the draft's best token is the target's, and "
-                    "Σ min(p, q), the acceptance probability of a sampled token at temperature 1",
-    }  # fmt: skip
     rates = agreement(draft, target, held_out)
+    measured = ("On held-out documents: how often the draft's best token is the target's, and "
+                "Σ min(p, q), the acceptance probability of a sampled token at temperature "
+                "1:")  # fmt: skip
     table = markdown_table("category", ["same argmax", "Σ min(p, q)"], rates)
-    write_card(args, run, f"A draft of {count_parameters(draft):,} parameters", facts, table)
+    write_card(args, run, f"A draft of {count_parameters(draft):,} parameters", measured, table)
 
 
 def arguments(p: argparse.ArgumentParser) -> None:

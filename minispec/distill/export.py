@@ -25,8 +25,6 @@ from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.model import Transformer
 
-SPECULATIVE_FLAG = "--speculative-config"
-MTP_OVERRIDE = """--hf-overrides '{"num_nextn_predict_layers": 1}'"""
 MTP_STEPS = 3  # tokens per round in the printed commands
 QKV_WEIGHTS = "q_proj.weight", "k_proj.weight", "v_proj.weight"
 
@@ -41,9 +39,9 @@ def run(args: argparse.Namespace) -> None:
     else:
         export_mtp(load_mtp(args.mtp, target, tokenizer), target, args.out)
         settings = {"method": "mtp", "num_speculative_tokens": MTP_STEPS}
-        overrides = f" {MTP_OVERRIDE}"
+        overrides = """ --hf-overrides '{"num_nextn_predict_layers": 1}'"""
     settings["model"] = str(args.out)
-    print(f"vllm serve {target.source}{overrides} {SPECULATIVE_FLAG} '{json.dumps(settings)}'")
+    print(f"vllm serve {target.source}{overrides} --speculative-config '{json.dumps(settings)}'")
     if args.mtp:
         print(f"python -m sglang.launch_server --model-path {target.source} "
               f"--speculative-algorithm EAGLE --speculative-draft-model-path {args.out} "

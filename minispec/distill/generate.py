@@ -3,9 +3,8 @@
 For a plain text in --data, the target continues the first few tokens; with --ask, it gets a request
 about the text instead. For a conversation, it answers one of the user's turns through its chat
 template, so lines of `{"prompt": ...}` are enough. With --chat, the target writes the user's turns
-too, starting from an empty user header (Magpie, arXiv 2406.08464), so no data is needed. With
---given, the documents' own text is stored instead: mtp --soft learns the target's distributions
-along it, which takes a single pass. Near-duplicates are dropped, because models repeat themselves.
+too, starting from an empty user header (Magpie, arXiv 2406.08464), so no data is needed.
+Near-duplicates are dropped, because models repeat themselves.
 
 With --server, a server of the target (vLLM, llama.cpp, SGLang, …) gets the same prompts and
 generates the answers.
@@ -16,6 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TextIO
@@ -54,7 +54,6 @@ Sample = Callable[[list[list[int]], int, Sampling, int], Iterator[tuple[int, lis
 USER_TURN_TOKENS, USER_TURN_SAMPLING = 96, Sampling(0.9)  # when the target writes user turns
 RECORDED_FLAGS = (  # stored in the file's header
     "seed", "batch", "tokens", "temperature", "top_k", "top_p", "keep_duplicates", "ask", "chat",
-    "given",
 )  # fmt: skip
 
 
@@ -157,7 +156,7 @@ def prompt_of(
 
 def sample_documents(
     sample: Sample, config: Config, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace,
-    seed: list[int], left_out: LeftOut, most: int,
+    left_out: LeftOut, seed: list[int], most: int,
 ) -> Iterator[dict]:  # fmt: skip
     """Sample answers to --batch prompts, but no more than `most`, from random documents or
     written by the target itself."""
@@ -170,13 +169,11 @@ def sample_documents(
         drawn = (("chat", document) for document in turns)
     how = prompt_of, tokenizer, rng, args.ask
     prompts = ((name, left_out.attempt(document, *how)) for name, document in drawn)
-    limit = args.batch if args.chat is not None else POOLED_BATCHES * args.batch
-    pool = list(islice((p for p in prompts if 0 < len(p[1]) <= max_prompt), limit))
-    if not pool:
-        if args.chat is None:
-            why = str(left_out) or "lower --tokens"
-            raise UserError(f"no prompts of at most {max_prompt} tokens found: {why}")
-        return  # no user turn was finished
+    fitting = (prompt for prompt in prompts if 0 < len(prompt[1]) <= max_prompt)
+    pool = list(islice(fitting, POOLED_BATCHES * args.batch))
+    if not pool and args.chat is None:  # with --chat, no user turn was finished
+        why = str(left_out) or "lower --tokens"
+        raise UserError(f"no prompts of at most {max_prompt} tokens found: {why}")
     if len(pool) > args.batch:  # prompts of similar lengths need little padding
         pool.sort(key=lambda prompt: len(prompt[1]))
         start = args.batch * rng.integers(len(pool) // args.batch)
@@ -185,35 +182,6 @@ def sample_documents(
     prompts = [ids for _, ids in pool[:most]]
     for i, answer in sample(prompts, args.tokens, sampling, int(rng.integers(2**63))):
         yield {"kind": pool[i][0], "prompt": prompts[i], "tokens": answer}
-
-
-def given_documents(
-    config: Config, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace, seed: list[int],
-    left_out: LeftOut,
-) -> list[dict]:  # fmt: skip
-    """Split random documents into the prompt that the target would get and their own answer."""
-    rng, rows = np.random.default_rng(seed), []
-    end = tokenizer.id_of("eos_token")  # ends a turn, if the model has several end tokens
-    ends = [end] if end in config.eos_ids else list(config.eos_ids[:1])
-    documents = [(name, document) for name, texts in corpus.items() for document in texts]
-    for i in rng.integers(len(documents), size=args.batch):
-        name, document = documents[i]
-        if isinstance(document, str) and args.ask:
-            document = [turn("user", args.ask.format(document)), turn("assistant", document)]
-        if isinstance(document, str):
-            ids, cut = tokenizer.encode(document), rng.integers(4, MAX_BEGINNING)
-            prompt, answer = ids[:cut], ids[cut:]
-        else:
-            answer_turns = [j for j, t in enumerate(document) if j and t["role"] == "assistant"]
-            if not answer_turns:
-                continue
-            at = rng.choice(answer_turns)
-            prompt = left_out.attempt(document, lambda turns: encode(turns[:at], tokenizer))
-            answer = tokenizer.encode(document[at]["content"], special=False) + ends
-        answer = answer[: args.tokens]
-        if prompt and answer and len(prompt) + args.tokens <= config.context:
-            rows.append({"kind": name, "prompt": prompt, "tokens": answer})
-    return rows
 
 
 def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> list[dict]:
@@ -241,11 +209,8 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.out.suffix in OPENERS:
         raise UserError(f"--out {args.out}: a compressed file cannot be appended to; choose a "
                         ".jsonl file and compress it afterwards")  # fmt: skip
-    for flag in "given", "ask":
-        if getattr(args, flag) and not args.data:
-            raise UserError(f"--{flag} needs the documents of --data")
-    if args.given and args.server is not None:
-        raise UserError("--given stores the documents' own text; use it without --server")
+    if args.ask and not args.data:
+        raise UserError("--ask needs the documents of --data")
     if args.server is not None and distributed.world.size > 1:
         raise UserError("one process asks --server with many requests at once: omit torchrun")
     for flag in "name", "key_env":
@@ -301,11 +266,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--tokens {args.tokens} leaves no room for a prompt in the context of "
                         f"{config.context} tokens: lower --tokens")  # fmt: skip
 
-    def new_documents(seed: list[int], missing: int) -> Iterable[dict]:
-        how = config, tokenizer, corpus, args, seed, left_out
-        documents = given_documents(*how) if args.given else sample_documents(sample, *how, missing)
-        return islice(documents, missing)
-
+    new_documents = partial(sample_documents, sample, config, tokenizer, corpus, args, left_out)
     first = distributed.world.rank == 0
     out = args.out if first else Path(os.devnull)  # the other processes write nothing
     with writing(out), out.open("a+", encoding="utf-8", newline="\n") as file:
@@ -335,8 +296,6 @@ def arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ask", metavar="FORMAT",
                    help="a request to make about each text, like 'Summarize: {}' or "
                         "'Continue: {:.200}'")  # fmt: skip
-    p.add_argument("--given", action="store_true",
-                   help="store the documents' own text instead, for mtp --soft")  # fmt: skip
     p.add_argument("--server", metavar="URL", help="let a server of --model with /v1/completions "
                    "generate; --model itself only checks its first answers")  # fmt: skip
     p.add_argument("--name", help="the model's name on the server (default: its only model)")
@@ -357,4 +316,3 @@ def arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--keep-duplicates", action="store_true",
                    help="keep near-duplicates, at the rate the target generates them")  # fmt: skip
     p.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
-    p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")

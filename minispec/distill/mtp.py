@@ -1,6 +1,8 @@
 """Train FastMTP's head on text that the target generated."""
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from statistics import mean
 
 import torch
@@ -9,14 +11,15 @@ from torch import Tensor
 
 from minispec import distributed
 from minispec.checkpoints.heads import load_mtp, load_subset, save_mtp
-from minispec.cli import Source, number
+from minispec.cli import number
 from minispec.distill.documents import (
     Documents,
     cross_entropy,
+    hidden_states,
     load_target,
     store_vocabulary,
+    texts_of,
     train_on_generated,
-    vocabulary_digest,
 )
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.vocabulary import FullVocabulary, Subset
@@ -125,19 +128,21 @@ def step_accuracy(loss: MTPLoss, indices: list[int]) -> list[float]:
     return [r / max(c, 1) for r, c in zip(right, count)]
 
 
-@torch.no_grad()
-def category_accuracy(loss: MTPLoss, rows: list[dict]) -> dict[str, list[float]]:
-    """`step_accuracy` for each kind of document; row i describes the loss's document i."""
-    categories: dict[str, list[int]] = {}
+def measure(
+    head: MTPHead, loss: Callable[[Documents], MTPLoss], target: Transformer, rows: list[dict],
+    context: int,
+) -> str:  # fmt: skip
+    """Set the head's acceptance to the mean of `step_accuracy` over the kinds of documents. Returns
+    a Markdown table with a row per kind and a column per step."""
+    texts = texts_of(rows, context)
+    states = hidden_states(target, texts, torch.float32)
+    measured = loss(Documents(texts, [len(row["prompt"]) for row in rows], states))
+    kinds: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
-        categories.setdefault(row["kind"], []).append(i)
-    return {name: step_accuracy(loss, indices) for name, indices in categories.items()}
-
-
-def accuracy_table(rates: dict[str, list[float]]) -> str:
-    """A Markdown table with a row per kind of document and a column per step."""
-    steps = len(next(iter(rates.values())))
-    return markdown_table("category", [f"step {k + 1}" for k in range(steps)], rates)
+        kinds.setdefault(row["kind"], []).append(i)
+    rates = {kind: step_accuracy(measured, indices) for kind, indices in kinds.items()}
+    head.acceptance = [mean(of_step) for of_step in zip(*rates.values())]
+    return markdown_table("category", [f"step {k + 1}" for k in range(len(head.acceptance))], rates)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -148,34 +153,25 @@ def run(args: argparse.Namespace) -> None:
         head = MTPHead(target.config)
         initialise(head, args.seed)
         head.to(args.device)
-
     vocabulary = load_subset(args.vocabulary, target, tokenizer)
-
-    def loss_of(documents: Documents) -> MTPLoss:
-        aligned = args.mode == "aligned"
-        return MTPLoss(head, target, documents, args.k, args.beta, aligned, args.soft, vocabulary)
-
-    options = f"{args.mode} {args.k} {args.beta} {args.soft} {vocabulary_digest(vocabulary)}"
-    run, held_out = train_on_generated(args, target, tokenizer, head, loss_of, options,
+    loss = partial(
+        MTPLoss, head, target, steps=args.k, beta=args.beta, aligned=args.mode == "aligned",
+        soft=args.soft, vocabulary=vocabulary,
+    )  # fmt: skip
+    options = f"{args.mode} {args.k} {args.beta} {args.soft}"
+    run, held_out = train_on_generated(args, target, tokenizer, head, loss, options,
                                        vocabulary=vocabulary)  # fmt: skip
-    head.half().float()  # round to float16, as stored
-    loss = loss_of(Documents.from_rows(held_out, target, args.context, torch.float32))
-    rates = category_accuracy(loss, held_out)
-    head.acceptance = [mean(of_step) for of_step in zip(*rates.values())]
     if distributed.world.rank:
         return
-    save_mtp(head, args.out, without_folder(args.model), tokenizer, torch.float16, loss.weights)
+    head.half().float()  # round to float16, as stored
+    table = measure(head, loss, target, held_out, args.context)
+    weights = step_weights(args.k, args.beta)
+    save_mtp(head, args.out, without_folder(args.model), tokenizer, torch.float16, weights)
     store_vocabulary(args, target, tokenizer)
-    facts = {
-        "layout": "MiMo's; embedding and lm_head are the target's",
-        "loss": f"Σ α_k · CE_k, α = {', '.join(f'{w:.3f}' for w in loss.weights)}, {args.mode}, "
-                f"against the target's {'distributions' if args.soft else 'tokens'}"
-                f"{f', over {len(vocabulary)} tokens' if vocabulary else ''}",
-        "measured": "how often each step's best token is right on held-out documents, given the "
-                    "true tokens before it",
-    }  # fmt: skip
     title = f"A FastMTP head of {count_parameters(head):,} parameters"
-    write_card(args, run, title, facts, accuracy_table(rates))
+    measured = ("How often each step's best token is right on held-out documents, given the true "
+                "tokens before it:")  # fmt: skip
+    write_card(args, run, title, measured, table)
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
@@ -188,7 +184,4 @@ def arguments(p: argparse.ArgumentParser) -> None:
                    help="run steps as in drafting, or as in the published code")  # fmt: skip
     p.add_argument("--soft", action="store_true",
                    help="learn the target's distributions instead of its tokens")  # fmt: skip
-    p.add_argument("--vocabulary", type=Source,
-                   help="a file from distill vocabulary: train on its tokens only")  # fmt: skip
-    p.add_argument("--init", type=Source, help="start from this head")
     training_arguments(p, steps=1000, context=224, lr=4e-3)

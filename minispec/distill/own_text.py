@@ -14,7 +14,6 @@ import lzma
 import zlib
 from hashlib import blake2b
 from pathlib import Path
-from typing import TextIO
 
 from minispec.checkpoints.load import check_fingerprint
 from minispec.checkpoints.tokenizer import Tokenizer
@@ -31,8 +30,9 @@ def read_generated(path: Path, tokenizer: Tokenizer | None = None) -> tuple[dict
     (.gz, .xz). An incomplete last line, left by a killed process, is ignored. Raises UserError if
     the documents were made with another tokenizer."""
     header: dict = {}
+    opener = OPENERS.get(path.suffix, open)
     try:
-        with unpacked(path) as file:
+        with opener(path, "rt", encoding="utf-8") as file:
             rows = [json.loads(line) for line in file.read().split("\n")[:-1]]
         if rows and "options" in rows[0]:
             header = rows.pop(0)
@@ -47,11 +47,6 @@ def read_generated(path: Path, tokenizer: Tokenizer | None = None) -> tuple[dict
         raise UserError(f"{path} is not a file from minispec.distill generate: {error}") from None
     check_fingerprint(str(path), header.get("tokenizer"), tokenizer)
     return header, rows
-
-
-def unpacked(path: Path) -> TextIO:
-    """Open a text file that may be compressed with gzip or xz."""
-    return OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8")
 
 
 def require(valid: object, fault: str) -> None:

@@ -3,16 +3,13 @@
 import argparse
 from collections import Counter
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from minispec.checkpoints.heads import save_tree
-from minispec.cli import Source, UserError
-from minispec.distill.documents import hidden_states, load_target, select_labelled
-from minispec.distill.own_text import read_split
-from minispec.generate.drafters import find_drafter, load_drafter, tree_costs
+from minispec.distill.documents import hidden_states, load_for_measuring, texts_of
+from minispec.generate.drafters import tree_costs
 from minispec.methods.medusa import RANKS, MedusaHeads
 from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
 from minispec.model import Transformer
@@ -41,8 +38,7 @@ def ranks_of(
     """The rank (K, n) that each head gives its label among the draft head's tokens, at the n tokens
     of all documents, cut to `context`. RANKS stands for any worse rank and for a label that the
     draft head lacks, -1 for no label."""
-    rows = [(row["prompt"] + row["tokens"])[:context] for row in generated]
-    ranks = []
+    rows, ranks = texts_of(generated, context), []
     for i, hidden in enumerate(hidden_states(target, rows, torch.float32)):
         logits = heads(hidden.to(target.device, target.dtype), draft_head)  # (K, n, V)
         label = labels_of(rows[i], len(generated[i]["prompt"]), len(heads)).T  # (K, n)
@@ -89,8 +85,10 @@ def choose_tree(
     speedups = [n / cost for n, cost in zip(tokens, costs)]
     speedups[0] = 0.0  # an empty tree would not use the heads
     best = speedups.index(max(speedups))
-    print(f"a tree of {best} nodes: {tokens[best]:.2f} tokens per round, which costs "
-          f"{costs[best]:.2f} passes")
+    print(
+        f"a tree of {best} nodes: {tokens[best]:.2f} tokens per round, which costs "
+        f"{costs[best]:.2f} passes"
+    )
     heads.tree = list(shares)[:best]
 
 
@@ -101,23 +99,12 @@ def accuracy_table(heads: MedusaHeads) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure on the documents of --own that training on them would hold out."""
-    target, tokenizer = load_target(args, args.dtype)
-    folder = Path(args.heads or find_drafter("medusa", target))
-    if not folder.is_dir():
-        raise UserError(f"--heads {folder}: must be a directory, to save the tree in")
-    drafter = load_drafter("medusa", target, tokenizer, folder)
-    heads, vocabulary = drafter["heads"], drafter["vocabulary"]
-    context = target.config.context
-    held_out = read_split(args.own, target, tokenizer)[1]
-    labelled = select_labelled(held_out, context, "measure on")
-    choose_tree(heads, vocabulary, target, labelled, context)
+    target, folder, drafter, rows = load_for_measuring(args, "medusa", args.dtype)
+    heads = drafter["heads"]
+    choose_tree(heads, drafter["vocabulary"], target, rows, target.config.context)
     save_tree(heads, folder)
     print(accuracy_table(heads))
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--heads", type=Source, help="directory of the heads, whose tree is replaced "
-                   "(default: the one next to the model)")  # fmt: skip
     p.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
-    p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer as BPE
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
-from torch import Tensor, nn
+from torch import Tensor
 
 from minispec import distributed
 from minispec.checkpoints.load import read_tokenizer, save
@@ -108,18 +108,12 @@ def packed_batches(documents: list[np.ndarray], rows: int, context: int, seed: i
     return batch
 
 
-class NextToken(nn.Module):
-    """rows (B, T + 1) -> mean cross-entropy in nats; with several processes, this one's share."""
-
-    def __init__(self, model: Transformer):
-        super().__init__()
-        self.transformer = model
-
-    def forward(self, rows: Tensor) -> Tensor:
-        logits = self.transformer.logits(self.transformer(rows[:, :-1]))
-        labels = rows[:, 1:].to(logits.device)
-        mean = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        return mean / distributed.world.size
+def next_token_loss(model: Transformer, rows: Tensor) -> Tensor:
+    """Mean cross-entropy of rows (B, T + 1), in nats; with several processes, this one's share."""
+    logits = model.logits(model(rows[:, :-1]))
+    labels = rows[:, 1:].to(logits.device)
+    mean = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    return mean / distributed.world.size
 
 
 @torch.no_grad()
@@ -156,23 +150,21 @@ def finish(
     args: argparse.Namespace,
 ) -> None:  # fmt: skip
     """Write the model and its card. `sizes` are the token counts of each category."""
-    model, c = run.model, run.model.config
+    model = run.model
     save(model, tokenizer, args.out, torch.float16)
     model.half().float()  # round to float16, as stored
     sample = decode(model, tokenizer, tokenizer.encode(""), max_new_tokens=120).tokens
-    facts = {
-        "sizes": f"{c.layers} layers of width {c.hidden_size}, {c.heads} heads ({c.kv_heads} for "
-                 f"keys and values), vocabulary {c.vocab_size}, context {c.context}",
-        "tokens of text": ", ".join(f"{name} {n:,}" for name, n in sizes.items()),
-        "a greedy sample": repr(tokenizer.decode(sample)),
-        "its distinct 4-grams": f"{distinct_4grams(sample):.2f}",
-    }  # fmt: skip
+    of_text = ", ".join(f"{name} {n:,}" for name, n in sizes.items())
+    measured = (
+        f"Tokens of text: {of_text}.\n\nA greedy sample, of whose 4-grams "
+        f"{distinct_4grams(sample):.2f} are distinct: {tokenizer.decode(sample)!r}"
+    )
     bits = {
         category: [bits_per_byte(model, tokenizer, documents)]
         for category, documents in held_out.items() if documents
     }  # fmt: skip
     table = markdown_table("category", ["held-out bits per byte"], bits)
-    write_card(args, run, f"A model of {count_parameters(model):,} parameters", facts, table)
+    write_card(args, run, f"A model of {count_parameters(model):,} parameters", measured, table)
 
 
 @command
@@ -203,7 +195,7 @@ def main(argv: list[str] | None = None) -> None:
             "model": str(model.config),
         }
         batch = packed_batches(sum(tokens.values(), []), args.rows, args.context, args.seed)
-        run = train(model, identity, NextToken(model), batch, args)
+        run = train(model, identity, functools.partial(next_token_loss, model), batch, args)
         if distributed.world.rank == 0:
             sizes = {name: sum(map(len, rows)) for name, rows in tokens.items()}
             finish(run, tokenizer, sizes, held_out, args)

@@ -1,17 +1,14 @@
 """Read documents from the user's files, for training and for prompts.
 
 A `.txt` file holds documents separated by lines `<|endoftext|>`; a document that starts with
-`User:` (or `用户：`) is a conversation. A `.jsonl` or `.json` file holds one object per line, or
-one list of objects:
-`{"text"}`, `{"messages": [{"role", "content"}, ...]}`, ShareGPT's `{"conversations": [{"from",
-"value"}, ...]}`, `{"prompt"}`, `{"prompt", "completion"}`, `{"question", "answer"}` or `{"text",
-"code"}`. Any other file, such as a book or source code, is cut at blank lines into chunks of about
-2,000 characters. All files must be UTF-8. A folder means the .txt, .jsonl and .py files in it; a
-.json file there could be a settings file, so it is read only if it is named explicitly.
+`User:` (or `用户：`) is a conversation. A `.jsonl` file holds an object per line: `{"text"}`,
+`{"prompt"}`, `{"prompt", "completion"}` or `{"messages": [{"role", "content"}, ...]}`; the card of
+weights/target shows how to convert other data sets. Any other file, such as a book, is cut at blank
+lines into chunks of about 2,000 characters. All files must be UTF-8. A folder means the .txt and
+.jsonl files in it.
 
-The *category* of a document (`kind` in files and flags) is its file's name without the extension;
-for .py files in a folder, it is the folder's name. Every 50th document of a category is held out:
-it is used for measuring, never for training.
+The *category* of a document (`kind` in files and flags) is its file's name without the extension.
+Every 50th document of a category is held out: it is used for measuring, never for training.
 """
 
 import json
@@ -37,9 +34,8 @@ Corpus = dict[str, list[Document]]  # documents by category
 
 END = "<|endoftext|>"
 END_LINE = re.compile(f"^{re.escape(END)}$", re.M)
-FOLDER_TYPES = ".txt", ".jsonl", ".py"  # the files read from a folder
+FOLDER_TYPES = ".txt", ".jsonl"  # the files read from a folder
 ROLES = {"User: ": "user", "用户：": "user", "Assistant: ": "assistant", "助手：": "assistant"}
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # other roles keep their names
 BINARY_FORMATS = {  # recognised by a file's first bytes
     b"\x1f\x8b": "compressed by gzip", b"PK\x03\x04": "a zip archive", b"PAR1": "a parquet file",
     b"\x28\xb5\x2f\xfd": "compressed by zstd", b"\xff\xfe": "UTF-16 text",
@@ -80,22 +76,19 @@ def read_documents(path: Path) -> Corpus:
         text = read_text(file)
         objects = file.suffix.lower() in (".jsonl", ".json")
         documents = read_objects(file, text) if objects else split_documents(file, text)
-        category = path.resolve().name if file.suffix == ".py" and file != path else file.stem
-        corpus.setdefault(category, []).extend(documents)
+        corpus.setdefault(file.stem, []).extend(documents)
     return {category: documents for category, documents in corpus.items() if documents}
 
 
 def read_text(file: Path) -> str:
-    """The text of a file without a byte-order mark, with lines ending in \\n. In source code, bytes
-    that are not UTF-8 are dropped."""
+    """The text of a file without a byte-order mark, with lines ending in \\n."""
     try:
         with file.open("rb") as raw:
             first_bytes = raw.read(4)
         for magic, name in BINARY_FORMATS.items():
             if first_bytes.startswith(magic):
                 raise UserError(f"{file} is {name}: convert it to UTF-8 text first")
-        errors = "ignore" if file.suffix == ".py" else "strict"
-        text = file.read_text(encoding="utf-8-sig", errors=errors)
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     if "\0" in text:
@@ -136,45 +129,31 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def read_objects(file: Path, text: str) -> list[Document]:
-    """The documents of a .jsonl or .json file: one list of objects, or one object per line."""
-    if text.lstrip().startswith("["):
-        try:
-            rows, unit = json.loads(text), "object"
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{file} cannot be read as one JSON list: {error}") from None
-    else:
-        rows, unit = text.split("\n"), "line"
+    """The documents of a .jsonl file, which holds an object per line."""
     documents = []
-    for number, row in enumerate(rows, 1):
-        location = f"{file} {unit} {number}"
+    for number, line in enumerate(text.split("\n"), 1):
+        location = f"{file} line {number}"
         try:
-            if unit == "object" or row.strip():
-                row = row if unit == "object" else json.loads(row)
-                documents.append(parse_document(row, location))
+            if line.strip():
+                documents.append(parse_document(json.loads(line), location))
                 plain_text(documents[-1]).encode()  # raises for lone surrogates
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(
                 f'{location}: must be an object with string values, like {{"text"}}, {{"prompt"}}, '
-                '{"prompt", "completion"}, {"messages": [{"role", "content"}, ...]} or '
-                '{"conversations": [{"from", "value"}, ...]}'
+                '{"prompt", "completion"} or {"messages": [{"role", "content"}, ...]}'
             ) from None
     return documents
 
 
 def parse_document(row: object, location: str) -> Document:
-    """The document in a JSON object. GSM8K's calculator annotations <<…>> are removed."""
+    """The document in a JSON object."""
     match row:
-        case {"messages": list(messages)} | {"conversations": list(messages)}:
+        case {"messages": list(messages)}:
             turns = map(parse_turn, messages)
         case {"prompt": str(prompt), "completion": str(answer)}:
             turns = turn("user", prompt), turn("assistant", answer)
         case {"prompt": str(prompt)}:
             turns = (turn("user", prompt),)
-        case {"question": str(question), "answer": str(answer)}:
-            turns = turn("user", question), turn("assistant", re.sub("<<.*?>>", "", answer))
-        case {"text": str(task), "code": str(code)}:
-            code = code.replace("\r\n", "\n").strip()
-            turns = turn("user", task.strip()), turn("assistant", code)
         case {"text": str(text)}:
             return text
         case _:
@@ -183,17 +162,11 @@ def parse_document(row: object, location: str) -> Document:
 
 
 def parse_turn(message: dict) -> dict[str, str]:
-    """A turn of `messages` or of ShareGPT's `conversations`. A list of text parts is joined."""
-    match message:
-        case {"role": str(role), "content": content}:
-            pass
-        case {"from": str(name), "value": content}:
-            role = SHAREGPT_ROLES.get(name, name)
-        case _:
-            raise ValueError
-    if isinstance(content, list) and all(part["type"] == "text" for part in content):
+    """A turn of `messages`. A list of text parts is joined."""
+    role, content = message["role"], message["content"]
+    if isinstance(content, list):
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
+    if not (isinstance(role, str) and isinstance(content, str)):
         raise ValueError
     return turn(role, content)
 
