@@ -180,16 +180,10 @@ class Server:
         **fields,
     ) -> Answer:  # fmt: skip
         """Return an answer of at most `length` tokens; `fields` are added to the request."""
-        return self.choices(prompt, length, sampling, seed, **fields)[0]
-
-    def choices(
-        self, prompt: list[int], length: int, sampling: Sampling = Sampling(), seed: int = 0,
-        **fields,
-    ) -> list[Answer]:  # fmt: skip
         completion = self.post(self.body(prompt, length, sampling, seed) | fields)
         prompt_tokens = count_at(completion, "usage", "prompt_tokens")
-        choices = completion["choices"]
-        return [self.parse_answer(choice, length, prompt_tokens) for choice in choices]
+        return self.parse_answer(completion["choices"][0], length, prompt_tokens)
+
 
     def body(
         self, prompt: list[int], length: int, sampling: Sampling = Sampling(), seed: int = 0
@@ -329,20 +323,6 @@ class Server:
                 return ids
         return None
 
-    def ask_streaming(self, prompt: list[int], length: int, **fields) -> tuple[str, str | None]:
-        """Return the text and finish reason of a streamed answer."""
-        body = self.body(prompt, length) | {"stream": True} | fields
-        text, reason = "", None
-        for data in sse_data(self.request("POST", "/v1/completions", body)):
-            part = parse_json(data)
-            if not isinstance(part, dict):
-                found = self.redact(data)[:60]
-                raise RequestError(f"did not stream a completion but {found!r}", "rejected")
-            for choice in list_at(part, "choices"):
-                text += text_at(choice, "text")
-                reason = finish_reason(choice) or reason
-        return text, reason
-
     def draft_counts(self) -> tuple[int, int] | None:
         """Return the number of tokens drafted and accepted so far, if the server reports them."""
         try:
@@ -367,14 +347,6 @@ def is_stop_reason(reason: str | None) -> bool | None:
 def finish_reason(choice: dict) -> str | None:
     """Return the finish reason of a choice; SGLang's may be an object such as {"type": "stop"}."""
     return text_at(choice, "finish_reason") or text_at(choice, "finish_reason", "type") or None
-
-
-def sse_data(text: str) -> Iterator[str]:
-    """Yield the data of server-sent events."""
-    for line in text.split("\n"):
-        data = line.removeprefix("data:").strip()
-        if line.startswith("data:") and data != "[DONE]":
-            yield data
 
 
 def error_message(text: str) -> str:

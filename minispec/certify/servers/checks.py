@@ -27,17 +27,11 @@ from minispec.certify.servers.context import (
     ServerDecoder,
     make_prompts,
     tolerance_of,
-    understood,
 )
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.model import Transformer
-from minispec.remote.client import Answer, ConnectionLost, Server, is_stop_reason
-from minispec.remote.identity import (
-    are_known,
-    greedy_answer,
-    logprob_differences,
-    mismatch,
-)
+from minispec.remote.client import Answer, ConnectionLost, Server
+from minispec.remote.identity import greedy_answer, logprob_differences, mismatch
 from minispec.sampling import Sampling, probs
 
 SERVER_CHECKS = "greedy", "limits", "load", "distribution"
@@ -100,17 +94,14 @@ def skip(row: Row) -> Iterator[Verdict]:
 def rows(ctx: ServerContext, samplings: tuple[Sampling, ...], budget: "Budget") -> Iterator[Row]:
     for category, prompts in ctx.prompts.items():
         yield Row("greedy", category, ctx, is_greedy, (prompts, ANSWER_TOKENS))
-    yield Row("limits", "stop strings", ctx, honours_stop_strings, (), False)
-    yield Row("limits", "streaming", ctx, streams_same_text, (), False)
     if ctx.has_ids:
         yield Row("limits", "lengths", ctx, lengths_are_right, (), False)
         yield Row("limits", "end of greedy answers", ctx, ends_are_right, (), False)
         for end in ctx.model.config.eos_ids:
             yield Row("limits", f"end token {end}", ctx, obeys_eos, (end,), False)
         yield Row("limits", "logprobs", ctx, logprobs_match, (), False)
-        yield Row("limits", "several choices", ctx, returns_choices, (), False)
     else:
-        yield Row("limits", "all other limits", ctx, needs_ids, (), False)
+        yield Row("limits", "all", ctx, needs_ids, (), False)
     yield Row("load", f"{CONCURRENCY} concurrent, mixed temperatures", ctx, handles_load, (), False)
     if ctx.has_ids:
         yield Row("distribution", "seeds", ctx, seeds_work, (), False)
@@ -188,59 +179,6 @@ def obeys_eos(ctx: ServerContext, end: int) -> Result:
     return passed, f"ends the answer{unchecked([answer])}" if passed else problem
 
 
-def honours_stop_strings(ctx: ServerContext) -> Result:
-    """Check that a stop string that spans two tokens ends the answer just before it."""
-    tokenizer = ctx.decoder.tokenizer
-    if tokenizer is None:
-        return None, "--model has no tokenizer"
-    answers = []
-    for ids, answer in ctx.greedy_answers():
-        if not are_known(ctx.model, answer.tokens):
-            return False, f"prompt of {len(ids)} tokens: an id outside the vocabulary"
-        for n in range(2, ANSWER_TOKENS, 7):
-            boundary = len(tokenizer.decode(answer.tokens[:n]))
-            stop = answer.text[max(0, boundary - 2) : boundary + 2]
-            if len(stop) < 2 or "\ufffd" in stop:  # an incomplete character
-                continue
-            expected = answer.text[: answer.text.index(stop)]
-            ctx.remember(Request(ids, ANSWER_TOKENS), stop=[stop])
-            stopped = understood(ctx.server.ask(ids, ANSWER_TOKENS, stop=[stop]))
-            answers.append(stopped)
-            if stopped.text != expected:
-                assert_reproducible(ctx, ids, answer)
-                text = stopped.text[-30:]
-                return False, f"stop {stop!r}: {text!r} instead of {expected[-30:]!r}"
-            if is_stop_reason(stopped.reason) is False and not stopped.ended:
-                return False, f"stop {stop!r}: stopped, but finish_reason is {stopped.reason!r}"
-        if len(answers) > 8:
-            break
-    detail = f"{len(answers)} strings across token boundaries{unchecked(answers)}"
-    return bool(answers) or None, detail
-
-
-def assert_reproducible(ctx: ServerContext, prompt: list[int], answer: Answer) -> None:
-    if ctx.server.ask(prompt, ANSWER_TOKENS).text != answer.text:
-        raise NotSupported("answers are not reproducible, so rounding decides")
-
-
-def streams_same_text(ctx: ServerContext) -> Result:
-    answers = ctx.greedy_answers()[:6]
-    for ids, answer in answers:
-        ctx.remember(Request(ids, ANSWER_TOKENS), stream=True)
-        text, reason = ctx.server.ask_streaming(ids, ANSWER_TOKENS)
-        if reason and is_stop_reason(reason) is None:
-            raise NotSupported(f"finish_reason {reason!r}: the answer may be incomplete")
-        if text != answer.text:
-            assert_reproducible(ctx, ids, answer)
-            streamed, complete = text[-30:], answer.text[-30:]
-            return False, f"prompt of {len(ids)} tokens: {streamed!r} instead of {complete!r}"
-        if is_stop_reason(reason) != is_stop_reason(answer.reason):
-            reasons = f"finish_reason {reason!r} instead of {answer.reason!r}"
-            return False, f"prompt of {len(ids)} tokens: {reasons} when streamed"
-    detail = f"{len(answers)} streamed answers equal the unstreamed ones"
-    return True, detail + unchecked([answer for _, answer in answers])
-
-
 def logprobs_match(ctx: ServerContext) -> Result:
     differences = []
     for ids in next(iter(ctx.prompts.values())):
@@ -250,17 +188,6 @@ def logprobs_match(ctx: ServerContext) -> Result:
         raise NotSupported("answers have no logprobs")
     worst = max(differences)
     return worst < ctx.tolerance, f"at most {worst:.2g} from ours, for {len(differences)} tokens"
-
-
-def returns_choices(ctx: ServerContext) -> Result:
-    ids = ctx.long_answer()[0]
-    ctx.decoder.ask_optional("n", ids, 1, sampling=HIGH_TEMPERATURE, n=2)
-    request = Request(ids, SAMPLE_TOKENS, HIGH_TEMPERATURE, 1)
-    ctx.remember(request, n=4)
-    choices = ctx.server.choices(*request, n=4)
-    different = len({tuple(choice.tokens) for choice in choices})
-    detail = f"n = 4: {len(choices)} choices, {different} of them different"
-    return len(choices) == 4 and different > 1, detail
 
 
 # ---- load ----------------------------------------------------------------------------------------
