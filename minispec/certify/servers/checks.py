@@ -1,7 +1,7 @@
 """Check that a server decodes exactly as the checkpoint it claims to serve."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
@@ -30,11 +30,11 @@ from minispec.certify.servers.context import (
 )
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.model import Transformer
-from minispec.remote.client import Answer, ConnectionLost, Server
+from minispec.remote.client import RequestError, Server
 from minispec.remote.identity import greedy_answer, logprob_differences, mismatch
 from minispec.sampling import Sampling, probs
 
-SERVER_CHECKS = "greedy", "limits", "load", "distribution"
+SERVER_CHECKS = "greedy", "load", "limits", "distribution"
 REQUESTS = 2000  # the approximate number of requests, by default
 SAMPLE_TOKENS, MIN_ANSWERS = 8, 60  # tokens per sampled answer; answers per sampling
 HIGH_TEMPERATURE = Sampling(1.5)
@@ -57,58 +57,64 @@ def check_server(
     `only` selects rows by a part of "check: case". A baseline is a server of the same model that
     decodes plainly. The server must then equal the baseline instead of our model; a row reports
     where the baseline itself differs from ours."""
-    end = time.monotonic() + 60 * TIME_LIMIT_MINUTES
     prompts = make_prompts(model, tokenizer)
     for one in filter(None, (server, baseline)):
         one.probe(next(iter(prompts.values()))[0])
+    end = time.monotonic() + 60 * TIME_LIMIT_MINUTES
     decoder = ServerDecoder(server, model, tokenizer, end)
     plain = ServerDecoder(baseline, model, tokenizer, end) if baseline else None
     ctx = ServerContext(decoder, model, plain)
     ctx.choose_prompts(prompts)
     ctx.tolerance = tolerance_of(precision, model, ctx.prompts)
     budget = Budget(ctx, requests)
-    is_model = Row("server", str(server.name), ctx, is_this_model, (), False)
     selected = [row for row in rows(ctx, samplings, budget)
                 if row.check in checks and only in row.name]  # fmt: skip
     selected = [row for row in selected if row.name == only] or selected
     budget.divide(selected)
+    is_model = Row("server", str(server.name), ctx, is_this_model, (), False)
+    yield from judge_all([is_model, *selected])
+
+
+def judge_all(rows: list[Row]) -> Iterator[Verdict]:
+    """Yield the verdicts on these rows and on the drafts. End early if the first row finds another
+    model, or if the server cannot be reached."""
+    server, end = rows[0].exam.server, rows[0].exam.decoder.end
     before = server.draft_counts()
     try:
-        for row in [is_model, *selected]:
-            for verdict in judge(row) if time.monotonic() < end else skip(row):
+        for row in rows:
+            late = time.monotonic() > end
+            for verdict in [too_late(row)] if late else judge(row):
                 yield verdict
-            if row.check == "server" and not verdict.passed:
-                return  # a different model: the other checks would be meaningless
-    except ConnectionLost as error:
+            if row is rows[0] and not verdict.passed:
+                return
+    except RequestError as error:
         yield Verdict(row.check, row.case, False, str(error))
         return
     passed, detail = drafting_since(before, server.draft_counts())
     yield Verdict("drafts", f"in {server.requests} requests", passed, detail)
 
 
-def skip(row: Row) -> Iterator[Verdict]:
+def too_late(row: Row) -> Verdict:
     detail = f"skipped: {TIME_LIMIT_MINUTES} minutes are over (reduce --requests)"
-    yield Verdict(row.check, row.case, None, detail)
+    return Verdict(row.check, row.case, None, detail)
 
 
 def rows(ctx: ServerContext, samplings: tuple[Sampling, ...], budget: "Budget") -> Iterator[Row]:
     for category, prompts in ctx.prompts.items():
         yield Row("greedy", category, ctx, is_greedy, (prompts, ANSWER_TOKENS))
-    if ctx.has_ids:
-        yield Row("limits", "lengths", ctx, lengths_are_right, (), False)
-        yield Row("limits", "end of greedy answers", ctx, ends_are_right, (), False)
-        for end in ctx.model.config.eos_ids:
-            yield Row("limits", f"end token {end}", ctx, obeys_eos, (end,), False)
-        yield Row("limits", "logprobs", ctx, logprobs_match, (), False)
-    else:
-        yield Row("limits", "all", ctx, needs_ids, (), False)
     yield Row("load", f"{CONCURRENCY} concurrent, mixed temperatures", ctx, handles_load, (), False)
-    if ctx.has_ids:
-        yield Row("distribution", "seeds", ctx, seeds_work, (), False)
-        for sampling in samplings:
-            yield Row("distribution", describe(sampling), ctx, fits, (sampling, budget))
-    else:
-        yield Row("distribution", "all", ctx, needs_ids, (), False)
+    if not ctx.has_ids:
+        for check in "limits", "distribution":
+            yield Row(check, "all", ctx, needs_ids, (), False)
+        return
+    yield Row("limits", "lengths", ctx, lengths_are_right, (), False)
+    yield Row("limits", "end of greedy answers", ctx, ends_are_right, (), False)
+    for end in ctx.model.config.eos_ids:
+        yield Row("limits", f"end token {end}", ctx, obeys_eos, (end,), False)
+    yield Row("limits", "logprobs", ctx, logprobs_match, (), False)
+    yield Row("distribution", "seeds", ctx, seeds_work, (), False)
+    for sampling in samplings:
+        yield Row("distribution", describe(sampling), ctx, fits, (sampling, budget))
 
 
 def needs_ids(ctx: ServerContext) -> Result:
@@ -136,34 +142,16 @@ def is_this_model(ctx: ServerContext) -> Result:
 
 def lengths_are_right(ctx: ServerContext) -> Result:
     """Check that answers have exactly max_tokens tokens if no end token comes."""
-    arguments = ctx.long_answer()[0], [*range(1, 12)]
-    return with_finish_reasons(ctx, keeps_lengths, *arguments)
+    return keeps_lengths(ctx, ctx.long_answer()[0], [*range(1, 12)])
 
 
 def ends_are_right(ctx: ServerContext) -> Result:
     """Check that answers end after the first end token. If some of the answers so far have one,
     only their prompts are used."""
     answers, eos_ids = ctx.greedy_answers(), ctx.model.config.eos_ids
-    ending = [ids for ids, a in answers if a.ended or not set(eos_ids).isdisjoint(a.tokens)]
+    ending = [ids for ids, tokens in answers if not set(eos_ids).isdisjoint(tokens)]
     prompts = ending or [ids for ids, _ in answers]
-    return with_finish_reasons(ctx, ends_correctly, prompts[:8], ANSWER_TOKENS)
-
-
-def with_finish_reasons(ctx: ServerContext, check: Callable[..., Result], *arguments) -> Result:
-    """Run a check of tokens, then check the finish reasons of its answers."""
-    before = len(ctx.decoder.answers)
-    passed, detail = check(ctx, *arguments)
-    found = ctx.decoder.answers[before:]
-    for request, answer in found if passed is not False else ():
-        if answer.ended and len(answer.tokens) >= request.n:
-            return False, f"{detail}, but finish_reason is {answer.reason!r}"
-    return passed, detail + unchecked([answer for _, answer in found])
-
-
-def unchecked(answers: list[Answer]) -> str:
-    """Describe how many answers could not be checked because they have no finish_reason."""
-    missing = sum(answer.reason is None for answer in answers)
-    return f"; {missing} without a finish_reason could not be checked" if missing else ""
+    return ends_correctly(ctx, prompts[:8], ANSWER_TOKENS)
 
 
 def obeys_eos(ctx: ServerContext, end: int) -> Result:
@@ -171,18 +159,17 @@ def obeys_eos(ctx: ServerContext, end: int) -> Result:
     ids, before = ctx.long_answer()
     bias = {str(end): 100}
     ctx.remember(Request(ids, 4), logit_bias=bias)
-    answer = ctx.decoder.ask_optional("logit_bias", ids, 4, logit_bias=bias)
-    if answer.tokens[:1] == before.tokens[:1]:
+    answer = ctx.decoder.ask(Request(ids, 4), logit_bias=bias)
+    if answer.tokens[:1] == before[:1]:
         raise NotSupported("logit_bias has no effect")
     passed = answer.ended and not answer.tokens
-    problem = f"continues: {answer.tokens}, finish_reason {answer.reason!r}"
-    return passed, f"ends the answer{unchecked([answer])}" if passed else problem
+    return passed, "ends the answer" if passed else f"continues: {answer.tokens}"
 
 
 def logprobs_match(ctx: ServerContext) -> Result:
     differences = []
     for ids in next(iter(ctx.prompts.values())):
-        answer = ctx.decoder.ask_optional("logprobs", ids, ANSWER_TOKENS, logprobs=1)
+        answer = ctx.decoder.ask(Request(ids, ANSWER_TOKENS), logprobs=1)
         differences += logprob_differences(ctx.model, ids, answer)
     if not differences:
         raise NotSupported("answers have no logprobs")
