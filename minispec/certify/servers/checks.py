@@ -201,8 +201,7 @@ def drafting_since(before: tuple[int, int] | None, after: tuple[int, int] | None
     """Check, by the server's counters, that drafts were both accepted and rejected."""
     if after is None:
         return None, "no draft statistics: only plain decoding may have been tested"
-    drafted, accepted = (b - a for a, b in zip(before or (0, 0), after))
-    return drafting_result(int(drafted), int(accepted))
+    return drafting_result(*(b - a for a, b in zip(before or (0, 0), after)))
 
 
 # ---- samples -------------------------------------------------------------------------------------

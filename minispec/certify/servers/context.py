@@ -185,9 +185,8 @@ def tolerance_of(precision: float | torch.dtype, model: Transformer, prompts: di
     largest change of our logits in this dtype (a gap has two logits; the other 2 is a margin)."""
     if isinstance(precision, float):
         return precision
-    rounded = copy.deepcopy(model).to(precision)
-    largest_change = 0.0
-    for ids in [prompts[category][0] for category in prompts]:
+    rounded, changes = copy.deepcopy(model).to(precision), []
+    for ids, *_ in prompts.values():
         logits, other = (m.logits(m(ids)).double() for m in (model, rounded))
-        largest_change = max(largest_change, float((logits - other).abs().max()))
-    return max(TIE, 4 * largest_change)
+        changes.append(float((logits - other).abs().max()))
+    return max(TIE, 4 * max(changes))
