@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from minispec.generate import decode
 
-DEFAULTS = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 0, "n": 1}
+DEFAULTS = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 0}
 
 
 class CorrectServer:
@@ -31,7 +31,7 @@ class CorrectServer:
         options = {
             "max_new_tokens": request["max_tokens"], "temperature": request["temperature"],
             "top_k": max(0, request["top_k"]), "top_p": request["top_p"],
-            "seed": 0 if greedy else seed, "stop": tuple(request.get("stop", ())),
+            "seed": 0 if greedy else seed,
         }  # fmt: skip
         key = self.model, self.method, *self.options.values(), repr((prompt, options))
         with self.lock:
@@ -65,16 +65,6 @@ class CorrectServer:
         at = len(run.prompt) - 1
         return [float(rows[at + i, token]) for i, token in enumerate(run.tokens)]
 
-    def choices(self, request: dict) -> list[dict]:
-        return [self.choice(request, request["seed"] + 100_003 * i) for i in range(request["n"])]
-
-    def parts(self, choice: dict) -> list[dict]:
-        """Split a choice for streaming."""
-        text = choice["text"]
-        middle = len(text) // 2
-        return [{"text": text[:middle]}, {"text": text[middle:]},
-                {"text": "", "finish_reason": choice["finish_reason"]}]  # fmt: skip
-
     def models(self) -> tuple[int, dict]:
         """Return the HTTP status and the list of models."""
         if self.name is None:
@@ -87,7 +77,8 @@ class CorrectServer:
         to be sent one by one."""
         prompt = self.prompt(request["prompt"])
         length = len(prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt))
-        return 200, {"choices": self.choices(request), "usage": {"prompt_tokens": length}}
+        choice = self.choice(request, request["seed"])
+        return 200, {"choices": [choice], "usage": {"prompt_tokens": length}}
 
     def metrics(self) -> str:
         return (
@@ -127,10 +118,6 @@ def handler(backend: CorrectServer) -> type[BaseHTTPRequestHandler]:
             if self.path != backend.path:
                 return self.send(404, {"error": {"message": "no such path"}})
             status, found = backend.answer(DEFAULTS | request)
-            if status == 200 and request.get("stream"):
-                parts = [{"choices": [part]} for part in backend.parts(found["choices"][0])]
-                lines = "".join(f"data: {json.dumps(part)}\n\n" for part in parts)
-                return self.send(200, (lines + "data: [DONE]\n\n").encode())
             self.send(status, found)
 
         def send(self, status: int, found: dict | bytes | str | Iterator[bytes]):

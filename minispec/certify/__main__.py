@@ -49,8 +49,7 @@ from minispec.cli import (
     stdout_reserved,
     suggestion,
 )
-from minispec.remote.api_keys import keys_in, warn_if_exposed
-from minispec.remote.client import Server
+from minispec.remote.client import Server, keys_in
 
 PACKAGE_CHECKS = CHECKS | {"mutants": check_mutants}
 MODES = "impl", "server", "compare"
@@ -135,8 +134,6 @@ def make_verdicts(args: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
     if args.server is not None:
         servers = [Server(url, tokenizer, args.name, model.config.eos_ids, key=key)
                    for url, key in zip_longest(urls, keys)]  # fmt: skip
-        for server in servers:
-            warn_if_exposed(server)
         return check_server(
             *servers[:1], model, tokenizer, *servers[1:], requests=args.requests or REQUESTS,
             precision=torch.float32 if args.precision is None else args.precision,

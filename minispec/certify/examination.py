@@ -118,7 +118,11 @@ def evaluate(row: Row, exam: Examination) -> Result:
         return row.function(exam, *row.arguments)
     except NotSupported as error:
         return None, f"not supported: {error}"
-    except (Failed, RequestError) as error:
+    except RequestError as error:
+        if error.kind == "lost":  # every other row would fail
+            raise
+        return (None if error.kind == "incomplete" else False), str(error)
+    except Failed as error:
         return False, str(error)
 
 

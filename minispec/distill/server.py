@@ -5,7 +5,6 @@ weights or one BOS too many would spoil the text without any error.
 """
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,13 +12,13 @@ import torch
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, note
 from minispec.model import Transformer
-from minispec.remote.api_keys import keys_in, warn_if_exposed
 from minispec.remote.client import (
+    TRANSIENT,
     Answer,
-    ConnectionLost,
     RequestError,
     Server,
     in_parallel,
+    keys_in,
 )
 from minispec.remote.identity import (
     answer_logits,
@@ -53,8 +52,8 @@ class ServerSampler:
         self.server = Server(
             args.server, tokenizer, args.name, eos_ids, ANSWER_SECONDS, key, connections=args.batch
         )
-        warn_if_exposed(self.server)
         self.server.probe(tokenizer.encode("The") or [0])
+        self.server.retried, self.server.retry_seconds = TRANSIENT, RETRY_SECONDS
         if not self.server.accepts_extra:
             note(f"{self.server.url} accepts OpenAI's fields only; its own settings of min-p and "
                  "repetition penalties apply, if it has any")  # fmt: skip
@@ -68,27 +67,27 @@ class ServerSampler:
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield the index of each prompt and the tokens of its answer, at most `n`. If the server
         fails, or on Ctrl-C, yield the answers that are finished before raising."""
+        if not self.server.supports(sampling):
+            raise UserError(f"{self.server.url} does not support top_k; use --top-k 0")
         try:
             self.check_model(prompts)
             yield from self.answers(prompts, n, sampling, seed)
-        except (ConnectionLost, RequestError) as error:
+        except RequestError as error:
             hint = "the documents so far are in --out, and the same command continues there"
-            if getattr(error, "kind", "") == "unsupported":
-                error, hint = f"does not support {error}", "use --top-k 0"
             raise UserError(f"{self.server.url} {error}; {hint}") from None
 
     def answers(
         self, prompts: list[list[int]], n: int, sampling: Sampling, seed: int
     ) -> Iterator[tuple[int, list[int]]]:
-        def ask(i: int) -> Answer | str:
-            request = prompts[i], n, sampling, (seed + i) % 2**31
-            return self.with_retries(prompts[i], lambda: self.server.ask(*request))
+        def ask(i: int) -> Answer:
+            return self.server.ask(prompts[i], n, sampling, (seed + i) % 2**31)
 
         first: list[tuple[list[int], list[int]]] = []
-        for i, answer in in_parallel(ask, list(range(len(prompts))), self.batch):
+        for i, answer in self.ask_all(prompts, ask):
             tokens = [] if isinstance(answer, str) else self.tokens_of(answer, n)
             if not tokens:
-                self.leave_out(prompts[i], answer or "the answer is empty")
+                reason = answer if isinstance(answer, str) else "the answer is empty"
+                self.leave_out(prompts[i], reason)
                 continue
             if len(first) < CHECKED_ANSWERS:
                 first.append((prompts[i], tokens))
@@ -97,26 +96,26 @@ class ServerSampler:
         if first and removes and not self.samples_checked:
             self.check_samples(first, sampling)
 
-    def with_retries(self, prompt: list[int], ask: Callable[[], Answer]) -> Answer | str:
-        """Return the answer to a prompt, or the reason why the prompt is left out. If a request
-        fails or its answer is broken off, repeat it with back-off."""
-        text = None if self.server.accepts_ids else self.server.as_text(prompt)
-        if text is not None and self.tokenizer.encode(text) != prompt:
-            return "the server accepts text only, and its text has other tokens"
-        for seconds in (*RETRY_SECONDS, None):
+    def ask_all(
+        self, prompts: list[list[int]], ask: Callable[[int], Answer]
+    ) -> Iterator[tuple[int, Answer | str]]:
+        """Yield the index of each prompt and its answer from `ask`, or why the prompt is left out.
+        """
+
+        def answer_or_reason(i: int) -> Answer | str:
+            text = None if self.server.accepts_ids else self.server.as_text(prompts[i])
+            if text is not None and self.tokenizer.encode(text) != prompts[i]:
+                return "the server accepts text only, and its text has other tokens"
             try:
-                answer = ask()
-                if answer.ended is not None:
-                    return answer
-                if seconds is None:
-                    return f"the server breaks off its answer: finish_reason {answer.reason!r}"
-            except (ConnectionLost, RequestError) as error:
-                kind = getattr(error, "kind", "failed")
-                if kind == "rejected":
+                return ask(i)
+            except RequestError as error:
+                if error.kind == "rejected":
                     return f"the server rejects it: {error}"
-                if kind != "failed" or seconds is None:
-                    raise
-            time.sleep(seconds)
+                if error.kind == "incomplete":
+                    return f"the server {error}"
+                raise
+
+        return in_parallel(answer_or_reason, list(range(len(prompts))), self.batch)
 
     def leave_out(self, prompt: list[int], reason: str) -> None:
         reasons = self.left_out.reasons  # prompts may be the same, so they are numbered
@@ -141,13 +140,11 @@ class ServerSampler:
         new = new[: CHECKED_ANSWERS - len(self.checked)]
         self.checked.update(map(tuple, new))
 
-        def ask(prompt: list[int]) -> Answer | str:
-            return self.with_retries(
-                prompt, lambda: greedy_answer(self.server, prompt, CHECKED_TOKENS)
-            )
+        def ask(i: int) -> Answer:
+            return greedy_answer(self.server, new[i], CHECKED_TOKENS)
 
         compared = []
-        for i, answer in in_parallel(ask, new, self.batch):
+        for i, answer in self.ask_all(new, ask):
             if isinstance(answer, str):
                 continue
             tokens = answer.tokens[:CHECKED_TOKENS]

@@ -1,5 +1,7 @@
 """A client for servers with OpenAI's completions API, over httpx."""
 
+import json
+import os
 import re
 import time
 from collections import deque
@@ -13,16 +15,8 @@ from typing import TypeVar
 import httpx
 
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError
-from minispec.remote.json_fields import (
-    as_number,
-    count_at,
-    list_at,
-    parse_json,
-    text_at,
-    value_at,
-)
-from minispec.remote.transport import make_transport
+from minispec.cli import UserError, note
+from minispec.remote.transport import is_local, make_transport
 from minispec.sampling import Sampling
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
@@ -34,48 +28,45 @@ EXTRA_FIELDS = {
     "min_p": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0,
     "samplers": ["temperature", "top_k", "top_p"], "return_token_ids": True, "return_tokens": True,
 }  # fmt: skip
-LOGPROBS = {"logprobs": 1}
 TOP_K_OFF = 2**30  # larger than any vocabulary; some servers reject -1, others 0
 
-BUSY_STATUS = {429: "is still too busy", 503: "is still loading or overloaded"}
-STOP_REASONS = (  # an end token or a stop string ended the answer, in the words of several servers
-    "stop", "eos", "eos_token", "stop_sequence", "stop_string", "end_turn", "eosfound",
-    "stopstringfound",
-)  # fmt: skip
-LIMIT_REASON = re.compile("length|limit|max", re.IGNORECASE)  # the answer reached a limit
+BUSY_STATUS = 429, 503
+# Finish reasons, in the words of several servers: an end token, or a limit, ended the answer.
+STOP_REASON = re.compile("stop|eos|end_turn", re.IGNORECASE)
+LIMIT_REASON = re.compile("length|limit|max", re.IGNORECASE)
 DRAFT_METRIC = re.compile(  # name{labels} value [timestamp]
-    r"\w*:?spec_decode_num_(draft|accepted)_tokens(?:_total)?(?:\{[^}]*\})?\s+(\S+)"
+    r"^\w*:?spec_decode_num_(draft|accepted)_tokens(?:_total)?(?:\{[^}\n]*\})?[ \t]+(\S+)",
+    re.MULTILINE,
 )
 
 
 class RequestError(Exception):
     """A request failed. Its `kind` is "rejected" (4xx, or answered by something else), "failed"
-    (5xx, or a broken connection), "unavailable" (access is denied, or no answer in time), or
-    "unsupported" (it was not sent, because the server has no field for it)."""
+    (5xx, or a broken connection), "incomplete" (the server broke off its answer), "lost" (the
+    server cannot be reached), or "unavailable" (busy, access denied, or no answer in time)."""
 
-    def __init__(self, message: str, kind: str):
+    def __init__(self, message: str, kind: str, busy: bool = False):
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.busy = kind, busy
 
 
-class ConnectionLost(Exception):
-    """The server cannot be reached."""
+TRANSIENT = "failed", "incomplete", "lost"  # another request may succeed
+FATAL = "lost", "unavailable"  # another request would fail as well
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One choice of a completion. `tokens` excludes a final end token; `logprobs` has one value per
-    token, if they were requested and returned."""
+    """A completion. `tokens` excludes a final end token; `logprobs` has one value per token, if
+    they were requested and returned."""
 
     text: str
     tokens: list[int]
-    has_ids: bool  # False: our tokenizer encoded the text
-    # by an end token or a stop string, not by a limit; None: broken off, or for an unknown reason
-    ended: bool | None
-    reason: str | None  # finish_reason; if missing, an answer shorter than max_tokens has ended
-    logprobs: list[float] | None = None
-    prompt_tokens: int | None = None  # as counted by the server
-    end: int | None = None  # the final end token, if the server returned it
+    has_ids: bool  # False: our tokenizer, if there is one, encoded the text
+    # by an end token, not by a limit; without a finish_reason, every short answer has ended
+    ended: bool
+    logprobs: list[float] | None
+    prompt_tokens: int  # as counted by the server; 0 if unknown
+    end: int | None  # the final end token, if the server returned it
 
 
 class Server:
@@ -89,7 +80,6 @@ class Server:
     ):  # fmt: skip
         self.tokenizer, self.name, self.eos_ids = tokenizer, name, eos_ids
         self.seconds, self.key = seconds, key
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
             if not base.host or base.scheme not in ("http", "https"):
@@ -99,16 +89,21 @@ class Server:
                 f"{url}: not a valid address; use one like http://localhost:8000"
             ) from None
         transport, self.proxy = make_transport(base, connections)
-        timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         self.http = httpx.Client(
-            base_url=base, headers=headers, timeout=timeout, transport=transport
-        )
+            base_url=base, headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS)),
+            transport=transport,
+        )  # fmt: skip
         self.url = str(base.copy_with(userinfo=b""))  # for messages
+        if key and base.scheme == "http" and not is_local(base.host):
+            note(f"the key is sent to {self.url} unencrypted and can be read in transit; use https")
         if self.proxy:
             self.url += f" (through {self.proxy})"
         self.accepts_ids = self.accepts_extra = self.returns_ids = True
+        self.needs_logprobs = False  # to return token ids
         self.context = 2**31  # maximum number of tokens, if the server reports it
-        self.needs_logprobs = False  # to get token ids
+        self.retried: tuple[str, ...] = ("failed",)  # kinds of failures after which to repeat
+        self.retry_seconds: tuple[float, ...] = (0.1,)  # waited before each repetition
         self.requests = self.drafted = self.accepted = 0  # drafts as reported in answers
         self.lock = Lock()
 
@@ -119,59 +114,49 @@ class Server:
         try:
             self.find_name()
             self.probe_format(prompt)
-        except ConnectionLost as error:
-            raise UserError(f"{self.url} {error}") from None
         except RequestError as error:
-            what = "" if error.kind == "unavailable" else "failed on a plain completion: "
+            what = "" if error.kind in FATAL else "failed on a plain completion: "
             raise UserError(f"{self.url} {what}{error}") from None
         if not self.returns_ids and self.tokenizer is None:
             raise UserError(f"{self.url} returns no token ids, and --model has no tokenizer")
-
-    def probe_format(self, prompt: list[int]) -> None:
-        """Try a prompt of token ids, then text; with all extra fields, then with OpenAI's own."""
-        choice = failure = None
-        prompts = (True, False) if self.tokenizer else (True,)
-        for self.accepts_extra, self.accepts_ids in product((True, False), prompts):
-            try:
-                choice = self.post(self.body(prompt, 2))["choices"][0]
-                break
-            except RequestError as error:
-                failure = error
-                if error.kind == "unavailable":
-                    break
-        if choice is None:
-            raise failure
-        if self.token_ids(choice) is None:
-            self.returns_ids = self.needs_logprobs = self.returns_ids_with_logprobs(prompt)
-
-    def returns_ids_with_logprobs(self, prompt: list[int]) -> bool:
-        try:
-            choice = self.post(self.body(prompt, 2) | LOGPROBS)["choices"][0]
-            return self.token_ids(choice) is not None
-        except RequestError:
-            return False
 
     def find_name(self) -> None:
         """Set the model's name: the only one served, or check the one requested."""
         listed, why = [], ""
         try:
-            listed = list_at(parse_json(self.request("GET", "/v1/models")), "data")
+            listed = at(parse_json(self.request("GET", "/v1/models")), "data", of=list)
         except RequestError as error:
-            if error.kind == "unavailable":
+            if error.kind in FATAL:
                 raise
             why = f" ({error})"
-        models = {name: entry for entry in listed if (name := text_at(entry, "id"))}
-        if not models:
-            if self.name is None:
-                raise UserError(f"{self.url} does not list its models{why}; name one with --name")
-            return
+        models = {name: entry for entry in listed if (name := at(entry, "id", of=str))}
+        if self.name is None and not models:
+            raise UserError(f"{self.url} does not list its models{why}; name one with --name")
         if self.name is None and len(models) == 1:
             (self.name,) = models
-        elif self.name not in models:
+        elif models and self.name not in models:
             missing = "" if self.name is None else f", not {self.name}"
             served = ", ".join(list(models)[:8])
             raise UserError(f"{self.url} serves {served}{missing}; choose one with --name")
-        self.context = count_at(models[self.name], "max_model_len") or self.context
+        self.context = count(at(models, self.name, "max_model_len")) or self.context
+
+    def probe_format(self, prompt: list[int]) -> None:
+        """Try a prompt of token ids, then text; with all extra fields, then with OpenAI's own. If
+        no ids are returned, try to get them with logprobs."""
+        formats = [*product((True, False), (True, False) if self.tokenizer else (True,))]
+        for self.accepts_extra, self.accepts_ids in formats:
+            try:
+                answer = self.ask(prompt, 2)
+                break
+            except RequestError as error:
+                if error.kind in FATAL or (self.accepts_extra, self.accepts_ids) == formats[-1]:
+                    raise
+        if not answer.has_ids:
+            try:
+                self.returns_ids = self.ask(prompt, 2, logprobs=1).has_ids
+            except RequestError:
+                self.returns_ids = False
+            self.needs_logprobs = self.returns_ids
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -180,20 +165,6 @@ class Server:
         **fields,
     ) -> Answer:  # fmt: skip
         """Return an answer of at most `length` tokens; `fields` are added to the request."""
-        return self.choices(prompt, length, sampling, seed, **fields)[0]
-
-    def choices(
-        self, prompt: list[int], length: int, sampling: Sampling = Sampling(), seed: int = 0,
-        **fields,
-    ) -> list[Answer]:  # fmt: skip
-        completion = self.post(self.body(prompt, length, sampling, seed) | fields)
-        prompt_tokens = count_at(completion, "usage", "prompt_tokens")
-        choices = completion["choices"]
-        return [self.parse_answer(choice, length, prompt_tokens) for choice in choices]
-
-    def body(
-        self, prompt: list[int], length: int, sampling: Sampling = Sampling(), seed: int = 0
-    ) -> dict:
         body = {
             "model": self.name, "max_tokens": length, "temperature": sampling.temperature,
             "top_p": sampling.top_p, "seed": seed,
@@ -201,9 +172,15 @@ class Server:
         }  # fmt: skip
         if self.accepts_extra:
             body |= EXTRA_FIELDS | {"top_k": sampling.top_k or TOP_K_OFF}
-        elif sampling.top_k and sampling.temperature:
-            raise RequestError("top_k", "unsupported")
-        return body | (LOGPROBS if self.needs_logprobs else {})
+        if self.needs_logprobs:
+            body["logprobs"] = 1
+        return self.request(
+            "POST", "/v1/completions", body | fields, lambda text: self.parse_answer(text, length)
+        )
+
+    def supports(self, sampling: Sampling) -> bool:
+        """Return whether the server has fields for this sampling; OpenAI's API has no top_k."""
+        return self.accepts_extra or not (sampling.top_k and sampling.temperature)
 
     def as_text(self, prompt: list[int]) -> str:
         """Return the text of a prompt, for a server that adds the tokens that texts begin with. Its
@@ -213,39 +190,51 @@ class Server:
         ids = prompt[len(start) :] if begins else prompt
         return self.tokenizer.backend.decode(ids, skip_special_tokens=False)
 
-    def post(self, body: dict) -> dict:
-        """Send a request and return the JSON object of the answer; its choices are objects."""
-        text = self.request("POST", "/v1/completions", body)
-        completion = parse_json(text)
-        choices = list_at(completion, "choices")
-        if not choices or not all(isinstance(choice, dict) for choice in choices):
-            found = self.redact(text)[:60]
-            broken = completion is None and (not text or text.lstrip().startswith("{"))
-            kind = "failed" if broken else "rejected"
-            raise RequestError(f"did not answer with a completion but {found!r}", kind)
-        with self.lock:
-            self.drafted += count_at(completion, "timings", "draft_n") or 0
-            self.accepted += count_at(completion, "timings", "draft_n_accepted") or 0
-        return completion
-
-    def request(self, method: str, path: str, body: dict | None = None) -> str:
-        """Return the text of a response; raise every failure as an exception with one line."""
-        values = [f"{k} {body[k]}" for k in ("max_tokens", "temperature") if body]
-        what = f" ({', '.join(values)}, prompt of {len(body['prompt'])})" if body else ""
+    def request(
+        self, method: str, path: str, body: dict | None = None,
+        parse: Callable[[str], Result] = str,
+    ) -> Result:  # fmt: skip
+        """Return what `parse` makes of the text of a response. Repeat the request while the server
+        is busy or loading its model, and after each of `retry_seconds` if it fails, for example
+        because the server closed a kept connection. Every failure is a RequestError."""
         with self.lock:
             self.requests += 1
-        begin = time.monotonic()
+        begin, waits = time.monotonic(), iter(self.retry_seconds)
+        while True:
+            try:
+                return parse(self.send(method, path, body))
+            except RequestError as error:
+                waited = time.monotonic() - begin
+                if error.busy and waited < self.seconds:
+                    wait = min(waited + 0.1, 5.0)
+                else:
+                    wait = next(waits, None) if error.kind in self.retried else None
+                if wait is None:
+                    raise
+            time.sleep(wait)
+
+    def send(self, method: str, path: str, body: dict | None) -> str:
+        """Return the text of the response to one request. httpx limits the time per read; this
+        limits the total."""
+        begin, parts, what = time.monotonic(), [], ""
+        if body:
+            what = f" (max_tokens {body['max_tokens']}, prompt of {len(body['prompt'])})"
         try:
-            response, text = self.send_with_retries(method, path, body)
+            with self.http.stream(method, path, json=body) as response:
+                for part in response.iter_bytes():
+                    parts.append(part)
+                    if time.monotonic() - begin > self.seconds:
+                        raise httpx.ReadTimeout("the answer is still arriving")
         except (httpx.ConnectError, httpx.ProxyError) as error:
-            raise ConnectionLost(f"cannot be reached ({error}); is it running?") from None
+            lost = f"cannot be reached ({error}); is it running?"
+            raise RequestError(lost, "lost") from None
         except httpx.TimeoutException:
-            seconds = time.monotonic() - begin
-            late = f"did not answer within {seconds:.0f} s{what}"
+            late = f"did not answer within {time.monotonic() - begin:.0f} s{what}"
             raise RequestError(late, "unavailable") from None
         except httpx.HTTPError as error:
             broken = f"broke off its answer: {type(error).__name__}{what}"
             raise RequestError(broken, "failed") from None
+        text = b"".join(parts).decode("utf-8-sig", "replace")
         self.check_status(response, path, f"{self.redact(error_message(text))[:200]}{what}")
         return text
 
@@ -261,37 +250,11 @@ class Server:
             if self.proxy:  # it may be the one that refused
                 needs = f"refuses access: {failure}; check {self.proxy} and --key-env"
             raise RequestError(needs, "unavailable")
-        if busy := BUSY_STATUS.get(status):
-            raise RequestError(f"{busy} after {self.seconds:.0f} s: {failure}", "unavailable")
+        if status in BUSY_STATUS:
+            busy = f"is still loading or overloaded after {self.seconds:.0f} s: {failure}"
+            raise RequestError(busy, "unavailable", busy=True)
         if not response.is_success:
             raise RequestError(failure, "failed" if status >= 500 else "rejected")
-
-    def send_with_retries(
-        self, method: str, path: str, body: dict | None
-    ) -> tuple[httpx.Response, str]:
-        """Send a request. Retry once after a dropped keep-alive connection, and with back-off while
-        the server is busy or loading its model."""
-        begin, wait = time.monotonic(), 0.1
-        while True:
-            try:
-                response, text = self.send(method, path, body)
-            except httpx.RemoteProtocolError:
-                response, text = self.send(method, path, body)
-            late = time.monotonic() - begin + wait > self.seconds
-            if response.status_code not in BUSY_STATUS or late:
-                return response, text
-            time.sleep(wait)
-            wait = min(2 * wait, 5.0)
-
-    def send(self, method: str, path: str, body: dict | None) -> tuple[httpx.Response, str]:
-        """Return a response and its text. httpx limits the time per read; this limits the total."""
-        begin, parts = time.monotonic(), []
-        with self.http.stream(method, path, json=body) as response:
-            for part in response.iter_bytes():
-                parts.append(part)
-                if time.monotonic() - begin > self.seconds:
-                    raise httpx.ReadTimeout("the answer is still arriving")
-        return response, b"".join(parts).decode("utf-8-sig", "replace")
 
     def redact(self, text: str) -> str:
         """Hide the key, in case the server repeats it."""
@@ -299,89 +262,122 @@ class Server:
 
     # ---- answers ---------------------------------------------------------------------------------
 
-    def parse_answer(self, choice: dict, length: int, prompt_tokens: int | None) -> Answer:
-        text, tokens = text_at(choice, "text"), self.token_ids(choice) if self.returns_ids else None
+    def parse_answer(self, response: str, length: int) -> Answer:
+        """Return the answer, of at most `length` tokens, in the text of a response."""
+        completion = parse_json(response)
+        choice = next(iter(at(completion, "choices", of=list)), None)
+        if not isinstance(choice, dict):
+            found = self.redact(response)[:60]
+            broken = completion is None and (not response or response.lstrip().startswith("{"))
+            kind = "failed" if broken else "rejected"
+            raise RequestError(f"did not answer with a completion but {found!r}", kind)
+        with self.lock:
+            self.drafted += count(at(completion, "timings", "draft_n"))
+            self.accepted += count(at(completion, "timings", "draft_n_accepted"))
+        text, tokens = at(choice, "text", of=str), token_ids(choice)
         has_ids = tokens is not None
-        if not has_ids and self.tokenizer is None:
-            raise RequestError("an answer has no token ids; --model has no tokenizer", "failed")
         if not has_ids:
             complete = text.rstrip("\ufffd")  # a limit may cut a character
-            tokens = self.tokenizer.encode(complete, special=False)
-        reason = finish_reason(choice)
-        ended = is_stop_reason(reason)
-        if ended is None and (reason is None or has_ids and len(tokens) >= length):
+            tokens = self.tokenizer.encode(complete, special=False) if self.tokenizer else []
+        reason = at(choice, "finish_reason", of=str) or at(choice, "finish_reason", "type", of=str)
+        end = tokens.pop() if tokens and tokens[-1] in self.eos_ids else None
+        ended = is_stop_reason(reason) if end is None else True
+        if ended is None:
             ended = has_ids and len(tokens) < length
-        end = tokens[-1] if tokens and tokens[-1] in self.eos_ids else None
-        if end is not None:
-            tokens, ended = tokens[:-1], True
-        content = list_at(choice, "logprobs", "content")
-        logprobs = [as_number(value) for value in list_at(choice, "logprobs", "token_logprobs")]
-        logprobs = logprobs or [as_number(value_at(entry, "logprob")) for entry in content]
-        valid = has_ids and None not in logprobs
-        logprobs = logprobs if valid else None
-        return Answer(text, tokens, has_ids, ended, reason, logprobs, prompt_tokens, end)
-
-    def token_ids(self, choice: dict) -> list[int] | None:
-        """Return the token ids of a choice, from wherever the server puts them, or None."""
-        with_logprobs = [value_at(entry, "id") for entry in list_at(choice, "logprobs", "content")]
-        for ids in choice.get("token_ids"), choice.get("tokens"), with_logprobs or None:
-            if isinstance(ids, list) and all(type(i) is int for i in ids):
-                return ids
-        return None
-
-    def ask_streaming(self, prompt: list[int], length: int, **fields) -> tuple[str, str | None]:
-        """Return the text and finish reason of a streamed answer."""
-        body = self.body(prompt, length) | {"stream": True} | fields
-        text, reason = "", None
-        for data in sse_data(self.request("POST", "/v1/completions", body)):
-            part = parse_json(data)
-            if not isinstance(part, dict):
-                found = self.redact(data)[:60]
-                raise RequestError(f"did not stream a completion but {found!r}", "rejected")
-            for choice in list_at(part, "choices"):
-                text += text_at(choice, "text")
-                reason = finish_reason(choice) or reason
-        return text, reason
+            if reason and (ended or not has_ids):
+                why = f"{len(tokens)} tokens with finish_reason {reason!r} may be incomplete"
+                raise RequestError(f"breaks off an answer: {why}", "incomplete")
+        logprobs = token_logprobs(choice) if has_ids else None
+        prompt_tokens = count(at(completion, "usage", "prompt_tokens"))
+        return Answer(text, tokens, has_ids, ended, logprobs, prompt_tokens, end)
 
     def draft_counts(self) -> tuple[int, int] | None:
         """Return the number of tokens drafted and accepted so far, if the server reports them."""
         try:
-            lines = self.request("GET", "/metrics").splitlines()
-        except (RequestError, ConnectionLost):
-            lines = []
+            metrics = self.request("GET", "/metrics")
+        except RequestError:
+            metrics = ""
         counts = {"draft": 0, "accepted": 0}
-        for match in filter(None, map(DRAFT_METRIC.match, lines)):
-            counts[match[1]] += count_at(match[2]) or 0
+        for name, value in DRAFT_METRIC.findall(metrics):
+            counts[name] += count(value)
         sources = tuple(counts.values()), (self.drafted, self.accepted)
         return next((pair for pair in sources if any(pair)), None)
+
+
+def token_ids(choice: dict) -> list[int] | None:
+    """Return the token ids of a choice, from wherever the server puts them, or None."""
+    with_logprobs = [at(entry, "id") for entry in at(choice, "logprobs", "content", of=list)]
+    for ids in choice.get("token_ids"), choice.get("tokens"), with_logprobs or None:
+        if isinstance(ids, list) and all(type(i) is int for i in ids):
+            return ids
+    return None
+
+
+def token_logprobs(choice: dict) -> list[float] | None:
+    """Return the logprobs of a choice in OpenAI's old or new format, or None."""
+    content = [at(entry, "logprob") for entry in at(choice, "logprobs", "content", of=list)]
+    logprobs = at(choice, "logprobs", "token_logprobs", of=list) or content
+    valid = all(isinstance(value, float | int) and abs(value) < 1e9 for value in logprobs)
+    return logprobs if valid else None
 
 
 def is_stop_reason(reason: str | None) -> bool | None:
     """Return whether a finish reason is an end token or stop string, not a limit. None: it is
     missing, unknown, or says that the answer was broken off ("abort", "content_filter")."""
-    if reason and reason.lower() in STOP_REASONS:
+    if STOP_REASON.search(reason or ""):
         return True
-    return False if reason and LIMIT_REASON.search(reason) else None
-
-
-def finish_reason(choice: dict) -> str | None:
-    """Return the finish reason of a choice; SGLang's may be an object such as {"type": "stop"}."""
-    return text_at(choice, "finish_reason") or text_at(choice, "finish_reason", "type") or None
-
-
-def sse_data(text: str) -> Iterator[str]:
-    """Yield the data of server-sent events."""
-    for line in text.split("\n"):
-        data = line.removeprefix("data:").strip()
-        if line.startswith("data:") and data != "[DONE]":
-            yield data
+    return False if LIMIT_REASON.search(reason or "") else None
 
 
 def error_message(text: str) -> str:
     """Return the error message of a response, in one line."""
     value = parse_json(text)
-    paths = ("error", "message"), ("message",), ("error",)
-    return " ".join(next(filter(None, (text_at(value, *path) for path in paths)), text).split())
+    nested, top = at(value, "error", "message", of=str), at(value, "message", of=str)
+    return " ".join((nested or top or at(value, "error", of=str) or text).split())
+
+
+# ---- JSON fields that may be missing or of any type ----------------------------------------------
+
+
+def parse_json(text: str):
+    """Return the JSON value of a text, or None if it is not valid JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def at(value, *path: str, of: type = object):
+    """Return the value at a path of names, or an empty one if it is not `of` this type. A lone
+    surrogate in a string becomes U+FFFD."""
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    if of is str and isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value if isinstance(value, of) else of()
+
+
+def count(value) -> int:
+    """Return a number, also from a string; 0 if it is missing, negative or not finite."""
+    try:
+        return max(0, int(float(value)))
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+# ---- API keys ------------------------------------------------------------------------------------
+
+
+def keys_in(variables: list[str], servers: int) -> list[str]:
+    """Read the keys from these environment variables, at most one per server. A key is only read
+    from a variable that the user named."""
+    if len(variables) > servers:
+        raise UserError(f"--key-env names {len(variables)} variables for {servers} servers")
+    keys = [os.environ.get(name, "").strip() for name in variables]
+    for i, key in enumerate(keys, start=1):
+        if not (key and key.isascii() and key.isprintable()):  # its name may be a key
+            raise UserError(f"--key-env: variable {i} is not set or does not hold a key")
+    return keys
 
 
 # ---- several requests ----------------------------------------------------------------------------

@@ -17,8 +17,7 @@ def answer_logits(model: Transformer, prompt: list[int], tokens: list[int]) -> T
 def gaps(model: Transformer, prompt: list[int], tokens: list[int]) -> list[float]:
     """Return, for each token, how far its logit is below the largest at its position."""
     logits = answer_logits(model, prompt, tokens)  # (n, V)
-    index = torch.tensor(tokens, dtype=torch.long, device=logits.device)
-    chosen = logits.gather(-1, index[:, None])[:, 0]
+    chosen = logits[torch.arange(len(tokens)), tokens]
     return (logits.max(-1).values - chosen).tolist()
 
 

@@ -1,7 +1,7 @@
 """Check that a server decodes exactly as the checkpoint it claims to serve."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
@@ -27,20 +27,14 @@ from minispec.certify.servers.context import (
     ServerDecoder,
     make_prompts,
     tolerance_of,
-    understood,
 )
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.model import Transformer
-from minispec.remote.client import Answer, ConnectionLost, Server, is_stop_reason
-from minispec.remote.identity import (
-    are_known,
-    greedy_answer,
-    logprob_differences,
-    mismatch,
-)
+from minispec.remote.client import RequestError, Server
+from minispec.remote.identity import greedy_answer, logprob_differences, mismatch
 from minispec.sampling import Sampling, probs
 
-SERVER_CHECKS = "greedy", "limits", "load", "distribution"
+SERVER_CHECKS = "greedy", "load", "limits", "distribution"
 REQUESTS = 2000  # the approximate number of requests, by default
 SAMPLE_TOKENS, MIN_ANSWERS = 8, 60  # tokens per sampled answer; answers per sampling
 HIGH_TEMPERATURE = Sampling(1.5)
@@ -63,61 +57,64 @@ def check_server(
     `only` selects rows by a part of "check: case". A baseline is a server of the same model that
     decodes plainly. The server must then equal the baseline instead of our model; a row reports
     where the baseline itself differs from ours."""
-    end = time.monotonic() + 60 * TIME_LIMIT_MINUTES
     prompts = make_prompts(model, tokenizer)
     for one in filter(None, (server, baseline)):
         one.probe(next(iter(prompts.values()))[0])
+    end = time.monotonic() + 60 * TIME_LIMIT_MINUTES
     decoder = ServerDecoder(server, model, tokenizer, end)
     plain = ServerDecoder(baseline, model, tokenizer, end) if baseline else None
     ctx = ServerContext(decoder, model, plain)
     ctx.choose_prompts(prompts)
     ctx.tolerance = tolerance_of(precision, model, ctx.prompts)
     budget = Budget(ctx, requests)
-    is_model = Row("server", str(server.name), ctx, is_this_model, (), False)
     selected = [row for row in rows(ctx, samplings, budget)
                 if row.check in checks and only in row.name]  # fmt: skip
     selected = [row for row in selected if row.name == only] or selected
     budget.divide(selected)
+    is_model = Row("server", str(server.name), ctx, is_this_model, (), False)
+    yield from judge_all([is_model, *selected])
+
+
+def judge_all(rows: list[Row]) -> Iterator[Verdict]:
+    """Yield the verdicts on these rows and on the drafts. End early if the first row finds another
+    model, or if the server cannot be reached."""
+    server, end = rows[0].exam.server, rows[0].exam.decoder.end
     before = server.draft_counts()
     try:
-        for row in [is_model, *selected]:
-            for verdict in judge(row) if time.monotonic() < end else skip(row):
+        for row in rows:
+            late = time.monotonic() > end
+            for verdict in [too_late(row)] if late else judge(row):
                 yield verdict
-            if row.check == "server" and not verdict.passed:
-                return  # a different model: the other checks would be meaningless
-    except ConnectionLost as error:
+            if row is rows[0] and not verdict.passed:
+                return
+    except RequestError as error:
         yield Verdict(row.check, row.case, False, str(error))
         return
     passed, detail = drafting_since(before, server.draft_counts())
     yield Verdict("drafts", f"in {server.requests} requests", passed, detail)
 
 
-def skip(row: Row) -> Iterator[Verdict]:
+def too_late(row: Row) -> Verdict:
     detail = f"skipped: {TIME_LIMIT_MINUTES} minutes are over (reduce --requests)"
-    yield Verdict(row.check, row.case, None, detail)
+    return Verdict(row.check, row.case, None, detail)
 
 
 def rows(ctx: ServerContext, samplings: tuple[Sampling, ...], budget: "Budget") -> Iterator[Row]:
     for category, prompts in ctx.prompts.items():
         yield Row("greedy", category, ctx, is_greedy, (prompts, ANSWER_TOKENS))
-    yield Row("limits", "stop strings", ctx, honours_stop_strings, (), False)
-    yield Row("limits", "streaming", ctx, streams_same_text, (), False)
-    if ctx.has_ids:
-        yield Row("limits", "lengths", ctx, lengths_are_right, (), False)
-        yield Row("limits", "end of greedy answers", ctx, ends_are_right, (), False)
-        for end in ctx.model.config.eos_ids:
-            yield Row("limits", f"end token {end}", ctx, obeys_eos, (end,), False)
-        yield Row("limits", "logprobs", ctx, logprobs_match, (), False)
-        yield Row("limits", "several choices", ctx, returns_choices, (), False)
-    else:
-        yield Row("limits", "all other limits", ctx, needs_ids, (), False)
     yield Row("load", f"{CONCURRENCY} concurrent, mixed temperatures", ctx, handles_load, (), False)
-    if ctx.has_ids:
-        yield Row("distribution", "seeds", ctx, seeds_work, (), False)
-        for sampling in samplings:
-            yield Row("distribution", describe(sampling), ctx, fits, (sampling, budget))
-    else:
-        yield Row("distribution", "all", ctx, needs_ids, (), False)
+    if not ctx.has_ids:
+        for check in "limits", "distribution":
+            yield Row(check, "all", ctx, needs_ids, (), False)
+        return
+    yield Row("limits", "lengths", ctx, lengths_are_right, (), False)
+    yield Row("limits", "end of greedy answers", ctx, ends_are_right, (), False)
+    for end in ctx.model.config.eos_ids:
+        yield Row("limits", f"end token {end}", ctx, obeys_eos, (end,), False)
+    yield Row("limits", "logprobs", ctx, logprobs_match, (), False)
+    yield Row("distribution", "seeds", ctx, seeds_work, (), False)
+    for sampling in samplings:
+        yield Row("distribution", describe(sampling), ctx, fits, (sampling, budget))
 
 
 def needs_ids(ctx: ServerContext) -> Result:
@@ -145,34 +142,16 @@ def is_this_model(ctx: ServerContext) -> Result:
 
 def lengths_are_right(ctx: ServerContext) -> Result:
     """Check that answers have exactly max_tokens tokens if no end token comes."""
-    arguments = ctx.long_answer()[0], [*range(1, 12)]
-    return with_finish_reasons(ctx, keeps_lengths, *arguments)
+    return keeps_lengths(ctx, ctx.long_answer()[0], [*range(1, 12)])
 
 
 def ends_are_right(ctx: ServerContext) -> Result:
     """Check that answers end after the first end token. If some of the answers so far have one,
     only their prompts are used."""
     answers, eos_ids = ctx.greedy_answers(), ctx.model.config.eos_ids
-    ending = [ids for ids, a in answers if a.ended or not set(eos_ids).isdisjoint(a.tokens)]
+    ending = [ids for ids, tokens in answers if not set(eos_ids).isdisjoint(tokens)]
     prompts = ending or [ids for ids, _ in answers]
-    return with_finish_reasons(ctx, ends_correctly, prompts[:8], ANSWER_TOKENS)
-
-
-def with_finish_reasons(ctx: ServerContext, check: Callable[..., Result], *arguments) -> Result:
-    """Run a check of tokens, then check the finish reasons of its answers."""
-    before = len(ctx.decoder.answers)
-    passed, detail = check(ctx, *arguments)
-    found = ctx.decoder.answers[before:]
-    for request, answer in found if passed is not False else ():
-        if answer.ended and len(answer.tokens) >= request.n:
-            return False, f"{detail}, but finish_reason is {answer.reason!r}"
-    return passed, detail + unchecked([answer for _, answer in found])
-
-
-def unchecked(answers: list[Answer]) -> str:
-    """Describe how many answers could not be checked because they have no finish_reason."""
-    missing = sum(answer.reason is None for answer in answers)
-    return f"; {missing} without a finish_reason could not be checked" if missing else ""
+    return ends_correctly(ctx, prompts[:8], ANSWER_TOKENS)
 
 
 def obeys_eos(ctx: ServerContext, end: int) -> Result:
@@ -180,87 +159,22 @@ def obeys_eos(ctx: ServerContext, end: int) -> Result:
     ids, before = ctx.long_answer()
     bias = {str(end): 100}
     ctx.remember(Request(ids, 4), logit_bias=bias)
-    answer = ctx.decoder.ask_optional("logit_bias", ids, 4, logit_bias=bias)
-    if answer.tokens[:1] == before.tokens[:1]:
+    answer = ctx.decoder.ask(Request(ids, 4), logit_bias=bias)
+    if answer.tokens[:1] == before[:1]:
         raise NotSupported("logit_bias has no effect")
     passed = answer.ended and not answer.tokens
-    problem = f"continues: {answer.tokens}, finish_reason {answer.reason!r}"
-    return passed, f"ends the answer{unchecked([answer])}" if passed else problem
-
-
-def honours_stop_strings(ctx: ServerContext) -> Result:
-    """Check that a stop string that spans two tokens ends the answer just before it."""
-    tokenizer = ctx.decoder.tokenizer
-    if tokenizer is None:
-        return None, "--model has no tokenizer"
-    answers = []
-    for ids, answer in ctx.greedy_answers():
-        if not are_known(ctx.model, answer.tokens):
-            return False, f"prompt of {len(ids)} tokens: an id outside the vocabulary"
-        for n in range(2, ANSWER_TOKENS, 7):
-            boundary = len(tokenizer.decode(answer.tokens[:n]))
-            stop = answer.text[max(0, boundary - 2) : boundary + 2]
-            if len(stop) < 2 or "\ufffd" in stop:  # an incomplete character
-                continue
-            expected = answer.text[: answer.text.index(stop)]
-            ctx.remember(Request(ids, ANSWER_TOKENS), stop=[stop])
-            stopped = understood(ctx.server.ask(ids, ANSWER_TOKENS, stop=[stop]))
-            answers.append(stopped)
-            if stopped.text != expected:
-                assert_reproducible(ctx, ids, answer)
-                text = stopped.text[-30:]
-                return False, f"stop {stop!r}: {text!r} instead of {expected[-30:]!r}"
-            if is_stop_reason(stopped.reason) is False and not stopped.ended:
-                return False, f"stop {stop!r}: stopped, but finish_reason is {stopped.reason!r}"
-        if len(answers) > 8:
-            break
-    detail = f"{len(answers)} strings across token boundaries{unchecked(answers)}"
-    return bool(answers) or None, detail
-
-
-def assert_reproducible(ctx: ServerContext, prompt: list[int], answer: Answer) -> None:
-    if ctx.server.ask(prompt, ANSWER_TOKENS).text != answer.text:
-        raise NotSupported("answers are not reproducible, so rounding decides")
-
-
-def streams_same_text(ctx: ServerContext) -> Result:
-    answers = ctx.greedy_answers()[:6]
-    for ids, answer in answers:
-        ctx.remember(Request(ids, ANSWER_TOKENS), stream=True)
-        text, reason = ctx.server.ask_streaming(ids, ANSWER_TOKENS)
-        if reason and is_stop_reason(reason) is None:
-            raise NotSupported(f"finish_reason {reason!r}: the answer may be incomplete")
-        if text != answer.text:
-            assert_reproducible(ctx, ids, answer)
-            streamed, complete = text[-30:], answer.text[-30:]
-            return False, f"prompt of {len(ids)} tokens: {streamed!r} instead of {complete!r}"
-        if is_stop_reason(reason) != is_stop_reason(answer.reason):
-            reasons = f"finish_reason {reason!r} instead of {answer.reason!r}"
-            return False, f"prompt of {len(ids)} tokens: {reasons} when streamed"
-    detail = f"{len(answers)} streamed answers equal the unstreamed ones"
-    return True, detail + unchecked([answer for _, answer in answers])
+    return passed, "ends the answer" if passed else f"continues: {answer.tokens}"
 
 
 def logprobs_match(ctx: ServerContext) -> Result:
     differences = []
     for ids in next(iter(ctx.prompts.values())):
-        answer = ctx.decoder.ask_optional("logprobs", ids, ANSWER_TOKENS, logprobs=1)
+        answer = ctx.decoder.ask(Request(ids, ANSWER_TOKENS), logprobs=1)
         differences += logprob_differences(ctx.model, ids, answer)
     if not differences:
         raise NotSupported("answers have no logprobs")
     worst = max(differences)
     return worst < ctx.tolerance, f"at most {worst:.2g} from ours, for {len(differences)} tokens"
-
-
-def returns_choices(ctx: ServerContext) -> Result:
-    ids = ctx.long_answer()[0]
-    ctx.decoder.ask_optional("n", ids, 1, sampling=HIGH_TEMPERATURE, n=2)
-    request = Request(ids, SAMPLE_TOKENS, HIGH_TEMPERATURE, 1)
-    ctx.remember(request, n=4)
-    choices = ctx.server.choices(*request, n=4)
-    different = len({tuple(choice.tokens) for choice in choices})
-    detail = f"n = 4: {len(choices)} choices, {different} of them different"
-    return len(choices) == 4 and different > 1, detail
 
 
 # ---- load ----------------------------------------------------------------------------------------
@@ -287,8 +201,7 @@ def drafting_since(before: tuple[int, int] | None, after: tuple[int, int] | None
     """Check, by the server's counters, that drafts were both accepted and rejected."""
     if after is None:
         return None, "no draft statistics: only plain decoding may have been tested"
-    drafted, accepted = (b - a for a, b in zip(before or (0, 0), after))
-    return drafting_result(int(drafted), int(accepted))
+    return drafting_result(*(b - a for a, b in zip(before or (0, 0), after)))
 
 
 # ---- samples -------------------------------------------------------------------------------------

@@ -28,21 +28,22 @@ CONCURRENCY = 8  # requests at a time
 
 @dataclass(frozen=True)
 class ServerDecoder:
-    """A server, as a decoder under examination. It remembers the answers to single requests."""
+    """A server, as a decoder under examination. It remembers its greedy answers."""
 
     server: Server
     model: Transformer  # in float64
     tokenizer: Tokenizer | None
     end: float  # no batch is continued after this time.monotonic()
-    answers: list[tuple[Request, Answer]] = field(default_factory=list)
+    greedy: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # prompt -> tokens
 
     def tokens(
         self, prompt: list[int], n: int, sampling: Sampling = GREEDY, seed: int = 0
     ) -> list[int]:
-        request = Request(prompt, n, sampling, seed)
-        answer = self.ask(request)
-        self.answers.append((request, answer))
-        return self.with_end(prompt, n, answer)
+        answer = self.ask(Request(prompt, n, sampling, seed))
+        tokens = self.with_end(prompt, n, answer)
+        if (n, sampling) == (ANSWER_TOKENS, GREEDY):
+            self.greedy[tuple(prompt)] = tokens
+        return tokens
 
     def batch(self, requests: list[Request]) -> list[list[int]]:
         """Return the tokens for several requests, which are sent concurrently."""
@@ -56,22 +57,16 @@ class ServerDecoder:
         answers = list(tqdm(answers, "requests", len(requests), leave=False, disable=None))
         return [self.with_end(requests[i].prompt, requests[i].n, answer) for i, answer in answers]
 
-    def ask(self, request: Request) -> Answer:
+    def ask(self, request: Request, **fields) -> Answer:
+        """Ask with fields that not every server supports."""
+        if not self.server.supports(request.sampling):
+            raise NotSupported("top_k")
         try:
-            return understood(self.server.ask(*request))
+            return self.server.ask(*request, **fields)
         except RequestError as error:
-            if error.kind != "unsupported":
-                raise
-            raise NotSupported(str(error)) from None
-
-    def ask_optional(self, name: str, prompt: list[int], length: int, **fields) -> Answer:
-        """Ask with a field that not every server supports."""
-        try:
-            return understood(self.server.ask(prompt, length, **fields))
-        except RequestError as error:
-            if error.kind != "rejected":
-                raise
-            raise NotSupported(f"{name} ({error})") from None
+            if fields and error.kind == "rejected":
+                raise NotSupported(f"{', '.join(fields)} ({error})") from None
+            raise
 
     def with_end(self, prompt: list[int], n: int, answer: Answer) -> list[int]:
         """Return the tokens of an answer of at most `n` tokens. If an end token ended it before,
@@ -82,7 +77,7 @@ class ServerDecoder:
     def answer_tokens(self, prompt: list[int], n: int, answer: Answer) -> list[int]:
         """Return the tokens of an answer. For a text answer, these are our own tokens as far as
         their text agrees, then the tokenizer's."""
-        if answer.has_ids:
+        if answer.has_ids or self.tokenizer is None:
             return answer.tokens
         ours = decode(self.model, self.tokenizer, prompt, max_new_tokens=n)
         tokens = ours.tokens[: len(ours.tokens) - (ours.finish_reason == "eos")]
@@ -90,14 +85,6 @@ class ServerDecoder:
         agreed = max(i for i, text in enumerate(prefixes) if answer.text.startswith(text))
         rest = answer.text[len(prefixes[agreed]) :]
         return tokens[:agreed] + self.tokenizer.encode(rest, special=False)
-
-
-def understood(answer: Answer) -> Answer:
-    """Return an answer, or raise NotSupported if it may have been broken off."""
-    if answer.ended is None:
-        raise NotSupported(f"an answer of {len(answer.tokens)} tokens with finish_reason "
-                           f"{answer.reason!r} may be incomplete")  # fmt: skip
-    return answer
 
 
 @dataclass
@@ -137,24 +124,19 @@ class ServerContext(Examination):
         if not self.prompts:
             raise UserError(f"a context of {context} tokens is too short for any prompt")
 
-    def greedy_answers(self) -> list[tuple[list[int], Answer]]:
-        """Return a greedy answer for each prompt so far; request some if there are none."""
-        wanted = ANSWER_TOKENS, GREEDY
-        if not any(request[1:3] == wanted for request, _ in self.decoder.answers):
+    def greedy_answers(self) -> list[tuple[list[int], list[int]]]:
+        """Return all prompts so far with their greedy answers; request some if there are none."""
+        if not self.decoder.greedy:
             for prompts in self.prompts.values():
                 for ids in prompts[:2]:
                     self.decoder.tokens(ids, ANSWER_TOKENS)
-        found = {}
-        for request, answer in self.decoder.answers:
-            if request[1:3] == wanted:
-                found.setdefault(tuple(request.prompt), answer)
-        return [(list(prompt), answer) for prompt, answer in found.items()]
+        return [(list(prompt), tokens) for prompt, tokens in self.decoder.greedy.items()]
 
-    def long_answer(self) -> tuple[list[int], Answer]:
-        """Return a greedy answer of full length, and its prompt."""
-        for ids, answer in self.greedy_answers():
-            if len(answer.tokens) >= ANSWER_TOKENS:
-                return ids, answer
+    def long_answer(self) -> tuple[list[int], list[int]]:
+        """Return a prompt whose greedy answer has full length, and that answer."""
+        for ids, tokens in self.greedy_answers():
+            if len(tokens) >= ANSWER_TOKENS and tokens[-1] not in self.model.config.eos_ids:
+                return ids, tokens
         raise NotSupported(f"no greedy answer has {ANSWER_TOKENS} tokens")
 
 
@@ -203,9 +185,8 @@ def tolerance_of(precision: float | torch.dtype, model: Transformer, prompts: di
     largest change of our logits in this dtype (a gap has two logits; the other 2 is a margin)."""
     if isinstance(precision, float):
         return precision
-    rounded = copy.deepcopy(model).to(precision)
-    largest_change = 0.0
-    for ids in [prompts[category][0] for category in prompts]:
+    rounded, changes = copy.deepcopy(model).to(precision), []
+    for ids, *_ in prompts.values():
         logits, other = (m.logits(m(ids)).double() for m in (model, rounded))
-        largest_change = max(largest_change, float((logits - other).abs().max()))
-    return max(TIE, 4 * largest_change)
+        changes.append(float((logits - other).abs().max()))
+    return max(TIE, 4 * max(changes))
