@@ -23,7 +23,6 @@ from minispec.certify.functions.checks import (
 )
 from minispec.certify.functions.decoder import load_implementation
 from minispec.certify.methods.checks import CHECKS
-from minispec.certify.methods.mutants import check_mutants
 from minispec.certify.report import (
     INFO_ROWS,
     exit_code,
@@ -52,7 +51,6 @@ from minispec.cli import (
 from minispec.remote.api_keys import keys_in, warn_if_exposed
 from minispec.remote.client import Server
 
-PACKAGE_CHECKS = CHECKS | {"mutants": check_mutants}
 MODES = "impl", "server", "compare"
 FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
     "baseline": ("impl", "server"), "only": ("impl", "server"), "checks": ("impl", "server", ""),
@@ -91,7 +89,7 @@ def parser() -> Parser:
     p.add_argument("--precision", type=precision, help="of --server: float32 (default), bfloat16, "
                    "float16, or the logit gap below which two tokens are tied")  # fmt: skip
     p.add_argument("--checks", type=comma_separated,
-                   help=f"run only some checks, of {','.join(PACKAGE_CHECKS)}; "
+                   help=f"run only some checks, of {','.join(CHECKS)}; "
                    f"for --impl, of {','.join(FUNCTION_CHECKS)}; "
                    f"for --server, of {','.join(SERVER_CHECKS)}")  # fmt: skip
     p.add_argument("--only", metavar="TEXT", help="judge only the rows of --impl or --server whose "
@@ -115,7 +113,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if getattr(args, flag) is not None and mode not in modes:
             allowed = " or ".join(f"--{name}" for name in modes if name)
             raise UserError(f"{flag_name(flag)} only works with {allowed}")
-    available = {"impl": FUNCTION_CHECKS, "server": SERVER_CHECKS}.get(mode, tuple(PACKAGE_CHECKS))
+    available = {"impl": FUNCTION_CHECKS, "server": SERVER_CHECKS}.get(mode, tuple(CHECKS))
     args.checks = available if args.checks is None else tuple(args.checks)
     unknown = [name for name in args.checks if name not in available]
     if unknown:
@@ -150,7 +148,7 @@ def make_verdicts(args: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
             load_implementation(args.impl), args.only or "", args.checks, limits_of(args), baseline,
             folder,
         )  # fmt: skip
-    return (verdict for name in args.checks for verdict in PACKAGE_CHECKS[name]())
+    return (verdict for name in args.checks for verdict in CHECKS[name]())
 
 
 def limits_of(args: argparse.Namespace) -> Limits:
