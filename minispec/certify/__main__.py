@@ -13,6 +13,7 @@ from typing import TextIO
 import torch
 
 from minispec import certify, distributed
+from minispec.certify import report
 from minispec.certify.common import Verdict
 from minispec.certify.compare import compare
 from minispec.certify.functions.checks import (
@@ -23,14 +24,6 @@ from minispec.certify.functions.checks import (
 )
 from minispec.certify.functions.decoder import load_implementation
 from minispec.certify.methods.checks import CHECKS
-from minispec.certify.report import (
-    INFO_ROWS,
-    exit_code,
-    json_report,
-    print_table,
-    summary,
-    write_junit,
-)
 from minispec.certify.servers.checks import REQUESTS, SERVER_CHECKS, check_server
 from minispec.certify.servers.context import precision
 from minispec.checkpoints.fetch import default_model
@@ -172,19 +165,19 @@ def run_checks(args: argparse.Namespace, argv: list[str], folder: Path, out: Tex
     """Run and print the requested checks; return the exit code. What an implementation prints goes
     to standard error."""
     begin = time.perf_counter()
-    rows = print_table(make_verdicts(args, folder), None if args.json else out)
-    matched = [row for row in rows if row.check not in INFO_ROWS or row.passed is False]
+    rows = report.print_table(make_verdicts(args, folder), None if args.json else out)
+    matched = [row for row in rows if row.check not in report.INFO_ROWS or row.passed is False]
     if args.only is not None and not matched:
         raise UserError(f"--only {args.only!r}: no row matches; see the table without --only")
     seconds = time.perf_counter() - begin
     if args.json:
         subject = args.impl if args.impl is not None else args.server
-        print(json_report(rows, seconds, argv, subject, folder), file=out)
+        print(report.json_report(rows, seconds, argv, subject, folder), file=out)
     else:
-        print(summary(rows, seconds), file=out)
+        print(report.summary(rows, seconds), file=out)
     if args.junit:
-        write_junit(rows, seconds, args.junit)
-    return exit_code(rows)
+        report.write_junit(rows, seconds, args.junit)
+    return report.exit_code(rows)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,9 @@ def replacements() -> dict[int, tuple[object, object]]:
 
 @contextmanager
 def generators_replaced() -> Iterator[None]:
-    """Replace every module-level name of a random function, class or generator."""
+    """Replace every module-level name of a random function, class or generator. Restore these and
+    the states of the global generators at the end."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     known, undo = replacements(), []
     for name, module in list(sys.modules.items()):
         if name not in REPLACED_LIBRARIES and name.partition(".")[0] in UNTOUCHED:
@@ -196,3 +198,6 @@ def generators_replaced() -> Iterator[None]:
     finally:
         for namespace, key, value in undo:
             namespace[key] = value
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
