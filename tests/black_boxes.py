@@ -8,8 +8,8 @@ from unittest import mock
 
 import torch
 
+from lessons.assignments import mutants
 from minispec import verify
-from minispec.certify.methods import mutants
 from minispec.checkpoints.load import load
 from minispec.generate import decode
 from minispec.methods import speculative

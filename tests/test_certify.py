@@ -13,11 +13,11 @@ import pytest
 import torch
 from conftest import ROOT
 
+from lessons.assignments.mutants import MUTANTS
 from minispec.certify.__main__ import main
 from minispec.certify.functions.decoder import load_implementation
 from minispec.certify.methods import cases
 from minispec.certify.methods.checks import CHECKS
-from minispec.certify.methods.mutants import MUTANTS
 from minispec.certify.report import json_report
 from minispec.certify.statistics import (
     FALSE_ALARM,
@@ -247,11 +247,11 @@ def test_a_function_is_imported_from_a_file(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_passes_and_catches_every_mutant():
+def test_the_command_passes():
     arguments = [sys.executable, "-m", "minispec.certify"]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert all(f"  {check} " in done.stdout for check in (*CHECKS, "mutants"))
+    assert all(f"  {check} " in done.stdout for check in CHECKS)
 
 
 # ---- two runs ------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def test_limits(name):
         def target(eos):
             return Toy(5, context=CONTEXT, eos=eos)
 
-    verdict = check_endings(method, options, targets=[("toy", target)], plain={})
+    verdict = check_endings(method, options, targets=[target])
     assert verdict.passed, verdict.detail
 
 

@@ -18,11 +18,11 @@ import torch
 from conftest import TOKENIZER, byte_model
 from served import CorrectServer, TextPrompts, serving
 
+from lessons.assignments import mutants
 from minispec import cli
 from minispec.certify.__main__ import main
 from minispec.certify.common import NotSupported
 from minispec.certify.examination import Request
-from minispec.certify.methods import mutants
 from minispec.certify.servers import checks as server
 from minispec.certify.servers.checks import SERVER_SAMPLINGS, check_server
 from minispec.certify.servers.context import ServerDecoder

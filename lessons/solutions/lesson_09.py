@@ -13,11 +13,11 @@ import torch
 from form import Oracle, Task, Wrong
 from torch import Tensor
 
+from lessons.assignments import mutants
+from lessons.assignments.mutants import Mutant, in_accept
 from minispec.certify import toys
 from minispec.certify.common import GREEDY
-from minispec.certify.methods import mutants
 from minispec.certify.methods.cases import bound
-from minispec.certify.methods.mutants import Mutant, in_accept
 from minispec.certify.toys import ScriptedRandomness, Toy, every_outcome, total_variation
 from minispec.sampling import Randomness, Sampling, Seeded, probs
 from minispec.tree import Tree

@@ -6,8 +6,9 @@
     python -m minispec.certify --compare a.jsonl b.jsonl --model DIR     explain how two runs differ
 
 The exact check sums over *every* random outcome of the real decoding loops, so passing it is a
-proof for the toy models used; the mutants show that each check can fail. A function that draws its
-random numbers from torch, NumPy or Python's random is enumerated too, as far as the time allows
-(others/enumeration.py); its signature is in others/functions.py. A server's greedy tokens are
-checked one by one against our float64 logits, and its samples with χ² tests (others/server.py).
+proof for the toy models used; the tests show that each check can fail, with 33 deliberate bugs. A
+function that draws its random numbers from torch, NumPy or Python's random is enumerated too, as
+far as the time allows (functions/enumeration.py); its signature is in functions/decoder.py. A
+server's greedy tokens are checked one by one against our float64 logits, and its samples with χ²
+tests (servers/checks.py).
 """

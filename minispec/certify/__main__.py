@@ -13,6 +13,7 @@ from typing import TextIO
 import torch
 
 from minispec import certify, distributed
+from minispec.certify import report
 from minispec.certify.common import Verdict
 from minispec.certify.compare import compare
 from minispec.certify.functions.checks import (
@@ -23,15 +24,6 @@ from minispec.certify.functions.checks import (
 )
 from minispec.certify.functions.decoder import load_implementation
 from minispec.certify.methods.checks import CHECKS
-from minispec.certify.methods.mutants import check_mutants
-from minispec.certify.report import (
-    INFO_ROWS,
-    exit_code,
-    json_report,
-    print_table,
-    summary,
-    write_junit,
-)
 from minispec.certify.servers.checks import REQUESTS, SERVER_CHECKS, check_server
 from minispec.certify.servers.context import precision
 from minispec.checkpoints.fetch import default_model
@@ -51,7 +43,6 @@ from minispec.cli import (
 )
 from minispec.remote.client import Server, keys_in
 
-PACKAGE_CHECKS = CHECKS | {"mutants": check_mutants}
 MODES = "impl", "server", "compare"
 FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
     "baseline": ("impl", "server"), "only": ("impl", "server"), "checks": ("impl", "server", ""),
@@ -90,7 +81,7 @@ def parser() -> Parser:
     p.add_argument("--precision", type=precision, help="of --server: float32 (default), bfloat16, "
                    "float16, or the logit gap below which two tokens are tied")  # fmt: skip
     p.add_argument("--checks", type=comma_separated,
-                   help=f"run only some checks, of {','.join(PACKAGE_CHECKS)}; "
+                   help=f"run only some checks, of {','.join(CHECKS)}; "
                    f"for --impl, of {','.join(FUNCTION_CHECKS)}; "
                    f"for --server, of {','.join(SERVER_CHECKS)}")  # fmt: skip
     p.add_argument("--only", metavar="TEXT", help="judge only the rows of --impl or --server whose "
@@ -114,7 +105,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if getattr(args, flag) is not None and mode not in modes:
             allowed = " or ".join(f"--{name}" for name in modes if name)
             raise UserError(f"{flag_name(flag)} only works with {allowed}")
-    available = {"impl": FUNCTION_CHECKS, "server": SERVER_CHECKS}.get(mode, tuple(PACKAGE_CHECKS))
+    available = {"impl": FUNCTION_CHECKS, "server": SERVER_CHECKS}.get(mode, tuple(CHECKS))
     args.checks = available if args.checks is None else tuple(args.checks)
     unknown = [name for name in args.checks if name not in available]
     if unknown:
@@ -147,7 +138,7 @@ def make_verdicts(args: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
             load_implementation(args.impl), args.only or "", args.checks, limits_of(args), baseline,
             folder,
         )  # fmt: skip
-    return (verdict for name in args.checks for verdict in PACKAGE_CHECKS[name]())
+    return (verdict for name in args.checks for verdict in CHECKS[name]())
 
 
 def limits_of(args: argparse.Namespace) -> Limits:
@@ -171,19 +162,19 @@ def run_checks(args: argparse.Namespace, argv: list[str], folder: Path, out: Tex
     """Run and print the requested checks; return the exit code. What an implementation prints goes
     to standard error."""
     begin = time.perf_counter()
-    rows = print_table(make_verdicts(args, folder), None if args.json else out)
-    matched = [row for row in rows if row.check not in INFO_ROWS or row.passed is False]
+    rows = report.print_table(make_verdicts(args, folder), None if args.json else out)
+    matched = [row for row in rows if row.check not in report.INFO_ROWS or row.passed is False]
     if args.only is not None and not matched:
         raise UserError(f"--only {args.only!r}: no row matches; see the table without --only")
     seconds = time.perf_counter() - begin
     if args.json:
         subject = args.impl if args.impl is not None else args.server
-        print(json_report(rows, seconds, argv, subject, folder), file=out)
+        print(report.json_report(rows, seconds, argv, subject, folder), file=out)
     else:
-        print(summary(rows, seconds), file=out)
+        print(report.summary(rows, seconds), file=out)
     if args.junit:
-        write_junit(rows, seconds, args.junit)
-    return exit_code(rows)
+        report.write_junit(rows, seconds, args.junit)
+    return report.exit_code(rows)
 
 
 if __name__ == "__main__":

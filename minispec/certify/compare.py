@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -24,27 +25,21 @@ def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
     """Report each line's first divergence, its top-2 gap, and tie or bug; `model` in float64. For
     runs in bfloat16 or float16, what counts as a tie is measured."""
     left, right = read_runs(a), read_runs(b)
-    references: dict[tuple[torch.dtype, ...], Reference] = {}
+    reference_for = cache(partial(Reference, model))
     if len(left) != len(right):
         counts = f"{a} has {len(left)} runs, {b} has {len(right)}"
         raise UserError(f"{counts}; both must use the same prompts")
     for i, (x, y) in enumerate(zip(left, right), start=1):
         if x["prompt_ids"] != y["prompt_ids"]:
             raise UserError(f"line {i}: the prompts of {a} and {b} differ")
-        sampled = [temperature for run in (x, y) if (temperature := sampled_at(run))]
-        if sampled:
-            raise UserError(f"line {i}: sampled at temperature {sampled[0]}; compare greedy runs")
-        coarse = coarse_types(x, y)
-        if coarse not in references:
-            references[coarse] = Reference(model, coarse)
-        passed, detail = judge(x, y, references[coarse])
-        yield Verdict("compare", f"line {i}", passed, detail)
+        if temperature := sampled_at(x) or sampled_at(y):
+            raise UserError(f"line {i}: sampled at temperature {temperature}; compare greedy runs")
+        yield Verdict("compare", f"line {i}", *judge(x, y, reference_for(coarse_types(x, y))))
 
 
 def coarse_types(x: dict, y: dict) -> tuple[torch.dtype, ...]:
     """The types of two runs that are coarse: none, one or two."""
-    stats = [run["stats"] for run in (x, y) if isinstance(run.get("stats"), dict)]
-    names = [entry.get("dtype") for entry in stats]
+    names = [run["stats"].get("dtype") for run in (x, y)]
     return tuple(dtype for dtype in COARSE for name in names if str(dtype) == f"torch.{name}")
 
 
@@ -107,8 +102,7 @@ def divergence(
 
 def sampled_at(run: dict) -> float | None:
     """Return the temperature of a sampled run, or a false value if it is greedy or unknown."""
-    stats = run.get("stats")
-    stats = stats if isinstance(stats, dict) else {}
+    stats = run["stats"]
     return None if stats.get("top_k") == 1 else stats.get("temperature")
 
 
@@ -129,5 +123,7 @@ def read_runs(path: Path) -> list[dict]:
             raise UserError(f"{path} line {number}: prompt_ids and tokens must be lists of ids")
         if not run["prompt_ids"]:
             raise UserError(f"{path} line {number}: prompt_ids must not be empty")
+        if not isinstance(run.get("stats"), dict):
+            run["stats"] = {}
         runs.append(run)
     return runs

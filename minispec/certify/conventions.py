@@ -11,29 +11,23 @@ from minispec.certify.common import Result
 from minispec.certify.scoring import Warp
 from minispec.sampling import Sampling, probs
 
-NOTHING = Sampling(1.0)
-
-
-def our_filters(s: Sampling) -> list[Sampling]:
-    return [s]
-
-
-OTHER_ORDERS: dict[str, Callable[[Sampling], list[Sampling]]] = {
+# An order is given by filters: each removes the tokens that its sampling would not draw.
+Order = Callable[[Sampling], list[Sampling]]
+OTHER_ORDERS: dict[str, Order] = {
     "top-p before temperature": lambda s: [replace(s, temperature=1.0)],
     "top-p before top-k": lambda s: [replace(s, top_k=0), replace(s, top_p=1.0)],
-    "top-p before top-k and temperature": lambda s: [
-        replace(NOTHING, top_p=s.top_p), replace(NOTHING, top_k=s.top_k)
-    ],
+    "top-p before top-k and temperature": lambda s: [Sampling(1.0, top_p=s.top_p),
+                                                     Sampling(1.0, s.top_k)],
 }  # fmt: skip
 
 
 @cache
-def warper(sampling: Sampling, order: Callable[[Sampling], list[Sampling]] = our_filters) -> Warp:
-    """Return the function from logits (n, V) to distributions for these warpers in this order. An
-    order is given by filters: each removes the tokens that this sampling would not draw."""
+def warper(sampling: Sampling, order: Order | None = None) -> Warp:
+    """Return the function from logits (n, V) to distributions for these warpers in this order, by
+    default ours."""
 
     def warp(logits: Tensor) -> Tensor:
-        for chosen in order(sampling):
+        for chosen in order(sampling) if order else [sampling]:
             logits = logits.masked_fill(probs(logits, chosen) == 0, -torch.inf)
         return probs(logits, Sampling(sampling.temperature))
 
@@ -56,9 +50,8 @@ class Conventions:
             name: order for name, order in self.possible.items()
             if test(warper(sampling, order))[0]
         }  # fmt: skip
-        if not passed and explained:
+        if passed or explained:
             self.possible = explained
-            return None, f"convention: {' or '.join(explained)}; with ours, {detail}"
-        if passed:
-            self.possible = explained
-        return passed, detail
+        if passed or not explained:
+            return passed, detail
+        return None, f"convention: {' or '.join(explained)}; with ours, {detail}"

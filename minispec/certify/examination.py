@@ -1,13 +1,13 @@
 """One examination for every decoder: greedy answers, lengths, ends and samples.
 
 A decoder under examination is a function `tokens(prompt, n, sampling, seed)` of one checkpoint.
-`functions.py` makes one of a Python function, `context.py` of a server.
+`functions/decoder.py` makes one of a Python function, `servers/context.py` of a server.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from minispec.certify.common import (
@@ -43,6 +43,11 @@ class Request(NamedTuple):
     sampling: Sampling = GREEDY
     seed: int = 0
 
+    def options(self) -> dict:
+        """Return it under the names that functions and generate use."""
+        return {"prompt": list(self.prompt), "max_new_tokens": self.n, **asdict(self.sampling),
+                "seed": self.seed}  # fmt: skip
+
 
 class Decoder(Protocol):
     """A decoder of one checkpoint under examination."""
@@ -76,10 +81,8 @@ class Examination:
         return self.evidence["tokens"]
 
     def remember(self, request: Request, **more) -> None:
-        s = request.sampling
-        self.evidence = {"prompt": list(request.prompt), "max_new_tokens": request.n,
-                         "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p,
-                         "seed": request.seed} | more  # fmt: skip
+        self.evidence.clear()
+        self.evidence.update(request.options() | more)
 
     def without_baseline(self) -> "Examination":
         """Return the examination of the baseline itself."""
@@ -95,6 +98,7 @@ class Row(NamedTuple):
     function: Callable[..., Result]
     arguments: tuple = ()
     compared: bool = True  # with the baseline, if there is one
+    weight: float = 0.0  # the rows that have one share the time in proportion
 
     @property
     def name(self) -> str:
@@ -107,13 +111,13 @@ def judge(row: Row) -> Iterator[Verdict]:
         passed, detail = evaluate(row, row.exam.without_baseline())
         yield Verdict("baseline", f"{row.check}, {row.case}", passed or None, detail)
     passed, detail = evaluate(row, row.exam)
-    evidence = row.exam.evidence if passed is False else {}
+    evidence = dict(row.exam.evidence) if passed is False else {}
     yield Verdict(row.check, row.case, passed, detail, evidence)
 
 
 def evaluate(row: Row, exam: Examination) -> Result:
     """Judge one row; an exception fails only this row."""
-    exam.evidence = {}
+    exam.evidence.clear()
     try:
         return row.function(exam, *row.arguments)
     except NotSupported as error:
@@ -139,11 +143,11 @@ def is_greedy(
     answers, ties, total = 0, 0, 0
     for prompt in prompts:
         plain = baseline_tokens(exam, prompt, n)
-        for tokens in deterministic(exam, prompt, n, samplings):
+        for sampling, tokens in deterministic(exam, prompt, n, samplings):
             gap, where, differing = difference(exam, prompt, tokens[:n], plain)
             if not tokens or gap >= exam.tolerance:
                 where = where if tokens else "no tokens"
-                return False, f"prompt of {len(prompt)} tokens, {asked(exam)}: {where}"
+                return False, f"prompt of {len(prompt)} tokens, {describe(sampling)}: {where}"
             answers, ties, total = answers + 1, ties + differing, total + len(tokens)
     lengths = ", ".join(str(len(prompt)) for prompt in prompts)
     return True, f"{answers} answers to prompts of {lengths} tokens; {ties} ties in {total} tokens"
@@ -156,19 +160,14 @@ def baseline_tokens(exam: Examination, prompt: list[int], n: int) -> list[int] |
 
 def deterministic(
     exam: Examination, prompt: list[int], n: int, samplings: tuple[Sampling, ...]
-) -> Iterator[list[int]]:
-    """Yield the tokens for these samplings, without those that are not supported."""
+) -> Iterator[tuple[Sampling, list[int]]]:
+    """Yield these samplings and their tokens, without those that are not supported."""
     for sampling in samplings:
         try:
-            yield exam.tokens(prompt, n, sampling)
+            yield sampling, exam.tokens(prompt, n, sampling)
         except NotSupported:
             if sampling == GREEDY:
                 raise
-
-
-def asked(exam: Examination) -> str:
-    """Describe the sampling of the last request."""
-    return describe(Sampling(*(exam.evidence[k] for k in ("temperature", "top_k", "top_p"))))
 
 
 def difference(
@@ -221,7 +220,7 @@ def ends_correctly(exam: Examination, prompts: list[list[int]], n: int) -> Resul
     ended, answers = 0, 0
     for prompt in prompts:
         plain = baseline_tokens(exam, prompt, n)
-        for tokens in deterministic(exam, prompt, n, (GREEDY, TOP_K_1)):
+        for _, tokens in deterministic(exam, prompt, n, (GREEDY, TOP_K_1)):
             gap, where, _ = difference(exam, prompt, tokens[:n], plain)
             problem = wrong_end(tokens, n, exam.model.config.eos_ids)
             if problem or gap >= exam.tolerance:

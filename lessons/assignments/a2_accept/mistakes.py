@@ -4,9 +4,9 @@ from functools import partial
 
 import torch
 
+from lessons.assignments import mutants
 from lessons.assignments.grading import Mistake
 from minispec import verify
-from minispec.certify.methods import mutants
 from minispec.tree import Tree
 
 

@@ -1,7 +1,7 @@
 """Wrong answers to assignment 3. Those of the loop are in what it calls, or in what it commits."""
 
+from lessons.assignments import mutants
 from lessons.assignments.grading import Mistake
-from minispec.certify.methods import mutants
 from minispec.methods import speculative as package
 from minispec.methods.prompt_lookup import NgramIndex, lookup
 from minispec.sampling import Sampling, draw, probs

@@ -6,9 +6,9 @@ import math
 import torch
 import torch.nn.functional as F
 
+from lessons.assignments import mutants
 from lessons.assignments.grading import Mistake
 from minispec import distill
-from minispec.certify.methods import mutants
 from minispec.methods import adaptive, medusa
 from minispec.sampling import OneHot
 from minispec.tree import Tree

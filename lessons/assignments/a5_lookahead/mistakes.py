@@ -2,8 +2,8 @@
 
 import torch
 
+from lessons.assignments import mutants
 from lessons.assignments.grading import Mistake
-from minispec.certify.methods import mutants
 from minispec.methods import lookahead as package
 from minispec.methods.lookahead import Pool, Window, combined_mask, window_layout
 from minispec.sampling import argmax, probs

@@ -3,8 +3,8 @@ states, cache rows and distributions show them."""
 
 import torch
 
+from lessons.assignments import mutants
 from lessons.assignments.grading import Mistake
-from minispec.certify.methods import mutants
 from minispec.distill import AllSteps, Documents, MTPLoss, step_weights
 from minispec.distill.documents import cross_entropy
 from minispec.methods.fastmtp import Drafter

@@ -2,10 +2,10 @@
 
 import torch
 
+from lessons.assignments import mutants
 from lessons.assignments.a8_engine import reference
 from lessons.assignments.a8_engine.proposers import Lookup
 from lessons.assignments.grading import Mistake
-from minispec.certify.methods import mutants
 from minispec.sampling import Sampling, Seeded, probs
 from minispec.tree import Step
 from minispec.verify import accept

@@ -5,20 +5,12 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
-from minispec.certify.common import (
-    GREEDY,
-    Result,
-    Verdict,
-    describe,
-    drafting_result,
-)
+from minispec.certify.common import GREEDY, Result, Verdict, describe, drafting_result
 from minispec.certify.conventions import Conventions, warper
 from minispec.certify.examination import (
     MAX_RUNS,
@@ -43,12 +35,11 @@ from minispec.certify.functions.checkpoints import (
 )
 from minispec.certify.functions.decoder import FunctionDecoder, Implementation
 from minispec.certify.functions.enumeration import CannotEnumerate, Enumeration, find_constant_seed
-from minispec.certify.scoring import Tokens, Warp
+from minispec.certify.scoring import Scores, Tokens, Warp
 from minispec.certify.statistics import Distribution
-from minispec.certify.toys import first_tokens
-from minispec.generate import METHODS
+from minispec.generate import decode
 from minispec.model import Transformer
-from minispec.sampling import Sampling, Seeded
+from minispec.sampling import Sampling
 
 FUNCTION_CHECKS = "greedy", "limits", "exact", "statistical"
 VOCAB = 4  # of the statistical checks
@@ -64,9 +55,6 @@ EXACT_CASES = (  # vocabulary and seed of the checkpoint, noise of its draft, sa
     *((3, 21, HALF_RIGHT, sampling) for sampling in (*FUNCTION_SAMPLINGS[1:4], Sampling(2.0, 3))),
 )  # fmt: skip
 GOOD_DRAFT = ", good draft"
-TIMED = "exact", "statistical"
-TIME_WEIGHTS = {describe(UNWARPED): 6.0, describe(UNWARPED) + GOOD_DRAFT: 6.0,
-                f"vocab 2, {describe(UNWARPED)}{GOOD_DRAFT}": 4.0}  # fmt: skip
 BLOCK_SIZES = 16, 32, 64, 128, 256
 BINARY_PROMPT = [1, 0, 0, 1, 0]  # repetitive, so that prompt lookup finds drafts
 REPETITIVE_PROMPT = [1, 2, 0, 1, 2]
@@ -102,9 +90,9 @@ def check_implementation(
         cases = Cases(folder or Path(temporary), decoder, plain, limits)
         for row in cases.selected(only, checks):
             yield from judge(row)
-    if decoder.counts.reported:
-        found = drafting_result(decoder.counts.drafted, decoder.counts.accepted)
-        yield Verdict("drafts", "accepted and rejected", *found)
+    if decoder.counts:
+        drafted, accepted = map(sum, zip(*decoder.counts))
+        yield Verdict("drafts", "accepted and rejected", *drafting_result(drafted, accepted))
 
 
 class Cases:
@@ -144,8 +132,7 @@ class Cases:
         ]  # fmt: skip
         rows = [row for row in rows if row.name == only] or rows
         times = 2 if self.baseline else 1  # the baseline is judged first
-        timed = [row for row in rows if row.check in TIMED for _ in range(times)]
-        self.weights = [TIME_WEIGHTS.get(row.case, 1.0) for row in timed]
+        self.weights = [row.weight for row in rows if row.weight for _ in range(times)]
         return rows
 
     def greedy_rows(self) -> Iterator[Row]:
@@ -182,32 +169,30 @@ class Cases:
     def exact_rows(self) -> Iterator[Row]:
         for vocab, seed, noise, sampling in EXACT_CASES:
             exam = self.exam(f"exact{vocab}-{seed}", seed, vocab, noise=noise)
-            case = f"vocab {vocab}, {describe(sampling)}{GOOD_DRAFT * (noise == NEARLY_RIGHT)}"
-            yield Row("exact", case, exam, is_exact, (sampling, self))
+            good = noise == NEARLY_RIGHT
+            case = f"vocab {vocab}, {describe(sampling)}{GOOD_DRAFT * good}"
+            weight = 4.0 if good else 1.0
+            yield Row("exact", case, exam, is_exact, (sampling, self), weight=weight)
 
     def statistical_rows(self) -> Iterator[Row]:
+        def row(exam: Examination, sampling: Sampling, more: str = "", n: int = FEW_TOKENS) -> Row:
+            case, weight = describe(sampling) + more, 6.0 if sampling == UNWARPED else 1.0
+            return Row("statistical", case, exam, fits, (sampling, n, self), weight=weight)
+
         exam = self.exam("sampled", 22, VOCAB)
-        for sampling in FUNCTION_SAMPLINGS:
-            yield Row("statistical", describe(sampling), exam, fits, (sampling, FEW_TOKENS, self))
-        exam = self.exam("sharp", 22, VOCAB, flatness=2 * FLATNESS)
-        yield Row("statistical", describe(HOT), exam, fits, (HOT, FEW_TOKENS, self))
+        yield from (row(exam, sampling) for sampling in FUNCTION_SAMPLINGS)
+        yield row(self.exam("sharp", 22, VOCAB, flatness=2 * FLATNESS), HOT)
         exam = self.exam("well-drafted", 22, VOCAB, noise=NEARLY_RIGHT)
-        case = describe(UNWARPED) + GOOD_DRAFT
-        yield Row("statistical", case, exam, fits, (UNWARPED, MANY_TOKENS, self))
+        yield row(exam, UNWARPED, GOOD_DRAFT, MANY_TOKENS)
 
 
 def around(sizes: Iterable[int]) -> list[int]:
     return [n for size in sizes for n in (size, size + 1)]
 
 
-def plain_tokens(model: Transformer, prompt: list[int], n: int) -> list[int]:
-    """Return the first `n` tokens of our plain greedy decoding."""
-    return list(first_tokens(METHODS["autoregressive"], model, prompt, GREEDY, Seeded(), n))
-
-
 def greedy_circle(model: Transformer) -> list[int]:
     """Return the tokens that greedy decoding repeats forever."""
-    tokens = plain_tokens(model, [1], 60)[30:]
+    tokens = decode(model, None, [1], max_new_tokens=60).tokens[30:]
     return tokens[: tokens.index(tokens[0], 1)]
 
 
@@ -219,11 +204,8 @@ def is_greedy_in_turn(exam: Examination, other: Examination, prompts: list[list[
     if other.baseline and not exam.baseline:  # it is the baseline that is judged
         other = other.without_baseline()
     for prompt in prompts:
-        for one in exam, other:
-            try:
-                passed, detail = is_greedy(one, [prompt], 12, (GREEDY,))
-            finally:
-                exam.evidence = one.evidence
+        for one in exam, replace(other, evidence=exam.evidence):
+            passed, detail = is_greedy(one, [prompt], 12, (GREEDY,))
             if not passed:
                 return passed, detail
     return True, f"{len(prompts)} prompts each"
@@ -244,16 +226,13 @@ def ends_everywhere(exam: Examination, cases: Cases, count: int, where: str) -> 
     """Check that an end token stops generation, for up to four tokens of a greedy run in turn. It
     is the last of `count` end tokens in the file `where`; the others never occur."""
     prompt = [3, 1, 4]
-    tokens = plain_tokens(cases.exam("plain", 2).model, prompt, 12)
+    tokens = decode(cases.exam("plain", 2).model, None, prompt, max_new_tokens=12).tokens
     others = [token for token in range(24) if token not in tokens][: count - 1]
     ends = list(dict.fromkeys(tokens))[:4]
     for end in ends:
         eos = where, [*others, end] if others else end
-        one = cases.exam(f"eos{count}-{end}", 2, eos=eos)
-        try:
-            passed, detail = ends_correctly(one, [prompt], 12)
-        finally:
-            exam.evidence = one.evidence
+        one = replace(cases.exam(f"eos{count}-{end}", 2, eos=eos), evidence=exam.evidence)
+        passed, detail = ends_correctly(one, [prompt], 12)
         if not passed:
             return False, f"end tokens {[*others, end]}: {detail}"
     return True, f"at {len(ends)} offsets, greedily and with top-k 1 if supported"
@@ -300,7 +279,7 @@ def is_exact(exam: Examination, sampling: Sampling, cases: Cases) -> Result:
 def little_entropy(model: Transformer, warp: Warp) -> str:
     """Return a reason if the distributions of the first tokens are so sharp that equal samples
     would prove little, otherwise ""."""
-    sequences = product(range(model.config.vocab_size), repeat=ENTROPY_TOKENS)
+    sequences = list(product(range(model.config.vocab_size), repeat=ENTROPY_TOKENS))
     exact = probabilities(model, BINARY_PROMPT, warp, sequences).values()
     entropy = -sum(p * math.log2(p) for p in exact if p > 0) / ENTROPY_TOKENS
     return "" if entropy > MIN_ENTROPY else too_sharp(entropy)
@@ -328,12 +307,9 @@ class Enumerated(Enumeration):
         """Return the baseline's distribution, or the probabilities by these warpers."""
         if self.plain:
             return self.plain.distribution
-        sequences = [x for x in self.distribution if self.is_possible(x)]
+        vocabulary = set(range(self.exam.model.config.vocab_size))
+        sequences = [x for x in self.distribution if len(x) == self.n and set(x) <= vocabulary]
         return Counter(probabilities(self.exam.model, BINARY_PROMPT, warp, sequences))
-
-    def is_possible(self, tokens: Tokens) -> bool:
-        vocabulary = range(self.exam.model.config.vocab_size)
-        return len(tokens) == self.n and set(tokens) <= set(vocabulary)
 
     def test(self, warp: Warp) -> Result:
         """Compare with `expected`. A sequence that is too probable is a bias, even if not all
@@ -357,18 +333,11 @@ def excess(found: Distribution, exact: Distribution) -> float:
 
 
 def probabilities(
-    model: Transformer, prompt: list[int], warp: Warp, sequences: Iterable[Tokens]
+    model: Transformer, prompt: list[int], warp: Warp, sequences: list[Tokens]
 ) -> Distribution:
-    """Return the probability of each of these sequences of one length, by the chain rule; prefixes
-    of one length form a batch."""
-    sequences = list(sequences)
-    known: Distribution = {(): 1.0}
-    for n in range(max(map(len, sequences), default=0)):
-        prefixes = sorted({sequence[:n] for sequence in sequences})
-        hidden = model(torch.tensor([[*prompt, *prefix] for prefix in prefixes]))[:, -1]
-        rows = dict(zip(prefixes, warp(model.logits(hidden)).tolist()))
-        known |= {s[: n + 1]: known[s[:n]] * rows[s[:n]][s[n]] for s in sequences}
-    return {sequence: known[sequence] for sequence in sequences}
+    """Return the probability of each of these sequences."""
+    intervals = Scores(model, prompt, warp).add(sequences).intervals
+    return {sequence: math.prod(p for _, p in intervals[sequence]) for sequence in sequences}
 
 
 def fits(exam: Examination, sampling: Sampling, n: int, cases: Cases) -> Result:

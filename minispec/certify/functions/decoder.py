@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from minispec.certify.common import GREEDY, Failed, NotSupported
 from minispec.certify.examination import Request
-from minispec.certify.functions.symbolic import CannotEnumerate
 from minispec.cli import UserError
 from minispec.sampling import Sampling
 
@@ -62,26 +61,14 @@ def load_implementation(name: str, flag: str = "--impl") -> Implementation:
     return found
 
 
-@dataclass
-class DraftCounts:
-    """The drafted and accepted tokens that an implementation has returned."""
-
-    drafted: int = 0
-    accepted: int = 0
-    reported: bool = False
-
-    def add(self, drafted: int, accepted: int) -> None:
-        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
-        self.reported = True
-
-
 @dataclass(frozen=True)
 class FunctionDecoder:
     """An implementation and one checkpoint, as a decoder under examination."""
 
     impl: Implementation
     folder: str = ""
-    counts: DraftCounts = field(default_factory=DraftCounts)  # of all checkpoints
+    # (drafted, accepted) of each call that returns them, of all checkpoints
+    counts: list[tuple[int, int]] = field(default_factory=list)
 
     def at(self, folder: str) -> "FunctionDecoder":
         return replace(self, folder=folder)
@@ -93,11 +80,7 @@ class FunctionDecoder:
 
     def batch(self, requests: list[Request]) -> list[list[int]]:
         """Return the tokens of several requests, in one call if the implementation can batch."""
-        options = [
-            {"prompt": list(prompt), "max_new_tokens": n, "temperature": sampling.temperature,
-             "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": seed}
-            for prompt, n, sampling, seed in requests
-        ]  # fmt: skip
+        options = [request.options() for request in requests]
         what = ""
         try:
             if hasattr(self.impl, "many"):
@@ -113,7 +96,7 @@ class FunctionDecoder:
                 what = f" (prompt of {len(request['prompt'])} tokens, {what})"
                 results.append(self.token_ids(self.impl(self.folder, **request)))
             return results
-        except (NotSupported, Failed, CannotEnumerate):
+        except (NotSupported, Failed):
             raise
         except NotImplementedError as error:
             raise NotSupported(str(error)) from error
@@ -125,7 +108,7 @@ class FunctionDecoder:
         """Convert a result to ints, also from numpy and torch; add up its counts."""
         if isinstance(result, tuple) and len(result) == 3 and not is_number(result[0]):
             result, *counts = result
-            self.counts.add(*counts)
+            self.counts.append(tuple(counts))
         tokens = list(result)  # runs the implementation if it is a generator
         try:
             return [operator.index(token) for token in tokens]

@@ -19,9 +19,10 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +33,6 @@ from minispec.certify.functions.interception import InterceptedRandomness
 from minispec.certify.functions.symbolic import CannotEnumerate
 from minispec.certify.statistics import Distribution, chi_square_p
 from minispec.certify.toys import ScriptedRandomness
-from minispec.sampling import Randomness
 
 RANDOM_SOURCES = "torch, random and numpy.random"
 EQUAL_CALLS = 6  # with the same choices, before anything is enumerated
@@ -68,6 +68,16 @@ class LikeliestFirst(ScriptedRandomness):
         return super().choose(probs)
 
 
+class Outcome(NamedTuple):
+    """The tokens of a call, the choices that led to them, and the seeds that it used."""
+
+    tokens: Tokens
+    choices: list[tuple[int, int]]  # each among so many options
+    seeds: Seeds
+    probability: float
+    others: list[tuple[float, list[int]]]  # see LikeliestFirst
+
+
 class Enumeration:
     """The distribution of function(seed) over the outcomes of its random choices, the likeliest
     first, until all are known, there are `limit` of them or `seconds` are over. `covered` is their
@@ -77,23 +87,19 @@ class Enumeration:
         self, function: Callable[[int], Tokens], limit: float = math.inf, seconds: float = math.inf
     ):
         self.function, self.seeds, self.used = function, count(step=SEED_STEP), False
-        self.outcomes: list[tuple[Tokens, list, Seeds]] = []  # with the choices that lead to each
-        self.weights: list[float] = []
+        self.outcomes: list[Outcome] = []
         self.distribution: Distribution = Counter()
-        with global_states_kept(), generators_replaced():
+        with generators_replaced():
             first = self.run([])
             for _ in range(EQUAL_CALLS - 1):
-                self.require_equal(self.run([]), first)
+                require_equal(self.run([]), first)
             self.complete = self.enumerate(limit, time.monotonic() + seconds)
-        self.covered = sum(self.weights)
+        self.covered = sum(outcome.probability for outcome in self.outcomes)
 
-    def run(self, script: list[int]) -> tuple[Tokens, list, Seeds]:
-        """Return the tokens after these choices, all choices, and the seeds that were used. Each
-        run has another seed and other states of the global generators."""
-        return self.run_with(LikeliestFirst(script))
-
-    def run_with(self, randomness: Randomness) -> tuple[Tokens, list, Seeds]:
-        seed = next(self.seeds)
+    def run(self, script: list[int]) -> Outcome:
+        """Return the outcome of these choices and then the likeliest ones. Each run has another
+        seed and other states of the global generators."""
+        randomness, seed = LikeliestFirst(script), next(self.seeds)
         states = seed_global_generators(seed + SEED_STEP // 2)
         try:
             with InterceptedRandomness(randomness) as source:
@@ -104,36 +110,26 @@ class Enumeration:
             raise CannotEnumerate(f"with intercepted random numbers only: {error}") from error
         require_untouched(states, source)
         self.used = self.used or source.used
-        return tokens, list(randomness.choices), set(source.drawn_from)
+        made = list(randomness.choices), set(source.drawn_from), randomness.probability
+        return Outcome(tokens, *made, randomness.others)
 
     def enumerate(self, limit: float, end: float) -> bool:
         """Find outcomes; return whether these are all."""
         scripts: list[tuple[float, list[int]]] = [(-1.0, [])]  # a heap
-        bar = tqdm(desc="outcomes", leave=False, disable=None)
-        while scripts and len(self.outcomes) < limit and time.monotonic() < end:
-            bar.update()
-            randomness = LikeliestFirst(heapq.heappop(scripts)[1])
-            outcome = self.run_with(randomness)
-            for probability, script in randomness.others:
-                heapq.heappush(scripts, (-probability, script))
-            self.outcomes.append(outcome)
-            self.weights.append(randomness.probability)
-            self.distribution[outcome[0]] += randomness.probability
-        bar.close()
+        with tqdm(desc="outcomes", leave=False, disable=None) as bar:
+            while scripts and len(self.outcomes) < limit and time.monotonic() < end:
+                bar.update()
+                outcome = self.run(heapq.heappop(scripts)[1])
+                for probability, script in outcome.others:
+                    heapq.heappush(scripts, (-probability, script))
+                self.outcomes.append(outcome)
+                self.distribution[outcome.tokens] += outcome.probability
         if not self.used:
             raise CannotEnumerate(f"it uses no random numbers from {RANDOM_SOURCES}")
-        total = sum(self.weights)
+        total = sum(self.distribution.values())
         if total > 1 + ROUNDING or (not scripts and total < 1 - ROUNDING):
             raise CannotEnumerate("not only random numbers matter: probabilities do not sum to 1")
         return not scripts
-
-    def require_equal(self, run: tuple, first: tuple) -> None:
-        """Raise CannotEnumerate if two runs with the same choices differ, or use the same seed."""
-        if run[:2] != first[:2]:
-            raise CannotEnumerate(f"it uses random numbers from sources other than {RANDOM_SOURCES}"
-                                  ": calls with the same choices differ")  # fmt: skip
-        if repeated := run[2] & first[2]:
-            raise CannotEnumerate(describe_repeated(repeated))
 
     def confirm(self, exact: Distribution, bias: float) -> None:
         """Raise CannotEnumerate if the outcomes are not those of the real decoder. `bias` is the
@@ -144,13 +140,12 @@ class Enumeration:
         calls; enough to miss it with probability FALSE_SKIP, if time allows. The other half find
         hidden draws after rare choices sooner."""
         replays = PASSED_REPLAYS if not bias else math.ceil(-2 * math.log(FALSE_SKIP) / bias)
-        uniform = 1 / len(self.outcomes)
-        weights = [uniform + weight for weight in self.weights]
+        weights = [1 / len(self.outcomes) + outcome.probability for outcome in self.outcomes]
         sample = random.Random(0).choices(self.outcomes, weights, k=min(replays, MAX_REPLAYS))
         end = time.monotonic() + CONFIRM_SECONDS
-        with global_states_kept(), generators_replaced():
+        with generators_replaced():
             for outcome in sample:
-                self.require_equal(self.run([choice for choice, _ in outcome[1]]), outcome)
+                require_equal(self.run([choice for choice, _ in outcome.choices]), outcome)
                 if time.monotonic() > end:
                     break
         if bias:
@@ -161,46 +156,44 @@ class Enumeration:
         of a sequence that exceeds its expected probability, or fit the latter better."""
         excess = {x for x, p in self.distribution.items() if p > exact.get(x, 0.0)}
         found, expected = (
-            {(True,): (p := sum(d.get(x, 0.0) for x in excess)), (False,): max(1 - p, 0.0)}
+            {True: (p := sum(d.get(x, 0.0) for x in excess)), False: max(1 - p, 0.0)}
             for d in (self.distribution, exact)
         )
-        counts: Counter = Counter()
-        evidence, limit = 0.0, -math.log(FALSE_SKIP)  # log-likelihood ratio, for `expected`
+        evidence = {  # for `expected`, in one run
+            x: math.log((expected[x] + NEGLIGIBLE) / (found[x] + NEGLIGIBLE)) for x in found
+        }
+        counts, total, limit = Counter(), 0.0, -math.log(FALSE_SKIP)
         end = time.monotonic() + CONFIRM_SECONDS
-        while counts.total() < FREE_RUNS and abs(evidence) < limit:
-            if counts and time.monotonic() > end:
+        for _ in range(FREE_RUNS // FREE_BATCH):
+            counts.update(self.function(next(self.seeds)) in excess for _ in range(FREE_BATCH))
+            total = sum(n * evidence[x] for x, n in counts.items())
+            if abs(total) > limit or time.monotonic() > end:
                 break
-            results = (self.function(next(self.seeds)) for _ in range(FREE_BATCH))
-            drawn = Counter((x in excess,) for x in results)
-            counts += drawn
-            evidence += sum(n * log_ratio(expected, found, x) for x, n in drawn.items())
-        rarer = counts[(True,)] < found[(True,)] * counts.total()
+        rarer = counts[True] < found[True] * counts.total()
         disagree = (rarer or self.complete) and chi_square_p(counts, found) < FALSE_SKIP
-        if disagree or evidence > limit:
+        if disagree or total > limit:
             raise CannotEnumerate("it also draws from a source that was not intercepted: its free "
                                   "runs do not follow the enumerated distribution")  # fmt: skip
 
 
-def log_ratio(a: Distribution, b: Distribution, key: tuple) -> float:
-    """Return the logarithm of a key's probability under `a` over that under `b`."""
-    p, q = a[key], b[key]
-    if min(p, q) > 0:
-        return math.log(p / q)
-    return -math.inf if q > 0 else math.inf
+def require_equal(run: Outcome, first: Outcome) -> None:
+    """Raise CannotEnumerate if two runs with the same choices differ, or use the same seed."""
+    if (run.tokens, run.choices) != (first.tokens, first.choices):
+        raise CannotEnumerate(f"it uses random numbers from sources other than {RANDOM_SOURCES}: "
+                              "calls with the same choices differ")  # fmt: skip
+    if repeated := run.seeds & first.seeds:
+        raise CannotEnumerate(describe_repeated(repeated))
 
 
 def find_constant_seed(function: Callable[[int], Tokens]) -> str | None:
     """Say which source of random numbers gets the same seed in every call, if there is one."""
     used: list[Seeds] = []
-    with global_states_kept(), generators_replaced():
+    with generators_replaced():
         for seed in range(0, 3 * SEED_STEP, SEED_STEP):
             source = InterceptedRandomness(LikeliestFirst([]))
-            try:
-                with source:
-                    function(seed)
-            except (Exception, CannotEnumerate):
-                pass  # the seeds are known nevertheless
-            used.append(set(source.drawn_from))
+            with suppress(Exception, CannotEnumerate), source:
+                function(seed)
+            used.append(set(source.drawn_from))  # known even after an exception
     repeated = set.intersection(*used)
     return describe_repeated(repeated) if repeated else None
 
@@ -213,7 +206,7 @@ def describe_repeated(seeds: Seeds) -> str:
 # ---- the global generators -----------------------------------------------------------------------
 
 
-def seed_global_generators(seed: int) -> tuple:
+def seed_global_generators(seed: int) -> dict[str, object]:
     """Seed the global generators and return their states."""
     torch.manual_seed(seed)
     random.seed(seed)
@@ -221,31 +214,18 @@ def seed_global_generators(seed: int) -> tuple:
     return global_states()
 
 
-def global_states() -> tuple:
-    name, keys, *rest = np.random.get_state()
-    return torch.get_rng_state(), random.getstate(), (name, keys.tobytes(), *rest)
+def global_states() -> dict[str, object]:
+    _, keys, *rest = np.random.get_state()
+    return {"torch": torch.get_rng_state().numpy().tobytes(), "random": random.getstate(),
+            "numpy.random": (keys.tobytes(), *rest)}  # fmt: skip
 
 
-def require_untouched(states: tuple, source: InterceptedRandomness) -> None:
+def require_untouched(states: dict[str, object], source: InterceptedRandomness) -> None:
     """Raise CannotEnumerate if a call changed a global generator, all of whose functions should
     have been intercepted. Only torch's may have another seed."""
-    names = "torch", "random", "numpy.random"
-    expected = torch.Generator().manual_seed(torch.initial_seed()).get_state()
-    reseeded = any(kind == "torch" for (kind, _), _ in source.seeds.values())
-    states = (expected if reseeded else states[0], *states[1:])
-    for name, before, after in zip(names, states, global_states()):
-        same = torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
-        if not same:
+    if any(kind == "torch" for (kind, _), _ in source.seeds.values()):
+        unused = torch.Generator().manual_seed(torch.initial_seed())
+        states = states | {"torch": unused.get_state().numpy().tobytes()}
+    for name, state in global_states().items():
+        if state != states[name]:
             raise CannotEnumerate(f"it uses {name} in a way that cannot be intercepted")
-
-
-@contextmanager
-def global_states_kept() -> Iterator[None]:
-    """Restore the states of the global generators at the end."""
-    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
-        np.random.set_state(kept[2])

@@ -10,7 +10,6 @@ from torch.overrides import TorchFunctionMode
 from minispec.certify.functions.symbolic import CannotEnumerate, SymbolicUniform, dispatch
 from minispec.sampling import Randomness
 
-MAX_INTEGERS = 64  # randint is enumerated up to this many values
 MAX_CHOICES = 2000  # of one call
 
 
@@ -41,7 +40,7 @@ class InterceptedRandomness(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), options=None):
         name = getattr(function, "__name__", "")
-        if name in INTERCEPTED or name in UNSUPPORTED:
+        if name in UNSUPPORTED or hasattr(self, f"on_{name}"):
             return self.draw(name, args, dict(options or {}))
         if self.filled_in_place and name not in METADATA:
             replaced = self.replace_filled(tuple(args))
@@ -61,7 +60,7 @@ class InterceptedRandomness(TorchFunctionMode):
         target = args[0] if in_place else options.get("out")
         args = *args[:in_place], *self.replace_filled(tuple(args[in_place:]))
         options = {key: x for key, x in options.items() if key not in IGNORED_OPTIONS}
-        result = getattr(self, INTERCEPTED[name])(*args, **options)
+        result = getattr(self, f"on_{name}")(*args, **options)
         if target is None:
             return result
         if isinstance(result, Tensor):
@@ -120,22 +119,21 @@ class InterceptedRandomness(TorchFunctionMode):
         size = options.get("size", size)
         return self.uniform(size[0] if size and not isinstance(size[0], int) else size)
 
-    def on_rand_like(self, x, **_) -> SymbolicUniform:
+    def on_rand_like(self, x) -> SymbolicUniform:
         return self.uniform(x.shape)
 
-    def on_uniform(self, x, *bounds, **options) -> SymbolicUniform:
-        low, high = [*bounds, *(0.0, 1.0)[len(bounds) :]]
-        low, high = options.get("from", low), options.get("to", high)
+    def on_uniform_(self, x, low=0.0, high=1.0) -> SymbolicUniform:
         return self.uniform(x.shape).mul(high - low).add(low)
 
-    def on_exponential(self, x, rate=1.0, lambd=None) -> SymbolicUniform:
-        return self.uniform(x.shape).log().div(-(rate if lambd is None else lambd))
+    def on_exponential_(self, x, lambd=1.0) -> SymbolicUniform:
+        return self.uniform(x.shape).log().div(-lambd)
 
     def on_bernoulli(self, x, p=None) -> Tensor:
         chances = x if p is None else torch.as_tensor(p).broadcast_to(x.shape)
-        return self.bernoulli(chances.double()).to(x.dtype)
+        chosen = [self.choose(self.randomness.bernoulli, p) for p in chances.flatten().tolist()]
+        return torch.tensor(chosen, dtype=x.dtype).reshape(chances.shape)
 
-    def on_bernoulli_in_place(self, x, p=0.5) -> Tensor:
+    def on_bernoulli_(self, x, p=0.5) -> Tensor:
         return self.on_bernoulli(x, p)
 
     def on_multinomial(self, p, num_samples, replacement=False) -> Tensor:
@@ -149,26 +147,7 @@ class InterceptedRandomness(TorchFunctionMode):
                 remaining.scatter_(-1, drawn[-1], 0.0)
         return torch.cat(drawn, -1)
 
-    def on_randint(self, *args, size=None, **options) -> Tensor:
-        bounds, size = (args, size) if size is not None else (args[:-1], args[-1])
-        return self.integers(*integer_range(bounds, options), size)
-
-    def on_randint_like(self, x, *bounds, **options) -> Tensor:
-        return self.integers(*integer_range(bounds, options), x.shape).to(x.dtype)
-
     # ---- choices ---------------------------------------------------------------------------------
-
-    def integers(self, low: int, high: int | None, size: tuple[int, ...]) -> Tensor:
-        """Draw integers from low to high - 1."""
-        if high is None or high - low > MAX_INTEGERS:
-            raise CannotEnumerate(f"it draws one of {'many' if high is None else high - low} "
-                                  "integers")  # fmt: skip
-        return low + self.categorical(torch.ones(*size, high - low))
-
-    def bernoulli(self, chances: Tensor) -> Tensor:
-        verb = self.randomness.bernoulli
-        chosen = [self.choose(verb, chance) for chance in chances.flatten().tolist()]
-        return torch.tensor(chosen, dtype=torch.bool).reshape(chances.shape)
 
     def categorical(self, weights: Tensor, keepdim: bool = False) -> Tensor:
         """Draw an index (...) for each row of weights (..., V), with proportional probability."""
@@ -197,25 +176,9 @@ class InterceptedRandomness(TorchFunctionMode):
             raise CannotEnumerate(f"not only random numbers matter ({error})") from error
 
 
-def integer_range(args: tuple, options: dict) -> tuple[int, int | None]:
-    """Return (low, high) of a function with the arguments ([low,] high), which may be named."""
-    bounds = list(args)
-    high = options.get("high", options.get("to"))
-    if high is None and bounds:
-        high = bounds.pop()
-    low = options.get("low", options.get("from"))
-    if low is None:
-        low = bounds.pop() if bounds else 0
-    return low, high
-
-
-INTERCEPTED = {
-    "rand": "on_rand", "rand_like": "on_rand_like", "uniform_": "on_uniform",
-    "exponential_": "on_exponential", "bernoulli": "on_bernoulli",
-    "bernoulli_": "on_bernoulli_in_place", "multinomial": "on_multinomial",
-    "randint": "on_randint", "randint_like": "on_randint_like", "random_": "on_randint_like",
+UNSUPPORTED = {
+    "randint", "randint_like", "random_", "randn", "randn_like", "randperm", "normal", "normal_",
+    "geometric_", "cauchy_", "log_normal_", "poisson", "binomial",
 }  # fmt: skip
-UNSUPPORTED = {"randn", "randn_like", "randperm", "normal", "normal_", "geometric_", "cauchy_",
-               "log_normal_", "poisson", "binomial"}  # fmt: skip
 METADATA = {"__get__", "size", "dim", "numel", "stride"}  # the same before and after filling
 IGNORED_OPTIONS = "device", "dtype", "layout", "out", "requires_grad", "pin_memory"

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,27 +26,18 @@ class CannotEnumerate(BaseException):
     decoder's own handlers let it through."""
 
 
-class Chooser(Protocol):
-    """Makes the choices; see InterceptedRandomness."""
-
-    def is_below(self, index: int, bound: float) -> bool:
-        """Choose whether a uniform number is below the bound."""
-
-    def categorical(self, weights: Tensor, keepdim: bool = False) -> Tensor:
-        """Choose an index (...) for each row of weights (..., V)."""
-
-
 class SymbolicUniform:
     """Stands in for a tensor of random numbers that have not been drawn: scale · g(u) + shift.
 
-    `index` identifies the uniform number u of `source` behind each element. g is "u" for u itself,
+    `index` identifies the uniform number u behind each element; its `source`, an
+    InterceptedRandomness, makes the choices. g is "u" for u itself,
     "log" for log u, and "gumbel" for -log(-log u), a Gumbel number. An exponential waiting time
     E = -log u therefore has scale -1. A quotient x / E, of which only the argmax is ever needed,
     has g "race" and is represented by its logarithm. `origin` is the library that the number seems
     to come from ("torch", "numpy" or "python"); results of choices have its types.
     """
 
-    def __init__(self, source: Chooser, index: Tensor, g="u", scale=1.0, shift=0.0, origin="torch"):
+    def __init__(self, source, index: Tensor, g="u", scale=1.0, shift=0.0, origin="torch"):
         self.source, self.g, self.origin = source, g, origin
         parts = torch.broadcast_tensors(index, to_float64(scale), to_float64(shift))
         self.index, self.scale, self.shift = parts
@@ -115,21 +105,20 @@ class SymbolicUniform:
     def neg(self) -> "SymbolicUniform":
         return self.mul(-1)
 
-    def div(self, x) -> "SymbolicUniform":
-        return self.mul(1 / to_float64(x))
-
     def sub(self, x) -> "SymbolicUniform":
         return self.add(-to_float64(x))
 
     def rsub(self, x) -> "SymbolicUniform":
         return self.neg().add(x)
 
+    def div(self, x) -> "SymbolicUniform":
+        return self.mul(1 / to_float64(x))
+
     def log(self) -> "SymbolicUniform":
         if self.g == "u":  # of u, or of 1 - u, which is also uniform
-            low, high = self.shift, self.shift + self.scale
-            ends = torch.stack([torch.minimum(low, high), torch.maximum(low, high)])
-            exact = (ends[0].abs() < NEGLIGIBLE) & ((ends[1] - 1).abs() < NEGLIGIBLE)
-            self.require(bool(exact.all()), "log")
+            ends = torch.stack([self.shift, self.shift + self.scale], -1).sort().values
+            unit = torch.tensor([0.0, 1.0], dtype=torch.float64)
+            self.require(bool(((ends - unit).abs() < NEGLIGIBLE).all()), "log")
             return self.derive(1.0, 0.0, "log")
         self.require(self.is_waiting_time(), "log")
         return self.derive(-1.0, self.scale.neg().log(), "gumbel")
@@ -156,7 +145,7 @@ class SymbolicUniform:
 
     def below(self, x) -> Tensor:
         """Return which elements are below x: chosen, unless earlier choices decide it."""
-        self.require(self.g != "race", "lt")
+        self.require(self.g in ("u", "log"), "lt")
         parts = torch.broadcast_tensors(self.index, self.scale, self.shift, to_float64(x))
         rows = zip(*(part.flatten().tolist() for part in parts))
         chosen = [self.choose_below(*row) for row in rows]
@@ -168,8 +157,6 @@ class SymbolicUniform:
         bound = (x - shift) / scale
         if self.g == "log":
             bound = math.exp(min(bound, 0.0))
-        elif self.g == "gumbel":
-            bound = math.exp(-math.exp(min(-bound, 700.0)))
         return self.source.is_below(index, bound) == (scale > 0)
 
     def lt(self, x):

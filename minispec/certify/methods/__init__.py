@@ -1,1 +1,1 @@
-"""Checks of the methods in this package, and mutants that the checks must catch."""
+"""Checks of the methods in this package."""

@@ -6,20 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from minispec.certify.common import GREEDY, Verdict, first_difference
-from minispec.certify.methods.cases import (
-    ADAPTIVE_K,
-    ADAPTIVE_TREE,
-    PROBING_K,
-    PROBING_TREE,
-    RANK_TREES,
-    SAMPLINGS,
-    bound,
-    every_path,
-    exact_cases,
-    fresh_options,
-    greedy_cases,
-    tree_method,
-)
+from minispec.certify.methods import cases
 from minispec.certify.statistics import FALSE_ALARM, chi_square_p
 from minispec.certify.toys import (
     Method,
@@ -36,14 +23,13 @@ from minispec.certify.toys import (
 )
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import METHODS, decode
-from minispec.generate.run import Run
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
 
+PLAIN = cases.bound("autoregressive")
 TV_TOLERANCE = 1e-12  # total variation due to rounding, in sums of float64 products
 RUNS = 400  # seeded runs of one statistical check
 JOINT_TOKENS = 3  # tokens that it tests jointly
-
 
 Check = Callable[..., Iterator[Verdict]]
 # check(only="") yields a verdict on every case whose name contains `only`
@@ -55,16 +41,15 @@ Check = Callable[..., Iterator[Verdict]]
 def check_exact(only: str = "") -> Iterator[Verdict]:
     """Check that the output distribution, summed over all random outcomes, is plain decoding's."""
     plain: dict[tuple, dict[tuple[int, ...], float]] = {}  # shared by cases with the same model
-    for case in exact_cases():
+    for case in cases.exact_cases():
         for label in case.samplings:
-            name, settings = f"{case.name}, {label}", (SAMPLINGS[label], case.n)
+            name, settings = f"{case.name}, {label}", (cases.SAMPLINGS[label], case.n)
             if only not in name:
                 continue
             prompt = list(case.prompt)
             key = id(case.model), case.prompt, *settings
             if key not in plain:
-                method = bound("autoregressive")
-                plain[key] = exact_distribution(method, case.model, prompt, *settings)
+                plain[key] = exact_distribution(PLAIN, case.model, prompt, *settings)
             ours = exact_distribution(case.method, case.model, prompt, *settings)
             distance = max(total_variation(ours, plain[key]), abs(sum(ours.values()) - 1))
             detail = f"TV {distance:.1e} over {len(ours)} sequences of {case.n} tokens"
@@ -82,9 +67,8 @@ def check_greedy(only: str = "") -> Iterator[Verdict]:
     for seed in range(MODELS):
         model = small_model(seed)
         prompt = random.Random(seed).choices(range(24), k=1 + 6 * seed)
-        plain = bound("autoregressive")
-        expected = first_tokens(plain, model, prompt, GREEDY, Seeded(), RUN_TOKENS)
-        for name, method in greedy_cases(model, seed):
+        expected = first_tokens(PLAIN, model, prompt, GREEDY, Seeded(), RUN_TOKENS)
+        for name, method in cases.greedy_cases(model, seed):
             if only not in name:
                 continue
             for _ in range(2):
@@ -115,7 +99,7 @@ def rejected_self_drafts() -> int:
 def check_cache(only: str = "") -> Iterator[Verdict]:
     """Check after every round that the cache equals a fresh prefill of all tokens but the last."""
     model = small_model(7)
-    for name, method in greedy_cases(model, 0):
+    for name, method in cases.greedy_cases(model, 0):
         if only in name:
             error = worst_cache_error(model, method)
             detail = f"largest error of a row {error:.1e}"
@@ -156,26 +140,24 @@ def check_statistical(only: str = "") -> Iterator[Verdict]:
     model = small_model(21, vocab=6, layers=1)
     mtp = {"head": random_mtp_head(model, 2), "k": 2, "vocabulary": two_languages(model)}
     heads = random_medusa_heads(model, 1)
-    cases = {
-        "speculative": (toy, bound("speculative", draft=draft, k=3)),
-        "tree, deep": (toy, tree_method(draft, "deep", "without replacement")),
-        "medusa": (model, bound("medusa", heads=heads, tree=RANK_TREES["deep"])),
-        "fastmtp": (model, bound("fastmtp", **mtp)),
-        "hybrid": (model, bound("hybrid", **mtp)),
-        "lookahead": (toy, bound("lookahead", window=3, ngram=3, guesses=3)),
+    methods = {
+        "speculative": (toy, cases.bound("speculative", draft=draft, k=3)),
+        "tree, deep": (toy, cases.tree_method(draft, "deep", "without replacement")),
+        "medusa": (model, cases.bound("medusa", heads=heads, tree=cases.RANK_TREES["deep"])),
+        "fastmtp": (model, cases.bound("fastmtp", **mtp)),
+        "hybrid": (model, cases.bound("hybrid", **mtp)),
+        "lookahead": (toy, cases.bound("lookahead", window=3, ngram=3, guesses=3)),
     }
     sampling = Sampling(1.0, top_p=0.9)
-    for name, (target, method) in cases.items():
+    for name, (target, method) in methods.items():
         if only not in name:
             continue
-        exact = exact_distribution(bound("autoregressive"), target, prompt, sampling, JOINT_TOKENS)
-        p = chi_square_p(
-            Counter(
-                first_tokens(method, target, prompt, sampling, Seeded(seed), JOINT_TOKENS)
-                for seed in range(RUNS)
-            ),
-            exact,
+        exact = exact_distribution(PLAIN, target, prompt, sampling, JOINT_TOKENS)
+        runs = (
+            first_tokens(method, target, prompt, sampling, Seeded(seed), JOINT_TOKENS)
+            for seed in range(RUNS)
         )
+        p = chi_square_p(Counter(runs), exact)
         detail = f"p = {p:.3f}, {RUNS} runs (below {FALSE_ALARM:.0e} fails)"
         yield Verdict("statistical", f"{name}, T=1 top-p 0.9", p > FALSE_ALARM, detail)
 
@@ -198,59 +180,45 @@ def endings() -> Iterator[tuple[str, tuple[int, ...], dict]]:
 
 def check_limits(only: str = "") -> Iterator[Verdict]:
     """Check that tokens, text, finish reason and the next turn are those of plain decoding."""
-    toys = {
+
+    def transformer(eos: tuple[int, ...] = ()) -> Transformer:
+        return small_model(1, vocab=3, layers=1, context=CONTEXT, eos_ids=eos)
+
+    toys = [lambda eos, seed=seed: Toy(seed, context=CONTEXT, eos=eos) for seed in (5, 6)]
+    head = random_mtp_head(transformer(), 1)
+    draft = small_model(2, vocab=3, layers=1)
+    for name, options in {
         "speculative": {"draft": Toy(77), "k": 4},
         "speculative, self": {"draft": Toy(5), "k": 4},
-        "speculative, auto": {"draft": Toy(77), "k": ADAPTIVE_K},
-        "speculative, probing": {"draft": Toy(77), "k": PROBING_K},
+        "speculative, auto": {"draft": Toy(77), "k": cases.ADAPTIVE_K},
+        "speculative, probing": {"draft": Toy(77), "k": cases.PROBING_K},
         "prompt-lookup": {},
-        "prompt-lookup, probing": {"k": PROBING_K},
+        "prompt-lookup, probing": {"k": cases.PROBING_K},
         "jacobi": {"block": 4},
         "lookahead": {"window": 3, "ngram": 3, "guesses": 4, "pool_from_prompt": True},
-        "medusa": {"heads": ToyHeads(3), "tree": every_path(3, 16)},
-        "medusa, auto": {"heads": ToyHeads(3), "tree": ADAPTIVE_TREE},
-        "medusa, probing": {"heads": ToyHeads(3), "tree": PROBING_TREE},
-    }
-    plain = {}
-    for name, options in toys.items():
+        "medusa": {"heads": ToyHeads(3), "tree": cases.every_path(3, 16)},
+        "medusa, auto": {"heads": ToyHeads(3), "tree": cases.ADAPTIVE_TREE},
+        "medusa, probing": {"heads": ToyHeads(3), "tree": cases.PROBING_TREE},
+        "fastmtp": {"head": head, "k": 4},
+        "fastmtp, probing": {"head": head, "k": cases.PROBING_K},
+        "hybrid": {"head": head, "k": 4},
+        "hybrid, probing": {"head": head, "k": cases.PROBING_K, "lookup_k": cases.PROBING_K},
+        "hybrid, draft model": {"draft": draft, "k": 2, "lookup_k": cases.ADAPTIVE_K},
+    }.items():
         if only in name:
-            targets = [(seed, lambda eos, seed=seed: Toy(seed, context=CONTEXT, eos=eos))
-                       for seed in (5, 6)]  # fmt: skip
-            yield check_endings(name, options, targets, plain)
-    if only in "fastmtp" or only in "hybrid":
-        head = random_mtp_head(small_model(1, vocab=3, layers=1), 1)
-        draft = small_model(2, vocab=3, layers=1)
-
-        def transformer(eos: tuple[int, ...]) -> Transformer:
-            return small_model(1, vocab=3, layers=1, context=CONTEXT, eos_ids=eos)
-
-        targets = [("transformer", transformer)]
-        for name, options in {
-            "fastmtp": {"head": head, "k": 4},
-            "fastmtp, probing": {"head": head, "k": PROBING_K},
-            "hybrid": {"head": head, "k": 4},
-            "hybrid, probing": {"head": head, "k": PROBING_K, "lookup_k": PROBING_K},
-            "hybrid, draft model": {"draft": draft, "k": 2, "lookup_k": ADAPTIVE_K},
-        }.items():
-            if only in name:
-                yield check_endings(name, options, targets, plain)
+            targets = [transformer] if name.startswith(("fastmtp", "hybrid")) else toys
+            yield check_endings(name, options, targets)
 
 
-def check_endings(name: str, options: dict, targets: list[tuple], plain: dict) -> Verdict:
-    """Check every ending of one method on the `targets`; `plain` caches plain decoding's runs."""
-    failures, count, tokenizer = [], 0, letter_tokenizer(3)
-    for key, make in targets:
+def check_endings(name: str, options: dict, targets: list[Callable]) -> Verdict:
+    """Check every ending of one method on the `targets`, which are functions of the end tokens."""
+    failures, count, tokenizer, method = [], 0, letter_tokenizer(3), name.split(",")[0]
+    for make in targets:
         for label, eos, ending in endings():
             model = make(eos)
             for prompt in [0], [1, 2, 0, 1, 2, 0]:
                 count += 1
-                at = key, label, len(prompt)
-                if at not in plain:
-                    plain[at] = decode(model, tokenizer, prompt, **ending)
-                method = name.split(",")[0]
-                problem = ending_difference(
-                    model, tokenizer, prompt, method, ending, options, plain[at]
-                )
+                problem = ending_difference(model, tokenizer, prompt, method, ending, options)
                 if problem:
                     failures.append(f"{label}: {problem}")
     detail = failures[0] if failures else f"{count} endings, each followed by another turn"
@@ -258,22 +226,21 @@ def check_endings(name: str, options: dict, targets: list[tuple], plain: dict) -
 
 
 def ending_difference(
-    model: Toy, tokenizer: Tokenizer, prompt: list[int], method: str, ending: dict, options: dict,
-    plain: Run | None = None,
-) -> str | None:  # fmt: skip
+    model: Toy, tokenizer: Tokenizer, prompt: list[int], method: str, ending: dict, options: dict
+) -> str | None:
     """Describe how a run with this ending, or the turn after it, differs from plain decoding."""
-    plain = plain or decode(model, tokenizer, prompt, **ending)
+    plain = decode(model, tokenizer, prompt, **ending)
     cache = model.new_cache()
-    run = decode(model, tokenizer, prompt, method, cache=cache, **ending, **fresh_options(options))
+    fresh = cases.fresh_options(options)
+    run = decode(model, tokenizer, prompt, method, cache=cache, **ending, **fresh)
     for field in ("tokens", "text", "finish_reason"):
         if getattr(run, field) != getattr(plain, field):
             return f"{field} {getattr(run, field)!r} instead of {getattr(plain, field)!r}"
     longer = prompt + run.tokens + [1]
     if len(longer) >= model.config.context or run.finish_reason == "context":
         return None
-    few = {"max_new_tokens": 3}
-    again = fresh_options(options)
-    next_turn = decode(model, tokenizer, longer, method, cache=cache, **few, **again)
+    few, fresh = {"max_new_tokens": 3}, cases.fresh_options(options)
+    next_turn = decode(model, tokenizer, longer, method, cache=cache, **few, **fresh)
     expected = decode(model, tokenizer, longer, **few)
     return None if next_turn.tokens == expected.tokens else "the next turn's tokens differ"
 

@@ -1,4 +1,5 @@
-"""Deliberate bugs. Each has been made in practice; the check and case it names must catch it.
+"""Deliberate bugs. Each has been made in practice; the certifier's check and case that it names
+must catch it.
 
 They are also the classic wrong answers: try one with `with mutant.apply(): ...`.
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 from minispec import verify
 from minispec.cache import KVCache
 from minispec.certify.methods import cases, checks
-from minispec.certify.methods.checks import CHECKS, Verdict
+from minispec.certify.methods.checks import CHECKS
 from minispec.certify.toys import Toy
 from minispec.generate.run import Run, StopConditions
 from minispec.methods import fastmtp, hybrid, lookahead, medusa, prompt_lookup, speculative
@@ -49,15 +50,6 @@ class Mutant:
             except Exception as error:
                 return f"caught by {self.check}: {type(error).__name__}"
         return None
-
-
-def check_mutants(only: str = "") -> Iterator[Verdict]:
-    """Check that each mutant makes its check fail; a survivor fails the run."""
-    for mutant in MUTANTS:
-        if only in mutant.name:
-            caught = mutant.caught()
-            detail = caught or f"SURVIVED {mutant.check}: {mutant.case}"
-            yield Verdict("mutants", mutant.name, caught is not None, detail)
 
 
 def in_accept(mistake) -> tuple:
