@@ -218,7 +218,7 @@ def test_the_exit_code_tells_a_loss_from_an_examination_that_proved_nothing(caps
         (["--server", "x", "--precision", "float8"], "float8: use float32, float16"),
         (["--server", "x", "--impl", "a:b"], "--impl and --server are different tests"),
         (["--requests", "500"], "--requests only works with --server"),
-        (["--server", "x", "--checks", "exact"], "unknown check 'exact'; choose from greedy, lim"),
+        (["--server", "x", "--checks", "exact"], "unknown check 'exact'; choose from greedy, load"),
         (["--checks", "nonsense"], "unknown check 'nonsense'"),
         (["--checks", "exact,magic"], "unknown check 'magic'"),
         (["--checks", ""], "has an empty name before or after a comma"),

@@ -201,7 +201,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, p: Tensor | None = None) -> Te
     (n, V) are given, all rows must have one, and are compared with `p` instead. With several
     processes, this one's share of it."""
     count = distributed.all_reduce((labels >= 0).sum()).clamp(min=1)
-    return F.cross_entropy(logits.float(), labels if p is None else p, reduction="sum") / count
+    expected = labels if p is None else p
+    return F.cross_entropy(logits.float(), expected, reduction="sum") / count
 
 
 def select_labelled(
