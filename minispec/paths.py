@@ -11,5 +11,5 @@ CACHE_ADVICE = "; set XDG_CACHE_HOME to a folder that can be written"
 SHIPPED = CHECKOUT if CHECKOUT.exists() else PACKAGE / "weights"  # a wheel contains only `smollm2`
 TOY = SHIPPED / "target"
 SMOLLM2_HEADS = SHIPPED / "smollm2"
-SMOLLM2 = (CHECKOUT if CHECKOUT.exists() else CACHE) / "smollm2"  # written by `minispec.fetch`
+SMOLLM2 = (CHECKOUT if CHECKOUT.exists() else CACHE) / "smollm2"  # written by `minispec fetch`
 SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -77,7 +77,7 @@ def test_heads_for_the_default_model_come_with_it(installed, tmp_path):
     assert {each.name for each in (installed / "minispec/weights/smollm2").iterdir()} == {
         "medusa", "mtp"
     }  # fmt: skip
-    done = run(installed, tmp_path, "-c", "from minispec.checkpoints import places as p; "
+    done = run(installed, tmp_path, "-c", "from minispec import paths as p; "
                "print(p.TOY.exists(), p.SMOLLM2, p.SMOLLM2_HEADS)")  # fmt: skip
     toy, real, heads = done.stdout.split()
     assert toy == "False" and Path(real) == tmp_path / "cache" / "minispec" / "smollm2"
