@@ -1087,7 +1087,7 @@ def test_untouched_and_without_measurements_nothing_is_written_yet(number, capsy
 PLANTED_BUGS = {  # lesson -> lines that break the package; its own checks must notice each
     "09_is_it_lossless": [
         "from minispec import verify; verify.residual = lambda p, q, x: p",
-        "from minispec import toys; toys.total_variation = lambda a, b: 0.0",
+        "from minispec.certify import toys; toys.total_variation = lambda a, b: 0.0",
     ]
 }
 
