@@ -806,10 +806,10 @@ def test_other_names_of_finish_reasons_are_understood(server):
     assert not failures(examine(byte_server(server), checks=("limits",)))
     limits = "length", "max_tokens", "MAX_TOKENS", "max_length", "length_limit", "model_length"
     ends = "stop", "STOP", "eos", "eos_token", "stop_sequence", "end_turn"
-    unknown = "abort", "error", "content_filter", "cancelled", "other", "", None
+    unknown = "abort", "error", "content_filter", "cancelled", "other", "filter_stop", "", None
     assert [is_stop_reason(reason) for reason in limits] == [False] * 6
     assert [is_stop_reason(reason) for reason in ends] == [True] * 6
-    assert [is_stop_reason(reason) for reason in unknown] == [None] * 7
+    assert [is_stop_reason(reason) for reason in unknown] == [None] * 8
 
 
 # ---- keys ----------------------------------------------------------------------------------------

@@ -32,7 +32,9 @@ TOP_K_OFF = 2**30  # larger than any vocabulary; some servers reject -1, others 
 
 BUSY_STATUS = 429, 503
 # Finish reasons, in the words of several servers: an end token, or a limit, ended the answer.
-STOP_REASON = re.compile("stop|eos|end_turn", re.IGNORECASE)
+STOP_REASON = re.compile(
+    "stop(_sequence|_string|stringfound)?|eos(_token|found)?|end_turn", re.IGNORECASE
+)
 LIMIT_REASON = re.compile("length|limit|max", re.IGNORECASE)
 DRAFT_METRIC = re.compile(  # name{labels} value [timestamp]
     r"^\w*:?spec_decode_num_(draft|accepted)_tokens(?:_total)?(?:\{[^}\n]*\})?[ \t]+(\S+)",
@@ -324,7 +326,7 @@ def token_logprobs(choice: dict) -> list[float] | None:
 def is_stop_reason(reason: str | None) -> bool | None:
     """Return whether a finish reason is an end token or stop string, not a limit. None: it is
     missing, unknown, or says that the answer was broken off ("abort", "content_filter")."""
-    if STOP_REASON.search(reason or ""):
+    if STOP_REASON.fullmatch(reason or ""):
         return True
     return False if LIMIT_REASON.search(reason or "") else None
 
