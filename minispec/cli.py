@@ -16,6 +16,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from importlib.util import find_spec
+from numbers import Integral, Real
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -84,6 +85,14 @@ def number(low: float, high: float = 2**63 - 1, kind: Callable = int) -> Callabl
         raise argparse.ArgumentTypeError(f"{text[:40]} must be a {noun}, {bounds}")
 
     return parse
+
+
+def to_number(value: object, kind: type[int] | type[float]) -> int | float:
+    """Convert a number of any type, such as NumPy's, to Python's own. Raises UserError."""
+    with contextlib.suppress(OverflowError):  # an integer that is too large for a float
+        if isinstance(value, Integral if kind is int else Real):
+            return kind(value)
+    raise UserError(f"must be a {'whole number' if kind is int else 'number'}")
 
 
 def flag_name(name: str) -> str:

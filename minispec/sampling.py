@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from operator import index
 from reprlib import repr as brief
 from typing import Protocol
@@ -11,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minispec.cli import UserError
+from minispec.cli import UserError, to_number
 
 
 @dataclass(frozen=True)
@@ -24,16 +23,12 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        kinds = {"temperature": (Real, float), "top_k": (Integral, int), "top_p": (Real, float)}
-        for name, (kind, convert) in kinds.items():
+        for name, kind in ("temperature", float), ("top_k", int), ("top_p", float):
             value = getattr(self, name)
             try:
-                if not isinstance(value, kind):
-                    raise TypeError
-                object.__setattr__(self, name, convert(value))  # NumPy's numbers are not JSON
-            except (TypeError, OverflowError):
-                noun = "whole number" if kind is Integral else "number"
-                raise UserError(f"{name} {brief(value)}: must be a {noun}") from None
+                object.__setattr__(self, name, to_number(value, kind))  # NumPy's are not JSON
+            except UserError as error:
+                raise UserError(f"{name} {brief(value)}: {error}") from None
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UserError(
                 f"temperature {self.temperature}: must be 0 (greedy) or a positive number"

@@ -176,6 +176,7 @@ def test_without_tokenizer_json_the_error_says_how_to_make_one(name, tmp_path):
         ("medusa", {"tree": [(0,)] * 9999}, "the tree has 9999 paths: at most 4096 are supported"),
         ("medusa", {"tree": 5}, r"the tree 5: must be rank paths, such as \[\(0,\), \(0, 1\)\]"),
         ("medusa", {"tree": [(40,)]}, "rank 40: must be an integer from 0 to 31"),
+        ("medusa-typical", {"epsilon": 10**400}, "epsilon 1.*0: must be a number"),
         ("hybrid", {"lookup_k": 0}, "lookup_k 0: must be at least 1"),
         ("hybrid", {"lookup_k": "many"}, "lookup_k 'many': must be a whole number"),
         ("fastmtp", {"vocabulary": "en.json"}, "vocabulary 'en.json': has the wrong type, str"),
@@ -183,7 +184,8 @@ def test_without_tokenizer_json_the_error_says_how_to_make_one(name, tmp_path):
 )
 def test_a_wrong_option_is_rejected_before_the_run_starts(method, options, message):
     model = random_model()
-    drafters = {"speculative": {"draft": model}, "medusa": {"heads": random_medusa_heads(model, 0)},
+    heads = {"heads": random_medusa_heads(model, 0)}
+    drafters = {"speculative": {"draft": model}, "medusa": heads, "medusa-typical": heads,
                 "fastmtp": {"head": random_mtp_head(model, 0)},
                 "hybrid": {"draft": model}}  # fmt: skip
     with pytest.raises(UserError, match=message):

@@ -3,8 +3,9 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from numbers import Integral, Real
+from numbers import Integral
 from operator import index
+from reprlib import repr as brief
 
 import torch
 
@@ -12,7 +13,7 @@ from minispec import distributed
 from minispec.cache import KVCache
 from minispec.checkpoints.load import require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError, suggestion
+from minispec.cli import UserError, suggestion, to_number
 from minispec.generate.drafters import with_drafter, with_policies
 from minispec.generate.run import Run, StopConditions, without_autocast
 from minispec.methods.autoregressive import autoregressive
@@ -176,24 +177,22 @@ def validate_options(method: str, options: dict) -> dict:
         try:
             valid[name] = validate_option(name, value, signature.parameters[name].default)
         except UserError as error:
-            raise UserError(f"{method}: {name} {value!r}: {error}") from None
+            raise UserError(f"{method}: {name} {brief(value)}: {error}") from None
     return valid
 
 
 def validate_option(name: str, value: object, default: object) -> object:
     """The value of an option, which must have the type of its default."""
     if isinstance(default, float):
-        if not isinstance(value, Real):
-            raise UserError("must be a number")
-        return float(value)
+        return to_number(value, float)
     if isinstance(default, int):
-        if isinstance(value, Integral):
-            if value < MIN_VALUES.get(name, value):
-                raise UserError(f"must be at least {MIN_VALUES[name]}")
-            return int(value)
-        if name in ADAPTIVE and (value == "auto" or hasattr(value, "choose")):
+        is_policy = value == "auto" or hasattr(value, "choose")
+        if name in ADAPTIVE and is_policy and not isinstance(value, Integral):  # NumPy's can choose
             return value
-        raise UserError("must be a whole number")
+        number = to_number(value, int)
+        if number < MIN_VALUES.get(name, number):
+            raise UserError(f"must be at least {MIN_VALUES[name]}")
+        return number
     if value is not None and not hasattr(value, REQUIRED_ATTRIBUTES.get(name, "__class__")):
         raise UserError(f"has the wrong type, {type(value).__name__}")
     return value.tolist() if name == "tree" and hasattr(value, "tolist") else value
