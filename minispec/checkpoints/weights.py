@@ -108,8 +108,9 @@ def fill(
 def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor has neither NaN nor infinity. A finite sum proves it, without the memory of
     `isfinite`, which is needed only if large values make the sum overflow."""
-    parts = tensor.flatten().split(2**20)
-    return bool(tensor.sum().isfinite()) or all(part.isfinite().all() for part in parts)
+    if tensor.sum().isfinite():
+        return True
+    return all(part.isfinite().all() for part in tensor.flatten().split(2**20))
 
 
 def tie(tensors: dict[str, Tensor]) -> None:

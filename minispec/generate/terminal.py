@@ -78,17 +78,21 @@ def chat(
     run, messages, cached = None, [], []  # messages in the context; tokens in the cache
     for turn in user_turns(args.prompt):
         message = {"role": "user", "content": turn}
-        if (n := len(tokenizer.chat([*system, message]))) >= cache.capacity:
-            too_long = (f"the turn has {n} tokens{' with the system message' * len(system)}, but "
-                        f"the context is only {cache.capacity}; shorten it")  # fmt: skip
-            if turn == args.prompt:
+        prompt = tokenizer.chat([*system, *messages, message])
+        alone = prompt if len(prompt) <= max_prompt else tokenizer.chat([*system, message])
+        if len(alone) >= cache.capacity:
+            included = " with the system message" if system else ""
+            too_long = (f"the turn has {len(alone)} tokens{included}, but the context is only "
+                        f"{cache.capacity}; shorten it")  # fmt: skip
+            if run is None and args.prompt:  # the prompt itself
                 raise UserError(too_long)
             note(too_long)
             continue
         messages.append(message)
-        while len(prompt := tokenizer.chat(system + messages)) > max_prompt and len(messages) > 1:
+        while len(prompt) > max_prompt and len(messages) > 1:
             messages = messages[2:]
             note("the context is full; dropping the oldest turn")
+            prompt = tokenizer.chat(system + messages)
         kept = min(common_prefix_length(cached, prompt), len(prompt) - 1)
         for c in caches:
             c.truncate(min(kept, c.length))
