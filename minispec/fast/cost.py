@@ -51,7 +51,7 @@ def call_times(function: Callable[[], object], turn_seconds: float) -> list[floa
 def one_pass(model: Transformer, n: int, cache: KVCache | None = None) -> Callable[[], object]:
     """Return a function to be timed, which runs a pass over `n` tokens. The cache is empty, so the
     cost of attending to earlier text is not included."""
-    cache, tokens = cache or empty_cache(model), [0] * n
+    cache, tokens = cache or model.new_cache(capacity_for(model)), [0] * n
 
     @torch.inference_mode()
     def run() -> list:
@@ -60,8 +60,9 @@ def one_pass(model: Transformer, n: int, cache: KVCache | None = None) -> Callab
     return run
 
 
-def empty_cache(model: Transformer) -> KVCache:
-    return model.new_cache(min(CAPACITY, model.config.context))
+def capacity_for(model: Transformer) -> int:
+    """The capacity of the caches that measurements use."""
+    return min(CAPACITY, model.config.context)
 
 
 def cost_after_pass(function: Callable[[], object], model: Transformer) -> float:
@@ -101,7 +102,7 @@ def cost_curve(model: Transformer) -> list[float]:
 def measure_curve(model: Transformer) -> list[float]:
     """Measure `cost_curve`."""
     counts = [n for n in ROW_COUNTS if n <= model.config.context]
-    cache = empty_cache(model)
+    cache = model.new_cache(capacity_for(model))
     seconds = interleaved_min_times([one_pass(model, n, cache) for n in counts])
     curve = [0.0, 1.0]
     for (m, a), (n, b) in pairwise(zip(counts, seconds)):
@@ -125,7 +126,7 @@ def head_cost(model: Transformer, head: MTPHead, vocabulary: Vocabulary | None =
 
     def measure() -> float:
         hidden = model.model.norm.weight.new_zeros(2, model.config.hidden_size)
-        drafter = Drafter(head, model, min(CAPACITY, model.config.context), offset=0)
+        drafter = Drafter(head, model, capacity_for(model), offset=0)
 
         def round_of_two() -> None:
             drafter.extend(hidden, [0, 0])

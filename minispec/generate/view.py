@@ -167,7 +167,7 @@ def replay_acceptance(
             chances[child] = rounded(min(1.0, float(p[x]) / (1.0 if q is None else float(q[x]))))
             if child in step.path:
                 break
-            p = residual(p, None, x) if q is None else None
+            p = residual(p, None, x) if q is None else None  # what is left of p needs all of q
             if p is None:
                 break
     return chances, p
