@@ -26,6 +26,7 @@ from tqdm import tqdm
 # bytes become lone surrogates, which the tokenizer rejects.
 TEXT_ENCODING = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": None}
 
+FORMER_FLAGS = {"--own": "--generated"}  # accepted until version 0.2
 MODEL_FILES = ".json", ".safetensors", ".bin", ".pt", ".gguf", ".jinja"  # read from directories
 
 
@@ -54,8 +55,9 @@ class Parser(argparse.ArgumentParser):
         text = (description or "").split("\n\n")[0]
         super().__init__(*args, description=text, allow_abbrev=False, **options)
 
-    def parse_args(self, *args, **options) -> argparse.Namespace:
-        parsed = super().parse_args(*args, **options)
+    def parse_args(self, args: list[str] | None = None, **options) -> argparse.Namespace:
+        args = sys.argv[1:] if args is None else args
+        parsed = super().parse_args([FORMER_FLAGS.get(text, text) for text in args], **options)
         check_outputs(vars(parsed))
         return parsed
 

@@ -9,12 +9,12 @@ from minispec.tree import Tree
 
 
 def accept(target: Sequence[Tensor], tree: Tree, randomness: Randomness) -> tuple[list[int], int]:
-    """Accept a path down the tree. Returns the path, which starts at node 0, and one fresh token.
+    """Accept a path down the tree. Returns the path, which starts at node 0, and the next token.
 
-    target[i] is the target's distribution (V,) after node i. The accepted tokens and the fresh one
+    target[i] is the target's distribution (V,) after node i. The accepted tokens and the next one
     are distributed as the target's own tokens, whatever was proposed: a child x drawn from q is
     accepted with probability min(1, p(x) / q(x)), and after a rejection p becomes
-    norm(max(0, p - q)) (Leviathan et al. 2023, algorithm 1). The fresh token is the paper's t: the
+    norm(max(0, p - q)) (Leviathan et al. 2023, algorithm 1). The next token is the paper's t: the
     correction after a rejection, or the bonus token if all drafts were accepted. Either way it is
     drawn from what p has become.
 

@@ -185,7 +185,7 @@ def test_rows_can_be_selected_and_prompts_are_evenly_spaced(weights, monkeypatch
     rows = [{"prompt": prompt, "location": (file, 0)} for prompt in held_out]
     monkeypatch.setattr(prompts, "read_split", lambda *_: ([], rows))
     methods = "fastmtp k=2,lookahead (5,4,5),medusa tree=32,hybrid k=auto"
-    args = bench.parse(options_of(weights, "--own", str(file), "--methods", methods))
+    args = bench.parse(options_of(weights, "--generated", str(file), "--methods", methods))
     model, tokenizer = bench.load(args.model, "float32", "cpu")
     for args.prompts, indices in (1, [0]), (2, [0, 3]), (3, [0, 2, 4]), (9, range(7)):
         chosen = bench.prompts_of(args, model, tokenizer)["chat"]
@@ -243,7 +243,7 @@ def test_prompts_are_built_in_or_held_out_or_questions(weights, tmp_path, capsys
     for source, table in (
         ([], "stories, 1 prompts"),
         (["--data", str(data), "--prompts", "9"], "stories_en, 3 prompts"),
-        (["--own", str(file)], "chat, 1 prompts"),
+        (["--generated", str(file)], "chat, 1 prompts"),
         (["--questions", str(questions)], "qa, 1 prompts"),
         (["--questions", str(questions), "--prompts", "3"], "multi-turn, 2 prompts"),
     ):
@@ -251,7 +251,7 @@ def test_prompts_are_built_in_or_held_out_or_questions(weights, tmp_path, capsys
         out = capsys.readouterr()
         assert table in out.out and "speculative" not in out.out
         assert "tokens per pass; a round costs" in out.out
-    assert "maths: prompts left out because they exceed the context: 1" in out.err
+    assert "maths: prompts skipped because they exceed the context: 1" in out.err
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_prompts_that_the_template_rejects_are_left_out(weights, tmp_path, capsy
         for flag, file, line in sources:
             options = options_of(weights, "--model", str(strict), flag, str(file), "--methods",
                                  "autoregressive", "--prompts", "9")  # fmt: skip
-            reason = f"documents left out: 2; the first is {file} line {line}: the model's chat " \
+            reason = f"documents skipped: 2; the first is {file} line {line}: the model's chat " \
                      "template rejects this conversation: no x"  # fmt: skip
             if remaining:
                 bench.main(options)

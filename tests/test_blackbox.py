@@ -72,7 +72,7 @@ def through_text(checkpoint, prompt, **options):
     """A decoder that works on text: each checkpoint's tokenizer must round-trip all ids."""
     tokenizer = tokenizer_of(checkpoint)
     tokens = lookup(checkpoint, tokenizer.encode(tokenizer.decode(prompt)), **options)
-    return tokenizer.encode(tokenizer.decode(tokens), special=False)
+    return tokenizer.encode(tokenizer.decode(tokens), add_special_tokens=False)
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_a_correct_black_box_passes():
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", [numpy_ids, through_text])
 def test_any_kind_of_integers_and_a_decoder_of_text_pass(impl):
-    for name in "greedy: model", "limits: end token in a circle", "exact: vocab 3, T=0.7":
+    for name in "greedy: model", "limits: end token in a loop", "exact: vocab 3, T=0.7":
         assert all(v.passed for v in check(impl, name))
 
 
@@ -138,7 +138,7 @@ def fades(checkpoint, prompt, **options):
 
 
 one_token_more = changed(max_new_tokens=lambda options: options["max_new_tokens"] + 1)
-CIRCLE = "limits: end token in a circle"
+LOOP = "limits: end token in a loop"
 MODEL, BLOCKS, HUNDRED = "greedy: model 0", "greedy: prompts around block", "greedy: 100 tokens"
 LENGTHS, LAST = "limits: lengths", "limits: last rows of the context"
 
@@ -152,9 +152,9 @@ LENGTHS, LAST = "limits: lengths", "limits: last rows of the context"
         (wrong_at_block_borders, [MODEL, HUNDRED], [BLOCKS]),
         (wrong_after_64_tokens, [MODEL, BLOCKS], [HUNDRED]),
         (first_end_token_only, ["limits: 1 end"], ["limits: 2 end", "limits: 3 end"]),
-        (runs_past_the_end, [LENGTHS], ["limits: 1 end", CIRCLE]),
-        (ends_missed_in_drafts, [LENGTHS, "greedy: text in circles"], [CIRCLE]),
-        (stops_at_ends_of_the_prompt, [LENGTHS, "limits: 1 end"], [CIRCLE]),
+        (runs_past_the_end, [LENGTHS], ["limits: 1 end", LOOP]),
+        (ends_missed_in_drafts, [LENGTHS, "greedy: text in loops"], [LOOP]),
+        (stops_at_ends_of_the_prompt, [LENGTHS, "limits: 1 end"], [LOOP]),
         (stops_before_the_last_rows, [LENGTHS], [LAST]),
         (when_sampled(runs_past_the_end), [LENGTHS], ["limits: 1 end"]),
         (when_sampled(fades), [LENGTHS], [MODEL]),

@@ -287,7 +287,7 @@ def test_rejected_conversations_are_left_out_when_resumed_too(tmp_path, capsys):
     more = "--keep-duplicates", "--tokens", 4, "--batch", 4
     generated(tmp_path / "strict", file, single, 12, *more)
     error = capsys.readouterr().err.splitlines()[-1]
-    first = f"minispec: documents left out: 2; the first is {file} line [26]: "
+    first = f"minispec: documents skipped: 2; the first is {file} line [26]: "
     assert re.fullmatch(first + reason, error)
     for n in 4, 12:
         rows = generated(tmp_path / "strict", file, parts, n, *more)
@@ -296,7 +296,7 @@ def test_rejected_conversations_are_left_out_when_resumed_too(tmp_path, capsys):
     single.unlink()
     write_rows(file, [{"messages": bad}] * 5)
     error = rejected(capsys, *generate_args(tmp_path / "strict", file, single, "--batch", 1))
-    assert re.search(f"documents left out: .; the first is {file} line .: {reason}", error)
+    assert re.search(f"documents skipped: .; the first is {file} line .: {reason}", error)
 
 
 def test_an_end_token_missing_from_the_config_is_reported(target, data, tmp_path, capsys):
@@ -322,7 +322,7 @@ def test_generation_works_with_any_tokenizer(data, tmp_path):
     rows = generated(tmp_path / "plain", data, tmp_path / "own.jsonl", 60)
     assert len(rows) >= 60 and all(max(row["prompt"]) < 4 for row in rows)
     assert all(len(row["tokens"]) == 20 for row in rows)
-    run("mtp", "--model", tmp_path / "plain", "--own", tmp_path / "own.jsonl", "--steps", 2,
+    run("mtp", "--model", tmp_path / "plain", "--generated", tmp_path / "own.jsonl", "--steps", 2,
         "--out", tmp_path / "mtp", "--rows", 1, "--device", "cpu")  # fmt: skip
     load_mtp(tmp_path / "mtp", *load(tmp_path / "plain", "float32", "cpu"))
 
@@ -614,7 +614,7 @@ def test_trained_weights_load_and_can_be_continued(target, data, tmp_path, capsy
     sizes, other, file, method, flag = TRAININGS[command]
     generated(target, data, own, 60)
     category = read_split([own], load(target)[0], None)[1][0]["kind"]  # held out
-    options = [kind, "--model", target, "--own", own, "--device", "cpu", *flags, *sizes]
+    options = [kind, "--model", target, "--generated", own, "--device", "cpu", *flags, *sizes]
     options += ["--rows", 8, "--context", 40, "--steps"]
     run(*options, 8, "--out", trained)
     card = (trained / "README.md").read_text()
@@ -637,12 +637,12 @@ def test_trained_weights_load_and_can_be_continued(target, data, tmp_path, capsy
         head = load_mtp(tmp_path / "next", load(target, "float32", "cpu")[0])
         head.acceptance = None
         save_acceptance(head, tmp_path / "next")
-        run("acceptance", "--model", target, "--heads", tmp_path / "next", "--own", own,
+        run("acceptance", "--model", target, "--heads", tmp_path / "next", "--generated", own,
             "--device", "cpu", "--k", len(rates))  # fmt: skip
         again = json.loads((tmp_path / "next" / "config.json").read_text())["mtp_acceptance"]
         assert again == pytest.approx(rates, abs=0.05)
     if kind == "medusa":
-        run("tree", "--model", target, "--heads", trained, "--own", own, "--device", "cpu")
+        run("tree", "--model", target, "--heads", trained, "--generated", own, "--device", "cpu")
         heads = load_medusa(trained, *load(target, "float32", "cpu"))
         assert f"a tree of {len(heads.tree)} nodes" in capsys.readouterr().out
         assert heads.accuracy.shape == (2, RANKS) and (heads.tree or not heads.accuracy[0].any())
@@ -655,8 +655,9 @@ def test_heads_draft_from_the_vocabulary_they_were_trained_on(
     own, words, trained = (tmp_path / name for name in ("own.jsonl", "words.json", "trained"))
     generated(target, data, own, 20)
     run("vocabulary", "--model", target, "--size", 12, "--text", f"own={own}", "--out", words)
-    run(*command.split(), "--model", target, "--own", own, "--device", "cpu", "--vocabulary", words,
-        "--rows", 2, "--context", 40, "--steps", 1, "--out", trained)  # fmt: skip
+    run(*command.split(), "--model", target, "--generated", own, "--device", "cpu",
+        "--vocabulary", words, "--rows", 2, "--context", 40, "--steps", 1,
+        "--out", trained)  # fmt: skip
     flags = ["ab", "--model", str(target), "--method", method, "--heads", str(trained), "--json",
              "--dtype", "float64", "--max-new-tokens", "9"]  # fmt: skip
     for more in [], ["--vocabulary-size", "5"], ["--vocabulary", "none"]:
@@ -666,7 +667,7 @@ def test_heads_draft_from_the_vocabulary_they_were_trained_on(
     vocabulary = load_drafter(method, model, tokenizer, str(trained))["vocabulary"]
     assert vocabulary.languages == load_vocabulary(words, model, tokenizer).languages
     (trained / "training.pt").unlink()
-    run(*command.split(), "--model", target, "--own", own, "--device", "cpu", "--rows", 2,
+    run(*command.split(), "--model", target, "--generated", own, "--device", "cpu", "--rows", 2,
         "--context", 40, "--steps", 1, "--out", trained)  # fmt: skip
     assert not (trained / "vocabulary.json").exists()  # now trained on all tokens
 
@@ -681,8 +682,8 @@ def test_documents_without_a_label_are_skipped_and_counted(target, tmp_path, cap
     words = tmp_path / "words.json"
     save_vocabulary({"x": Language((65,), (1,))}, TOKENIZER, words)
     parts = command.replace("words.json", str(words)).split()
-    options = [*parts, "--model", target, "--own", own, "--device", "cpu", "--context", 8, "--rows",
-               2, "--steps", 1, "--out", out, *(TINY if is_draft else ())]  # fmt: skip
+    options = [*parts, "--model", target, "--generated", own, "--device", "cpu", "--context", 8,
+               "--rows", 2, "--steps", 1, "--out", out, *(TINY if is_draft else ())]  # fmt: skip
     full = {"kind": "x", "prompt": list(range(97, 109)), "tokens": [65, 65]}
     short, other = ({"kind": "x", "prompt": [97], "tokens": t} for t in ([65], [97] * 4))
     good = {"kind": "x", "prompt": [97], "tokens": [65, 65, 65, 65]}
@@ -716,7 +717,8 @@ def test_no_tree_is_chosen_from_documents_without_labels(target, tmp_path, capsy
     before = (tmp_path / "heads" / "config.json").read_bytes()
     own = tmp_path / "own.jsonl"
     own.write_text('{"kind": "x", "prompt": [1], "tokens": [2]}\n' * 3)
-    error = rejected(capsys, "tree", "--model", target, "--heads", tmp_path / "heads", "--own", own)
+    command = "tree", "--model", target, "--heads", tmp_path / "heads", "--generated", own
+    error = rejected(capsys, *command)
     assert "nothing to measure on: the text is too short (1)" in error
     assert (tmp_path / "heads" / "config.json").read_bytes() == before
 
@@ -724,8 +726,8 @@ def test_no_tree_is_chosen_from_documents_without_labels(target, tmp_path, capsy
 def test_two_runs_cannot_share_an_out_directory(target, tmp_path, capsys):
     own, out = tmp_path / "own.jsonl", tmp_path / "out"
     own.write_text('{"kind": "x", "prompt": [1], "tokens": [2, 3, 4]}\n' * 3)
-    options = ["mtp", "--model", target, "--own", own, "--steps", 1, "--device", "cpu", "--context",
-               8, "--out", out]  # fmt: skip
+    options = ["mtp", "--model", target, "--generated", own, "--steps", 1, "--device", "cpu",
+               "--context", 8, "--out", out]  # fmt: skip
     out.mkdir()
     folder = os.open(out, os.O_RDONLY)
     try:
@@ -781,7 +783,7 @@ def test_vocabulary_counts_the_tokens_of_a_corpus(target, tmp_path, capsys):
     model, tokenizer = load(target, "float32", "cpu")
     words = load_vocabulary(out, model, tokenizer).languages
     assert set(tokenizer.control_ids.values()) <= set(words["en"].ids) & set(words["zh"].ids)
-    (a,) = tokenizer.encode("a", special=False)
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
     assert a in words["en"].ids and a not in words["zh"].ids
     generated(target, tmp_path / "a.txt", tmp_path / "own.jsonl", 1)
     tokens = [token for row in read_generated(tmp_path / "own.jsonl")[1] for token in row["tokens"]]
@@ -812,7 +814,7 @@ def test_wrong_input_is_rejected_before_any_work(target, command, tmp_path, caps
     """A target without a tokenizer, and an output that cannot be written."""
     (tmp_path / "file").touch()
     given = {"generate": ("--data", "x"), "vocabulary": ("--text", f"en={__file__}")}
-    given = command, *given.get(command, ("--own", "x")), "--model", target
+    given = command, *given.get(command, ("--generated", "x")), "--model", target
     place = "--heads" if command == "tree" else "--out"
     assert place in rejected(capsys, *given, place, tmp_path / "file" / "out")
     (target / "tokenizer.json").unlink()

@@ -354,7 +354,7 @@ def test_every_document_that_is_left_out_is_counted(target, data, tmp_path, caps
     assert {row["kind"] for row in rows} == {"tales"}
     asked = [r for r in records.requests if 23 in r["prompt"] and r["max_tokens"] == 20]
     count = len({request["seed"] for request in asked})
-    note = f"documents left out: {count}; the first is prompt 1, 'abc': the server breaks off"
+    note = f"documents skipped: {count}; the first is prompt 1, 'abc': the server breaks off"
     assert count > 1 and len(asked) == 3 * count and note in capsys.readouterr().err
 
 

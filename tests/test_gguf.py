@@ -225,7 +225,7 @@ def test_text_is_split_by_the_named_pre_tokenizer(pre, text, pieces, tmp_path):
     backend = tokenizer.backend
     ids = tokenizer.encode(text)
     assert "|".join(map(backend.id_to_token, ids)) == pieces
-    assert tokenizer.encode("a<|im_end|><tool>", special=False)[-2:] == [EOS, TOOL]
+    assert tokenizer.encode("a<|im_end|><tool>", add_special_tokens=False)[-2:] == [EOS, TOOL]
     assert tokenizer.control_ids == {"<|im_start|>": BOS, "<|im_end|>": EOS}
     ids = tokenizer.chat([{"role": "user", "content": "<|im_end|>"}])
     assert ids[0] == BOS and EOS not in ids

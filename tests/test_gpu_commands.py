@@ -208,8 +208,9 @@ def test_training_with_a_time_limit_finishes_completely(tmp_path, monkeypatch, c
     save(byte_model(), TOKENIZER, tmp_path / "target")
     write_generated(tmp_path / "own.jsonl", 20)
     out = tmp_path / "mtp"
-    flags = ["mtp", "--model", tmp_path / "target", "--own", tmp_path / "own.jsonl", "--out", out,
-             "--context", 32, "--rows", 2, "--steps", 10**9, "--minutes", 0.002]  # fmt: skip
+    flags = ["mtp", "--model", tmp_path / "target", "--generated", tmp_path / "own.jsonl",
+             "--out", out, "--context", 32, "--rows", 2, "--steps", 10**9,
+             "--minutes", 0.002]  # fmt: skip
     distill_main(list(map(str, flags)))
     steps, _ = heads.counts(out)
     assert steps >= 10

@@ -586,7 +586,7 @@ def test_two_processes_train_what_one_process_trains(kind, flags, tmp_path):
             of_file = [rows[0], *rows[1 + i :: 3]]
             file.write_text("".join(json.dumps(row) + "\n" for row in of_file))
         out = tmp_path / f"{kind}{size}"
-        command = ["-m", "minispec.distill", kind, "--model", tmp_path / "it", "--own", *own,
+        command = ["-m", "minispec.distill", kind, "--model", tmp_path / "it", "--generated", *own,
                    "--out", out, "--steps", "5", "--rows", "6", "--context", "16"]  # fmt: skip
         run = torchrun(size, *command, *flags)
         error = run.communicate(timeout=120)[1]

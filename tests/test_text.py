@@ -9,7 +9,7 @@ from conftest import ALTERNATING, TOKENIZER, byte_tokenizer
 
 from minispec import UserError
 from minispec.training.text import (
-    LeftOut,
+    Skipped,
     chunks,
     encode,
     held_out_prompts,
@@ -92,13 +92,13 @@ def test_every_fiftieth_document_is_held_out(tmp_path):
     assert held_out == {"many": ["text 0", "text 50", "text 100"], "one": []}
     assert len(train["many"]) == 117 and not set(train["many"]) & set(held_out["many"])
     assert train["one"] == ["the only one"]
-    prompts = held_out_prompts(tmp_path, None, TOKENIZER, 2, LeftOut())
+    prompts = held_out_prompts(tmp_path, None, TOKENIZER, 2, Skipped())
     assert prompts == {"many": [TOKENIZER.encode(f"text {i}") for i in (0, 50)]}
     (tmp_path / "talk.txt").write_text("User: hi\nAssistant: hello\n<|endoftext|>\n" * 3)
-    prompts = held_out_prompts(tmp_path, ["talk"], TOKENIZER, 1, LeftOut())
+    prompts = held_out_prompts(tmp_path, ["talk"], TOKENIZER, 1, Skipped())
     assert prompts == {"talk": [TOKENIZER.chat([{"role": "user", "content": "hi"}])]}
     with pytest.raises(UserError, match="--kind poems: not found in .*, which has many"):
-        held_out_prompts(tmp_path, ["poems"], TOKENIZER, 2, LeftOut())
+        held_out_prompts(tmp_path, ["poems"], TOKENIZER, 2, Skipped())
 
 
 def test_conversations_that_the_template_rejects_are_replaced_by_others(tmp_path):
@@ -107,13 +107,13 @@ def test_conversations_that_the_template_rejects_are_replaced_by_others(tmp_path
     for i, messages in enumerate(rejected):
         rows[50 * i] = {"messages": messages}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    strict, left_out = byte_tokenizer(ALTERNATING), LeftOut()
-    prompts = held_out_prompts(file, None, strict, 2, left_out)["a"]
+    strict, skipped = byte_tokenizer(ALTERNATING), Skipped()
+    prompts = held_out_prompts(file, None, strict, 2, skipped)["a"]
     # only the first turn of the third one is needed, and the template accepts it
     assert [strict.decode(ids) for ids in prompts] == ["a", "hi"]
     first = f"{file} line 1: the model's chat template rejects this conversation"
-    assert str(left_out) == f"documents left out: 2; the first is {first}: roles must alternate"
-    assert left_out.reasons[f"{file} line 51"] == "it is empty"
+    assert str(skipped) == f"documents skipped: 2; the first is {first}: roles must alternate"
+    assert skipped.reasons[f"{file} line 51"] == "it is empty"
 
 
 def test_conversations_are_encoded_with_the_chat_template():

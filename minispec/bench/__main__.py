@@ -2,7 +2,7 @@
 
     python -m minispec.bench                                        built-in story beginnings
     python -m minispec.bench --data DIR --kind stories_en           held-out text
-    python -m minispec.bench --own chat.jsonl sums.jsonl            documents held out from training
+    python -m minispec.bench --generated chat.jsonl sums.jsonl      documents held out from training
     python -m minispec.bench --questions question.jsonl             Spec-Bench, one table per group
     python -m minispec.bench --shape smollm2-135m --acceptance 0.8  random weights, real model shape
     python -m minispec.bench --shape llama-2-7b --plan --nproc 2    no weights: see plan.py
@@ -84,7 +84,7 @@ def parser() -> Parser:
     p.add_argument("--busy", action="store_true", help="measure even if other programs run")
     output = p.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object")
-    output.add_argument("--markdown", action="store_true", help="print one table of all categories")
+    output.add_argument("--markdown", action="store_true", help="print one table of all kinds")
     add_text_flags(p)
     plan.add_flags(p)
     return p
@@ -94,11 +94,11 @@ def add_text_flags(p: Parser) -> None:
     """Add the flags that choose what is decoded, and how often."""
     text = p.add_mutually_exclusive_group()
     text.add_argument("--data", type=Path, help="a file or folder; its held-out text is used")
-    text.add_argument("--own", type=Path, nargs="+", help="files written by distill generate")
+    text.add_argument("--generated", type=Path, nargs="+", help="files written by distill generate")
     text.add_argument("--questions", type=Path, help="Spec-Bench's question.jsonl")
     p.add_argument("--kind", type=comma_separated,
                    help="with --data: kinds of text, comma-separated (default: all)")  # fmt: skip
-    p.add_argument("--prompts", type=number(1), default=20, help="at most this many per category")
+    p.add_argument("--prompts", type=number(1), default=20, help="at most this many per kind")
     p.add_argument("--repeats", type=number(1), default=3, help="decode everything this many times")
     p.add_argument("--max-new-tokens", type=number(1), default=100)
 
@@ -113,8 +113,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         changed = [name for name in names if getattr(args, name) != p.get_default(name)]
         return ", ".join(map(flag_name, changed))
 
-    unused = given("model", "methods", "data", "kind", "own", "questions", "temperature", "k",
-                   "prompts", "vocabulary_sizes")  # fmt: skip
+    unused = given("model", "methods", "data", "kind", "generated", "questions", "temperature",
+                   "k", "prompts", "vocabulary_sizes")  # fmt: skip
     measuring = given("device", "compile", "busy", "repeats", "max_new_tokens")
     planning = given(*plan.FLAGS)
     args.plan = bool(args.shape and (planning or given("draft", "heads", "mtp")))
@@ -171,24 +171,24 @@ def print_plan(args: argparse.Namespace, about: dict, out: TextIO | None) -> Non
 
 def run(args: argparse.Namespace, about: dict, out: TextIO | None) -> None:
     """Measure and compare. Tables are printed as they are ready, JSON is written to `out`. If a
-    category fails, the Markdown table of those before it is still printed."""
+    kind fails, the Markdown table of those before it is still printed."""
     distributed.join_tensor_parallel()
     check_others(others_share_now(), "before the measurement", "nothing was measured", args.busy)
-    model, tokenizer, categories, methods = prepare(args)
+    model, tokenizer, kinds, methods = prepare(args)
     machine, tables = measure_machine(model, draft_of(methods)), []
     as_text = not (args.json or args.markdown)
     if as_text:
         show_machine(machine, model)
     try:
-        for (category, prompts), t in product(categories.items(), args.temperature):
+        for (kind, prompts), t in product(kinds.items(), args.temperature):
             once = partial(measure, model, tokenizer, methods, prompts, args.max_new_tokens, t)
             repeats, share = watch(lambda: [once() for _ in range(args.repeats)])
-            check_others(share, f"while {category} (temperature {t:g}) was measured",
+            check_others(share, f"while {kind} (temperature {t:g}) was measured",
                          "its table is omitted", args.busy)  # fmt: skip
-            table = table_of(category, t, repeats, machine, methods)
+            table = table_of(kind, t, repeats, machine, methods)
             tables.append([row | {"others_share": share} for row in table])
             if as_text:
-                print(f"\n{category}, {len(prompts)} prompts, temperature {t:g}")
+                print(f"\n{kind}, {len(prompts)} prompts, temperature {t:g}")
                 show(tables[-1])
     finally:
         if args.markdown and tables:
@@ -205,11 +205,11 @@ def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Pr
     with distributed.together():
         if args.shape:
             model = random_weights(MODEL_SHAPES[args.shape], args.dtype, args.device)
-            tokenizer, categories, methods = None, {args.shape: [list(range(100, 116))]}, {}
+            tokenizer, kinds, methods = None, {args.shape: [list(range(100, 116))]}, {}
         else:
             model, tokenizer = load(args.model, args.dtype, args.device)
             require_tokenizer(tokenizer, model.source)
-            categories = prompts_of(args, model, tokenizer)
+            kinds = prompts_of(args, model, tokenizer)
             methods = methods_of(args, model, tokenizer)
             if unlisted := unlisted_eos_warning(model, tokenizer):
                 note(unlisted)
@@ -218,8 +218,8 @@ def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Pr
     for options in methods.values():
         optimize_drafter(options, model)
     if args.shape:
-        methods = oracle_methods(args, model, *categories[args.shape])
-    return model, tokenizer, categories, methods
+        methods = oracle_methods(args, model, *kinds[args.shape])
+    return model, tokenizer, kinds, methods
 
 
 def draft_of(methods: Methods) -> Transformer | None:

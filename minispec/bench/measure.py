@@ -123,7 +123,7 @@ def timing(plain: list[list[Run]], repeats: list[list[Run]]) -> dict[str, float 
 
 
 def table_of(
-    category: str, temperature: float, repeats: list[dict[str, list[Run]]], machine: dict,
+    kind: str, temperature: float, repeats: list[dict[str, list[Run]]], machine: dict,
     methods: Methods,
 ) -> list[dict]:  # fmt: skip
     """Summarise each method over all prompts: the rows of a table, as --json prints them. `repeats`
@@ -144,7 +144,7 @@ def table_of(
             expected_tokens = tokens_per_pass(a, k)
             expected_speedup = speedup(a, k, c / pass_cost) / pass_cost
         table.append({
-            "kind": category,
+            "kind": kind,
             "temperature": temperature,
             "method": method,
             "prompts": len(its_runs),

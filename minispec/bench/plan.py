@@ -1,5 +1,5 @@
-"""Plan a model on a named card without its weights: what a pass reads, computes and sends, how long
-it takes at least, and what each method gains if its drafts are accepted as often as measured.
+"""Plan a model on a named card without its weights: what a pass reads, computes and sends, a
+lower bound on its time, and what each method gains if its drafts are accepted as often as measured.
 
     python -m minispec.bench --shape llama-2-7b --plan
     python -m minispec.bench --shape llama-3.1-70b --nproc 8 --cached 2000 --draft llama-3.1-8b

@@ -9,7 +9,7 @@ from minispec.cli import UserError, note
 from minispec.distill.own_text import read_split
 from minispec.generate.api import encode_prompt
 from minispec.model import Transformer
-from minispec.training.text import Conversation, LeftOut, encode, held_out_prompts, turn
+from minispec.training.text import Conversation, Skipped, encode, held_out_prompts, turn
 
 # written for this benchmark; used when no held-out text is available
 PROMPTS = [
@@ -23,38 +23,38 @@ PROMPTS = [
     "In a quiet village lived a boy who loved to paint stones.",
 ]
 MT_BENCH = set("writing roleplay reasoning math coding extraction stem humanities".split())
-Prompts = dict[str, list[list[int]]]  # category of text -> prompts as token ids
+Prompts = dict[str, list[list[int]]]  # kind of text -> prompts as token ids
 
 
 def prompts_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Prompts:
-    """Choose at most --prompts prompts per category, evenly spaced (with --data, the first ones).
-    Prompts that exceed the context or that the chat template rejects are left out."""
-    left_out = LeftOut()
+    """Choose at most --prompts prompts per kind, evenly spaced (with --data, the first ones).
+    Prompts that exceed the context or that the chat template rejects are skipped."""
+    skipped = Skipped()
     if args.questions:
-        categories = read_questions(args.questions, tokenizer, left_out)
-    elif args.own:
-        categories = {}
-        for row in read_split(args.own, model, tokenizer)[1]:  # the held-out rows
-            categories.setdefault(row["location"][0].stem, []).append(row["prompt"])
+        kinds = read_questions(args.questions, tokenizer, skipped)
+    elif args.generated:
+        kinds = {}
+        for row in read_split(args.generated, model, tokenizer)[1]:  # the held-out rows
+            kinds.setdefault(row["location"][0].stem, []).append(row["prompt"])
     elif args.data:
-        categories = held_out_prompts(args.data, args.kind, tokenizer, args.prompts, left_out)
+        kinds = held_out_prompts(args.data, args.kind, tokenizer, args.prompts, skipped)
     else:
-        categories = {"stories": [tokenizer.encode(text) for text in PROMPTS]}
-    for category, prompts in categories.items():
+        kinds = {"stories": [tokenizer.encode(text) for text in PROMPTS]}
+    for kind, prompts in kinds.items():
         fitting = [ids for ids in prompts if len(ids) < model.config.context]
         if too_long := len(prompts) - len(fitting):
-            note(f"{category}: prompts left out because they exceed the context: {too_long}")
+            note(f"{kind}: prompts skipped because they exceed the context: {too_long}")
         chosen = fitting[:: max(1, len(fitting) // args.prompts)][: args.prompts]
-        categories[category] = [encode_prompt(model, tokenizer, ids) for ids in chosen]
-    if not any(categories.values()):
+        kinds[kind] = [encode_prompt(model, tokenizer, ids) for ids in chosen]
+    if not any(kinds.values()):
         why = "no document is held out, or none fits in the context"
-        raise UserError(f"there are no prompts: {str(left_out) or why}")
-    if left_out.reasons:
-        note(str(left_out))
-    return {category: prompts for category, prompts in categories.items() if prompts}
+        raise UserError(f"there are no prompts: {str(skipped) or why}")
+    if skipped.reasons:
+        note(str(skipped))
+    return {kind: prompts for kind, prompts in kinds.items() if prompts}
 
 
-def read_questions(path: Path, tokenizer: Tokenizer, left_out: LeftOut) -> Prompts:
+def read_questions(path: Path, tokenizer: Tokenizer, skipped: Skipped) -> Prompts:
     """Read the first turn of each Spec-Bench question, as a chat if there is a chat template. Group
     them as Spec-Bench does, in six groups: all of MT-Bench's categories form "multi-turn"."""
     chats: list[tuple[str, Conversation]] = []
@@ -62,15 +62,15 @@ def read_questions(path: Path, tokenizer: Tokenizer, left_out: LeftOut) -> Promp
         for i, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
             if line.strip():
                 question = json.loads(line)
-                category, content = str(question["category"]), str(question["turns"][0])
-                chats.append((category, Conversation([turn("user", content)], f"{path} line {i}")))
+                kind, content = str(question["category"]), str(question["turns"][0])
+                chats.append((kind, Conversation([turn("user", content)], f"{path} line {i}")))
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise UserError(
             f"--questions {path}: each line must be an object with category and turns ({error})"
         ) from None
     groups: Prompts = {}
-    for category, chat in chats:
-        group = "multi-turn" if category in MT_BENCH else category
-        if prompt := left_out.attempt(chat, encode, tokenizer):
+    for kind, chat in chats:
+        group = "multi-turn" if kind in MT_BENCH else kind
+        if prompt := skipped.attempt(chat, encode, tokenizer):
             groups.setdefault(group, []).append(prompt)
     return groups

@@ -83,7 +83,7 @@ def show_machine(machine: dict, model: Transformer) -> None:
 
 
 def show(rows: list[dict]) -> None:
-    """Print a category's table and, below it, the reasons."""
+    """Print a kind's table and, below it, the reasons."""
     print(aligned(method_table(MEASURED_COLUMNS, rows)))
     for row in rows[1:]:
         if row["tokens_per_pass"]:
@@ -108,8 +108,8 @@ def reason(row: dict) -> str:
 
 
 def markdown(tables: list[list[dict]], about: dict) -> str:
-    """Return one Markdown table of all categories, and the facts needed to judge and repeat it."""
-    plain, *methods = zip(*tables)  # the rows of each method, one per category
+    """Return one Markdown table of all kinds, and the facts needed to judge and repeat it."""
+    plain, *methods = zip(*tables)  # the rows of each method, one per kind
     lines = [["tokens per pass, relative speed", *(row["kind"] for row in plain), "mean"]]
     for rows in methods:
         figures = [(row["tokens_per_pass"] or 0.0, row["speedup"]) for row in rows]

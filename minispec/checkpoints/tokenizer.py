@@ -94,12 +94,12 @@ class Tokenizer:
         vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Return token ids. `special` adds the tokens that texts begin with (BOS, if any)."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return token ids. `add_special_tokens` prepends those that texts begin with, if any."""
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError("the text is not valid Unicode; it must be UTF-8")
         with user_error("the tokenizer failed on this text"):
-            return self.backend.encode(text, add_special_tokens=special).ids
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text, without special tokens."""
@@ -117,11 +117,12 @@ class Tokenizer:
             raise UserError("this model has no chat template; use plain text, without --chat")
         check_messages(messages)
         ids = set(self.control_ids.values())
-        if any(ids.intersection(self.encode(turn["content"], special=False)) for turn in messages):
+        texts = (self.encode(turn["content"], add_special_tokens=False) for turn in messages)
+        if any(map(ids.intersection, texts)):
             tokens = self.chat_literally(messages)
         else:
             text = render(self.chat_template, messages, self.special_tokens)
-            tokens = self.encode(text, special=False)
+            tokens = self.encode(text, add_special_tokens=False)
         if not tokens:
             raise UserError("the model's chat template renders this conversation as empty text")
         return tokens
@@ -133,7 +134,7 @@ class Tokenizer:
         marker = chr(PRIVATE_USE[0])
         messages = [{"role": "user", "content": marker}]
         text = render(self.chat_template, messages, self.special_tokens)
-        return self.encode(text.partition(marker)[0], special=False)
+        return self.encode(text.partition(marker)[0], add_special_tokens=False)
 
     def chat_literally(self, messages: Messages) -> list[int]:
         """`chat` for turns that spell control tokens, without turning those into control tokens.
@@ -152,7 +153,8 @@ class Tokenizer:
         renamed = json.dumps(rename(json.loads(self.backend.to_str()), names))
         with user_error("the tokenizer cannot encode text that spells a control token"):
             private = Backend.from_str(renamed)
-        return Tokenizer(private).encode(replace_all(text, names | spelled), special=False)
+        text = replace_all(text, names | spelled)
+        return Tokenizer(private).encode(text, add_special_tokens=False)
 
 
 class TextStream:

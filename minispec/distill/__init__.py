@@ -1,7 +1,7 @@
 """Generate text with a target model, and train drafts and heads on it.
 
     python -m minispec.distill generate --model weights/target --data stories.txt --out own.jsonl
-    python -m minispec.distill mtp --model weights/target --own own.jsonl --out weights/mtp
+    python -m minispec.distill mtp --model weights/target --generated own.jsonl --out weights/mtp
 
 A draft should predict the target's tokens, so the target's own output is the best training text.
 Generation and training resume where they stopped when restarted.

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
         sub = commands.add_parser(name, help=description, description=description)
         sub.add_argument("--model", type=Source, help="the target (default: the bundled toy)")
         if module in TRAINING + MEASURING:
-            sub.add_argument("--own", type=Path, nargs="+", required=True,
+            sub.add_argument("--generated", type=Path, nargs="+", required=True,
                              help="files written by `distill generate`")  # fmt: skip
         if module in MEASURING:
             sub.add_argument("--heads", type=Source, help="directory of the heads, whose "

@@ -46,13 +46,13 @@ def load_for_measuring(
     args: argparse.Namespace, method: str, dtype: str = "float32"
 ) -> tuple[Transformer, Path, dict, list[dict]]:
     """The target, the folder of --heads, the heads as arguments of `method`, and the documents of
-    --own that training on them would hold out."""
+    --generated that training on them would hold out."""
     target, tokenizer = load_target(args, dtype)
     folder = Path(args.heads or find_drafter(method, target))
     if not folder.is_dir():
         raise UserError(f"--heads {folder}: must be a directory, to save the result in")
     drafter = load_drafter(method, target, tokenizer, folder)
-    held_out = read_split(args.own, target, tokenizer)[1]
+    held_out = read_split(args.generated, target, tokenizer)[1]
     return target, folder, drafter, select_labelled(held_out, target.config.context, "measure on")
 
 
@@ -88,7 +88,7 @@ def cached_states(
     if not distributed.all_gather(file.exists())[0]:
         with distributed.together():
             if distributed.world.rank == 0:
-                check_writable(file, "the hidden states of --own")
+                check_writable(file, "the hidden states of --generated")
                 for old in path.parent.glob(f"{glob.escape(prefix)}.*.hidden"):
                     old.unlink()
         states = shared_states(target, rows, dtype)
@@ -163,7 +163,7 @@ class Documents:
     ) -> "Documents":
         """Build from documents of `read_split`, cut to `context` tokens."""
         locations = [row["location"] for row in generated]
-        # in the order of --own, since all processes must take the files in the same order
+        # in the order of --generated, since all processes must take the files in the same order
         files, weights = dict.fromkeys(path for path, _ in locations), weights_digest(target)
         cached = {path: cached_states(path, target, context, dtype, weights) for path in files}
         states = [cached[path][i] for path, i in locations]
@@ -224,7 +224,7 @@ def select_labelled(
             kept.append(row)
     why = ", ".join(f"{reason} ({n})" for reason, n in skipped.items())
     if not kept:
-        raise UserError(f"the documents of --own have nothing to {purpose}: {why}")
+        raise UserError(f"the documents of --generated have nothing to {purpose}: {why}")
     if skipped:
         note(f"skipped {skipped.total()} of {len(rows)} documents, which have nothing to {purpose}"
              f": {why}")  # fmt: skip
@@ -237,11 +237,11 @@ def train_on_generated(
     optimizers: list[torch.optim.Optimizer] | None = None, first: int = 2,
     vocabulary: Subset | None = None,
 ) -> tuple[TrainingRun, list[dict]]:  # fmt: skip
-    """Train `model` on the documents of --own that `select_labelled` keeps. `loss` builds the loss
-    from them; `options` becomes part of the run's identity. Returns the run and the held-out
+    """Train `model` on the documents of --generated that `select_labelled` keeps. `loss` builds the
+    loss from them; `options` becomes part of the run's identity. Returns the run and the held-out
     documents."""
     with distributed.together():
-        training, held_out = read_split(args.own, target, tokenizer)
+        training, held_out = read_split(args.generated, target, tokenizer)
         training = select_labelled(training, args.context, "train on", first, vocabulary)
         held_out = select_labelled(held_out, args.context, "measure on", first, vocabulary)
         if len(training) < distributed.world.size:

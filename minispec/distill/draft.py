@@ -39,7 +39,7 @@ class SoftLabels:
 
 @torch.no_grad()
 def agreement(draft: Transformer, target: Transformer, rows: list[dict]) -> dict[str, list[float]]:
-    """For each category, over the generated tokens of `rows`: how often the two argmaxes agree, and
+    """For each kind, over the generated tokens of `rows`: how often the two argmaxes agree, and
     Σ min(p, q), the probability that a token drawn from q is accepted."""
     rates: dict[str, list[Tensor]] = {}
     for row in rows:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     measured = ("On held-out documents: how often the draft's best token is the target's, and "
                 "Σ min(p, q), the acceptance probability of a sampled token at temperature "
                 "1:")  # fmt: skip
-    table = markdown_table("category", ["same argmax", "Σ min(p, q)"], rates)
+    table = markdown_table("kind", ["same argmax", "Σ min(p, q)"], rates)
     write_card(args, run, f"A draft of {count_parameters(draft):,} parameters", measured, table)
 
 

@@ -39,7 +39,7 @@ from minispec.training.text import (
     Conversation,
     Corpus,
     Document,
-    LeftOut,
+    Skipped,
     encode,
     read_corpus,
     turn,
@@ -131,7 +131,7 @@ def user_turns(
     """Sample up to `n` single-turn conversations: the target writes the user's turn, after the chat
     template's user header and one of the `beginnings`. Unfinished turns are dropped."""
     chosen = [str(rng.choice(beginnings or [""])) for _ in range(n)]
-    beginning_ids = [tokenizer.encode(beginning, special=False) for beginning in chosen]
+    beginning_ids = [tokenizer.encode(beginning, add_special_tokens=False) for beginning in chosen]
     prompts = [tokenizer.user_header() + ids for ids in beginning_ids]
     max_tokens, seed = min(USER_TURN_TOKENS, config.context // 2), int(rng.integers(2**63))
     texts = [
@@ -156,7 +156,7 @@ def prompt_of(
 
 def sample_documents(
     sample: Sample, config: Config, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace,
-    left_out: LeftOut, seed: list[int], most: int,
+    skipped: Skipped, seed: list[int], most: int,
 ) -> Iterator[dict]:  # fmt: skip
     """Sample answers to --batch prompts, but no more than `most`, from random documents or
     written by the target itself."""
@@ -168,11 +168,11 @@ def sample_documents(
         turns = user_turns(sample, config, tokenizer, args.chat, min(args.batch, most), rng)
         drawn = (("chat", document) for document in turns)
     how = prompt_of, tokenizer, rng, args.ask
-    prompts = ((name, left_out.attempt(document, *how)) for name, document in drawn)
+    prompts = ((name, skipped.attempt(document, *how)) for name, document in drawn)
     fitting = (prompt for prompt in prompts if 0 < len(prompt[1]) <= max_prompt)
     pool = list(islice(fitting, POOLED_BATCHES * args.batch))
     if not pool and args.chat is None:  # with --chat, no user turn was finished
-        why = str(left_out) or "lower --tokens"
+        why = str(skipped) or "lower --tokens"
         raise UserError(f"no prompts of at most {max_prompt} tokens found: {why}")
     if len(pool) > args.batch:  # prompts of similar lengths need little padding
         pool.sort(key=lambda prompt: len(prompt[1]))
@@ -254,19 +254,19 @@ def run(args: argparse.Namespace) -> None:
         model, tokenizer = load_target(args, args.dtype)
     if warning := unlisted_eos_warning(model, tokenizer):
         note(warning)
-    corpus, left_out = read_corpus(args.data)[0] if args.data else {}, LeftOut()
+    corpus, skipped = read_corpus(args.data)[0] if args.data else {}, Skipped()
     options = {"server": args.server is not None}  # at any address
     options |= {name: getattr(args, name) for name in RECORDED_FLAGS}
     options |= {"dtype": str(model.dtype), "model": weights_digest(model), "data": digest(corpus)}
     config, sample = model.config, local_sampler(model)
     if args.server is not None:
-        sample = server.ServerSampler(args, model, tokenizer, left_out)
+        sample = server.ServerSampler(args, model, tokenizer, skipped)
         config = replace(config, context=min(config.context, sample.server.context))
     if args.tokens >= config.context:
         raise UserError(f"--tokens {args.tokens} leaves no room for a prompt in the context of "
                         f"{config.context} tokens: lower --tokens")  # fmt: skip
 
-    new_documents = partial(sample_documents, sample, config, tokenizer, corpus, args, left_out)
+    new_documents = partial(sample_documents, sample, config, tokenizer, corpus, args, skipped)
     first = distributed.world.rank == 0
     out = args.out if first else Path(os.devnull)  # the other processes write nothing
     with writing(out), out.open("a+", encoding="utf-8", newline="\n") as file:
@@ -276,13 +276,13 @@ def run(args: argparse.Namespace) -> None:
             rows = resume(file, args.out, tokenizer, options) if first else []
         rows = distributed.all_gather(rows)[0]
         kept = append_documents(file, rows, new_documents, args)
-    if kept and left_out.reasons:
-        note(str(left_out))
+    if kept and skipped.reasons:
+        note(str(skipped))
     if kept < args.documents:
         why = "raise --temperature, add --data, or lower --documents"
-        if not kept and (left_out.reasons or args.chat is not None):
+        if not kept and (skipped.reasons or args.chat is not None):
             unfinished = warning or "choose a chat model, or use --data"
-            why = str(left_out) or f"no user turn was finished; {unfinished}"
+            why = str(skipped) or f"no user turn was finished; {unfinished}"
         raise UserError(f"generated only {kept} distinct documents: {why}")
 
 

@@ -142,7 +142,7 @@ def measure(
         kinds.setdefault(row["kind"], []).append(i)
     rates = {kind: step_accuracy(measured, indices) for kind, indices in kinds.items()}
     head.acceptance = [mean(of_step) for of_step in zip(*rates.values())]
-    return markdown_table("category", [f"step {k + 1}" for k in range(len(head.acceptance))], rates)
+    return markdown_table("kind", [f"step {k + 1}" for k in range(len(head.acceptance))], rates)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Ask a server of the target for the answers that `generate` would sample itself.
+"""Get the answers that `generate` would sample itself from a server running the target.
 
 The server's first answers are compared with the target's own predictions: another model, other
 weights or one BOS too many would spoil the text without any error.
@@ -28,7 +28,7 @@ from minispec.remote.identity import (
     with_end,
 )
 from minispec.sampling import Sampling, warp
-from minispec.training.text import LeftOut
+from minispec.training.text import Skipped
 
 RETRY_SECONDS = 1.0, 2.0, 4.0, 8.0  # waited before a failed request is sent again
 ANSWER_SECONDS = 600.0  # for one answer; a slow server may give all others of its batch first
@@ -43,10 +43,10 @@ class ServerSampler:
     it breaks off, has no answer."""
 
     def __init__(
-        self, args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, left_out: LeftOut
+        self, args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, skipped: Skipped
     ):
         self.model, self.tokenizer = model, tokenizer
-        self.left_out, self.batch = left_out, args.batch
+        self.skipped, self.batch = skipped, args.batch
         (key,) = keys_in([args.key_env], 1) if args.key_env else (None,)
         eos_ids = model.config.eos_ids
         self.server = Server(
@@ -99,7 +99,7 @@ class ServerSampler:
     def ask_all(
         self, prompts: list[list[int]], ask: Callable[[int], Answer]
     ) -> Iterator[tuple[int, Answer | str]]:
-        """Yield the index of each prompt and its answer from `ask`, or why the prompt is left out.
+        """Yield the index of each prompt and its answer from `ask`, or why the prompt is skipped.
         """
 
         def answer_or_reason(i: int) -> Answer | str:
@@ -118,7 +118,7 @@ class ServerSampler:
         return in_parallel(answer_or_reason, list(range(len(prompts))), self.batch)
 
     def leave_out(self, prompt: list[int], reason: str) -> None:
-        reasons = self.left_out.reasons  # prompts may be the same, so they are numbered
+        reasons = self.skipped.reasons  # prompts may be the same, so they are numbered
         reasons[f"prompt {len(reasons) + 1}, {self.tokenizer.decode(prompt)[:40]!r}"] = reason
 
     def tokens_of(self, answer: Answer, n: int) -> list[int]:

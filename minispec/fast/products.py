@@ -1,4 +1,4 @@
-"""Matrix products on a CPU: the same numbers but for rounding, by several routes. Which of them is
+"""Matrix products on a CPU: several ways to compute one, equal up to rounding. Which of them is
 fastest depends on the processor, the number of rows and the shape, so they are timed once on the
 machine at hand, and the choice is kept in the cache folder.
 """

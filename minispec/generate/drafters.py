@@ -76,9 +76,9 @@ def load_drafter(
 
 
 def drafter_of(method: str, model: Transformer, head: object = None, draft: object = None) -> str:
-    """The method that a method drafts like: itself, except for hybrid. With a `head` hybrid drafts
-    like fastmtp, with a `draft` like speculative; without either, like the first of the two that
-    has its drafter next to the model."""
+    """Which method's drafter a method uses: its own, except for hybrid. With a `head` hybrid uses
+    fastmtp's, with a `draft` speculative's; without either, the first of the two that is found
+    next to the model."""
     if method != "hybrid":
         return method
     if head is not None or draft is not None:

@@ -45,7 +45,7 @@ class Probes:
     """When to try drafts again after they stopped paying. `cost` is what a probe costs in addition
     to a plain step, in passes over one token.
 
-    The first probe comes after so many plain steps that it costs PROBE_SHARE of them. Each probe
+    The first probe is delayed until its cost is PROBE_SHARE of the plain steps. Each probe
     that fails doubles the gap. One that pays for itself is followed by another at once.
     """
 

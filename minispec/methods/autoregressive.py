@@ -28,7 +28,7 @@ def autoregressive(
     while True:
         tree = Tree.chain(tokens[-1], [])
         hidden = model(tree.tokens, cache)
-        path, fresh = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
+        path, next_token = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
         cache.commit(path)
-        tokens.append(fresh)
-        yield Step([fresh], tree, path)
+        tokens.append(next_token)
+        yield Step([next_token], tree, path)

@@ -153,9 +153,9 @@ def fastmtp(
         drafts, draft_probs = drafter.chain(n, draft_sampling or sampling, randomness, draft_head)
         tree = Tree.chain(tokens[-1], drafts, draft_probs)
         hidden = model(tree.tokens, cache)[0]
-        path, fresh = accept(probs(model.logits(hidden), sampling), tree, randomness)
+        path, next_token = accept(probs(model.logits(hidden), sampling), tree, randomness)
         cache.commit(path)
-        new = tree.tokens_at(path[1:]) + [fresh]
+        new = tree.tokens_at(path[1:]) + [next_token]
         # `chain` dropped its rows; rows made from the target's hidden states replace them
         drafter.receive(hidden[path], new)
         policy.observe(drafted=len(drafts), accepted=len(path) - 1)

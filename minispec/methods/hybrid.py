@@ -96,9 +96,9 @@ def hybrid(
             drafts, draft_probs = drafter.draft(tokens, n, draft_sampling or sampling, randomness)
         tree = Tree.chain(tokens[-1], drafts, draft_probs)
         hidden = model(tree.tokens, cache)[0]
-        path, fresh = accept(probs(model.logits(hidden), sampling), tree, randomness)
+        path, next_token = accept(probs(model.logits(hidden), sampling), tree, randomness)
         cache.commit(path)
-        new = tree.tokens_at(path[1:]) + [fresh]
+        new = tree.tokens_at(path[1:]) + [next_token]
         drafter.receive(hidden[path], new)
         used.observe(drafted=len(drafts), accepted=len(path) - 1)
         unused.observe(drafted=0, accepted=0)

@@ -42,12 +42,12 @@ def jacobi(
     while True:
         tree = Tree.chain(tokens[-1], guess[: cache.free_rows - 1])
         target = probs(model.logits(model(tree.tokens, cache)[0]), sampling)
-        path, fresh = accept(target, tree, randomness)
+        path, next_token = accept(target, tree, randomness)
         cache.commit(path)
-        # node i predicts the token after it; predictions beyond the fresh token are the next guess
+        # node i predicts the token after it; later predictions are the next guess
         predicted = argmax(target)[len(path) :]
         guess = predicted + guess[len(predicted) :]
-        new = tree.tokens_at(path[1:]) + [fresh]
+        new = tree.tokens_at(path[1:]) + [next_token]
         tokens += new
         yield Step(new, tree, path)
 
@@ -184,11 +184,13 @@ def lookahead(
     while True:
         tree = Tree.merged(tokens[-1], pool.after(tokens[-1])).first(cache.free_rows)
         rows = branch.rows
-        path, fresh, predicted = score_and_accept(model, cache, tree, branch, sampling, randomness)
+        path, next_token, predicted = score_and_accept(
+            model, cache, tree, branch, sampling, randomness
+        )
         if predicted:
             for gram in branch.advance(tokens[-1], predicted):
                 pool.add(gram)
-        new = tree.tokens_at(path[1:]) + [fresh]
+        new = tree.tokens_at(path[1:]) + [next_token]
         tokens += new
         if pool_from_prompt:
             pool.add_all(tokens, ngram, len(new))
@@ -199,7 +201,7 @@ def score_and_accept(
     model: Transformer, cache: KVCache, tree: Tree, window: Window | None, sampling: Sampling,
     randomness: Randomness,
 ) -> tuple[list[int], int, list[int]]:  # fmt: skip
-    """Score, accept and commit. Returns the path, the fresh token, and the window's next row (empty
+    """Score, accept and commit. Returns the path, the next token, and the window's next row (empty
     if the window no longer fits into the cache)."""
     if window and len(tree) + len(window.tokens) > cache.free_rows:
         window = None
@@ -208,9 +210,9 @@ def score_and_accept(
     n, last = len(tree), window.predicting_rows(len(tree)) if window else []
     # of the window, only the last row is needed
     target = probs(model.logits(hidden[[*range(n), *last]] if last else hidden[:n]), sampling)
-    path, fresh = accept(target, tree, randomness)
+    path, next_token = accept(target, tree, randomness)
     cache.commit(path)
-    return path, fresh, argmax(target)[n:]
+    return path, next_token, argmax(target)[n:]
 
 
 def check_window(window: int, ngram: int, capacity: int) -> None:

@@ -136,12 +136,12 @@ def medusa_loop(
         paths = tree if policy is None or policy.drafting() else []  # []: the heads do not run
         proposed = propose(heads, draft_head, hidden, tokens[-1], paths, cache.free_rows - 1)
         hidden = model(proposed.tokens, cache, proposed.depth, proposed.mask)[0]  # (nodes, d)
-        path, fresh = rule(probs(model.logits(hidden), sampling), proposed, randomness)
+        path, next_token = rule(probs(model.logits(hidden), sampling), proposed, randomness)
         cache.commit(path)
         hidden = hidden[path[-1:]]  # of the last accepted node: no second target pass
         if policy is not None and can_draft:  # without a hidden state the heads did not run
             policy.observe(drafted=len(proposed) - 1, accepted=len(path) - 1)
-        new = proposed.tokens_at(path[1:]) + [fresh]
+        new = proposed.tokens_at(path[1:]) + [next_token]
         tokens += new
         yield Step(new, proposed, path)
 

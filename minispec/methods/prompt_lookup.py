@@ -26,10 +26,10 @@ def prompt_lookup(
         end = index.match_end(tokens)
         tree = Tree.chain(tokens[-1], tokens[end : end + n])
         hidden = model(tree.tokens, cache)
-        path, fresh = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
+        path, next_token = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
         cache.commit(path)
         policy.observe(drafted=len(tree) - 1, accepted=len(path) - 1)
-        new = tree.tokens_at(path[1:]) + [fresh]
+        new = tree.tokens_at(path[1:]) + [next_token]
         tokens += new
         yield Step(new, tree, path)
 

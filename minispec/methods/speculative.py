@@ -48,14 +48,14 @@ def speculative(
         tree = Tree.chain(tokens[-1], drafts, draft_probs)
         # p_1 … p_{γ+1}, in one pass of the target
         p = probs(model.logits(model(tree.tokens, cache)[0]), sampling)
-        # the first n drafts, and t, the fresh token
-        path, fresh = accept(p, tree, randomness)
+        # the first n drafts, and t, the next token
+        path, next_token = accept(p, tree, randomness)
         cache.commit(path)
         # The draft never ran on its own last token. If all drafts were accepted, its cache lacks
         # that row, and `propose` feeds it two tokens.
         draft_cache.truncate(min(draft_cache.length, cache.length))
         policy.observe(drafted=len(drafts), accepted=len(path) - 1)
-        new = tree.tokens_at(path[1:]) + [fresh]
+        new = tree.tokens_at(path[1:]) + [next_token]
         tokens += new
         yield Step(new, tree, path)
 

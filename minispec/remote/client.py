@@ -280,7 +280,9 @@ class Server:
         has_ids = tokens is not None
         if not has_ids:
             complete = text.rstrip("\ufffd")  # a limit may cut a character
-            tokens = self.tokenizer.encode(complete, special=False) if self.tokenizer else []
+            tokens = []
+            if self.tokenizer:
+                tokens = self.tokenizer.encode(complete, add_special_tokens=False)
         reason = at(choice, "finish_reason", of=str) or at(choice, "finish_reason", "type", of=str)
         end = tokens.pop() if tokens and tokens[-1] in self.eos_ids else None
         ended = is_stop_reason(reason) if end is None else True

@@ -189,7 +189,7 @@ def write_card(
     args: argparse.Namespace, run: TrainingRun, title: str, measured: str, table: str
 ) -> None:  # fmt: skip
     """Write README.md next to the weights: the command that made them, and how they score."""
-    limit = "at most " if "own" in args else ""  # documents may be shorter than --context
+    limit = "at most " if "generated" in args else ""  # documents may be shorter than --context
     training = (
         f"{run.step:,} steps, {limit}{run.step * args.rows * args.context:,} tokens, "
         f"{run.seconds / 60:.1f} minutes on {torch.get_num_threads()} thread(s), {args.device.type}"

@@ -149,7 +149,7 @@ def finish(
     run: TrainingRun, tokenizer: Tokenizer, sizes: dict[str, int], held_out: Corpus,
     args: argparse.Namespace,
 ) -> None:  # fmt: skip
-    """Write the model and its card. `sizes` are the token counts of each category."""
+    """Write the model and its card. `sizes` are the token counts of each kind."""
     model = run.model
     save(model, tokenizer, args.out, torch.float16)
     model.half().float()  # round to float16, as stored
@@ -160,10 +160,10 @@ def finish(
         f"{distinct_4grams(sample):.2f} are distinct: {tokenizer.decode(sample)!r}"
     )
     bits = {
-        category: [bits_per_byte(model, tokenizer, documents)]
-        for category, documents in held_out.items() if documents
+        kind: [bits_per_byte(model, tokenizer, documents)]
+        for kind, documents in held_out.items() if documents
     }  # fmt: skip
-    table = markdown_table("category", ["held-out bits per byte"], bits)
+    table = markdown_table("kind", ["held-out bits per byte"], bits)
     write_card(args, run, f"A model of {count_parameters(model):,} parameters", measured, table)
 
 

@@ -7,8 +7,8 @@ weights/target shows how to convert other data sets. Any other file, such as a b
 lines into chunks of about 2,000 characters. All files must be UTF-8. A folder means the .txt and
 .jsonl files in it.
 
-The *category* of a document (`kind` in files and flags) is its file's name without the extension.
-Every 50th document of a category is held out: it is used for measuring, never for training.
+The *kind* of a document is its file's name without the extension.
+Every 50th document of a kind is held out: it is used for measuring, never for training.
 """
 
 import json
@@ -30,7 +30,7 @@ class Conversation(list[dict[str, str]]):
 
 
 Document = str | Conversation
-Corpus = dict[str, list[Document]]  # documents by category
+Corpus = dict[str, list[Document]]  # documents by kind
 
 END = "<|endoftext|>"
 END_LINE = re.compile(f"^{re.escape(END)}$", re.M)
@@ -46,22 +46,22 @@ HOLD_OUT_EVERY = 50  # documents
 
 
 def read_corpus(data: list[Path]) -> tuple[Corpus, Corpus]:
-    """The training documents and the held-out ones. A category of one document holds none out."""
+    """The training documents and the held-out ones. A kind of one document holds none out."""
     train: Corpus = {}
     held_out: Corpus = {}
     for path in dict.fromkeys(data):
-        for category, documents in read_documents(path).items():
+        for kind, documents in read_documents(path).items():
             held = documents[::HOLD_OUT_EVERY] if len(documents) > 1 else []
             rest = [d for i, d in enumerate(documents) if i % HOLD_OUT_EVERY or not held]
-            train.setdefault(category, []).extend(rest)
-            held_out.setdefault(category, []).extend(held)
+            train.setdefault(kind, []).extend(rest)
+            held_out.setdefault(kind, []).extend(held)
     if not any(plain_text(document) for documents in train.values() for document in documents):
         raise UserError(f"{' '.join(map(str, data))}: no text found")
     return train, held_out
 
 
 def read_documents(path: Path) -> Corpus:
-    """The documents of a file, or of all files in a folder except hidden ones, by category."""
+    """The documents of a file, or of all files in a folder except hidden ones, by kind."""
     if not path.exists():
         raise UserError(f"no such file or directory: {path}")
     files = [path]
@@ -77,7 +77,7 @@ def read_documents(path: Path) -> Corpus:
         objects = file.suffix.lower() in (".jsonl", ".json")
         documents = read_objects(file, text) if objects else split_documents(file, text)
         corpus.setdefault(file.stem, []).extend(documents)
-    return {category: documents for category, documents in corpus.items() if documents}
+    return {kind: documents for kind, documents in corpus.items() if documents}
 
 
 def read_text(file: Path) -> str:
@@ -186,11 +186,11 @@ def encode(document: Document, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(plain_text(document))
     *before, last = document
     if before and last["role"] == "assistant":
-        return tokenizer.chat(before) + tokenizer.encode(last["content"], special=False)
+        return tokenizer.chat(before) + tokenizer.encode(last["content"], add_special_tokens=False)
     return tokenizer.chat(document)
 
 
-class LeftOut:
+class Skipped:
     """Collects the documents that cannot be encoded, such as conversations that the chat template
     rejects, and the reasons."""
 
@@ -198,7 +198,7 @@ class LeftOut:
         self.reasons: dict[str, str] = {}  # by location
 
     def attempt(self, document: Document, encode: Callable[..., list[int]], *more) -> list[int]:
-        """Return encode(document, …). If that fails, leave the document out and return []."""
+        """Return encode(document, …). If that fails, skip the document and return []."""
         try:
             if tokens := encode(document, *more):
                 return tokens
@@ -210,23 +210,23 @@ class LeftOut:
         return []
 
     def __str__(self) -> str:
-        """The number of documents and the first one's reason; empty if none were left out."""
+        """The number of documents and the first one's reason; empty if none were skipped."""
         first = next((f"{location}: {reason}" for location, reason in self.reasons.items()), "")
-        return first and f"documents left out: {len(self.reasons)}; the first is {first}"
+        return first and f"documents skipped: {len(self.reasons)}; the first is {first}"
 
 
 def held_out_prompts(
-    data: Path, categories: list[str] | None, tokenizer: Tokenizer, n: int, left_out: LeftOut
+    data: Path, kinds: list[str] | None, tokenizer: Tokenizer, n: int, skipped: Skipped
 ) -> dict[str, list[list[int]]]:
-    """Prompts from up to `n` held-out documents of each category (None: all categories): the first
-    16 tokens of a text, or a conversation up to the first answer."""
+    """Prompts from up to `n` held-out documents of each kind (None: all kinds): the first 16
+    tokens of a text, or a conversation up to the first answer."""
     held_out = {name: texts for name, texts in read_corpus([data])[1].items() if texts}
-    for name in categories or ():
+    for name in kinds or ():
         if name not in held_out:
             raise UserError(f"--kind {name}: not found in {data}, which has {', '.join(held_out)}")
     prompts = {
-        name: (left_out.attempt(document, first_prompt, tokenizer) for document in held_out[name])
-        for name in categories or held_out
+        name: (skipped.attempt(document, first_prompt, tokenizer) for document in held_out[name])
+        for name in kinds or held_out
     }
     return {name: list(islice(filter(None, found), n)) for name, found in prompts.items()}
 

@@ -1,6 +1,7 @@
 """Compare the tokens per pass of our heads in vLLM and in minispec, with greedy decoding:
 
-    python tests/engines/accepted.py mtp weights/smollm2/target weights/smollm2/mtp --own chat.jsonl
+    python tests/engines/accepted.py mtp weights/smollm2/target weights/smollm2/mtp \\
+        --generated chat.jsonl
 
 Both draft three tokens over the full vocabulary, as a chain even with Medusa heads.
 """
@@ -26,7 +27,7 @@ p = argparse.ArgumentParser(description=__doc__)
 p.add_argument("type", choices=["mtp", "medusa"])
 p.add_argument("model")
 p.add_argument("heads")
-p.add_argument("--own", type=Path, nargs="+", required=True)
+p.add_argument("--generated", type=Path, nargs="+", required=True)
 p.add_argument("--prompts", type=int, default=4)
 p.add_argument("--max-new-tokens", type=int, default=100)
 args = p.parse_args()

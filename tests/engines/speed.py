@@ -1,6 +1,6 @@
 """Compare our speed with transformers', llama.cpp's and vLLM's, with the same weights, greedily:
 
-    python tests/engines/speed.py weights/smollm2/target GGUF… --own chat.jsonl sums.jsonl
+    python tests/engines/speed.py weights/smollm2/target GGUF… --generated chat.jsonl sums.jsonl
 
 For each prompt, the engines run one after another; a server is idle until its turn. A GGUF file
 whose weights are rounded, as in F16 or Q4_1, may yield different tokens.
@@ -96,7 +96,8 @@ def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("model")
     p.add_argument("gguf", nargs="*", type=Path)
-    p.add_argument("--own", type=Path, nargs="+", help="held-out text (default: story beginnings)")
+    p.add_argument("--generated", type=Path, nargs="+",
+                   help="held-out text (default: story beginnings)")  # fmt: skip
     p.add_argument("--prompts", type=int, default=4)
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--max-new-tokens", type=int, default=100)
@@ -118,14 +119,14 @@ def main(argv: list[str] | None = None) -> None:
             others["vllm"] = partial(vllm, stack.enter_context(server), args.model, n)
         optimize(model, compiled=args.compile)
         machine, tables = measure_machine(model), []
-        for category, prompts in prompts_of(args, model, tokenizer).items():
+        for kind, prompts in prompts_of(args, model, tokenizer).items():
             repeats = [
                 measure(model, tokenizer, methods, prompts, n, others=others)
                 for _ in range(args.repeats)
             ]
-            tables.append(table_of(category, 0.0, repeats, machine, methods))
+            tables.append(table_of(kind, 0.0, repeats, machine, methods))
             if not args.json:
-                print(f"\n{category}, {len(prompts)} prompts, {threads} threads")
+                print(f"\n{kind}, {len(prompts)} prompts, {threads} threads")
                 show(tables[-1])
     if args.json:
         print(json.dumps({"machine": machine, "rows": sum(tables, [])}))

@@ -7,7 +7,7 @@
 The model also writes the users' turns, so no other text is needed; DATA="FILE …" adds your own
 prompts, and ARGS="--init FOLDER" continues with the heads in FOLDER/mtp and FOLDER/medusa. Each
 phase stops at its time limit and keeps what it has done so far. The text, in files that
-`distill --own` reads, and heads.tar are written next to the report.
+`distill --generated` reads, and heads.tar are written next to the report.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from minispec.distill.own_text import read_generated
 from minispec.generate import decode
 from minispec.training.loop import CHECKPOINT
 
-BEGINNINGS = {  # category of text -> how user turns begin; "" lets the model decide
+BEGINNINGS = {  # kind of text -> how user turns begin; "" lets the model decide
     "prose": ["", "", "", "", "Translate German to English:", "Summarize:", "Who", "When", "Where",
               "What", "How many", "Why", "Explain", "Write a story about", "Write a letter",
               "Give me advice on", "Answer the question by the text below."],
@@ -68,8 +68,8 @@ def scale(args: argparse.Namespace) -> dict:
 
 def text_files(args: argparse.Namespace) -> list[Path]:
     """List the files that the heads are trained on."""
-    categories = [*BEGINNINGS, *(["data"] if args.data else [])]
-    return args.own or [args.work / f"{category}.jsonl.xz" for category in categories]
+    kinds = [*BEGINNINGS, *(["data"] if args.data else [])]
+    return args.generated or [args.work / f"{kind}.jsonl.xz" for kind in kinds]
 
 
 def distill(command: str, args: argparse.Namespace, *flags: object) -> list[str]:
@@ -82,7 +82,7 @@ def distill(command: str, args: argparse.Namespace, *flags: object) -> list[str]
 
 
 def text(args: argparse.Namespace) -> Iterator[dict]:
-    """Generate all categories in parallel for at most three quarters of the time, then compress."""
+    """Generate all kinds in parallel for at most three quarters of the time, then compress."""
     end, size = time.monotonic() + 0.75 * args.seconds, scale(args)
     common = ["--temperature", 0, "--tokens", size["tokens"], "--dtype", size["dtype"]]
     flags = {name: ["--chat", *texts, "--batch", size["batch"]]
@@ -117,7 +117,7 @@ def pack(file: Path) -> None:
 
 
 def vocabulary(args: argparse.Namespace) -> Iterator[dict]:
-    """Find the most frequent tokens of each category; both heads predict only these."""
+    """Find the most frequent tokens of each kind; both heads predict only these."""
     out, flags = args.work / "vocabulary.json", ["--size", scale(args)["vocabulary"]]
     for file in text_files(args):
         flags += ["--text", f"{file.name.partition('.')[0]}={file}"]
@@ -129,9 +129,9 @@ def vocabulary(args: argparse.Namespace) -> Iterator[dict]:
 def learn(head: str, args: argparse.Namespace) -> Iterator[dict]:
     """Train for 60 % of the time; the rest is for reading the text and evaluating the head."""
     size, out = scale(args), args.work / head
-    flags = ["--own", *text_files(args), "--vocabulary", args.work / "vocabulary.json", "--rows",
-             size["rows"], "--context", size["context"], *HEAD_FLAGS[head], "--save-every", 50,
-             "--dtype", size["dtype"], "--out", out]  # fmt: skip
+    flags = ["--generated", *text_files(args), "--vocabulary", args.work / "vocabulary.json",
+             "--rows", size["rows"], "--context", size["context"], *HEAD_FLAGS[head],
+             "--save-every", 50, "--dtype", size["dtype"], "--out", out]  # fmt: skip
     if args.init:
         flags += ["--init", args.init / head]
     minutes = 0.05 if args.small else round(args.seconds / 100, 2)
@@ -159,7 +159,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     model, tokenizer = load(size["model"])
     flags = ["--mtp", args.work / "mtp", "--heads", args.work / "medusa", "--prompts",
              size["prompts"], "--methods", "fastmtp k=3,medusa tree=32"]  # fmt: skip
-    sources = {"own text": ["--own", *text_files(args)]}
+    sources = {"own text": ["--generated", *text_files(args)]}
     if args.questions:
         sources = {"Spec-Bench": ["--questions", args.questions]} | sources
     else:
@@ -168,12 +168,12 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
         parsed = bench.parse(list(map(str, ["--model", size["model"], *flags, *prompts_from])))
         methods, rows = bench.methods_of(parsed, model, tokenizer), []
         del methods["autoregressive"]
-        for category, prompts in bench.prompts_of(parsed, model, tokenizer).items():
+        for kind, prompts in bench.prompts_of(parsed, model, tokenizer).items():
             runs = {method: [decode(model, tokenizer, prompt, method.split()[0],
                                     max_new_tokens=size["answer"], **options) for prompt in prompts]
                     for method, options in methods.items()}  # fmt: skip
             rows.append({method: per_pass(runs[method]) for method in methods})
-            name = f"{source}, {category.removesuffix('.jsonl')}"
+            name = f"{source}, {kind.removesuffix('.jsonl')}"
             yield {"tokens per pass on": name, "prompts": len(prompts)} | rows[-1]
         means = {method: statistics.mean(row[method] for row in rows) for method in methods}
         yield {"tokens per pass on": f"**{source}, mean**"} | means
@@ -198,7 +198,7 @@ def steps_of(args: argparse.Namespace) -> dict[str, Step]:
         "mtp": Step(205 * share, partial(learn, "mtp")),
         "medusa": Step(90 * share, partial(learn, "medusa")), "measure": Step(50 * share, measure),
     }  # fmt: skip
-    if args.own:
+    if args.generated:
         del steps["text"]
     return steps
 
@@ -217,6 +217,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="tests/gpu/heads.py", description=__doc__.split("\n")[0])
     parser.add_argument("--questions", type=existing, help="Spec-Bench's question.jsonl")
     parser.add_argument("--data", nargs="+", type=existing, help="prompts: files or folders")
-    parser.add_argument("--own", nargs="+", type=existing, help="train on this text instead")
+    parser.add_argument("--generated", nargs="+", type=existing, help="train on this text instead")
     parser.add_argument("--init", type=existing, help="folder of heads to start from")
     main(parser, steps_of, tables)

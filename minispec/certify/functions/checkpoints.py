@@ -21,17 +21,17 @@ GENERATION_CONFIG = "generation_config.json"
 
 def write_checkpoint(
     path: Path, seed: int, vocab: int, context: int = 128, noise: float = HALF_RIGHT,
-    flatness: float = FLATNESS, circles: bool = False,
+    flatness: float = FLATNESS, loops: bool = False,
     eos: tuple[str, int | list[int]] | None = None,
 ) -> tuple[str, Transformer]:  # fmt: skip
     """Write a small random llama with a tokenizer, and a noisy draft in its folder `draft`. Return
     the path and the model as loaded in float64.
 
-    With `circles`, its attention adds nothing, so that the next token depends on the last one only
+    With `loops`, its attention adds nothing, so that the next token depends on the last one only
     and greedy text soon repeats itself. `eos` is a file name and the end tokens to write there."""
     model = small_model(seed, vocab, context, **MODEL_SHAPE)
     model.model.norm.weight.mul_(flatness)
-    if circles:
+    if loops:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
     save(model, letter_tokenizer(vocab), path, torch.float32)

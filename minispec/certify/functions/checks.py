@@ -145,8 +145,8 @@ class Cases:
         prompts = [random.Random(n).choices(range(24), k=n) for n in around(BLOCK_SIZES)]
         yield Row("greedy", "prompts around block sizes", exam, is_greedy, (prompts, 24))
         yield Row("greedy", "100 tokens", exams[1], is_greedy, ([[5, 6, 7], [3] * 20], 100))
-        exam = self.exam("circles", 0, circles=True)
-        yield Row("greedy", "text in circles", exam, is_greedy, ([[5, 6, 7], [2, 2, 2]], 60))
+        exam = self.exam("loops", 0, loops=True)
+        yield Row("greedy", "text in loops", exam, is_greedy, ([[5, 6, 7], [2, 2, 2]], 60))
 
     def limit_rows(self) -> Iterator[Row]:
         exam = self.exam("model0", 0)
@@ -159,11 +159,11 @@ class Cases:
             arguments = self, count, where
             yield Row("limits", case, exam, ends_everywhere, arguments, False)
         for seed in 0, 13:
-            circle = greedy_circle(self.exam(f"circles{seed}", seed, circles=True).model)
-            eos = "config.json", circle[2]
-            exam = self.exam(f"circles{seed}", seed, circles=True, eos=eos)
-            prompts = [circle * 3 + circle[:i] for i in range(len(circle))]
-            case = f"end token in a circle of {len(circle)}"
+            loop = greedy_loop(self.exam(f"loops{seed}", seed, loops=True).model)
+            eos = "config.json", loop[2]
+            exam = self.exam(f"loops{seed}", seed, loops=True, eos=eos)
+            prompts = [loop * 3 + loop[:i] for i in range(len(loop))]
+            case = f"end token in a loop of {len(loop)}"
             yield Row("limits", case, exam, ends_correctly, (prompts, 24), False)
 
     def exact_rows(self) -> Iterator[Row]:
@@ -190,7 +190,7 @@ def around(sizes: Iterable[int]) -> list[int]:
     return [n for size in sizes for n in (size, size + 1)]
 
 
-def greedy_circle(model: Transformer) -> list[int]:
+def greedy_loop(model: Transformer) -> list[int]:
     """Return the tokens that greedy decoding repeats forever."""
     tokens = decode(model, None, [1], max_new_tokens=60).tokens[30:]
     return tokens[: tokens.index(tokens[0], 1)]

@@ -109,7 +109,7 @@ class InterceptedRandomness(TorchFunctionMode):
     # ---- torch's functions -----------------------------------------------------------------------
 
     def uniform(self, size: tuple[int, ...], origin: str = "torch") -> SymbolicUniform:
-        """Return uniform random numbers that have not been drawn."""
+        """Return lazy uniform random numbers."""
         n = math.prod(size)
         self.intervals += [(0.0, 1.0)] * n
         index = torch.arange(len(self.intervals) - n, len(self.intervals))

@@ -1,4 +1,4 @@
-"""Uniform random numbers that have not been drawn: comparisons with them are choices."""
+"""Lazy uniform random numbers: each comparison with one branches."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class CannotEnumerate(BaseException):
 
 
 class SymbolicUniform:
-    """Stands in for a tensor of random numbers that have not been drawn: scale · g(u) + shift.
+    """Stands in for a tensor of lazy random numbers: scale · g(u) + shift.
 
     `index` identifies the uniform number u behind each element; its `source`, an
     InterceptedRandomness, makes the choices. g is "u" for u itself,

@@ -78,9 +78,9 @@ def forest(
     while True:
         tree = grow(draft, tokens, shape[: cache.free_rows], kind, sampling, randomness)
         hidden = model(tree.tokens, cache, tree.depth, tree.mask)
-        path, fresh = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
+        path, next_token = accept(probs(model.logits(hidden[0]), sampling), tree, randomness)
         cache.commit(path)
-        new = tree.tokens_at(path[1:]) + [fresh]
+        new = tree.tokens_at(path[1:]) + [next_token]
         tokens += new
         yield Step(new, tree, path)
 

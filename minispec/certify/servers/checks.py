@@ -100,8 +100,8 @@ def too_late(row: Row) -> Verdict:
 
 
 def rows(ctx: ServerContext, samplings: tuple[Sampling, ...], budget: "Budget") -> Iterator[Row]:
-    for category, prompts in ctx.prompts.items():
-        yield Row("greedy", category, ctx, is_greedy, (prompts, ANSWER_TOKENS))
+    for kind, prompts in ctx.prompts.items():
+        yield Row("greedy", kind, ctx, is_greedy, (prompts, ANSWER_TOKENS))
     yield Row("load", f"{CONCURRENCY} concurrent, mixed temperatures", ctx, handles_load, (), False)
     if not ctx.has_ids:
         for check in "limits", "distribution":
@@ -182,7 +182,7 @@ def logprobs_match(ctx: ServerContext) -> Result:
 
 def handles_load(ctx: ServerContext) -> Result:
     """Check that greedy answers stay correct while others are sampled concurrently."""
-    prompts = [ids for category in ctx.prompts.values() for ids in category][:16]
+    prompts = [ids for kind in ctx.prompts.values() for ids in kind][:16]
     samplings = GREEDY, HIGH_TEMPERATURE
     requests = [Request(ids, ANSWER_TOKENS, s) for ids in prompts for s in samplings]
     answers, ties = ctx.decoder.batch(requests), 0

@@ -84,7 +84,7 @@ class ServerDecoder:
         prefixes = list(accumulate(ours.texts, initial=""))  # the end token flushes held-back text
         agreed = max(i for i, text in enumerate(prefixes) if answer.text.startswith(text))
         rest = answer.text[len(prefixes[agreed]) :]
-        return tokens[:agreed] + self.tokenizer.encode(rest, special=False)
+        return tokens[:agreed] + self.tokenizer.encode(rest, add_special_tokens=False)
 
 
 @dataclass
@@ -93,7 +93,7 @@ class ServerContext(Examination):
 
     decoder: ServerDecoder
     baseline: ServerDecoder | None = None
-    prompts: dict[str, list[list[int]]] = field(default_factory=dict)  # by category
+    prompts: dict[str, list[list[int]]] = field(default_factory=dict)  # by kind
 
     @property
     def server(self) -> Server:
@@ -117,10 +117,10 @@ class ServerContext(Examination):
     def choose_prompts(self, candidates: dict[str, list[list[int]]]) -> None:
         """Set the prompts to those that fit into the context."""
         context = min(self.model.config.context, *(server.context for server in self.servers))
-        for category, prompts in candidates.items():
+        for kind, prompts in candidates.items():
             received = [self.as_received(ids) for ids in prompts]
             if fitting := [ids for ids in received if 0 < len(ids) <= context - ANSWER_TOKENS]:
-                self.prompts[category] = fitting
+                self.prompts[kind] = fitting
         if not self.prompts:
             raise UserError(f"a context of {context} tokens is too short for any prompt")
 
@@ -153,19 +153,19 @@ PROMPT_LENGTHS = 1, 2, 16, 17, 33, 64, 65, 128, 129, 257, 513  # around common b
 
 
 def make_prompts(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, list[list[int]]]:
-    """Make prompts of several categories; those from text need a tokenizer."""
+    """Make prompts of several kinds; those from text need a tokenizer."""
     rng, eos_ids = random.Random(0), model.config.eos_ids
     usable = [i for i in range(model.config.vocab_size) if i not in eos_ids]
     noise = [rng.choices(usable, k=n) for n in (3, 12, 40)]
     texts = [ids for text in PROMPT_TEXTS if tokenizer and len(ids := tokenizer.encode(text)) > 1]
     all_tokens = [token for ids in texts or noise for token in ids]
-    categories = {
+    kinds = {
         "texts": texts,
         "repetitive": [(ids[-8:] * 4)[: 8 * 3 + 2 + i] for i, ids in enumerate(texts + noise)],
         "lengths": [list(islice(cycle(all_tokens), n)) for n in PROMPT_LENGTHS],
         "random ids": noise,
     }
-    return {category: prompts for category, prompts in categories.items() if prompts}
+    return {kind: prompts for kind, prompts in kinds.items() if prompts}
 
 
 def precision(text: str) -> float | torch.dtype:
