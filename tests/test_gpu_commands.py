@@ -102,7 +102,7 @@ def test_failed_steps_do_not_affect_others_and_finished_steps_are_not_repeated(
 
 def test_all_time_limits_together_stay_below_ten_minutes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    args = SimpleNamespace(small=False, compile=False, minutes=9.5, own=None)
+    args = SimpleNamespace(small=False, compile=False, minutes=9.5, generated=None)
     for script in speed, heads:
         assert sum(step.seconds for step in script.steps_of(args).values()) <= 570
 
@@ -233,7 +233,7 @@ def test_training_that_takes_too_long_is_finished_from_its_checkpoint(tmp_path, 
 
     commands = []
     monkeypatch.setattr(subprocess, "run", run)
-    args = argparse.Namespace(work=tmp_path, out=tmp_path / "out", own=None, data=None, init=None,
+    args = argparse.Namespace(work=tmp_path, out=tmp_path / "out", generated=None, data=None, init=None,
                               small=False, seconds=200)  # fmt: skip
     rows = list(heads.learn("mtp", args))
     assert commands[1][-2:] == ["--steps", "70"] and "--minutes" not in commands[1]
