@@ -233,8 +233,8 @@ def test_training_that_takes_too_long_is_finished_from_its_checkpoint(tmp_path, 
 
     commands = []
     monkeypatch.setattr(subprocess, "run", run)
-    args = argparse.Namespace(work=tmp_path, out=tmp_path / "out", generated=None, data=None, init=None,
-                              small=False, seconds=200)  # fmt: skip
+    args = argparse.Namespace(work=tmp_path, out=tmp_path / "out", generated=None, data=None,
+                              init=None, small=False, seconds=200)  # fmt: skip
     rows = list(heads.learn("mtp", args))
     assert commands[1][-2:] == ["--steps", "70"] and "--minutes" not in commands[1]
     assert rows == [{"head": "mtp", "steps": 70, "minutes of training": 0.15},
