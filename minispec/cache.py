@@ -45,13 +45,8 @@ class KVCache:
         return self.capacity - max(self.lengths)
 
     def place(self, n: int, depth: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute where the `n` rows of the next pass go and what they attend to.
-
-        `depth` (n,) is each row's position relative to the end of the committed rows. Returns slots
-        (B, n), positions (B, n) and a boolean mask (B, 1, n, span) for the first `span` rows of the
-        cache: every row attends to the committed rows, and row i attends to scratch row j if `mask`
-        (n, n) is true at [i, j]. Raises ValueError if the rows do not fit.
-        """
+        """Compute where the `n` rows of the next pass go and what they attend to (see `placement`).
+        Raises ValueError if they do not fit."""
         if n > self.free_rows:
             raise ValueError(
                 f"{n} more tokens do not fit: the cache holds {self.capacity} and "
@@ -59,11 +54,7 @@ class KVCache:
             )
         # slices of self.row_ids, not torch.tensor(lengths): a copy from the host would synchronise
         starts = torch.stack([self.row_ids[length] for length in self.lengths])[:, None]  # (B, 1)
-        slots, span = starts + self.row_ids[:n], max(self.lengths) + n
-        attn_mask = (self.row_ids[:span] < starts)[:, None].repeat(1, n, 1)  # (B, n, span)
-        # indices (B, 1, 1), (n, 1), (B, 1, n): write the mask to each sequence's scratch columns
-        attn_mask[self.sequence_ids[..., None], self.row_ids[:n, None], slots[:, None]] = mask
-        return slots, starts + depth, attn_mask[:, None]
+        return placement(starts, self.row_ids[: max(self.lengths) + n], depth, mask)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v (B, n, heads, head_dim) to rows `slots` (B, n) of a layer. Returns the keys
@@ -95,3 +86,21 @@ class KVCache:
         """Discard every row from `length` on."""
         assert 0 <= length <= self.length
         self.lengths = [length]
+
+
+def placement(
+    starts: Tensor, row_ids: Tensor, depth: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the n rows of a pass go and what they attend to, after `starts` (B, 1) committed rows.
+
+    `row_ids` (span,) counts the rows that the pass reads, `depth` (n,) is each new row's position
+    relative to the end of the committed ones. Returns slots (B, n), positions (B, n) and a boolean
+    mask (B, 1, n, span): every row attends to the committed rows, and row i attends to scratch row
+    j if `mask` (n, n) is true at [i, j].
+    """
+    n, sequences = len(depth), torch.arange(len(starts), device=starts.device)
+    slots = starts + row_ids[:n]
+    attn_mask = (row_ids < starts)[:, None].repeat(1, n, 1)  # (B, n, span)
+    # indices (B, 1, 1), (n, 1), (B, 1, n): write the mask to each sequence's scratch columns
+    attn_mask[sequences[:, None, None], row_ids[:n, None], slots[:, None]] = mask
+    return slots, starts + depth, attn_mask[:, None]

@@ -149,6 +149,23 @@ def additive_mask(attn_mask: Tensor, like: Tensor) -> Tensor:
     return like.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -math.inf)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """Attention of q (B, n, heads, head_dim) over k and v (B, keys, kv_heads, head_dim), of q's
+    shape. All query heads that share a key head attend as rows of one head: grouped queries and a
+    mask together would keep SDPA on a GPU from using a fused kernel."""
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if attn_mask is None:
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True
+        )  # (B, heads, n, head_dim)
+        return y.transpose(1, 2)
+    n, group = q.shape[1], q.shape[2] // k.shape[1]
+    rows = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    mask = attn_mask.repeat(1, 1, group, 1)
+    y = F.scaled_dot_product_attention(rows, k, v, mask)  # (B, kv_heads, group · n, head_dim)
+    return y.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
 # ---- layers --------------------------------------------------------------------------------------
 
 
@@ -176,11 +193,7 @@ class Attention(nn.Module):
         k = rotate(self.k_norm(k), ctx.cos, ctx.sin)
         if ctx.cache is not None:
             k, v = ctx.cache.write(self.layer, ctx.slots, k, v)  # (B, span, kv_heads, head_dim)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=ctx.attn_mask,
-            is_causal=ctx.attn_mask is None, enable_gqa=True,
-        )  # (B, heads, n, head_dim)  # fmt: skip
-        return self.o_proj(y.transpose(1, 2).reshape(B, n, -1))
+        return self.o_proj(attend(q, k, v, ctx.attn_mask).reshape(B, n, -1))
 
 
 class MLP(nn.Module):

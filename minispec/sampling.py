@@ -65,8 +65,9 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor | OneHot:
     """
     if sampling.temperature == 0:
         best = logits.max(-1)
-        tokens = best.indices.where(best.values.isfinite(), -1).tolist()
-        if -1 in tokens:
+        largest = best.values.to("cpu", non_blocking=True)  # arrives before the indices
+        tokens = best.indices.tolist()
+        if not largest.isfinite().all():
             raise not_finite(logits.dtype)
         return OneHot(tokens, logits.shape[-1])
     p = warp(logits, sampling).cpu()

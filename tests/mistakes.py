@@ -4,7 +4,8 @@ certifier cannot find them. The oracles in test_proposals.py must."""
 from minispec.methods import medusa
 from minispec.methods.fastmtp import Drafter
 
-propose_ranks, chain, extend = medusa.propose, Drafter.chain, Drafter.extend
+propose_ranks = medusa.propose
+chain, extend, receive = Drafter.chain, Drafter.extend, Drafter.receive
 
 
 def hidden_of_the_previous_round(heads, draft_head, hidden, *arguments):
@@ -37,7 +38,7 @@ def chain_remembered(self, k, *arguments):
 def only_after_own_drafts(self, hidden, tokens):
     """The head never reads tokens that were copied from the text."""
     if len(tokens) < 3:
-        Drafter.receive(self, hidden, tokens)
+        receive(self, hidden, tokens)
 
 
 def position_off_by_one(self, *arguments):

@@ -1,7 +1,10 @@
 """A simulated device: a PyTorch backend in Python. Its tensors are stored and computed on the host,
-but no operator may mix them with host tensors, and every synchronisation is counted. So "it runs on
-CUDA and synchronises once per round" is tested without a GPU.
+but no operator may mix them with host tensors, and every synchronisation and launch is counted. So
+"it runs on CUDA and synchronises once per round" is tested without a GPU. `capture` records
+operators like a CUDA graph, whose replay repeats them on the same tensors with the same numbers.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +21,9 @@ class Simulated(torch.Tensor):
     """A tensor on the simulated device. It wraps the host tensor that holds its values."""
 
     synchronisations = 0  # how often the host waited for the device
+    launches = 0  # operators and copies, but not views; a graph is one
+    arriving: list[tuple[torch.Tensor, torch.Tensor]] = []  # copied to the host at the next one
+    tape: list | None = None  # the operators of the graph that is being captured
 
     @staticmethod
     def __new__(cls, host: torch.Tensor):
@@ -57,8 +63,12 @@ def compute_on_host(function, args: tuple, kwargs: dict):
         on_device = isinstance(args[0], Simulated)
     elif simulated and device is None and any(t.dim() for t in others):  # host scalars are allowed
         raise RuntimeError(f"{function} mixes tensors of the host and of the device")
-    if simulated and (not on_device or synchronises(function, args)):
-        Simulated.synchronisations += 1
+    if Simulated.tape is not None and (on_device and others or simulated and not on_device):
+        if any(t.dim() for t in others) or not on_device or function is aten._to_copy.default:
+            raise RuntimeError(f"{function} is not permitted while a graph is captured")
+    later = bool(simulated) and not on_device and kwargs.get("non_blocking", False)
+    if simulated and not later and (not on_device or synchronises(function, args)):
+        synchronise()
     wrappers = {id(t.host): t for t in simulated}
 
     def to_host(x):
@@ -71,8 +81,67 @@ def compute_on_host(function, args: tuple, kwargs: dict):
             return x
         return wrappers[id(x)] if id(x) in wrappers else Simulated(x)  # in place: the same tensor
 
-    args, kwargs = tree_map(to_host, (args, kwargs))
-    return tree_map(wrap, function(*args, **kwargs))
+    host_args, host_kwargs = tree_map(to_host, (args, kwargs))
+    result = function(*host_args, **host_kwargs)
+    if simulated and not on_device or on_device and not is_view(function, host_args, result):
+        Simulated.launches += Simulated.tape is None
+    if later:
+        unknown = torch.full_like(result, -1)
+        Simulated.arriving.append((unknown, result.clone()))
+        return unknown
+    wrapped = tree_map(wrap, result)
+    if on_device and Simulated.tape is not None:
+        Simulated.tape.append((function, host_args, host_kwargs, result))
+    return wrapped
+
+
+def is_view(function, args: tuple, result) -> bool:
+    """Whether an operator only made views of its arguments, or allocated memory."""
+    inputs, outputs = (
+        {t.untyped_storage().data_ptr() for t in tree_leaves(x) if isinstance(t, torch.Tensor)}
+        for x in (args, result)
+    )
+    made_nothing = bool(outputs) and outputs <= inputs
+    return made_nothing and not function._schema.is_mutable or "empty" in function._schema.name
+
+
+def synchronise() -> None:
+    """The host waits for the device; what is on its way to the host has arrived afterwards."""
+    assert Simulated.tape is None, "a synchronisation while a graph is captured"
+    Simulated.synchronisations += 1
+    for unknown, arrived in Simulated.arriving:
+        unknown.copy_(arrived)
+    Simulated.arriving.clear()
+
+
+def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+    """What `fast.captured.capture` does on a GPU: return the result of `run` and its replay."""
+    run()
+    Simulated.tape = tape = []
+    try:
+        result = run()
+    finally:
+        Simulated.tape = None
+
+    def replay() -> None:
+        Simulated.launches += 1
+        poison(tape)
+        for function, args, kwargs, expected in tape:
+            for old, new in zip(tree_leaves(expected), tree_leaves(function(*args, **kwargs))):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+    return result, torch.no_grad()(torch.inference_mode(False)(replay))
+
+
+def poison(tape: list) -> None:
+    """Overwrite what the operators of a graph have allocated: a replay must compute it anew."""
+    for function, args, _, result in tape:
+        if is_view(function, args, result) or function._schema.is_mutable:
+            continue
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                tensor.fill_(-1)
 
 
 def synchronises(function, args: tuple) -> bool:

@@ -35,9 +35,9 @@ CASES = {
         "medusa", {"tree": lambda _: AdaptiveTree(STEEP, 0.1, torch.zeros(4, 10))}, 1, 1
     ),
     "medusa, typical": ("medusa-typical", {}, 2, 2),
-    "fastmtp": ("fastmtp", {}, 2, None),
-    "fastmtp, small vocabulary": ("fastmtp", {"vocabulary": two_languages}, 2, None),
-    "hybrid": ("hybrid", {}, 2, None),
+    "fastmtp": ("fastmtp", {}, 1, None),
+    "fastmtp, small vocabulary": ("fastmtp", {"vocabulary": two_languages}, 1, None),
+    "hybrid": ("hybrid", {}, 1, None),
     "fastmtp, plain steps": ("fastmtp", {"k": lambda _: AdaptiveK(STEEP, 0.1)}, 1, 1),
 }  # fmt: skip
 

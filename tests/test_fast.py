@@ -21,7 +21,6 @@ from minispec.fast.graphs import compile_passes
 from minispec.fast.products import PRODUCTS, TIMED_ROWS, MeasuredLinear
 from minispec.generate import decode
 from minispec.methods.vocabulary import Compressed, Language
-from minispec.model import make_context
 
 
 class EveryProduct(MeasuredLinear):
@@ -265,18 +264,16 @@ def test_an_int8_model_cannot_be_saved(tmp_path):
 # ---- compiled passes
 
 
-@pytest.mark.parametrize("runner", [graphs.run_on_committed_rows, graphs.run_on_whole_cache])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_inputs_of_a_graph_yield_the_plain_pass(runner, seed):
+def test_the_inputs_of_a_graph_yield_the_plain_pass(seed):
     """Random trees, chains and commits, passed through the tensors that a graph takes."""
-    rng, model = random.Random(seed), random_model(seed)
-    graph, like = graphs.FunctionalPass(model.model), model.model.norm.weight
-    cache, plain_cache = model.new_cache(128), model.new_cache(128)
+    rng, model, plain = random.Random(seed), random_model(seed), random_model(seed)
+    graphs.CompiledPass(model.model, "forward", graphs.FunctionalPass(plain.model))
+    cache, plain_cache = model.new_cache(128), plain.new_cache(128)
     for _ in range(12):
         tree = random_tree(rng, rng.randint(1, 9))
-        ctx = make_context(model.rope, like, len(tree), cache, tree.depth, tree.mask)
-        hidden = runner(graph, [torch.tensor([tree.tokens])], ctx)
-        expected = model(tree.tokens, plain_cache, tree.depth, tree.mask)
+        hidden = model(tree.tokens, cache, tree.depth, tree.mask)
+        expected = plain(tree.tokens, plain_cache, tree.depth, tree.mask)
         assert (hidden - expected).abs().max() < 1e-10
         path = [0]
         while tree.children(path[-1]) and rng.random() < 0.8:

@@ -23,7 +23,7 @@ from minispec.certify.toys import (
 )
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import decode
-from minispec.methods import hybrid, medusa
+from minispec.methods import medusa
 from minispec.methods.adaptive import AdaptiveK
 from minispec.methods.fastmtp import Drafter, MTPHead
 from minispec.methods.medusa import with_prefixes
@@ -74,7 +74,8 @@ def mtp_drafts(seed: int) -> None:
     for step, _ in zip(rounds, range(24)):
         assert step.tree.tokens[1:] == fresh_drafts(head, model, tokens, policy.chosen[-1])
         tokens = tokens + step.tokens
-        kept, fresh = inspect.getgeneratorlocals(rounds)["drafter"], Drafter(head, model, 128, 0)
+        kept = inspect.getgeneratorlocals(rounds)["drafter"]
+        fresh = Drafter(head, model, head.new_cache(128), 0)
         fresh.extend(model(tokens[:-1])[0], tokens[1:])
         rows, pending = kept.cache.length, sum(len(hidden) for hidden, _ in kept.pending)
         assert rows + pending == cache.length == fresh.cache.length
@@ -85,7 +86,7 @@ def fresh_drafts(head: MTPHead, model: Transformer, tokens: list[int], k: int) -
     """Argmax drafts, recomputing every row of the head for each of them."""
     hidden, drafts = model(tokens[:-1])[0], []
     for _ in range(k):
-        row = Drafter(head, model, 128, 0).run(hidden, tokens[1:] + drafts)[-1:]
+        row = Drafter(head, model, head.new_cache(128), 0).run(hidden, tokens[1:] + drafts)[-1:]
         drafts.append(int(model.logits(row).argmax()))
         hidden = torch.cat([hidden, row])
     return drafts
@@ -127,7 +128,7 @@ def test_proposals_match_a_slow_oracle(oracle, seed):
         (mtp_drafts, Drafter, {"extend": mistakes.hidden_before_the_norm}),
         (mtp_drafts, Drafter, {"extend": mistakes.stale_rows, "chain": mistakes.chain_remembered}),
         (mtp_drafts, Drafter, {"chain": mistakes.position_off_by_one}),
-        (hybrid_drafts, hybrid.HeadDrafter, {"receive": mistakes.only_after_own_drafts}),
+        (hybrid_drafts, Drafter, {"receive": mistakes.only_after_own_drafts}),
     ],
 )
 def test_the_oracle_catches_mistakes_that_no_output_shows(oracle, owner, changes):

@@ -53,7 +53,7 @@ def best_k(rates, cost, draft_cost):
 def package_chain(drafter, hidden, tokens, k):
     fastmtp.Drafter.extend(drafter, hidden, tokens)
     vocabulary = FullVocabulary(drafter.model)
-    return fastmtp.Drafter.chain(drafter, k, Sampling(), Seeded(), vocabulary)[0]
+    return fastmtp.Drafter.chain(drafter, k, Sampling(), Seeded(), vocabulary)[0].tolist()
 
 
 def package_best_k(rates, cost, draft_cost):
@@ -136,7 +136,7 @@ def cached_rows(drafter: fastmtp.Drafter, length: int) -> Tensor:
 
 def run_chain(function, case: Text) -> list[Drafted]:
     target, head = target_and_head(case.seed)
-    drafter, outcomes, seen = Drafter(head, target, 64, offset=0), [], 0
+    drafter, outcomes, seen = Drafter(head, target, head.new_cache(64), offset=0), [], 0
     for k, end in case.rounds:
         states = target(list(case.tokens[: end - 1]))[0]  # of all tokens but the newest
         drafter.rows = drafter.calls = 0
@@ -160,7 +160,7 @@ def fresh_chain(case: Text) -> list[Drafted]:
     outcomes, seen = [], 0
     for k, end in case.rounds:
         hidden, tokens = target(list(case.tokens[: end - 1]))[0], list(case.tokens[1:end])
-        drafter = fastmtp.Drafter(head, target, 64, offset=0)
+        drafter = fastmtp.Drafter(head, target, head.new_cache(64), offset=0)
         drafter.run(hidden, tokens)
         cached = cached_rows(drafter, end - 1)
         drafts: list[int] = []

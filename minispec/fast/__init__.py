@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from minispec import distributed
 from minispec.cli import UserError
-from minispec.fast.graphs import compile_passes, is_compiled
+from minispec.fast.captured import capture_passes, is_captured
+from minispec.fast.graphs import compile_passes, is_compiled, is_on_gpu
 from minispec.fast.products import MeasuredLinear, fastest_products, key_of
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.vocabulary import Compressed
@@ -25,6 +26,8 @@ def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> 
     the first time, in under a second for a small model. Heads that a method finds next to the model
     are optimised like it.
 
+    On a GPU, passes run as CUDA graphs (see captured.py), unless several processes share the model.
+
     If requested, weights are rounded to int8 and passes are compiled. Raises UserError if
     compilation is impossible.
     """
@@ -35,18 +38,22 @@ def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> 
         raise UserError(distributed.NOT_COMPILED)
     if compiled:
         compile_passes(model)
+    if is_on_gpu(model) and distributed.tensor_parallel.size == 1:
+        capture_passes(model)
     optimize_layers(model)
 
 
 def optimize_drafter(drafter: dict, model: Transformer) -> None:
     """Optimise what a method drafts with for an optimised model: the modules and the vocabulary in
     `drafter`, a method's options."""
-    compiled = is_compiled(model)
-    if type(model.lm_head) is nn.Linear and not compiled:  # not optimised
+    compiled, captured = is_compiled(model), is_captured(model)
+    if type(model.lm_head) is nn.Linear and not compiled and not captured:  # not optimised
         return
     for value in drafter.values():
         if isinstance(value, MTPHead) and compiled:
             compile_passes(value)
+        if isinstance(value, MTPHead) and captured:
+            capture_passes(value)
         if isinstance(value, nn.Module):
             optimize_layers(value)
         elif isinstance(value, Compressed) and value.weight.device.type == "cpu":

@@ -10,7 +10,7 @@ import torch
 
 from minispec import distributed
 from minispec.cache import KVCache
-from minispec.methods.fastmtp import Drafter, MTPHead
+from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import RANKS, MedusaHeads, best_candidates
 from minispec.methods.vocabulary import FullVocabulary, Vocabulary
 from minispec.model import Transformer
@@ -85,7 +85,8 @@ def memoised(
     """Return `measure()`, the cost that `key` stands for, as rank 0 measures it. It is kept in the
     model's memo and measured again only after the passes, the device, the dtype or the vocabulary
     have changed."""
-    state = model.device, model.dtype, type(model.lm_head), model.model.forward, vocabulary
+    passes = type(model.lm_head), model.forward, model.model.forward
+    state = model.device, model.dtype, passes, vocabulary
     if key not in model.memo or model.memo[key][0] != state:
         cost = measure()
         model.memo[key] = state, distributed.from_rank_0(lambda: cost)
@@ -126,11 +127,12 @@ def head_cost(model: Transformer, head: MTPHead, vocabulary: Vocabulary | None =
 
     def measure() -> float:
         hidden = model.model.norm.weight.new_zeros(2, model.config.hidden_size)
-        drafter = Drafter(head, model, capacity_for(model), offset=0)
+        drafter = head.drafter(model, head.new_cache(capacity_for(model)), offset=0)
 
         def round_of_two() -> None:
-            drafter.extend(hidden, [0, 0])
-            drafter.chain(2, Sampling(0.0), Seeded(0), vocabulary.select([]))
+            drafter.receive(hidden, [0, 0])
+            rows, _ = drafter.draft([0], 2, Sampling(0.0), Seeded(0), vocabulary.select([]))
+            rows.tolist()
             drafter.cache.truncate(0)
 
         return cost_after_pass(round_of_two, model) / 2

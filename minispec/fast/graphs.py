@@ -8,20 +8,19 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec import paths
+from minispec.cache import KVCache
 from minispec.cli import UserError, check_package, check_writable, note
 from minispec.methods.fastmtp import MTPHead
 from minispec.model import Backbone, ForwardContext, Transformer
 
-GRAPH_ROWS = 1, 2, 4, 8, 16, 32, 64  # row counts of GPU graphs; no graph takes more than the last
+MAX_ROWS = 64  # of a pass that runs as a graph
 
 
 class FunctionalPass(nn.Module):
@@ -44,36 +43,50 @@ class FunctionalPass(nn.Module):
 
 @dataclass
 class CacheView:
-    """The part of a cache that a graph uses."""
+    """The part of a cache for one sequence that a graph uses."""
 
-    keys: list[Tensor]
-    values: list[Tensor]
+    k: list[Tensor]
+    v: list[Tensor]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Like KVCache.write, for one sequence."""
-        self.keys[layer][:, slots[0]] = k
-        self.values[layer][:, slots[0]] = v
-        return self.keys[layer], self.values[layer]
+        """See KVCache."""
+        self.k[layer][:, slots[0]] = k
+        self.v[layer][:, slots[0]] = v
+        return self.k[layer], self.v[layer]
 
 
-class CompiledPass:
-    """The `name`d method of a module, replaced: passes over 1 to 64 rows of one sequence `run` as
-    compiled graphs. All other passes, and those near the end of a cache, run as before."""
+class Replaced:
+    """Stands in for the method `name` of a module, which remains as `plain`. Copies and pickles of
+    the module have the plain method: a graph holds its module's weights."""
 
-    def __init__(self, module: Backbone | MTPHead, name: str, run: Callable[..., Tensor]):
-        self.module, self.name, self.run = module, name, run
-        self.uncompiled = getattr(module, name)
+    def __init__(self, module: nn.Module, name: str):
+        self.module, self.name, self.plain = module, name, getattr(module, name)
+        setattr(module, name, self)
+
+    def __reduce__(self) -> tuple:
+        return getattr, (self.module, self.name)
+
+
+class CompiledPass(Replaced):
+    """Passes over 1 to MAX_ROWS rows of one sequence run as the compiled `graph`. On a GPU, these
+    are only those that a CUDA graph records."""
+
+    def __init__(self, module: Backbone | MTPHead, name: str, graph: Callable[..., Tensor]):
+        super().__init__(module, name)
+        self.graph, self.cache_type = graph, CacheView if is_on_gpu(module) else KVCache
 
     def __call__(self, *inputs: Tensor | ForwardContext) -> Tensor:
         *tensors, ctx = inputs
-        n, cache = tensors[0].shape[1], ctx.cache
-        if cache is None or len(cache.lengths) > 1 or n > GRAPH_ROWS[-1] or 2 * n > cache.free_rows:
-            return self.uncompiled(*inputs)
-        return self.run(tensors, ctx)
+        fits = isinstance(ctx.cache, self.cache_type) and len(ctx.slots) == 1
+        if not fits or ctx.slots.numel() > MAX_ROWS:
+            return self.plain(*inputs)
+        span = ctx.attn_mask.shape[-1]
+        keys, values = ([layer[:, :span] for layer in kv] for kv in (ctx.cache.k, ctx.cache.v))
+        return self.graph(tensors, ctx.cos, ctx.sin, ctx.attn_mask, ctx.slots, keys, values)
 
-    def __reduce__(self) -> tuple:
-        """Copies and pickles of the module are not compiled: a graph holds its module's weights."""
-        return getattr, (self.module, self.name)
+
+def is_on_gpu(module: nn.Module) -> bool:
+    return next(module.parameters()).device.type == "cuda"
 
 
 def is_compiled(network: Transformer | MTPHead) -> bool:
@@ -92,17 +105,15 @@ def compile_passes(network: Transformer | MTPHead) -> None:
         return
     module, name = compiled_method(network)
     device = next(module.parameters()).device.type
-    if device == "cuda":
+    if device == "cuda":  # the kernels of a CUDA graph, compiled for each shape that has one
         check_compiler("cuda")
-        # one graph per model, row count and cache capacity
         torch.compiler.config.recompile_limit = 64
-        graph = torch.compile(FunctionalPass(module), mode="reduce-overhead", dynamic=False)
-        run = partial(run_on_whole_cache, graph)
+        graph = torch.compile(FunctionalPass(module), dynamic=False)
     elif device == "cpu":
-        run = partial(run_on_committed_rows, cached_graph(network, module))
+        graph = cached_graph(network, module)
     else:
         raise UserError(f"--compile works on cpu and cuda, not on {device}")
-    setattr(module, name, CompiledPass(module, name, run))
+    CompiledPass(module, name, graph)
 
 
 def check_compiler(device: str) -> None:
@@ -116,28 +127,6 @@ def check_compiler(device: str) -> None:
             f"--compile needs a {language} compiler such as {compilers[0]}: install one, or run "
             "without --compile"
         )
-
-
-def run_on_committed_rows(graph: Callable, inputs: list[Tensor], ctx: ForwardContext) -> Tensor:
-    """Run a graph that takes any number of rows, over those cache rows that the pass needs."""
-    span = ctx.attn_mask.shape[-1]
-    keys, values = ([layer[:, :span] for layer in kv] for kv in (ctx.cache.k, ctx.cache.v))
-    return graph(inputs, ctx.cos, ctx.sin, ctx.attn_mask, ctx.slots, keys, values)
-
-
-def run_on_whole_cache(graph: Callable, inputs: list[Tensor], ctx: ForwardContext) -> Tensor:
-    """Run a graph that is compiled for each of GRAPH_ROWS and reads the whole cache. The pass is
-    padded by repeating its last row; the padding is scratch that is never committed."""
-    n, cache, span = inputs[0].shape[1], ctx.cache, ctx.attn_mask.shape[-1]
-    count = next(count for count in GRAPH_ROWS if count >= n)
-    rows = torch.arange(count, device=inputs[0].device).clamp(max=n - 1)
-    slots = cache.row_ids[None, cache.length : cache.length + count]
-    attn_mask = F.pad(ctx.attn_mask, (0, cache.capacity - span), value=-torch.inf)[:, :, rows]
-    for layer in (*cache.k, *cache.v):  # written in place: their addresses are part of the graph
-        torch._dynamo.mark_static_address(layer)
-    padded = [tensor[:, rows] for tensor in inputs]
-    cos, sin = ctx.cos[:, rows], ctx.sin[:, rows]
-    return graph(padded, cos, sin, attn_mask, slots, cache.k, cache.v)[:, :n].clone()
 
 
 def cached_graph(network: Transformer | MTPHead, module: Backbone | MTPHead) -> Callable:
@@ -173,7 +162,7 @@ def compile_graph(
 ) -> None:
     """Export the module's pass for 1 to 64 rows and any number of cache rows, and compile it ahead
     of time (AOTInductor), with the weights in the layout that suits the compiled code."""
-    n, span = torch.export.Dim("n", min=1, max=GRAPH_ROWS[-1]), torch.export.Dim("span")
+    n, span = torch.export.Dim("n", min=1, max=MAX_ROWS), torch.export.Dim("span")
     cache, slots = network.new_cache(128), torch.arange(60, 65)[None]
     cos, sin = network.rope(slots, cache.k[0].dtype)
     hidden = cos.new_zeros(1, 5, network.config.hidden_size)

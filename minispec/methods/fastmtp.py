@@ -42,6 +42,10 @@ class MTPHead(Block):
         c, weight = self.config, self.final_layernorm.weight
         return KVCache(1, c.kv_heads, c.head_dim, capacity, 1, weight.dtype, weight.device)
 
+    def drafter(self, model: Transformer, cache: KVCache, offset: int) -> "Drafter":
+        """What drafts with this head for its target."""
+        return Drafter(self, model, cache, offset)
+
     def forward(
         self, hidden: Tensor, embedded: Tensor, cache: KVCache | None = None,
         depth: Tensor | None = None,
@@ -58,16 +62,15 @@ class MTPHead(Block):
 
 
 class Drafter:
-    """Runs a head for its target. Holds the head's cache and the output to draft from.
+    """Runs a head for its target. Holds the head's cache and what it drafts from.
 
     The first `offset` committed rows of the target came from a kept cache without hidden states, so
     the head never sees them. Each of the others has a row in the head's cache or is `pending`: its
     hidden state waits for the next round that drafts, so that the head does not run in plain steps.
     """
 
-    def __init__(self, head: MTPHead, model: Transformer, capacity: int, offset: int):
-        self.head, self.model, self.offset = head, model, offset
-        self.cache = head.new_cache(capacity)
+    def __init__(self, head: MTPHead, model: Transformer, cache: KVCache, offset: int):
+        self.head, self.model, self.cache, self.offset = head, model, cache, offset
         self.last: Tensor | None = None  # (1, d): the head's output at the newest token
         self.pending: list[tuple[Tensor, list[int]]] = []
 
@@ -86,26 +89,43 @@ class Drafter:
     def catch_up(self) -> None:
         """Run the head on everything that is pending, in chunks as in a prefill."""
         if self.pending:
-            hidden = torch.cat([hidden for hidden, _ in self.pending])
-            tokens = [token for _, tokens in self.pending for token in tokens]
+            hidden, tokens = self.joined_pending()
             self.pending.clear()
             for start in range(0, len(tokens), CHUNK):
                 chunk = slice(start, start + CHUNK)
                 self.extend(hidden[chunk], tokens[chunk])
 
-    def extend(self, hidden: Tensor, tokens: list[int]) -> None:
+    def joined_pending(self) -> tuple[Tensor, list[int]]:
+        """All pending hidden states (n, d) and tokens."""
+        states, tokens = zip(*self.pending)
+        return states[0] if len(states) == 1 else torch.cat(states), sum(tokens, [])
+
+    def extend(self, hidden: Tensor, tokens: list[int] | Tensor) -> None:
         """Commit a row for each hidden state (n, d) of the target and the token that follows."""
-        if tokens:
+        if len(tokens):
             self.last = self.run(hidden, tokens)[-1:]
             self.cache.commit(list(range(len(tokens))))
 
+    def draft(
+        self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness,
+        draft_head: DraftHead,
+    ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+        """Draw at most `k` drafts after `tokens`. Returns the newest token and the drafts, in one
+        tensor (1 + k,), and the distributions of the drafts."""
+        if k > 0:
+            self.catch_up()
+        drafts, draft_probs = self.chain(k, sampling, randomness, draft_head)
+        drafts = torch.as_tensor(drafts, device=self.model.device)
+        return torch.cat([drafts.new_tensor(tokens[-1:]), drafts]), draft_probs
+
     def chain(
         self, k: int, sampling: Sampling, randomness: Randomness, draft_head: DraftHead
-    ) -> tuple[list[int], list[Tensor | None]]:
+    ) -> tuple[Tensor, list[Tensor | None]]:
         """Draw at most `k` drafts, each from the head's distribution over the tokens of
-        `draft_head`. Returns them and their distributions over the full vocabulary (None: one-hot).
-        The first draft comes from the output of `extend` at the newest token. Each further draft
-        takes a pass over the head's own output and the previous draft. Restores the cache."""
+        `draft_head`. Returns them (k,), on the device if greedy, and their distributions over the
+        full vocabulary (None: one-hot). The first draft comes from the output of `extend` at the
+        newest token. Each further draft takes a pass over the head's own output and the previous
+        draft. Restores the cache."""
         drafts: list[Tensor] = []
         draft_probs: list[Tensor | None] = []
         length, hidden = self.cache.length, self.last
@@ -117,7 +137,7 @@ class Drafter:
                 hidden = self.run(hidden, drafts[-1])
                 self.cache.commit([0])
         self.cache.truncate(length)
-        return torch.cat(drafts).tolist() if drafts else [], draft_probs
+        return torch.cat(drafts) if drafts else torch.tensor([], dtype=torch.int64), draft_probs
 
 
 # ---- decoding ------------------------------------------------------------------------------------
@@ -137,7 +157,7 @@ def fastmtp(
     policy = k if hasattr(k, "choose") else FixedK(k)
     vocabulary = vocabulary or FullVocabulary(model)
     cache = cache or model.new_cache()
-    drafter = Drafter(head, model, cache.capacity, offset=cache.length)
+    drafter = head.drafter(model, head.new_cache(cache.capacity), offset=cache.length)
     tokens = list(prompt)
     # the cache holds every token but the newest, which is the root of the next tree
     for hidden in model.prefill_chunks(tokens[cache.length : -1], cache):  # (1, n, d)
@@ -147,17 +167,19 @@ def fastmtp(
     yield Step()  # the prefill, so that it can be timed separately
     while True:
         n = min(policy.choose(), cache.free_rows - 1)  # one row is for the root
-        if n > 0:
-            drafter.catch_up()
         draft_head = vocabulary.select(tokens)
-        drafts, draft_probs = drafter.chain(n, draft_sampling or sampling, randomness, draft_head)
-        tree = Tree.chain(tokens[-1], drafts, draft_probs)
-        hidden = model(tree.tokens, cache)[0]
-        path, next_token = accept(probs(model.logits(hidden), sampling), tree, randomness)
+        rows, draft_probs = drafter.draft(
+            tokens, n, draft_sampling or sampling, randomness, draft_head
+        )
+        host_rows = rows.to("cpu", non_blocking=True)  # greedy drafts are still on the device
+        hidden = model(rows, cache)[0]
+        p = probs(model.logits(hidden), sampling)  # waits for the device
+        tree = Tree.chain(tokens[-1], host_rows.tolist()[1:], draft_probs)
+        path, next_token = accept(p, tree, randomness)
         cache.commit(path)
         new = tree.tokens_at(path[1:]) + [next_token]
         # `chain` dropped its rows; rows made from the target's hidden states replace them
-        drafter.receive(hidden[path], new)
-        policy.observe(drafted=len(drafts), accepted=len(path) - 1)
+        drafter.receive(hidden[: len(path)], new)  # the path of a chain
+        policy.observe(drafted=len(tree) - 1, accepted=len(path) - 1)
         tokens += new
         yield Step(new, tree, path)

@@ -7,10 +7,11 @@ and draft models always have something to propose, at a cost per token.
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from minispec.cache import KVCache
-from minispec.methods.fastmtp import Drafter, MTPHead
+from minispec.methods.fastmtp import MTPHead
 from minispec.methods.prompt_lookup import NgramIndex
 from minispec.methods.speculative import propose, replace_unknown
 from minispec.methods.vocabulary import FullVocabulary, Vocabulary
@@ -22,23 +23,9 @@ from minispec.verify import accept
 LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens; after shorter matches a head is more often right
 
 
-class HeadDrafter(Drafter):
-    """Drafts with a FastMTP head, as `fastmtp` does."""
-
-    def __init__(self, head: MTPHead, model: Transformer, cache: KVCache, vocabulary: Vocabulary):
-        super().__init__(head, model, cache.capacity, offset=cache.length)
-        self.vocabulary = vocabulary
-
-    def draft(
-        self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness
-    ) -> tuple[list[int], list[Tensor | None]]:
-        """Draw at most `k` drafts after `tokens`, and return them with their distributions."""
-        self.catch_up()
-        return self.chain(k, sampling, randomness, self.vocabulary.select(tokens))
-
-
 class ModelDrafter:
-    """Drafts with a draft model, as `speculative` does. The interface is HeadDrafter's."""
+    """Drafts with a draft model, as `speculative` does. The interface is that of a head's Drafter.
+    """
 
     def __init__(
         self, draft: Transformer, model: Transformer, cache: KVCache, draft_cache: KVCache | None
@@ -51,12 +38,15 @@ class ModelDrafter:
         self.cache.truncate(min(self.cache.length, self.target_cache.length))
 
     def draft(
-        self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness
-    ) -> tuple[list[int], list[Tensor | None]]:
-        """As HeadDrafter.draft. The draft model first reads the tokens that it has not seen."""
+        self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness, _: object
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """See Drafter. The draft model first reads the tokens that it has not seen."""
         unread = replace_unknown(tokens[self.cache.length : -2], self.model)  # `propose` reads two
         self.model.prefill(unread, self.cache)
-        return propose(self.model, self.cache, tokens, k, sampling, randomness, self.vocab_size)
+        drafts, draft_probs = propose(
+            self.model, self.cache, tokens, k, sampling, randomness, self.vocab_size
+        )
+        return torch.tensor([tokens[-1], *drafts]), draft_probs
 
 
 def hybrid(
@@ -76,8 +66,9 @@ def hybrid(
     cache = cache or model.new_cache()
     drafter = (
         ModelDrafter(draft, model, cache, draft_cache) if head is None
-        else HeadDrafter(head, model, cache, vocabulary or FullVocabulary(model))
+        else head.drafter(model, head.new_cache(cache.capacity), offset=cache.length)
     )  # fmt: skip
+    vocabulary = vocabulary or FullVocabulary(model)
     tokens, index = list(prompt), NgramIndex(LONGEST_MATCH, SHORTEST_MATCH)
     for hidden in model.prefill_chunks(tokens[cache.length : -1], cache):  # (1, n, d)
         n = hidden.shape[1]
@@ -89,18 +80,24 @@ def hybrid(
         free_rows = cache.free_rows - 1  # one row is for the root
         # who drafts, and how much, follows from the text so far, so any choice is lossless
         end = index.match_end(tokens)
-        drafts = tokens[end : end + min(copying.choose(), free_rows)]
-        draft_probs: list[Tensor | None] = []  # copied tokens are one-hot
-        used, unused = (copying, drafting) if drafts else (drafting, copying)
-        if not drafts and (n := min(drafting.choose(), free_rows)) > 0:
-            drafts, draft_probs = drafter.draft(tokens, n, draft_sampling or sampling, randomness)
-        tree = Tree.chain(tokens[-1], drafts, draft_probs)
-        hidden = model(tree.tokens, cache)[0]
-        path, next_token = accept(probs(model.logits(hidden), sampling), tree, randomness)
+        copied = tokens[end : end + min(copying.choose(), free_rows)]
+        used, unused = (copying, drafting) if copied else (drafting, copying)
+        n = 0 if copied else min(drafting.choose(), free_rows)
+        if n > 0:
+            rows, draft_probs = drafter.draft(
+                tokens, n, draft_sampling or sampling, randomness, vocabulary.select(tokens)
+            )
+        else:
+            rows, draft_probs = torch.tensor([tokens[-1], *copied]), []  # copies are one-hot
+        host_rows = rows.to("cpu", non_blocking=True)
+        hidden = model(rows, cache)[0]
+        p = probs(model.logits(hidden), sampling)  # waits for the device
+        tree = Tree.chain(tokens[-1], host_rows.tolist()[1:], draft_probs)
+        path, next_token = accept(p, tree, randomness)
         cache.commit(path)
         new = tree.tokens_at(path[1:]) + [next_token]
-        drafter.receive(hidden[path], new)
-        used.observe(drafted=len(drafts), accepted=len(path) - 1)
+        drafter.receive(hidden[: len(path)], new)  # the path of a chain
+        used.observe(drafted=len(tree) - 1, accepted=len(path) - 1)
         unused.observe(drafted=0, accepted=0)
         tokens += new
         yield Step(new, tree, path)

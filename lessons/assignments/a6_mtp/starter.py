@@ -47,10 +47,10 @@ class Drafter(fastmtp.Drafter):
 
     def chain(
         self, k: int, sampling: Sampling, randomness: Randomness, draft_head: DraftHead
-    ) -> tuple[list[int], list[Tensor | None]]:
-        """At most `k` drafts, each drawn from the head's distribution over the tokens of
-        `draft_head`, some or all; and the distribution of each over the full vocabulary (None:
-        one-hot). No drafts before the first hidden state.
+    ) -> tuple[list[int] | Tensor, list[Tensor | None]]:
+        """At most `k` drafts, in a list or a tensor, each drawn from the head's distribution over
+        the tokens of `draft_head`, some or all; and the distribution of each over the full
+        vocabulary (None: one-hot). No drafts before the first hidden state.
 
         The head runs on its own output and its newest draft. `draft_head.logits(hidden)` are the
         logits (..., size of the subset). `draft_head.to_full_ids(j)` turns a tensor of their

@@ -27,9 +27,15 @@ def random_text(seed: int, least: int = 3) -> list[int]:
     return rng.choices(range(24), k=rng.randint(least, 9))
 
 
+def chain(drafter, *arguments) -> tuple[list[int], list]:
+    """The drafts and their distributions; drafts may be a list or a tensor."""
+    drafts, draft_probs = drafter.chain(*arguments)
+    return drafts.tolist() if isinstance(drafts, torch.Tensor) else drafts, draft_probs
+
+
 def prepared(impl, model, head, tokens: list[int]):
     """A drafter that has taken in all but the newest of `tokens`, without its own `extend`."""
-    drafter = impl.Drafter(head, model, 64, 0)
+    drafter = impl.Drafter(head, model, head.new_cache(64), 0)
     drafter.last = drafter.run(model(tokens[:-1])[0], tokens[1:])[-1:]
     drafter.cache.lengths = [len(tokens) - 1]
     return drafter
@@ -37,7 +43,7 @@ def prepared(impl, model, head, tokens: list[int]):
 
 def fresh_rows(model, head, tokens: list[int]):
     """The head's keys and last output over all of a text at once."""
-    drafter = fastmtp.Drafter(head, model, 64, 0)
+    drafter = fastmtp.Drafter(head, model, head.new_cache(64), 0)
     outputs = drafter.run(model(tokens[:-1])[0], tokens[1:])
     return drafter.cache.k[0], outputs[-1:]
 
@@ -46,7 +52,8 @@ def fresh_drafts(head, model, tokens: list[int], k: int) -> list[int]:
     """Argmax drafts, every row of the head computed anew for each of them."""
     hidden, drafts = model(tokens[:-1])[0], []
     for _ in range(k):
-        row = fastmtp.Drafter(head, model, 64, 0).run(hidden, tokens[1:] + drafts)[-1:]
+        drafter = fastmtp.Drafter(head, model, head.new_cache(64), 0)
+        row = drafter.run(hidden, tokens[1:] + drafts)[-1:]
         drafts.append(int(model.logits(row).argmax()))
         hidden = torch.cat([hidden, row])
     return drafts
@@ -84,7 +91,7 @@ def test_extending_piece_by_piece_is_one_pass_over_all(impl, seeds):
     for seed in seeds(6):
         rng, model, tokens = random.Random(seed), small_model(seed), random_text(seed, 5)
         head, hidden, at = random_mtp_head(model, seed), model(tokens)[0], 0
-        drafter = impl.Drafter(head, model, 64, 0)
+        drafter = impl.Drafter(head, model, head.new_cache(64), 0)
         drafter.extend(hidden[:0], [])
         assert drafter.last is None and drafter.cache.length == 0, "nothing to take in, no output"
         while at < len(tokens) - 1:
@@ -107,7 +114,7 @@ def test_greedy_drafts_are_those_of_passes_without_a_cache(impl, seeds):
         head = random_mtp_head(model, seed)
         drafter = prepared(impl, model, head, tokens)
         length, last = drafter.cache.length, drafter.last
-        guess, draft_probs = drafter.chain(k, GREEDY, Seeded(), FullVocabulary(model))
+        guess, draft_probs = chain(drafter, k, GREEDY, Seeded(), FullVocabulary(model))
         right = fresh_drafts(head, model, tokens, k)
         assert guess == right, (
             f"{guess} instead of {right}: every step reads the head's own output and the newest "
@@ -118,8 +125,8 @@ def test_greedy_drafts_are_those_of_passes_without_a_cache(impl, seeds):
             "the drafts' rows come from the head's own hidden states: roll the cache back to the "
             "text, and leave `last` alone"
         )
-    empty = impl.Drafter(head, model, 64, 0)
-    drafts = empty.chain(3, GREEDY, Seeded(), FullVocabulary(model))
+    empty = impl.Drafter(head, model, head.new_cache(64), 0)
+    drafts = chain(empty, 3, GREEDY, Seeded(), FullVocabulary(model))
     assert drafts == ([], []), "without a hidden state there are no drafts"
 
 
@@ -131,7 +138,7 @@ def test_sampled_drafts_come_with_the_distribution_they_were_drawn_from(impl, se
         ids = rng.sample(range(24), 7)
         subset = Subset(model.lm_head.weight, ids)
         drafter = prepared(impl, model, head, tokens)
-        guess, draft_probs = drafter.chain(3, sampling, randomness, subset)
+        guess, draft_probs = chain(drafter, 3, sampling, randomness, subset)
         assert guess == [ids[j] for j in randomness.drawn] and len(guess) == 3, (
             "k = 3 tokens, each as it was drawn from the subset"
         )
@@ -142,7 +149,7 @@ def test_sampled_drafts_come_with_the_distribution_they_were_drawn_from(impl, se
             )
             hidden = model(tokens[:-1])[0]
             for t in range(i + 1):
-                drafter = fastmtp.Drafter(head, model, 64, 0)
+                drafter = fastmtp.Drafter(head, model, head.new_cache(64), 0)
                 out = drafter.run(hidden, tokens[1:] + guess[:t])[-1:]
                 hidden = torch.cat([hidden, out])
             right = torch.zeros(24, dtype=torch.float64)
@@ -156,10 +163,10 @@ def test_after_every_round_the_cache_follows_the_text(impl, seeds):
     for seed in seeds(4):
         rng, model, tokens = random.Random(seed), small_model(seed), random_text(seed)
         head = random_mtp_head(model, seed)
-        drafter = impl.Drafter(head, model, 64, 0)
+        drafter = impl.Drafter(head, model, head.new_cache(64), 0)
         drafter.extend(model(tokens[:-1])[0], tokens[1:])
         for round_ in range(5):
-            guess, _ = drafter.chain(3, GREEDY, Seeded(), FullVocabulary(model))
+            guess, _ = chain(drafter, 3, GREEDY, Seeded(), FullVocabulary(model))
             new = guess[: rng.randint(0, 3)] + [rng.randrange(24)]
             hidden = model(tokens + new[:-1])[0, len(tokens) - 1 :]
             tokens = tokens + new
@@ -227,7 +234,7 @@ def test_aligned_training_is_drafting(impl, seeds):
         logits = loss_of(impl, model, head, True, 4).steps(hidden, tokens)
         assert len(logits) == 4, "one tensor of logits a step"
         for i in range(n):
-            drafter = fastmtp.Drafter(head, model, 64, 0)
+            drafter = fastmtp.Drafter(head, model, head.new_cache(64), 0)
             out = drafter.run(hidden[0, : i + 1], text[1 : i + 2])[-1:]
             drafter.cache.lengths = [i + 1]
             for k in range(4):

@@ -170,11 +170,14 @@ class MTP(Drafted):
 
     def begin(self, tokens, hidden, capacity):
         offset = len(tokens) - 1 - len(hidden)  # rows of a kept cache have no hidden states
-        self.drafter = Drafter(self.head, self.model, capacity, offset)
+        cache = self.head.new_cache(capacity)
+        self.drafter = Drafter(self.head, self.model, cache, offset)
         self.drafter.extend(hidden, tokens[offset + 1 :])
 
     def drafts(self, tokens, k, sampling, randomness):
-        return self.drafter.chain(k, sampling, randomness, self.vocabulary.select(tokens))
+        draft_head = self.vocabulary.select(tokens)
+        drafts, draft_probs = self.drafter.chain(k, sampling, randomness, draft_head)
+        return drafts.tolist(), draft_probs
 
     def learn(self, tokens, tree, path, hidden):
         super().learn(tokens, tree, path, hidden)

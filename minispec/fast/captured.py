@@ -1,0 +1,259 @@
+"""CUDA graphs. A pass launches about a thousand small operations, each of which takes the host
+longer than the GPU. A graph records them once and repeats them with a single launch.
+
+A graph repeats its operations at the same addresses. So what differs between two passes is copied
+to static tensors first: the tokens, the number of committed rows, depths and mask. The memory of a
+cache is static, too: when the cache is no longer used, the next one gets its memory and graphs.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec.cache import KVCache, placement
+from minispec.cli import note
+from minispec.fast.graphs import MAX_ROWS, CacheView, Replaced
+from minispec.methods.fastmtp import Drafter, MTPHead
+from minispec.methods.vocabulary import DraftHead
+from minispec.model import Transformer
+from minispec.sampling import Randomness, Sampling
+
+SPAN = 256  # cache rows that a graph reads: this many, or a larger power of two
+
+# ---- one graph -----------------------------------------------------------------------------------
+
+
+def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """Record what `run` does on the GPU. Returns its result and a function that repeats it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()  # libraries allocate memory in their first calls
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory_pool()):
+        result = run()
+    return result, graph.replay
+
+
+@lru_cache
+def memory_pool() -> tuple[int, int]:
+    """The pool that all graphs take their memory from. Only one of them runs at a time."""
+    return torch.cuda.graph_pool_handle()
+
+
+class Graph:
+    """A captured `function` of tensors with the sizes of `inputs`."""
+
+    @torch.inference_mode()
+    def __init__(self, function: Callable[..., Tensor], inputs: list[Tensor], device: torch.device):
+        self.inputs = [x.to(device, copy=True) for x in inputs]
+        self.result, self.replay = capture(lambda: function(*self.inputs))
+
+    @torch.inference_mode()
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """The function's result, until the next graph overwrites it."""
+        for static, x in zip(self.inputs, inputs):
+            x = x.pin_memory() if static.is_cuda and not x.is_cuda else x
+            static.copy_(x, non_blocking=True)
+        self.replay()
+        return self.result
+
+
+class StaticCache(CacheView):
+    """The first `span` rows of a cache for one sequence. `length` (1,) is the number of committed
+    rows, a tensor on the device."""
+
+    def __init__(self, cache: KVCache, span: int):
+        super().__init__(*([layer[:, :span] for layer in kv] for kv in (cache.k, cache.v)))
+        self.row_ids = cache.row_ids[:span]
+        self.length = self.row_ids[:1]
+
+    def place(self, n: int, depth: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See KVCache."""
+        return placement(self.length[:, None], self.row_ids, depth, mask)
+
+    def commit(self, path: list[int]) -> None:
+        """See KVCache. The path must be a chain."""
+        self.length = self.length + len(path)
+
+    def truncate(self, length: Tensor) -> None:
+        """See KVCache."""
+        self.length = length
+
+
+# ---- caches --------------------------------------------------------------------------------------
+
+
+class Graphs(dict):
+    """The graphs that use the memory of one cache. A copy of the cache has none."""
+
+    failed = False  # in this process: no more graphs are captured
+
+    def __reduce__(self) -> tuple:
+        return Graphs, ()
+
+    def capture(self, key: tuple, function: Callable, inputs: list[Tensor], cache: KVCache) -> bool:
+        """Capture a graph, unless there is one for the key. Returns whether that succeeded."""
+        try:
+            self[key] = self.get(key) or Graph(function, inputs, cache.device)
+        except RuntimeError as error:
+            Graphs.failed = True
+            note(f"CUDA graphs do not work here, so passes run without them ({error})")
+        return key in self
+
+
+class CachePool(Replaced):
+    """`new_cache` of a model or head. A new cache gets the memory and the graphs of one that is no
+    longer used, if it is large enough. Otherwise unused memory is freed first."""
+
+    def __init__(self, network: Transformer | MTPHead):
+        super().__init__(network, "new_cache")
+        self.unused: list[KVCache] = []
+
+    @torch.inference_mode(False)  # the memory outlives a run
+    def __call__(self, capacity: int | None = None, **batch: int) -> KVCache:
+        if batch:
+            return self.plain(capacity, **batch)
+        capacity = capacity or self.module.config.context
+        fitting = [memory for memory in self.unused if memory.capacity >= capacity]
+        if fitting:
+            memory = min(fitting, key=lambda memory: memory.capacity)
+            self.unused.remove(memory)
+            memory.kv.zero_()
+        else:
+            self.unused.clear()
+            memory = self.plain(-(-capacity // SPAN) * SPAN)
+            memory.graphs = Graphs()
+        cache = copy.copy(memory)
+        cache.capacity = capacity
+        weakref.finalize(cache, self.unused.append, memory).atexit = False
+        return cache
+
+
+def span_of(cache: KVCache, n: int) -> int | None:
+    """The rows that a graph of `n` more rows reads. None if there can be no graph: the cache is not
+    from a CachePool, they do not fit its memory, or gradients are recorded."""
+    if not hasattr(cache, "graphs") or Graphs.failed or torch.is_grad_enabled():
+        return None
+    rows, needed = cache.kv.shape[3], cache.length + n
+    if needed > rows:
+        return None
+    return min(rows, max(SPAN, 1 << (needed - 1).bit_length()))
+
+
+# ---- passes of a model ---------------------------------------------------------------------------
+
+
+class CapturedPass(Replaced):
+    """`forward` of a model. A pass over 1 to 64 rows after the rows of a cache replays a graph."""
+
+    def __init__(self, model: Transformer):
+        super().__init__(model, "forward")
+
+    def __call__(
+        self, tokens: list[int] | Tensor, cache: KVCache | None = None,
+        depth: Tensor | None = None, mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        feed = torch.as_tensor(tokens)
+        n = feed.numel()
+        count = 1 << max(n - 1, 0).bit_length()  # rows of the graph; the pass is padded
+        span = span_of(cache, count) if 0 < n <= MAX_ROWS else None
+        if span is None:
+            return self.plain(tokens, cache, depth, mask)
+        feed = F.pad(feed, (0, count - n)) if count > n else feed
+        inputs = [feed.view(-1), layout(cache.length, count, depth, mask)]
+        run = self.static_pass(StaticCache(cache, span), count)
+        if not cache.graphs.capture((count, span), run, inputs, cache):
+            return self.plain(tokens, cache, depth, mask)
+        return cache.graphs[count, span](*inputs)[:, :n].clone()
+
+    def static_pass(self, cache: StaticCache, n: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """The plain pass over `n` tokens as a function of tensors only."""
+
+        def run(tokens: Tensor, layout: Tensor) -> Tensor:
+            cache.length, depth, mask = layout.split([1, n, n * n])
+            return self.plain(tokens, cache, depth, mask.view(n, n) > 0)
+
+        return run
+
+
+def layout(length: int, n: int, depth: Tensor | None, mask: Tensor | None) -> Tensor:
+    """Everything but the tokens that a pass over `n` rows depends on, in one tensor of integers:
+    the number of committed rows, depths (n,) and the flattened mask. Padding attends to itself."""
+    depths, visible = torch.arange(n), torch.ones(n, n, dtype=torch.int64).tril()
+    if depth is not None:
+        depths[: len(depth)] = depth
+    if mask is not None:
+        visible = torch.eye(n, dtype=torch.int64)
+        visible[: len(mask), : len(mask)] = mask
+    return torch.cat([torch.tensor([length]), depths, visible.flatten()])
+
+
+# ---- drafts of a FastMTP head --------------------------------------------------------------------
+
+
+class CapturedDrafter(Drafter):
+    """Draws all greedy drafts of a round in one graph."""
+
+    def draft(
+        self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness,
+        draft_head: DraftHead,
+    ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+        n = sum(len(new) for _, new in self.pending)
+        span = span_of(self.cache, n + k)
+        if sampling.temperature > 0 or k < 1 or not 0 < n <= MAX_ROWS or span is None:
+            return super().draft(tokens, k, sampling, randomness, draft_head)
+        hidden, new = self.joined_pending()
+        inputs = [hidden, torch.tensor([self.cache.length, self.offset, *new])]
+        run = self.static_round(StaticCache(self.cache, span), k, draft_head)
+        key = n, k, span, draft_head.logits
+        if not self.cache.graphs.capture(key, run, inputs, self.cache):
+            return super().draft(tokens, k, sampling, randomness, draft_head)
+        self.pending.clear()
+        self.cache.commit(list(range(n)))
+        return self.cache.graphs[key](*inputs), []
+
+    def static_round(
+        self, cache: StaticCache, k: int, draft_head: DraftHead
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """A greedy round as a function of tensors only."""
+        drafter = Drafter(self.head, self.model, cache, self.offset)
+
+        def run(hidden: Tensor, integers: Tensor) -> Tensor:
+            cache.length, drafter.offset, tokens = integers.tensor_split([1, 2])
+            drafter.extend(hidden, tokens)
+            drafts, _ = drafter.chain(k, Sampling(0), None, draft_head)
+            return torch.cat([tokens[-1:], drafts])
+
+        return run
+
+
+class CapturedDrafters(Replaced):
+    """`drafter` of a head."""
+
+    def __init__(self, head: MTPHead):
+        super().__init__(head, "drafter")
+
+    def __call__(self, model: Transformer, cache: KVCache, offset: int) -> CapturedDrafter:
+        return CapturedDrafter(self.module, model, cache, offset)
+
+
+# ---- everything ----------------------------------------------------------------------------------
+
+
+def capture_passes(network: Transformer | MTPHead) -> None:
+    """From now on, decode with CUDA graphs."""
+    if not is_captured(network):
+        CachePool(network)
+        CapturedPass(network) if isinstance(network, Transformer) else CapturedDrafters(network)
+
+
+def is_captured(network: Transformer | MTPHead) -> bool:
+    """Whether `capture_passes` has been called for the network."""
+    return isinstance(network.new_cache, CachePool)

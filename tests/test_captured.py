@@ -1,0 +1,199 @@
+"""Decoding with CUDA graphs, on the simulated device."""
+
+import copy
+import pickle
+import random
+from collections.abc import Iterator
+
+import pytest
+import simulated
+import torch
+from conftest import method_options, random_model, random_tokens, random_tree
+from simulated import DEVICE, Simulated, SimulatedDevice
+
+from minispec import Sampling
+from minispec.fast import captured
+from minispec.fast.captured import CachePool, Graphs, capture_passes
+from minispec.generate import METHODS, decode, stream
+from minispec.model import Transformer
+from minispec.sampling import Seeded
+from minispec.tree import Step
+
+WAYS = [  # method, options
+    ("autoregressive", {}),
+    ("speculative", {"k": 3}),
+    ("prompt-lookup", {}),
+    ("medusa", {}),
+    ("lookahead", {"window": 3, "ngram": 3}),
+    ("fastmtp", {"k": 2}),
+    ("hybrid", {"k": 3}),
+]
+
+
+@pytest.fixture(autouse=True)
+def simulated_graphs(monkeypatch):
+    monkeypatch.setattr(captured, "capture", simulated.capture)
+    with SimulatedDevice():
+        yield
+
+
+def captured_model(seed: int = 5) -> Transformer:
+    model = random_model(seed, layers=1).to(DEVICE)
+    capture_passes(model)
+    return model
+
+
+def captured_options(method: str, model: Transformer) -> dict:
+    """A draft or heads that decode with graphs like the model."""
+    options = method_options(model).get(method, {})
+    for drafter in (value for value in options.values() if hasattr(value, "new_cache")):
+        capture_passes(drafter)
+    return options
+
+
+def graphs_of(model: Transformer) -> list[tuple]:
+    """The graphs of unused caches of a model."""
+    return [key for memory in model.new_cache.unused for key in memory.graphs]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@torch.no_grad()
+def test_replays_equal_plain_passes(seed):
+    """Random chains and trees, with commits, in each span of a cache."""
+    rng, model, plain = random.Random(seed), captured_model(seed), random_model(seed, layers=1)
+    cache, expected = model.new_cache(700), plain.new_cache(700)
+    for length in rng.randint(0, 240), 250, 508, 690:
+        tokens = random_tokens(length)
+        for one, its_cache in (model, cache), (plain, expected):
+            its_cache.truncate(0)
+            one.prefill(tokens, its_cache)
+        for _ in range(3):
+            tree = random_tree(rng, rng.randint(1, min(9, expected.free_rows)))
+            shape = (tree.depth, tree.mask) if rng.random() < 0.7 else ()
+            hidden = model(tree.tokens, cache, *shape).cpu()
+            assert torch.allclose(hidden, plain(tree.tokens, expected, *shape), atol=1e-10)
+            path = sorted({0, rng.randrange(len(tree))})
+            cache.commit(path)
+            expected.commit(path)
+    assert {span for _, span in cache.graphs} >= {256, 512}
+
+
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method, options", WAYS)
+def test_a_method_decodes_as_without_graphs_and_captures_them_once(method, options, temperature):
+    options = options | {"temperature": temperature, "max_new_tokens": 8, "seed": 3}
+    plain, model, prompt = random_model(5, layers=1), captured_model(), random_tokens(9)
+    plain_options = options | method_options(plain).get(method, {})
+    options |= captured_options(method, model)
+    expected, graphs = decode(plain, None, prompt, method, **plain_options), []
+    for _ in range(2):
+        assert decode(model, None, prompt, method, **options).tokens == expected.tokens
+        graphs.append(graphs_of(model))
+    assert graphs[0] == graphs[1] != []
+
+
+# method -> options; launches and copies in a greedy round without new graphs; synchronisations
+ROUNDS = {
+    "autoregressive": ({}, 8, 1),
+    "prompt-lookup": ({}, 8, 1),
+    "jacobi": ({}, 8, 1),
+    "fastmtp": ({"k": 3}, 12, 1),
+    "hybrid": ({"k": 3}, 12, 1),
+}
+
+
+@pytest.mark.parametrize("method", ROUNDS)
+def test_a_greedy_round_takes_few_launches(method):
+    options, launches, synchronisations = ROUNDS[method]
+    model = captured_model()
+    rounds = greedy_rounds(model, method, options | captured_options(method, model))
+    counts = set()
+    for _ in range(12):
+        Simulated.launches = Simulated.synchronisations = 0
+        next(rounds)
+        counts.add((Simulated.launches, Simulated.synchronisations))
+    assert (launches, synchronisations) in counts
+    assert all(count[0] <= launches or count[0] > 40 for count in counts), counts  # or new graphs
+
+
+def greedy_rounds(model: Transformer, method: str, options: dict) -> Iterator[Step]:
+    rounds = METHODS[method](model, random_tokens(9), Sampling(), Seeded(), **options)
+    while True:
+        with torch.inference_mode():
+            step = next(rounds)
+        yield step
+
+
+def test_runs_that_take_turns_have_their_own_memory():
+    model, plain = captured_model(), random_model(5, layers=1)
+    prompts = [random_tokens(9), random_tokens(12, seed=2)]
+    options = captured_options("fastmtp", model) | {"max_new_tokens": 8}
+    runs = [stream(model, None, prompt, "fastmtp", **options) for prompt in prompts]
+    for _ in zip(*runs):
+        pass
+    for run, prompt in zip(runs, prompts):
+        expected = decode(plain, None, prompt, max_new_tokens=8).tokens
+        for _ in run:
+            pass
+        assert run.tokens == expected
+
+
+def test_a_kept_cache_keeps_its_graphs():
+    model, plain = captured_model(), random_model(5, layers=1)
+    cache, options = model.new_cache(128), captured_options("fastmtp", model)
+    options |= {"cache": cache, "max_new_tokens": 6}
+    first = decode(model, None, random_tokens(9), "fastmtp", **options)
+    before = set(cache.graphs)
+    prompt = random_tokens(9) + first.tokens + [3, 1]
+    second = decode(model, None, prompt, "fastmtp", **options)
+    assert second.tokens == decode(plain, None, prompt, max_new_tokens=6).tokens
+    assert before and set(cache.graphs) >= before
+
+
+def test_an_unused_cache_gives_its_memory_to_the_next():
+    pool = CachePool(random_model(5, layers=1).to(DEVICE))
+    first, second = pool(100), pool(200)
+    addresses = first.kv.data_ptr(), second.kv.data_ptr()
+    assert first.kv is not second.kv and pool.unused == []
+    first.kv.fill_(7)
+    first.graphs["key"] = "graph"
+    del first
+    third = pool(256)
+    assert third.graphs == {"key": "graph"} and third.capacity == 256 and not third.kv.cpu().any()
+    del second
+    fourth = pool(257)  # too large for what is free
+    assert fourth.graphs == {} and fourth.kv.shape[3] == 512 and pool.unused == [], addresses
+    assert pool(10, batch=2).lengths == [0, 0]
+
+
+def test_without_graphs_decoding_goes_on(monkeypatch, capsys):
+    def fails(run):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(captured, "capture", fails)
+    monkeypatch.setattr(Graphs, "failed", False)
+    model = captured_model()
+    for method in "autoregressive", "fastmtp":
+        run = decode(model, None, random_tokens(9), method, max_new_tokens=8,
+                     **captured_options(method, model))  # fmt: skip
+        expected = decode(random_model(5, layers=1), None, random_tokens(9), max_new_tokens=8)
+        assert run.tokens == expected.tokens
+    assert capsys.readouterr().err.count("CUDA graphs do not work here") == 1
+
+
+def test_copies_have_no_graphs():
+    model = captured_model()
+    cache = model.new_cache(64)
+    with torch.no_grad():
+        model([1, 2, 3], cache)
+    assert cache.graphs and not copy.deepcopy(cache.graphs)
+    other = copy.deepcopy(model)
+    assert captured.is_captured(model) and not captured.is_captured(other)
+    assert not pickle.loads(pickle.dumps(cache.graphs))
+
+
+def test_training_is_not_captured():
+    model = captured_model()
+    cache = model.new_cache(64)
+    model([1, 2, 3], cache)
+    assert not cache.graphs
