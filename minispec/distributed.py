@@ -137,8 +137,8 @@ def connect() -> None:
         store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
         dist.init_process_group(store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
-        advice = f"start them with torchrun --nproc-per-node N, or unset WORLD_SIZE={size}"
-        raise UserError(f"the {size} processes did not find each other: {error} ({advice})") from None
+        raise UserError(f"the {size} processes did not find each other: {error} (start them with "
+                        "torchrun --nproc-per-node N, or unset WORLD_SIZE)") from None  # fmt: skip
     finally:
         waiting.cancel()
     atexit.register(dist.destroy_process_group)
