@@ -1,5 +1,6 @@
 """Plans without weights: sizes computed by hand, the roofline, what methods gain, wrong input."""
 
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 import torch
 from conftest import last_error_line
 
+from minispec import UserError
 from minispec.bench import __main__ as bench
 from minispec.bench import machine, measure, shapes
 from minispec.bench.plan import Setting
@@ -307,16 +309,13 @@ def test_json_says_what_command_made_it(capsys):
 # ---- memory --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("free, plans", [(5_000, True), (10**6, False), (None, False)])
-def test_a_model_that_does_not_fit_in_memory_is_planned(monkeypatch, capsys, free, plans):
+@pytest.mark.parametrize("free, fits", [(5_000, False), (10**6, True), (None, True)])
+def test_a_model_that_does_not_fit_in_memory_is_refused(monkeypatch, free, fits):
     """Random weights of ODD take 2 · 4 bytes for each of its parameters."""
     monkeypatch.setattr(shapes, "free_memory", lambda device: free)
-    monkeypatch.setattr(bench, "run", lambda *_: print("DECODED"))
-    bench.main("--shape qwen2.5-0.5b --device cpu".split())
-    out = capsys.readouterr()
-    assert ("Times are lower bounds" in out.out) == plans != ("DECODED" in out.out)
-    expected = "qwen2.5-0.5b in float32 needs up to 450.67 kB, but 5.00 kB are free: nothing"
-    assert (expected in out.err) == plans
+    line = "qwen2.5-0.5b in float32 needs up to 450.67 kB, but 5.00 kB are free; --plan needs no"
+    with contextlib.nullcontext() if fits else pytest.raises(UserError, match=line):
+        shapes.check_memory("qwen2.5-0.5b", "float32", "cpu", int8=False)
 
 
 def test_free_memory_is_limited_by_the_container(tmp_path, monkeypatch):
