@@ -173,13 +173,14 @@ def method_rows(args: argparse.Namespace, setting: Setting, model: Transformer) 
     yield expected_round(f"speculative ({name} draft)", gains, policy.costs, rates, source)
 
     if args.mtp is not None or args.acceptance is None:
-        rates, source = mtp_acceptance(args.mtp)
+        path, source = measured_heads(args.mtp, "--mtp", "mtp_acceptance", "acceptance")
+        rates = read_acceptance(path)
     head = without_data(partial(MTPHead, model.config), setting.dtype)
     cost = setting.cost(roofline.block_work(head, (head, lm_head), setting.cached), model)
     policy = AdaptiveK(curve, cost, 8, rates)
     yield expected_round("fastmtp", policy.accept_probs(), policy.costs, rates, source)
 
-    path, source = config_of(args.heads, "--heads", "medusa")
+    path, source = measured_heads(args.heads, "--heads", "medusa_accuracy", "tree")
     heads = medusa_heads(path, model)
     policy = AdaptiveTree(curve, setting.cost(roofline.heads_work(heads, lm_head), model))
     costs = [1.0, *policy.costs[1:]]  # a round without drafts does not run the heads
@@ -188,7 +189,7 @@ def method_rows(args: argparse.Namespace, setting: Setting, model: Transformer) 
 
 
 def expected_round(
-    method: str, gains: Iterable[float], costs: list[float], known: list[float], source: str
+    method: str, gains: Iterable[float], costs: list[float], rates: list[float], source: str
 ) -> dict:
     """A method's row of the table: its best number of drafts and what a round with them yields and
     costs. The first draft adds gains[0] tokens to a round on average, and so on. costs[n] is the
@@ -198,7 +199,7 @@ def expected_round(
     tokens = 1.0 + sum(gains[:n])
     return {
         "method": method,
-        "acceptance": known,  # by step
+        "acceptance": rates,  # by step
         "acceptance_source": source,
         "drafts": n,
         "tokens_per_pass": tokens,
@@ -207,35 +208,27 @@ def expected_round(
     }
 
 
-def mtp_acceptance(source: str | None) -> tuple[list[float], str]:
-    """The acceptance by step of the head of --mtp, or of SmolLM2's, and whose it is."""
-    path, source = config_of(source, "--mtp", "mtp")
-    rates = read_acceptance(path)
-    if rates is None:
-        raise UserError(f"{path} has no mtp_acceptance; measure it with minispec.distill "
-                        "acceptance, or use --acceptance instead of --mtp")  # fmt: skip
-    return rates, source
-
-
-def config_of(source: str | None, flag: str, shipped: str) -> tuple[Path, str]:
-    """The config.json of a flag's heads (default: those shipped for SmolLM2), and whose it is."""
-    if source is None:
-        return paths.SMOLLM2_HEADS / shipped / "config.json", "measured with SmolLM2's"
-    path = Path(source).parent if Path(source).is_file() else Path(source)
-    if not (path / "config.json").is_file():
+def measured_heads(source: str | None, flag: str, key: str, command: str) -> tuple[Path, str]:
+    """The config.json of a flag's heads (default: SmolLM2's), and whose it is. Raises UserError if
+    it does not have the `key` that this command of distill writes."""
+    default = paths.SMOLLM2_HEADS / key.partition("_")[0]  # mtp or medusa
+    path = default if source is None else Path(source)
+    path = (path.parent if path.is_file() else path) / "config.json"
+    if not path.is_file():
         raise UserError(f"{flag} {source}: there is no config.json, which has the acceptance")
-    return path / "config.json", f"measured with {source}"
+    rates = read_json(path).get(key)
+    if not isinstance(rates, list) or not rates:
+        raise UserError(f"{path} has no {key}; measure it with minispec.distill {command}")
+    return path, "measured with " + ("SmolLM2's" if source is None else source)
 
 
 def medusa_heads(path: Path, model: Transformer) -> MedusaHeads:
     """Heads without data for the model, with the accuracies and layers of a config.json."""
-    keys = CheckedJson(path, read_json(path))
-    measured = keys.raw.get("medusa_accuracy")
-    if not isinstance(measured, list) or not measured:
-        raise UserError(f"{path} has no medusa_accuracy; measure it with minispec.distill tree")
+    keys = CheckedJson(path)
     layers = keys.get("medusa_num_layers", integer(0, 99), 1)
     vocab_size = None if str(keys.raw.get("version")) == "2" else model.config.vocab_size
-    make = partial(MedusaHeads, len(measured), layers, model.config.hidden_size, vocab_size)
+    count = len(keys.raw["medusa_accuracy"])
+    make = partial(MedusaHeads, count, layers, model.config.hidden_size, vocab_size)
     heads = without_data(make, model.dtype)
     read_tree(heads, path)
     rates = heads.accuracy
