@@ -289,17 +289,6 @@ def test_the_tables_and_where_their_figures_come_from(capsys):
     assert "sent per row" not in capsys.readouterr().out
 
 
-def test_markdown_has_the_same_tables_and_the_command(capsys):
-    bench.main("--shape llama-2-7b --cached 100 --markdown".split())
-    *tables, facts, command = capsys.readouterr().out.rstrip("\n").split("\n\n")
-    assert command == "    python -m minispec.bench --shape llama-2-7b --cached 100 --markdown"
-    assert "100 tokens in the cache" in facts and "\n" not in facts
-    assert len(tables) == 3
-    for table in tables:
-        header, rule, *rows = table.splitlines()
-        assert set(rule) == {"|", "-"} and len({row.count("|") for row in (header, *rows)}) == 1
-
-
 def test_json_says_what_command_made_it(capsys):
     bench.main("--shape llama-2-7b --plan --json".split())
     about = json.loads(capsys.readouterr().out)["about"]
@@ -355,6 +344,7 @@ def test_no_data_is_allocated():
         ("--link -1", "must be a number"), ("--cached -1", "must be a whole number"),
         ("--card gpu", "invalid choice"), ("--acceptance 1.1 --plan", "must be a number"),
         ("--plan --repeats 2", "a plan measures nothing; omit --repeats"),
+        ("--plan --markdown", "a plan measures nothing; omit --markdown"),
         ("--nproc 2 --device cpu --compile", "a plan measures nothing; omit --device, --compile"),
         ("--plan --dtype float32", "give the card's rate with --flops"),
         ("--plan --dtype int4", "dtype int4 is not supported"),

@@ -114,16 +114,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     unused = given("model", "methods", "data", "kind", "generated", "questions", "temperature",
                    "k", "prompts", "vocabulary_sizes")  # fmt: skip
-    measuring = given("device", "compile", "busy", "repeats", "max_new_tokens")
-    planning = given(*plan.FLAGS)
+    measuring = given("device", "compile", "busy", "repeats", "max_new_tokens", "markdown")
+    planning, for_shape = given(*plan.FLAGS), given("acceptance", *plan.FLAGS)
     args.plan = bool(args.shape and (planning or given("draft", "heads", "mtp")))
     for wrong, message in (
         (args.shape and unused, f"--shape has its own weights and prompt; omit {unused}"),
-        (planning and not args.shape, f"{planning}: requires --shape"),
+        (for_shape and not args.shape, f"{for_shape}: requires --shape"),
         (args.plan and measuring, f"a plan measures nothing; omit {measuring}"),
         (args.plan and args.draft not in (None, *MODEL_SHAPES),
          f"--draft {args.draft}: with --shape, choose one of {', '.join(MODEL_SHAPES)}"),
-        (args.acceptance is not None and not args.shape, "--acceptance requires --shape"),
         (args.kind and not args.data, "--kind requires --data"),
         (args.compile and distributed.world.size > 1, distributed.NOT_COMPILED),
         (args.markdown and len(args.temperature) > 1,
@@ -150,17 +149,11 @@ def main(argv: list[str] | None = None) -> None:
     command = command_line("minispec.bench", argv, distributed.world.size)
     about = describe_machine() | {"command": command}
     with stdout_reserved() if args.json else contextlib.nullcontext() as out:
-        report = print_plan(args, about) if args.plan else run(args, about)
+        report = {"plan": plan.make_plan(args)} if args.plan else run(args, about)
         if args.json:
             print(json.dumps({"about": about} | report), file=out)
-
-
-def print_plan(args: argparse.Namespace, about: dict) -> dict:
-    """Print what --shape would cost and gain on a card, without its weights. Return it for JSON."""
-    planned = plan.make_plan(args)
-    if not args.json:
-        print(plan_text(planned, about["command"] if args.markdown else None))
-    return {"plan": planned}
+        elif args.plan:
+            print(plan_text(report["plan"]))
 
 
 def run(args: argparse.Namespace, about: dict) -> dict:

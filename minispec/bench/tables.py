@@ -144,13 +144,10 @@ def measured_facts(
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-def plan_text(plan: dict, command: str | None = None) -> str:
-    """The plan as aligned tables or, with the command that made it, in Markdown."""
+def plan_text(plan: dict) -> str:
+    """The plan as sentences and tables."""
     planned = method_table(PLANNED_COLUMNS, plan["methods"])
     tables = size_table(plan["shares"]), pass_table(plan), planned
-    if command:
-        facts = " ".join(planned_facts(plan))
-        return "\n\n".join([*map(markdown_table, tables), facts, f"    {command}"])
     return "\n\n".join(["\n".join(planned_facts(plan)), *map(aligned, tables)]) + "\n"
 
 
