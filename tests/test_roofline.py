@@ -14,7 +14,7 @@ from conftest import last_error_line
 from minispec import UserError
 from minispec.bench import __main__ as bench
 from minispec.bench import machine, measure, shapes
-from minispec.bench.plan import Setting
+from minispec.bench.plan import make_shape
 from minispec.bench.roofline import CARDS, Hardware, Work, pass_work, without_data
 from minispec.bench.shapes import MODEL_SHAPES
 from minispec.methods.adaptive import expected_tokens, grow_tree
@@ -262,10 +262,9 @@ def test_ranks_draft_together(planned):
 
 
 def test_a_draft_that_ranks_cannot_share_is_whole_on_each():
-    ranks = Setting(CARDS["h100"], torch.bfloat16, int8=False, cached=9, ranks=64)
-    alone = replace(ranks, ranks=1)
-    whole, of_rank = alone.model("llama-3.1-8b"), ranks.model("llama-3.1-8b", draft=True)
-    assert ranks.work(of_rank) == alone.work(whole)
+    args = bench.parse("--shape llama-3.1-70b --plan".split())
+    whole, of_rank = (make_shape(args, "llama-3.1-8b", n, draft=True) for n in (1, 64))
+    assert pass_work(of_rank, cached=9) == pass_work(whole, cached=9)
 
 
 # ---- output --------------------------------------------------------------------------------------
