@@ -199,11 +199,12 @@ def write_card(
     print(table)
 
 
-def markdown_table(corner: str, columns: list[str], rows: dict[object, list[float]]) -> str:
-    """A Markdown table of rates."""
+def markdown_table(corner: str, columns: list[str], rows: dict[object, list[float | str]]) -> str:
+    """A Markdown table of rates or texts."""
     lines = [f"| {' | '.join([corner, *columns])} |", "|---" * len(columns) + "|---|"]
-    for name, rates in rows.items():
-        lines.append(f"| {name} | " + " | ".join(f"{rate:.3f}" for rate in rates) + " |")
+    for name, values in rows.items():
+        cells = [value if isinstance(value, str) else f"{value:.3f}" for value in values]
+        lines.append(f"| {' | '.join([str(name), *cells])} |")
     return "\n".join(lines)
 
 
