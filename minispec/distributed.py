@@ -266,10 +266,8 @@ def from_rank_0(function: Callable[[], T]) -> T:
     if tensor_parallel.size == 1:
         return function()
     with together():
-        result = [function() if tensor_parallel.rank == 0 else None]
-    with connected():
-        dist.broadcast_object_list(result)
-    return result[0]
+        result = function() if tensor_parallel.rank == 0 else None
+    return all_gather(result)[0]
 
 
 @contextlib.contextmanager

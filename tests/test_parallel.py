@@ -103,7 +103,6 @@ def on_threads(size: int, monkeypatch, function) -> list:
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(size) as pool:
         patch.setattr(dist, "all_reduce", all_reduce)
-        patch.setattr(dist, "broadcast_object_list", lambda objects: None)
         patch.setattr(distributed, "tensor_parallel", Group(0, size))
         return list(pool.map(run, range(size)))
 
