@@ -15,10 +15,8 @@ from minispec.cli import number
 from minispec.distill.documents import (
     Documents,
     cross_entropy,
-    hidden_states,
     load_target,
     store_vocabulary,
-    texts_of,
     train_on_generated,
 )
 from minispec.methods.fastmtp import MTPHead
@@ -134,9 +132,7 @@ def measure(
 ) -> str:  # fmt: skip
     """Set the head's acceptance to the mean of `step_accuracy` over the kinds of documents. Returns
     a Markdown table with a row per kind and a column per step."""
-    texts = texts_of(rows, context)
-    states = hidden_states(target, texts, torch.float32)
-    measured = loss(Documents(texts, [len(row["prompt"]) for row in rows], states))
+    measured = loss(Documents.from_rows(rows, target, context, torch.float32))
     kinds: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         kinds.setdefault(row["kind"], []).append(i)
