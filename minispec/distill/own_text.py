@@ -11,10 +11,10 @@ prompt decides, not the position, so sorting, joining or extending files moves n
 import gzip
 import json
 import lzma
-import zlib
 from hashlib import blake2b
 from pathlib import Path
 
+from minispec.checkpoints.errors import user_error
 from minispec.checkpoints.load import check_fingerprint
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError
@@ -22,7 +22,6 @@ from minispec.model import Transformer
 from minispec.training.text import HOLD_OUT_EVERY
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open}  # compressed files that can be read
-UNPACKING_ERRORS = EOFError, lzma.LZMAError, zlib.error  # in addition to OSError and ValueError
 
 
 def read_generated(path: Path, tokenizer: Tokenizer | None = None) -> tuple[dict, list[dict]]:
@@ -31,28 +30,23 @@ def read_generated(path: Path, tokenizer: Tokenizer | None = None) -> tuple[dict
     the documents were made with another tokenizer."""
     header: dict = {}
     opener = OPENERS.get(path.suffix, open)
-    try:
+    with user_error(f"{path} is not a file from minispec.distill generate"):
         with opener(path, "rt", encoding="utf-8") as file:
             rows = [json.loads(line) for line in file.read().split("\n")[:-1]]
         if rows and "options" in rows[0]:
             header = rows.pop(0)
-            require(isinstance(header["options"], dict), "options is not an object")
-            require(isinstance(header["tokenizer"], str), "tokenizer is not a hash")
-        for row in rows:
-            require(isinstance(row["kind"], str), "kind is not a string")
-            require(row["kind"] and row["prompt"] and row["tokens"], "an empty field")
-            ids = row["prompt"] + row["tokens"]
-            require(all(type(i) is int and 0 <= i < 2**31 for i in ids), "invalid token id")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, *UNPACKING_ERRORS) as error:
-        raise UserError(f"{path} is not a file from minispec.distill generate: {error}") from None
+        if not (all(map(is_document, rows)) and isinstance(header.get("options", {}), dict)):
+            raise ValueError('it needs lines of {"kind", "prompt", "tokens"}, a name and token ids')
     check_fingerprint(str(path), header.get("tokenizer"), tokenizer)
     return header, rows
 
 
-def require(valid: object, fault: str) -> None:
-    """Raise ValueError unless `valid`. Unlike assert, this also works under `python -O`."""
-    if not valid:
-        raise ValueError(fault)
+def is_document(row: object) -> bool:
+    """Whether a row has a kind, and a prompt and tokens that are not empty."""
+    match row:
+        case {"kind": str(kind), "prompt": [_, *_] as prompt, "tokens": [_, *_] as tokens}:
+            return kind != "" and all(type(i) is int and 0 <= i < 2**31 for i in prompt + tokens)
+    return False
 
 
 def read_split(
