@@ -673,7 +673,7 @@ def test_documents_without_a_label_are_skipped_and_counted(target, tmp_path, cap
     def write(*rows: dict) -> None:
         own.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    useless = [full] * 3 + [short] * (0 if is_draft else 2) + [other] * ("words" in command)
+    useless = [full] * 3 + [short] * 2 + [other] * ("words" in command)
     write(good, *useless)
     error = rejected(capsys, *options)
     assert "nothing to train on: the prompt fills the context of 8 tokens" in error

@@ -149,15 +149,15 @@ def cross_entropy(logits: Tensor, labels: Tensor, p: Tensor | None = None) -> Te
 
 
 def select_labelled(
-    rows: list[dict], context: int, purpose: str, first: int = 2, vocabulary: Subset | None = None
+    rows: list[dict], context: int, purpose: str, vocabulary: Subset | None = None
 ) -> list[dict]:
     """The documents with a label in their first `context` tokens: a generated token, in the
-    `vocabulary` if there is one, at index `first` or later (heads cannot predict earlier tokens). A
-    note counts the others. Raises UserError if none is left for the `purpose`."""
+    `vocabulary` if there is one, at index 2 or later (heads cannot predict earlier tokens). A note
+    counts the others. Raises UserError if none is left for the `purpose`."""
     known = set(vocabulary.host_ids.tolist()) if vocabulary else None
     kept = []
     for row in rows:
-        labels = (row["prompt"] + row["tokens"])[max(first, len(row["prompt"])) : context]
+        labels = (row["prompt"] + row["tokens"])[max(2, len(row["prompt"])) : context]
         if labels and (known is None or not known.isdisjoint(labels)):
             kept.append(row)
     why = (f"the prompt fills the context of {context} tokens, the text is too short, or no "
@@ -173,16 +173,15 @@ def select_labelled(
 def train_on_generated(
     args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer, model: nn.Module,
     loss: Callable[[Documents], Callable], options: str,
-    optimizers: list[torch.optim.Optimizer] | None = None, first: int = 2,
-    vocabulary: Subset | None = None,
+    optimizers: list[torch.optim.Optimizer] | None = None, vocabulary: Subset | None = None,
 ) -> tuple[TrainingRun, list[dict]]:  # fmt: skip
-    """Train `model` on the documents of --generated that `select_labelled` keeps. `loss` builds the
-    loss from them; `options` becomes part of the run's identity. Returns the run and the held-out
-    documents."""
+    """Train `model` on the documents of --generated that `select_labelled` keeps, and round it to
+    float16, as it is stored. `loss` builds the loss from them; `options` becomes part of the run's
+    identity. Returns the run and the held-out documents."""
     with distributed.together():
         training, held_out = read_split(args.generated, target, tokenizer)
-        training = select_labelled(training, args.context, "train on", first, vocabulary)
-        held_out = select_labelled(held_out, args.context, "measure on", first, vocabulary)
+        training = select_labelled(training, args.context, "train on", vocabulary)
+        held_out = select_labelled(held_out, args.context, "measure on", vocabulary)
         if len(training) < distributed.world.size:
             raise UserError(f"the {len(training)} documents to train on are too few for "
                             f"{distributed.world.size} processes")  # fmt: skip
@@ -191,4 +190,6 @@ def train_on_generated(
     identity = {"target": weights_digest(target), "text": text, "options": f"{options} {labels}"}
     documents = Documents.from_rows(training, target, args.context, args.dtype)
     batch = shuffled_batches(len(training), args.rows, args.seed)
-    return train(model, identity, loss(documents), batch, args, optimizers), held_out
+    run = train(model, identity, loss(documents), batch, args, optimizers)
+    model.half().float()
+    return run, held_out

@@ -159,7 +159,6 @@ def run(args: argparse.Namespace) -> None:
                                        vocabulary=vocabulary)  # fmt: skip
     if distributed.world.rank:
         return
-    head.half().float()  # round to float16, as stored
     table = measure(head, loss, target, held_out, args.context)
     weights = step_weights(args.k, args.beta)
     save_mtp(head, args.out, without_folder(args.model), tokenizer, torch.float16, weights)
