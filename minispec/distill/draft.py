@@ -20,7 +20,7 @@ from minispec.training.new_model import new_model, size_arguments
 
 class SoftLabels:
     """Document indices -> cross-entropy of the draft against the target's full distributions, in
-    nats, over the generated tokens. Only the target's lm_head runs; its hidden states are cached.
+    nats, over the generated tokens. Of the target, only lm_head runs, on the stored hidden states.
     """
 
     def __init__(self, draft: Transformer, target: Transformer, documents: Documents):

@@ -173,8 +173,7 @@ def arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--k", type=number(1, 32), default=3,
                    help="steps to train, one per drafted token (default: %(default)s)")  # fmt: skip
     p.add_argument("--beta", type=number(0, 10, float), default=0.6,
-                   help="ratio of the loss weights of successive steps "
-                        "(default: %(default)s)")  # fmt: skip
+                   help="ratio of successive loss weights (default: %(default)s)")  # fmt: skip
     p.add_argument("--mode", choices=["aligned", "parallel"], default="aligned",
                    help="run steps as in drafting, or as in the published code")  # fmt: skip
     p.add_argument("--soft", action="store_true",
