@@ -298,15 +298,6 @@ def all_gather(value: T) -> list[T]:
     return values
 
 
-def gather(value: T) -> list[T]:
-    """The values of all processes, by rank, in rank 0; an empty list in the others."""
-    values = [value] * world.size if world.rank == 0 else []
-    if world.size > 1:
-        with connected():
-            dist.gather_object(value, values or None)
-    return values
-
-
 def all_reduce(x: Tensor) -> Tensor:
     """The sum of a tensor over all processes, without gradients."""
     return all_reduce_in_place(x.detach().clone()) if world.size > 1 else x

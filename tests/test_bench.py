@@ -180,7 +180,7 @@ def test_every_method_has_a_row_and_the_output_of_plain_decoding(weights, capsys
 
 def test_rows_can_be_selected_and_prompts_are_evenly_spaced(weights, monkeypatch, tmp_path):
     file, held_out = tmp_path / "chat.jsonl", [[i] for i in range(1, 8)]
-    rows = [{"prompt": prompt, "location": (file, 0)} for prompt in held_out]
+    rows = [{"prompt": prompt, "file": file} for prompt in held_out]
     monkeypatch.setattr(prompts, "read_split", lambda *_: ([], rows))
     methods = "fastmtp k=2,lookahead (5,4,5),medusa tree=32,hybrid k=auto"
     args = bench.parse(options_of(weights, "--generated", str(file), "--methods", methods))

@@ -31,7 +31,6 @@ from minispec.bench import measure, shapes, tables
 from minispec.certify.toys import random_medusa_heads, random_mtp_head
 from minispec.checkpoints.heads import load_medusa, load_mtp, save_medusa, save_mtp
 from minispec.checkpoints.load import load, save
-from minispec.distill.documents import shared_states
 from minispec.distributed import Group
 from minispec.generate import METHODS, decode, stream
 from minispec.generate.__main__ import main
@@ -375,24 +374,6 @@ def test_the_time_of_all_ranks_is_that_of_the_benchmark(monkeypatch):
     assert bench_machine.watch(lambda: "done") == ("done", 0.0)
 
 
-def test_hidden_states_are_sent_to_rank_0_only(monkeypatch):
-    target, rows, sent = random_model(dtype=torch.float32), [[1, 2], [3], [4, 5, 6], [7]], []
-    expected = list(shared_states(target, rows, torch.float32))
-
-    def gather_object(value, values):
-        sent.append(value)
-        assert (values is None) == (distributed.world.rank == 1)
-        if values:
-            values[:] = [value, sent[0]]
-
-    monkeypatch.setattr(dist, "gather_object", gather_object)
-    as_world(1, monkeypatch)
-    assert list(shared_states(target, rows, torch.float32)) == []
-    as_world(0, monkeypatch)
-    found = list(shared_states(target, rows, torch.float32))
-    assert len(found) == 4 and all(torch.equal(a, b.half()) for a, b in zip(found, expected))
-
-
 # ---- processes -----------------------------------------------------------------------------------
 
 
@@ -589,9 +570,6 @@ def test_two_processes_train_what_one_process_trains(kind, flags, tmp_path):
         heads.append(safetensors.torch.load_file(file))
     for name, tensor in heads[0].items():
         torch.testing.assert_close(heads[1][name], tensor, rtol=0, atol=2e-3)
-    states = [sorted(tmp_path.glob(f"?{size}.jsonl.*.hidden")) for size in (1, 2)]
-    assert len(states[0]) == 3
-    assert [file.read_bytes() for file in states[0]] == [file.read_bytes() for file in states[1]]
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def prompts_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     elif args.generated:
         kinds = {}
         for row in read_split(args.generated, model, tokenizer)[1]:  # the held-out rows
-            kinds.setdefault(row["location"][0].stem, []).append(row["prompt"])
+            kinds.setdefault(row["file"].stem, []).append(row["prompt"])
     elif args.data:
         kinds = held_out_prompts(args.data, args.kind, tokenizer, args.prompts, skipped)
     else:

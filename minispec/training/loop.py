@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec import distributed
+from minispec.checkpoints.errors import user_error
 from minispec.checkpoints.load import pick_device
 from minispec.checkpoints.weights import atomic_write, write_text
 from minispec.cli import OutputFolder, UserError, number
@@ -107,7 +108,8 @@ class TrainingRun:
 
     def restore(self, path: Path) -> None:
         """Load a checkpoint. Nothing in it is unpickled as code."""
-        try:
+        with user_error(f"{path} is damaged, or from another version of minispec: delete it to "
+                        "start over, or choose another --out"):  # fmt: skip
             state = torch.load(path, "cpu", weights_only=True)
             saved, (self.step, self.seconds) = state["what"], state["counts"]
             changed = [key for key, value in self.identity.items() if saved[key] != value]
@@ -115,9 +117,6 @@ class TrainingRun:
                 self.model.load_state_dict(state["model"])
                 for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
                     optimizer.load_state_dict(values)
-        except Exception:  # whatever a damaged file raises
-            raise UserError(f"{path} is damaged, or from another version of minispec: delete it to "
-                            "start over, or choose another --out") from None  # fmt: skip
         if changed:
             raise UserError(f"{path} is from another run (different {changed[0]}): use the same "
                             "settings, or choose another --out")  # fmt: skip
