@@ -1,7 +1,6 @@
 """User errors: one line saying what is wrong and how to fix it; exit code 2."""
 
 import argparse
-import atexit
 import contextlib
 import errno
 import functools
@@ -174,32 +173,16 @@ def prepare_streams() -> None:
 
 @contextlib.contextmanager
 def stdout_reserved() -> Iterator[TextIO]:
-    """Yield a stream for the result, and let nothing else reach standard output. Meanwhile, and as
-    Python exits, whatever other code prints (even child processes and C) goes to standard error."""
-    if sys.stdout is None:  # closed: file descriptor 1 may belong to another file by now
-        with open(os.devnull, "w") as nowhere:
-            yield nowhere
-        return
+    """Yield a stream for the result. From now on and as Python exits, whatever other code prints
+    (even child processes and C) goes to standard error."""
+    drop_unwritable_output()
     with contextlib.ExitStack() as stack:
-        result = stdout = sys.stdout
-        stack.callback(atexit.register, divert_stdout)  # for exit handlers and C's buffers
-        saved = os.dup(1)
-        stack.callback(os.close, saved)
-        stack.callback(os.dup2, saved, 1)
-        stack.callback(stdout.flush)  # other code may hold a reference to it
-        if stdout is sys.__stdout__:  # otherwise something has replaced it, as pytest does
-            encoding = {"encoding": stdout.encoding, "errors": stdout.errors}
-            result = stack.enter_context(open(os.dup(1), "w", **encoding))
-        divert_stdout()
+        result = sys.stdout
+        if result is sys.__stdout__:  # otherwise something has replaced it, as pytest does
+            result = stack.enter_context(open(os.dup(1), "w", encoding="utf-8"))
+        os.dup2(2, 1)
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         yield result
-
-
-def divert_stdout() -> None:
-    """Redirect file descriptor 1 to standard error."""
-    drop_unwritable_output()
-    with contextlib.suppress(OSError, ValueError):  # closed, or not a file
-        os.dup2(sys.stderr.fileno(), 1)
 
 
 def drop_unwritable_output() -> None:
@@ -267,16 +250,16 @@ def flat(value: object) -> list:
 
 
 def overwrites(output: OutputFile, source: Source | Path) -> bool:
-    """Whether writing `output` could change `source`, or a file in it that is read."""
+    """Whether writing `output` could change `source`, or a file in it that is read. From a model's
+    directory only MODEL_FILES are read; from other directories, which are a Path, any file."""
     file = str(source) if os.path.exists(source) else str(source).rpartition(":")[0]  # FILE:FUNC
     if not (os.path.exists(output) and os.path.exists(file)):
         return False
-    file = Path(file)
-    if isinstance(output, OutputFolder) and file.is_file():
-        is_written = file.suffix in (*MODEL_FILES, ".md")
-        return is_written and file.resolve().parent.samefile(output)
-    folder_is_read = not isinstance(source, Source) or output.suffix in MODEL_FILES
-    return output.samefile(file) or folder_is_read and output.resolve().parent.samefile(file)
+    if isinstance(output, OutputFolder) and os.path.isfile(file):  # a model and its card
+        is_written = Path(file).suffix in (*MODEL_FILES, ".md")
+        return is_written and Path(file).resolve().parent.samefile(output)
+    is_read = not isinstance(source, Source) or output.suffix in MODEL_FILES
+    return output.samefile(file) or is_read and output.resolve().parent.samefile(file)
 
 
 def check_writable(file: str | Path, flag: str, advice: str = "") -> None:

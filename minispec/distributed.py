@@ -81,7 +81,6 @@ def join() -> None:
     size = os.environ.get("WORLD_SIZE") or "1"
     if size == "1" or world.size > 1:
         return
-    check_variables()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # A handler in Python would have to wait for the end of an exchange, which may never come.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -89,7 +88,7 @@ def join() -> None:
         report_sigterm()
     connect()
     if torch.cuda.is_available():
-        gpus, local_rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
+        gpus, local_rank = torch.cuda.device_count(), dist.get_node_local_rank(0)
         if local_rank >= gpus:
             raise UserError(f"there are {gpus} GPUs here, too few for process {local_rank + 1}")
         torch.cuda.set_device(local_rank)
@@ -127,8 +126,10 @@ def unmute() -> None:
 
 
 def connect() -> None:
-    """Find the other processes. Raises UserError if they are not all there after JOIN_TIMEOUT."""
-    size, address, port = (os.environ[f] for f in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    """Find the other processes. Raises UserError if they are not all there after JOIN_TIMEOUT, or
+    if variables are not as torchrun sets them."""
+    names = "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    size, address, port = (os.environ.get(name, "") for name in names)
     where = f"all {size} processes at MASTER_ADDR={address}, MASTER_PORT={port}"
     waiting = threading.Timer(SILENT_SECONDS, note, [f"waiting for {where}"])
     waiting.start()
@@ -136,24 +137,11 @@ def connect() -> None:
         store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
         dist.init_process_group(store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"the {size} processes did not find each other: {error}") from None
+        raise UserError(f"the {size} processes did not find each other: {error} (start them with "
+                        "torchrun --nproc-per-node N, or unset WORLD_SIZE)") from None  # fmt: skip
     finally:
         waiting.cancel()
     atexit.register(dist.destroy_process_group)
-
-
-def check_variables() -> None:
-    """Raise UserError unless the environment has the variables that torchrun sets."""
-    size = os.environ["WORLD_SIZE"]
-    processes = int(size) if size.isdecimal() else 0
-    limits = {"RANK": processes, "LOCAL_RANK": processes, "MASTER_PORT": 2**16}
-    values = {name: os.environ.get(name, "") for name in limits}
-    invalid = [f"{n}={v}" for n, v in values.items() if not (v.isdecimal() and int(v) < limits[n])]
-    if not os.environ.get("MASTER_ADDR"):
-        invalid.append("MASTER_ADDR=")
-    if invalid:
-        raise UserError(f"WORLD_SIZE={size}, but {', '.join(invalid)} is missing or invalid: start "
-                        "processes with torchrun --nproc-per-node N, or unset it")  # fmt: skip
 
 
 def require_one_process(name: str) -> None:
@@ -278,10 +266,8 @@ def from_rank_0(function: Callable[[], T]) -> T:
     if tensor_parallel.size == 1:
         return function()
     with together():
-        result = [function() if tensor_parallel.rank == 0 else None]
-    with connected():
-        dist.broadcast_object_list(result)
-    return result[0]
+        result = function() if tensor_parallel.rank == 0 else None
+    return all_gather(result)[0]
 
 
 @contextlib.contextmanager
@@ -309,15 +295,6 @@ def all_gather(value: T) -> list[T]:
     if world.size > 1:
         with connected():
             dist.all_gather_object(values, value)
-    return values
-
-
-def gather(value: T) -> list[T]:
-    """The values of all processes, by rank, in rank 0; an empty list in the others."""
-    values = [value] * world.size if world.rank == 0 else []
-    if world.size > 1:
-        with connected():
-            dist.gather_object(value, values or None)
     return values
 
 

@@ -1,5 +1,6 @@
 """Plans without weights: sizes computed by hand, the roofline, what methods gain, wrong input."""
 
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -10,9 +11,10 @@ import pytest
 import torch
 from conftest import last_error_line
 
+from minispec import UserError
 from minispec.bench import __main__ as bench
 from minispec.bench import machine, measure, shapes
-from minispec.bench.plan import Setting
+from minispec.bench.plan import make_shape
 from minispec.bench.roofline import CARDS, Hardware, Work, pass_work, without_data
 from minispec.bench.shapes import MODEL_SHAPES
 from minispec.methods.adaptive import expected_tokens, grow_tree
@@ -260,10 +262,9 @@ def test_ranks_draft_together(planned):
 
 
 def test_a_draft_that_ranks_cannot_share_is_whole_on_each():
-    ranks = Setting(CARDS["h100"], torch.bfloat16, int8=False, cached=9, ranks=64)
-    alone = replace(ranks, ranks=1)
-    whole, of_rank = alone.model("llama-3.1-8b"), ranks.model("llama-3.1-8b", draft=True)
-    assert ranks.work(of_rank) == alone.work(whole)
+    args = bench.parse("--shape llama-3.1-70b --plan".split())
+    whole, of_rank = (make_shape(args, "llama-3.1-8b", n, draft=True) for n in (1, 64))
+    assert pass_work(of_rank, cached=9) == pass_work(whole, cached=9)
 
 
 # ---- output --------------------------------------------------------------------------------------
@@ -287,17 +288,6 @@ def test_the_tables_and_where_their_figures_come_from(capsys):
     assert "sent per row" not in capsys.readouterr().out
 
 
-def test_markdown_has_the_same_tables_and_the_command(capsys):
-    bench.main("--shape llama-2-7b --cached 100 --markdown".split())
-    *tables, facts, command = capsys.readouterr().out.rstrip("\n").split("\n\n")
-    assert command == "    python -m minispec.bench --shape llama-2-7b --cached 100 --markdown"
-    assert "100 tokens in the cache" in facts and "\n" not in facts
-    assert len(tables) == 3
-    for table in tables:
-        header, rule, *rows = table.splitlines()
-        assert set(rule) == {"|", "-"} and len({row.count("|") for row in (header, *rows)}) == 1
-
-
 def test_json_says_what_command_made_it(capsys):
     bench.main("--shape llama-2-7b --plan --json".split())
     about = json.loads(capsys.readouterr().out)["about"]
@@ -307,16 +297,13 @@ def test_json_says_what_command_made_it(capsys):
 # ---- memory --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("free, plans", [(5_000, True), (10**6, False), (None, False)])
-def test_a_model_that_does_not_fit_in_memory_is_planned(monkeypatch, capsys, free, plans):
+@pytest.mark.parametrize("free, fits", [(5_000, False), (10**6, True), (None, True)])
+def test_a_model_that_does_not_fit_in_memory_is_refused(monkeypatch, free, fits):
     """Random weights of ODD take 2 · 4 bytes for each of its parameters."""
     monkeypatch.setattr(shapes, "free_memory", lambda device: free)
-    monkeypatch.setattr(bench, "run", lambda *_: print("DECODED"))
-    bench.main("--shape qwen2.5-0.5b --device cpu".split())
-    out = capsys.readouterr()
-    assert ("Times are lower bounds" in out.out) == plans != ("DECODED" in out.out)
-    expected = "qwen2.5-0.5b in float32 needs up to 450.67 kB, but 5.00 kB are free: nothing"
-    assert (expected in out.err) == plans
+    line = "qwen2.5-0.5b in float32 needs up to 450.67 kB, but 5.00 kB are free; --plan needs no"
+    with contextlib.nullcontext() if fits else pytest.raises(UserError, match=line):
+        shapes.check_memory("qwen2.5-0.5b", "float32", "cpu", int8=False)
 
 
 def test_free_memory_is_limited_by_the_container(tmp_path, monkeypatch):
@@ -356,6 +343,7 @@ def test_no_data_is_allocated():
         ("--link -1", "must be a number"), ("--cached -1", "must be a whole number"),
         ("--card gpu", "invalid choice"), ("--acceptance 1.1 --plan", "must be a number"),
         ("--plan --repeats 2", "a plan measures nothing; omit --repeats"),
+        ("--plan --markdown", "a plan measures nothing; omit --markdown"),
         ("--nproc 2 --device cpu --compile", "a plan measures nothing; omit --device, --compile"),
         ("--plan --dtype float32", "give the card's rate with --flops"),
         ("--plan --dtype int4", "dtype int4 is not supported"),

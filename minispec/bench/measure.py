@@ -10,17 +10,16 @@ from tqdm import tqdm
 from minispec.bench.methods import Methods
 from minispec.bench.roofline import Hardware, pass_work
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.fast.cost import ROW_COUNTS, cost_curve, draft_cost, interleaved_min_times, one_pass
+from minispec.fast.cost import ROW_COUNTS, cost_curve, interleaved_min_times, one_pass
 from minispec.generate import decode
 from minispec.generate.run import Run, acceptance
 from minispec.methods.adaptive import curve_at
-from minispec.methods.speculative import speedup, tokens_per_pass
 from minispec.model import Transformer
 
 COPY_BYTES, MATMUL_SIZE = 2**28, 2048  # sizes of the copy and of the square product
 
 
-def measure_machine(model: Transformer, draft: Transformer | None = None) -> dict:
+def measure_machine(model: Transformer) -> dict:
     """Measure what determines the speedups on this machine, as --json prints it. A pass cannot be
     faster than reading its weights once at the bandwidth of a copy, or than doing its
     multiplications at the rate of a large matrix product."""
@@ -39,7 +38,6 @@ def measure_machine(model: Transformer, draft: Transformer | None = None) -> dic
         "ranks": model.config.ranks,
         "sent_bytes": work.sent_bytes,  # by each rank, per row of a pass
         "cache_bytes_per_token": model.new_cache(1).kv.nbytes,
-        "draft_cost": draft_cost(model, draft) if draft else 0.0,  # per token, in such passes
         "memory_floor": work.read_bytes / hardware.bandwidth,  # seconds per pass
         "compute_floor": work.row_flops / hardware.flops,  # seconds per row
         "rows": [n for n in ROW_COUNTS if n < len(curve)],  # where the curve was measured
@@ -123,26 +121,16 @@ def timing(plain: list[list[Run]], repeats: list[list[Run]]) -> dict[str, float 
 
 
 def table_of(
-    kind: str, temperature: float, repeats: list[dict[str, list[Run]]], machine: dict,
-    methods: Methods,
-) -> list[dict]:  # fmt: skip
+    kind: str, temperature: float, repeats: list[dict[str, list[Run]]], machine: dict
+) -> list[dict]:
     """Summarise each method over all prompts: the rows of a table, as --json prints them. `repeats`
     come from `measure`. Only times and tokens are taken from all of them, the rest from the first.
-
-    For a draft model, the formula of Leviathan et al. 2023 assumes that a target pass over k + 1
-    tokens costs as much as a pass over one. Here, its cost is read from the curve.
     """
     table: list[dict] = []
     plain = [runs["autoregressive"] for runs in repeats]
-    curve, c = machine["curve"], machine["draft_cost"]
     for method, its_runs in repeats[0].items():
         its_repeats = [runs[method] for runs in repeats]
-        a, rows = alpha(its_runs), rows_per_pass(its_runs)
-        options, expected_tokens, expected_speedup = methods.get(method, {}), None, None
-        if method.startswith("speculative") and isinstance(options["k"], int) and a is not None:
-            k, pass_cost = options["k"], curve_at(curve, options["k"] + 1)
-            expected_tokens = tokens_per_pass(a, k)
-            expected_speedup = speedup(a, k, c / pass_cost) / pass_cost
+        rows = rows_per_pass(its_runs)
         table.append({
             "kind": kind,
             "temperature": temperature,
@@ -152,11 +140,9 @@ def table_of(
             **timing(plain, its_repeats),
             "tokens_per_pass": per_pass(its_runs) or None,
             "rows_per_pass": rows,
-            "pass_cost": curve_at(curve, round(rows)),  # of a pass over that many rows
-            "acceptance": a,  # probability that a tested draft token is accepted
+            "pass_cost": curve_at(machine["curve"], round(rows)),  # of a pass over that many rows
+            "acceptance": alpha(its_runs),  # probability that a tested draft token is accepted
             "by_step": acceptance([s for run in its_runs for s in run.rounds])["conditional"],
-            "expected_tokens_per_pass": expected_tokens,
-            "expected_speedup": expected_speedup,
             "differing": None if temperature else sum(map(differing, plain, its_repeats)),  # runs
             "extra_parameters": its_runs[0].extra_parameters,
         })  # fmt: skip

@@ -9,7 +9,7 @@ All sizes come from modules on the meta device, which have no data.
 
 import argparse
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -60,86 +60,66 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     p.add_argument("--cached", type=number(0, 2**40), help="tokens in the cache (default: 0)")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a plan assumes about the card and the weights."""
-
-    hardware: Hardware
-    dtype: torch.dtype
-    int8: bool
-    cached: int  # tokens in the cache
-    ranks: int
-
-    def model(self, name: str, draft: bool = False) -> Transformer:
-        """A rank's part of the model of this shape. A `draft` may be whole on each."""
-        try:
-            config = distributed.shard_config(MODEL_SHAPES[name], self.ranks, draft)
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
-        model = without_data(partial(Transformer, config), self.dtype)
-        if self.int8:
-            optimize(model, int8=True)
-        return model
-
-    def work(self, model: Transformer) -> Work:
-        """The work of one of the model's passes."""
-        return roofline.pass_work(model, self.cached)
-
-    def cost(self, work: Work, model: Transformer, rows: int = 1) -> float:
-        """The time of a pass over `rows` tokens, in passes of the model over one token."""
-        return self.hardware.seconds(work, rows) / self.hardware.seconds(self.work(model))
-
-    def curve(self, model: Transformer) -> list[float]:
-        """The model's cost curve, as `cost_curve` measures it."""
-        work = self.work(model)
-        return [0.0] + [self.cost(work, model, n) for n in range(1, ROW_COUNTS[-1] + 1)]
-
-
-def setting_of(args: argparse.Namespace) -> Setting:
-    """What the flags say about the card and the weights."""
-    dtype = pick_dtype(args.dtype, torch.device("cuda"))  # the plan is for a GPU, wherever it runs
-    if dtype.itemsize != 2 and args.flops is None:
-        raise UserError(f"--dtype {args.dtype}: the FLOP rates of cards are for bfloat16; give the "
-                        "card's rate with --flops")  # fmt: skip
-    given = {name: getattr(args, name) * unit for name, unit in UNITS.items()
-             if getattr(args, name) is not None}  # fmt: skip
-    hardware = replace(CARDS[args.card or DEFAULT_CARD], **given)
-    if given:
-        flags = ", ".join(f"--{name}" for name in given)
-        hardware = replace(hardware, source=f"{flags}; otherwise {hardware.source}")
-    int8 = args.quantize == "int8"
-    return Setting(hardware, dtype, int8, args.cached or 0, args.nproc or distributed.world.size)
-
-
 def make_plan(args: argparse.Namespace) -> dict:
     """Plan --shape: the sizes and times of the whole model and of a rank's part of it, and what
     methods gain, as --json prints it. Raises UserError for flags that do not fit."""
-    setting = setting_of(args)
+    hardware, cached = hardware_of(args), args.cached or 0
     shares = []
-    for ranks in sorted({1, setting.ranks}):
-        setting = replace(setting, ranks=ranks)
-        model = setting.model(args.shape)
-        shares.append(share(setting, model))
-    plain = setting.hardware.seconds(setting.work(model))
+    for ranks in sorted({1, args.nproc or distributed.world.size}):
+        model = make_shape(args, args.shape, ranks)
+        shares.append(share(hardware, model, cached))
+    plain = hardware.seconds(roofline.pass_work(model, cached))
     return {
         "shape": args.shape,
-        "dtype": str(setting.dtype).removeprefix("torch."),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "quantize": args.quantize,
-        "cached": setting.cached,
+        "cached": cached,
         "card": args.card or DEFAULT_CARD,
-        **asdict(setting.hardware),
+        **asdict(hardware),
         "rows": list(PASS_ROWS),  # of the passes in `seconds`
         "shares": shares,
         "methods": [row | {"tokens_per_second": row["speedup"] / plain}
-                    for row in method_rows(args, setting, model)],
+                    for row in method_rows(args, hardware, model, cached)],
     }  # fmt: skip
 
 
-def share(setting: Setting, model: Transformer) -> dict:
+def hardware_of(args: argparse.Namespace) -> Hardware:
+    """The card, with the rates that flags replace."""
+    given = {name: getattr(args, name) * unit for name, unit in UNITS.items()
+             if getattr(args, name) is not None}  # fmt: skip
+    if dtype_of(args).itemsize != 2 and "flops" not in given:
+        raise UserError(f"--dtype {args.dtype}: the FLOP rates of cards are for bfloat16; give the "
+                        "card's rate with --flops")  # fmt: skip
+    card = CARDS[args.card or DEFAULT_CARD]
+    flags = ", ".join(f"--{name}" for name in given)
+    source = f"{flags}; otherwise {card.source}" if given else card.source
+    return replace(card, **given, source=source)
+
+
+def dtype_of(args: argparse.Namespace) -> torch.dtype:
+    """The dtype of the weights. The plan is for a GPU, wherever it runs."""
+    return pick_dtype(args.dtype, torch.device("cuda"))
+
+
+def make_shape(
+    args: argparse.Namespace, name: str, ranks: int, draft: bool = False
+) -> Transformer:
+    """A rank's part of the model of this shape, without data. A `draft` may be whole on each."""
+    try:
+        config = distributed.shard_config(MODEL_SHAPES[name], ranks, draft)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    model = without_data(partial(Transformer, config), dtype_of(args))
+    if args.quantize:
+        optimize(model, int8=True)
+    return model
+
+
+def share(hardware: Hardware, model: Transformer, cached: int) -> dict:
     """What each rank holds and does, as --json prints it."""
-    work, hardware = setting.work(model), setting.hardware
+    work = roofline.pass_work(model, cached)
     return {
-        "ranks": setting.ranks,
+        "ranks": model.config.ranks,
         "weight_bytes": roofline.stored_bytes(model),
         "cache_bytes_per_token": model.new_cache(1).kv.nbytes,
         "read_bytes": work.read_bytes,  # per pass: weights and cache
@@ -154,41 +134,50 @@ def share(setting: Setting, model: Transformer) -> dict:
 # ---- what methods gain ---------------------------------------------------------------------------
 
 
-def method_rows(args: argparse.Namespace, setting: Setting, model: Transformer) -> Iterator[dict]:
+def method_rows(
+    args: argparse.Namespace, hardware: Hardware, model: Transformer, cached: int
+) -> Iterator[dict]:
     """Yield the rows of the methods' table. Without --draft, the drafts are free, like those of
     OracleDraft and prompt lookup. FastMTP's head drafts from the full vocabulary."""
-    curve, lm_head = setting.curve(model), model.lm_head
+    work, lm_head = roofline.pass_work(model, cached), model.lm_head
+    cost = partial(relative_cost, hardware, work)
+    curve = [0.0] + [cost(work, n) for n in range(1, ROW_COUNTS[-1] + 1)]  # as in `cost_curve`
     yield expected_round("autoregressive", [], [1.0], [], "")
 
-    name, cost = args.draft or "free", 0.0
+    draft_cost = 0.0
     if args.draft:
-        draft = setting.model(args.draft, draft=True)
+        draft = make_shape(args, args.draft, model.config.ranks, draft=True)
         check_vocabularies(None, None, model, draft)
-        cost = setting.cost(setting.work(draft), model)
+        draft_cost = cost(roofline.pass_work(draft, cached))
     rates, source = [args.acceptance], "--acceptance"
     if args.acceptance is None:
         rates, source = [DEFAULT_ACCEPTANCE], "assumed, see --acceptance"
-    policy = AdaptiveK(curve, cost, 16, rates)
+    name, policy = args.draft or "free", AdaptiveK(curve, draft_cost, 16, rates)
     gains = policy.accept_probs()
     yield expected_round(f"speculative ({name} draft)", gains, policy.costs, rates, source)
 
     if args.mtp is not None or args.acceptance is None:
-        rates, source = mtp_acceptance(args.mtp)
-    head = without_data(partial(MTPHead, model.config), setting.dtype)
-    cost = setting.cost(roofline.block_work(head, (head, lm_head), setting.cached), model)
-    policy = AdaptiveK(curve, cost, 8, rates)
+        path, source = measured_heads(args.mtp, "--mtp", "mtp_acceptance", "acceptance")
+        rates = read_acceptance(path)
+    head = without_data(partial(MTPHead, model.config), model.dtype)
+    policy = AdaptiveK(curve, cost(roofline.block_work(head, (head, lm_head), cached)), 8, rates)
     yield expected_round("fastmtp", policy.accept_probs(), policy.costs, rates, source)
 
-    path, source = config_of(args.heads, "--heads", "medusa")
+    path, source = measured_heads(args.heads, "--heads", "medusa_accuracy", "tree")
     heads = medusa_heads(path, model)
-    policy = AdaptiveTree(curve, setting.cost(roofline.heads_work(heads, lm_head), model))
+    policy = AdaptiveTree(curve, cost(roofline.heads_work(heads, lm_head)))
     costs = [1.0, *policy.costs[1:]]  # a round without drafts does not run the heads
     gains = (gain for _, gain in best_first(heads.accuracy.tolist()))
     yield expected_round("medusa", gains, costs, heads.accuracy[:, 0].tolist(), source)
 
 
+def relative_cost(hardware: Hardware, plain: Work, work: Work, rows: int = 1) -> float:
+    """The time of `work` with this many rows, in `plain` passes over one token."""
+    return hardware.seconds(work, rows) / hardware.seconds(plain)
+
+
 def expected_round(
-    method: str, gains: Iterable[float], costs: list[float], known: list[float], source: str
+    method: str, gains: Iterable[float], costs: list[float], rates: list[float], source: str
 ) -> dict:
     """A method's row of the table: its best number of drafts and what a round with them yields and
     costs. The first draft adds gains[0] tokens to a round on average, and so on. costs[n] is the
@@ -198,7 +187,7 @@ def expected_round(
     tokens = 1.0 + sum(gains[:n])
     return {
         "method": method,
-        "acceptance": known,  # by step
+        "acceptance": rates,  # by step
         "acceptance_source": source,
         "drafts": n,
         "tokens_per_pass": tokens,
@@ -207,35 +196,27 @@ def expected_round(
     }
 
 
-def mtp_acceptance(source: str | None) -> tuple[list[float], str]:
-    """The acceptance by step of the head of --mtp, or of SmolLM2's, and whose it is."""
-    path, source = config_of(source, "--mtp", "mtp")
-    rates = read_acceptance(path)
-    if rates is None:
-        raise UserError(f"{path} has no mtp_acceptance; measure it with minispec.distill "
-                        "acceptance, or use --acceptance instead of --mtp")  # fmt: skip
-    return rates, source
-
-
-def config_of(source: str | None, flag: str, shipped: str) -> tuple[Path, str]:
-    """The config.json of a flag's heads (default: those shipped for SmolLM2), and whose it is."""
-    if source is None:
-        return paths.SMOLLM2_HEADS / shipped / "config.json", "measured with SmolLM2's"
-    path = Path(source).parent if Path(source).is_file() else Path(source)
-    if not (path / "config.json").is_file():
+def measured_heads(source: str | None, flag: str, key: str, command: str) -> tuple[Path, str]:
+    """The config.json of a flag's heads (default: SmolLM2's), and whose it is. Raises UserError if
+    it does not have the `key` that this command of distill writes."""
+    default = paths.SMOLLM2_HEADS / key.partition("_")[0]  # mtp or medusa
+    path = default if source is None else Path(source)
+    path = (path.parent if path.is_file() else path) / "config.json"
+    if not path.is_file():
         raise UserError(f"{flag} {source}: there is no config.json, which has the acceptance")
-    return path / "config.json", f"measured with {source}"
+    rates = read_json(path).get(key)
+    if not isinstance(rates, list) or not rates:
+        raise UserError(f"{path} has no {key}; measure it with minispec.distill {command}")
+    return path, "measured with " + ("SmolLM2's" if source is None else source)
 
 
 def medusa_heads(path: Path, model: Transformer) -> MedusaHeads:
     """Heads without data for the model, with the accuracies and layers of a config.json."""
-    keys = CheckedJson(path, read_json(path))
-    measured = keys.raw.get("medusa_accuracy")
-    if not isinstance(measured, list) or not measured:
-        raise UserError(f"{path} has no medusa_accuracy; measure it with minispec.distill tree")
+    keys = CheckedJson(path)
     layers = keys.get("medusa_num_layers", integer(0, 99), 1)
     vocab_size = None if str(keys.raw.get("version")) == "2" else model.config.vocab_size
-    make = partial(MedusaHeads, len(measured), layers, model.config.hidden_size, vocab_size)
+    count = len(keys.raw["medusa_accuracy"])
+    make = partial(MedusaHeads, count, layers, model.config.hidden_size, vocab_size)
     heads = without_data(make, model.dtype)
     read_tree(heads, path)
     rates = heads.accuracy

@@ -7,7 +7,6 @@ from pathlib import Path
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, note
 from minispec.distill.own_text import read_split
-from minispec.generate.api import encode_prompt
 from minispec.model import Transformer
 from minispec.training.text import Conversation, Skipped, encode, held_out_prompts, turn
 
@@ -35,7 +34,7 @@ def prompts_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     elif args.generated:
         kinds = {}
         for row in read_split(args.generated, model, tokenizer)[1]:  # the held-out rows
-            kinds.setdefault(row["location"][0].stem, []).append(row["prompt"])
+            kinds.setdefault(row["file"].stem, []).append(row["prompt"])
     elif args.data:
         kinds = held_out_prompts(args.data, args.kind, tokenizer, args.prompts, skipped)
     else:
@@ -44,8 +43,7 @@ def prompts_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
         fitting = [ids for ids in prompts if len(ids) < model.config.context]
         if too_long := len(prompts) - len(fitting):
             note(f"{kind}: prompts skipped because they exceed the context: {too_long}")
-        chosen = fitting[:: max(1, len(fitting) // args.prompts)][: args.prompts]
-        kinds[kind] = [encode_prompt(model, tokenizer, ids) for ids in chosen]
+        kinds[kind] = fitting[:: max(1, len(fitting) // args.prompts)][: args.prompts]
     if not any(kinds.values()):
         why = "no document is held out, or none fits in the context"
         raise UserError(f"there are no prompts: {str(skipped) or why}")

@@ -15,6 +15,7 @@ from minispec.bench.roofline import stored_bytes, without_data
 from minispec.bench.tables import format_bytes
 from minispec.cache import KVCache
 from minispec.checkpoints.load import pick_device, pick_dtype
+from minispec.cli import UserError
 from minispec.generate import decode
 from minispec.model import Config, Transformer
 
@@ -45,21 +46,21 @@ def random_weights(config: Config, dtype: str = "auto", device: str = "auto") ->
     return model
 
 
-def missing_memory(shape: str, dtype: str, device: str, int8: bool) -> str | None:
-    """Why the weights do not fit in memory. None if they do, or if the free memory is unknown."""
-    torch_device, processes = pick_device(device), distributed.world.size
+def check_memory(shape: str, dtype: str, device: str, int8: bool) -> None:
+    """Raise UserError if the weights do not fit in memory. Does nothing if the free memory is
+    unknown."""
+    torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device)
-    config = distributed.shard_config(MODEL_SHAPES[shape], processes)
+    config = distributed.shard_config(MODEL_SHAPES[shape])
     needed = stored_bytes(without_data(partial(Transformer, config), torch_dtype))
     if torch_device.type == "cpu":
-        needed *= processes  # their shards are in the same memory
+        needed *= config.ranks  # their shards are in the same memory
         needed *= 1 if int8 else 2  # the fastest products may need a copy (see fast/products.py)
     free = free_memory(torch_device)
-    if free is None or needed <= free:
-        return None
-    name = str(torch_dtype).removeprefix("torch.")
-    sizes = f"needs up to {format_bytes(needed)}, but {format_bytes(free)} are free"
-    return f"{shape} in {name} {sizes}"
+    if free is not None and needed > free:
+        name = str(torch_dtype).removeprefix("torch.")
+        raise UserError(f"{shape} in {name} needs up to {format_bytes(needed)}, but "
+                        f"{format_bytes(free)} are free; --plan needs no memory")  # fmt: skip
 
 
 class OracleDraft:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from minispec import distributed
 from minispec.model import Transformer
+from minispec.training.loop import markdown_table
 
 Table = list[list[str]]  # a row of headings, then the others
 
@@ -12,8 +13,7 @@ Table = list[list[str]]  # a row of headings, then the others
 MEASURED_COLUMNS = {
     "method": "{method}", "speedup": "{speedup}", "(min-max)": "({least}-{most})", "mean": "{mean}",
     "±": "{half_range}", "tokens/s": "{tokens_per_second}", "tokens/pass": "{tokens_per_pass}",
-    "acceptance": "{acceptance}",
-    "by formula": "{expected_tokens_per_pass}, {expected_speedup}", "differing": "{differing}",
+    "acceptance": "{acceptance}", "differing": "{differing}",
 }  # fmt: skip
 PLANNED_COLUMNS = {
     "method": "{method}", "acceptance": "{acceptance}", "drafts": "{drafts}",
@@ -54,11 +54,6 @@ def aligned(table: Table) -> str:
         padded = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:]))
         lines.append("  ".join([f"{first:<{widths[0]}}", *padded]))
     return "\n".join(lines)
-
-
-def markdown_table(table: Table) -> str:
-    header, *body = (f"| {' | '.join(row)} |" for row in table)
-    return "\n".join([header, f"|{'---|' * len(table[0])}", *body])
 
 
 # ---- measurements --------------------------------------------------------------------------------
@@ -110,13 +105,15 @@ def reason(row: dict) -> str:
 def markdown(tables: list[list[dict]], about: dict) -> str:
     """Return one Markdown table of all kinds, and the facts needed to judge and repeat it."""
     plain, *methods = zip(*tables)  # the rows of each method, one per kind
-    lines = [["tokens per pass, relative speed", *(row["kind"] for row in plain), "mean"]]
+    cells = {}
     for rows in methods:
         figures = [(row["tokens_per_pass"] or 0.0, row["speedup"]) for row in rows]
         figures.append(tuple(map(statistics.mean, zip(*figures))))
-        lines.append([f"`{rows[0]['method']}`", *(f"{n:.2f}, {speed:.2f}" for n, speed in figures)])
+        cells[f"`{rows[0]['method']}`"] = [f"{n:.2f}, {speed:.2f}" for n, speed in figures]
+    kinds = [row["kind"] for row in plain]
+    table = markdown_table("tokens per pass, relative speed", [*kinds, "mean"], cells)
     text = " ".join(measured_facts(plain, methods, about))
-    return "\n\n".join([markdown_table(lines), text, f"    {about['command']}"])
+    return "\n\n".join([table, text, f"    {about['command']}"])
 
 
 def measured_facts(
@@ -145,13 +142,10 @@ def measured_facts(
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-def plan_text(plan: dict, command: str | None = None) -> str:
-    """The plan as aligned tables or, with the command that made it, in Markdown."""
+def plan_text(plan: dict) -> str:
+    """The plan as sentences and tables."""
     planned = method_table(PLANNED_COLUMNS, plan["methods"])
     tables = size_table(plan["shares"]), pass_table(plan), planned
-    if command:
-        facts = " ".join(planned_facts(plan))
-        return "\n\n".join([*map(markdown_table, tables), facts, f"    {command}"])
     return "\n\n".join(["\n".join(planned_facts(plan)), *map(aligned, tables)]) + "\n"
 
 

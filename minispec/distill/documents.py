@@ -1,33 +1,28 @@
 """The training data of drafts and heads: generated documents and the target's hidden states."""
 
 import argparse
-import glob
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from itertools import zip_longest
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from minispec import distributed
 from minispec.checkpoints.heads import load_vocabulary, save_vocabulary
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.checkpoints.weights import atomic_write
-from minispec.cli import UserError, check_writable, note
-from minispec.distill.own_text import read_generated, read_split
+from minispec.cli import UserError, note
+from minispec.distill.own_text import read_split
 from minispec.generate.drafters import find_drafter, load_drafter
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
 from minispec.training.loop import Batch, TrainingRun, digest, train
 
-GPU_TOKENS_PER_PASS = 2**15  # including padding
-DOCUMENTS_PER_SHARE = 64  # computed by a process before each exchange
+ROWS_PER_PASS = 32  # on a GPU
 
 
 def load_target(args: argparse.Namespace, dtype: str = "float32") -> tuple[Transformer, Tokenizer]:
@@ -73,59 +68,15 @@ def store_vocabulary(args: argparse.Namespace, target: Transformer, tokenizer: T
 
 
 @torch.no_grad()
-def cached_states(
-    path: Path, target: Transformer, context: int, dtype: torch.dtype, weights: str
-) -> list[Tensor]:
-    """The target's hidden states (n, d), in float16, for each document of a `generate` file, cut to
-    `context` tokens. `weights` is the target's digest.
-
-    A file next to it caches them and is mapped to memory. Its name holds a digest of the settings
-    and one of the text; the file of an older text is deleted.
-    """
-    rows = texts_of(read_generated(path)[1], context)
-    prefix = f"{path.name}.{digest([weights, context, str(dtype)])[:8]}"
-    file = path.with_name(f"{prefix}.{digest(rows)}.hidden")
-    if not distributed.all_gather(file.exists())[0]:
-        with distributed.together():
-            if distributed.world.rank == 0:
-                check_writable(file, "the hidden states of --generated")
-                for old in path.parent.glob(f"{glob.escape(prefix)}.*.hidden"):
-                    old.unlink()
-        states = shared_states(target, rows, dtype)
-        if distributed.world.rank == 0:
-            with atomic_write(file) as part, part.open("wb") as out:
-                out.writelines(hidden.numpy().tobytes() for hidden in states)
-        else:
-            list(states)  # yields nothing; rank 0 gets this process's share
-        distributed.all_gather(None)  # the file is complete
-    lengths, size = list(map(len, rows)), target.config.hidden_size
-    flat = torch.from_file(str(file), size=sum(lengths) * size, dtype=torch.float16)  # lazily
-    return list(flat.view(-1, size).split(lengths))
-
-
-def shared_states(
-    target: Transformer, rows: list[list[int]], dtype: torch.dtype
-) -> Iterator[Tensor]:
-    """`hidden_states` in float16. Each process computes a share; rank 0 yields all in order."""
-    rank, size = distributed.world.rank, distributed.world.size
-    step = size * DOCUMENTS_PER_SHARE
-    for start in tqdm(range(0, len(rows), step), "hidden states"):
-        own = rows[start : start + step][rank::size]
-        shares = distributed.gather([states.half() for states in hidden_states(target, own, dtype)])
-        for of_round in zip_longest(*shares):
-            yield from (states for states in of_round if states is not None)
-
-
-@torch.no_grad()
 def hidden_states(
-    target: Transformer, rows: Iterable[list[int]], dtype: torch.dtype,
-    max_tokens: int | None = None,
-) -> Iterator[Tensor]:  # fmt: skip
-    """Yield the target's hidden states (n, d), on the host, for each row of n tokens. Rows share a
-    pass of up to `max_tokens` tokens with padding; the default is one row per pass on a CPU."""
-    if max_tokens is None:
-        max_tokens = GPU_TOKENS_PER_PASS if target.device.type == "cuda" else 0
-    for batch in batches(rows, max_tokens):
+    target: Transformer, rows: list[list[int]], dtype: torch.dtype, rows_per_pass: int | None = None
+) -> Iterator[Tensor]:
+    """Yield the target's hidden states (n, d), on the host, for each row of n tokens. By default, a
+    GPU computes ROWS_PER_PASS rows together, with padding, and a CPU one row at a time."""
+    if rows_per_pass is None:
+        rows_per_pass = ROWS_PER_PASS if target.device.type == "cuda" else 1
+    for start in range(0, len(rows), rows_per_pass):
+        batch = rows[start : start + rows_per_pass]
         padded = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in batch], batch_first=True)
         with torch.autocast(target.device.type, dtype, enabled=dtype != torch.float32):
             states = target(padded).to("cpu", dtype)
@@ -133,27 +84,17 @@ def hidden_states(
             yield hidden[: len(row)]
 
 
-def batches(rows: Iterable[list[int]], max_tokens: int) -> Iterator[list[list[int]]]:
-    """Group consecutive rows into batches of one row or up to `max_tokens` tokens with padding."""
-    batch: list[list[int]] = []
-    for row in rows:
-        if batch and (len(batch) + 1) * max(map(len, [*batch, row])) > max_tokens:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
-
-
 class Documents:
     """Complete documents. `tokens` (D, T) are padded on the right; `lengths` and `prompts` (D,) are
     the number of tokens in each document and in its prompt; `hidden` are the target's hidden states
-    (n, d) for each."""
+    (n, d) for each, or None where they have not been needed yet."""
 
-    def __init__(self, rows: list[list[int]], prompts: list[int], states: list[Tensor]):
-        pad = nn.utils.rnn.pad_sequence
-        self.tokens = pad([torch.tensor(row) for row in rows], batch_first=True)
-        self.hidden = list(states)
+    def __init__(
+        self, rows: list[list[int]], prompts: list[int], states: Iterable[Tensor | None],
+        compute: Callable[[list[list[int]]], Iterable[Tensor]] | None = None,
+    ):  # fmt: skip
+        self.rows, self.hidden, self.compute = rows, list(states), compute
+        self.tokens = nn.utils.rnn.pad_sequence(list(map(torch.tensor, rows)), batch_first=True)
         self.prompts = torch.tensor(prompts)
         self.lengths = torch.tensor([len(row) for row in rows])
 
@@ -162,12 +103,9 @@ class Documents:
         cls, generated: list[dict], target: Transformer, context: int, dtype: torch.dtype
     ) -> "Documents":
         """Build from documents of `read_split`, cut to `context` tokens."""
-        locations = [row["location"] for row in generated]
-        # in the order of --generated, since all processes must take the files in the same order
-        files, weights = dict.fromkeys(path for path, _ in locations), weights_digest(target)
-        cached = {path: cached_states(path, target, context, dtype, weights) for path in files}
-        states = [cached[path][i] for path, i in locations]
-        return cls(texts_of(generated, context), [len(row["prompt"]) for row in generated], states)
+        prompts = [len(row["prompt"]) for row in generated]
+        compute = partial(hidden_states, target, dtype=dtype)
+        return cls(texts_of(generated, context), prompts, [None] * len(generated), compute)
 
     def labels(self, index: Tensor, k: int, n: int | None = None) -> Tensor:
         """Step k's labels (B, n), where n is T - 2 by default: at position i token i + k + 1 if it
@@ -178,8 +116,13 @@ class Documents:
         return tokens.where(real, -100)
 
     def states(self, index: Tensor, n: int) -> Tensor:
-        """The first `n` hidden states of each document, (B, n, d), zero-padded past its end."""
-        states = [self.hidden[i][:n] for i in index.tolist()]
+        """The first `n` hidden states of each document, (B, n, d), zero-padded past its end. A
+        document's are computed the first time, and kept in float16."""
+        indices = index.tolist()
+        if missing := [i for i in indices if self.hidden[i] is None]:
+            for i, hidden in zip(missing, self.compute([self.rows[i] for i in missing])):
+                self.hidden[i] = hidden.half()
+        states = [self.hidden[i][:n] for i in indices]
         padded = torch.stack([F.pad(hidden, (0, 0, 0, n - len(hidden))) for hidden in states])
         return padded.to(torch.float32)
 
@@ -206,44 +149,39 @@ def cross_entropy(logits: Tensor, labels: Tensor, p: Tensor | None = None) -> Te
 
 
 def select_labelled(
-    rows: list[dict], context: int, purpose: str, first: int = 2, vocabulary: Subset | None = None
+    rows: list[dict], context: int, purpose: str, vocabulary: Subset | None = None
 ) -> list[dict]:
     """The documents with a label in their first `context` tokens: a generated token, in the
-    `vocabulary` if there is one, at index `first` or later (heads cannot predict earlier tokens). A
-    note counts the documents skipped. Raises UserError if none is left for the `purpose`."""
-    kept, skipped, known = [], Counter(), set(vocabulary.host_ids.tolist()) if vocabulary else None
+    `vocabulary` if there is one, at index 2 or later (heads cannot predict earlier tokens). A note
+    counts the others. Raises UserError if none is left for the `purpose`."""
+    known = set(vocabulary.host_ids.tolist()) if vocabulary else None
+    kept = []
     for row in rows:
-        labels = (row["prompt"] + row["tokens"])[max(first, len(row["prompt"])) : context]
-        if len(row["prompt"]) >= context:
-            skipped[f"the prompt fills the context of {context} tokens"] += 1
-        elif not labels:
-            skipped["the text is too short"] += 1
-        elif known is not None and known.isdisjoint(labels):
-            skipped["no generated token is in the vocabulary"] += 1
-        else:
+        labels = (row["prompt"] + row["tokens"])[max(2, len(row["prompt"])) : context]
+        if labels and (known is None or not known.isdisjoint(labels)):
             kept.append(row)
-    why = ", ".join(f"{reason} ({n})" for reason, n in skipped.items())
+    why = (f"the prompt fills the context of {context} tokens, the text is too short, or no "
+           "generated token is in the vocabulary")  # fmt: skip
     if not kept:
         raise UserError(f"the documents of --generated have nothing to {purpose}: {why}")
-    if skipped:
-        note(f"skipped {skipped.total()} of {len(rows)} documents, which have nothing to {purpose}"
-             f": {why}")  # fmt: skip
+    if len(kept) < len(rows):
+        note(f"skipped {len(rows) - len(kept)} of {len(rows)} documents, which have nothing to "
+             f"{purpose}: {why}")  # fmt: skip
     return kept
 
 
 def train_on_generated(
     args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer, model: nn.Module,
     loss: Callable[[Documents], Callable], options: str,
-    optimizers: list[torch.optim.Optimizer] | None = None, first: int = 2,
-    vocabulary: Subset | None = None,
+    optimizers: list[torch.optim.Optimizer] | None = None, vocabulary: Subset | None = None,
 ) -> tuple[TrainingRun, list[dict]]:  # fmt: skip
-    """Train `model` on the documents of --generated that `select_labelled` keeps. `loss` builds the
-    loss from them; `options` becomes part of the run's identity. Returns the run and the held-out
-    documents."""
+    """Train `model` on the documents of --generated that `select_labelled` keeps, and round it to
+    float16, as it is stored. `loss` builds the loss from them; `options` becomes part of the run's
+    identity. Returns the run and the held-out documents."""
     with distributed.together():
         training, held_out = read_split(args.generated, target, tokenizer)
-        training = select_labelled(training, args.context, "train on", first, vocabulary)
-        held_out = select_labelled(held_out, args.context, "measure on", first, vocabulary)
+        training = select_labelled(training, args.context, "train on", vocabulary)
+        held_out = select_labelled(held_out, args.context, "measure on", vocabulary)
         if len(training) < distributed.world.size:
             raise UserError(f"the {len(training)} documents to train on are too few for "
                             f"{distributed.world.size} processes")  # fmt: skip
@@ -252,4 +190,6 @@ def train_on_generated(
     identity = {"target": weights_digest(target), "text": text, "options": f"{options} {labels}"}
     documents = Documents.from_rows(training, target, args.context, args.dtype)
     batch = shuffled_batches(len(training), args.rows, args.seed)
-    return train(model, identity, loss(documents), batch, args, optimizers), held_out
+    run = train(model, identity, loss(documents), batch, args, optimizers)
+    model.half().float()
+    return run, held_out

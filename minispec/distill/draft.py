@@ -20,7 +20,7 @@ from minispec.training.new_model import new_model, size_arguments
 
 class SoftLabels:
     """Document indices -> cross-entropy of the draft against the target's full distributions, in
-    nats, over the generated tokens. Only the target's lm_head runs; its hidden states are cached.
+    nats, over the generated tokens. Of the target, only lm_head runs, on the stored hidden states.
     """
 
     def __init__(self, draft: Transformer, target: Transformer, documents: Documents):
@@ -55,13 +55,10 @@ def run(args: argparse.Namespace) -> None:
     c = target.config
     draft = new_model(args, tokenizer, vocab_size=c.vocab_size, bos_id=c.bos_id, eos_ids=c.eos_ids)
     loss = partial(SoftLabels, draft, target)
-    run, held_out = train_on_generated(
-        args, target, tokenizer, draft, loss, str(draft.config), first=1
-    )
+    run, held_out = train_on_generated(args, target, tokenizer, draft, loss, str(draft.config))
     if distributed.world.rank:
         return
     save(draft, tokenizer, args.out, torch.float16)
-    draft.half().float()  # round to float16, as stored
     rates = agreement(draft, target, held_out)
     measured = ("On held-out documents: how often the draft's best token is the target's, and "
                 "Σ min(p, q), the acceptance probability of a sampled token at temperature "

@@ -189,16 +189,15 @@ def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> lis
     an incomplete last line, left by a killed process."""
     header, rows = read_generated(path, tokenizer)
     file.seek(0)
-    if not rows and file.read(1) and not header:
+    text = file.read()
+    if text and not (header or rows):
         raise UserError(f"{path} is not from minispec.distill generate: choose another --out")
     for name, value in options.items():
         before = header.get("options", {}).get(name)
         if rows and (before or None) != (value or None):  # older files lack flags that were off
             raise UserError(f"{path} was started with another {flag_name(name)}: use the same "
                             "one, or choose another --out")  # fmt: skip
-    file.seek(0)
-    complete = file.read().rpartition("\n")[0]
-    file.truncate(len(complete) + 1 if rows else 0)
+    file.truncate(text.rfind("\n") + 1 if rows else 0)
     if not rows:
         file.write(json.dumps({"tokenizer": tokenizer.fingerprint, "options": options}) + "\n")
     return rows

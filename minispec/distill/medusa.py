@@ -60,7 +60,6 @@ def run(args: argparse.Namespace) -> None:
                                        vocabulary=vocabulary)  # fmt: skip
     if distributed.world.rank:
         return
-    heads.half().float()  # round to float16, as stored
     choose_tree(heads, vocabulary, target, held_out, args.context)
     save_medusa(heads, args.out, without_folder(args.model), tokenizer, torch.float16)
     store_vocabulary(args, target, tokenizer)

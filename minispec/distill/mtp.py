@@ -15,10 +15,8 @@ from minispec.cli import number
 from minispec.distill.documents import (
     Documents,
     cross_entropy,
-    hidden_states,
     load_target,
     store_vocabulary,
-    texts_of,
     train_on_generated,
 )
 from minispec.methods.fastmtp import MTPHead
@@ -134,9 +132,7 @@ def measure(
 ) -> str:  # fmt: skip
     """Set the head's acceptance to the mean of `step_accuracy` over the kinds of documents. Returns
     a Markdown table with a row per kind and a column per step."""
-    texts = texts_of(rows, context)
-    states = hidden_states(target, texts, torch.float32)
-    measured = loss(Documents(texts, [len(row["prompt"]) for row in rows], states))
+    measured = loss(Documents.from_rows(rows, target, context, torch.float32))
     kinds: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         kinds.setdefault(row["kind"], []).append(i)
@@ -163,7 +159,6 @@ def run(args: argparse.Namespace) -> None:
                                        vocabulary=vocabulary)  # fmt: skip
     if distributed.world.rank:
         return
-    head.half().float()  # round to float16, as stored
     table = measure(head, loss, target, held_out, args.context)
     weights = step_weights(args.k, args.beta)
     save_mtp(head, args.out, without_folder(args.model), tokenizer, torch.float16, weights)
@@ -178,8 +173,7 @@ def arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--k", type=number(1, 32), default=3,
                    help="steps to train, one per drafted token (default: %(default)s)")  # fmt: skip
     p.add_argument("--beta", type=number(0, 10, float), default=0.6,
-                   help="ratio of the loss weights of successive steps "
-                        "(default: %(default)s)")  # fmt: skip
+                   help="ratio of successive loss weights (default: %(default)s)")  # fmt: skip
     p.add_argument("--mode", choices=["aligned", "parallel"], default="aligned",
                    help="run steps as in drafting, or as in the published code")  # fmt: skip
     p.add_argument("--soft", action="store_true",

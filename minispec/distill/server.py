@@ -6,6 +6,7 @@ weights or one BOS too many would spoil the text without any error.
 
 import argparse
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
@@ -30,6 +31,7 @@ from minispec.remote.identity import (
 from minispec.sampling import Sampling, warp
 from minispec.training.text import Skipped
 
+T = TypeVar("T")
 RETRY_SECONDS = 1.0, 2.0, 4.0, 8.0  # waited before a failed request is sent again
 ANSWER_SECONDS = 600.0  # for one answer; a slow server may give all others of its batch first
 CHECKED_ANSWERS, CHECKED_TOKENS = 8, 8
@@ -69,40 +71,33 @@ class ServerSampler:
         fails, or on Ctrl-C, yield the answers that are finished before raising."""
         if not self.server.supports(sampling):
             raise UserError(f"{self.server.url} does not support top_k; use --top-k 0")
+
+        def ask(i: int) -> list[int]:
+            answer = self.server.ask(prompts[i], n, sampling, (seed + i) % 2**31)
+            return self.tokens_of(answer, n)
+
+        answers: list[tuple[list[int], list[int]]] = []
         try:
             self.check_model(prompts)
-            yield from self.answers(prompts, n, sampling, seed)
+            for i, tokens in self.ask_all(prompts, ask):
+                if not tokens or isinstance(tokens, str):
+                    self.leave_out(prompts[i], tokens or "the answer is empty")
+                    continue
+                answers.append((prompts[i], tokens))
+                yield i, tokens
         except RequestError as error:
             hint = "the documents so far are in --out, and the same command continues there"
             raise UserError(f"{self.server.url} {error}; {hint}") from None
-
-    def answers(
-        self, prompts: list[list[int]], n: int, sampling: Sampling, seed: int
-    ) -> Iterator[tuple[int, list[int]]]:
-        def ask(i: int) -> Answer:
-            return self.server.ask(prompts[i], n, sampling, (seed + i) % 2**31)
-
-        first: list[tuple[list[int], list[int]]] = []
-        for i, answer in self.ask_all(prompts, ask):
-            tokens = [] if isinstance(answer, str) else self.tokens_of(answer, n)
-            if not tokens:
-                reason = answer if isinstance(answer, str) else "the answer is empty"
-                self.leave_out(prompts[i], reason)
-                continue
-            if len(first) < CHECKED_ANSWERS:
-                first.append((prompts[i], tokens))
-            yield i, tokens
         removes = sampling.temperature and (sampling.top_k or sampling.top_p < 1)
-        if first and removes and not self.samples_checked:
-            self.check_samples(first, sampling)
+        if answers and removes and not self.samples_checked:
+            self.check_samples(answers[:CHECKED_ANSWERS], sampling)
 
     def ask_all(
-        self, prompts: list[list[int]], ask: Callable[[int], Answer]
-    ) -> Iterator[tuple[int, Answer | str]]:
-        """Yield the index of each prompt and its answer from `ask`, or why the prompt is skipped.
-        """
+        self, prompts: list[list[int]], ask: Callable[[int], T]
+    ) -> Iterator[tuple[int, T | str]]:
+        """Yield the index of each prompt and ask(index), or why the prompt is skipped."""
 
-        def answer_or_reason(i: int) -> Answer | str:
+        def answer_or_reason(i: int) -> T | str:
             text = None if self.server.accepts_ids else self.server.as_text(prompts[i])
             if text is not None and self.tokenizer.encode(text) != prompts[i]:
                 return "the server accepts text only, and its text has other tokens"
@@ -126,8 +121,7 @@ class ServerSampler:
         end = self.end if answer.end is None else [answer.end]
         tokens = (answer.tokens + (end if answer.ended else []))[:n]
         if not are_known(self.model, tokens):
-            unknown = max(tokens)
-            raise UserError(f"{self.server.url} returned token {unknown}, which --model lacks")
+            raise UserError(f"{self.server.url} returned token {max(tokens)}, which --model lacks")
         return tokens
 
     # ---- checks of the first answers -------------------------------------------------------------
@@ -140,16 +134,13 @@ class ServerSampler:
         new = new[: CHECKED_ANSWERS - len(self.checked)]
         self.checked.update(map(tuple, new))
 
-        def ask(i: int) -> Answer:
-            return greedy_answer(self.server, new[i], CHECKED_TOKENS)
-
         compared = []
-        for i, answer in self.ask_all(new, ask):
-            if isinstance(answer, str):
-                continue
-            tokens = answer.tokens[:CHECKED_TOKENS]
-            tokens = with_end(self.model, new[i], tokens, CHECKED_TOKENS, answer.ended)
-            compared.append((new[i], answer, tokens))
+        answers = self.ask_all(new, lambda i: greedy_answer(self.server, new[i], CHECKED_TOKENS))
+        for i, answer in answers:
+            if not isinstance(answer, str):
+                tokens = answer.tokens[:CHECKED_TOKENS]
+                tokens = with_end(self.model, new[i], tokens, CHECKED_TOKENS, answer.ended)
+                compared.append((new[i], answer, tokens))
         if problem := compared and mismatch(self.model, compared, TOLERANCE):
             raise UserError(f"{self.server.url} does not serve --model: {problem}")
 

@@ -77,22 +77,20 @@ def chat(
     max_prompt = cache.capacity - max(1, min(args.max_new_tokens, cache.capacity // 2))
     run, messages, cached = None, [], []  # messages in the context; tokens in the cache
     for turn in user_turns(args.prompt):
-        message = {"role": "user", "content": turn}
-        prompt = tokenizer.chat([*system, *messages, message])
-        alone = prompt if len(prompt) <= max_prompt else tokenizer.chat([*system, message])
-        if len(alone) >= cache.capacity:
+        recent = [*messages, {"role": "user", "content": turn}]
+        while len(prompt := tokenizer.chat(system + recent)) > max_prompt and len(recent) > 1:
+            recent = recent[2:]
+        if len(prompt) >= cache.capacity:  # without any other turn
             included = " with the system message" if system else ""
-            too_long = (f"the turn has {len(alone)} tokens{included}, but the context is only "
+            too_long = (f"the turn has {len(prompt)} tokens{included}, but the context is only "
                         f"{cache.capacity}; shorten it")  # fmt: skip
             if run is None and args.prompt:  # the prompt itself
                 raise UserError(too_long)
             note(too_long)
             continue
-        messages.append(message)
-        while len(prompt) > max_prompt and len(messages) > 1:
-            messages = messages[2:]
+        for _ in range(len(messages) // 2 - len(recent) // 2):
             note("the context is full; dropping the oldest turn")
-            prompt = tokenizer.chat(system + messages)
+        messages = recent
         kept = min(common_prefix_length(cached, prompt), len(prompt) - 1)
         for c in caches:
             c.truncate(min(kept, c.length))

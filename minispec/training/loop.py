@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec import distributed
+from minispec.checkpoints.errors import user_error
 from minispec.checkpoints.load import pick_device
 from minispec.checkpoints.weights import atomic_write, write_text
 from minispec.cli import OutputFolder, UserError, number
@@ -107,7 +108,8 @@ class TrainingRun:
 
     def restore(self, path: Path) -> None:
         """Load a checkpoint. Nothing in it is unpickled as code."""
-        try:
+        with user_error(f"{path} is damaged, or from another version of minispec: delete it to "
+                        "start over, or choose another --out"):  # fmt: skip
             state = torch.load(path, "cpu", weights_only=True)
             saved, (self.step, self.seconds) = state["what"], state["counts"]
             changed = [key for key, value in self.identity.items() if saved[key] != value]
@@ -115,9 +117,6 @@ class TrainingRun:
                 self.model.load_state_dict(state["model"])
                 for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
                     optimizer.load_state_dict(values)
-        except Exception:  # whatever a damaged file raises
-            raise UserError(f"{path} is damaged, or from another version of minispec: delete it to "
-                            "start over, or choose another --out") from None  # fmt: skip
         if changed:
             raise UserError(f"{path} is from another run (different {changed[0]}): use the same "
                             "settings, or choose another --out")  # fmt: skip
@@ -199,11 +198,12 @@ def write_card(
     print(table)
 
 
-def markdown_table(corner: str, columns: list[str], rows: dict[object, list[float]]) -> str:
-    """A Markdown table of rates."""
+def markdown_table(corner: str, columns: list[str], rows: dict[object, list[float | str]]) -> str:
+    """A Markdown table of rates or texts."""
     lines = [f"| {' | '.join([corner, *columns])} |", "|---" * len(columns) + "|---|"]
-    for name, rates in rows.items():
-        lines.append(f"| {name} | " + " | ".join(f"{rate:.3f}" for rate in rates) + " |")
+    for name, values in rows.items():
+        cells = [value if isinstance(value, str) else f"{value:.3f}" for value in values]
+        lines.append(f"| {' | '.join([str(name), *cells])} |")
     return "\n".join(lines)
 
 

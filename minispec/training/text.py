@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 
+from minispec.checkpoints.errors import user_error
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError
 
@@ -36,11 +37,6 @@ END = "<|endoftext|>"
 END_LINE = re.compile(f"^{re.escape(END)}$", re.M)
 FOLDER_TYPES = ".txt", ".jsonl"  # the files read from a folder
 ROLES = {"User: ": "user", "用户：": "user", "Assistant: ": "assistant", "助手：": "assistant"}
-BINARY_FORMATS = {  # recognised by a file's first bytes
-    b"\x1f\x8b": "compressed by gzip", b"PK\x03\x04": "a zip archive", b"PAR1": "a parquet file",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd", b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
-}  # fmt: skip
 CHUNK_CHARS = 2000
 HOLD_OUT_EVERY = 50  # documents
 
@@ -83,14 +79,9 @@ def read_documents(path: Path) -> Corpus:
 def read_text(file: Path) -> str:
     """The text of a file without a byte-order mark, with lines ending in \\n."""
     try:
-        with file.open("rb") as raw:
-            first_bytes = raw.read(4)
-        for magic, name in BINARY_FORMATS.items():
-            if first_bytes.startswith(magic):
-                raise UserError(f"{file} is {name}: convert it to UTF-8 text first")
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from None
+        raise UserError(f"{file} cannot be read as UTF-8 text: {error}") from None
     if "\0" in text:
         raise UserError(f"{file} is not text: it contains NUL bytes")
     return text
@@ -133,15 +124,13 @@ def read_objects(file: Path, text: str) -> list[Document]:
     documents = []
     for number, line in enumerate(text.split("\n"), 1):
         location = f"{file} line {number}"
-        try:
+        with user_error(
+            f'{location}: must be an object with string values, like {{"text"}}, {{"prompt"}}, '
+            '{"prompt", "completion"} or {"messages": [{"role", "content"}, ...]}'
+        ):
             if line.strip():
                 documents.append(parse_document(json.loads(line), location))
                 plain_text(documents[-1]).encode()  # raises for lone surrogates
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(
-                f'{location}: must be an object with string values, like {{"text"}}, {{"prompt"}}, '
-                '{"prompt", "completion"} or {"messages": [{"role", "content"}, ...]}'
-            ) from None
     return documents
 
 
@@ -157,7 +146,7 @@ def parse_document(row: object, location: str) -> Document:
         case {"text": str(text)}:
             return text
         case _:
-            raise ValueError
+            raise ValueError("none of these")
     return Conversation(turns, location)
 
 
@@ -167,7 +156,7 @@ def parse_turn(message: dict) -> dict[str, str]:
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
     if not (isinstance(role, str) and isinstance(content, str)):
-        raise ValueError
+        raise ValueError("not a string")
     return turn(role, content)
 
 

@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
                 measure(model, tokenizer, methods, prompts, n, others=others)
                 for _ in range(args.repeats)
             ]
-            tables.append(table_of(kind, 0.0, repeats, machine, methods))
+            tables.append(table_of(kind, 0.0, repeats, machine))
             if not args.json:
                 print(f"\n{kind}, {len(prompts)} prompts, {threads} threads")
                 show(tables[-1])
