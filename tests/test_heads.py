@@ -145,7 +145,7 @@ def test_heads_that_do_not_fit_are_rejected_with_a_reason(tmp_path):
         ({k: t for k, t in good.items() if k != "1.0.linear.bias"}, "Missing.*1.0.linear.bias"),
         ({k: t for k, t in good.items() if k != "2.1.weight"}, "Missing.*2.1.weight"),
         (good | {"0.q.weight": torch.zeros(2)}, "0.q.weight is not a tensor of Medusa heads"),
-        ({UP: 3}, f"must map names to dense tensors; {UP} does not fit"),
+        ({UP: 3}, "must map names to tensors"),
         ({3: torch.zeros(2)}, "3 is not a tensor of Medusa heads"),
         ({"0.0.weight": torch.tensor(1.0)}, "do not fit"),
         ({"7.0.weight": torch.zeros(4, 4)}, "not numbered consecutively from 0"),

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from minispec import paths
-from minispec.checkpoints.config import UNQUANTISED, config_json, read_config
+from minispec.checkpoints.config import config_json, read_config
 from minispec.checkpoints.errors import user_error
 from minispec.checkpoints.gguf import find_gguf, read_gguf, read_gguf_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.checkpoints.weights import (
     DTYPES,
     IGNORED_TENSORS,
-    QUANTISED_SUFFIXES,
     fill,
     read_tensors,
     strip_prefixes,
@@ -183,9 +182,6 @@ def read_directory(
     tokenizer, tensors = find_tokenizer(path), {}  # first, to fail early
     for file in files:
         tensors |= read_tensors(file, config)
-    for suffix, layout in QUANTISED_SUFFIXES.items():
-        if any(name.endswith(suffix) for name in tensors):
-            raise UserError(f"{path} ({layout}): {UNQUANTISED}")
     tensors = {n: t for n, t in strip_prefixes(tensors).items() if not IGNORED_TENSORS.match(n)}
     return config, tensors, tokenizer
 
