@@ -27,6 +27,7 @@ CONFIG_KEYS = {  # GGUF key, without the architecture -> key in config.json
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
+    "rope.dimension_count": "head_dim",  # with partial rotation, the weights do not fit
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
     "context_length": "max_position_embeddings",
@@ -35,11 +36,9 @@ CONFIG_KEYS = {  # GGUF key, without the architecture -> key in config.json
 SCALING_KEYS = {  # the same for rope_scaling
     "rope.scaling.type": "rope_type",
     "rope.scaling.factor": "factor",
-    "rope.scale_linear": "factor",  # in older files
     "rope.scaling.original_context_length": "original_max_position_embeddings",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
-    "rope.scaling.finetuned": "finetuned",
 }
 # keys that contain one of these change the mathematics
 UNSUPPORTED_KEYS = re.compile("scal|softcap|expert_count|sections")
@@ -52,13 +51,6 @@ END_TOKENS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|
               "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "</s>",
               "<｜end▁of▁sentence｜>"}  # fmt: skip
 CONTROL_TOKENS = END_TOKENS | {"<|im_start|>", "<|start_header_id|>", "<|end_header_id|>"}
-PROJECTOR = "a multimodal projector, not a model; choose the model's own file"
-NOT_A_MODEL = {  # by general.type or general.architecture
-    "adapter": "a LoRA adapter, not a model; merge it into its model with llama-export-lora",
-    "imatrix": "an importance matrix, not a model; choose the model's own file",
-    "mmproj": PROJECTOR,
-    "clip": PROJECTOR,
-}
 
 
 def find_gguf(source: Path) -> Path | None:
@@ -83,9 +75,8 @@ def open_gguf(path: Path) -> tuple[dict, list]:
         tensors = reader.tensors
     if metadata.get("split.count", 1) != 1:
         raise UserError(f"{path} is part of a split file; merge it with llama-gguf-split --merge")
-    for key in "general.type", "general.architecture":
-        if (kind := str(metadata.get(key))) in NOT_A_MODEL:
-            raise UserError(f"{path} is {NOT_A_MODEL[kind]}")
+    if (kind := metadata.get("general.type", "model")) != "model":
+        raise UserError(f"{path} is not a model but of type {kind}; choose the model's own file")
     return metadata, tensors
 
 
@@ -95,8 +86,6 @@ def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     metadata, stored = open_gguf(path)
     from gguf import dequantize  # open_gguf has imported it already
 
-    if not stored:
-        raise UserError(f"{path} has only a vocabulary; choose a file with the model's weights")
     vocabulary = tokenizer_keys(metadata)
     tokenizer = None if unsupported_reason(vocabulary) else build_tokenizer(vocabulary, path)
     with user_error(f"{path}: this quantisation is not supported"):
@@ -104,19 +93,13 @@ def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     divisors = tensors.pop("rope_freqs.weight", None)
     keys = CheckedJson(path, config_keys(metadata, tensors, path))
     config = parse_config(keys, keys)
-    rotated = metadata.get(f"{config.model_type}.rope.dimension_count", config.head_dim)
-    if rotated != config.head_dim:
-        dimensions = f"{rotated} of {config.head_dim} dimensions"
-        raise UserError(f"{path}: partial rotation ({dimensions}) is not supported")
     if divisors is not None:
         config = with_llama3_scaling(config, divisors, path)
     names = published_names(config)
     named = {names.get(name, name): tensor for name, tensor in tensors.items()}
     if config.model_type == "llama":
-        for name, tensor in named.items():
-            if re.search(r"self_attn\.[qk]_proj", name):
-                heads = config.heads if "q_proj" in name else config.kv_heads
-                named[name] = unpermute(tensor, heads, path)
+        for name in filter(re.compile(r".*self_attn\.[qk]_proj").match, named):
+            named[name] = unpermute(named[name], config.head_dim)
     return config, named, tokenizer
 
 
@@ -139,7 +122,7 @@ def config_keys(metadata: dict, tensors: dict[str, Tensor], path: Path) -> dict:
     for name, value in settings.items():
         if UNSUPPORTED_KEYS.search(name) and name not in SCALING_KEYS and value not in (0, 1, None):
             raise UserError(f"{path}: {name} = {value} is not supported")
-    raw = {key: settings.get(name) for name, key in CONFIG_KEYS.items()}
+    raw = {key: settings[name] for name, key in CONFIG_KEYS.items() if name in settings}
     scaling = {key: settings[name] for name, key in SCALING_KEYS.items() if name in settings}
     rope_type = scaling.setdefault("rope_type", "linear" if "factor" in scaling else "none")
     vocabulary = tokenizer_keys(metadata)
@@ -182,11 +165,10 @@ def published_names(config: Config) -> dict[str, str]:
     return {name_map.get_name(name, (".weight", ".bias")): name for name in names}
 
 
-def unpermute(rows: Tensor, heads: int, path: Path) -> Tensor:
+def unpermute(rows: Tensor, head_dim: int) -> Tensor:
     """Reorder rows of q or k from adjacent rotary pairs, as GGUF llamas store them, to halves."""
-    if len(rows) % (2 * heads):
-        raise UserError(f"{path}: {len(rows)} rows of q or k do not fit {heads} heads")
-    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+    heads = rows.unflatten(0, (-1, head_dim // 2, 2))
+    return heads.transpose(1, 2).reshape(rows.shape)
 
 
 # ---- the tokenizer -------------------------------------------------------------------------------
@@ -218,10 +200,8 @@ PRE_TOKENIZERS = {  # how text is split before bytes are merged
     "tekken": split_by(TEKKEN_PATTERN),
 }
 PRE_ALIASES = {  # other names for the same: llama.cpp splits and merges alike
-    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "midm-2.0"), "llama-bpe"),
-    **dict.fromkeys(("mellum", "a.x-4.0", "trillion"), "gpt-2"),
-    **dict.fromkeys(("starcoder", "refact", "minerva-7b"), "smollm"),
-    "deepseek-r1-qwen": "qwen2", "dbrx": "smaug-bpe",
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3"), "llama-bpe"),
+    "deepseek-r1-qwen": "qwen2", "mellum": "gpt-2",
 }  # fmt: skip
 # these look up a whole word before merging its parts; their texts begin with BOS by default
 IGNORE_MERGES = "llama-bpe", "tekken"
@@ -275,23 +255,19 @@ def build_tokenizer(keys: dict, path: Path) -> Tokenizer:
             f"{path}: {reason}; use token ids (--prompt-ids with --json) or the model's "
             "safetensors and tokenizer.json"
         )
-    lists = [keys.get(key) for key in ("tokens", "token_type", "merges")]
-    if not all(isinstance(values, list) for values in lists) or len(lists[0]) != len(lists[1]):
-        raise UserError(f"{path}: the tokenizer has no valid tokens, token_type or merges")
-    tokens, types, merges = lists
-    ids = {token: i for i, token in enumerate(tokens)}
-    pairs = [tuple(str(merge).split(" ")) for merge in merges]
-    if not all(len(pair) == 2 and {*pair, "".join(pair)} <= ids.keys() for pair in pairs):
-        raise UserError(f"{path}: the tokenizer's merges do not match its tokens")
-    pre = keys["pre"]
-    backend = Backend(models.BPE(ids, pairs, ignore_merges=pre in IGNORE_MERGES))
+    tokens, pre = keys["tokens"], keys["pre"]
+    with user_error(f"{path}: the tokenizer's tokens, token_type and merges do not fit"):
+        types = dict(zip(tokens, keys["token_type"], strict=True))
+        ids = {token: i for i, token in enumerate(tokens)}
+        pairs = [tuple(merge.split(" ")) for merge in keys["merges"]]
+        backend = Backend(models.BPE(ids, pairs, ignore_merges=pre in IGNORE_MERGES))
     backend.pre_tokenizer, backend.decoder = PRE_TOKENIZERS[pre], decoders.ByteLevel()
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
     special = special_ids(keys)
     controls = {special.get("bos"), *end_ids(keys)}  # not padding, which may be a word
-    for i, (token, kind) in enumerate(zip(tokens, types)):
-        control = kind == CONTROL or i in controls or token in CONTROL_TOKENS
+    for token, kind in types.items():
+        control = kind == CONTROL or ids[token] in controls or token in CONTROL_TOKENS
         if control or kind == USER_DEFINED:
             backend.add_tokens([AddedToken(token, special=control, normalized=False)])
     if keys["add_bos_token"]:
