@@ -179,19 +179,7 @@ TOKENIZER_CASES = {  # case -> tokenizer.json and the files next to it
         "plain",
         {"added_tokens": {"<y>": 46, "<x>": 47}, "special_tokens_map": {"pad_token": "<x>"}},
     ),
-    "added_tokens and a map": (
-        "plain",
-        {
-            "added_tokens": {"<x>": 46, "<y>": 47},
-            "special_tokens_map": {"additional_special_tokens": ["<x>"]},
-        },
-    ),
     "a map": ("plain", {"special_tokens_map": {"additional_special_tokens": ["<x>", "<y>"]}}),
-    "a map and an empty list": (
-        "plain",
-        {"special_tokens_map": {"additional_special_tokens": ["<x>"]}}
-        | config(additional_special_tokens=[]),
-    ),
     "a map and a config": (
         "plain",
         {"special_tokens_map": {"bos_token": "<x>"}} | config(bos_token="<s>", eos_token="</s>"),

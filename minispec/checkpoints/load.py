@@ -34,12 +34,8 @@ from minispec.model import Config, Transformer
 
 ACCESS_ADVICE = ("check the name; if access to the model is restricted, accept its licence on its "
                  "page and log in with `hf auth login`")  # fmt: skip
-HTTP_ADVICE = dict.fromkeys((401, 403, 404), ACCESS_ADVICE) | {
-    407: "check the user name and password of HTTPS_PROXY",
-    429: "wait a few minutes, then try again",
-}
-NETWORK_VARIABLES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE",
-                     "REQUESTS_CA_BUNDLE", "HF_ENDPOINT", "HF_HUB_OFFLINE")  # fmt: skip
+NETWORK_VARIABLE = re.compile("(HTTPS?|ALL|NO)_PROXY|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|HF_ENDPOINT|"
+                              "HF_HUB_OFFLINE", re.IGNORECASE)  # fmt: skip
 OTHER_TOKENIZERS = "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json"
 
 
@@ -90,11 +86,12 @@ def explain_failure(error: BaseException) -> str:
     if response is not None:
         status = response.status_code
         reason = response.headers.get("x-error-message") or responses.get(status, "")
-        return f"HTTP {status}: {reason.rstrip('.')}; {HTTP_ADVICE.get(status, 'try again later')}"
+        advice = ACCESS_ADVICE if status in (401, 403, 404) else "try again later"
+        return f"HTTP {status}: {reason.rstrip('.')}; {advice}"
     reason = shorten(f"{type(error).__name__}: {error}", 200).rstrip(".")
     if isinstance(error, OSError) and (error.filename or error.errno == errno.ENOSPC):
         return f"{reason}; set HF_HOME to a directory that can be written and has enough space"
-    variables = [name for name in os.environ if name.upper() in NETWORK_VARIABLES]
+    variables = filter(NETWORK_VARIABLE.fullmatch, os.environ)
     return f"{reason}; check {', '.join(['the name', 'the network', *variables])}"
 
 

@@ -16,7 +16,6 @@ from minispec.checkpoints.errors import user_error
 from minispec.cli import UserError, optional_json
 
 ADDED_TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
-SPECIAL_NAMES = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 EXTRA_KEY, ADDITIONAL_KEY = "extra_special_tokens", "additional_special_tokens"
 
 PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters without a meaning
@@ -225,37 +224,34 @@ def add_listed_tokens(backend: Backend, directory: Path, settings: dict) -> dict
     """Add the tokens that the files next to tokenizer.json list or name, and return the special
     tokens that have names. Precedence and ids are those of transformers 5: if the listed ids have a
     gap, tokens after it get the next free ids."""
-    existing, legacy = backend.get_added_tokens_decoder(), {}
-    known = {token.content for token in existing.values()}
-    if "added_tokens_decoder" in settings:
-        listed = {int(i): to_added_token(t) for i, t in settings["added_tokens_decoder"].items()}
-    else:  # older files
+    listed, legacy = settings.get("added_tokens_decoder"), {}
+    if listed is None:  # older files
         legacy = optional_json(directory / "special_tokens_map.json")
         ids = optional_json(directory / "added_tokens.json")
-        listed = {i: to_added_token(text) for text, i in ids.items()} | existing
-    lists = settings.get(EXTRA_KEY), settings.get(ADDITIONAL_KEY), legacy.get(EXTRA_KEY)
-    lists = [tokens for tokens in lists if tokens is not None and not isinstance(tokens, dict)]
-    extra = next(filter(None, lists), [])
-    tokens = {token.content: token for _, token in sorted(listed.items())}
-    named = named_tokens(settings, legacy)
+        listed = {i: text for text, i in ids.items()}
+    tokens = [listed[i] for i in sorted(listed, key=int)]
+    added = {text_of(token): to_added_token(token) for token in tokens}
+    named = named_tokens(settings | legacy)
+    extra = settings.get(EXTRA_KEY), settings.get(ADDITIONAL_KEY), legacy.get(ADDITIONAL_KEY)
+    lists = [tokens for tokens in extra if isinstance(tokens, list)]
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for token in named.values():
-        if text_of(token) not in known - tokens.keys():
-            tokens.setdefault(text_of(token), to_added_token(token)).special = True
-    for token in extra if lists else legacy.get(ADDITIONAL_KEY) or []:
-        if text_of(token) not in (known if lists else known | tokens.keys()):
-            tokens.setdefault(text_of(token), to_added_token(token)).special = True
-    backend.add_tokens(list(tokens.values()))
+        default = known.get(text_of(token)) or to_added_token(token)
+        added.setdefault(text_of(token), default).special = True
+    for token in next(filter(None, lists), []):
+        if text_of(token) not in known:
+            added.setdefault(text_of(token), to_added_token(token)).special = True
+    backend.add_tokens(list(added.values()))
     return {name: text_of(token) for name, token in named.items()}
 
 
-def named_tokens(settings: dict, legacy: dict) -> dict[str, str | dict]:
-    """Return the special tokens that have names, as the files store them, the usual ones first."""
-    merged = dict.fromkeys(SPECIAL_NAMES) | settings | legacy
-    named = {name: token for name, token in merged.items()
+def named_tokens(settings: dict) -> dict[str, str | dict]:
+    """Return the special tokens that have names, as the files store them."""
+    named = {name: token for name, token in settings.items()
              if name.endswith("_token") and isinstance(token, str | dict)}  # fmt: skip
     for key in EXTRA_KEY, "model_specific_special_tokens":
-        if isinstance(merged.get(key), dict):
-            named |= merged[key]
+        if isinstance(settings.get(key), dict):
+            named |= settings[key]
     return named
 
 
