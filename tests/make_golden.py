@@ -192,15 +192,6 @@ TOKENIZER_CASES = {  # case -> tokenizer.json and the files next to it
     "additional, known as text": ("has <x>", config(additional_special_tokens=["<x>"])),
     "additional, a word": ("plain", config(additional_special_tokens=["<in>"])),
     "extra": ("plain", config(extra_special_tokens=["<x>", "<y>"])),
-    "extra, with names": ("plain", config(extra_special_tokens=dict(image_token="<x>"))),
-    "extra, with names, and additional": (
-        "plain",
-        config(extra_special_tokens=dict(image_token="<y>"), additional_special_tokens=["<x>"]),
-    ),
-    "model-specific names": (
-        "plain",
-        config(model_specific_special_tokens=dict(image_token="<x>")),
-    ),
     "added_tokens and a config": (
         "plain",
         {"added_tokens": {"<x>": 46, "<y>": 47}} | config(additional_special_tokens=["<y>"]),

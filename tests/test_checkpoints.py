@@ -259,7 +259,7 @@ class HTTPFailure(Exception):
 @pytest.mark.parametrize("cause, match", [
     (HTTPFailure(401, "Access is restricted."), "HTTP 401: Access is restricted; .*hf auth login"),
     (HTTPFailure(404, ""), "HTTP 404: Not Found; check the name; if"),
-    (HTTPFailure(429, ""), "HTTP 429: .*wait a few minutes"),
+    (HTTPFailure(429, ""), "HTTP 429: .*try again later"),
     (HTTPFailure(503, ""), "HTTP 503: .*try again later"),
     (PermissionError(13, "Permission denied", "/cache"), "Permission denied: '/cache'.*HF_HOME"),
     (OSError(28, "No space left on device"), "No space left on device.*HF_HOME"),

@@ -186,10 +186,10 @@ def test_templates_that_cannot_or_must_not_be_rendered(template, match):
 
 
 def test_templates_get_what_transformers_provides():
-    """No tools, a filter with positional arguments, and a tag that only training uses."""
+    """No tools, a filter with options, and a tag that only training uses."""
     template = (
         "{% if tools is none %}a{% endif %}{{ documents is none }}{{ [1, {'<': 'é'}] | tojson }}"
-        "{{ {'x': 1} | tojson(true, 1) }}"
+        "{{ {'x': 1} | tojson(ensure_ascii=true, indent=1) }}"
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )
     tokenizer = byte_tokenizer(template)

@@ -14,9 +14,8 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from minispec.checkpoints.config import CheckedJson, parse_config
-from minispec.checkpoints.errors import user_error
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError
+from minispec.cli import UserError, user_error
 from minispec.model import Config, Transformer, rope_frequencies
 
 ARCHITECTURES = "llama", "qwen2", "qwen3"  # Mistral's files use llama's
@@ -133,8 +132,8 @@ def config_keys(metadata: dict, tensors: dict[str, Tensor], path: Path) -> dict:
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "bos_token_id": special_ids(vocabulary).get("bos"),
-        "eos_token_id": end_ids(vocabulary),
+        "bos_token_id": vocabulary["special"].get("bos"),
+        "eos_token_id": vocabulary["ends"],
     }
 
 
@@ -200,38 +199,32 @@ PRE_TOKENIZERS = {  # how text is split before bytes are merged
     "tekken": split_by(TEKKEN_PATTERN),
 }
 PRE_ALIASES = {  # other names for the same: llama.cpp splits and merges alike
-    **dict.fromkeys(("llama3", "llama-v3", "falcon3"), "llama-bpe"),
-    "deepseek-r1-qwen": "qwen2", "mellum": "gpt-2",
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "midm-2.0"), "llama-bpe"),
+    **dict.fromkeys(("mellum", "a.x-4.0", "trillion"), "gpt-2"),
+    **dict.fromkeys(("starcoder", "refact", "minerva-7b"), "smollm"),
+    "deepseek-r1-qwen": "qwen2", "dbrx": "smaug-bpe",
 }  # fmt: skip
 # these look up a whole word before merging its parts; their texts begin with BOS by default
 IGNORE_MERGES = "llama-bpe", "tekken"
 
 
 def tokenizer_keys(metadata: dict) -> dict:
-    """Return the keys of the tokenizer, without their prefix and with llama.cpp's defaults."""
+    """Return the keys of the tokenizer, without their prefix and with llama.cpp's defaults. Two are
+    added: `special`, the ids of the tokens that have their own keys (bos, eos, eot, …), and `ends`,
+    the ids at which llama.cpp stops, some of which it knows by name."""
     keys = {re.sub(r"^tokenizer\.(ggml\.)?", "", key): value for key, value in metadata.items()}
     pre = str(keys.get("pre", ""))
     keys["pre"] = PRE_ALIASES.get(pre, pre)
     keys.setdefault("add_bos_token", keys["pre"] in IGNORE_MERGES)
     if not isinstance(keys.get("tokens"), list):
         keys["tokens"] = []
-    return keys
-
-
-def special_ids(keys: dict) -> dict[str, int]:
-    """Return the ids of the tokens that have their own keys: bos, eos, eot, … Ids out of range are
-    ignored: converters write -1 or 4294967295 for "none"."""
     ids = {name: keys.get(f"{name}_token_id") for name in (*SPECIAL_KEYS, *END_KEYS)}
-    size = len(keys["tokens"])
-    return {name: i for name, i in ids.items() if type(i) is int and 0 <= i < size}
-
-
-def end_ids(keys: dict) -> list[int]:
-    """Return the tokens at which llama.cpp stops: those with their own keys, and some by name."""
-    special = special_ids(keys)
-    ids = [special[key] for key in END_KEYS if key in special]
-    ids += [i for i, token in enumerate(keys["tokens"]) if token in END_TOKENS]
-    return list(dict.fromkeys(ids))
+    known = range(len(keys["tokens"]))  # converters write -1 or 4294967295 for "none"
+    keys["special"] = {n: i for n, i in ids.items() if type(i) is int and i in known}
+    ends = [keys["special"].get(name) for name in END_KEYS]
+    ends += [i for i, token in enumerate(keys["tokens"]) if token in END_TOKENS]
+    keys["ends"] = [i for i in dict.fromkeys(ends) if i is not None]
+    return keys
 
 
 def unsupported_reason(keys: dict) -> str | None:
@@ -243,7 +236,7 @@ def unsupported_reason(keys: dict) -> str | None:
         return "it does not name its pre-tokenizer (gguf-new-metadata --pre-tokenizer NAME adds it)"
     if pre not in PRE_TOKENIZERS:
         return f"its pre-tokenizer, {pre}, is not one of {', '.join(PRE_TOKENIZERS)}"
-    if keys["add_bos_token"] and "bos" not in special_ids(keys):
+    if keys["add_bos_token"] and "bos" not in keys["special"]:
         return "its texts begin with a BOS token, but it does not define one"
     return None
 
@@ -264,8 +257,8 @@ def build_tokenizer(keys: dict, path: Path) -> Tokenizer:
     backend.pre_tokenizer, backend.decoder = PRE_TOKENIZERS[pre], decoders.ByteLevel()
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
-    special = special_ids(keys)
-    controls = {special.get("bos"), *end_ids(keys)}  # not padding, which may be a word
+    special = keys["special"]
+    controls = {special.get("bos"), *keys["ends"]}  # not padding, which may be a word
     for token, kind in types.items():
         control = kind == CONTROL or ids[token] in controls or token in CONTROL_TOKENS
         if control or kind == USER_DEFINED:

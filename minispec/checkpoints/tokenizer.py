@@ -12,12 +12,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from minispec.checkpoints.chat_template import Messages, check_messages, read_template, render
-from minispec.checkpoints.errors import user_error
-from minispec.cli import UserError, optional_json
+from minispec.cli import UserError, optional_json, user_error
 
 ADDED_TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
-EXTRA_KEY, ADDITIONAL_KEY = "extra_special_tokens", "additional_special_tokens"
-
 PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters without a meaning
 PROMPT_TOKENS = 8  # that may end inside a character, or show that a word is not a text's first
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of vocabularies with byte fallback
@@ -38,11 +35,13 @@ class Tokenizer:
     chat_template: str | None = None
 
     @classmethod
-    def from_directory(cls, directory: Path) -> "Tokenizer":
+    def from_directory(cls, directory: Path) -> "Tokenizer | None":
         """Read tokenizer.json and the files next to it as PreTrainedTokenizerFast of transformers 5
         does: tokenizer_config.json, chat_template.jinja and, if the former has no
         added_tokens_decoder, special_tokens_map.json and added_tokens.json. Only tokenizer.json
-        determines whether texts begin with BOS."""
+        determines whether texts begin with BOS. Returns None without a tokenizer.json."""
+        if not (directory / "tokenizer.json").exists():
+            return None
         backend = read_backend(directory / "tokenizer.json")
         backend.no_padding()
         backend.no_truncation()
@@ -231,8 +230,10 @@ def add_listed_tokens(backend: Backend, directory: Path, settings: dict) -> dict
         listed = {i: text for text, i in ids.items()}
     tokens = [listed[i] for i in sorted(listed, key=int)]
     added = {text_of(token): to_added_token(token) for token in tokens}
-    named = named_tokens(settings | legacy)
-    extra = settings.get(EXTRA_KEY), settings.get(ADDITIONAL_KEY), legacy.get(ADDITIONAL_KEY)
+    named = {name: token for name, token in (settings | legacy).items()
+             if name.endswith("_token") and isinstance(token, str | dict)}  # fmt: skip
+    extra = (settings.get("extra_special_tokens"), settings.get("additional_special_tokens"),
+             legacy.get("additional_special_tokens"))  # fmt: skip
     lists = [tokens for tokens in extra if isinstance(tokens, list)]
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for token in named.values():
@@ -243,16 +244,6 @@ def add_listed_tokens(backend: Backend, directory: Path, settings: dict) -> dict
             added.setdefault(text_of(token), to_added_token(token)).special = True
     backend.add_tokens(list(added.values()))
     return {name: text_of(token) for name, token in named.items()}
-
-
-def named_tokens(settings: dict) -> dict[str, str | dict]:
-    """Return the special tokens that have names, as the files store them."""
-    named = {name: token for name, token in settings.items()
-             if name.endswith("_token") and isinstance(token, str | dict)}  # fmt: skip
-    for key in EXTRA_KEY, "model_specific_special_tokens":
-        if isinstance(settings.get(key), dict):
-            named |= settings[key]
-    return named
 
 
 def text_of(token: str | dict) -> str:

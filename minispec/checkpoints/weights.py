@@ -74,6 +74,15 @@ def read_tensors(path: Path, config: Config) -> dict[str, Tensor]:
     return {str(n): distributed.shard(str(n), tensors.pop(n), config).clone() for n in names}
 
 
+def read_weights(directory: Path, config: Config) -> dict[str, Tensor]:
+    """Read the model's tensors from a checkpoint directory, for this rank, by their published
+    names."""
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(directory):
+        tensors |= read_tensors(file, config)
+    return {n: t for n, t in strip_prefixes(tensors).items() if not IGNORED_TENSORS.match(n)}
+
+
 def fill(
     module: nn.Module, tensors: dict[str, Tensor], where: str, dtype: torch.dtype,
     device: torch.device, tied: bool = False,
