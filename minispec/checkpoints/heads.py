@@ -84,7 +84,7 @@ def load_medusa(
     not config.json. Raises UserError for heads of another model or tokenizer.
     """
     tensors, folder = read_heads(source, MEDUSA_PREFIX, model.config, tokenizer)
-    heads = empty_medusa(tensors, model, str(source))
+    heads = empty_medusa(tensors, model)
     fill(heads, tensors, str(source), model.dtype, model.device)
     read_tree(heads, folder / "config.json")
     return heads.eval()
@@ -111,13 +111,10 @@ def from_vllm(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     return found
 
 
-def empty_medusa(tensors: dict[str, Tensor], model: Transformer, where: str) -> MedusaHeads:
+def empty_medusa(tensors: dict[str, Tensor], model: Transformer) -> MedusaHeads:
     """Create heads without weights, with as many heads and layers as the tensors' names show."""
-    matches = [MEDUSA_NAME.fullmatch(name) for name in tensors]
-    if None in matches:
-        unknown = list(tensors)[matches.index(None)]
-        raise UserError(f"{where}: {unknown} is not a tensor of Medusa heads")
-    heads = 1 + max(int(match[1]) for match in matches)
+    matches = list(filter(None, map(MEDUSA_NAME.fullmatch, tensors)))
+    heads = 1 + max((int(match[1]) for match in matches), default=-1)
     layers = 1 + max((int(match[2]) for match in matches if match[3] != "weight"), default=-1)
     c, shared = model.config, all(match[3] != "weight" for match in matches)
     with torch.device("meta"):
