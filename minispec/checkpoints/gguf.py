@@ -28,7 +28,6 @@ CONFIG_KEYS = {  # GGUF key, without the architecture -> key in config.json
     "attention.key_length": "head_dim",
     "rope.dimension_count": "head_dim",  # with partial rotation, the weights do not fit
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
     "context_length": "max_position_embeddings",
     "rope.freq_base": "rope_theta",
 }

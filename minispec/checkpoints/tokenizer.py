@@ -15,6 +15,7 @@ from minispec.checkpoints.chat_template import Messages, check_messages, read_te
 from minispec.cli import UserError, optional_json, user_error
 
 ADDED_TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
+SPECIAL_NAMES = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters without a meaning
 PROMPT_TOKENS = 8  # that may end inside a character, or show that a word is not a text's first
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of vocabularies with byte fallback
@@ -230,7 +231,8 @@ def add_listed_tokens(backend: Backend, directory: Path, settings: dict) -> dict
         listed = {i: text for text, i in ids.items()}
     tokens = [listed[i] for i in sorted(listed, key=int)]
     added = {text_of(token): to_added_token(token) for token in tokens}
-    named = {name: token for name, token in (settings | legacy).items()
+    merged = dict.fromkeys(SPECIAL_NAMES) | settings | legacy  # new ids are given in this order
+    named = {name: token for name, token in merged.items()
              if name.endswith("_token") and isinstance(token, str | dict)}  # fmt: skip
     extra = (settings.get("extra_special_tokens"), settings.get("additional_special_tokens"),
              legacy.get("additional_special_tokens"))  # fmt: skip
