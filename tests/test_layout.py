@@ -26,7 +26,7 @@ FLOORS = [  # a module imports from its own floor and from those before it
     ["__main__"],
 ]
 LINES = {  # at most, of Python; a change that needs more raises its number and says why
-    "": 1595, "methods": 1315, "checkpoints": 1710, "generate": 1265, "fast": 655, "remote": 580,
+    "": 1595, "methods": 1315, "checkpoints": 1570, "generate": 1265, "fast": 655, "remote": 580,
     "training": 800, "distill": 1525, "bench": 1295, "certify": 3915,
 }  # fmt: skip
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
