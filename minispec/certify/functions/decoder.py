@@ -10,10 +10,9 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from minispec.certify.common import GREEDY, Failed, NotSupported
+from minispec.certify.common import Failed, NotSupported
 from minispec.certify.examination import Request
 from minispec.cli import UserError
-from minispec.sampling import Sampling
 
 MANY = 50  # requests that take long enough for a progress bar
 
@@ -72,11 +71,6 @@ class FunctionDecoder:
 
     def at(self, folder: str) -> "FunctionDecoder":
         return replace(self, folder=folder)
-
-    def tokens(
-        self, prompt: list[int], n: int, sampling: Sampling = GREEDY, seed: int = 0
-    ) -> list[int]:
-        return self.batch([Request(prompt, n, sampling, seed)])[0]
 
     def batch(self, requests: list[Request]) -> list[list[int]]:
         """Return the tokens of several requests, in one call if the implementation can batch."""
