@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from minispec.certify.common import (
@@ -278,15 +279,11 @@ class Samples:
                 samples.append(normalise_end(tokens, model.config.eos_ids))
         return ""
 
-    def scored(self, warp: Warp) -> Scores:
-        """Return the scores of all samples by a distribution."""
-        scores = Scores(self.exam.model, self.prompt, warp, max(1e-3, self.exam.tolerance))
-        scores = self.scores.setdefault(warp, scores)
-        return scores.add(tokens for samples in self.samples for tokens in samples)
-
     def test(self, warp: Warp, alarm: float) -> Result:
         """Test the samples by χ²: against a distribution, or against those of the baseline."""
-        scores, (samples, *others) = self.scored(warp), self.samples
+        scores = Scores(self.exam.model, self.prompt, warp, max(1e-3, self.exam.tolerance))
+        scores = self.scores.setdefault(warp, scores).add(chain(*self.samples))
+        samples, *others = self.samples
         if scores.impossible and not others:
             return False, f"sampled {scores.impossible}, which has probability 0"
         entropy = scores.entropy(samples)

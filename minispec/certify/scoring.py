@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
@@ -216,7 +216,7 @@ def expected_bins(
 
 def count_bins(scores: Scores, cells: Distribution, samples: list[Tokens]) -> dict[str, Counter]:
     """Count the samples in the bins of each test."""
-    counts: dict[str, Counter] = {name: Counter() for name in (FIRST, EVERY, EVERY_PAIR)}
+    counts: dict[str, Counter] = defaultdict(Counter)
     rng = random.Random(0)
     for sequence in samples:
         n = next(n for n in range(len(sequence), -1, -1) if sequence[:n] in cells)
@@ -226,11 +226,10 @@ def count_bins(scores: Scores, cells: Distribution, samples: list[Tokens]) -> di
             for above, p in scores.intervals[sequence]
         ]
         for i, u in enumerate(uniform, start=1):
-            counts.setdefault(f"token {i}", Counter())[(int(BINS * u),)] += 1
+            for name in f"token {i}", EVERY:
+                counts[name][(int(BINS * u),)] += 1
         for i, (u, v) in enumerate(pairwise(uniform), start=1):
-            pair = int(PAIR_BINS * u), int(PAIR_BINS * v)
-            counts.setdefault(f"tokens {i}, {i + 1}", Counter())[pair] += 1
-            if i % 2:  # disjoint pairs are independent
-                counts[EVERY_PAIR][pair] += 1
-        counts[EVERY].update((int(BINS * u),) for u in uniform)
+            # disjoint pairs are independent
+            for name in [f"tokens {i}, {i + 1}"] + [EVERY_PAIR] * (i % 2):
+                counts[name][int(PAIR_BINS * u), int(PAIR_BINS * v)] += 1
     return counts

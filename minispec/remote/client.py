@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from threading import Lock, Thread
@@ -414,12 +415,10 @@ def in_parallel(
 
 def work(ask: Callable, waiting: deque, futures: list[Future]) -> None:
     """Answer the items that are waiting, one after another, until there are none."""
-    while waiting:
-        try:
+    with suppress(IndexError):  # another thread took the last one
+        while True:
             i, item = waiting.popleft()
-        except IndexError:  # another thread took the last one
-            return
-        try:
-            futures[i].set_result(ask(item))
-        except BaseException as error:
-            futures[i].set_exception(error)
+            try:
+                futures[i].set_result(ask(item))
+            except BaseException as error:
+                futures[i].set_exception(error)

@@ -161,8 +161,8 @@ class Cases:
 
     def statistical_rows(self) -> Iterator[Row]:
         def row(exam: Examination, sampling: Sampling, more: str = "", n: int = FEW_TOKENS) -> Row:
-            arguments, weight = (sampling, n, self.limits.runs), 6.0 if sampling == UNWARPED else 1.0
-            case = describe(sampling) + more
+            case, arguments = describe(sampling) + more, (sampling, n, self.limits.runs)
+            weight = 6.0 if sampling == UNWARPED else 1.0
             return Row("statistical", case, exam, fits, arguments, weight=weight)
 
         exam = self.exam("sampled", 22, VOCAB)

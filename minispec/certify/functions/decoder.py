@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from tqdm import tqdm
 
 from minispec.certify.common import Failed, NotSupported
@@ -100,7 +101,7 @@ class FunctionDecoder:
 
     def token_ids(self, result) -> list[int]:
         """Convert a result to ints, also from numpy and torch; add up its counts."""
-        if isinstance(result, tuple) and len(result) == 3 and not is_number(result[0]):
+        if isinstance(result, tuple) and len(result) == 3 and np.ndim(result[0]) == 1:
             result, *counts = result
             self.counts.append(tuple(counts))
         tokens = list(result)  # runs the implementation if it is a generator
@@ -108,8 +109,3 @@ class FunctionDecoder:
             return [operator.index(token) for token in tokens]
         except TypeError:
             raise Failed(f"must return token ids, not {str(result)[:80]!r}") from None
-
-
-def is_number(value) -> bool:
-    """Return whether a value is an int, or a scalar of numpy or torch."""
-    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0

@@ -11,9 +11,9 @@ from minispec.cache import KVCache
 from minispec.certify.common import GREEDY
 from minispec.certify.toys import (
     Method,
-    Negated,
     Toy,
     ToyHeads,
+    negated,
     random_medusa_heads,
     random_mtp_head,
     small_model,
@@ -269,7 +269,7 @@ def greedy_cases(model: Transformer, seed: int) -> Iterator[tuple[str, Method]]:
     other = small_model(seed + 1000)
     yield "prompt-lookup", bound("prompt-lookup")
     yield "prompt-lookup, probing", bound("prompt-lookup", k=PROBING_K)
-    drafts = (("random", other), ("self", model), ("always wrong", Negated(model)))
+    drafts = (("random", other), ("self", model), ("always wrong", negated(model)))
     for name, draft in drafts:
         for k in (1, 4, ADAPTIVE_K) if seed else (1, 2, 3, 5, 8, ADAPTIVE_K, PROBING_K):
             label = {ADAPTIVE_K: "auto", PROBING_K: "auto, probing"}.get(k, k)
