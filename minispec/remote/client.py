@@ -210,9 +210,7 @@ class Server:
                 waited = time.monotonic() - begin
                 if error.busy and waited < self.seconds:
                     wait = min(waited + 0.1, 5.0)
-                else:
-                    wait = next(waits, None) if error.kind in self.retried else None
-                if wait is None:
+                elif error.kind not in self.retried or (wait := next(waits, None)) is None:
                     raise
             time.sleep(wait)
 

@@ -4,7 +4,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -56,7 +56,7 @@ EXACT_CASES = (  # vocabulary and seed of the checkpoint, noise of its draft, sa
     *((3, 21, HALF_RIGHT, sampling) for sampling in (*FUNCTION_SAMPLINGS[1:4], Sampling(2.0, 3))),
 )  # fmt: skip
 GOOD_DRAFT = ", good draft"
-BLOCK_SIZES = 16, 32, 64, 128, 256
+LENGTHS_AROUND_BLOCKS = [n for size in (16, 32, 64, 128, 256) for n in (size, size + 1)]
 BINARY_PROMPT = [1, 0, 0, 1, 0]  # repetitive, so that prompt lookup finds drafts
 REPETITIVE_PROMPT = [1, 2, 0, 1, 2]
 FEW_TOKENS, MANY_TOKENS = 12, 24  # of a sample
@@ -127,7 +127,7 @@ class Cases:
             yield Row("greedy", f"model {seed}", exam, is_greedy, (prompts, 24))
         yield Row("greedy", "two models in turn", exams[0], is_greedy_in_turn, (exams[1], prompts))
         exam = self.exam("long", 3, context=512)
-        prompts = [random.Random(n).choices(range(24), k=n) for n in around(BLOCK_SIZES)]
+        prompts = [random.Random(n).choices(range(24), k=n) for n in LENGTHS_AROUND_BLOCKS]
         yield Row("greedy", "prompts around block sizes", exam, is_greedy, (prompts, 24))
         yield Row("greedy", "100 tokens", exams[1], is_greedy, ([[5, 6, 7], [3] * 20], 100))
         exam = self.exam("loops", 0, loops=True)
@@ -170,10 +170,6 @@ class Cases:
         yield row(self.exam("sharp", 22, VOCAB, flatness=2 * FLATNESS), HOT)
         exam = self.exam("well-drafted", 22, VOCAB, noise=NEARLY_RIGHT)
         yield row(exam, UNWARPED, GOOD_DRAFT, MANY_TOKENS)
-
-
-def around(sizes: Iterable[int]) -> list[int]:
-    return [n for size in sizes for n in (size, size + 1)]
 
 
 def greedy_loop(model: Transformer) -> list[int]:
@@ -278,16 +274,14 @@ class Enumerated(Enumeration):
     def __init__(
         self, exam: Examination, sampling: Sampling, n: int, outcomes: int, seconds: float
     ):
-        def sample(decoder: Decoder) -> Callable[[int], Tokens]:
-            return lambda seed: tokens_of(decoder, Request(BINARY_PROMPT, n, sampling, seed))[:n]
-
         self.exam, self.n = exam, n
-        super().__init__(sample(exam.decoder), outcomes, seconds)
-        self.plain = Enumeration(sample(exam.baseline)) if exam.baseline else None
+        request = Request(BINARY_PROMPT, n, sampling)
+        super().__init__(sampler(exam.decoder, request), outcomes, seconds)
+        self.plain = Enumeration(sampler(exam.baseline, request)) if exam.baseline else None
         expected = self.expected(warper(sampling))
         bias = excess(self.distribution, expected)
         self.confirm(expected, bias if bias > FLOAT32_TV_TOLERANCE else 0.0)
-        exam.remember(Request(BINARY_PROMPT, n, sampling))
+        exam.remember(request)
 
     def expected(self, warp: Warp) -> Distribution:
         """Return the baseline's distribution, or the probabilities by these warpers."""
@@ -329,13 +323,11 @@ def probabilities(
 def fits(exam: Examination, sampling: Sampling, n: int, runs: int) -> Result:
     """Test samples of `n` tokens by χ², unless the same seed is used in every call."""
     passed, detail = samples_fit(exam, REPETITIVE_PROMPT, sampling, n, runs)
-    if passed is False:
-        reason = find_constant_seed(
-            lambda seed: tokens_of(exam.decoder, Request(REPETITIVE_PROMPT, n, sampling, seed))
-        )
-        return (None, reason) if reason else (False, detail)
-    return passed, detail
+    request = Request(REPETITIVE_PROMPT, n, sampling)
+    reason = find_constant_seed(sampler(exam.decoder, request)) if passed is False else None
+    return (None, reason) if reason else (passed, detail)
 
 
-def tokens_of(decoder: Decoder, request: Request) -> Tokens:
-    return tuple(decoder.batch([request])[0])
+def sampler(decoder: Decoder, request: Request) -> Callable[[int], Tokens]:
+    """Return the decoder's tokens for this request, as a function of the seed."""
+    return lambda seed: tuple(decoder.batch([request._replace(seed=seed)])[0][: request.n])

@@ -98,7 +98,9 @@ class Enumeration:
         """Return the outcome of these choices and then the likeliest ones. Each run has another
         seed and other states of the global generators."""
         randomness, seed = LikeliestFirst(script), next(self.seeds)
-        states = seed_global_generators(seed + SEED_STEP // 2)
+        for seed_global_generator in torch.manual_seed, random.seed, np.random.seed:
+            seed_global_generator(seed + SEED_STEP // 2)
+        states = global_states()
         try:
             with InterceptedRandomness(randomness) as source:
                 tokens = self.function(seed)
@@ -201,14 +203,6 @@ def describe_repeated(seeds: Seeds) -> str:
 
 
 # ---- the global generators -----------------------------------------------------------------------
-
-
-def seed_global_generators(seed: int) -> dict[str, object]:
-    """Seed the global generators and return their states."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-    return global_states()
 
 
 def global_states() -> dict[str, object]:
