@@ -22,7 +22,7 @@ from minispec.certify.common import (
 )
 from minispec.certify.compare import TIE, Reference, divergence
 from minispec.certify.conventions import Conventions, warper
-from minispec.certify.scoring import Scores, Warp, detectable, normalise_end, smallest_p
+from minispec.certify.scoring import Scores, Warp, normalise_end, smallest_p
 from minispec.certify.statistics import FALSE_ALARM
 from minispec.model import Transformer
 from minispec.remote.client import RequestError
@@ -291,11 +291,11 @@ class Samples:
             return None, too_sharp(entropy)
         if (share := scores.uncertain(5 / len(samples))) > 0.01:
             return None, f"rounding may decide which tokens are kept in {share:.0%} of the answers"
-        p, where = smallest_p(scores, samples, *others)
-        self.p, self.bias = p, detectable(scores, samples, *(others or [None]))
-        everywhere = f", of {self.bias / self.n**0.5:.2f} at all" if not others else ""
+        p, where, bias = smallest_p(scores, samples, *others)
+        self.p, self.bias = p, bias
+        everywhere = f", of {bias / self.n**0.5:.2f} at all" if not others else ""
         detail = f"p = {p:.2g} at {where}, {len(samples)} runs of {self.n} tokens; a TV of"
-        return p > alarm, f"{detail} {self.bias:.2f} at one token{everywhere} would be detected"
+        return p > alarm, f"{detail} {bias:.2f} at one token{everywhere} would be detected"
 
 
 def too_sharp(entropy: float) -> str:

@@ -399,9 +399,7 @@ def in_parallel(
     try:
         for i, future in enumerate(futures):
             yield i, future.result()
-    except GeneratorExit:
-        raise
-    except BaseException:
+    except (Exception, KeyboardInterrupt):
         waiting.clear()
         for j, future in enumerate(futures[i:], i):
             if future.done() and not future.exception():

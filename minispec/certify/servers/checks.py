@@ -96,7 +96,7 @@ def rows(ctx: ServerContext, samplings: tuple[Sampling, ...]) -> Iterator[Row]:
     yield Row("limits", "logprobs", ctx, logprobs_match, (), False)
     yield Row("distribution", "seeds", ctx, seeds_work, (), False)
     for sampling in samplings:
-        yield Row("distribution", describe(sampling), ctx, fits, (sampling,), weight=1.0)
+        yield Row("distribution", describe(sampling), ctx, fits, (sampling, ctx), weight=1.0)
 
 
 def needs_ids(ctx: ServerContext) -> Result:
@@ -202,9 +202,11 @@ def seeds_work(ctx: ServerContext) -> Result:
     return True, f"equal seeds agree; {len(set(samples))} different answers from 7 seeds"
 
 
-def fits(ctx: ServerContext, sampling: Sampling) -> Result:
-    """Test as many samples as the remaining requests allow."""
-    runs = ctx.runs
+def fits(exam: ServerContext, sampling: Sampling, ctx: ServerContext) -> Result:
+    """Test as many samples as the remaining requests allow. `ctx` has the baseline too, also while
+    that is examined itself."""
+    left = ctx.requests - sum(server.requests for server in ctx.servers)
+    runs = max(0, int(exam.share * left / len(exam.servers)))
     if runs < MIN_ANSWERS:
         return None, f"only {runs} answers from --requests; increase it"
-    return samples_fit(ctx, ctx.sampled_prompt, sampling, SAMPLE_TOKENS, runs)
+    return samples_fit(exam, ctx.sampled_prompt, sampling, SAMPLE_TOKENS, runs)

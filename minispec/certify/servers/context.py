@@ -121,12 +121,6 @@ class ServerContext(Examination):
         if not self.prompts:
             raise UserError(f"a context of {context} tokens is too short for any prompt")
 
-    @property
-    def runs(self) -> int:
-        """The number of samples of the current row."""
-        left = self.requests - sum(server.requests for server in self.servers)
-        return max(0, int(self.share * left / len(self.servers)))
-
     @cached_property
     def sampled_prompt(self) -> list[int]:
         """A prompt that repeats its own beginning, such that copying the next token is right about
