@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,7 +26,6 @@ class CannotEnumerate(BaseException):
     decoder's own handlers let it through."""
 
 
-@dataclass(eq=False, repr=False)
 class SymbolicUniform:
     """Stands in for a tensor of lazy random numbers: scale · g(u) + shift.
 
@@ -39,16 +37,10 @@ class SymbolicUniform:
     to come from ("torch", "numpy" or "python"); results of choices have its types.
     """
 
-    source: object
-    index: Tensor
-    g: str = "u"
-    scale: Tensor | float = 1.0
-    shift: Tensor | float = 0.0
-    origin: str = "torch"
-
-    def __post_init__(self):
-        parts = self.index, to_float64(self.scale), to_float64(self.shift)
-        self.index, self.scale, self.shift = torch.broadcast_tensors(*parts)
+    def __init__(self, source, index: Tensor, g="u", scale=1.0, shift=0.0, origin="torch"):
+        self.source, self.g, self.origin = source, g, origin
+        parts = torch.broadcast_tensors(index, to_float64(scale), to_float64(shift))
+        self.index, self.scale, self.shift = parts
         self.shape, self.device = self.index.shape, self.index.device
 
     @classmethod
@@ -74,9 +66,13 @@ class SymbolicUniform:
             raise AttributeError(name)
         raise CannotEnumerate(f"it calls {self.origin}'s {name} with a random number")
 
+    def derive(self, scale, shift, g: str | None = None, index=None) -> "SymbolicUniform":
+        """Return a number of the same source and origin."""
+        index = self.index if index is None else index
+        return SymbolicUniform(self.source, index, g or self.g, scale, shift, self.origin)
+
     def apply_view(self, view: Callable[[Tensor], Tensor]) -> "SymbolicUniform":
-        parts = {name: view(getattr(self, name)) for name in ("index", "scale", "shift")}
-        return replace(self, **parts)
+        return self.derive(view(self.scale), view(self.shift), index=view(self.index))
 
     def __getitem__(self, at) -> "SymbolicUniform":
         return self.apply_view(lambda x: x[at])
@@ -85,7 +81,9 @@ class SymbolicUniform:
         return len(self.index)
 
     def item(self) -> "SymbolicUniform":
-        return replace(self.reshape(()), origin="python")
+        number = self.reshape(())
+        number.origin = "python"
+        return number
 
     def tolist(self) -> list:
         return [self[i].tolist() for i in range(len(self))] if self.shape else self.item()
@@ -99,10 +97,10 @@ class SymbolicUniform:
 
     def mul(self, x) -> "SymbolicUniform":
         x = to_float64(x)
-        return replace(self, scale=self.scale * x, shift=self.shift * x)
+        return self.derive(self.scale * x, self.shift * x)
 
     def add(self, x) -> "SymbolicUniform":
-        return replace(self, shift=self.shift + to_float64(x))
+        return self.derive(self.scale, self.shift + to_float64(x))
 
     def neg(self) -> "SymbolicUniform":
         return self.mul(-1)
@@ -121,13 +119,13 @@ class SymbolicUniform:
             ends = torch.stack([self.shift, self.shift + self.scale], -1).sort().values
             unit = torch.tensor([0.0, 1.0], dtype=torch.float64)
             self.require(bool(((ends - unit).abs() < NEGLIGIBLE).all()), "log")
-            return replace(self, g="log", scale=1.0, shift=0.0)
+            return self.derive(1.0, 0.0, "log")
         self.require(self.is_waiting_time(), "log")
-        return replace(self, g="gumbel", scale=-1.0, shift=self.scale.neg().log())
+        return self.derive(-1.0, self.scale.neg().log(), "gumbel")
 
     def rdiv(self, x) -> "SymbolicUniform":
         self.require(self.is_waiting_time(), "div")
-        return replace(self, g="race", scale=1.0, shift=(to_float64(x) / -self.scale).log())
+        return self.derive(1.0, (to_float64(x) / -self.scale).log(), "race")
 
     def is_waiting_time(self) -> bool:
         """Whether these are exponential waiting times."""
