@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from numbers import Integral, Real
 from pathlib import Path
+from textwrap import shorten
 from typing import NoReturn, TextIO
 
 from tqdm import tqdm
@@ -31,6 +32,18 @@ MODEL_FILES = ".json", ".safetensors", ".bin", ".pt", ".gguf", ".jinja"  # read 
 
 class UserError(ValueError):
     """Invalid input. The message is all that the user needs to see."""
+
+
+@contextlib.contextmanager
+def user_error(problem: str) -> Iterator[None]:
+    """Raise UserError with this problem and the reason if the block fails, whatever it raises: the
+    tokenizers library has bare Exceptions and, if its Rust code panics, BaseExceptions."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserError(f"{problem}: {shorten(str(error), 300)}") from None
 
 
 class Source(str):

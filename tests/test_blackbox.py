@@ -33,7 +33,7 @@ from black_boxes import (
 
 from minispec.certify.common import Failed, NotSupported, drafting_result
 from minispec.certify.conventions import OTHER_ORDERS, warper
-from minispec.certify.examination import Examination, samples_fit
+from minispec.certify.examination import Examination, Request, judge, samples_fit
 from minispec.certify.functions.checkpoints import write_checkpoint
 from minispec.certify.functions.checks import (
     BINARY_PROMPT,
@@ -117,11 +117,16 @@ def test_batches_of_the_wrong_size_and_tuples_of_scalars_are_told_apart():
 
 
 def test_the_baseline_and_the_decoder_share_the_time(tmp_path):
-    limits, plain = Limits(seconds=100.0), FunctionDecoder(lookup)
-    cases = Cases(tmp_path, FunctionDecoder(lookup), plain, limits)
-    rows = cases.selected("", ("exact", "statistical"))
-    shares = [cases.seconds() for _ in range(2 * len(rows))]
-    assert max(shares[: len(rows) + 1]) < 25.0 and cases.weights == []
+    def note_seconds(exam):
+        shares.append(exam.seconds)
+        return True, ""
+
+    shares, plain = [], FunctionDecoder(lookup)
+    cases = Cases(tmp_path, FunctionDecoder(lookup), plain, Limits())
+    rows = cases.rows("", ("exact", "statistical"))
+    rows = [row._replace(function=note_seconds, arguments=()) for row in rows]
+    assert len(list(judge(rows, 100.0))) == len(shares) == 2 * len(rows)
+    assert max(shares[: len(rows) + 1]) < 25.0
 
 
 # ---- seeded faults -------------------------------------------------------------------------------
@@ -333,7 +338,7 @@ class Drawn:
 def fitted(bias: float, runs: int, tmp_path):
     folder, model = write_checkpoint(tmp_path, 22, vocab=4)
     exam = Examination(FunctionDecoder(Drawn(model, bias)).at(folder), model)
-    return samples_fit(exam, REPETITIVE_PROMPT, Sampling(1.0), 4, 1e6, runs)
+    return samples_fit(exam, REPETITIVE_PROMPT, Sampling(1.0), 4, runs)
 
 
 def test_runs_are_doubled_until_a_small_bias_is_detected(tmp_path):
@@ -350,7 +355,7 @@ def test_distributions_that_are_too_sharp_are_not_passed(sampling, tmp_path):
     """They allow one sequence only, which a biased decoder finds as well."""
     folder, model = write_checkpoint(tmp_path, 22, vocab=4, flatness=50.0)
     exam = Examination(FunctionDecoder(lookup).at(folder), model)
-    passed, detail = samples_fit(exam, REPETITIVE_PROMPT, sampling, 4, 1.0, 100)
+    passed, detail = samples_fit(exam, REPETITIVE_PROMPT, sampling, 4, 100)
     assert passed is None and "proves little" in detail
     assert "proves little" in little_entropy(model, warper(sampling))
 
@@ -386,7 +391,7 @@ def test_unsupported_options_are_skipped():
     assert {v.passed for v in verdicts if v.check in ("exact", "statistical")} == {None}
     assert {v.detail for v in verdicts if v.passed is None} == {"not supported: no sampling"}
     with pytest.raises(NotSupported):
-        FunctionDecoder(greedy_only).tokens([1], 1, Sampling(1.0))
+        FunctionDecoder(greedy_only).batch([Request([1], 1, Sampling(1.0))])
 
 
 def test_an_exception_fails_the_exact_rows_too():
@@ -402,7 +407,7 @@ def test_an_exception_fails_the_exact_rows_too():
         (verdict,) = check(function, "exact: vocab 3, T=0.6")
         assert verdict.passed is False and snippet in verdict.detail
     with pytest.raises(Failed, match="probab"):
-        FunctionDecoder(draws_from_nothing).tokens(BINARY_PROMPT, 1)
+        FunctionDecoder(draws_from_nothing).batch([Request(BINARY_PROMPT, 1)])
 
 
 def test_a_run_without_drafts_or_without_rejections_is_reported():

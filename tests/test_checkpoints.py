@@ -199,13 +199,8 @@ def test_a_sliding_window_limits_the_context_and_yarn_extends_it(folder):
         ({"model_type": "mistral", "sliding_window": 500}, 128),
         ({"model_type": "mistral", "sliding_window": None}, 128),
         ({"model_type": "mistral", "max_position_embeddings": 9000, "sliding_window": ...}, 4096),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, 128),
-        ({"max_window_layers": 1}, 8),
-        ({"max_window_layers": 0}, 8),
-        ({"max_window_layers": None}, 128),
-        ({"layer_types": ["full_attention"] * 2}, 128),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, 8),
-        ({"layer_types": ..., "use_sliding_window": False}, 128),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, 8),
+        ({"use_sliding_window": False}, 128),
     ):
         edit(folder, **{"max_position_embeddings": 128} | changes)
         assert read_config(folder).context == context, changes
@@ -268,7 +263,7 @@ class HTTPFailure(Exception):
 @pytest.mark.parametrize("cause, match", [
     (HTTPFailure(401, "Access is restricted."), "HTTP 401: Access is restricted; .*hf auth login"),
     (HTTPFailure(404, ""), "HTTP 404: Not Found; check the name; if"),
-    (HTTPFailure(429, ""), "HTTP 429: .*wait a few minutes"),
+    (HTTPFailure(429, ""), "HTTP 429: .*try again later"),
     (HTTPFailure(503, ""), "HTTP 503: .*try again later"),
     (PermissionError(13, "Permission denied", "/cache"), "Permission denied: '/cache'.*HF_HOME"),
     (OSError(28, "No space left on device"), "No space left on device.*HF_HOME"),
@@ -342,10 +337,8 @@ def test_truncated_and_invalid_weight_files(folder):
     assert torch.equal(logits(folder), expected)
     for odd, match in (
         ({"x": print}, "code, which is never unpickled"),
-        (parts | {"lm_head.weight": 3}, "lm_head.weight does not fit"),
-        (parts | {"x": torch.ones(2, device="meta")}, "x does not fit"),
-        (parts | {"x": torch.ones(2, 2).to_sparse()}, "x does not fit"),
-        ([torch.ones(2)], "must map names to dense tensors"),
+        (parts | {"lm_head.weight": 3}, "must map names to tensors"),
+        ([torch.ones(2)], "must map names to tensors"),
     ):
         torch.save(odd, file)
         rejects(folder, match)
@@ -384,21 +377,6 @@ def test_nan_infinity_and_quantised_weights_are_rejected(folder):
         rejects(folder, f"{UP} is {dtype}: quantised weights are not supported")
 
 
-@pytest.mark.parametrize(
-    "layout, suffixes",
-    [("GPTQ", ("qweight", "qzeros", "scales", "g_idx")), ("AWQ", ("qweight", "qzeros", "scales")),
-     ("mlx", ("weight", "scales", "biases")), ("FP8", ("weight", "weight_scale_inv")),
-     ("FP8", ("weight", "weight_scale"))],
-)  # fmt: skip
-def test_the_error_names_the_layout_of_quantised_weights(folder, layout, suffixes):
-    parts = tensors(folder)
-    del parts[UP]
-    integers, prefix = torch.zeros(4, 4, dtype=torch.int32), UP.removesuffix("weight")
-    quantised = {f"{prefix}{suffix}": integers.clone() for suffix in suffixes}
-    save_file(parts | quantised, folder / "model.safetensors")
-    rejects(folder, rf"\({layout}\): quantised weights are not supported; use the unquantised")
-
-
 @pytest.mark.parametrize("name", ["llama", "llama-bias"])
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "module._orig_mod."])
 @pytest.mark.parametrize("backbone", ["", "model."])
@@ -421,21 +399,15 @@ DEEP = json.loads("[" * 500 + "]" * 500)
 @pytest.mark.parametrize(
     "key, changes",
     [
-        (r"quantization_config \(unknown method", {"quantization_config": {"bits": 4}}),
-        (r"quantization_config \(fp8", {"quantization_config": {"quant_method": "fp8"}}),
-        (r"quantization \(mlx", {"quantization": {"group_size": 64, "bits": 4}}),
-        ("rope_scaling and rope_parameters differ", {"rope_scaling": ROPE | {"factor": 3.0}}),
         ("model_type", {"model_type": DEEP}),
         ("hidden_act", {"hidden_act": "gelu"}),
         ("hidden_size", {"hidden_size": 10**12}),
         ("num_hidden_layers", {"num_hidden_layers": 10**6}),
-        ("num_key_value_heads", {"num_key_value_heads": 3}),
+        ("3 key/value heads do not divide", {"num_key_value_heads": 3}),
         ("head_dim", {"head_dim": 7}),
         ("rms_norm_eps", {"rms_norm_eps": "x"}),
         ("tie_word_embeddings", {"tie_word_embeddings": "yes"}),
         ("eos_token_id", {"eos_token_id": "</s>"}),
-        ("layer_types", {"layer_types": ["full_attention", "linear_attention"]}),
-        ("max_window_layers", {"use_sliding_window": True, "max_window_layers": "2"}),
         ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
         ("partial_rotary_factor", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}),
         ("rope_type", {"rope_parameters": {"rope_type": "longrope"}}),
@@ -443,7 +415,6 @@ DEEP = json.loads("[" * 500 + "]" * 500)
         ("rope_scaling", OLD | {"rope_scaling": "linear"}),
         ("rope_parameters", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}),
         ("rope_theta", OLD | {"rope_theta": "x"}),
-        ("rope_theta", {"rope_parameters": {"rope_theta": 1}}),
         ("factor", {"rope_parameters": {"rope_type": "linear"}}),
         ("factor", {"rope_parameters": {"rope_type": "yarn", "factor": math.inf}}),
         ("beta_fast", {"rope_parameters": ROPE | {"rope_type": "yarn", "beta_fast": "x"}}),

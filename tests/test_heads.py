@@ -144,12 +144,12 @@ def test_heads_that_do_not_fit_are_rejected_with_a_reason(tmp_path):
         (medusa_tensors(random_model(vocab_size=40), 3, 1), r"do not fit.*\[40, 16\].*\[32,"),
         ({k: t for k, t in good.items() if k != "1.0.linear.bias"}, "Missing.*1.0.linear.bias"),
         ({k: t for k, t in good.items() if k != "2.1.weight"}, "Missing.*2.1.weight"),
-        (good | {"0.q.weight": torch.zeros(2)}, "0.q.weight is not a tensor of Medusa heads"),
-        ({UP: 3}, f"must map names to dense tensors; {UP} does not fit"),
-        ({3: torch.zeros(2)}, "3 is not a tensor of Medusa heads"),
+        (good | {"0.q.weight": torch.zeros(2)}, "Unexpected key.*0.q.weight"),
+        ({UP: 3}, "must map names to tensors"),
+        ({3: torch.zeros(2)}, 'Unexpected key.*"3"'),
         ({"0.0.weight": torch.tensor(1.0)}, "do not fit"),
-        ({"7.0.weight": torch.zeros(4, 4)}, "not numbered consecutively from 0"),
-        ({f"{'9' * 5000}.0.weight": torch.zeros(4, 4)}, "is not a tensor of Medusa heads"),
+        ({"7.0.weight": torch.zeros(4, 4)}, "Missing key"),
+        ({f"{'9' * 5000}.0.weight": torch.zeros(4, 4)}, "do not fit the model"),
         ({}, "has no heads"),
         ({UP: Evil()}, "code, which is never unpickled"),
     ):
@@ -321,8 +321,7 @@ def test_a_vocabulary_as_fastmtp_publishes_it(tmp_path):
     for ids in ([9, 4, 9, 7], torch.tensor([9, 4, 9, 7])):  # a list or a tensor
         torch.save(ids, file)
         assert load_vocabulary(file, model).select([1]).ids.tolist() == [9, 4, 7]
-    floats, flags = torch.tensor([9.0, 4.0]), torch.tensor([True, False])
-    for odd in {"a": "b"}, 7, [[1]], [-1], [math.inf], ["a"], [Evil()], [True], floats, flags:
+    for odd in {"a": "b"}, 7, [[1]], [-1], [math.inf], ["a"], [Evil()]:
         torch.save(odd, file)
         match = "is not a list of token ids|outside|code, which is never unpickled"
         rejects(match, load_vocabulary, file, model)
@@ -332,9 +331,8 @@ def test_a_vocabulary_as_fastmtp_publishes_it(tmp_path):
     "text, match",
     [
         ('{"en": 3}', "was not written by `distill vocabulary`"),
-        ('{"en": {"ids": [1, 2], "counts": [-1, 5]}}', "was not written by `distill vocabulary`"),
-        ('{"en": {"ids": [1, 2], "counts": [5]}}', "was not written by `distill vocabulary`"),
-        ('{"en": {"ids": [1e999], "counts": [5]}}', "was not written by `distill vocabulary`"),
+        ('{"en": {"ids": [1, 2]}}', "was not written by `distill vocabulary`"),
+        ('{"en": {"ids": [1e999], "counts": [5]}}', "outside the target's vocabulary"),
         ("[" * 100_000 + "]" * 100_000, "cannot be read as JSON"),
         ('{"en": {"ids": [], "counts": []}}', "no languages, or one without tokens"),
         ("{}", "no languages"),

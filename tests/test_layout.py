@@ -26,8 +26,8 @@ FLOORS = [  # a module imports from its own floor and from those before it
     ["__main__"],
 ]
 LINES = {  # at most, of Python; a change that needs more raises its number and says why
-    "": 1595, "methods": 1315, "checkpoints": 1710, "generate": 1265, "fast": 655, "remote": 580,
-    "training": 800, "distill": 1525, "bench": 1295, "certify": 3915,
+    "": 1575, "methods": 1310, "checkpoints": 1580, "generate": 1262, "fast": 655, "remote": 572,
+    "training": 800, "distill": 1525, "bench": 1235, "certify": 3795,
 }  # fmt: skip
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -11,7 +11,7 @@ from minispec.certify.conventions import warper
 from minispec.certify.scoring import FIRST, Scores, normalise_end, smallest_p
 from minispec.certify.toys import small_model
 from minispec.generate import decode
-from minispec.remote.identity import gaps
+from minispec.remote.identity import largest_gap
 from minispec.sampling import Sampling
 
 PROMPT, UNWARPED = [1, 2, 3], Sampling(1.0)
@@ -58,7 +58,7 @@ def test_an_interval_is_the_mass_of_more_probable_tokens_and_the_token_s_own():
 def test_a_bias_at_any_position_is_detected(position):
     model, rng = small_model(3, 8, layers=1), random.Random(0)
     samples = [(*s[:position], rng.randrange(8), *s[position + 1 :]) for s in sample(model, 120)]
-    p, where = smallest_p(score(model, samples), samples)
+    p, where, _ = smallest_p(score(model, samples), samples)
     assert p < 1e-6 and (f"{position + 1}" in where or where.startswith((FIRST, "all")))
 
 
@@ -67,7 +67,7 @@ def test_a_small_bias_of_every_token_is_detected_in_all_of_them_together():
     """Each token is drawn at a lower temperature: no single position shows it."""
     model = small_model(3, 8, layers=1)
     samples = sample(model, 150, Sampling(0.75), length=24)
-    p, where = smallest_p(score(model, samples), samples)
+    p, where, _ = smallest_p(score(model, samples), samples)
     assert p < 1e-6 and where.startswith("all "), (p, where)
 
 
@@ -100,11 +100,11 @@ def test_a_token_at_the_threshold_of_a_warper_is_not_a_mistake():
 def test_only_greedy_tokens_have_a_gap_of_zero():
     model = small_model(3, 8, layers=1)
     best = decode(model, None, PROMPT, "autoregressive", max_new_tokens=6).tokens
-    assert gaps(model, PROMPT, best) == [0.0] * 6
+    assert largest_gap(model, PROMPT, best) == (0.0, 0, 0)
     other = [*best[:3], (best[3] + 1) % 8]
     logits = model.logits(model(PROMPT + best[:3])[0, -1])
     expected = float(logits.max() - logits[other[3]])
-    assert gaps(model, PROMPT, other)[:4] == pytest.approx([0.0, 0.0, 0.0, expected])
+    assert largest_gap(model, PROMPT, other) == (pytest.approx(expected), 3, 1)
 
 
 def test_end_tokens_are_normalised():

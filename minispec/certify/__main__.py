@@ -131,20 +131,15 @@ def make_verdicts(args: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
             checks=args.checks, only=args.only or "",
         )  # fmt: skip
     if args.impl is not None:
+        chosen = {name: getattr(args, name) for name in ("runs", "outcomes", "length")}
+        chosen = {name: x for name, x in chosen.items() if x is not None}
+        limits = replace(THOROUGH if args.thorough else Limits(), **chosen)
         baseline = None
         if args.baseline is not None:
             baseline = load_implementation(args.baseline, "--baseline")
-        return check_implementation(
-            load_implementation(args.impl), args.only or "", args.checks, limits_of(args), baseline,
-            folder,
-        )  # fmt: skip
+        impl = load_implementation(args.impl)
+        return check_implementation(impl, args.only or "", args.checks, limits, baseline, folder)
     return (verdict for name in args.checks for verdict in CHECKS[name]())
-
-
-def limits_of(args: argparse.Namespace) -> Limits:
-    chosen = {name: getattr(args, name) for name in ("runs", "outcomes", "length")}
-    limits = THOROUGH if args.thorough else Limits()
-    return replace(limits, **{name: x for name, x in chosen.items() if x is not None})
 
 
 @command

@@ -16,7 +16,8 @@ from minispec.generate.api import common_prefix_length
 from minispec.model import Transformer
 
 TIE = 1e-3  # with a smaller top-2 logit gap, float32 rounding may decide which token wins
-COARSE = torch.bfloat16, torch.float16  # types whose rounding is measured instead
+# types whose rounding is measured instead, as in the stats of a run
+COARSE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 BUG = "a bug (or --model is not the model of these runs)"
 OPTION_REASONS = "length", "stop", "context", "interrupted"  # set by options, not by the model
 
@@ -34,13 +35,9 @@ def compare(a: Path, b: Path, model: Transformer) -> Iterator[Verdict]:
             raise UserError(f"line {i}: the prompts of {a} and {b} differ")
         if temperature := sampled_at(x) or sampled_at(y):
             raise UserError(f"line {i}: sampled at temperature {temperature}; compare greedy runs")
-        yield Verdict("compare", f"line {i}", *judge(x, y, reference_for(coarse_types(x, y))))
-
-
-def coarse_types(x: dict, y: dict) -> tuple[torch.dtype, ...]:
-    """The types of two runs that are coarse: none, one or two."""
-    names = [run["stats"].get("dtype") for run in (x, y)]
-    return tuple(dtype for dtype in COARSE for name in names if str(dtype) == f"torch.{name}")
+        dtypes = [run["stats"].get("dtype") for run in (x, y)]
+        coarse = tuple(COARSE[name] for name in COARSE for dtype in dtypes if dtype == name)
+        yield Verdict("compare", f"line {i}", *judge(x, y, reference_for(coarse)))
 
 
 class Reference:

@@ -6,8 +6,9 @@ A decoder under examination is a function `tokens(prompt, n, sampling, seed)` of
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from minispec.certify.common import (
@@ -21,7 +22,7 @@ from minispec.certify.common import (
 )
 from minispec.certify.compare import TIE, Reference, divergence
 from minispec.certify.conventions import Conventions, warper
-from minispec.certify.scoring import Scores, Warp, detectable, normalise_end, smallest_p
+from minispec.certify.scoring import Scores, Warp, normalise_end, smallest_p
 from minispec.certify.statistics import FALSE_ALARM
 from minispec.model import Transformer
 from minispec.remote.client import RequestError
@@ -52,14 +53,9 @@ class Request(NamedTuple):
 class Decoder(Protocol):
     """A decoder of one checkpoint under examination."""
 
-    def tokens(
-        self, prompt: list[int], n: int, sampling: Sampling = GREEDY, seed: int = 0
-    ) -> list[int]:
-        """Return at most `n` new tokens, including a final end token. Raise Failed, or NotSupported
-        if it does not support this sampling."""
-
     def batch(self, requests: list[Request]) -> list[list[int]]:
-        """Return the tokens for several requests."""
+        """Return at most `n` new tokens for each request, including a final end token. Raise
+        Failed, or NotSupported if it does not support a sampling."""
 
 
 @dataclass
@@ -72,12 +68,18 @@ class Examination:
     tolerance: float = TIE  # rounding may hide a logit gap below this
     conventions: Conventions = field(default_factory=Conventions)
     evidence: dict = field(default_factory=dict)  # the last request and its tokens
+    share: float = 1.0  # of what is left of the time and the requests, for the current row
+    seconds: float = math.inf  # for the current row, roughly
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        return [decoder for decoder in (self.decoder, self.baseline) if decoder]
 
     def tokens(self, *request) -> list[int]:
         """Return the decoder's tokens for a request, and remember both."""
         request = Request(*request)
         self.remember(request)
-        self.evidence["tokens"] = self.decoder.tokens(*request)
+        (self.evidence["tokens"],) = self.decoder.batch([request])
         return self.evidence["tokens"]
 
     def remember(self, request: Request, **more) -> None:
@@ -105,14 +107,34 @@ class Row(NamedTuple):
         return f"{self.check}: {self.case}"
 
 
-def judge(row: Row) -> Iterator[Verdict]:
-    """Yield the verdict on the baseline, if there is one, then that on the decoder."""
-    if row.compared and row.exam.baseline:
-        passed, detail = evaluate(row, row.exam.without_baseline())
-        yield Verdict("baseline", f"{row.check}, {row.case}", passed or None, detail)
-    passed, detail = evaluate(row, row.exam)
-    evidence = dict(row.exam.evidence) if passed is False else {}
-    yield Verdict(row.check, row.case, passed, detail, evidence)
+def select(rows: Iterable[Row], only: str) -> list[Row]:
+    """Return the row whose name is `only`, or all rows whose names contain this text."""
+    rows = [row for row in rows if only in row.name]
+    return [row for row in rows if row.name == only] or rows
+
+
+def judge(rows: list[Row], seconds: float) -> Iterator[Verdict]:
+    """Yield the verdict on each row, after that on the baseline if there is one. A server that
+    cannot be reached raises RequestError after its verdict, because every other row would fail."""
+    end, judged = time.monotonic() + seconds, []
+    for row in rows:
+        if row.compared and row.exam.baseline:
+            judged.append((row, row.exam.without_baseline()))
+        judged.append((row, row.exam))
+    weights = [row.weight * len(exam.decoders) for row, exam in judged]
+    for i, (row, exam) in enumerate(judged):
+        exam.share = weights[i] / (sum(weights[i:]) or 1.0)
+        exam.seconds = exam.share * max(0.0, end - time.monotonic())
+        try:
+            passed, detail = evaluate(row, exam)
+        except RequestError as error:
+            yield Verdict(row.check, row.case, False, str(error))
+            raise
+        if exam is row.exam:
+            evidence = dict(exam.evidence) if passed is False else {}
+            yield Verdict(row.check, row.case, passed, detail, evidence)
+        else:
+            yield Verdict("baseline", f"{row.check}, {row.case}", passed or None, detail)
 
 
 def evaluate(row: Row, exam: Examination) -> Result:
@@ -123,7 +145,7 @@ def evaluate(row: Row, exam: Examination) -> Result:
     except NotSupported as error:
         return None, f"not supported: {error}"
     except RequestError as error:
-        if error.kind == "lost":  # every other row would fail
+        if error.kind == "lost":
             raise
         return (None if error.kind == "incomplete" else False), str(error)
     except Failed as error:
@@ -141,40 +163,44 @@ def is_greedy(
     top-k 1 if supported. With a baseline, check that the tokens equal the baseline's, up to ties.
     The number of tokens is checked elsewhere."""
     answers, ties, total = 0, 0, 0
-    for prompt in prompts:
-        plain = baseline_tokens(exam, prompt, n)
-        for sampling, tokens in deterministic(exam, prompt, n, samplings):
-            gap, where, differing = difference(exam, prompt, tokens[:n], plain)
-            if not tokens or gap >= exam.tolerance:
-                where = where if tokens else "no tokens"
-                return False, f"prompt of {len(prompt)} tokens, {describe(sampling)}: {where}"
-            answers, ties, total = answers + 1, ties + differing, total + len(tokens)
+    for tokens, problem, differing in greedy_answers(exam, prompts, n, samplings):
+        if problem or not tokens:
+            return False, problem or "an answer has no tokens"
+        answers, ties, total = answers + 1, ties + differing, total + len(tokens)
     lengths = ", ".join(str(len(prompt)) for prompt in prompts)
     return True, f"{answers} answers to prompts of {lengths} tokens; {ties} ties in {total} tokens"
 
 
+def greedy_answers(
+    exam: Examination, prompts: list[list[int]], n: int, samplings: tuple[Sampling, ...]
+) -> Iterator[tuple[list[int], str, int]]:
+    """Yield the tokens of each answer, what is wrong with them or "", and the number of ties. All
+    samplings but GREEDY are left out if they are not supported."""
+    for prompt in prompts:
+        plain = baseline_tokens(exam, prompt, n)
+        for sampling in samplings:
+            try:
+                tokens = exam.tokens(prompt, n, sampling)
+            except NotSupported:
+                if sampling == GREEDY:
+                    raise
+                continue
+            problem, differing = difference(exam, prompt, tokens[:n], plain)
+            problem = problem and f"prompt of {len(prompt)}, {describe(sampling)}: {problem}"
+            yield tokens, problem, differing
+
+
 def baseline_tokens(exam: Examination, prompt: list[int], n: int) -> list[int] | None:
     """Return the baseline's greedy tokens, or None without a baseline."""
-    return exam.baseline.tokens(prompt, n)[:n] if exam.baseline else None
-
-
-def deterministic(
-    exam: Examination, prompt: list[int], n: int, samplings: tuple[Sampling, ...]
-) -> Iterator[tuple[Sampling, list[int]]]:
-    """Yield these samplings and their tokens, without those that are not supported."""
-    for sampling in samplings:
-        try:
-            yield sampling, exam.tokens(prompt, n, sampling)
-        except NotSupported:
-            if sampling == GREEDY:
-                raise
+    return exam.baseline.batch([Request(prompt, n)])[0][:n] if exam.baseline else None
 
 
 def difference(
-    exam: Examination, prompt: list[int], tokens: list[int], plain: list[int] | None = None
-) -> tuple[float, str, int]:
-    """Return the largest gap of greedy tokens below the best logit, a description of where it is,
-    and how many tokens have a gap; only at the first difference from `plain` tokens if given."""
+    exam: Examination, prompt: list[int], tokens: list[int], plain: list[int] | None
+) -> tuple[str, int]:
+    """Describe where greedy tokens are too far below the best logit for a tie, or return ""; and
+    count the tokens that differ. Given `plain` tokens, only the first difference from them counts.
+    """
     if plain is None:
         gap, at, differing = largest_gap(exam.model, prompt, tokens)
         where = f"token {at} is {tokens[at : at + 1]}, {gap:.3g} below the best"
@@ -183,7 +209,8 @@ def difference(
         at, gap = divergence(Reference(exam.model), prompt, tokens[:n], plain[:n])
         differing = at is not None
         where = f"{first_difference(tokens, plain)}, top-2 gap {gap:.3g}"
-    return gap, f"{where}: not a tie (tolerance {exam.tolerance:.2g})", int(differing)
+    where = f"{where}: not a tie (tolerance {exam.tolerance:.2g})"
+    return where if gap >= exam.tolerance else "", int(differing)
 
 
 # ---- limits --------------------------------------------------------------------------------------
@@ -203,13 +230,11 @@ def keeps_lengths(exam: Examination, prompt: list[int], lengths: list[int]) -> R
     """Check that answers of each length in turn have this length and are greedy."""
     wrong = []
     for n in lengths:
-        tokens = exam.tokens(prompt, n)
+        ((tokens, problem, _),) = greedy_answers(exam, [prompt], n, (GREEDY,))
         if len(tokens) != n:
             wrong.append(n)
-            continue
-        gap, where, _ = difference(exam, prompt, tokens, baseline_tokens(exam, prompt, n))
-        if gap >= exam.tolerance:
-            return False, f"max_new_tokens {n}: {where}"
+        elif problem:
+            return False, f"max_new_tokens {n}: {problem}"
     if wrong:
         return False, f"max_new_tokens {wrong[:4]} not respected"
     return True, f"max_new_tokens {min(lengths)} to {max(lengths)} respected"
@@ -217,18 +242,13 @@ def keeps_lengths(exam: Examination, prompt: list[int], lengths: list[int]) -> R
 
 def ends_correctly(exam: Examination, prompts: list[list[int]], n: int) -> Result:
     """Check that greedy answers end after the first end token, and only there."""
-    ended, answers = 0, 0
-    for prompt in prompts:
-        plain = baseline_tokens(exam, prompt, n)
-        for _, tokens in deterministic(exam, prompt, n, (GREEDY, TOP_K_1)):
-            gap, where, _ = difference(exam, prompt, tokens[:n], plain)
-            problem = wrong_end(tokens, n, exam.model.config.eos_ids)
-            if problem or gap >= exam.tolerance:
-                return False, f"prompt of {len(prompt)} tokens: {problem or where}"
-            answers += 1
-            ended += len(tokens) < n or tokens[-1] in exam.model.config.eos_ids
-    detail = f"{ended} of {answers} greedy answers ended with an end token"
-    return (True if ended else None), detail
+    ended, answers, eos_ids = 0, 0, exam.model.config.eos_ids
+    for tokens, problem, _ in greedy_answers(exam, prompts, n, (GREEDY, TOP_K_1)):
+        if problem := wrong_end(tokens, n, eos_ids) or problem:
+            return False, problem
+        answers += 1
+        ended += len(tokens) < n or tokens[-1] in eos_ids
+    return (True if ended else None), f"{ended} of {answers} greedy answers ended with an end token"
 
 
 # ---- samples -------------------------------------------------------------------------------------
@@ -239,18 +259,14 @@ class Samples:
 
     def __init__(self, exam: Examination, prompt: list[int], sampling: Sampling, n: int):
         self.exam, self.prompt, self.sampling, self.n = exam, prompt, sampling, n
-        self.samples: list[list[tuple[int, ...]]] = [[] for _ in self.decoders]
+        self.samples: list[list[tuple[int, ...]]] = [[] for _ in exam.decoders]
         self.scores: dict[Warp, Scores] = {}
         self.p = self.bias = 1.0  # of the last test
-
-    @property
-    def decoders(self) -> list[Decoder]:
-        return [self.exam.decoder, *filter(None, [self.exam.baseline])]
 
     def draw(self, runs: int) -> str:
         """Draw samples until there are `runs`; describe the first invalid one, or return ""."""
         model = self.exam.model
-        for decoder, samples in zip(self.decoders, self.samples):
+        for decoder, samples in zip(self.exam.decoders, self.samples):
             seeds = range(len(samples), runs)
             requests = [Request(self.prompt, self.n, self.sampling, seed) for seed in seeds]
             for request, tokens in zip(requests, decoder.batch(requests), strict=True):
@@ -263,15 +279,11 @@ class Samples:
                 samples.append(normalise_end(tokens, model.config.eos_ids))
         return ""
 
-    def scored(self, warp: Warp) -> Scores:
-        """Return the scores of all samples by a distribution."""
-        scores = Scores(self.exam.model, self.prompt, warp, max(1e-3, self.exam.tolerance))
-        scores = self.scores.setdefault(warp, scores)
-        return scores.add(tokens for samples in self.samples for tokens in samples)
-
     def test(self, warp: Warp, alarm: float) -> Result:
         """Test the samples by χ²: against a distribution, or against those of the baseline."""
-        scores, (samples, *others) = self.scored(warp), self.samples
+        scores = Scores(self.exam.model, self.prompt, warp, max(1e-3, self.exam.tolerance))
+        scores = self.scores.setdefault(warp, scores).add(chain(*self.samples))
+        samples, *others = self.samples
         if scores.impossible and not others:
             return False, f"sampled {scores.impossible}, which has probability 0"
         entropy = scores.entropy(samples)
@@ -279,11 +291,11 @@ class Samples:
             return None, too_sharp(entropy)
         if (share := scores.uncertain(5 / len(samples))) > 0.01:
             return None, f"rounding may decide which tokens are kept in {share:.0%} of the answers"
-        p, where = smallest_p(scores, samples, *others)
-        self.p, self.bias = p, detectable(scores, samples, *(others or [None]))
-        everywhere = f", of {self.bias / self.n**0.5:.2f} at all" if not others else ""
+        p, where, bias = smallest_p(scores, samples, *others)
+        self.p, self.bias = p, bias
+        everywhere = f", of {bias / self.n**0.5:.2f} at all" if not others else ""
         detail = f"p = {p:.2g} at {where}, {len(samples)} runs of {self.n} tokens; a TV of"
-        return p > alarm, f"{detail} {self.bias:.2f} at one token{everywhere} would be detected"
+        return p > alarm, f"{detail} {bias:.2f} at one token{everywhere} would be detected"
 
 
 def too_sharp(entropy: float) -> str:
@@ -291,17 +303,17 @@ def too_sharp(entropy: float) -> str:
 
 
 def samples_fit(
-    exam: Examination, prompt: list[int], sampling: Sampling, n: int, seconds: float, runs: int
+    exam: Examination, prompt: list[int], sampling: Sampling, n: int, runs: int
 ) -> Result:
     """Test samples of `n` tokens by χ². The runs are doubled until a bias of TARGET_BIAS would be
-    detected, there are `runs` of them, or the next doubling would take longer than `seconds`."""
+    detected, there are `runs` of them, or the next doubling would take too long."""
     samples, begin, count = Samples(exam, prompt, sampling, n), time.monotonic(), FIRST_RUNS
     alarm = FALSE_ALARM / math.log2(MAX_RUNS / FIRST_RUNS)  # for each test
     while True:
         if problem := samples.draw(min(count, runs)):
             return False, problem
         result = samples.test(warper(sampling), alarm)
-        allowed = seconds * (PATIENCE if samples.p < SUSPICIOUS else 1)
+        allowed = exam.seconds * (PATIENCE if samples.p < SUSPICIOUS else 1)
         late = 2 * (time.monotonic() - begin) > allowed
         if not result[0] or samples.bias <= TARGET_BIAS or count >= runs or late:
             break

@@ -1,5 +1,6 @@
 """Write the verdicts: a table, JSON that another person can check, or JUnit XML."""
 
+import argparse
 import json
 import re
 import sys
@@ -10,16 +11,18 @@ from pathlib import Path
 from typing import TextIO
 from xml.etree import ElementTree
 
-from minispec import machine
 from minispec.certify.common import Verdict
 from minispec.certify.functions.checkpoints import digest
 from minispec.cli import printable, writing
-from minispec.machine import describe_machine, package_version
+from minispec.machine import command_line, describe_machine, package_version
 
 INFO_ROWS = "server", "baseline", "drafts"  # rows about the test itself, which prove nothing
 STATUS_LABELS = {True: "pass", False: "FAIL", None: "skip"}
 PASSED, LOSS, NOT_EXAMINED = 0, 1, 2  # exit codes
-FLAGS_NOT_REPEATED = "--json", "--junit", "--save", "--only"
+NOT_REPEATED = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+NOT_REPEATED.add_argument("--json", action="store_true")
+for flag in "--junit", "--save", "--only":
+    NOT_REPEATED.add_argument(flag)
 
 
 def print_table(verdicts: Iterable[Verdict], out: TextIO | None) -> list[Verdict]:
@@ -60,7 +63,7 @@ def json_report(
         **describe_machine(),
         "subject": subject,
         "subject_version": subject_version(subject),
-        "command": command_line(argv),
+        "command": command_line("minispec.certify", argv),
         "checkpoints": {str(c.parent.relative_to(folder)): digest(c.parent) for c in configs},
         "verdicts": [asdict(v) | {"repeat": repeat(v, argv)} for v in rows],
     }
@@ -74,25 +77,17 @@ def subject_version(subject: str | None) -> str | None:
     return getattr(loaded, "__version__", None) or package_version(module.partition(".")[0] or "-")
 
 
-def command_line(argv: list[str]) -> str:
-    return machine.command_line("minispec.certify", argv)
-
-
 def repeat(verdict: Verdict, argv: list[str]) -> str:
     """Return the command that judges this row alone, or only its check if rows cannot be chosen."""
-    kept, skip = [], False
-    for argument in argv:
-        flag, equals, _ = argument.partition("=")
-        if not skip and flag not in FLAGS_NOT_REPEATED:
-            kept.append(argument)
-        skip = not skip and flag in FLAGS_NOT_REPEATED and flag != "--json" and not equals
-    if not {"--impl", "--server"} & {argument.partition("=")[0] for argument in argv}:
-        return command_line([*kept, "--checks", verdict.check] if "--compare" not in argv else kept)
-    if verdict.check == "baseline":
-        return command_line([*kept, "--only", verdict.case.replace(", ", ": ", 1)])
-    if verdict.check in INFO_ROWS:
-        return command_line(kept)
-    return command_line([*kept, "--only", f"{verdict.check}: {verdict.case}"])
+    _, kept = NOT_REPEATED.parse_known_args(argv)
+    flags = {argument.partition("=")[0] for argument in kept}
+    if flags.isdisjoint(("--impl", "--server")):
+        kept += [] if "--compare" in flags else ["--checks", verdict.check]
+    elif verdict.check == "baseline":
+        kept += ["--only", verdict.case.replace(", ", ": ", 1)]
+    elif verdict.check not in INFO_ROWS:
+        kept += ["--only", f"{verdict.check}: {verdict.case}"]
+    return command_line("minispec.certify", kept)
 
 
 def write_junit(rows: list[Verdict], seconds: float, file: Path) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
@@ -168,55 +168,40 @@ def uncertain_probability(logits: Tensor, row: Tensor, warp: Warp, margin: float
 
 BINS, PAIR_BINS = 10, 4  # for one position, and for each of a pair
 FIRST, EVERY, EVERY_PAIR = "the first tokens", "all tokens", "all pairs of tokens"
+UNIFORM = {  # by the number of tokens
+    1: {(b,): 1 / BINS for b in range(BINS)},
+    2: {(a, b): 1 / PAIR_BINS**2 for a in range(PAIR_BINS) for b in range(PAIR_BINS)},
+}
 
 
 def smallest_p(
     scores: Scores, samples: list[Tokens], other: list[Tokens] | None = None
-) -> tuple[float, str]:
-    """Return the smallest p-value of several χ² tests, times their number (Bonferroni), and the
-    name of its test.
+) -> tuple[float, str, float]:
+    """Return the smallest p-value of several χ² tests, times their number (Bonferroni); the name of
+    its test; and the total variation at one token or pair of tokens that they would detect.
 
     The tests compare the samples with the exact distribution, or with `other`, the samples of
     another decoder: the first tokens jointly, each position, and each pair of neighbours; and, with
     the exact distribution only, all positions together, because only then are they independent."""
-    expected = expected_bins(scores, samples, other)
-    cells = expected[FIRST]
-    observed, other_observed = (count_bins(scores, cells, s) for s in (samples, other or []))
-    results = []
-    for where, exact in expected.items():
-        if other is None:
-            p = chi_square_p(observed[where], exact)
-        else:
-            p = two_sample_p(observed[where], other_observed[where])
-        results.append((min(1.0, len(expected) * p), where))
-    return min(results)
-
-
-def detectable(scores: Scores, samples: list[Tokens], other: list[Tokens] | None) -> float:
-    """Return the total variation that `smallest_p` would detect at one token or pair of tokens."""
-    n = len(samples) * len(other) / (len(samples) + len(other)) if other else len(samples)
-    alarm = FALSE_ALARM / len(expected_bins(scores, samples, other))
-    return detectable_bias(PAIR_BINS**2 - 1, n, alarm)
-
-
-def expected_bins(
-    scores: Scores, samples: list[Tokens], other: list[Tokens] | None
-) -> dict[str, dict]:
-    """Return the name of each test and the distribution of its bins."""
-    length = min(max(map(len, sequences)) for sequences in (samples, other or samples))
-    smallest = 5 / (len(samples) + len(other or []))
+    n, smallest = len(samples), 5 / (len(samples) + len(other or []))
     cells = {cell: max(p, 1e-12) for cell, p in scores.cells(smallest).items()}
-    pairs = {(a, b): 1 / PAIR_BINS**2 for a in range(PAIR_BINS) for b in range(PAIR_BINS)}
-    single = {(b,): 1 / BINS for b in range(BINS)}
-    bins = {FIRST: cells}
-    bins |= {f"token {i}": single for i in range(1, length + 1)}
-    bins |= {f"tokens {i}, {j}": pairs for i, j in pairwise(range(1, length + 1))}
-    return bins | ({EVERY: single, EVERY_PAIR: pairs} if other is None and length > 1 else {})
+    counts = count_bins(scores, cells, samples)
+    if other is None:
+        exact = {name: UNIFORM[len(next(iter(counts[name])))] for name in counts.keys() - {FIRST}}
+        exact[FIRST] = cells
+        results = [(chi_square_p(counts[name], exact[name]), name) for name in counts]
+    else:
+        others, n = count_bins(scores, cells, other), n * len(other) / (n + len(other))
+        shared = (counts.keys() & others.keys()) - {EVERY, EVERY_PAIR}
+        results = [(two_sample_p(counts[name], others[name]), name) for name in shared]
+    p, where = min(results)
+    bias = detectable_bias(PAIR_BINS**2 - 1, n, FALSE_ALARM / len(results))
+    return min(1.0, len(results) * p), where, bias
 
 
 def count_bins(scores: Scores, cells: Distribution, samples: list[Tokens]) -> dict[str, Counter]:
     """Count the samples in the bins of each test."""
-    counts: dict[str, Counter] = {name: Counter() for name in (FIRST, EVERY, EVERY_PAIR)}
+    counts: dict[str, Counter] = defaultdict(Counter)
     rng = random.Random(0)
     for sequence in samples:
         n = next(n for n in range(len(sequence), -1, -1) if sequence[:n] in cells)
@@ -226,11 +211,10 @@ def count_bins(scores: Scores, cells: Distribution, samples: list[Tokens]) -> di
             for above, p in scores.intervals[sequence]
         ]
         for i, u in enumerate(uniform, start=1):
-            counts.setdefault(f"token {i}", Counter())[(int(BINS * u),)] += 1
+            for name in f"token {i}", EVERY:
+                counts[name][(int(BINS * u),)] += 1
         for i, (u, v) in enumerate(pairwise(uniform), start=1):
-            pair = int(PAIR_BINS * u), int(PAIR_BINS * v)
-            counts.setdefault(f"tokens {i}, {i + 1}", Counter())[pair] += 1
-            if i % 2:  # disjoint pairs are independent
-                counts[EVERY_PAIR][pair] += 1
-        counts[EVERY].update((int(BINS * u),) for u in uniform)
+            # disjoint pairs are independent
+            for name in [f"tokens {i}, {i + 1}"] + [EVERY_PAIR] * (i % 2):
+                counts[name][int(PAIR_BINS * u), int(PAIR_BINS * v)] += 1
     return counts

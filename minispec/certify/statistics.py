@@ -1,9 +1,9 @@
 """χ² tests of counts of sampled sequences, and the smallest bias they can detect."""
 
 import math
-from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import count
 
 import torch
 
@@ -68,11 +68,9 @@ def detectable_bias(freedom: int, runs: float, false_alarm: float = FALSE_ALARM)
 
     A bias of total variation t shifts χ² by at least 4 · runs · t² (Cauchy–Schwarz). The power is
     that of a normal approximation to the noncentral χ²."""
-
-    def rising(thousandths: int) -> float:
-        return -chi_square_tail(thousandths / 1000, freedom)
-
-    critical, shift = bisect(range(10**7), -false_alarm, key=rising) / 1000, 0.0
-    while freedom + shift - 1.2816 * math.sqrt(2 * (freedom + 2 * shift)) < critical:
-        shift += 0.5
+    critical = next(x for x in count(0.0, 0.1) if chi_square_tail(x, freedom) <= false_alarm)
+    shift = next(
+        x for x in count(0.0, 0.5)
+        if freedom + x - 1.2816 * math.sqrt(2 * (freedom + 2 * x)) >= critical
+    )  # fmt: skip
     return math.sqrt(shift / (4 * runs))

@@ -8,6 +8,7 @@ of the decoder's first tokens can be computed exactly and compared to the last d
     # {(0, 0): 0.131, (0, 1): 0.150, (0, 2): 0.063, (1, 0): 0.008, (1, 1): 0.481, ...}
 """
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -82,20 +83,11 @@ class Toy:
         return hidden
 
 
-class Negated:
+def negated(model: Transformer) -> Transformer:
     """An adversarial draft, which prefers the target's least likely tokens."""
-
-    def __init__(self, model: Transformer):
-        self.model = model
-
-    def __getattr__(self, name: str):
-        return getattr(self.model, name)
-
-    def __call__(self, *arguments):
-        return self.model(*arguments)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return -self.model.logits(hidden)
+    draft = copy.deepcopy(model)
+    draft.lm_head.weight = nn.Parameter(-model.lm_head.weight, requires_grad=False)
+    return draft
 
 
 def small_model(seed: int, vocab: int = 24, context: int = 128, **changes) -> Transformer:

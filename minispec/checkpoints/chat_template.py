@@ -9,8 +9,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minispec.checkpoints.errors import user_error
-from minispec.cli import UserError
+from minispec.cli import UserError, user_error
 
 Messages = list[dict[str, str]]  # {role, content}
 

@@ -22,8 +22,6 @@ FAMILIES = {  # model_type -> class name in transformers
     "mimo": "MiMoForCausalLM",
 }
 HF_TYPES = {"mimo": "qwen2"}  # transformers does not know mimo; its main model is a qwen2
-UNQUANTISED = "quantised weights are not supported; use the unquantised model or a GGUF file"
-DEFAULT_CONTEXTS = {"mistral": 2**17, "qwen2": 2**15, "qwen3": 2**15, "mimo": 2**15}  # if absent
 ORIGINAL = "original_max_position_embeddings"
 YARN_KEYS = ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
 ROPE_TYPES = {  # rope_type: the numbers it requires
@@ -51,16 +49,13 @@ def as_list(value: object) -> list:
 
 
 SIZE = integer(1, 2**24)
+EVEN = "an even whole number", lambda v: SIZE[1](v) and v % 2 == 0
 LAYER_COUNT = integer(1, 1000)  # building a layer takes time, even one that the weights lack
 POSITIVE = "a number above 0", lambda v: type(v) in (int, float) and 0 < v < inf
-ABOVE_ONE = "a number above 1", lambda v: type(v) in (int, float) and 1 < v < inf
 BOOLEAN = "true or false", lambda v: type(v) is bool
 TOKEN_IDS = "a token id or a list of them", lambda v: all(type(i) is int for i in as_list(v))
 FLAT_OBJECT = "a flat JSON object", lambda v: type(v) is dict and dict not in map(type, v.values())
 FULL_ROTATION = "1.0, as partial rotation is not supported", lambda v: v == 1
-ATTENTION_TYPES = ["full_attention", "sliding_attention"]
-LAYER_TYPES = (f"a list of {ATTENTION_TYPES}",
-               lambda v: type(v) is list and all(x in ATTENTION_TYPES for x in v))  # fmt: skip
 FIELDS = {  # field of Config: (key in config.json, check, default)
     "model_type": ("model_type", one_of(*FAMILIES), None),
     "hidden_size": ("hidden_size", SIZE, None),
@@ -86,11 +81,8 @@ class CheckedJson:
         rule, holds = check
         value = default if self.raw.get(key) is None else self.raw[key]
         if not holds(value):
-            raise self.error(key, rule)
+            raise UserError(f"{self.path}: {key} must be {rule} (it is {brief(value)})")
         return value
-
-    def error(self, key: str, rule: str) -> UserError:
-        return UserError(f"{self.path}: {key} must be {rule} (it is {brief(self.raw.get(key))})")
 
 
 def read_config(directory: Path) -> Config:
@@ -110,13 +102,9 @@ def parse_config(keys: CheckedJson, generation: CheckedJson) -> Config:
     if keys.raw.get("architectures") == [FAMILIES["mimo"]]:
         fields["model_type"] = "mimo"
     keys.get("hidden_act", one_of("silu", "swish"), "silu")
-    for key, method in ("quantization", "mlx"), ("quantization_config", "unknown method"):
-        if value := keys.raw.get(key):
-            method = value.get("quant_method", method) if isinstance(value, dict) else method
-            raise UserError(f"{keys.path}: {key} ({method}): {UNQUANTISED}")
     fields["kv_heads"], fields["head_dim"] = attention_sizes(keys)
     fields["rope_theta"], fields["rope_scaling"] = read_rope(keys)
-    fields["context"] = read_context(keys, fields["rope_scaling"])
+    fields["context"] = read_context(keys, fields["context"], fields["rope_scaling"])
     qwen2 = fields["model_type"] in ("qwen2", "mimo")  # biases on q, k and v, but never on o
     bias = qwen2
     if fields["model_type"] not in ("qwen2", "mistral"):  # which do not read this key
@@ -138,33 +126,22 @@ def attention_sizes(keys: CheckedJson) -> tuple[int, int]:
     heads = keys.get("num_attention_heads", SIZE)
     kv_heads = keys.get("num_key_value_heads", SIZE, heads)
     if heads % kv_heads:
-        raise keys.error("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
-    head_dim = keys.get("head_dim", SIZE, keys.get("hidden_size", SIZE) // heads)
-    if head_dim % 2:
-        raise keys.error("head_dim", "even")
+        raise UserError(f"{keys.path}: {kv_heads} key/value heads do not divide {heads} heads")
+    head_dim = keys.get("head_dim", EVEN, keys.get("hidden_size", SIZE) // heads)
     return kv_heads, head_dim
 
 
-def read_context(keys: CheckedJson, scaling: dict | None) -> int:
+def read_context(keys: CheckedJson, context: int, scaling: dict | None) -> int:
     """Return the longest context: max_position_embeddings, or more if RoPE is scaled and the config
     gives the original length (yarn) or the longer one (linear). A sliding window limits it, as
     attention is full only up to its length. Dynamic scaling would begin only beyond it."""
-    default = DEFAULT_CONTEXTS.get(keys.raw["model_type"], 2048)
-    context = keys.get("max_position_embeddings", SIZE, default)
     if scaling and scaling["rope_type"] == "yarn":
-        context = max(context, int(min(scaling.get(ORIGINAL, 0) * scaling["factor"], 2**24)))
+        context = max(context, int(scaling.get(ORIGINAL, 0) * scaling["factor"]))
     if scaling and scaling["rope_type"] == "linear":  # vicuna-16k
         longer = keys.get("max_sequence_length", SIZE, context)
         context = max(context, int(min(longer, context * scaling["factor"])))
-    layer_types = keys.get("layer_types", LAYER_TYPES, [])
-    if keys.raw["model_type"] == "mistral":  # which has no flag to switch the window off
-        slides = True
-    elif layer_types:
-        slides = "sliding_attention" in layer_types
-    else:
-        full_layers = keys.get("max_window_layers", integer(0, 2**24), 28)
-        layers = keys.get("num_hidden_layers", LAYER_COUNT)
-        slides = keys.get("use_sliding_window", BOOLEAN, False) and full_layers < layers
+    # mistral has no flag to switch the window off
+    slides = keys.get("use_sliding_window", BOOLEAN, False) or keys.raw["model_type"] == "mistral"
     if not slides or keys.raw.get("sliding_window", 4096) is None:
         return context
     return min(context, keys.get("sliding_window", SIZE, 4096))
@@ -173,31 +150,21 @@ def read_context(keys: CheckedJson, scaling: dict | None) -> int:
 def read_rope(keys: CheckedJson) -> tuple[float, dict | None]:
     """Return rope_theta and the scaling. Older files have rope_theta and rope_scaling, newer ones
     have both in rope_parameters, and some have all three keys."""
-    names = "rope_scaling", "rope_parameters"
-    old, new = (normalise_rope(keys.get(name, FLAT_OBJECT, {})) for name in names)
-    merged = CheckedJson(keys.path, keys.raw | old | new)
-    theta = float(merged.get("rope_theta", ABOVE_ONE, 10000.0))
-    merged.get("partial_rotary_factor", FULL_ROTATION, 1.0)
-    for rope in old, new:
-        rope.pop("rope_theta", None)
-    if old and new and old != new:
-        raise UserError(f"{keys.path}: rope_scaling and rope_parameters differ; keep only one")
-    scaling = CheckedJson(keys.path, new or old)
-    rope_type = scaling.get("rope_type", one_of(*ROPE_TYPES), None if scaling.raw else "default")
+    found = {name: keys.raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    for name in "rope_scaling", "rope_parameters":
+        found |= keys.get(name, FLAT_OBJECT, {})
+    found[ORIGINAL] = keys.raw.get(ORIGINAL) or found.get(ORIGINAL)
+    found.setdefault("rope_type", found.pop("type", None))  # `type` is the older name
+    rope = CheckedJson(keys.path, {key: v for key, v in found.items() if v is not None})
+    theta = float(rope.get("rope_theta", POSITIVE, 10000.0))
+    rope.get("partial_rotary_factor", FULL_ROTATION, 1.0)
+    rope_type = rope.get("rope_type", one_of(*ROPE_TYPES), None if "factor" in found else "default")
     if rope_type in ("default", "dynamic"):  # dynamic scaling starts beyond the context
         return theta, None
-    if rope_type != "linear" and keys.raw.get(ORIGINAL) is not None:  # it takes precedence
-        scaling.raw[ORIGINAL] = keys.raw[ORIGINAL]
-    given = [key for key in YARN_KEYS if key in scaling.raw]
-    for key in (*ROPE_TYPES[rope_type], *given):
-        scaling.get(key, POSITIVE)
-    return theta, scaling.raw
-
-
-def normalise_rope(rope: dict) -> dict:
-    """Remove nulls, and rename `type`, the older name, to rope_type."""
-    present = {key: value for key, value in rope.items() if value is not None}
-    return {"rope_type": present.pop("type"), **present} if "type" in present else present
+    for key in (*ROPE_TYPES[rope_type], *(rope.raw.keys() & YARN_KEYS)):
+        rope.get(key, POSITIVE)
+    others = "rope_theta", "partial_rotary_factor"
+    return theta, {key: v for key, v in rope.raw.items() if key not in others}
 
 
 def config_json(config: Config, dtype: torch.dtype) -> dict:

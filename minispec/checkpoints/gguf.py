@@ -14,9 +14,8 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from minispec.checkpoints.config import CheckedJson, parse_config
-from minispec.checkpoints.errors import user_error
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError
+from minispec.cli import UserError, user_error
 from minispec.model import Config, Transformer, rope_frequencies
 
 ARCHITECTURES = "llama", "qwen2", "qwen3"  # Mistral's files use llama's
@@ -27,19 +26,17 @@ CONFIG_KEYS = {  # GGUF key, without the architecture -> key in config.json
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
+    "rope.dimension_count": "head_dim",  # with partial rotation, the weights do not fit
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
     "context_length": "max_position_embeddings",
     "rope.freq_base": "rope_theta",
 }
 SCALING_KEYS = {  # the same for rope_scaling
     "rope.scaling.type": "rope_type",
     "rope.scaling.factor": "factor",
-    "rope.scale_linear": "factor",  # in older files
     "rope.scaling.original_context_length": "original_max_position_embeddings",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
-    "rope.scaling.finetuned": "finetuned",
 }
 # keys that contain one of these change the mathematics
 UNSUPPORTED_KEYS = re.compile("scal|softcap|expert_count|sections")
@@ -52,13 +49,6 @@ END_TOKENS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|
               "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "</s>",
               "<｜end▁of▁sentence｜>"}  # fmt: skip
 CONTROL_TOKENS = END_TOKENS | {"<|im_start|>", "<|start_header_id|>", "<|end_header_id|>"}
-PROJECTOR = "a multimodal projector, not a model; choose the model's own file"
-NOT_A_MODEL = {  # by general.type or general.architecture
-    "adapter": "a LoRA adapter, not a model; merge it into its model with llama-export-lora",
-    "imatrix": "an importance matrix, not a model; choose the model's own file",
-    "mmproj": PROJECTOR,
-    "clip": PROJECTOR,
-}
 
 
 def find_gguf(source: Path) -> Path | None:
@@ -83,9 +73,8 @@ def open_gguf(path: Path) -> tuple[dict, list]:
         tensors = reader.tensors
     if metadata.get("split.count", 1) != 1:
         raise UserError(f"{path} is part of a split file; merge it with llama-gguf-split --merge")
-    for key in "general.type", "general.architecture":
-        if (kind := str(metadata.get(key))) in NOT_A_MODEL:
-            raise UserError(f"{path} is {NOT_A_MODEL[kind]}")
+    if (kind := metadata.get("general.type", "model")) != "model":
+        raise UserError(f"{path} is not a model but of type {kind}; choose the model's own file")
     return metadata, tensors
 
 
@@ -95,8 +84,6 @@ def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     metadata, stored = open_gguf(path)
     from gguf import dequantize  # open_gguf has imported it already
 
-    if not stored:
-        raise UserError(f"{path} has only a vocabulary; choose a file with the model's weights")
     vocabulary = tokenizer_keys(metadata)
     tokenizer = None if unsupported_reason(vocabulary) else build_tokenizer(vocabulary, path)
     with user_error(f"{path}: this quantisation is not supported"):
@@ -104,19 +91,14 @@ def read_gguf(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     divisors = tensors.pop("rope_freqs.weight", None)
     keys = CheckedJson(path, config_keys(metadata, tensors, path))
     config = parse_config(keys, keys)
-    rotated = metadata.get(f"{config.model_type}.rope.dimension_count", config.head_dim)
-    if rotated != config.head_dim:
-        dimensions = f"{rotated} of {config.head_dim} dimensions"
-        raise UserError(f"{path}: partial rotation ({dimensions}) is not supported")
     if divisors is not None:
         config = with_llama3_scaling(config, divisors, path)
     names = published_names(config)
     named = {names.get(name, name): tensor for name, tensor in tensors.items()}
     if config.model_type == "llama":
-        for name, tensor in named.items():
-            if re.search(r"self_attn\.[qk]_proj", name):
-                heads = config.heads if "q_proj" in name else config.kv_heads
-                named[name] = unpermute(tensor, heads, path)
+        for name in filter(re.compile(r".*self_attn\.[qk]_proj").match, named):
+            with user_error(f"{path}: {name} does not fit head_dim {config.head_dim}"):
+                named[name] = unpermute(named[name], config.head_dim)
     return config, named, tokenizer
 
 
@@ -139,7 +121,7 @@ def config_keys(metadata: dict, tensors: dict[str, Tensor], path: Path) -> dict:
     for name, value in settings.items():
         if UNSUPPORTED_KEYS.search(name) and name not in SCALING_KEYS and value not in (0, 1, None):
             raise UserError(f"{path}: {name} = {value} is not supported")
-    raw = {key: settings.get(name) for name, key in CONFIG_KEYS.items()}
+    raw = {key: settings[name] for name, key in CONFIG_KEYS.items() if name in settings}
     scaling = {key: settings[name] for name, key in SCALING_KEYS.items() if name in settings}
     rope_type = scaling.setdefault("rope_type", "linear" if "factor" in scaling else "none")
     vocabulary = tokenizer_keys(metadata)
@@ -150,8 +132,8 @@ def config_keys(metadata: dict, tensors: dict[str, Tensor], path: Path) -> dict:
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "bos_token_id": special_ids(vocabulary).get("bos"),
-        "eos_token_id": end_ids(vocabulary),
+        "bos_token_id": vocabulary["special"].get("bos"),
+        "eos_token_id": vocabulary["ends"],
     }
 
 
@@ -182,11 +164,10 @@ def published_names(config: Config) -> dict[str, str]:
     return {name_map.get_name(name, (".weight", ".bias")): name for name in names}
 
 
-def unpermute(rows: Tensor, heads: int, path: Path) -> Tensor:
+def unpermute(rows: Tensor, head_dim: int) -> Tensor:
     """Reorder rows of q or k from adjacent rotary pairs, as GGUF llamas store them, to halves."""
-    if len(rows) % (2 * heads):
-        raise UserError(f"{path}: {len(rows)} rows of q or k do not fit {heads} heads")
-    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+    heads = rows.unflatten(0, (-1, head_dim // 2, 2))
+    return heads.transpose(1, 2).reshape(rows.shape)
 
 
 # ---- the tokenizer -------------------------------------------------------------------------------
@@ -228,30 +209,22 @@ IGNORE_MERGES = "llama-bpe", "tekken"
 
 
 def tokenizer_keys(metadata: dict) -> dict:
-    """Return the keys of the tokenizer, without their prefix and with llama.cpp's defaults."""
+    """Return the keys of the tokenizer, without their prefix and with llama.cpp's defaults. Two are
+    added: `special`, the ids of the tokens that have their own keys (bos, eos, eot, …), and `ends`,
+    the ids at which llama.cpp stops, some of which it knows by name."""
     keys = {re.sub(r"^tokenizer\.(ggml\.)?", "", key): value for key, value in metadata.items()}
     pre = str(keys.get("pre", ""))
     keys["pre"] = PRE_ALIASES.get(pre, pre)
     keys.setdefault("add_bos_token", keys["pre"] in IGNORE_MERGES)
     if not isinstance(keys.get("tokens"), list):
         keys["tokens"] = []
-    return keys
-
-
-def special_ids(keys: dict) -> dict[str, int]:
-    """Return the ids of the tokens that have their own keys: bos, eos, eot, … Ids out of range are
-    ignored: converters write -1 or 4294967295 for "none"."""
     ids = {name: keys.get(f"{name}_token_id") for name in (*SPECIAL_KEYS, *END_KEYS)}
-    size = len(keys["tokens"])
-    return {name: i for name, i in ids.items() if type(i) is int and 0 <= i < size}
-
-
-def end_ids(keys: dict) -> list[int]:
-    """Return the tokens at which llama.cpp stops: those with their own keys, and some by name."""
-    special = special_ids(keys)
-    ids = [special[key] for key in END_KEYS if key in special]
-    ids += [i for i, token in enumerate(keys["tokens"]) if token in END_TOKENS]
-    return list(dict.fromkeys(ids))
+    known = range(len(keys["tokens"]))  # converters write -1 or 4294967295 for "none"
+    keys["special"] = {n: i for n, i in ids.items() if type(i) is int and i in known}
+    ends = [keys["special"].get(name) for name in END_KEYS]
+    ends += [i for i, token in enumerate(keys["tokens"]) if token in END_TOKENS]
+    keys["ends"] = [i for i in dict.fromkeys(ends) if i is not None]
+    return keys
 
 
 def unsupported_reason(keys: dict) -> str | None:
@@ -263,7 +236,7 @@ def unsupported_reason(keys: dict) -> str | None:
         return "it does not name its pre-tokenizer (gguf-new-metadata --pre-tokenizer NAME adds it)"
     if pre not in PRE_TOKENIZERS:
         return f"its pre-tokenizer, {pre}, is not one of {', '.join(PRE_TOKENIZERS)}"
-    if keys["add_bos_token"] and "bos" not in special_ids(keys):
+    if keys["add_bos_token"] and "bos" not in keys["special"]:
         return "its texts begin with a BOS token, but it does not define one"
     return None
 
@@ -275,23 +248,19 @@ def build_tokenizer(keys: dict, path: Path) -> Tokenizer:
             f"{path}: {reason}; use token ids (--prompt-ids with --json) or the model's "
             "safetensors and tokenizer.json"
         )
-    lists = [keys.get(key) for key in ("tokens", "token_type", "merges")]
-    if not all(isinstance(values, list) for values in lists) or len(lists[0]) != len(lists[1]):
-        raise UserError(f"{path}: the tokenizer has no valid tokens, token_type or merges")
-    tokens, types, merges = lists
-    ids = {token: i for i, token in enumerate(tokens)}
-    pairs = [tuple(str(merge).split(" ")) for merge in merges]
-    if not all(len(pair) == 2 and {*pair, "".join(pair)} <= ids.keys() for pair in pairs):
-        raise UserError(f"{path}: the tokenizer's merges do not match its tokens")
-    pre = keys["pre"]
-    backend = Backend(models.BPE(ids, pairs, ignore_merges=pre in IGNORE_MERGES))
+    tokens, pre = keys["tokens"], keys["pre"]
+    with user_error(f"{path}: the tokenizer's tokens, token_type and merges do not fit"):
+        types = dict(zip(tokens, keys["token_type"], strict=True))
+        ids = {token: i for i, token in enumerate(tokens)}
+        pairs = [tuple(merge.split(" ")) for merge in keys["merges"]]
+        backend = Backend(models.BPE(ids, pairs, ignore_merges=pre in IGNORE_MERGES))
     backend.pre_tokenizer, backend.decoder = PRE_TOKENIZERS[pre], decoders.ByteLevel()
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
-    special = special_ids(keys)
-    controls = {special.get("bos"), *end_ids(keys)}  # not padding, which may be a word
-    for i, (token, kind) in enumerate(zip(tokens, types)):
-        control = kind == CONTROL or i in controls or token in CONTROL_TOKENS
+    special = keys["special"]
+    controls = {special.get("bos"), *keys["ends"]}  # not padding, which may be a word
+    for token, kind in types.items():
+        control = kind == CONTROL or ids[token] in controls or token in CONTROL_TOKENS
         if control or kind == USER_DEFINED:
             backend.add_tokens([AddedToken(token, special=control, normalized=False)])
     if keys["add_bos_token"]:

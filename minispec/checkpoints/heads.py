@@ -10,8 +10,7 @@ from torch import Tensor
 
 from minispec import distributed
 from minispec.checkpoints.config import CheckedJson, attention_sizes, config_json, read_rope
-from minispec.checkpoints.errors import user_error
-from minispec.checkpoints.load import check_fingerprint, find_tokenizer, resolve
+from minispec.checkpoints.load import check_fingerprint, resolve
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.checkpoints.weights import (
     fill,
@@ -21,7 +20,7 @@ from minispec.checkpoints.weights import (
     write_json,
     write_tensors,
 )
-from minispec.cli import UserError, optional_json, read_json
+from minispec.cli import UserError, optional_json, read_json, user_error
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads, with_prefixes
 from minispec.methods.vocabulary import Compressed, Language, Subset
@@ -66,7 +65,7 @@ def read_heads(
     if not heads:
         raise UserError(f"{source} has no heads: no tensors {prefix}* and no {MEDUSA_FILES[0]}")
     fingerprint = optional_json(folder / "config.json").get("tokenizer_fingerprint")
-    if own := find_tokenizer(folder):
+    if own := Tokenizer.from_directory(folder):
         fingerprint = own.fingerprint
     check_fingerprint(str(source), fingerprint, tokenizer)
     return heads, folder
@@ -85,7 +84,7 @@ def load_medusa(
     not config.json. Raises UserError for heads of another model or tokenizer.
     """
     tensors, folder = read_heads(source, MEDUSA_PREFIX, model.config, tokenizer)
-    heads = empty_medusa(tensors, model, str(source))
+    heads = empty_medusa(tensors, model)
     fill(heads, tensors, str(source), model.dtype, model.device)
     read_tree(heads, folder / "config.json")
     return heads.eval()
@@ -112,16 +111,11 @@ def from_vllm(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     return found
 
 
-def empty_medusa(tensors: dict[str, Tensor], model: Transformer, where: str) -> MedusaHeads:
+def empty_medusa(tensors: dict[str, Tensor], model: Transformer) -> MedusaHeads:
     """Create heads without weights, with as many heads and layers as the tensors' names show."""
-    matches = [MEDUSA_NAME.fullmatch(name) for name in tensors]
-    if None in matches:
-        unknown = list(tensors)[matches.index(None)]
-        raise UserError(f"{where}: {unknown} is not a tensor of Medusa heads")
-    heads = 1 + max(int(match[1]) for match in matches)
+    matches = list(filter(None, map(MEDUSA_NAME.fullmatch, tensors)))
+    heads = 1 + max((int(match[1]) for match in matches), default=-1)
     layers = 1 + max((int(match[2]) for match in matches if match[3] != "weight"), default=-1)
-    if max(heads, layers) > len(tensors):
-        raise UserError(f"{where}: the heads or layers are not numbered consecutively from 0")
     c, shared = model.config, all(match[3] != "weight" for match in matches)
     with torch.device("meta"):
         return MedusaHeads(heads, layers, c.hidden_size, None if shared else c.vocab_size)
@@ -242,18 +236,23 @@ def load_vocabulary(
     path: str | Path, model: Transformer, tokenizer: Tokenizer | None = None,
     size: int | None = None,
 ) -> Compressed:  # fmt: skip
-    """Load the languages of a file (see `read_languages`), at most `size` tokens of each."""
-    vocab = model.config.vocab_size
-    stored = read_languages(Path(path), tokenizer)
-    languages = {n: Language(lang.ids[:size], lang.counts[:size]) for n, lang in stored.items()}
+    """Load at most `size` tokens of each language from a file that `save_vocabulary` wrote, or in a
+    .pt file from FastMTP's map: a list or tensor of ids, the most frequent first."""
+    path, vocab = Path(path), model.config.vocab_size
+    stored = read_file(path) if path.suffix == ".pt" else read_json(path)
+    problem = "was not written by `distill vocabulary` and is not a list of token ids"
+    with user_error(f"{path} {problem}"):
+        if path.suffix == ".pt":
+            ids = list(dict.fromkeys(torch.as_tensor(stored, dtype=torch.long).tolist()))
+            stored = {"languages": {path.stem: {"ids": ids, "counts": [0] * len(ids)}}}
+        languages = {name: Language(tuple(fields["ids"][:size]), tuple(fields["counts"][:size]))
+                     for name, fields in stored["languages"].items()}  # fmt: skip
+    check_fingerprint(str(path), stored.get("tokenizer_fingerprint"), tokenizer)
     if not languages or not all(language.ids for language in languages.values()):
         raise UserError(f"{path} has no languages, or one without tokens")
-    for name, language in languages.items():
-        if not 0 <= min(language.ids) <= max(language.ids) < vocab:
-            raise UserError(
-                f"{path}: {name} has ids outside the target's vocabulary of {vocab}; it was made "
-                "for another model"
-            )
+    if not all(token in range(vocab) for lang in languages.values() for token in lang.ids):
+        raise UserError(f"{path} has ids outside the target's vocabulary of {vocab}; it was made "
+                        "for another model")  # fmt: skip
     return Compressed(languages, model)
 
 
@@ -262,27 +261,6 @@ def load_subset(
 ) -> Subset | None:
     """Return the tokens of all languages of a vocabulary together; None without a file."""
     return load_vocabulary(path, model, tokenizer).select([]) if path else None
-
-
-def read_languages(path: Path, tokenizer: Tokenizer | None) -> dict[str, Language]:
-    """Read a file that `save_vocabulary` wrote, or in a .pt file FastMTP's map: a list or tensor of
-    ids, the most frequent first."""
-    stored = read_file(path) if path.suffix == ".pt" else read_json(path)
-    languages = {}
-    problem = "was not written by `distill vocabulary` and is not a list of token ids"
-    with user_error(f"{path} {problem}"):
-        if path.suffix == ".pt":
-            ids = list(dict.fromkeys(stored.tolist() if isinstance(stored, Tensor) else stored))
-            stored = {"languages": {path.stem: {"ids": ids, "counts": [0] * len(ids)}}}
-        for name, fields in stored["languages"].items():
-            ids, counts = fields["ids"], fields["counts"]
-            if not all(type(number) is int for number in (*ids, *counts)):
-                raise TypeError("ids and counts must be whole numbers")
-            if len(ids) != len(counts) or min(counts, default=0) < 0:
-                raise ValueError("each id needs a count of at least 0")
-            languages[name] = Language(tuple(ids), tuple(counts))
-    check_fingerprint(str(path), stored.get("tokenizer_fingerprint"), tokenizer)
-    return languages
 
 
 def save_vocabulary(languages: dict[str, Language], tokenizer: Tokenizer, path: Path) -> None:

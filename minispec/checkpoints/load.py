@@ -10,37 +10,28 @@ from pathlib import Path
 from textwrap import shorten
 
 import torch
-from torch import Tensor
 
 from minispec import paths
-from minispec.checkpoints.config import UNQUANTISED, config_json, read_config
-from minispec.checkpoints.errors import user_error
+from minispec.checkpoints.config import config_json, read_config
 from minispec.checkpoints.gguf import find_gguf, read_gguf, read_gguf_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.checkpoints.weights import (
     DTYPES,
-    IGNORED_TENSORS,
-    QUANTISED_SUFFIXES,
     fill,
-    read_tensors,
-    strip_prefixes,
+    read_weights,
     weight_files,
     write_json,
     write_tensors,
     write_text,
 )
-from minispec.cli import MODEL_FILES, UserError
+from minispec.cli import MODEL_FILES, UserError, user_error
 from minispec.distributed import all_reduce_outputs, shard, shard_config
-from minispec.model import Config, Transformer
+from minispec.model import Transformer
 
 ACCESS_ADVICE = ("check the name; if access to the model is restricted, accept its licence on its "
                  "page and log in with `hf auth login`")  # fmt: skip
-HTTP_ADVICE = dict.fromkeys((401, 403, 404), ACCESS_ADVICE) | {
-    407: "check the user name and password of HTTPS_PROXY",
-    429: "wait a few minutes, then try again",
-}
-NETWORK_VARIABLES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE",
-                     "REQUESTS_CA_BUNDLE", "HF_ENDPOINT", "HF_HUB_OFFLINE")  # fmt: skip
+NETWORK_VARIABLE = re.compile("(HTTPS?|ALL|NO)_PROXY|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|HF_ENDPOINT|"
+                              "HF_HUB_OFFLINE", re.IGNORECASE)  # fmt: skip
 OTHER_TOKENIZERS = "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json"
 
 
@@ -91,11 +82,12 @@ def explain_failure(error: BaseException) -> str:
     if response is not None:
         status = response.status_code
         reason = response.headers.get("x-error-message") or responses.get(status, "")
-        return f"HTTP {status}: {reason.rstrip('.')}; {HTTP_ADVICE.get(status, 'try again later')}"
+        advice = ACCESS_ADVICE if status in (401, 403, 404) else "try again later"
+        return f"HTTP {status}: {reason.rstrip('.')}; {advice}"
     reason = shorten(f"{type(error).__name__}: {error}", 200).rstrip(".")
     if isinstance(error, OSError) and (error.filename or error.errno == errno.ENOSPC):
         return f"{reason}; set HF_HOME to a directory that can be written and has enough space"
-    variables = [name for name in os.environ if name.upper() in NETWORK_VARIABLES]
+    variables = filter(NETWORK_VARIABLE.fullmatch, os.environ)
     return f"{reason}; check {', '.join(['the name', 'the network', *variables])}"
 
 
@@ -150,11 +142,14 @@ def load(
     path = resolve(source)
     if file := find_gguf(path):
         config, tensors, tokenizer = read_gguf(file)
-        with user_error(str(path)):
-            config = shard_config(config, draft=draft)
+    else:
+        config, tokenizer = read_config(path), Tokenizer.from_directory(path)
+    with user_error(str(path)):
+        config = shard_config(config, draft=draft)
+    if file:
         tensors = {name: shard(name, tensor, config) for name, tensor in tensors.items()}
     else:
-        config, tensors, tokenizer = read_directory(path, draft)
+        tensors = read_weights(path, config)
     if tokenizer:
         # not counting added tokens: some files add a padding token that was never trained
         tokens = tokenizer.backend.get_vocab_size(with_added_tokens=False)
@@ -173,32 +168,10 @@ def load(
     return model.eval(), tokenizer
 
 
-def read_directory(
-    path: Path, draft: bool
-) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
-    """Read the config, tensors and tokenizer of a checkpoint directory, for this rank."""
-    config, files = read_config(path), weight_files(path)
-    with user_error(str(path)):
-        config = shard_config(config, draft=draft)
-    tokenizer, tensors = find_tokenizer(path), {}  # first, to fail early
-    for file in files:
-        tensors |= read_tensors(file, config)
-    for suffix, layout in QUANTISED_SUFFIXES.items():
-        if any(name.endswith(suffix) for name in tensors):
-            raise UserError(f"{path} ({layout}): {UNQUANTISED}")
-    tensors = {n: t for n, t in strip_prefixes(tensors).items() if not IGNORED_TENSORS.match(n)}
-    return config, tensors, tokenizer
-
-
-def find_tokenizer(directory: Path) -> Tokenizer | None:
-    exists = (directory / "tokenizer.json").exists()
-    return Tokenizer.from_directory(directory) if exists else None
-
-
 def read_tokenizer(source: str | os.PathLike) -> Tokenizer:
     """Read the tokenizer of a directory, a hub id or a GGUF file."""
     path = resolve(source)
-    return require_tokenizer(None if find_gguf(path) else find_tokenizer(path), path)
+    return require_tokenizer(None if find_gguf(path) else Tokenizer.from_directory(path), path)
 
 
 def require_tokenizer(

@@ -12,8 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from minispec.checkpoints.chat_template import Messages, check_messages, read_template, render
-from minispec.checkpoints.errors import user_error
-from minispec.cli import UserError, optional_json
+from minispec.cli import UserError, optional_json, user_error
 
 ADDED_TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
 SPECIAL_NAMES = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -39,11 +38,13 @@ class Tokenizer:
     chat_template: str | None = None
 
     @classmethod
-    def from_directory(cls, directory: Path) -> "Tokenizer":
+    def from_directory(cls, directory: Path) -> "Tokenizer | None":
         """Read tokenizer.json and the files next to it as PreTrainedTokenizerFast of transformers 5
         does: tokenizer_config.json, chat_template.jinja and, if the former has no
         added_tokens_decoder, special_tokens_map.json and added_tokens.json. Only tokenizer.json
-        determines whether texts begin with BOS."""
+        determines whether texts begin with BOS. Without it there is no tokenizer."""
+        if not (directory / "tokenizer.json").exists():
+            return None
         backend = read_backend(directory / "tokenizer.json")
         backend.no_padding()
         backend.no_truncation()

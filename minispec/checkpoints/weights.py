@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from minispec import distributed
-from minispec.checkpoints.config import FLAT_OBJECT, UNQUANTISED, CheckedJson
+from minispec.checkpoints.config import FLAT_OBJECT, CheckedJson
 from minispec.cli import UserError
 from minispec.model import Config
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 IGNORED_TENSORS = re.compile(r"model\.mtp_layers\.|medusa_head\.|.*inv_freq$")  # heads, buffers
 FIRST_LAYER = re.compile(r"(|.*?\.)(model\.|)layers\.0\.input_layernorm\.weight")
-QUANTISED_SUFFIXES = {".g_idx": "GPTQ", ".qweight": "AWQ", ".biases": "mlx",
-                      "weight_scale_inv": "FP8", ".weight_scale": "FP8"}  # fmt: skip
 TIED_NAMES = "model.embed_tokens.weight", "lm_head.weight"  # one tensor in a tied model
 
 
@@ -33,8 +31,8 @@ def weight_files(directory: Path) -> list[Path]:
         index = directory / f"{name}.index.json"
         if index.exists():
             weight_map = CheckedJson(index).get("weight_map", FLAT_OBJECT)
-            shards = sorted(set(map(str, weight_map.values())))
-            for shard in map(Path, shards):
+            shards = sorted(set(map(Path, map(str, weight_map.values()))))
+            for shard in shards:
                 if shard.is_absolute() or ".." in shard.parts:
                     raise UserError(f"{index} names {shard}, which is outside its folder")
             return [directory / shard for shard in shards]
@@ -71,14 +69,22 @@ def read_tensors(path: Path, config: Config) -> dict[str, Tensor]:
             names = file.keys()
             return {n: distributed.shard(n, file.get_slice(n), config) for n in names}
     tensors = read_file(path)
-    for name, tensor in tensors.items() if isinstance(tensors, dict) else [("its content", None)]:
-        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout != torch.strided:
-            raise UserError(f"{path} must map names to dense tensors; {name} does not fit")
     if path.suffix == ".safetensors":
         return tensors
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise UserError(f"{path} must map names to tensors")
     # copies, since tensors in a pickle may share memory; training would change both
     names = list(tensors)
     return {str(n): distributed.shard(str(n), tensors.pop(n), config).clone() for n in names}
+
+
+def read_weights(directory: Path, config: Config) -> dict[str, Tensor]:
+    """Read the model's tensors from a checkpoint directory, for this rank, by their published
+    names."""
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(directory):
+        tensors |= read_tensors(file, config)
+    return {n: t for n, t in strip_prefixes(tensors).items() if not IGNORED_TENSORS.match(n)}
 
 
 def fill(
@@ -91,7 +97,8 @@ def fill(
     for name in list(tensors):
         tensor = tensors.pop(name)  # not kept: memory never holds the model in both dtypes
         if tensor.dtype not in DTYPES.values():
-            raise UserError(f"{where}: {name} is {tensor.dtype}: {UNQUANTISED}")
+            raise UserError(f"{where}: {name} is {tensor.dtype}: quantised weights are not "
+                            "supported; use the unquantised model or a GGUF file")  # fmt: skip
         if not is_finite(tensor):
             raise UserError(f"{where}: {name} contains NaN or infinity; the checkpoint is corrupt")
         state[name] = tensor.to(device, dtype)
@@ -128,7 +135,7 @@ def strip_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     from torch.compile and `module.` from data parallelism, and add `model.` if only the backbone
     was saved."""
     found = next(filter(None, map(FIRST_LAYER.fullmatch, tensors)), None)
-    if not found or not all(name.startswith(found[1]) for name in tensors):
+    if not found:
         return tensors
     bare = {name.removeprefix(found[1]): tensor for name, tensor in tensors.items()}
     if found[2]:

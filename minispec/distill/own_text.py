@@ -14,10 +14,9 @@ import lzma
 from hashlib import blake2b
 from pathlib import Path
 
-from minispec.checkpoints.errors import user_error
 from minispec.checkpoints.load import check_fingerprint
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError
+from minispec.cli import UserError, user_error
 from minispec.model import Transformer
 from minispec.training.text import HOLD_OUT_EVERY
 

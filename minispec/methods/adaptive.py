@@ -10,8 +10,9 @@ same.
 
 import heapq
 import math
+import operator
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import accumulate, islice
 
 from torch import Tensor
 
@@ -96,11 +97,8 @@ class AdaptiveK:
         return best_draft_size(self.accept_probs(), self.costs)
 
     def accept_probs(self) -> Iterator[float]:
-        """Yield the probability that draft 1, 2, … is accepted."""
-        prob = 1.0
-        for rate in self.rate:
-            prob *= rate
-            yield prob
+        """The probability that draft 1, 2, … is accepted."""
+        return accumulate(self.rate, operator.mul)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """See tree.Policy."""
@@ -187,10 +185,4 @@ def grow_tree(accuracy: Tensor, nodes: int) -> list[RankPath]:
 def expected_tokens(accuracy: Tensor, paths: list[RankPath]) -> float:
     """Tokens per pass if the heads were right independently: 1 + Σ over nodes of Π a[k][r]."""
     a = accuracy.tolist()
-    total = 1.0
-    for path in paths:
-        gain = 1.0
-        for depth, rank in enumerate(path):
-            gain *= a[depth][rank]
-        total += gain
-    return total
+    return 1.0 + sum(math.prod(a[k][r] for k, r in enumerate(path)) for path in paths)

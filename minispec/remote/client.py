@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from threading import Lock, Thread
@@ -209,9 +210,7 @@ class Server:
                 waited = time.monotonic() - begin
                 if error.busy and waited < self.seconds:
                     wait = min(waited + 0.1, 5.0)
-                else:
-                    wait = next(waits, None) if error.kind in self.retried else None
-                if wait is None:
+                elif error.kind not in self.retried or (wait := next(waits, None)) is None:
                     raise
             time.sleep(wait)
 
@@ -400,9 +399,7 @@ def in_parallel(
     try:
         for i, future in enumerate(futures):
             yield i, future.result()
-    except GeneratorExit:
-        raise
-    except BaseException:
+    except (Exception, KeyboardInterrupt):
         waiting.clear()
         for j, future in enumerate(futures[i:], i):
             if future.done() and not future.exception():
@@ -414,12 +411,10 @@ def in_parallel(
 
 def work(ask: Callable, waiting: deque, futures: list[Future]) -> None:
     """Answer the items that are waiting, one after another, until there are none."""
-    while waiting:
-        try:
+    with suppress(IndexError):  # another thread took the last one
+        while True:
             i, item = waiting.popleft()
-        except IndexError:  # another thread took the last one
-            return
-        try:
-            futures[i].set_result(ask(item))
-        except BaseException as error:
-            futures[i].set_exception(error)
+            try:
+                futures[i].set_result(ask(item))
+            except BaseException as error:
+                futures[i].set_exception(error)

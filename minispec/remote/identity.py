@@ -14,13 +14,6 @@ def answer_logits(model: Transformer, prompt: list[int], tokens: list[int]) -> T
     return model.logits(model([*prompt, *tokens][:-1])[0, len(prompt) - 1 :])
 
 
-def gaps(model: Transformer, prompt: list[int], tokens: list[int]) -> list[float]:
-    """Return, for each token, how far its logit is below the largest at its position."""
-    logits = answer_logits(model, prompt, tokens)  # (n, V)
-    chosen = logits[torch.arange(len(tokens)), tokens]
-    return (logits.max(-1).values - chosen).tolist()
-
-
 def are_known(model: Transformer, tokens: list[int]) -> bool:
     """Return whether the model's vocabulary has all these tokens."""
     return all(0 <= token < model.config.vocab_size for token in tokens)
@@ -31,8 +24,11 @@ def largest_gap(model: Transformer, prompt: list[int], tokens: list[int]) -> tup
     for i, token in enumerate(tokens):
         if not are_known(model, [token]):
             return math.inf, i, 1
-    below = gaps(model, prompt, tokens) if tokens else [0.0]
-    return max(below), below.index(max(below)), sum(gap > 0 for gap in below)
+    if not tokens:
+        return 0.0, 0, 0
+    logits = answer_logits(model, prompt, tokens)  # (n, V)
+    below = logits.max(-1).values - logits[torch.arange(len(tokens)), tokens]
+    return float(below.max()), int(below.argmax()), int((below > 0).sum())
 
 
 def with_end(

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minispec import distributed
-from minispec.checkpoints.errors import user_error
 from minispec.checkpoints.load import pick_device
 from minispec.checkpoints.weights import atomic_write, write_text
-from minispec.cli import OutputFolder, UserError, number
+from minispec.cli import OutputFolder, UserError, number, user_error
 
 try:
     import fcntl

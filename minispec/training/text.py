@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 
-from minispec.checkpoints.errors import user_error
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError
+from minispec.cli import UserError, user_error
 
 
 class Conversation(list[dict[str, str]]):

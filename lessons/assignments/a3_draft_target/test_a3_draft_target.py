@@ -8,11 +8,11 @@ import torch.nn.functional as F
 
 from minispec.certify.methods.cases import SAMPLINGS
 from minispec.certify.toys import (
-    Negated,
     Recorder,
     Toy,
     exact_distribution,
     first_tokens,
+    negated,
     small_model,
     total_variation,
 )
@@ -145,7 +145,7 @@ def test_greedy_tokens_are_plain_decoding_s(impl, seeds):
         prompt = random.Random(seed).choices(range(24), k=1 + 3 * i)
         plain = list(first_tokens(autoregressive, model, prompt, GREEDY, Seeded(), 8))
         for draft, k, warm in (
-            (other, 3, None), (other, 2, Sampling(1.0)), (model, 1, None), (Negated(model), 3, None)
+            (other, 3, None), (other, 2, Sampling(1.0)), (model, 1, None), (negated(model), 3, None)
         ):  # fmt: skip
             steps = impl.speculative(
                 model, prompt, GREEDY, Seeded(), draft=draft, k=k, draft_sampling=warm

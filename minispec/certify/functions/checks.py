@@ -4,8 +4,8 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,7 @@ from minispec.certify.examination import (
     judge,
     keeps_lengths,
     samples_fit,
+    select,
     too_sharp,
 )
 from minispec.certify.functions.checkpoints import (
@@ -55,7 +56,7 @@ EXACT_CASES = (  # vocabulary and seed of the checkpoint, noise of its draft, sa
     *((3, 21, HALF_RIGHT, sampling) for sampling in (*FUNCTION_SAMPLINGS[1:4], Sampling(2.0, 3))),
 )  # fmt: skip
 GOOD_DRAFT = ", good draft"
-BLOCK_SIZES = 16, 32, 64, 128, 256
+LENGTHS_AROUND_BLOCKS = [n for size in (16, 32, 64, 128, 256) for n in (size, size + 1)]
 BINARY_PROMPT = [1, 0, 0, 1, 0]  # repetitive, so that prompt lookup finds drafts
 REPETITIVE_PROMPT = [1, 2, 0, 1, 2]
 FEW_TOKENS, MANY_TOKENS = 12, 24  # of a sample
@@ -88,23 +89,21 @@ def check_implementation(
     plain = FunctionDecoder(baseline) if baseline else None
     with TemporaryDirectory() as temporary:
         cases = Cases(folder or Path(temporary), decoder, plain, limits)
-        for row in cases.selected(only, checks):
-            yield from judge(row)
+        yield from judge(cases.rows(only, checks), limits.seconds)
     if decoder.counts:
         drafted, accepted = map(sum, zip(*decoder.counts))
         yield Verdict("drafts", "accepted and rejected", *drafting_result(drafted, accepted))
 
 
+@dataclass(frozen=True)
 class Cases:
     """All rows for one function. Checkpoints are written to `root`."""
 
-    def __init__(
-        self, root: Path, decoder: FunctionDecoder, baseline: FunctionDecoder | None, limits: Limits
-    ):
-        self.root, self.decoder, self.baseline, self.limits = root, decoder, baseline, limits
-        self.conventions = Conventions()
-        self.end = time.monotonic() + limits.seconds
-        self.weights: list[float] = []  # of the rows to come that share the remaining time
+    root: Path
+    decoder: FunctionDecoder
+    baseline: FunctionDecoder | None
+    limits: Limits
+    conventions: Conventions = field(default_factory=Conventions)
 
     def exam(self, name: str, seed: int, vocab: int = 24, **options) -> Examination:
         """Write a checkpoint (see write_checkpoint) and return its examination."""
@@ -113,27 +112,13 @@ class Cases:
         decoder = self.decoder.at(folder)
         return Examination(decoder, model, baseline, conventions=self.conventions)
 
-    def seconds(self) -> float:
-        """Return the time for the next of the rows that share the remaining time."""
-        share = self.weights[0] / sum(self.weights) if self.weights else 1.0
-        self.weights = self.weights[1:]
-        return share * max(0.0, self.end - time.monotonic())
-
-    def selected(self, only: str, checks: tuple[str, ...]) -> list[Row]:
-        """Return the row whose "check: case" is `only`, or all rows of these checks that contain
-        this text."""
+    def rows(self, only: str, checks: tuple[str, ...]) -> list[Row]:
+        """Return the rows of these checks that `only` selects."""
         groups = {"greedy": self.greedy_rows, "limits": self.limit_rows, "exact": self.exact_rows,
                   "statistical": self.statistical_rows}  # fmt: skip
         check, colon, _ = only.partition(": ")
-        rows = [
-            row for name, group in groups.items()
-            if name in checks and (not colon or name.endswith(check))
-            for row in group() if only in row.name
-        ]  # fmt: skip
-        rows = [row for row in rows if row.name == only] or rows
-        times = 2 if self.baseline else 1  # the baseline is judged first
-        self.weights = [row.weight for row in rows if row.weight for _ in range(times)]
-        return rows
+        chosen = [name for name in checks if not colon or name.endswith(check)]
+        return select((row for name in groups if name in chosen for row in groups[name]()), only)
 
     def greedy_rows(self) -> Iterator[Row]:
         exams = [self.exam(f"model{seed}", seed) for seed in range(2)]
@@ -142,7 +127,7 @@ class Cases:
             yield Row("greedy", f"model {seed}", exam, is_greedy, (prompts, 24))
         yield Row("greedy", "two models in turn", exams[0], is_greedy_in_turn, (exams[1], prompts))
         exam = self.exam("long", 3, context=512)
-        prompts = [random.Random(n).choices(range(24), k=n) for n in around(BLOCK_SIZES)]
+        prompts = [random.Random(n).choices(range(24), k=n) for n in LENGTHS_AROUND_BLOCKS]
         yield Row("greedy", "prompts around block sizes", exam, is_greedy, (prompts, 24))
         yield Row("greedy", "100 tokens", exams[1], is_greedy, ([[5, 6, 7], [3] * 20], 100))
         exam = self.exam("loops", 0, loops=True)
@@ -172,22 +157,19 @@ class Cases:
             good = noise == NEARLY_RIGHT
             case = f"vocab {vocab}, {describe(sampling)}{GOOD_DRAFT * good}"
             weight = 4.0 if good else 1.0
-            yield Row("exact", case, exam, is_exact, (sampling, self), weight=weight)
+            yield Row("exact", case, exam, is_exact, (sampling, self.limits), weight=weight)
 
     def statistical_rows(self) -> Iterator[Row]:
         def row(exam: Examination, sampling: Sampling, more: str = "", n: int = FEW_TOKENS) -> Row:
-            case, weight = describe(sampling) + more, 6.0 if sampling == UNWARPED else 1.0
-            return Row("statistical", case, exam, fits, (sampling, n, self), weight=weight)
+            case, arguments = describe(sampling) + more, (sampling, n, self.limits.runs)
+            weight = 6.0 if sampling == UNWARPED else 1.0
+            return Row("statistical", case, exam, fits, arguments, weight=weight)
 
         exam = self.exam("sampled", 22, VOCAB)
         yield from (row(exam, sampling) for sampling in FUNCTION_SAMPLINGS)
         yield row(self.exam("sharp", 22, VOCAB, flatness=2 * FLATNESS), HOT)
         exam = self.exam("well-drafted", 22, VOCAB, noise=NEARLY_RIGHT)
         yield row(exam, UNWARPED, GOOD_DRAFT, MANY_TOKENS)
-
-
-def around(sizes: Iterable[int]) -> list[int]:
-    return [n for size in sizes for n in (size, size + 1)]
 
 
 def greedy_loop(model: Transformer) -> list[int]:
@@ -245,10 +227,10 @@ MIN_COVERED = 0.5  # probability of the outcomes found, below which they prove l
 ENTROPY_TOKENS = 4
 
 
-def is_exact(exam: Examination, sampling: Sampling, cases: Cases) -> Result:
+def is_exact(exam: Examination, sampling: Sampling, limits: Limits) -> Result:
     """Check the distribution of its tokens over the outcomes of its own random numbers, for longer
     and longer sequences: of all outcomes, then of the likeliest ones while these are most."""
-    limits, end = cases.limits, time.monotonic() + cases.seconds()
+    end = time.monotonic() + exam.seconds
     if problem := little_entropy(exam.model, warper(sampling)):
         return None, problem
     exam.tokens(BINARY_PROMPT, 2, sampling)  # loading may use random numbers
@@ -292,16 +274,14 @@ class Enumerated(Enumeration):
     def __init__(
         self, exam: Examination, sampling: Sampling, n: int, outcomes: int, seconds: float
     ):
-        def sample(decoder: Decoder) -> Callable[[int], Tokens]:
-            return lambda seed: tuple(decoder.tokens(BINARY_PROMPT, n, sampling, seed)[:n])
-
         self.exam, self.n = exam, n
-        super().__init__(sample(exam.decoder), outcomes, seconds)
-        self.plain = Enumeration(sample(exam.baseline)) if exam.baseline else None
+        request = Request(BINARY_PROMPT, n, sampling)
+        super().__init__(sampler(exam.decoder, request), outcomes, seconds)
+        self.plain = Enumeration(sampler(exam.baseline, request)) if exam.baseline else None
         expected = self.expected(warper(sampling))
         bias = excess(self.distribution, expected)
         self.confirm(expected, bias if bias > FLOAT32_TV_TOLERANCE else 0.0)
-        exam.remember(Request(BINARY_PROMPT, n, sampling))
+        exam.remember(request)
 
     def expected(self, warp: Warp) -> Distribution:
         """Return the baseline's distribution, or the probabilities by these warpers."""
@@ -340,13 +320,14 @@ def probabilities(
     return {sequence: math.prod(p for _, p in intervals[sequence]) for sequence in sequences}
 
 
-def fits(exam: Examination, sampling: Sampling, n: int, cases: Cases) -> Result:
+def fits(exam: Examination, sampling: Sampling, n: int, runs: int) -> Result:
     """Test samples of `n` tokens by χ², unless the same seed is used in every call."""
-    runs, seconds = cases.limits.runs, cases.seconds()
-    passed, detail = samples_fit(exam, REPETITIVE_PROMPT, sampling, n, seconds, runs)
-    if passed is False:
-        reason = find_constant_seed(
-            lambda seed: tuple(exam.decoder.tokens(REPETITIVE_PROMPT, n, sampling, seed))
-        )
-        return (None, reason) if reason else (False, detail)
-    return passed, detail
+    passed, detail = samples_fit(exam, REPETITIVE_PROMPT, sampling, n, runs)
+    request = Request(REPETITIVE_PROMPT, n, sampling)
+    reason = find_constant_seed(sampler(exam.decoder, request)) if passed is False else None
+    return (None, reason) if reason else (passed, detail)
+
+
+def sampler(decoder: Decoder, request: Request) -> Callable[[int], Tokens]:
+    """Return the decoder's tokens for this request, as a function of the seed."""
+    return lambda seed: tuple(decoder.batch([request._replace(seed=seed)])[0][: request.n])

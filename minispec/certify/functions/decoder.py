@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from tqdm import tqdm
 
-from minispec.certify.common import GREEDY, Failed, NotSupported
+from minispec.certify.common import Failed, NotSupported
 from minispec.certify.examination import Request
 from minispec.cli import UserError
-from minispec.sampling import Sampling
 
 MANY = 50  # requests that take long enough for a progress bar
 
@@ -73,11 +73,6 @@ class FunctionDecoder:
     def at(self, folder: str) -> "FunctionDecoder":
         return replace(self, folder=folder)
 
-    def tokens(
-        self, prompt: list[int], n: int, sampling: Sampling = GREEDY, seed: int = 0
-    ) -> list[int]:
-        return self.batch([Request(prompt, n, sampling, seed)])[0]
-
     def batch(self, requests: list[Request]) -> list[list[int]]:
         """Return the tokens of several requests, in one call if the implementation can batch."""
         options = [request.options() for request in requests]
@@ -106,7 +101,7 @@ class FunctionDecoder:
 
     def token_ids(self, result) -> list[int]:
         """Convert a result to ints, also from numpy and torch; add up its counts."""
-        if isinstance(result, tuple) and len(result) == 3 and not is_number(result[0]):
+        if isinstance(result, tuple) and len(result) == 3 and np.ndim(result[0]) == 1:
             result, *counts = result
             self.counts.append(tuple(counts))
         tokens = list(result)  # runs the implementation if it is a generator
@@ -114,8 +109,3 @@ class FunctionDecoder:
             return [operator.index(token) for token in tokens]
         except TypeError:
             raise Failed(f"must return token ids, not {str(result)[:80]!r}") from None
-
-
-def is_number(value) -> bool:
-    """Return whether a value is an int, or a scalar of numpy or torch."""
-    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0

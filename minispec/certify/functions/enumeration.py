@@ -72,10 +72,8 @@ class Outcome(NamedTuple):
     """The tokens of a call, the choices that led to them, and the seeds that it used."""
 
     tokens: Tokens
-    choices: list[tuple[int, int]]  # each among so many options
+    randomness: LikeliestFirst
     seeds: Seeds
-    probability: float
-    others: list[tuple[float, list[int]]]  # see LikeliestFirst
 
 
 class Enumeration:
@@ -94,13 +92,15 @@ class Enumeration:
             for _ in range(EQUAL_CALLS - 1):
                 require_equal(self.run([]), first)
             self.complete = self.enumerate(limit, time.monotonic() + seconds)
-        self.covered = sum(outcome.probability for outcome in self.outcomes)
+        self.covered = sum(self.distribution.values())
 
     def run(self, script: list[int]) -> Outcome:
         """Return the outcome of these choices and then the likeliest ones. Each run has another
         seed and other states of the global generators."""
         randomness, seed = LikeliestFirst(script), next(self.seeds)
-        states = seed_global_generators(seed + SEED_STEP // 2)
+        for seed_global_generator in torch.manual_seed, random.seed, np.random.seed:
+            seed_global_generator(seed + SEED_STEP // 2)
+        states = global_states()
         try:
             with InterceptedRandomness(randomness) as source:
                 tokens = self.function(seed)
@@ -110,8 +110,7 @@ class Enumeration:
             raise CannotEnumerate(f"with intercepted random numbers only: {error}") from error
         require_untouched(states, source)
         self.used = self.used or source.used
-        made = list(randomness.choices), set(source.drawn_from), randomness.probability
-        return Outcome(tokens, *made, randomness.others)
+        return Outcome(tokens, randomness, set(source.drawn_from))
 
     def enumerate(self, limit: float, end: float) -> bool:
         """Find outcomes; return whether these are all."""
@@ -120,10 +119,10 @@ class Enumeration:
             while scripts and len(self.outcomes) < limit and time.monotonic() < end:
                 bar.update()
                 outcome = self.run(heapq.heappop(scripts)[1])
-                for probability, script in outcome.others:
+                for probability, script in outcome.randomness.others:
                     heapq.heappush(scripts, (-probability, script))
                 self.outcomes.append(outcome)
-                self.distribution[outcome.tokens] += outcome.probability
+                self.distribution[outcome.tokens] += outcome.randomness.probability
         if not self.used:
             raise CannotEnumerate(f"it uses no random numbers from {RANDOM_SOURCES}")
         total = sum(self.distribution.values())
@@ -140,12 +139,12 @@ class Enumeration:
         calls; enough to miss it with probability FALSE_SKIP, if time allows. The other half find
         hidden draws after rare choices sooner."""
         replays = PASSED_REPLAYS if not bias else math.ceil(-2 * math.log(FALSE_SKIP) / bias)
-        weights = [1 / len(self.outcomes) + outcome.probability for outcome in self.outcomes]
+        weights = [1 / len(self.outcomes) + x.randomness.probability for x in self.outcomes]
         sample = random.Random(0).choices(self.outcomes, weights, k=min(replays, MAX_REPLAYS))
         end = time.monotonic() + CONFIRM_SECONDS
         with generators_replaced():
             for outcome in sample:
-                require_equal(self.run([choice for choice, _ in outcome.choices]), outcome)
+                require_equal(self.run(outcome.randomness.script), outcome)
                 if time.monotonic() > end:
                     break
         if bias:
@@ -178,7 +177,7 @@ class Enumeration:
 
 def require_equal(run: Outcome, first: Outcome) -> None:
     """Raise CannotEnumerate if two runs with the same choices differ, or use the same seed."""
-    if (run.tokens, run.choices) != (first.tokens, first.choices):
+    if (run.tokens, run.randomness.choices) != (first.tokens, first.randomness.choices):
         raise CannotEnumerate(f"it uses random numbers from sources other than {RANDOM_SOURCES}: "
                               "calls with the same choices differ")  # fmt: skip
     if repeated := run.seeds & first.seeds:
@@ -204,14 +203,6 @@ def describe_repeated(seeds: Seeds) -> str:
 
 
 # ---- the global generators -----------------------------------------------------------------------
-
-
-def seed_global_generators(seed: int) -> dict[str, object]:
-    """Seed the global generators and return their states."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-    return global_states()
 
 
 def global_states() -> dict[str, object]:

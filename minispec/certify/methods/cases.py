@@ -11,9 +11,9 @@ from minispec.cache import KVCache
 from minispec.certify.common import GREEDY
 from minispec.certify.toys import (
     Method,
-    Negated,
     Toy,
     ToyHeads,
+    negated,
     random_medusa_heads,
     random_mtp_head,
     small_model,
@@ -181,6 +181,9 @@ def medusa_compressed(model: Transformer, seed: int, tree: list[RankPath]) -> Me
 # ---- cases for proofs by enumeration -------------------------------------------------------------
 
 
+OTHER, BINARY, OTHER_BINARY = Toy(77), Toy(5, vocab=2), Toy(77, vocab=2)
+
+
 @dataclass(frozen=True)
 class ExactCase:
     """One method on one toy model, under some samplings, for the first `n` tokens. If enumeration
@@ -197,17 +200,16 @@ class ExactCase:
 def exact_cases() -> Iterator[ExactCase]:
     """Yield cases small enough to enumerate. Deep trees and long chains use a vocabulary of two
     tokens, all others one of three."""
-    samplings, other = tuple(SAMPLINGS), Toy(77)
-    binary, other_binary = Toy(5, vocab=2), Toy(77, vocab=2)
+    samplings = tuple(SAMPLINGS)
     yield ExactCase("autoregressive", bound("autoregressive"), samplings)
-    yield from chain_cases(samplings, other, binary, other_binary)
+    yield from chain_cases()
     for kind in PROPOSAL_KINDS:
         for shape in "root", "chain", "wide":
-            method = tree_method(other, shape, kind)
+            method = tree_method(OTHER, shape, kind)
             yield ExactCase(f"tree, {shape}, {kind}", method, samplings, n=2)
         for shape in "deep", "bushy":
-            method = tree_method(other_binary, shape, kind)
-            yield ExactCase(f"tree, {shape}, {kind}", method, n=2, model=binary)
+            method = tree_method(OTHER_BINARY, shape, kind)
+            yield ExactCase(f"tree, {shape}, {kind}", method, n=2, model=BINARY)
     for shape in "single node", "chain", "wide", "deep":
         method = bound("medusa", heads=ToyHeads(4), tree=RANK_TREES[shape])
         yield ExactCase(f"medusa, {shape}", method, samplings)
@@ -234,29 +236,28 @@ def exact_cases() -> Iterator[ExactCase]:
     yield ExactCase("medusa, compressed", method, n=2, model=model)
 
 
-def chain_cases(
-    samplings: tuple[str, ...], other: Toy, binary: Toy, other_binary: Toy
-) -> Iterator[ExactCase]:
+def chain_cases() -> Iterator[ExactCase]:
     """Yield cases for drafts by a model and by prompt lookup."""
-
-    def speculative(draft: Toy = other, **options) -> Method:
-        return bound("speculative", draft=draft, **options)
-
-    yield ExactCase("speculative k=1", speculative(k=1), samplings)
-    yield ExactCase("speculative k=2", speculative(k=2), samplings[1:])
-    yield ExactCase("speculative k=2, two tokens", speculative(other_binary, k=2), model=binary)
-    method = speculative(other_binary, k=3, draft_sampling=GREEDY)
-    yield ExactCase("speculative k=3, two tokens, greedy draft", method, n=5, model=binary)
-    yield ExactCase("speculative k=2, self", speculative(Toy(5), k=2), samplings)
-    yield ExactCase("speculative k=auto", speculative(k=ADAPTIVE_K), samplings[1:])
-    method = speculative(other_binary, k=ADAPTIVE_K)
-    yield ExactCase("speculative k=auto, two tokens", method, model=binary)
-    yield ExactCase("speculative k=auto, probing", speculative(k=PROBING_K), samplings[1:])
-    method = speculative(other_binary, k=PROBING_K)
-    yield ExactCase("speculative k=auto, probing, two tokens", method, n=4, model=binary)
-    for label, sampling in ("greedy", GREEDY), ("hot", Sampling(2.0)):
-        method = speculative(k=2, draft_sampling=sampling)
-        yield ExactCase(f"speculative k=2, {label} draft", method, samplings, n=2)
+    samplings = tuple(SAMPLINGS)
+    for name, options, some, n in (
+        ("k=1", {"k": 1}, samplings, 3),
+        ("k=2", {"k": 2}, samplings[1:], 3),
+        ("k=2, self", {"k": 2, "draft": Toy(5)}, samplings, 3),
+        ("k=auto", {"k": ADAPTIVE_K}, samplings[1:], 3),
+        ("k=auto, probing", {"k": PROBING_K}, samplings[1:], 3),
+        ("k=2, greedy draft", {"k": 2, "draft_sampling": GREEDY}, samplings, 2),
+        ("k=2, hot draft", {"k": 2, "draft_sampling": Sampling(2.0)}, samplings, 2),
+    ):
+        method = bound("speculative", **({"draft": OTHER} | options))
+        yield ExactCase(f"speculative {name}", method, some, n)
+    for name, options, n in (
+        ("k=2, two tokens", {"k": 2}, 3),
+        ("k=3, two tokens, greedy draft", {"k": 3, "draft_sampling": GREEDY}, 5),
+        ("k=auto, two tokens", {"k": ADAPTIVE_K}, 3),
+        ("k=auto, probing, two tokens", {"k": PROBING_K}, 4),
+    ):
+        method = bound("speculative", draft=OTHER_BINARY, **options)
+        yield ExactCase(f"speculative {name}", method, n=n, model=BINARY)
     yield ExactCase("prompt-lookup", bound("prompt-lookup", k=2), samplings)
     yield ExactCase("prompt-lookup, probing", bound("prompt-lookup", k=PROBING_K), samplings)
 
@@ -269,7 +270,7 @@ def greedy_cases(model: Transformer, seed: int) -> Iterator[tuple[str, Method]]:
     other = small_model(seed + 1000)
     yield "prompt-lookup", bound("prompt-lookup")
     yield "prompt-lookup, probing", bound("prompt-lookup", k=PROBING_K)
-    drafts = (("random", other), ("self", model), ("always wrong", Negated(model)))
+    drafts = (("random", other), ("self", model), ("always wrong", negated(model)))
     for name, draft in drafts:
         for k in (1, 4, ADAPTIVE_K) if seed else (1, 2, 3, 5, 8, ADAPTIVE_K, PROBING_K):
             label = {ADAPTIVE_K: "auto", PROBING_K: "auto, probing"}.get(k, k)

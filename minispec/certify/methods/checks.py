@@ -1,9 +1,11 @@
 """Check that each method's output equals plain decoding's: in distribution, and token by token."""
 
+import functools
 import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from minispec.certify.common import GREEDY, Verdict, first_difference
 from minispec.certify.methods import cases
@@ -15,11 +17,9 @@ from minispec.certify.toys import (
     exact_distribution,
     first_tokens,
     letter_tokenizer,
-    random_medusa_heads,
     random_mtp_head,
     small_model,
     total_variation,
-    two_languages,
 )
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import METHODS, decode
@@ -30,6 +30,10 @@ PLAIN = cases.bound("autoregressive")
 TV_TOLERANCE = 1e-12  # total variation due to rounding, in sums of float64 products
 RUNS = 400  # seeded runs of one statistical check
 JOINT_TOKENS = 3  # tokens that it tests jointly
+SEEDED_CASES = (  # the names of its cases
+    "speculative k=2", "tree, deep, without replacement", "medusa, deep",
+    "fastmtp, k=2, compressed", "hybrid, k=2, compressed, new text", "lookahead W=3 N=3 G=3",
+)  # fmt: skip
 
 Check = Callable[..., Iterator[Verdict]]
 # check(only="") yields a verdict on every case whose name contains `only`
@@ -40,18 +44,15 @@ Check = Callable[..., Iterator[Verdict]]
 
 def check_exact(only: str = "") -> Iterator[Verdict]:
     """Check that the output distribution, summed over all random outcomes, is plain decoding's."""
-    plain: dict[tuple, dict[tuple[int, ...], float]] = {}  # shared by cases with the same model
+    plain = functools.cache(partial(exact_distribution, PLAIN))
     for case in cases.exact_cases():
         for label in case.samplings:
             name, settings = f"{case.name}, {label}", (cases.SAMPLINGS[label], case.n)
             if only not in name:
                 continue
-            prompt = list(case.prompt)
-            key = id(case.model), case.prompt, *settings
-            if key not in plain:
-                plain[key] = exact_distribution(PLAIN, case.model, prompt, *settings)
-            ours = exact_distribution(case.method, case.model, prompt, *settings)
-            distance = max(total_variation(ours, plain[key]), abs(sum(ours.values()) - 1))
+            arguments = case.model, case.prompt, *settings
+            ours, expected = exact_distribution(case.method, *arguments), plain(*arguments)
+            distance = max(total_variation(ours, expected), abs(sum(ours.values()) - 1))
             detail = f"TV {distance:.1e} over {len(ours)} sequences of {case.n} tokens"
             yield Verdict("exact", name, distance < TV_TOLERANCE, detail)
 
@@ -136,30 +137,19 @@ def worst_cache_error(
 def check_statistical(only: str = "") -> Iterator[Verdict]:
     """Test the first tokens of many seeded runs against their exact distribution with χ². This
     covers what enumeration replaces: the real random numbers."""
-    toy, draft, prompt = Toy(21, vocab=6), Toy(24, vocab=6), [1, 2, 3, 1, 2]
-    model = small_model(21, vocab=6, layers=1)
-    mtp = {"head": random_mtp_head(model, 2), "k": 2, "vocabulary": two_languages(model)}
-    heads = random_medusa_heads(model, 1)
-    methods = {
-        "speculative": (toy, cases.bound("speculative", draft=draft, k=3)),
-        "tree, deep": (toy, cases.tree_method(draft, "deep", "without replacement")),
-        "medusa": (model, cases.bound("medusa", heads=heads, tree=cases.RANK_TREES["deep"])),
-        "fastmtp": (model, cases.bound("fastmtp", **mtp)),
-        "hybrid": (model, cases.bound("hybrid", **mtp)),
-        "lookahead": (toy, cases.bound("lookahead", window=3, ngram=3, guesses=3)),
-    }
     sampling = Sampling(1.0, top_p=0.9)
-    for name, (target, method) in methods.items():
-        if only not in name:
+    for case in cases.exact_cases():
+        if case.name not in SEEDED_CASES or only not in case.name:
             continue
-        exact = exact_distribution(PLAIN, target, prompt, sampling, JOINT_TOKENS)
+        arguments = case.model, case.prompt, sampling
+        exact = exact_distribution(PLAIN, *arguments, JOINT_TOKENS)
         runs = (
-            first_tokens(method, target, prompt, sampling, Seeded(seed), JOINT_TOKENS)
+            first_tokens(case.method, *arguments, Seeded(seed), JOINT_TOKENS)
             for seed in range(RUNS)
         )
         p = chi_square_p(Counter(runs), exact)
         detail = f"p = {p:.3f}, {RUNS} runs (below {FALSE_ALARM:.0e} fails)"
-        yield Verdict("statistical", f"{name}, T=1 top-p 0.9", p > FALSE_ALARM, detail)
+        yield Verdict("statistical", f"{case.name}, T=1 top-p 0.9", p > FALSE_ALARM, detail)
 
 
 # ---- limits --------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from functools import cached_property
 
 import torch
 
@@ -17,6 +16,7 @@ from minispec.certify.examination import (
     judge,
     keeps_lengths,
     samples_fit,
+    select,
     wrong_end,
 )
 from minispec.certify.servers.context import (
@@ -32,7 +32,7 @@ from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.model import Transformer
 from minispec.remote.client import RequestError, Server
 from minispec.remote.identity import greedy_answer, logprob_differences, mismatch
-from minispec.sampling import Sampling, probs
+from minispec.sampling import Sampling
 
 SERVER_CHECKS = "greedy", "load", "limits", "distribution"
 REQUESTS = 2000  # the approximate number of requests, by default
@@ -60,46 +60,28 @@ def check_server(
     prompts = make_prompts(model, tokenizer)
     for one in filter(None, (server, baseline)):
         one.probe(next(iter(prompts.values()))[0])
-    end = time.monotonic() + 60 * TIME_LIMIT_MINUTES
+    seconds = 60 * TIME_LIMIT_MINUTES
+    end = time.monotonic() + seconds
     decoder = ServerDecoder(server, model, tokenizer, end)
     plain = ServerDecoder(baseline, model, tokenizer, end) if baseline else None
-    ctx = ServerContext(decoder, model, plain)
+    ctx = ServerContext(decoder, model, plain, requests=requests)
     ctx.choose_prompts(prompts)
     ctx.tolerance = tolerance_of(precision, model, ctx.prompts)
-    budget = Budget(ctx, requests)
-    selected = [row for row in rows(ctx, samplings, budget)
-                if row.check in checks and only in row.name]  # fmt: skip
-    selected = [row for row in selected if row.name == only] or selected
-    budget.divide(selected)
     is_model = Row("server", str(server.name), ctx, is_this_model, (), False)
-    yield from judge_all([is_model, *selected])
-
-
-def judge_all(rows: list[Row]) -> Iterator[Verdict]:
-    """Yield the verdicts on these rows and on the drafts. End early if the first row finds another
-    model, or if the server cannot be reached."""
-    server, end = rows[0].exam.server, rows[0].exam.decoder.end
+    selected = select((row for row in rows(ctx, samplings) if row.check in checks), only)
     before = server.draft_counts()
     try:
-        for row in rows:
-            late = time.monotonic() > end
-            for verdict in [too_late(row)] if late else judge(row):
-                yield verdict
-            if row is rows[0] and not verdict.passed:
+        for verdict in judge([is_model, *selected], seconds):
+            yield verdict
+            if verdict.check == "server" and not verdict.passed:
                 return
-    except RequestError as error:
-        yield Verdict(row.check, row.case, False, str(error))
+    except RequestError:  # the server cannot be reached, as the last row says
         return
     passed, detail = drafting_since(before, server.draft_counts())
     yield Verdict("drafts", f"in {server.requests} requests", passed, detail)
 
 
-def too_late(row: Row) -> Verdict:
-    detail = f"skipped: {TIME_LIMIT_MINUTES} minutes are over (reduce --requests)"
-    return Verdict(row.check, row.case, None, detail)
-
-
-def rows(ctx: ServerContext, samplings: tuple[Sampling, ...], budget: "Budget") -> Iterator[Row]:
+def rows(ctx: ServerContext, samplings: tuple[Sampling, ...]) -> Iterator[Row]:
     for kind, prompts in ctx.prompts.items():
         yield Row("greedy", kind, ctx, is_greedy, (prompts, ANSWER_TOKENS))
     yield Row("load", f"{CONCURRENCY} concurrent, mixed temperatures", ctx, handles_load, (), False)
@@ -114,7 +96,7 @@ def rows(ctx: ServerContext, samplings: tuple[Sampling, ...], budget: "Budget") 
     yield Row("limits", "logprobs", ctx, logprobs_match, (), False)
     yield Row("distribution", "seeds", ctx, seeds_work, (), False)
     for sampling in samplings:
-        yield Row("distribution", describe(sampling), ctx, fits, (sampling, budget))
+        yield Row("distribution", describe(sampling), ctx, fits, (sampling, ctx), weight=1.0)
 
 
 def needs_ids(ctx: ServerContext) -> Result:
@@ -188,11 +170,12 @@ def handles_load(ctx: ServerContext) -> Result:
     answers, ties = ctx.decoder.batch(requests), 0
     for request, tokens in list(zip(requests, answers))[::2]:  # the greedy ones
         plain = baseline_tokens(ctx, request.prompt, request.n)
-        gap, where, differing = difference(ctx, request.prompt, tokens[: request.n], plain)
-        problem = wrong_end(tokens, request.n, ctx.model.config.eos_ids) if ctx.has_ids else ""
-        if problem or gap >= ctx.tolerance:
+        problem, differing = difference(ctx, request.prompt, tokens[: request.n], plain)
+        if ctx.has_ids:
+            problem = wrong_end(tokens, request.n, ctx.model.config.eos_ids) or problem
+        if problem:
             ctx.remember(request, tokens=tokens)
-            return False, f"prompt of {len(request.prompt)} tokens: {problem or where}"
+            return False, f"prompt of {len(request.prompt)} tokens: {problem}"
         ties += differing
     return True, f"{len(prompts)} greedy and {len(prompts)} sampled answers; {ties} ties"
 
@@ -207,42 +190,6 @@ def drafting_since(before: tuple[int, int] | None, after: tuple[int, int] | None
 # ---- samples -------------------------------------------------------------------------------------
 
 
-class Budget:
-    """What the sampled rows share: a prompt, and the requests and seconds that are left."""
-
-    def __init__(self, ctx: ServerContext, requests: int):
-        self.ctx, self.requests = ctx, requests
-        self.parts = 0  # that the rows to come divide it into
-
-    @cached_property
-    def prompt(self) -> list[int]:
-        """A prompt that repeats its own beginning, such that copying the next token is right about
-        half the time. Drafts by prompt lookup are then accepted as often as rejected."""
-        model = self.ctx.model
-        texts = [ids for prompts in self.ctx.prompts.values() for ids in prompts][:8]
-        candidates = [(1.0, texts[0])]
-        for ids in texts:
-            for n in range(2, min(len(ids), 12)):
-                prompt = [*ids[:12], *ids[:n]]
-                if self.ctx.as_received(prompt) == prompt:
-                    p = probs(model.logits(model(prompt)[0, -1:]), Sampling(1.0))[0]
-                    candidates.append((abs(float(p[ids[n]]) - 0.5), prompt))
-        return min(candidates)[1]
-
-    def divide(self, rows: list[Row]) -> None:
-        """Reserve a part for every server in every sampled row. A baseline is sampled twice: by
-        itself, and next to the server."""
-        sampled = sum(row.function is fits for row in rows)
-        self.parts = sampled * (3 if self.ctx.baseline else 1)
-
-    def take(self, servers: int) -> tuple[int, float]:
-        """Return the requests to each of these servers, and the seconds for all of them."""
-        requests = self.requests - sum(server.requests for server in self.ctx.servers)
-        seconds = self.ctx.decoder.end - time.monotonic()
-        parts, self.parts = self.parts, self.parts - servers
-        return max(0, requests // parts), max(0.0, seconds * servers / parts)
-
-
 def seeds_work(ctx: ServerContext) -> Result:
     """Check that answers differ between seeds, and whether equal seeds give equal answers."""
     ids = ctx.long_answer()[0]
@@ -255,9 +202,11 @@ def seeds_work(ctx: ServerContext) -> Result:
     return True, f"equal seeds agree; {len(set(samples))} different answers from 7 seeds"
 
 
-def fits(ctx: ServerContext, sampling: Sampling, budget: Budget) -> Result:
-    """Test as many samples as the budget allows."""
-    runs, seconds = budget.take(len(ctx.servers))
+def fits(exam: ServerContext, sampling: Sampling, ctx: ServerContext) -> Result:
+    """Test as many samples as the remaining requests allow. `ctx` has the baseline too, also while
+    that is examined itself."""
+    left = ctx.requests - sum(server.requests for server in ctx.servers)
+    runs = max(0, int(exam.share * left / len(exam.servers)))
     if runs < MIN_ANSWERS:
         return None, f"only {runs} answers from --requests; increase it"
-    return samples_fit(ctx, budget.prompt, sampling, SAMPLE_TOKENS, seconds, runs)
+    return samples_fit(exam, ctx.sampled_prompt, sampling, SAMPLE_TOKENS, runs)

@@ -5,6 +5,7 @@ import copy
 import random
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, cycle, islice
 
 import torch
@@ -19,7 +20,7 @@ from minispec.generate import decode
 from minispec.model import Transformer
 from minispec.remote import identity
 from minispec.remote.client import Answer, RequestError, Server, in_parallel
-from minispec.sampling import Sampling
+from minispec.sampling import Sampling, probs
 
 TIME_LIMIT_MINUTES = 30  # of an examination
 ANSWER_TOKENS = 32  # max_tokens of greedy answers
@@ -33,32 +34,27 @@ class ServerDecoder:
     server: Server
     model: Transformer  # in float64
     tokenizer: Tokenizer | None
-    end: float  # no batch is continued after this time.monotonic()
+    end: float  # nothing is requested after this time.monotonic()
     greedy: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # prompt -> tokens
-
-    def tokens(
-        self, prompt: list[int], n: int, sampling: Sampling = GREEDY, seed: int = 0
-    ) -> list[int]:
-        answer = self.ask(Request(prompt, n, sampling, seed))
-        tokens = self.with_end(prompt, n, answer)
-        if (n, sampling) == (ANSWER_TOKENS, GREEDY):
-            self.greedy[tuple(prompt)] = tokens
-        return tokens
 
     def batch(self, requests: list[Request]) -> list[list[int]]:
         """Return the tokens for several requests, which are sent concurrently."""
-
-        def ask(request: Request) -> Answer:
-            if time.monotonic() > self.end:
-                raise NotSupported(f"{len(requests)} requests within {TIME_LIMIT_MINUTES} minutes")
-            return self.ask(request)
-
-        answers = in_parallel(ask, requests, CONCURRENCY)
-        answers = list(tqdm(answers, "requests", len(requests), leave=False, disable=None))
-        return [self.with_end(requests[i].prompt, requests[i].n, answer) for i, answer in answers]
+        answers = in_parallel(self.ask, requests, CONCURRENCY)
+        quiet = len(requests) == 1 or None  # None: unless this is a terminal
+        answers = list(tqdm(answers, "requests", len(requests), leave=False, disable=quiet))
+        found = []
+        for i, answer in answers:
+            prompt, n, sampling, _ = requests[i]
+            found.append(self.with_end(prompt, n, answer))
+            if (n, sampling) == (ANSWER_TOKENS, GREEDY):
+                self.greedy.setdefault(tuple(prompt), found[-1])
+        return found
 
     def ask(self, request: Request, **fields) -> Answer:
         """Ask with fields that not every server supports."""
+        if time.monotonic() > self.end:
+            late = f"{TIME_LIMIT_MINUTES} minutes are over (reduce --requests)"
+            raise RequestError(late, "incomplete")
         if not self.server.supports(request.sampling):
             raise NotSupported("top_k")
         try:
@@ -94,6 +90,7 @@ class ServerContext(Examination):
     decoder: ServerDecoder
     baseline: ServerDecoder | None = None
     prompts: dict[str, list[list[int]]] = field(default_factory=dict)  # by kind
+    requests: int = 0  # to all servers, roughly
 
     @property
     def server(self) -> Server:
@@ -101,7 +98,7 @@ class ServerContext(Examination):
 
     @property
     def servers(self) -> list[Server]:
-        return [decoder.server for decoder in (self.decoder, self.baseline) if decoder]
+        return [decoder.server for decoder in self.decoders]
 
     @property
     def has_ids(self) -> bool:
@@ -124,12 +121,26 @@ class ServerContext(Examination):
         if not self.prompts:
             raise UserError(f"a context of {context} tokens is too short for any prompt")
 
+    @cached_property
+    def sampled_prompt(self) -> list[int]:
+        """A prompt that repeats its own beginning, such that copying the next token is right about
+        half the time. Drafts by prompt lookup are then accepted as often as rejected."""
+        texts = [ids for prompts in self.prompts.values() for ids in prompts][:8]
+        candidates = [(1.0, texts[0])]
+        for ids in texts:
+            for n in range(2, min(len(ids), 12)):
+                prompt = [*ids[:12], *ids[:n]]
+                if self.as_received(prompt) == prompt:
+                    p = probs(self.model.logits(self.model(prompt)[0, -1:]), Sampling(1.0))[0]
+                    candidates.append((abs(float(p[ids[n]]) - 0.5), prompt))
+        return min(candidates)[1]
+
     def greedy_answers(self) -> list[tuple[list[int], list[int]]]:
         """Return all prompts so far with their greedy answers; request some if there are none."""
         if not self.decoder.greedy:
             for prompts in self.prompts.values():
                 for ids in prompts[:2]:
-                    self.decoder.tokens(ids, ANSWER_TOKENS)
+                    self.decoder.batch([Request(ids, ANSWER_TOKENS)])
         return [(list(prompt), tokens) for prompt, tokens in self.decoder.greedy.items()]
 
     def long_answer(self) -> tuple[list[int], list[int]]:
