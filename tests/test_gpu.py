@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import method_options, random_model, random_tokens
 
-from minispec.fast import optimize
+from minispec.fast import optimize, optimize_drafter
+from minispec.fast.captured import Graphs
 from minispec.generate import decode
 from minispec.model import Transformer
 from minispec.tree import Tree
@@ -27,13 +28,13 @@ def plain() -> list[int]:
     return decode(model, None, random_tokens(20), max_new_tokens=60).tokens
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Transformer:
-    """One model for all methods, so that each row count is compiled once."""
+@pytest.fixture(scope="module", params=[False, True], ids=["captured", "compiled and captured"])
+def optimized(request) -> Transformer:
+    """One model for all methods, so that each row count is captured once."""
     if DEVICE == "cpu":
-        pytest.skip("compiling takes minutes on a CPU")
+        pytest.skip("there are no CUDA graphs, and compiling takes minutes")
     model = random_model(3).to(DEVICE)
-    optimize(model, compiled=True)
+    optimize(model, compiled=request.param)
     return model
 
 
@@ -48,17 +49,18 @@ def test_every_method_equals_plain_decoding(method, plain):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_equals_plain_decoding_when_compiled(method, plain, compiled):
-    options = method_options(compiled).get(method, {})
-    for _ in range(2):  # a graph is captured, then replayed
-        run = decode(compiled, None, random_tokens(20), method, max_new_tokens=60, **options)
-        assert run.tokens == plain
+def test_every_method_equals_plain_decoding_with_graphs(method, plain, optimized):
+    for changes in {}, ADAPTIVE.get(method, {}):
+        options = method_options(optimized).get(method, {}) | changes
+        optimize_drafter(options, optimized)
+        for _ in range(2):  # graphs are captured, then replayed
+            run = decode(optimized, None, random_tokens(20), method, max_new_tokens=60, **options)
+            assert run.tokens == plain
+        assert any(memory.graphs for memory in optimized.new_cache.unused)
 
 
-def test_a_policy_works_with_compiled_passes(plain, compiled):
-    options = method_options(compiled)["fastmtp"] | {"k": "auto"}
-    run = decode(compiled, None, random_tokens(20), "fastmtp", max_new_tokens=60, **options)
-    assert run.tokens == plain
+def test_failed_captures_would_be_noticed():
+    assert not Graphs.failed
 
 
 def test_decoding_runs_in_bfloat16():

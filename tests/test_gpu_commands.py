@@ -131,11 +131,13 @@ def test_another_python_needs_no_virtual_environment():
 def test_speed_compares_passes_and_methods_with_plain_decoding():
     args = argparse.Namespace(small=True)
     loader = partial(speed.random_shape, "llama-2-7b")
-    results = {"7B": list(speed.figures(loader, False, args))}
+    results = {"7B": list(speed.figures(loader, "graphs", args))}
     plain, *rows = results["7B"]
     assert plain["tokens/s"] * plain["ms per token"] == pytest.approx(1e3)
     assert plain["weights, GB"] == pytest.approx(1e-9 * 4 * 78_080)  # without the embedding
     assert sorted(row["rows"] for row in rows if "rows" in row) == list(ROW_COUNTS)
+    profile, first = (next(row for row in rows if key in row) for key in ("busy", "kernel"))
+    assert profile["kernels per round"] > first["calls per round"] > 0 and 0 < first["share"] < 1
     methods = {row["method"]: row for row in rows if "method" in row}
     assert methods["medusa tree=64"]["rows per pass"] == 64
     assert methods["lookahead (15,5,15)"]["rows per pass"] > 50
@@ -151,7 +153,7 @@ def test_a_model_that_is_not_available_is_skipped(monkeypatch):
 
     monkeypatch.setattr(speed, "load", missing)
     args = argparse.Namespace(small=False)
-    rows = list(speed.figures(partial(speed.pretrained, "smollm2"), True, args))
+    rows = list(speed.figures(partial(speed.pretrained, "smollm2"), "eager", args))
     assert rows == [{"skipped": "run `make smollm2`"}]
 
 

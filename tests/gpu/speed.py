@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 
 import torch
@@ -28,8 +29,8 @@ from minispec.bench.methods import Methods, methods_of
 from minispec.bench.prompts import PROMPTS
 from minispec.bench.roofline import pass_work
 from minispec.checkpoints.heads import PUBLISHED_TREES
-from minispec.fast import optimize
-from minispec.fast.cost import ROW_COUNTS, interleaved_min_times, one_pass
+from minispec.fast import optimize, optimize_drafter
+from minispec.fast.cost import ROW_COUNTS, capacity_for, interleaved_min_times, one_pass
 from minispec.generate import decode
 from minispec.generate.run import Run
 from minispec.methods.medusa import new_heads
@@ -42,8 +43,8 @@ QUESTIONS = ["Write a short story about a bird that could not fly.",
              "Write a Python function that returns the n-th Fibonacci number."]  # fmt: skip
 CHATS = [Conversation([{"role": "user", "content": question}]) for question in QUESTIONS]
 TEXTS_OF_MODEL = {"smollm2": CHATS, TOY: PROMPTS[:3]}
+WAYS = "graphs", "eager", "compiled"
 TREE_ROW, TREE = "medusa tree=64", PUBLISHED_TREES["mc_sim_7b_63"]  # 63 nodes and the root
-CACHE_ROWS = 1024  # what `decode` allocates for a short prompt
 FIRST_ROW_COUNTS = 1, 8, 64  # rows of the passes measured before the methods
 TINY_SIZES = {"hidden_size": 64, "intermediate_size": 96, "layers": 2, "heads": 4, "kv_heads": 2,
               "head_dim": 16, "vocab_size": 256}  # fmt: skip
@@ -92,42 +93,61 @@ def gpu_tests(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def figures(
-    loader: Callable[[argparse.Namespace], Loaded], graphs: bool, args: argparse.Namespace
+    loader: Callable[[argparse.Namespace], Loaded], way: str, args: argparse.Namespace
 ) -> Iterator[dict]:
-    """Measure plain decoding, the cost curve, and every method, starting with the last."""
+    """Measure plain decoding, what it launches, the cost curve, and every method, starting with the
+    last: "eager", with "graphs", or "compiled" with graphs."""
     try:
         model, tokenizer, prompts, methods = loader(args)
     except UserError as error:
         yield {"skipped": str(error)}
         return
     drafts = {options["draft"] for options in methods.values() if "draft" in options}
-    for network in {model} | {draft for draft in drafts if isinstance(draft, Transformer)}:
-        optimize(network, compiled=graphs)
-    # all runs share a cache, so that no graph is captured twice
-    cache = model.new_cache(min(model.config.context, CACHE_ROWS))
+    if way != "eager":
+        for network in {model} | {draft for draft in drafts if isinstance(draft, Transformer)}:
+            optimize(network, compiled=way == "compiled")
+        for options in methods.values():
+            optimize_drafter(options, model)
+    cache = model.new_cache(capacity_for(model))
 
     def run(row: str, options: dict, prompt: list[int]) -> Run:
-        cache.truncate(0)
         return decode(model, tokenizer, prompt, row.split()[0], max_new_tokens=tokens(args),
-                      cache=cache, **options)  # fmt: skip
+                      **options)  # fmt: skip
 
     def runs(row: str, options: dict) -> list[Run]:
-        """Decode all prompts twice; return the second runs, which include no compilation."""
+        """Decode all prompts twice; return the second runs, which capture no graphs."""
         return [[run(row, options, prompt) for prompt in prompts] for _ in range(2)][1]
 
     def passes(counts: Iterable[int]) -> Iterator[dict]:
-        cache.truncate(0)
         for n in counts:
             yield {"rows": n, "seconds": interleaved_min_times([one_pass(model, n, cache)])[0]}
 
     plain = runs("autoregressive", {})
     yield bandwidth(model, plain)
+    yield from kernels(partial(run, "autoregressive", {}, prompts[0]))
     yield from passes(FIRST_ROW_COUNTS)
     for row, options in reversed(methods.items()):
-        # skip policies with graphs: they would compile passes over another cache
-        if row != "autoregressive" and not (graphs and "auto" in options.values()):
+        if row != "autoregressive":
             yield {"method": row} | compared(plain, runs(row, options))
     yield from passes(n for n in ROW_COUNTS if n not in FIRST_ROW_COUNTS)
+
+
+def kernels(run: Callable[[], Run]) -> Iterator[dict]:
+    """Profile a run: what a round launches, how long the GPU and the host are busy with it, and the
+    most expensive kernels. On a CPU, operators instead of kernels."""
+    with torch.profiler.profile() as profiler:
+        rounds, seconds = len((profiled := run()).rounds), profiled.decode_seconds
+    events = profiler.key_averages()
+    on_gpu = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU]
+    time_of = attrgetter("self_device_time_total" if on_gpu else "self_cpu_time_total")
+    waits = sum(e.self_cpu_time_total for e in events if "Synchronize" in e.key)
+    found = sorted(on_gpu or events, key=time_of, reverse=True)
+    busy, wall = sum(map(time_of, found)), 1e6 * seconds
+    yield {"kernels per round": sum(e.count for e in found) / rounds, "busy": busy / wall,
+           "host, ms per round": (wall - waits) / rounds / 1e3}  # fmt: skip
+    for e in found[:10]:
+        yield {"kernel": e.key[:70].replace("|", "/"), "calls per round": e.count / rounds,
+               "ms per round": time_of(e) / rounds / 1e3, "share": time_of(e) / busy}  # fmt: skip
 
 
 def bandwidth(model: Transformer, plain: list[Run]) -> dict:
@@ -160,21 +180,22 @@ def median_seconds(runs: list[Run]) -> float:
 
 
 def steps_of(args: argparse.Namespace) -> dict[str, Step]:
-    """List the steps: each model in eager mode, then with CUDA graphs, most important first."""
-    models = {  # name -> loader, seconds in eager mode, seconds with graphs
-        "SmolLM2": (partial(pretrained, "smollm2"), 60, 150),
-        "1B": (partial(random_shape, "llama-3.2-1b"), 30, 50),
-        "7B": (partial(random_shape, "llama-2-7b"), 40, 85),
-        "toy": (partial(pretrained, TOY), 35, 45),
+    """List the steps: each model with CUDA graphs, in eager mode, and compiled."""
+    models = {  # name -> loader, seconds for each of WAYS
+        "SmolLM2": (partial(pretrained, "smollm2"), 60, 45, 70),
+        "1B": (partial(random_shape, "llama-3.2-1b"), 35, 25, 50),
+        "7B": (partial(random_shape, "llama-2-7b"), 60, 35, 60),
+        "toy": (partial(pretrained, TOY), 30, 25, 0),
     }
     if args.small:
         del models["SmolLM2"]
+    on_gpu = torch.cuda.is_available()
+    possible = {"graphs": on_gpu, "eager": True, "compiled": on_gpu or args.compile}
     steps = {"tests": Step(75, gpu_tests)}
-    for name, (loader, seconds, _) in models.items():
-        steps[f"{name}, eager"] = Step(seconds, partial(figures, loader, False))
-    if args.compile or torch.cuda.is_available():
-        for name, (loader, _, seconds) in models.items():
-            steps[f"{name}, graphs"] = Step(seconds, partial(figures, loader, True))
+    for i, way in enumerate(WAYS):
+        for name, (loader, *seconds) in models.items():
+            if possible[way] and seconds[i]:
+                steps[f"{name}, {way}"] = Step(seconds[i], partial(figures, loader, way))
     return steps
 
 
@@ -188,6 +209,8 @@ def tables(results: Results) -> list[str]:
             curves[step] = [{"n = 1, ms": 1e3 * passes[1]} | ratios]
     return [
         table(results, "tests on"), "Plain decoding:\n", table(results, "ms per token"),
+        "A round of plain decoding; busy is GPU time over wall time, under a profiler:\n",
+        table(results, "busy"), table(results, "kernel"),
         "The cost of a pass over n tokens, relative to one token:\n", table(curves, "n = 1, ms"),
         "All methods; the cost of a round is relative to a step of plain decoding:\n",
         table(results, "method"),
@@ -196,5 +219,5 @@ def tables(results: Results) -> list[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="tests/gpu/speed.py", description=__doc__.split("\n")[0])
-    parser.add_argument("--compile", action="store_true", help="graphs on a CPU too; takes minutes")
+    parser.add_argument("--compile", action="store_true", help="on a CPU, too; takes minutes")
     main(parser, steps_of, tables)
