@@ -5,9 +5,12 @@ Row j of the head reads the target's hidden state h_j, after its final norm, and
 position j, and predicts t_{j+2}. For further drafts, the head reads its own output instead of h.
 """
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
@@ -48,11 +51,11 @@ class MTPHead(Block):
 
     def forward(
         self, hidden: Tensor, embedded: Tensor, cache: KVCache | None = None,
-        depth: Tensor | None = None,
+        depth: Tensor | None = None, mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Hidden states (B, n, d) and embedded tokens (B, n, d) -> outputs (B, n, d), which feed
-        lm_head and the next step. `cache` and `depth` are as in Transformer.forward."""
-        ctx = make_context(self.rope, hidden, hidden.shape[1], cache, depth, None)
+        lm_head and the next step. The other arguments are as in Transformer.forward."""
+        ctx = make_context(self.rope, hidden, hidden.shape[1], cache, depth, mask)
         return self.layers(hidden, embedded, ctx)
 
     def layers(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
@@ -74,13 +77,17 @@ class Drafter:
         self.last: Tensor | None = None  # (1, d): the head's output at the newest token
         self.pending: list[tuple[Tensor, list[int]]] = []
 
-    def run(self, hidden: Tensor, tokens: list[int] | Tensor) -> Tensor:
-        """Run the head on n scratch rows: hidden states (n, d), a token each. Returns (n, d)."""
+    def run(
+        self, hidden: Tensor, tokens: list[int] | Tensor, depth: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Run the head on n scratch rows: hidden states (n, d), a token each. Returns (n, d). By
+        default each row follows the one before it."""
         tokens = torch.as_tensor(tokens, device=self.model.device)
-        # row r of the head's cache is at position r + offset
-        depth = torch.arange(len(tokens), device=tokens.device) + self.offset
+        depth = torch.arange(len(tokens), device=tokens.device) if depth is None else depth
         embedded = self.model.model.embed_tokens(tokens)
-        return self.head(hidden[None], embedded[None], self.cache, depth)[0]
+        # row r of the head's cache is at position r + offset
+        return self.head(hidden[None], embedded[None], self.cache, depth + self.offset, mask)[0]
 
     def receive(self, hidden: Tensor, tokens: list[int]) -> None:
         """Keep hidden states (n, d) of the target, and the token that follows each, for later."""
@@ -140,12 +147,79 @@ class Drafter:
         return torch.cat(drafts) if drafts else torch.tensor([], dtype=torch.int64), draft_probs
 
 
+    def expand(
+        self, width: int, depth: int, draft_head: DraftHead
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Candidates for a tree, level by level, best siblings first: their tokens, their parents
+        (-1: the root) and their values, the products of the head's probabilities along the paths.
+
+        As in EAGLE-2 (Li et al. 2024, section 4), the head reads the `width` best candidates of a
+        level in one pass, each with the head's output at its parent. A row sees its ancestors only,
+        at its depth's position. All earlier rows are fed again: for a single layer, this takes less
+        time than to keep them.
+        """
+        states, value = self.last, self.last.new_ones(1, dtype=torch.float32)
+        parent = torch.full((1,), -1, device=states.device)  # the candidates that are expanded
+        tokens, parents, values, read = [], [], [], None
+        for level in range(depth):
+            p, token = draft_head.logits(states).float().softmax(-1).topk(width)  # (rows, width)
+            tokens.append(draft_head.to_full_ids(token).flatten())
+            parents.append(parent.repeat_interleave(width))
+            values.append((value[:, None] * p).flatten())
+            if level + 1 < depth:
+                value, best = values[-1].topk(width)
+                parent = best + sum(map(len, values[:-1]))
+                read = HeadRows.after(read, best // width, states, tokens[-1][best])
+                states = self.run(read.states, read.tokens, read.depth, read.mask)[-width:]
+        # a single wait for the device; float64 represents every token id exactly
+        found = torch.stack([torch.cat(x).double() for x in (tokens, parents, values)]).tolist()
+        return list(map(int, found[0])), list(map(int, found[1])), found[2]
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The rows that the head reads in a tree's pass: its states (n, d), tokens and depths (n,), and
+    which rows each one sees, (n, n)."""
+
+    states: Tensor
+    tokens: Tensor
+    depth: Tensor
+    mask: Tensor
+
+    @classmethod
+    def after(
+        cls, above: "HeadRows | None", parent: Tensor, states: Tensor, tokens: Tensor
+    ) -> "HeadRows":
+        """The rows above, and below them a level with these tokens. parent[i] is the index of row
+        i's parent in `states`, the head's outputs at the level above."""
+        n = len(tokens)
+        own = torch.eye(n, dtype=torch.bool, device=tokens.device)
+        if above is None:  # below the root, which all see in the cache
+            return cls(states[parent], tokens, torch.zeros_like(tokens), own)
+        seen = above.mask[-len(states) :][parent]
+        return cls(
+            torch.cat([above.states, states[parent]]), torch.cat([above.tokens, tokens]),
+            torch.cat([above.depth, above.depth[-1:] + torch.ones_like(tokens)]),
+            torch.cat([F.pad(above.mask, (0, n)), torch.cat([seen, own], 1)]),
+        )  # fmt: skip
+
+
+def best_tree(
+    root: int, n: int, tokens: list[int], parents: list[int], values: list[float]
+) -> Tree:
+    """The tree of the `n` candidates of highest value (see Drafter.expand). No candidate's value is
+    above its parent's, so these form a tree."""
+    kept = sorted(sorted(range(len(values)), key=lambda i: -values[i])[:n])
+    node = {-1: 0} | {i: index for index, i in enumerate(kept, 1)}
+    return Tree([root, *(tokens[i] for i in kept)], [-1, *(node[parents[i]] for i in kept)])
+
+
 # ---- decoding ------------------------------------------------------------------------------------
 
 
 def fastmtp(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, head: MTPHead, k: int | Policy = 3,
+    cache: KVCache | None = None, head: MTPHead, k: int | Policy = 3, tree: int | None = None,
     vocabulary: Vocabulary | None = None, draft_sampling: Sampling | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Draft K = `k` tokens per round with one head (section 3 of the paper). `k` may be a policy
@@ -166,20 +240,30 @@ def fastmtp(
         drafter.catch_up()
     yield Step()  # the prefill, so that it can be timed separately
     while True:
-        n = min(policy.choose(), cache.free_rows - 1)  # one row is for the root
         draft_head = vocabulary.select(tokens)
-        rows, draft_probs = drafter.draft(
-            tokens, n, draft_sampling or sampling, randomness, draft_head
-        )
-        host_rows = rows.to("cpu", non_blocking=True)  # greedy drafts are still on the device
-        hidden = model(rows, cache)[0]
-        p = probs(model.logits(hidden), sampling)  # waits for the device
-        tree = Tree.chain(tokens[-1], host_rows.tolist()[1:], draft_probs)
-        path, next_token = accept(p, tree, randomness)
+        if tree is None:
+            n = min(policy.choose(), cache.free_rows - 1)  # one row is for the root
+            rows, draft_probs = drafter.draft(
+                tokens, n, draft_sampling or sampling, randomness, draft_head
+            )
+            host_rows = rows.to("cpu", non_blocking=True)  # greedy drafts are still on the device
+            hidden = model(rows, cache)[0]
+            p = probs(model.logits(hidden), sampling)  # waits for the device
+            proposed = Tree.chain(tokens[-1], host_rows.tolist()[1:], draft_probs)
+        else:
+            drafter.catch_up()
+            proposed = Tree.chain(tokens[-1], [])
+            if drafter.last is not None:
+                width, depth = max(4, round(1.3 * tree**0.5)), round(math.log2(tree)) + 2
+                candidates = drafter.expand(width, depth, draft_head)
+                proposed = best_tree(tokens[-1], min(tree, cache.free_rows - 1), *candidates)
+            hidden = model(proposed.tokens, cache, proposed.depth, proposed.mask)[0]
+            p = probs(model.logits(hidden), sampling)
+        path, next_token = accept(p, proposed, randomness)
         cache.commit(path)
-        new = tree.tokens_at(path[1:]) + [next_token]
-        # `chain` dropped its rows; rows made from the target's hidden states replace them
-        drafter.receive(hidden[: len(path)], new)  # the path of a chain
-        policy.observe(drafted=len(tree) - 1, accepted=len(path) - 1)
+        new = proposed.tokens_at(path[1:]) + [next_token]
+        # the head's own rows were scratch; rows made from the target's hidden states replace them
+        drafter.receive(hidden[path], new)
+        policy.observe(drafted=len(proposed) - 1, accepted=len(path) - 1)
         tokens += new
-        yield Step(new, tree, path)
+        yield Step(new, proposed, path)
