@@ -9,16 +9,17 @@ cache is static, too: when the cache is no longer used, the next one gets its me
 import copy
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minispec.cache import KVCache, placement
 from minispec.cli import note
 from minispec.fast.graphs import MAX_ROWS, CacheView, Replaced
 from minispec.methods.fastmtp import Drafter, MTPHead
+from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import DraftHead
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling
@@ -98,10 +99,12 @@ class Graphs(dict):
     def __reduce__(self) -> tuple:
         return Graphs, ()
 
-    def capture(self, key: tuple, function: Callable, inputs: list[Tensor], cache: KVCache) -> bool:
-        """Capture a graph, unless there is one for the key. Returns whether that succeeded."""
+    def capture(
+        self, key: tuple, function: Callable, inputs: list[Tensor], device: torch.device
+    ) -> bool:
+        """Capture a graph, unless there is one for the key. Returns whether there is one now."""
         try:
-            self[key] = self.get(key) or Graph(function, inputs, cache.device)
+            self[key] = self.get(key) or Graph(function, inputs, device)
         except RuntimeError as error:
             Graphs.failed = True
             note(f"CUDA graphs do not work here, so passes run without them ({error})")
@@ -169,7 +172,7 @@ class CapturedPass(Replaced):
         feed = F.pad(feed, (0, count - n)) if count > n else feed
         inputs = [feed.view(-1), layout(cache.length, count, depth, mask)]
         run = self.static_pass(StaticCache(cache, span), count)
-        if not cache.graphs.capture((count, span), run, inputs, cache):
+        if not cache.graphs.capture((count, span), run, inputs, cache.device):
             return self.plain(tokens, cache, depth, mask)
         return cache.graphs[count, span](*inputs)[:, :n].clone()
 
@@ -213,7 +216,7 @@ class CapturedDrafter(Drafter):
         inputs = [hidden, torch.tensor([self.cache.length, self.offset, *new])]
         run = self.static_round(StaticCache(self.cache, span), k, draft_head)
         key = n, k, span, draft_head.logits
-        if not self.cache.graphs.capture(key, run, inputs, self.cache):
+        if not self.cache.graphs.capture(key, run, inputs, self.cache.device):
             return super().draft(tokens, k, sampling, randomness, draft_head)
         self.pending.clear()
         self.cache.commit(list(range(n)))
@@ -244,16 +247,41 @@ class CapturedDrafters(Replaced):
         return CapturedDrafter(self.module, model, cache, offset)
 
 
+# ---- Medusa heads --------------------------------------------------------------------------------
+
+
+class CapturedHeads(Replaced):
+    """`forward` of Medusa heads: the logits for a single hidden state replay a graph."""
+
+    def __init__(self, heads: MedusaHeads):
+        super().__init__(heads, "forward")
+        self.graphs = Graphs()
+
+    def __call__(self, hidden: Tensor, draft_head: Transformer | DraftHead) -> Tensor:
+        key, run = (draft_head.logits,), partial(self.plain, draft_head=draft_head)
+        unusable = hidden.dim() > 1 or Graphs.failed or torch.is_grad_enabled()
+        if unusable or not self.graphs.capture(key, run, [hidden], hidden.device):
+            return run(hidden)
+        return self.graphs[key](hidden)
+
+
 # ---- everything ----------------------------------------------------------------------------------
 
 
-def capture_passes(network: Transformer | MTPHead) -> None:
+CAPTURED = CachePool, CapturedPass, CapturedDrafters, CapturedHeads
+
+
+def capture_passes(network: Transformer | MTPHead | MedusaHeads) -> None:
     """From now on, decode with CUDA graphs."""
-    if not is_captured(network):
+    if is_captured(network):
+        return
+    if isinstance(network, MedusaHeads):
+        CapturedHeads(network)
+    else:
         CachePool(network)
-        CapturedPass(network) if isinstance(network, Transformer) else CapturedDrafters(network)
+        CapturedDrafters(network) if isinstance(network, MTPHead) else CapturedPass(network)
 
 
-def is_captured(network: Transformer | MTPHead) -> bool:
+def is_captured(network: nn.Module) -> bool:
     """Whether `capture_passes` has been called for the network."""
-    return isinstance(network.new_cache, CachePool)
+    return any(isinstance(value, CAPTURED) for value in vars(network).values())
