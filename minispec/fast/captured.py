@@ -24,6 +24,7 @@ from minispec.methods.vocabulary import DraftHead
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling
 
+CPU = torch.device("cpu")
 SPAN = 256  # cache rows that a graph reads: this many, or a larger power of two
 
 # ---- one graph -----------------------------------------------------------------------------------
@@ -202,7 +203,18 @@ def layout(length: int, n: int, depth: Tensor | None, mask: Tensor | None) -> Te
 
 
 class CapturedDrafter(Drafter):
-    """Draws all greedy drafts of a round in one graph."""
+    """Draws all greedy drafts of a round in one graph; otherwise, each pass of the head is one."""
+
+    def run(self, hidden: Tensor, tokens: list[int] | Tensor) -> Tensor:
+        n = len(tokens)
+        span = span_of(self.cache, n)
+        if n > MAX_ROWS or span is None or getattr(tokens, "device", CPU) != CPU:
+            return super().run(hidden, tokens)
+        integers = torch.tensor([self.cache.length, self.offset, *tokens])
+        run = self.static(StaticCache(self.cache, span), Drafter.run)
+        if not self.cache.graphs.capture((n, span), run, [hidden, integers], self.cache.device):
+            return super().run(hidden, tokens)
+        return self.cache.graphs[n, span](hidden, integers).clone()
 
     def draft(
         self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness,
@@ -214,7 +226,13 @@ class CapturedDrafter(Drafter):
             return super().draft(tokens, k, sampling, randomness, draft_head)
         hidden, new = self.joined_pending()
         inputs = [hidden, torch.tensor([self.cache.length, self.offset, *new])]
-        run = self.static_round(StaticCache(self.cache, span), k, draft_head)
+
+        def round_of(drafter: Drafter, hidden: Tensor, tokens: Tensor) -> Tensor:
+            drafter.extend(hidden, tokens)
+            drafts, _ = drafter.chain(k, Sampling(0), None, draft_head)
+            return torch.cat([tokens[-1:], drafts])
+
+        run = self.static(StaticCache(self.cache, span), round_of)
         key = n, k, span, draft_head.logits
         if not self.cache.graphs.capture(key, run, inputs, self.cache.device):
             return super().draft(tokens, k, sampling, randomness, draft_head)
@@ -222,17 +240,15 @@ class CapturedDrafter(Drafter):
         self.cache.commit(list(range(n)))
         return self.cache.graphs[key](*inputs), []
 
-    def static_round(
-        self, cache: StaticCache, k: int, draft_head: DraftHead
+    def static(
+        self, cache: StaticCache, function: Callable[[Drafter, Tensor, Tensor], Tensor]
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """A greedy round as a function of tensors only."""
+        """A function of a plain drafter, hidden states and tokens, as one of tensors only."""
         drafter = Drafter(self.head, self.model, cache, self.offset)
 
         def run(hidden: Tensor, integers: Tensor) -> Tensor:
             cache.length, drafter.offset, tokens = integers.tensor_split([1, 2])
-            drafter.extend(hidden, tokens)
-            drafts, _ = drafter.chain(k, Sampling(0), None, draft_head)
-            return torch.cat([tokens[-1:], drafts])
+            return function(drafter, hidden, tokens)
 
         return run
 
