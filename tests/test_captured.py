@@ -46,8 +46,9 @@ def captured_model(seed: int = 5) -> Transformer:
 def captured_options(method: str, model: Transformer) -> dict:
     """A draft or heads that decode with graphs like the model."""
     options = method_options(model).get(method, {})
-    for drafter in (value for value in options.values() if hasattr(value, "new_cache")):
-        capture_passes(drafter)
+    for value in options.values():
+        if isinstance(value, torch.nn.Module):
+            capture_passes(value)
     return options
 
 

@@ -225,8 +225,8 @@ def test_the_exit_code_tells_a_loss_from_an_examination_that_proved_nothing(caps
         (["--impl", "no.such.module:f"], "cannot be imported"),
         (["--impl", "no/such/file.py:f"], "cannot be imported"),
         (["--impl", "json:nothing"], "cannot be imported"),
-        (["--impl", "json"], "cannot be imported"),
-        (["--impl", ""], "cannot be imported"),
+        (["--impl", "json"], "json: name the function, too, as in json:decode"),
+        (["--impl", ""], "name the function"),
         (["--impl", "json:__name__"], "is not a function"),
     ],
 )

@@ -47,7 +47,7 @@ def parsers() -> dict[str, Parser]:
         ("medusa", "--tree nonsense", "must be auto, a number of nodes"),
         ("medusa", "--heads nowhere", "no such directory: nowhere"),
         ("speculative", "--tree 3", "--tree is for --method medusa"),
-        ("fastmtp", "--tree 4", "--tree is for --method medusa or medusa-typical, not for fastmtp"),
+        ("fastmtp", "--tree 4", "--tree is for --method medusa, medusa-typical, not for fastmtp"),
         ("fastmtp", "--heads nowhere", "no such directory: nowhere"),
         ("hybrid", "--heads nowhere", "no such directory: nowhere"),
         ("hybrid", "--draft nowhere", "no such directory: nowhere"),

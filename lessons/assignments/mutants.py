@@ -240,14 +240,16 @@ def probs_over_all(self, k, sampling, randomness, draft_head):
     return guess, [q if q is None else p for q, p in zip(drawn, full_probs)]
 
 
-draft_with_head = hybrid.HeadDrafter.draft
+draft = fastmtp.Drafter.draft
 
 
-def text_preferred_after_drawing(self, tokens, k, sampling, randomness):
+def text_preferred_after_drawing(self, tokens, k, sampling, randomness, draft_head):
     """Draw the head's drafts, then copy from the text instead if its first token differs."""
-    drawn = draft_with_head(self, tokens, k, sampling, randomness)
+    rows, draft_probs = draft(self, tokens, k, sampling, randomness, draft_head)
     copied = prompt_lookup.lookup(tokens, k, 1)
-    return (copied, []) if copied and copied[:1] != drawn[0][:1] else drawn
+    if not copied or copied[0] == rows[1]:
+        return rows, draft_probs
+    return torch.tensor([tokens[-1], *copied]), []
 
 
 def plain_step_after_drawing(self, *arguments):
@@ -379,7 +381,7 @@ MUTANTS = [
     Mutant("head's argmax scored with its softmax", "exact", "fastmtp, k=2, argmax drafts",
            ((fastmtp, "draw", greedy_draft_with_softmax),)),
     Mutant("copied from the text after drawing other drafts", "exact", "hybrid, k=1",
-           ((hybrid.HeadDrafter, "draft", text_preferred_after_drawing),)),
+           ((fastmtp.Drafter, "draft", text_preferred_after_drawing),)),
     Mutant("a plain step chosen after the drafts were drawn", "exact", "fastmtp, k=1, sampled",
            ((fastmtp.Drafter, "chain", plain_step_after_drawing),)),
     Mutant("guesses see the window", "exact", "lookahead W=3 N=3",

@@ -16,6 +16,7 @@ from minispec.fast.captured import capture_passes, is_captured
 from minispec.fast.graphs import compile_passes, is_compiled, is_on_gpu
 from minispec.fast.products import MeasuredLinear, fastest_products, key_of
 from minispec.methods.fastmtp import MTPHead
+from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import Compressed
 from minispec.model import Transformer
 
@@ -52,7 +53,7 @@ def optimize_drafter(drafter: dict, model: Transformer) -> None:
     for value in drafter.values():
         if isinstance(value, MTPHead) and compiled:
             compile_passes(value)
-        if isinstance(value, MTPHead) and captured:
+        if isinstance(value, MTPHead | MedusaHeads) and captured:
             capture_passes(value)
         if isinstance(value, nn.Module):
             optimize_layers(value)

@@ -9,20 +9,22 @@ cache is static, too: when the cache is no longer used, the next one gets its me
 import copy
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minispec.cache import KVCache, placement
 from minispec.cli import note
 from minispec.fast.graphs import MAX_ROWS, CacheView, Replaced
 from minispec.methods.fastmtp import Drafter, MTPHead
+from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import DraftHead
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling
 
+CPU = torch.device("cpu")
 SPAN = 256  # cache rows that a graph reads: this many, or a larger power of two
 
 # ---- one graph -----------------------------------------------------------------------------------
@@ -98,10 +100,12 @@ class Graphs(dict):
     def __reduce__(self) -> tuple:
         return Graphs, ()
 
-    def capture(self, key: tuple, function: Callable, inputs: list[Tensor], cache: KVCache) -> bool:
-        """Capture a graph, unless there is one for the key. Returns whether that succeeded."""
+    def capture(
+        self, key: tuple, function: Callable, inputs: list[Tensor], device: torch.device
+    ) -> bool:
+        """Capture a graph, unless there is one for the key. Returns whether there is one now."""
         try:
-            self[key] = self.get(key) or Graph(function, inputs, cache.device)
+            self[key] = self.get(key) or Graph(function, inputs, device)
         except RuntimeError as error:
             Graphs.failed = True
             note(f"CUDA graphs do not work here, so passes run without them ({error})")
@@ -169,7 +173,7 @@ class CapturedPass(Replaced):
         feed = F.pad(feed, (0, count - n)) if count > n else feed
         inputs = [feed.view(-1), layout(cache.length, count, depth, mask)]
         run = self.static_pass(StaticCache(cache, span), count)
-        if not cache.graphs.capture((count, span), run, inputs, cache):
+        if not cache.graphs.capture((count, span), run, inputs, cache.device):
             return self.plain(tokens, cache, depth, mask)
         return cache.graphs[count, span](*inputs)[:, :n].clone()
 
@@ -199,7 +203,18 @@ def layout(length: int, n: int, depth: Tensor | None, mask: Tensor | None) -> Te
 
 
 class CapturedDrafter(Drafter):
-    """Draws all greedy drafts of a round in one graph."""
+    """Draws all greedy drafts of a round in one graph; otherwise, each pass of the head is one."""
+
+    def run(self, hidden: Tensor, tokens: list[int] | Tensor) -> Tensor:
+        n = len(tokens)
+        span = span_of(self.cache, n)
+        if n > MAX_ROWS or span is None or getattr(tokens, "device", CPU) != CPU:
+            return super().run(hidden, tokens)
+        integers = torch.tensor([self.cache.length, self.offset, *tokens])
+        run = self.static(StaticCache(self.cache, span), Drafter.run)
+        if not self.cache.graphs.capture((n, span), run, [hidden, integers], self.cache.device):
+            return super().run(hidden, tokens)
+        return self.cache.graphs[n, span](hidden, integers).clone()
 
     def draft(
         self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness,
@@ -211,25 +226,29 @@ class CapturedDrafter(Drafter):
             return super().draft(tokens, k, sampling, randomness, draft_head)
         hidden, new = self.joined_pending()
         inputs = [hidden, torch.tensor([self.cache.length, self.offset, *new])]
-        run = self.static_round(StaticCache(self.cache, span), k, draft_head)
+
+        def round_of(drafter: Drafter, hidden: Tensor, tokens: Tensor) -> Tensor:
+            drafter.extend(hidden, tokens)
+            drafts, _ = drafter.chain(k, Sampling(0), None, draft_head)
+            return torch.cat([tokens[-1:], drafts])
+
+        run = self.static(StaticCache(self.cache, span), round_of)
         key = n, k, span, draft_head.logits
-        if not self.cache.graphs.capture(key, run, inputs, self.cache):
+        if not self.cache.graphs.capture(key, run, inputs, self.cache.device):
             return super().draft(tokens, k, sampling, randomness, draft_head)
         self.pending.clear()
         self.cache.commit(list(range(n)))
         return self.cache.graphs[key](*inputs), []
 
-    def static_round(
-        self, cache: StaticCache, k: int, draft_head: DraftHead
+    def static(
+        self, cache: StaticCache, function: Callable[[Drafter, Tensor, Tensor], Tensor]
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """A greedy round as a function of tensors only."""
+        """A function of a plain drafter, hidden states and tokens, as one of tensors only."""
         drafter = Drafter(self.head, self.model, cache, self.offset)
 
         def run(hidden: Tensor, integers: Tensor) -> Tensor:
             cache.length, drafter.offset, tokens = integers.tensor_split([1, 2])
-            drafter.extend(hidden, tokens)
-            drafts, _ = drafter.chain(k, Sampling(0), None, draft_head)
-            return torch.cat([tokens[-1:], drafts])
+            return function(drafter, hidden, tokens)
 
         return run
 
@@ -244,16 +263,41 @@ class CapturedDrafters(Replaced):
         return CapturedDrafter(self.module, model, cache, offset)
 
 
+# ---- Medusa heads --------------------------------------------------------------------------------
+
+
+class CapturedHeads(Replaced):
+    """`forward` of Medusa heads: the logits for a single hidden state replay a graph."""
+
+    def __init__(self, heads: MedusaHeads):
+        super().__init__(heads, "forward")
+        self.graphs = Graphs()
+
+    def __call__(self, hidden: Tensor, draft_head: Transformer | DraftHead) -> Tensor:
+        key, run = (draft_head.logits,), partial(self.plain, draft_head=draft_head)
+        unusable = hidden.dim() > 1 or Graphs.failed or torch.is_grad_enabled()
+        if unusable or not self.graphs.capture(key, run, [hidden], hidden.device):
+            return run(hidden)
+        return self.graphs[key](hidden)
+
+
 # ---- everything ----------------------------------------------------------------------------------
 
 
-def capture_passes(network: Transformer | MTPHead) -> None:
+CAPTURED = CachePool, CapturedPass, CapturedDrafters, CapturedHeads
+
+
+def capture_passes(network: Transformer | MTPHead | MedusaHeads) -> None:
     """From now on, decode with CUDA graphs."""
-    if not is_captured(network):
+    if is_captured(network):
+        return
+    if isinstance(network, MedusaHeads):
+        CapturedHeads(network)
+    else:
         CachePool(network)
-        CapturedPass(network) if isinstance(network, Transformer) else CapturedDrafters(network)
+        CapturedDrafters(network) if isinstance(network, MTPHead) else CapturedPass(network)
 
 
-def is_captured(network: Transformer | MTPHead) -> bool:
+def is_captured(network: nn.Module) -> bool:
     """Whether `capture_passes` has been called for the network."""
-    return isinstance(network.new_cache, CachePool)
+    return any(isinstance(value, CAPTURED) for value in vars(network).values())

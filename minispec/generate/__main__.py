@@ -139,7 +139,7 @@ def check_flags(args: argparse.Namespace) -> None:
     for name, (methods, _, _) in METHOD_FLAGS.items():
         if getattr(args, name) is not None and args.method not in methods:
             raise UserError(
-                f"{flag_name(name)} is for --method {' or '.join(methods)}, not for {args.method}"
+                f"{flag_name(name)} is for --method {', '.join(methods)}, not for {args.method}"
             )
     StopConditions(args.max_new_tokens, tuple(args.stop))
     Sampling(args.temperature, args.top_k, args.top_p)

@@ -10,9 +10,8 @@ same.
 
 import heapq
 import math
-import operator
 from collections.abc import Iterable, Iterator
-from itertools import accumulate, islice
+from itertools import islice
 
 from torch import Tensor
 
@@ -97,8 +96,11 @@ class AdaptiveK:
         return best_draft_size(self.accept_probs(), self.costs)
 
     def accept_probs(self) -> Iterator[float]:
-        """The probability that draft 1, 2, … is accepted."""
-        return accumulate(self.rate, operator.mul)
+        """Yield the probability that draft 1, 2, … is accepted."""
+        prob = 1.0
+        for rate in self.rate:
+            prob *= rate
+            yield prob
 
     def observe(self, drafted: int, accepted: int) -> None:
         """See tree.Policy."""

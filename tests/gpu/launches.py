@@ -27,7 +27,7 @@ def median_round(method: str, temperature: float, graphs: bool) -> tuple[int, in
     options = method_options(model).get(method, {})
     if graphs:
         for network in (model, *options.values()):
-            if hasattr(network, "new_cache"):
+            if isinstance(network, torch.nn.Module):
                 captured.capture_passes(network)
     rounds = METHODS[method](model, random_tokens(9), Sampling(temperature), Seeded(), **options)
     counts = []

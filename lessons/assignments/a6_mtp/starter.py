@@ -35,7 +35,7 @@ class Drafter(fastmtp.Drafter):
     committed ones; `self.last` (1, d) is the output at the newest token, None before the first.
     """
 
-    def extend(self, hidden: Tensor, tokens: list[int]) -> None:
+    def extend(self, hidden: Tensor, tokens: list[int] | Tensor) -> None:
         """Take in the target's own hidden states (n, d), each with the token that came after it.
 
         Row j is (h_j, t_{j+1}). Commit the rows and keep the last output in `last`; n may be 0.
@@ -47,8 +47,8 @@ class Drafter(fastmtp.Drafter):
 
     def chain(
         self, k: int, sampling: Sampling, randomness: Randomness, draft_head: DraftHead
-    ) -> tuple[list[int] | Tensor, list[Tensor | None]]:
-        """At most `k` drafts, in a list or a tensor, each drawn from the head's distribution over
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """At most `k` drafts, in a tensor or a list, each drawn from the head's distribution over
         the tokens of `draft_head`, some or all; and the distribution of each over the full
         vocabulary (None: one-hot). No drafts before the first hidden state.
 

@@ -40,7 +40,9 @@ class Implementation(Protocol):
 
 def load_implementation(name: str, flag: str = "--impl") -> Implementation:
     """Import the function named `package.module:function` or `file.py:function`."""
-    module_name, _, function = name.rpartition(":")
+    module_name, colon, function = name.rpartition(":")
+    if not colon:
+        raise UserError(f"{flag} {name}: name the function, too, as in {name}:decode")
     sys.path.insert(0, "")
     try:
         if module_name.endswith(".py"):

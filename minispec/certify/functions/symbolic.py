@@ -89,7 +89,8 @@ class SymbolicUniform:
         return [self[i].tolist() for i in range(len(self))] if self.shape else self.item()
 
     def __float__(self) -> float:
-        raise CannotEnumerate("it uses the value of a random number, not only comparisons")
+        raise CannotEnumerate("it uses the value of a random number, not only comparisons (compare "
+                              "the tensor or its .item(); float() cannot be followed)")  # fmt: skip
 
     __int__ = __bool__ = __index__ = __float__
 
