@@ -2,6 +2,7 @@
 proposes nothing.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
@@ -156,6 +157,51 @@ class FixedK:
 
     def observe(self, drafted: int, accepted: int) -> None:
         pass
+
+
+class NodePolicy(Protocol):
+    """Chooses the tree that a FastMTP head drafts in a round. It may use the head's probabilities,
+    which follow from the text, but nothing that is drawn. The head's probabilities times `trust`
+    are those of acceptance."""
+
+    trust: float
+
+    def shape(self) -> tuple[int, int]:
+        """Return how many nodes of a level to expand, and how many levels; 0 is a plain step."""
+
+    def choose(self, values: list[float], levels: list[int], free_rows: int) -> int:
+        """Return how many candidates to keep, at most `free_rows`: those of highest value. `levels`
+        says how many passes of the head each candidate took."""
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Record the outcome of a round."""
+
+
+@dataclass(frozen=True)
+class FixedNodes:
+    """Keeps `n` candidates in every round. The tree may get two levels deeper than one that forks
+    at every node, and a little wider than it is deep."""
+
+    n: int
+    trust = 1.0
+
+    def __post_init__(self):
+        if self.n < 1:
+            raise UserError(f"tree {self.n}: must be auto or at least 1 node")
+
+    def shape(self) -> tuple[int, int]:
+        return max(4, round(1.3 * math.sqrt(self.n))), round(math.log2(self.n)) + 2
+
+    def choose(self, values: list[float], levels: list[int], free_rows: int) -> int:
+        return min(self.n, free_rows, len(values))
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        pass
+
+
+def node_policy(tree: int | NodePolicy) -> NodePolicy | None:
+    """The policy for a number of nodes, or a given one; None for 0, which stands for no tree."""
+    return tree if hasattr(tree, "choose") else FixedNodes(tree) if tree else None
 
 
 class TreePolicy(Protocol):

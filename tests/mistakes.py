@@ -1,11 +1,16 @@
 """Mistakes in proposals. Verification corrects them all, so they never change the output and the
 certifier cannot find them. The oracles in test_proposals.py must."""
 
+from dataclasses import replace
+
+import torch
+
 from minispec.methods import medusa
-from minispec.methods.fastmtp import Drafter
+from minispec.methods.fastmtp import Drafter, HeadRows
 
 propose_ranks = medusa.propose
 chain, extend, receive = Drafter.chain, Drafter.extend, Drafter.receive
+below = HeadRows.below
 
 
 def hidden_of_the_previous_round(heads, draft_head, hidden, *arguments):
@@ -33,6 +38,18 @@ def chain_remembered(self, k, *arguments):
     guess, draft_probs = chain(self, k, *arguments)
     self.drafted = max(len(guess) - 1, 0) if self.cache.length == length else 0
     return guess, draft_probs
+
+
+def siblings_seen(*arguments):
+    """A row of the head sees all rows of its tree, not only its ancestors."""
+    rows = below(*arguments)
+    return replace(rows, mask=torch.ones_like(rows.mask))
+
+
+def rows_as_positions(*arguments):
+    """A node is at the position of its row, not of its depth."""
+    rows = below(*arguments)
+    return replace(rows, depth=torch.arange(len(rows.tokens)))
 
 
 def only_after_own_drafts(self, hidden, tokens):

@@ -25,7 +25,7 @@ from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import decode
 from minispec.methods import medusa
 from minispec.methods.adaptive import AdaptiveK
-from minispec.methods.fastmtp import Drafter, MTPHead
+from minispec.methods.fastmtp import Drafter, HeadRows, MTPHead
 from minispec.methods.medusa import with_prefixes
 from minispec.methods.prompt_lookup import NgramIndex
 from minispec.methods.speculative import propose
@@ -92,6 +92,72 @@ def fresh_drafts(head: MTPHead, model: Transformer, tokens: list[int], k: int) -
     return drafts
 
 
+class RandomNodes:
+    """A policy that chooses the tree's shape and size at random."""
+
+    trust = 1.0
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+
+    def shape(self) -> tuple[int, int]:
+        self.width, self.depth = self.random.randint(1, 3), self.random.randint(0, 3)
+        return self.width, self.depth
+
+    def choose(self, values, levels, free_rows) -> int:
+        self.n = self.random.randint(0, min(12, free_rows))
+        return self.n
+
+    def observe(self, drafted, accepted) -> None:
+        assert drafted <= self.n
+
+
+def mtp_tree(seed: int) -> None:
+    """Each tree must have the nodes of an expansion that recomputes every row of the head for each
+    path, and the head's cache must follow the text."""
+    model, tokens = small_model(seed, vocab=5), [2, 1, 0]
+    head, cache, policy = random_mtp_head(model, seed), model.new_cache(), RandomNodes(seed)
+    rounds = bound("fastmtp", head=head, tree=policy)(model, tokens, GREEDY, Seeded(), cache=cache)
+    next(rounds)
+    for step, _ in zip(rounds, range(16)):
+        assert paths_of(step.tree) == fresh_paths(head, model, tokens, policy)
+        tokens = tokens + step.tokens
+        drafter = inspect.getgeneratorlocals(rounds)["drafter"]
+        fresh, rows = Drafter(head, model, head.new_cache(128), 0), drafter.cache.length
+        fresh.extend(model(tokens[:-1])[0], tokens[1:])
+        assert torch.allclose(drafter.cache.kv[..., :rows, :, :], fresh.cache.kv[..., :rows, :, :])
+
+
+def paths_of(tree: Tree) -> list[tuple[int, ...]]:
+    """The path of tokens to each node below the root, in the tree's order."""
+    paths = [()]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:]):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+def fresh_paths(
+    head: MTPHead, model: Transformer, tokens: list[int], policy: RandomNodes
+) -> list[tuple[int, ...]]:
+    """The paths of the best candidates, level by level: EAGLE-2's expansion, without a cache."""
+    frontier, found = [((), 1.0)], []
+    for _ in range(policy.depth):
+        level = []
+        for path, value in frontier:
+            hidden = model(tokens[:-1])[0]
+            for i in range(len(path) + 1):
+                drafter = Drafter(head, model, head.new_cache(128), 0)
+                output = drafter.run(hidden, [*tokens[1:], *path[:i]])[-1:]
+                hidden = torch.cat([hidden, output])
+            best = model.logits(output)[0].softmax(-1).topk(policy.width)
+            pairs = zip(best.indices.tolist(), best.values.tolist())
+            level += [((*path, token), value * p) for token, p in pairs]
+        found += level
+        frontier = sorted(level, key=lambda candidate: -candidate[1])[: policy.width]
+    kept = sorted(found, key=lambda candidate: -candidate[1])[: policy.n]
+    return [candidate[0] for candidate in found if candidate in kept]
+
+
 def hybrid_drafts(seed: int) -> None:
     """Drafts must follow the last 5, 4 or 3 tokens where these occurred before. If they did not, or
     if the policy for the text chooses 0, they must equal a head's in a fresh pass."""
@@ -115,7 +181,7 @@ def hybrid_drafts(seed: int) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("oracle", [medusa_tree, mtp_drafts, hybrid_drafts])
+@pytest.mark.parametrize("oracle", [medusa_tree, mtp_drafts, mtp_tree, hybrid_drafts])
 def test_proposals_match_a_slow_oracle(oracle, seed):
     oracle(seed)
 
@@ -128,6 +194,9 @@ def test_proposals_match_a_slow_oracle(oracle, seed):
         (mtp_drafts, Drafter, {"extend": mistakes.hidden_before_the_norm}),
         (mtp_drafts, Drafter, {"extend": mistakes.stale_rows, "chain": mistakes.chain_remembered}),
         (mtp_drafts, Drafter, {"chain": mistakes.position_off_by_one}),
+        (mtp_tree, HeadRows, {"below": mistakes.siblings_seen}),
+        (mtp_tree, HeadRows, {"below": mistakes.rows_as_positions}),
+        (mtp_tree, Drafter, {"extend": mistakes.hidden_before_the_norm}),
         (hybrid_drafts, Drafter, {"receive": mistakes.only_after_own_drafts}),
     ],
 )

@@ -21,7 +21,9 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
         f"speculative k={args.k}": {"k": args.k}, "speculative k=auto": {"k": "auto"},
         "medusa": {}, "medusa tree=auto": {"tree": "auto"}, "medusa tree=32": {},
         "fastmtp k=2": {"k": 2}, "fastmtp k=3": {"k": 3}, "fastmtp k=auto": {"k": "auto"},
+        "fastmtp tree=8": {"tree": 8}, "fastmtp tree=auto": {"tree": "auto"},
         "hybrid k=3": {"k": 3}, "hybrid k=auto": {"k": "auto"},
+        "hybrid tree=auto": {"tree": "auto"},
     }  # fmt: skip
     method_of = {row: row.split()[0] for row in methods}
     if args.methods is not None:
@@ -35,7 +37,7 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     if "medusa tree=32" in method_of and "medusa" in drafters:
         heads = drafters["medusa"]["heads"]
         if heads.accuracy is not None or "medusa tree=32" in (args.methods or []):
-            tree = read_tree_option("32", heads, model.config.context)
+            tree = read_tree_option("32", {"heads": heads}, model.config.context)
             methods["medusa tree=32"] = {"tree": tree}
         else:  # a tree cannot be grown without accuracies
             del method_of["medusa tree=32"]

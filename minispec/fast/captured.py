@@ -205,11 +205,15 @@ def layout(length: int, n: int, depth: Tensor | None, mask: Tensor | None) -> Te
 class CapturedDrafter(Drafter):
     """Draws all greedy drafts of a round in one graph; otherwise, each pass of the head is one."""
 
-    def run(self, hidden: Tensor, tokens: list[int] | Tensor) -> Tensor:
+    def run(
+        self, hidden: Tensor, tokens: list[int] | Tensor, depth: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         n = len(tokens)
         span = span_of(self.cache, n)
-        if n > MAX_ROWS or span is None or getattr(tokens, "device", CPU) != CPU:
-            return super().run(hidden, tokens)
+        on_device = depth is not None or getattr(tokens, "device", CPU) != CPU  # a tree, or greedy
+        if n > MAX_ROWS or span is None or on_device:
+            return super().run(hidden, tokens, depth, mask)
         integers = torch.tensor([self.cache.length, self.offset, *tokens])
         run = self.static(StaticCache(self.cache, span), Drafter.run)
         if not self.cache.graphs.capture((n, span), run, [hidden, integers], self.cache.device):

@@ -74,7 +74,8 @@ METHOD_FLAGS = {
     "k": (("speculative", "prompt-lookup", "fastmtp", "hybrid"), parse_k,
           "drafts per round, or auto"),
     "heads": (METHODS_WITH_HEADS, Source, "directory, file or hub id (default: next to the model)"),
-    "tree": (("medusa", "medusa-typical"), Source, "node count, auto, published name or JSON file"),
+    "tree": (METHODS_WITH_HEADS, Source, "node count or auto; for medusa, also a published name "
+             "or JSON file"),
     "vocabulary": (METHODS_WITH_HEADS, Source, "file of `distill vocabulary`, .pt file or none"),
     "vocabulary_size": (METHODS_WITH_HEADS, number(1), "maximum number of tokens per language"),
     "block": (("jacobi",), number(MIN_VALUES["block"]), "number of tokens guessed at once"),
@@ -141,6 +142,8 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UserError(
                 f"{flag_name(name)} is for --method {', '.join(methods)}, not for {args.method}"
             )
+    if args.k is not None and args.tree is not None:
+        raise UserError("--k drafts a chain and --tree a tree; choose one")
     StopConditions(args.max_new_tokens, tuple(args.stop))
     Sampling(args.temperature, args.top_k, args.top_p)
     ids_or_file = args.prompt_ids is not None or args.prompt_file is not None
@@ -225,7 +228,7 @@ def method_options(
         vocabulary = args.vocabulary, args.vocabulary_size
         options |= load_drafter(method, model, tokenizer, source, *vocabulary)
     if args.tree is not None:
-        options["tree"] = read_tree_option(args.tree, options["heads"], model.config.context)
+        options["tree"] = read_tree_option(args.tree, options, model.config.context)
     return options
 
 

@@ -42,9 +42,9 @@ METHODS: dict[str, Callable[..., Iterator[Step]]] = {
 SCRATCH_ROWS = 512  # extra cache rows, for the tree or window of the last pass
 CAPACITY_MULTIPLE = 512  # of a cache: on a GPU, each capacity needs its own graphs
 
-ADAPTIVE = "k", "lookup_k"  # numbers that may be "auto" or a policy
+ADAPTIVE = "k", "lookup_k", "tree"  # numbers that may be "auto" or a policy
 # the smallest value of each numeric option
-MIN_VALUES = {"k": 1, "lookup_k": 1, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
+MIN_VALUES = {"k": 1, "lookup_k": 1, "tree": 0, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
 REQUIRED_ATTRIBUTES = {  # an object without this attribute is not a valid option
     "draft": "new_cache", "heads": "__call__", "head": "new_cache", "vocabulary": "select",
     "draft_sampling": "top_p",

@@ -14,7 +14,7 @@ from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, read_json
 from minispec.fast import optimize, optimize_drafter
 from minispec.fast.cost import cost_curve, draft_cost, head_cost, heads_cost
-from minispec.methods.adaptive import AdaptiveK, AdaptiveTree, grow_tree
+from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes, AdaptiveTree, grow_tree
 from minispec.methods.medusa import UNSHARED, MedusaHeads
 from minispec.methods.vocabulary import Vocabulary
 from minispec.model import Transformer
@@ -134,7 +134,13 @@ def with_policies(method: str, model: Transformer, options: dict) -> dict:
         policies["k"] = k_policy(model, options)
     if options.get("lookup_k") == "auto":
         policies["lookup_k"] = k_policy(model, {})
-    if options.get("tree") == "auto":
+    if options.get("tree") == "auto" and options.get("head") is not None:
+        head = options["head"]
+        cost = head_cost(model, head, options.get("vocabulary"))
+        policies["tree"] = AdaptiveNodes(cost_curve(model), cost, head.acceptance)
+    elif options.get("tree") == "auto" and heads is None:
+        raise UserError(f"{method}: a tree needs a head; pass head= (on the command line, --heads)")
+    elif options.get("tree") == "auto":
         cost = heads_cost(model, heads, options.get("vocabulary"))
         policies["tree"] = AdaptiveTree(cost_curve(model), cost, heads.accuracy)
     return options | policies
@@ -162,12 +168,18 @@ def tree_costs(
 
 
 def read_tree_option(
-    value: str, heads: MedusaHeads, max_nodes: int
-) -> list[RankPath] | Literal["auto"]:
-    """The value of --tree: a list of paths, or "auto". A number grows a tree of that many nodes, at
-    most `max_nodes`, since more would never fit."""
+    value: str, options: dict, max_nodes: int
+) -> list[RankPath] | int | Literal["auto"]:
+    """The value of --tree: a list of paths, "auto" or, for a FastMTP head, a number of nodes. With
+    Medusa heads, a number grows a tree of that many nodes, at most `max_nodes`, since more would
+    never fit."""
     if value == "auto":
         return value
+    heads = options.get("heads")
+    if heads is None:
+        if value.isdecimal() and 0 < int(value[:6]) < 1000:
+            return int(value)
+        raise UserError(f"--tree {value}: must be auto or a number of nodes from 1 to 999")
     if value.isdecimal() and len(value) < 20:
         if heads.accuracy is None:
             raise UserError(

@@ -10,8 +10,9 @@ same.
 
 import heapq
 import math
+import operator
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import accumulate, islice
 
 from torch import Tensor
 
@@ -157,6 +158,64 @@ class AdaptiveTree:
         if ran:
             self.rounds += 1
             self.gain += max(TRIED_STEP, 1 / self.rounds) * (gain - self.gain)
+
+
+class AdaptiveNodes(AdaptiveTree):
+    """The size and depth of a FastMTP head's tree. `level_cost` is the cost of a pass of the head,
+    in passes of the target over one token, and `acceptance` that of MTPHead.
+
+    A round keeps as many candidates as pay off. Then it finds for each depth up to its own how many
+    tokens per cost a tree of that depth would have been expected to yield: the best depth, by a
+    running mean, is that of the next round, or one more if the deepest was best.
+    """
+
+    def __init__(
+        self, curve: list[float], level_cost: float, acceptance: list[float] | None = None,
+        width: int = 4, max_depth: int = 8,
+    ):  # fmt: skip
+        probs = list(accumulate(acceptance or [PRIOR_RATE] * 3, operator.mul))
+        chain_costs = [curve_at(curve, k + 1) + k * level_cost for k in range(len(probs) + 1)]
+        self.curve, self.level_cost = curve, level_cost
+        self.width, self.max_depth = width, max_depth
+        self.depth = max(1, best_draft_size(probs, chain_costs))
+        self.rates = [0.0] * (max_depth + 1)  # tokens per cost, by depth; 0: not tried
+        super().__init__(curve, self.depth * level_cost)
+        self.gain = 1 + sum(probs[: self.depth]) - chain_costs[self.depth]
+        self.expected = self.accepted = float(PRIOR_ROUNDS)  # tokens, running sums
+        self.kept = 0.0  # what the candidates of this round promise
+
+    @property
+    def trust(self) -> float:
+        """See tree.NodePolicy."""
+        return self.accepted / self.expected
+
+    def shape(self) -> tuple[int, int]:
+        """See tree.NodePolicy."""
+        return (self.width, self.depth) if self.drafting() else (0, 0)
+
+    def choose(self, values: list[float], levels: list[int], free_rows: int) -> int:
+        """See tree.NodePolicy."""
+        reached, n, order = max(levels, default=0), 0, sorted(zip(values, levels), reverse=True)
+        for depth in range(reached + 1):
+            self.costs = [cost + depth * self.level_cost for cost in self.curve[1:]]
+            probs = [value for value, level in order if level <= depth][:free_rows]
+            n = best_draft_size(probs, self.costs)
+            rate = (1 + sum(probs[:n])) / self.costs[n]
+            step = TRIED_STEP if self.rates[depth] else 1.0
+            self.rates[depth] += step * (rate - self.rates[depth])
+        self.kept = sum(probs[:n])
+        if reached:
+            best = max(range(1, reached + 1), key=self.rates.__getitem__)
+            self.depth = min(best + (best == reached), self.max_depth)
+        return n
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """See tree.NodePolicy."""
+        if drafted and self.drafting():
+            promised, keep = self.kept / self.trust, 1 - TRIED_STEP / 2
+            self.expected = keep * self.expected + promised
+            self.accepted = keep * self.accepted + accepted
+        super().observe(drafted, accepted)
 
 
 def best_first(probs: list[list[float]]) -> Iterator[tuple[RankPath, float]]:

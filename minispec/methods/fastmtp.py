@@ -5,9 +5,8 @@ Row j of the head reads the target's hidden state h_j, after its final norm, and
 position j, and predicts t_{j+2}. For further drafts, the head reads its own output instead of h.
 """
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from minispec.cache import KVCache
 from minispec.methods.vocabulary import DraftHead, FullVocabulary, Vocabulary
 from minispec.model import CHUNK, Block, Config, ForwardContext, Rope, Transformer, make_context
-from minispec.sampling import Randomness, Sampling, draw, probs
-from minispec.tree import FixedK, Policy, Step, Tree
+from minispec.sampling import OneHot, Randomness, Sampling, draw, probs
+from minispec.tree import FixedK, NodePolicy, Policy, Step, Tree, node_policy
 from minispec.verify import accept
 
 # ---- the head ------------------------------------------------------------------------------------
@@ -146,40 +145,55 @@ class Drafter:
         self.cache.truncate(length)
         return torch.cat(drafts) if drafts else torch.tensor([], dtype=torch.int64), draft_probs
 
+    def tree(
+        self, tokens: list[int], policy: NodePolicy, free_rows: int, draft_head: DraftHead,
+        chain: Sequence[tuple[int, float]] = (),
+    ) -> Tree:  # fmt: skip
+        """A tree of at most `free_rows` nodes below the newest token: those of highest value, as
+        in EAGLE-2 (Li et al. 2024, section 4). A node's value is the product of the head's
+        probabilities along its path. No node's value is above its parent's, so the best ones form
+        a tree. A `chain` of other drafts, with their own values, is added to the candidates."""
+        (width, depth), candidates = policy.shape(), Candidates()
+        if depth > 0:
+            self.catch_up()
+        if depth > 0 and self.last is not None:
+            candidates = self.expand(width, depth, draft_head)
+            candidates.values = [policy.trust * value for value in candidates.values]
+        candidates.add_chain(chain)
+        n = policy.choose(candidates.values, candidates.levels, free_rows)
+        return candidates.best(tokens[-1], n)
 
-    def expand(
-        self, width: int, depth: int, draft_head: DraftHead
-    ) -> tuple[list[int], list[int], list[float]]:
-        """Candidates for a tree, level by level, best siblings first: their tokens, their parents
-        (-1: the root) and their values, the products of the head's probabilities along the paths.
-
-        As in EAGLE-2 (Li et al. 2024, section 4), the head reads the `width` best candidates of a
-        level in one pass, each with the head's output at its parent. A row sees its ancestors only,
-        at its depth's position. All earlier rows are fed again: for a single layer, this takes less
-        time than to keep them.
-        """
+    def expand(self, width: int, depth: int, draft_head: DraftHead) -> "Candidates":
+        """Candidates for a tree. In each level, the head reads the `width` best candidates of the
+        level above in one pass, each with the head's output at its parent. A row sees its ancestors
+        only, at its depth's position. All earlier rows are fed again: for a single layer, this
+        takes less time than to keep them."""
+        depth = min(depth, 1 + self.cache.free_rows // width)
         states, value = self.last, self.last.new_ones(1, dtype=torch.float32)
         parent = torch.full((1,), -1, device=states.device)  # the candidates that are expanded
-        tokens, parents, values, read = [], [], [], None
+        tokens, parents, values, rows = [], [], [], None
         for level in range(depth):
-            p, token = draft_head.logits(states).float().softmax(-1).topk(width)  # (rows, width)
-            tokens.append(draft_head.to_full_ids(token).flatten())
-            parents.append(parent.repeat_interleave(width))
-            values.append((value[:, None] * p).flatten())
-            if level + 1 < depth:
-                value, best = values[-1].topk(width)
+            if level > 0:
+                value, best = values[-1].topk(min(width, len(values[-1])))
                 parent = best + sum(map(len, values[:-1]))
-                read = HeadRows.after(read, best // width, states, tokens[-1][best])
-                states = self.run(read.states, read.tokens, read.depth, read.mask)[-width:]
+                row = best // (len(values[-1]) // len(states))
+                rows = HeadRows.below(rows, states, row, tokens[-1][best])
+                states = self.run(rows.states, rows.tokens, rows.depth, rows.mask)[-len(best) :]
+            p = draft_head.logits(states).float().softmax(-1)  # (rows, V)
+            p, token = p.topk(min(width, p.shape[-1]))
+            tokens.append(draft_head.to_full_ids(token).flatten())
+            parents.append(parent.repeat_interleave(p.shape[1]))
+            values.append((value[:, None] * p).flatten())
         # a single wait for the device; float64 represents every token id exactly
         found = torch.stack([torch.cat(x).double() for x in (tokens, parents, values)]).tolist()
-        return list(map(int, found[0])), list(map(int, found[1])), found[2]
+        levels = [level for level, added in enumerate(tokens, 1) for _ in added]
+        return Candidates(list(map(int, found[0])), list(map(int, found[1])), found[2], levels)
 
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The rows that the head reads in a tree's pass: its states (n, d), tokens and depths (n,), and
-    which rows each one sees, (n, n)."""
+    """The rows that the head reads for a level of a tree: states (n, d), tokens and depths (n,),
+    and which rows each of them sees, (n, n)."""
 
     states: Tensor
     tokens: Tensor
@@ -187,31 +201,54 @@ class HeadRows:
     mask: Tensor
 
     @classmethod
-    def after(
-        cls, above: "HeadRows | None", parent: Tensor, states: Tensor, tokens: Tensor
+    def below(
+        cls, above: "HeadRows | None", outputs: Tensor, parent: Tensor, tokens: Tensor
     ) -> "HeadRows":
-        """The rows above, and below them a level with these tokens. parent[i] is the index of row
-        i's parent in `states`, the head's outputs at the level above."""
+        """The rows `above` and a new level of `tokens` (n,). The last rows above have the head's
+        `outputs`; parent[i] is the index of token i's parent among them."""
         n = len(tokens)
         own = torch.eye(n, dtype=torch.bool, device=tokens.device)
-        if above is None:  # below the root, which all see in the cache
-            return cls(states[parent], tokens, torch.zeros_like(tokens), own)
-        seen = above.mask[-len(states) :][parent]
+        if above is None:  # children of the root, which every row sees in the cache
+            return cls(outputs[parent], tokens, torch.zeros_like(tokens), own)
+        seen = torch.cat([above.mask[-len(outputs) :][parent], own], 1)
         return cls(
-            torch.cat([above.states, states[parent]]), torch.cat([above.tokens, tokens]),
-            torch.cat([above.depth, above.depth[-1:] + torch.ones_like(tokens)]),
-            torch.cat([F.pad(above.mask, (0, n)), torch.cat([seen, own], 1)]),
+            torch.cat([above.states, outputs[parent]]), torch.cat([above.tokens, tokens]),
+            torch.cat([above.depth, above.depth[-1] + torch.ones_like(tokens)]),
+            torch.cat([F.pad(above.mask, (0, n)), seen]),
         )  # fmt: skip
 
 
-def best_tree(
-    root: int, n: int, tokens: list[int], parents: list[int], values: list[float]
-) -> Tree:
-    """The tree of the `n` candidates of highest value (see Drafter.expand). No candidate's value is
-    above its parent's, so these form a tree."""
-    kept = sorted(sorted(range(len(values)), key=lambda i: -values[i])[:n])
-    node = {-1: 0} | {i: index for index, i in enumerate(kept, 1)}
-    return Tree([root, *(tokens[i] for i in kept)], [-1, *(node[parents[i]] for i in kept)])
+@dataclass
+class Candidates:
+    """Nodes for a tree, parents before children, best siblings first: their tokens, the indices of
+    their parents (-1: the root), their values, and how many passes of the head they took."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list)
+
+    def add_chain(self, chain: Sequence[tuple[int, float]]) -> None:
+        """Add a path of tokens with their values, which must not rise. Where there is such a node
+        already, it gets the larger value."""
+        node = {pair: i for i, pair in enumerate(zip(self.parents, self.tokens))}
+        parent = -1
+        for token, value in chain:
+            if (parent, token) not in node:
+                node[parent, token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self.values.append(0.0)
+                self.levels.append(0)
+            parent = node[parent, token]
+            self.values[parent] = max(self.values[parent], value)
+
+    def best(self, root: int, n: int) -> Tree:
+        """The tree of the `n` candidates of highest value."""
+        kept = sorted(sorted(range(len(self.values)), key=lambda i: -self.values[i])[:n])
+        node = {-1: 0} | {i: index for index, i in enumerate(kept, 1)}
+        tokens, parents = ([x[i] for i in kept] for x in (self.tokens, self.parents))
+        return Tree([root, *tokens], [-1, *(node[parent] for parent in parents)])
 
 
 # ---- decoding ------------------------------------------------------------------------------------
@@ -219,16 +256,19 @@ def best_tree(
 
 def fastmtp(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, head: MTPHead, k: int | Policy = 3, tree: int | None = None,
-    vocabulary: Vocabulary | None = None, draft_sampling: Sampling | None = None,
+    cache: KVCache | None = None, head: MTPHead, k: int | Policy = 3,
+    tree: int | NodePolicy = 0, vocabulary: Vocabulary | None = None,
+    draft_sampling: Sampling | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Draft K = `k` tokens per round with one head (section 3 of the paper). `k` may be a policy
-    that chooses K for each round (see adaptive).
+    that chooses K for each round (see adaptive). With a `tree`, draft a tree of that many nodes
+    instead, or one that a policy chooses for each round.
 
-    The head samples with `draft_sampling` (default: the target's) over the `vocabulary` of the
-    text's language (default: the full one). Any choice is lossless.
+    The head drafts over the `vocabulary` of the text's language (default: the full one). In a chain
+    it samples with `draft_sampling` (default: the target's). Any choice is lossless.
     """
     policy = k if hasattr(k, "choose") else FixedK(k)
+    nodes = node_policy(tree)
     vocabulary = vocabulary or FullVocabulary(model)
     cache = cache or model.new_cache()
     drafter = head.drafter(model, head.new_cache(cache.capacity), offset=cache.length)
@@ -241,29 +281,42 @@ def fastmtp(
     yield Step()  # the prefill, so that it can be timed separately
     while True:
         draft_head = vocabulary.select(tokens)
-        if tree is None:
-            n = min(policy.choose(), cache.free_rows - 1)  # one row is for the root
+        free_rows = cache.free_rows - 1  # one row is for the root
+        if nodes is None:
+            n = min(policy.choose(), free_rows)
             rows, draft_probs = drafter.draft(
                 tokens, n, draft_sampling or sampling, randomness, draft_head
             )
-            host_rows = rows.to("cpu", non_blocking=True)  # greedy drafts are still on the device
-            hidden = model(rows, cache)[0]
-            p = probs(model.logits(hidden), sampling)  # waits for the device
-            proposed = Tree.chain(tokens[-1], host_rows.tolist()[1:], draft_probs)
+            proposed, hidden, p = score_chain(model, cache, rows, draft_probs, sampling)
         else:
-            drafter.catch_up()
-            proposed = Tree.chain(tokens[-1], [])
-            if drafter.last is not None:
-                width, depth = max(4, round(1.3 * tree**0.5)), round(math.log2(tree)) + 2
-                candidates = drafter.expand(width, depth, draft_head)
-                proposed = best_tree(tokens[-1], min(tree, cache.free_rows - 1), *candidates)
-            hidden = model(proposed.tokens, cache, proposed.depth, proposed.mask)[0]
-            p = probs(model.logits(hidden), sampling)
+            proposed = drafter.tree(tokens, nodes, free_rows, draft_head)
+            hidden, p = score_tree(model, cache, proposed, sampling)
         path, next_token = accept(p, proposed, randomness)
         cache.commit(path)
         new = proposed.tokens_at(path[1:]) + [next_token]
         # the head's own rows were scratch; rows made from the target's hidden states replace them
         drafter.receive(hidden[path], new)
-        policy.observe(drafted=len(proposed) - 1, accepted=len(path) - 1)
+        (nodes or policy).observe(drafted=len(proposed) - 1, accepted=len(path) - 1)
         tokens += new
         yield Step(new, proposed, path)
+
+
+def score_chain(
+    model: Transformer, cache: KVCache, rows: Tensor, draft_probs: list[Tensor | None],
+    sampling: Sampling,
+) -> tuple[Tree, Tensor, Tensor | OneHot]:  # fmt: skip
+    """Score the newest token and its drafts, which may be on the device. Returns them as a tree,
+    the hidden states (n, d) and the target's distributions."""
+    host_rows = rows.to("cpu", non_blocking=True)
+    hidden = model(rows, cache)[0]
+    p = probs(model.logits(hidden), sampling)  # waits for the device
+    root, *drafts = host_rows.tolist()
+    return Tree.chain(root, drafts, draft_probs), hidden, p
+
+
+def score_tree(
+    model: Transformer, cache: KVCache, tree: Tree, sampling: Sampling
+) -> tuple[Tensor, Tensor | OneHot]:
+    """Score a tree. Returns the hidden states (n, d) and the target's distributions."""
+    hidden = model(tree.tokens, cache, tree.depth, tree.mask)[0]
+    return hidden, probs(model.logits(hidden), sampling)

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from minispec.cache import KVCache
-from minispec.methods.fastmtp import MTPHead
+from minispec.cli import UserError
+from minispec.methods.adaptive import AdaptiveK
+from minispec.methods.fastmtp import MTPHead, score_chain, score_tree
 from minispec.methods.prompt_lookup import NgramIndex
 from minispec.methods.speculative import propose, replace_unknown
 from minispec.methods.vocabulary import FullVocabulary, Vocabulary
 from minispec.model import Transformer
-from minispec.sampling import Randomness, Sampling, probs
-from minispec.tree import FixedK, Policy, Step, Tree
+from minispec.sampling import Randomness, Sampling
+from minispec.tree import FixedK, NodePolicy, Policy, Step, Tree, node_policy
 from minispec.verify import accept
 
 LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens; after shorter matches a head is more often right
@@ -52,17 +54,22 @@ class ModelDrafter:
 def hybrid(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
     cache: KVCache | None = None, head: MTPHead | None = None, draft: Transformer | None = None,
-    k: int | Policy = 3, lookup_k: int | Policy = 6, vocabulary: Vocabulary | None = None,
-    draft_sampling: Sampling | None = None, draft_cache: KVCache | None = None,
+    k: int | Policy = 3, lookup_k: int | Policy = 6, tree: int | NodePolicy = 0,
+    vocabulary: Vocabulary | None = None, draft_sampling: Sampling | None = None,
+    draft_cache: KVCache | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Copy up to `lookup_k` tokens if the latest 3 to 5 have occurred before. Otherwise draw `k`
     drafts from `head` or, if that is None, from `draft`. Both numbers may be policies, each of
-    which learns only from the rounds of its own drafter.
+    which learns only from the rounds of its own drafter. With a `tree` (see fastmtp), the tokens to
+    copy are a branch of the head's tree instead.
 
     `vocabulary` is the head's; the head or draft samples with `draft_sampling`, as in `fastmtp`.
     `draft_cache` is the draft model's, as in `speculative`.
     """
     drafting, copying = (n if hasattr(n, "choose") else FixedK(n) for n in (k, lookup_k))
+    nodes = node_policy(tree)
+    if nodes is not None and head is None:
+        raise UserError("hybrid: a tree needs a head, not a draft model")
     cache = cache or model.new_cache()
     drafter = (
         ModelDrafter(draft, model, cache, draft_cache) if head is None
@@ -76,28 +83,45 @@ def hybrid(
         if head is not None:
             drafter.catch_up()
     yield Step()  # the prefill, so that it can be timed separately
+    rates = AdaptiveK([1.0], 0.0)  # of copied tokens in trees
     while True:
         free_rows = cache.free_rows - 1  # one row is for the root
         # who drafts, and how much, follows from the text so far, so any choice is lossless
         end = index.match_end(tokens)
         copied = tokens[end : end + min(copying.choose(), free_rows)]
-        used, unused = (copying, drafting) if copied else (drafting, copying)
-        n = 0 if copied else min(drafting.choose(), free_rows)
-        if n > 0:
-            rows, draft_probs = drafter.draft(
-                tokens, n, draft_sampling or sampling, randomness, vocabulary.select(tokens)
-            )
+        if nodes is not None:
+            chain, draft_head = list(zip(copied, rates.accept_probs())), vocabulary.select(tokens)
+            proposed = drafter.tree(tokens, nodes, free_rows, draft_head, chain)
+            hidden, p = score_tree(model, cache, proposed, sampling)
         else:
             rows, draft_probs = torch.tensor([tokens[-1], *copied]), []  # copies are one-hot
-        host_rows = rows.to("cpu", non_blocking=True)
-        hidden = model(rows, cache)[0]
-        p = probs(model.logits(hidden), sampling)  # waits for the device
-        tree = Tree.chain(tokens[-1], host_rows.tolist()[1:], draft_probs)
-        path, next_token = accept(p, tree, randomness)
+            if not copied and (n := min(drafting.choose(), free_rows)) > 0:
+                rows, draft_probs = drafter.draft(
+                    tokens, n, draft_sampling or sampling, randomness, vocabulary.select(tokens)
+                )
+            proposed, hidden, p = score_chain(model, cache, rows, draft_probs, sampling)
+        path, next_token = accept(p, proposed, randomness)
         cache.commit(path)
-        new = tree.tokens_at(path[1:]) + [next_token]
-        drafter.receive(hidden[: len(path)], new)  # the path of a chain
-        used.observe(drafted=len(tree) - 1, accepted=len(path) - 1)
-        unused.observe(drafted=0, accepted=0)
+        new = proposed.tokens_at(path[1:]) + [next_token]
+        drafter.receive(hidden[path], new)
+        outcome = {"drafted": len(proposed) - 1, "accepted": len(path) - 1}
+        if nodes is not None:
+            nodes.observe(**outcome)
+            rates.observe(*copies(copied, proposed, path))
+        else:
+            used, unused = (copying, drafting) if copied else (drafting, copying)
+            used.observe(**outcome)
+            unused.observe(drafted=0, accepted=0)
         tokens += new
-        yield Step(new, tree, path)
+        yield Step(new, proposed, path)
+
+
+def copies(copied: list[int], tree: Tree, path: list[int]) -> tuple[int, int]:
+    """How many of the copied tokens are a path of the tree, and how many were accepted."""
+    node, drafted, accepted = 0, 0, 0
+    for token in copied:
+        node = next((i for i in tree.children(node) if tree.tokens[i] == token), None)
+        if node is None:
+            break
+        drafted, accepted = drafted + 1, accepted + (node in path)
+    return drafted, accepted

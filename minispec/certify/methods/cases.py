@@ -21,7 +21,7 @@ from minispec.certify.toys import (
 )
 from minispec.checkpoints.heads import PUBLISHED_TREES
 from minispec.generate import METHODS
-from minispec.methods.adaptive import AdaptiveK, AdaptiveTree
+from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes, AdaptiveTree
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling, probs
 from minispec.tree import RankPath, Step, Tree
@@ -52,9 +52,11 @@ def fresh_options(options: dict) -> dict:
 # after a rejection and rises to 3 if both drafts are accepted; trees vary from few to many nodes.
 ADAPTIVE_K = AdaptiveK([0.0, 1.0, 1.0, 1.205, 1.331, 1.42], draft_cost=0.1, max_k=4)
 ADAPTIVE_TREE = AdaptiveTree([0.0, *(1 + n / 20 for n in range(17))], heads_cost=0.2)
+ADAPTIVE_NODES = AdaptiveNodes([0.0, *(1 + n / 20 for n in range(17))], level_cost=0.05)
 # These stop drafting after their first rejection, and try again after one plain step.
 CHEAP_ROWS = [0.0, *(1 + n / 100 for n in range(17))]
 PROBING_K = AdaptiveK(CHEAP_ROWS, draft_cost=0.0, max_k=2, acceptance=[0.0105])
+PROBING_NODES = AdaptiveNodes(CHEAP_ROWS, level_cost=0.0, acceptance=[0.0105])
 PROBING_TREE = AdaptiveTree(CHEAP_ROWS, heads_cost=0.005, accuracy=torch.tensor([[0.016]]))
 
 # ---- draft trees of every shape ------------------------------------------------------------------
@@ -157,6 +159,11 @@ def mtp_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     yield "k=2, hot drafts, compressed", compressed | {"draft_sampling": hot}
     yield "k=auto", {"head": head, "k": ADAPTIVE_K}
     yield "k=auto, probing", {"head": head, "k": PROBING_K}
+    yield "tree=1", {"head": head, "tree": 1}
+    yield "tree=4, compressed", {"head": head, "tree": 4, "vocabulary": vocabulary}
+    yield "tree=20", {"head": head, "tree": 20}
+    yield "tree=auto", {"head": head, "tree": ADAPTIVE_NODES}
+    yield "tree=auto, probing", {"head": head, "tree": PROBING_NODES}
 
 
 def hybrid_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
@@ -170,6 +177,8 @@ def hybrid_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     yield "auto", head | {"k": ADAPTIVE_K, "lookup_k": ADAPTIVE_K}
     yield "auto, probing", head | {"k": PROBING_K, "lookup_k": PROBING_K}
     yield "auto, draft model", draft | {"k": ADAPTIVE_K, "lookup_k": PROBING_K}
+    yield "tree=6", head | {"tree": 6}
+    yield "tree=auto", head | {"tree": ADAPTIVE_NODES, "lookup_k": ADAPTIVE_K}
 
 
 def medusa_compressed(model: Transformer, seed: int, tree: list[RankPath]) -> Method:
