@@ -27,6 +27,7 @@ WAYS = [  # method, options
     ("lookahead", {"window": 3, "ngram": 3}),
     ("fastmtp", {"k": 2}),
     ("hybrid", {"k": 3}),
+    ("fastmtp", {"tree": 5}),
 ]
 
 

@@ -38,6 +38,8 @@ CASES = {
     "fastmtp": ("fastmtp", {}, 1, None),
     "fastmtp, small vocabulary": ("fastmtp", {"vocabulary": two_languages}, 1, None),
     "hybrid": ("hybrid", {}, 1, None),
+    "fastmtp, a tree": ("fastmtp", {"tree": 5}, 2, 2),
+    "hybrid, a tree": ("hybrid", {"tree": 5}, 2, 2),
     "fastmtp, plain steps": ("fastmtp", {"k": lambda _: AdaptiveK(STEEP, 0.1)}, 1, 1),
 }  # fmt: skip
 

@@ -60,9 +60,12 @@ REFUSED = [
     ("--chat", "--prompt-ids"), ("--chat", "--prompt-file"), ("--prompt-ids", "--prompt-file"),
     ("--prompt-ids", "prompt"), ("--prompt-file", "prompt"), ("--color", "--json"),
     ("--color=full", "--json"), ("--draft", "--heads"), ("--draft", "--vocabulary"),
+    ("--draft", "--tree"), ("--k", "--tree"),
 ]  # fmt: skip
 OF_METHODS = {generate.flag_name(name): row[0] for name, row in generate.METHOD_FLAGS.items()}
 GIVEN = object()  # see `given`
+NODES = "fastmtp", "hybrid"  # methods whose tree is a number of nodes
+NO_TREE = {"tree", "draft"}, {"tree", "draft_cache"}
 # for each argument of `stream` and of the methods, what to pass
 ARGUMENTS = {
     "prompt": [np.array([79, 110, 99])], "max_new_tokens": [np.int64(5)], "top_k": [np.int64(1)],
@@ -83,7 +86,9 @@ def flags_in(way: str) -> set[str]:
 def ways_of(method: str) -> list[str]:
     """Each flag of the method with each of its values, as on the command line."""
     flags = [flag for flag in VALUES if method in OF_METHODS.get(flag, METHODS)]
-    return [f"{flag} {value}".strip() for flag in flags for value in VALUES[flag]]
+    only_medusa = {"tree.json"} if method in NODES else set()
+    return [f"{flag} {value}".strip() for flag in flags for value in VALUES[flag]
+            if value not in only_medusa]  # fmt: skip
 
 
 def can_be_combined(a: str, b: str) -> bool:
@@ -264,8 +269,9 @@ def test_arguments(shelf, method, int8):
     model, tokenizer = load(shelf / "target", "float64", "cpu")
     if int8 is not None:
         optimize(model, int8)
-    ways = [(name, value) for name in arguments_in_python(method) for value in ARGUMENTS[name]]
-    for run in covering(ways, lambda a, b: a[0] != b[0]):
+    arguments = ARGUMENTS | ({"tree": [np.int64(5), "auto"]} if method in NODES else {})
+    ways = [(name, value) for name in arguments_in_python(method) for value in arguments[name]]
+    for run in covering(ways, lambda a, b: a[0] != b[0] and {a[0], b[0]} not in NO_TREE):
         options = {n: given(shelf, n, model, tokenizer) if v is GIVEN else v for n, v in run}
         if "draft_cache" in options:
             options.setdefault("draft", given(shelf, "draft", model, tokenizer))

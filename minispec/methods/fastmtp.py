@@ -295,10 +295,15 @@ def fastmtp(
         cache.commit(path)
         new = proposed.tokens_at(path[1:]) + [next_token]
         # the head's own rows were scratch; rows made from the target's hidden states replace them
-        drafter.receive(hidden[path], new)
+        drafter.receive(accepted_rows(hidden, path), new)
         (nodes or policy).observe(drafted=len(proposed) - 1, accepted=len(path) - 1)
         tokens += new
         yield Step(new, proposed, path)
+
+
+def accepted_rows(hidden: Tensor, path: list[int]) -> Tensor:
+    """hidden[path]; for a chain, without a copy."""
+    return hidden[: len(path)] if path[-1] < len(path) else hidden[path]
 
 
 def score_chain(

@@ -13,7 +13,7 @@ from torch import Tensor
 from minispec.cache import KVCache
 from minispec.cli import UserError
 from minispec.methods.adaptive import AdaptiveK
-from minispec.methods.fastmtp import MTPHead, score_chain, score_tree
+from minispec.methods.fastmtp import MTPHead, accepted_rows, score_chain, score_tree
 from minispec.methods.prompt_lookup import NgramIndex
 from minispec.methods.speculative import propose, replace_unknown
 from minispec.methods.vocabulary import FullVocabulary, Vocabulary
@@ -103,7 +103,7 @@ def hybrid(
         path, next_token = accept(p, proposed, randomness)
         cache.commit(path)
         new = proposed.tokens_at(path[1:]) + [next_token]
-        drafter.receive(hidden[path], new)
+        drafter.receive(accepted_rows(hidden, path), new)
         outcome = {"drafted": len(proposed) - 1, "accepted": len(path) - 1}
         if nodes is not None:
             nodes.observe(**outcome)
