@@ -182,7 +182,7 @@ def test_rows_can_be_selected_and_prompts_are_evenly_spaced(weights, monkeypatch
     file, held_out = tmp_path / "chat.jsonl", [[i] for i in range(1, 8)]
     rows = [{"prompt": prompt, "file": file} for prompt in held_out]
     monkeypatch.setattr(prompts, "read_split", lambda *_: ([], rows))
-    methods = "fastmtp k=2,lookahead (5,4,5),medusa tree=32,hybrid k=auto"
+    methods = "fastmtp k=2,hybrid tree=5,lookahead (5,4,5),medusa tree=32,hybrid k=auto"
     args = bench.parse(options_of(weights, "--generated", str(file), "--methods", methods))
     model, tokenizer = bench.load(args.model, "float32", "cpu")
     for args.prompts, indices in (1, [0]), (2, [0, 3]), (3, [0, 2, 4]), (9, range(7)):
@@ -190,7 +190,7 @@ def test_rows_can_be_selected_and_prompts_are_evenly_spaced(weights, monkeypatch
         assert chosen == [held_out[i] for i in indices]
     rows = bench.methods_of(args, model, tokenizer).keys()
     assert rows == {"autoregressive", "fastmtp k=2", "lookahead (5,4,5)", "medusa tree=32",
-                    "hybrid k=auto"}  # fmt: skip
+                    "hybrid k=auto", "hybrid tree=5"}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def parser() -> Parser:
     p.add_argument("--heads", type=Source, help="Medusa heads (default: those next to the model)")
     p.add_argument("--mtp", type=Source, help="a FastMTP head (default: the one next to the model)")
     p.add_argument("--methods", type=comma_separated,
-                   help="run only these methods or table rows, comma-separated")  # fmt: skip
+                   help="run only these methods or table rows, comma-separated; fastmtp and hybrid "
+                   "with any number, as in 'fastmtp tree=16'")  # fmt: skip
     p.add_argument("--temperature", default=[0.0], help="one or several, comma-separated",
                    type=lambda text: [number(0, kind=float)(part)
                                       for part in comma_separated(text)])  # fmt: skip

@@ -1,12 +1,14 @@
 """The rows of the table: which methods run, with which options and drafters."""
 
 import argparse
+import re
 
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, suggestion
 from minispec.generate.drafters import drafter_of, find_drafter, load_drafter, read_tree_option
 from minispec.model import Transformer
 
+ANY_NUMBER = re.compile(r"(fastmtp|hybrid) (k|tree)=[1-9]\d{0,2}")
 Methods = dict[str, dict]  # table row, which starts with the method's name -> the method's options
 
 
@@ -28,6 +30,9 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
     method_of = {row: row.split()[0] for row in methods}
     if args.methods is not None:
         requested = {"autoregressive", *args.methods}
+        for row in filter(ANY_NUMBER.fullmatch, args.methods):
+            method, name, number = re.split("[ =]", row)
+            methods[row], method_of[row] = {name: int(number)}, method
         if unknown := requested - set(method_of.values()) - methods.keys():
             names = dict.fromkeys([*method_of.values(), *methods])
             raise UserError(f"--methods {min(unknown)!r}: no such method or row of the table; "
