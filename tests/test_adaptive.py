@@ -17,6 +17,7 @@ from minispec.methods.adaptive import (
     PRIOR_GAIN,
     PRIOR_ROUNDS,
     AdaptiveK,
+    AdaptiveNodes,
     AdaptiveTree,
 )
 
@@ -250,6 +251,45 @@ def test_a_tree_policy_learns_only_from_rounds_in_which_the_heads_ran(prompt):
     options = {"heads": heads, "tree": policy, "cache": cache, "max_new_tokens": 1000}
     run = decode(model, None, prompt, "medusa", **options)
     assert policy.rounds - PRIOR_ROUNDS == len(calls) == len(run.rounds) - 1
+
+
+def best_value(values: list[float], costs: list[float]) -> float:
+    most = min(len(values), len(costs) - 1)
+    return max((1 + sum(values[:n])) / costs[n] for n in range(most + 1))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_head_s_tree_maximises_expected_tokens_per_cost(seed):
+    rng = random.Random(seed)
+    curve = [0.0, *itertools.accumulate((rng.random() / 5 for _ in range(20)), initial=1.0)]
+    policy = AdaptiveNodes(curve, rng.random() / 5, acceptance=[0.9, 0.9])
+    for _ in range(5):
+        depth, free_rows = policy.shape()[1], rng.randint(1, 40)
+        levels = [level for level in range(1, depth + 1) for _ in range(rng.randint(1, 9))]
+        values = [rng.random() ** level for level in levels]
+        n, costs = policy.choose(values, levels, free_rows), policy.costs
+        assert costs[0] == pytest.approx(1 + depth * policy.level_cost)
+        kept = sorted(values, reverse=True)[: min(free_rows, len(costs) - 1)]
+        assert (1 + sum(kept[:n])) / costs[n] == pytest.approx(best_value(kept, costs))
+
+
+def test_a_head_s_tree_gets_deeper_while_its_deepest_level_pays():
+    deep, shallow = AdaptiveNodes(FLAT, 0.01), AdaptiveNodes(FLAT, 0.3)
+    for policy in deep, shallow:
+        for _ in range(30):
+            levels = list(range(1, policy.shape()[1] + 1))
+            drafted = policy.choose([0.8**level for level in levels], levels, 64)
+            policy.observe(drafted, accepted=2)
+    assert deep.depth == deep.max_depth and shallow.depth < 5
+
+
+def test_values_are_corrected_by_what_was_accepted_and_plain_steps_follow_bad_rounds():
+    policy = AdaptiveNodes([0.0, *(1 + n / 5 for n in range(64))], 0.1)
+    for _ in range(20):
+        if policy.shape()[1]:
+            policy.observe(policy.choose([policy.trust * 0.9] * 4, [1] * 4, 64), accepted=0)
+    assert policy.trust < 0.5 and policy.shape() == (0, 0)
+    assert policy.choose([], [], 64) == 0  # a plain step
 
 
 def test_auto_reads_the_heads_acceptance_and_drafts_from_text_for_free():
