@@ -155,7 +155,6 @@ def test_a_kept_cache_keeps_its_graphs():
 def test_an_unused_cache_gives_its_memory_to_the_next():
     pool = CachePool(random_model(5, layers=1).to(DEVICE))
     first, second = pool(100), pool(200)
-    addresses = first.kv.data_ptr(), second.kv.data_ptr()
     assert first.kv is not second.kv and pool.unused == []
     first.kv.fill_(7)
     first.graphs["key"] = "graph"
@@ -164,9 +163,7 @@ def test_an_unused_cache_gives_its_memory_to_the_next():
     assert third.graphs == {"key": "graph"} and third.capacity == 256 and not third.kv.cpu().any()
     del second
     fourth = pool(257)  # too large for what is free
-    assert fourth.graphs == {} and fourth.lease.memory.capacity == 512 and pool.unused == [], (
-        addresses
-    )
+    assert fourth.graphs == {} and fourth.lease.memory.capacity == 512 and pool.unused == []
     assert pool(10, batch=2).lengths == [0, 0]
 
 
