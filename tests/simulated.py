@@ -4,6 +4,7 @@ but no operator may mix them with host tensors, and every synchronisation and la
 operators like a CUDA graph, whose replay repeats them on the same tensors with the same numbers.
 """
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,7 @@ class Simulated(torch.Tensor):
     launches = 0  # operators and copies, but not views; a graph is one
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []  # copied to the host at the next one
     tape: list | None = None  # the operators of the graph that is being captured
+    results: list[weakref.ref] = []  # of graphs: they share a pool, so each overwrites the others'
 
     @staticmethod
     def __new__(cls, host: torch.Tensor):
@@ -123,8 +125,13 @@ def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[],
     finally:
         Simulated.tape = None
 
+    Simulated.results.append(weakref.ref(result))
+
     def replay() -> None:
         Simulated.launches += 1
+        Simulated.results = [ref for ref in Simulated.results if ref() is not None]
+        for other in Simulated.results:
+            other().host.fill_(-1)
         poison(tape)
         for function, args, kwargs, expected in tape:
             for old, new in zip(tree_leaves(expected), tree_leaves(function(*args, **kwargs))):

@@ -12,9 +12,10 @@ from conftest import method_options, random_model, random_tokens, random_tree
 from simulated import DEVICE, Simulated, SimulatedDevice
 
 from minispec import Sampling
-from minispec.fast import captured
+from minispec.fast import Int8Linear, captured, optimize_drafter, swap
 from minispec.fast.captured import CachePool, Graphs, capture_passes
 from minispec.generate import METHODS, decode, stream
+from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
 from minispec.sampling import Seeded
 from minispec.tree import Step
@@ -77,7 +78,7 @@ def test_replays_equal_plain_passes(seed):
             path = sorted({0, rng.randrange(len(tree))})
             cache.commit(path)
             expected.commit(path)
-    assert {span for _, span in cache.graphs} >= {256, 512}
+    assert {span for _, span, *_ in cache.graphs} >= {256, 512}
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
@@ -155,7 +156,6 @@ def test_a_kept_cache_keeps_its_graphs():
 def test_an_unused_cache_gives_its_memory_to_the_next():
     pool = CachePool(random_model(5, layers=1).to(DEVICE))
     first, second = pool(100), pool(200)
-    addresses = first.kv.data_ptr(), second.kv.data_ptr()
     assert first.kv is not second.kv and pool.unused == []
     first.kv.fill_(7)
     first.graphs["key"] = "graph"
@@ -164,7 +164,7 @@ def test_an_unused_cache_gives_its_memory_to_the_next():
     assert third.graphs == {"key": "graph"} and third.capacity == 256 and not third.kv.cpu().any()
     del second
     fourth = pool(257)  # too large for what is free
-    assert fourth.graphs == {} and fourth.kv.shape[3] == 512 and pool.unused == [], addresses
+    assert fourth.graphs == {} and fourth.lease.memory.capacity == 512 and pool.unused == []
     assert pool(10, batch=2).lengths == [0, 0]
 
 
@@ -192,6 +192,89 @@ def test_copies_have_no_graphs():
     other = copy.deepcopy(model)
     assert captured.is_captured(model) and not captured.is_captured(other)
     assert not pickle.loads(pickle.dumps(cache.graphs))
+
+
+@torch.no_grad()
+def test_a_cache_that_another_model_uses():
+    """Models of one layout, of which one is quantised later, share a cache."""
+    first, second, cache = captured_model(5), captured_model(6), captured_model(5).new_cache(64)
+    plain = {first: random_model(5, layers=1), second: random_model(6, layers=1)}
+
+    def check(model: Transformer) -> None:
+        cache.truncate(0)
+        hidden = model([1, 2], cache).cpu()
+        assert torch.allclose(hidden, plain[model]([1, 2], plain[model].new_cache(64)))
+
+    for model in first, second, first:
+        check(model)
+    for model in first, plain[first]:
+        swap(model, Int8Linear)
+    check(first)
+    assert len(cache.graphs) == 3
+
+
+def test_a_head_that_two_models_use():
+    first, second = captured_model(5), captured_model(6)
+    head, expected = captured_options("fastmtp", first), []
+    for model in random_model(5, layers=1), random_model(6, layers=1):
+        options = method_options(random_model(5, layers=1))["fastmtp"]
+        expected.append(decode(model, None, random_tokens(9), "fastmtp", **options,
+                               max_new_tokens=20, temperature=1.0))  # fmt: skip
+    for model, run in zip((first, second), expected):
+        again = decode(model, None, random_tokens(9), "fastmtp", **head, max_new_tokens=20,
+                       temperature=1.0)  # fmt: skip
+        assert (again.tokens, again.stats["accepted"]) == (run.tokens, run.stats["accepted"])
+
+
+def test_a_model_of_another_dtype_gets_other_memory():
+    model = captured_model()
+    decode(model, None, random_tokens(9), max_new_tokens=4)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    model.to(torch.float32)
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+    assert decode(model, None, random_tokens(9), max_new_tokens=4).stats["dtype"] == "float32"
+
+
+@torch.no_grad()
+def test_a_cache_has_the_interface_of_a_plain_one():
+    model, plain = captured_model(), random_model(5, layers=1)
+    assert model.new_cache(10, 2).lengths == [0, 0]
+    assert model.new_cache(1).kv.shape == plain.new_cache(1).kv.shape  # bench counts its bytes
+    results = []
+    for one in model, plain:
+        cache = one.new_cache(10)
+        one.prefill(random_tokens(9), cache)
+        with pytest.raises(ValueError, match="2 more tokens do not fit"):
+            one([1, 2], cache)
+        with pytest.raises(RuntimeError, match="shape mismatch"):
+            one(torch.tensor([[1], [2]]), cache)
+        copied = copy.copy(cache)
+        del cache
+        one.prefill([7, 8], one.new_cache(10))  # must not get the memory that the copy uses
+        results.append(one([1], copied).cpu())
+        copied.keep([0, 0])
+        results.append(one(torch.tensor([[1], [2]]), copied).cpu())
+    assert all(map(torch.allclose, results[:2], results[2:]))
+
+
+def test_graphs_do_not_accumulate(monkeypatch):
+    monkeypatch.setattr(captured, "MAX_GRAPHS", 9)
+    model, options = captured_model(), method_options(random_model(5, layers=1))["fastmtp"]
+    options["head"] = options["head"].to(DEVICE)
+    capture_passes(options["head"])
+    for _ in range(8):
+        vocabulary = Subset(model.lm_head.weight, list(range(20)))
+        decode(model, None, random_tokens(9), "fastmtp", **options, vocabulary=vocabulary,
+               max_new_tokens=6)  # fmt: skip
+        assert 0 < len(graphs_of(options["head"])) <= 9
+
+
+def test_a_draft_gets_graphs_like_its_model():
+    draft = random_model(1, layers=1).to(DEVICE)
+    optimize_drafter({"draft": draft}, random_model(5, layers=1).to(DEVICE))
+    assert not captured.is_captured(draft)
+    optimize_drafter({"draft": draft}, captured_model())
+    assert captured.is_captured(draft)
 
 
 def test_training_is_not_captured():

@@ -53,7 +53,7 @@ def optimize_drafter(drafter: dict, model: Transformer) -> None:
     for value in drafter.values():
         if isinstance(value, MTPHead) and compiled:
             compile_passes(value)
-        if isinstance(value, MTPHead | MedusaHeads) and captured:
+        if isinstance(value, Transformer | MTPHead | MedusaHeads) and captured:
             capture_passes(value)
         if isinstance(value, nn.Module):
             optimize_layers(value)

@@ -26,6 +26,7 @@ from minispec.sampling import Randomness, Sampling
 
 CPU = torch.device("cpu")
 SPAN = 256  # cache rows that a graph reads: this many, or a larger power of two
+MAX_GRAPHS = 256  # of a cache; a caller may pass a new vocabulary each time
 
 # ---- one graph -----------------------------------------------------------------------------------
 
@@ -68,12 +69,13 @@ class Graph:
 
 
 class StaticCache(CacheView):
-    """The first `span` rows of a cache for one sequence. `length` (1,) is the number of committed
-    rows, a tensor on the device."""
+    """The first `span` rows of a cache's memory, for one sequence. `length` (1,) is the number of
+    committed rows, a tensor on the device."""
 
     def __init__(self, cache: KVCache, span: int):
-        super().__init__(*([layer[:, :span] for layer in kv] for kv in (cache.k, cache.v)))
-        self.row_ids = cache.row_ids[:span]
+        memory = cache.lease.memory
+        super().__init__(*([layer[:, :span] for layer in kv] for kv in (memory.k, memory.v)))
+        self.row_ids = memory.row_ids[:span]
         self.length = self.row_ids[:1]
 
     def place(self, n: int, depth: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,27 +107,45 @@ class Graphs(dict):
     ) -> bool:
         """Capture a graph, unless there is one for the key. Returns whether there is one now."""
         try:
-            self[key] = self.get(key) or Graph(function, inputs, device)
+            if key not in self:
+                if len(self) == MAX_GRAPHS:
+                    self.clear()
+                self[key] = Graph(function, inputs, device)
         except RuntimeError as error:
             Graphs.failed = True
             note(f"CUDA graphs do not work here, so passes run without them ({error})")
         return key in self
 
 
+class Lease:
+    """The `memory` whose first rows `kv` a cache and its shallow copies use, until the lease dies
+    with the last of them. A deep copy of the cache has none."""
+
+    def __init__(self, memory: KVCache, kv: Tensor):
+        self.memory, self.kv = memory, kv
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
+
+
 class CachePool(Replaced):
     """`new_cache` of a model or head. A new cache gets the memory and the graphs of one that is no
-    longer used, if it is large enough. Otherwise unused memory is freed first."""
+    longer used, if it fits. Otherwise unused memory is freed first."""
 
     def __init__(self, network: Transformer | MTPHead):
         super().__init__(network, "new_cache")
         self.unused: list[KVCache] = []
 
     @torch.inference_mode(False)  # the memory outlives a run
-    def __call__(self, capacity: int | None = None, **batch: int) -> KVCache:
-        if batch:
-            return self.plain(capacity, **batch)
+    def __call__(self, capacity: int | None = None, batch: int = 1) -> KVCache:
+        if batch != 1:
+            return self.plain(capacity, batch)
         capacity = capacity or self.module.config.context
-        fitting = [memory for memory in self.unused if memory.capacity >= capacity]
+        weight = next(self.module.parameters())  # the module may have been moved
+        fitting = [
+            memory for memory in self.unused if memory.capacity >= capacity
+            and (memory.kv.device, memory.kv.dtype) == (weight.device, weight.dtype)
+        ]  # fmt: skip
         if fitting:
             memory = min(fitting, key=lambda memory: memory.capacity)
             self.unused.remove(memory)
@@ -136,19 +156,29 @@ class CachePool(Replaced):
             memory.graphs = Graphs()
         cache = copy.copy(memory)
         cache.capacity = capacity
-        weakref.finalize(cache, self.unused.append, memory).atexit = False
+        cache.set_storage(memory.kv[:, :, :, :capacity], [0])
+        cache.lease = Lease(memory, cache.kv)
+        weakref.finalize(cache.lease, self.unused.append, memory).atexit = False
         return cache
 
 
-def span_of(cache: KVCache, n: int) -> int | None:
-    """The rows that a graph of `n` more rows reads. None if there can be no graph: the cache is not
-    from a CachePool, they do not fit its memory, or gradients are recorded."""
-    if not hasattr(cache, "graphs") or Graphs.failed or torch.is_grad_enabled():
+def span_of(cache: KVCache | None, n: int) -> int | None:
+    """The rows that a graph of `n` more rows reads. None if there can be no graph: the cache does
+    not use the memory of a CachePool, they do not fit it, or gradients are recorded."""
+    lease = getattr(cache, "lease", None)
+    if lease is None or lease.kv is not cache.kv or Graphs.failed or torch.is_grad_enabled():
         return None
-    rows, needed = cache.kv.shape[3], cache.length + n
+    rows, needed = lease.memory.capacity, cache.length + n
     if needed > rows:
         return None
     return min(rows, max(SPAN, 1 << (needed - 1).bit_length()))
+
+
+def state_of(model: Transformer) -> tuple:
+    """What the graphs of a model hold on to: those of another model are wrong, and so are all of
+    them after it has been moved, quantised or compiled."""
+    weight = model.model.norm.weight
+    return model, weight.device, weight.data_ptr(), type(model.lm_head), model.model.forward
 
 
 # ---- passes of a model ---------------------------------------------------------------------------
@@ -167,15 +197,16 @@ class CapturedPass(Replaced):
         feed = torch.as_tensor(tokens)
         n = feed.numel()
         count = 1 << max(n - 1, 0).bit_length()  # rows of the graph; the pass is padded
-        span = span_of(cache, count) if 0 < n <= MAX_ROWS else None
-        if span is None:
+        span = span_of(cache, count) if 0 < n <= MAX_ROWS and feed.shape[-1] == n else None
+        if span is None or n > cache.free_rows:
             return self.plain(tokens, cache, depth, mask)
         feed = F.pad(feed, (0, count - n)) if count > n else feed
         inputs = [feed.view(-1), layout(cache.length, count, depth, mask)]
         run = self.static_pass(StaticCache(cache, span), count)
-        if not cache.graphs.capture((count, span), run, inputs, cache.device):
+        key = count, span, *state_of(self.module)
+        if not cache.graphs.capture(key, run, inputs, cache.device):
             return self.plain(tokens, cache, depth, mask)
-        return cache.graphs[count, span](*inputs)[:, :n].clone()
+        return cache.graphs[key](*inputs)[:, :n].clone()
 
     def static_pass(self, cache: StaticCache, n: int) -> Callable[[Tensor, Tensor], Tensor]:
         """The plain pass over `n` tokens as a function of tensors only."""
@@ -216,9 +247,10 @@ class CapturedDrafter(Drafter):
             return super().run(hidden, tokens, depth, mask)
         integers = torch.tensor([self.cache.length, self.offset, *tokens])
         run = self.static(StaticCache(self.cache, span), Drafter.run)
-        if not self.cache.graphs.capture((n, span), run, [hidden, integers], self.cache.device):
+        key = n, span, self.head.layers, *state_of(self.model)
+        if not self.cache.graphs.capture(key, run, [hidden, integers], self.cache.device):
             return super().run(hidden, tokens)
-        return self.cache.graphs[n, span](hidden, integers).clone()
+        return self.cache.graphs[key](hidden, integers).clone()
 
     def draft(
         self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness,
@@ -237,7 +269,7 @@ class CapturedDrafter(Drafter):
             return torch.cat([tokens[-1:], drafts])
 
         run = self.static(StaticCache(self.cache, span), round_of)
-        key = n, k, span, draft_head.logits
+        key = n, k, span, draft_head.logits, self.head.layers, *state_of(self.model)
         if not self.cache.graphs.capture(key, run, inputs, self.cache.device):
             return super().draft(tokens, k, sampling, randomness, draft_head)
         self.pending.clear()
