@@ -118,7 +118,6 @@ def synchronise() -> None:
 
 def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
     """What `fast.captured.capture` does on a GPU: return the result of `run` and its replay."""
-    run()
     Simulated.tape = tape = []
     try:
         result = run()

@@ -35,6 +35,7 @@ WAYS = [  # method, options
 @pytest.fixture(autouse=True)
 def simulated_graphs(monkeypatch):
     monkeypatch.setattr(captured, "capture", simulated.capture)
+    monkeypatch.setattr(captured, "warm_up", lambda run: run())
     with SimulatedDevice():
         yield
 

@@ -26,28 +26,44 @@ from minispec.sampling import Randomness, Sampling
 
 CPU = torch.device("cpu")
 SPAN = 256  # cache rows that a graph reads: this many, or a larger power of two
+MAX_NEW_ROWS = 17  # of a head's pass that has a graph: what a round of 16 drafts can bring
 MAX_GRAPHS = 256  # of a cache; a caller may pass a new vocabulary each time
 
 # ---- one graph -----------------------------------------------------------------------------------
 
 
-def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """Record what `run` does on the GPU. Returns its result and a function that repeats it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()  # libraries allocate memory in their first calls
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory_pool()):
-        result = run()
-    return result, graph.replay
+@lru_cache
+def side_stream(device: int) -> torch.cuda.Stream:
+    """The stream for captures, and for what must run once before them."""
+    return torch.cuda.Stream(device)
 
 
 @lru_cache
-def memory_pool() -> tuple[int, int]:
-    """The pool that all graphs take their memory from. Only one of them runs at a time."""
-    return torch.cuda.graph_pool_handle()
+def first_graph(device: int) -> torch.cuda.CUDAGraph:
+    """A graph that is kept. All others take their memory from its pool: only one runs at a time."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side_stream(device)):
+        torch.zeros(1, device="cuda")
+    return graph
+
+
+def warm_up(run: Callable[[], Tensor]) -> None:
+    """Call `run`: libraries allocate memory in their first calls."""
+    stream, current = side_stream(torch.cuda.current_device()), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        run()
+    current.wait_stream(stream)
+
+
+def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """Record what `run` does on the GPU. Returns its result and a function that repeats it."""
+    graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
+    with torch.cuda.stream(torch.cuda.current_stream()):  # restored even after a failed capture
+        pool = first_graph(device).pool()
+        with torch.cuda.graph(graph, pool=pool, stream=side_stream(device)):
+            result = run()
+    return result, graph.replay
 
 
 class Graph:
@@ -56,7 +72,14 @@ class Graph:
     @torch.inference_mode()
     def __init__(self, function: Callable[..., Tensor], inputs: list[Tensor], device: torch.device):
         self.inputs = [x.to(device, copy=True) for x in inputs]
-        self.result, self.replay = capture(lambda: function(*self.inputs))
+        self.run = partial(function, *self.inputs)
+        with torch.cuda.device_of(self.inputs[0]):
+            warm_up(self.run)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        with torch.cuda.device_of(self.inputs[0]):
+            self.result, self.replay = capture(self.run)
 
     @torch.inference_mode()
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -103,14 +126,18 @@ class Graphs(dict):
         return Graphs, ()
 
     def capture(
-        self, key: tuple, function: Callable, inputs: list[Tensor], device: torch.device
+        self, key: tuple, make: Callable[[], Callable], inputs: list[Tensor], device: torch.device
     ) -> bool:
-        """Capture a graph, unless there is one for the key. Returns whether there is one now."""
+        """Unless there is a graph for the key, capture one of the function that `make` returns.
+        Returns whether there is one now."""
+        if key in self:
+            return True
+        if len(self) == MAX_GRAPHS:
+            self.clear()
+        graph = Graph(make(), inputs, device)  # may raise an error of the caller's
         try:
-            if key not in self:
-                if len(self) == MAX_GRAPHS:
-                    self.clear()
-                self[key] = Graph(function, inputs, device)
+            graph.capture()
+            self[key] = graph
         except RuntimeError as error:
             Graphs.failed = True
             note(f"CUDA graphs do not work here, so passes run without them ({error})")
@@ -202,18 +229,21 @@ class CapturedPass(Replaced):
             return self.plain(tokens, cache, depth, mask)
         feed = F.pad(feed, (0, count - n)) if count > n else feed
         inputs = [feed.view(-1), layout(cache.length, count, depth, mask)]
-        run = self.static_pass(StaticCache(cache, span), count)
+        make = partial(self.static_pass, cache, span, count)
         key = count, span, *state_of(self.module)
-        if not cache.graphs.capture(key, run, inputs, cache.device):
+        if not cache.graphs.capture(key, make, inputs, cache.device):
             return self.plain(tokens, cache, depth, mask)
         return cache.graphs[key](*inputs)[:, :n].clone()
 
-    def static_pass(self, cache: StaticCache, n: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def static_pass(
+        self, cache: KVCache, span: int, n: int
+    ) -> Callable[[Tensor, Tensor], Tensor]:
         """The plain pass over `n` tokens as a function of tensors only."""
+        static = StaticCache(cache, span)
 
-        def run(tokens: Tensor, layout: Tensor) -> Tensor:
-            cache.length, depth, mask = layout.split([1, n, n * n])
-            return self.plain(tokens, cache, depth, mask.view(n, n) > 0)
+        def run(tokens: Tensor, integers: Tensor) -> Tensor:
+            static.length, depth, mask = integers.split([1, n, n * n])
+            return self.plain(tokens, static, depth, mask.view(n, n) > 0)
 
         return run
 
@@ -243,12 +273,12 @@ class CapturedDrafter(Drafter):
         n = len(tokens)
         span = span_of(self.cache, n)
         on_device = depth is not None or getattr(tokens, "device", CPU) != CPU  # a tree, or greedy
-        if n > MAX_ROWS or span is None or on_device:
+        if n > MAX_NEW_ROWS or span is None or on_device:
             return super().run(hidden, tokens, depth, mask)
         integers = torch.tensor([self.cache.length, self.offset, *tokens])
-        run = self.static(StaticCache(self.cache, span), Drafter.run)
+        make = partial(self.static, span, Drafter.run)
         key = n, span, self.head.layers, *state_of(self.model)
-        if not self.cache.graphs.capture(key, run, [hidden, integers], self.cache.device):
+        if not self.cache.graphs.capture(key, make, [hidden, integers], self.cache.device):
             return super().run(hidden, tokens)
         return self.cache.graphs[key](hidden, integers).clone()
 
@@ -258,7 +288,7 @@ class CapturedDrafter(Drafter):
     ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
         n = sum(len(new) for _, new in self.pending)
         span = span_of(self.cache, n + k)
-        if sampling.temperature > 0 or k < 1 or not 0 < n <= MAX_ROWS or span is None:
+        if sampling.temperature > 0 or k < 1 or not 0 < n <= MAX_NEW_ROWS or span is None:
             return super().draft(tokens, k, sampling, randomness, draft_head)
         hidden, new = self.joined_pending()
         inputs = [hidden, torch.tensor([self.cache.length, self.offset, *new])]
@@ -268,22 +298,23 @@ class CapturedDrafter(Drafter):
             drafts, _ = drafter.chain(k, Sampling(0), None, draft_head)
             return torch.cat([tokens[-1:], drafts])
 
-        run = self.static(StaticCache(self.cache, span), round_of)
+        make = partial(self.static, span, round_of)
         key = n, k, span, draft_head.logits, self.head.layers, *state_of(self.model)
-        if not self.cache.graphs.capture(key, run, inputs, self.cache.device):
+        if not self.cache.graphs.capture(key, make, inputs, self.cache.device):
             return super().draft(tokens, k, sampling, randomness, draft_head)
-        self.pending.clear()
+        self.pending.clear()  # `last` stays as it is: there is always something pending next time
         self.cache.commit(list(range(n)))
         return self.cache.graphs[key](*inputs), []
 
     def static(
-        self, cache: StaticCache, function: Callable[[Drafter, Tensor, Tensor], Tensor]
+        self, span: int, function: Callable[[Drafter, Tensor, Tensor], Tensor]
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """A function of a plain drafter, hidden states and tokens, as one of tensors only."""
-        drafter = Drafter(self.head, self.model, cache, self.offset)
+        static = StaticCache(self.cache, span)
+        drafter = Drafter(self.head, self.model, static, self.offset)
 
         def run(hidden: Tensor, integers: Tensor) -> Tensor:
-            cache.length, drafter.offset, tokens = integers.tensor_split([1, 2])
+            static.length, drafter.offset, tokens = integers.tensor_split([1, 2])
             return function(drafter, hidden, tokens)
 
         return run
@@ -312,7 +343,7 @@ class CapturedHeads(Replaced):
     def __call__(self, hidden: Tensor, draft_head: Transformer | DraftHead) -> Tensor:
         key, run = (draft_head.logits,), partial(self.plain, draft_head=draft_head)
         unusable = hidden.dim() > 1 or Graphs.failed or torch.is_grad_enabled()
-        if unusable or not self.graphs.capture(key, run, [hidden], hidden.device):
+        if unusable or not self.graphs.capture(key, lambda: run, [hidden], hidden.device):
             return run(hidden)
         return self.graphs[key](hidden)
 

@@ -40,7 +40,7 @@ def median_round(method: str, temperature: float, graphs: bool) -> tuple[int, in
 
 
 if __name__ == "__main__":
-    captured.capture = simulated.capture
+    captured.capture, captured.warm_up = simulated.capture, lambda run: run()
     print("| method | temperature | launches, eager | launches, graphs | synchronisations |")
     print("|---|---|---|---|---|")
     with simulated.SimulatedDevice():
