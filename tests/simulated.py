@@ -128,9 +128,10 @@ def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[],
 
     def replay() -> None:
         Simulated.launches += 1
-        Simulated.results = [ref for ref in Simulated.results if ref() is not None]
-        for other in Simulated.results:
-            other().host.fill_(-1)
+        alive = [ref() for ref in Simulated.results]
+        for other in alive:
+            if other is not None:
+                other.host.fill_(-1)
         poison(tape)
         for function, args, kwargs, expected in tape:
             for old, new in zip(tree_leaves(expected), tree_leaves(function(*args, **kwargs))):
