@@ -273,11 +273,7 @@ def fastmtp(
     cache = cache or model.new_cache()
     drafter = head.drafter(model, head.new_cache(cache.capacity), offset=cache.length)
     tokens = list(prompt)
-    # the cache holds every token but the newest, which is the root of the next tree
-    for hidden in model.prefill_chunks(tokens[cache.length : -1], cache):  # (1, n, d)
-        n = hidden.shape[1]
-        drafter.receive(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])  # h_j, t_{j+1}
-        drafter.catch_up()
+    read_prompt(model, cache, tokens, drafter)
     yield Step()  # the prefill, so that it can be timed separately
     while True:
         draft_head = vocabulary.select(tokens)
@@ -299,6 +295,17 @@ def fastmtp(
         (nodes or policy).observe(drafted=len(proposed) - 1, accepted=len(path) - 1)
         tokens += new
         yield Step(new, proposed, path)
+
+
+def read_prompt(
+    model: Transformer, cache: KVCache, tokens: list[int], drafter: Drafter
+) -> None:
+    """Feed all tokens but the newest, which is the root of the next tree, to the target and its
+    hidden states to the drafter."""
+    for hidden in model.prefill_chunks(tokens[cache.length : -1], cache):  # (1, n, d)
+        n = hidden.shape[1]
+        drafter.receive(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])  # h_j, t_{j+1}
+        drafter.catch_up()
 
 
 def accepted_rows(hidden: Tensor, path: list[int]) -> Tensor:

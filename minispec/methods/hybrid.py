@@ -13,7 +13,13 @@ from torch import Tensor
 from minispec.cache import KVCache
 from minispec.cli import UserError
 from minispec.methods.adaptive import AdaptiveK
-from minispec.methods.fastmtp import MTPHead, accepted_rows, score_chain, score_tree
+from minispec.methods.fastmtp import (
+    MTPHead,
+    accepted_rows,
+    read_prompt,
+    score_chain,
+    score_tree,
+)
 from minispec.methods.prompt_lookup import NgramIndex
 from minispec.methods.speculative import propose, replace_unknown
 from minispec.methods.vocabulary import FullVocabulary, Vocabulary
@@ -38,6 +44,9 @@ class ModelDrafter:
     def receive(self, hidden: Tensor, tokens: list[int]) -> None:
         """Drop the rows of rejected drafts. The draft model needs no hidden states."""
         self.cache.truncate(min(self.cache.length, self.target_cache.length))
+
+    def catch_up(self) -> None:
+        """Nothing to do: `draft` reads what is new."""
 
     def draft(
         self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness, _: object
@@ -77,11 +86,7 @@ def hybrid(
     )  # fmt: skip
     vocabulary = vocabulary or FullVocabulary(model)
     tokens, index = list(prompt), NgramIndex(LONGEST_MATCH, SHORTEST_MATCH)
-    for hidden in model.prefill_chunks(tokens[cache.length : -1], cache):  # (1, n, d)
-        n = hidden.shape[1]
-        drafter.receive(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])
-        if head is not None:
-            drafter.catch_up()
+    read_prompt(model, cache, tokens, drafter)
     yield Step()  # the prefill, so that it can be timed separately
     rates = AdaptiveK([1.0], 0.0)  # of copied tokens in trees
     while True:
