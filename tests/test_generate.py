@@ -461,7 +461,8 @@ def test_ctrl_c_stops_cleanly_and_keeps_the_output(tmp_path):
     save(byte_model(context=30_000), TOKENIZER, tmp_path)
     command = [sys.executable, "-m", "minispec.generate", "x", "--model", str(tmp_path),
                "--stats", "--ignore-eos", "--max-new-tokens", "29000"]  # fmt: skip
-    for wait, code in (lambda _: time.sleep(0.5), 130), (lambda out: out.read(20), 0):
+    early = 130, -signal.SIGINT  # the latter if Python itself had not started yet
+    for wait, codes in (lambda _: time.sleep(0.5), early), (lambda out: out.read(20), (0,)):
         # a shell's background jobs ignore Ctrl-C, and their children inherit that
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE,
@@ -470,8 +471,8 @@ def test_ctrl_c_stops_cleanly_and_keeps_the_output(tmp_path):
             wait(process.stdout)
             process.send_signal(signal.SIGINT)
             message = process.communicate(timeout=60)[1].decode()
-        assert process.returncode == code and "Traceback" not in message
-        assert ("tokens (interrupted) in" in message) == (code == 0)
+        assert process.returncode in codes and "Traceback" not in message
+        assert ("tokens (interrupted) in" in message) == (codes == (0,))
 
 
 def test_ctrl_c_shows_text_held_back_for_a_stop_string(monkeypatch, capsys):
