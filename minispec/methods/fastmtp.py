@@ -121,7 +121,7 @@ class Drafter:
         if k > 0:
             self.catch_up()
         drafts, draft_probs = self.chain(k, sampling, randomness, draft_head)
-        drafts = torch.as_tensor(drafts, device=self.model.device)
+        drafts = torch.as_tensor(drafts, dtype=torch.int64, device=self.model.device)
         return torch.cat([drafts.new_tensor(tokens[-1:]), drafts]), draft_probs
 
     def chain(
