@@ -207,7 +207,9 @@ def test_a_server_that_dies_leaves_the_documents_so_far(target, data, tmp_path, 
     dies.dead = threading.Event()
     with serving(dies) as url:
         error = rejected(capsys, target, out, *more, "--server", url)
-    assert "cannot be reached" in error and "the documents so far are in --out" in error
+    assert "the documents so far are in --out" in error
+    # it may die in the middle of an answer, too
+    assert "cannot be reached" in error or "broke off its answer" in error
     rows = read_generated(out)[1]
     assert 8 <= len(rows) < 30
     with serving(backend(target)) as url:
