@@ -54,7 +54,8 @@ class KVCache:
             )
         # slices of self.row_ids, not torch.tensor(lengths): a copy from the host would synchronise
         starts = torch.stack([self.row_ids[length] for length in self.lengths])[:, None]  # (B, 1)
-        return placement(starts, self.row_ids[: max(self.lengths) + n], depth, mask)
+        row_ids = self.row_ids[: max(self.lengths) + n]
+        return placement(starts, self.sequence_ids, row_ids, depth, mask)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v (B, n, heads, head_dim) to rows `slots` (B, n) of a layer. Returns the keys
@@ -89,18 +90,18 @@ class KVCache:
 
 
 def placement(
-    starts: Tensor, row_ids: Tensor, depth: Tensor, mask: Tensor
+    starts: Tensor, sequence_ids: Tensor, row_ids: Tensor, depth: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Where the n rows of a pass go and what they attend to, after `starts` (B, 1) committed rows.
 
-    `row_ids` (span,) counts the rows that the pass reads, `depth` (n,) is each new row's position
-    relative to the end of the committed ones. Returns slots (B, n), positions (B, n) and a boolean
-    mask (B, 1, n, span): every row attends to the committed rows, and row i attends to scratch row
-    j if `mask` (n, n) is true at [i, j].
+    `sequence_ids` (B, 1) and `row_ids` (span,) count the sequences and the rows that the pass
+    reads; `depth` (n,) is each new row's position relative to the end of the committed ones.
+    Returns slots (B, n), positions (B, n) and a boolean mask (B, 1, n, span): every row attends to
+    the committed rows, and row i attends to scratch row j if `mask` (n, n) is true at [i, j].
     """
-    n, sequences = len(depth), torch.arange(len(starts), device=starts.device)
+    n = len(depth)
     slots = starts + row_ids[:n]
     attn_mask = (row_ids < starts)[:, None].repeat(1, n, 1)  # (B, n, span)
     # indices (B, 1, 1), (n, 1), (B, 1, n): write the mask to each sequence's scratch columns
-    attn_mask[sequences[:, None, None], row_ids[:n, None], slots[:, None]] = mask
+    attn_mask[sequence_ids[..., None], row_ids[:n, None], slots[:, None]] = mask
     return slots, starts + depth, attn_mask[:, None]

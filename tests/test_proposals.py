@@ -3,6 +3,7 @@ recompute them, and checked on texts with known guesses. Their parts (the window
 head, its chain, vocabularies) are tested by the assignments; see test_assignments.py."""
 
 import inspect
+import math
 import random
 from unittest import mock
 
@@ -29,7 +30,7 @@ from minispec.methods.fastmtp import Drafter, HeadRows, MTPHead
 from minispec.methods.medusa import with_prefixes
 from minispec.methods.prompt_lookup import NgramIndex
 from minispec.methods.speculative import propose
-from minispec.methods.vocabulary import Compressed, count
+from minispec.methods.vocabulary import Compressed, FullVocabulary, count
 from minispec.model import Transformer
 from minispec.sampling import Seeded
 from minispec.tree import Tree
@@ -156,6 +157,27 @@ def fresh_paths(
         frontier = sorted(level, key=lambda candidate: -candidate[1])[: policy.width]
     kept = sorted(found, key=lambda candidate: -candidate[1])[: policy.n]
     return [candidate[0] for candidate in found if candidate in kept]
+
+
+class Broken(FullVocabulary):
+    """Some of the head's logits are not finite."""
+
+    def __init__(self, model: Transformer, seed: int):
+        self.lm_head, self.generator = model.logits, torch.Generator().manual_seed(seed)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        broken = torch.rand(len(hidden), 1, generator=self.generator) < 0.5
+        return self.lm_head(hidden).masked_fill(broken, math.nan)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"k": 3}, {"tree": 6}, {"tree": 40}])
+def test_a_broken_head_costs_only_speed(options):
+    for seed in range(3):
+        model, tokens = random_model(seed), [2, 1, 0]
+        options |= {"head": random_mtp_head(model, seed), "vocabulary": Broken(model, seed)}
+        run = decode(model, None, tokens, "fastmtp", max_new_tokens=20, **options)
+        assert run.tokens == decode(model, None, tokens, max_new_tokens=20).tokens
 
 
 def hybrid_drafts(seed: int) -> None:

@@ -83,7 +83,7 @@ class Graph:
 
     @torch.inference_mode()
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """The function's result, until the next graph overwrites it."""
+        """The function's result. See Graphs.replay."""
         for static, x in zip(self.inputs, inputs):
             x = x.pin_memory() if static.is_cuda and not x.is_cuda else x
             static.copy_(x, non_blocking=True)
@@ -103,7 +103,8 @@ class StaticCache(CacheView):
 
     def place(self, n: int, depth: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See KVCache."""
-        return placement(self.length[:, None], self.row_ids, depth, mask)
+        first = self.row_ids[:1, None]  # of one sequence
+        return placement(self.length[:, None], first, self.row_ids, depth, mask)
 
     def commit(self, path: list[int]) -> None:
         """See KVCache. The path must be a chain."""
@@ -125,23 +126,23 @@ class Graphs(dict):
     def __reduce__(self) -> tuple:
         return Graphs, ()
 
-    def capture(
+    def replay(
         self, key: tuple, make: Callable[[], Callable], inputs: list[Tensor], device: torch.device
-    ) -> bool:
-        """Unless there is a graph for the key, capture one of the function that `make` returns.
-        Returns whether there is one now."""
-        if key in self:
-            return True
-        if len(self) == MAX_GRAPHS:
-            self.clear()
-        graph = Graph(make(), inputs, device)  # may raise an error of the caller's
-        try:
-            graph.capture()
+    ) -> Tensor | None:
+        """The result of the key's graph, until the next graph overwrites it. If there is no graph
+        yet, capture the function that `make` returns. None if that is impossible."""
+        if key not in self:
+            if len(self) == MAX_GRAPHS:
+                self.clear()
+            graph = Graph(make(), inputs, device)  # may raise an error of the caller's
+            try:
+                graph.capture()
+            except RuntimeError as error:
+                Graphs.failed = True
+                note(f"CUDA graphs do not work here, so passes run without them ({error})")
+                return None
             self[key] = graph
-        except RuntimeError as error:
-            Graphs.failed = True
-            note(f"CUDA graphs do not work here, so passes run without them ({error})")
-        return key in self
+        return self[key](*inputs)
 
 
 class Lease:
@@ -231,9 +232,8 @@ class CapturedPass(Replaced):
         inputs = [feed.view(-1), layout(cache.length, count, depth, mask)]
         make = partial(self.static_pass, cache, span, count)
         key = count, span, *state_of(self.module)
-        if not cache.graphs.capture(key, make, inputs, cache.device):
-            return self.plain(tokens, cache, depth, mask)
-        return cache.graphs[key](*inputs)[:, :n].clone()
+        hidden = cache.graphs.replay(key, make, inputs, cache.device)
+        return self.plain(tokens, cache, depth, mask) if hidden is None else hidden[:, :n].clone()
 
     def static_pass(
         self, cache: KVCache, span: int, n: int
@@ -275,12 +275,11 @@ class CapturedDrafter(Drafter):
         on_device = depth is not None or getattr(tokens, "device", CPU) != CPU  # a tree, or greedy
         if n > MAX_NEW_ROWS or span is None or on_device:
             return super().run(hidden, tokens, depth, mask)
-        integers = torch.tensor([self.cache.length, self.offset, *tokens])
+        inputs = [hidden, torch.tensor([self.cache.length, self.offset, *tokens])]
         make = partial(self.static, span, Drafter.run)
         key = n, span, self.head.layers, *state_of(self.model)
-        if not self.cache.graphs.capture(key, make, [hidden, integers], self.cache.device):
-            return super().run(hidden, tokens)
-        return self.cache.graphs[key](hidden, integers).clone()
+        outputs = self.cache.graphs.replay(key, make, inputs, self.cache.device)
+        return super().run(hidden, tokens) if outputs is None else outputs.clone()
 
     def draft(
         self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness,
@@ -300,11 +299,12 @@ class CapturedDrafter(Drafter):
 
         make = partial(self.static, span, round_of)
         key = n, k, span, draft_head.logits, self.head.layers, *state_of(self.model)
-        if not self.cache.graphs.capture(key, make, inputs, self.cache.device):
+        rows = self.cache.graphs.replay(key, make, inputs, self.cache.device)
+        if rows is None:
             return super().draft(tokens, k, sampling, randomness, draft_head)
         self.pending.clear()  # `last` stays as it is: there is always something pending next time
         self.cache.commit(list(range(n)))
-        return self.cache.graphs[key](*inputs), []
+        return rows, []
 
     def static(
         self, span: int, function: Callable[[Drafter, Tensor, Tensor], Tensor]
@@ -342,10 +342,10 @@ class CapturedHeads(Replaced):
 
     def __call__(self, hidden: Tensor, draft_head: Transformer | DraftHead) -> Tensor:
         key, run = (draft_head.logits,), partial(self.plain, draft_head=draft_head)
-        unusable = hidden.dim() > 1 or Graphs.failed or torch.is_grad_enabled()
-        if unusable or not self.graphs.capture(key, lambda: run, [hidden], hidden.device):
+        if hidden.dim() > 1 or Graphs.failed or torch.is_grad_enabled():
             return run(hidden)
-        return self.graphs[key](hidden)
+        logits = self.graphs.replay(key, lambda: run, [hidden], hidden.device)
+        return run(hidden) if logits is None else logits
 
 
 # ---- everything ----------------------------------------------------------------------------------

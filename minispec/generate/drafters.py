@@ -177,7 +177,7 @@ def read_tree_option(
         return value
     heads = options.get("heads")
     if heads is None:
-        if value.isdecimal() and 0 < int(value[:6]) < 1000:
+        if value.isdecimal() and len(value) < 4 and int(value):
             return int(value)
         raise UserError(f"--tree {value}: must be auto or a number of nodes from 1 to 999")
     if value.isdecimal() and len(value) < 20:

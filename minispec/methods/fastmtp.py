@@ -166,8 +166,8 @@ class Drafter:
     def expand(self, width: int, depth: int, draft_head: DraftHead) -> "Candidates":
         """Candidates for a tree. In each level, the head reads the `width` best candidates of the
         level above in one pass, each with the head's output at its parent. A row sees its ancestors
-        only, at its depth's position. All earlier rows are fed again: for a single layer, this
-        takes less time than to keep them."""
+        only, at its depth's position. All earlier rows of the tree are fed again, so the cache
+        needs to keep none of them."""
         depth = min(depth, 1 + self.cache.free_rows // width)
         states, value = self.last, self.last.new_ones(1, dtype=torch.float32)
         parent = torch.full((1,), -1, device=states.device)  # the candidates that are expanded
