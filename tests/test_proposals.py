@@ -25,7 +25,7 @@ from minispec.certify.toys import (
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import decode
 from minispec.methods import medusa
-from minispec.methods.adaptive import AdaptiveK
+from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes
 from minispec.methods.fastmtp import CHILDREN, Drafter, MTPHead
 from minispec.methods.medusa import with_prefixes
 from minispec.methods.prompt_lookup import NgramIndex
@@ -174,7 +174,13 @@ class Broken(FullVocabulary):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{"k": 3}, {"tree": 6}, {"tree": 40}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"k": 3}, {"tree": 6}, {"tree": 40},
+        {"tree": AdaptiveNodes([0.0, *([1.0] * 40)], {1: 0.01, 4: 0.01})},
+    ],
+)  # fmt: skip
 def test_a_broken_head_costs_only_speed(options):
     for seed in range(3):
         model, tokens = random_model(seed), [2, 1, 0]

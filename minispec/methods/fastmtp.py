@@ -181,9 +181,10 @@ class Drafter:
         row sees its ancestors only, at its depth's position. The cache keeps all rows until the
         last level is done. Returns each candidate's token, the index of its parent (-1: the root)
         and its value, (3, N), float64."""
-        start, states, seen = self.cache.length, self.last, None
+        start, states = self.cache.length, self.last
         value = states.new_ones(1, dtype=torch.float32)  # of the rows that are expanded
         parent = torch.full((1,), -1, device=states.device)
+        seen = torch.ones(1, 0, dtype=torch.bool, device=states.device)  # by the rows, of all rows
         levels: list[Tensor] = []  # the candidates, (3, n) each
         while True:
             p = draft_head.logits(states).float().softmax(-1)  # (rows, V)
@@ -198,9 +199,8 @@ class Drafter:
             parent = best + sum(level.shape[1] for level in levels[:-1])
             above = best // p.shape[1]  # the rows that predicted them
             own = torch.eye(n, dtype=torch.bool, device=best.device)
-            earlier = 0 if seen is None else seen.shape[1]
-            seen = own if seen is None else torch.cat([seen[above], own], 1)
-            depth = best.new_full((n,), len(levels) - 1 - earlier)
+            depth = best.new_full((n,), len(levels) - 1 - seen.shape[1])
+            seen = torch.cat([seen[above], own], 1)
             states = self.run(states[above], tokens[best].long(), depth, seen)
             self.cache.commit(list(range(n)))
         self.cache.truncate(start)
