@@ -329,8 +329,8 @@ def pages(tmp_path_factory):
         generate.main(["Once upon a time", "--max-new-tokens", "12", "--method", method,
                        "--html", str(file), "--device", "cpu"])  # fmt: skip
         made[method] = file.read_text(encoding="utf-8")
-    generate.main(["Once upon a time", "--max-new-tokens", "24", "--method", "fastmtp", "--tree",
-                   "60", "--temperature", "1.5", "--html", str(file), "--device", "cpu"])  # fmt: skip
+    generate.main(["Once upon a time", "--max-new-tokens", "24", "--method", "fastmtp",
+                   "--tree", "60", "--temperature", "1.5", "--html", str(file)])  # fmt: skip
     return made | {"fastmtp, tree of 60": file.read_text(encoding="utf-8")}
 
 
