@@ -97,11 +97,12 @@ def placement(
     `sequence_ids` (B, 1) and `row_ids` (span,) count the sequences and the rows that the pass
     reads; `depth` (n,) is each new row's position relative to the end of the committed ones.
     Returns slots (B, n), positions (B, n) and a boolean mask (B, 1, n, span): every row attends to
-    the committed rows, and row i attends to scratch row j if `mask` (n, n) is true at [i, j].
+    the committed rows, except that `mask` (n, m), with m >= n, tells which of the last m rows each
+    new row attends to: the last m - n committed ones and the new ones.
     """
-    n = len(depth)
-    slots = starts + row_ids[:n]
+    n, m = mask.shape
+    columns = starts + (row_ids[:m] - (m - n))  # (B, m)
     attn_mask = (row_ids < starts)[:, None].repeat(1, n, 1)  # (B, n, span)
-    # indices (B, 1, 1), (n, 1), (B, 1, n): write the mask to each sequence's scratch columns
-    attn_mask[sequence_ids[..., None], row_ids[:n, None], slots[:, None]] = mask
-    return slots, starts + depth, attn_mask[:, None]
+    # indices (B, 1, 1), (n, 1), (B, 1, m)
+    attn_mask[sequence_ids[..., None], row_ids[:n, None], columns[:, None]] = mask
+    return starts + row_ids[:n], starts + depth, attn_mask[:, None]

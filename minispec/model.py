@@ -278,8 +278,9 @@ class Transformer(nn.Module):
 
         The rows follow the cache's committed prefix, which all of them attend to, and are written
         after it as scratch. `depth` (n,) is each row's distance from the first row. `mask` (n, n)
-        is true at [i, j] if row i attends to row j; every row attends to itself. By default the
-        rows are a plain causal continuation. Without a cache there is no prefix.
+        is true at [i, j] if row i attends to row j; every row attends to itself. (With more columns
+        than rows, it begins with the last rows of the prefix.) By default the rows are a plain
+        causal continuation. Without a cache there is no prefix.
         """
         tokens = torch.as_tensor(tokens, device=self.device)
         tokens = tokens[None] if tokens.dim() == 1 else tokens  # (B, n)

@@ -166,12 +166,13 @@ class NodePolicy(Protocol):
 
     trust: float
 
-    def shape(self) -> tuple[int, int]:
-        """Return how many nodes of a level to expand, and how many levels; 0 is a plain step."""
+    def shape(self, chain: list[float]) -> tuple[int, int]:
+        """Return how many nodes of a level to expand, and how many levels; 0 is a plain step.
+        `chain` holds the values of other drafts, which will be among the candidates."""
 
-    def choose(self, values: list[float], levels: list[int], free_rows: int) -> int:
-        """Return how many candidates to keep, at most `free_rows`: those of highest value. `levels`
-        says how many passes of the head each candidate took."""
+    def choose(self, values: list[float], shapes: list[tuple[int, int]], free_rows: int) -> int:
+        """Return how many candidates to keep, at most `free_rows`: those of highest value. `shapes`
+        holds the least width and depth with which the head would have found each."""
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Record the outcome of a round."""
@@ -189,10 +190,10 @@ class FixedNodes:
         if self.n < 1:
             raise UserError(f"tree {self.n}: must be auto or at least 1 node")
 
-    def shape(self) -> tuple[int, int]:
+    def shape(self, chain: list[float]) -> tuple[int, int]:
         return max(4, round(1.3 * math.sqrt(self.n))), round(math.log2(self.n)) + 2
 
-    def choose(self, values: list[float], levels: list[int], free_rows: int) -> int:
+    def choose(self, values: list[float], shapes: list[tuple[int, int]], free_rows: int) -> int:
         return min(self.n, free_rows, len(values))
 
     def observe(self, drafted: int, accepted: int) -> None:

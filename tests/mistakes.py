@@ -1,16 +1,16 @@
 """Mistakes in proposals. Verification corrects them all, so they never change the output and the
 certifier cannot find them. The oracles in test_proposals.py must."""
 
-from dataclasses import replace
+from unittest import mock
 
 import torch
 
 from minispec.methods import medusa
-from minispec.methods.fastmtp import Drafter, HeadRows
+from minispec.methods.fastmtp import Drafter
 
 propose_ranks = medusa.propose
 chain, extend, receive = Drafter.chain, Drafter.extend, Drafter.receive
-below = HeadRows.below
+run, expand = Drafter.run, Drafter.expand
 
 
 def hidden_of_the_previous_round(heads, draft_head, hidden, *arguments):
@@ -40,16 +40,23 @@ def chain_remembered(self, k, *arguments):
     return guess, draft_probs
 
 
-def siblings_seen(*arguments):
+def siblings_seen(self, hidden, tokens, depth=None, mask=None):
     """A row of the head sees all rows of its tree, not only its ancestors."""
-    rows = below(*arguments)
-    return replace(rows, mask=torch.ones_like(rows.mask))
+    return run(self, hidden, tokens, depth, None if mask is None else torch.ones_like(mask))
 
 
-def rows_as_positions(*arguments):
+def rows_as_positions(self, hidden, tokens, depth=None, mask=None):
     """A node is at the position of its row, not of its depth."""
-    rows = below(*arguments)
-    return replace(rows, depth=torch.arange(len(rows.tokens)))
+    return run(self, hidden, tokens, None, mask)
+
+
+def rows_of_the_tree_kept(self, *arguments):
+    """The head's rows of rejected branches stay in its cache."""
+    length = self.cache.length
+    with mock.patch.object(self.cache, "truncate"):
+        found = expand(self, *arguments)
+    self.cache.truncate(min(self.cache.length, length + 1))
+    return found
 
 
 def only_after_own_drafts(self, hidden, tokens):

@@ -26,7 +26,7 @@ from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import decode
 from minispec.methods import medusa
 from minispec.methods.adaptive import AdaptiveK
-from minispec.methods.fastmtp import Drafter, HeadRows, MTPHead
+from minispec.methods.fastmtp import CHILDREN, Drafter, MTPHead
 from minispec.methods.medusa import with_prefixes
 from minispec.methods.prompt_lookup import NgramIndex
 from minispec.methods.speculative import propose
@@ -101,11 +101,11 @@ class RandomNodes:
     def __init__(self, seed: int):
         self.random = random.Random(seed)
 
-    def shape(self) -> tuple[int, int]:
+    def shape(self, chain) -> tuple[int, int]:
         self.width, self.depth = self.random.randint(1, 3), self.random.randint(0, 3)
         return self.width, self.depth
 
-    def choose(self, values, levels, free_rows) -> int:
+    def choose(self, values, shapes, free_rows) -> int:
         self.n = self.random.randint(0, min(12, free_rows))
         return self.n
 
@@ -150,7 +150,7 @@ def fresh_paths(
                 drafter = Drafter(head, model, head.new_cache(128), 0)
                 output = drafter.run(hidden, [*tokens[1:], *path[:i]])[-1:]
                 hidden = torch.cat([hidden, output])
-            best = model.logits(output)[0].softmax(-1).topk(policy.width)
+            best = model.logits(output)[0].softmax(-1).topk(min(CHILDREN, model.config.vocab_size))
             pairs = zip(best.indices.tolist(), best.values.tolist())
             level += [((*path, token), value * p) for token, p in pairs]
         found += level
@@ -216,8 +216,9 @@ def test_proposals_match_a_slow_oracle(oracle, seed):
         (mtp_drafts, Drafter, {"extend": mistakes.hidden_before_the_norm}),
         (mtp_drafts, Drafter, {"extend": mistakes.stale_rows, "chain": mistakes.chain_remembered}),
         (mtp_drafts, Drafter, {"chain": mistakes.position_off_by_one}),
-        (mtp_tree, HeadRows, {"below": mistakes.siblings_seen}),
-        (mtp_tree, HeadRows, {"below": mistakes.rows_as_positions}),
+        (mtp_tree, Drafter, {"run": mistakes.siblings_seen}),
+        (mtp_tree, Drafter, {"run": mistakes.rows_as_positions}),
+        (mtp_tree, Drafter, {"expand": mistakes.rows_of_the_tree_kept}),
         (mtp_tree, Drafter, {"extend": mistakes.hidden_before_the_norm}),
         (hybrid_drafts, Drafter, {"receive": mistakes.only_after_own_drafts}),
     ],

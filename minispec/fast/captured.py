@@ -226,7 +226,8 @@ class CapturedPass(Replaced):
         n = feed.numel()
         count = 1 << max(n - 1, 0).bit_length()  # rows of the graph; the pass is padded
         span = span_of(cache, count) if 0 < n <= MAX_ROWS and feed.shape[-1] == n else None
-        if span is None or n > cache.free_rows:
+        wide = mask is not None and mask.shape[-1] != n
+        if span is None or n > cache.free_rows or wide:
             return self.plain(tokens, cache, depth, mask)
         feed = F.pad(feed, (0, count - n)) if count > n else feed
         inputs = [feed.view(-1), layout(cache.length, count, depth, mask)]
@@ -264,7 +265,8 @@ def layout(length: int, n: int, depth: Tensor | None, mask: Tensor | None) -> Te
 
 
 class CapturedDrafter(Drafter):
-    """Draws all greedy drafts of a round in one graph; otherwise, each pass of the head is one."""
+    """Draws all greedy drafts of a round, or the candidates of its tree, in one graph. Otherwise, each
+    pass of the head is one."""
 
     def run(
         self, hidden: Tensor, tokens: list[int] | Tensor, depth: Tensor | None = None,
@@ -285,26 +287,46 @@ class CapturedDrafter(Drafter):
         self, tokens: list[int], k: int, sampling: Sampling, randomness: Randomness,
         draft_head: DraftHead,
     ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
-        n = sum(len(new) for _, new in self.pending)
-        span = span_of(self.cache, n + k)
-        if sampling.temperature > 0 or k < 1 or not 0 < n <= MAX_NEW_ROWS or span is None:
+        def chain(drafter: Drafter, newest: Tensor) -> Tensor:
+            return torch.cat([newest, drafter.chain(k, Sampling(0), None, draft_head)[0]])
+
+        greedy = sampling.temperature == 0 and k > 0
+        rows = self.replay((k, draft_head.logits), k, chain) if greedy else None
+        if rows is None:
             return super().draft(tokens, k, sampling, randomness, draft_head)
+        return rows, []
+
+    def read_and_expand(self, width: int, depth: int, draft_head: DraftHead) -> Tensor:
+        def expand(drafter: Drafter, _: Tensor) -> Tensor:
+            return drafter.expand(width, depth, draft_head)
+
+        key = width, depth, draft_head.logits
+        found = self.replay(key, width * (depth - 1), expand)
+        return super().read_and_expand(width, depth, draft_head) if found is None else found
+
+    def replay(
+        self, key: tuple, scratch: int, draft: Callable[[Drafter, Tensor], Tensor]
+    ) -> Tensor | None:
+        """Run the head on everything that is pending. Then `draft`, a function of a plain drafter
+        and the newest token, which writes `scratch` rows. All in one graph; None if there is none.
+        """
+        n, span = self.unread, span_of(self.cache, self.unread + scratch)
+        if not 0 < n <= MAX_NEW_ROWS or span is None:
+            return None
         hidden, new = self.joined_pending()
         inputs = [hidden, torch.tensor([self.cache.length, self.offset, *new])]
 
         def round_of(drafter: Drafter, hidden: Tensor, tokens: Tensor) -> Tensor:
             drafter.extend(hidden, tokens)
-            drafts, _ = drafter.chain(k, Sampling(0), None, draft_head)
-            return torch.cat([tokens[-1:], drafts])
+            return draft(drafter, tokens[-1:])
 
         make = partial(self.static, span, round_of)
-        key = n, k, span, draft_head.logits, self.head.layers, *state_of(self.model)
-        rows = self.cache.graphs.replay(key, make, inputs, self.cache.device)
-        if rows is None:
-            return super().draft(tokens, k, sampling, randomness, draft_head)
-        self.pending.clear()  # `last` stays as it is: there is always something pending next time
-        self.cache.commit(list(range(n)))
-        return rows, []
+        key = n, span, *key, self.head.layers, *state_of(self.model)
+        found = self.cache.graphs.replay(key, make, inputs, self.cache.device)
+        if found is not None:
+            self.pending.clear()  # `last` stays as it is: something is always pending next time
+            self.cache.commit(list(range(n)))
+        return found
 
     def static(
         self, span: int, function: Callable[[Drafter, Tensor, Tensor], Tensor]

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from minispec.sampling import Sampling, Seeded
 T = TypeVar("T")
 # rows per pass at which the curve is measured: densely where it is steepest and most used
 ROW_COUNTS = 1, 2, 3, 4, 5, 6, 8, 16, 32, 64
+WIDTHS = 1, 2, 4, 8  # of a head's expansions that `--tree auto` may choose
 CAPACITY = 1024  # of caches, as in decoding a short text: on a GPU each needs its own graphs
 TURN_SECONDS = 0.02  # minimum length of a function's turn
 
@@ -65,18 +67,20 @@ def capacity_for(model: Transformer) -> int:
     return min(CAPACITY, model.config.context)
 
 
-def cost_after_pass(function: Callable[[], object], model: Transformer) -> float:
-    """The cost of a call right after a pass of the model over one token, in such passes. In
-    decoding, too, a pass has just displaced the drafter's weights from the CPU's caches."""
+def costs_after_pass(functions: list[Callable[[], object]], model: Transformer) -> list[float]:
+    """The cost of a call of each function right after a pass of the model over one token, in such
+    passes. In decoding, too, a pass has just displaced the drafter's weights from the CPU's caches.
+    """
     target_pass = one_pass(model, 1)
 
     @torch.inference_mode()
-    def both() -> None:
+    def after_pass(function: Callable[[], object]) -> None:
         target_pass()
         function()
 
-    both_seconds, pass_seconds = interleaved_min_times([both, target_pass], turns=5)
-    return max(0.0, both_seconds / pass_seconds - 1)
+    both = [partial(after_pass, function) for function in functions]
+    *seconds, pass_seconds = interleaved_min_times([*both, target_pass], turns=5)
+    return [max(0.0, t / pass_seconds - 1) for t in seconds]
 
 
 def memoised(
@@ -117,7 +121,7 @@ def measure_curve(model: Transformer) -> list[float]:
 
 def draft_cost(model: Transformer, draft: Transformer) -> float:
     """The cost of one token of a draft model."""
-    return memoised(model, draft, lambda: cost_after_pass(one_pass(draft, 1), model))
+    return memoised(model, draft, lambda: costs_after_pass([one_pass(draft, 1)], model)[0])
 
 
 def head_cost(model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None) -> float:
@@ -135,9 +139,34 @@ def head_cost(model: Transformer, head: MTPHead, vocabulary: Vocabulary | None =
             rows.tolist()
             drafter.cache.truncate(0)
 
-        return cost_after_pass(round_of_two, model) / 2
+        return costs_after_pass([round_of_two], model)[0] / 2
 
     return memoised(model, head, measure, vocabulary)
+
+
+def level_costs(
+    model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None
+) -> dict[int, float]:
+    """The cost of a level of a FastMTP head's tree, by the rows that it reads, in a round that takes
+    in two hidden states and expands three levels. `vocabulary` is as for `head_cost`."""
+    draft_head = (vocabulary or FullVocabulary(model)).select([])
+
+    def measure() -> dict[int, float]:
+        hidden = model.model.norm.weight.new_zeros(2, model.config.hidden_size)
+        drafter = head.drafter(model, head.new_cache(capacity_for(model)), offset=0)
+
+        def round_of_three(width: int) -> None:
+            drafter.receive(hidden, [0, 0])
+            drafter.read_and_expand(width, 3, draft_head).tolist()
+            drafter.cache.truncate(0)
+
+        rounds = [partial(round_of_three, width) for width in WIDTHS]
+        chain, *others = costs_after_pass(rounds, model)
+        # the first level always reads a single row
+        wider = {width: (cost - chain / 3) / 2 for width, cost in zip(WIDTHS[1:], others)}
+        return {1: chain / 3} | wider
+
+    return memoised(model, (head, "tree"), measure, vocabulary)
 
 
 def heads_cost(
@@ -150,4 +179,4 @@ def heads_cost(
     def candidates() -> list:
         return best_candidates(heads, draft_head, hidden, RANKS)
 
-    return memoised(model, heads, lambda: cost_after_pass(candidates, model), vocabulary)
+    return memoised(model, heads, lambda: costs_after_pass([candidates], model)[0], vocabulary)

@@ -13,7 +13,7 @@ from minispec.checkpoints.load import load
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, read_json
 from minispec.fast import optimize, optimize_drafter
-from minispec.fast.cost import cost_curve, draft_cost, head_cost, heads_cost
+from minispec.fast.cost import cost_curve, draft_cost, head_cost, heads_cost, level_costs
 from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes, AdaptiveTree, grow_tree
 from minispec.methods.medusa import UNSHARED, MedusaHeads
 from minispec.methods.vocabulary import Vocabulary
@@ -136,8 +136,8 @@ def with_policies(method: str, model: Transformer, options: dict) -> dict:
         policies["lookup_k"] = k_policy(model, {})
     if options.get("tree") == "auto" and options.get("head") is not None:
         head = options["head"]
-        cost = head_cost(model, head, options.get("vocabulary"))
-        policies["tree"] = AdaptiveNodes(cost_curve(model), cost, head.acceptance)
+        costs = level_costs(model, head, options.get("vocabulary"))
+        policies["tree"] = AdaptiveNodes(cost_curve(model), costs, head.acceptance)
     elif options.get("tree") == "auto" and heads is None:
         raise UserError(f"{method}: a tree needs a head; pass head= (on the command line, --heads)")
     elif options.get("tree") == "auto":

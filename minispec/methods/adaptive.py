@@ -21,6 +21,7 @@ from minispec.tree import RankPath
 # step sizes: towards the observed outcome and, for untried positions, towards the previous
 # position's rate
 TRIED_STEP, UNTRIED_STEP = 0.1, 0.005
+EXPLORE_STEP = 0.001  # how much better a larger expansion is thought to be after each round
 MIN_PATH_PROB = 0.02  # less likely paths are ignored: listing them all would take too long
 PRIOR_RATE, PRIOR_GAIN = 0.7, 0.2  # assumed at first, if nothing was measured with the drafter
 PRIOR_ROUNDS = 2  # what is assumed at first weighs as much as this many observed rounds
@@ -161,26 +162,29 @@ class AdaptiveTree:
 
 
 class AdaptiveNodes(AdaptiveTree):
-    """The size and depth of a FastMTP head's tree. `level_cost` is the cost of a pass of the head,
-    in passes of the target over one token, and `acceptance` that of MTPHead.
+    """The size of a FastMTP head's tree, and the width and depth of the expansion that finds it.
+    `level_costs[width]` is the cost of a pass of the head over that many rows, in passes of the
+    target over one token, for each width to choose from: 1, 2, 4, … `acceptance` is that of
+    MTPHead.
 
-    A round keeps as many candidates as pay off. Then it finds for each depth up to its own how many
-    tokens per cost a tree of that depth would have been expected to yield: the best depth, by a
-    running mean, is that of the next round, or one more if the deepest was best.
+    A round keeps as many candidates as pay off. It also finds how many tokens per cost a narrower
+    and a shallower expansion would have been expected to yield. One that is better in the mean is
+    the next round's. If none is, a wider or a deeper one is tried from time to time.
     """
 
     def __init__(
-        self, curve: list[float], level_cost: float, acceptance: list[float] | None = None,
-        width: int = 4, max_depth: int = 8,
+        self, curve: list[float], level_costs: dict[int, float],
+        acceptance: list[float] | None = None, max_depth: int = 8,
     ):  # fmt: skip
-        probs = list(accumulate(acceptance or [PRIOR_RATE] * 3, operator.mul))
-        chain_costs = [curve_at(curve, k + 1) + k * level_cost for k in range(len(probs) + 1)]
-        self.curve, self.level_cost = curve, level_cost
-        self.width, self.max_depth = width, max_depth
-        self.depth = max(1, best_draft_size(probs, chain_costs))
-        self.rates = [0.0] * (max_depth + 1)  # tokens per cost, by depth; 0: not tried
-        super().__init__(curve, self.depth * level_cost)
-        self.gain = 1 + sum(probs[: self.depth]) - chain_costs[self.depth]
+        self.curve, self.level_costs, self.max_depth = curve, level_costs, max_depth
+        probs = list(accumulate(acceptance or [PRIOR_RATE] * 3, operator.mul))[:max_depth]
+        costs = [curve_at(curve, k + 1) + k * level_costs[1] for k in range(len(probs) + 1)]
+        depth = max(1, best_draft_size(probs, costs))
+        super().__init__(curve, depth * level_costs[1])
+        tokens = 1 + sum(probs[:depth])
+        self.gain, self.rate = tokens - costs[depth], tokens / costs[depth]  # running means
+        self.expansion, self.expanding = (1, depth), False  # of the next round, and whether it ran
+        self.advantage: dict[tuple, float] = {}  # running mean for (smaller, larger) expansion
         self.expected = self.accepted = float(PRIOR_ROUNDS)  # tokens, running sums
         self.kept = 0.0  # what the candidates of this round promise
 
@@ -189,29 +193,58 @@ class AdaptiveNodes(AdaptiveTree):
         """See tree.NodePolicy."""
         return self.accepted / self.expected
 
-    def shape(self) -> tuple[int, int]:
-        """See tree.NodePolicy."""
-        return (self.width, self.depth) if self.drafting() else (0, 0)
+    def shape(self, chain: list[float]) -> tuple[int, int]:
+        """See tree.NodePolicy. A chain that promises as much as trees did needs no expansion."""
+        n = best_draft_size(chain, self.curve[1:])
+        alone = (1 + sum(chain[:n])) / self.curve[n + 1]
+        self.expanding = self.drafting() and alone < self.rate
+        return self.expansion if self.expanding else (0, 0)
 
-    def choose(self, values: list[float], levels: list[int], free_rows: int) -> int:
+    def choose(self, values: list[float], shapes: list[tuple[int, int]], free_rows: int) -> int:
         """See tree.NodePolicy."""
-        reached, n, order = max(levels, default=0), 0, sorted(zip(values, levels), reverse=True)
-        for depth in range(reached + 1):
-            self.costs = [cost + depth * self.level_cost for cost in self.curve[1:]]
-            probs = [value for value, level in order if level <= depth][:free_rows]
-            n = best_draft_size(probs, self.costs)
-            rate = (1 + sum(probs[:n])) / self.costs[n]
-            step = TRIED_STEP if self.rates[depth] else 1.0
-            self.rates[depth] += step * (rate - self.rates[depth])
-        self.kept = sum(probs[:n])
-        if reached:
-            best = max(range(1, reached + 1), key=self.rates.__getitem__)
-            self.depth = min(best + (best == reached), self.max_depth)
+        order = sorted(zip(values, shapes), reverse=True)
+        if not self.expanding:
+            return self.outcome(order, (0, 0), free_rows)[0]
+        width, depth = self.expansion
+        smaller = [x for x in ((width // 2, depth), (width, depth - 1)) if min(x) > 0]
+        rates = {x: self.outcome(order, x, free_rows)[1] for x in smaller}
+        n, rate = self.outcome(order, self.expansion, free_rows)
+        self.rate += TRIED_STEP * (rate - self.rate)
+        self.expansion = self.next_expansion(rate, rates)
         return n
+
+    def outcome(
+        self, order: list[tuple[float, tuple[int, int]]], expansion: tuple[int, int], free_rows: int
+    ) -> tuple[int, float]:
+        """How many candidates pay off, of those that an expansion would have found, and how many
+        tokens per cost they promise. Then `costs` and `kept` are those of this round."""
+        width, depth = expansion
+        values = [value for value, (w, d) in order if w <= width and d <= depth][:free_rows]
+        cost = sum(self.level_costs[width if level else 1] for level in range(depth))
+        self.costs = [rows + cost for rows in self.curve[1:]]
+        n = best_draft_size(values, self.costs)
+        self.kept = sum(values[:n])
+        return n, (1 + self.kept) / self.costs[n]
+
+    def next_expansion(
+        self, rate: float, smaller_rates: dict[tuple[int, int], float]
+    ) -> tuple[int, int]:
+        """The best of this round's expansion, which had the `rate`, smaller and larger ones."""
+        own, (width, depth) = self.expansion, self.expansion
+        gains = {own: 0.0}
+        for smaller, other in smaller_rates.items():
+            mean = self.advantage.get((smaller, own), 0.0)
+            self.advantage[smaller, own] = mean + TRIED_STEP * (rate / other - 1 - mean)
+            gains[smaller] = -self.advantage[smaller, own]
+        for larger in (2 * width, depth), (width, depth + 1):
+            if larger[0] in self.level_costs and larger[1] <= self.max_depth:
+                gains[larger] = self.advantage.get((own, larger), 0.0) + EXPLORE_STEP
+                self.advantage[own, larger] = gains[larger]
+        return max(gains, key=gains.get)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """See tree.NodePolicy."""
-        if drafted and self.drafting():
+        if drafted and self.expanding:
             promised, keep = self.kept / self.trust, 1 - TRIED_STEP / 2
             self.expected = keep * self.expected + promised
             self.accepted = keep * self.accepted + accepted

@@ -19,6 +19,8 @@ from minispec.sampling import OneHot, Randomness, Sampling, draw, probs
 from minispec.tree import FixedK, NodePolicy, Policy, Step, Tree, node_policy
 from minispec.verify import accept
 
+CHILDREN = 8  # candidates below each expanded node of a tree
+
 # ---- the head ------------------------------------------------------------------------------------
 
 
@@ -101,6 +103,11 @@ class Drafter:
                 chunk = slice(start, start + CHUNK)
                 self.extend(hidden[chunk], tokens[chunk])
 
+    @property
+    def unread(self) -> int:
+        """The number of rows that `catch_up` would commit."""
+        return sum(len(tokens) for _, tokens in self.pending)
+
     def joined_pending(self) -> tuple[Tensor, list[int]]:
         """All pending hidden states (n, d) and tokens."""
         states, tokens = zip(*self.pending)
@@ -153,80 +160,75 @@ class Drafter:
         in EAGLE-2 (Li et al. 2024, section 4). A node's value is the product of the head's
         probabilities along its path. No node's value is above its parent's, so the best ones form
         a tree. A `chain` of other drafts, with their own values, is added to the candidates."""
-        (width, depth), candidates = policy.shape(), Candidates()
-        if depth > 0:
-            self.catch_up()
-        if depth > 0 and self.last is not None:
-            candidates = self.expand(width, depth, draft_head)
-            candidates.values = [policy.trust * value for value in candidates.values]
+        width, depth = policy.shape([value for _, value in chain])
+        candidates = Candidates()
+        if depth > 0 and (self.pending or self.last is not None):
+            depth = min(depth, 1 + (self.cache.free_rows - self.unread) // width)
+            # one wait for the device; float64 represents every token id exactly
+            columns = self.read_and_expand(width, depth, draft_head).tolist()
+            candidates = Candidates.of(columns, policy.trust)
         candidates.add_chain(chain)
-        n = policy.choose(candidates.values, candidates.levels, free_rows)
+        n = policy.choose(candidates.values, candidates.shapes, free_rows)
         return candidates.best(tokens[-1], n)
 
-    def expand(self, width: int, depth: int, draft_head: DraftHead) -> "Candidates":
-        """Candidates for a tree. In each level, the head reads the `width` best candidates of the
-        level above in one pass, each with the head's output at its parent. A row sees its ancestors
-        only, at its depth's position. All earlier rows of the tree are fed again, so the cache
-        needs to keep none of them."""
-        depth = min(depth, 1 + self.cache.free_rows // width)
-        states, value = self.last, self.last.new_ones(1, dtype=torch.float32)
-        parent = torch.full((1,), -1, device=states.device)  # the candidates that are expanded
-        tokens, parents, values, rows = [], [], [], None
-        for level in range(depth):
-            if level > 0:
-                value, best = values[-1].topk(min(width, len(values[-1])))
-                parent = best + sum(map(len, values[:-1]))
-                row = best // (len(values[-1]) // len(states))
-                rows = HeadRows.below(rows, states, row, tokens[-1][best])
-                states = self.run(rows.states, rows.tokens, rows.depth, rows.mask)[-len(best) :]
+    def read_and_expand(self, width: int, depth: int, draft_head: DraftHead) -> Tensor:
+        """Run the head on everything that is pending; then see `expand`."""
+        self.catch_up()
+        return self.expand(width, depth, draft_head)
+
+    def expand(self, width: int, depth: int, draft_head: DraftHead) -> Tensor:
+        """Candidates for a tree. In each of `depth` levels, the head reads the `width` best
+        candidates of the level above in one pass, each with the head's output at its parent. A row
+        sees its ancestors only, at its depth's position; the cache keeps all rows until the last
+        level is done. Returns, for each candidate, token, index of the parent (-1: the root),
+        value, and the least width and depth with which it would have been found: (5, N), float64.
+        """
+        start, states, seen = self.cache.length, self.last, None
+        value = states.new_ones(1, dtype=torch.float32)  # of the rows that are expanded
+        parent = torch.full((1,), -1, device=states.device)
+        widths = torch.ones_like(parent)
+        levels: list[Tensor] = []  # the candidates, (5, n) each
+        for level in range(1, depth + 1):
+            if levels:
+                token, _, values, width_above, _ = levels[-1]
+                value, best = values.topk(min(width, len(values)))
+                parent = best + sum(found.shape[1] for found in levels[:-1])
+                above = best // (len(values) // len(states))  # the rows that predicted them
+                ranks, own = torch.arange(1, len(best) + 1, device=best.device), best == best[:, None]
+                widths = torch.maximum(width_above[best], ranks)
+                earlier = 0 if seen is None else seen.shape[1]
+                seen = own if seen is None else torch.cat([seen[above], own], 1)
+                at = best.new_full((len(best),), level - 2 - earlier)
+                states = self.run(states[above], token[best].long(), at, seen)
+                self.cache.commit(list(range(len(best))))
             p = draft_head.logits(states).float().softmax(-1)  # (rows, V)
-            p, token = p.topk(min(width, p.shape[-1]))
-            tokens.append(draft_head.to_full_ids(token).flatten())
-            parents.append(parent.repeat_interleave(p.shape[1]))
-            values.append((value[:, None] * p).flatten())
-        # a single wait for the device; float64 represents every token id exactly
-        found = torch.stack([torch.cat(x).double() for x in (tokens, parents, values)]).tolist()
-        levels = [level for level, added in enumerate(tokens, 1) for _ in added]
-        return Candidates(list(map(int, found[0])), list(map(int, found[1])), found[2], levels)
-
-
-@dataclass(frozen=True)
-class HeadRows:
-    """The rows that the head reads for a level of a tree: states (n, d), tokens and depths (n,),
-    and which rows each of them sees, (n, n)."""
-
-    states: Tensor
-    tokens: Tensor
-    depth: Tensor
-    mask: Tensor
-
-    @classmethod
-    def below(
-        cls, above: "HeadRows | None", outputs: Tensor, parent: Tensor, tokens: Tensor
-    ) -> "HeadRows":
-        """The rows `above` and a new level of `tokens` (n,). The last rows above have the head's
-        `outputs`; parent[i] is the index of token i's parent among them."""
-        n = len(tokens)
-        own = torch.eye(n, dtype=torch.bool, device=tokens.device)
-        if above is None:  # children of the root, which every row sees in the cache
-            return cls(outputs[parent], tokens, torch.zeros_like(tokens), own)
-        seen = torch.cat([above.mask[-len(outputs) :][parent], own], 1)
-        return cls(
-            torch.cat([above.states, outputs[parent]]), torch.cat([above.tokens, tokens]),
-            torch.cat([above.depth, above.depth[-1] + torch.ones_like(tokens)]),
-            torch.cat([F.pad(above.mask, (0, n)), seen]),
-        )  # fmt: skip
+            p, token = p.topk(min(CHILDREN, p.shape[-1]))
+            found = draft_head.to_full_ids(token), parent[:, None], value[:, None] * p, widths[:, None]
+            found = [x.double().expand_as(p).flatten() for x in found]
+            levels.append(torch.stack([*found, torch.full_like(found[0], level)]))
+        self.cache.truncate(start)
+        return torch.cat(levels, 1)
 
 
 @dataclass
 class Candidates:
     """Nodes for a tree, parents before children, best siblings first: their tokens, the indices of
-    their parents (-1: the root), their values, and how many passes of the head they took."""
+    their parents (-1: the root), their values, and the (width, depth) that it takes to find them.
+    """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
-    levels: list[int] = field(default_factory=list)
+    shapes: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, columns: list[list[float]], trust: float) -> "Candidates":
+        """What Drafter.expand has found. The head's probabilities are multiplied by `trust`."""
+        tokens, parents, values, widths, depths = columns
+        shapes = list(zip(map(int, widths), map(int, depths)))
+        return cls(
+            list(map(int, tokens)), list(map(int, parents)), [trust * p for p in values], shapes
+        )
 
     def add_chain(self, chain: Sequence[tuple[int, float]]) -> None:
         """Add a path of tokens with their values, which must not rise. Where there is such a node
@@ -239,7 +241,7 @@ class Candidates:
                 self.tokens.append(token)
                 self.parents.append(parent)
                 self.values.append(0.0)
-                self.levels.append(0)
+                self.shapes.append((0, 0))
             parent = node[parent, token]
             self.values[parent] = max(self.values[parent], value)
 

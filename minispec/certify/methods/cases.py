@@ -52,11 +52,11 @@ def fresh_options(options: dict) -> dict:
 # after a rejection and rises to 3 if both drafts are accepted; trees vary from few to many nodes.
 ADAPTIVE_K = AdaptiveK([0.0, 1.0, 1.0, 1.205, 1.331, 1.42], draft_cost=0.1, max_k=4)
 ADAPTIVE_TREE = AdaptiveTree([0.0, *(1 + n / 20 for n in range(17))], heads_cost=0.2)
-ADAPTIVE_NODES = AdaptiveNodes([0.0, *(1 + n / 20 for n in range(17))], level_cost=0.05)
+ADAPTIVE_NODES = AdaptiveNodes([0.0, *(1 + n / 20 for n in range(17))], {1: 0.05, 2: 0.06})
 # These stop drafting after their first rejection, and try again after one plain step.
 CHEAP_ROWS = [0.0, *(1 + n / 100 for n in range(17))]
 PROBING_K = AdaptiveK(CHEAP_ROWS, draft_cost=0.0, max_k=2, acceptance=[0.0105])
-PROBING_NODES = AdaptiveNodes(CHEAP_ROWS, level_cost=0.0, acceptance=[0.0105])
+PROBING_NODES = AdaptiveNodes(CHEAP_ROWS, {1: 0.0}, acceptance=[0.0105])
 PROBING_TREE = AdaptiveTree(CHEAP_ROWS, heads_cost=0.005, accuracy=torch.tensor([[0.016]]))
 
 # ---- draft trees of every shape ------------------------------------------------------------------
