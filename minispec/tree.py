@@ -166,38 +166,60 @@ class NodePolicy(Protocol):
 
     trust: float
 
-    def shape(self, chain: list[float]) -> tuple[int, int]:
-        """Return how many nodes of a level to expand, and how many levels; 0 is a plain step.
-        `chain` holds the values of other drafts, which will be among the candidates."""
+    def expand(self, chain: list[float]) -> bool:
+        """Return whether the head drafts in this round. `chain` holds the values of other drafts,
+        which will be among the candidates."""
 
-    def choose(self, values: list[float], shapes: list[tuple[int, int]], free_rows: int) -> int:
-        """Return how many candidates to keep, at most `free_rows`: those of highest value. `shapes`
-        holds the least width and depth with which the head would have found each."""
+    def width(self, level: int, values: Tensor) -> int:
+        """Return how many candidates of this level, counted from 1, the head reads for the next:
+        those of highest value. 0 ends the expansion."""
+
+    def static_shape(self) -> tuple[int, int]:
+        """Return the width and depth of an expansion that must be the same in every round."""
+
+    def choose(self, values: list[float], free_rows: int) -> int:
+        """Return how many candidates to keep, at most `free_rows`: those of highest value."""
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Record the outcome of a round."""
 
 
-@dataclass(frozen=True)
-class FixedNodes:
-    """Keeps `n` candidates in every round. Width and depth of the expansion grow with n: from 4 × 4
-    for 4 nodes to 10 × 8 for 60."""
+@dataclass
+class FixedShape:
+    """Expands `depth` levels in every round, the first with one row, the others with `n`."""
 
     n: int
+    depth: int
     trust = 1.0
 
-    def __post_init__(self):
-        if self.n < 1:
-            raise UserError(f"tree {self.n}: must be auto or at least 1 node")
+    def expand(self, chain: list[float]) -> bool:
+        return True
 
-    def shape(self, chain: list[float]) -> tuple[int, int]:
-        return max(4, round(1.3 * math.sqrt(self.n))), round(math.log2(self.n)) + 2
+    def width(self, level: int, values: Tensor) -> int:
+        return self.n if level < self.depth else 0
 
-    def choose(self, values: list[float], shapes: list[tuple[int, int]], free_rows: int) -> int:
-        return min(self.n, free_rows, len(values))
+    def static_shape(self) -> tuple[int, int]:
+        return self.n, self.depth
+
+    def choose(self, values: list[float], free_rows: int) -> int:
+        return min(free_rows, len(values))
 
     def observe(self, drafted: int, accepted: int) -> None:
         pass
+
+
+class FixedNodes(FixedShape):
+    """Keeps `nodes` candidates in every round. Width and depth of the expansion grow with their
+    number: from 4 × 4 for 4 nodes to 10 × 8 for 60."""
+
+    def __init__(self, nodes: int):
+        if nodes < 1:
+            raise UserError(f"tree {nodes}: must be auto or at least 1 node")
+        super().__init__(max(4, round(1.3 * math.sqrt(nodes))), round(math.log2(nodes)) + 2)
+        self.nodes = nodes
+
+    def choose(self, values: list[float], free_rows: int) -> int:
+        return min(self.nodes, super().choose(values, free_rows))
 
 
 def node_policy(tree: int | NodePolicy) -> NodePolicy | None:

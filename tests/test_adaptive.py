@@ -258,74 +258,64 @@ def best_value(values: list[float], costs: list[float]) -> float:
     return max((1 + sum(values[:n])) / costs[n] for n in range(most + 1))
 
 
-def random_candidates(rng: random.Random, width: int, depth: int) -> tuple[list, list]:
-    shapes = [
-        (rng.randint(1, width), level)
-        for level in range(1, depth + 1) for _ in range(rng.randint(1, 9))
-    ]  # fmt: skip
-    return [rng.random() ** level for _, level in shapes], shapes
+def grow(policy: AdaptiveNodes, children: list[float]) -> tuple[list[int], list[float]]:
+    """The widths that a policy chooses for the levels below the first one, if every node has
+    children of these probabilities, and the values of all candidates."""
+    level, widths, found = torch.tensor(children), [], children
+    while n := policy.width(len(widths) + 1, level):
+        widths.append(n)
+        level = (level.topk(n).values[:, None] * torch.tensor(children)).flatten()
+        found = found + level.tolist()
+    return widths, [policy.trust * value for value in found]
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_head_s_tree_maximises_expected_tokens_per_cost(seed):
+def test_a_head_s_tree_keeps_what_is_worth_its_time(seed):
     rng = random.Random(seed)
     curve = [0.0, *itertools.accumulate((rng.random() / 5 for _ in range(20)), initial=1.0)]
-    level_costs = {1: rng.random() / 5, 2: rng.random() / 4, 4: rng.random() / 3}
+    level_costs = {n: n * rng.random() / 20 for n in (1, 2, 4)}
     policy = AdaptiveNodes(curve, level_costs, acceptance=[0.9, 0.9])
     for _ in range(5):
-        (width, depth), free_rows = policy.shape([]), rng.randint(1, 40)
-        values, shapes = random_candidates(rng, width, depth)
-        n, costs = policy.choose(values, shapes, free_rows), policy.costs
-        cost = level_costs[1] + (depth - 1) * level_costs[width] if depth else 0.0
-        assert costs[0] == pytest.approx(1 + cost)
-        kept = sorted(values, reverse=True)[: min(free_rows, len(costs) - 1)]
-        assert (1 + sum(kept[:n])) / costs[n] == pytest.approx(best_value(kept, costs))
+        free_rows, cost, values = rng.randint(1, 40), 0.0, []
+        if policy.expand([]):
+            widths, values = grow(policy, [rng.random() / 2 for _ in range(4)])
+            cost = sum(level_costs[n] for n in [1, *widths])
+        n, rate = policy.choose(values, free_rows), policy.rate
+        kept = sorted(values, reverse=True)[: min(free_rows, len(curve) - 2)]
+        profits = [
+            sum(kept[:m]) - rate * (curve[m + 1] + cost) for m in range(len(kept) + 1)
+        ]  # fmt: skip
+        assert profits[n] == pytest.approx(max(profits))
+        assert policy.costs[n] == pytest.approx(curve[n + 1] + cost)
+        policy.observe(n, accepted=rng.randint(0, n))
 
 
-def rounds_of(policy: AdaptiveNodes, children: list[float], rounds: int = 400) -> list[tuple]:
-    """The expansions of a policy if every node has children of these probabilities."""
-    expansions = []
-    for _ in range(rounds):
-        width, depth = policy.shape([])
-        expansions.append((width, depth))
-        values, shapes, level = [], [], [(1.0, 1)]
-        for d in range(1, depth + 1):
-            level = [(v * p, max(w, i)) for i, (v, w) in enumerate(level, 1) for p in children]
-            level = sorted(level, reverse=True)
-            values += [v for v, _ in level]
-            shapes += [(w, d) for _, w in level]
-            level = level[:width]
-        drafted = policy.choose(values, shapes, 64)
-        policy.observe(drafted, accepted=2)
-    return expansions
+def test_a_head_expands_further_while_that_pays():
+    cheap, one_row, dear = {1: 0.01, 2: 0.01, 4: 0.01}, {1: 0.01, 2: 2.0}, {1: 0.9}
+    sure, unsure = [0.9, 0.05], [0.4, 0.3]
 
+    def widths(level_costs: dict, children: list[float]) -> list[int]:
+        policy = AdaptiveNodes(FLAT, level_costs, acceptance=children[:1])
+        policy.expand([])
+        return grow(policy, children)[0]
 
-def test_a_head_s_expansion_grows_while_that_pays():
-    cheap, narrow, chain = (
-        rounds_of(AdaptiveNodes(curve, costs), [0.5, 0.3])
-        for curve, costs in [
-            (FLAT, {1: 0.01, 2: 0.01, 4: 0.01}), (FLAT, {1: 0.01, 2: 2.0, 4: 4.0}),
-            ([0.0, *range(1, 64)], {1: 0.3, 2: 0.6, 4: 1.2}),
-        ]
-    )  # fmt: skip
-    assert cheap[-1][0] == 4 and max(depth for _, depth in cheap) == 8
-    assert 0 < len([width for width, _ in narrow if width > 1]) < 40  # tried, but rarely
-    assert max(depth for _, depth in chain[50:]) <= 3
+    assert widths(cheap, unsure)[:2] == [2, 4] and len(widths(cheap, sure)) == 7
+    assert widths(one_row, sure) == [1] * 7 and 0 < len(widths(one_row, unsure)) < 7
+    assert widths(dear, unsure) == []
 
 
 def test_a_promising_chain_needs_no_expansion():
     policy = AdaptiveNodes([0.0, *(1 + n / 10 for n in range(64))], {1: 0.1, 2: 0.1})
-    assert policy.shape([0.9, 0.9, 0.9, 0.9]) == (0, 0) and policy.shape([0.1]) != (0, 0)
+    assert not policy.expand([0.9, 0.9, 0.9, 0.9]) and policy.expand([0.1])
 
 
 def test_values_are_corrected_by_what_was_accepted_and_plain_steps_follow_bad_rounds():
     policy = AdaptiveNodes([0.0, *(1 + n / 5 for n in range(64))], {1: 0.1})
     for _ in range(20):
-        if policy.shape([])[1]:
-            candidates = [policy.trust * 0.9] * 4, [(1, 1)] * 4
-            policy.observe(policy.choose(*candidates, 64), accepted=0)
-    assert policy.trust < 0.5 and policy.shape([]) == (0, 0)
-    assert policy.choose([], [], 64) == 0  # a plain step
+        values = [policy.trust * 0.9] * 4 if policy.expand([]) else []
+        policy.observe(policy.choose(values, 64), accepted=0)
+    assert policy.trust < 0.5 and not policy.expand([])
+    assert policy.choose([], 64) == 0  # a plain step
 
 
 def test_auto_reads_the_heads_acceptance_and_drafts_from_text_for_free():

@@ -101,11 +101,14 @@ class RandomNodes:
     def __init__(self, seed: int):
         self.random = random.Random(seed)
 
-    def shape(self, chain) -> tuple[int, int]:
-        self.width, self.depth = self.random.randint(1, 3), self.random.randint(0, 3)
-        return self.width, self.depth
+    def expand(self, chain) -> bool:
+        self.shape = self.random.randint(1, 3), self.random.randint(0, 3)
+        return self.shape[1] > 0
 
-    def choose(self, values, shapes, free_rows) -> int:
+    def width(self, level, values) -> int:
+        return self.shape[0] if level < self.shape[1] else 0
+
+    def choose(self, values, free_rows) -> int:
         self.n = self.random.randint(0, min(12, free_rows))
         return self.n
 
@@ -142,7 +145,7 @@ def fresh_paths(
 ) -> list[tuple[int, ...]]:
     """The paths of the best candidates, level by level: EAGLE-2's expansion, without a cache."""
     frontier, found = [((), 1.0)], []
-    for _ in range(policy.depth):
+    for _ in range(policy.shape[1]):
         level = []
         for path, value in frontier:
             hidden = model(tokens[:-1])[0]
@@ -154,7 +157,7 @@ def fresh_paths(
             pairs = zip(best.indices.tolist(), best.values.tolist())
             level += [((*path, token), value * p) for token, p in pairs]
         found += level
-        frontier = sorted(level, key=lambda candidate: -candidate[1])[: policy.width]
+        frontier = sorted(level, key=lambda candidate: -candidate[1])[: policy.shape[0]]
     kept = sorted(found, key=lambda candidate: -candidate[1])[: policy.n]
     return [candidate[0] for candidate in found if candidate in kept]
 

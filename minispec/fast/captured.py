@@ -23,6 +23,7 @@ from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import DraftHead
 from minispec.model import Transformer
 from minispec.sampling import Randomness, Sampling
+from minispec.tree import FixedShape, NodePolicy
 
 CPU = torch.device("cpu")
 SPAN = 256  # cache rows that a graph reads: this many, or a larger power of two
@@ -265,8 +266,8 @@ def layout(length: int, n: int, depth: Tensor | None, mask: Tensor | None) -> Te
 
 
 class CapturedDrafter(Drafter):
-    """Draws all greedy drafts of a round, or the candidates of its tree, in one graph. Otherwise, each
-    pass of the head is one."""
+    """Draws all greedy drafts of a round, or the candidates of its tree, in one graph. Otherwise,
+    each pass of the head is one."""
 
     def run(
         self, hidden: Tensor, tokens: list[int] | Tensor, depth: Tensor | None = None,
@@ -296,13 +297,15 @@ class CapturedDrafter(Drafter):
             return super().draft(tokens, k, sampling, randomness, draft_head)
         return rows, []
 
-    def read_and_expand(self, width: int, depth: int, draft_head: DraftHead) -> Tensor:
-        def expand(drafter: Drafter, _: Tensor) -> Tensor:
-            return drafter.expand(width, depth, draft_head)
+    def read_and_expand(self, policy: NodePolicy, draft_head: DraftHead) -> Tensor:
+        width, depth = policy.static_shape()
+        depth = min(depth, 1 + (self.cache.free_rows - self.unread) // width)
 
-        key = width, depth, draft_head.logits
-        found = self.replay(key, width * (depth - 1), expand)
-        return super().read_and_expand(width, depth, draft_head) if found is None else found
+        def expand(drafter: Drafter, _: Tensor) -> Tensor:
+            return drafter.expand(FixedShape(width, depth).width, draft_head)
+
+        found = self.replay((width, depth, draft_head.logits), width * (depth - 1), expand)
+        return super().read_and_expand(policy, draft_head) if found is None else found
 
     def replay(
         self, key: tuple, scratch: int, draft: Callable[[Drafter, Tensor], Tensor]

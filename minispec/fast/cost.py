@@ -15,12 +15,11 @@ from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import RANKS, MedusaHeads, best_candidates
 from minispec.methods.vocabulary import FullVocabulary, Vocabulary
 from minispec.model import Transformer
-from minispec.sampling import Sampling, Seeded
+from minispec.tree import FixedShape
 
 T = TypeVar("T")
 # rows per pass at which the curve is measured: densely where it is steepest and most used
 ROW_COUNTS = 1, 2, 3, 4, 5, 6, 8, 16, 32, 64
-WIDTHS = 1, 2, 4, 8  # of a head's expansions that `--tree auto` may choose
 CAPACITY = 1024  # of caches, as in decoding a short text: on a GPU each needs its own graphs
 TURN_SECONDS = 0.02  # minimum length of a function's turn
 
@@ -124,31 +123,13 @@ def draft_cost(model: Transformer, draft: Transformer) -> float:
     return memoised(model, draft, lambda: costs_after_pass([one_pass(draft, 1)], model)[0])
 
 
-def head_cost(model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None) -> float:
-    """The cost of one token of a FastMTP head, in a round that takes in two hidden states and
-    drafts two tokens, over all languages of `vocabulary` (None: full)."""
-    vocabulary = vocabulary or FullVocabulary(model)
-
-    def measure() -> float:
-        hidden = model.model.norm.weight.new_zeros(2, model.config.hidden_size)
-        drafter = head.drafter(model, head.new_cache(capacity_for(model)), offset=0)
-
-        def round_of_two() -> None:
-            drafter.receive(hidden, [0, 0])
-            rows, _ = drafter.draft([0], 2, Sampling(0.0), Seeded(0), vocabulary.select([]))
-            rows.tolist()
-            drafter.cache.truncate(0)
-
-        return costs_after_pass([round_of_two], model)[0] / 2
-
-    return memoised(model, head, measure, vocabulary)
-
-
-def level_costs(
-    model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None
-) -> dict[int, float]:
-    """The cost of a level of a FastMTP head's tree, by the rows that it reads, in a round that takes
-    in two hidden states and expands three levels. `vocabulary` is as for `head_cost`."""
+def head_costs(
+    model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None,
+    widths: tuple[int, ...] = (1,),
+) -> dict[int, float]:  # fmt: skip
+    """The cost of one step of a FastMTP head, by how many tokens it drafts from, in a round that
+    takes in two hidden states and has three steps. `widths` are these numbers; the first is 1.
+    Drafts are from all languages of `vocabulary` (None: full)."""
     draft_head = (vocabulary or FullVocabulary(model)).select([])
 
     def measure() -> dict[int, float]:
@@ -157,22 +138,21 @@ def level_costs(
 
         def round_of_three(width: int) -> None:
             drafter.receive(hidden, [0, 0])
-            drafter.read_and_expand(width, 3, draft_head).tolist()
+            drafter.read_and_expand(FixedShape(width, 3), draft_head).tolist()
             drafter.cache.truncate(0)
 
-        rounds = [partial(round_of_three, width) for width in WIDTHS]
-        chain, *others = costs_after_pass(rounds, model)
-        # the first level always reads a single row
-        wider = {width: (cost - chain / 3) / 2 for width, cost in zip(WIDTHS[1:], others)}
-        return {1: chain / 3} | wider
+        rounds = [partial(round_of_three, width) for width in widths]
+        chain, *wider = (cost / 3 for cost in costs_after_pass(rounds, model))
+        # the first step always drafts from a single token
+        return {1: chain} | {n: (3 * cost - chain) / 2 for n, cost in zip(widths[1:], wider)}
 
-    return memoised(model, (head, "tree"), measure, vocabulary)
+    return memoised(model, (head, widths), measure, vocabulary)
 
 
 def heads_cost(
     model: Transformer, heads: MedusaHeads, vocabulary: Vocabulary | None = None
 ) -> float:
-    """The cost of Medusa heads in one round. `vocabulary` is as for `head_cost`."""
+    """The cost of Medusa heads in one round. `vocabulary` is as for `head_costs`."""
     draft_head = (vocabulary or FullVocabulary(model)).select([])
     hidden = model.model.norm.weight
 

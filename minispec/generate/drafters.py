@@ -13,13 +13,14 @@ from minispec.checkpoints.load import load
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, read_json
 from minispec.fast import optimize, optimize_drafter
-from minispec.fast.cost import cost_curve, draft_cost, head_cost, heads_cost, level_costs
+from minispec.fast.cost import cost_curve, draft_cost, head_costs, heads_cost
 from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes, AdaptiveTree, grow_tree
 from minispec.methods.medusa import UNSHARED, MedusaHeads
 from minispec.methods.vocabulary import Vocabulary
 from minispec.model import Transformer
 from minispec.tree import RankPath
 
+WIDTHS = 1, 2, 4, 8  # of a level that `--tree auto` may expand
 # what a method needs in addition to the model: (argument, folder it is shipped in, flags)
 REQUIRED_DRAFTERS = {
     "speculative": ("draft", "draft", "--draft DIR"),
@@ -136,7 +137,7 @@ def with_policies(method: str, model: Transformer, options: dict) -> dict:
         policies["lookup_k"] = k_policy(model, {})
     if options.get("tree") == "auto" and options.get("head") is not None:
         head = options["head"]
-        costs = level_costs(model, head, options.get("vocabulary"))
+        costs = head_costs(model, head, options.get("vocabulary"), WIDTHS)
         policies["tree"] = AdaptiveNodes(cost_curve(model), costs, head.acceptance)
     elif options.get("tree") == "auto" and heads is None:
         raise UserError(f"{method}: a tree needs a head; pass head= (on the command line, --heads)")
@@ -151,7 +152,7 @@ def k_policy(model: Transformer, options: dict) -> AdaptiveK:
     text, whose drafts are free."""
     head, draft, curve = options.get("head"), options.get("draft"), cost_curve(model)
     if head is not None:
-        cost = head_cost(model, head, options.get("vocabulary"))
+        cost = head_costs(model, head, options.get("vocabulary"))[1]
         return AdaptiveK(curve, cost, max_k=8, acceptance=head.acceptance)
     return AdaptiveK(curve, 0.0 if draft is None else draft_cost(model, draft))
 

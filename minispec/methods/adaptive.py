@@ -21,7 +21,6 @@ from minispec.tree import RankPath
 # step sizes: towards the observed outcome and, for untried positions, towards the previous
 # position's rate
 TRIED_STEP, UNTRIED_STEP = 0.1, 0.005
-EXPLORE_STEP = 0.001  # how much better a larger expansion is thought to be after each round
 MIN_PATH_PROB = 0.02  # less likely paths are ignored: listing them all would take too long
 PRIOR_RATE, PRIOR_GAIN = 0.7, 0.2  # assumed at first, if nothing was measured with the drafter
 PRIOR_ROUNDS = 2  # what is assumed at first weighs as much as this many observed rounds
@@ -162,91 +161,92 @@ class AdaptiveTree:
 
 
 class AdaptiveNodes(AdaptiveTree):
-    """The size of a FastMTP head's tree, and the width and depth of the expansion that finds it.
-    `level_costs[width]` is the cost of a pass of the head over that many rows, in passes of the
-    target over one token, for each width to choose from: 1, 2, 4, … `acceptance` is that of
-    MTPHead.
+    """The size of a FastMTP head's tree, and how it is found. `level_costs[width]` is the cost of a
+    pass of the head over that many rows, in passes of the target over one token, for each width to
+    choose from. `acceptance` is that of MTPHead.
 
-    A round keeps as many candidates as pay off. It also finds how many tokens per cost a narrower
-    and a shallower expansion would have been expected to yield. One that is better in the mean is
-    the next round's. If none is, a wider or a deeper one is tried from time to time.
+    Time is worth what it has brought so far: `rate` tokens per pass over one token. Another level
+    is expanded, and a candidate is kept, if it promises more tokens than its time is worth.
     """
 
     def __init__(
         self, curve: list[float], level_costs: dict[int, float],
         acceptance: list[float] | None = None, max_depth: int = 8,
     ):  # fmt: skip
-        self.curve, self.level_costs, self.max_depth = curve, level_costs, max_depth
-        probs = list(accumulate(acceptance or [PRIOR_RATE] * 3, operator.mul))[:max_depth]
-        costs = [curve_at(curve, k + 1) + k * level_costs[1] for k in range(len(probs) + 1)]
+        known = (acceptance or [PRIOR_RATE])[:max_depth]
+        rates = known + known[-1:] * (max_depth - len(known))
+        probs = list(accumulate(rates, operator.mul))
+        costs = [curve_at(curve, k + 1) + k * level_costs[1] for k in range(max_depth + 1)]
         depth = max(1, best_draft_size(probs, costs))
-        super().__init__(curve, depth * level_costs[1])
-        tokens = 1 + sum(probs[:depth])
-        self.gain, self.rate = tokens - costs[depth], tokens / costs[depth]  # running means
-        self.expansion, self.expanding = (1, depth), False  # of the next round, and whether it ran
-        self.advantage: dict[tuple, float] = {}  # running mean for (smaller, larger) expansion
-        self.expected = self.accepted = float(PRIOR_ROUNDS)  # tokens, running sums
-        self.kept = 0.0  # what the candidates of this round promise
+        super().__init__(curve, level_costs[1])
+        self.curve, self.level_costs, self.max_depth = curve, level_costs, max_depth
+        self.gain = 1 + sum(probs[:depth]) - costs[depth]
+        self.tokens = PRIOR_ROUNDS * (1 + sum(probs[:depth]))
+        self.cost = PRIOR_ROUNDS * costs[depth]
+        self.expected = self.accepted = float(PRIOR_ROUNDS)  # running sums, like the last two
+        self.next_prob = known[0]  # running mean of the best child's probability
+        self.static = max(level_costs), depth
+        self.expanding, self.kept = False, 0.0  # in this round: does the head draft; how much
+
+    @property
+    def rate(self) -> float:
+        """How many tokens a pass over one token was worth in the latest rounds."""
+        return self.tokens / self.cost
 
     @property
     def trust(self) -> float:
         """See tree.NodePolicy."""
         return self.accepted / self.expected
 
-    def shape(self, chain: list[float]) -> tuple[int, int]:
-        """See tree.NodePolicy. A chain that promises as much as trees did needs no expansion."""
+    def expand(self, chain: list[float]) -> bool:
+        """See tree.NodePolicy. The head is not needed if the chain promises enough."""
         n = best_draft_size(chain, self.curve[1:])
-        alone = (1 + sum(chain[:n])) / self.curve[n + 1]
-        self.expanding = self.drafting() and alone < self.rate
-        return self.expansion if self.expanding else (0, 0)
+        enough = 1 + sum(chain[:n]) >= self.rate * self.curve[n + 1]
+        self.expanding = self.drafting() and not enough
+        self.expansion_cost = self.level_costs[1] if self.expanding else 0.0
+        self.best_value = 1.0
+        return self.expanding
 
-    def choose(self, values: list[float], shapes: list[tuple[int, int]], free_rows: int) -> int:
+    def width(self, level: int, values: Tensor) -> int:
         """See tree.NodePolicy."""
-        order = sorted(zip(values, shapes), reverse=True)
-        if not self.expanding:
-            return self.outcome(order, (0, 0), free_rows)[0]
-        width, depth = self.expansion
-        smaller = [x for x in ((width // 2, depth), (width, depth - 1)) if min(x) > 0]
-        rates = {x: self.outcome(order, x, free_rows)[1] for x in smaller}
-        n, rate = self.outcome(order, self.expansion, free_rows)
-        self.rate += TRIED_STEP * (rate - self.rate)
-        self.expansion = self.next_expansion(rate, rates)
+        if level == self.max_depth:
+            return 0
+        best = values.topk(min(len(values), max(self.level_costs))).values.tolist()
+        if self.best_value > 0:
+            self.next_prob += TRIED_STEP * (best[0] / self.best_value - self.next_prob)
+        self.best_value, row_cost = best[0], (self.curve[-1] - 1) / len(self.curve)
+        profit = {0: 0.0} | {
+            n: self.trust * self.next_prob * sum(best[:n]) - self.rate * (cost + n * row_cost)
+            for n, cost in self.level_costs.items() if n <= len(best)
+        }  # fmt: skip
+        width = max(profit, key=profit.get)
+        self.expansion_cost += self.level_costs[width] if width else 0.0
+        return width
+
+    def static_shape(self) -> tuple[int, int]:
+        """See tree.NodePolicy."""
+        width, depth = self.static
+        self.expansion_cost += (depth - 1) * self.level_costs[width]
+        return self.static
+
+    def choose(self, values: list[float], free_rows: int) -> int:
+        """See tree.NodePolicy."""
+        self.costs = [cost + self.expansion_cost for cost in self.curve[1:]]
+        tokens = list(accumulate(sorted(values, reverse=True)[:free_rows], initial=0.0))
+        n = max(
+            range(min(len(tokens), len(self.costs))),
+            key=lambda n: tokens[n] - self.rate * self.costs[n],
+        )
+        self.kept = tokens[n]
         return n
-
-    def outcome(
-        self, order: list[tuple[float, tuple[int, int]]], expansion: tuple[int, int], free_rows: int
-    ) -> tuple[int, float]:
-        """How many candidates pay off, of those that an expansion would have found, and how many
-        tokens per cost they promise. Then `costs` and `kept` are those of this round."""
-        width, depth = expansion
-        values = [value for value, (w, d) in order if w <= width and d <= depth][:free_rows]
-        cost = sum(self.level_costs[width if level else 1] for level in range(depth))
-        self.costs = [rows + cost for rows in self.curve[1:]]
-        n = best_draft_size(values, self.costs)
-        self.kept = sum(values[:n])
-        return n, (1 + self.kept) / self.costs[n]
-
-    def next_expansion(
-        self, rate: float, smaller_rates: dict[tuple[int, int], float]
-    ) -> tuple[int, int]:
-        """The best of this round's expansion, which had the `rate`, smaller and larger ones."""
-        own, (width, depth) = self.expansion, self.expansion
-        gains = {own: 0.0}
-        for smaller, other in smaller_rates.items():
-            mean = self.advantage.get((smaller, own), 0.0)
-            self.advantage[smaller, own] = mean + TRIED_STEP * (rate / other - 1 - mean)
-            gains[smaller] = -self.advantage[smaller, own]
-        for larger in (2 * width, depth), (width, depth + 1):
-            if larger[0] in self.level_costs and larger[1] <= self.max_depth:
-                gains[larger] = self.advantage.get((own, larger), 0.0) + EXPLORE_STEP
-                self.advantage[own, larger] = gains[larger]
-        return max(gains, key=gains.get)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """See tree.NodePolicy."""
+        keep = 1 - TRIED_STEP / 2
+        self.tokens = keep * self.tokens + 1 + accepted
+        self.cost = keep * self.cost + self.costs[drafted]
         if drafted and self.expanding:
-            promised, keep = self.kept / self.trust, 1 - TRIED_STEP / 2
-            self.expected = keep * self.expected + promised
+            self.expected = keep * self.expected + self.kept / self.trust
             self.accepted = keep * self.accepted + accepted
         super().observe(drafted, accepted)
 

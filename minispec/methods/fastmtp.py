@@ -5,11 +5,10 @@ Row j of the head reads the target's hidden state h_j, after its final norm, and
 position j, and predicts t_{j+2}. For further drafts, the head reads its own output instead of h.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
@@ -160,52 +159,50 @@ class Drafter:
         in EAGLE-2 (Li et al. 2024, section 4). A node's value is the product of the head's
         probabilities along its path. No node's value is above its parent's, so the best ones form
         a tree. A `chain` of other drafts, with their own values, is added to the candidates."""
-        width, depth = policy.shape([value for _, value in chain])
         candidates = Candidates()
-        if depth > 0 and (self.pending or self.last is not None):
-            depth = min(depth, 1 + (self.cache.free_rows - self.unread) // width)
+        if policy.expand([value for _, value in chain]) and (self.pending or self.last is not None):
             # one wait for the device; float64 represents every token id exactly
-            columns = self.read_and_expand(width, depth, draft_head).tolist()
-            candidates = Candidates.of(columns, policy.trust)
+            drafts, parents, values = self.read_and_expand(policy, draft_head).tolist()
+            values = [policy.trust * value for value in values]
+            candidates = Candidates(list(map(int, drafts)), list(map(int, parents)), values)
         candidates.add_chain(chain)
-        n = policy.choose(candidates.values, candidates.shapes, free_rows)
-        return candidates.best(tokens[-1], n)
+        return candidates.best(tokens[-1], policy.choose(candidates.values, free_rows))
 
-    def read_and_expand(self, width: int, depth: int, draft_head: DraftHead) -> Tensor:
+    def read_and_expand(self, policy: NodePolicy, draft_head: DraftHead) -> Tensor:
         """Run the head on everything that is pending; then see `expand`."""
         self.catch_up()
-        return self.expand(width, depth, draft_head)
+        return self.expand(
+            lambda *found: min(policy.width(*found), self.cache.free_rows), draft_head
+        )
 
-    def expand(self, width: int, depth: int, draft_head: DraftHead) -> Tensor:
-        """Candidates for a tree. In each of `depth` levels, the head reads the `width` best
-        candidates of the level above in one pass, each with the head's output at its parent. A row
-        sees its ancestors only, at its depth's position; the cache keeps all rows until the last
-        level is done. Returns, for each candidate, token, index of the parent (-1: the root),
-        value, and the least width and depth with which it would have been found: (5, N), float64.
-        """
+    def expand(self, width: Callable[[int, Tensor], int], draft_head: DraftHead) -> Tensor:
+        """Candidates for a tree. In each level, the head reads the best candidates of the level
+        above in one pass, each with the head's output at its parent; `width` is as in NodePolicy. A
+        row sees its ancestors only, at its depth's position. The cache keeps all rows until the
+        last level is done. Returns each candidate's token, the index of its parent (-1: the root)
+        and its value, (3, N), float64."""
         start, states, seen = self.cache.length, self.last, None
         value = states.new_ones(1, dtype=torch.float32)  # of the rows that are expanded
         parent = torch.full((1,), -1, device=states.device)
-        widths = torch.ones_like(parent)
-        levels: list[Tensor] = []  # the candidates, (5, n) each
-        for level in range(1, depth + 1):
-            if levels:
-                token, _, values, width_above, _ = levels[-1]
-                value, best = values.topk(min(width, len(values)))
-                parent = best + sum(found.shape[1] for found in levels[:-1])
-                above = best // (len(values) // len(states))  # the rows that predicted them
-                ranks, own = torch.arange(1, len(best) + 1, device=best.device), best == best[:, None]
-                widths = torch.maximum(width_above[best], ranks)
-                earlier = 0 if seen is None else seen.shape[1]
-                seen = own if seen is None else torch.cat([seen[above], own], 1)
-                at = best.new_full((len(best),), level - 2 - earlier)
-                states = self.run(states[above], token[best].long(), at, seen)
-                self.cache.commit(list(range(len(best))))
+        levels: list[Tensor] = []  # the candidates, (3, n) each
+        while True:
             p = draft_head.logits(states).float().softmax(-1)  # (rows, V)
             p, token = p.topk(min(CHILDREN, p.shape[-1]))
-            found = draft_head.to_full_ids(token), parent[:, None], value[:, None] * p, widths[:, None]
-            found = [x.double().expand_as(p).flatten() for x in found]
-            levels.append(torch.stack([*found, torch.full_like(found[0], level)]))
+            found = draft_head.to_full_ids(token), parent[:, None], value[:, None] * p
+            levels.append(torch.stack([x.double().expand_as(p).flatten() for x in found]))
+            tokens, _, values = levels[-1]
+            n = min(width(len(levels), values), len(values))
+            if n < 1:
+                break
+            value, best = values.topk(n)
+            parent = best + sum(level.shape[1] for level in levels[:-1])
+            above = best // p.shape[1]  # the rows that predicted them
+            own = torch.eye(n, dtype=torch.bool, device=best.device)
+            earlier = 0 if seen is None else seen.shape[1]
+            seen = own if seen is None else torch.cat([seen[above], own], 1)
+            depth = best.new_full((n,), len(levels) - 1 - earlier)
+            states = self.run(states[above], tokens[best].long(), depth, seen)
+            self.cache.commit(list(range(n)))
         self.cache.truncate(start)
         return torch.cat(levels, 1)
 
@@ -213,22 +210,11 @@ class Drafter:
 @dataclass
 class Candidates:
     """Nodes for a tree, parents before children, best siblings first: their tokens, the indices of
-    their parents (-1: the root), their values, and the (width, depth) that it takes to find them.
-    """
+    their parents (-1: the root) and their values."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
-    shapes: list[tuple[int, int]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, columns: list[list[float]], trust: float) -> "Candidates":
-        """What Drafter.expand has found. The head's probabilities are multiplied by `trust`."""
-        tokens, parents, values, widths, depths = columns
-        shapes = list(zip(map(int, widths), map(int, depths)))
-        return cls(
-            list(map(int, tokens)), list(map(int, parents)), [trust * p for p in values], shapes
-        )
 
     def add_chain(self, chain: Sequence[tuple[int, float]]) -> None:
         """Add a path of tokens with their values, which must not rise. Where there is such a node
@@ -241,7 +227,6 @@ class Candidates:
                 self.tokens.append(token)
                 self.parents.append(parent)
                 self.values.append(0.0)
-                self.shapes.append((0, 0))
             parent = node[parent, token]
             self.values[parent] = max(self.values[parent], value)
 
