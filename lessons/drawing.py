@@ -26,7 +26,7 @@ from minispec.generate.palette import (
     SKY,
 )
 from minispec.sampling import Sampling, warp
-from minispec.tree import Tree
+from minispec.tree import Step, Tree
 
 plt.rcParams["figure.dpi"] = 100  # whatever the front end's default
 
@@ -508,8 +508,19 @@ def draw_round(tree: Tree, path: Sequence[int], fresh: int, tokenizer: Tokenizer
     )
     labels = [label(token, tokenizer) for token in tree.tokens]
     draw_walk(ax, tree, path, labels, label(fresh, tokenizer))
-    draw_states_legend(ax, loc="upper left")
+    draw_states_legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
     plt.show()
+
+
+def draw_lively_round(rounds: Sequence[Step], tokenizer: Tokenizer) -> None:
+    """Draw a round with several accepted drafts and several rejected ones."""
+
+    def interest(step: Step) -> tuple[int, int]:
+        accepted, rejected = len(step.path) - 1, node_states(step.tree, step.path).count("rejected")
+        return min(accepted, rejected), accepted
+
+    step = max(rounds, key=interest)
+    draw_round(step.tree, step.path, step.tokens[-1], tokenizer)
 
 
 # ---- lesson 05: Jacobi and lookahead decoding ----------------------------------------------------

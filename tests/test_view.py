@@ -290,6 +290,16 @@ function tried(frame, name, width) {
   const before = ground(); $("theme").click(); seen.theme = before !== ground();
   seen.nodes = nodes.length; seen.bars = d.querySelectorAll("#distribution .bar").length;
   seen.window = !$("window-part").hidden; seen.overflow = d.documentElement.scrollWidth - width;
+  seen.below = 0; // how far the end of an accepted path is out of sight
+  for (key("Home"); ; key("ArrowRight")) {
+    const end = $("tree").querySelector("g.fresh").getBoundingClientRect().bottom;
+    seen.below = Math.max(seen.below, end - $("tree").getBoundingClientRect().bottom);
+    if ($("next").disabled) break;
+  }
+  seen.crossed = [...d.querySelectorAll("#tree g.node")].filter(node => {
+    const [token, note] = [...node.querySelectorAll("text")].map(x => x.getBoundingClientRect());
+    return token.right > note.left && token.bottom > note.top + 4;
+  }).length;
   return seen;
 }
 for (const [name, html] of Object.entries(pages)) for (const width of [390, 1280]) {
@@ -312,14 +322,16 @@ BROWSER = next(
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """The page of every method on the shipped weights."""
+    """The page of every method on the shipped weights, and that of a large tree."""
     folder, made = tmp_path_factory.mktemp("pages"), {}
     for method in METHODS:
         file = folder / f"{method}.html"
         generate.main(["Once upon a time", "--max-new-tokens", "12", "--method", method,
                        "--html", str(file), "--device", "cpu"])  # fmt: skip
         made[method] = file.read_text(encoding="utf-8")
-    return made
+    generate.main(["Once upon a time", "--max-new-tokens", "24", "--method", "fastmtp",
+                   "--tree", "60", "--temperature", "1.5", "--html", str(file)])  # fmt: skip
+    return made | {"fastmtp, tree of 60": file.read_text(encoding="utf-8")}
 
 
 @pytest.mark.slow
@@ -337,7 +349,7 @@ def test_the_page_of_every_method_in_a_browser(pages, tmp_path):
     assert "CONSOLE" not in done.stderr
     results = json.loads(re.search(r'<pre id="out">(.*?)</pre>', done.stdout, re.S)[1]
                       .replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))  # fmt: skip
-    assert len(results) == 2 * len(METHODS) and not any("error" in result for result in results)
+    assert len(results) == 2 * len(pages) and not any("error" in result for result in results)
     for result in results:
         data = data_of(pages[result["name"]])
         count, second = len(data["passes"]), data["passes"][1]
@@ -351,3 +363,4 @@ def test_the_page_of_every_method_in_a_browser(pages, tmp_path):
         assert result["bars"] >= len(second["probs"][0])
         assert result["note"].startswith("node 0,") and result["theme"]
         assert result["window"] == bool(second["window"]) and result["overflow"] <= 0
+        assert result["below"] <= 0 and result["crossed"] == 0

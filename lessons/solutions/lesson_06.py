@@ -1,9 +1,10 @@
-"""Lesson 06: a chain of drafts from one head, and the choice of K."""
+"""Lesson 06: a chain of drafts from one head, the choice of K, and the choice of a tree's nodes."""
 
 import random
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, combinations
 from math import prod
 from operator import mul
 
@@ -18,7 +19,7 @@ from minispec.methods.fastmtp import MTPHead
 from minispec.methods.vocabulary import FullVocabulary
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
-from solutions.common import call, fastest, random_costs, speed, speed_distance
+from solutions.common import call, differ, fastest, random_costs, speed, speed_distance
 
 # ---- solutions -----------------------------------------------------------------------------------
 
@@ -47,6 +48,14 @@ def best_k(rates, cost, draft_cost):
     return best
 
 
+def best_nodes(probs, parents, n):
+    values = []
+    for p, parent in zip(probs, parents):
+        values.append(p if parent < 0 else values[parent] * p)
+    best_first = sorted(range(len(values)), key=lambda i: -values[i])  # keeps the order of equals
+    return sorted(best_first[:n])
+
+
 # ---- the package's functions, with the lesson's arguments ----------------------------------------
 
 
@@ -58,6 +67,20 @@ def package_chain(drafter, hidden, tokens, k):
 
 def package_best_k(rates, cost, draft_cost):
     return AdaptiveK(cost, draft_cost, max_k=len(rates), acceptance=rates).best()
+
+
+def package_best_nodes(probs, parents, n):
+    values = list(accumulate_values(probs, parents))
+    indices = list(range(len(probs)))  # in the place of tokens
+    return fastmtp.Candidates(indices, list(parents), values).best(-1, n).tokens[1:]
+
+
+def accumulate_values(probs, parents, combine=mul):
+    """The value of each candidate: combine(its parent's value, its probability)."""
+    values = []
+    for p, parent in zip(probs, parents):
+        values.append(p if parent < 0 else combine(values[parent], p))
+    return values
 
 
 # ---- chain: cases --------------------------------------------------------------------------------
@@ -441,11 +464,177 @@ BEST_K_MISTAKES = {
     ),
 }
 
+# ---- best_nodes: cases ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Arguments of best_nodes."""
+
+    probs: list[float]
+    parents: list[int]
+    n: int
+
+
+def random_candidates(seed: int) -> Candidates:
+    """Candidates whose values differ by more than rounding errors."""
+    rng, values = random.Random(seed), [0, 0]
+    while any(b - a < 1e-5 for a, b in zip(sorted(values), sorted(values)[1:])):
+        parents = [rng.randrange(-1, i) for i in range(rng.randint(4, 10))]
+        rest, probs = dict.fromkeys(range(-1, len(parents)), 1.0), []
+        for parent in parents:
+            probs.append(round(rng.uniform(0.2, 0.8) * rest[parent], 3))
+            rest[parent] -= probs[-1]
+        values = exact_values(probs, parents)
+    return Candidates(probs, parents, rng.randint(2, len(parents) - 1))
+
+
+def exact_values(probs: list[float], parents: list[int]) -> list[Fraction]:
+    """The product along each candidate's path, from the candidate up to the root."""
+    values = []
+    for i in range(len(probs)):
+        value = Fraction(1)
+        while i >= 0:
+            value, i = value * Fraction(str(probs[i])), parents[i]
+        values.append(value)
+    return values
+
+
+CANDIDATES = [
+    Candidates([0.6, 0.3, 0.4, 0.9], [-1, -1, 0, 1], 3),
+    Candidates([0.5, 1.0, 1.0, 0.4], [-1, 0, 1, -1], 2),  # equal values on a path
+    Candidates([0.3, 0.3, 0.3, 0.5], [-1, -1, -1, 2], 2),  # equal siblings
+    Candidates([0.6, 0.3], [-1, 0], 4),  # fewer than n
+    *map(random_candidates, range(60)),
+]
+
+
+def run_best_nodes(function, case: Candidates) -> list[int]:
+    nodes = call(function, case.n, probs=case.probs, parents=case.parents)
+    if not isinstance(nodes, list) or any(type(i) is not int for i in nodes):
+        raise Wrong("it must return a list of indices, each of type int")
+    if not all(0 <= i < len(case.probs) for i in nodes):
+        raise Wrong("it returns an index that no candidate has; the root is not a candidate")
+    if len(set(nodes)) < len(nodes):
+        raise Wrong("an index occurs twice")
+    if nodes != sorted(nodes):
+        raise Wrong("the indices are not in ascending order; sort them at the end")
+    return nodes
+
+
+def best_of_all_trees(case: Candidates) -> list[int]:
+    """Of all trees of n candidates, the one whose values have the largest sum, the expected number
+    of accepted drafts; of equal ones, the first."""
+    values, n = exact_values(case.probs, case.parents), min(case.n, len(case.probs))
+    trees = [
+        nodes for nodes in combinations(range(len(values)), n)
+        if all(case.parents[i] in (-1, *nodes) for i in nodes)
+    ]  # fmt: skip
+    return list(max(trees, key=lambda nodes: sum(values[i] for i in nodes)))
+
+
+def show_candidates(case: Candidates) -> str:
+    return f"probs = {case.probs}, parents = {case.parents}, n = {case.n}"
+
+
+def show_best_nodes(case: Candidates, got: list[int], expected: list[int]) -> str:
+    return f"{show_candidates(case)}: it returns {got} instead of {expected}"
+
+
+def diagnose_best_nodes(results: list[tuple[Candidates, list[int], list[int]]]) -> str | None:
+    if any(len(got) != len(best) for _, got, best in results):
+        return "it must return n indices, or all if there are fewer candidates"
+    if any(case.parents[i] not in (-1, *got) for case, got, _ in results for i in got):
+        return "it keeps a candidate without its parent, so the nodes do not form a tree"
+    return None
+
+
+# ---- best_nodes: mistakes ------------------------------------------------------------------------
+
+
+def top(values, n):
+    """The indices of the n largest values, ascending; of equal ones, the first."""
+    return sorted(sorted(range(len(values)), key=lambda i: -values[i])[:n])
+
+
+def by_values(values):
+    """A choice by other values(probs, parents)."""
+    return lambda probs, parents, n: top(values(probs, parents), n)
+
+
+def depths(parents):
+    return accumulate_values([1] * len(parents), parents, lambda above, one: above + 1)
+
+
+def takes_the_last_for_the_root(probs, parents):
+    values = []
+    for p, parent in zip(probs, parents):
+        values.append(p * values[parent] if values else p)
+    return values
+
+
+def last_of_equals(probs, parents, n):
+    values = accumulate_values(probs, parents)
+    return sorted(sorted(range(len(values)), key=lambda i: (values[i], i))[-n:])
+
+
+def only_leaves(probs, parents, n):
+    """The best nodes that have no children, each in the place of its path."""
+    values = accumulate_values(probs, parents)
+    leaves = [i for i in range(len(values)) if i not in parents]
+    return sorted(sorted(leaves, key=lambda i: -values[i])[:n])
+
+
+BEST_NODES_MISTAKES = {
+    "it adds the probabilities along the path, so a child seems better than its parent; multiply "
+    "them": by_values(lambda probs, parents: accumulate_values(probs, parents, lambda a, b: a + b)),
+    "it compares the candidates' own probabilities; a child is accepted only if its whole path is, "
+    "so multiply by its parent's value": by_values(lambda probs, parents: probs),
+    "it multiplies by the parent's probability only; the value of the parent is a product, too": (
+        by_values(lambda probs, parents: [
+            p * (1 if parent < 0 else probs[parent]) for p, parent in zip(probs, parents)
+        ])
+    ),
+    "it takes the mean of the probabilities along the path; a long path is less likely than its "
+    "beginning": by_values(lambda probs, parents: [
+        total / depth for total, depth in zip(
+            accumulate_values(probs, parents, lambda a, b: a + b), depths(parents))
+    ]),
+    "for the root's children, parents[i] is -1, which is the index of the last candidate in "
+    "Python; their value is their own probability": by_values(takes_the_last_for_the_root),
+    "if two values are equal it keeps the later one, which may be the child of the other": (
+        last_of_equals
+    ),
+    "it takes the first n candidates, whatever their values": lambda probs, parents, n: (
+        list(range(min(n, len(probs))))
+    ),
+    "it takes a whole level before the next; a child may be worth more than its parent's sibling": (
+        by_values(lambda probs, parents: [
+            value - depth for value, depth in zip(
+                accumulate_values(probs, parents), depths(parents))
+        ])
+    ),
+    "it keeps the n worst candidates; sort by falling values": by_values(
+        lambda probs, parents: [-value for value in accumulate_values(probs, parents)]
+    ),
+    "it keeps the best leaves only; the candidates on the way to them are nodes, too": only_leaves,
+    "it returns the indices best first; sort them at the end, so that parents come first": (
+        lambda probs, parents, n: sorted(
+            range(len(probs)), key=lambda i: -accumulate_values(probs, parents)[i])[:n]
+    ),
+    "it returns one node too few; the root is not one of the n": lambda probs, parents, n: (
+        best_nodes(probs, parents, n - 1)
+    ),
+    "it returns the values; return the candidates' indices": lambda probs, parents, n: sorted(
+        accumulate_values(probs, parents)
+    )[-n:],
+}  # fmt: skip
+
 # ---- tasks ---------------------------------------------------------------------------------------
 
 RANGES = {
     "second_given_first": (0, 1), "draft_cost_full": (0, 2), "best_k_full": (0, 5),
-    "best_k_8192": (0, 5),
+    "best_k_8192": (0, 5), "gain_of_60": (0, 20), "best_tree": (0, 60),
 }  # fmt: skip
 TASKS = [
     Task(
@@ -482,5 +671,23 @@ TASKS = [
         ),
         mistakes=BEST_K_MISTAKES,
         shows=(best_draft_size, AdaptiveK.accept_probs),
+    ),
+    Task(
+        name="best_nodes",
+        package=package_best_nodes,
+        solution=best_nodes,
+        judge=Oracle(
+            CANDIDATES, run_best_nodes, best_of_all_trees, differ, show_best_nodes,
+            f"{len(CANDIDATES)} lists of candidates: no other tree of n nodes is expected to yield "
+            "more", arguments=show_candidates, diagnose=diagnose_best_nodes,
+        ),
+        hints=(
+            "Go through the candidates in order. A parent comes before its children, so its value "
+            "is already known.",
+            "sorted(range(len(values)), key=lambda i: -values[i]) lists the indices best first, "
+            "and equal ones in their order. Keep n of them.",
+        ),
+        mistakes=BEST_NODES_MISTAKES,
+        shows=(fastmtp.Candidates.best,),
     ),
 ]  # fmt: skip

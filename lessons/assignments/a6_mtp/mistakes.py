@@ -120,6 +120,55 @@ def last_overwritten(self, k, sampling, randomness, draft_head):
     return guess, draft_probs
 
 
+# ---- the tree ------------------------------------------------------------------------------------
+
+
+def grown(wrong: str):
+    """A tree with one mistake. Each path is run by itself."""
+
+    def grow(self, newest, n, width, depth, draft_head):
+        length, last = self.cache.length, self.last
+        level, candidates, own = {(): 0.0 if wrong == "adds" else 1.0}, {}, {}
+        for _ in range(depth if last is not None else 0):
+            expanded = sorted(level, key=level.get, reverse=True)[:width]
+            if wrong == "expands the first":
+                expanded = list(level)[:width]
+            above, level = level, {}
+            for row, path in enumerate(expanded):
+                p = draft_head.logits(output_at(self, path, row, length, wrong))[0].softmax(-1)
+                ids = draft_head.to_full_ids(torch.arange(len(p))).tolist()
+                for x, prob in zip(range(len(p)) if wrong == "index" else ids, p.tolist()):
+                    own[*path, x] = prob
+                    level[*path, x] = above[path] + prob if wrong == "adds" else above[path] * prob
+            self.cache.truncate(length)
+            candidates = level if wrong == "last level" else candidates | level
+        values = own if wrong == "own" else candidates
+        kept = sorted(values, key=values.get, reverse=True)[: n - (wrong == "n - 1")]
+        nodes = [(), *(kept if wrong in ("adds", "own", "last level") else sorted(kept, key=len))]
+        if wrong == "deepest first":
+            nodes[1:] = nodes[:0:-1]
+        if wrong == "not rolled back" and nodes[1:]:
+            self.run(last, list(nodes[1]))
+            self.cache.commit([0])
+        parents = [nodes.index(path[:-1]) if path[:-1] in nodes else 0 for path in nodes[1:]]
+        return [newest, *(path[-1] for path in nodes[1:])], [-1, *parents]
+
+    return grow
+
+
+def output_at(self, path, row, length, wrong):
+    """The head's output at a node, which is the `row`-th of its level."""
+    if wrong != "sees its siblings":
+        self.cache.truncate(length)
+    output, text_and_others = self.last, self.cache.length - length
+    for i, token in enumerate(path):
+        at = row if wrong == "row as position" else -text_and_others
+        hidden = self.last if wrong == "same hidden state" else output
+        output = self.run(hidden, [token], torch.tensor([at]))
+        self.cache.commit([0])
+    return output
+
+
 # ---- training ------------------------------------------------------------------------------------
 
 
@@ -248,6 +297,27 @@ MISTAKES = [
             {"Drafter.chain": mutants.probs_over_all}),
     Mistake("chain", "an argmax draft is returned with its softmax",
             {DRAW: mutants.greedy_draft_with_softmax}),
+    Mistake("tree", "a value is the sum of the probabilities: it is their product",
+            {"Drafter.grow": grown("adds")}),
+    Mistake("tree", "a value is the node's own probability: multiply by those of its ancestors",
+            {"Drafter.grow": grown("own")}),
+    Mistake("tree", "a child comes before its parent", {"Drafter.grow": grown("deepest first")}),
+    Mistake("tree", "a row sees its siblings: only the text and its ancestors",
+            {"Drafter.grow": grown("sees its siblings")}),
+    Mistake("tree", "the rows of a level follow each other: all are at the position of their depth",
+            {"Drafter.grow": grown("row as position")}),
+    Mistake("tree", "every node reads the output at the newest token: read that of its parent",
+            {"Drafter.grow": grown("same hidden state")}),
+    Mistake("tree", "a level expands the first of its candidates, not the best",
+            {"Drafter.grow": grown("expands the first")}),
+    Mistake("tree", "only the last level's candidates are kept: the best of all levels are",
+            {"Drafter.grow": grown("last level")}),
+    Mistake("tree", "the tokens are indices of the subset: to_full_ids turns them into tokens",
+            {"Drafter.grow": grown("index")}),
+    Mistake("tree", "the newest token counts as one of the n nodes",
+            {"Drafter.grow": grown("n - 1")}),
+    Mistake("tree", "the tree's rows stay in the cache",
+            {"Drafter.grow": grown("not rolled back")}),
     Mistake("weights", "the weights are not divided by their sum",
             {"step_weights": lambda steps, beta: [beta**k for k in range(steps)]}),
     Mistake("weights", "the exponents begin with 1: those of the first step are 0",

@@ -1,6 +1,17 @@
 """The reference solution is the package."""
 
 from minispec.distill import Documents, MTPLoss, step_weights
-from minispec.methods.fastmtp import Drafter, MTPHead
+from minispec.methods import fastmtp
+from minispec.methods.fastmtp import MTPHead
+from minispec.methods.vocabulary import DraftHead
+from minispec.tree import FixedShape
 
 __all__ = ["Documents", "Drafter", "MTPHead", "MTPLoss", "step_weights"]
+
+
+class Drafter(fastmtp.Drafter):
+    def grow(
+        self, newest: int, n: int, width: int, depth: int, draft_head: DraftHead
+    ) -> tuple[list[int], list[int]]:
+        tree = self.tree([newest], FixedShape(width, depth), n, draft_head)
+        return tree.tokens, tree.parents

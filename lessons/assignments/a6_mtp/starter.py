@@ -64,6 +64,33 @@ class Drafter(fastmtp.Drafter):
         raise NotImplementedError
 
 
+    def grow(
+        self, newest: int, n: int, width: int, depth: int, draft_head: DraftHead
+    ) -> tuple[list[int], list[int]]:
+        """Optional. A tree of the `n` best drafts after `newest`, the text's newest token, as in
+        EAGLE-2. Returns its tokens, of which the first is `newest`, and the index of each node's
+        parent (-1 for `newest`), parents before children. Before the first hidden state there are
+        no drafts. The cache and `last` end as they began.
+
+        After a node, the head's distribution is the softmax of `draft_head.logits(output)` at that
+        node; a node's value is the product of the probabilities along its path. The candidates of
+        level 1 are the tokens after `newest`, where the output is `last`. Those of each further
+        level are the tokens after the `width` candidates of highest value in the level above. There
+        are `depth` levels. Of the candidates of all levels, those of highest value are kept.
+
+        For the output at a node, the head reads the output at the parent and the node's token, at
+        the position of the node's depth; the row sees the text and the node's ancestors, no other
+        node. Run each path by itself, or a level in one pass: `self.run(hidden, tokens, depth,
+        mask)` also takes the distance (n,) of each row from the first, and which rows see which,
+        (n, n).
+
+        Example, n = 3, width = 1, depth = 2: at first the head gives 5 the probability 0.6 and 8
+        0.3; after 5, it gives 8 0.7 and 5 0.2. The values are 0.6, 0.3, 0.42 and 0.12. So the
+        tokens are [newest, 5, 8, 8], and the parents [-1, 0, 0, 1].
+        """
+        raise NotImplementedError
+
+
 def step_weights(steps: int, beta: float) -> list[float]:
     """α_k = β^(k-1) / Σ β^(j-1), for k from 1 to `steps`.
 

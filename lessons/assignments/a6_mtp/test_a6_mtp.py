@@ -14,7 +14,8 @@ from minispec.sampling import Sampling, Seeded, probs
 GREEDY = Sampling()
 GRADED = {
     "head": "MTPHead.layers", "extend": "Drafter.extend", "chain": "Drafter.chain",
-    "rounds": "Drafter.extend, Drafter.chain", "weights": "step_weights",
+    "rounds": "Drafter.extend, Drafter.chain",
+    "tree": "Drafter.grow, minispec.methods.fastmtp.Drafter.tree", "weights": "step_weights",
     "labels": "Documents.labels",
     "aligned": "MTPLoss.steps, MTPLoss.plan, minispec.distill.MTPLoss.outputs",
     "parallel": "MTPLoss.steps, MTPLoss.plan, minispec.distill.MTPLoss.outputs",
@@ -180,6 +181,62 @@ def test_after_every_round_the_cache_follows_the_text(impl, seeds):
                 f"round {round_}: row {wrong[:1]} is not what a fresh pass gives: the rows of "
                 "accepted drafts are made anew from the target's hidden states"
             )
+
+
+@pytest.mark.points(6, task="tree")
+def test_a_tree_has_the_best_nodes_of_passes_without_a_cache(impl, seeds):
+    for seed in seeds(12):
+        rng, model, tokens = random.Random(seed), small_model(seed), random_text(seed)
+        head, ids = random_mtp_head(model, seed), rng.sample(range(24), 6)
+        n, width, depth = rng.randint(6, 8), rng.randint(2, 4), rng.randint(2, 3)
+        drafter, draft_head = prepared(impl, model, head, tokens), Subset(model.lm_head.weight, ids)
+        length, last = drafter.cache.length, drafter.last
+        found, parents = drafter.grow(tokens[-1], n, width, depth, draft_head)
+        assert len(found) == len(parents) and (found[0], parents[0]) == (tokens[-1], -1), (
+            "a token and a parent for each node, and the newest token first, with the parent -1"
+        )
+        assert all(0 <= parent < i for i, parent in enumerate(parents) if i), (
+            f"seed {seed}: parents {parents}: a parent comes before its children"
+        )
+        paths = [()]
+        for token, parent in zip(found[1:], parents[1:]):
+            paths.append((*paths[parent], token))
+        right = best_paths(head, model, tokens, ids, n, width, depth)
+        assert sorted(paths[1:]) == sorted(right), (
+            f"seed {seed}, n = {n}, width {width}, depth {depth}: the paths {sorted(paths[1:])} "
+            f"instead of {sorted(right)}: those whose probabilities have the largest product"
+        )
+        assert drafter.cache.length == length and drafter.last is last, (
+            "the drafts' rows come from the head's own hidden states: roll the cache back to the "
+            "text, and leave `last` alone"
+        )
+    empty = impl.Drafter(head, model, head.new_cache(64), 0)
+    tree = empty.grow(5, 4, 2, 2, draft_head)
+    assert tree == ([5], [-1]), "without a hidden state there are no drafts"
+
+
+def best_paths(head, model, tokens: list[int], ids: list[int], n: int, width: int, depth: int):
+    """The paths of highest value, every row of the head computed anew for each path."""
+    level, candidates = {(): 1.0}, {}
+    for _ in range(depth):
+        expanded = sorted(level, key=level.get, reverse=True)[:width]
+        level = {
+            (*path, x): level[path] * p
+            for path in expanded
+            for x, p in zip(ids, fresh_probs(head, model, tokens, list(path), ids))
+        }
+        candidates |= level
+    return sorted(candidates, key=candidates.get, reverse=True)[:n]
+
+
+def fresh_probs(head, model, tokens: list[int], path: list[int], ids: list[int]) -> list[float]:
+    """The head's probabilities of `ids` after a path of drafts."""
+    hidden = model(tokens[:-1])[0]
+    for i in range(len(path) + 1):
+        drafter = fastmtp.Drafter(head, model, head.new_cache(64), 0)
+        row = drafter.run(hidden, tokens[1:] + path[:i])[-1:]
+        hidden = torch.cat([hidden, row])
+    return model.logits(row)[0, ids].softmax(-1).tolist()
 
 
 # ---- training ------------------------------------------------------------------------------------
