@@ -18,13 +18,15 @@ from minispec.fast import captured  # noqa: E402
 from minispec.generate import METHODS  # noqa: E402
 from minispec.sampling import Seeded  # noqa: E402
 
+TREES = {"fastmtp, tree": {"tree": 8}, "hybrid, tree": {"tree": 8}}
 ROUNDS = 40  # in most of which no graph is captured
 
 
-def median_round(method: str, temperature: float, graphs: bool) -> tuple[int, int]:
+def median_round(row: str, temperature: float, graphs: bool) -> tuple[int, int]:
     """Launches and synchronisations of the median round."""
+    method = row.split(",")[0]
     model = random_model(layers=2).to(simulated.DEVICE)
-    options = method_options(model).get(method, {})
+    options = method_options(model).get(method, {}) | TREES.get(row, {})
     if graphs:
         for network in (model, *options.values()):
             if isinstance(network, torch.nn.Module):
@@ -44,8 +46,8 @@ if __name__ == "__main__":
     print("| method | temperature | launches, eager | launches, graphs | synchronisations |")
     print("|---|---|---|---|---|")
     with simulated.SimulatedDevice():
-        for method in METHODS:
+        for row in [*METHODS, *TREES]:
             for temperature in 0.0, 0.7:
-                eager, _ = median_round(method, temperature, graphs=False)
-                launches, waits = median_round(method, temperature, graphs=True)
-                print(f"| {method} | {temperature} | {eager} | {launches} | {waits} |", flush=True)
+                eager, _ = median_round(row, temperature, graphs=False)
+                launches, waits = median_round(row, temperature, graphs=True)
+                print(f"| {row} | {temperature} | {eager} | {launches} | {waits} |", flush=True)
