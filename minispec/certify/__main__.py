@@ -40,15 +40,16 @@ from minispec.cli import (
     number,
     stdout_reserved,
     suggestion,
+    writing,
 )
 from minispec.remote.client import Server, keys_in
 
 MODES = "impl", "server", "compare"
 FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
-    "baseline": ("impl", "server"), "only": ("impl", "server"), "checks": ("impl", "server", ""),
+    **dict.fromkeys(("baseline", "only", "greedy_only"), ("impl", "server")),
     **dict.fromkeys(("thorough", "runs", "outcomes", "length", "save"), ("impl",)),
     **dict.fromkeys(("name", "key_env", "requests", "precision"), ("server",)),
-    "model": ("server", "compare"),
+    "model": ("server", "compare"), "checks": ("impl", "server", ""),
 }  # fmt: skip
 
 
@@ -86,11 +87,12 @@ def parser() -> Parser:
                    f"for --server, of {','.join(SERVER_CHECKS)}")  # fmt: skip
     p.add_argument("--only", metavar="TEXT", help="judge only the rows of --impl or --server whose "
                    '"check: case" contains this text')  # fmt: skip
-    p.add_argument("--save", type=OutputFolder, metavar="DIR",
-                   help="keep the checkpoints of --impl here")  # fmt: skip
-    p.add_argument("--junit", type=OutputFile, metavar="FILE",
-                   help="also write the rows as JUnit XML")  # fmt: skip
-    p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    p.add_argument("--greedy-only", action="store_true", default=None, help="leave out the checks "
+                   "that sample, for a decoder that does not")  # fmt: skip
+    p.add_argument("--save", type=OutputFolder, metavar="DIR", help="keep the checkpoints of --impl")
+    p.add_argument("--junit", type=OutputFile, metavar="FILE", help="also write JUnit XML")
+    p.add_argument("--json", nargs="?", const=True, type=OutputFile, metavar="FILE",
+                   help="print one JSON object instead of the table, or write it to FILE")
     return p
 
 
@@ -110,6 +112,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     unknown = [name for name in args.checks if name not in available]
     if unknown:
         raise UserError(f"unknown check {unknown[0]!r}; {suggestion(unknown[0], available)}")
+    if args.greedy_only:
+        args.checks = tuple(name for name in args.checks if name not in report.SAMPLED)
     return args
 
 
@@ -134,9 +138,7 @@ def make_verdicts(args: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
         chosen = {name: getattr(args, name) for name in ("runs", "outcomes", "length")}
         chosen = {name: x for name, x in chosen.items() if x is not None}
         limits = replace(THOROUGH if args.thorough else Limits(), **chosen)
-        baseline = None
-        if args.baseline is not None:
-            baseline = load_implementation(args.baseline, "--baseline")
+        baseline = None if args.baseline is None else load_implementation(args.baseline, "--baseline")
         impl = load_implementation(args.impl)
         return check_implementation(impl, args.only or "", args.checks, limits, baseline, folder)
     return (verdict for name in args.checks for verdict in CHECKS[name]())
@@ -157,19 +159,20 @@ def run_checks(args: argparse.Namespace, argv: list[str], folder: Path, out: Tex
     """Run and print the requested checks; return the exit code. What an implementation prints goes
     to standard error."""
     begin = time.perf_counter()
-    rows = report.print_table(make_verdicts(args, folder), None if args.json else out)
+    rows = report.print_table(make_verdicts(args, folder), None if args.json is True else out)
     matched = [row for row in rows if row.check not in report.INFO_ROWS or row.passed is False]
     if args.only is not None and not matched:
         raise UserError(f"--only {args.only!r}: no row matches; see the table without --only")
     seconds = time.perf_counter() - begin
-    if args.json:
-        subject = args.impl if args.impl is not None else args.server
-        print(report.json_report(rows, seconds, argv, subject, folder), file=out)
-    else:
-        print(report.summary(rows, seconds), file=out)
+    subject = args.impl if args.impl is not None else args.server
+    text = report.json_report(rows, seconds, argv, subject, folder) if args.json else ""
+    print(text if args.json is True else report.summary(rows, seconds), file=out)
+    if isinstance(args.json, Path):
+        with writing(args.json):
+            args.json.write_text(text + "\n", encoding="utf-8")
     if args.junit:
-        report.write_junit(rows, seconds, args.junit)
-    return report.exit_code(rows)
+        report.write_junit(rows, seconds, argv, args.junit)
+    return report.conclude(rows)[0]
 
 
 if __name__ == "__main__":
