@@ -60,9 +60,8 @@ def parser() -> Parser:
     p.add_argument("--server", metavar="URL", help="test a server of --model with /v1/completions")
     p.add_argument("--baseline", type=Source, help="plain decoding by the same engine (a "
                    "function or a URL); --impl or --server must then equal it")  # fmt: skip
-    p.add_argument("--thorough", action="store_true", default=None,
-                   help=f"spend {THOROUGH.seconds / 60:.0f} minutes on --impl instead of "
-                   f"{Limits.seconds / 60:.0f}")  # fmt: skip
+    p.add_argument("--thorough", action="store_true", default=None, help="test --impl for "
+                   f"{THOROUGH.seconds / 60:.0f} instead of {Limits.seconds / 60:.0f} minutes")
     p.add_argument("--runs", type=number(100), help="maximum runs per statistical row of "
                    "--impl (default: as many as the time allows)")  # fmt: skip
     p.add_argument("--outcomes", type=number(10), help="maximum outcomes per enumeration "
@@ -89,7 +88,7 @@ def parser() -> Parser:
                    '"check: case" contains this text')  # fmt: skip
     p.add_argument("--greedy-only", action="store_true", default=None, help="leave out the checks "
                    "that sample, for a decoder that does not")  # fmt: skip
-    p.add_argument("--save", type=OutputFolder, metavar="DIR", help="keep the checkpoints of --impl")
+    p.add_argument("--save", type=OutputFolder, metavar="DIR", help="keep --impl's checkpoints")
     p.add_argument("--junit", type=OutputFile, metavar="FILE", help="also write JUnit XML")
     p.add_argument("--json", nargs="?", const=True, type=OutputFile, metavar="FILE",
                    help="print one JSON object instead of the table, or write it to FILE")
@@ -109,8 +108,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise UserError(f"{flag_name(flag)} only works with {allowed}")
     available = {"impl": FUNCTION_CHECKS, "server": SERVER_CHECKS}.get(mode, tuple(CHECKS))
     args.checks = available if args.checks is None else tuple(args.checks)
-    unknown = [name for name in args.checks if name not in available]
-    if unknown:
+    if unknown := [name for name in args.checks if name not in available]:
         raise UserError(f"unknown check {unknown[0]!r}; {suggestion(unknown[0], available)}")
     if args.greedy_only:
         args.checks = tuple(name for name in args.checks if name not in report.SAMPLED)
@@ -138,7 +136,9 @@ def make_verdicts(args: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
         chosen = {name: getattr(args, name) for name in ("runs", "outcomes", "length")}
         chosen = {name: x for name, x in chosen.items() if x is not None}
         limits = replace(THOROUGH if args.thorough else Limits(), **chosen)
-        baseline = None if args.baseline is None else load_implementation(args.baseline, "--baseline")
+        baseline = None
+        if args.baseline is not None:
+            baseline = load_implementation(args.baseline, "--baseline")
         impl = load_implementation(args.impl)
         return check_implementation(impl, args.only or "", args.checks, limits, baseline, folder)
     return (verdict for name in args.checks for verdict in CHECKS[name]())

@@ -292,11 +292,11 @@ class Samples:
             return None, too_sharp(entropy)
         if (share := scores.uncertain(5 / len(samples))) > 0.01:
             return None, f"rounding may decide which tokens are kept in {share:.0%} of the answers"
-        p, where, bias = smallest_p(scores, samples, *others)
-        self.p, self.bias = p, bias
-        everywhere = f", of {bias / self.n**0.5:.2f} at all" if not others else ""
-        detail = f"p = {p:.2g} (limit {alarm:.0e}) at {where}, {len(samples)} runs of {self.n} tokens"
-        return p > alarm, f"{detail}; a TV of {bias:.2f} at one token{everywhere} would be detected"
+        self.p, where, self.bias = smallest_p(scores, samples, *others)
+        everywhere = f", of {self.bias / self.n**0.5:.2f} at all" if not others else ""
+        runs, p = f"{len(samples)} runs of {self.n} tokens", f"{self.p:.2g} (limit {alarm:.0e})"
+        detail = f"p = {p} at {where}, {runs}; a TV of {self.bias:.2f} at one token{everywhere}"
+        return self.p > alarm, f"{detail} would be detected"
 
 
 def too_sharp(entropy: float) -> str:

@@ -31,7 +31,6 @@ from minispec.certify.examination import (
 from minispec.certify.functions.checkpoints import (
     FLATNESS,
     GENERATION_CONFIG,
-    HALF_RIGHT,
     NEARLY_RIGHT,
     write_checkpoint,
 )
@@ -56,7 +55,6 @@ GOOD_DRAFT, END_TOKEN, LONG_PROMPT = ", good draft", ", end token", ", long prom
 LENGTHS_AROUND_BLOCKS = [n for size in (16, 32, 64, 128, 256) for n in (size, size + 1)]
 BINARY_PROMPT = [1, 0, 0, 1, 0]  # repetitive, so that prompt lookup finds drafts
 REPETITIVE_PROMPT = [1, 2, 0, 1, 2]
-FEW_TOKENS, MANY_TOKENS = 12, 24  # of a sample
 
 
 @dataclass(frozen=True)
@@ -151,8 +149,7 @@ class Cases:
         def row(vocab, seed, sampling, more="", weight=1.0, copies=1, **options) -> Row:
             exam = self.exam(f"exact{vocab}-{seed}", seed, vocab, **options)
             case = f"vocab {vocab}, {describe(sampling)}{more}"
-            prompt, limits = copies * BINARY_PROMPT, self.limits
-            arguments = Request(prompt, limits.length, sampling), limits.outcomes
+            arguments = Request(copies * BINARY_PROMPT, self.limits.length, sampling), self.limits
             return Row("exact", case, exam, is_exact, arguments, weight=weight)
 
         yield row(2, 23, UNWARPED)
@@ -163,7 +160,7 @@ class Cases:
             yield row(3, 21, sampling)
 
     def statistical_rows(self) -> Iterator[Row]:
-        def row(name, sampling, more="", weight=1.0, seed=22, copies=1, n=FEW_TOKENS, **options):
+        def row(name, sampling, more="", weight=1.0, seed=22, copies=1, n=12, **options):
             exam, case = self.exam(name, seed, VOCAB, **options), describe(sampling) + more
             arguments = Request(copies * REPETITIVE_PROMPT, n, sampling), self.limits.runs
             return Row("statistical", case, exam, fits, arguments, weight=weight)
@@ -173,7 +170,7 @@ class Cases:
         yield row("sampled", UNWARPED, LONG_PROMPT, copies=20)
         yield row("sharp", HOT, flatness=2 * FLATNESS)
         yield row("ending", UNWARPED, END_TOKEN, seed=57, eos=("config.json", VOCAB - 1))
-        yield row("well-drafted", UNWARPED, GOOD_DRAFT, 6.0, n=MANY_TOKENS, noise=NEARLY_RIGHT)
+        yield row("well-drafted", UNWARPED, GOOD_DRAFT, 6.0, n=24, noise=NEARLY_RIGHT)
 
 
 def greedy_loop(model: Transformer) -> list[int]:
@@ -229,10 +226,9 @@ def ends_everywhere(exam: Examination, cases: Cases, count: int, where: str) -> 
 FLOAT32_TV_TOLERANCE = 1e-5  # total variation due to float32 rounding
 MIN_COVERED = 0.5  # probability of the outcomes found, below which they prove little
 ENTROPY_TOKENS = 4
-ONE_TOKEN_RUNS = 400
 
 
-def is_exact(exam: Examination, request: Request, outcomes: int) -> Result:
+def is_exact(exam: Examination, request: Request, limits: Limits) -> Result:
     """Check the distribution of its tokens over the outcomes of its own random numbers, for longer
     and longer sequences: of all outcomes, then of the likeliest ones while these are most. If it
     draws nothing for a single token, such tokens are tested by χ² instead."""
@@ -245,15 +241,16 @@ def is_exact(exam: Examination, request: Request, outcomes: int) -> Result:
     while n <= longest:
         left = max(0.1, end - time.monotonic())
         try:
-            found = Enumerated(exam, request._replace(n=n), outcomes, left)
+            found = Enumerated(exam, request._replace(n=n), limits.outcomes, left)
             ours = found.test(warper(sampling))
             passed, detail = exam.conventions.judge(sampling, ours, found.test)
         except CannotEnumerate as error:
             if n > 1 or not isinstance(error, DrawsNothing):
                 return None, f"cannot be enumerated: {error}"
-            n, (passed, detail) = 2, samples_fit(exam, request._replace(n=1), ONE_TOKEN_RUNS)
+            passed, detail = samples_fit(exam, request._replace(n=1), runs=400)
             if passed is False:
                 return False, f"max_new_tokens 1: {detail}"
+            n = 2
             continue
         if not passed:
             return passed, detail
