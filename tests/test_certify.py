@@ -323,6 +323,16 @@ def test_a_function_is_imported_from_a_file(tmp_path, capsys):
     assert load_implementation(f"{file}:decode")() == []
 
 
+def test_the_engine_in_the_readme_is_complete(tmp_path, capsys):
+    readme = (ROOT / "minispec" / "certify" / "README.md").read_text(encoding="utf-8")
+    (engine,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "engine.py").write_text(engine)
+    impl = f"{tmp_path}/engine.py:decode"
+    for only in "limits: 1 end", "exact: vocab 3, T=0.7":
+        out = run("--impl", impl, "--only", only, "--length", "2", code=0, capsys=capsys)
+        assert out.startswith("pass  ") and "0 of " not in out
+
+
 @pytest.mark.slow
 def test_the_command_passes():
     arguments = [sys.executable, "-m", "minispec.certify"]

@@ -167,7 +167,7 @@ class Cases:
 
         yield row("sampled", UNWARPED, weight=6.0)
         yield from (row("sampled", sampling) for sampling in FUNCTION_SAMPLINGS[1:])
-        yield row("sampled", UNWARPED, LONG_PROMPT, copies=20)
+        yield row("long-prompt", UNWARPED, LONG_PROMPT, seed=33, copies=20)
         yield row("sharp", HOT, flatness=2 * FLATNESS)
         yield row("ending", UNWARPED, END_TOKEN, seed=57, eos=("config.json", VOCAB - 1))
         yield row("well-drafted", UNWARPED, GOOD_DRAFT, 6.0, n=24, noise=NEARLY_RIGHT)
