@@ -253,7 +253,8 @@ GREEDY_PASS, CHI2 = ("greedy", True), ("statistical", True)
         ([GREEDY_PASS, ("exact", None), CHI2], 0, "no loss found; every exact row was skipped"),
         ([GREEDY_PASS, ("exact", None), ("statistical", False), ("limits", False)], 1,
          "LOSS in statistical (1), limits (1)"),
-        ([GREEDY_PASS, ("exact", None), ("statistical", None)], 3, "sampling was not examined: why"),
+        ([GREEDY_PASS, ("exact", None), ("statistical", None)], 3,
+         "sampling was not examined: why"),
         ([("server", True), ("load", True), ("distribution", None)], 3,
          "sampling was not examined: why"),
         ([("exact", None), ("drafts", True)], 2, "nothing was examined: why"),
@@ -268,8 +269,8 @@ def test_the_verdict_needs_a_row_of_samples_unless_none_was_asked_for(rows, code
 
 
 def test_working_seeds_are_not_samples_and_only_large_undetected_biases_are_mentioned():
-    seeds, row = Verdict("distribution", "seeds", True, ""), Verdict("distribution", "T=1", None, "")
-    assert conclude([seeds, row])[0] == 3
+    seeds = Verdict("distribution", "seeds", True, "")
+    assert conclude([seeds, Verdict("distribution", "T=1", None, "")])[0] == 3
     for tv, mentioned in (0.09, False), (0.43, True):
         rows = [Verdict("distribution", "T=1", True, "", detectable_tv=x) for x in (0.03, tv)]
         assert ("a TV below 0.43 at one token" in conclude(rows)[1]) == mentioned

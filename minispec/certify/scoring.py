@@ -215,7 +215,6 @@ def count_bins(scores: Scores, cells: Distribution, samples: list[Tokens]) -> di
                 counts[name][(int(BINS * u),)] += 1
         uniform += [rng.random()] * (len(sequence) < longest)  # an end token's partner in a pair
         for i, (u, v) in enumerate(pairwise(uniform), start=1):
-            # disjoint pairs are independent
-            for name in [f"tokens {i}, {i + 1}"] + [EVERY_PAIR] * (i % 2):
+            for name in [f"tokens {i}, {i + 1}"] + [EVERY_PAIR] * (i % 2):  # disjoint: independent
                 counts[name][int(PAIR_BINS * u), int(PAIR_BINS * v)] += 1
     return counts
