@@ -449,6 +449,17 @@ def test_the_same_seed_in_every_call_is_reported(start, draw, name, checkpoint):
     assert verdict.detail.startswith(f"the same tokens for every seed; {message}")
 
 
+@pytest.mark.parametrize("power, passed", [(1, True), (4, False)])
+def test_a_constant_seed_that_has_no_effect_does_not_excuse_a_bias(power, passed):
+    def start(seed):
+        random.Random(0).random()
+        return random.Random(seed)
+
+    (verdict,) = sampled(start, lambda p, rng: invert(p**power / (p**power).sum(), rng.random()))
+    assert verdict.passed is passed, verdict
+    assert ("it gives random the same seed in every call" in verdict.detail) == (not passed)
+
+
 def sampled(start, draw):
     """Return the verdict of one statistical row."""
     only, limits = "statistical: T=1.5 top-k 3", Limits(1e9, runs=100)

@@ -160,7 +160,7 @@ class Cases:
             yield row(3, 21, sampling)
 
     def statistical_rows(self) -> Iterator[Row]:
-        def row(name, sampling, more="", weight=1.0, seed=22, copies=1, n=12, **options):
+        def row(name, sampling, more="", weight=1.0, seed=22, copies=1, n=12, **options) -> Row:
             exam, case = self.exam(name, seed, VOCAB, **options), describe(sampling) + more
             arguments = Request(copies * REPETITIVE_PROMPT, n, sampling), self.limits.runs
             return Row("statistical", case, exam, fits, arguments, weight=weight)
