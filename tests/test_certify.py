@@ -232,7 +232,7 @@ def test_the_exit_code_tells_a_loss_from_an_examination_that_proved_nothing(caps
     out = examine(GREEDY_ONLY, "--only", "statistical: T=0.2", code=2, capsys=capsys)
     assert "skip" in out and "0 of 1 passed, 1 skipped" in out
     assert out.endswith("\nnothing was examined: not supported: no sampling\n")
-    checks = "--checks", "limits,statistical"
+    checks = "--checks", "limits,exact", "--only", "prompt"
     out = examine(GREEDY_ONLY, *checks, code=3, capsys=capsys)
     assert out.endswith("\nsampling was not examined: not supported: no sampling\n")
     for asked in (*checks, "--greedy-only"), ("--only", "greedy: model"):
