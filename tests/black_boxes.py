@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
@@ -230,3 +231,54 @@ ORDERS = {
     "top-p before top-k": in_order(temperature_first, only_top_k),
     "top-p before top-k and temperature": in_order(only_top_p, only_top_k),
 }
+
+
+# ---- faults of one option, prompt or length ------------------------------------------------------
+
+
+def accepts_ends(checkpoint, prompt, **options):
+    """A drafted end token is always accepted."""
+    ends = loaded(checkpoint).config.eos_ids
+
+    def accept(target, tree, randomness):
+        drafted = [child for child in tree.children(0) if tree.tokens[child] in ends]
+        return ([0, *drafted], 0) if drafted else verify.accept(target, tree, randomness)
+
+    return drafting(1, accept=accept)(checkpoint, prompt, **options)
+
+
+def resamples_from_p(target, tree, randomness):
+    """After a rejection, draw from the target instead of the residual."""
+    path, token = verify.accept(target, tree, randomness)
+    if tree.children(path[-1]):
+        token = randomness.categorical(target[path[-1]])
+    return path, token
+
+
+def argmax_of_one(checkpoint, prompt, **options):
+    """A single token is not sampled, and nothing is drawn."""
+    if options["max_new_tokens"] > 1:
+        return lookup(checkpoint, prompt, **options)
+    model = loaded(checkpoint)
+    return [int(model.logits(model(prompt)[0, -1]).argmax())]
+
+
+def one_from_digests(checkpoint, prompt, *, salt, **options):
+    """A single token is drawn from a digest of the seed, which cannot be intercepted: correct."""
+    if options["max_new_tokens"] > 1:
+        return lookup(checkpoint, prompt, **options)
+    model, seed = loaded(checkpoint), options["seed"]
+    sampling = Sampling(options["temperature"], options["top_k"], options["top_p"])
+    p = probs(model.logits(model(prompt)[0, -1:]), sampling)[0]
+    u = int.from_bytes(hashlib.sha256(b"%d %d" % (salt, seed)).digest()[:6]) / 2**48
+    return [min(int((p.cumsum(-1) < u).sum()), len(p) - 1)]
+
+
+def after_long_prompts(checkpoint, prompt, **options):
+    fault = drafting(1, accept=resamples_from_p) if len(prompt) > 32 else drafting(1)
+    return fault(checkpoint, prompt, **options)
+
+
+nearly_right_temperature = changed(temperature=lambda o: o["temperature"] and 1.001)
+no_top_p_at_1 = changed(top_p=lambda o: 1.0 if o["temperature"] == 1 else o["top_p"])
+one_seed = changed(seed=0)

@@ -1,8 +1,10 @@
 """certify catches every mutant, tests black boxes, and explains the difference of two runs."""
 
+import hashlib
 import json
 import math
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -15,10 +17,11 @@ from conftest import ROOT
 
 from lessons.assignments.mutants import MUTANTS
 from minispec.certify.__main__ import main
+from minispec.certify.common import Verdict
 from minispec.certify.functions.decoder import load_implementation
 from minispec.certify.methods import cases
 from minispec.certify.methods.checks import CHECKS
-from minispec.certify.report import json_report
+from minispec.certify.report import conclude, json_report
 from minispec.certify.statistics import (
     FALSE_ALARM,
     chi_square_p,
@@ -150,6 +153,7 @@ def test_json_and_exit_codes(tmp_path, capsys):
 
 
 GOOD, BAD, GREEDY_ONLY = "lookup", "wrong_on_long_prompts", "greedy_only"
+TINY = "nearly_right_temperature"  # a bias that three digits do not show
 
 
 def examine(name: str, *arguments: str, code: int, capsys) -> str:
@@ -168,6 +172,11 @@ def test_json_holds_what_is_needed_to_repeat_a_row(tmp_path, capsys):
     evidence = row["evidence"]
     model, _ = load(saved / "long", "float64", "cpu")
     assert report["checkpoints"]["long"] and len(evidence["prompt"]) == 33 and not row["passed"]
+    assert evidence["checkpoint"] == "long" and (report["exit_code"], report["verdict"]) == (
+        1, "LOSS in greedy (1)"
+    )  # fmt: skip
+    source = (ROOT / "tests" / "black_boxes.py").read_bytes()
+    assert report["subject_hash"] == hashlib.sha256(source).hexdigest()
     tokens = decode(model, None, evidence["prompt"], max_new_tokens=24).tokens
     assert evidence["tokens"] != tokens and evidence["temperature"] == 0
     module, *repeat = shlex.split(row["repeat"])[2:]
@@ -187,17 +196,84 @@ def test_junit_shows_each_row(tmp_path, capsys):
     file = tmp_path / "new" / "report.xml"
     examine(BAD, "--only", "greedy: ", "--junit", str(file), code=1, capsys=capsys)
     suite = ElementTree.parse(file).getroot()
-    names = {case.get("name"): case.find("failure") for case in suite}
-    assert len(names) == int(suite.get("tests")) == 6 and suite.get("failures") == "1"
-    assert "below the best" in names["prompts around block sizes"].get("message")
+    failures = {case.get("name"): case.find("failure") for case in suite}
+    assert len(failures) == int(suite.get("tests")) == 6 and suite.get("failures") == "1"
+    failure = failures["prompts around block sizes"]
+    assert "below the best" in failure.get("message")
+    repeat = shlex.split(json.loads(failure.text)["repeat"])
+    assert repeat[-2:] == ["--only", "greedy: prompts around block sizes"]
+
+
+def test_an_exact_failure_names_the_sequence_its_checkpoint_and_enough_digits(capsys):
+    out = examine(TINY, "--only", "exact: vocab 2, T=1 top-k 0 top-p 1", "--json", code=1,
+                  capsys=capsys)  # fmt: skip
+    (row,) = json.loads(out)["verdicts"]
+    evidence, detail = row["evidence"], row["detail"]
+    assert evidence["checkpoint"] == "exact2-23" and len(evidence["tokens"]) == 1
+    found, expected = re.search(r"probability ([\d.]+) instead of ([\d.]+)", detail).groups()
+    assert 0 < float(found) - float(expected) < 1e-3, detail
+
+
+def test_json_may_be_written_to_a_file_next_to_the_table(tmp_path, capsys):
+    file = tmp_path / "new" / "report.json"
+    out = examine(GOOD, "--only", "statistical: T=0.2", "--runs", "100", "--json", str(file),
+                  code=0, capsys=capsys)  # fmt: skip
+    report = json.loads(file.read_text())
+    (row,) = report["verdicts"]
+    assert out.startswith("pass  statistical") and out.splitlines()[-1] == report["verdict"]
+    tv = f"{row['detectable_tv']:.2f}"
+    assert tv > "0.1" and f"a TV of {tv} at one token" in row["detail"] and "(limit 1e-07)" in out
+    assert report["verdict"].endswith(f"the weakest χ² test may have missed a TV below {tv} at one "
+                                      "token")  # fmt: skip
+    assert "--json" not in row["repeat"] and str(file) not in row["repeat"]
 
 
 def test_the_exit_code_tells_a_loss_from_an_examination_that_proved_nothing(capsys):
     out = examine(GREEDY_ONLY, "--only", "statistical: T=0.2", code=2, capsys=capsys)
     assert "skip" in out and "0 of 1 passed, 1 skipped" in out
-    examine(GREEDY_ONLY, "--only", "greedy: model", code=0, capsys=capsys)
+    assert out.endswith("\nnothing was examined: not supported: no sampling\n")
+    checks = "--checks", "limits,exact", "--only", "prompt"
+    out = examine(GREEDY_ONLY, *checks, code=3, capsys=capsys)
+    assert out.endswith("\nsampling was not examined: not supported: no sampling\n")
+    for asked in (*checks, "--greedy-only"), ("--only", "greedy: model"):
+        out = examine(GREEDY_ONLY, *asked, code=0, capsys=capsys)
+        assert out.endswith("\nno loss found; sampling was left out\n")
     err = examine(GOOD, "--only", "no such row", code=2, capsys=capsys)
     assert "--only 'no such row': no row matches" in err
+
+
+GREEDY_PASS, CHI2 = ("greedy", True), ("statistical", True)
+
+
+@pytest.mark.parametrize(
+    "rows, code, verdict",
+    [
+        ([GREEDY_PASS, ("exact", True), CHI2], 0, "no loss found"),
+        ([GREEDY_PASS, ("exact", None), ("exact", True)], 0, "no loss found"),
+        ([GREEDY_PASS, ("exact", None), CHI2], 0, "no loss found; every exact row was skipped"),
+        ([GREEDY_PASS, ("exact", None), ("statistical", False), ("limits", False)], 1,
+         "LOSS in statistical (1), limits (1)"),
+        ([GREEDY_PASS, ("exact", None), ("statistical", None)], 3,
+         "sampling was not examined: why"),
+        ([("server", True), ("load", True), ("distribution", None)], 3,
+         "sampling was not examined: why"),
+        ([("exact", None), ("drafts", True)], 2, "nothing was examined: why"),
+        ([], 2, "nothing was examined: no row was judged"),
+        ([("compare", True)], 0, "no loss found; sampling was left out"),
+    ],
+)  # fmt: skip
+def test_the_verdict_needs_a_row_of_samples_unless_none_was_asked_for(rows, code, verdict):
+    assert conclude([Verdict(check, "case", passed, "why") for check, passed in rows]) == (
+        code, verdict
+    )  # fmt: skip
+
+
+def test_working_seeds_are_not_samples_and_only_large_undetected_biases_are_mentioned():
+    seeds = Verdict("distribution", "seeds", True, "")
+    assert conclude([seeds, Verdict("distribution", "T=1", None, "")])[0] == 3
+    for tv, mentioned in (0.09, False), (0.43, True):
+        rows = [Verdict("distribution", "T=1", True, "", detectable_tv=x) for x in (0.03, tv)]
+        assert ("a TV below 0.43 at one token" in conclude(rows)[1]) == mentioned
 
 
 @pytest.mark.parametrize(
@@ -210,6 +286,8 @@ def test_the_exit_code_tells_a_loss_from_an_examination_that_proved_nothing(caps
         (["--runs", "500"], "--runs only works with --impl"),
         (["--server", "x", "--thorough"], "--thorough only works with --impl"),
         (["--only", "x"], "--only only works with --impl or --server"),
+        (["--greedy-only"], "--greedy-only only works with --impl or --server"),
+        (["--json", "/dev/null/x"], "--json /dev/null/x: cannot be written"),
         (["--impl", "a:b", "--length", "99"], "--length"),
         (["--impl", "a:b", "--junit", "/dev/null/x"], "--junit /dev/null/x: cannot be written"),
         (["--impl", "json:loads", "--baseline", "json:nothing"], "--baseline json:nothing: cannot"),
@@ -244,6 +322,16 @@ def test_a_function_is_imported_from_a_file(tmp_path, capsys):
     )
     (tmp_path / "helper.py").write_text("nothing = []\n")
     assert load_implementation(f"{file}:decode")() == []
+
+
+def test_the_engine_in_the_readme_is_complete(tmp_path, capsys):
+    readme = (ROOT / "minispec" / "certify" / "README.md").read_text(encoding="utf-8")
+    (engine,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "engine.py").write_text(engine)
+    impl = f"{tmp_path}/engine.py:decode"
+    for only in "limits: 1 end", "exact: vocab 3, T=0.7":
+        out = run("--impl", impl, "--only", only, "--length", "2", code=0, capsys=capsys)
+        assert out.startswith("pass  ") and "0 of " not in out
 
 
 @pytest.mark.slow

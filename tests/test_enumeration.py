@@ -18,9 +18,14 @@ import torch
 from numpy.random import choice as choice_before
 from numpy.random import default_rng as default_rng_before
 
-from minispec.certify.examination import Examination
+from minispec.certify.examination import Examination, Request
 from minispec.certify.functions.checkpoints import write_checkpoint
-from minispec.certify.functions.checks import Limits, check_implementation, is_exact
+from minispec.certify.functions.checks import (
+    BINARY_PROMPT,
+    Limits,
+    check_implementation,
+    is_exact,
+)
 from minispec.certify.functions.decoder import FunctionDecoder
 from minispec.certify.functions.enumeration import CannotEnumerate, Enumeration
 from minispec.certify.toys import total_variation
@@ -354,7 +359,8 @@ def checkpoint(tmp_path_factory):
 def judge(start, draw, checkpoint, temperature=0.7) -> tuple[bool | None, str]:
     folder, model = checkpoint
     exam = Examination(decoder_of(start, draw).at(folder), model)
-    return is_exact(exam, Sampling(temperature), Limits(outcomes=10, length=3))
+    request = Request(BINARY_PROMPT, 3, Sampling(temperature))
+    return is_exact(exam, request, Limits(outcomes=10))
 
 
 @pytest.mark.parametrize("way", ENUMERATED)
@@ -439,7 +445,19 @@ def test_the_same_seed_in_every_call_is_reported(start, draw, name, checkpoint):
     message = f"it gives {name} the same seed in every call"
     assert passed is None and (message in detail or draw is box_muller)
     (verdict,) = sampled(start, draw)
-    assert verdict.passed is None and message in verdict.detail
+    assert verdict.passed is False
+    assert verdict.detail.startswith(f"the same tokens for every seed; {message}")
+
+
+@pytest.mark.parametrize("power, passed", [(1, True), (4, False)])
+def test_a_constant_seed_that_has_no_effect_does_not_excuse_a_bias(power, passed):
+    def start(seed):
+        random.Random(0).random()
+        return random.Random(seed)
+
+    (verdict,) = sampled(start, lambda p, rng: invert(p**power / (p**power).sum(), rng.random()))
+    assert verdict.passed is passed, verdict
+    assert ("it gives random the same seed in every call" in verdict.detail) == (not passed)
 
 
 def sampled(start, draw):

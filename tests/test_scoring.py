@@ -43,6 +43,17 @@ def test_samples_of_the_model_fit_its_cells_and_intervals(eos_ids, sampling):
     assert any(len(cell) > 2 for cell in cells)
 
 
+def test_samples_that_soon_end_fit_as_well():
+    """An earlier version left out the pairs whose first token is an end token, so that the first
+    tokens of the others were not uniform."""
+    model = small_model(3, 8, layers=1)
+    likely = int(model.logits(model(PROMPT)[0, -1]).argmax())
+    model = small_model(3, 8, eos_ids=(likely,), layers=1)
+    samples = sample(model, 300)
+    assert min(map(len, samples)) == 1
+    assert smallest_p(score(model, samples), samples)[0] > 1e-3
+
+
 def test_an_interval_is_the_mass_of_more_probable_tokens_and_the_token_s_own():
     model = small_model(3, 8, layers=1)
     p = model.logits(model(PROMPT)[0, -1]).softmax(-1)

@@ -912,7 +912,8 @@ def test_output_of_an_implementation_does_not_go_to_stdout(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert not json.loads(out)["passed"] and {"loading", "request", "child"} <= set(err.split())
     certify(*arguments, code=1)
-    assert re.fullmatch(r"(FAIL  greedy .*\n){6}0 of 6 passed in \d+ s\n", capfd.readouterr().out)
+    table = r"(FAIL  greedy .*\n){6}0 of 6 passed in \d+ s\nLOSS in greedy \(6\)\n"
+    assert re.fullmatch(table, capfd.readouterr().out)
 
 
 PRINTS = """

@@ -40,15 +40,16 @@ from minispec.cli import (
     number,
     stdout_reserved,
     suggestion,
+    writing,
 )
 from minispec.remote.client import Server, keys_in
 
 MODES = "impl", "server", "compare"
 FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
-    "baseline": ("impl", "server"), "only": ("impl", "server"), "checks": ("impl", "server", ""),
+    **dict.fromkeys(("baseline", "only", "greedy_only"), ("impl", "server")),
     **dict.fromkeys(("thorough", "runs", "outcomes", "length", "save"), ("impl",)),
     **dict.fromkeys(("name", "key_env", "requests", "precision"), ("server",)),
-    "model": ("server", "compare"),
+    "model": ("server", "compare"), "checks": ("impl", "server", ""),
 }  # fmt: skip
 
 
@@ -59,9 +60,8 @@ def parser() -> Parser:
     p.add_argument("--server", metavar="URL", help="test a server of --model with /v1/completions")
     p.add_argument("--baseline", type=Source, help="plain decoding by the same engine (a "
                    "function or a URL); --impl or --server must then equal it")  # fmt: skip
-    p.add_argument("--thorough", action="store_true", default=None,
-                   help=f"spend {THOROUGH.seconds / 60:.0f} minutes on --impl instead of "
-                   f"{Limits.seconds / 60:.0f}")  # fmt: skip
+    p.add_argument("--thorough", action="store_true", default=None, help="test --impl for "
+                   f"{THOROUGH.seconds / 60:.0f} instead of {Limits.seconds / 60:.0f} minutes")
     p.add_argument("--runs", type=number(100), help="maximum runs per statistical row of "
                    "--impl (default: as many as the time allows)")  # fmt: skip
     p.add_argument("--outcomes", type=number(10), help="maximum outcomes per enumeration "
@@ -86,11 +86,12 @@ def parser() -> Parser:
                    f"for --server, of {','.join(SERVER_CHECKS)}")  # fmt: skip
     p.add_argument("--only", metavar="TEXT", help="judge only the rows of --impl or --server whose "
                    '"check: case" contains this text')  # fmt: skip
-    p.add_argument("--save", type=OutputFolder, metavar="DIR",
-                   help="keep the checkpoints of --impl here")  # fmt: skip
-    p.add_argument("--junit", type=OutputFile, metavar="FILE",
-                   help="also write the rows as JUnit XML")  # fmt: skip
-    p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    p.add_argument("--greedy-only", action="store_true", default=None, help="leave out the checks "
+                   "that sample, for a decoder that does not")  # fmt: skip
+    p.add_argument("--save", type=OutputFolder, metavar="DIR", help="keep --impl's checkpoints")
+    p.add_argument("--junit", type=OutputFile, metavar="FILE", help="also write JUnit XML")
+    p.add_argument("--json", nargs="?", const=True, type=OutputFile, metavar="FILE",
+                   help="print one JSON object instead of the table, or write it to FILE")
     return p
 
 
@@ -107,9 +108,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise UserError(f"{flag_name(flag)} only works with {allowed}")
     available = {"impl": FUNCTION_CHECKS, "server": SERVER_CHECKS}.get(mode, tuple(CHECKS))
     args.checks = available if args.checks is None else tuple(args.checks)
-    unknown = [name for name in args.checks if name not in available]
-    if unknown:
+    if unknown := [name for name in args.checks if name not in available]:
         raise UserError(f"unknown check {unknown[0]!r}; {suggestion(unknown[0], available)}")
+    if args.greedy_only:
+        args.checks = tuple(name for name in args.checks if name not in report.SAMPLED)
     return args
 
 
@@ -157,19 +159,20 @@ def run_checks(args: argparse.Namespace, argv: list[str], folder: Path, out: Tex
     """Run and print the requested checks; return the exit code. What an implementation prints goes
     to standard error."""
     begin = time.perf_counter()
-    rows = report.print_table(make_verdicts(args, folder), None if args.json else out)
+    rows = report.print_table(make_verdicts(args, folder), None if args.json is True else out)
     matched = [row for row in rows if row.check not in report.INFO_ROWS or row.passed is False]
     if args.only is not None and not matched:
         raise UserError(f"--only {args.only!r}: no row matches; see the table without --only")
     seconds = time.perf_counter() - begin
-    if args.json:
-        subject = args.impl if args.impl is not None else args.server
-        print(report.json_report(rows, seconds, argv, subject, folder), file=out)
-    else:
-        print(report.summary(rows, seconds), file=out)
+    subject = args.impl if args.impl is not None else args.server
+    text = report.json_report(rows, seconds, argv, subject, folder) if args.json else ""
+    print(text if args.json is True else report.summary(rows, seconds), file=out)
+    if isinstance(args.json, Path):
+        with writing(args.json):
+            args.json.write_text(text + "\n", encoding="utf-8")
     if args.junit:
-        report.write_junit(rows, seconds, args.junit)
-    return report.exit_code(rows)
+        report.write_junit(rows, seconds, argv, args.junit)
+    return report.conclude(rows)[0]
 
 
 if __name__ == "__main__":

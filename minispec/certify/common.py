@@ -19,6 +19,7 @@ class Verdict:
     passed: bool | None  # None: neither passed nor failed; the detail says why
     detail: str
     evidence: dict = field(default_factory=dict)  # the request that failed, and its tokens
+    detectable_tv: float | None = None  # at one token, by a χ² test
 
 
 class Failed(Exception):

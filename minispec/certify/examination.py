@@ -67,6 +67,7 @@ class Examination:
     baseline: Decoder | None = None  # the same decoder without drafts; must then be equalled
     tolerance: float = TIE  # rounding may hide a logit gap below this
     conventions: Conventions = field(default_factory=Conventions)
+    name: str | None = None  # of the checkpoint
     evidence: dict = field(default_factory=dict)  # the last request and its tokens
     share: float = 1.0  # of what is left of the time and the requests, for the current row
     seconds: float = math.inf  # for the current row, roughly
@@ -84,7 +85,7 @@ class Examination:
 
     def remember(self, request: Request, **more) -> None:
         self.evidence.clear()
-        self.evidence.update(request.options() | more)
+        self.evidence.update({"checkpoint": self.name} | request.options() | more)
 
     def without_baseline(self) -> "Examination":
         """Return the examination of the baseline itself."""
@@ -130,9 +131,10 @@ def judge(rows: list[Row], seconds: float) -> Iterator[Verdict]:
         except RequestError as error:
             yield Verdict(row.check, row.case, False, str(error))
             raise
+        tv = exam.evidence.pop("detectable_tv", None)
         if exam is row.exam:
             evidence = dict(exam.evidence) if passed is False else {}
-            yield Verdict(row.check, row.case, passed, detail, evidence)
+            yield Verdict(row.check, row.case, passed, detail, evidence, tv)
         else:
             yield Verdict("baseline", f"{row.check}, {row.case}", passed or None, detail)
 
@@ -255,10 +257,10 @@ def ends_correctly(exam: Examination, prompts: list[list[int]], n: int) -> Resul
 
 
 class Samples:
-    """Samples of a decoder and its baseline for one prompt and sampling."""
+    """Samples of a decoder and its baseline for one request with different seeds."""
 
-    def __init__(self, exam: Examination, prompt: list[int], sampling: Sampling, n: int):
-        self.exam, self.prompt, self.sampling, self.n = exam, prompt, sampling, n
+    def __init__(self, exam: Examination, request: Request):
+        self.exam, self.request, self.n = exam, request, request.n
         self.samples: list[list[tuple[int, ...]]] = [[] for _ in exam.decoders]
         self.scores: dict[Warp, Scores] = {}
         self.p = self.bias = 1.0  # of the last test
@@ -267,8 +269,7 @@ class Samples:
         """Draw samples until there are `runs`; describe the first invalid one, or return ""."""
         model = self.exam.model
         for decoder, samples in zip(self.exam.decoders, self.samples):
-            seeds = range(len(samples), runs)
-            requests = [Request(self.prompt, self.n, self.sampling, seed) for seed in seeds]
+            requests = [self.request._replace(seed=i) for i in range(len(samples), runs)]
             for request, tokens in zip(requests, decoder.batch(requests), strict=True):
                 self.exam.remember(request, tokens=tokens)
                 tokens = tokens[: self.n]  # too many are reported elsewhere
@@ -281,7 +282,7 @@ class Samples:
 
     def test(self, warp: Warp, alarm: float) -> Result:
         """Test the samples by χ²: against a distribution, or against those of the baseline."""
-        scores = Scores(self.exam.model, self.prompt, warp, max(1e-3, self.exam.tolerance))
+        scores = Scores(self.exam.model, self.request.prompt, warp, max(1e-3, self.exam.tolerance))
         scores = self.scores.setdefault(warp, scores).add(chain(*self.samples))
         samples, *others = self.samples
         if scores.impossible and not others:
@@ -291,34 +292,32 @@ class Samples:
             return None, too_sharp(entropy)
         if (share := scores.uncertain(5 / len(samples))) > 0.01:
             return None, f"rounding may decide which tokens are kept in {share:.0%} of the answers"
-        p, where, bias = smallest_p(scores, samples, *others)
-        self.p, self.bias = p, bias
-        everywhere = f", of {bias / self.n**0.5:.2f} at all" if not others else ""
-        detail = f"p = {p:.2g} at {where}, {len(samples)} runs of {self.n} tokens; a TV of"
-        return p > alarm, f"{detail} {bias:.2f} at one token{everywhere} would be detected"
+        self.p, where, self.bias = smallest_p(scores, samples, *others)
+        everywhere = f", of {self.bias / self.n**0.5:.2f} at all" if not others else ""
+        runs, p = f"{len(samples)} runs of {self.n} tokens", f"{self.p:.2g} (limit {alarm:.0e})"
+        detail = f"p = {p} at {where}, {runs}; a TV of {self.bias:.2f} at one token{everywhere}"
+        return self.p > alarm, f"{detail} would be detected"
 
 
 def too_sharp(entropy: float) -> str:
     return f"proves little: the distributions have an entropy of {entropy:.2f} bits per token"
 
 
-def samples_fit(
-    exam: Examination, prompt: list[int], sampling: Sampling, n: int, runs: int
-) -> Result:
-    """Test samples of `n` tokens by χ². The runs are doubled until a bias of TARGET_BIAS would be
-    detected, there are `runs` of them, or the next doubling would take too long."""
-    samples, begin, count = Samples(exam, prompt, sampling, n), time.monotonic(), FIRST_RUNS
+def samples_fit(exam: Examination, request: Request, runs: int) -> Result:
+    """Test samples by χ². The runs are doubled until a bias of TARGET_BIAS would be detected, there
+    are `runs` of them, or the next doubling would take too long."""
+    samples, begin, count = Samples(exam, request), time.monotonic(), FIRST_RUNS
     alarm = FALSE_ALARM / math.log2(MAX_RUNS / FIRST_RUNS)  # for each test
     while True:
         if problem := samples.draw(min(count, runs)):
             return False, problem
-        result = samples.test(warper(sampling), alarm)
+        result = samples.test(warper(request.sampling), alarm)
         allowed = exam.seconds * (PATIENCE if samples.p < SUSPICIOUS else 1)
         late = 2 * (time.monotonic() - begin) > allowed
         if not result[0] or samples.bias <= TARGET_BIAS or count >= runs or late:
             break
         count *= 2
-    exam.remember(Request(prompt, n, sampling), seeds=[0, min(count, runs) - 1])
+    exam.remember(request, seeds=[0, min(count, runs) - 1], detectable_tv=samples.bias)
     if len(set(samples.samples[0])) == 1 and result[0] is False:
         return False, "the same tokens for every seed"
-    return exam.conventions.judge(sampling, result, lambda warp: samples.test(warp, alarm))
+    return exam.conventions.judge(request.sampling, result, lambda w: samples.test(w, alarm))

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TextIO
 from xml.etree import ElementTree
@@ -17,12 +18,12 @@ from minispec.cli import printable, writing
 from minispec.machine import command_line, describe_machine, package_version
 
 INFO_ROWS = "server", "baseline", "drafts"  # rows about the test itself, which prove nothing
+SAMPLED = "exact", "statistical", "distribution"  # the checks of samples
 STATUS_LABELS = {True: "pass", False: "FAIL", None: "skip"}
-PASSED, LOSS, NOT_EXAMINED = 0, 1, 2  # exit codes
+PASSED, LOSS, NOT_EXAMINED, NOT_SAMPLED = 0, 1, 2, 3  # exit codes
 NOT_REPEATED = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-NOT_REPEATED.add_argument("--json", action="store_true")
-for flag in "--junit", "--save", "--only":
-    NOT_REPEATED.add_argument(flag)
+for flag in "--json", "--junit", "--save", "--only":
+    NOT_REPEATED.add_argument(flag, nargs="?")
 
 
 def print_table(verdicts: Iterable[Verdict], out: TextIO | None) -> list[Verdict]:
@@ -38,17 +39,32 @@ def print_table(verdicts: Iterable[Verdict], out: TextIO | None) -> list[Verdict
     return rows
 
 
-def exit_code(rows: list[Verdict]) -> int:
-    """Return the exit code. Skipped checks prove nothing: one must pass."""
-    if any(v.passed is False for v in rows):
-        return LOSS
-    return PASSED if any(v.passed for v in rows if v.check not in INFO_ROWS) else NOT_EXAMINED
+def conclude(rows: list[Verdict]) -> tuple[int, str]:
+    """Return the exit code and the verdict on all rows. Skipped rows prove nothing: one must pass,
+    and one with samples if there are any. That seeds work proves nothing about samples."""
+    if failed := Counter(v.check for v in rows if v.passed is False):
+        return LOSS, f"LOSS in {', '.join(f'{check} ({n})' for check, n in failed.items())}"
+    sampled = [v for v in rows if v.check in SAMPLED and v.case != "seeds"]
+    reason = next((v.detail for v in sampled or rows if v.passed is None), "no row was judged")
+    if not any(v.passed for v in rows if v.check not in INFO_ROWS):
+        return NOT_EXAMINED, f"nothing was examined: {reason}"
+    if not sampled:
+        return PASSED, "no loss found; sampling was left out"
+    if not any(v.passed for v in sampled):
+        return NOT_SAMPLED, f"sampling was not examined: {reason}"
+    verdict = "no loss found"
+    if {v.passed for v in sampled if v.check == "exact"} == {None}:
+        verdict += "; every exact row was skipped"
+    if (tv := max(v.detectable_tv or 0.0 for v in sampled if v.passed)) > 0.1:
+        verdict += f"; the weakest χ² test may have missed a TV below {tv:.2f} at one token"
+    return PASSED, verdict
 
 
 def summary(rows: list[Verdict], seconds: float) -> str:
     counts = Counter(v.passed for v in rows)
     skipped = f", {counts[None]} skipped" if counts[None] else ""
-    return f"{counts[True]} of {len(rows)} passed{skipped} in {seconds:.0f} s"
+    passed = f"{counts[True]} of {len(rows)} passed{skipped} in {seconds:.0f} s"
+    return f"{passed}\n{conclude(rows)[1]}"
 
 
 def json_report(
@@ -57,24 +73,31 @@ def json_report(
     """Return one JSON object with all that is needed to repeat the examination of a `subject`, the
     name of a function or server. The checkpoints lie in `folder`."""
     configs = sorted(folder.rglob("config.json"))
+    code, verdict = conclude(rows)
     report = {
-        "passed": exit_code(rows) == PASSED,
-        "seconds": seconds,
-        **describe_machine(),
-        "subject": subject,
-        "subject_version": subject_version(subject),
+        "passed": code == PASSED, "exit_code": code, "verdict": verdict, "seconds": seconds,
+        **describe_machine(), "subject": subject, **describe_subject(subject),
         "command": command_line("minispec.certify", argv),
         "checkpoints": {str(c.parent.relative_to(folder)): digest(c.parent) for c in configs},
         "verdicts": [asdict(v) | {"repeat": repeat(v, argv)} for v in rows],
-    }
-    return re.sub(r'(?<=//)[^/@"\s]+@', "", json.dumps(report))  # without passwords in URLs
+    }  # fmt: skip
+    return to_json(report)
 
 
-def subject_version(subject: str | None) -> str | None:
-    """Return the version of the module or package in which a function lies, if it has one."""
-    module = (subject or "").rpartition(":")[0]
-    loaded = sys.modules.get(Path(module).stem if module.endswith(".py") else module)
-    return getattr(loaded, "__version__", None) or package_version(module.partition(".")[0] or "-")
+def to_json(report: dict) -> str:
+    """Return JSON without the passwords in URLs."""
+    return re.sub(r'(?<=//)[^/@"\s]+@', "", json.dumps(report))
+
+
+def describe_subject(subject: str | None) -> dict[str, str | None]:
+    """Return the version of a function's module or package, and a hash of its file."""
+    name = (subject or "").rpartition(":")[0]
+    name = Path(name).stem if name.endswith(".py") else name
+    module, package = sys.modules.get(name), name.partition(".")[0] or "-"
+    versions = [getattr(x, "__version__", None) for x in (module, sys.modules.get(package))]
+    file = getattr(module, "__file__", None)
+    return {"subject_version": versions[0] or versions[1] or package_version(package),
+            "subject_hash": file and sha256(Path(file).read_bytes()).hexdigest()}  # fmt: skip
 
 
 def repeat(verdict: Verdict, argv: list[str]) -> str:
@@ -90,7 +113,7 @@ def repeat(verdict: Verdict, argv: list[str]) -> str:
     return command_line("minispec.certify", kept)
 
 
-def write_junit(rows: list[Verdict], seconds: float, file: Path) -> None:
+def write_junit(rows: list[Verdict], seconds: float, argv: list[str], file: Path) -> None:
     """Write the verdicts as JUnit XML, which systems for continuous integration show."""
     suite = ElementTree.Element(
         "testsuite", name="minispec.certify", tests=str(len(rows)), time=f"{seconds:.1f}",
@@ -101,7 +124,7 @@ def write_junit(rows: list[Verdict], seconds: float, file: Path) -> None:
         case = ElementTree.SubElement(suite, "testcase", classname=v.check, name=v.case)
         if v.passed is False:
             failure = ElementTree.SubElement(case, "failure", message=v.detail)
-            failure.text = json.dumps(v.evidence)
+            failure.text = to_json(v.evidence | {"repeat": repeat(v, argv)})
         elif v.passed is None:
             ElementTree.SubElement(case, "skipped", message=v.detail)
     with writing(file):

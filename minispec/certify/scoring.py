@@ -202,7 +202,7 @@ def smallest_p(
 def count_bins(scores: Scores, cells: Distribution, samples: list[Tokens]) -> dict[str, Counter]:
     """Count the samples in the bins of each test."""
     counts: dict[str, Counter] = defaultdict(Counter)
-    rng = random.Random(0)
+    rng, longest = random.Random(0), max(map(len, samples))
     for sequence in samples:
         n = next(n for n in range(len(sequence), -1, -1) if sequence[:n] in cells)
         counts[FIRST][sequence[:n]] += 1
@@ -213,8 +213,8 @@ def count_bins(scores: Scores, cells: Distribution, samples: list[Tokens]) -> di
         for i, u in enumerate(uniform, start=1):
             for name in f"token {i}", EVERY:
                 counts[name][(int(BINS * u),)] += 1
+        uniform += [rng.random()] * (len(sequence) < longest)  # an end token's partner in a pair
         for i, (u, v) in enumerate(pairwise(uniform), start=1):
-            # disjoint pairs are independent
-            for name in [f"tokens {i}, {i + 1}"] + [EVERY_PAIR] * (i % 2):
+            for name in [f"tokens {i}, {i + 1}"] + [EVERY_PAIR] * (i % 2):  # disjoint: independent
                 counts[name][int(PAIR_BINS * u), int(PAIR_BINS * v)] += 1
     return counts

@@ -48,6 +48,10 @@ Tokens = tuple[int, ...]
 Seeds = set[tuple[str, str]]
 
 
+class DrawsNothing(CannotEnumerate):
+    """No random numbers are drawn, or none that can be intercepted."""
+
+
 class LikeliestFirst(ScriptedRandomness):
     """Follows a script of choices and then takes the most probable options. `others` are the
     scripts of the options not taken, with their probabilities."""
@@ -124,7 +128,7 @@ class Enumeration:
                 self.outcomes.append(outcome)
                 self.distribution[outcome.tokens] += outcome.randomness.probability
         if not self.used:
-            raise CannotEnumerate(f"it uses no random numbers from {RANDOM_SOURCES}")
+            raise DrawsNothing(f"it uses no random numbers from {RANDOM_SOURCES}")
         total = sum(self.distribution.values())
         if total > 1 + ROUNDING or (not scripts and total < 1 - ROUNDING):
             raise CannotEnumerate("not only random numbers matter: probabilities do not sum to 1")

@@ -209,4 +209,4 @@ def fits(exam: ServerContext, sampling: Sampling, ctx: ServerContext) -> Result:
     runs = max(0, int(exam.share * left / len(exam.servers)))
     if runs < MIN_ANSWERS:
         return None, f"only {runs} answers from --requests; increase it"
-    return samples_fit(exam, ctx.sampled_prompt, sampling, SAMPLE_TOKENS, runs)
+    return samples_fit(exam, Request(ctx.sampled_prompt, SAMPLE_TOKENS, sampling), runs)
