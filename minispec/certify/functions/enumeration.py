@@ -45,7 +45,7 @@ NEGLIGIBLE = 1e-12  # probability of a choice that only exists due to rounding
 ROUNDING = 1e-6  # of a total probability
 SEED_STEP = 1000  # between two calls, so that seeds which a decoder derives from them differ
 Tokens = tuple[int, ...]
-Seeds = set[tuple[str, str]]
+Drawn = dict[float, str]  # see InterceptedRandomness
 
 
 class LikeliestFirst(ScriptedRandomness):
@@ -69,11 +69,11 @@ class LikeliestFirst(ScriptedRandomness):
 
 
 class Outcome(NamedTuple):
-    """The tokens of a call, the choices that led to them, and the seeds that it used."""
+    """The tokens of a call, the choices that led to them, and what the real generators drew."""
 
     tokens: Tokens
     randomness: LikeliestFirst
-    seeds: Seeds
+    drawn: Drawn
 
 
 class Enumeration:
@@ -100,7 +100,7 @@ class Enumeration:
         randomness, seed = LikeliestFirst(script), next(self.seeds)
         for seed_global_generator in torch.manual_seed, random.seed, np.random.seed:
             seed_global_generator(seed + SEED_STEP // 2)
-        states = global_states()
+        states, CannotEnumerate.last = global_states(), None
         try:
             with InterceptedRandomness(randomness) as source:
                 tokens = self.function(seed)
@@ -108,9 +108,11 @@ class Enumeration:
             for _ in range(8):
                 self.function(next(self.seeds))  # raises if it is the decoder's own error
             raise CannotEnumerate(f"with intercepted random numbers only: {error}") from error
+        if CannotEnumerate.last:  # the decoder has suppressed it
+            raise CannotEnumerate.last
         require_untouched(states, source)
         self.used = self.used or source.used
-        return Outcome(tokens, randomness, set(source.drawn_from))
+        return Outcome(tokens, randomness, source.drawn)
 
     def enumerate(self, limit: float, end: float) -> bool:
         """Find outcomes; return whether these are all."""
@@ -180,25 +182,25 @@ def require_equal(run: Outcome, first: Outcome) -> None:
     if (run.tokens, run.randomness.choices) != (first.tokens, first.randomness.choices):
         raise CannotEnumerate(f"it uses random numbers from sources other than {RANDOM_SOURCES}: "
                               "calls with the same choices differ")  # fmt: skip
-    if repeated := run.seeds & first.seeds:
-        raise CannotEnumerate(describe_repeated(repeated))
+    if repeated := run.drawn.keys() & first.drawn.keys():
+        raise CannotEnumerate(describe_repeated(first.drawn, repeated))
 
 
 def find_constant_seed(function: Callable[[int], Tokens]) -> str | None:
     """Say which source of random numbers gets the same seed in every call, if there is one."""
-    used: list[Seeds] = []
+    used: list[Drawn] = []
     with generators_replaced():
         for seed in range(0, 3 * SEED_STEP, SEED_STEP):
             source = InterceptedRandomness(LikeliestFirst([]))
             with suppress(Exception, CannotEnumerate), source:
                 function(seed)
-            used.append(set(source.drawn_from))  # known even after an exception
-    repeated = set.intersection(*used)
-    return describe_repeated(repeated) if repeated else None
+            used.append(source.drawn)  # known even after an exception
+    repeated = set.intersection(*map(set, used))
+    return describe_repeated(used[0], repeated) if repeated else None
 
 
-def describe_repeated(seeds: Seeds) -> str:
-    kinds = ", ".join(sorted({kind for kind, _ in seeds}))
+def describe_repeated(drawn: Drawn, repeated: set[float]) -> str:
+    kinds = ", ".join(sorted({drawn[number] for number in repeated}))
     return f"it gives {kinds} the same seed in every call, so that its samples are not independent"
 
 
@@ -213,10 +215,8 @@ def global_states() -> dict[str, object]:
 
 def require_untouched(states: dict[str, object], source: InterceptedRandomness) -> None:
     """Raise CannotEnumerate if a call changed a global generator, all of whose functions should
-    have been intercepted. Only torch's may have another seed."""
-    if any(kind == "torch" for (kind, _), _ in source.seeds.values()):
-        unused = torch.Generator().manual_seed(torch.initial_seed())
-        states = states | {"torch": unused.get_state().numpy().tobytes()}
+    have been intercepted."""
+    states = states | {"torch": source.torch_state}
     for name, state in global_states().items():
         if state != states[name]:
             raise CannotEnumerate(f"it uses {name} in a way that cannot be intercepted")

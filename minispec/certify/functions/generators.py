@@ -19,38 +19,45 @@ class StandIn:
     """Draws from the active InterceptedRandomness. Without one it is the real generator, because a
     decoder may keep it. Methods that it does not have raise CannotEnumerate."""
 
-    kind, origin, real_class = "", "", object
+    _kind, real_class = "", object
 
     def __init__(self, seed=None, real: object | None = None):
         self._real = type(self).real_class(seed) if real is None else real
-        if seed is not None and InterceptedRandomness.active:
-            self.seed(seed)
 
     def __getattribute__(self, name: str):
-        if InterceptedRandomness.active is None and not name.startswith("_"):
+        if name.startswith("_"):
+            return object.__getattribute__(self, name)
+        if InterceptedRandomness.active is None:
             return getattr(self._real, name)
-        return object.__getattribute__(self, name)
+        method = object.__getattribute__(self, name)
+
+        def call(*args, **options):
+            try:
+                return method(*args, **options)
+            except TypeError as error:
+                raise CannotEnumerate(f"it uses {name} of {self._kind}: {error}") from error
+
+        return call
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
         self._draws()
-        raise CannotEnumerate(f"it uses {name} of {self.kind}")
+        raise CannotEnumerate(f"it uses {name} of {self._kind}")
 
-    def seed(self, seed=None, *_) -> None:
-        """Note a seed: a number, or a bit generator's state."""
-        seed = getattr(seed, "state", seed)
-        InterceptedRandomness.active.note_seed(self.kind, self, str(seed))
+    def seed(self, *seed, **options) -> None:
+        self._real.seed(*seed, **options)
 
     def _draws(self) -> InterceptedRandomness:
         source = InterceptedRandomness.active
-        source.note_draw(self.kind, self)
+        source.note_draw(self._kind, self._real.random())
         return source
 
-    def _uniform(self, size=None, *parameters) -> SymbolicUniform:
+    def _uniform(self, size=None, *parameters, dtype=float) -> SymbolicUniform:
         """Return uniform numbers of this size, or if it is None, of the parameters' shape."""
         shape = np.broadcast_shapes(*map(np.shape, parameters)) if size is None else _shape(size)
-        return self._draws().uniform(shape, self.origin)
+        precision = torch.from_numpy(np.empty(0, dtype)).dtype
+        return self._draws().uniform(shape, "numpy" if shape else "python", precision)
 
     def _index(self, weights) -> int:
         return int(self._draws().categorical(torch.as_tensor(weights, dtype=torch.float64)))
@@ -59,7 +66,7 @@ class StandIn:
 class PythonRandom(StandIn):
     """random.Random, and the functions of `random`."""
 
-    kind, origin, real_class = "random", "python", random.Random
+    _kind, real_class = "random", random.Random
 
     def random(self) -> SymbolicUniform:
         return self._uniform()
@@ -68,6 +75,7 @@ class PythonRandom(StandIn):
         return self._uniform() * (b - a) + a
 
     def choices(self, population, weights=None, *, cum_weights=None, k: int = 1) -> list:
+        self._real.choices(population, weights, cum_weights=cum_weights, k=k)  # raises its errors
         if cum_weights is not None:
             weights = np.diff(np.asarray(cum_weights, dtype=float), prepend=0.0)
         weights = [1.0] * len(population) if weights is None else list(weights)
@@ -77,10 +85,8 @@ class PythonRandom(StandIn):
 class NumpyDraws(StandIn):
     """The draws that RandomState and Generator have in common."""
 
-    origin = "numpy"
-
-    def random(self, size=None, dtype=None) -> SymbolicUniform:
-        return self._uniform(size)
+    def random(self, size=None, dtype=float) -> SymbolicUniform:
+        return self._uniform(size, dtype=dtype)
 
     def uniform(self, low=0.0, high=1.0, size=None) -> SymbolicUniform:
         low, high = np.asarray(low), np.asarray(high)
@@ -91,9 +97,10 @@ class NumpyDraws(StandIn):
         return -((-self._uniform(size, loc, scale).log()).log()) * scale + loc
 
     def choice(self, a, size=None, replace: bool = True, p=None):
+        self._real.choice(a, size, replace, p)  # raises its errors
         shape = _shape(size)
         if not replace and math.prod(shape) > 1:
-            raise CannotEnumerate(f"it uses choice without replacement of {self.kind}")
+            raise CannotEnumerate(f"it uses choice without replacement of {self._kind}")
         values = np.arange(a) if np.ndim(a) == 0 else np.asarray(a)
         weights = np.ones(len(values)) if p is None else p
         drawn = [self._index(weights) for _ in range(math.prod(shape))]
@@ -101,14 +108,17 @@ class NumpyDraws(StandIn):
 
     def multinomial(self, n: int, pvals, size=None):
         if n != 1 or size is not None:
-            raise CannotEnumerate(f"it uses multinomial of {self.kind} for several draws")
-        return np.eye(len(pvals), dtype=int)[self._index(pvals)]
+            raise CannotEnumerate(f"it uses multinomial of {self._kind} for several draws")
+        self._real.multinomial(1, pvals)  # raises its errors
+        *weights, _ = np.asarray(pvals, dtype=float)
+        weights.append(max(0.0, 1 - sum(weights)))
+        return np.eye(len(weights), dtype=int)[self._index(weights)]
 
 
 class NumpyRandomState(NumpyDraws):
     """numpy.random.RandomState, and the functions of numpy.random."""
 
-    kind, real_class = "numpy.random", np.random.RandomState
+    _kind, real_class = "numpy.random", np.random.RandomState
     random_sample = ranf = sample = NumpyDraws.random
 
     def rand(self, *shape: int) -> SymbolicUniform:
@@ -118,7 +128,7 @@ class NumpyRandomState(NumpyDraws):
 class NumpyGenerator(NumpyDraws):
     """numpy.random.Generator, made of a bit generator."""
 
-    kind, real_class = "numpy.random.Generator", np.random.Generator
+    _kind, real_class = "numpy.random.Generator", np.random.Generator
 
 
 def default_rng(seed=None) -> NumpyGenerator:
@@ -127,11 +137,12 @@ def default_rng(seed=None) -> NumpyGenerator:
     return NumpyGenerator(REAL_DEFAULT_RNG(seed).bit_generator)
 
 
-def noting_seeds(manual_seed: Callable) -> Callable:
-    def call(seed) -> torch.Generator:
+def noting_state(seeding: Callable) -> Callable:
+    def call(*args):
+        result = seeding(*args)
         if InterceptedRandomness.active:
-            InterceptedRandomness.active.note_seed("torch", "torch", str(seed))
-        return manual_seed(seed)
+            InterceptedRandomness.active.note_torch_state()
+        return result
 
     return call
 
@@ -147,6 +158,7 @@ REAL_DEFAULT_RNG = np.random.default_rng
 STAND_INS = PythonRandom, NumpyRandomState, NumpyGenerator
 STAND_IN_OF = {id(stand_in.real_class): stand_in for stand_in in STAND_INS}
 REPLACED_LIBRARIES = "random", "numpy.random", "torch", "torch.random"
+TORCH_SEEDING = "manual_seed", "seed", "set_rng_state"
 PLAIN_FUNCTIONS = "ranf", "sample", "seed"  # of numpy.random; the others are bound methods
 UNTOUCHED = {*sys.stdlib_module_names, "torch", "numpy", "scipy", "minispec"}
 
@@ -164,7 +176,8 @@ def replacements() -> dict[int, tuple[object, object]]:
     pairs = [(stand_in.real_class, stand_in) for stand_in in STAND_INS]
     pairs.append((REAL_DEFAULT_RNG, default_rng))
     # torch.manual_seed is another function once torch.compile has been used
-    pairs += [(f, noting_seeds(f)) for f in (torch.manual_seed, torch.random.manual_seed)]
+    seeding = [vars(library)[name] for library in (torch, torch.random) for name in TORCH_SEEDING]
+    pairs += [(function, noting_state(function)) for function in seeding]
     for library, stand_in in (random, PythonRandom()), (np.random, NumpyRandomState()):
         cls = type(stand_in).real_class
         for name, value in vars(library).items():
