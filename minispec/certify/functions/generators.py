@@ -53,11 +53,10 @@ class StandIn:
         source.note_draw(self._kind, self._real.random())
         return source
 
-    def _uniform(self, size=None, *parameters, dtype=float) -> SymbolicUniform:
+    def _uniform(self, size=None, *parameters) -> SymbolicUniform:
         """Return uniform numbers of this size, or if it is None, of the parameters' shape."""
         shape = np.broadcast_shapes(*map(np.shape, parameters)) if size is None else _shape(size)
-        precision = torch.from_numpy(np.empty(0, dtype)).dtype
-        return self._draws().uniform(shape, "numpy" if shape else "python", precision)
+        return self._draws().uniform(np.zeros(shape) if shape else 0.0)
 
     def _index(self, weights) -> int:
         return int(self._draws().categorical(torch.as_tensor(weights, dtype=torch.float64)))
@@ -85,8 +84,8 @@ class PythonRandom(StandIn):
 class NumpyDraws(StandIn):
     """The draws that RandomState and Generator have in common."""
 
-    def random(self, size=None, dtype=float) -> SymbolicUniform:
-        return self._uniform(size, dtype=dtype)
+    def random(self, size=None, dtype=None) -> SymbolicUniform:
+        return self._uniform(size)
 
     def uniform(self, low=0.0, high=1.0, size=None) -> SymbolicUniform:
         low, high = np.asarray(low), np.asarray(high)
@@ -94,7 +93,7 @@ class NumpyDraws(StandIn):
 
     def gumbel(self, loc=0.0, scale=1.0, size=None) -> SymbolicUniform:
         loc, scale = np.asarray(loc), np.asarray(scale)
-        return -((-self._uniform(size, loc, scale).log()).log()) * scale + loc
+        return -np.log(-np.log(self._uniform(size, loc, scale))) * scale + loc
 
     def choice(self, a, size=None, replace: bool = True, p=None):
         self._real.choice(a, size, replace, p)  # raises its errors

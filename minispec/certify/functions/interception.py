@@ -1,6 +1,5 @@
 """A context in which torch's random numbers are choices of an enumerator."""
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -9,13 +8,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from minispec.certify.functions.symbolic import (
-    IN_PLACE,
+    METADATA,
     NEGLIGIBLE,
     CannotEnumerate,
     SymbolicUniform,
+    like,
     map_nested,
     numbers_in,
-    precise,
+    real_of,
 )
 from minispec.sampling import Randomness
 
@@ -24,13 +24,15 @@ UNSUPPORTED = {
     "randint", "randint_like", "random_", "randn", "randn_like", "randperm", "normal", "normal_",
     "geometric_", "cauchy_", "log_normal_", "poisson", "binomial",
 }  # fmt: skip
-METADATA = {"__get__", "__hash__", "__len__", "size", "dim", "numel", "stride"}  # not of values
-REAL = np.random.default_rng(0)  # ordinary numbers, for what the enumerator does not choose
+REAL = np.random.default_rng(0)
 
 
 class InterceptedRandomness(TorchFunctionMode):
     """While it is active, torch's functions draw from `randomness`, and so do those of `random` and
     numpy that generators.py replaces. `used` is whether anything was drawn.
+
+    The decoder gets ordinary tensors, whose use is intercepted: `tensors` maps their ids to them
+    and to what they stand for. A use that is not intercepted sees other numbers in every run.
 
     Before each draw, a number is taken from the real generator: `drawn` are these numbers, with the
     generators' kinds. The same number twice means that a stream of random numbers is repeated."""
@@ -41,8 +43,10 @@ class InterceptedRandomness(TorchFunctionMode):
         super().__init__()
         self.randomness, self.used, self.ended, self.choices = randomness, False, False, 0
         self.intervals: list[tuple[float, float] | None] = []  # of uniform numbers; None: raced
+        self.samples = torch.zeros(0, dtype=torch.float64)  # a value of each uniform number
         self.races: dict[tuple[int, ...], tuple[Tensor, int]] = {}  # chances and winner, by numbers
-        self.tensors: dict[int, tuple[Tensor, SymbolicUniform]] = {}  # of numbers, by storage
+        self.tensors: dict[int, tuple[Tensor, SymbolicUniform]] = {}
+        self.storages: set[int] = set()  # their addresses
         self.drawn: dict[float, str] = {}
 
     def __enter__(self):
@@ -51,8 +55,11 @@ class InterceptedRandomness(TorchFunctionMode):
         return super().__enter__()
 
     def __exit__(self, *error):
+        """Turn random numbers that are left over into ordinary ones, within their intervals."""
         InterceptedRandomness.active, self.ended = None, True
         super().__exit__(*error)
+        values = [REAL.uniform(*(interval or (0.0, 1.0))) for interval in self.intervals]
+        self.samples = torch.tensor(values, dtype=torch.float64)
         with torch.inference_mode():
             for tensor, number in self.tensors.values():
                 tensor.copy_(number.value())
@@ -61,7 +68,7 @@ class InterceptedRandomness(TorchFunctionMode):
         name, options = getattr(function, "__name__", ""), options or {}
         if name in UNSUPPORTED or hasattr(self, f"on_{name}") or options.get("generator"):
             return self.draw(function, name, args, options)
-        if name in METADATA:
+        if name in METADATA or name == "__hash__":
             return function(*args, **options)
         return self.operate(function, name, args, options)
 
@@ -78,11 +85,8 @@ class InterceptedRandomness(TorchFunctionMode):
         result = getattr(self, f"on_{name}")(real, *args, **options)
         if isinstance(result, Tensor):
             return real.copy_(result)
-        if name.endswith("_") or options.get("out") is not None:
-            return self.fill(real, result)
-        return self.stand_in(result)
-
-    # ---- numbers and tensors ---------------------------------------------------------------------
+        real.copy_(result.at(self.samples))
+        return self.stand_in(result, real, name)
 
     def operate(self, function: Callable, name: str, args: tuple, options: dict):
         """Call a function that may have random numbers among its arguments."""
@@ -92,40 +96,41 @@ class InterceptedRandomness(TorchFunctionMode):
             return function(*symbolic[0], **symbolic[1])
         if len(numbers) > 1:
             raise CannotEnumerate(f"it calls {name.strip('_')} with several random numbers")
-        result = numbers[0].operate(name, *symbolic)
-        if name in IN_PLACE or name[2:-2] in IN_PLACE:
-            return self.fill(args[0], result)
-        return map_nested(self.stand_in, result)
+        number = numbers[0]
+        method = None if name in METADATA else number.find(name, symbolic[0])
+        number.check("assignment")  # through another name
+        before = [x for x in symbolic[0] if x is not number]
+        args, options = map_nested(lambda x: x.real if x is number else x, symbolic)
+        real = function(*args, **options)
+        if method is None or real is NotImplemented:
+            return real
+        try:
+            return self.stand_in(method(number, *before, **options), real, name)
+        except TypeError as error:
+            raise CannotEnumerate(f"it calls {name} with a random number: {error}") from error
+
+    def stand_in(self, result, real, name: str):
+        """Return what the decoder gets for a result that it expects to be like `real`."""
+        if isinstance(result, tuple):
+            return tuple(self.stand_in(x, y, name) for x, y in zip(result, real))
+        if isinstance(result, Tensor):
+            return like(real, result)
+        if type(result) is SymbolicUniform:
+            result.real = real
+            result.check(name)
+            if isinstance(real, Tensor):
+                self.tensors[id(real)] = real, result
+                self.storages.add(real.untyped_storage().data_ptr())
+                return real
+        return result
 
     def number_of(self, x):
-        """Return the random numbers for which a tensor stands."""
-        if type(x) is SymbolicUniform:
-            return x.value() if x.source.ended else x
+        """Return the random numbers for which x stands."""
         if not (self.tensors and isinstance(x, Tensor) and x.layout == torch.strided):
-            return x
-        tensor, number = self.tensors.get(x.untyped_storage().data_ptr(), (x, x))
-        if tensor is not x:
+            return real_of(x)
+        if id(x) not in self.tensors and x.untyped_storage().data_ptr() in self.storages:
             raise CannotEnumerate("it fills a tensor with random numbers and uses a view of it")
-        return number
-
-    def stand_in(self, x):
-        """Return a tensor that stands for random numbers that seem to come from torch."""
-        if type(x) is not SymbolicUniform or x.origin != "torch":
-            return x
-        return self.fill(torch.empty(x.index.shape, dtype=x.precision), x)
-
-    def fill(self, target, number: SymbolicUniform):
-        """Assign random numbers to a tensor, or to an array of them. Its memory gets others, so
-        that a use of them which is not noticed changes from run to run."""
-        known = self.number_of(target)
-        if type(known) is SymbolicUniform:
-            known.overwrite(number)
-        number.require(target.shape == number.index.shape, "assignment")
-        if isinstance(target, Tensor) and target.numel():
-            if known is target:
-                self.tensors[target.untyped_storage().data_ptr()] = target, number
-            target.copy_(torch.from_numpy(REAL.random((*target.shape, 1)))[..., 0])
-        return target
+        return self.tensors.get(id(x), (x, x))[1]
 
     # ---- seeds -----------------------------------------------------------------------------------
 
@@ -149,25 +154,26 @@ class InterceptedRandomness(TorchFunctionMode):
 
     # ---- torch's functions: `real` is their result for real random numbers -----------------------
 
-    def uniform(self, size, origin: str = "torch", precision=torch.float64) -> SymbolicUniform:
-        """Return lazy uniform random numbers."""
-        n = math.prod(size)
-        self.intervals += [(0.0, 1.0)] * n
-        index = torch.arange(len(self.intervals) - n, len(self.intervals)).reshape(tuple(size))
-        parts = index, torch.ones_like(index).double(), torch.zeros_like(index).double()
-        return SymbolicUniform(self, *parts, origin=origin, precision=precise(precision))
+    def uniform(self, real) -> SymbolicUniform:
+        """Return lazy uniform random numbers in the shape and type of `real`."""
+        shape, n = tuple(np.shape(real)), len(self.samples)
+        samples = torch.from_numpy(REAL.uniform(0.1, 0.9, (*shape, 1)))[..., 0]
+        self.intervals += [(0.0, 1.0)] * samples.numel()
+        self.samples = torch.cat([self.samples, samples.flatten()])
+        index = torch.arange(n, len(self.samples)).reshape(shape)
+        return SymbolicUniform(self, like(real, samples), index)
 
     def on_rand(self, real, *_, **options) -> SymbolicUniform:
-        return self.uniform(real.shape, precision=real.dtype)
+        return self.uniform(real)
 
     on_rand_like = on_rand
 
     def on_uniform_(self, real, x, low=0.0, high=1.0, **options) -> SymbolicUniform:
         low, high = options.get("from", low), options.get("to", high)
-        return self.on_rand(real).on_mul(high - low).on_add(low)
+        return self.uniform(real).on_mul(high - low).on_add(low)
 
     def on_exponential_(self, real, x, lambd=1.0, **options) -> SymbolicUniform:
-        return self.on_rand(real).on_log().on_div(-lambd)
+        return self.uniform(real).on_log().on_div(-lambd)
 
     def on_bernoulli(self, real, input, p=None, **options) -> Tensor:
         chances = torch.as_tensor(input if p is None else p).broadcast_to(real.shape)
@@ -178,7 +184,8 @@ class InterceptedRandomness(TorchFunctionMode):
         return self.on_bernoulli(real, x, p)
 
     def on_multinomial(self, real, input, num_samples, replacement=False, **options) -> Tensor:
-        precise(input.dtype)
+        if input.dtype.itemsize < 4:
+            raise CannotEnumerate(f"it uses torch.multinomial with {input.dtype}")
         remaining, drawn = input.double().clone(), []
         for _ in range(num_samples):
             drawn.append(self.categorical(remaining))
@@ -238,11 +245,3 @@ class InterceptedRandomness(TorchFunctionMode):
             return verb(argument)
         except IndexError as error:  # the script has more options than there are
             raise CannotEnumerate(f"not only random numbers matter ({error})") from error
-
-    def value(self, index: int) -> float:
-        """Return an ordinary random number in the interval of a uniform number."""
-        if index < 0:
-            return 1 - self.value(~index)
-        x = REAL.uniform(*(self.intervals[index] or (0.0, 1.0)))
-        self.intervals[index] = x, x
-        return x
