@@ -2,7 +2,6 @@
 have, also under names that were imported before. They know the draws that decoders use to sample a
 token; any other draw cannot be enumerated."""
 
-import math
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -11,123 +10,115 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from minispec.certify.functions.interception import InterceptedRandomness
 from minispec.certify.functions.symbolic import CannotEnumerate, SymbolicUniform
 
 
 class StandIn:
     """Draws from the active InterceptedRandomness. Without one it is the real generator, because a
-    decoder may keep it. Methods that it does not have raise CannotEnumerate."""
+    decoder may keep it. A method gets the result of the real one, which it replaces; methods that
+    this class does not have raise CannotEnumerate."""
 
-    _kind, real_class = "", object
+    _kind, _real_class = "", object
 
     def __init__(self, seed=None, real: object | None = None):
-        self._real = type(self).real_class(seed) if real is None else real
+        self._real = self._real_class(seed) if real is None else real
 
     def __getattribute__(self, name: str):
         if name.startswith("_"):
             return object.__getattribute__(self, name)
-        if InterceptedRandomness.active is None:
+        if SymbolicUniform.active is None or name == "seed":
             return getattr(self._real, name)
-        method = object.__getattribute__(self, name)
+        method = getattr(type(self), name, None)
+        if method is None:
+            self._note_draw()
+            raise CannotEnumerate(f"it uses {name} of {self._kind}")
 
         def call(*args, **options):
+            if SymbolicUniform.active:
+                self._note_draw()
+            real = getattr(self._real, name)(*args, **options)  # raises the errors of arguments
+            if SymbolicUniform.active is None:
+                return real
             try:
-                return method(*args, **options)
+                return method(self, real, *args, **options)
             except TypeError as error:
                 raise CannotEnumerate(f"it uses {name} of {self._kind}: {error}") from error
 
         return call
 
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._draws()
-        raise CannotEnumerate(f"it uses {name} of {self._kind}")
+    def _note_draw(self) -> None:
+        SymbolicUniform.active.note_draw(self._kind, self._real.random())
 
-    def seed(self, *seed, **options) -> None:
-        self._real.seed(*seed, **options)
 
-    def _draws(self) -> InterceptedRandomness:
-        source = InterceptedRandomness.active
-        source.note_draw(self._kind, self._real.random())
-        return source
+def uniform(real) -> SymbolicUniform:
+    return SymbolicUniform.active.uniform(real)
 
-    def _uniform(self, size=None, *parameters) -> SymbolicUniform:
-        """Return uniform numbers of this size, or if it is None, of the parameters' shape."""
-        shape = np.broadcast_shapes(*map(np.shape, parameters)) if size is None else _shape(size)
-        return self._draws().uniform(np.zeros(shape) if shape else 0.0)
 
-    def _index(self, weights) -> int:
-        return int(self._draws().categorical(torch.as_tensor(weights, dtype=torch.float64)))
+def draw_index(weights) -> int:
+    return int(SymbolicUniform.active.categorical(torch.as_tensor(weights, dtype=torch.float64)))
 
 
 class PythonRandom(StandIn):
     """random.Random, and the functions of `random`."""
 
-    _kind, real_class = "random", random.Random
+    _kind, _real_class = "random", random.Random
 
-    def random(self) -> SymbolicUniform:
-        return self._uniform()
+    def random(self, real) -> SymbolicUniform:
+        return uniform(real)
 
-    def uniform(self, a: float, b: float) -> SymbolicUniform:
-        return self._uniform() * (b - a) + a
+    def uniform(self, real, a: float, b: float) -> SymbolicUniform:
+        return uniform(real) * (b - a) + a
 
-    def choices(self, population, weights=None, *, cum_weights=None, k: int = 1) -> list:
-        self._real.choices(population, weights, cum_weights=cum_weights, k=k)  # raises its errors
+    def choices(self, real, population, weights=None, *, cum_weights=None, k: int = 1) -> list:
         if cum_weights is not None:
             weights = np.diff(np.asarray(cum_weights, dtype=float), prepend=0.0)
         weights = [1.0] * len(population) if weights is None else list(weights)
-        return [population[self._index(weights)] for _ in range(k)]
+        return [population[draw_index(weights)] for _ in range(k)]
 
 
 class NumpyDraws(StandIn):
     """The draws that RandomState and Generator have in common."""
 
-    def random(self, size=None, dtype=None) -> SymbolicUniform:
-        return self._uniform(size)
+    def random(self, real, size=None, dtype=None) -> SymbolicUniform:
+        return uniform(real)
 
-    def uniform(self, low=0.0, high=1.0, size=None) -> SymbolicUniform:
+    def uniform(self, real, low=0.0, high=1.0, size=None) -> SymbolicUniform:
         low, high = np.asarray(low), np.asarray(high)
-        return self._uniform(size, low, high) * (high - low) + low
+        return uniform(real) * (high - low) + low
 
-    def gumbel(self, loc=0.0, scale=1.0, size=None) -> SymbolicUniform:
-        loc, scale = np.asarray(loc), np.asarray(scale)
-        return -np.log(-np.log(self._uniform(size, loc, scale))) * scale + loc
+    def gumbel(self, real, loc=0.0, scale=1.0, size=None) -> SymbolicUniform:
+        return -np.log(-np.log(uniform(real))) * np.asarray(scale) + np.asarray(loc)
 
-    def choice(self, a, size=None, replace: bool = True, p=None):
-        self._real.choice(a, size, replace, p)  # raises its errors
-        shape = _shape(size)
-        if not replace and math.prod(shape) > 1:
+    def choice(self, real, a, size=None, replace: bool = True, p=None):
+        if not replace and np.size(real) > 1:
             raise CannotEnumerate(f"it uses choice without replacement of {self._kind}")
         values = np.arange(a) if np.ndim(a) == 0 else np.asarray(a)
         weights = np.ones(len(values)) if p is None else p
-        drawn = [self._index(weights) for _ in range(math.prod(shape))]
-        return values[np.array(drawn, dtype=int).reshape(shape)]
+        drawn = [draw_index(weights) for _ in range(np.size(real))]
+        return values[np.array(drawn, dtype=int).reshape(np.shape(real))]
 
-    def multinomial(self, n: int, pvals, size=None):
-        if n != 1 or size is not None:
+    def multinomial(self, real, n: int, pvals, size=None):
+        if n != 1 or np.ndim(real) > 1:
             raise CannotEnumerate(f"it uses multinomial of {self._kind} for several draws")
-        self._real.multinomial(1, pvals)  # raises its errors
-        *weights, _ = np.asarray(pvals, dtype=float)
+        *weights, _ = np.asarray(pvals, dtype=float)  # the last has what is left
         weights.append(max(0.0, 1 - sum(weights)))
-        return np.eye(len(weights), dtype=int)[self._index(weights)]
+        return np.eye(len(weights), dtype=int)[draw_index(weights)]
 
 
 class NumpyRandomState(NumpyDraws):
     """numpy.random.RandomState, and the functions of numpy.random."""
 
-    _kind, real_class = "numpy.random", np.random.RandomState
+    _kind, _real_class = "numpy.random", np.random.RandomState
     random_sample = ranf = sample = NumpyDraws.random
 
-    def rand(self, *shape: int) -> SymbolicUniform:
-        return self._uniform(shape)
+    def rand(self, real, *shape: int) -> SymbolicUniform:
+        return uniform(real)
 
 
 class NumpyGenerator(NumpyDraws):
     """numpy.random.Generator, made of a bit generator."""
 
-    _kind, real_class = "numpy.random.Generator", np.random.Generator
+    _kind, _real_class = "numpy.random.Generator", np.random.Generator
 
 
 def default_rng(seed=None) -> NumpyGenerator:
@@ -139,23 +130,18 @@ def default_rng(seed=None) -> NumpyGenerator:
 def noting_state(seeding: Callable) -> Callable:
     def call(*args):
         result = seeding(*args)
-        if InterceptedRandomness.active:
-            InterceptedRandomness.active.note_torch_state()
+        if SymbolicUniform.active:
+            SymbolicUniform.active.note_torch_state()
         return result
 
     return call
-
-
-def _shape(size) -> tuple[int, ...]:
-    """Return numpy's `size` argument as a tuple."""
-    return () if size is None else tuple(np.atleast_1d(size).tolist())
 
 
 # ---- names in modules ----------------------------------------------------------------------------
 
 REAL_DEFAULT_RNG = np.random.default_rng
 STAND_INS = PythonRandom, NumpyRandomState, NumpyGenerator
-STAND_IN_OF = {id(stand_in.real_class): stand_in for stand_in in STAND_INS}
+STAND_IN_OF = {id(stand_in._real_class): stand_in for stand_in in STAND_INS}
 REPLACED_LIBRARIES = "random", "numpy.random", "torch", "torch.random"
 TORCH_SEEDING = "manual_seed", "seed", "set_rng_state"
 PLAIN_FUNCTIONS = "ranf", "sample", "seed"  # of numpy.random; the others are bound methods
@@ -164,7 +150,7 @@ UNTOUCHED = {*sys.stdlib_module_names, "torch", "numpy", "scipy", "minispec"}
 
 def intercepted_call(original: Callable, stand_in: StandIn, name: str) -> Callable:
     def call(*args, **options):
-        function = getattr(stand_in, name) if InterceptedRandomness.active else original
+        function = getattr(stand_in, name) if SymbolicUniform.active else original
         return function(*args, **options)
 
     return call
@@ -172,13 +158,13 @@ def intercepted_call(original: Callable, stand_in: StandIn, name: str) -> Callab
 
 def replacements() -> dict[int, tuple[object, object]]:
     """Return (original, replacement) of each function and class, by the original's id."""
-    pairs = [(stand_in.real_class, stand_in) for stand_in in STAND_INS]
+    pairs = [(stand_in._real_class, stand_in) for stand_in in STAND_INS]
     pairs.append((REAL_DEFAULT_RNG, default_rng))
     # torch.manual_seed is another function once torch.compile has been used
     seeding = [vars(library)[name] for library in (torch, torch.random) for name in TORCH_SEEDING]
     pairs += [(function, noting_state(function)) for function in seeding]
     for library, stand_in in (random, PythonRandom()), (np.random, NumpyRandomState()):
-        cls = type(stand_in).real_class
+        cls = type(stand_in)._real_class
         for name, value in vars(library).items():
             if name in PLAIN_FUNCTIONS or isinstance(getattr(value, "__self__", None), cls):
                 pairs.append((value, intercepted_call(value, stand_in, name)))

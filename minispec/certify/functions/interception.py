@@ -14,8 +14,7 @@ from minispec.certify.functions.symbolic import (
     SymbolicUniform,
     like,
     map_nested,
-    numbers_in,
-    real_of,
+    ordinary,
 )
 from minispec.sampling import Randomness
 
@@ -37,11 +36,9 @@ class InterceptedRandomness(TorchFunctionMode):
     Before each draw, a number is taken from the real generator: `drawn` are these numbers, with the
     generators' kinds. The same number twice means that a stream of random numbers is repeated."""
 
-    active: "InterceptedRandomness | None" = None
-
     def __init__(self, randomness: Randomness):
         super().__init__()
-        self.randomness, self.used, self.ended, self.choices = randomness, False, False, 0
+        self.randomness, self.used, self.choices = randomness, False, 0
         self.intervals: list[tuple[float, float] | None] = []  # of uniform numbers; None: raced
         self.samples = torch.zeros(0, dtype=torch.float64)  # a value of each uniform number
         self.races: dict[tuple[int, ...], tuple[Tensor, int]] = {}  # chances and winner, by numbers
@@ -50,19 +47,19 @@ class InterceptedRandomness(TorchFunctionMode):
         self.drawn: dict[float, str] = {}
 
     def __enter__(self):
-        InterceptedRandomness.active = self
+        SymbolicUniform.active = self
         self.note_torch_state()
         return super().__enter__()
 
     def __exit__(self, *error):
         """Turn random numbers that are left over into ordinary ones, within their intervals."""
-        InterceptedRandomness.active, self.ended = None, True
+        SymbolicUniform.active = None
         super().__exit__(*error)
         values = [REAL.uniform(*(interval or (0.0, 1.0))) for interval in self.intervals]
         self.samples = torch.tensor(values, dtype=torch.float64)
         with torch.inference_mode():
             for tensor, number in self.tensors.values():
-                tensor.copy_(number.value())
+                tensor.copy_(number.at(self.samples))
 
     def __torch_function__(self, function, types, args=(), options=None):
         name, options = getattr(function, "__name__", ""), options or {}
@@ -90,27 +87,34 @@ class InterceptedRandomness(TorchFunctionMode):
 
     def operate(self, function: Callable, name: str, args: tuple, options: dict):
         """Call a function that may have random numbers among its arguments."""
-        symbolic = map_nested(self.number_of, (tuple(args), options))
-        numbers = numbers_in(symbolic)
-        if not numbers:
-            return function(*symbolic[0], **symbolic[1])
+        numbers: list[SymbolicUniform] = []
+
+        def real_of(x):
+            number = self.number_of(x)
+            if type(number) is not SymbolicUniform:
+                return number
+            numbers.append(number)
+            return number.real
+
+        args, options = map_nested(real_of, (tuple(args), options))
+        if not numbers or name in METADATA:
+            return function(*args, **options)
         if len(numbers) > 1:
             raise CannotEnumerate(f"it calls {name.strip('_')} with several random numbers")
-        number = numbers[0]
-        method = None if name in METADATA else number.find(name, symbolic[0])
+        (number,) = numbers
+        positions = [i for i, x in enumerate(args) if x is number.real]
+        method = number.find(name, *positions or [2])
         number.check("assignment")  # through another name
-        before = [x for x in symbolic[0] if x is not number]
-        args, options = map_nested(lambda x: x.real if x is number else x, symbolic)
-        real = function(*args, **options)
-        if method is None or real is NotImplemented:
-            return real
         try:
-            return self.stand_in(method(number, *before, **options), real, name)
+            result = method(*(x for x in args if x is not number.real), **options)
         except TypeError as error:
             raise CannotEnumerate(f"it calls {name} with a random number: {error}") from error
+        return self.stand_in(result, function(*args, **options), name)
 
     def stand_in(self, result, real, name: str):
         """Return what the decoder gets for a result that it expects to be like `real`."""
+        if real is NotImplemented:
+            return real
         if isinstance(result, tuple):
             return tuple(self.stand_in(x, y, name) for x, y in zip(result, real))
         if isinstance(result, Tensor):
@@ -127,7 +131,7 @@ class InterceptedRandomness(TorchFunctionMode):
     def number_of(self, x):
         """Return the random numbers for which x stands."""
         if not (self.tensors and isinstance(x, Tensor) and x.layout == torch.strided):
-            return real_of(x)
+            return ordinary(x)
         if id(x) not in self.tensors and x.untyped_storage().data_ptr() in self.storages:
             raise CannotEnumerate("it fills a tensor with random numbers and uses a view of it")
         return self.tensors.get(id(x), (x, x))[1]
@@ -170,15 +174,15 @@ class InterceptedRandomness(TorchFunctionMode):
 
     def on_uniform_(self, real, x, low=0.0, high=1.0, **options) -> SymbolicUniform:
         low, high = options.get("from", low), options.get("to", high)
-        return self.uniform(real).on_mul(high - low).on_add(low)
+        return self.uniform(real).derive(high - low, low)
 
     def on_exponential_(self, real, x, lambd=1.0, **options) -> SymbolicUniform:
-        return self.uniform(real).on_log().on_div(-lambd)
+        return self.uniform(real).on_log().derive(-1 / lambd, 0.0)
 
     def on_bernoulli(self, real, input, p=None, **options) -> Tensor:
         chances = torch.as_tensor(input if p is None else p).broadcast_to(real.shape)
         chosen = [self.choose(self.randomness.bernoulli, p) for p in chances.flatten().tolist()]
-        return torch.tensor(chosen, dtype=real.dtype).reshape(real.shape)
+        return torch.tensor(chosen).reshape(real.shape)
 
     def on_bernoulli_(self, real, x, p=0.5, **options) -> Tensor:
         return self.on_bernoulli(real, x, p)
@@ -201,7 +205,7 @@ class InterceptedRandomness(TorchFunctionMode):
         drawn = torch.tensor([self.choose(self.randomness.categorical, row) for row in rows])
         return drawn.long().reshape([*weights.shape[:-1], 1])
 
-    def race(self, index: list[int], weights: Tensor) -> int:
+    def race_winner(self, index: list[int], weights: Tensor) -> int:
         """Choose which of these uniform numbers wins, with proportional chance. Afterwards they are
         no longer independent, so they may only be used again in the same race."""
         chances = weights / weights.sum()

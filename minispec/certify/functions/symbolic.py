@@ -3,7 +3,7 @@ have a method `on_…`; any other ends the enumeration, and its name is reported
 
 import math
 from collections.abc import Callable
-from typing import NoReturn
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,18 +11,21 @@ from torch import Tensor
 
 ALIASES = {
     "less": "lt", "less_equal": "lt", "le": "lt", "greater": "gt", "greater_equal": "gt",
-    "ge": "gt", "negative": "neg", "multiply": "mul", "rmul": "mul", "imul": "mul", "mul_": "mul",
-    "divide": "div", "true_divide": "div", "truediv": "div", "itruediv": "div", "div_": "div",
-    "rtruediv": "rdiv", "radd": "add", "iadd": "add", "add_": "add", "subtract": "sub",
-    "isub": "sub", "sub_": "sub", "clip": "clamp", "clamp_min": "clamp", "clamp_": "clamp",
-    "digitize": "bucketize", **dict.fromkeys(
+    "ge": "gt", "negative": "neg", "multiply": "mul", "rmul": "mul", "radd": "add",
+    "subtract": "sub", "divide": "div", "true_divide": "div", "truediv": "div", "rtruediv": "rdiv",
+    "clip": "clamp", "clamp_min": "clamp", "digitize": "bucketize", **dict.fromkeys(
         ("copy", "astype", "to", "float", "double", "type_as", "numpy", "tensor"), "clone"),
 }  # fmt: skip
 REFLECTED = {"lt": "gt", "gt": "lt", "add": "add", "mul": "mul", "sub": "rsub", "div": "rdiv",
              "searchsorted": "bucketize"}  # fmt: skip
+AFFINE = {  # functions of scale, shift and the other operand
+    "add": lambda a, b, x: (a, b + x), "sub": lambda a, b, x: (a, b - x),
+    "rsub": lambda a, b, x: (-a, x - b), "mul": lambda a, b, x: (a * x, b * x),
+    "div": lambda a, b, x: (a / x, b / x), "neg": lambda a, b: (-a, -b),
+}  # fmt: skip
 VIEWS = ("reshape", "view", "squeeze", "unsqueeze", "flatten", "expand", "ravel", "select",
          "permute", "transpose", "t", "index_select", "gather", "cpu", "detach", "contiguous",
-         "unbind", "getitem")  # fmt: skip
+         "unbind", "__getitem__")  # fmt: skip
 METADATA = {"__get__", "__len__", "size", "dim", "numel", "stride", "shape", "ndim", "dtype"}
 NEGLIGIBLE = 1e-6  # what decoders add to a random number to avoid log 0 or a division by 0
 ROUNDING = 1e-4
@@ -48,9 +51,11 @@ class SymbolicUniform:
     has scale -1. A quotient x / E, of which only the argmax is ever needed, has g "race": it is
     represented by its logarithm.
 
-    `real` are the numbers for the source's samples of u, in the type that the decoder expects, a
+    `real` are the numbers for the source's samples of u, in the type that the decoder expects: a
     float, an array or a tensor. The library itself computes them in each operation, and they must
-    equal the formula. After the interception, they replace this object."""
+    equal the formula. When their source is no longer `active`, they replace this object."""
+
+    active = None
 
     def __init__(self, source, real, index: Tensor, scale=1.0, shift=0.0, g: str = "u"):
         self.source, self.real, self.g = source, real, g
@@ -82,17 +87,11 @@ class SymbolicUniform:
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        found = getattr(self.value() if self.source.ended else self.real, name)
-        if self.source.ended or name in METADATA:
-            return found
-        self.find(name, (self,))
-        return lambda *args, **options: dispatch(
-            lambda x, *args, **options: getattr(x, name)(*args, **options),
-            name, (self, *args), options,
-        )  # fmt: skip
-
-    def value(self):
-        return like(self.real, self.at(self.source.samples))
+        real = ordinary(self)
+        if real is not self or name in METADATA:
+            return getattr(self.real if real is self else real, name)
+        self.find(name, 0)
+        return partial(method_of(name), self)
 
     def at(self, samples: Tensor) -> Tensor:
         """Evaluate the formula for these values (N,) of all uniform numbers."""
@@ -105,37 +104,41 @@ class SymbolicUniform:
         """Raise CannotEnumerate if the real numbers are not those of the formula, or too coarse."""
         expected, real = self.at(self.source.samples), to_float64(self.real)
         dtype = str(getattr(self.real, "dtype", "float64")).removeprefix("torch.")
-        same = real.shape == expected.shape and dtype in ("float32", "float64")
-        if not (same and torch.allclose(expected, real, ROUNDING, ROUNDING, equal_nan=True)):
-            self.reject(name)
-
-    def find(self, name: str, args: tuple) -> Callable:
-        """Return the method for the function of this name, in whose arguments this number is."""
-        operator = name.startswith("__") and name != "__float__"  # which is not Tensor.float
-        short = name.strip("_") if operator else name
-        short = ALIASES.get(short, short)
-        position = next((i for i, x in enumerate(args) if x is self), 2)
-        short = (short, REFLECTED.get(short), None)[min(position, 2)]
-        return getattr(type(self), f"on_{short}", None) or self.reject(name)
-
-    def reject(self, name: str) -> NoReturn:
-        library = type(self.real).__module__.replace("builtins", "python")
-        raise CannotEnumerate(f"it calls {library}'s {name.strip('_')} with a random number, which "
-                              "cannot be followed")  # fmt: skip
+        self.require(real.shape == expected.shape and dtype in ("float32", "float64"), name)
+        close = torch.allclose(expected, real, ROUNDING, ROUNDING, equal_nan=True)
+        self.require(close, name)
 
     def require(self, supported: bool, name: str) -> None:
         if not supported:
-            self.reject(name)
+            library = type(self.real).__module__.replace("builtins", "python")
+            raise CannotEnumerate(f"it calls {library}'s {name.strip('_')} with a random number, "
+                                  "which cannot be followed")  # fmt: skip
 
-    # ---- views and copies ------------------------------------------------------------------------
+    def find(self, name: str, position: int) -> Callable:
+        """Return the method for the function of this name, whose argument at `position` is this."""
+        short = name.strip("_") if name not in ("__float__", "__getitem__") else name
+        short = short[1:] if name.startswith("__i") else short  # in place
+        short = ALIASES.get(short, short)
+        short = (short, REFLECTED.get(short), None)[min(position, 2)]
+        if short in VIEWS:
+            return partial(self.apply_view, short)
+        if short in AFFINE:
+            return partial(self.apply_affine, short)
+        self.require(hasattr(type(self), f"on_{short}"), name)
+        return getattr(self, f"on_{short}")
+
+    # ---- views, copies and arithmetic ------------------------------------------------------------
 
     def derive(self, scale, shift, g: str | None = None, index=None) -> "SymbolicUniform":
         index = self.index if index is None else index
         return SymbolicUniform(self.source, None, index, scale, shift, g or self.g)
 
-    def apply_view(self, view: Callable[[Tensor], Tensor]):
+    def apply_affine(self, name: str, *x) -> "SymbolicUniform":
+        return self.derive(*AFFINE[name](self.scale, self.shift, *map(to_float64, x)))
+
+    def apply_view(self, name: str, *args, **options):
         """Return a view of these numbers, or a tuple of them."""
-        parts = [view(part) for part in (self.scale, self.shift, self.index)]
+        parts = [getattr(x, name)(*args, **options) for x in (self.scale, self.shift, self.index)]
         if isinstance(parts[0], tuple):
             return tuple(self.derive(*x, index=index) for *x, index in zip(*parts))
         return self.derive(*parts[:2], index=parts[2])
@@ -143,11 +146,11 @@ class SymbolicUniform:
     def on_clone(self, *_, **options) -> "SymbolicUniform":
         return self.derive(self.scale, self.shift)
 
-    def on_array(self) -> np.ndarray:
+    def on_array(self, *_, **options) -> np.ndarray:
         """An array of Python's objects, which numpy's functions combine one by one."""
         real, array = np.asarray(self.real), np.empty(self.index.shape, object)
         for at in np.ndindex(array.shape):
-            array[at] = self.apply_view(lambda x: x[at])
+            array[at] = self.apply_view("__getitem__", at)
             array[at].real = float(real[at])
         return array
 
@@ -157,37 +160,12 @@ class SymbolicUniform:
     def on_tolist(self) -> list:
         return self.on_array().tolist()
 
-    # ---- arithmetic ------------------------------------------------------------------------------
-
-    def on_mul(self, x) -> "SymbolicUniform":
-        x = to_float64(x)
-        if self.g == "race":
-            return self.derive(self.scale, self.shift + x.log())
-        return self.derive(self.scale * x, self.shift * x)
-
-    def on_add(self, x) -> "SymbolicUniform":
-        return self.derive(self.scale, self.shift + to_float64(x))
-
-    def on_neg(self) -> "SymbolicUniform":
-        return self.on_mul(-1)
-
-    def on_sub(self, x) -> "SymbolicUniform":
-        return self.on_add(-to_float64(x))
-
-    def on_rsub(self, x) -> "SymbolicUniform":
-        return self.on_neg().on_add(x)
-
-    def on_div(self, x) -> "SymbolicUniform":
-        return self.on_mul(1 / to_float64(x))
-
     def on_log(self) -> "SymbolicUniform":
         if self.g == "u":  # of u, or of 1 - u, which is also uniform
             ends = torch.stack([self.shift, self.shift + self.scale], -1).sort().values
             unit = torch.tensor([0.0, 1.0], dtype=torch.float64)
             self.require(bool(((ends - unit).abs() < NEGLIGIBLE).all()), "log")
             return self.derive(1.0, 0.0, "log", torch.where(self.scale > 0, self.index, ~self.index))
-        if self.g == "race":
-            return self.derive(self.scale, self.shift, "gumbel")
         self.require(self.is_waiting_time(), "log")
         return self.derive(-1.0, self.scale.neg().log(), "gumbel")
 
@@ -220,91 +198,75 @@ class SymbolicUniform:
 
     def choose_below(self, index: int, scale: float, shift: float, x: float) -> bool:
         bound = (x - shift) / scale
-        if math.isnan(bound):  # as every comparison with NaN
+        if math.isnan(bound):  # like every comparison with NaN
             return False
         if self.g == "log":
             bound = math.exp(min(bound, 0.0))
         return self.source.is_below(index, bound) == (scale > 0)
 
     def on_gt(self, x) -> Tensor:
-        return self.on_neg().on_lt(-to_float64(x))
-
-    def on_argmax(self, dim: int | None = None, keepdim: bool = False, axis=None, out: None = None):
-        """Choose i with probability proportional to exp(shift_i): for Gumbel numbers, or x / E."""
-        scale = self.scale.flatten()[:1]
-        equal = bool((self.scale == scale).all() and (scale > 0).all())
-        self.require(self.g in ("gumbel", "race") and equal and out is None, "argmax")
-        weights = self.shift / scale
-        weights = (weights - weights.amax(-1, keepdim=True)).exp()
-        return self.race_winner(weights, dim if axis is None else axis, keepdim)
-
-    def on_argmin(self, dim: int | None = None, keepdim: bool = False, axis=None, out: None = None):
-        """Choose i with probability proportional to its rate: for waiting times."""
-        self.require(self.is_waiting_time() and out is None, "argmin")
-        return self.race_winner(-1 / self.scale, dim if axis is None else axis, keepdim)
-
-    def race_winner(self, weights: Tensor, dim: int | None, keepdim: bool) -> Tensor:
-        one_row = dim is None and weights.numel() == weights.shape[-1]
-        self.require(one_row or dim in (-1, weights.dim() - 1), "argmax")
-        size = weights.shape[-1]
-        rows = zip(self.index.reshape(-1, size).tolist(), weights.reshape(-1, size))
-        winners = torch.tensor([self.source.race(*row) for row in rows])
-        return winners.reshape(() if one_row else [*weights.shape[:-1]] + [1] * keepdim)
+        return self.derive(-self.scale, -self.shift).on_lt(-to_float64(x))
 
     def on_bucketize(self, thresholds, side=None, sorter=None, **options) -> Tensor:
         """Count the thresholds below each element."""
         x = to_float64(thresholds)
         self.require(sorter is None and bool((x.diff() >= 0).all()), "searchsorted")
-        column = self.apply_view(lambda part: part[..., None])
+        column = self.apply_view("unsqueeze", -1)
         return column.on_gt(x.unsqueeze(-2) if x.dim() > 1 else x).sum(-1)
+
+    def on_argmax(self, *dim: int, **options) -> Tensor:
+        """Choose i with probability proportional to exp(shift_i): for Gumbel numbers, or x / E."""
+        scale = self.scale.flatten()[:1]
+        equal = bool((self.scale == scale).all() and (scale > 0).all())
+        self.require(self.g in ("gumbel", "race") and equal, "argmax")
+        return self.race((self.shift / scale).softmax(-1), *dim, **options)
+
+    def on_argmin(self, *dim: int, **options) -> Tensor:
+        """Choose i with probability proportional to its rate: for waiting times."""
+        self.require(self.is_waiting_time(), "argmin")
+        return self.race(-1 / self.scale, *dim, **options)
+
+    def race(self, weights: Tensor, dim=None, keepdim: bool = False, axis=None, out: None = None):
+        size, dim = weights.shape[-1], dim if axis is None else axis
+        one_row = dim is None and weights.numel() == size
+        self.require((one_row or dim in (-1, weights.dim() - 1)) and out is None, "argmax")
+        rows = zip(self.index.reshape(-1, size).tolist(), weights.reshape(-1, size))
+        winners = torch.tensor([self.source.race_winner(*row) for row in rows])
+        return winners.reshape(() if one_row else [*weights.shape[:-1]] + [1] * keepdim)
 
 
 # ---- every operator ------------------------------------------------------------------------------
 
 
-def view_method(name: str) -> Callable:
-    def method(self, *args, **options):
-        return self.apply_view(lambda x: getattr(x, name)(*args, **options))
+def method_of(name: str) -> Callable:
+    def call(x, *args, **options):
+        if name.startswith("__i") and not hasattr(x, name):  # numbers are not changed in place
+            return NotImplemented
+        return getattr(x, name)(*args, **options)
 
-    return method
-
-
-def operator_method(name: str) -> Callable:
-    def apply(x, *args):
-        in_place = name.startswith("__i")  # Python's numbers have no such operators
-        return NotImplemented if in_place and not hasattr(x, name) else getattr(x, name)(*args)
-
-    return lambda self, *args: dispatch(apply, name, (self, *args), {})
+    return lambda self, *args, **options: dispatch(call, name, (self, *args), options)
 
 
-for name in VIEWS:
-    method = view_method(f"__{name}__" if name == "getitem" else name)
-    setattr(SymbolicUniform, f"on_{name}", method)
 OF_VALUES = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__",
              "__str__", "__format__", "__reduce__", "__reduce_ex__"}  # fmt: skip
 for name in OF_VALUES | {*dir(float), *dir(np.ndarray)} - {*dir(object)}:
     is_operator = any(callable(getattr(cls, name, None)) for cls in (float, np.ndarray))
     if name.startswith("__") and is_operator and name not in vars(SymbolicUniform):
-        setattr(SymbolicUniform, name, operator_method(name))
+        setattr(SymbolicUniform, name, method_of(name))
 
 
 def dispatch(function: Callable, name: str, args: tuple, options: dict):
     """Call a function that has a SymbolicUniform among its arguments."""
-    for number in numbers_in((args, options)):
-        if not number.source.ended:
-            return number.source.operate(function, name, args, options)
-    args, options = map_nested(real_of, (args, options))
+    if SymbolicUniform.active:
+        return SymbolicUniform.active.operate(function, name, args, options)
+    args, options = map_nested(ordinary, (args, options))
     return function(*args, **options)
 
 
-def numbers_in(x) -> list[SymbolicUniform]:
-    found: list[SymbolicUniform] = []
-    map_nested(lambda item: found.append(item) if type(item) is SymbolicUniform else None, x)
-    return found
-
-
-def real_of(x):
-    return x.value() if type(x) is SymbolicUniform and x.source.ended else x
+def ordinary(x):
+    """Return ordinary numbers if x are random numbers that are left over from an earlier call."""
+    left_over = type(x) is SymbolicUniform and x.source is not SymbolicUniform.active
+    return like(x.real, x.at(x.source.samples)) if left_over else x
 
 
 def map_nested(function: Callable, x):
