@@ -23,15 +23,15 @@ UNSUPPORTED = {
     "randint", "randint_like", "random_", "randn", "randn_like", "randperm", "normal", "normal_",
     "geometric_", "cauchy_", "log_normal_", "poisson", "binomial",
 }  # fmt: skip
-REAL = np.random.default_rng(0)
+REAL = np.random.default_rng(0)  # of the numbers that nobody chooses
 
 
 class InterceptedRandomness(TorchFunctionMode):
     """While it is active, torch's functions draw from `randomness`, and so do those of `random` and
     numpy that generators.py replaces. `used` is whether anything was drawn.
 
-    The decoder gets ordinary tensors, whose use is intercepted: `tensors` maps their ids to them
-    and to what they stand for. A use that is not intercepted sees other numbers in every run.
+    The decoder gets tensors, whose use is intercepted: `tensors` maps their ids to them and to what
+    they stand for. A use that is not intercepted sees other numbers in every run.
 
     Before each draw, a number is taken from the real generator: `drawn` are these numbers, with the
     generators' kinds. The same number twice means that a stream of random numbers is repeated."""
@@ -41,7 +41,6 @@ class InterceptedRandomness(TorchFunctionMode):
         self.randomness, self.used, self.choices = randomness, False, 0
         self.intervals: list[tuple[float, float] | None] = []  # of uniform numbers; None: raced
         self.samples = torch.zeros(0, dtype=torch.float64)  # a value of each uniform number
-        self.races: dict[tuple[int, ...], tuple[Tensor, int]] = {}  # chances and winner, by numbers
         self.tensors: dict[int, tuple[Tensor, SymbolicUniform]] = {}
         self.storages: set[int] = set()  # their addresses
         self.drawn: dict[float, str] = {}
@@ -59,19 +58,22 @@ class InterceptedRandomness(TorchFunctionMode):
         self.samples = torch.tensor(values, dtype=torch.float64)
         with torch.inference_mode():
             for tensor, number in self.tensors.values():
-                tensor.copy_(number.at(self.samples))
+                if 0 not in tensor.stride():  # of an expanded view
+                    tensor.copy_(number.at(self.samples))
 
     def __torch_function__(self, function, types, args=(), options=None):
         name, options = getattr(function, "__name__", ""), options or {}
         if name in UNSUPPORTED or hasattr(self, f"on_{name}") or options.get("generator"):
             return self.draw(function, name, args, options)
-        if name in METADATA or name == "__hash__":
-            return function(*args, **options)
+        if name == "__hash__":
+            return function(*args)
         return self.operate(function, name, args, options)
 
     def draw(self, function: Callable, name: str, args: tuple, options: dict):
         """Call one of torch's random functions."""
-        self.note_torch_draw(options.get("generator"))
+        generator = options.get("generator")
+        number = torch.randint(2**62, (), generator=generator, device=getattr(generator, "device", None))
+        self.note_draw("torch", number.item())
         if not hasattr(self, f"on_{name}"):
             raise CannotEnumerate(f"it uses torch.{name}")
         kept = name.endswith(("_", "_like"))  # the values of its first argument are not used
@@ -102,9 +104,9 @@ class InterceptedRandomness(TorchFunctionMode):
         if len(numbers) > 1:
             raise CannotEnumerate(f"it calls {name.strip('_')} with several random numbers")
         (number,) = numbers
-        positions = [i for i, x in enumerate(args) if x is number.real]
-        method = number.find(name, *positions or [2])
-        number.check("assignment")  # through another name
+        position = [i for i, x in enumerate(args) if x is number.real] or [2]
+        method = number.find(name, *position)
+        number.check("assignment")  # to the same memory under another name
         try:
             result = method(*(x for x in args if x is not number.real), **options)
         except TypeError as error:
@@ -113,20 +115,22 @@ class InterceptedRandomness(TorchFunctionMode):
 
     def stand_in(self, result, real, name: str):
         """Return what the decoder gets for a result that it expects to be like `real`."""
-        if real is NotImplemented:
-            return real
         if isinstance(result, tuple):
             return tuple(self.stand_in(x, y, name) for x, y in zip(result, real))
+        if real is NotImplemented:
+            return real
         if isinstance(result, Tensor):
-            return like(real, result)
-        if type(result) is SymbolicUniform:
-            result.real = real
-            result.check(name)
-            if isinstance(real, Tensor):
-                self.tensors[id(real)] = real, result
-                self.storages.add(real.untyped_storage().data_ptr())
-                return real
-        return result
+            return like(real, result.reshape(np.shape(real)))
+        if type(result) is not SymbolicUniform:
+            return result
+        result.real = real
+        result.check(name)
+        if not isinstance(real, Tensor):
+            return result
+        if real.numel():
+            self.tensors[id(real)] = real, result
+            self.storages.add(real.untyped_storage().data_ptr())
+        return real
 
     def number_of(self, x):
         """Return the random numbers for which x stands."""
@@ -136,27 +140,19 @@ class InterceptedRandomness(TorchFunctionMode):
             raise CannotEnumerate("it fills a tensor with random numbers and uses a view of it")
         return self.tensors.get(id(x), (x, x))[1]
 
-    # ---- seeds -----------------------------------------------------------------------------------
-
     def note_draw(self, kind: str, number: float) -> None:
-        """Record that a generator is drawn from, whose next number would be this."""
+        """Note that a generator is drawn from, whose next number would be this."""
         self.used = True
         if number in self.drawn:
             raise CannotEnumerate(f"it draws from {kind} twice after the same seed, so that its "
                                   "random numbers repeat within a call")  # fmt: skip
         self.drawn[number] = kind
 
-    def note_torch_draw(self, generator: torch.Generator | None) -> None:
-        device = generator.device if generator else "cpu"
-        number = torch.randint(2**62, (), generator=generator, device=device)
-        self.note_draw("torch", number.item())
-        self.note_torch_state()
-
     def note_torch_state(self) -> None:
         """Note the state that torch's global generator has if nothing else uses it."""
         self.torch_state = torch.get_rng_state().numpy().tobytes()
 
-    # ---- torch's functions: `real` is their result for real random numbers -----------------------
+    # ---- torch's functions, and their results for real random numbers ----------------------------
 
     def uniform(self, real) -> SymbolicUniform:
         """Return lazy uniform random numbers in the shape and type of `real`."""
@@ -205,23 +201,16 @@ class InterceptedRandomness(TorchFunctionMode):
         drawn = torch.tensor([self.choose(self.randomness.categorical, row) for row in rows])
         return drawn.long().reshape([*weights.shape[:-1], 1])
 
-    def race_winner(self, index: list[int], weights: Tensor) -> int:
-        """Choose which of these uniform numbers wins, with proportional chance. Afterwards they are
-        no longer independent, so they may only be used again in the same race."""
-        chances = weights / weights.sum()
-        before = self.races.get(tuple(index))
-        if before and torch.allclose(before[0], chances, rtol=0, atol=1e-9):
-            return before[1]
-        numbers = {max(i, ~i) for i in index}
-        intervals = [self.interval(i) for i in numbers]
+    def race(self, indices: list[int], weights: Tensor) -> int:
+        """Choose which of these uniform numbers wins, with proportional chance. They must be
+        independent, and are not afterwards."""
+        intervals = [self.interval(i) for i in {max(i, ~i) for i in indices}]
         unused = all(low < NEGLIGIBLE and high > 1 - NEGLIGIBLE for low, high in intervals)
-        if len(numbers) < len(index) or not (unused and chances.isfinite().all()):
+        if len(intervals) < len(indices) or not (unused and weights.isfinite().all()):
             raise CannotEnumerate("it takes an argmax of random numbers that are not independent")
-        winner = self.choose(self.randomness.categorical, weights)
-        self.races[tuple(index)] = chances, winner
-        for i in numbers:
-            self.intervals[i] = None
-        return winner
+        for i in indices:
+            self.intervals[max(i, ~i)] = None
+        return self.choose(self.randomness.categorical, weights)
 
     def interval(self, index: int) -> tuple[float, float]:
         if self.intervals[index] is None:
@@ -234,11 +223,9 @@ class InterceptedRandomness(TorchFunctionMode):
             return not self.is_below(~index, 1 - bound)
         low, high = self.interval(index)
         bound = min(max(bound, low), high)
-        if self.choose(self.randomness.bernoulli, (bound - low) / (high - low)):
-            self.intervals[index] = low, bound
-            return True
-        self.intervals[index] = bound, high
-        return False
+        below = self.choose(self.randomness.bernoulli, (bound - low) / (high - low))
+        self.intervals[index] = (low, bound) if below else (bound, high)
+        return below
 
     def choose(self, verb: Callable, argument):
         """Make one choice, by a verb of `randomness`."""

@@ -214,25 +214,20 @@ class SymbolicUniform:
         column = self.apply_view("unsqueeze", -1)
         return column.on_gt(x.unsqueeze(-2) if x.dim() > 1 else x).sum(-1)
 
-    def on_argmax(self, *dim: int, **options) -> Tensor:
+    def on_argmax(self, dim=None, keepdim: bool = False, axis=None, out: None = None) -> Tensor:
         """Choose i with probability proportional to exp(shift_i): for Gumbel numbers, or x / E."""
-        scale = self.scale.flatten()[:1]
-        equal = bool((self.scale == scale).all() and (scale > 0).all())
-        self.require(self.g in ("gumbel", "race") and equal, "argmax")
-        return self.race((self.shift / scale).softmax(-1), *dim, **options)
+        dim, shape, scale = dim if axis is None else axis, self.index.shape, self.scale
+        last = dim in (-1, len(shape) - 1) or (dim is None and shape.numel() == shape[-1])
+        equal = bool((scale > 0).all() and (scale == scale.flatten()[:1]).all())
+        self.require(self.g in ("gumbel", "race") and last and equal and out is None, "argmax")
+        weights = (self.shift / scale).softmax(-1).reshape(-1, shape[-1])
+        rows = zip(self.index.reshape(-1, shape[-1]).tolist(), weights)
+        return torch.tensor([self.source.race(*row) for row in rows])
 
-    def on_argmin(self, *dim: int, **options) -> Tensor:
-        """Choose i with probability proportional to its rate: for waiting times."""
-        self.require(self.is_waiting_time(), "argmin")
-        return self.race(-1 / self.scale, *dim, **options)
-
-    def race(self, weights: Tensor, dim=None, keepdim: bool = False, axis=None, out: None = None):
-        size, dim = weights.shape[-1], dim if axis is None else axis
-        one_row = dim is None and weights.numel() == size
-        self.require((one_row or dim in (-1, weights.dim() - 1)) and out is None, "argmax")
-        rows = zip(self.index.reshape(-1, size).tolist(), weights.reshape(-1, size))
-        winners = torch.tensor([self.source.race_winner(*row) for row in rows])
-        return winners.reshape(() if one_row else [*weights.shape[:-1]] + [1] * keepdim)
+    def on_argmin(self, *args, **options) -> Tensor:
+        """Return the argmax of -log E, which is a Gumbel number."""
+        log = self.on_log()
+        return log.derive(-log.scale, -log.shift).on_argmax(*args, **options)
 
 
 # ---- every operator ------------------------------------------------------------------------------
