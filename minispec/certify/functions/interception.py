@@ -65,14 +65,15 @@ class InterceptedRandomness(TorchFunctionMode):
         name, options = getattr(function, "__name__", ""), options or {}
         if name in UNSUPPORTED or hasattr(self, f"on_{name}") or options.get("generator"):
             return self.draw(function, name, args, options)
-        if name == "__hash__":
-            return function(*args)
+        if name == "__hash__" or not self.tensors:
+            return function(*args, **options)
         return self.operate(function, name, args, options)
 
     def draw(self, function: Callable, name: str, args: tuple, options: dict):
         """Call one of torch's random functions."""
         generator = options.get("generator")
-        number = torch.randint(2**62, (), generator=generator, device=getattr(generator, "device", None))
+        device = getattr(generator, "device", "cpu")
+        number = torch.randint(2**62, (), generator=generator, device=device)
         self.note_draw("torch", number.item())
         if not hasattr(self, f"on_{name}"):
             raise CannotEnumerate(f"it uses torch.{name}")
@@ -109,7 +110,8 @@ class InterceptedRandomness(TorchFunctionMode):
         number.check("assignment")  # to the same memory under another name
         try:
             result = method(*(x for x in args if x is not number.real), **options)
-        except TypeError as error:
+        except Exception as error:
+            function(*args, **options)  # raises if it is the decoder's own error
             raise CannotEnumerate(f"it calls {name} with a random number: {error}") from error
         return self.stand_in(result, function(*args, **options), name)
 

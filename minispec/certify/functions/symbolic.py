@@ -14,14 +14,14 @@ ALIASES = {
     "ge": "gt", "negative": "neg", "multiply": "mul", "rmul": "mul", "radd": "add",
     "subtract": "sub", "divide": "div", "true_divide": "div", "truediv": "div", "rtruediv": "rdiv",
     "clip": "clamp", "clamp_min": "clamp", "digitize": "bucketize", **dict.fromkeys(
-        ("copy", "astype", "to", "float", "double", "type_as", "numpy", "tensor"), "clone"),
+        ("copy", "astype", "to", "float", "double", "type_as", "numpy"), "clone"),
 }  # fmt: skip
 REFLECTED = {"lt": "gt", "gt": "lt", "add": "add", "mul": "mul", "sub": "rsub", "div": "rdiv",
              "searchsorted": "bucketize"}  # fmt: skip
 AFFINE = {  # functions of scale, shift and the other operand
     "add": lambda a, b, x: (a, b + x), "sub": lambda a, b, x: (a, b - x),
     "rsub": lambda a, b, x: (-a, x - b), "mul": lambda a, b, x: (a * x, b * x),
-    "div": lambda a, b, x: (a / x, b / x), "neg": lambda a, b: (-a, -b),
+    "div": lambda a, b, x: (a / x, (b / x).where(b != 0, 0.0)), "neg": lambda a, b: (-a, -b),
 }  # fmt: skip
 VIEWS = ("reshape", "view", "squeeze", "unsqueeze", "flatten", "expand", "ravel", "select",
          "permute", "transpose", "t", "index_select", "gather", "cpu", "detach", "contiguous",
@@ -131,7 +131,7 @@ class SymbolicUniform:
 
     def derive(self, scale, shift, g: str | None = None, index=None) -> "SymbolicUniform":
         index = self.index if index is None else index
-        return SymbolicUniform(self.source, None, index, scale, shift, g or self.g)
+        return SymbolicUniform(self.source, self.real, index, scale, shift, g or self.g)
 
     def apply_affine(self, name: str, *x) -> "SymbolicUniform":
         return self.derive(*AFFINE[name](self.scale, self.shift, *map(to_float64, x)))
@@ -165,7 +165,8 @@ class SymbolicUniform:
             ends = torch.stack([self.shift, self.shift + self.scale], -1).sort().values
             unit = torch.tensor([0.0, 1.0], dtype=torch.float64)
             self.require(bool(((ends - unit).abs() < NEGLIGIBLE).all()), "log")
-            return self.derive(1.0, 0.0, "log", torch.where(self.scale > 0, self.index, ~self.index))
+            index = torch.where(self.scale > 0, self.index, ~self.index)
+            return self.derive(1.0, 0.0, "log", index)
         self.require(self.is_waiting_time(), "log")
         return self.derive(-1.0, self.scale.neg().log(), "gumbel")
 
