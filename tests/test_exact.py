@@ -4,7 +4,7 @@ is done with a random number is either followed exactly or named."""
 import copy
 import math
 import random
-from collections import Counter, deque
+from collections import deque
 from contextlib import suppress
 
 import numpy as np
@@ -22,11 +22,9 @@ from test_enumeration import (
     seed_torch,
 )
 
-from minispec.certify.examination import Examination
 from minispec.certify.functions.checks import Limits, check_implementation
 from minispec.certify.functions.enumeration import CannotEnumerate, Enumeration
 from minispec.certify.functions.interception import InterceptedRandomness
-from minispec.certify.functions.symbolic import SymbolicUniform
 from minispec.certify.toys import ScriptedRandomness
 
 # ---- ways to draw a token ------------------------------------------------------------------------

@@ -209,14 +209,13 @@ def describe_repeated(drawn: Drawn, repeated: set[float]) -> str:
 
 def global_states() -> dict[str, object]:
     _, keys, *rest = np.random.get_state()
-    return {"torch": torch.get_rng_state().numpy().tobytes(), "random": random.getstate(),
-            "numpy.random": (keys.tobytes(), *rest)}  # fmt: skip
+    return {"random": random.getstate(), "numpy.random": (keys.tobytes(), *rest)}
 
 
 def require_untouched(states: dict[str, object], source: InterceptedRandomness) -> None:
     """Raise CannotEnumerate if a call changed a global generator, all of whose functions should
     have been intercepted."""
-    states = states | {"torch": source.torch_state}
+    source.require_torch_state()
     for name, state in global_states().items():
         if state != states[name]:
             raise CannotEnumerate(f"it uses {name} in a way that cannot be intercepted")

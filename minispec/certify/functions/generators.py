@@ -49,13 +49,12 @@ class StandIn:
     def _note_draw(self) -> None:
         SymbolicUniform.active.note_draw(self._kind, self._real.random())
 
+    def _uniform(self, real, *_, size=None, dtype=None) -> SymbolicUniform:
+        return SymbolicUniform.active.uniform(real)
 
-def uniform(real) -> SymbolicUniform:
-    return SymbolicUniform.active.uniform(real)
-
-
-def draw_index(weights) -> int:
-    return int(SymbolicUniform.active.categorical(torch.as_tensor(weights, dtype=torch.float64)))
+    def _index(self, weights) -> int:
+        source = SymbolicUniform.active
+        return int(source.categorical(torch.as_tensor(weights, dtype=torch.float64)))
 
 
 class PythonRandom(StandIn):
@@ -63,38 +62,36 @@ class PythonRandom(StandIn):
 
     _kind, _real_class = "random", random.Random
 
-    def random(self, real) -> SymbolicUniform:
-        return uniform(real)
+    random = StandIn._uniform
 
     def uniform(self, real, a: float, b: float) -> SymbolicUniform:
-        return uniform(real) * (b - a) + a
+        return self._uniform(real) * (b - a) + a
 
     def choices(self, real, population, weights=None, *, cum_weights=None, k: int = 1) -> list:
         if cum_weights is not None:
             weights = np.diff(np.asarray(cum_weights, dtype=float), prepend=0.0)
         weights = [1.0] * len(population) if weights is None else list(weights)
-        return [population[draw_index(weights)] for _ in range(k)]
+        return [population[self._index(weights)] for _ in range(k)]
 
 
 class NumpyDraws(StandIn):
     """The draws that RandomState and Generator have in common."""
 
-    def random(self, real, size=None, dtype=None) -> SymbolicUniform:
-        return uniform(real)
+    random = StandIn._uniform
 
     def uniform(self, real, low=0.0, high=1.0, size=None) -> SymbolicUniform:
         low, high = np.asarray(low), np.asarray(high)
-        return uniform(real) * (high - low) + low
+        return self._uniform(real) * (high - low) + low
 
     def gumbel(self, real, loc=0.0, scale=1.0, size=None) -> SymbolicUniform:
-        return -np.log(-np.log(uniform(real))) * np.asarray(scale) + np.asarray(loc)
+        return -np.log(-np.log(self._uniform(real))) * np.asarray(scale) + np.asarray(loc)
 
     def choice(self, real, a, size=None, replace: bool = True, p=None):
         if not replace and np.size(real) > 1:
             raise CannotEnumerate(f"it uses choice without replacement of {self._kind}")
         values = np.arange(a) if np.ndim(a) == 0 else np.asarray(a)
         weights = np.ones(len(values)) if p is None else p
-        drawn = [draw_index(weights) for _ in range(np.size(real))]
+        drawn = [self._index(weights) for _ in range(np.size(real))]
         return values[np.array(drawn, dtype=int).reshape(np.shape(real))]
 
     def multinomial(self, real, n: int, pvals, size=None):
@@ -102,17 +99,14 @@ class NumpyDraws(StandIn):
             raise CannotEnumerate(f"it uses multinomial of {self._kind} for several draws")
         *weights, _ = np.asarray(pvals, dtype=float)  # the last has what is left
         weights.append(max(0.0, 1 - sum(weights)))
-        return np.eye(len(weights), dtype=int)[draw_index(weights)]
+        return np.eye(len(weights), dtype=int)[self._index(weights)]
 
 
 class NumpyRandomState(NumpyDraws):
     """numpy.random.RandomState, and the functions of numpy.random."""
 
     _kind, _real_class = "numpy.random", np.random.RandomState
-    random_sample = ranf = sample = NumpyDraws.random
-
-    def rand(self, real, *shape: int) -> SymbolicUniform:
-        return uniform(real)
+    random_sample = ranf = sample = rand = NumpyDraws.random
 
 
 class NumpyGenerator(NumpyDraws):
@@ -127,23 +121,12 @@ def default_rng(seed=None) -> NumpyGenerator:
     return NumpyGenerator(REAL_DEFAULT_RNG(seed).bit_generator)
 
 
-def noting_state(seeding: Callable) -> Callable:
-    def call(*args):
-        result = seeding(*args)
-        if SymbolicUniform.active:
-            SymbolicUniform.active.note_torch_state()
-        return result
-
-    return call
-
-
 # ---- names in modules ----------------------------------------------------------------------------
 
 REAL_DEFAULT_RNG = np.random.default_rng
 STAND_INS = PythonRandom, NumpyRandomState, NumpyGenerator
 STAND_IN_OF = {id(stand_in._real_class): stand_in for stand_in in STAND_INS}
-REPLACED_LIBRARIES = "random", "numpy.random", "torch", "torch.random"
-TORCH_SEEDING = "manual_seed", "seed", "set_rng_state"
+REPLACED_LIBRARIES = "random", "numpy.random"
 PLAIN_FUNCTIONS = "ranf", "sample", "seed"  # of numpy.random; the others are bound methods
 UNTOUCHED = {*sys.stdlib_module_names, "torch", "numpy", "scipy", "minispec"}
 
@@ -160,9 +143,6 @@ def replacements() -> dict[int, tuple[object, object]]:
     """Return (original, replacement) of each function and class, by the original's id."""
     pairs = [(stand_in._real_class, stand_in) for stand_in in STAND_INS]
     pairs.append((REAL_DEFAULT_RNG, default_rng))
-    # torch.manual_seed is another function once torch.compile has been used
-    seeding = [vars(library)[name] for library in (torch, torch.random) for name in TORCH_SEEDING]
-    pairs += [(function, noting_state(function)) for function in seeding]
     for library, stand_in in (random, PythonRandom()), (np.random, NumpyRandomState()):
         cls = type(stand_in)._real_class
         for name, value in vars(library).items():

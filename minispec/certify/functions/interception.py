@@ -19,10 +19,7 @@ from minispec.certify.functions.symbolic import (
 from minispec.sampling import Randomness
 
 MAX_CHOICES = 2000  # of one call
-UNSUPPORTED = {
-    "randint", "randint_like", "random_", "randn", "randn_like", "randperm", "normal", "normal_",
-    "geometric_", "cauchy_", "log_normal_", "poisson", "binomial",
-}  # fmt: skip
+DRAWS = "rand", "normal_", "geometric_", "cauchy_", "log_normal_", "binomial"
 REAL = np.random.default_rng(0)  # of the numbers that nobody chooses
 
 
@@ -30,24 +27,24 @@ class InterceptedRandomness(TorchFunctionMode):
     """While it is active, torch's functions draw from `randomness`, and so do those of `random` and
     numpy that generators.py replaces. `used` is whether anything was drawn.
 
-    The decoder gets tensors, whose use is intercepted: `tensors` maps their ids to them and to what
-    they stand for. A use that is not intercepted sees other numbers in every run.
+    The decoder gets `tensors`, by id with what they stand for, whose use is intercepted. Any other
+    use of them sees other numbers in every run.
 
     Before each draw, a number is taken from the real generator: `drawn` are these numbers, with the
     generators' kinds. The same number twice means that a stream of random numbers is repeated."""
 
     def __init__(self, randomness: Randomness):
         super().__init__()
-        self.randomness, self.used, self.choices = randomness, False, 0
+        self.randomness, self.used, self.busy, self.choices = randomness, False, False, 0
         self.intervals: list[tuple[float, float] | None] = []  # of uniform numbers; None: raced
         self.samples = torch.zeros(0, dtype=torch.float64)  # a value of each uniform number
         self.tensors: dict[int, tuple[Tensor, SymbolicUniform]] = {}
         self.storages: set[int] = set()  # their addresses
         self.drawn: dict[float, str] = {}
+        self.torch_states = {torch_state()}  # of the global generator, if nothing else uses it
 
     def __enter__(self):
         SymbolicUniform.active = self
-        self.note_torch_state()
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -63,15 +60,17 @@ class InterceptedRandomness(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), options=None):
         name, options = getattr(function, "__name__", ""), options or {}
-        if name in UNSUPPORTED or hasattr(self, f"on_{name}") or options.get("generator"):
+        drawing = name.startswith(DRAWS) or name in ("normal", "poisson")
+        if drawing or hasattr(self, f"on_{name}") or options.get("generator"):
             return self.draw(function, name, args, options)
-        if name == "__hash__" or not self.tensors:
+        if name == "__hash__" or self.busy:
             return function(*args, **options)
         return self.operate(function, name, args, options)
 
     def draw(self, function: Callable, name: str, args: tuple, options: dict):
         """Call one of torch's random functions."""
         generator = options.get("generator")
+        self.require_torch_state()
         device = getattr(generator, "device", "cpu")
         number = torch.randint(2**62, (), generator=generator, device=device)
         self.note_draw("torch", number.item())
@@ -81,7 +80,7 @@ class InterceptedRandomness(TorchFunctionMode):
         args = *args[:kept], *map_nested(self.number_of, tuple(args[kept:]))
         options = {key: x if key == "out" else self.number_of(x) for key, x in options.items()}
         real = function(*args, **options)  # raises the errors of wrong arguments
-        self.note_torch_state()
+        self.torch_states.add(torch_state())
         result = getattr(self, f"on_{name}")(real, *args, **options)
         if isinstance(result, Tensor):
             return real.copy_(result)
@@ -93,11 +92,9 @@ class InterceptedRandomness(TorchFunctionMode):
         numbers: list[SymbolicUniform] = []
 
         def real_of(x):
-            number = self.number_of(x)
-            if type(number) is not SymbolicUniform:
-                return number
-            numbers.append(number)
-            return number.real
+            if type(x := self.number_of(x)) is SymbolicUniform:
+                numbers.append(x)
+            return x.real if type(x) is SymbolicUniform else x
 
         args, options = map_nested(real_of, (tuple(args), options))
         if not numbers or name in METADATA:
@@ -107,32 +104,33 @@ class InterceptedRandomness(TorchFunctionMode):
         (number,) = numbers
         position = [i for i, x in enumerate(args) if x is number.real] or [2]
         method = number.find(name, *position)
-        number.check("assignment")  # to the same memory under another name
         try:
+            self.busy = True  # the functions called here are not intercepted
+            number.check("assignment")  # to the same memory under another name
             result = method(*(x for x in args if x is not number.real), **options)
+            return self.stand_in(result, function(*args, **options), name)
         except Exception as error:
             function(*args, **options)  # raises if it is the decoder's own error
             raise CannotEnumerate(f"it calls {name} with a random number: {error}") from error
-        return self.stand_in(result, function(*args, **options), name)
+        finally:
+            self.busy = False
 
     def stand_in(self, result, real, name: str):
         """Return what the decoder gets for a result that it expects to be like `real`."""
+        if isinstance(result, (list, np.ndarray)):  # of numbers that stand for themselves
+            return result
         if isinstance(result, tuple):
             return tuple(self.stand_in(x, y, name) for x, y in zip(result, real))
         if real is NotImplemented:
             return real
-        if isinstance(result, Tensor):
-            return like(real, result.reshape(np.shape(real)))
         if type(result) is not SymbolicUniform:
-            return result
+            return like(real, result.reshape(np.shape(real)))
         result.real = real
         result.check(name)
-        if not isinstance(real, Tensor):
-            return result
-        if real.numel():
+        if isinstance(real, Tensor) and real.numel():
             self.tensors[id(real)] = real, result
             self.storages.add(real.untyped_storage().data_ptr())
-        return real
+        return real if isinstance(real, Tensor) else result
 
     def number_of(self, x):
         """Return the random numbers for which x stands."""
@@ -150,13 +148,15 @@ class InterceptedRandomness(TorchFunctionMode):
                                   "random numbers repeat within a call")  # fmt: skip
         self.drawn[number] = kind
 
-    def note_torch_state(self) -> None:
-        """Note the state that torch's global generator has if nothing else uses it."""
-        self.torch_state = torch.get_rng_state().numpy().tobytes()
+    def require_torch_state(self) -> None:
+        """Raise CannotEnumerate if torch's global generator was used, not only seeded."""
+        unused = torch.Generator().manual_seed(torch.initial_seed())
+        if torch_state() not in {*self.torch_states, torch_state(unused)}:
+            raise CannotEnumerate("it uses torch in a way that cannot be intercepted")
 
     # ---- torch's functions, and their results for real random numbers ----------------------------
 
-    def uniform(self, real) -> SymbolicUniform:
+    def uniform(self, real, *_, **options) -> SymbolicUniform:
         """Return lazy uniform random numbers in the shape and type of `real`."""
         shape, n = tuple(np.shape(real)), len(self.samples)
         samples = torch.from_numpy(REAL.uniform(0.1, 0.9, (*shape, 1)))[..., 0]
@@ -165,10 +165,7 @@ class InterceptedRandomness(TorchFunctionMode):
         index = torch.arange(n, len(self.samples)).reshape(shape)
         return SymbolicUniform(self, like(real, samples), index)
 
-    def on_rand(self, real, *_, **options) -> SymbolicUniform:
-        return self.uniform(real)
-
-    on_rand_like = on_rand
+    on_rand = on_rand_like = uniform
 
     def on_uniform_(self, real, x, low=0.0, high=1.0, **options) -> SymbolicUniform:
         low, high = options.get("from", low), options.get("to", high)
@@ -238,3 +235,7 @@ class InterceptedRandomness(TorchFunctionMode):
             return verb(argument)
         except IndexError as error:  # the script has more options than there are
             raise CannotEnumerate(f"not only random numbers matter ({error})") from error
+
+
+def torch_state(generator: torch.Generator = torch.default_generator) -> bytes:
+    return generator.get_state().numpy().tobytes()

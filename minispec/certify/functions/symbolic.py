@@ -1,7 +1,6 @@
 """Lazy uniform random numbers: each comparison with one branches. They support the operations that
 have a method `on_…`; any other ends the enumeration, and its name is reported."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -28,7 +27,7 @@ VIEWS = ("reshape", "view", "squeeze", "unsqueeze", "flatten", "expand", "ravel"
          "unbind", "__getitem__")  # fmt: skip
 METADATA = {"__get__", "__len__", "size", "dim", "numel", "stride", "shape", "ndim", "dtype"}
 NEGLIGIBLE = 1e-6  # what decoders add to a random number to avoid log 0 or a division by 0
-ROUNDING = 1e-4
+CLOSE = 1e-4  # a difference due to float32
 
 
 class CannotEnumerate(BaseException):
@@ -48,12 +47,11 @@ class SymbolicUniform:
     `index` identifies the uniform number u behind each element, or ~index if it is 1 - u; its
     `source`, an InterceptedRandomness, makes the choices. g is "u" for u itself, "log" for log u,
     and "gumbel" for -log(-log u), a Gumbel number. An exponential waiting time E = -log u therefore
-    has scale -1. A quotient x / E, of which only the argmax is ever needed, has g "race": it is
-    represented by its logarithm.
+    has scale -1. A quotient x / E has g "race", and is represented by its logarithm.
 
-    `real` are the numbers for the source's samples of u, in the type that the decoder expects: a
-    float, an array or a tensor. The library itself computes them in each operation, and they must
-    equal the formula. When their source is no longer `active`, they replace this object."""
+    `real` are the numbers for the source's samples of u, in the type that the decoder expects. The
+    library computes them in each operation, and they must equal the formula. When their source is
+    no longer `active`, ordinary numbers replace this object."""
 
     active = None
 
@@ -76,9 +74,6 @@ class SymbolicUniform:
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         return dispatch(np.array, "__array__", (self, *([] if dtype is None else [dtype])), {})
 
-    def __iter__(self):
-        return (self[i] for i in range(len(self)))
-
     @property
     def __class__(self):
         """The type that a decoder expects. Torch must not take this object for a tensor."""
@@ -87,9 +82,10 @@ class SymbolicUniform:
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        real = ordinary(self)
-        if real is not self or name in METADATA:
-            return getattr(self.real if real is self else real, name)
+        if self.source is not self.active:
+            return getattr(ordinary(self), name)
+        if name in METADATA:
+            return getattr(self.real, name)
         self.find(name, 0)
         return partial(method_of(name), self)
 
@@ -104,9 +100,8 @@ class SymbolicUniform:
         """Raise CannotEnumerate if the real numbers are not those of the formula, or too coarse."""
         expected, real = self.at(self.source.samples), to_float64(self.real)
         dtype = str(getattr(self.real, "dtype", "float64")).removeprefix("torch.")
-        self.require(real.shape == expected.shape and dtype in ("float32", "float64"), name)
-        close = torch.allclose(expected, real, ROUNDING, ROUNDING, equal_nan=True)
-        self.require(close, name)
+        fine = real.shape == expected.shape and dtype in ("float32", "float64")
+        self.require(fine and torch.allclose(expected, real, CLOSE, CLOSE, equal_nan=True), name)
 
     def require(self, supported: bool, name: str) -> None:
         if not supported:
@@ -124,6 +119,8 @@ class SymbolicUniform:
             return partial(self.apply_view, short)
         if short in AFFINE:
             return partial(self.apply_affine, short)
+        if short in ("item", "tolist"):
+            return getattr(self.on_array(), short)
         self.require(hasattr(type(self), f"on_{short}"), name)
         return getattr(self, f"on_{short}")
 
@@ -154,19 +151,12 @@ class SymbolicUniform:
             array[at].real = float(real[at])
         return array
 
-    def on_item(self) -> "SymbolicUniform":
-        return self.on_array().item()
-
-    def on_tolist(self) -> list:
-        return self.on_array().tolist()
-
     def on_log(self) -> "SymbolicUniform":
         if self.g == "u":  # of u, or of 1 - u, which is also uniform
-            ends = torch.stack([self.shift, self.shift + self.scale], -1).sort().values
-            unit = torch.tensor([0.0, 1.0], dtype=torch.float64)
-            self.require(bool(((ends - unit).abs() < NEGLIGIBLE).all()), "log")
-            index = torch.where(self.scale > 0, self.index, ~self.index)
-            return self.derive(1.0, 0.0, "log", index)
+            rising = self.scale > 0
+            difference = (self.scale.abs() - 1).abs() + (self.shift - 1 + rising.double()).abs()
+            self.require(bool((difference < NEGLIGIBLE).all()), "log")
+            return self.derive(1.0, 0.0, "log", torch.where(rising, self.index, ~self.index))
         self.require(self.is_waiting_time(), "log")
         return self.derive(-1.0, self.scale.neg().log(), "gumbel")
 
@@ -179,7 +169,7 @@ class SymbolicUniform:
         negligible = self.shift.abs() < NEGLIGIBLE
         return self.g == "log" and bool((self.scale < 0).all() and negligible.all())
 
-    def on_clamp(self, min=-math.inf, max=math.inf) -> "SymbolicUniform":
+    def on_clamp(self, min=-torch.inf, max=torch.inf) -> "SymbolicUniform":
         """Only bounds that are almost never exceeded are supported."""
         for u in NEGLIGIBLE, 1 - NEGLIGIBLE:
             x = self.at(torch.full_like(self.source.samples, u))
@@ -191,19 +181,14 @@ class SymbolicUniform:
 
     def on_lt(self, x) -> Tensor:
         """Return which elements are below x: chosen, unless earlier choices decide it."""
-        parts = torch.broadcast_tensors(self.index, self.scale, self.shift, to_float64(x))
-        self.require(self.g in ("u", "log") and bool((parts[1] != 0).all()), "comparison")
+        self.require(self.g in ("u", "log") and bool((self.scale != 0).all()), "comparison")
+        bound = (to_float64(x) - self.shift) / self.scale
+        bound = bound.clamp(max=0).exp() if self.g == "log" else bound
+        parts = torch.broadcast_tensors(self.index, self.scale > 0, bound)
         rows = zip(*(part.flatten().tolist() for part in parts))
-        chosen = [self.choose_below(*row) for row in rows]
-        return torch.tensor(chosen, dtype=torch.bool).reshape(parts[0].shape)
-
-    def choose_below(self, index: int, scale: float, shift: float, x: float) -> bool:
-        bound = (x - shift) / scale
-        if math.isnan(bound):  # like every comparison with NaN
-            return False
-        if self.g == "log":
-            bound = math.exp(min(bound, 0.0))
-        return self.source.is_below(index, bound) == (scale > 0)
+        # like every comparison with NaN, those are false
+        chosen = [u == u and self.source.is_below(i, u) == rising for i, rising, u in rows]
+        return torch.tensor(chosen, dtype=torch.bool).reshape(bound.shape)
 
     def on_gt(self, x) -> Tensor:
         return self.derive(-self.scale, -self.shift).on_lt(-to_float64(x))
@@ -243,11 +228,11 @@ def method_of(name: str) -> Callable:
     return lambda self, *args, **options: dispatch(call, name, (self, *args), options)
 
 
-OF_VALUES = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__",
-             "__str__", "__format__", "__reduce__", "__reduce_ex__"}  # fmt: skip
-for name in OF_VALUES | {*dir(float), *dir(np.ndarray)} - {*dir(object)}:
+KEPT = {"__new__", "__getattribute__", "__setattr__", "__delattr__", "__init_subclass__", "__dir__",
+        "__subclasshook__", "__iter__"}  # fmt: skip
+for name in {*dir(float), *dir(np.ndarray)} - KEPT - {*vars(SymbolicUniform)}:
     is_operator = any(callable(getattr(cls, name, None)) for cls in (float, np.ndarray))
-    if name.startswith("__") and is_operator and name not in vars(SymbolicUniform):
+    if name.startswith("__") and is_operator:
         setattr(SymbolicUniform, name, method_of(name))
 
 
