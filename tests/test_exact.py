@@ -4,7 +4,7 @@ is done with a random number is either followed exactly or named."""
 import copy
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 
 import numpy as np
@@ -24,8 +24,9 @@ from test_enumeration import (
 
 from minispec.certify.functions.checks import Limits, check_implementation
 from minispec.certify.functions.enumeration import CannotEnumerate, Enumeration
+from minispec.certify.functions.generators import generators_replaced
 from minispec.certify.functions.interception import InterceptedRandomness
-from minispec.certify.toys import ScriptedRandomness
+from minispec.certify.toys import ScriptedRandomness, total_variation
 
 # ---- ways to draw a token ------------------------------------------------------------------------
 
@@ -153,13 +154,15 @@ BIASED = {  # start, draw, and the verdict: a total variation, or why it is not 
     "square": (seed_torch, coin(lambda _: torch.rand(1) ** 2), "torch's pow"),
     "assigned": (seed_torch, coin(modified(lambda u: u.__setitem__(0, 0.9) or u[0])), "setitem"),
     "in place": (seed_torch, coin(modified(lambda u: u.mul_(0.5)[0] + u[0])), "several"),
-    "in place, other name": (seed_torch, coin(modified(lambda u: (v := u[:1], u.mul_(0.5))[0])),
+    "in place, other name": (seed_torch, coin(modified(lambda u: (u[:1], u.mul_(0.5))[0])),
                              "torch's assignment"),
-    "in place, same name": (seed_torch, coin(modified(lambda u: (v := u[0], v.mul_(0.5))[0])), "TV"),
+    "in place, same name": (seed_torch, coin(modified(lambda u: u[0].mul_(0.5))), "TV"),
     "seed above 2**32": (counting, coins(twice_seeded(
-        lambda n: torch.manual_seed(n), lambda n: n + 2**40, lambda: torch.rand(1))), "torch twice after the same seed"),
+        lambda n: torch.manual_seed(n), lambda n: n + 2**40, lambda: torch.rand(1))),
+        "torch twice after the same seed"),
     "negative seed": (counting, coins(twice_seeded(
-        lambda n: random.seed(n), lambda n: -n, lambda: random.random())), "random twice after the same seed"),
+        lambda n: random.seed(n), lambda n: -n, lambda: random.random())),
+        "random twice after the same seed"),
     "state restored": (nothing, coins(after_rewinding(
         lambda _: torch.get_rng_state(), lambda _, s: torch.set_rng_state(s))), "torch twice"),
     "copied generator": (rng, coins(lambda r: (copy.deepcopy(r).random(), r.random())), "twice"),
@@ -172,7 +175,7 @@ BIASED = {  # start, draw, and the verdict: a total variation, or why it is not 
     "unsorted": (rng, lambda p, r: np.searchsorted(-cdf(p), r.random()) % 2, "searchsorted"),
     "decreasing": (rng, lambda p, r: np.digitize(r.random(), -cdf(p)) % 2, "searchsorted"),
     "NaN": (seed_torch, coin(lambda _: torch.rand(1) < math.nan), "TV"),
-    "raised": (seed_torch, lambda p, _: (p / exponential(p, 0) + 0.5).argmax().item(), "torch's add"),
+    "raised": (seed_torch, lambda p, _: (0.5 + p / exponential(p, _)).argmax(), "torch's add"),
     "one number twice": (seed_torch, coins(lambda _: torch.rand(1).repeat_interleave(1).expand(2)),
                          "repeat_interleave"),
     "one number for both": (seed_torch, coins(lambda _: torch.rand(1).expand(2)), "TV"),
@@ -271,7 +274,8 @@ HONEST = {  # start, draw, and why it is not enumerated, or "" if it is
         u := random.random(), float) else 0.5), ""),
     "converted": (seed_torch, lambda p, _: invert(p, torch.rand(1).double().clone().numpy()), ""),
     "copied": (seed_python, lambda p, _: invert(p, copy.deepcopy(random.random())), "deepcopy"),
-    "tensor of it": (rng, lambda p, r: invert(p, torch.tensor(r.random(1))), "with a random number"),
+    "tensor of it": (rng, lambda p, r: invert(p, torch.tensor(r.random(1))),
+                     "with a random number"),
     "array of it": (seed_python, lambda p, _: invert(p, np.array([random.random()])[0]), ""),
     "array of a tensor": (seed_torch, lambda p, _: invert(p, np.asarray(torch.rand(2))[1]), ""),
     "in place, of p": (seed_torch, divided_in_place, ""),
@@ -283,8 +287,8 @@ HONEST = {  # start, draw, and why it is not enumerated, or "" if it is
     "seeded for each token": (counting, lambda p, state: invert(p, random.Random(
         state.append(sum(state) + 1) or state[-1]).random()), ""),
     "method": (lambda s: random.Random(s).random, lambda p, uniform: invert(p, uniform()), ""),
-    "probabilities 0": (seed_torch, lambda p, _: (torch.tensor([0.0, *p.tolist()])
-                                                  / torch.empty(3).exponential_()).argmax() - 1, ""),
+    "probabilities 0": (seed_torch, lambda p, _: (
+        torch.tensor([0.0, *p.tolist()]) / torch.empty(3).exponential_()).argmax() - 1, ""),
 }  # fmt: skip
 
 
@@ -300,3 +304,100 @@ def test_an_honest_decoder_never_fails(kind, checkpoint):  # noqa: F811
     start, draw, why = HONEST[kind]
     passed, detail = judge(start, draw, checkpoint)
     assert passed is (None if why else True) and why in detail, detail
+
+
+# ---- numbers kept between calls ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["NumPy", "torch", "Python", "tolist", "filled"])
+def test_a_decoder_that_keeps_random_numbers_gets_a_verdict_in_every_row(kind):
+    """An earlier version ended with an uncaught CannotEnumerate and no report."""
+    start, draw, _ = HONEST[f"kept numbers, {kind}"]
+    limits = Limits(1e9, runs=40, outcomes=10, length=2)
+    rows = check_implementation(decoder_of(start, draw).impl, "T=1.5 top-k 3", limits=limits)
+    verdicts = [(row.check, row.passed) for row in rows]
+    assert verdicts == [("exact", None), ("statistical", True)]
+
+
+def test_numbers_that_are_left_over_lie_in_their_intervals():
+    """After u < 0.3 was chosen, they are uniform there; the others are uniform in [0, 1)."""
+    kept = []
+
+    def function(seed):
+        generator = np.random.default_rng(seed)
+        kept[:] = torch.rand(400), generator.random(400), generator.random()
+        return bool((kept[0][:200] < 0.3).all()), bool((kept[1][:200] < 0.3).all())
+
+    with generators_replaced(), InterceptedRandomness(ScriptedRandomness([1] * 400)):
+        assert function(0) == (True, True)
+    for numbers in kept[0], np.log(np.exp(kept[1])):
+        assert max(numbers[:200]) < 0.3 and abs(float(numbers[:200].mean()) - 0.15) < 0.03
+        assert max(numbers[200:]) > 0.9 and abs(float(numbers[200:].mean()) - 0.5) < 0.08
+    assert isinstance(kept[2], float) and f"{kept[2]:.2f}" == str(round(float(kept[2]), 2))[:4]
+
+
+# ---- every operation -----------------------------------------------------------------------------
+
+GRID = [(i + 0.5) / 200 for i in range(200)]
+KINDS = {  # the class, a drawn number, and an ordinary one
+    "torch": (torch.Tensor, lambda: torch.rand(1), lambda x: torch.tensor([x])),
+    "numpy": (np.ndarray, lambda: np.random.rand(1), lambda x: np.array([x])),
+    "python": (float, lambda: random.random(), lambda x: x),
+}
+NOT_OF_VALUES = {"__class__", "__init__", "__new__", "__getattribute__", "__setattr__", "__dir__",
+                 "__init_subclass__", "__subclasshook__", "__sizeof__", "__getstate__", "__hash__",
+                 "__iter__", "__delattr__", "dump", "tofile", "backward", "_version", "_cdata",
+                 "exponential_", "uniform_"}  # fmt: skip
+
+
+def operations(kind: str):
+    """Yield (name, function of a number): every method, ufunc and built-in function of it, also
+    with another number before or after it."""
+    cls, _, real = KINDS[kind]
+    functions = {name: lambda x, *y, name=name: getattr(x, name)(*y)
+                 for name in dir(cls) if name not in NOT_OF_VALUES}  # fmt: skip
+    if kind == "python":
+        functions |= {f"math.{x}": f for x, f in vars(math).items() if callable(f)}
+    else:
+        library = torch if kind == "torch" else np
+        functions |= {name: getattr(library, name) for name in dir(cls) if hasattr(library, name)}
+        functions |= {f"np.{x}": f for x, f in vars(np).items() if isinstance(f, np.ufunc)}
+    for name, f in functions.items():
+        yield name, f
+        yield f"{name}(u, x)", lambda u, f=f: f(u, real(0.3))
+        if not name.startswith("__"):
+            yield f"{name}(x, u)", lambda u, f=f: f(real(0.3), u)
+
+
+def brief(result):
+    """A hashable summary of a result: whether a number is below 0.4, an integer, or a type."""
+    while isinstance(result, (tuple, list)) and result:
+        result = result[0]
+    if isinstance(result, (torch.Tensor, np.ndarray)):
+        result = result.reshape(-1)[0]
+        result = result.item() if result.dtype in (torch.bool, torch.int64, bool, int) else result
+    if isinstance(result, (bool, int, np.bool, np.integer)):
+        return int(result)
+    return bool(result < 0.4) if isinstance(result, (float, torch.Tensor)) else type(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_operation_is_followed_exactly_or_named(kind):
+    _, draw, real = KINDS[kind]
+    followed, named = set(), set()
+    for name, function in operations(kind):
+        try:
+            expected = Counter(brief(function(real(x))) for x in GRID)
+        except Exception:  # not with these arguments
+            continue
+        try:
+            found = Enumeration(lambda seed: (brief(function(draw())),)).distribution
+        except CannotEnumerate:
+            named.add(name)
+            continue
+        expected = {(x,): n / len(GRID) for x, n in expected.items()}
+        assert total_variation(found, expected) < 0.01, (name, expected, found)
+        followed.add(name)
+    assert len(followed) > 10 and len(named) > 30, (followed, named)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from minispec.certify.functions.symbolic import CannotEnumerate, SymbolicUniform
+from minispec.certify.functions.symbolic import CannotEnumerate, SymbolicUniform, to_float64
 
 
 class StandIn:
@@ -53,15 +53,13 @@ class StandIn:
         return SymbolicUniform.active.uniform(real)
 
     def _index(self, weights) -> int:
-        source = SymbolicUniform.active
-        return int(source.categorical(torch.as_tensor(weights, dtype=torch.float64)))
+        return int(SymbolicUniform.active.categorical(to_float64(weights)))
 
 
 class PythonRandom(StandIn):
     """random.Random, and the functions of `random`."""
 
     _kind, _real_class = "random", random.Random
-
     random = StandIn._uniform
 
     def uniform(self, real, a: float, b: float) -> SymbolicUniform:
@@ -80,8 +78,7 @@ class NumpyDraws(StandIn):
     random = StandIn._uniform
 
     def uniform(self, real, low=0.0, high=1.0, size=None) -> SymbolicUniform:
-        low, high = np.asarray(low), np.asarray(high)
-        return self._uniform(real) * (high - low) + low
+        return self._uniform(real) * np.subtract(high, low) + np.asarray(low)
 
     def gumbel(self, real, loc=0.0, scale=1.0, size=None) -> SymbolicUniform:
         return -np.log(-np.log(self._uniform(real))) * np.asarray(scale) + np.asarray(loc)

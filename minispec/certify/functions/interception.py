@@ -30,8 +30,8 @@ class InterceptedRandomness(TorchFunctionMode):
     The decoder gets `tensors`, by id with what they stand for, whose use is intercepted. Any other
     use of them sees other numbers in every run.
 
-    Before each draw, a number is taken from the real generator: `drawn` are these numbers, with the
-    generators' kinds. The same number twice means that a stream of random numbers is repeated."""
+    Before each draw, a number is taken from the real generator: `drawn` maps it to the generator's
+    kind. The same number twice means that a stream of random numbers is repeated."""
 
     def __init__(self, randomness: Randomness):
         super().__init__()
@@ -39,8 +39,7 @@ class InterceptedRandomness(TorchFunctionMode):
         self.intervals: list[tuple[float, float] | None] = []  # of uniform numbers; None: raced
         self.samples = torch.zeros(0, dtype=torch.float64)  # a value of each uniform number
         self.tensors: dict[int, tuple[Tensor, SymbolicUniform]] = {}
-        self.storages: set[int] = set()  # their addresses
-        self.drawn: dict[float, str] = {}
+        self.storages, self.drawn = set(), {}  # the addresses of the tensors; numbers and kinds
         self.torch_states = {torch_state()}  # of the global generator, if nothing else uses it
 
     def __enter__(self):
@@ -94,7 +93,7 @@ class InterceptedRandomness(TorchFunctionMode):
         def real_of(x):
             if type(x := self.number_of(x)) is SymbolicUniform:
                 numbers.append(x)
-            return x.real if type(x) is SymbolicUniform else x
+            return x.sample if type(x) is SymbolicUniform else x
 
         args, options = map_nested(real_of, (tuple(args), options))
         if not numbers or name in METADATA:
@@ -102,12 +101,12 @@ class InterceptedRandomness(TorchFunctionMode):
         if len(numbers) > 1:
             raise CannotEnumerate(f"it calls {name.strip('_')} with several random numbers")
         (number,) = numbers
-        position = [i for i, x in enumerate(args) if x is number.real] or [2]
+        position = [i for i, x in enumerate(args) if x is number.sample] or [2]
         method = number.find(name, *position)
         try:
             self.busy = True  # the functions called here are not intercepted
             number.check("assignment")  # to the same memory under another name
-            result = method(*(x for x in args if x is not number.real), **options)
+            result = method(*(x for x in args if x is not number.sample), **options)
             return self.stand_in(result, function(*args, **options), name)
         except Exception as error:
             function(*args, **options)  # raises if it is the decoder's own error
@@ -117,7 +116,7 @@ class InterceptedRandomness(TorchFunctionMode):
 
     def stand_in(self, result, real, name: str):
         """Return what the decoder gets for a result that it expects to be like `real`."""
-        if isinstance(result, (list, np.ndarray)):  # of numbers that stand for themselves
+        if type(result) in (list, np.ndarray):  # of numbers that stand for themselves
             return result
         if isinstance(result, tuple):
             return tuple(self.stand_in(x, y, name) for x, y in zip(result, real))
@@ -125,7 +124,7 @@ class InterceptedRandomness(TorchFunctionMode):
             return real
         if type(result) is not SymbolicUniform:
             return like(real, result.reshape(np.shape(real)))
-        result.real = real
+        result.sample = real
         result.check(name)
         if isinstance(real, Tensor) and real.numel():
             self.tensors[id(real)] = real, result
@@ -175,12 +174,12 @@ class InterceptedRandomness(TorchFunctionMode):
         return self.uniform(real).on_log().derive(-1 / lambd, 0.0)
 
     def on_bernoulli(self, real, input, p=None, **options) -> Tensor:
-        chances = torch.as_tensor(input if p is None else p).broadcast_to(real.shape)
-        chosen = [self.choose(self.randomness.bernoulli, p) for p in chances.flatten().tolist()]
+        p = (0.5 if input is real else input) if p is None else p  # in place or not
+        chances = torch.as_tensor(p).broadcast_to(real.shape).flatten().tolist()
+        chosen = [self.choose(self.randomness.bernoulli, chance) for chance in chances]
         return torch.tensor(chosen).reshape(real.shape)
 
-    def on_bernoulli_(self, real, x, p=0.5, **options) -> Tensor:
-        return self.on_bernoulli(real, x, p)
+    on_bernoulli_ = on_bernoulli
 
     def on_multinomial(self, real, input, num_samples, replacement=False, **options) -> Tensor:
         if input.dtype.itemsize < 4:

@@ -49,14 +49,14 @@ class SymbolicUniform:
     and "gumbel" for -log(-log u), a Gumbel number. An exponential waiting time E = -log u therefore
     has scale -1. A quotient x / E has g "race", and is represented by its logarithm.
 
-    `real` are the numbers for the source's samples of u, in the type that the decoder expects. The
-    library computes them in each operation, and they must equal the formula. When their source is
-    no longer `active`, ordinary numbers replace this object."""
+    `sample` are the numbers for the source's samples of u, in the type that the decoder expects.
+    The library computes them in each operation, and they must equal the formula. When their source
+    is no longer `active`, ordinary numbers replace this object."""
 
     active = None
 
-    def __init__(self, source, real, index: Tensor, scale=1.0, shift=0.0, g: str = "u"):
-        self.source, self.real, self.g = source, real, g
+    def __init__(self, source, sample, index: Tensor, scale=1.0, shift=0.0, g: str = "u"):
+        self.source, self.sample, self.g = source, sample, g
         parts = torch.broadcast_tensors(index, to_float64(scale), to_float64(shift))
         self.index, self.scale, self.shift = parts
 
@@ -77,15 +77,13 @@ class SymbolicUniform:
     @property
     def __class__(self):
         """The type that a decoder expects. Torch must not take this object for a tensor."""
-        return SymbolicUniform if isinstance(self.real, Tensor) else type(self.real)
+        return SymbolicUniform if isinstance(self.sample, Tensor) else type(self.sample)
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        if self.source is not self.active:
-            return getattr(ordinary(self), name)
-        if name in METADATA:
-            return getattr(self.real, name)
+        if self.source is not self.active or name in METADATA:
+            return getattr(like(self.sample, self.at(self.source.samples)), name)
         self.find(name, 0)
         return partial(method_of(name), self)
 
@@ -98,14 +96,14 @@ class SymbolicUniform:
 
     def check(self, name: str) -> None:
         """Raise CannotEnumerate if the real numbers are not those of the formula, or too coarse."""
-        expected, real = self.at(self.source.samples), to_float64(self.real)
-        dtype = str(getattr(self.real, "dtype", "float64")).removeprefix("torch.")
+        expected, real = self.at(self.source.samples), to_float64(self.sample)
+        dtype = str(getattr(self.sample, "dtype", "float64")).removeprefix("torch.")
         fine = real.shape == expected.shape and dtype in ("float32", "float64")
         self.require(fine and torch.allclose(expected, real, CLOSE, CLOSE, equal_nan=True), name)
 
     def require(self, supported: bool, name: str) -> None:
         if not supported:
-            library = type(self.real).__module__.replace("builtins", "python")
+            library = type(self.sample).__module__.replace("builtins", "python")
             raise CannotEnumerate(f"it calls {library}'s {name.strip('_')} with a random number, "
                                   "which cannot be followed")  # fmt: skip
 
@@ -117,8 +115,8 @@ class SymbolicUniform:
         short = (short, REFLECTED.get(short), None)[min(position, 2)]
         if short in VIEWS:
             return partial(self.apply_view, short)
-        if short in AFFINE:
-            return partial(self.apply_affine, short)
+        if rule := AFFINE.get(short):
+            return lambda *x: self.derive(*rule(self.scale, self.shift, *map(to_float64, x)))
         if short in ("item", "tolist"):
             return getattr(self.on_array(), short)
         self.require(hasattr(type(self), f"on_{short}"), name)
@@ -128,10 +126,7 @@ class SymbolicUniform:
 
     def derive(self, scale, shift, g: str | None = None, index=None) -> "SymbolicUniform":
         index = self.index if index is None else index
-        return SymbolicUniform(self.source, self.real, index, scale, shift, g or self.g)
-
-    def apply_affine(self, name: str, *x) -> "SymbolicUniform":
-        return self.derive(*AFFINE[name](self.scale, self.shift, *map(to_float64, x)))
+        return SymbolicUniform(self.source, self.sample, index, scale, shift, g or self.g)
 
     def apply_view(self, name: str, *args, **options):
         """Return a view of these numbers, or a tuple of them."""
@@ -145,29 +140,25 @@ class SymbolicUniform:
 
     def on_array(self, *_, **options) -> np.ndarray:
         """An array of Python's objects, which numpy's functions combine one by one."""
-        real, array = np.asarray(self.real), np.empty(self.index.shape, object)
+        real, array = np.asarray(self.sample), np.empty(self.index.shape, object)
         for at in np.ndindex(array.shape):
             array[at] = self.apply_view("__getitem__", at)
-            array[at].real = float(real[at])
+            array[at].sample = float(real[at])
         return array
 
-    def on_log(self) -> "SymbolicUniform":
+    def on_log(self, name: str = "log") -> "SymbolicUniform":
         if self.g == "u":  # of u, or of 1 - u, which is also uniform
             rising = self.scale > 0
             difference = (self.scale.abs() - 1).abs() + (self.shift - 1 + rising.double()).abs()
-            self.require(bool((difference < NEGLIGIBLE).all()), "log")
+            self.require(bool((difference < NEGLIGIBLE).all()), name)
             return self.derive(1.0, 0.0, "log", torch.where(rising, self.index, ~self.index))
-        self.require(self.is_waiting_time(), "log")
+        waiting_times = (self.scale < 0) & (self.shift.abs() < NEGLIGIBLE)
+        self.require(self.g == "log" and bool(waiting_times.all()), name)
         return self.derive(-1.0, self.scale.neg().log(), "gumbel")
 
     def on_rdiv(self, x) -> "SymbolicUniform":
-        self.require(self.is_waiting_time(), "div")
-        return self.derive(1.0, (to_float64(x) / -self.scale).log(), "race")
-
-    def is_waiting_time(self) -> bool:
-        """Whether these are exponential waiting times."""
-        negligible = self.shift.abs() < NEGLIGIBLE
-        return self.g == "log" and bool((self.scale < 0).all() and negligible.all())
+        log = self.on_log("div")
+        return log.derive(-log.scale, to_float64(x).log() - log.shift, "race")
 
     def on_clamp(self, min=-torch.inf, max=torch.inf) -> "SymbolicUniform":
         """Only bounds that are almost never exceeded are supported."""
@@ -180,13 +171,12 @@ class SymbolicUniform:
     # ---- choices ---------------------------------------------------------------------------------
 
     def on_lt(self, x) -> Tensor:
-        """Return which elements are below x: chosen, unless earlier choices decide it."""
+        """Return which elements are below x, none if it is NaN. Chosen, unless already decided."""
         self.require(self.g in ("u", "log") and bool((self.scale != 0).all()), "comparison")
         bound = (to_float64(x) - self.shift) / self.scale
         bound = bound.clamp(max=0).exp() if self.g == "log" else bound
         parts = torch.broadcast_tensors(self.index, self.scale > 0, bound)
         rows = zip(*(part.flatten().tolist() for part in parts))
-        # like every comparison with NaN, those are false
         chosen = [u == u and self.source.is_below(i, u) == rising for i, rising, u in rows]
         return torch.tensor(chosen, dtype=torch.bool).reshape(bound.shape)
 
@@ -212,7 +202,7 @@ class SymbolicUniform:
 
     def on_argmin(self, *args, **options) -> Tensor:
         """Return the argmax of -log E, which is a Gumbel number."""
-        log = self.on_log()
+        log = self.on_log("argmin")
         return log.derive(-log.scale, -log.shift).on_argmax(*args, **options)
 
 
@@ -247,7 +237,7 @@ def dispatch(function: Callable, name: str, args: tuple, options: dict):
 def ordinary(x):
     """Return ordinary numbers if x are random numbers that are left over from an earlier call."""
     left_over = type(x) is SymbolicUniform and x.source is not SymbolicUniform.active
-    return like(x.real, x.at(x.source.samples)) if left_over else x
+    return like(x.sample, x.at(x.source.samples)) if left_over else x
 
 
 def map_nested(function: Callable, x):
