@@ -378,7 +378,8 @@ def brief(result):
         result = result.item() if result.dtype in (torch.bool, torch.int64, bool, int) else result
     if isinstance(result, (bool, int, np.bool, np.integer)):
         return int(result)
-    return bool(result < 0.4) if isinstance(result, (float, torch.Tensor)) else type(result)
+    numbers = float, np.floating, torch.Tensor
+    return bool(result < 0.4) if isinstance(result, numbers) else type(result)
 
 
 @pytest.mark.slow
