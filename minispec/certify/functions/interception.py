@@ -50,8 +50,8 @@ class InterceptedRandomness(TorchFunctionMode):
         """Turn random numbers that are left over into ordinary ones, within their intervals."""
         SymbolicUniform.active = None
         super().__exit__(*error)
-        values = [REAL.uniform(*(interval or (0.0, 1.0))) for interval in self.intervals]
-        self.samples = torch.tensor(values, dtype=torch.float64)
+        low, high = np.array([x or (0, 1) for x in self.intervals], float).reshape(-1, 2).T
+        self.samples = torch.from_numpy(REAL.uniform(low, high))
         with torch.inference_mode():
             for tensor, number in self.tensors.values():
                 if 0 not in tensor.stride():  # of an expanded view
@@ -149,8 +149,8 @@ class InterceptedRandomness(TorchFunctionMode):
 
     def require_torch_state(self) -> None:
         """Raise CannotEnumerate if torch's global generator was used, not only seeded."""
-        unused = torch.Generator().manual_seed(torch.initial_seed())
-        if torch_state() not in {*self.torch_states, torch_state(unused)}:
+        unused = torch_state(torch.Generator().manual_seed(torch.initial_seed()))
+        if torch_state() not in {*self.torch_states, unused}:
             raise CannotEnumerate("it uses torch in a way that cannot be intercepted")
 
     # ---- torch's functions, and their results for real random numbers ----------------------------
