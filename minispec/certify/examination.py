@@ -152,6 +152,8 @@ def evaluate(row: Row, exam: Examination) -> Result:
         return (None if error.kind == "incomplete" else False), str(error)
     except Failed as error:
         return False, str(error)
+    except Exception as error:
+        return None, f"cannot be judged: {type(error).__name__}: {error}"
 
 
 # ---- greedy --------------------------------------------------------------------------------------

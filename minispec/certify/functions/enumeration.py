@@ -45,7 +45,7 @@ NEGLIGIBLE = 1e-12  # probability of a choice that only exists due to rounding
 ROUNDING = 1e-6  # of a total probability
 SEED_STEP = 1000  # between two calls, so that seeds which a decoder derives from them differ
 Tokens = tuple[int, ...]
-Seeds = set[tuple[str, str]]
+Drawn = dict[float, str]  # see InterceptedRandomness
 
 
 class DrawsNothing(CannotEnumerate):
@@ -73,11 +73,11 @@ class LikeliestFirst(ScriptedRandomness):
 
 
 class Outcome(NamedTuple):
-    """The tokens of a call, the choices that led to them, and the seeds that it used."""
+    """The tokens of a call, the choices that led to them, and what the real generators drew."""
 
     tokens: Tokens
     randomness: LikeliestFirst
-    seeds: Seeds
+    drawn: Drawn
 
 
 class Enumeration:
@@ -104,7 +104,7 @@ class Enumeration:
         randomness, seed = LikeliestFirst(script), next(self.seeds)
         for seed_global_generator in torch.manual_seed, random.seed, np.random.seed:
             seed_global_generator(seed + SEED_STEP // 2)
-        states = global_states()
+        states, CannotEnumerate.last = global_states(), None
         try:
             with InterceptedRandomness(randomness) as source:
                 tokens = self.function(seed)
@@ -112,9 +112,11 @@ class Enumeration:
             for _ in range(8):
                 self.function(next(self.seeds))  # raises if it is the decoder's own error
             raise CannotEnumerate(f"with intercepted random numbers only: {error}") from error
+        if CannotEnumerate.last:  # the decoder has suppressed it
+            raise CannotEnumerate.last
         require_untouched(states, source)
         self.used = self.used or source.used
-        return Outcome(tokens, randomness, set(source.drawn_from))
+        return Outcome(tokens, randomness, source.drawn)
 
     def enumerate(self, limit: float, end: float) -> bool:
         """Find outcomes; return whether these are all."""
@@ -184,26 +186,26 @@ def require_equal(run: Outcome, first: Outcome) -> None:
     if (run.tokens, run.randomness.choices) != (first.tokens, first.randomness.choices):
         raise CannotEnumerate(f"it uses random numbers from sources other than {RANDOM_SOURCES}: "
                               "calls with the same choices differ")  # fmt: skip
-    if repeated := run.seeds & first.seeds:
-        raise CannotEnumerate(describe_repeated(repeated))
+    if reason := describe_repeated(run.drawn, first.drawn):
+        raise CannotEnumerate(reason)
 
 
-def find_constant_seed(function: Callable[[int], Tokens]) -> str | None:
-    """Say which source of random numbers gets the same seed in every call, if there is one."""
-    used: list[Seeds] = []
+def find_constant_seed(function: Callable[[int], Tokens]) -> str:
+    """Say which source of random numbers gets the same seed in every call, or return ""."""
+    drawn: list[Drawn] = []
     with generators_replaced():
-        for seed in range(0, 3 * SEED_STEP, SEED_STEP):
+        for seed in 0, SEED_STEP:
             source = InterceptedRandomness(LikeliestFirst([]))
             with suppress(Exception, CannotEnumerate), source:
                 function(seed)
-            used.append(set(source.drawn_from))  # known even after an exception
-    repeated = set.intersection(*used)
-    return describe_repeated(repeated) if repeated else None
+            drawn.append(source.drawn)  # known even after an exception
+    return describe_repeated(*drawn)
 
 
-def describe_repeated(seeds: Seeds) -> str:
-    kinds = ", ".join(sorted({kind for kind, _ in seeds}))
-    return f"it gives {kinds} the same seed in every call, so that its samples are not independent"
+def describe_repeated(first: Drawn, second: Drawn) -> str:
+    kinds = ", ".join(sorted({first[number] for number in first.keys() & second.keys()}))
+    same = f"it gives {kinds} the same seed in every call, so that its samples are not independent"
+    return same if kinds else ""
 
 
 # ---- the global generators -----------------------------------------------------------------------
@@ -211,16 +213,13 @@ def describe_repeated(seeds: Seeds) -> str:
 
 def global_states() -> dict[str, object]:
     _, keys, *rest = np.random.get_state()
-    return {"torch": torch.get_rng_state().numpy().tobytes(), "random": random.getstate(),
-            "numpy.random": (keys.tobytes(), *rest)}  # fmt: skip
+    return {"random": random.getstate(), "numpy.random": (keys.tobytes(), *rest)}
 
 
 def require_untouched(states: dict[str, object], source: InterceptedRandomness) -> None:
     """Raise CannotEnumerate if a call changed a global generator, all of whose functions should
-    have been intercepted. Only torch's may have another seed."""
-    if any(kind == "torch" for (kind, _), _ in source.seeds.values()):
-        unused = torch.Generator().manual_seed(torch.initial_seed())
-        states = states | {"torch": unused.get_state().numpy().tobytes()}
+    have been intercepted."""
+    source.require_torch_state()
     for name, state in global_states().items():
         if state != states[name]:
             raise CannotEnumerate(f"it uses {name} in a way that cannot be intercepted")

@@ -2,7 +2,6 @@
 have, also under names that were imported before. They know the draws that decoders use to sample a
 token; any other draw cannot be enumerated."""
 
-import math
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -11,63 +10,62 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from minispec.certify.functions.interception import InterceptedRandomness
-from minispec.certify.functions.symbolic import CannotEnumerate, SymbolicUniform
+from minispec.certify.functions.symbolic import CannotEnumerate, SymbolicUniform, to_float64
 
 
 class StandIn:
     """Draws from the active InterceptedRandomness. Without one it is the real generator, because a
-    decoder may keep it. Methods that it does not have raise CannotEnumerate."""
+    decoder may keep it. A method gets the result of the real one, which it replaces; methods that
+    this class does not have raise CannotEnumerate."""
 
-    kind, origin, real_class = "", "", object
+    _kind, _real_class = "", object
 
     def __init__(self, seed=None, real: object | None = None):
-        self._real = type(self).real_class(seed) if real is None else real
-        if seed is not None and InterceptedRandomness.active:
-            self.seed(seed)
+        self._real = self._real_class(seed) if real is None else real
 
     def __getattribute__(self, name: str):
-        if InterceptedRandomness.active is None and not name.startswith("_"):
+        if name.startswith("_"):
+            return object.__getattribute__(self, name)
+        if SymbolicUniform.active is None or name == "seed":
             return getattr(self._real, name)
-        return object.__getattribute__(self, name)
+        method = getattr(type(self), name, None)
+        if method is None:
+            self._note_draw()
+            raise CannotEnumerate(f"it uses {name} of {self._kind}")
 
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._draws()
-        raise CannotEnumerate(f"it uses {name} of {self.kind}")
+        def call(*args, **options):
+            if SymbolicUniform.active:
+                self._note_draw()
+            real = getattr(self._real, name)(*args, **options)  # raises the errors of arguments
+            if SymbolicUniform.active is None:
+                return real
+            try:
+                return method(self, real, *args, **options)
+            except TypeError as error:
+                raise CannotEnumerate(f"it uses {name} of {self._kind}: {error}") from error
 
-    def seed(self, seed=None, *_) -> None:
-        """Note a seed: a number, or a bit generator's state."""
-        seed = getattr(seed, "state", seed)
-        InterceptedRandomness.active.note_seed(self.kind, self, str(seed))
+        return call
 
-    def _draws(self) -> InterceptedRandomness:
-        source = InterceptedRandomness.active
-        source.note_draw(self.kind, self)
-        return source
+    def _note_draw(self) -> None:
+        SymbolicUniform.active.note_draw(self._kind, self._real.random())
 
-    def _uniform(self, size=None, *parameters) -> SymbolicUniform:
-        """Return uniform numbers of this size, or if it is None, of the parameters' shape."""
-        shape = np.broadcast_shapes(*map(np.shape, parameters)) if size is None else _shape(size)
-        return self._draws().uniform(shape, self.origin)
+    def _uniform(self, real, *_, size=None, dtype=None) -> SymbolicUniform:
+        return SymbolicUniform.active.uniform(real)
 
     def _index(self, weights) -> int:
-        return int(self._draws().categorical(torch.as_tensor(weights, dtype=torch.float64)))
+        return int(SymbolicUniform.active.categorical(to_float64(weights)))
 
 
 class PythonRandom(StandIn):
     """random.Random, and the functions of `random`."""
 
-    kind, origin, real_class = "random", "python", random.Random
+    _kind, _real_class = "random", random.Random
+    random = StandIn._uniform
 
-    def random(self) -> SymbolicUniform:
-        return self._uniform()
+    def uniform(self, real, a: float, b: float) -> SymbolicUniform:
+        return self._uniform(real) * (b - a) + a
 
-    def uniform(self, a: float, b: float) -> SymbolicUniform:
-        return self._uniform() * (b - a) + a
-
-    def choices(self, population, weights=None, *, cum_weights=None, k: int = 1) -> list:
+    def choices(self, real, population, weights=None, *, cum_weights=None, k: int = 1) -> list:
         if cum_weights is not None:
             weights = np.diff(np.asarray(cum_weights, dtype=float), prepend=0.0)
         weights = [1.0] * len(population) if weights is None else list(weights)
@@ -77,48 +75,41 @@ class PythonRandom(StandIn):
 class NumpyDraws(StandIn):
     """The draws that RandomState and Generator have in common."""
 
-    origin = "numpy"
+    random = StandIn._uniform
 
-    def random(self, size=None, dtype=None) -> SymbolicUniform:
-        return self._uniform(size)
+    def uniform(self, real, low=0.0, high=1.0, size=None) -> SymbolicUniform:
+        return self._uniform(real) * np.subtract(high, low) + np.asarray(low)
 
-    def uniform(self, low=0.0, high=1.0, size=None) -> SymbolicUniform:
-        low, high = np.asarray(low), np.asarray(high)
-        return self._uniform(size, low, high) * (high - low) + low
+    def gumbel(self, real, loc=0.0, scale=1.0, size=None) -> SymbolicUniform:
+        return -np.log(-np.log(self._uniform(real))) * np.asarray(scale) + np.asarray(loc)
 
-    def gumbel(self, loc=0.0, scale=1.0, size=None) -> SymbolicUniform:
-        loc, scale = np.asarray(loc), np.asarray(scale)
-        return -((-self._uniform(size, loc, scale).log()).log()) * scale + loc
-
-    def choice(self, a, size=None, replace: bool = True, p=None):
-        shape = _shape(size)
-        if not replace and math.prod(shape) > 1:
-            raise CannotEnumerate(f"it uses choice without replacement of {self.kind}")
+    def choice(self, real, a, size=None, replace: bool = True, p=None):
+        if not replace and np.size(real) > 1:
+            raise CannotEnumerate(f"it uses choice without replacement of {self._kind}")
         values = np.arange(a) if np.ndim(a) == 0 else np.asarray(a)
         weights = np.ones(len(values)) if p is None else p
-        drawn = [self._index(weights) for _ in range(math.prod(shape))]
-        return values[np.array(drawn, dtype=int).reshape(shape)]
+        drawn = [self._index(weights) for _ in range(np.size(real))]
+        return values[np.array(drawn, dtype=int).reshape(np.shape(real))]
 
-    def multinomial(self, n: int, pvals, size=None):
-        if n != 1 or size is not None:
-            raise CannotEnumerate(f"it uses multinomial of {self.kind} for several draws")
-        return np.eye(len(pvals), dtype=int)[self._index(pvals)]
+    def multinomial(self, real, n: int, pvals, size=None):
+        if n != 1 or np.ndim(real) > 1:
+            raise CannotEnumerate(f"it uses multinomial of {self._kind} for several draws")
+        *weights, _ = np.asarray(pvals, dtype=float)  # the last has what is left
+        weights.append(max(0.0, 1 - sum(weights)))
+        return np.eye(len(weights), dtype=int)[self._index(weights)]
 
 
 class NumpyRandomState(NumpyDraws):
     """numpy.random.RandomState, and the functions of numpy.random."""
 
-    kind, real_class = "numpy.random", np.random.RandomState
-    random_sample = ranf = sample = NumpyDraws.random
-
-    def rand(self, *shape: int) -> SymbolicUniform:
-        return self._uniform(shape)
+    _kind, _real_class = "numpy.random", np.random.RandomState
+    random_sample = ranf = sample = rand = NumpyDraws.random
 
 
 class NumpyGenerator(NumpyDraws):
     """numpy.random.Generator, made of a bit generator."""
 
-    kind, real_class = "numpy.random.Generator", np.random.Generator
+    _kind, _real_class = "numpy.random.Generator", np.random.Generator
 
 
 def default_rng(seed=None) -> NumpyGenerator:
@@ -127,33 +118,19 @@ def default_rng(seed=None) -> NumpyGenerator:
     return NumpyGenerator(REAL_DEFAULT_RNG(seed).bit_generator)
 
 
-def noting_seeds(manual_seed: Callable) -> Callable:
-    def call(seed) -> torch.Generator:
-        if InterceptedRandomness.active:
-            InterceptedRandomness.active.note_seed("torch", "torch", str(seed))
-        return manual_seed(seed)
-
-    return call
-
-
-def _shape(size) -> tuple[int, ...]:
-    """Return numpy's `size` argument as a tuple."""
-    return () if size is None else tuple(np.atleast_1d(size).tolist())
-
-
 # ---- names in modules ----------------------------------------------------------------------------
 
 REAL_DEFAULT_RNG = np.random.default_rng
 STAND_INS = PythonRandom, NumpyRandomState, NumpyGenerator
-STAND_IN_OF = {id(stand_in.real_class): stand_in for stand_in in STAND_INS}
-REPLACED_LIBRARIES = "random", "numpy.random", "torch", "torch.random"
+STAND_IN_OF = {id(stand_in._real_class): stand_in for stand_in in STAND_INS}
+REPLACED_LIBRARIES = "random", "numpy.random"
 PLAIN_FUNCTIONS = "ranf", "sample", "seed"  # of numpy.random; the others are bound methods
 UNTOUCHED = {*sys.stdlib_module_names, "torch", "numpy", "scipy", "minispec"}
 
 
 def intercepted_call(original: Callable, stand_in: StandIn, name: str) -> Callable:
     def call(*args, **options):
-        function = getattr(stand_in, name) if InterceptedRandomness.active else original
+        function = getattr(stand_in, name) if SymbolicUniform.active else original
         return function(*args, **options)
 
     return call
@@ -161,12 +138,10 @@ def intercepted_call(original: Callable, stand_in: StandIn, name: str) -> Callab
 
 def replacements() -> dict[int, tuple[object, object]]:
     """Return (original, replacement) of each function and class, by the original's id."""
-    pairs = [(stand_in.real_class, stand_in) for stand_in in STAND_INS]
+    pairs = [(stand_in._real_class, stand_in) for stand_in in STAND_INS]
     pairs.append((REAL_DEFAULT_RNG, default_rng))
-    # torch.manual_seed is another function once torch.compile has been used
-    pairs += [(f, noting_seeds(f)) for f in (torch.manual_seed, torch.random.manual_seed)]
     for library, stand_in in (random, PythonRandom()), (np.random, NumpyRandomState()):
-        cls = type(stand_in).real_class
+        cls = type(stand_in)._real_class
         for name, value in vars(library).items():
             if name in PLAIN_FUNCTIONS or isinstance(getattr(value, "__self__", None), cls):
                 pairs.append((value, intercepted_call(value, stand_in, name)))

@@ -1,169 +1,229 @@
 """A context in which torch's random numbers are choices of an enumerator."""
 
-import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from minispec.certify.functions.symbolic import CannotEnumerate, SymbolicUniform, dispatch
+from minispec.certify.functions.symbolic import (
+    METADATA,
+    NEGLIGIBLE,
+    CannotEnumerate,
+    SymbolicUniform,
+    like,
+    map_nested,
+    ordinary,
+)
 from minispec.sampling import Randomness
 
 MAX_CHOICES = 2000  # of one call
+DRAWS = "rand", "normal_", "geometric_", "cauchy_", "log_normal_", "binomial"
+REAL = np.random.default_rng(0)  # of the numbers that nobody chooses
 
 
 class InterceptedRandomness(TorchFunctionMode):
     """While it is active, torch's functions draw from `randomness`, and so do those of `random` and
     numpy that generators.py replaces. `used` is whether anything was drawn.
 
-    `seeds` are the seeds that this call of the decoder gave to its sources; `drawn_from` are those
-    after which a number was drawn. A seed is a pair: the kind of source and the number."""
+    The decoder gets `tensors`, by id with what they stand for, whose use is intercepted. Any other
+    use of them sees other numbers in every run.
 
-    active: "InterceptedRandomness | None" = None
+    Before each draw, a number is taken from the real generator: `drawn` maps it to the generator's
+    kind. The same number twice means that a stream of random numbers is repeated."""
 
     def __init__(self, randomness: Randomness):
         super().__init__()
-        self.randomness, self.used, self.choices = randomness, False, 0
-        self.intervals: list[tuple[float, float]] = []  # where each uniform number lies
-        self.filled_in_place: dict[int, tuple[Tensor, SymbolicUniform]] = {}  # by storage
-        self.seeds: dict[object, tuple[tuple[str, str], object]] = {}  # by source; a mark each time
-        self.drawn_from: dict[tuple[str, str], object] = {}  # the mark of each seed
+        self.randomness, self.used, self.busy, self.choices = randomness, False, False, 0
+        self.intervals: list[tuple[float, float] | None] = []  # of uniform numbers; None: raced
+        self.samples = torch.zeros(0, dtype=torch.float64)  # a value of each uniform number
+        self.tensors: dict[int, tuple[Tensor, SymbolicUniform]] = {}
+        self.storages, self.drawn = set(), {}  # the addresses of the tensors; numbers and kinds
+        self.torch_states = {torch_state()}  # of the global generator, if nothing else uses it
 
     def __enter__(self):
-        InterceptedRandomness.active = self
+        SymbolicUniform.active = self
         return super().__enter__()
 
     def __exit__(self, *error):
-        InterceptedRandomness.active = None
-        return super().__exit__(*error)
+        """Turn random numbers that are left over into ordinary ones, within their intervals."""
+        SymbolicUniform.active = None
+        super().__exit__(*error)
+        low, high = np.array([x or (0, 1) for x in self.intervals], float).reshape(-1, 2).T
+        self.samples = torch.from_numpy(REAL.uniform(low, high))
+        with torch.inference_mode():
+            for tensor, number in self.tensors.values():
+                if 0 not in tensor.stride():  # of an expanded view
+                    tensor.copy_(number.at(self.samples))
 
     def __torch_function__(self, function, types, args=(), options=None):
-        name = getattr(function, "__name__", "")
-        if name in UNSUPPORTED or hasattr(self, f"on_{name}"):
-            return self.draw(name, args, dict(options or {}))
-        if self.filled_in_place and name not in METADATA:
-            replaced = self.replace_filled(tuple(args))
-            options = {key: self.replace_filled(x) for key, x in (options or {}).items()}
-            if any(a is not b for a, b in zip(args, replaced)):
-                return dispatch(name, replaced, options)
-        return function(*args, **(options or {}))
+        name, options = getattr(function, "__name__", ""), options or {}
+        drawing = name.startswith(DRAWS) or name in ("normal", "poisson")
+        if drawing or hasattr(self, f"on_{name}") or options.get("generator"):
+            return self.draw(function, name, args, options)
+        if name == "__hash__" or self.busy:
+            return function(*args, **options)
+        return self.operate(function, name, args, options)
 
-    def draw(self, name: str, args: tuple, options: dict):
+    def draw(self, function: Callable, name: str, args: tuple, options: dict):
         """Call one of torch's random functions."""
-        self.note_torch_draw(options.pop("generator", None))
-        if name in UNSUPPORTED:
+        generator = options.get("generator")
+        self.require_torch_state()
+        device = getattr(generator, "device", "cpu")
+        number = torch.randint(2**62, (), generator=generator, device=device)
+        self.note_draw("torch", number.item())
+        if not hasattr(self, f"on_{name}"):
             raise CannotEnumerate(f"it uses torch.{name}")
-        if "input" in options:
-            args = options.pop("input"), *args
-        in_place = name.endswith("_")
-        target = args[0] if in_place else options.get("out")
-        args = *args[:in_place], *self.replace_filled(tuple(args[in_place:]))
-        options = {key: x for key, x in options.items() if key not in IGNORED_OPTIONS}
-        result = getattr(self, f"on_{name}")(*args, **options)
-        if target is None:
-            return result
+        kept = name.endswith(("_", "_like"))  # the values of its first argument are not used
+        args = *args[:kept], *map_nested(self.number_of, tuple(args[kept:]))
+        options = {key: x if key == "out" else self.number_of(x) for key, x in options.items()}
+        real = function(*args, **options)  # raises the errors of wrong arguments
+        self.torch_states.add(torch_state())
+        result = getattr(self, f"on_{name}")(real, *args, **options)
         if isinstance(result, Tensor):
-            return target.copy_(result)
-        # later uses of the tensor see the numbers
-        self.filled_in_place[target.untyped_storage().data_ptr()] = target, result
-        return result
+            return real.copy_(result)
+        real.copy_(result.at(self.samples))
+        return self.stand_in(result, real, name)
 
-    def replace_filled(self, x):
-        """Replace tensors that were filled with random numbers in place."""
-        if type(x) in (list, tuple):
-            parts = type(x)(self.replace_filled(part) for part in x)
-            return parts if any(a is not b for a, b in zip(parts, x)) else x
-        if not isinstance(x, Tensor):
-            return x
-        tensor, numbers = self.filled_in_place.get(x.untyped_storage().data_ptr(), (x, x))
-        if tensor is not x:
+    def operate(self, function: Callable, name: str, args: tuple, options: dict):
+        """Call a function that may have random numbers among its arguments."""
+        numbers: list[SymbolicUniform] = []
+
+        def real_of(x):
+            if type(x := self.number_of(x)) is SymbolicUniform:
+                numbers.append(x)
+            return x.sample if type(x) is SymbolicUniform else x
+
+        args, options = map_nested(real_of, (tuple(args), options))
+        if not numbers or name in METADATA:
+            return function(*args, **options)
+        if len(numbers) > 1:
+            raise CannotEnumerate(f"it calls {name.strip('_')} with several random numbers")
+        (number,) = numbers
+        position = [i for i, x in enumerate(args) if x is number.sample] or [2]
+        method = number.find(name, *position)
+        try:
+            self.busy = True  # the functions called here are not intercepted
+            number.check("assignment")  # to the same memory under another name
+            result = method(*(x for x in args if x is not number.sample), **options)
+            return self.stand_in(result, function(*args, **options), name)
+        except Exception as error:
+            function(*args, **options)  # raises if it is the decoder's own error
+            raise CannotEnumerate(f"it calls {name} with a random number: {error}") from error
+        finally:
+            self.busy = False
+
+    def stand_in(self, result, real, name: str):
+        """Return what the decoder gets for a result that it expects to be like `real`."""
+        if type(result) in (list, np.ndarray):  # of numbers that stand for themselves
+            return result
+        if isinstance(result, tuple):
+            return tuple(self.stand_in(x, y, name) for x, y in zip(result, real))
+        if real is NotImplemented:
+            return real
+        if type(result) is not SymbolicUniform:
+            return like(real, result.reshape(np.shape(real)))
+        result.sample = real
+        result.check(name)
+        if isinstance(real, Tensor) and real.numel():
+            self.tensors[id(real)] = real, result
+            self.storages.add(real.untyped_storage().data_ptr())
+        return real if isinstance(real, Tensor) else result
+
+    def number_of(self, x):
+        """Return the random numbers for which x stands."""
+        if not (self.tensors and isinstance(x, Tensor) and x.layout == torch.strided):
+            return ordinary(x)
+        if id(x) not in self.tensors and x.untyped_storage().data_ptr() in self.storages:
             raise CannotEnumerate("it fills a tensor with random numbers and uses a view of it")
-        return numbers
+        return self.tensors.get(id(x), (x, x))[1]
 
-    # ---- seeds -----------------------------------------------------------------------------------
-
-    def note_seed(self, kind: str, source: object, seed: str) -> None:
-        """Record that a source was given a seed."""
-        self.seeds[source] = (kind, seed), object()
-
-    def note_draw(self, kind: str, source: object) -> None:
-        """Record that a source was drawn from."""
+    def note_draw(self, kind: str, number: float) -> None:
+        """Note that a generator is drawn from, whose next number would be this."""
         self.used = True
-        if source not in self.seeds:
-            return
-        seed, given = self.seeds[source]
-        if self.drawn_from.setdefault(seed, given) is not given:
+        if number in self.drawn:
             raise CannotEnumerate(f"it draws from {kind} twice after the same seed, so that its "
                                   "random numbers repeat within a call")  # fmt: skip
+        self.drawn[number] = kind
 
-    def note_torch_draw(self, generator: torch.Generator | None) -> None:
-        generator = None if generator is torch.default_generator else generator
-        if generator is not None and generator not in self.seeds:
-            seed = generator.initial_seed()
-            unused = torch.Generator(generator.device).manual_seed(seed)
-            if torch.equal(unused.get_state(), generator.get_state()):
-                self.note_seed("torch", generator, str(seed))
-        self.note_draw("torch", "torch" if generator is None else generator)
+    def require_torch_state(self) -> None:
+        """Raise CannotEnumerate if torch's global generator was used, not only seeded."""
+        unused = torch_state(torch.Generator().manual_seed(torch.initial_seed()))
+        if torch_state() not in {*self.torch_states, unused}:
+            raise CannotEnumerate("it uses torch in a way that cannot be intercepted")
 
-    # ---- torch's functions -----------------------------------------------------------------------
+    # ---- torch's functions, and their results for real random numbers ----------------------------
 
-    def uniform(self, size: tuple[int, ...], origin: str = "torch") -> SymbolicUniform:
-        """Return lazy uniform random numbers."""
-        n = math.prod(size)
-        self.intervals += [(0.0, 1.0)] * n
-        index = torch.arange(len(self.intervals) - n, len(self.intervals))
-        return SymbolicUniform(self, index.reshape(tuple(size)), origin=origin)
+    def uniform(self, real, *_, **options) -> SymbolicUniform:
+        """Return lazy uniform random numbers in the shape and type of `real`."""
+        shape, n = tuple(np.shape(real)), len(self.samples)
+        samples = torch.from_numpy(REAL.uniform(0.1, 0.9, (*shape, 1)))[..., 0]
+        self.intervals += [(0.0, 1.0)] * samples.numel()
+        self.samples = torch.cat([self.samples, samples.flatten()])
+        index = torch.arange(n, len(self.samples)).reshape(shape)
+        return SymbolicUniform(self, like(real, samples), index)
 
-    def on_rand(self, *size, **options) -> SymbolicUniform:
-        size = options.get("size", size)
-        return self.uniform(size[0] if size and not isinstance(size[0], int) else size)
+    on_rand = on_rand_like = uniform
 
-    def on_rand_like(self, x) -> SymbolicUniform:
-        return self.uniform(x.shape)
+    def on_uniform_(self, real, x, low=0.0, high=1.0, **options) -> SymbolicUniform:
+        low, high = options.get("from", low), options.get("to", high)
+        return self.uniform(real).derive(high - low, low)
 
-    def on_uniform_(self, x, low=0.0, high=1.0) -> SymbolicUniform:
-        return self.uniform(x.shape).mul(high - low).add(low)
+    def on_exponential_(self, real, x, lambd=1.0, **options) -> SymbolicUniform:
+        return self.uniform(real).on_log().derive(-1 / lambd, 0.0)
 
-    def on_exponential_(self, x, lambd=1.0) -> SymbolicUniform:
-        return self.uniform(x.shape).log().div(-lambd)
+    def on_bernoulli(self, real, input, p=None, **options) -> Tensor:
+        p = (0.5 if input is real else input) if p is None else p  # in place or not
+        chances = torch.as_tensor(p).broadcast_to(real.shape).flatten().tolist()
+        chosen = [self.choose(self.randomness.bernoulli, chance) for chance in chances]
+        return torch.tensor(chosen).reshape(real.shape)
 
-    def on_bernoulli(self, x, p=None) -> Tensor:
-        chances = x if p is None else torch.as_tensor(p).broadcast_to(x.shape)
-        chosen = [self.choose(self.randomness.bernoulli, p) for p in chances.flatten().tolist()]
-        return torch.tensor(chosen, dtype=x.dtype).reshape(chances.shape)
+    on_bernoulli_ = on_bernoulli
 
-    def on_bernoulli_(self, x, p=0.5) -> Tensor:
-        return self.on_bernoulli(x, p)
-
-    def on_multinomial(self, p, num_samples, replacement=False) -> Tensor:
-        remaining, drawn = p.double().clone(), []
-        valid = remaining.isfinite().all() and (remaining >= 0).all()
-        if not (valid and (remaining.sum(-1) > 0).all()):
-            raise RuntimeError("torch.multinomial rejects such probabilities")
+    def on_multinomial(self, real, input, num_samples, replacement=False, **options) -> Tensor:
+        if input.dtype.itemsize < 4:
+            raise CannotEnumerate(f"it uses torch.multinomial with {input.dtype}")
+        remaining, drawn = input.double().clone(), []
         for _ in range(num_samples):
-            drawn.append(self.categorical(remaining, keepdim=True))
+            drawn.append(self.categorical(remaining))
             if not replacement:
                 remaining.scatter_(-1, drawn[-1], 0.0)
         return torch.cat(drawn, -1)
 
     # ---- choices ---------------------------------------------------------------------------------
 
-    def categorical(self, weights: Tensor, keepdim: bool = False) -> Tensor:
-        """Draw an index (...) for each row of weights (..., V), with proportional probability."""
+    def categorical(self, weights: Tensor) -> Tensor:
+        """Draw an index (..., 1) for each row of weights (..., V), with proportional chance."""
         rows = weights.reshape(-1, weights.shape[-1])
         drawn = torch.tensor([self.choose(self.randomness.categorical, row) for row in rows])
-        return drawn.long().reshape([*weights.shape[:-1]] + [1] * keepdim)
+        return drawn.long().reshape([*weights.shape[:-1], 1])
+
+    def race(self, indices: list[int], weights: Tensor) -> int:
+        """Choose which of these uniform numbers wins, with proportional chance. They must be
+        independent, and are not afterwards."""
+        intervals = [self.interval(i) for i in {max(i, ~i) for i in indices}]
+        unused = all(low < NEGLIGIBLE and high > 1 - NEGLIGIBLE for low, high in intervals)
+        if len(intervals) < len(indices) or not (unused and weights.isfinite().all()):
+            raise CannotEnumerate("it takes an argmax of random numbers that are not independent")
+        for i in indices:
+            self.intervals[max(i, ~i)] = None
+        return self.choose(self.randomness.categorical, weights)
+
+    def interval(self, index: int) -> tuple[float, float]:
+        if self.intervals[index] is None:
+            raise CannotEnumerate("it uses random numbers again after an argmax or argmin of them")
+        return self.intervals[index]
 
     def is_below(self, index: int, bound: float) -> bool:
         """Choose whether a uniform number is below the bound, and narrow its interval."""
-        low, high = self.intervals[index]
+        if index < 0:
+            return not self.is_below(~index, 1 - bound)
+        low, high = self.interval(index)
         bound = min(max(bound, low), high)
-        if self.choose(self.randomness.bernoulli, (bound - low) / (high - low)):
-            self.intervals[index] = low, bound
-            return True
-        self.intervals[index] = bound, high
-        return False
+        below = self.choose(self.randomness.bernoulli, (bound - low) / (high - low))
+        self.intervals[index] = (low, bound) if below else (bound, high)
+        return below
 
     def choose(self, verb: Callable, argument):
         """Make one choice, by a verb of `randomness`."""
@@ -176,9 +236,5 @@ class InterceptedRandomness(TorchFunctionMode):
             raise CannotEnumerate(f"not only random numbers matter ({error})") from error
 
 
-UNSUPPORTED = {
-    "randint", "randint_like", "random_", "randn", "randn_like", "randperm", "normal", "normal_",
-    "geometric_", "cauchy_", "log_normal_", "poisson", "binomial",
-}  # fmt: skip
-METADATA = {"__get__", "size", "dim", "numel", "stride"}  # the same before and after filling
-IGNORED_OPTIONS = "device", "dtype", "layout", "out", "requires_grad", "pin_memory"
+def torch_state(generator: torch.Generator = torch.default_generator) -> bytes:
+    return generator.get_state().numpy().tobytes()

@@ -1,222 +1,263 @@
-"""Lazy uniform random numbers: each comparison with one branches."""
+"""Lazy uniform random numbers: each comparison with one branches. They support the operations that
+have a method `on_…`; any other ends the enumeration, and its name is reported."""
 
-import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 ALIASES = {
-    "le": "lt", "less": "lt", "less_equal": "lt", "ge": "gt", "greater": "gt",
-    "greater_equal": "gt", "multiply": "mul", "divide": "div", "true_divide": "div",
-    "subtract": "sub", "negative": "neg", "bucketize": "searchsorted", "digitize": "searchsorted",
+    "less": "lt", "less_equal": "lt", "le": "lt", "greater": "gt", "greater_equal": "gt",
+    "ge": "gt", "negative": "neg", "multiply": "mul", "rmul": "mul", "radd": "add",
+    "subtract": "sub", "divide": "div", "true_divide": "div", "truediv": "div", "rtruediv": "rdiv",
+    "clip": "clamp", "clamp_min": "clamp", "digitize": "bucketize", **dict.fromkeys(
+        ("copy", "astype", "to", "float", "double", "type_as", "numpy"), "clone"),
 }  # fmt: skip
 REFLECTED = {"lt": "gt", "gt": "lt", "add": "add", "mul": "mul", "sub": "rsub", "div": "rdiv",
-             "searchsorted": "searchsorted"}  # fmt: skip
+             "searchsorted": "bucketize"}  # fmt: skip
+AFFINE = {  # functions of scale, shift and the other operand
+    "add": lambda a, b, x: (a, b + x), "sub": lambda a, b, x: (a, b - x),
+    "rsub": lambda a, b, x: (-a, x - b), "mul": lambda a, b, x: (a * x, b * x),
+    "div": lambda a, b, x: (a / x, (b / x).where(b != 0, 0.0)), "neg": lambda a, b: (-a, -b),
+}  # fmt: skip
 VIEWS = ("reshape", "view", "squeeze", "unsqueeze", "flatten", "expand", "ravel", "select",
-         "permute", "transpose", "t", "index_select", "gather")  # fmt: skip
-UNCHANGED = ("to", "cpu", "cuda", "float", "double", "clone", "detach", "contiguous", "type_as",
-             "clamp", "clamp_min", "numpy", "astype", "copy")  # fmt: skip
+         "permute", "transpose", "t", "index_select", "gather", "cpu", "detach", "contiguous",
+         "unbind", "__getitem__")  # fmt: skip
+METADATA = {"__get__", "__len__", "size", "dim", "numel", "stride", "shape", "ndim", "dtype"}
 NEGLIGIBLE = 1e-6  # what decoders add to a random number to avoid log 0 or a division by 0
+CLOSE = 1e-4  # a difference due to float32
 
 
 class CannotEnumerate(BaseException):
     """The reason why a decoder's outcomes cannot be enumerated. It is not an Exception, so that a
-    decoder's own handlers let it through."""
+    decoder's own handlers let it through; `last` shows it even if they do not."""
+
+    last: "CannotEnumerate | None" = None
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        CannotEnumerate.last = self
 
 
 class SymbolicUniform:
-    """Stands in for a tensor of lazy random numbers: scale · g(u) + shift.
+    """Stands in for an array of lazy random numbers: scale · g(u) + shift.
 
-    `index` identifies the uniform number u behind each element; its `source`, an
-    InterceptedRandomness, makes the choices. g is "u" for u itself,
-    "log" for log u, and "gumbel" for -log(-log u), a Gumbel number. An exponential waiting time
-    E = -log u therefore has scale -1. A quotient x / E, of which only the argmax is ever needed,
-    has g "race" and is represented by its logarithm. `origin` is the library that the number seems
-    to come from ("torch", "numpy" or "python"); results of choices have its types.
-    """
+    `index` identifies the uniform number u behind each element, or ~index if it is 1 - u; its
+    `source`, an InterceptedRandomness, makes the choices. g is "u" for u itself, "log" for log u,
+    and "gumbel" for -log(-log u), a Gumbel number. An exponential waiting time E = -log u therefore
+    has scale -1. A quotient x / E has g "race", and is represented by its logarithm.
 
-    def __init__(self, source, index: Tensor, g="u", scale=1.0, shift=0.0, origin="torch"):
-        self.source, self.g, self.origin = source, g, origin
+    `sample` are the numbers for the source's samples of u, in the type that the decoder expects.
+    The library computes them in each operation, and they must equal the formula. When their source
+    is no longer `active`, ordinary numbers replace this object."""
+
+    active = None
+
+    def __init__(self, source, sample, index: Tensor, scale=1.0, shift=0.0, g: str = "u"):
+        self.source, self.sample, self.g = source, sample, g
         parts = torch.broadcast_tensors(index, to_float64(scale), to_float64(shift))
         self.index, self.scale, self.shift = parts
-        self.shape, self.device = self.index.shape, self.index.device
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), options=None):
-        return dispatch(function.__name__, args, options or {})
+        return dispatch(function, function.__name__, args, options or {})
 
     def __array_ufunc__(self, ufunc, method, *args, **options):
-        if method != "__call__" or options:
-            raise CannotEnumerate(f"it calls numpy's {ufunc.__name__}.{method} with random numbers")
-        return dispatch(ufunc.__name__, args, {})
+        name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
+        return dispatch(getattr(ufunc, method), name, args, options)
 
     def __array_function__(self, function, types, args, options):
-        return dispatch(function.__name__, args, options)
+        return dispatch(function, function.__name__, args, options)
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return dispatch(np.array, "__array__", (self, *([] if dtype is None else [dtype])), {})
+
+    @property
+    def __class__(self):
+        """The type that a decoder expects. Torch must not take this object for a tensor."""
+        return SymbolicUniform if isinstance(self.sample, Tensor) else type(self.sample)
 
     def __getattr__(self, name: str):
-        if name in UNCHANGED:
-            return lambda *args, **options: self
-        if name in VIEWS:
-            return lambda *args, **options: self.apply_view(
-                lambda x: getattr(x, name)(*args, **options)
-            )
         if name.startswith("__"):
             raise AttributeError(name)
-        raise CannotEnumerate(f"it calls {self.origin}'s {name} with a random number")
+        if self.source is not self.active or name in METADATA:
+            return getattr(like(self.sample, self.at(self.source.samples)), name)
+        self.find(name, 0)
+        return partial(method_of(name), self)
 
-    def derive(self, scale, shift, g: str | None = None, index=None) -> "SymbolicUniform":
-        """Return a number of the same source and origin."""
-        index = self.index if index is None else index
-        return SymbolicUniform(self.source, index, g or self.g, scale, shift, self.origin)
+    def at(self, samples: Tensor) -> Tensor:
+        """Evaluate the formula for these values (N,) of all uniform numbers."""
+        u = torch.where(self.index < 0, 1 - samples[~self.index], samples[self.index])
+        x = {"u": u, "log": u.log()}.get(self.g, -(-u.log()).log())
+        x = self.scale * x + self.shift
+        return x.exp() if self.g == "race" else x
 
-    def apply_view(self, view: Callable[[Tensor], Tensor]) -> "SymbolicUniform":
-        return self.derive(view(self.scale), view(self.shift), index=view(self.index))
-
-    def __getitem__(self, at) -> "SymbolicUniform":
-        return self.apply_view(lambda x: x[at])
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def item(self) -> "SymbolicUniform":
-        number = self.reshape(())
-        number.origin = "python"
-        return number
-
-    def tolist(self) -> list:
-        return [self[i].tolist() for i in range(len(self))] if self.shape else self.item()
-
-    def __float__(self) -> float:
-        raise CannotEnumerate("it uses the value of a random number, not only comparisons (compare "
-                              "the tensor or its .item(); float() cannot be followed)")  # fmt: skip
-
-    __int__ = __bool__ = __index__ = __float__
-
-    # ---- arithmetic ------------------------------------------------------------------------------
-
-    def mul(self, x) -> "SymbolicUniform":
-        x = to_float64(x)
-        return self.derive(self.scale * x, self.shift * x)
-
-    def add(self, x) -> "SymbolicUniform":
-        return self.derive(self.scale, self.shift + to_float64(x))
-
-    def neg(self) -> "SymbolicUniform":
-        return self.mul(-1)
-
-    def sub(self, x) -> "SymbolicUniform":
-        return self.add(-to_float64(x))
-
-    def rsub(self, x) -> "SymbolicUniform":
-        return self.neg().add(x)
-
-    def div(self, x) -> "SymbolicUniform":
-        return self.mul(1 / to_float64(x))
-
-    def log(self) -> "SymbolicUniform":
-        if self.g == "u":  # of u, or of 1 - u, which is also uniform
-            ends = torch.stack([self.shift, self.shift + self.scale], -1).sort().values
-            unit = torch.tensor([0.0, 1.0], dtype=torch.float64)
-            self.require(bool(((ends - unit).abs() < NEGLIGIBLE).all()), "log")
-            return self.derive(1.0, 0.0, "log")
-        self.require(self.is_waiting_time(), "log")
-        return self.derive(-1.0, self.scale.neg().log(), "gumbel")
-
-    def rdiv(self, x) -> "SymbolicUniform":
-        self.require(self.is_waiting_time(), "div")
-        return self.derive(1.0, (to_float64(x) / -self.scale).log(), "race")
-
-    def is_waiting_time(self) -> bool:
-        """Whether these are exponential waiting times."""
-        negligible = self.shift.abs() < NEGLIGIBLE
-        return self.g == "log" and bool((self.scale < 0).all() and negligible.all())
-
-    __mul__ = __rmul__ = mul
-    __add__ = __radd__ = add
-    __neg__, __truediv__, __rtruediv__, __sub__, __rsub__ = neg, div, rdiv, sub, rsub
+    def check(self, name: str) -> None:
+        """Raise CannotEnumerate if the real numbers are not those of the formula, or too coarse."""
+        expected, real = self.at(self.source.samples), to_float64(self.sample)
+        dtype = str(getattr(self.sample, "dtype", "float64")).removeprefix("torch.")
+        fine = real.shape == expected.shape and dtype in ("float32", "float64")
+        self.require(fine and torch.allclose(expected, real, CLOSE, CLOSE, equal_nan=True), name)
 
     def require(self, supported: bool, name: str) -> None:
         if not supported:
-            raise CannotEnumerate(f"it calls {self.origin}'s {name} with a function of random "
-                                  "numbers")  # fmt: skip
+            library = type(self.sample).__module__.replace("builtins", "python")
+            raise CannotEnumerate(f"it calls {library}'s {name.strip('_')} with a random number, "
+                                  "which cannot be followed")  # fmt: skip
+
+    def find(self, name: str, position: int) -> Callable:
+        """Return the method for the function of this name, whose argument at `position` is this."""
+        short = name.strip("_") if name not in ("__float__", "__getitem__") else name
+        short = short[1:] if name.startswith("__i") else short  # in place
+        short = ALIASES.get(short, short)
+        short = (short, REFLECTED.get(short), None)[min(position, 2)]
+        if short in VIEWS:
+            return partial(self.apply_view, short)
+        if rule := AFFINE.get(short):
+            return lambda *x: self.derive(*rule(self.scale, self.shift, *map(to_float64, x)))
+        if short in ("item", "tolist"):
+            return getattr(self.on_array(), short)
+        self.require(hasattr(type(self), f"on_{short}"), name)
+        return getattr(self, f"on_{short}")
+
+    # ---- views, copies and arithmetic ------------------------------------------------------------
+
+    def derive(self, scale, shift, g: str | None = None, index=None) -> "SymbolicUniform":
+        index = self.index if index is None else index
+        return SymbolicUniform(self.source, self.sample, index, scale, shift, g or self.g)
+
+    def apply_view(self, name: str, *args, **options):
+        """Return a view of these numbers, or a tuple of them."""
+        parts = [getattr(x, name)(*args, **options) for x in (self.scale, self.shift, self.index)]
+        if isinstance(parts[0], tuple):
+            return tuple(self.derive(*x, index=index) for *x, index in zip(*parts))
+        return self.derive(*parts[:2], index=parts[2])
+
+    def on_clone(self, *_, **options) -> "SymbolicUniform":
+        return self.derive(self.scale, self.shift)
+
+    def on_array(self, *_, **options) -> np.ndarray:
+        """An array of Python's objects, which numpy's functions combine one by one."""
+        real, array = np.asarray(self.sample), np.empty(self.index.shape, object)
+        for at in np.ndindex(array.shape):
+            array[at] = self.apply_view("__getitem__", at)
+            array[at].sample = float(real[at])
+        return array
+
+    def on_log(self, name: str = "log") -> "SymbolicUniform":
+        if self.g == "u":  # of u, or of 1 - u, which is also uniform
+            rising = self.scale > 0
+            difference = (self.scale.abs() - 1).abs() + (self.shift - 1 + rising.double()).abs()
+            self.require(bool((difference < NEGLIGIBLE).all()), name)
+            return self.derive(1.0, 0.0, "log", torch.where(rising, self.index, ~self.index))
+        waiting_times = (self.scale < 0) & (self.shift.abs() < NEGLIGIBLE)
+        self.require(self.g == "log" and bool(waiting_times.all()), name)
+        return self.derive(-1.0, self.scale.neg().log(), "gumbel")
+
+    def on_rdiv(self, x) -> "SymbolicUniform":
+        log = self.on_log("div")
+        return log.derive(-log.scale, to_float64(x).log() - log.shift, "race")
+
+    def on_clamp(self, min=-torch.inf, max=torch.inf) -> "SymbolicUniform":
+        """Only bounds that are almost never exceeded are supported."""
+        for u in NEGLIGIBLE, 1 - NEGLIGIBLE:
+            x = self.at(torch.full_like(self.source.samples, u))
+            inside = (x >= to_float64(min)) & (x <= to_float64(max))
+            self.require(bool(inside.all()), "clamp")
+        return self.on_clone()
 
     # ---- choices ---------------------------------------------------------------------------------
 
-    def below(self, x) -> Tensor:
-        """Return which elements are below x: chosen, unless earlier choices decide it."""
-        self.require(self.g in ("u", "log"), "lt")
-        parts = torch.broadcast_tensors(self.index, self.scale, self.shift, to_float64(x))
+    def on_lt(self, x) -> Tensor:
+        """Return which elements are below x, none if it is NaN. Chosen, unless already decided."""
+        self.require(self.g in ("u", "log") and bool((self.scale != 0).all()), "comparison")
+        bound = (to_float64(x) - self.shift) / self.scale
+        bound = bound.clamp(max=0).exp() if self.g == "log" else bound
+        parts = torch.broadcast_tensors(self.index, self.scale > 0, bound)
         rows = zip(*(part.flatten().tolist() for part in parts))
-        chosen = [self.choose_below(*row) for row in rows]
-        return torch.tensor(chosen, dtype=torch.bool).reshape(parts[0].shape)
+        chosen = [u == u and self.source.is_below(i, u) == rising for i, rising, u in rows]
+        return torch.tensor(chosen, dtype=torch.bool).reshape(bound.shape)
 
-    def choose_below(self, index: int, scale: float, shift: float, x: float) -> bool:
-        if scale == 0:
-            return shift < x
-        bound = (x - shift) / scale
-        if self.g == "log":
-            bound = math.exp(min(bound, 0.0))
-        return self.source.is_below(index, bound) == (scale > 0)
+    def on_gt(self, x) -> Tensor:
+        return self.derive(-self.scale, -self.shift).on_lt(-to_float64(x))
 
-    def lt(self, x):
-        return self.convert(self.below(x), x)
-
-    def gt(self, x):
-        return self.convert(~self.below(x), x)
-
-    __lt__ = __le__ = lt
-    __gt__ = __ge__ = gt
-
-    def argmax(self, dim: int | None = None, keepdim: bool = False, axis=None, out=None):
-        """Choose i with probability proportional to exp(shift_i): for Gumbel numbers, or x / E."""
-        scale = self.scale.flatten()[:1]
-        equal = bool((self.scale == scale).all() and (scale > 0).all())
-        self.require(self.g in ("gumbel", "race") and equal, "argmax")
-        weights = self.shift / scale
-        weights = (weights - weights.amax(-1, keepdim=True)).exp()
-        return self.race_winner(weights, dim, keepdim, axis)
-
-    def argmin(self, dim: int | None = None, keepdim: bool = False, axis=None, out=None):
-        """Choose i with probability proportional to its rate: for waiting times."""
-        self.require(self.is_waiting_time(), "argmin")
-        return self.race_winner(-1 / self.scale, dim, keepdim, axis)
-
-    def race_winner(self, weights: Tensor, dim: int | None, keepdim: bool, axis: int | None):
-        dim = dim if axis is None else axis
-        if dim is None and weights.numel() == weights.shape[-1]:
-            weights, dim = weights.reshape(-1), -1
-        self.require(dim in (-1, weights.dim() - 1), "argmax")
-        return self.convert(self.source.categorical(weights, keepdim))
-
-    def searchsorted(self, thresholds, *_, **options):
+    def on_bucketize(self, thresholds, side=None, sorter=None, **options) -> Tensor:
         """Count the thresholds below each element."""
-        return self.convert((~self[..., None].below(thresholds)).sum(-1), thresholds)
+        x = to_float64(thresholds)
+        self.require(sorter is None and bool((x.diff() >= 0).all()), "searchsorted")
+        column = self.apply_view("unsqueeze", -1)
+        return column.on_gt(x.unsqueeze(-2) if x.dim() > 1 else x).sum(-1)
 
-    def convert(self, result: Tensor, other=None):
-        """Return a result in the type that it has for numbers of this origin."""
-        if self.origin == "torch" or isinstance(other, Tensor):
-            return result
-        if self.origin == "python" and result.dim() == 0:
-            return result.item()
-        return result.numpy()[()]
+    def on_argmax(self, dim=None, keepdim: bool = False, axis=None, out: None = None) -> Tensor:
+        """Choose i with probability proportional to exp(shift_i): for Gumbel numbers, or x / E."""
+        dim, shape, scale = dim if axis is None else axis, self.index.shape, self.scale
+        last = dim in (-1, len(shape) - 1) or (dim is None and shape.numel() == shape[-1])
+        equal = bool((scale > 0).all() and (scale == scale.flatten()[:1]).all())
+        self.require(self.g in ("gumbel", "race") and last and equal and out is None, "argmax")
+        weights = (self.shift / scale).softmax(-1).reshape(-1, shape[-1])
+        rows = zip(self.index.reshape(-1, shape[-1]).tolist(), weights)
+        return torch.tensor([self.source.race(*row) for row in rows])
+
+    def on_argmin(self, *args, **options) -> Tensor:
+        """Return the argmax of -log E, which is a Gumbel number."""
+        log = self.on_log("argmin")
+        return log.derive(-log.scale, -log.shift).on_argmax(*args, **options)
 
 
-def dispatch(name: str, args: tuple, options: dict):
-    """Call a function of torch or numpy that has a SymbolicUniform among its arguments."""
-    name = name.strip("_")
-    name = ALIASES.get(name, name)
-    if len(args) > 1 and not isinstance(args[0], SymbolicUniform):
-        args, name = [args[1], args[0], *args[2:]], REFLECTED.get(name, name)
-    if not (args and isinstance(args[0], SymbolicUniform)):
-        raise CannotEnumerate(f"it calls {name} with several random numbers")
-    return getattr(args[0], name)(*args[1:], **options)
+# ---- every operator ------------------------------------------------------------------------------
+
+
+def method_of(name: str) -> Callable:
+    def call(x, *args, **options):
+        if name.startswith("__i") and not hasattr(x, name):  # numbers are not changed in place
+            return NotImplemented
+        return getattr(x, name)(*args, **options)
+
+    return lambda self, *args, **options: dispatch(call, name, (self, *args), options)
+
+
+KEPT = {"__new__", "__getattribute__", "__setattr__", "__delattr__", "__init_subclass__", "__dir__",
+        "__subclasshook__", "__iter__"}  # fmt: skip
+for name in {*dir(float), *dir(np.ndarray)} - KEPT - {*vars(SymbolicUniform)}:
+    is_operator = any(callable(getattr(cls, name, None)) for cls in (float, np.ndarray))
+    if name.startswith("__") and is_operator:
+        setattr(SymbolicUniform, name, method_of(name))
+
+
+def dispatch(function: Callable, name: str, args: tuple, options: dict):
+    """Call a function that has a SymbolicUniform among its arguments."""
+    if SymbolicUniform.active:
+        return SymbolicUniform.active.operate(function, name, args, options)
+    args, options = map_nested(ordinary, (args, options))
+    return function(*args, **options)
+
+
+def ordinary(x):
+    """Return ordinary numbers if x are random numbers that are left over from an earlier call."""
+    left_over = type(x) is SymbolicUniform and x.source is not SymbolicUniform.active
+    return like(x.sample, x.at(x.source.samples)) if left_over else x
+
+
+def map_nested(function: Callable, x):
+    """Apply a function to the items of nested lists, tuples and dicts."""
+    if type(x) in (list, tuple):
+        return type(x)(map_nested(function, item) for item in x)
+    if type(x) is dict:
+        return {key: map_nested(function, item) for key, item in x.items()}
+    return function(x)
+
+
+def like(real, x: Tensor):
+    """Return x in the type of `real`."""
+    if isinstance(real, Tensor):
+        return x.to(real.dtype)
+    array = x.numpy().astype(np.asarray(real).dtype)
+    return array if isinstance(real, np.ndarray) else type(real)(array)
 
 
 def to_float64(x) -> Tensor:
-    if isinstance(x, SymbolicUniform):
-        raise CannotEnumerate("it compares or combines two random numbers")
     if isinstance(x, np.ndarray):
         x = x.copy()  # torch rejects negative strides
     return torch.as_tensor(x, dtype=torch.float64)
