@@ -445,8 +445,7 @@ def test_the_same_seed_in_every_call_is_reported(start, draw, name, checkpoint):
     message = f"it gives {name} the same seed in every call"
     assert passed is None and (message in detail or draw is box_muller)
     (verdict,) = sampled(start, draw)
-    assert verdict.passed is False
-    assert verdict.detail.startswith(f"the same tokens for every seed; {message}")
+    assert verdict.passed is False and verdict.detail == "the same tokens for every seed"
 
 
 @pytest.mark.parametrize("power, passed", [(1, True), (4, False)])
@@ -457,7 +456,6 @@ def test_a_constant_seed_that_has_no_effect_does_not_excuse_a_bias(power, passed
 
     (verdict,) = sampled(start, lambda p, rng: invert(p**power / (p**power).sum(), rng.random()))
     assert verdict.passed is passed, verdict
-    assert ("it gives random the same seed in every call" in verdict.detail) == (not passed)
 
 
 def sampled(start, draw):

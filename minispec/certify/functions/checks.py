@@ -35,7 +35,7 @@ from minispec.certify.functions.checkpoints import (
     write_checkpoint,
 )
 from minispec.certify.functions.decoder import FunctionDecoder, Implementation
-from minispec.certify.functions.enumeration import DrawsNothing, Enumeration, find_constant_seed
+from minispec.certify.functions.enumeration import DrawsNothing, Enumeration
 from minispec.certify.functions.symbolic import CannotEnumerate
 from minispec.certify.scoring import Scores, Tokens, Warp
 from minispec.certify.statistics import Distribution
@@ -163,7 +163,7 @@ class Cases:
         def row(name, sampling, more="", weight=1.0, seed=22, copies=1, n=12, **options) -> Row:
             exam, case = self.exam(name, seed, VOCAB, **options), describe(sampling) + more
             arguments = Request(copies * REPETITIVE_PROMPT, n, sampling), self.limits.runs
-            return Row("statistical", case, exam, fits, arguments, weight=weight)
+            return Row("statistical", case, exam, samples_fit, arguments, weight=weight)
 
         yield row("sampled", UNWARPED, weight=6.0)
         yield from (row("sampled", sampling) for sampling in FUNCTION_SAMPLINGS[1:])
@@ -328,13 +328,6 @@ def probabilities(
     """Return the probability of each of these sequences."""
     intervals = Scores(model, prompt, warp).add(sequences).intervals
     return {sequence: math.prod(p for _, p in intervals[sequence]) for sequence in sequences}
-
-
-def fits(exam: Examination, request: Request, runs: int) -> Result:
-    """Test samples by χ². If they fail, mention a seed that is the same in every call."""
-    passed, detail = samples_fit(exam, request, runs)
-    reason = find_constant_seed(sampler(exam.decoder, request)) if passed is False else None
-    return passed, f"{detail}; {reason}" if reason else detail
 
 
 def sampler(decoder: Decoder, request: Request) -> Callable[[int], Tokens]:

@@ -20,7 +20,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import count
 from typing import NamedTuple
 
@@ -186,26 +185,10 @@ def require_equal(run: Outcome, first: Outcome) -> None:
     if (run.tokens, run.randomness.choices) != (first.tokens, first.randomness.choices):
         raise CannotEnumerate(f"it uses random numbers from sources other than {RANDOM_SOURCES}: "
                               "calls with the same choices differ")  # fmt: skip
-    if reason := describe_repeated(run.drawn, first.drawn):
-        raise CannotEnumerate(reason)
-
-
-def find_constant_seed(function: Callable[[int], Tokens]) -> str:
-    """Say which source of random numbers gets the same seed in every call, or return ""."""
-    drawn: list[Drawn] = []
-    with generators_replaced():
-        for seed in 0, SEED_STEP:
-            source = InterceptedRandomness(LikeliestFirst([]))
-            with suppress(Exception, CannotEnumerate), source:
-                function(seed)
-            drawn.append(source.drawn)  # known even after an exception
-    return describe_repeated(*drawn)
-
-
-def describe_repeated(first: Drawn, second: Drawn) -> str:
-    kinds = ", ".join(sorted({first[number] for number in first.keys() & second.keys()}))
-    same = f"it gives {kinds} the same seed in every call, so that its samples are not independent"
-    return same if kinds else ""
+    if same := run.drawn.keys() & first.drawn.keys():
+        kinds = ", ".join(sorted({run.drawn[number] for number in same}))
+        raise CannotEnumerate(f"it gives {kinds} the same seed in every call, so that its samples "
+                              "are not independent")  # fmt: skip
 
 
 # ---- the global generators -----------------------------------------------------------------------
