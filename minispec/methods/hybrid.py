@@ -70,7 +70,7 @@ def hybrid(
     """Copy up to `lookup_k` tokens if the latest 3 to 5 have occurred before. Otherwise draw `k`
     drafts from `head` or, if that is None, from `draft`. Both numbers may be policies, each of
     which learns only from the rounds of its own drafter. With a `tree` (see fastmtp), the tokens to
-    copy are a branch of the head's tree instead.
+    copy are a branch of the head's tree instead, as long as their running acceptance is worth it.
 
     `vocabulary` is the head's; the head or draft samples with `draft_sampling`, as in `fastmtp`.
     `draft_cache` is the draft model's, as in `speculative`.
@@ -93,7 +93,8 @@ def hybrid(
         free_rows = cache.free_rows - 1  # one row is for the root
         # who drafts, and how much, follows from the text so far, so any choice is lossless
         end = index.match_end(tokens)
-        copied = tokens[end : end + min(copying.choose(), free_rows)]
+        most = min(copying.choose(), free_rows) if nodes is None else len(rates.rate)
+        copied = tokens[end : end + most]
         if nodes is not None:
             chain, draft_head = list(zip(copied, rates.accept_probs())), vocabulary.select(tokens)
             proposed = drafter.tree(tokens, nodes, free_rows, draft_head, chain)
