@@ -803,7 +803,7 @@ SIZE_MISTAKES = {
 # ---- tasks ---------------------------------------------------------------------------------------
 
 RANGES = {
-    "share_of_two": (0, 1), "second_after_first": (0, 1), "tokens_of_12": (1, 5),
+    "share_of_two": (0, 1), "second_after_first": (0, 1), "tokens_of_12": (1, 3),
     "speed_of_12": (0, 5),
 }  # fmt: skip
 TASKS = [

@@ -199,7 +199,7 @@ def fresh_chain(case: Text) -> list[Drafted]:
 
 
 def round_distance(a: Drafted, b: Drafted) -> float:
-    if a.drafts != b.drafts or a.length != b.length or a.wasted:
+    if a.drafts != b.drafts or a.length != b.length or a.wasted != b.wasted:
         return 1.0
     return float((a.cached - b.cached).abs().max()) if a.length else 0.0
 
