@@ -231,7 +231,6 @@ def check(function: Callable) -> Callable:
 
 # the instructions of a body that does nothing, in any version of Python
 IDLE = {"RESUME", "NOP", "POP_TOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}
-NOTHING = {("LOAD_CONST", None), ("RETURN_CONST", None)}
 RAISING = {"LOAD_GLOBAL", "LOAD_COMMON_CONSTANT", "PUSH_NULL", "PRECALL", "CALL", "RAISE_VARARGS"}
 
 
@@ -249,14 +248,13 @@ def is_empty(function: FunctionType) -> bool:
 
 def returns_a_value(function: FunctionType) -> bool:
     """Return whether the function has a `return` of anything but None, or a `yield`."""
-    before = None
-    for instruction in dis.get_instructions(function.__code__):
-        if instruction.opname == "RETURN_VALUE":
-            instruction = before
-        elif instruction.opname not in ("RETURN_CONST", "YIELD_VALUE"):
-            before = instruction
-            continue
-        if (instruction.opname, instruction.argval) not in NOTHING:
+    instructions = list(dis.get_instructions(function.__code__))
+    for before, last in zip([None, *instructions], instructions):
+        if last.opname == "RETURN_VALUE" and last.is_jump_target:  # of one of several values
+            return True
+        if last.opname == "RETURN_VALUE" and (before.opname, before.argval) != ("LOAD_CONST", None):
+            return True
+        if last.opname == "RETURN_CONST" and last.argval is not None or last.opname == "YIELD_VALUE":
             return True
     return False
 

@@ -120,8 +120,10 @@ def run_residual(function, pair: tuple[Tensor, Tensor]) -> Tensor | None:
         raise Wrong("it returns only zeros if nothing is left; return None")
     total, left = float(rest.sum()), float((pair[0] - pair[1]).clamp(min=0).sum())
     if total < 1 - 1e-13 and 0 < left < 1e-11:
-        raise Wrong(f"it sums to {total:.2f} where only {left:.1e} of p is left; divide by the sum "
-                    "itself (torch's `normalize` divides by 1e-12 if the sum is smaller)")  # fmt: skip
+        raise Wrong(
+            f"it sums to {total:.2f} where only {left:.1e} of p is left; divide by the sum itself "
+            "(torch's `normalize` divides by 1e-12 if that is larger)"
+        )
     if 0.99 < total < 1 - 1e-13:
         raise Wrong(f"it sums to {total:.12f}; do not add a small number to the sum, test for 0")
     if abs(total - 1) > 1e-13:
