@@ -250,12 +250,13 @@ def returns_a_value(function: FunctionType) -> bool:
     """Return whether the function has a `return` of anything but None, or a `yield`."""
     instructions = list(dis.get_instructions(function.__code__))
     for before, last in zip([None, *instructions], instructions):
-        if last.opname == "RETURN_VALUE" and last.is_jump_target:  # of one of several values
+        if last.opname == "YIELD_VALUE":
             return True
-        if last.opname == "RETURN_VALUE" and (before.opname, before.argval) != ("LOAD_CONST", None):
+        if last.opname == "RETURN_CONST" and last.argval is not None:
             return True
-        if last.opname == "RETURN_CONST" and last.argval is not None or last.opname == "YIELD_VALUE":
-            return True
+        none = before and (before.opname, before.argval) == ("LOAD_CONST", None)
+        if last.opname == "RETURN_VALUE" and (last.is_jump_target or not none):
+            return True  # at the target of a jump, several values meet
     return False
 
 

@@ -916,7 +916,9 @@ JOINT_MISTAKES = {
         lambda ranks: beginnings(ranks)[-1:]
     ),
     "it counts only positions at which all heads have the right token; the beginning of a path "
-    "may be right without the rest": counted(lambda ranks: [] if RANKS in ranks else beginnings(ranks)),
+    "may be right without the rest": counted(
+        lambda ranks: [] if RANKS in ranks else beginnings(ranks)
+    ),
     "all paths have length 1; longer ones are nodes, too": counted(
         lambda ranks: beginnings(ranks)[:1]
     ),
