@@ -228,6 +228,16 @@ def test_its_links_lead_somewhere(number):
             assert target.startswith("https://arxiv.org/abs/") or (LESSONS / target).exists()
 
 
+@pytest.mark.parametrize("seconds, disturbed", [([3.0, 1.0], True), ([1.0, 1.0], False)])
+def test_a_speedup_above_the_tokens_per_pass_is_called_disturbed(seconds, disturbed, capsys):
+    (cell,) = [c for c in cells_of(LESSON["00"], "code") if "def against_plain" in source(c)]
+    runs = iter([([1] * 4, [(0, 0)] * 2, s) for s in seconds * 3])  # two tokens per pass
+    namespace = {"generate": lambda prompt, n, propose: next(runs)}
+    exec(source(cell), namespace)
+    namespace["against_plain"]([1], 4, None)
+    assert ("something disturbed the timing" in capsys.readouterr().out) == disturbed
+
+
 # ---- badges, first cells, gallery and pictures ---------------------------------------------------
 
 
@@ -249,6 +259,23 @@ def test_badges_lead_to_the_notebooks_of_one_address():
     for path in NOTEBOOKS:
         colab = "https://colab.research.google.com/github"
         assert f"({colab}/{owner}/{name}/blob/main/lessons/{path.name})" in table
+
+
+def test_the_table_has_the_minutes_and_what_comes_before():
+    table, before = (LESSONS / "README.md").read_text(encoding="utf-8"), {}
+    rows = re.findall(r"^\| \[(\d\d)\][^|]*\|[^|]*\| (\d+) \|([^|]*)\|", table, re.MULTILINE)
+    for number, minutes, after in rows:
+        named = re.findall(r"\d\d", after)
+        before[number] = {*named, *(lesson for name in named for lesson in before[name])}
+        first = source(cells_of(LESSON[number], "markdown")[0])
+        (stated, needed), = re.findall(r"\*\*(\d\d) minutes\.\*\*([^.]*)", first)
+        assert stated == minutes
+        assert {*re.findall(r"(?<=\b)\d\d(?=\b)(?!_)", needed)} <= before[number], number
+    assert before.keys() == LESSON.keys()
+
+
+def test_readmes_pictures_have_alternative_texts():
+    assert "![](" not in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_badges_are_rewritten_for_a_new_address(tmp_path, monkeypatch):
