@@ -17,7 +17,6 @@ from minispec.generate.palette import (
     CONTEXT,
     FRESH,
     HIDDEN,
-    LEGEND,
     LINE,
     ORANGE,
     PALE,
@@ -75,38 +74,23 @@ def node_positions(tree: Tree) -> list[tuple[float, float]]:
 
 
 def draw_tree(
-    ax: Axes, tree: Tree, path: Sequence[int] | None = None, tokenizer: Tokenizer | None = None,
-    fresh: int | None = None, labels: list[str] | None = None,
-) -> None:  # fmt: skip
-    """Draw a tree from left to right. Nodes on `path` are blue and the others vermilion; the
-    round's `fresh` token is a green node at the end of `path`. `labels` replace token texts."""
-    labels = labels or [label(token, tokenizer) for token in tree.tokens]
-    accepted, n = set(path or []), len(tree)
-    if fresh is not None:  # one more leaf
-        tree = Tree([*tree.tokens, fresh], [*tree.parents, path[-1]])
-        labels = [*labels, label(fresh, tokenizer)]
+    ax: Axes, tree: Tree, labels: list[str], path: Sequence[int] | None = None
+) -> None:
+    """Draw a tree from left to right. Nodes on `path` are blue and the others vermilion."""
+    accepted = set(path or [])
     positions = node_positions(tree)
     for node, (x, y) in enumerate(positions):
         line = {"color": ACCEPTED, "lw": 2} if node in accepted else {"color": LINE, "lw": 1}
-        if node == n:
-            line = {"color": FRESH, "lw": 1.5, "ls": "--"}
         if node:
             px, py = positions[tree.parents[node]]
             ax.plot([px, x], [py, y], **line)
         colour = ACCEPTED if node in accepted else REJECTED
-        colour = CONTEXT if node == 0 or path is None else colour
-        box(ax, x, y, labels[node], *(["white", FRESH] if node == n else [colour]))
+        box(ax, x, y, labels[node], CONTEXT if node == 0 or path is None else colour)
     deepest, lowest = max(x for x, _ in positions), min(y for _, y in positions)
     ax.set(xlim=(-0.4, deepest + 0.5), ylim=(lowest - 0.7, 0.7), yticks=[])
     ax.set_xticks(range(int(deepest) + 1), [f"depth {d}" for d in range(int(deepest) + 1)])
     ax.tick_params(length=0, labelcolor=CONTEXT, labelsize=9)
     ax.spines[:].set_visible(False)
-
-
-def draw_legend(ax: Axes, names: Sequence[str] = tuple(LEGEND), **options) -> None:
-    """Draw a legend for the colours."""
-    handles = [Patch(color=LEGEND[name], label=name) for name in names]
-    ax.legend(handles=handles, frameon=False, fontsize=9, **options)
 
 
 def draw_mask(ax: Axes, mask: Tensor, labels: list[str], colours: list[str] | None = None) -> None:
@@ -288,7 +272,7 @@ def draw_tree_round(
         width_ratios=[columns, 3.9, 3.9], layout="constrained",
     )  # fmt: skip
     numbered = [f"{node}: {text}" for node, text in enumerate(labels)]
-    draw_tree(left, tree, path, labels=numbered)
+    draw_tree(left, tree, numbered, path)
     left.set_title("the tree", fontsize=10)
     fills = [CONTEXT, *(ACCEPTED if i in path else REJECTED for i in range(1, len(tree)))]
     draw_tree_mask(middle, tree, fills, numbered, prefix)
@@ -471,7 +455,7 @@ def draw_ranks(paths: Sequence[Sequence[int]], gains: Sequence[float]) -> None:
     leaves = sum(not tree.children(node) for node in range(len(tree)))
     deepest = max(tree.depths)
     figure, ax = plt.subplots(figsize=(2 + 3 * deepest, 0.7 + 0.33 * leaves), layout="constrained")
-    draw_tree(ax, tree, labels=labels)
+    draw_tree(ax, tree, labels)
     ax.set_xticks(range(deepest + 1), ["", *(f"head {k}" for k in range(deepest))], fontsize=9)
     plt.show()
 
@@ -658,7 +642,7 @@ def draw_self_chain() -> None:
     cells(ax, 6.6, [*pairs[:3], "h(who), sang", "h(sang), to"], [ACCEPTED] * 5)
     rows = {
         0.4: ("drafts", "the text goes on: who sang all day?"),
-        2.7: ("hidden state", "blue: from the target\nred: the head’s own output"),
+        2.7: ("hidden state", "blue: from the target\norange: the head’s own output"),
         3.6: ("token after it", ""),
         5.0: ("cache with drafts", ""),
         6.0: ("after the pass", "“sang” accepted, “all” rejected,\nfresh token “to”"),

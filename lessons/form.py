@@ -8,13 +8,14 @@ import ctypes
 import dis
 import importlib
 import inspect
+import io
 import math
 import re
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -24,6 +25,7 @@ GOES_ON = "the lesson goes on with minispec's"
 NUMBER_OF_HINTS = 2
 REPETITIONS = 10  # of a failed case; a coin of the answer's own may fall alike in a few of them
 PATIENCE = 20.0  # seconds that an answer may take for all cases
+MOST_LINES = 5  # of what an answer prints while it is checked
 
 # ---- what a lesson consists of -------------------------------------------------------------------
 
@@ -109,9 +111,16 @@ def load_solutions(number: str) -> ModuleType:
 
 
 def name_of(thing: object) -> str:
-    """Return a function's name, or that of the task which the package's function belongs to."""
-    tasks = (task.name for task in progress.tasks.values() if task.package is thing)
-    return next(tasks, getattr(thing, "__name__", repr(thing)))
+    """Return a function's name, or that of the task which the package's function belongs to. A
+    lambda belongs to the task with its parameters, or else to the first."""
+    name = getattr(thing, "__name__", repr(thing))
+    tasks = progress.tasks.values()
+    names = [task.name for task in tasks if task.package is thing]
+    if not names and name == "<lambda>":
+        given = [*inspect.signature(thing).parameters]
+        matching = (t for t in tasks if [*inspect.signature(t.solution).parameters] == given)
+        names = [task.name for task in (*matching, *tasks)]
+    return names[0] if names else name
 
 
 def find_task(name: str) -> Task | None:
@@ -205,8 +214,12 @@ def check(function: Callable) -> Callable:
         print(f"{name}: must be a function, not {type(function).__name__}; {GOES_ON}")
     elif is_empty(function):
         print(f"{name}: not written yet; {GOES_ON}")
+    elif returns_a_value(task.solution) and not returns_a_value(function):
+        print(f"{name}: it always returns None; a `return` with a value is missing; {GOES_ON}")
     else:
-        fault, largest = find_fault(task, function)
+        with redirect_stdout(Printed()) as printed:
+            fault, largest = find_fault(task, function)
+        printed.show(name)
         if fault is None:
             progress.shown.add(name)
             exactly = f", largest distance {largest:.1e}" if largest else ""
@@ -231,6 +244,40 @@ def is_empty(function: FunctionType) -> bool:
     operations = {i.opname for i in instructions}
     raising = function.__code__.co_names in ((), ("NotImplementedError",)) and operations & RAISING
     return operations <= (IDLE | RAISING if raising else IDLE)
+
+
+def returns_a_value(function: FunctionType) -> bool:
+    """Return whether the function has a `return` of anything but None, or a `yield`."""
+    instructions = list(dis.get_instructions(function.__code__))
+    for before, last in zip([None, *instructions], instructions):
+        if last.opname == "YIELD_VALUE":
+            return True
+        if last.opname == "RETURN_CONST" and last.argval is not None:
+            return True
+        none = before and (before.opname, before.argval) == ("LOAD_CONST", None)
+        if last.opname == "RETURN_VALUE" and (last.is_jump_target or not none):
+            return True  # at the target of a jump, several values meet
+    return False
+
+
+class Printed(io.TextIOBase):
+    """Takes what an answer prints while it is checked: it runs on many cases."""
+
+    def __init__(self):
+        self.start, self.lines = "", 0
+
+    def write(self, text: str) -> int:
+        self.lines += text.count("\n")
+        if self.start.count("\n") < MOST_LINES:
+            self.start += text
+        return len(text)
+
+    def show(self, name: str) -> None:
+        """Print the first lines."""
+        for line in self.start.splitlines()[:MOST_LINES]:
+            print(f"{name} prints: {line[:100]}")
+        if self.lines > MOST_LINES:
+            print(f"{name} prints {self.lines - MOST_LINES} more lines, not shown here")
 
 
 @dataclass(frozen=True)

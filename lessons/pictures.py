@@ -12,7 +12,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "lessons")]
 import matplotlib  # noqa: E402
 
 matplotlib.use("Agg")
-from drawing import CONTEXT, draw_legend, draw_rows, draw_tree, label  # noqa: E402
+from drawing import CONTEXT, draw_rows, draw_states_legend, draw_walk, label  # noqa: E402
 from matplotlib import pyplot as plt  # noqa: E402
 
 from minispec import load  # noqa: E402
@@ -48,8 +48,9 @@ def draw(method: str, model, tokenizer, file: Path) -> None:
         1 + bool(rows), figsize=(8.5, 0.5 + 0.4 * leaves + 0.3 * rows), layout="constrained",
         squeeze=False, height_ratios=[leaves, 0.7 * rows][: 1 + bool(rows)],
     )  # fmt: skip
-    draw_tree(axes[0, 0], step.tree, step.path, tokenizer, fresh=step.tokens[-1])
-    draw_legend(axes[0, 0], ncol=3, loc="lower left", bbox_to_anchor=(0, 1))
+    *labels, fresh = (label(token, tokenizer) for token in [*step.tree.tokens, step.tokens[-1]])
+    draw_walk(axes[0, 0], step.tree, step.path, labels, fresh)
+    draw_states_legend(axes[0, 0], ncol=4, loc="lower left", bbox_to_anchor=(0, 1))
     if rows:
         texts = [[label(token, tokenizer) for token in row] for row in step.window]
         colours = [[CONTEXT] * len(row) for row in texts]

@@ -204,11 +204,38 @@ def test_no_page_prints_the_answer(key):
             assert not answer & triples(lines), page
 
 
+REPEATED = {  # task -> earlier lessons that ask for part of it and then show the same function
+    "accept_sibling": {"03"}, "accept_certain": {"03", "04"}, "best_k": {"04"},
+    "best_method": {"04", "06"},
+}  # fmt: skip
+
+
+@each_task
+def test_no_earlier_lesson_shows_the_answer_when_it_is_solved(key):
+    """What `source` displays is not in the committed outputs, because the stubs are empty."""
+    number, name = key
+    answers = [triples(body(function)) for function in (TASKS[key].solution, *TASKS[key].shows)]
+    for (lesson, other), task in TASKS.items():
+        if lesson < number and lesson not in REPEATED.get(name, ()):
+            shown = triples(squeezed("\n".join(map(inspect.getsource, task.shows))))
+            assert not any(answer & shown for answer in answers), f"{lesson}: {other}"
+
+
 @each_lesson
 def test_its_links_lead_somewhere(number):
     for cell in cells_of(LESSON[number], "markdown"):
         for target in re.findall(r"\]\(([^)\s]+)\)", badges.BADGE.sub("", source(cell))):
             assert target.startswith("https://arxiv.org/abs/") or (LESSONS / target).exists()
+
+
+@pytest.mark.parametrize("seconds, disturbed", [([3.0, 1.0], True), ([1.0, 1.0], False)])
+def test_a_speedup_above_the_tokens_per_pass_is_called_disturbed(seconds, disturbed, capsys):
+    (cell,) = [c for c in cells_of(LESSON["00"], "code") if "def against_plain" in source(c)]
+    runs = iter([([1] * 4, [(0, 0)] * 2, s) for s in seconds * 3])  # two tokens per pass
+    namespace = {"generate": lambda prompt, n, propose: next(runs)}
+    exec(source(cell), namespace)
+    namespace["against_plain"]([1], 4, None)
+    assert ("something disturbed the timing" in capsys.readouterr().out) == disturbed
 
 
 # ---- badges, first cells, gallery and pictures ---------------------------------------------------
@@ -232,6 +259,23 @@ def test_badges_lead_to_the_notebooks_of_one_address():
     for path in NOTEBOOKS:
         colab = "https://colab.research.google.com/github"
         assert f"({colab}/{owner}/{name}/blob/main/lessons/{path.name})" in table
+
+
+def test_the_table_has_the_minutes_and_what_comes_before():
+    table, before = (LESSONS / "README.md").read_text(encoding="utf-8"), {}
+    rows = re.findall(r"^\| \[(\d\d)\][^|]*\|[^|]*\| (\d+) \|([^|]*)\|", table, re.MULTILINE)
+    for number, minutes, after in rows:
+        named = re.findall(r"\d\d", after)
+        before[number] = {*named, *(lesson for name in named for lesson in before[name])}
+        first = source(cells_of(LESSON[number], "markdown")[0])
+        (stated, needed), = re.findall(r"\*\*(\d\d) minutes\.\*\*([^.]*)", first)
+        assert stated == minutes
+        assert {*re.findall(r"(?<=\b)\d\d(?=\b)(?!_)", needed)} <= before[number], number
+    assert before.keys() == LESSON.keys()
+
+
+def test_readmes_pictures_have_alternative_texts():
+    assert "![](" not in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_badges_are_rewritten_for_a_new_address(tmp_path, monkeypatch):
@@ -373,6 +417,7 @@ def start(monkeypatch):
     def start(number: str) -> None:
         tasks = {task.name: task for (lesson, _), task in TASKS.items() if lesson == number}
         monkeypatch.setattr(form, "progress", form.Progress(tasks))
+        monkeypatch.setattr(form, "PATIENCE", 300.0)  # on a busy machine, too
 
     return start
 
@@ -565,6 +610,22 @@ def samples_by_rejection(p, q, drafts, randomness):
             return 0, x
 
 
+def goes_on_and_draws_from_p(p, q, drafts, randomness):
+    """Two mistakes at once."""
+    n, fresh = 0, p[len(drafts)]
+    for i, x in enumerate(drafts):
+        if randomness.bernoulli(min(1.0, float(p[i][x] / q[i][x]))):
+            n += 1
+        else:
+            fresh = p[i]
+    return n, randomness.categorical(fresh)
+
+
+def normalizes(p, q):
+    rest = torch.nn.functional.normalize((p - q).clamp(min=0), p=1, dim=0)
+    return rest if rest.any() else None
+
+
 def not_divided(p, q):
     return (p - q).clamp(min=0)
 
@@ -658,10 +719,12 @@ def zeros_for_nothing(p, q):
             almost_equal,
             r"it returns None too early; .*p - q = \[-9\.09e-13 9\.09e-13\], so 9\.1e-13 of p",
         ),
+        ("residual", normalizes, r"it sums to 0\.91 where only 9\.1e-13 of p is left; divide"),
         ("residual", zeros_for_nothing, "it returns only zeros if nothing is left; return None"),
         ("accept", not_clamped, r"`bernoulli` gets 2\.50; a probability is at most 1: min\(1, p"),
         ("accept", a_quarter_more, r"it accepts more often than min\(1, p/q\)\n"),
         ("accept", twice, r"it accepts more often than min\(1, p/q\)\n"),
+        ("accept", goes_on_and_draws_from_p, "it goes on after a rejection; later drafts were"),
         ("accept", forgets_q, r"lossless, but it accepts too rarely \(section 4\)\n"),
         (
             "accept",
@@ -781,6 +844,42 @@ def keeps_one_row(drafter, hidden, tokens, k):
     return drafts
 
 
+def drafts_twice(drafter, hidden, tokens, k):
+    """Right, but the head runs on all drafts a second time."""
+    drafts = runs_on_the_last_draft(drafter, hidden, tokens, k)
+    length, output = drafter.cache.length, hidden[-1:]
+    for draft in drafts:
+        output = drafter.run(output, [draft])
+        drafter.cache.commit([0])
+    drafter.cache.truncate(length)
+    return drafts
+
+
+def drafts_twice_and_moves_a_row(drafter, hidden, tokens, k):
+    """The wasted runs must not hide the wrong row."""
+    drafts = drafts_twice(drafter, hidden, tokens, k)
+    drafter.cache.kv[..., 0, :, :] += 1
+    return drafts
+
+
+def runs_on_the_last_draft(drafter, hidden, tokens, k):
+    output = drafter.run(hidden, tokens)[-1:]
+    drafter.cache.commit(list(range(len(tokens))))
+    length, drafts = drafter.cache.length, []
+    for _ in range(k):
+        drafts.append(int(drafter.model.logits(output).argmax()))
+        output = drafter.run(output, drafts[-1:])
+        drafter.cache.commit([0])
+    drafter.cache.truncate(length)
+    return drafts
+
+
+def test_a_chain_may_run_the_head_on_the_last_draft(start):
+    start("06")
+    chain = renamed(runs_on_the_last_draft, "chain")
+    assert form.check(chain) is chain
+
+
 def best_first(accuracy, nodes):
     return TASKS["04", "grow_tree"].solution(accuracy, nodes)
 
@@ -810,6 +909,8 @@ def worst_siblings_first(accuracy, nodes):
         ("04", "grow_tree", worst_siblings_first, "all siblings come before any child, even if a"),
         ("05", "jacobi", runs_a_pass_twice, "the rows are right, but it runs more passes than"),
         ("05", "add", files_under_a_tuple, "a key of the pool is not a token; it must be gram[0]"),
+        ("06", "chain", drafts_twice, "all is right, but the head runs on more rows than"),
+        ("06", "chain", drafts_twice_and_moves_a_row, "the drafts are right, but a row of the"),
         ("06", "chain", keeps_one_row, "the drafts are right, but the cache has more or"),
     ],
 )
@@ -904,6 +1005,44 @@ def test_faults_where_all_guesses_are_right_are_described(function, message, sta
     assert form.check(renamed(function, "accept")) is TASKS["00", "accept"].package
     first, example, _ = capsys.readouterr().out.splitlines()
     assert re.match(f"accept: {message}", first) and "guess [" in example
+
+
+@each_task
+def test_a_missing_return_is_named(key, start, capsys):
+    start(key[0])
+    task = TASKS[key]
+
+    def calls(*arguments):
+        task.solution(*arguments)
+
+    if key != ("05", "add"):  # which returns nothing
+        assert form.check(renamed(calls, key[1])) is task.package
+        line = f"{key[1]}: it always returns None; a `return` with a value is missing; "
+        assert capsys.readouterr().out.startswith(line)
+
+
+def test_a_lambda_belongs_to_the_task_with_its_parameters(start, capsys):
+    start("03")
+    right = lambda p_rows, q_rows: p_rows.gather(-1, q_rows.argmax(-1, True)).squeeze(-1)  # noqa: E731
+    assert form.check(right) is right
+    assert form.check(lambda p, q: p) is TASKS["03", "residual"].package
+    assert form.check(lambda other: other) is TASKS["03", "residual"].package
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert [line.partition(":")[0] for line in lines] == ["greedy_acceptance", *["residual"] * 2]
+
+
+def prints(guess, choices):
+    print("guess", guess)
+    return TASKS["00", "accept"].solution(guess, choices)
+
+
+def test_prints_of_an_answer_do_not_fill_the_screen(start, capsys):
+    start("00")
+    form.check(renamed(prints, "accept"))
+    *first, more, judged = capsys.readouterr().out.splitlines()
+    assert len(first) == form.MOST_LINES
+    assert all(line.startswith("accept prints: guess [") for line in first)
+    assert more == "accept prints 55 more lines, not shown here" and "right (60 " in judged
 
 
 def test_what_is_not_an_answer_is_named(start, capsys):

@@ -235,6 +235,6 @@ TASKS = [
             "for n = len(guess), too.",
         ),
         mistakes=MISTAKES,
-        shows=(verify.accept,),
+        shows=(package_accept,),
     )
 ]  # fmt: skip

@@ -118,7 +118,12 @@ def run_residual(function, pair: tuple[Tensor, Tensor]) -> Tensor | None:
         raise Wrong("it returns {}; keep the dtype of p ({})".format(*names))
     if not rest.any():
         raise Wrong("it returns only zeros if nothing is left; return None")
-    total = float(rest.sum())
+    total, left = float(rest.sum()), float((pair[0] - pair[1]).clamp(min=0).sum())
+    if total < 1 - 1e-13 and 0 < left < 1e-11:
+        raise Wrong(
+            f"it sums to {total:.2f} where only {left:.1e} of p is left; divide by the sum itself "
+            "(torch's `normalize` divides by 1e-12 if that is larger)"
+        )
     if 0.99 < total < 1 - 1e-13:
         raise Wrong(f"it sums to {total:.12f}; do not add a small number to the sum, test for 0")
     if abs(total - 1) > 1e-13:
@@ -211,6 +216,9 @@ RESIDUAL_MISTAKES = {
 
 V = 3
 ENDLESS = "γ drafts need at most γ coins and one draw"
+GOES_ON_AFTER_A_REJECTION = (
+    "it goes on after a rejection; later drafts were drawn after a token that is gone"
+)
 
 
 @dataclass(frozen=True)
@@ -309,6 +317,9 @@ def diagnose(results: list[tuple[Round, Outcome, Outcome]]) -> str | None:
             "the tokens have q: the rejected draft stays in the text, or the residual is of q - p"
         )
     if min(more, default=0) > -1e-9 and max(more, default=0) > 1e-9:
+        single = [got.drafts - exact.drafts for case, got, exact in results if case.gamma == 1]
+        if all(abs(difference) < 1e-9 for difference in single):
+            return GOES_ON_AFTER_A_REJECTION
         return "it accepts more often than min(1, p/q)"
     lossless = all(total_variation(got.tokens, exact.tokens) < 1e-9 for _, got, exact in results)
     if lossless and min(more, default=0) < -1e-9:
@@ -511,7 +522,7 @@ ACCEPT_MISTAKES = {
     "it never accepts a draft": lambda p, q, drafts, randomness: (0, randomness.categorical(p[0])),
     "it accepts every draft": rule(lambda p, q, i, x: 1.0, after_rejection),
     "after a rejection it only removes x from p; draw from the residual": only_removes_the_draft,
-    "it goes on after a rejection; later drafts were drawn after a token that is gone": (
+    GOES_ON_AFTER_A_REJECTION: (
         never_stops,
         counts_on,
         counts_on_to_the_last,

@@ -1,4 +1,5 @@
-"""Lesson 04: several drafts for one position, the growth of a tree, and its size."""
+"""Lesson 04: several drafts for one position, the growth of a tree, its size, and its growth from
+joint acceptance."""
 
 import heapq
 import itertools
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from minispec import verify
 from minispec.certify.toys import total_variation
+from minispec.distill.tree import accuracy_of, path_frequencies
 from minispec.methods import adaptive
+from minispec.methods.medusa import RANKS
 from minispec.tree import Tree
 from minispec.verify import residual
 from solutions.common import (
@@ -68,6 +71,16 @@ def best_size(gains, costs):
     return best
 
 
+def grow_jointly(positions, nodes):
+    right = Counter()
+    for ranks in positions:
+        for n in range(1, len(ranks) + 1):
+            if ranks[n - 1] == 10:
+                break
+            right[tuple(ranks[:n])] += 1
+    return sorted(right, key=lambda path: (-right[path], len(path)))[:nodes]
+
+
 # ---- the package's functions, with the lesson's arguments ----------------------------------------
 
 
@@ -92,6 +105,10 @@ def package_grow_tree(accuracy, nodes):
 
 def package_best_size(gains, costs):
     return adaptive.best_draft_size(gains, costs)
+
+
+def package_grow_jointly(positions, nodes):
+    return list(path_frequencies(torch.tensor(positions).T))[:nodes]
 
 
 # ---- accept_sibling ------------------------------------------------------------------------------
@@ -518,18 +535,23 @@ PAIRS = "its list holds pairs, such as (path, gain); return only the paths"
 
 def run_grow(function, case: Heads) -> list[Path]:
     accuracy = case.accuracy
-    tree = call(function, case.nodes, accuracy=accuracy)
+    return checked(
+        call(function, case.nodes, accuracy=accuracy), len(accuracy), len(accuracy[0]), "`accuracy`"
+    )
+
+
+def checked(tree: object, heads: int, ranks: int, given: str) -> list[Path]:
+    """A list of paths, if they form a tree over the heads' ranks; `given` has these."""
     if not isinstance(tree, list) or not all(isinstance(path, tuple) for path in tree):
         raise Wrong("it must return a list of paths, each a tuple of ranks")
     if any(isinstance(part, tuple) for path in tree for part in path):
         raise Wrong(PAIRS)
     if () in tree:
         raise Wrong("the root, (), is not a path; it is the last token of the text")
-    heads, ranks = len(accuracy), len(accuracy[0])
     if any(len(path) > heads for path in tree):
         raise Wrong("a path is longer than there are heads")
     if any(type(r) is not int or not 0 <= r < ranks for path in tree for r in path):
-        raise Wrong("a path has a rank that `accuracy` does not have")
+        raise Wrong(f"a path has a rank that {given} does not have")
     if len(set(tree)) < len(tree):
         raise Wrong("a path occurs twice")
     if any(path[:-1] not in [(), *tree[:i]] for i, path in enumerate(tree)):
@@ -800,10 +822,121 @@ SIZE_MISTAKES = {
     ),
 }  # fmt: skip
 
+# ---- grow_jointly --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The rank that each head gave to the right token, at each position, and the tree's size."""
+
+    positions: list[list[int]]
+    nodes: int
+
+
+def random_ranks(seed: int) -> Ranks:
+    """Heads that are often right at the same positions."""
+    rng, heads = random.Random(seed), seed % 3 + 2
+    positions = []
+    for _ in range(rng.randint(4, 12)):
+        likely = rng.choice([[0, 0, 0, 1], [0, 1, 2, RANKS], [2, 3, RANKS]])
+        positions.append(rng.choices(likely, k=heads))
+    return Ranks(positions, (4, 2, 7, 1, 30)[seed % 5])
+
+
+JOINT = [
+    Ranks([[0, 0], [0, 0], [1, RANKS], [RANKS, 0]], 2), Ranks([[0, 1], [RANKS, 0], [0, 1]], 3),
+    *map(random_ranks, range(40)),
+]  # fmt: skip
+
+
+def times_right(case: Ranks, path: Path) -> int:
+    return sum(tuple(ranks[: len(path)]) == path for ranks in case.positions)
+
+
+def with_counts(tree: list[Path], case: Ranks) -> Grown:
+    return Grown(tree, [float(times_right(case, path)) for path in tree])
+
+
+def run_jointly(function, case: Ranks) -> list[Path]:
+    tree = call(function, case.nodes, positions=case.positions)
+    return checked(tree, len(case.positions[0]), RANKS, "the heads' lists of ten")
+
+
+def exact_joint_tree(case: Ranks) -> list[Path]:
+    """All paths of the ranks that occur, most often right first."""
+    ranks = sorted({rank for position in case.positions for rank in position} - {RANKS})
+    lengths = range(1, len(case.positions[0]) + 1)
+    paths = [path for n in lengths for path in itertools.product(ranks, repeat=n)]
+    right = [path for path in paths if times_right(case, path)]
+    return sorted(right, key=lambda path: -times_right(case, path))[: case.nodes]
+
+
+def show_ranks(case: Ranks) -> str:
+    return f"positions = {case.positions}, nodes = {case.nodes}"
+
+
+def show_joint(case: Ranks, got: Grown, expected: Grown) -> str:
+    a, b = (int(sum(tree.gains)) for tree in (got, expected))
+    return f"{show_ranks(case)}: it returns {got.paths}, of which {a} are right in all; " \
+           f"{expected.paths} have {b}"  # fmt: skip
+
+
+def counted(paths_at):
+    """A tree of the paths that `paths_at(ranks)` returns most often."""
+
+    def grow_jointly(positions, nodes):
+        right = Counter(path for ranks in positions for path in paths_at(ranks))
+        return sorted(right, key=lambda path: (-right[path], len(path)))[:nodes]
+
+    return grow_jointly
+
+
+def beginnings(ranks, stop=RANKS):
+    n = ranks.index(stop) if stop in ranks else len(ranks)
+    return [tuple(ranks[:i]) for i in range(1, n + 1)]
+
+
+def as_if_independent(positions, nodes):
+    accuracy = accuracy_of(torch.tensor(positions).T).tolist()
+    right = grow_jointly(positions, 10**6)
+    return sorted(right, key=lambda path: (-gain_of(accuracy, path), len(path)))[:nodes]
+
+
+def grown_by_its_rates(positions, nodes):
+    return grow_tree(accuracy_of(torch.tensor(positions).T).tolist(), nodes)
+
+
+JOINT_MISTAKES = {
+    "it multiplies the heads' own rates, as `grow_tree` does; count the positions at which all "
+    "heads of a path are right": (as_if_independent, grown_by_its_rates),
+    "rank 10 stands for none of the ten candidates, so a path ends before it": (
+        counted(lambda ranks: beginnings(ranks, None))
+    ),
+    "it counts only the longest path of a position; its beginnings are right there, too": counted(
+        lambda ranks: beginnings(ranks)[-1:]
+    ),
+    "it counts only positions at which all heads have the right token; the beginning of a path "
+    "may be right without the rest": counted(
+        lambda ranks: [] if RANKS in ranks else beginnings(ranks)
+    ),
+    "all paths have length 1; longer ones are nodes, too": counted(
+        lambda ranks: beginnings(ranks)[:1]
+    ),
+    "the worst paths come first; sort by falling counts": lambda positions, nodes: (
+        grow_jointly(positions, 10**6)[::-1][:nodes]
+    ),
+    PAIRS: lambda positions, nodes: Counter(
+        path for ranks in positions for path in beginnings(ranks)
+    ).most_common(nodes),
+    "it returns one path too few: the root does not count as one of the nodes": (
+        lambda positions, nodes: grow_jointly(positions, nodes - 1)
+    ),
+}  # fmt: skip
+
 # ---- tasks ---------------------------------------------------------------------------------------
 
 RANGES = {
-    "share_of_two": (0, 1), "second_after_first": (0, 1), "tokens_of_12": (1, 5),
+    "share_of_two": (0, 1), "second_after_first": (0, 1), "tokens_of_12": (1, 3),
     "speed_of_12": (0, 5),
 }  # fmt: skip
 TASKS = [
@@ -858,5 +991,24 @@ TASKS = [
         ),
         mistakes=SIZE_MISTAKES,
         shows=(adaptive.best_draft_size,),
+    ),
+    Task(
+        name="grow_jointly",
+        package=package_grow_jointly,
+        solution=grow_jointly,
+        judge=Oracle(
+            JOINT, lambda f, case: with_counts(run_jointly(f, case), case),
+            lambda case: with_counts(exact_joint_tree(case), case), grown_distance, show_joint,
+            f"{len(JOINT)} trees are right as often as the best of all trees",
+            arguments=show_ranks,
+        ),
+        hints=(
+            "At a position with ranks [0, 2, 10, 1] two paths are right: (0,) and (0, 2). Count "
+            "such paths over all positions.",
+            "A Counter counts tuples. Sort its paths by falling counts, and at equal counts by "
+            "length, so that a parent comes first.",
+        ),
+        mistakes=JOINT_MISTAKES,
+        shows=(path_frequencies,),
     ),
 ]  # fmt: skip

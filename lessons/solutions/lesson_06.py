@@ -142,11 +142,12 @@ class Drafter(fastmtp.Drafter):
 
 @dataclass
 class Drafted:
-    """What a round leaves: the drafts, the head's rows in its cache, and the rows it ran on."""
+    """What a round leaves: the drafts, the head's rows in its cache, and how many rows it ran on
+    that nobody needs. A run on the last draft does not count; many loops have it."""
 
     drafts: list[int]
     cached: Tensor  # (2, length, heads, head_dim), keys and values
-    rows: int
+    wasted: int
 
     @property
     def length(self) -> int:
@@ -171,7 +172,8 @@ def run_chain(function, case: Text) -> list[Drafted]:
             raise Wrong(f"it returns a {type(drafts).__name__}; drafts must be a list")
         if any(type(draft) is not int for draft in drafts):
             raise Wrong("a draft is a Tensor; drafts must be of type int: int(logits.argmax())")
-        outcomes.append(Drafted(drafts, cached_rows(drafter, drafter.cache.length), drafter.rows))
+        wasted = max(0, drafter.rows - (end - 1 - seen) - k)
+        outcomes.append(Drafted(drafts, cached_rows(drafter, drafter.cache.length), wasted))
         seen = end - 1
     return outcomes
 
@@ -180,7 +182,7 @@ def run_chain(function, case: Text) -> list[Drafted]:
 def fresh_chain(case: Text) -> list[Drafted]:
     """Without a cache: every draft takes a pass of the head over all of the text."""
     target, head = target_and_head(case.seed)
-    outcomes, seen = [], 0
+    outcomes = []
     for k, end in case.rounds:
         hidden, tokens = target(list(case.tokens[: end - 1]))[0], list(case.tokens[1:end])
         drafter = fastmtp.Drafter(head, target, head.new_cache(64), offset=0)
@@ -192,13 +194,12 @@ def fresh_chain(case: Text) -> list[Drafted]:
             output = head(hidden[None], embedded[None])[0, -1:]
             drafts.append(int(target.logits(output).argmax()))
             hidden = torch.cat([hidden, output])
-        outcomes.append(Drafted(drafts, cached, end - 1 - seen + k - 1))
-        seen = end - 1
+        outcomes.append(Drafted(drafts, cached, 0))
     return outcomes
 
 
 def round_distance(a: Drafted, b: Drafted) -> float:
-    if a.drafts != b.drafts or a.length != b.length or a.rows != b.rows:
+    if a.drafts != b.drafts or a.length != b.length or a.wasted != b.wasted:
         return 1.0
     return float((a.cached - b.cached).abs().max()) if a.length else 0.0
 
@@ -223,10 +224,10 @@ def show_chain(case: Text, got: list[Drafted], expected: list[Drafted]) -> str:
         what = f"the drafts are {a.drafts} instead of {b.drafts}"
     elif a.length != b.length:
         what = f"the drafts are right, but the cache's rows are {a.length} instead of {b.length}"
-    elif a.rows != b.rows:
-        what = f"the head ran on {a.rows} rows; {b.rows} are enough"
-    else:
+    elif not float((a.cached - b.cached).abs().max()) <= TOLERANCE:
         what = "the cache has rows that a fresh pass over the text does not give"
+    else:
+        what = f"the head ran on {a.wasted} rows more than it needs"
     return f"{show_rounds(case)}: in round {i + 1} {what}"
 
 
@@ -243,16 +244,16 @@ def diagnose_chain(results: list[tuple[Text, list[Drafted], list[Drafted]]]) -> 
         return None
     if any(a.length != b.length for a, b in pairs):
         return "the drafts are right, but the cache has more or fewer rows than the text has pairs"
-    if any(a.rows > b.rows for a, b in pairs):
+    if all(float((a.cached - b.cached).abs().max()) <= TOLERANCE for a, b in pairs):
         return "all is right, but the head runs on more rows than necessary"
-    return None
+    return "the drafts are right, but a row of the cache is not that of its pair"
 
 
 # ---- chain: mistakes -----------------------------------------------------------------------------
 
 
-def faulty(wrong: str):
-    """A chain with one mistake."""
+def faulty(wrong: str, runs_last: bool = False):
+    """A chain with one mistake. With `runs_last`, the head also runs on the last draft."""
 
     def chain(drafter, hidden, tokens, k):
         model, kv, start = drafter.model, drafter.cache, drafter.cache.length
@@ -265,7 +266,7 @@ def faulty(wrong: str):
         if wrong != "commits nothing":
             kv.commit([0] if wrong == "commits one pair" else list(range(len(tokens))))
         length, drafts = kv.length, [int(model.logits(output).argmax())]
-        while len(drafts) < k + (wrong == "one run too many"):
+        while len(drafts) < k + runs_last:
             state = hidden[-1:] if wrong == "the target's hidden state" else output
             newest = tokens[-1:] if wrong == "the text's token" else drafts[-1:]
             if wrong == "the draft before":
@@ -285,42 +286,44 @@ def faulty(wrong: str):
     return chain
 
 
+def either(wrong: str):
+    """A mistake of chains that run the head on the last draft, and of those that do not."""
+    return faulty(wrong), faulty(wrong, runs_last=True)
+
+
 CHAIN_MISTAKES = {
     "the drafts' rows stay in the cache. They were made from the head's own outputs; truncate the "
-    "cache to the rows of the pairs": faulty("keeps the drafts' rows"),
+    "cache to the rows of the pairs": either("keeps the drafts' rows"),
     "the rows of the pairs are dropped together with those of the drafts; the next round needs "
-    "them": faulty("drops all rows"),
-    "it does not commit a draft's row, so the next draft overwrites it and does not see it": faulty(
+    "them": either("drops all rows"),
+    "it does not commit a draft's row, so the next draft overwrites it and does not see it": either(
         "commits no draft"
     ),
-    "it commits nothing, so every call of `run` starts at the same row": faulty("commits nothing"),
-    "it commits one row of the new pairs; all of them stay": faulty("commits one pair"),
+    "it commits nothing, so every call of `run` starts at the same row": either("commits nothing"),
+    "it commits one row of the new pairs; all of them stay": either("commits one pair"),
     "each draft reads the target's hidden state again; from the second draft on, the head must "
-    "read its own output": faulty("the target's hidden state"),
+    "read its own output": either("the target's hidden state"),
     "each draft reads the last token of the text again; from the second draft on, the head must "
-    "read the draft before": faulty("the text's token"),
-    "the token is one draft too old: with the output that gave draft i goes draft i itself": faulty(
+    "read the draft before": either("the text's token"),
+    "the token is one draft too old: with the output that gave draft i goes draft i itself": either(
         "the draft before"
     ),
     "the first draft comes from the output of the first new pair; it must be the last one, "
-    "output[-1:]": faulty("first output"),
-    "commit counts the rows of the last call of `run` from 0, so a draft's row is [0]": faulty(
+    "output[-1:]": either("first output"),
+    "commit counts the rows of the last call of `run` from 0, so a draft's row is [0]": either(
         "commits row i"
     ),
     "it removes K rows at the end, but K drafts have only K - 1: the last one was not run": faulty(
         "counts k rows"
     ),
     "it truncates to the number of new pairs; a length counts the rows of earlier rounds, too": (
-        faulty("the number of pairs")
+        either("the number of pairs")
     ),
-    "its first draft is the last token of the text; drafts come after it": faulty(
+    "its first draft is the last token of the text; drafts come after it": either(
         "starts with the text's token"
     ),
     "it runs the head on the newest pair only, so the rows of the other new pairs are missing": (
-        faulty("only the newest pair")
-    ),
-    "it runs the head once more after the last draft; nobody reads that output": faulty(
-        "one run too many"
+        either("only the newest pair")
     ),
 }  # fmt: skip
 
@@ -423,8 +426,9 @@ BEST_K_MISTAKES = {
     "it counts draft_cost once per round; each of the k drafts costs that much": chooser(
         expected, lambda cost, draft_cost, k: cost[k + 1] + (draft_cost if k else 0)
     ),
-    "the target's pass has k + 1 rows: the newest token of the text and k drafts": chooser(
-        expected, lambda cost, draft_cost, k: cost[max(1, k)] + k * draft_cost
+    "the target's pass has k + 1 rows: the newest token of the text and k drafts": (
+        chooser(expected, lambda cost, draft_cost, k: cost[max(1, k)] + k * draft_cost),
+        chooser(expected, lambda cost, draft_cost, k: cost[k] + k * draft_cost),  # cost[0] is 0
     ),
     "it forgets the token that each round yields without a draft: start at 1": chooser(
         lambda rates, k: sum(prod(rates[:i]) for i in range(1, k + 1)), round_cost
@@ -450,8 +454,10 @@ BEST_K_MISTAKES = {
             key=lambda k: expected(rates, k) - round_cost(cost, draft_cost, k),
         )
     ),
-    "it adds up the costs of all passes; the round has one, over k + 1 tokens": chooser(
-        expected, lambda cost, draft_cost, k: sum(cost[: k + 2]) + k * draft_cost
+    "it always returns 0. That is right only if no draft pays. (If it adds up the costs of all "
+    "passes: the round has one, over k + 1 tokens)": (
+        lambda rates, cost, draft_cost: 0,
+        chooser(expected, lambda cost, draft_cost, k: sum(cost[: k + 2]) + k * draft_cost),
     ),
     "it never considers the largest K, len(rates)": lambda rates, cost, draft_cost: best_k(
         rates[:-1], cost, draft_cost

@@ -88,6 +88,21 @@ def package_next_script(choices):
     return [choice for choice, _ in choices[:-1]] + [choices[-1][0] + 1] if choices else None
 
 
+class Drawn:
+    """The target's rows, each replaced by a one-hot distribution at a token drawn from it."""
+
+    def __init__(self, target, randomness):
+        self.target, self.randomness = target, randomness
+
+    def __getitem__(self, node: int) -> Tensor:
+        p = self.target[node]
+        return torch.eye(len(p), dtype=p.dtype)[self.randomness.categorical(p)]
+
+
+def package_accept_certain(target, tree, randomness):
+    return accept(Drawn(target, randomness), tree, randomness)
+
+
 def package_exact_distribution(function):
     total = Counter()
     for result, probability in every_outcome(function):
@@ -413,6 +428,16 @@ ROUNDS = [random_round(seed) for seed in range(18)]
 
 
 ENDLESS = "does it go down the tree?"
+COIN = "it flips a coin, as the rule of lesson 03 does; a draw from the node's row decides all"
+
+
+class NoCoins(Strict):
+    """Randomness for a rule that only draws tokens."""
+
+    def bernoulli(self, p: float) -> bool:
+        if 0 < float(p) < 1:
+            raise Wrong(COIN)
+        return super().bernoulli(p)
 
 
 def checked(answer: object, tree: Tree) -> tuple[list[int], int]:
@@ -435,7 +460,7 @@ def run_certain(function, case: Round) -> Outcome:
 
     def whole(randomness) -> tuple[int, tuple[int, ...]]:
         target = [case.p[case.text(node)] for node in range(len(case.tree))]
-        more = deepcopy(case.tree), Strict(randomness, ENDLESS)
+        more = deepcopy(case.tree), NoCoins(randomness, ENDLESS)
         path, fresh = checked(call(function, *more, target=target), case.tree)
         tokens = [*case.tree.tokens_at(path[1:]), fresh]
         while len(tokens) <= DEPTH:
@@ -592,6 +617,7 @@ CERTAIN_MISTAKES = {
         stops_at_a_leaf
     ),
     "it follows the argmax without a draw; that is greedy decoding": follows_the_argmax,
+    COIN: accept,
 }  # fmt: skip
 
 # ---- tempting_accept -----------------------------------------------------------------------------
@@ -778,7 +804,7 @@ TASKS = [
     ),
     Task(
         name="accept_certain",
-        package=accept,
+        package=package_accept_certain,
         solution=accept_certain,
         judge=Oracle(
             ROUNDS, run_certain, exact_certain, outcome_distance, show_certain,
