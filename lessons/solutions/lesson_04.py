@@ -72,12 +72,13 @@ def best_size(gains, costs):
 
 
 def grow_jointly(positions, nodes):
-    right = Counter()
+    right = {}
     for ranks in positions:
         for n in range(1, len(ranks) + 1):
             if ranks[n - 1] == 10:
                 break
-            right[tuple(ranks[:n])] += 1
+            path = tuple(ranks[:n])
+            right[path] = right.get(path, 0) + 1
     return sorted(right, key=lambda path: (-right[path], len(path)))[:nodes]
 
 
@@ -1005,7 +1006,7 @@ TASKS = [
         hints=(
             "At a position with ranks [0, 2, 10, 1] two paths are right: (0,) and (0, 2). Count "
             "such paths over all positions.",
-            "A Counter counts tuples. Sort its paths by falling counts, and at equal counts by "
+            "A dictionary counts tuples. Sort its paths by falling counts, and at equal counts by "
             "length, so that a parent comes first.",
         ),
         mistakes=JOINT_MISTAKES,
