@@ -34,7 +34,7 @@ def black_box(
     top_p: float, seed: int,
 ) -> list[int]:  # fmt: skip
     """Your engine as the certifier wants it (`minispec.certify.functions.decoder.Implementation`),
-    with any proposer that needs no weights of its own.
+    with any proposer that drafts and needs no weights of its own.
 
     Returns the new tokens after `prompt`: exactly `max_new_tokens`, or fewer if one of
     `model.config.eos_ids` comes, which is then the last. `minispec.load(checkpoint, "float64",
