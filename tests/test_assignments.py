@@ -392,13 +392,14 @@ CHEATS = {  # an attempt -> the beginning of what every task of a2 says to it
     "return verify.accept(*arguments)": "uses minispec's own accept",
     "return getattr(METHODS_OF['verify'], 'acc' + 'ept')(*arguments)": "uses minispec's own accept",
     "sys.settrace(None); return verify.accept(*arguments)":
-        f"it switches the grader's trace{REFUSED}",
-    "threading.Thread(target=verify.accept, args=arguments).start()":
-        f"it starts a thread{REFUSED}",
+        f"it starts a thread or switches the grader's trace{REFUSED}",
+    "threading.Thread(target=verify.accept, args=arguments).start()": "it starts a thread",
     "os.fork() or time.sleep(60)": f"it starts a process{REFUSED}",
     "subprocess.run('true')": f"it starts a process{REFUSED}",
     "exec(inspect.getsource(verify), globals()); return accept(*arguments)":
-        f"it runs code that it has as data (exec, eval){REFUSED}",
+        f"it makes code from text{REFUSED}",
+    "exec(verify.accept.__code__)": f"it runs code that it has as data{REFUSED}",
+    "compile('', '<frozen x>', 'exec')": f"it makes code from text{REFUSED}",
     "accept.__code__ = verify.accept.__code__": f"it gives a function other code{REFUSED}",
     "verify.accept.__code__.replace(co_filename='x')": f"it makes code from other code{REFUSED}",
     "gc.get_objects()": f"it searches the objects of the grader{REFUSED}",
@@ -424,13 +425,9 @@ def test_a_cheat_earns_nothing(attempt, tmp_path):
     assert hints(recorder)["greedy"].startswith(CHEATS[attempt])
 
 
-def test_a_file_cannot_pass_for_the_interpreter_s_or_the_package_s(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = Path("<frozen x>.py")
-    file.write_text("from minispec import verify\naccept = lambda *a: verify.accept(*a)\n")
-    _, recorder = grade("a2_accept", str(file), "-k", "greedy")
-    assert hints(recorder)["greedy"].startswith("uses minispec's own accept")
-    assert not str(ROOT / "minispec_mine.py").startswith(isolation.TRUSTED)
+def test_a_file_beside_the_package_is_not_the_package_s():
+    for name in "minispec.py", "minispec_mine/x.py", "lessons/assignments/a2_accept/starter.py":
+        assert not str(ROOT / name).startswith(isolation.TRUSTED)
 
 
 ORPHAN = """

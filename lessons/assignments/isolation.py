@@ -11,6 +11,7 @@ import pkgutil
 import signal
 import sys
 import sysconfig
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
@@ -62,11 +63,13 @@ TRUSTED = (  # where code that is not the submission's lies
 
 def called_by_submission(frame: FrameType | None) -> bool:
     """Whether code of the submission is among those that led to this frame, in a test's child."""
-    while frame is not None and frame.f_code is not send_reports.__code__:
+    while frame is not None:
+        if frame.f_code is send_reports.__code__:
+            return False
         if not frame.f_code.co_filename.startswith(TRUSTED):
             return True
         frame = frame.f_back
-    return False
+    return True  # a thread of its own
 
 
 # ---- one child process per test ------------------------------------------------------------------
@@ -132,7 +135,7 @@ def send_reports(item: pytest.Item, sender: Connection) -> None:
 # ---- what no solution needs ----------------------------------------------------------------------
 
 REFUSED = {  # events of Python's audit hooks, caused by the submission or by what it calls
-    "sys.settrace": "switches the grader's trace",
+    "sys.settrace": "starts a thread or switches the grader's trace",
     "_thread.start_new_thread": "starts a thread",
     "os.fork": "starts a process",
     "os.forkpty": "starts a process",
@@ -145,7 +148,8 @@ REFUSED = {  # events of Python's audit hooks, caused by the submission or by wh
     "ctypes.dlopen": "loads a library of C",
 }
 REFUSED_IN_ITS_LINES = {  # elsewhere these are common: an import runs code, too
-    "exec": "runs code that it has as data (exec, eval)",
+    "exec": "runs code that it has as data",
+    "compile": "makes code from text",
     "code.__new__": "makes code from other code",
     "object.__setattr__": "gives a function other code",
 }
@@ -167,6 +171,7 @@ def refuse_events(sender: Connection) -> None:
         os._exit(1)
 
     sys.addaudithook(audit)
+    threading.settrace(lambda *_: None)  # in Python 3.11 only the trace shows that a thread starts
 
 
 # ---- use of the package's own solution -----------------------------------------------------------

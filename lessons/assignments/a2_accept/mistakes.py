@@ -165,7 +165,7 @@ MISTAKES = [
             {"accept": partial(walk, ratio=lambda p, q, x: float(p[x]))}),
     Mistake("greedy, chain, tree", "a draft is judged by the distribution after it: use the one "
             "after its parent", {"accept": mutants.probs_after_the_draft}),
-    Mistake("greedy, chain, tree", "each path of the tree is drawn for by itself, and the longest "
+    Mistake("greedy, tree", "each path of the tree is drawn for by itself, and the longest "
             "kept: that prefers some tokens", {"accept": mutants.best_of_independent_paths}),
     Mistake("greedy, chain, tree", "it accepts no draft, which is plain decoding",
             {"accept": plain}),
