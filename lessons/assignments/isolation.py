@@ -1,6 +1,6 @@
-"""What a submission cannot get around by accident: tests run in child processes, and a task is not
-earned by calling the package's own solution. This is not a sandbox: whoever wants to forge points
-can, so read the code of those who might."""
+"""What a submission cannot get around by accident: tests run in child processes, a task is not
+earned by calling the package's own solution, and what no solution needs is refused. This is not a
+sandbox: whoever wants to forge points can. README.md says how to grade in a container."""
 
 import contextlib
 import functools
@@ -31,21 +31,21 @@ PACKAGE = GRADER.parent.parent / "minispec"
 
 # ---- the grader's files --------------------------------------------------------------------------
 
-SHARED = "README.md", "conftest.py", "grading.py", "isolation.py", "mutants.py", "pytest.ini"
+SHARED = "conftest.py", "grading.py", "isolation.py", "mutants.py", "pytest.ini"
 ASSIGNMENTS = sorted(path.parent for path in GRADER.glob("a?_*/starter.py"))
 FILES = {
     *(GRADER / name for name in SHARED), GRADER / "a8_engine" / "proposers.py",
     *(folder / name for folder in ASSIGNMENTS for name in (
-        "README.md", "starter.py", "reference.py", "mistakes.py", f"test_{folder.name}.py")),
+        "starter.py", "reference.py", "mistakes.py", f"test_{folder.name}.py")),
 }  # fmt: skip
-CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", ".DS_Store"}
+IGNORED = {"README.md", "__pycache__", ".pytest_cache", ".DS_Store"}
 
 
 def contents() -> dict[Path, bytes]:
-    """The files of the grader, strange ones included, and those of the package."""
+    """The files of the grader, strange ones included, and those of the package; without READMEs."""
     files = [*GRADER.rglob("*"), *PACKAGE.rglob("*.py")]
     return {path: path.read_bytes() for path in files
-            if path.is_file() and not CACHES & set(path.parts)}  # fmt: skip
+            if path.is_file() and not IGNORED & set(path.parts)}  # fmt: skip
 
 
 def strange_files() -> list[Path]:
