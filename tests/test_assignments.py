@@ -265,7 +265,7 @@ class Replays:
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
 def test_each_wrong_answer_gets_its_own_message(assignment):
     replays = Replays(assignment)
-    run(assignment, "--impl=minispec", plugin=replays)
+    run(assignment, "--impl=minispec", "-o", "seconds=600", plugin=replays)
     mistakes = replays.mistakes
     assert len({mistake.message for mistake in mistakes}) == len(mistakes)
     for i, mistake in enumerate(mistakes):

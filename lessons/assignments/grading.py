@@ -20,7 +20,7 @@ import torch
 from minispec.certify.toys import every_outcome
 from minispec.sampling import Randomness, Sampling
 
-PATIENCE = 20  # seconds of the processor for finding out which known mistake a failure is
+PATIENCE = 20  # seconds spent on finding out which known mistake a failure is
 
 
 def load(path: Path) -> ModuleType:
@@ -156,11 +156,11 @@ def described(failure: BaseException) -> str:
 def known_mistake(item: pytest.Function, failure: BaseException) -> str:
     """Return what to tell a student whose test failed exactly as it does for one known mistake, and
     only for that one."""
-    given, start, found = described(failure), time.process_time(), []
+    given, start, found = described(failure), time.monotonic(), []
     for mistake in mistakes_of(item.path.parent, task_of(item)[1]):
         if failure_of(item, mistake) == given:
             found.append(mistake.message)
-        if time.process_time() - start > PATIENCE:
+        if time.monotonic() - start > PATIENCE:
             return ""
     return found[0] if len(found) == 1 else ""
 
