@@ -392,8 +392,9 @@ CHEATS = {  # an attempt -> the beginning of what every task of a2 says to it
     "return verify.accept(*arguments)": "uses minispec's own accept",
     "return getattr(METHODS_OF['verify'], 'acc' + 'ept')(*arguments)": "uses minispec's own accept",
     "sys.settrace(None); return verify.accept(*arguments)":
-        f"it starts a thread or switches the grader's trace{REFUSED}",
-    "threading.Thread(target=verify.accept, args=arguments).start()": "it starts a thread",
+        f"it switches the grader's trace{REFUSED}",
+    "threading.Thread(target=verify.accept, args=arguments).start()":
+        f"it starts a thread{REFUSED}",
     "os.fork() or time.sleep(60)": f"it starts a process{REFUSED}",
     "subprocess.run('true')": f"it starts a process{REFUSED}",
     "exec(inspect.getsource(verify), globals()); return accept(*arguments)":

@@ -69,7 +69,7 @@ def called_by_submission(frame: FrameType | None) -> bool:
         if not frame.f_code.co_filename.startswith(TRUSTED):
             return True
         frame = frame.f_back
-    return True  # a thread of its own
+    return False  # a thread, which only the package can have started
 
 
 # ---- one child process per test ------------------------------------------------------------------
@@ -135,7 +135,7 @@ def send_reports(item: pytest.Item, sender: Connection) -> None:
 # ---- what no solution needs ----------------------------------------------------------------------
 
 REFUSED = {  # events of Python's audit hooks, caused by the submission or by what it calls
-    "sys.settrace": "starts a thread or switches the grader's trace",
+    "sys.settrace": "switches the grader's trace",
     "_thread.start_new_thread": "starts a thread",
     "os.fork": "starts a process",
     "os.forkpty": "starts a process",
@@ -170,8 +170,14 @@ def refuse_events(sender: Connection) -> None:
         sender.send(f"it {problem}, which no solution needs")
         os._exit(1)
 
+    start = threading.Thread.start
+
+    def audited_start(thread: threading.Thread) -> None:
+        sys.audit("_thread.start_new_thread")  # Python 3.11 does not
+        start(thread)
+
+    threading.Thread.start = audited_start
     sys.addaudithook(audit)
-    threading.settrace(lambda *_: None)  # in Python 3.11 only the trace shows that a thread starts
 
 
 # ---- use of the package's own solution -----------------------------------------------------------

@@ -202,7 +202,7 @@ def test_both_caches_follow_the_text(impl, seeds):
 def test_a_draft_that_is_the_target_gives_k_plus_one_tokens_a_pass(impl, seeds):
     (seed,) = seeds(1)
     model = small_model(seed + 1)
-    for k in (1, 4):
+    for k in (4, 1):
         steps = impl.speculative(model, [1, 2], Sampling(1.0), Seeded(seed), draft=model, k=k)
         counts = [len(step.tokens) for step, _ in zip(steps, range(8))][1:]
         assert counts == [k + 1] * 7, (
