@@ -20,8 +20,6 @@ import torch
 from minispec.certify.toys import every_outcome
 from minispec.sampling import Randomness, Sampling
 
-PATIENCE = 20  # seconds spent on finding out which known mistake a failure is
-
 
 def load(path: Path) -> ModuleType:
     """Import a file under a unique module name; every assignment has a starter.py."""
@@ -155,12 +153,13 @@ def described(failure: BaseException) -> str:
 
 def known_mistake(item: pytest.Function, failure: BaseException) -> str:
     """Return what to tell a student whose test failed exactly as it does for one known mistake, and
-    only for that one."""
+    only for that one, if half of the time that a test may run is enough to try all of them."""
+    patience = float(item.config.getini("seconds")) / 2
     given, start, found = described(failure), time.monotonic(), []
     for mistake in mistakes_of(item.path.parent, task_of(item)[1]):
         if failure_of(item, mistake) == given:
             found.append(mistake.message)
-        if time.monotonic() - start > PATIENCE:
+        if time.monotonic() - start > patience:
             return ""
     return found[0] if len(found) == 1 else ""
 
