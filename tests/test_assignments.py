@@ -2,7 +2,9 @@
 known wrong answer gets its own message.
 """
 
+import contextlib
 import doctest
+import fcntl
 import importlib.util
 import inspect
 import re
@@ -10,6 +12,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +22,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-from lessons.assignments.grading import failure_of, task_of
+from lessons.assignments import grading, isolation
+from lessons.assignments.grading import Mistake, failure_of, task_of
 from minispec.sampling import OneHot, Seeded
 from minispec.tree import Tree
 
@@ -43,6 +48,7 @@ def run(assignment: str, *options: str, plugin: object) -> int:
     """Run the tests of an assignment from this process, and return the exit code."""
     quiet = ["-q", "--tb=no", "--no-summary", "--capture=no", "-p", "no:cacheprovider"]
     quiet += ["-p", "no:unraisableexception"]  # it runs the garbage collector five times
+    quiet += ["-o", "seconds=600"]  # other tests may keep the processor busy
     # importlib mode, because a second conftest.py must not replace the first
     options = [str(FOLDER / assignment), "--import-mode=importlib", *quiet, *options]
     return int(pytest.main(options, [plugin]))
@@ -251,13 +257,15 @@ class Replays:
     def named_for(self, i: int, task: str) -> str | None:
         """The message that the grader adds in the table for mistake `i`; None if it is not found
         out."""
-        first = next((found for found in self.failures[task] if found[i]), None)
-        return first and self.mistakes[first.index(first[i])].message
+        first = next((found for found in self.failures[task] if found[i]), [])
+        fits = [known.message for known, how in zip(self.mistakes, first) if how == first[i]]
+        return fits[0] if len(fits) == 1 else None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
-def test_each_wrong_answer_gets_its_own_message(assignment):
+def test_each_wrong_answer_gets_its_own_message(assignment, monkeypatch):
+    monkeypatch.setattr(isolation, "TRUSTED", (*isolation.TRUSTED, __file__))  # it is no submission
     replays = Replays(assignment)
     run(assignment, "--impl=minispec", plugin=replays)
     mistakes = replays.mistakes
@@ -295,29 +303,198 @@ def test_the_table_names_a_students_mistake(tmp_path):
         assert re.search(r"the output is \d\.\de-\d\d \(total variation\) away", message)
 
 
+def test_a_mistake_is_named_only_if_it_is_the_only_one_that_fits(tmp_path, monkeypatch):
+    file = tmp_path / "mine.py"
+    file.write_text(SAMPLES_P_AGAIN)
+    twins = [
+        Mistake("chain", name, {"accept": load(file, "mine").accept}) for name in ("one", "other")
+    ]
+    for known, named in (twins[:1], "one: "), (twins, ""):
+        monkeypatch.setattr(grading, "mistakes_of", lambda assignment, task, known=known: known)
+        _, recorder = grade("a2_accept", str(file), "-k", "chain")
+        assert hints(recorder)["chain"].startswith(f"{named}the output is ")
+
+
+# ---- free rides ----------------------------------------------------------------------------------
+
+PLAIN_LOOP = """
+from minispec.methods.autoregressive import autoregressive
+
+def plain(model, prompt, sampling, randomness, *, cache=None, **options):
+    return autoregressive(model, prompt, sampling, randomness, cache=cache)
+"""
+PLAIN = {  # plain decoding as an answer to the assignments that decode
+    "a2_accept": """
+def accept(target, tree, randomness):
+    return [0], randomness.categorical(target[0])
+""",
+    "a3_draft_target": PLAIN_LOOP + "speculative = plain",
+    "a5_lookahead": PLAIN_LOOP + "jacobi = lookahead = plain",
+    "a8_engine": PLAIN_LOOP + """
+from lessons.assignments.a8_engine.reference import loaded
+from minispec.sampling import Sampling, Seeded
+
+def engine(model, proposer, prompt, sampling, randomness, *, cache=None):
+    yield from plain(model, prompt, sampling, randomness, cache=cache)
+
+def black_box(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed):
+    model, tokens = loaded(checkpoint), []
+    steps = plain(model, prompt, Sampling(temperature, top_k, top_p), Seeded(seed))
+    while len(tokens) < max_new_tokens and not set(tokens) & set(model.config.eos_ids):
+        tokens += next(steps).tokens
+    return tokens
+""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "assignment", [pytest.param(a, marks=pytest.mark.slow if a[:2] == "a8" else []) for a in PLAIN]
+)
+def test_plain_decoding_earns_at_most_a_third_of_any_task(assignment, tmp_path):
+    file = tmp_path / "plain.py"
+    file.write_text(PLAIN[assignment])
+    _, recorder = grade(assignment, str(file))
+    for task in recorder.grades.tasks:
+        earned, possible = recorder.grades.of(task)
+        assert 3 * earned <= possible, task
+    said = [hint for hint in hints(recorder).values() if "plain decoding" in hint]
+    assert len(said) >= 2
+
+
+NEVER_P_OVER_Q = """
+def accept(target, tree, randomness):
+    path = [0]
+    while True:
+        token = randomness.categorical(target[path[-1]])
+        fits = [child for child in tree.children(path[-1]) if tree.tokens[child] == token]
+        if not fits:
+            return path, token
+        path.append(fits[0])
+"""
+
+
+def test_a_lossless_rule_that_accepts_too_little_is_told_its_share(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(NEVER_P_OVER_Q)
+    _, recorder = grade("a2_accept", str(file), "-k", "chain or tree or siblings")
+    share = r"q is not used: the output is the target's, but \d\.\d{3} drafts are accepted instead"
+    for task in "chain", "tree":
+        assert re.search(share, hints(recorder)[task])
+
+
 # ---- cheats --------------------------------------------------------------------------------------
 
+REFUSED = ", which no solution needs"
 CHEATS = {  # an attempt -> the beginning of what every task of a2 says to it
-    "import os; os._exit(0)": "the process ended with status 0 before the test did",
-    "import time; time.sleep(60)": "it ran for more than 1 seconds and was stopped",
+    "os._exit(0)": "the process ended with status 0 before the test did",
+    "time.sleep(60)": "it ran for more than 1 seconds and was stopped",
     "import pytest; pytest.exit('done', 0)": "",
     "raise SystemExit(0)": "SystemExit: 0",
+    "torch.empty(6 * 2**30, dtype=torch.int8); return copy(*arguments)": "RuntimeError: ",
     "return verify.accept(*arguments)": "uses minispec's own accept",
     "return getattr(METHODS_OF['verify'], 'acc' + 'ept')(*arguments)": "uses minispec's own accept",
-}
+    "sys.settrace(None); return verify.accept(*arguments)":
+        f"it switches the grader's trace{REFUSED}",
+    "threading.Thread(target=verify.accept, args=arguments).start()":
+        f"it starts a thread{REFUSED}",
+    "os.fork() or time.sleep(60)": f"it starts a process{REFUSED}",
+    "subprocess.run('true')": f"it starts a process{REFUSED}",
+    "exec(inspect.getsource(verify), globals()); return accept(*arguments)":
+        f"it makes code from text{REFUSED}",
+    "exec(verify.accept.__code__)": f"it runs code that it has as data{REFUSED}",
+    "compile('', '<frozen x>', 'exec')": f"it makes code from text{REFUSED}",
+    "accept.__code__ = verify.accept.__code__": f"it gives a function other code{REFUSED}",
+    "verify.accept.__code__.replace(co_filename='x')": f"it makes code from other code{REFUSED}",
+    "gc.get_objects()": f"it searches the objects of the grader{REFUSED}",
+}  # fmt: skip
+WITH_IMPORTS = """
+import gc, inspect, os, subprocess, sys, threading, time
+import torch
+from minispec import verify
+METHODS_OF = {'verify': verify}
+
+"""
+COPY = (ROOT / "minispec" / "verify.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("attempt", CHEATS)
 def test_a_cheat_earns_nothing(attempt, tmp_path):
     file = tmp_path / "cheat.py"
-    file.write_text(
-        "from minispec import verify\n"
-        "METHODS_OF = {'verify': verify}\n"
-        f"def accept(*arguments):\n    {attempt}\n"
-    )
-    code, recorder = grade("a2_accept", str(file), "-o", "seconds=1", "-k", "greedy")
+    copy = COPY.replace("def accept", "def copy")
+    file.write_text(f"{copy}{WITH_IMPORTS}def accept(*arguments):\n    {attempt}\n")
+    seconds = 1 if "sleep(60)" in attempt else 600
+    code, recorder = grade("a2_accept", str(file), "-o", f"seconds={seconds}", "-k", "greedy")
     assert code == 1 and recorder.grades.total == (0, 3)
     assert hints(recorder)["greedy"].startswith(CHEATS[attempt])
+
+
+def test_a_file_beside_the_package_is_not_the_package_s():
+    for name in "minispec.py", "minispec_mine/x.py", "lessons/assignments/a2_accept/starter.py":
+        assert not str(ROOT / name).startswith(isolation.TRUSTED)
+
+
+ORPHAN = """
+import ctypes, fcntl, time
+
+def accept(*arguments):
+    lock = open(__file__ + ".lock", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if ctypes.pythonapi.fork() == 0:  # Python's audit hooks do not see it
+        time.sleep(600)
+"""
+
+
+def test_what_a_submission_started_ends_with_the_test(tmp_path):
+    file = tmp_path / "orphan.py"
+    file.write_text(ORPHAN)
+    grade("a2_accept", str(file), "-k", "greedy")
+    with open(f"{file}.lock") as lock:  # locked for as long as the orphan lives
+        for _ in range(100):
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(0.1)
+    raise AssertionError("the orphan is alive")
+
+
+def test_an_endless_loop_is_waited_for_twice(tmp_path):
+    file = tmp_path / "endless.py"
+    file.write_text("def accept(*arguments):\n    while True:\n        pass\n")
+    code, recorder = grade("a2_accept", str(file), "-o", "seconds=1", "-k", "not residual")
+    tests = [test for of_task in recorder.grades.tasks.values() for test in of_task.values()]
+    found = Counter(test.hint for test in tests)
+    assert code == 1 and recorder.grades.total[0] == 0
+    assert found["it ran for more than 1 seconds and was stopped"] >= 1
+    assert found["not run, as 2 tests had to be stopped: choose it with -k"] >= 4
+
+
+WRITES_A_CONFTEST = """
+from pathlib import Path
+import minispec
+
+folder = Path(minispec.__file__).parent.parent / "lessons" / "assignments" / "a2_accept"
+(folder / "conftest.py").write_text("def pytest_pyfunc_call(pyfuncitem):\\n    return True\\n")
+"""
+
+
+def test_a_file_that_a_submission_leaves_with_the_grader_is_noticed_and_refused(tmp_path):
+    """On a copy: other tests use the real folder."""
+    folder = tmp_path / "lessons" / "assignments"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "minispec", tmp_path / "minispec")
+    (tmp_path / "cheat.py").write_text(WRITES_A_CONFTEST)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "greedy"]
+    command += [str(folder / "a2_accept"), "--impl=cheat.py"]
+    first, second = (
+        subprocess.run(command, cwd=tmp_path, capture_output=True, text=True) for _ in range(2)
+    )
+    path = folder / "a2_accept" / "conftest.py"
+    assert f" 0 of 3   it has written to {path}: put that back or remove it" in first.stdout
+    assert second.returncode == 2 and second.stdout == ""
+    assert second.stderr == f"{path}: not a file of the grader; move or remove it\n"
+
+
+def test_the_grader_knows_its_own_files():
+    assert not isolation.strange_files() and all(path.is_file() for path in isolation.FILES)
 
 
 def test_an_exit_while_importing_earns_nothing(tmp_path):

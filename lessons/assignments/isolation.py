@@ -1,14 +1,17 @@
-"""What a submission cannot get around by accident: tests run in child processes, and a task is not
-earned by calling the package's own solution. This is not a sandbox: whoever wants to forge points
-can, so read the code of those who might."""
+"""What a submission cannot get around by accident: tests run in child processes, a task is not
+earned by calling the package's own solution, and what no solution needs is refused. This is not a
+sandbox: whoever wants to forge points can. README.md says how to grade in a container."""
 
 import contextlib
 import functools
 import inspect
 import multiprocessing
+import os
 import pkgutil
+import signal
 import sys
 import sysconfig
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
@@ -18,17 +21,65 @@ from types import CodeType, FrameType, ModuleType
 import pytest
 from _pytest.runner import runtestprotocol
 
-PACKAGE = Path(__file__).parents[2] / "minispec"
-PROPOSERS = Path(__file__).parent / "a8_engine" / "proposers.py"
-TRUSTED = (str(PACKAGE), str(PROPOSERS), "<frozen ",
-           *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))  # fmt: skip
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+GRADER = Path(__file__).parent
+PACKAGE = GRADER.parent.parent / "minispec"
+
+# ---- the grader's files --------------------------------------------------------------------------
+
+SHARED = "conftest.py", "grading.py", "isolation.py", "mutants.py", "pytest.ini"
+ASSIGNMENTS = sorted(path.parent for path in GRADER.glob("a?_*/starter.py"))
+FILES = {
+    *(GRADER / name for name in SHARED), GRADER / "a8_engine" / "proposers.py",
+    *(folder / name for folder in ASSIGNMENTS for name in (
+        "starter.py", "reference.py", "mistakes.py", f"test_{folder.name}.py")),
+}  # fmt: skip
+IGNORED = {"README.md", "__pycache__", ".pytest_cache", ".DS_Store"}
+
+
+def contents() -> dict[Path, bytes]:
+    """The files of the grader, strange ones included, and those of the package; without READMEs."""
+    files = [*GRADER.rglob("*"), *PACKAGE.rglob("*.py")]
+    return {path: path.read_bytes() for path in files
+            if path.is_file() and not IGNORED & set(path.parts)}  # fmt: skip
+
+
+def strange_files() -> list[Path]:
+    """Files among the grader's that are not its own. pytest would run a conftest.py that a
+    submission has left there, for everybody who is graded later."""
+    return sorted(path for path in contents() if path.is_relative_to(GRADER) and path not in FILES)
+
+
+LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+TRUSTED = (  # where code that is not the submission's lies
+    "<frozen ", *(f"{folder}{os.sep}" for folder in (PACKAGE, *LIBRARIES)),
+    *(str(path) for path in FILES if path.suffix == ".py" and path.name != "starter.py"),
+)  # fmt: skip
+
+
+def called_by_submission(frame: FrameType | None) -> bool:
+    """Whether code of the submission is among those that led to this frame, in a test's child."""
+    while frame is not None:
+        if frame.f_code is send_reports.__code__:
+            return False
+        if not frame.f_code.co_filename.startswith(TRUSTED):
+            return True
+        frame = frame.f_back
+    return False  # a thread, which only the package can have started
+
 
 # ---- one child process per test ------------------------------------------------------------------
 
 
-def run_in_child(item: pytest.Item, seconds: float) -> list[pytest.TestReport]:
+def run_in_child(item: pytest.Item, before: dict[Path, bytes]) -> list[pytest.TestReport]:
     """Run a test in a fork of this process, and return its reports. If the child ends before it has
-    sent them, or needs more than `seconds`, the test has failed."""
+    sent them, needs too long, does what is refused or leaves the grader's files other than
+    `before`, the test has failed."""
+    seconds = float(item.config.getini("seconds"))
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=send_reports, args=(item, sender))
@@ -37,28 +88,96 @@ def run_in_child(item: pytest.Item, seconds: float) -> list[pytest.TestReport]:
         warnings.simplefilter("ignore", DeprecationWarning)
         child.start()
     sender.close()  # the child's end: now its death ends the pipe
-    reports = None
-    if receiver.poll(seconds):
-        with contextlib.suppress(EOFError):
-            reports = receiver.recv()
-        child.join(1)
-        problem = f"the process ended with status {child.exitcode} before the test did"
-    else:
-        problem = f"it ran for more than {seconds:g} seconds and was stopped"
-    child.kill()  # threads of the submission may still run
-    child.join()
+    reports, stopped = None, False
+    try:
+        if receiver.poll(seconds):
+            with contextlib.suppress(EOFError):
+                reports = receiver.recv()
+            child.join(1)
+            problem = f"the process ended with status {child.exitcode} before the test did"
+        else:
+            problem, stopped = f"it ran for more than {seconds:g} seconds and was stopped", True
+    finally:  # also if grading is interrupted
+        with contextlib.suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)  # what the submission has started ends with it
+        child.kill()
+        child.join()
+    if isinstance(reports, str):  # see `refuse_events`
+        reports, problem = None, reports
+    after = contents()
+    if changed := sorted(p for p in before.keys() | after.keys() if before.get(p) != after.get(p)):
+        reports, problem = None, f"it has written to {changed[0]}: put that back or remove it"
     if reports is None:
-        return [pytest.TestReport(item.nodeid, item.location, {}, "failed", problem, "call",
-                                  hint=problem)]  # fmt: skip
+        return [failed(item, problem, stopped)]
     return [item.config.hook.pytest_report_from_serializable(config=item.config, data=report)
             for report in reports]  # fmt: skip
 
 
+def failed(item: pytest.Item, problem: str, stopped: bool = False) -> pytest.TestReport:
+    """The report of a test that has no result of its own."""
+    return pytest.TestReport(item.nodeid, item.location, {}, "failed", problem, "call",
+                             hint=problem, stopped=stopped)  # fmt: skip
+
+
 def send_reports(item: pytest.Item, sender: Connection) -> None:
     """Run the test, in the child. Later tests share nothing with it: all fixtures are torn down."""
+    os.setpgrp()
+    if resource is not None:
+        limit = int(float(item.config.getini("gigabytes")) * 2**30)
+        with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    refuse_events(sender)
     hook = item.config.hook
     sender.send([hook.pytest_report_to_serializable(config=item.config, report=report)
                  for report in runtestprotocol(item, log=False)])  # fmt: skip
+
+
+# ---- what no solution needs ----------------------------------------------------------------------
+
+REFUSED = {  # events of Python's audit hooks, caused by the submission or by what it calls
+    "sys.settrace": "switches the grader's trace",
+    "_thread.start_new_thread": "starts a thread",
+    "os.fork": "starts a process",
+    "os.forkpty": "starts a process",
+    "os.posix_spawn": "starts a process",
+    "os.system": "starts a process",
+    "os.exec": "becomes another process",
+    "subprocess.Popen": "starts a process",
+    "gc.get_objects": "searches the objects of the grader",
+    "gc.get_referrers": "searches the objects of the grader",
+    "ctypes.dlopen": "loads a library of C",
+}
+REFUSED_IN_ITS_LINES = {  # elsewhere these are common: an import runs code, too
+    "exec": "runs code that it has as data",
+    "compile": "makes code from text",
+    "code.__new__": "makes code from other code",
+    "object.__setattr__": "gives a function other code",
+}
+
+
+def refuse_events(sender: Connection) -> None:
+    """From now on, end this process if the submission does what no solution needs."""
+
+    def audit(event: str, arguments: tuple) -> None:
+        if event in REFUSED and called_by_submission(sys._getframe(1)):
+            problem = REFUSED[event]
+        elif event in REFUSED_IN_ITS_LINES and (
+            event != "object.__setattr__" or arguments[1] == "__code__"
+        ) and not sys._getframe(1).f_code.co_filename.startswith(TRUSTED):  # fmt: skip
+            problem = REFUSED_IN_ITS_LINES[event]
+        else:
+            return
+        sender.send(f"it {problem}, which no solution needs")
+        os._exit(1)
+
+    start = threading.Thread.start
+
+    def audited_start(thread: threading.Thread) -> None:
+        sys.audit("_thread.start_new_thread")  # Python 3.11 does not
+        start(thread)
+
+    threading.Thread.start = audited_start
+    sys.addaudithook(audit)
 
 
 # ---- use of the package's own solution -----------------------------------------------------------
@@ -82,7 +201,7 @@ def place_of(code: CodeType) -> tuple[str, str]:
 def is_packages_own(function: object) -> bool:
     """Whether a function is from the package, or from the reference of an assignment."""
     file = code_of(function).co_filename if code_of(function) else ""
-    return file.startswith(str(PACKAGE)) or Path(file).name == "reference.py"
+    return file.startswith(f"{PACKAGE}{os.sep}") or Path(file).name == "reference.py"
 
 
 def taken_over(submission: ModuleType, names: Iterable[str]) -> set[str]:
@@ -91,7 +210,7 @@ def taken_over(submission: ModuleType, names: Iterable[str]) -> set[str]:
 
 
 @contextlib.contextmanager
-def calls_of(reference: ModuleType, names: Iterable[str], test: Path) -> Iterator[set[str]]:
+def calls_of(reference: ModuleType, names: Iterable[str]) -> Iterator[set[str]]:
     """Collect which of the package's graded functions the submission calls meanwhile, under
     whatever name (`super()` too) and through whatever other function of the package."""
     found = {name: pkgutil.resolve_name(name) if name.startswith("minispec.")
@@ -104,7 +223,7 @@ def calls_of(reference: ModuleType, names: Iterable[str], test: Path) -> Iterato
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         name = graded.get(place_of(frame.f_code))
-        if name is not None and called_by_submission(frame, str(test)):
+        if name is not None and called_by_submission(frame.f_back):
             called.add(name)
 
     before = sys.gettrace()
@@ -114,10 +233,3 @@ def calls_of(reference: ModuleType, names: Iterable[str], test: Path) -> Iterato
     finally:
         sys.settrace(before)
 
-
-def called_by_submission(frame: FrameType, test: str) -> bool:
-    """Whether there is code of the submission between a call and the test that led to it."""
-    while (frame := frame.f_back) is not None and frame.f_code.co_filename != test:
-        if not frame.f_code.co_filename.startswith(TRUSTED):
-            return True
-    return False

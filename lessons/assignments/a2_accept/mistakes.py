@@ -92,6 +92,20 @@ def stops_at_the_first_child(target, tree, randomness):
     return (path, fresh) if len(path) < 3 else (path[:2], tree.tokens[path[2]])
 
 
+def plain(target, tree, randomness):
+    return [0], randomness.categorical(target[0])
+
+
+def matches_a_draw_from_p(target, tree, randomness):
+    path = [0]
+    while True:
+        token = randomness.categorical(target[path[-1]])
+        fits = [child for child in tree.children(path[-1]) if tree.tokens[child] == token]
+        if not fits:
+            return path, token
+        path.append(fits[0])
+
+
 def siblings_by_p(target, tree, randomness):
     """Judge every child by p, and draw the fresh token from the last residual."""
     path = [0]
@@ -151,10 +165,12 @@ MISTAKES = [
             {"accept": partial(walk, ratio=lambda p, q, x: float(p[x]))}),
     Mistake("greedy, chain, tree", "a draft is judged by the distribution after it: use the one "
             "after its parent", {"accept": mutants.probs_after_the_draft}),
-    Mistake("greedy, chain, tree", "each path of the tree is drawn for by itself, and the longest "
+    Mistake("greedy, tree", "each path of the tree is drawn for by itself, and the longest "
             "kept: that prefers some tokens", {"accept": mutants.best_of_independent_paths}),
-    Mistake("greedy", "children are subtracted from p without being tried",
-            {"accept": mutants.child_of_the_root_only}),
+    Mistake("greedy, chain, tree", "it accepts no draft, which is plain decoding",
+            {"accept": plain}),
+    Mistake("chain, tree", "it draws from p and accepts the child that holds what was drawn: "
+            "lossless, but q is not used", {"accept": matches_a_draw_from_p}),
     Mistake("tree", "the second sibling is judged by p itself: after a rejection p has become the "
             "residual", {"accept": siblings_by_p}),
     Mistake("greedy, chain, tree, rounding", "the path does not begin with node 0",

@@ -1,4 +1,8 @@
-"""Exact distributions: `every_outcome` sums over all random outcomes of `accept`."""
+"""Exact distributions: `every_outcome` sums over all random outcomes of `accept`.
+
+A rule that accepts less than it may is lossless, too, and pays for nothing: so the share of drafts
+that it accepts is summed as well.
+"""
 
 import contextlib
 import random
@@ -10,6 +14,7 @@ import torch
 from minispec.certify.toys import every_outcome
 from minispec.sampling import OneHot, Seeded
 from minispec.tree import Tree
+from minispec.verify import accept as rule
 
 V = 4  # tokens
 GRADED = {
@@ -74,15 +79,16 @@ def judged(accept, target, tree: Tree, randomness) -> tuple[list[int], int]:
     return path, fresh
 
 
-def distance(accept, seed: int, kind: str, children: int) -> float:
-    """Total variation of the first two tokens' distribution from the target's own."""
+def judge(accept, seed: int, kind: str, children: int) -> tuple[float, float]:
+    """Total variation of the first two tokens' distribution from the target's own, and the expected
+    number of drafts that are accepted."""
     rng = random.Random(seed)
     contexts = [()] + [(x,) for x in range(V)] + [(x, y) for x in range(V) for y in range(V)]
     after = {context: random_probs(rng) for context in contexts}
 
     levels = 1 + (seed + children) % 2
 
-    def first_two(randomness) -> tuple[int, ...]:
+    def first_two(randomness) -> tuple[tuple[int, ...], int]:
         tree = drafted(random.Random(seed), kind, children, levels, randomness)
         context = [()]
         for node in range(1, len(tree)):
@@ -91,13 +97,28 @@ def distance(accept, seed: int, kind: str, children: int) -> float:
         tokens = tree.tokens_at(path[1:]) + [fresh]
         if len(tokens) == 1:  # the next pass is a plain one
             tokens.append(randomness.categorical(after[tuple(tokens)]))
-        return tuple(tokens[:2])
+        return tuple(tokens[:2]), len(path) - 1
 
     excess = {(x, y): -float(after[()][x] * after[(x,)][y]) for x in range(V) for y in range(V)}
+    accepted = 0.0
     with without_own_randomness():
-        for tokens, weight in every_outcome(first_two):
+        for (tokens, drafts), weight in every_outcome(first_two):
             excess[tokens] += weight
-    return sum(map(abs, excess.values())) / 2
+            accepted += weight * drafts
+    return sum(map(abs, excess.values())) / 2, accepted
+
+
+def check(accept, seed: int, kind: str, children: int, hint: str) -> None:
+    """The output must be the target's, and as many drafts accepted as by the rule."""
+    off, accepted = judge(accept, seed, kind, children)
+    assert off < 1e-12, (
+        f"the output is {off:.1e} (total variation) away from the target, for {hint}"
+    )
+    _, right = judge(rule, seed, kind, children)
+    assert abs(accepted - right) < 1e-12, (
+        f"the output is the target's, but {accepted:.3f} drafts are accepted instead of "
+        f"{right:.3f}, for {hint}"
+    )
 
 
 @pytest.mark.points(4, task="residual")
@@ -153,23 +174,21 @@ def test_a_greedy_target_is_followed_token_by_token(impl, seeds):
 @pytest.mark.parametrize("kind", ["drawn", "one-hot"])
 def test_a_chain_has_the_target_s_distribution(impl, seeds, kind):
     for seed in seeds(12):
-        d = distance(impl.accept, seed, kind, children=1)
-        assert d < 1e-12, (
-            f"the output is {d:.1e} (total variation) away from the target, for {kind} drafts: "
-            "accept x with probability min(1, p(x) / q(x)), else draw from the residual; bonus and "
-            "correction are both drawn from what p has become"
-        )
+        check(
+            impl.accept, seed, kind, 1, f"{kind} drafts: accept x with probability min(1, p(x) / "
+            "q(x)), else draw from the residual; bonus and correction are both drawn from what p "
+            "has become",
+        )  # fmt: skip
 
 
 @pytest.mark.points(4, task="tree")
 @pytest.mark.parametrize("kind", ["with replacement", "without replacement", "one-hot"])
 def test_siblings_have_the_target_s_distribution(impl, seeds, kind):
     for seed in seeds(6):
-        d = distance(impl.accept, seed, kind, children=2)
-        assert d < 1e-12, (
-            f"the output is {d:.1e} (total variation) away from the target, for two "
-            f"siblings ({kind}): after a rejection the next sibling is judged by the residual"
-        )
+        check(
+            impl.accept, seed, kind, 2, f"two siblings ({kind}): after a rejection the next "
+            "sibling is judged by the residual",
+        )  # fmt: skip
 
 
 @pytest.mark.points(2, task="tree")
@@ -198,7 +217,7 @@ def test_every_sibling_is_tried(impl, seeds):
 @pytest.mark.points(1, task="tree")
 def test_the_path_is_a_path(impl, seeds):
     (seed,) = seeds(1)
-    rng, randomness = random.Random(seed), Seeded(seed)
+    rng, randomness, longest = random.Random(seed), Seeded(seed), 1
     for _ in range(60):
         tree = drafted(rng, "with replacement", 3, 2, randomness)
         target = [random_probs(rng) for _ in tree.tokens]
@@ -206,6 +225,8 @@ def test_the_path_is_a_path(impl, seeds):
         steps = all(tree.parents[b] == a for a, b in zip(path, path[1:]))
         assert steps, f"path {path} of {tree}: each node must be a child of the one before it"
         assert 0 <= fresh < V, f"the fresh token {fresh} is none of the {V} tokens"
+        longest = max(longest, len(path))
+    assert longest == 3, f"in 60 trees of two levels no path is longer than {longest} nodes"
 
 
 @pytest.mark.points(1, task="rounding")

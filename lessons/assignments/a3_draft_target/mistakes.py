@@ -3,6 +3,7 @@
 from lessons.assignments import mutants
 from lessons.assignments.grading import Mistake
 from minispec.methods import speculative as package
+from minispec.methods.autoregressive import autoregressive
 from minispec.methods.prompt_lookup import NgramIndex, lookup
 from minispec.sampling import Sampling, draw, probs
 
@@ -99,6 +100,11 @@ def step_for_the_prefill_missing(*arguments, **options):
     yield from steps
 
 
+def plain(model, prompt, sampling, randomness, *, cache=None, **options):
+    """Plain decoding: the draft is ignored."""
+    return autoregressive(model, prompt, sampling, randomness, cache=cache)
+
+
 def power_sum(terms):
     return lambda alpha, gamma: sum(alpha**i for i in terms(gamma))
 
@@ -135,6 +141,7 @@ MISTAKES = [
             {ACCEPT: mutants.probs_after_the_draft}),
     Mistake("lossless, caches", "a stale draft row is kept: truncate the draft's cache",
             {"minispec.cache.KVCache.truncate": mutants.truncate_one_short}),
+    Mistake("lossless, caches", "it is plain decoding: nothing is drafted", {"speculative": plain}),
     Mistake("caches", "a full match gives no bonus token", {ACCEPT: without_the_bonus}),
     Mistake("caches", "the given cache is not used", {"speculative": no_cache}),
     Mistake("caches", "the first step is not the prefill's",

@@ -5,6 +5,7 @@ import torch
 from lessons.assignments import mutants
 from lessons.assignments.grading import Mistake
 from minispec.methods import lookahead as package
+from minispec.methods.autoregressive import autoregressive
 from minispec.methods.lookahead import Pool, Window, combined_mask, window_layout
 from minispec.sampling import argmax, probs
 from minispec.tree import Step, Tree
@@ -46,6 +47,11 @@ def without_cache(method):
         return method(*arguments, **options)
 
     return wrong
+
+
+def plain(model, prompt, sampling, randomness, *, cache=None, **options):
+    """Plain decoding: nothing is guessed."""
+    return autoregressive(model, prompt, sampling, randomness, cache=cache)
 
 
 # ---- the trie ------------------------------------------------------------------------------------
@@ -295,6 +301,7 @@ MISTAKES = [
             {"jacobi": jacobi_with(lambda said, settled, old:
                                    (said[settled:] + old)[: len(old)])}),
     Mistake("jacobi", "`jacobi` does not use the given cache", {"jacobi": without_cache(jacobi)}),
+    Mistake("jacobi", "`jacobi` is plain decoding: nothing is guessed", {"jacobi": plain}),
     Mistake("trie", "chains do not share their beginnings", {"merged": one_node_per_chain}),
     Mistake("trie", "chains share their first token only", {"merged": shared_roots_only}),
     Mistake("trie", "the same token behind another prefix is another node",
@@ -352,6 +359,8 @@ MISTAKES = [
     Mistake("lookahead", "only the latest continuation is verified: merge all of them",
             {"lookahead": lookahead_with(tried=lambda found: found[:1])}),
     Mistake("lookahead", "`pool_from_prompt` has no effect", {"lookahead": text_ignored}),
+    Mistake("lookahead", "`lookahead` is plain decoding: no guess is verified",
+            {"lookahead": plain}),
     Mistake("lookahead", "`lookahead` does not use the given cache",
             {"lookahead": without_cache(lookahead)}),
 ]  # fmt: skip

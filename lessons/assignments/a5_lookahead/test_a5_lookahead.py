@@ -1,10 +1,12 @@
-"""The window against the definition and a model, the pool against a plain list."""
+"""The window against the definition and a model, the pool against a plain list. The passes of both
+loops are counted: plain decoding is lossless, but saves none."""
 
 import random
 
 import pytest
 import torch
 
+from lessons.assignments.grading import counted_run
 from minispec.certify.toys import (
     Toy,
     exact_distribution,
@@ -27,6 +29,20 @@ GRADED = {
 }  # fmt: skip
 
 
+def compare(method, other, model, prompt: list[int], n: int, **options) -> None:
+    """Compare the first `n` greedy tokens with plain decoding's, and the passes that they take with
+    those of the package's method."""
+    run = model, prompt, GREEDY, Seeded(), n
+    plain = first_tokens(autoregressive, *run)
+    tokens, passes = counted_run(method, *run, **options)
+    assert tokens == plain, f"{options}: {tokens}, but plain decoding says {plain}"
+    _, right = counted_run(other, *run, **options)
+    assert passes == right, (
+        f"{options}: {n} tokens take passes of {list(passes)} rows instead of {list(right)}: each "
+        "pass scores all guesses, and a right guess saves one"
+    )
+
+
 # ---- Jacobi --------------------------------------------------------------------------------------
 
 
@@ -34,11 +50,8 @@ GRADED = {
 def test_jacobi_is_lossless(impl, seeds):
     for i, seed in enumerate(seeds(2)):
         model, prompt = small_model(seed), random.Random(seed).choices(range(24), k=1 + 3 * i)
-        plain = list(first_tokens(autoregressive, model, prompt, GREEDY, Seeded(), 12))
         for block in (1, 5):
-            steps = impl.jacobi(model, prompt, GREEDY, Seeded(), block=block)
-            tokens = [t for step, _ in zip(steps, range(13)) for t in step.tokens][:12]
-            assert tokens == plain, f"block {block}: {tokens}, but plain decoding says {plain}"
+            compare(impl.jacobi, lookahead.jacobi, model, prompt, 12, block=block)
 
     def method(*arguments, **options):
         return impl.jacobi(*arguments, block=3, **options)
@@ -300,7 +313,7 @@ def test_each_entry_s_hidden_state_is_that_of_its_chain_alone(impl, seeds):
 # ---- the loop ------------------------------------------------------------------------------------
 
 SETTINGS = (  # W, N, G, and whether the text's own n-grams join the pool
-    (1, 2, 1, False), (3, 3, 3, True), (2, 4, 2, False), (4, 3, 5, True),
+    (3, 3, 3, True), (1, 2, 1, False), (2, 4, 2, False), (4, 3, 5, True),
 )  # fmt: skip
 
 
@@ -312,12 +325,7 @@ def options_of(settings: tuple) -> dict:
 def test_lookahead_is_lossless(impl, seeds):
     for seed, settings in zip(seeds(4), SETTINGS):
         model, prompt = small_model(seed, vocab=4), [1, 2, 3, 1, 2]
-        plain = list(first_tokens(autoregressive, model, prompt, GREEDY, Seeded(), 24))
-        steps = impl.lookahead(model, prompt, GREEDY, Seeded(), **options_of(settings))
-        tokens = [t for step, _ in zip(steps, range(25)) for t in step.tokens][:24]
-        assert tokens == plain, (
-            f"W, N, G = {settings[:3]}: {tokens}, but plain decoding says {plain}"
-        )
+        compare(impl.lookahead, lookahead.lookahead, model, prompt, 24, **options_of(settings))
 
     def method(*arguments, **options):
         return impl.lookahead(*arguments, **options, **options_of((3, 3, 3, True)))

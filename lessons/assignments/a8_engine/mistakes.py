@@ -6,6 +6,7 @@ from lessons.assignments import mutants
 from lessons.assignments.a8_engine import reference
 from lessons.assignments.a8_engine.proposers import Lookup
 from lessons.assignments.grading import Mistake
+from minispec.methods.autoregressive import autoregressive
 from minispec.sampling import Sampling, Seeded, probs
 from minispec.tree import Step
 from minispec.verify import accept
@@ -42,6 +43,26 @@ def engine_with(
 
 
 right = engine_with()
+
+
+def plain(model, proposer, prompt, sampling, randomness, *, cache=None):
+    """Plain decoding: the proposer is not asked."""
+    return autoregressive(model, prompt, sampling, randomness, cache=cache)
+
+
+def accepts_nothing(target, tree, randomness):
+    return [0], randomness.categorical(target[0])
+
+
+def plain_black_box(
+    checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, seed
+):  # fmt: skip
+    model, tokens = reference.loaded(checkpoint), []
+    sampling = Sampling(temperature, top_k, top_p)
+    for step in autoregressive(model, prompt, sampling, Seeded(seed)):
+        tokens += step.tokens
+        if len(tokens) == max_new_tokens or set(tokens) & set(model.config.eos_ids):
+            return tokens
 
 
 def without_the_given_cache(*arguments, cache=None):
@@ -101,6 +122,10 @@ def always_greedy(checkpoint, prompt, *, temperature, **options):
 
 
 MISTAKES = [
+    Mistake("exact, greedy, cache, rounds, limits, engine", "it is plain decoding: the proposer is "
+            "not asked", {"engine": plain}),
+    Mistake("exact, rounds", "what was proposed is scored, but never accepted",
+            {"engine": engine_with(accept=accepts_nothing)}),
     Mistake("exact, rounds", "it accepts too often, as with p / (0.8 q)",
             {"engine": engine_with(accept=mutants.lenient)}),
     Mistake("exact, rounds", "the fresh token is the argmax: draw it",
@@ -130,6 +155,8 @@ MISTAKES = [
             {"engine": token_by_token}),
     Mistake("engine", "a round yields its root again: that was the last round's fresh token",
             {"engine": repeats_the_root}),
+    Mistake("black box", "it is plain decoding: use a proposer that drafts",
+            {"black_box": plain_black_box}),
     Mistake("black box", "it runs on after an end token", {"black_box": runs_past_the_end}),
     Mistake("black box", "the end token is left out: it is the last",
             {"black_box": without_the_end_token}),

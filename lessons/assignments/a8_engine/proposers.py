@@ -13,7 +13,7 @@ from minispec.methods.lookahead import Pool, Window, initial_guess
 from minispec.methods.prompt_lookup import lookup
 from minispec.methods.vocabulary import FullVocabulary
 from minispec.sampling import Randomness, Sampling
-from minispec.tree import Policy, Tree
+from minispec.tree import NodePolicy, Policy, Tree, node_policy
 
 
 class Proposer:
@@ -161,10 +161,12 @@ class Lookahead(Proposer):
 
 
 class MTP(Drafted):
-    """A prediction head on its own output."""
+    """A prediction head on its own output: a chain or, with a `tree`, that many nodes."""
 
-    def __init__(self, model, head, k: int | Policy = 3, vocabulary=None, draft_sampling=None):
-        super().__init__(k, draft_sampling)
+    def __init__(self, model, head, k: int | Policy = 3, tree: int | NodePolicy = 0,
+                 vocabulary=None, draft_sampling=None):  # fmt: skip
+        self.nodes = node_policy(tree)
+        super().__init__(self.nodes or k, draft_sampling)
         self.model, self.head = model, head
         self.vocabulary = vocabulary or FullVocabulary(model)
 
@@ -173,6 +175,12 @@ class MTP(Drafted):
         cache = self.head.new_cache(capacity)
         self.drafter = Drafter(self.head, self.model, cache, offset)
         self.drafter.extend(hidden, tokens[offset + 1 :])
+
+    def propose(self, tokens, free_rows, sampling, randomness):
+        if self.nodes is None:
+            return super().propose(tokens, free_rows, sampling, randomness)
+        draft_head = self.vocabulary.select(tokens)
+        return self.drafter.tree(tokens, self.nodes, free_rows - 1, draft_head)
 
     def drafts(self, tokens, k, sampling, randomness):
         draft_head = self.vocabulary.select(tokens)

@@ -34,7 +34,8 @@ def black_box(
     top_p: float, seed: int,
 ) -> list[int]:  # fmt: skip
     """Your engine as the certifier wants it (`minispec.certify.functions.decoder.Implementation`),
-    with any proposer that needs no weights of its own.
+    with a proposer that needs no weights of its own and saves passes where a text repeats itself
+    (`Jacobi` saves none there).
 
     Returns the new tokens after `prompt`: exactly `max_new_tokens`, or fewer if one of
     `model.config.eos_ids` comes, which is then the last. `minispec.load(checkpoint, "float64",

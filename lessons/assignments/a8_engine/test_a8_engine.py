@@ -1,4 +1,5 @@
-"""The certifier is the examiner: its checks of every method, with your engine in their place."""
+"""The certifier is the examiner: its checks of every method, with your engine in their place. In
+every round the target must score what was proposed: plain decoding passes these checks, too."""
 
 import contextlib
 import functools
@@ -10,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from lessons.assignments.a8_engine.proposers import PROPOSERS, Forest, Proposer
+from lessons.assignments.a8_engine.proposers import PROPOSERS, Forest, Lookup, Proposer
+from lessons.assignments.grading import counted_passes, expected
 from minispec.certify.common import Verdict
 from minispec.certify.functions.checkpoints import write_checkpoint
 from minispec.certify.functions.checks import Limits, check_implementation
@@ -27,6 +29,7 @@ from minispec.certify.toys import (
     small_model,
 )
 from minispec.generate import METHODS
+from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
 
 GREEDY = Sampling()
@@ -36,12 +39,44 @@ GRADED = {
 }  # fmt: skip
 
 
-def as_method(engine: Callable, kind: type[Proposer], original: Callable) -> Callable:
-    """The engine with one kind of proposer, called as the package's method is."""
+def watched(kind: type[Proposer]) -> type[Proposer]:
+    """A kind of proposer that notes the tree of a round and the rows that a pass over it has."""
+
+    class Watched(kind):
+        name, proposed, rows, passes = kind.__name__, None, 0, []
+
+        def beside(self, tree, free_rows):
+            riding, depth, mask = super().beside(tree, free_rows)
+            self.proposed, self.rows = tree, len(tree) + len(riding)
+            self.passes.clear()  # those before were a draft's, if the target is its own draft
+            return riding, depth, mask
+
+    return Watched
+
+
+def as_method(
+    engine: Callable, kind: type[Proposer], original: Callable, accepted: list[int] | None = None
+) -> Callable:
+    """The engine with one kind of proposer, called as the package's method is. Fails if a round
+    is not one pass over what was proposed; appends to `accepted` how many drafts it accepts."""
 
     @functools.wraps(original)
     def method(model, prompt, sampling, randomness, *, cache=None, **options):
-        return engine(model, kind(model, **options), prompt, sampling, randomness, cache=cache)
+        proposer = watched(kind)(model, **options)
+        steps = engine(model, proposer, prompt, sampling, randomness, cache=cache)
+        for round_ in itertools.count():
+            with counted_passes(model) as proposer.passes:
+                step = next(steps)
+            if step.tree is not None:
+                given, right = [step.tree.tokens, proposer.passes], [proposer.rows]
+                tree = proposer.proposed and proposer.proposed.tokens
+                assert given == [tree, right], (
+                    f"{proposer.name}, round {round_}: {given[0]} in passes of {given[1]} rows "
+                    f"instead of {tree} in {right}: propose, then score all of it in one pass"
+                )
+                if accepted is not None:
+                    accepted.append(len(step.path) - 1)
+            yield step
 
     return method
 
@@ -53,19 +88,22 @@ def without_gradients():
 
 
 @contextlib.contextmanager
-def in_place(engine: Callable, first_seed: int) -> Iterator[None]:
+def in_place(engine: Callable, first_seed: int) -> Iterator[list[int]]:
     """The certifier and `decode` run the engine, wherever they would run a method of the package.
     Plain decoding, which all are compared with, stays the package's. `first_seed` changes the
-    certifier's targets and drafts."""
-    methods = {name: as_method(engine, PROPOSERS[name], METHODS[name]) for name in PROPOSERS}
+    certifier's targets and drafts. Yields how many drafts each round accepts."""
+    accepted: list[int] = []
+    methods = {
+        name: as_method(engine, PROPOSERS[name], METHODS[name], accepted) for name in PROPOSERS
+    }
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(METHODS, methods))
-        forest = as_method(engine, Forest, cases.forest)
+        forest = as_method(engine, Forest, cases.forest, accepted)
         stack.enter_context(mock.patch.object(cases, "forest", forest))
         for module, make in (cases, Toy), (cases, small_model), (checks, small_model):
             other = shifted(make, first_seed)
             stack.enter_context(mock.patch.object(module, make.__name__, other))
-        yield
+        yield accepted
 
 
 def shifted(make: Callable, first_seed: int) -> Callable:
@@ -82,15 +120,36 @@ EXACT = (
     "tree, wide, without replacement, T=1", "medusa, deep, T=1", "fastmtp, k=2, compressed",
     "lookahead W=3 N=3 G=3, pool from prompt, T=1",
 )  # fmt: skip
+NOTHING = "not one draft was accepted in any round: this is plain decoding"
 CACHE = "random draft, k=5", "tree, deep", "medusa, deep", "jacobi", "lookahead, W=3", "fastmtp"
+
+
+def exact_arguments(engine: Callable, seed: int) -> list[tuple[str, tuple]]:
+    """Name, and method, model, prompt, sampling and number of tokens, of each of these cases."""
+    with in_place(engine, seed):
+        return [
+            (f"{case.name}, {label}",
+             (case.method, case.model, case.prompt, cases.SAMPLINGS[label], case.n))
+            for case in cases.exact_cases() for label in case.samplings
+            if any(name in f"{case.name}, {label}" for name in EXACT)
+        ]  # fmt: skip
 
 
 @pytest.mark.points(10, task="exact")
 def test_the_certifier_s_exact_check(impl, seeds):
     """Over all random outcomes, the output of every proposer is distributed as plain decoding's."""
-    with in_place(impl.engine, *seeds(1)):
+    (seed,) = seeds(1)
+    with in_place(impl.engine, seed):
         wrong = problem(v for case in EXACT for v in check_exact(only=case))
     assert wrong is None, f"the certifier says: {wrong}: the output is not the target's"
+    for name, arguments in exact_arguments(impl.engine, seed):
+        with in_place(impl.engine, seed):
+            given = expected(*arguments).passes
+        right = expected(*arguments).passes
+        assert abs(given - right) < 1e-9, (
+            f"{name}: {given:.3f} passes for the first tokens on average instead of {right:.3f}: "
+            "the output is the target's, but drafts that are right are not accepted"
+        )
 
 
 @pytest.mark.points(5, task="greedy")
@@ -98,20 +157,22 @@ def test_greedy_tokens_are_plain_decoding_s(impl, seeds):
     (seed,) = seeds(1)
     model, prompt = small_model(seed), [7]
     plain = first_tokens(bound("autoregressive"), model, prompt, GREEDY, Seeded(), 10)
-    with in_place(impl.engine, seed):
+    with in_place(impl.engine, seed) as accepted:
         for name, method in greedy_cases(model, 1):
             tokens = first_tokens(method, model, prompt, GREEDY, Seeded(), 10)
             assert tokens == plain, f"{name}: {tokens} instead of {plain}"
+    assert any(accepted), NOTHING
 
 
 @pytest.mark.points(5, task="cache")
 def test_the_certifier_s_cache_check(impl, seeds):
     """After every round the committed rows equal a fresh prefill's, of all tokens but the last."""
-    with in_place(impl.engine, *seeds(1)):
+    with in_place(impl.engine, *seeds(1)) as accepted:
         wrong = problem(v for case in CACHE for v in check_cache(only=case))
     assert wrong is None, (
         f"the certifier says: {wrong} (inf: not as many rows as tokens but the last)"
     )
+    assert any(accepted), NOTHING
 
 
 @pytest.mark.points(5, task="rounds")
@@ -154,7 +215,7 @@ def same_tree(a, b) -> bool:
 @pytest.mark.points(5, task="limits")
 def test_runs_end_where_plain_decoding_s_do(impl, seeds):
     """At the context's last row, at an end token inside a round; then a turn on the kept cache."""
-    (seed,), context, tokenizer = seeds(1), 24, letter_tokenizer(3)
+    (seed,), context, tokenizer, drafts = seeds(1), 24, letter_tokenizer(3), []
     for method, options in (
         ("speculative", {"draft": Toy(seed + 5), "k": 4}),
         ("prompt-lookup", {}),
@@ -165,33 +226,54 @@ def test_runs_end_where_plain_decoding_s_do(impl, seeds):
         for eos, ending in (((), {"max_new_tokens": 99}), ((1,), {}), ((), {"max_new_tokens": 7})):
             model = Toy(seed + 5, context=context, eos=eos)
             for prompt in ([0], [1, 2, 0, 1, 2, 0]):
-                with in_place(impl.engine, seed):
+                with in_place(impl.engine, seed) as accepted:
                     wrong = ending_difference(
                         model, tokenizer, prompt, method, dict(ending), options
                     )
+                drafts += accepted
                 assert wrong is None, (
                     f"{method}, context {context}, end {eos or ending}: {wrong}: give the "
                     "proposer the cache's room, and feed only what a kept cache lacks"
                 )
+    assert any(drafts), NOTHING
 
 
 @pytest.mark.points(2, task="engine")
 def test_it_is_a_generator_that_begins_with_its_prefill(impl, seeds):
-    model = small_model(*seeds(1))
-    steps = impl.engine(model, Proposer(), [1, 2, 3], GREEDY, Seeded())
-    first = next(steps)
-    assert inspect.isgenerator(steps), "engine is a generator: it yields its steps as they come"
-    assert (first.tokens, first.tree, first.path) == ([], None, []), "an empty Step() comes first"
-    plain = first_tokens(bound("autoregressive"), model, [1, 2, 3], GREEDY, Seeded(), 9)
-    given = tuple(t for step, _ in zip(steps, range(9)) for t in step.tokens)
-    assert given == plain, f"to propose nothing is plain decoding: {plain}, not {given}"
+    model, prompt = small_model(*seeds(1)), [1, 2, 3, 1, 2, 3, 1]
+    plain = first_tokens(bound("autoregressive"), model, prompt, GREEDY, Seeded(), 9)
+    for proposer, tree in (Proposer(), [1]), (Lookup(model, 4), [1, 2, 3, 1]):
+        steps = impl.engine(model, proposer, prompt, GREEDY, Seeded())
+        first = next(steps)
+        assert inspect.isgenerator(steps), "engine is a generator: it yields its steps as they come"
+        assert (first.tokens, first.tree, first.path) == ([], None, []), "an empty Step() is first"
+        rounds = [step for step, _ in zip(steps, range(9))]
+        given = tuple(t for step in rounds for t in step.tokens)[:9]
+        assert given == plain, f"plain decoding says {plain}, not {given}"
+        assert rounds[0].tree.tokens == tree, (
+            f"the first tree after {prompt} is {tree}, not {rounds[0].tree.tokens}"
+        )
 
 
 @pytest.mark.points(6, task="black box")
 def test_the_certifier_s_black_box_checks(impl, tmp_path):
     """What `python -m minispec.certify --impl my_solution:black_box` does, with fewer runs."""
+    settings = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
+    folder, _ = write_checkpoint(tmp_path / "loops", 0, vocab=24, loops=True)
+    passes, forward = [], Transformer.forward
+
+    def counted(*arguments, **options):
+        passes.append(1)
+        return forward(*arguments, **options)
+
+    with mock.patch.object(Transformer, "forward", counted):
+        tokens = impl.black_box(folder, [1, 2], max_new_tokens=60, **settings)
+    assert len(passes) <= 30, (
+        f"{len(tokens)} tokens of a text that repeats itself take {len(passes)} passes, not at "
+        "most 30: let a proposer draft"
+    )
     folder, _ = write_checkpoint(tmp_path, 0, vocab=24)
-    impl.black_box(folder, [1, 2], max_new_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    impl.black_box(folder, [1, 2], max_new_tokens=1, **settings)
     limits = Limits(seconds=1e9, runs=100)
     for name in "greedy: model 0", "limits: lengths", "limits: 1 end", "statistical: T=0.7":
         for verdict in check_implementation(impl.black_box, name, limits=limits):
