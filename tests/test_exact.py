@@ -224,7 +224,7 @@ def several_at_once(p, state):
 
 
 def forked(p, state):
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(state[0])
         state[0] += 1
         return invert(p, torch.rand(1))
