@@ -215,7 +215,8 @@ class FixedNodes(FixedShape):
     def __init__(self, nodes: int):
         if nodes < 1:
             raise UserError(f"tree {nodes}: must be auto or at least 1 node")
-        super().__init__(max(4, round(1.3 * math.sqrt(nodes))), round(math.log2(nodes)) + 2)
+        depth = min(nodes, round(math.log2(nodes)) + 2)
+        super().__init__(max(4, round(1.3 * math.sqrt(nodes))), depth)
         self.nodes = nodes
 
     def choose(self, values: list[float], free_rows: int) -> int:

@@ -309,6 +309,20 @@ def test_a_promising_chain_needs_no_expansion():
     assert not policy.expand([0.9, 0.9, 0.9, 0.9]) and policy.expand([0.1])
 
 
+def test_a_head_that_becomes_right_is_used_again():
+    curve = [0.0, *(1 + 0.3 * n for n in range(64))]
+    policy = AdaptiveNodes(curve, {1: 0.1, 2: 0.12, 4: 0.15})
+    used = []
+    for rounds, right in (300, False), (3000, True):
+        used.append(0)
+        for _ in range(rounds):
+            values = grow(policy, [0.9, 0.05])[1] if policy.expand([]) else []
+            drafted = policy.choose(values, 64)
+            used[-1] += drafted > 0
+            policy.observe(drafted, accepted=min(drafted, 2) if right else 0)
+    assert used[0] < 30 and used[1] > 1500, used
+
+
 def test_values_are_corrected_by_what_was_accepted_and_plain_steps_follow_bad_rounds():
     policy = AdaptiveNodes([0.0, *(1 + n / 5 for n in range(64))], {1: 0.1})
     for _ in range(20):

@@ -143,8 +143,9 @@ def head_costs(
 
         rounds = [partial(round_of_three, width) for width in widths]
         chain, *wider = (cost / 3 for cost in costs_after_pass(rounds, model))
-        # the first step always drafts from a single token
-        return {1: chain} | {n: (3 * cost - chain) / 2 for n, cost in zip(widths[1:], wider)}
+        # the first step always drafts from a single token, and more tokens cannot cost less
+        others = (max(chain, (3 * cost - chain) / 2) for cost in wider)
+        return {1: chain} | dict(zip(widths[1:], others))
 
     return memoised(model, (head, widths), measure, vocabulary)
 

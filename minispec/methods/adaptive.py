@@ -201,7 +201,7 @@ class AdaptiveNodes(AdaptiveTree):
     def expand(self, chain: list[float]) -> bool:
         """See tree.NodePolicy. The head is not needed if the chain promises enough."""
         n = best_draft_size(chain, self.curve[1:])
-        enough = 1 + sum(chain[:n]) >= self.rate * self.curve[n + 1]
+        enough = n > 0 and 1 + sum(chain[:n]) >= self.rate * self.curve[n + 1]
         self.expanding = self.drafting() and not enough
         self.expansion_cost = self.level_costs[1] if self.expanding else 0.0
         self.best_value = 1.0
@@ -212,7 +212,9 @@ class AdaptiveNodes(AdaptiveTree):
         if level == self.max_depth:
             return 0
         best = values.topk(min(len(values), max(self.level_costs))).values.tolist()
-        if self.best_value > 0:
+        if level == 1:  # if a graph was to do this, but could not
+            self.expansion_cost = self.level_costs[1]
+        if self.best_value > 0 and best[0] >= 0:  # not NaN
             self.next_prob += TRIED_STEP * (best[0] / self.best_value - self.next_prob)
         self.best_value, row_cost = best[0], (self.curve[-1] - 1) / len(self.curve)
         profit = {0: 0.0} | {
@@ -233,8 +235,10 @@ class AdaptiveNodes(AdaptiveTree):
         """See tree.NodePolicy."""
         self.costs = [cost + self.expansion_cost for cost in self.curve[1:]]
         tokens = list(accumulate(sorted(values, reverse=True)[:free_rows], initial=0.0))
+        most = min(len(tokens), len(self.costs)) - 1
+        probing = self.expanding and self.gain < 0  # then try one at least
         n = max(
-            range(min(len(tokens), len(self.costs))),
+            range(min(probing, most), most + 1),
             key=lambda n: tokens[n] - self.rate * self.costs[n],
         )
         self.kept = tokens[n]
@@ -248,7 +252,10 @@ class AdaptiveNodes(AdaptiveTree):
         if drafted and self.expanding:
             self.expected = keep * self.expected + self.kept / self.trust
             self.accepted = keep * self.accepted + accepted
-        super().observe(drafted, accepted)
+        elif self.expanding:  # nothing was worth keeping; the head may have become better
+            self.accepted += UNTRIED_STEP * (self.expected - self.accepted)
+        if self.expanding or not self.drafting():  # otherwise it says nothing about the head
+            super().observe(drafted, accepted)
 
 
 def best_first(probs: list[list[float]]) -> Iterator[tuple[RankPath, float]]:
