@@ -96,9 +96,9 @@ def placement(
 
     `sequence_ids` (B, 1) and `row_ids` (span,) count the sequences and the rows that the pass
     reads; `depth` (n,) is each new row's position relative to the end of the committed ones.
-    Returns slots (B, n), positions (B, n) and a boolean mask (B, 1, n, span): every row attends to
-    the committed rows, except that `mask` (n, m), with m >= n, tells which of the last m rows each
-    new row attends to: the last m - n committed ones and the new ones.
+    `mask` (n, m), with m >= n, says which of the last m - n committed rows and the n new ones each
+    new row attends to; all attend to every earlier committed row. Returns slots (B, n), positions
+    (B, n) and a boolean mask (B, 1, n, span).
     """
     n, m = mask.shape
     columns = starts + (row_ids[:m] - (m - n))  # (B, m)

@@ -1,6 +1,6 @@
 """Adaptive policies: choose K for a chain, or the nodes of a tree, by what a pass costs.
 
-Both maximise a round's expected tokens per unit of cost. The caller passes in a measured cost curve
+All maximise the expected tokens per unit of cost. The caller passes in a measured cost curve
 (see `fast.cost`): curve[n] is the cost of a pass over n tokens, relative to a pass over one.
 If no drafts pay, a round is a plain step, and drafts are tried again now and then (see `Probes`).
 A policy decides from what is known before a round, never from what the round draws, so it is as
@@ -10,7 +10,6 @@ same.
 
 import heapq
 import math
-import operator
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, islice
 
@@ -173,20 +172,18 @@ class AdaptiveNodes(AdaptiveTree):
         self, curve: list[float], level_costs: dict[int, float],
         acceptance: list[float] | None = None, max_depth: int = 8,
     ):  # fmt: skip
-        known = (acceptance or [PRIOR_RATE])[:max_depth]
-        rates = known + known[-1:] * (max_depth - len(known))
-        probs = list(accumulate(rates, operator.mul))
-        costs = [curve_at(curve, k + 1) + k * level_costs[1] for k in range(max_depth + 1)]
-        depth = max(1, best_draft_size(probs, costs))
         super().__init__(curve, level_costs[1])
         self.curve, self.level_costs, self.max_depth = curve, level_costs, max_depth
-        self.gain = 1 + sum(probs[:depth]) - costs[depth]
-        self.tokens = PRIOR_ROUNDS * (1 + sum(probs[:depth]))
-        self.cost = PRIOR_ROUNDS * costs[depth]
-        self.expected = self.accepted = float(PRIOR_ROUNDS)  # running sums, like the last two
-        self.next_prob = known[0]  # running mean of the best child's probability
+        chain = AdaptiveK(curve, level_costs[1], max_depth, acceptance)
+        depth = max(1, chain.best())
+        tokens, cost = 1 + sum(islice(chain.accept_probs(), depth)), chain.costs[depth]
+        self.gain = tokens - cost
+        # running sums: of all rounds, and of what the head's candidates promised and brought
+        self.tokens, self.cost = PRIOR_ROUNDS * tokens, PRIOR_ROUNDS * cost
+        self.expected = self.accepted = float(PRIOR_ROUNDS)
+        self.next_prob = chain.rate[0]  # running mean of the best child's probability
         self.static = max(level_costs), depth
-        self.expanding, self.kept = False, 0.0  # in this round: does the head draft; how much
+        self.expanding = False  # does the head draft in this round?
 
     @property
     def rate(self) -> float:
@@ -199,7 +196,7 @@ class AdaptiveNodes(AdaptiveTree):
         return self.accepted / self.expected
 
     def expand(self, chain: list[float]) -> bool:
-        """See tree.NodePolicy. The head is not needed if the chain promises enough."""
+        """See tree.NodePolicy. The head is not needed if the chain alone is worth its time."""
         n = best_draft_size(chain, self.curve[1:])
         enough = n > 0 and 1 + sum(chain[:n]) >= self.rate * self.curve[n + 1]
         self.expanding = self.drafting() and not enough
@@ -241,7 +238,7 @@ class AdaptiveNodes(AdaptiveTree):
             range(min(probing, most), most + 1),
             key=lambda n: tokens[n] - self.rate * self.costs[n],
         )
-        self.kept = tokens[n]
+        self.kept = tokens[n]  # what the kept candidates promise
         return n
 
     def observe(self, drafted: int, accepted: int) -> None:

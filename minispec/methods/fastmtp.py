@@ -161,7 +161,7 @@ class Drafter:
         a tree. A `chain` of other drafts, with their own values, is added to the candidates."""
         candidates = Candidates()
         if policy.expand([value for _, value in chain]) and (self.pending or self.last is not None):
-            # one wait for the device; float64 represents every token id exactly
+            # in one copy to the host; float64 represents every token id exactly
             drafts, parents, values = self.read_and_expand(policy, draft_head).tolist()
             values = [policy.trust * value for value in values]
             candidates = Candidates(list(map(int, drafts)), list(map(int, parents)), values)
@@ -209,8 +209,8 @@ class Drafter:
 
 @dataclass
 class Candidates:
-    """Nodes for a tree, parents before children, best siblings first: their tokens, the indices of
-    their parents (-1: the root) and their values."""
+    """Nodes for a tree, parents before children: their tokens, the indices of their parents (-1 is
+    the root) and their values."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)

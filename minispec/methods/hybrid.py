@@ -69,8 +69,8 @@ def hybrid(
 ) -> Iterator[Step]:  # fmt: skip
     """Copy up to `lookup_k` tokens if the latest 3 to 5 have occurred before. Otherwise draw `k`
     drafts from `head` or, if that is None, from `draft`. Both numbers may be policies, each of
-    which learns only from the rounds of its own drafter. With a `tree` (see fastmtp), the tokens to
-    copy are a branch of the head's tree instead, as long as their running acceptance is worth it.
+    which learns only from the rounds of its own drafter. With a `tree` (see fastmtp), neither is
+    used: the tokens to copy are candidates for the head's tree, valued by their running acceptance.
 
     `vocabulary` is the head's; the head or draft samples with `draft_sampling`, as in `fastmtp`.
     `draft_cache` is the draft model's, as in `speculative`.
