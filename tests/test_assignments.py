@@ -361,21 +361,11 @@ def test_plain_decoding_earns_at_most_a_third_of_any_task(assignment, tmp_path):
     assert len(said) >= 2
 
 
-NEVER_P_OVER_Q = """
-def accept(target, tree, randomness):
-    path = [0]
-    while True:
-        token = randomness.categorical(target[path[-1]])
-        fits = [child for child in tree.children(path[-1]) if tree.tokens[child] == token]
-        if not fits:
-            return path, token
-        path.append(fits[0])
-"""
-
-
 def test_a_lossless_rule_that_accepts_too_little_is_told_its_share(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text(NEVER_P_OVER_Q)
+    mistakes = load(FOLDER / "a2_accept" / "mistakes.py", "a2_accept_mistakes")
+    source = inspect.getsource(mistakes.matches_a_draw_from_p)  # it never computes p / q
+    file.write_text(source.replace("matches_a_draw_from_p", "accept"))
     _, recorder = grade("a2_accept", str(file), "-k", "chain or tree or siblings")
     share = r"q is not used: the output is the target's, but \d\.\d{3} drafts are accepted instead"
     for task in "chain", "tree":

@@ -225,7 +225,7 @@ class AdaptiveNodes(AdaptiveTree):
     def static_shape(self) -> tuple[int, int]:
         """See tree.NodePolicy."""
         width, depth = self.static
-        self.expansion_cost += (depth - 1) * self.level_costs[width]
+        self.expansion_cost = self.level_costs[1] + (depth - 1) * self.level_costs[width]
         return self.static
 
     def choose(self, values: list[float], free_rows: int) -> int:
