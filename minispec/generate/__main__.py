@@ -144,6 +144,10 @@ def check_flags(args: argparse.Namespace) -> None:
             )
     if args.k is not None and args.tree is not None:
         raise UserError("--k drafts a chain and --tree a tree; choose one")
+    if args.tree is not None and args.method in ("fastmtp", "hybrid"):
+        read_tree_option(args.tree, {}, max_nodes=0)
+    if args.draft_temperature is not None and args.tree is not None:
+        raise UserError("--draft-temperature is for chains: the nodes of a --tree are not sampled")
     StopConditions(args.max_new_tokens, tuple(args.stop))
     Sampling(args.temperature, args.top_k, args.top_p)
     ids_or_file = args.prompt_ids is not None or args.prompt_file is not None
@@ -154,6 +158,7 @@ def check_flags(args: argparse.Namespace) -> None:
         (args.compile and distributed.tensor_parallel.size > 1, distributed.NOT_COMPILED),
         (args.draft is not None and args.heads is not None,
          "--draft and --heads are mutually exclusive"),
+        (args.draft is not None and args.tree is not None, "--tree is for heads, not for --draft"),
         (args.draft is not None and (args.vocabulary or args.vocabulary_size) is not None,
          "--vocabulary is for heads, not for --draft"),
     ):

@@ -160,7 +160,7 @@ class Drafter:
         probabilities along its path. No node's value is above its parent's, so the best ones form
         a tree. A `chain` of other drafts, with their own values, is added to the candidates."""
         candidates = Candidates()
-        if policy.expand([value for _, value in chain]) and (self.pending or self.last is not None):
+        if (self.pending or self.last is not None) and policy.expand([value for _, value in chain]):
             # in one copy to the host; float64 represents every token id exactly
             drafts, parents, values = self.read_and_expand(policy, draft_head).tolist()
             values = [policy.trust * value for value in values]

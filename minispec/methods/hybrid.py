@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minispec.cache import KVCache
 from minispec.cli import UserError
-from minispec.methods.adaptive import AdaptiveK
+from minispec.methods.adaptive import UNTRIED_STEP, AdaptiveK
 from minispec.methods.fastmtp import (
     MTPHead,
     accepted_rows,
@@ -32,8 +32,7 @@ LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens; after shorter matches a head is 
 
 
 class ModelDrafter:
-    """Drafts with a draft model, as `speculative` does. The interface is that of a head's Drafter.
-    """
+    """Drafts with a draft model, as `speculative` does; used like a head's Drafter."""
 
     def __init__(
         self, draft: Transformer, model: Transformer, cache: KVCache, draft_cache: KVCache | None
@@ -113,7 +112,10 @@ def hybrid(
         outcome = {"drafted": len(proposed) - 1, "accepted": len(path) - 1}
         if nodes is not None:
             nodes.observe(**outcome)
-            rates.observe(*copies(copied, proposed, path))
+            kept, right = copies(copied, proposed, path)
+            rates.observe(kept, right)
+            if copied and not kept:  # or copies that were once wrong would never be tried again
+                rates.rate[0] += UNTRIED_STEP * (1 - rates.rate[0])
         else:
             used, unused = (copying, drafting) if copied else (drafting, copying)
             used.observe(**outcome)
