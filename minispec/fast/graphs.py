@@ -146,7 +146,7 @@ def cached_graph(network: Transformer | MTPHead, module: Backbone | MTPHead) -> 
 def graph_key(network: Transformer | MTPHead, module: Backbone | MTPHead) -> str:
     """A digest of what a graph is compiled from and for: weights, code, torch and the processor."""
     system = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    digest = blake2b(repr((*system, type(module), network.config)).encode(), digest_size=12)
+    digest = blake2b(repr((*system, module, network.config)).encode(), digest_size=12)
     for name, tensor in module.state_dict().items():  # includes buffers, such as int8 weights
         digest.update(f"{name} {tensor.dtype}".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy())
@@ -160,23 +160,14 @@ def graph_key(network: Transformer | MTPHead, module: Backbone | MTPHead) -> str
 def compile_graph(
     network: Transformer | MTPHead, module: Backbone | MTPHead, path: Path
 ) -> None:
-    """Export the module's pass for 1 to 64 rows and any number of cache rows, and compile it ahead
-    of time (AOTInductor), with the weights in the layout that suits the compiled code."""
-    n, span = torch.export.Dim("n", min=1, max=MAX_ROWS), torch.export.Dim("span")
-    cache, slots = network.new_cache(128), torch.arange(60, 65)[None]
-    cos, sin = network.rope(slots, cache.k[0].dtype)
-    hidden = cos.new_zeros(1, 5, network.config.hidden_size)
-    inputs = [torch.zeros_like(slots)] if module is not network else [hidden, hidden.clone()]
-    layers = [{1: span}] * len(cache.k)
-    shapes = [{1: n}] * len(inputs), {1: n}, {1: n}, {2: n, 3: span}, {1: n}, layers, layers
-    arguments = inputs, cos, sin, cos.new_zeros(1, 1, 5, 128), slots, cache.k, cache.v
+    """Compile the module's pass ahead of time (AOTInductor), with the weights in the layout that
+    suits the compiled code."""
     partial_file = path.with_suffix(f".{os.getpid()}.pt2")
     try:
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
-            program = torch.export.export(FunctionalPass(module), arguments, dynamic_shapes=shapes)
             options = {"freezing": True, "max_autotune_gemm": True}
             torch._inductor.aoti_compile_and_package(
-                program, package_path=str(partial_file), inductor_configs=options
+                export(network, module), package_path=str(partial_file), inductor_configs=options
             )
         partial_file.replace(path)
     except Exception as error:  # a compiler can raise anything
@@ -186,3 +177,18 @@ def compile_graph(
         raise UserError(f"--compile failed ({reason}): run without --compile") from None
     finally:
         partial_file.unlink(missing_ok=True)
+
+
+def export(
+    network: Transformer | MTPHead, module: Backbone | MTPHead
+) -> torch.export.ExportedProgram:
+    """Export the module's pass for 1 to 64 rows and any number of cache rows."""
+    n, span = torch.export.Dim("n", min=1, max=MAX_ROWS), torch.export.Dim("span")
+    cache, slots = network.new_cache(128), torch.arange(60, 65)[None]
+    cos, sin = network.rope(slots, cache.k[0].dtype)
+    hidden = cos.new_zeros(1, 5, network.config.hidden_size)
+    inputs = [torch.zeros_like(slots)] if module is not network else [hidden, hidden.clone()]
+    layers = [{1: span}] * len(cache.k)
+    shapes = [{1: n}] * len(inputs), {1: n}, {1: n}, {2: n, 3: span}, {1: n}, layers, layers
+    arguments = inputs, cos, sin, cos.new_zeros(1, 1, 5, 128), slots, cache.k, cache.v
+    return torch.export.export(FunctionalPass(module), arguments, dynamic_shapes=shapes)

@@ -25,7 +25,7 @@ from minispec.cli import (
     number,
     stdout_reserved,
 )
-from minispec.fast import optimize, optimize_drafter
+from minispec.fast import optimize, optimize_drafter, quantized_dtype
 from minispec.generate.api import METHODS, MIN_VALUES, stream
 from minispec.generate.drafters import (
     REQUIRED_DRAFTERS,
@@ -118,10 +118,10 @@ def parser() -> Parser:
                    help="stop before this text (repeatable)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     p.add_argument("--dtype", default="auto",
-                   help="auto (bfloat16 on a GPU, otherwise float32), float64, float32 or bfloat16")
+                   help="auto (bfloat16 on a GPU, and with --quantize if that is faster, otherwise "
+                   "float32), float64, float32 or bfloat16")
     p.add_argument("--quantize", choices=["int8"],
-                   help="int8 weights for target and draft; on a CPU they cost time, and they "
-                   "save memory only without --compile")
+                   help="int8 weights for target and draft")
     p.add_argument("--compile", action="store_true", help="compile the passes and cache them")
     p.add_argument("--stats", action="store_true", help="print statistics to standard error")
     p.add_argument("--json", action="store_true", help="print a JSON object instead of text")
@@ -180,6 +180,8 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
     """Generate as the flags say and write the text, or the JSON object, to `out`."""
     prompt = None if args.chat else distributed.from_rank_0(lambda: read_prompt(args))
     args.model = distributed.from_rank_0(default_model) if args.model is None else args.model
+    if args.quantize:
+        args.dtype = distributed.from_rank_0(lambda: quantized_dtype(args.dtype, args.device))
     with distributed.together():
         model, tokenizer = load(args.model, args.dtype, args.device)
         if not args.json or args.chat:
