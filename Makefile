@@ -12,7 +12,7 @@ GPU_RUN = PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON)
 # the variable's value as one word of the shell, whatever characters it has
 quoted = '$(subst ','\'',$($1))'
 
-.PHONY: demo test test-all lessons lessons-refresh badges gallery lint certify reference engines \
+.PHONY: demo test test-all lessons lessons-refresh badges gallery lint certify reference engine engines \
 	smollm2 speed gpu gpu-heads grade golden clean
 
 # A real model answers a question by plain decoding, then by FastMTP; offline, the toy tells a story.
