@@ -1,6 +1,7 @@
 """A context in which torch's random numbers are choices of an enumerator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from minispec.sampling import Randomness
 
 MAX_CHOICES = 2000  # of one call
 DRAWS = "rand", "normal_", "geometric_", "cauchy_", "log_normal_", "binomial"
+NESTED = {tuple, list, dict}  # arguments, see map_nested
+HARMLESS = METADATA | {"__hash__"}  # functions that reveal nothing about the numbers
 REAL = np.random.default_rng(0)  # of the numbers that nobody chooses
 
 
@@ -59,12 +62,29 @@ class InterceptedRandomness(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), options=None):
         name, options = getattr(function, "__name__", ""), options or {}
-        drawing = name.startswith(DRAWS) or name in ("normal", "poisson")
-        if drawing or hasattr(self, f"on_{name}") or options.get("generator"):
+        if is_draw(name) or (options and options.get("generator")):
             return self.draw(function, name, args, options)
-        if name == "__hash__" or self.busy:
+        if self.busy or name in HARMLESS:
             return function(*args, **options)
-        return self.operate(function, name, args, options)
+        if self.has_numbers(args) or (options and self.has_numbers(options.values())):
+            return self.operate(function, name, args, options)
+        return function(*args, **options)
+
+    def has_numbers(self, items: Iterable) -> bool:
+        """Return whether random numbers, or a view of them, are among nested arguments. Most calls
+        have none and cost no more than this, because a call without `numbers` is not mapped."""
+        tensors, storages = self.tensors, self.storages
+        for x in items:
+            kind = type(x)
+            if kind is SymbolicUniform or id(x) in tensors:
+                return True
+            if kind in NESTED:
+                if self.has_numbers(x.values() if kind is dict else x):
+                    return True
+            elif tensors and isinstance(x, Tensor) and x.layout == torch.strided:
+                if x.untyped_storage().data_ptr() in storages:
+                    return True
+        return False
 
     def draw(self, function: Callable, name: str, args: tuple, options: dict):
         """Call one of torch's random functions."""
@@ -83,7 +103,7 @@ class InterceptedRandomness(TorchFunctionMode):
         result = getattr(self, f"on_{name}")(real, *args, **options)
         if isinstance(result, Tensor):
             return real.copy_(result)
-        real.copy_(result.at(self.samples))
+        real.copy_(result.values)
         return self.stand_in(result, real, name)
 
     def operate(self, function: Callable, name: str, args: tuple, options: dict):
@@ -105,7 +125,8 @@ class InterceptedRandomness(TorchFunctionMode):
         method = number.find(name, *position)
         try:
             self.busy = True  # the functions called here are not intercepted
-            number.check("assignment")  # to the same memory under another name
+            if type(number.sample) is not float:
+                number.check("assignment")  # to the same memory under another name
             result = method(*(x for x in args if x is not number.sample), **options)
             return self.stand_in(result, function(*args, **options), name)
         except Exception as error:
@@ -149,8 +170,9 @@ class InterceptedRandomness(TorchFunctionMode):
 
     def require_torch_state(self) -> None:
         """Raise CannotEnumerate if torch's global generator was used, not only seeded."""
-        unused = torch_state(torch.Generator().manual_seed(torch.initial_seed()))
-        if torch_state() not in {*self.torch_states, unused}:
+        state, seeded = torch_state(), torch.Generator()
+        known = state in self.torch_states
+        if not known and state != torch_state(seeded.manual_seed(torch.initial_seed())):
             raise CannotEnumerate("it uses torch in a way that cannot be intercepted")
 
     # ---- torch's functions, and their results for real random numbers ----------------------------
@@ -162,7 +184,7 @@ class InterceptedRandomness(TorchFunctionMode):
         self.intervals += [(0.0, 1.0)] * samples.numel()
         self.samples = torch.cat([self.samples, samples.flatten()])
         index = torch.arange(n, len(self.samples)).reshape(shape)
-        return SymbolicUniform(self, like(real, samples), index)
+        return SymbolicUniform(self, like(real, samples), index, values=samples)
 
     on_rand = on_rand_like = uniform
 
@@ -234,6 +256,13 @@ class InterceptedRandomness(TorchFunctionMode):
             return verb(argument)
         except IndexError as error:  # the script has more options than there are
             raise CannotEnumerate(f"not only random numbers matter ({error})") from error
+
+
+@cache
+def is_draw(name: str) -> bool:
+    """Return whether torch's function of this name is random."""
+    draws = name.startswith(DRAWS) or name in ("normal", "poisson")
+    return draws or hasattr(InterceptedRandomness, f"on_{name}")
 
 
 def torch_state(generator: torch.Generator = torch.default_generator) -> bytes:

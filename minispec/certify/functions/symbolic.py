@@ -55,8 +55,10 @@ class SymbolicUniform:
 
     active = None
 
-    def __init__(self, source, sample, index: Tensor, scale=1.0, shift=0.0, g: str = "u"):
-        self.source, self.sample, self.g = source, sample, g
+    def __init__(
+        self, source, sample, index: Tensor, scale=1.0, shift=0.0, g: str = "u", values=None
+    ):
+        self.source, self.sample, self.g, self._values = source, sample, g, values
         parts = torch.broadcast_tensors(index, to_float64(scale), to_float64(shift))
         self.index, self.scale, self.shift = parts
 
@@ -90,16 +92,25 @@ class SymbolicUniform:
     def at(self, samples: Tensor) -> Tensor:
         """Evaluate the formula for these values (N,) of all uniform numbers."""
         u = torch.where(self.index < 0, 1 - samples[~self.index], samples[self.index])
-        x = {"u": u, "log": u.log()}.get(self.g, -(-u.log()).log())
+        x = u if self.g == "u" else u.log() if self.g == "log" else -(-u.log()).log()
         x = self.scale * x + self.shift
         return x.exp() if self.g == "race" else x
 
+    @property
+    def values(self) -> Tensor:
+        """The formula's values for the source's samples, which do not change while it is active."""
+        if self._values is None:
+            self._values = self.at(self.source.samples)
+        return self._values
+
     def check(self, name: str) -> None:
         """Raise CannotEnumerate if the real numbers are not those of the formula, or too coarse."""
-        expected, real = self.at(self.source.samples), to_float64(self.sample)
+        expected, real = self.values, to_float64(self.sample)
         dtype = str(getattr(self.sample, "dtype", "float64")).removeprefix("torch.")
         fine = real.shape == expected.shape and dtype in ("float32", "float64")
-        self.require(fine and torch.allclose(expected, real, CLOSE, CLOSE, equal_nan=True), name)
+        same = fine and torch.equal(expected, real)  # cheaper
+        close = same or (fine and torch.allclose(expected, real, CLOSE, CLOSE, equal_nan=True))
+        self.require(close, name)
 
     def require(self, supported: bool, name: str) -> None:
         if not supported:
@@ -124,16 +135,18 @@ class SymbolicUniform:
 
     # ---- views, copies and arithmetic ------------------------------------------------------------
 
-    def derive(self, scale, shift, g: str | None = None, index=None) -> "SymbolicUniform":
+    def derive(self, scale, shift, g=None, index=None, values=None) -> "SymbolicUniform":
         index = self.index if index is None else index
-        return SymbolicUniform(self.source, self.sample, index, scale, shift, g or self.g)
+        return SymbolicUniform(self.source, self.sample, index, scale, shift, g or self.g, values)
 
     def apply_view(self, name: str, *args, **options):
         """Return a view of these numbers, or a tuple of them."""
-        parts = [getattr(x, name)(*args, **options) for x in (self.scale, self.shift, self.index)]
+        parts = self.scale, self.shift, None, self.index, self.values
+        parts = [x if x is None else getattr(x, name)(*args, **options) for x in parts]
         if isinstance(parts[0], tuple):
-            return tuple(self.derive(*x, index=index) for *x, index in zip(*parts))
-        return self.derive(*parts[:2], index=parts[2])
+            parts[2] = (None,) * len(parts[0])
+            return tuple(self.derive(*x) for x in zip(*parts))
+        return self.derive(*parts)
 
     def on_clone(self, *_, **options) -> "SymbolicUniform":
         return self.derive(self.scale, self.shift)
