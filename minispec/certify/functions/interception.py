@@ -1,7 +1,9 @@
 """A context in which torch's random numbers are choices of an enumerator."""
 
+import re
 from collections.abc import Callable, Iterable
 from functools import cache
+from weakref import ref
 
 import numpy as np
 import torch
@@ -20,8 +22,9 @@ from minispec.certify.functions.symbolic import (
 from minispec.sampling import Randomness
 
 MAX_CHOICES = 2000  # of one call
-DRAWS = "rand", "normal_", "geometric_", "cauchy_", "log_normal_", "binomial"
-NESTED = {tuple, list, dict}  # arguments, see map_nested
+DRAWS = ("(rand|normal_|geometric_|cauchy_|log_normal_|binomial)|"
+         "(normal|poisson|uniform_|exponential_|bernoulli_?|multinomial)$")  # fmt: skip
+is_draw = cache(re.compile(DRAWS).match)  # of a function's name
 HARMLESS = METADATA | {"__hash__"}  # functions that reveal nothing about the numbers
 REAL = np.random.default_rng(0)  # of the numbers that nobody chooses
 
@@ -41,8 +44,9 @@ class InterceptedRandomness(TorchFunctionMode):
         self.randomness, self.used, self.busy, self.choices = randomness, False, False, 0
         self.intervals: list[tuple[float, float] | None] = []  # of uniform numbers; None: raced
         self.samples = torch.zeros(0, dtype=torch.float64)  # a value of each uniform number
-        self.tensors: dict[int, tuple[Tensor, SymbolicUniform]] = {}
-        self.storages, self.drawn = set(), {}  # the addresses of the tensors; numbers and kinds
+        self.memory: dict[int, tuple[ref, dict]] = {}  # storages by address, and their tensors
+        self.filled: list[Tensor] = []  # in place; not only torch may know their memory
+        self.drawn: dict[float, str] = {}
         self.torch_states = {torch_state()}  # of the global generator, if nothing else uses it
 
     def __enter__(self):
@@ -56,34 +60,26 @@ class InterceptedRandomness(TorchFunctionMode):
         low, high = np.array([x or (0, 1) for x in self.intervals], float).reshape(-1, 2).T
         self.samples = torch.from_numpy(REAL.uniform(low, high))
         with torch.inference_mode():
-            for tensor, number in self.tensors.values():
-                if 0 not in tensor.stride():  # of an expanded view
-                    tensor.copy_(number.at(self.samples))
+            for storage, numbers in list(self.memory.values()):
+                for (_, *part), x in numbers.items():
+                    if 0 not in part[-1]:  # the strides of an expanded view
+                        x.sample.new_empty(0).set_(storage(), *part).copy_(x.at(self.samples))
 
     def __torch_function__(self, function, types, args=(), options=None):
         name, options = getattr(function, "__name__", ""), options or {}
-        if is_draw(name) or (options and options.get("generator")):
+        if is_draw(name) or options.get("generator"):
             return self.draw(function, name, args, options)
-        if self.busy or name in HARMLESS:
+        if self.busy or name in HARMLESS or not self.has_numbers([*args, *options.values()]):
             return function(*args, **options)
-        if self.has_numbers(args) or (options and self.has_numbers(options.values())):
-            return self.operate(function, name, args, options)
-        return function(*args, **options)
+        return self.operate(function, name, args, options)
 
     def has_numbers(self, items: Iterable) -> bool:
-        """Return whether random numbers, or a view of them, are among nested arguments. Most calls
-        have none and cost no more than this, because a call without `numbers` is not mapped."""
-        tensors, storages = self.tensors, self.storages
+        """Return whether random numbers, or views of them, are among nested arguments."""
         for x in items:
-            kind = type(x)
-            if kind is SymbolicUniform or id(x) in tensors:
+            if (kind := type(x)) is SymbolicUniform or (self.memory and address(x) in self.memory):
                 return True
-            if kind in NESTED:
-                if self.has_numbers(x.values() if kind is dict else x):
-                    return True
-            elif tensors and isinstance(x, Tensor) and x.layout == torch.strided:
-                if x.untyped_storage().data_ptr() in storages:
-                    return True
+            if kind in (tuple, list, dict) and self.has_numbers(x.values() if kind is dict else x):
+                return True
         return False
 
     def draw(self, function: Callable, name: str, args: tuple, options: dict):
@@ -104,30 +100,32 @@ class InterceptedRandomness(TorchFunctionMode):
         if isinstance(result, Tensor):
             return real.copy_(result)
         real.copy_(result.values)
+        self.filled += [real] * (name.endswith("_") or "out" in options)
         return self.stand_in(result, real, name)
 
     def operate(self, function: Callable, name: str, args: tuple, options: dict):
         """Call a function that may have random numbers among its arguments."""
-        numbers: list[SymbolicUniform] = []
+        numbers: list[tuple[SymbolicUniform, object]] = []
 
         def real_of(x):
-            if type(x := self.number_of(x)) is SymbolicUniform:
-                numbers.append(x)
-            return x.sample if type(x) is SymbolicUniform else x
+            number = self.number_of(x)
+            if type(number) is not SymbolicUniform:
+                return number
+            numbers.append((number, number.sample if x is number else x))
+            return numbers[-1][1]
 
         args, options = map_nested(real_of, (tuple(args), options))
         if not numbers or name in METADATA:
             return function(*args, **options)
         if len(numbers) > 1:
             raise CannotEnumerate(f"it calls {name.strip('_')} with several random numbers")
-        (number,) = numbers
-        position = [i for i, x in enumerate(args) if x is number.sample] or [2]
+        ((number, sample),) = numbers
+        position = [i for i, x in enumerate(args) if x is sample] or [2]
         method = number.find(name, *position)
         try:
             self.busy = True  # the functions called here are not intercepted
-            if type(number.sample) is not float:
-                number.check("assignment")  # to the same memory under another name
-            result = method(*(x for x in args if x is not number.sample), **options)
+            number.check("assignment", sample)  # to the same memory under another name
+            result = method(*(x for x in args if x is not sample), **options)
             return self.stand_in(result, function(*args, **options), name)
         except Exception as error:
             function(*args, **options)  # raises if it is the decoder's own error
@@ -146,19 +144,21 @@ class InterceptedRandomness(TorchFunctionMode):
         if type(result) is not SymbolicUniform:
             return like(real, result.reshape(np.shape(real)))
         result.sample = real
-        result.check(name)
+        result.check(name, real)
         if isinstance(real, Tensor) and real.numel():
-            self.tensors[id(real)] = real, result
-            self.storages.add(real.untyped_storage().data_ptr())
+            result.sample = real.clone()  # `real` itself is only kept by the decoder
+            key, storage = address(real), real.untyped_storage()
+            new = ref(storage, lambda _: self.memory.pop(key, None)), {}
+            self.memory.setdefault(key, new)[1][view(real)] = result
         return real if isinstance(real, Tensor) else result
 
     def number_of(self, x):
         """Return the random numbers for which x stands."""
-        if not (self.tensors and isinstance(x, Tensor) and x.layout == torch.strided):
+        if not self.memory or (key := address(x)) not in self.memory:
             return ordinary(x)
-        if id(x) not in self.tensors and x.untyped_storage().data_ptr() in self.storages:
+        if view(x) not in self.memory[key][1]:
             raise CannotEnumerate("it fills a tensor with random numbers and uses a view of it")
-        return self.tensors.get(id(x), (x, x))[1]
+        return self.memory[key][1][view(x)]
 
     def note_draw(self, kind: str, number: float) -> None:
         """Note that a generator is drawn from, whose next number would be this."""
@@ -170,9 +170,8 @@ class InterceptedRandomness(TorchFunctionMode):
 
     def require_torch_state(self) -> None:
         """Raise CannotEnumerate if torch's global generator was used, not only seeded."""
-        state, seeded = torch_state(), torch.Generator()
-        known = state in self.torch_states
-        if not known and state != torch_state(seeded.manual_seed(torch.initial_seed())):
+        unused = torch_state(torch.Generator().manual_seed(torch.initial_seed()))
+        if torch_state() not in {*self.torch_states, unused}:
             raise CannotEnumerate("it uses torch in a way that cannot be intercepted")
 
     # ---- torch's functions, and their results for real random numbers ----------------------------
@@ -258,11 +257,14 @@ class InterceptedRandomness(TorchFunctionMode):
             raise CannotEnumerate(f"not only random numbers matter ({error})") from error
 
 
-@cache
-def is_draw(name: str) -> bool:
-    """Return whether torch's function of this name is random."""
-    draws = name.startswith(DRAWS) or name in ("normal", "poisson")
-    return draws or hasattr(InterceptedRandomness, f"on_{name}")
+def address(x) -> int:
+    """Return the address of a tensor's storage, which its views share; of anything else, 0."""
+    strided = isinstance(x, Tensor) and x.layout == torch.strided
+    return x.untyped_storage().data_ptr() if strided else 0
+
+
+def view(x: Tensor) -> tuple:
+    return x.dtype, x.storage_offset(), x.shape, x.stride()
 
 
 def torch_state(generator: torch.Generator = torch.default_generator) -> bytes:

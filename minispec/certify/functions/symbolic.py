@@ -2,7 +2,7 @@
 have a method `on_…`; any other ends the enumeration, and its name is reported."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -55,12 +55,12 @@ class SymbolicUniform:
 
     active = None
 
-    def __init__(
-        self, source, sample, index: Tensor, scale=1.0, shift=0.0, g: str = "u", values=None
-    ):
-        self.source, self.sample, self.g, self._values = source, sample, g, values
+    def __init__(self, source, sample, index, scale=1.0, shift=0.0, g="u", values=None):
+        self.source, self.sample, self.g = source, sample, g
         parts = torch.broadcast_tensors(index, to_float64(scale), to_float64(shift))
         self.index, self.scale, self.shift = parts
+        if values is not None:
+            self.values = values
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), options=None):
@@ -96,20 +96,17 @@ class SymbolicUniform:
         x = self.scale * x + self.shift
         return x.exp() if self.g == "race" else x
 
-    @property
+    @cached_property
     def values(self) -> Tensor:
-        """The formula's values for the source's samples, which do not change while it is active."""
-        if self._values is None:
-            self._values = self.at(self.source.samples)
-        return self._values
+        return self.at(self.source.samples)
 
-    def check(self, name: str) -> None:
-        """Raise CannotEnumerate if the real numbers are not those of the formula, or too coarse."""
-        expected, real = self.values, to_float64(self.sample)
-        dtype = str(getattr(self.sample, "dtype", "float64")).removeprefix("torch.")
+    def check(self, name: str, sample) -> None:
+        """Raise CannotEnumerate if these numbers are not those of the formula, or too coarse."""
+        expected, real = self.values, to_float64(sample)
+        dtype = str(getattr(sample, "dtype", "float64")).removeprefix("torch.")
         fine = real.shape == expected.shape and dtype in ("float32", "float64")
-        same = fine and torch.equal(expected, real)  # cheaper
-        close = same or (fine and torch.allclose(expected, real, CLOSE, CLOSE, equal_nan=True))
+        close = fine and (torch.equal(expected, real)  # is much cheaper
+                          or torch.allclose(expected, real, CLOSE, CLOSE, equal_nan=True))
         self.require(close, name)
 
     def require(self, supported: bool, name: str) -> None:
@@ -135,16 +132,15 @@ class SymbolicUniform:
 
     # ---- views, copies and arithmetic ------------------------------------------------------------
 
-    def derive(self, scale, shift, g=None, index=None, values=None) -> "SymbolicUniform":
+    def derive(self, scale, shift, index=None, values=None, g="") -> "SymbolicUniform":
         index = self.index if index is None else index
         return SymbolicUniform(self.source, self.sample, index, scale, shift, g or self.g, values)
 
     def apply_view(self, name: str, *args, **options):
         """Return a view of these numbers, or a tuple of them."""
-        parts = self.scale, self.shift, None, self.index, self.values
-        parts = [x if x is None else getattr(x, name)(*args, **options) for x in parts]
+        parts = self.scale, self.shift, self.index, self.values
+        parts = [getattr(x, name)(*args, **options) for x in parts]
         if isinstance(parts[0], tuple):
-            parts[2] = (None,) * len(parts[0])
             return tuple(self.derive(*x) for x in zip(*parts))
         return self.derive(*parts)
 
@@ -164,14 +160,14 @@ class SymbolicUniform:
             rising = self.scale > 0
             difference = (self.scale.abs() - 1).abs() + (self.shift - 1 + rising.double()).abs()
             self.require(bool((difference < NEGLIGIBLE).all()), name)
-            return self.derive(1.0, 0.0, "log", torch.where(rising, self.index, ~self.index))
+            return self.derive(1.0, 0.0, torch.where(rising, self.index, ~self.index), g="log")
         waiting_times = (self.scale < 0) & (self.shift.abs() < NEGLIGIBLE)
         self.require(self.g == "log" and bool(waiting_times.all()), name)
-        return self.derive(-1.0, self.scale.neg().log(), "gumbel")
+        return self.derive(-1.0, self.scale.neg().log(), g="gumbel")
 
     def on_rdiv(self, x) -> "SymbolicUniform":
         log = self.on_log("div")
-        return log.derive(-log.scale, to_float64(x).log() - log.shift, "race")
+        return log.derive(-log.scale, to_float64(x).log() - log.shift, g="race")
 
     def on_clamp(self, min=-torch.inf, max=torch.inf) -> "SymbolicUniform":
         """Only bounds that are almost never exceeded are supported."""
