@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -33,8 +33,8 @@ class InterceptedRandomness(TorchFunctionMode):
     """While it is active, torch's functions draw from `randomness`, and so do those of `random` and
     numpy that generators.py replaces. `used` is whether anything was drawn.
 
-    The decoder gets `tensors`, by id with what they stand for, whose use is intercepted. Any other
-    use of them sees other numbers in every run.
+    The decoder gets tensors, whose use is intercepted. Any other use of them sees other numbers in
+    every run. `memory` holds what they stand for, as long as the decoder keeps them.
 
     Before each draw, a number is taken from the real generator: `drawn` maps it to the generator's
     kind. The same number twice means that a stream of random numbers is repeated."""
@@ -44,9 +44,8 @@ class InterceptedRandomness(TorchFunctionMode):
         self.randomness, self.used, self.busy, self.choices = randomness, False, False, 0
         self.intervals: list[tuple[float, float] | None] = []  # of uniform numbers; None: raced
         self.samples = torch.zeros(0, dtype=torch.float64)  # a value of each uniform number
-        self.memory: dict[int, tuple[ref, dict]] = {}  # storages by address, and their tensors
-        self.filled: list[Tensor] = []  # in place; not only torch may know their memory
-        self.drawn: dict[float, str] = {}
+        self.memory = WeakKeyDictionary()  # storage -> {view: SymbolicUniform}
+        self.filled, self.drawn = [], {}  # tensors whose memory numpy may have, too; see above
         self.torch_states = {torch_state()}  # of the global generator, if nothing else uses it
 
     def __enter__(self):
@@ -60,10 +59,10 @@ class InterceptedRandomness(TorchFunctionMode):
         low, high = np.array([x or (0, 1) for x in self.intervals], float).reshape(-1, 2).T
         self.samples = torch.from_numpy(REAL.uniform(low, high))
         with torch.inference_mode():
-            for storage, numbers in list(self.memory.values()):
+            for storage, numbers in list(self.memory.items()):
                 for (_, *part), x in numbers.items():
                     if 0 not in part[-1]:  # the strides of an expanded view
-                        x.sample.new_empty(0).set_(storage(), *part).copy_(x.at(self.samples))
+                        x.sample.new_empty(0).set_(storage, *part).copy_(x.at(self.samples))
 
     def __torch_function__(self, function, types, args=(), options=None):
         name, options = getattr(function, "__name__", ""), options or {}
@@ -76,9 +75,11 @@ class InterceptedRandomness(TorchFunctionMode):
     def has_numbers(self, items: Iterable) -> bool:
         """Return whether random numbers, or views of them, are among nested arguments."""
         for x in items:
-            if (kind := type(x)) is SymbolicUniform or (self.memory and address(x) in self.memory):
-                return True
-            if kind in (tuple, list, dict) and self.has_numbers(x.values() if kind is dict else x):
+            kind = type(x)
+            if kind in (tuple, list, dict):
+                if self.has_numbers(x.values() if kind is dict else x):
+                    return True
+            elif kind is SymbolicUniform or (self.memory and storage_of(x) in self.memory):
                 return True
         return False
 
@@ -147,18 +148,18 @@ class InterceptedRandomness(TorchFunctionMode):
         result.check(name, real)
         if isinstance(real, Tensor) and real.numel():
             result.sample = real.clone()  # `real` itself is only kept by the decoder
-            key, storage = address(real), real.untyped_storage()
-            new = ref(storage, lambda _: self.memory.pop(key, None)), {}
-            self.memory.setdefault(key, new)[1][view(real)] = result
+            view = real.dtype, real.storage_offset(), real.shape, real.stride()
+            self.memory.setdefault(storage_of(real), {})[view] = result
         return real if isinstance(real, Tensor) else result
 
     def number_of(self, x):
         """Return the random numbers for which x stands."""
-        if not self.memory or (key := address(x)) not in self.memory:
+        if not self.memory or (storage := storage_of(x)) not in self.memory:
             return ordinary(x)
-        if view(x) not in self.memory[key][1]:
+        view = x.dtype, x.storage_offset(), x.shape, x.stride()
+        if view not in self.memory[storage]:
             raise CannotEnumerate("it fills a tensor with random numbers and uses a view of it")
-        return self.memory[key][1][view(x)]
+        return self.memory[storage][view]
 
     def note_draw(self, kind: str, number: float) -> None:
         """Note that a generator is drawn from, whose next number would be this."""
@@ -257,14 +258,9 @@ class InterceptedRandomness(TorchFunctionMode):
             raise CannotEnumerate(f"not only random numbers matter ({error})") from error
 
 
-def address(x) -> int:
-    """Return the address of a tensor's storage, which its views share; of anything else, 0."""
-    strided = isinstance(x, Tensor) and x.layout == torch.strided
-    return x.untyped_storage().data_ptr() if strided else 0
-
-
-def view(x: Tensor) -> tuple:
-    return x.dtype, x.storage_offset(), x.shape, x.stride()
+def storage_of(x) -> torch.UntypedStorage | None:
+    """Return the memory of a tensor, which its views share."""
+    return x.untyped_storage() if isinstance(x, Tensor) and x.layout == torch.strided else None
 
 
 def torch_state(generator: torch.Generator = torch.default_generator) -> bytes:
