@@ -98,14 +98,14 @@ class SymbolicUniform:
 
     @cached_property
     def values(self) -> Tensor:
-        return self.at(self.source.samples)
+        return self.at(self.source.samples)  # these do not change while the source is active
 
     def check(self, name: str, sample) -> None:
         """Raise CannotEnumerate if these numbers are not those of the formula, or too coarse."""
         expected, real = self.values, to_float64(sample)
         dtype = str(getattr(sample, "dtype", "float64")).removeprefix("torch.")
         fine = real.shape == expected.shape and dtype in ("float32", "float64")
-        close = fine and (torch.equal(expected, real)  # is much cheaper
+        close = fine and (torch.equal(expected, real)  # usually, and much cheaper
                           or torch.allclose(expected, real, CLOSE, CLOSE, equal_nan=True))
         self.require(close, name)
 
