@@ -43,8 +43,7 @@ def bound(name: str, **options) -> Method:
 
 def fresh_options(options: dict) -> dict:
     """Copy the options and reset adaptive policies, so that no run depends on earlier ones."""
-    policies = AdaptiveK | AdaptiveTree
-    return {k: copy.deepcopy(x) if isinstance(x, policies) else x for k, x in options.items()}
+    return {k: copy.deepcopy(x) if hasattr(x, "observe") else x for k, x in options.items()}
 
 
 # Adaptive policies with made-up costs, chosen so that they adapt quickly: K starts at 2, falls to 1
