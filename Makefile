@@ -61,7 +61,8 @@ gallery: .venv/installed $(REAL)
 
 # the README, lessons, gallery and API as a website in build/site, checked in a browser
 site: .venv/site
-	$(BIN)/python -m sphinx -q -W -E -c lessons/site . build/site
+	rm -rf build/site
+	$(BIN)/python -m sphinx -q -W -E -d build/doctrees -c lessons/site . build/site
 	$(BIN)/python -m pytest -q -n 0 -m site tests/test_site.py
 
 lint: .venv/tested

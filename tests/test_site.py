@@ -117,11 +117,11 @@ async function predict(page, url) {
   const fields = form.querySelectorAll("input");
   fields[0].value = "many";
   fields[1].value = ranges[fields[1].name][1] + 1;
-  press("button:not([type])");
+  press(".reveal");
   found.refused = seen(cells);
   found.faults = [...form.querySelectorAll(".fault")].map((fault) => fault.textContent);
   for (const field of fields) field.value = `${100 * ranges[field.name][0]}%`;
-  press("button:not([type])");
+  press(".reveal");
   found.after = seen(cells);
   found.names = [...fields].map((field) => field.name);
   found.tables = [...page.querySelectorAll(".comparison")].map((table) =>
