@@ -40,6 +40,8 @@ CASES = {
     "hybrid": ("hybrid", {}, 1, None),
     "fastmtp, a tree": ("fastmtp", {"tree": 5}, 2, 2),
     "hybrid, a tree": ("hybrid", {"tree": 5}, 2, 2),
+    "eagle3": ("eagle3", {}, 1, None),
+    "eagle3, a tree": ("eagle3", {"tree": 5}, 2, 2),
     "fastmtp, plain steps": ("fastmtp", {"k": lambda _: AdaptiveK(STEEP, 0.1)}, 1, 1),
 }  # fmt: skip
 

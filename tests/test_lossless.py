@@ -32,6 +32,7 @@ from minispec.certify.toys import (
     ToyHeads,
     exact_distribution,
     first_tokens,
+    random_eagle3_head,
     random_medusa_heads,
     random_mtp_head,
     small_model,
@@ -77,7 +78,11 @@ def method_cases(model: Toy | Transformer) -> dict[str, tuple[str, dict]]:
     cases["fastmtp"] = "fastmtp", mtp
     cases["fastmtp, probing"] = "fastmtp", mtp | {"k": PROBING_K}
     cases["fastmtp, small vocabulary"] = "fastmtp", mtp | small
+    eagle3 = {"head": random_eagle3_head(model, 2)}
+    cases["eagle3"] = "eagle3", eagle3 | {"k": 2}
+    cases["eagle3, a tree"] = "eagle3", eagle3 | {"tree": 5}
     cases["hybrid"] = "hybrid", mtp
+    cases["hybrid, eagle3"] = "hybrid", eagle3 | {"k": 2}
     cases["hybrid, draft"] = "hybrid", {"draft": draft, "k": 2, "lookup_k": 3}
     cases["hybrid, probing"] = "hybrid", mtp | {"k": PROBING_K, "lookup_k": PROBING_K}
     return cases
@@ -141,7 +146,7 @@ def test_cache(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "vocabulary" not in name])
 def test_limits(name):
-    if name.startswith(("fastmtp", "hybrid")):
+    if name.startswith(("fastmtp", "eagle3", "hybrid")):
         method, options = method_cases(TRANSFORMER)[name]
 
         def target(eos):

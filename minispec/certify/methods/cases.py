@@ -14,6 +14,7 @@ from minispec.certify.toys import (
     Toy,
     ToyHeads,
     negated,
+    random_eagle3_head,
     random_medusa_heads,
     random_mtp_head,
     small_model,
@@ -166,6 +167,14 @@ def mtp_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     yield "tree=auto, probing", {"head": head, "tree": PROBING_NODES}
 
 
+def eagle3_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
+    """Yield the same for an EAGLE-3 head, which has its own vocabulary."""
+    head = {"head": random_eagle3_head(model, seed)}
+    for name, options in mtp_options(model, seed):
+        if "vocabulary" not in options:
+            yield name, options | head
+
+
 def hybrid_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     """Yield (name, options) for both drafters that hybrid can have, and for its policies."""
     head = {"head": random_mtp_head(model, seed)}
@@ -178,6 +187,7 @@ def hybrid_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     yield "auto, probing", head | {"k": PROBING_K, "lookup_k": PROBING_K}
     yield "auto, draft model", draft | {"k": ADAPTIVE_K, "lookup_k": PROBING_K}
     yield "tree=6", head | {"tree": 6}
+    yield "k=2, EAGLE-3", {"head": random_eagle3_head(model, seed), "k": 2}
     yield "tree=auto", head | {"tree": ADAPTIVE_NODES, "lookup_k": ADAPTIVE_K}
 
 
@@ -237,6 +247,8 @@ def exact_cases() -> Iterator[ExactCase]:
     model = small_model(4, vocab=3, layers=1)
     for name, options in mtp_options(model, 4):
         yield ExactCase(f"fastmtp, {name}", bound("fastmtp", **options), n=2, model=model)
+    for name, options in eagle3_options(model, 4):
+        yield ExactCase(f"eagle3, {name}", bound("eagle3", **options), n=2, model=model)
     for name, options in hybrid_options(model, 4):
         for text, prompt in ("repeated", (1, 0, 1, 2, 1, 0, 1)), ("new", (1, 0, 2, 1, 0)):
             method = bound("hybrid", **options)
@@ -292,9 +304,10 @@ def greedy_cases(model: Transformer, seed: int) -> Iterator[tuple[str, Method]]:
         method = bound("lookahead", window=w, ngram=n, guesses=g, pool_from_prompt=bool(seed % 2))
         if seed in (0, i % 3 + 1):
             yield f"lookahead, W={w} N={n} G={g}", method
-    for i, (name, options) in enumerate(mtp_options(model, seed)):
-        if seed in (0, i % 3 + 1):
-            yield f"fastmtp, {name}", bound("fastmtp", **options)
+    for method, all_options in ("fastmtp", mtp_options), ("eagle3", eagle3_options):
+        for i, (name, options) in enumerate(all_options(model, seed)):
+            if seed in (0, i % 3 + 1):
+                yield f"{method}, {name}", bound(method, **options)
     for name, options in hybrid_options(model, seed):
         yield f"hybrid, {name}", bound("hybrid", **options)
     heads = random_medusa_heads(model, seed)
