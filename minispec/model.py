@@ -324,6 +324,6 @@ class Transformer(nn.Module):
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Number of parameters, including int8 weights, but not token ids. A tied weight counts once."""
+    """Number of parameters, with int8 weights but without token ids. A tied weight counts once."""
     tensors = *module.parameters(), *module.buffers()
     return sum(tensor.numel() for tensor in tensors if tensor.dtype != torch.int64)

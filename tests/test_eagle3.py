@@ -10,24 +10,28 @@ from unittest import mock
 import mistakes
 import pytest
 import torch
-from conftest import TOKENIZER, last_error_line, random_model, random_tokens
+from conftest import ROOT, TOKENIZER, last_error_line, random_model, random_tokens
 from safetensors.torch import load_file, save_file
 from test_heads import rejects
 from test_proposals import RandomK, RandomNodes, paths_of
 from torch import Tensor
 
+from minispec import load
 from minispec.certify.common import GREEDY
 from minispec.certify.methods.cases import bound
 from minispec.certify.toys import letter_tokenizer, random_eagle3_head, randomise, small_model
 from minispec.checkpoints import eagle3 as checkpoints
 from minispec.checkpoints.eagle3 import is_eagle3, load_eagle3, save_eagle3
 from minispec.checkpoints.load import save
+from minispec.distill import Documents, MTPLoss
 from minispec.generate import __main__ as generate
 from minispec.generate import decode
 from minispec.methods.eagle3 import Eagle3Head, Midlayer, default_layers
 from minispec.methods.fastmtp import CHILDREN, Drafter
 from minispec.model import Backbone, Transformer
 from minispec.sampling import Seeded
+
+GOLDEN = ROOT / "tests" / "golden_eagle3"
 
 # ---- the head by its formula ---------------------------------------------------------------------
 
@@ -222,6 +226,50 @@ def test_the_same_head_drafts_for_hybrid():
         assert run.rounds[0].tree.tokens == own.rounds[0].tree.tokens
 
 
+# ---- training ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(3))
+def test_training_runs_the_head_as_drafting_does(seed):
+    """Step k at row i predicts token i + k + 1 after drafts that are the true tokens."""
+    model, tokens = model_of(seed), random_tokens(8, vocab=6)
+    head, ids = random_head(model, seed), expected_ids(model)
+    states = model(tokens, feature_layers=head.feature_layers)
+    documents = Documents([tokens], [1], [states[0]])
+    loss = MTPLoss(head, model, documents, 3, 0.8, True)
+    assert loss.weights == pytest.approx([1 / 2.44, 0.8 / 2.44, 0.64 / 2.44])
+    for k, logits in enumerate(loss.steps(states[:, :6], torch.tensor([tokens + [0] * 4]))):
+        for i in range(6 - k):
+            drafted = slow_probs(head, model, tokens[: i + 2], tokens[i + 2 : i + 2 + k])
+            assert torch.allclose(logits[0, i].softmax(-1), drafted[ids])
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_the_loss_covers_the_head_s_vocabulary(soft):
+    """Cross-entropy with the label or, if soft, with the target's distribution over the head's
+    tokens, wherever the label is one of them."""
+    model, rows = model_of(1).float(), [random_tokens(n, n, 6) for n in (9, 7)]
+    head, ids = random_head(model, 1).float(), expected_ids(model)
+    states = [model(row, feature_layers=head.feature_layers)[0] for row in rows]
+    documents, by_hand = Documents(rows, [2, 2], states), 0.0
+    loss = MTPLoss(head, model, documents, 2, 0.8, True, soft=soft)
+    for k, weight in enumerate(loss.weights):
+        each = []
+        for row, hidden in zip(rows, states):
+            steps = loss.steps(hidden[None, : len(row) - 2], torch.tensor([row + [0] * 4]))
+            for i in range(len(row) - k - 2):
+                if (label := row[i + k + 2]) in ids:
+                    p = model.logits(model(row)[0, i + k + 1])[ids].softmax(-1)
+                    log_q = steps[k][0, i].log_softmax(-1)
+                    each.append(-(p * log_q).sum() if soft else -log_q[ids.index(label)])
+        by_hand += weight * torch.stack(each).mean()
+    assert torch.allclose(loss(torch.arange(2)), by_hand, atol=1e-4)
+    head.requires_grad_(True)
+    loss(torch.arange(2)).backward()
+    assert all(p.grad is not None for p in head.parameters())
+
+
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 LAYOUTS = ["eagle", "eagle, shards", "eagle, .bin", "speculators", "file"]
@@ -266,7 +314,8 @@ def test_the_names_are_those_of_published_heads(tmp_path):
     write_head(random_head(model, 0), tmp_path / "eagle")
     write_head(random_head(model, 1), tmp_path / "speculators", "speculators")
     layer = [
-        *(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
+        *(f"self_attn.{x}_proj" for x in "qkvo"),
+        *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
         "input_layernorm", "hidden_norm", "post_attention_layernorm",
     ]  # fmt: skip
     both = {"d2t", "t2d", "fc.weight", "norm.weight", "lm_head.weight"}
@@ -312,8 +361,8 @@ def edited(folder, changes: dict) -> None:
 @pytest.mark.parametrize("changes, match", [
     ({"draft_vocab_size": None}, "config.json is not that of an EAGLE-3 head"),
     ({"speculators_model_type": "dflash"}, "config.json is not that of an EAGLE-3 head"),
-    ({"draft_vocab_size": 5}, "d2t has 4 entries, but draft_vocab_size is 5"),
-    ({"num_hidden_layers": 2}, "num_hidden_layers must be a whole number from 1 to 1"),
+    ({"draft_vocab_size": 5}, "must name 5 different tokens .draft_vocab_size. of its 6"),
+    ({"num_hidden_layers": 2}, "num_hidden_layers must be 1 .it is 2"),
     ({"norm_output": True}, "norm_output must be false, as this norm is not supported"),
     ({"fc_norm": True}, "fc_norm must be false"),
     ({"norm_before_residual": 1}, "norm_before_residual must be true or false"),
@@ -336,11 +385,10 @@ def test_a_config_that_does_not_fit_is_rejected(changes, match, tmp_path):
     ({"lm_head.weight": None}, "Missing key.*lm_head.weight"),
     ({"norm.bias": torch.zeros(16)}, "Unexpected key.*norm.bias"),
     ({"fc.weight": torch.full((16, 48), math.nan)}, "fc.weight contains NaN"),
-    ({"d2t": torch.tensor([0, 0, 0, 3]), "t2d": None}, "4 different tokens from 0 to 5"),
-    ({"d2t": torch.tensor([0, -1, 0, 0]), "t2d": None}, "4 different tokens from 0 to 5"),
-    ({"d2t": torch.tensor([0, 0, 0, 0])}, "d2t and t2d are about different tokens"),
-    ({"t2d": torch.ones(9, dtype=torch.bool)}, "vocabulary has 9 tokens, the model's has 6"),
-    ({"d2t": None, "t2d": None}, "vocabulary has 4 tokens, the model's has 6"),
+    *(({"d2t": torch.tensor(d2t)} | t2d, "must name 4 different tokens") for d2t, t2d in (
+        ([0, 0, 0, 3], {"t2d": None}), ([0, -1, 0, 0], {"t2d": None}), ([0, 0, 0, 0], {}))),
+    ({"t2d": torch.ones(9, dtype=torch.bool)}, "must name 4 different tokens .* of its 6"),
+    ({"d2t": None, "t2d": None}, "must name 4 different tokens .* of its 6"),
 ])  # fmt: skip
 def test_tensors_that_do_not_fit_are_rejected(changes, match, tmp_path):
     model = model_of(0)
@@ -376,8 +424,24 @@ def test_heads_are_recognised_on_the_command_line(tmp_path, capsys, monkeypatch)
         ("eagle3 --vocabulary none", "--vocabulary is for --method"),
     ):
         assert match in last_error_line(capsys, lambda: run("--method", *flags.split()))
-    layer = json.loads((tmp_path / "eagle3" / "config.json").read_text())["transformer_layer_config"]
-    edited(tmp_path / "eagle3", {"transformer_layer_config": layer | {"hidden_size": 32}})
+    config = json.loads((tmp_path / "eagle3" / "config.json").read_text())
+    config["transformer_layer_config"]["hidden_size"] = 32
+    edited(tmp_path / "eagle3", config)
     error = last_error_line(capsys, lambda: run("--method", "eagle3"))
     assert "its hidden_size is 32, the model's is 16" in error
 
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["eagle", "speculators"])
+def test_logits_are_those_of_speculators(layout):
+    """Of three steps, by the library that trains such heads. See make_golden_eagle3.py."""
+    golden = load_file(GOLDEN / layout / "golden.safetensors")
+    target, _ = load(GOLDEN / "target", "float32", "cpu")
+    head, n = load_eagle3(GOLDEN / layout, target), len(golden["tokens"])
+    assert head.ids.tolist() == [0, 2, 3, 7, 8, 11, 12, 17, 20, 23]
+    assert head.feature_layers == {"eagle": (2, 3, 4), "speculators": (1, 3, 6)}[layout]
+    tokens = torch.tensor([[0, *golden["tokens"].tolist(), 0, 0, 0]])
+    states = torch.cat([torch.zeros(n, 16), golden["features"]], 1)
+    steps = MTPLoss(head, target, None, 3, 0.8, True).steps(states[None], tokens)
+    assert torch.allclose(torch.cat(steps), golden["logits"], atol=1e-4)

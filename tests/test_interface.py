@@ -86,7 +86,7 @@ def test_a_missing_draft_or_head_is_named(tmp_path, method, options):
         decode(random_model(), None, [1, 2], method, **options)
     save(byte_model(), TOKENIZER, tmp_path / "target")
     model, tokenizer = load(tmp_path / "target", "float64", "cpu")
-    with pytest.raises(UserError, match=r"there is no folder (draft|medusa|mtp|eagle3) next to .*target"):
+    with pytest.raises(UserError, match=r"no folder (draft|medusa|mtp|eagle3) next to .*target"):
         decode(model, tokenizer, "x", method, **options)
 
 
@@ -186,7 +186,8 @@ def test_without_tokenizer_json_the_error_says_how_to_make_one(name, tmp_path):
         ("hybrid", {"lookup_k": 0}, "lookup_k 0: must be at least 1"),
         ("hybrid", {"lookup_k": "many"}, "lookup_k 'many': must be a whole number"),
         ("fastmtp", {"vocabulary": "en.json"}, "vocabulary 'en.json': has the wrong type, str"),
-        ("hybrid", {"head": random_eagle3_head(random_model(), 0), "vocabulary": two_languages(random_model())},
+        ("hybrid", {"head": random_eagle3_head(random_model(), 0),
+                    "vocabulary": two_languages(random_model())},
          "an EAGLE-3 head has its own vocabulary; omit the other one"),
     ],
 )

@@ -9,15 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minispec.checkpoints.config import (
-    BOOLEAN,
-    FAMILIES,
-    SIZE,
-    CheckedJson,
-    config_json,
-    integer,
-    parse_config,
-)
+from minispec.checkpoints.config import BOOLEAN, SIZE, CheckedJson, config_json, parse_config
 from minispec.checkpoints.heads import check_tokenizer, read_acceptance, save_acceptance
 from minispec.checkpoints.load import resolve
 from minispec.checkpoints.tokenizer import Tokenizer
@@ -28,21 +20,24 @@ from minispec.methods.eagle3 import Eagle3Head, default_layers
 from minispec.model import Config, Transformer
 
 LAYER_IDS, RESIDUAL = "eagle_aux_hidden_state_layer_ids", "norm_before_residual"
-UNSUPPORTED = "norm_before_fc", "fc_norm", "norm_output"  # of speculators: other norms
+UNSUPPORTED = "norm_before_fc", "fc_norm", "norm_output"  # other norms of speculators
 IGNORED = re.compile(r"verifier_.*|.*inv_freq")  # copies of the target's tensors, and buffers
-OBJECT = "a JSON object", lambda v: type(v) is dict
-LAYERS = "ascending layer numbers", lambda v: type(v) is list and all(
+EMBEDDING = "embed_tokens.weight"
+ONE, OBJECT = ("1", lambda v: v == 1), ("a JSON object", lambda v: type(v) is dict)
+ASCENDING = "ascending layer numbers", lambda v: type(v) is list and all(
     type(i) is int for i in v) and v == sorted(set(v)) != []  # fmt: skip
 FALSE = "false, as this norm is not supported", lambda v: v is False
 
 
 def is_eagle3(source: str | os.PathLike) -> bool:
     """Whether a directory, a hub id or a file in a directory holds an EAGLE-3 head."""
-    return "draft_vocab_size" in CheckedJson(folder_of(source) / "config.json").raw
+    return "draft_vocab_size" in config_of(source).raw
 
 
-def folder_of(source: str | os.PathLike) -> Path:
-    return Path(source).parent if Path(source).is_file() else resolve(source)
+def config_of(source: str | os.PathLike) -> CheckedJson:
+    """The config.json of heads."""
+    folder = Path(source).parent if Path(source).is_file() else resolve(source)
+    return CheckedJson(folder / "config.json")
 
 
 def load_eagle3(
@@ -50,31 +45,28 @@ def load_eagle3(
 ) -> Eagle3Head:
     """Load the head from a directory, a hub id or a file to the model's device and dtype. Raises
     UserError for a head of another model or tokenizer."""
-    folder = folder_of(source)
-    keys, target = CheckedJson(folder / "config.json"), model.config
+    keys, target = config_of(source), model.config
     config = shard_config(head_config(keys), draft=True)
-    files = [Path(source)] if Path(source).is_file() else weight_files(folder)
     tensors: dict[str, Tensor] = {}
-    for file in files:
+    for file in [Path(source)] if Path(source).is_file() else weight_files(keys.path.parent):
         tensors |= read_tensors(file, config)
     tensors = {n.replace("layers.0.", "midlayer."): t for n, t in tensors.items()
                if not IGNORED.fullmatch(n)}  # fmt: skip
     ids = read_ids(str(source), tensors, keys.get("draft_vocab_size", SIZE), target.vocab_size)
-    embedding = tensors.get("embed_tokens.weight")
-    if embedding is not None and is_same(embedding, model.model.embed_tokens.weight):
-        embedding = None
-        del tensors["embed_tokens.weight"]
-    if embedding is None and config.hidden_size != target.hidden_size:
+    shared, own = model.model.embed_tokens.weight, tensors.get(EMBEDDING)
+    if own is not None and torch.equal(own.to(shared.device, shared.dtype), shared):
+        del tensors[EMBEDDING]
+    if EMBEDDING not in tensors and config.hidden_size != target.hidden_size:
         raise UserError(f"{source} is for another model: its hidden_size is {config.hidden_size}, "
                         f"the model's is {target.hidden_size}")  # fmt: skip
-    options = read_layers(keys, target), keys.get(RESIDUAL, BOOLEAN, False), embedding is not None
+    options = read_layers(keys, target), keys.get(RESIDUAL, BOOLEAN, False), EMBEDDING in tensors
     with torch.device("meta"):
         head = Eagle3Head(config, target, ids, *options)
     head.ids = head.host_ids.to(model.device)
     fill(head, tensors, str(source), model.dtype, model.device)
     all_reduce_outputs(head)
-    check_tokenizer(str(source), folder, tokenizer)
-    head.acceptance = read_acceptance(folder / "config.json")
+    check_tokenizer(str(source), keys.path.parent, tokenizer)
+    head.acceptance = read_acceptance(keys.path)
     return head.eval()
 
 
@@ -87,15 +79,15 @@ def head_config(keys: CheckedJson) -> Config:
     for name in UNSUPPORTED:
         keys.get(name, FALSE, False)
     layer = CheckedJson(keys.path, keys.get("transformer_layer_config", OBJECT, keys.raw))
-    layer.get("num_hidden_layers", integer(1, 1))
+    layer.get("num_hidden_layers", ONE)
     return parse_config(layer, CheckedJson(keys.path, {}))
 
 
 def read_layers(keys: CheckedJson, target: Config) -> tuple[int, ...]:
-    """The layers whose inputs the head reads. vLLM's own files have them in an `eagle_config`."""
+    """The layers whose inputs the head reads. Some files have them in an `eagle_config`."""
     nested = CheckedJson(keys.path, keys.get("eagle_config", OBJECT, {}))
     default = list(default_layers(target.layers))
-    layers = keys.get(LAYER_IDS, LAYERS, nested.get(LAYER_IDS, LAYERS, default))
+    layers = keys.get(LAYER_IDS, ASCENDING, nested.get(LAYER_IDS, ASCENDING, default))
     if not 0 <= layers[0] <= layers[-1] < target.layers:
         raise UserError(f"{keys.path}: {LAYER_IDS} {layers} are not layers of the model, which has "
                         f"{target.layers}")  # fmt: skip
@@ -106,24 +98,14 @@ def read_ids(where: str, tensors: dict[str, Tensor], count: int, vocab: int) -> 
     """The token ids of the rows of a head's lm_head. `d2t`, which is removed from `tensors`, holds
     each row's token minus the row's own number; `t2d` marks the same tokens in the vocabulary."""
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    ids = torch.arange(count) if d2t is None else torch.arange(len(d2t)) + d2t.long()
-    if len(ids) != count:
-        raise UserError(f"{where}: d2t has {len(ids)} entries, but draft_vocab_size is {count}")
-    if d2t is None and count != vocab or t2d is not None and len(t2d) != vocab:
-        found = count if t2d is None else len(t2d)
-        raise UserError(f"{where} is for another model: its vocabulary has {found} tokens, the "
-                        f"model's has {vocab}")  # fmt: skip
-    distinct = ids.unique()
-    if len(distinct) < count or not 0 <= distinct[0] <= distinct[-1] < vocab:
-        raise UserError(f"{where}: d2t must lead to {count} different tokens from 0 to {vocab - 1}")
-    if t2d is not None and not torch.equal(t2d.nonzero().flatten(), distinct):
-        raise UserError(f"{where}: d2t and t2d are about different tokens")
+    ids = torch.arange(vocab) if d2t is None else torch.arange(len(d2t)) + d2t.long()
+    marked = torch.zeros(vocab, dtype=torch.bool)
+    if len(ids) == count and 0 <= ids.min() <= ids.max() < vocab:
+        marked[ids] = True
+    if marked.sum() < count or t2d is not None and not torch.equal(t2d.bool(), marked):
+        raise UserError(f"{where} does not fit the model: d2t and t2d must name {count} different "
+                        f"tokens (draft_vocab_size) of its {vocab}")  # fmt: skip
     return ids.tolist()
-
-
-def is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal in the dtype of the second."""
-    return a.shape == b.shape and torch.equal(a.to(b.device, b.dtype), b)
 
 
 def save_eagle3(
@@ -132,16 +114,11 @@ def save_eagle3(
 ) -> None:  # fmt: skip
     """Write the head for `load_eagle3` and vLLM, in EAGLE's layout or that of `speculators`. `base`
     is the target's name."""
-    t2d = torch.zeros(head.size, dtype=torch.bool)
-    t2d[head.host_ids] = True
-    tensors = {n: t.to(dtype) for n, t in head.state_dict().items()}
-    if speculators:
-        tensors = {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
-    tensors |= {"d2t": head.host_ids - torch.arange(len(head.host_ids)), "t2d": t2d}
-    write_tensors(directory / "model.safetensors", tensors)
+    ids, t2d = head.host_ids, torch.zeros(head.size, dtype=torch.bool)
+    t2d[ids] = True
     layer = config_json(replace(head.config, layers=1, vocab_size=head.size, tied=False), dtype)
     config = {
-        "draft_vocab_size": len(head.host_ids),
+        "draft_vocab_size": len(ids),
         "target_hidden_size": head.target_size,
         RESIDUAL: head.midlayer.norm_before_residual,
         LAYER_IDS: list(head.feature_layers),
@@ -149,20 +126,22 @@ def save_eagle3(
         "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
     }
     if speculators:
-        verifier = {"name_or_path": base, "architectures": [FAMILIES[head.config.model_type]]}
-        proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
         config |= {
-            "architectures": ["Eagle3Speculator"],
+            "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": "eagle3",
             "speculators_config": {
                 "algorithm": "eagle3",
-                "proposal_methods": [proposal],
                 "default_proposal_method": "greedy",
-                "verifier": verifier,
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+                "verifier": {"name_or_path": base, "architectures": layer["architectures"]},
             },
             "transformer_layer_config": layer,
         }
     else:
-        config = layer | {"architectures": ["LlamaForCausalLMEagle3"]} | config
+        config = layer | config | {"architectures": ["LlamaForCausalLMEagle3"]}
+    prefix = "layers.0." if speculators else "midlayer."
+    tensors = {n.replace("midlayer.", prefix): t.to(dtype) for n, t in head.state_dict().items()}
+    tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": t2d}
+    write_tensors(directory / "model.safetensors", tensors)
     write_json(directory / "config.json", config)
     save_acceptance(head, directory)

@@ -29,7 +29,7 @@ REQUIRED_DRAFTERS = {
     "medusa": ("heads", "medusa", "--heads DIR"),
     "medusa-typical": ("heads", "medusa", "--heads DIR"),
     "fastmtp": ("head", "mtp", "--heads DIR; for bench, --mtp DIR"),
-    "eagle3": ("head", "eagle3", "--heads DIR"),
+    "eagle3": ("head", "eagle3", "--heads DIR; for bench, --eagle3 DIR"),
 }
 
 

@@ -315,10 +315,8 @@ def read_prompt(
 ) -> None:
     """Feed all tokens but the newest, which is the root of the next tree, to the target and its
     hidden states to the drafter."""
-    layers = drafter.feature_layers
-    for hidden in model.prefill_chunks(
-        tokens[cache.length : -1], cache, feature_layers=layers
-    ):  # (1, n, d)
+    unread, layers = tokens[cache.length : -1], drafter.feature_layers
+    for hidden in model.prefill_chunks(unread, cache, feature_layers=layers):  # (1, n, d)
         n = hidden.shape[1]
         drafter.receive(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])  # h_j, t_{j+1}
         drafter.catch_up()

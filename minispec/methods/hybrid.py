@@ -62,10 +62,10 @@ class ModelDrafter:
 
 def hybrid(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, head: RecurrentHead | None = None, draft: Transformer | None = None,
-    k: int | Policy = 3, lookup_k: int | Policy = 6, tree: int | NodePolicy = 0,
-    vocabulary: Vocabulary | None = None, draft_sampling: Sampling | None = None,
-    draft_cache: KVCache | None = None,
+    cache: KVCache | None = None, head: RecurrentHead | None = None,
+    draft: Transformer | None = None, k: int | Policy = 3, lookup_k: int | Policy = 6,
+    tree: int | NodePolicy = 0, vocabulary: Vocabulary | None = None,
+    draft_sampling: Sampling | None = None, draft_cache: KVCache | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Copy up to `lookup_k` tokens if the latest 3 to 5 have occurred before. Otherwise draw `k`
     drafts from `head` or, if that is None, from `draft`. Both numbers may be policies, each of

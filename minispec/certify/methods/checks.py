@@ -33,7 +33,8 @@ RUNS = 400  # seeded runs of one statistical check
 JOINT_TOKENS = 3  # tokens that it tests jointly
 SEEDED_CASES = (  # the names of its cases
     "speculative k=2", "tree, deep, without replacement", "medusa, deep",
-    "fastmtp, k=2, compressed", "eagle3, k=2, sampled drafts", "hybrid, k=2, compressed, new text", "lookahead W=3 N=3 G=3",
+    "fastmtp, k=2, compressed", "eagle3, k=2, sampled drafts",
+    "hybrid, k=2, compressed, new text", "lookahead W=3 N=3 G=3",
 )  # fmt: skip
 
 Check = Callable[..., Iterator[Verdict]]
