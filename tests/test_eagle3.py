@@ -245,6 +245,15 @@ def test_training_runs_the_head_as_drafting_does(seed):
             assert torch.allclose(logits[0, i].softmax(-1), drafted[ids])
 
 
+def test_large_hidden_states_stay_finite():
+    """SmolLM2's reach 22,000 at the first token; float16 ends at 65,504."""
+    large, small = torch.full((3, 8), 1e5), torch.full((3, 8), 0.1)
+    documents = Documents([[1, 2, 3]] * 2, [1, 1], [None, None], lambda rows: [large, small])
+    states = documents.states(torch.tensor([0, 1]), 3)
+    assert torch.allclose(states[0], large, rtol=2**-8)
+    assert torch.equal(states[1], small.half().float())
+
+
 @pytest.mark.parametrize("soft", [False, True])
 def test_the_loss_covers_the_head_s_vocabulary(soft):
     """Cross-entropy with the label or, if soft, with the target's distribution over the head's

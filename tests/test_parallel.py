@@ -396,7 +396,7 @@ def in_one_process(capsys, *arguments: str) -> dict:
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_command_line_prints_what_one_process_prints(size, tmp_path, capsys):
     model = write_family(tmp_path, FAMILIES["qwen3"])
-    for method in "fastmtp", "speculative", "medusa":
+    for method in "fastmtp", "eagle3", "speculative", "medusa":
         flags = ["--model", model, "--method", method, "--json", "--dtype", "float64",
                  "--max-new-tokens", "30", "--temperature", "0.7", "--seed", "3"]  # fmt: skip
         flags += ["--quantize", "int8"] if method == "speculative" else []

@@ -120,14 +120,16 @@ class Documents:
 
     def states(self, index: Tensor, n: int) -> Tensor:
         """The first `n` hidden states of each document, (B, n, d), zero-padded past its end. A
-        document's are computed the first time, and kept in float16."""
+        document's are computed the first time, and kept in float16, or in bfloat16 if they are too
+        large, as those inside a model can be."""
         indices = index.tolist()
         if missing := [i for i in indices if self.hidden[i] is None]:
             for i, hidden in zip(missing, self.compute([self.rows[i] for i in missing])):
-                self.hidden[i] = hidden.half()
-        states = [self.hidden[i][:n] for i in indices]
+                too_large = hidden.abs().max() > torch.finfo(torch.float16).max
+                self.hidden[i] = hidden.bfloat16() if too_large else hidden.half()
+        states = [self.hidden[i][:n].float() for i in indices]
         padded = torch.stack([F.pad(hidden, (0, 0, 0, n - len(hidden))) for hidden in states])
-        return padded.to(torch.float32)
+        return padded
 
 
 def shuffled_batches(count: int, rows: int, seed: int) -> Batch:

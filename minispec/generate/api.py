@@ -48,7 +48,7 @@ ADAPTIVE = "k", "lookup_k", "tree"  # numbers that may be "auto" or a policy
 # the smallest value of each numeric option
 MIN_VALUES = {"k": 1, "lookup_k": 1, "tree": 0, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
 REQUIRED_ATTRIBUTES = {  # an object without this attribute is not a valid option
-    "draft": "new_cache", "heads": "__call__", "head": "new_cache", "vocabulary": "select",
+    "draft": "new_cache", "heads": "__call__", "head": "drafter", "vocabulary": "select",
     "draft_sampling": "top_p",
 }  # fmt: skip
 

@@ -26,8 +26,8 @@ CHILDREN = 8  # candidates below each expanded node of a tree
 class RecurrentHead(nn.Module):
     """A layer that drafts several tokens by running on its own output: FastMTP's head or EAGLE-3's
     (see eagle3). `acceptance` is how often each step's token was right, given the tokens before it
-    (None: not measured). `feature_layers` are the layers of the target whose inputs it reads, in
-    addition to the target's output.
+    (None: not measured). `feature_layers` are the layers of the target whose inputs it reads;
+    without any, it reads the target's output.
     """
 
     config: Config
