@@ -655,7 +655,7 @@ def test_heads_draft_from_the_vocabulary_they_were_trained_on(
 
 
 def test_an_eagle3_head_starts_from_the_target_s_lm_head_and_drafts_its_vocabulary(
-    target, data, tmp_path
+    target, data, tmp_path, capsys
 ):
     own, words, out = (tmp_path / name for name in ("own.jsonl", "words.json", "trained"))
     generated(target, data, own, 20)
@@ -668,6 +668,9 @@ def test_an_eagle3_head_starts_from_the_target_s_lm_head_and_drafts_its_vocabula
     assert head.ids.tolist() == sorted(ids.tolist()) and not (out / "vocabulary.json").exists()
     torch.testing.assert_close(head.lm_head.weight, model.lm_head.weight[head.ids].half().float())
     assert not head.midlayer.norm_before_residual and head.config.model_type == "llama"
+    error = rejected(capsys, "eagle3", "--model", target, "--generated", own, "--init", out,
+                     "--vocabulary", words, "--out", tmp_path / "next")  # fmt: skip
+    assert "--init: an EAGLE-3 head has its own vocabulary; omit the other one" in error
 
 
 @pytest.mark.parametrize(

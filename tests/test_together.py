@@ -209,7 +209,8 @@ def test_commands_in_two_processes(shelf):
     runs = [case.values for case in COMMANDS if SLOW not in case.values[1]]
     (shelf / "runs.json").write_text(json.dumps([arguments_of(*run) for run in runs]))
     (shelf / "ranks.py").write_text(
-        "import io, json, sys\n"
+        "import io, json, os, sys\n"
+        "sys.stdout = open(os.dup(1), 'w', encoding='utf-8')\n"  # --json redirects the original
         "from minispec.generate.__main__ import main\n"
         "for arguments in json.load(open('runs.json')):\n"
         f"    sys.stdin = io.StringIO({TURNS!r})\n"

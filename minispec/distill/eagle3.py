@@ -12,15 +12,18 @@ import torch
 from minispec.checkpoints.eagle3 import load_eagle3, save_eagle3
 from minispec.checkpoints.heads import load_subset
 from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.cli import UserError
 from minispec.distill.documents import load_target
 from minispec.distill.mtp import head_arguments, train_head
-from minispec.methods.eagle3 import Eagle3Head, default_layers
+from minispec.methods.eagle3 import OWN_VOCABULARY, Eagle3Head, default_layers
 from minispec.model import Transformer
 from minispec.training.loop import without_folder
 from minispec.training.new_model import initialise
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.init and args.vocabulary:
+        raise UserError(f"--init: {OWN_VOCABULARY}")
     target, tokenizer = load_target(args)
     if args.init:
         head = load_eagle3(args.init, target, tokenizer).requires_grad_(True)
