@@ -185,7 +185,7 @@ def test_without_tokenizer_json_the_error_says_how_to_make_one(name, tmp_path):
         ("medusa-typical", {"epsilon": 10**400}, "epsilon 1.*0: must be a number"),
         ("hybrid", {"lookup_k": 0}, "lookup_k 0: must be at least 1"),
         ("hybrid", {"lookup_k": "many"}, "lookup_k 'many': must be a whole number"),
-        ("fastmtp", {"head": random_model()}, "(?s)head Transformer.*: has the wrong type, Transformer"),
+        ("fastmtp", {"head": random_model()}, "has the wrong type, Transformer"),
         ("fastmtp", {"vocabulary": "en.json"}, "vocabulary 'en.json': has the wrong type, str"),
         ("hybrid", {"head": random_eagle3_head(random_model(), 0),
                     "vocabulary": two_languages(random_model())},
