@@ -99,7 +99,7 @@ class Tree:
         return layout(tuple(self.parents))[2]
 
 
-@lru_cache(maxsize=256)  # called three times per round, often with the same tree in every round
+@lru_cache(maxsize=32)  # called three times per round, often with the same tree in every round
 @torch.inference_mode(False)  # the cached tensors outlive a run
 def layout(parents: tuple[int, ...]) -> tuple[list[int], Tensor, Tensor]:
     """A tree's depths, as a list and as a tensor, and its mask. Shared, so do not modify them."""
@@ -162,7 +162,10 @@ class FixedK:
 class NodePolicy(Protocol):
     """Chooses the tree that a FastMTP head drafts in a round. It may use the head's probabilities,
     which follow from the text, but nothing that is drawn. The head's probabilities times `trust`
-    are those of acceptance."""
+    are those of acceptance.
+
+    A round calls `expand`, if the head has anything to read; if it drafts, `width` for one level
+    after the other, or `static_shape`; then `choose` and `observe`."""
 
     trust: float
 

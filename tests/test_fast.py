@@ -16,9 +16,17 @@ from torch import nn
 from minispec import UserError, load, paths
 from minispec.certify.toys import random_eagle3_head, random_mtp_head
 from minispec.checkpoints.load import save
-from minispec.fast import Int8Linear, graphs, optimize, optimize_drafter, products, swap
+from minispec.fast import (
+    Int8Linear,
+    graphs,
+    optimize,
+    optimize_drafter,
+    products,
+    quantized_dtype,
+    swap,
+)
 from minispec.fast.graphs import compile_passes
-from minispec.fast.products import PRODUCTS, TIMED_ROWS, MeasuredLinear
+from minispec.fast.products import INT8_PRODUCTS, PRODUCTS, TIMED_ROWS, MeasuredLinear
 from minispec.generate import decode
 from minispec.methods.vocabulary import Compressed, Language
 
@@ -221,6 +229,79 @@ def test_int8_weights_are_rounded_to_the_nearest_multiple_of_a_scale(seed):
         assert ((near - exact).abs() <= 0.01 * exact.abs().amax(1, keepdim=True)).all()
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("product", INT8_PRODUCTS)
+def test_every_int8_product_equals_the_rounded_weights(product, seed):
+    torch.manual_seed(seed)
+    width, out = random.Random(seed).choice([64, 128, 192]), random.Random(seed).randint(1, 70)
+    layer = Int8Linear(nn.Linear(width, out, bool(seed % 2)).bfloat16().requires_grad_(False))
+    if not products.works(INT8_PRODUCTS[product], layer.rounded):
+        pytest.skip("this version of torch does not offer the product")
+    layer.products = [product] * len(TIMED_ROWS)
+    for shape in (), (0,), (1,), (3,), (64,), (66,), (2, 3):
+        x = torch.randn(*shape, width).bfloat16()
+        expected = x.float() @ layer.weight.float().T
+        expected = expected if layer.bias is None else expected + layer.bias.float()
+        torch.testing.assert_close(layer(x).float(), expected, rtol=0.03, atol=0.03)
+    x = torch.randn(4, 2 * width).bfloat16()[:, ::2]  # not contiguous
+    assert layer(x).shape == (4, len(layer.rounded))
+
+
+def test_a_product_that_torch_lacks_or_that_is_wrong_is_not_chosen(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "CACHE", tmp_path)
+
+    def missing(*_) -> None:
+        raise AttributeError
+
+    def wrong(rows, rounded, scale) -> torch.Tensor:
+        return products.dequantised(rows, rounded, 1.1 * scale)
+
+    for other in missing, wrong:
+        monkeypatch.setitem(INT8_PRODUCTS, "weight_only", other)
+        weight = torch.randint(-127, 128, (9, 64), dtype=torch.int8)
+        assert products.candidates(weight).keys() == {"dequantised"}
+        model = random_model().bfloat16()
+        optimize(model, int8=True)
+        assert model.lm_head.products == ["dequantised"] * len(TIMED_ROWS)
+        assert model.logits(model(random_tokens(5))).isfinite().all()
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 65])
+def test_rows_that_torch_would_read_past_their_end_are_dequantised(width):
+    weight = torch.ones(3, width, dtype=torch.int8)
+    assert products.candidates(weight).keys() == {"dequantised"}
+
+
+def test_int8_products_are_timed_on_slices_of_a_large_weight_and_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "CACHE", tmp_path)
+    monkeypatch.setattr(products, "TIMED_BYTES", 64 * 10)
+    seen, model = [], random_model().bfloat16()
+    for name in INT8_PRODUCTS:
+        monkeypatch.setitem(INT8_PRODUCTS, name, lambda *args, name=name: seen.append(
+            (name, len(args[0]))) or products.dequantised(*args))  # fmt: skip
+    monkeypatch.setattr(products, "works", lambda *_: True)
+    times = {"dequantised": [2.0] * 7, "weight_only": [1.0] * 3 + [3.0] * 4}
+    large = torch.ones(33, 64, dtype=torch.int8)
+    assert len(products.fastest_products([large])[products.key_of(large)]) == 7
+    assert {n for _, n in seen} == set(TIMED_ROWS) and {name for name, _ in seen} == times.keys()
+    monkeypatch.setattr(products, "time_products", lambda groups: {key: times for key in groups})
+    optimize(model, int8=True)
+    for n, name in (1, "weight_only"), (4, "weight_only"), (5, "dequantised"), (65, "dequantised"):
+        seen.clear()
+        model.logits(torch.ones(n, 16, dtype=torch.bfloat16))
+        assert seen == [(name, n)]
+
+
+def test_int8_models_are_in_the_faster_dtype_unless_another_is_asked_for(monkeypatch, capsys):
+    for fastest in torch.float32, torch.bfloat16:
+        monkeypatch.setattr("minispec.fast.int8_dtype", lambda fastest=fastest: fastest)
+        assert quantized_dtype("auto", "cpu") == fastest
+        assert quantized_dtype("float64", "cpu") == "float64"
+        assert ("bfloat16" in capsys.readouterr().err) == (fastest == torch.bfloat16)
+    monkeypatch.undo()
+    assert quantized_dtype("auto", "cpu") in (torch.float32, torch.bfloat16)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_int8_model_equals_a_plain_one_with_the_rounded_weights(tied):
     """All linear layers are rounded, including lm_head; the embedding is not."""
@@ -280,6 +361,21 @@ def test_the_inputs_of_a_graph_yield_the_plain_pass(seed):
             path.append(rng.choice(tree.children(path[-1])))
         cache.commit(path)
         plain_cache.commit(path)
+
+
+@pytest.mark.parametrize("product", INT8_PRODUCTS)
+def test_a_graph_of_int8_weights_contains_the_product_for_one_row(product):
+    model = random_model(hidden_size=64, head_dim=64, intermediate_size=128).bfloat16()
+    swap(model.model, Int8Linear)
+    for layer in model.model.modules():
+        if isinstance(layer, Int8Linear):
+            layer.products = [product] + ["dequantised"] * (len(TIMED_ROWS) - 1)
+    with torch.no_grad():
+        graph = graphs.export(model, graphs.FunctionalPass(model.model)).graph
+    operators = [str(node.target) for node in graph.nodes]
+    linears = 7 * model.config.layers
+    assert operators.count("aten._weight_int8pack_mm.default") == (
+        linears if product == "weight_only" else 0)  # fmt: skip
 
 
 def test_copies_and_pickles_of_a_compiled_module_are_not_compiled(monkeypatch):

@@ -26,14 +26,14 @@ from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import decode
 from minispec.methods import medusa
 from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes
-from minispec.methods.fastmtp import CHILDREN, Drafter, MTPHead
+from minispec.methods.fastmtp import CHILDREN, Drafter, MTPHead, fastmtp
 from minispec.methods.medusa import with_prefixes
 from minispec.methods.prompt_lookup import NgramIndex
 from minispec.methods.speculative import propose
 from minispec.methods.vocabulary import Compressed, FullVocabulary, count
 from minispec.model import Transformer
 from minispec.sampling import Seeded
-from minispec.tree import Tree
+from minispec.tree import FixedNodes, Tree
 
 # ---- Medusa and FastMTP --------------------------------------------------------------------------
 
@@ -271,6 +271,41 @@ def test_each_policy_of_hybrid_learns_from_its_own_drafter():
     assert run.tokens == [(2 + i) % 6 for i in range(60)]
     assert min(copied.rate) > 0.7 and k.rate[0] < 0.7
     assert {len(step.tokens) for step in run.rounds[-5:-1]} == {6 + 1}
+
+
+class LikelyCopies(FixedNodes):
+    """Keeps copies that are more likely right than wrong; the head never drafts."""
+
+    def expand(self, chain: list[float]) -> bool:
+        return False
+
+    def choose(self, values: list[float], free_rows: int) -> int:
+        return sum(value > 0.5 for value in values[:free_rows])
+
+
+def test_copies_that_were_once_rejected_are_tried_again():
+    """In the prompt, 9 follows 2 3 4; the model counts to 11, again and again."""
+    model, _ = counting_model(12, 1)
+    options = {"head": random_mtp_head(model, 0), "tree": LikelyCopies(8), "max_new_tokens": 45}
+    run = decode(model, None, [2, 3, 4, 9, 2, 3, 4], "hybrid", **options)
+    assert run.tokens == [(5 + i) % 12 for i in range(45)]
+    assert len(run.rounds[0].tree) > len(run.rounds[0].path) == 1  # rejected
+    assert max(len(step.path) for step in run.rounds[-3:]) > 1
+
+
+def test_a_head_with_nothing_to_read_costs_nothing():
+    """A kept cache holds all of the prompt but its newest token, without any hidden states."""
+    model, prompt = random_model(context=64), [1, 2, 0, 2]
+    policy = AdaptiveNodes([0.0, *(1 + n / 10 for n in range(16))], {1: 0.5})
+    cache = model.new_cache()
+    model.prefill(prompt[:-1], cache)
+    options = {"cache": cache, "head": random_mtp_head(model, 0), "tree": policy}
+    rounds = fastmtp(model, prompt, GREEDY, Seeded(), **options)
+    next(rounds)
+    next(rounds)
+    assert policy.costs[0] == 1.0
+    next(rounds)
+    assert policy.costs[0] > 1.0
 
 
 def test_tensors_that_a_run_leaves_behind_can_be_used_in_training():

@@ -46,7 +46,7 @@ from minispec.cli import (
     number,
     stdout_reserved,
 )
-from minispec.fast import optimize, optimize_drafter
+from minispec.fast import optimize, optimize_drafter, quantized_dtype
 from minispec.generate.api import unlisted_eos_warning
 from minispec.machine import command_line, describe_machine
 from minispec.model import Transformer
@@ -190,6 +190,8 @@ def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Pr
     """Load and optimise the model and its drafters; choose the prompts."""
     if args.shape is None and args.model is None:
         args.model = distributed.from_rank_0(default_model)
+    if args.quantize:
+        args.dtype = distributed.from_rank_0(lambda: quantized_dtype(args.dtype, args.device))
     with distributed.together():
         if args.shape:
             check_memory(args.shape, args.dtype, args.device, args.quantize == "int8")

@@ -85,8 +85,7 @@ class MTPLoss:
 
     def logits(self, x: Tensor) -> Tensor:
         """The head's outputs (..., d) -> (..., V)."""
-        own = isinstance(self.head, Eagle3Head)
-        return self.head.logits(x) if own else self.draft_head.logits(x)
+        return getattr(self.head, "logits", self.draft_head.logits)(x)  # its own lm_head, if any
 
     def outputs(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
         """The head's outputs (B, n, d) for every step, given the target's hidden states (B, n, d)

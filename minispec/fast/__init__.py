@@ -7,14 +7,21 @@ load it again.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from minispec import distributed
-from minispec.cli import UserError
+from minispec.checkpoints.load import pick_device
+from minispec.cli import UserError, note
 from minispec.fast.captured import capture_passes, is_captured
 from minispec.fast.graphs import compile_passes, is_compiled, is_on_gpu
-from minispec.fast.products import MeasuredLinear, fastest_products, key_of
+from minispec.fast.products import (
+    INT8_ROWS,
+    Int8Linear,
+    MeasuredLinear,
+    fastest_products,
+    int8_dtype,
+    key_of,
+)
 from minispec.methods.fastmtp import RecurrentHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import Compressed
@@ -35,6 +42,7 @@ def optimize(model: Transformer, int8: bool = False, compiled: bool = False) -> 
     if int8:
         names = {layer: name for name, layer in model.named_modules()}
         swap(model, lambda layer: Int8Linear(layer, names[layer]))
+        choose_int8_products(model)
     if compiled and distributed.tensor_parallel.size > 1:
         raise UserError(distributed.NOT_COMPILED)
     if compiled:
@@ -71,6 +79,25 @@ def optimize_layers(module: nn.Module) -> None:
         swap(module, lambda layer: MeasuredLinear(layer, products[key_of(layer.weight)]))
 
 
+def quantized_dtype(dtype: str, device: str) -> str | torch.dtype:
+    """The dtype for a model with int8 weights: on a CPU, `auto` is the faster one there."""
+    if dtype != "auto" or pick_device(device).type != "cpu":
+        return dtype
+    if (chosen := int8_dtype()) == torch.bfloat16:
+        note("int8 weights: computing in bfloat16, which is faster here than --dtype float32")
+    return chosen
+
+
+def choose_int8_products(model: Transformer) -> None:
+    """Let each int8 layer on a CPU use the fastest products, if its rows are in bfloat16."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Int8Linear)]
+    if model.device.type == "cpu" and model.dtype == INT8_ROWS:
+        weights = [layer.rounded for layer in layers]
+        products = distributed.from_rank_0(lambda: fastest_products(weights))
+        for layer in layers:
+            layer.products = products[key_of(layer.rounded)]
+
+
 def measured(layer: nn.Linear) -> MeasuredLinear:
     """The layer with the products that are fastest for it."""
     products = distributed.from_rank_0(lambda: fastest_products([layer.weight]))
@@ -87,27 +114,3 @@ def swap(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
             setattr(module, name, make(child))
         else:
             swap(child, make)
-
-
-class Int8Linear(nn.Module):
-    """Weights rounded to 8 bits, with one scale per output: a quarter of the memory of float32.
-    The layer's `name` in its model determines how ranks share it."""
-
-    def __init__(self, linear: nn.Linear, name: str = ""):
-        super().__init__()
-        weight = linear.weight.detach()
-        precise = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        largest = distributed.largest_in_rows(precise, f"{name}.weight")
-        scale = largest.clamp(min=1e-12) / 127  # (out,)
-        self.register_buffer("rounded", (precise / scale[:, None]).round().to(torch.int8))
-        self.register_buffer("scale", scale.to(weight.dtype))
-        self.bias = linear.bias
-
-    @property
-    def weight(self) -> Tensor:
-        """The dequantised weights."""
-        return self.rounded * self.scale[:, None]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.rounded.to(x.dtype)) * self.scale
-        return y if self.bias is None else y + self.bias

@@ -171,22 +171,13 @@ def graph_key(network: Transformer | RecurrentHead, functional: FunctionalPass) 
 def compile_graph(
     network: Transformer | RecurrentHead, functional: FunctionalPass, path: Path
 ) -> None:
-    """Export the module's pass for 1 to 64 rows and any number of cache rows, and compile it ahead
-    of time (AOTInductor), with the weights in the layout that suits the compiled code."""
-    n, span = torch.export.Dim("n", min=1, max=MAX_ROWS), torch.export.Dim("span")
-    cache, slots = network.new_cache(128), torch.arange(60, 65)[None]
-    cos, sin = network.rope(slots, cache.k[0].dtype)
-    hidden = cos.new_zeros(1, 5, network.config.hidden_size)
-    is_head = functional.module is network
-    inputs = [hidden, hidden.clone()] if is_head else [torch.zeros_like(slots)]
-    layers = [{1: span}] * len(cache.k)
-    shapes = [{1: n}] * len(inputs), {1: n}, {1: n}, {2: n, 3: span}, {1: n}, layers, layers
-    arguments = inputs, cos, sin, cos.new_zeros(1, 1, 5, 128), slots, cache.k, cache.v
+    """Compile the pass ahead of time (AOTInductor), with the weights in the layout that suits the
+    compiled code."""
     partial_file = path.with_suffix(f".{os.getpid()}.pt2")
     try:
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
-            program = torch.export.export(functional, arguments, dynamic_shapes=shapes)
             options = {"freezing": True, "max_autotune_gemm": True}
+            program = export(network, functional)
             torch._inductor.aoti_compile_and_package(
                 program, package_path=str(partial_file), inductor_configs=options
             )
@@ -198,3 +189,19 @@ def compile_graph(
         raise UserError(f"--compile failed ({reason}): run without --compile") from None
     finally:
         partial_file.unlink(missing_ok=True)
+
+
+def export(
+    network: Transformer | RecurrentHead, functional: FunctionalPass
+) -> torch.export.ExportedProgram:
+    """Export the pass for 1 to 64 rows and any number of cache rows."""
+    n, span = torch.export.Dim("n", min=1, max=MAX_ROWS), torch.export.Dim("span")
+    cache, slots = network.new_cache(128), torch.arange(60, 65)[None]
+    cos, sin = network.rope(slots, cache.k[0].dtype)
+    hidden = cos.new_zeros(1, 5, network.config.hidden_size)
+    is_head = functional.module is network
+    inputs = [hidden, hidden.clone()] if is_head else [torch.zeros_like(slots)]
+    layers = [{1: span}] * len(cache.k)
+    shapes = [{1: n}] * len(inputs), {1: n}, {1: n}, {2: n, 3: span}, {1: n}, layers, layers
+    arguments = inputs, cos, sin, cos.new_zeros(1, 1, 5, 128), slots, cache.k, cache.v
+    return torch.export.export(functional, arguments, dynamic_shapes=shapes)

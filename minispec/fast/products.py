@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minispec import paths
+from minispec import distributed, paths
 from minispec.fast.cost import interleaved_min_times
 from minispec.machine import processor
 
@@ -45,6 +45,36 @@ def weight_first(rows: Tensor, weight: Tensor) -> Tensor:
 PRODUCTS = {"rows_first": F.linear, "weight_first": weight_first, "transposed": torch.matmul}
 
 
+def dequantised(rows: Tensor, rounded: Tensor, scale: Tensor) -> Tensor:
+    return F.linear(rows, rounded.to(rows.dtype)) * scale
+
+
+def weight_only(rows: Tensor, rounded: Tensor, scale: Tensor) -> Tensor:
+    """Reads a quarter of the bytes of float32. It is one of torch's private operators, so `works`
+    checks it before it is used."""
+    return torch.ops.aten._weight_int8pack_mm(rows.contiguous(), rounded, scale)
+
+
+# each maps rows (n, in), int8 weights (out, in) and their scales (out,) to (n, out)
+INT8_PRODUCTS = {"dequantised": dequantised, "weight_only": weight_only}
+WIDTH = 64
+INT8_ROWS = torch.bfloat16  # in float32, `weight_only` is several times slower than `dequantised`
+
+
+def works(product: Callable[..., Tensor], rounded: Tensor) -> bool:
+    """Whether the product exists in this version of torch and is right for weights of this shape.
+    Rows must be a multiple of WIDTH long: torch's operator reads beyond the end of others."""
+    if rounded.shape[1] % WIDTH:
+        return product is dequantised
+    rows = torch.randn(2, rounded.shape[1], generator=torch.Generator().manual_seed(0))
+    inputs = rows.to(INT8_ROWS), rounded, torch.full(rounded.shape[:1], 0.01, dtype=INT8_ROWS)
+    try:
+        y, expected = product(*inputs).float(), dequantised(*inputs).float()
+    except (RuntimeError, AttributeError):  # it does not exist, or not for this shape
+        return False
+    return bool((y - expected).norm() <= 0.02 * expected.norm())
+
+
 class MeasuredLinear(nn.Module):
     """A linear layer that computes each pass by the product that was fastest for its row count.
     `products` holds a name for each of TIMED_ROWS."""
@@ -59,10 +89,7 @@ class MeasuredLinear(nn.Module):
         if torch.compiler.is_compiling():  # a compiled graph has its own products
             return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, x.shape[-1])  # (n, in)
-        n = len(rows)
-        product = "rows_first"
-        if 0 < n <= TIMED_ROWS[-1]:
-            product = self.products[(n - 1).bit_length()]  # TIMED_ROWS are the powers of two
+        product = product_for(len(rows), self.products, "rows_first")
         if product == "rows_first":
             return F.linear(x, self.weight, self.bias)
         weight = self.weight_t if product == "transposed" else self.weight
@@ -71,9 +98,61 @@ class MeasuredLinear(nn.Module):
         return y.reshape(*x.shape[:-1], -1)
 
 
+class Int8Linear(nn.Module):
+    """Weights rounded to 8 bits, with one scale per output: a quarter of the memory of float32.
+    The layer's `name` in its model determines how ranks share it. `products` are as in
+    MeasuredLinear."""
+
+    def __init__(self, linear: nn.Linear, name: str = ""):
+        super().__init__()
+        weight = linear.weight.detach()
+        precise = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        largest = distributed.largest_in_rows(precise, f"{name}.weight")
+        scale = largest.clamp(min=1e-12) / 127  # (out,)
+        self.register_buffer("rounded", (precise / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("scale", scale.to(weight.dtype))
+        self.bias = linear.bias
+        self.products = ["dequantised"] * len(TIMED_ROWS)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantised weights."""
+        return self.rounded * self.scale[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])  # (n, in)
+        # a compiled pass takes any number of rows
+        product = self.products[0]
+        if not torch.compiler.is_compiling():
+            product = product_for(len(rows), self.products, "dequantised")
+        y = INT8_PRODUCTS[product](rows, self.rounded, self.scale)  # (n, out)
+        y = y if self.bias is None else y + self.bias
+        return y.reshape(*x.shape[:-1], len(self.rounded))
+
+    def extra_repr(self) -> str:
+        return self.products[0]  # part of what a compiled pass is made from
+
+
+def product_for(n: int, products: list[str], otherwise: str) -> str:
+    """The product for `n` rows, given those for TIMED_ROWS, which are the powers of two."""
+    return products[(n - 1).bit_length()] if 0 < n <= TIMED_ROWS[-1] else otherwise
+
+
 # ---- the choice ----------------------------------------------------------------------------------
 
 Times = dict[str, list[float]]  # product -> seconds for a part at each of TIMED_ROWS
+
+
+def candidates(weight: Tensor) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """The products to choose from for weights of this shape and dtype."""
+    if weight.dtype != torch.int8:
+        return PRODUCTS
+    scale = torch.ones(len(weight), dtype=INT8_ROWS)
+
+    def unscaled(product: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda rows, part: product(rows, part, scale[: len(part)])
+
+    return {name: unscaled(f) for name, f in INT8_PRODUCTS.items() if works(f, weight)}
 
 
 def key_of(weight: Tensor) -> str:
@@ -99,6 +178,8 @@ def fastest_products(weights: Iterable[Tensor]) -> dict[str, list[str]]:
 
 def choose(times: Times) -> list[str]:
     """The product for each of TIMED_ROWS, given the seconds that each took."""
+    if "rows_first" not in times:  # int8
+        return [min(times, key=lambda name: times[name][i]) for i in range(len(TIMED_ROWS))]
     best = [
         "weight_first" if turned < MAX_TIME_RATIO * linear else "rows_first"
         for linear, turned in zip(times["rows_first"], times["weight_first"])
@@ -120,17 +201,34 @@ def time_products(groups: dict[str, list[Tensor]]) -> dict[str, Times]:
     shape's weights, so that weights come from memory as they do in a pass."""
     parts = {key: itertools.cycle(split(group)) for key, group in groups.items()}
     copies = {key: itertools.repeat([w.T.contiguous() for w in next(parts[key])]) for key in groups}
-    timings = list(itertools.product(TIMED_ROWS, PRODUCTS, groups))
+    products = {key: candidates(group[0]) for key, group in groups.items()}
+    timings = [(n, name, key) for n in TIMED_ROWS for key in groups for name in products[key]]
     functions = []
     for n, name, key in timings:
         weights = copies[key] if name == "transposed" else parts[key]
-        rows = torch.ones_like(groups[key][0][:1]).repeat(n, 1)  # (n, in)
-        functions.append(partial(multiply, PRODUCTS[name], rows, weights))
+        dtype = INT8_ROWS if groups[key][0].dtype == torch.int8 else groups[key][0].dtype
+        rows = torch.ones(n, groups[key][0].shape[1], dtype=dtype)
+        functions.append(partial(multiply, products[key][name], rows, weights))
     seconds = dict(zip(timings, interleaved_min_times(functions, TURNS, turn_seconds=0)))
     return {
-        key: {name: [seconds[n, name, key] for n in TIMED_ROWS] for name in PRODUCTS}
+        key: {name: [seconds[n, name, key] for n in TIMED_ROWS] for name in products[key]}
         for key in groups
     }
+
+
+@torch.inference_mode()
+def int8_dtype() -> torch.dtype:
+    """The dtype, bfloat16 or float32, in which a row is multiplied faster with int8 weights."""
+    weight = torch.ones(16, 512, 1024, dtype=torch.int8)
+    working = [name for name, f in INT8_PRODUCTS.items() if works(f, weight[0])]
+    ways = [(torch.float32, "dequantised"), *((INT8_ROWS, name) for name in working)]
+    functions = []
+    for dtype, name in ways:
+        row, scale = torch.ones(1, 1024, dtype=dtype), torch.ones(512, dtype=dtype)
+        product, parts = partial(INT8_PRODUCTS[name], scale=scale), itertools.cycle(weight[:, None])
+        functions.append(partial(multiply, product, row, parts))
+    seconds = interleaved_min_times(functions, TURNS, turn_seconds=0)
+    return ways[seconds.index(min(seconds))][0]
 
 
 def multiply(
@@ -168,7 +266,8 @@ def read_choices(path: Path) -> dict[str, list[str]]:
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         choices = json.loads(path.read_text(encoding="utf-8"))
         lists = choices.values()
-        if all(len(names) == len(TIMED_ROWS) and PRODUCTS.keys() >= set(names) for names in lists):
+        known = PRODUCTS | INT8_PRODUCTS
+        if all(len(names) == len(TIMED_ROWS) and known.keys() >= set(names) for names in lists):
             return choices
     return {}
 

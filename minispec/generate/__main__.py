@@ -25,7 +25,7 @@ from minispec.cli import (
     number,
     stdout_reserved,
 )
-from minispec.fast import optimize, optimize_drafter
+from minispec.fast import optimize, optimize_drafter, quantized_dtype
 from minispec.generate.api import METHODS, MIN_VALUES, stream
 from minispec.generate.drafters import (
     REQUIRED_DRAFTERS,
@@ -119,10 +119,10 @@ def parser() -> Parser:
                    help="stop before this text (repeatable)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     p.add_argument("--dtype", default="auto",
-                   help="auto (bfloat16 on a GPU, otherwise float32), float64, float32 or bfloat16")
+                   help="auto (bfloat16 on a GPU, and with --quantize if that is faster, otherwise "
+                   "float32), float64, float32 or bfloat16")
     p.add_argument("--quantize", choices=["int8"],
-                   help="int8 weights for target and draft; on a CPU they cost time, and they "
-                   "save memory only without --compile")
+                   help="int8 weights for target and draft")
     p.add_argument("--compile", action="store_true", help="compile the passes and cache them")
     p.add_argument("--stats", action="store_true", help="print statistics to standard error")
     p.add_argument("--json", action="store_true", help="print a JSON object instead of text")
@@ -145,6 +145,10 @@ def check_flags(args: argparse.Namespace) -> None:
             )
     if args.k is not None and args.tree is not None:
         raise UserError("--k drafts a chain and --tree a tree; choose one")
+    if args.tree is not None and args.method in ("fastmtp", "hybrid"):
+        read_tree_option(args.tree, {}, max_nodes=0)
+    if args.draft_temperature is not None and args.tree is not None:
+        raise UserError("--draft-temperature is for chains: the nodes of a --tree are not sampled")
     StopConditions(args.max_new_tokens, tuple(args.stop))
     Sampling(args.temperature, args.top_k, args.top_p)
     ids_or_file = args.prompt_ids is not None or args.prompt_file is not None
@@ -155,6 +159,7 @@ def check_flags(args: argparse.Namespace) -> None:
         (args.compile and distributed.tensor_parallel.size > 1, distributed.NOT_COMPILED),
         (args.draft is not None and args.heads is not None,
          "--draft and --heads are mutually exclusive"),
+        (args.draft is not None and args.tree is not None, "--tree is for heads, not for --draft"),
         (args.draft is not None and (args.vocabulary or args.vocabulary_size) is not None,
          "--vocabulary is for heads, not for --draft"),
     ):
@@ -176,6 +181,8 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
     """Generate as the flags say and write the text, or the JSON object, to `out`."""
     prompt = None if args.chat else distributed.from_rank_0(lambda: read_prompt(args))
     args.model = distributed.from_rank_0(default_model) if args.model is None else args.model
+    if args.quantize:
+        args.dtype = distributed.from_rank_0(lambda: quantized_dtype(args.dtype, args.device))
     with distributed.together():
         model, tokenizer = load(args.model, args.dtype, args.device)
         if not args.json or args.chat:

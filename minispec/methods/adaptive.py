@@ -116,29 +116,47 @@ class AdaptiveK:
                 self.rate[i] += UNTRIED_STEP * (self.rate[i - 1] - rate)
 
 
+class Gain:
+    """Whether drafting pays. `mean` is how many more tokens a round yields than plain steps of the
+    same cost would: a running mean over the rounds that drafted. It starts at `promised`, which
+    counts for PRIOR_ROUNDS rounds. `probe_cost` is as in Probes.
+    """
+
+    def __init__(self, promised: float, probe_cost: float):
+        self.mean, self.rounds, self.probes = promised, PRIOR_ROUNDS, Probes(probe_cost)
+
+    @property
+    def drafting(self) -> bool:
+        """Whether to draft in the next round. While the mean is negative, only as a probe."""
+        return self.mean >= 0 or self.probes.due
+
+    def observe(self, tokens: int, cost: float) -> None:
+        """Record the tokens and the cost of a round that drafted if it was to."""
+        drafted, gain = self.drafting, tokens - cost
+        self.probes.observe(drafted, probing=self.mean < 0, paid=gain > 0)
+        if drafted:
+            self.rounds += 1
+            self.mean += max(TRIED_STEP, 1 / self.rounds) * (gain - self.mean)
+
+
 class AdaptiveTree:
     """A new tree every round: the most likely paths by the heads' own probabilities, as in EAGLE-2
     (Li et al. 2024), and only as many as pay off. `heads_cost` is the cost of running the heads,
-    in passes over one token.
-
-    `gain` is how many more tokens a round yields than plain steps of the same cost would: a running
-    mean over the rounds in which the heads ran. It starts at what `accuracy` (as in MedusaHeads)
-    promises, which counts for PRIOR_ROUNDS rounds. While it is negative, rounds are plain steps
-    without the heads, except for probes.
+    in passes over one token. `accuracy`, as in MedusaHeads, says what the heads promise at first.
     """
 
     def __init__(self, curve: list[float], heads_cost: float, accuracy: Tensor | None = None):
         self.costs = [cost + heads_cost for cost in curve[1:]]
-        self.gain, self.rounds, nodes = PRIOR_GAIN, PRIOR_ROUNDS, 1
+        promised, nodes = PRIOR_GAIN, 1
         if accuracy is not None:
             path_probs = [prob for _, prob in islice(best_first(accuracy.tolist()), len(curve))]
             nodes = max(1, best_draft_size(path_probs, self.costs))
-            self.gain = 1 + sum(path_probs[:nodes]) - curve_at(self.costs, nodes)
-        self.probes = Probes(curve_at(self.costs, nodes) - 1)
+            promised = 1 + sum(path_probs[:nodes]) - curve_at(self.costs, nodes)
+        self.gain = Gain(promised, curve_at(self.costs, nodes) - 1)
 
     def drafting(self) -> bool:
         """See tree.TreePolicy."""
-        return self.gain >= 0 or self.probes.due
+        return self.gain.drafting
 
     def choose(self, probs: list[list[float]], free_rows: int) -> list[RankPath]:
         """See tree.TreePolicy."""
@@ -152,14 +170,10 @@ class AdaptiveTree:
 
     def observe(self, drafted: int, accepted: int) -> None:
         """See tree.TreePolicy."""
-        ran, gain = self.drafting(), 1 + accepted - self.costs[drafted]
-        self.probes.observe(ran, probing=self.gain < 0, paid=gain > 0)
-        if ran:
-            self.rounds += 1
-            self.gain += max(TRIED_STEP, 1 / self.rounds) * (gain - self.gain)
+        self.gain.observe(1 + accepted, self.costs[drafted])
 
 
-class AdaptiveNodes(AdaptiveTree):
+class AdaptiveNodes:
     """The size of a FastMTP head's tree, and how it is found. `level_costs[width]` is the cost of a
     pass of the head over that many rows, in passes of the target over one token, for each width to
     choose from. `acceptance` is that of MTPHead.
@@ -172,18 +186,19 @@ class AdaptiveNodes(AdaptiveTree):
         self, curve: list[float], level_costs: dict[int, float],
         acceptance: list[float] | None = None, max_depth: int = 8,
     ):  # fmt: skip
-        super().__init__(curve, level_costs[1])
         self.curve, self.level_costs, self.max_depth = curve, level_costs, max_depth
+        self.row_cost = (curve[-1] - 1) / len(curve)  # of a candidate, in the target's pass
         chain = AdaptiveK(curve, level_costs[1], max_depth, acceptance)
         depth = max(1, chain.best())
         tokens, cost = 1 + sum(islice(chain.accept_probs(), depth)), chain.costs[depth]
-        self.gain = tokens - cost
+        self.gain = Gain(tokens - cost, curve_at(curve, 2) + level_costs[1] - 1)
         # running sums: of all rounds, and of what the head's candidates promised and brought
         self.tokens, self.cost = PRIOR_ROUNDS * tokens, PRIOR_ROUNDS * cost
         self.expected = self.accepted = float(PRIOR_ROUNDS)
         self.next_prob = chain.rate[0]  # running mean of the best child's probability
         self.static = max(level_costs), depth
-        self.expanding = False  # does the head draft in this round?
+        # of a round: whether the head drafts, and what it costs
+        self.expanding, self.expansion_cost = False, 0.0
 
     @property
     def rate(self) -> float:
@@ -199,9 +214,8 @@ class AdaptiveNodes(AdaptiveTree):
         """See tree.NodePolicy. The head is not needed if the chain alone is worth its time."""
         n = best_draft_size(chain, self.curve[1:])
         enough = n > 0 and 1 + sum(chain[:n]) >= self.rate * self.curve[n + 1]
-        self.expanding = self.drafting() and not enough
-        self.expansion_cost = self.level_costs[1] if self.expanding else 0.0
-        self.best_value = 1.0
+        self.expanding = self.gain.drafting and not enough
+        self.expansion_cost, self.best_value = 0.0, 1.0
         return self.expanding
 
     def width(self, level: int, values: Tensor) -> int:
@@ -209,13 +223,13 @@ class AdaptiveNodes(AdaptiveTree):
         if level == self.max_depth:
             return 0
         best = values.topk(min(len(values), max(self.level_costs))).values.tolist()
-        if level == 1:  # if a graph was to do this, but could not
+        if level == 1:  # of the newest token
             self.expansion_cost = self.level_costs[1]
         if self.best_value > 0 and best[0] >= 0:  # not NaN
             self.next_prob += TRIED_STEP * (best[0] / self.best_value - self.next_prob)
-        self.best_value, row_cost = best[0], (self.curve[-1] - 1) / len(self.curve)
+        self.best_value = best[0]
         profit = {0: 0.0} | {
-            n: self.trust * self.next_prob * sum(best[:n]) - self.rate * (cost + n * row_cost)
+            n: self.trust * self.next_prob * sum(best[:n]) - self.rate * (cost + n * self.row_cost)
             for n, cost in self.level_costs.items() if n <= len(best)
         }  # fmt: skip
         width = max(profit, key=profit.get)
@@ -233,7 +247,7 @@ class AdaptiveNodes(AdaptiveTree):
         self.costs = [cost + self.expansion_cost for cost in self.curve[1:]]
         tokens = list(accumulate(sorted(values, reverse=True)[:free_rows], initial=0.0))
         most = min(len(tokens), len(self.costs)) - 1
-        probing = self.expanding and self.gain < 0  # then try one at least
+        probing = self.expanding and self.gain.mean < 0  # then try one at least
         n = max(
             range(min(probing, most), most + 1),
             key=lambda n: tokens[n] - self.rate * self.costs[n],
@@ -251,8 +265,8 @@ class AdaptiveNodes(AdaptiveTree):
             self.accepted = keep * self.accepted + accepted
         elif self.expanding:  # nothing was worth keeping; the head may have become better
             self.accepted += UNTRIED_STEP * (self.expected - self.accepted)
-        if self.expanding or not self.drafting():  # otherwise it says nothing about the head
-            super().observe(drafted, accepted)
+        if self.expanding or not self.gain.drafting:  # otherwise it says nothing about the head
+            self.gain.observe(1 + accepted, self.costs[drafted])
 
 
 def best_first(probs: list[list[float]]) -> Iterator[tuple[RankPath, float]]:

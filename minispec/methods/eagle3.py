@@ -1,10 +1,9 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one layer drafts K tokens, or a tree of them, by
-running on its own output, as FastMTP's head does. It differs in what it reads.
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one layer drafts a chain or a tree by running on its
+own output, as FastMTP's head does.
 
 Row j of the head reads three hidden states of the target at token j, from a low, a middle and a
-high layer, and token t_{j+1}, at position j, and predicts t_{j+2}. For further drafts, the head
-reads its own output, before its norm, instead of the three. It has its own lm_head, over the more
-frequent tokens only.
+high layer, and token t_{j+1}, at position j, and predicts t_{j+2}. For further drafts, it reads its
+own output, before its norm, instead of the three. Its own lm_head has only the frequent tokens.
 """
 
 from collections.abc import Iterator
@@ -24,8 +23,7 @@ OWN_VOCABULARY = "an EAGLE-3 head has its own vocabulary; omit the other one"
 
 
 def default_layers(n: int) -> tuple[int, ...]:
-    """The layers, of a target's n, that a head reads the inputs of: 2, n / 2 and n - 3. In a target
-    of fewer than seven layers, some of these coincide."""
+    """The layers of n whose inputs a head reads: 2, n / 2 and n - 3. Below n = 7, some coincide."""
     return tuple(sorted({min(2, n - 1), n // 2, max(n - 3, 0)}))
 
 
@@ -52,9 +50,8 @@ class Midlayer(Block):
 
 class Eagle3Head(RecurrentHead, SubsetIds):
     """The head of section 3.1, with the published names of its tensors. Its sizes, in `config`, may
-    differ from those of the `target`'s config. It is its own vocabulary: `ids` are the tokens that
-    it drafts, in the order of lm_head's rows. With `embedding`, it has its own, too.
-    """
+    differ from those of the `target`'s config. It is its own vocabulary: `ids` are the tokens of
+    lm_head's rows. With `embedding`, it has its own, too."""
 
     def __init__(
         self, config: Config, target: Config, ids: list[int], feature_layers: tuple[int, ...],
@@ -69,7 +66,7 @@ class Eagle3Head(RecurrentHead, SubsetIds):
         self.norm = nn.RMSNorm(d, config.norm_eps)
         self.lm_head = nn.Linear(d, len(ids), bias=False)
         if embedding:
-            vectors = torch.zeros(target.vocab_size, d)
+            vectors = torch.zeros(self.size, d)
             self.embed_tokens = nn.Embedding.from_pretrained(vectors, freeze=False)
         self.host_ids = torch.tensor(ids, device="cpu")
         self.register_buffer("ids", self.host_ids.clone(), persistent=False)
@@ -91,8 +88,7 @@ class Eagle3Head(RecurrentHead, SubsetIds):
         return self.fc(hidden[..., self.target_size :])
 
     def layers(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
-        """Hidden states and embedded tokens (B, n, d) -> outputs (B, n, d), which feed the next
-        step as they are."""
+        """`forward`, given the context of the pass."""
         return self.midlayer(hidden, embedded, ctx)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ class Drafter:
         probabilities along its path. No node's value is above its parent's, so the best ones form
         a tree. A `chain` of other drafts, with their own values, is added to the candidates."""
         candidates = Candidates()
-        if policy.expand([value for _, value in chain]) and (self.pending or self.last is not None):
+        if (self.pending or self.last is not None) and policy.expand([value for _, value in chain]):
             # in one copy to the host; float64 represents every token id exactly
             drafts, parents, values = self.read_and_expand(policy, draft_head).tolist()
             values = [policy.trust * value for value in values]
@@ -283,7 +283,7 @@ def fastmtp(
     vocabulary = head.vocabulary(model, vocabulary)
     cache = cache or model.new_cache()
     drafter = head.drafter(model, head.new_cache(cache.capacity), offset=cache.length)
-    tokens = list(prompt)
+    tokens, layers = list(prompt), head.feature_layers
     read_prompt(model, cache, tokens, drafter)
     yield Step()  # the prefill, so that it can be timed separately
     while True:
@@ -294,12 +294,10 @@ def fastmtp(
             rows, draft_probs = drafter.draft(
                 tokens, n, draft_sampling or sampling, randomness, draft_head
             )
-            proposed, hidden, p = score_chain(
-                model, cache, rows, draft_probs, sampling, drafter.feature_layers
-            )
+            proposed, hidden, p = score_chain(model, cache, rows, draft_probs, sampling, layers)
         else:
             proposed = drafter.tree(tokens, nodes, free_rows, draft_head)
-            hidden, p = score_tree(model, cache, proposed, sampling, drafter.feature_layers)
+            hidden, p = score_tree(model, cache, proposed, sampling, layers)
         path, next_token = accept(p, proposed, randomness)
         cache.commit(path)
         new = proposed.tokens_at(path[1:]) + [next_token]
@@ -336,7 +334,8 @@ def score_chain(
     target's distributions."""
     host_rows = rows.to("cpu", non_blocking=True)
     hidden = model(rows, cache, feature_layers=feature_layers)[0]
-    p = distributions(model, hidden, sampling)  # waits for the device
+    logits = model.logits(hidden[:, : model.config.hidden_size])
+    p = probs(logits, sampling)  # waits for the device
     root, *drafts = host_rows.tolist()
     return Tree.chain(root, drafts, draft_probs), hidden, p
 
@@ -347,10 +346,4 @@ def score_tree(
 ) -> tuple[Tensor, Tensor | OneHot]:  # fmt: skip
     """Score a tree. Returns the hidden states, as `score_chain`, and the target's distributions."""
     hidden = model(tree.tokens, cache, tree.depth, tree.mask, feature_layers)[0]
-    return hidden, distributions(model, hidden, sampling)
-
-
-def distributions(model: Transformer, hidden: Tensor, sampling: Sampling) -> Tensor | OneHot:
-    """The target's distributions (n, V), from its final hidden states (n, d) or rows that begin
-    with them."""
-    return probs(model.logits(hidden[:, : model.config.hidden_size]), sampling)
+    return hidden, probs(model.logits(hidden[:, : model.config.hidden_size]), sampling)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minispec.cache import KVCache
 from minispec.cli import UserError
-from minispec.methods.adaptive import AdaptiveK
+from minispec.methods.adaptive import UNTRIED_STEP, AdaptiveK
 from minispec.methods.fastmtp import (
     RecurrentHead,
     accepted_rows,
@@ -32,8 +32,7 @@ LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens; after shorter matches a head is 
 
 
 class ModelDrafter:
-    """Drafts with a draft model, as `speculative` does. The interface is that of a head's Drafter.
-    """
+    """Drafts with a draft model, as `speculative` does; used like a head's Drafter."""
 
     def __init__(
         self, draft: Transformer, model: Transformer, cache: KVCache, draft_cache: KVCache | None
@@ -86,6 +85,7 @@ def hybrid(
     )  # fmt: skip
     vocabulary = FullVocabulary(model) if head is None else head.vocabulary(model, vocabulary)
     tokens, index = list(prompt), NgramIndex(LONGEST_MATCH, SHORTEST_MATCH)
+    layers = drafter.feature_layers
     read_prompt(model, cache, tokens, drafter)
     yield Step()  # the prefill, so that it can be timed separately
     rates = AdaptiveK([1.0], 0.0)  # of copied tokens in trees
@@ -98,16 +98,14 @@ def hybrid(
         if nodes is not None:
             chain, draft_head = list(zip(copied, rates.accept_probs())), vocabulary.select(tokens)
             proposed = drafter.tree(tokens, nodes, free_rows, draft_head, chain)
-            hidden, p = score_tree(model, cache, proposed, sampling, drafter.feature_layers)
+            hidden, p = score_tree(model, cache, proposed, sampling, layers)
         else:
             rows, draft_probs = torch.tensor([tokens[-1], *copied]), []  # copies are one-hot
             if not copied and (n := min(drafting.choose(), free_rows)) > 0:
                 rows, draft_probs = drafter.draft(
                     tokens, n, draft_sampling or sampling, randomness, vocabulary.select(tokens)
                 )
-            proposed, hidden, p = score_chain(
-                model, cache, rows, draft_probs, sampling, drafter.feature_layers
-            )
+            proposed, hidden, p = score_chain(model, cache, rows, draft_probs, sampling, layers)
         path, next_token = accept(p, proposed, randomness)
         cache.commit(path)
         new = proposed.tokens_at(path[1:]) + [next_token]
@@ -115,7 +113,10 @@ def hybrid(
         outcome = {"drafted": len(proposed) - 1, "accepted": len(path) - 1}
         if nodes is not None:
             nodes.observe(**outcome)
-            rates.observe(*copies(copied, proposed, path))
+            kept, right = copies(copied, proposed, path)
+            rates.observe(kept, right)
+            if copied and not kept:  # or copies that were once wrong would never be tried again
+                rates.rate[0] += UNTRIED_STEP * (1 - rates.rate[0])
         else:
             used, unused = (copying, drafting) if copied else (drafting, copying)
             used.observe(**outcome)
