@@ -19,6 +19,7 @@ from minispec import load
 from minispec.certify.common import GREEDY
 from minispec.certify.methods.cases import (
     ADAPTIVE_K,
+    ADAPTIVE_NODES,
     ADAPTIVE_TREE,
     PROBING_K,
     PROBING_TREE,
@@ -77,6 +78,7 @@ def method_cases(model: Toy | Transformer) -> dict[str, tuple[str, dict]]:
     cases["medusa, small vocabulary"] = "medusa", heads | small
     cases["fastmtp"] = "fastmtp", mtp
     cases["fastmtp, probing"] = "fastmtp", mtp | {"k": PROBING_K}
+    cases["fastmtp, tree auto"] = "fastmtp", mtp | {"tree": ADAPTIVE_NODES}
     cases["fastmtp, small vocabulary"] = "fastmtp", mtp | small
     eagle3 = {"head": random_eagle3_head(model, 2)}
     cases["eagle3"] = "eagle3", eagle3 | {"k": 2}

@@ -61,7 +61,7 @@ REFUSED = [
     ("--chat", "--prompt-ids"), ("--chat", "--prompt-file"), ("--prompt-ids", "--prompt-file"),
     ("--prompt-ids", "prompt"), ("--prompt-file", "prompt"), ("--color", "--json"),
     ("--color=full", "--json"), ("--draft", "--heads"), ("--draft", "--vocabulary"),
-    ("--draft", "--tree"), ("--k", "--tree"),
+    ("--draft", "--tree"), ("--k", "--tree"), ("--draft-temperature", "--tree"),
 ]  # fmt: skip
 OF_METHODS = {generate.flag_name(name): row[0] for name, row in generate.METHOD_FLAGS.items()}
 GIVEN = object()  # see `given`

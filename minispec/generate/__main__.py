@@ -145,7 +145,7 @@ def check_flags(args: argparse.Namespace) -> None:
             )
     if args.k is not None and args.tree is not None:
         raise UserError("--k drafts a chain and --tree a tree; choose one")
-    if args.tree is not None and args.method in ("fastmtp", "hybrid"):
+    if args.tree is not None and args.method in ("fastmtp", "eagle3", "hybrid"):
         read_tree_option(args.tree, {}, max_nodes=0)
     if args.draft_temperature is not None and args.tree is not None:
         raise UserError("--draft-temperature is for chains: the nodes of a --tree are not sampled")

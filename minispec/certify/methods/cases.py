@@ -44,7 +44,7 @@ def bound(name: str, **options) -> Method:
 def fresh_options(options: dict) -> dict:
     """Copy the options and reset adaptive policies, so that no run depends on earlier ones."""
     return {
-        name: copy.deepcopy(value) if isinstance(value, AdaptiveK | AdaptiveTree) else value
+        name: copy.deepcopy(value) if hasattr(value, "observe") else value
         for name, value in options.items()
     }
 
