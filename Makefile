@@ -12,7 +12,7 @@ GPU_RUN = PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON)
 # the variable's value as one word of the shell, whatever characters it has
 quoted = '$(subst ','\'',$($1))'
 
-.PHONY: demo test test-all lessons lessons-refresh badges gallery lint certify reference engines \
+.PHONY: demo test test-all lessons lessons-refresh badges gallery lint certify reference engine engines \
 	smollm2 speed gpu gpu-heads grade golden clean
 
 # A real model answers a question by plain decoding, then by FastMTP; offline, the toy tells a story.
@@ -73,7 +73,7 @@ $(REAL): | .venv/installed
 
 # Print the tables of speeds with SmolLM2 as Markdown, eager and compiled; an hour on an idle machine.
 # With QUESTIONS=…/spec_bench.jsonl, those of Spec-Bench follow.
-SPEED_METHODS := fastmtp k=3,fastmtp k=auto,medusa tree=auto,prompt-lookup k=auto,hybrid k=auto
+SPEED_METHODS := fastmtp k=3,fastmtp k=auto,medusa tree=auto,prompt-lookup k=auto,hybrid k=auto,hybrid tree=auto
 SPEED_REPEATS ?= 1
 SPEED = $(BIN)/python -m minispec.bench --model smollm2 --markdown --methods "$(SPEED_METHODS)" \
 	--max-new-tokens 64 --repeats $(SPEED_REPEATS)

@@ -163,7 +163,6 @@ def run(args: argparse.Namespace, about: dict) -> dict:
     """Measure and compare. Print tables as they are ready, and return their rows for JSON. If a
     kind fails, the Markdown table of those before it is still printed."""
     distributed.join_tensor_parallel()
-    check_others(others_share_now(), "before the measurement", "nothing was measured", args.busy)
     model, tokenizer, kinds, methods = prepare(args)
     machine, tables = measure_machine(model), []
     as_text = not (args.json or args.markdown)
@@ -204,6 +203,8 @@ def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Pr
             methods = methods_of(args, model, tokenizer)
             if unlisted := unlisted_eos_warning(model, tokenizer):
                 note(unlisted)
+    # wrong input has been reported by now, and what follows measures products
+    check_others(others_share_now(), "before the measurement", "nothing was measured", args.busy)
     drafts = (options.get("draft") for options in methods.values())
     for network in dict.fromkeys([model, *filter(None, drafts)]):
         optimize(network, int8=args.quantize == "int8", compiled=args.compile)

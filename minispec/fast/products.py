@@ -57,13 +57,13 @@ def weight_only(rows: Tensor, rounded: Tensor, scale: Tensor) -> Tensor:
 
 # each maps rows (n, in), int8 weights (out, in) and their scales (out,) to (n, out)
 INT8_PRODUCTS = {"dequantised": dequantised, "weight_only": weight_only}
-WIDTH = 64
+WIDTH = 64  # rows whose length is a multiple of this are safe for `weight_only`
 INT8_ROWS = torch.bfloat16  # in float32, `weight_only` is several times slower than `dequantised`
 
 
 def works(product: Callable[..., Tensor], rounded: Tensor) -> bool:
     """Whether the product exists in this version of torch and is right for weights of this shape.
-    Rows must be a multiple of WIDTH long: torch's operator reads beyond the end of others."""
+    torch's operator reads beyond the end of rows of odd lengths, so these are not even tried."""
     if rounded.shape[1] % WIDTH:
         return product is dequantised
     rows = torch.randn(2, rounded.shape[1], generator=torch.Generator().manual_seed(0))

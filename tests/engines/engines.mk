@@ -1,10 +1,9 @@
-# Environments for the engines of this folder, and `make engines`, which certifies them all.
-ENGINE_VENVS := ctranslate2 litgpt llamacpp-python mistralrs mistralrs06 mlx openvino ortgenai \
-	transformers444 vllm
-ENGINE_FOLDERS := arctic eagle pure small transformers4
+# Environments for the engines of this folder. `make engines` certifies all functions in it, and
+# `make engine NAME="mini_infer speculative"`, or just NAME=mini_infer, some of them.
+engine: .venv/tested
+	$(BIN)/python tests/engines/run.py .engines/results.jsonl $(call quoted,NAME)
 
-engines: .venv/referenced .engines/llamacpp/installed \
-		$(patsubst %,.engines/%/installed,$(ENGINE_VENVS) $(ENGINE_FOLDERS))
+engines: .venv/tested .engines/vllm/installed
 	$(BIN)/python tests/engines/run.py .engines/results.jsonl
 	-for s in vllm-plain vllm-ngram; do $(BIN)/python tests/engines/serve.py $$s weights/target; done
 

@@ -1,7 +1,9 @@
-"""Certify all engines of this folder: python tests/engines/run.py RESULTS.jsonl [TEXT]
+"""Certify engines of this folder, `make engine NAME=…` or `make engines`:
 
-Each function runs in its engine's environment (`make engines` builds them) and adds one line to the
-results; functions that are there already are left out. TEXT selects some. Losses are expected.
+    python tests/engines/run.py RESULTS.jsonl [NAME]
+
+Each function runs in its engine's environment, which is built first, and adds one line to the
+results; functions that are there already are left out. NAME selects some. Losses are expected.
 """
 
 import json
@@ -47,6 +49,16 @@ BASELINES = {  # functions that are compared with the engine's own plain decodin
 SECONDS = 900  # of one function, with its start
 
 
+def build(environment: str, folders: str) -> None:
+    """Build the environment and the folders of packages, unless they are there."""
+    own = {OURS: f"{OURS}/referenced"}
+    places = [environment, *filter(None, folders.split(":"))]
+    targets = [own.get(place, f"{place}/installed") for place in places]
+    # .engines/eagle brings the versions of transformers that it needs
+    targets = [target for target in targets if "transformers43" not in target]
+    subprocess.run(["make", *targets], cwd=ROOT, check=True)
+
+
 def certify(name: str, environment: str, folders: str, function: str) -> dict:
     """Return the certifier's report, or the reason why there is none."""
     file = f"tests/engines/{name}_engine.py"
@@ -67,11 +79,13 @@ def main(results: str, only: str = "") -> None:
     path = Path(results)
     known = path.read_text().splitlines() if path.exists() else []
     finished = {json.loads(line)["name"] for line in known}
+    path.parent.mkdir(parents=True, exist_ok=True)
     for name, environment, folders, functions in ENGINES:
         for function in functions.split():
             label = f"{name} {function} ({Path(environment).name})"
             if only not in label or label in finished:
                 continue
+            build(environment, folders)
             report = certify(name, environment, folders, function)
             with path.open("a") as out:
                 print(json.dumps({"name": label} | report), file=out)
