@@ -360,6 +360,30 @@ def test_a_head_may_have_other_sizes_than_its_target(tmp_path):
         assert run.tokens == plain
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [
+    {"model_type": "qwen3", "qk_norm": True}, {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+])  # fmt: skip
+def test_a_head_of_another_family_is_loaded(changes, tmp_path):
+    model = small_model(0, 6, layers=7, **changes)
+    head, (hidden, embedded) = random_eagle3_head(model, 0), torch.randn(2, 1, 5, 16).double()
+    for speculators in False, True:
+        save_eagle3(head, tmp_path, "base", None, torch.float64, speculators)
+        again = load_eagle3(tmp_path, model)
+        assert torch.equal(again(hidden, embedded), head(hidden, embedded))
+        assert torch.equal(again.rope.frequencies, head.rope.frequencies)
+
+
+def test_layers_are_also_read_from_eagle_config(tmp_path):
+    model, name = model_of(0), "eagle_aux_hidden_state_layer_ids"
+    save_eagle3(random_head(model, 0), tmp_path, "base", None, torch.float64)
+    for changes, layers in (({name: None}, (2, 4, 5)), ({"eagle_config": {name: [1, 3, 6]}},
+                                                        (1, 3, 6))):  # fmt: skip
+        edited(tmp_path, changes)
+        assert load_eagle3(tmp_path, model).feature_layers == layers
+
+
 def edited(folder, changes: dict) -> None:
     """Change keys of config.json; None removes one."""
     path = folder / "config.json"

@@ -183,10 +183,9 @@ def train_head(
         return
     table = measure(head, loss, target, held_out, args.context)
     save()
-    title += f" of {count_parameters(head):,} parameters"
     measured = ("How often each step's best token is right on held-out documents, given the true "
                 "tokens before it:")  # fmt: skip
-    write_card(args, run, title, measured, table)
+    write_card(args, run, f"{title} of {count_parameters(head):,} parameters", measured, table)
 
 
 def arguments(p: argparse.ArgumentParser) -> None:

@@ -43,8 +43,9 @@ def bound(name: str, **options) -> Method:
 
 def fresh_options(options: dict) -> dict:
     """Copy the options and reset adaptive policies, so that no run depends on earlier ones."""
+    policies = AdaptiveK | AdaptiveNodes | AdaptiveTree
     return {
-        name: copy.deepcopy(value) if hasattr(value, "observe") else value
+        name: copy.deepcopy(value) if isinstance(value, policies) else value
         for name, value in options.items()
     }
 
