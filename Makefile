@@ -12,7 +12,7 @@ GPU_RUN = PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON)
 # the variable's value as one word of the shell, whatever characters it has
 quoted = '$(subst ','\'',$($1))'
 
-.PHONY: demo test test-all lessons lessons-refresh badges gallery lint certify reference engine engines \
+.PHONY: demo test test-all lessons lessons-refresh badges gallery site lint certify reference engine engines \
 	smollm2 speed gpu gpu-heads grade golden clean
 
 # A real model answers a question by plain decoding, then by FastMTP; offline, the toy tells a story.
@@ -27,7 +27,7 @@ test: .venv/tested
 	$(BIN)/python -m pytest -q
 
 test-all: .venv/tested
-	$(BIN)/python -m pytest -q -m "not lessons"
+	$(BIN)/python -m pytest -q -m "not lessons and not site"
 
 # run every notebook in a fresh kernel; any exception is a failure
 lessons: .venv/lessons
@@ -58,6 +58,12 @@ gallery: .venv/installed $(REAL)
 	$(PAGE)lookahead.html --method lookahead --model smollm2 --chat "$(MERGE)" < /dev/null
 	$(PAGE)fastmtp.html --method fastmtp --model smollm2 --chat "$(QUESTION)" < /dev/null
 	$(PAGE)hybrid.html --method hybrid --model smollm2 --chat "$(SPELLING)" < /dev/null
+
+# the README, lessons, gallery and API as a website in build/site, checked in a browser
+site: .venv/site
+	rm -rf build/site
+	$(BIN)/python -m sphinx -q -W -E -d build/doctrees -c lessons/site . build/site
+	$(BIN)/python -m pytest -q -n 0 -m site tests/test_site.py
 
 lint: .venv/tested
 	$(BIN)/ruff check .
@@ -128,6 +134,10 @@ golden: .venv/referenced
 
 .venv/lessons: .venv/tested
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[lessons]"
+	touch $@
+
+.venv/site: .venv/tested
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[site]"
 	touch $@
 
 .venv/referenced: .venv/tested

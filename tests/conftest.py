@@ -3,6 +3,7 @@ real checkpoints."""
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,10 @@ ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 SHARED = ROOT.parent / "shared"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not on this machine")
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -89,6 +94,14 @@ def torchrun(size: int, *arguments: str, **options) -> subprocess.Popen:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, **pipes, env=environment, **options)
+
+
+def browser(profile: Path) -> list[str]:
+    """The command of a browser without a window. Lines with CONSOLE in its stderr are messages."""
+    return [
+        BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--enable-logging=stderr", f"--user-data-dir={profile}",
+    ]  # fmt: skip
 
 
 WORDS = "the cat sat on a mat and saw one red bird fly over it".split()

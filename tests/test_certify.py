@@ -67,6 +67,15 @@ def test_the_adaptive_policies_of_the_cases_adapt_quickly():
         assert drafts == [True, False, True, False, False, True]
 
 
+def test_every_run_of_a_case_starts_with_a_new_policy():
+    policies = [value for value in vars(cases).values() if hasattr(value, "observe")
+                and not isinstance(value, type)]  # fmt: skip
+    assert len(policies) >= 6
+    for policy in policies:
+        assert cases.fresh_options({"k": policy})["k"] is not policy
+    assert cases.fresh_options({"k": 3, "head": (head := object())})["head"] is head
+
+
 def test_the_toy_depends_on_position_and_token_of_its_whole_context():
     toy = Toy(0)
     cache = toy.new_cache()

@@ -282,6 +282,11 @@ HONEST = {  # start, draw, and why it is not enumerated, or "" if it is
     "in place, of logits": (seed_torch, added_in_place, ""),
     "refilled": (lambda s: (seed_torch(s), torch.empty(2))[1], refilled, ""),
     "several at once": (lambda s: (np.random.seed(s), [])[1], several_at_once, ""),
+    "its data": (seed_torch, lambda p, _: invert(p, torch.rand(1).data), ""),
+    "a parameter": (seed_torch, lambda p, _: invert(p, torch.nn.Parameter(torch.rand(1), False)),
+                    ""),
+    "part of its data": (seed_torch, lambda p, _: invert(p, torch.Tensor(torch.rand(3))[:1]),
+                         ""),
     "unpacked": (seed_torch, lambda p, _: invert(p, [u for u in torch.rand(3, 1)][2]), ""),
     "forked": (counting, forked, ""),
     "seeded for each token": (counting, lambda p, state: invert(p, random.Random(
@@ -325,7 +330,10 @@ def test_numbers_that_are_left_over_lie_in_their_intervals():
 
     def function(seed):
         generator = np.random.default_rng(seed)
+        array = np.empty(400)
+        torch.from_numpy(array).uniform_()
         kept[:] = torch.rand(400), generator.random(400), generator.random()
+        kept.extend([array, torch.rand(400).data, torch.rand(400)[1:]])
         return bool((kept[0][:200] < 0.3).all()), bool((kept[1][:200] < 0.3).all())
 
     with generators_replaced(), InterceptedRandomness(ScriptedRandomness([1] * 400)):
@@ -333,7 +341,40 @@ def test_numbers_that_are_left_over_lie_in_their_intervals():
     for numbers in kept[0], np.log(np.exp(kept[1])):
         assert max(numbers[:200]) < 0.3 and abs(float(numbers[:200].mean()) - 0.15) < 0.03
         assert max(numbers[200:]) > 0.9 and abs(float(numbers[200:].mean()) - 0.5) < 0.08
+    for numbers in kept[3:]:  # also if the decoder has dropped the tensor that was drawn
+        assert min(numbers) < 0.1 and max(numbers) > 0.9
     assert isinstance(kept[2], float) and f"{kept[2]:.2f}" == str(round(float(kept[2]), 2))[:4]
+
+
+# ---- what is intercepted -------------------------------------------------------------------------
+
+
+def test_memory_is_intercepted_until_it_is_freed():
+    with InterceptedRandomness(ScriptedRandomness([])) as source:
+        u = torch.rand(3)
+        view, other = u[1:], torch.rand(2)
+        assert len(source.memory) == 2
+        del u, other
+        assert len(source.memory) == 1
+        del view
+        assert not source.memory
+
+
+def test_only_calls_with_random_numbers_are_followed(monkeypatch):
+    """All others are passed on at once. An earlier version spent half of its time on them."""
+    followed, operate = [], InterceptedRandomness.operate
+
+    def note(self, function, name, *arguments):
+        followed.append(name)
+        return operate(self, function, name, *arguments)
+
+    monkeypatch.setattr(InterceptedRandomness, "operate", note)
+    with InterceptedRandomness(ScriptedRandomness([])):
+        kept, x = torch.rand(2), torch.ones(2)
+        assert (torch.cat([x @ x[:, None], x.mul_(2)]) + len(x)).tolist() == [4, 4, 4]
+        assert not followed
+        assert kept.mul(2).lt(1.0).tolist() == [False, False]
+    assert followed == ["mul", "lt"]
 
 
 # ---- every operation -----------------------------------------------------------------------------

@@ -4,12 +4,19 @@ page is tested in a real browser, if there is one."""
 import io
 import json
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import TOKENIZER, VOCAB, method_options, random_model, random_tokens
+from conftest import (
+    TOKENIZER,
+    VOCAB,
+    browser,
+    method_options,
+    needs_browser,
+    random_model,
+    random_tokens,
+)
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
@@ -315,11 +322,6 @@ for (const [name, html] of Object.entries(pages)) for (const width of [390, 1280
 }
 </script>"""
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-
-
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """The page of every method on the shipped weights, and that of a large tree."""
@@ -335,16 +337,12 @@ def pages(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+@needs_browser
 def test_the_page_of_every_method_in_a_browser(pages, tmp_path):
     file = tmp_path / "harness.html"
     embedded = json.dumps(pages).replace("<", r"\u003c")
     file.write_text(HARNESS.replace("PAGES", embedded, 1), encoding="utf-8")
-    command = [
-        BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-        "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
-        file.as_uri(),
-    ]  # fmt: skip
+    command = [*browser(tmp_path / "profile"), "--dump-dom", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "CONSOLE" not in done.stderr
     results = json.loads(re.search(r'<pre id="out">(.*?)</pre>', done.stdout, re.S)[1]

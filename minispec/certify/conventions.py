@@ -46,10 +46,7 @@ class Conventions:
         passed, detail = ours
         if passed is None or sampling.top_p == 1:  # the order does not matter
             return passed, detail
-        explained = {
-            name: order for name, order in self.possible.items()
-            if test(warper(sampling, order))[0]
-        }  # fmt: skip
+        explained = {k: x for k, x in self.possible.items() if test(warper(sampling, x))[0]}
         if passed or explained:
             self.possible = explained
         if passed or not explained:

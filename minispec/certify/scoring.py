@@ -206,10 +206,8 @@ def count_bins(scores: Scores, cells: Distribution, samples: list[Tokens]) -> di
     for sequence in samples:
         n = next(n for n in range(len(sequence), -1, -1) if sequence[:n] in cells)
         counts[FIRST][sequence[:n]] += 1
-        uniform = [
-            min(above + rng.random() * p, BELOW_ONE if p else 1.0)
-            for above, p in scores.intervals[sequence]
-        ]
+        intervals = scores.intervals[sequence]
+        uniform = [min(a + rng.random() * p, BELOW_ONE if p else 1.0) for a, p in intervals]
         for i, u in enumerate(uniform, start=1):
             for name in f"token {i}", EVERY:
                 counts[name][(int(BINS * u),)] += 1

@@ -54,10 +54,8 @@ def load_implementation(name: str, flag: str = "--impl") -> Implementation:
             module = importlib.import_module(module_name)
         found = getattr(module, function)
     except (Exception, SystemExit) as error:  # importing a module may raise anything
-        raise UserError(
-            f"{flag} {name}: cannot be imported ({error}); use package.module:function or "
-            "file.py:function"
-        ) from None
+        hint = "use package.module:function or file.py:function"
+        raise UserError(f"{flag} {name}: cannot be imported ({error}); {hint}") from None
     if not callable(found):
         raise UserError(f"{flag} {name}: is not a function")
     return found
@@ -77,8 +75,7 @@ class FunctionDecoder:
 
     def batch(self, requests: list[Request]) -> list[list[int]]:
         """Return the tokens of several requests, in one call if the implementation can batch."""
-        options = [request.options() for request in requests]
-        what = ""
+        options, what = [request.options() for request in requests], ""
         try:
             if hasattr(self.impl, "many"):
                 results = list(self.impl.many(self.folder, options))
@@ -86,8 +83,7 @@ class FunctionDecoder:
                     counts = f"{len(results)} results for {len(options)} requests"
                     raise Failed(f"many returned {counts}")
                 return [self.token_ids(result) for result in results]
-            results = []
-            quiet = None if len(options) >= MANY else True
+            results, quiet = [], None if len(options) >= MANY else True
             for request in tqdm(options, "runs", leave=False, disable=quiet):
                 what = ", ".join(f"{k} {v}" for k, v in request.items() if k != "prompt")
                 what = f" (prompt of {len(request['prompt'])} tokens, {what})"

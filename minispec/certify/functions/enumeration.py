@@ -113,7 +113,10 @@ class Enumeration:
             raise CannotEnumerate(f"with intercepted random numbers only: {error}") from error
         if CannotEnumerate.last:  # the decoder has suppressed it
             raise CannotEnumerate.last
-        require_untouched(states, source)
+        source.require_torch_state()
+        for name, state in global_states().items():  # whose functions should all be intercepted
+            if state != states[name]:
+                raise CannotEnumerate(f"it uses {name} in a way that cannot be intercepted")
         self.used = self.used or source.used
         return Outcome(tokens, randomness, source.drawn)
 
@@ -191,18 +194,7 @@ def require_equal(run: Outcome, first: Outcome) -> None:
                               "are not independent")  # fmt: skip
 
 
-# ---- the global generators -----------------------------------------------------------------------
-
-
 def global_states() -> dict[str, object]:
+    """Return the states of the global generators of `random` and numpy."""
     _, keys, *rest = np.random.get_state()
     return {"random": random.getstate(), "numpy.random": (keys.tobytes(), *rest)}
-
-
-def require_untouched(states: dict[str, object], source: InterceptedRandomness) -> None:
-    """Raise CannotEnumerate if a call changed a global generator, all of whose functions should
-    have been intercepted."""
-    source.require_torch_state()
-    for name, state in global_states().items():
-        if state != states[name]:
-            raise CannotEnumerate(f"it uses {name} in a way that cannot be intercepted")

@@ -1,6 +1,9 @@
 """A context in which torch's random numbers are choices of an enumerator."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,7 +22,10 @@ from minispec.certify.functions.symbolic import (
 from minispec.sampling import Randomness
 
 MAX_CHOICES = 2000  # of one call
-DRAWS = "rand", "normal_", "geometric_", "cauchy_", "log_normal_", "binomial"
+DRAWS = ("(rand|normal_|geometric_|cauchy_|log_normal_|binomial)|"
+         "(normal|poisson|uniform_|exponential_|bernoulli_?|multinomial)$")  # fmt: skip
+is_draw = cache(re.compile(DRAWS).match)  # of a function's name
+HARMLESS = METADATA | {"__hash__"}  # functions that reveal nothing about the numbers
 REAL = np.random.default_rng(0)  # of the numbers that nobody chooses
 
 
@@ -27,8 +33,8 @@ class InterceptedRandomness(TorchFunctionMode):
     """While it is active, torch's functions draw from `randomness`, and so do those of `random` and
     numpy that generators.py replaces. `used` is whether anything was drawn.
 
-    The decoder gets `tensors`, by id with what they stand for, whose use is intercepted. Any other
-    use of them sees other numbers in every run.
+    The decoder gets tensors, whose use is intercepted. Any other use of them sees other numbers in
+    every run. `memory` holds what they stand for, as long as the decoder keeps them.
 
     Before each draw, a number is taken from the real generator: `drawn` maps it to the generator's
     kind. The same number twice means that a stream of random numbers is repeated."""
@@ -38,8 +44,8 @@ class InterceptedRandomness(TorchFunctionMode):
         self.randomness, self.used, self.busy, self.choices = randomness, False, False, 0
         self.intervals: list[tuple[float, float] | None] = []  # of uniform numbers; None: raced
         self.samples = torch.zeros(0, dtype=torch.float64)  # a value of each uniform number
-        self.tensors: dict[int, tuple[Tensor, SymbolicUniform]] = {}
-        self.storages, self.drawn = set(), {}  # the addresses of the tensors; numbers and kinds
+        self.memory = WeakKeyDictionary()  # storage -> {view: SymbolicUniform}
+        self.filled, self.drawn = [], {}  # tensors whose memory numpy may have, too; see above
         self.torch_states = {torch_state()}  # of the global generator, if nothing else uses it
 
     def __enter__(self):
@@ -53,18 +59,29 @@ class InterceptedRandomness(TorchFunctionMode):
         low, high = np.array([x or (0, 1) for x in self.intervals], float).reshape(-1, 2).T
         self.samples = torch.from_numpy(REAL.uniform(low, high))
         with torch.inference_mode():
-            for tensor, number in self.tensors.values():
-                if 0 not in tensor.stride():  # of an expanded view
-                    tensor.copy_(number.at(self.samples))
+            for storage, numbers in list(self.memory.items()):
+                for (_, *part), x in numbers.items():
+                    if 0 not in part[-1]:  # the strides of an expanded view
+                        x.sample.new_empty(0).set_(storage, *part).copy_(x.at(self.samples))
 
     def __torch_function__(self, function, types, args=(), options=None):
         name, options = getattr(function, "__name__", ""), options or {}
-        drawing = name.startswith(DRAWS) or name in ("normal", "poisson")
-        if drawing or hasattr(self, f"on_{name}") or options.get("generator"):
+        if is_draw(name) or options.get("generator"):
             return self.draw(function, name, args, options)
-        if name == "__hash__" or self.busy:
+        if self.busy or name in HARMLESS or not self.has_numbers([*args, *options.values()]):
             return function(*args, **options)
         return self.operate(function, name, args, options)
+
+    def has_numbers(self, items: Iterable) -> bool:
+        """Return whether random numbers, or views of them, are among nested arguments."""
+        for x in items:
+            kind = type(x)
+            if kind in (tuple, list, dict):
+                if self.has_numbers(x.values() if kind is dict else x):
+                    return True
+            elif kind is SymbolicUniform or (self.memory and storage_of(x) in self.memory):
+                return True
+        return False
 
     def draw(self, function: Callable, name: str, args: tuple, options: dict):
         """Call one of torch's random functions."""
@@ -83,30 +100,33 @@ class InterceptedRandomness(TorchFunctionMode):
         result = getattr(self, f"on_{name}")(real, *args, **options)
         if isinstance(result, Tensor):
             return real.copy_(result)
-        real.copy_(result.at(self.samples))
+        real.copy_(result.values)
+        self.filled += [real] * (name.endswith("_") or "out" in options)
         return self.stand_in(result, real, name)
 
     def operate(self, function: Callable, name: str, args: tuple, options: dict):
         """Call a function that may have random numbers among its arguments."""
-        numbers: list[SymbolicUniform] = []
+        numbers: list[tuple[SymbolicUniform, object]] = []
 
         def real_of(x):
-            if type(x := self.number_of(x)) is SymbolicUniform:
-                numbers.append(x)
-            return x.sample if type(x) is SymbolicUniform else x
+            number = self.number_of(x)
+            if type(number) is not SymbolicUniform:
+                return number
+            numbers.append((number, number.sample if x is number else x))
+            return numbers[-1][1]
 
         args, options = map_nested(real_of, (tuple(args), options))
         if not numbers or name in METADATA:
             return function(*args, **options)
         if len(numbers) > 1:
             raise CannotEnumerate(f"it calls {name.strip('_')} with several random numbers")
-        (number,) = numbers
-        position = [i for i, x in enumerate(args) if x is number.sample] or [2]
+        ((number, sample),) = numbers
+        position = [i for i, x in enumerate(args) if x is sample] or [2]
         method = number.find(name, *position)
         try:
             self.busy = True  # the functions called here are not intercepted
-            number.check("assignment")  # to the same memory under another name
-            result = method(*(x for x in args if x is not number.sample), **options)
+            number.check("assignment", sample)  # to the same memory under another name
+            result = method(*(x for x in args if x is not sample), **options)
             return self.stand_in(result, function(*args, **options), name)
         except Exception as error:
             function(*args, **options)  # raises if it is the decoder's own error
@@ -125,19 +145,21 @@ class InterceptedRandomness(TorchFunctionMode):
         if type(result) is not SymbolicUniform:
             return like(real, result.reshape(np.shape(real)))
         result.sample = real
-        result.check(name)
+        result.check(name, real)
         if isinstance(real, Tensor) and real.numel():
-            self.tensors[id(real)] = real, result
-            self.storages.add(real.untyped_storage().data_ptr())
+            result.sample = real.clone()  # `real` itself is only kept by the decoder
+            view = real.dtype, real.storage_offset(), real.shape, real.stride()
+            self.memory.setdefault(storage_of(real), {})[view] = result
         return real if isinstance(real, Tensor) else result
 
     def number_of(self, x):
         """Return the random numbers for which x stands."""
-        if not (self.tensors and isinstance(x, Tensor) and x.layout == torch.strided):
+        if not self.memory or (storage := storage_of(x)) not in self.memory:
             return ordinary(x)
-        if id(x) not in self.tensors and x.untyped_storage().data_ptr() in self.storages:
+        view = x.dtype, x.storage_offset(), x.shape, x.stride()
+        if view not in self.memory[storage]:
             raise CannotEnumerate("it fills a tensor with random numbers and uses a view of it")
-        return self.tensors.get(id(x), (x, x))[1]
+        return self.memory[storage][view]
 
     def note_draw(self, kind: str, number: float) -> None:
         """Note that a generator is drawn from, whose next number would be this."""
@@ -162,7 +184,7 @@ class InterceptedRandomness(TorchFunctionMode):
         self.intervals += [(0.0, 1.0)] * samples.numel()
         self.samples = torch.cat([self.samples, samples.flatten()])
         index = torch.arange(n, len(self.samples)).reshape(shape)
-        return SymbolicUniform(self, like(real, samples), index)
+        return SymbolicUniform(self, like(real, samples), index, values=samples)
 
     on_rand = on_rand_like = uniform
 
@@ -234,6 +256,11 @@ class InterceptedRandomness(TorchFunctionMode):
             return verb(argument)
         except IndexError as error:  # the script has more options than there are
             raise CannotEnumerate(f"not only random numbers matter ({error})") from error
+
+
+def storage_of(x) -> torch.UntypedStorage | None:
+    """Return the memory of a tensor, which its views share."""
+    return x.untyped_storage() if isinstance(x, Tensor) and x.layout == torch.strided else None
 
 
 def torch_state(generator: torch.Generator = torch.default_generator) -> bytes:

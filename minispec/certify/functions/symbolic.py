@@ -2,7 +2,7 @@
 have a method `on_…`; any other ends the enumeration, and its name is reported."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -55,10 +55,12 @@ class SymbolicUniform:
 
     active = None
 
-    def __init__(self, source, sample, index: Tensor, scale=1.0, shift=0.0, g: str = "u"):
+    def __init__(self, source, sample, index, scale=1.0, shift=0.0, g="u", values=None):
         self.source, self.sample, self.g = source, sample, g
         parts = torch.broadcast_tensors(index, to_float64(scale), to_float64(shift))
         self.index, self.scale, self.shift = parts
+        if values is not None:
+            self.values = values
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), options=None):
@@ -90,16 +92,22 @@ class SymbolicUniform:
     def at(self, samples: Tensor) -> Tensor:
         """Evaluate the formula for these values (N,) of all uniform numbers."""
         u = torch.where(self.index < 0, 1 - samples[~self.index], samples[self.index])
-        x = {"u": u, "log": u.log()}.get(self.g, -(-u.log()).log())
+        x = u if self.g == "u" else u.log() if self.g == "log" else -(-u.log()).log()
         x = self.scale * x + self.shift
         return x.exp() if self.g == "race" else x
 
-    def check(self, name: str) -> None:
-        """Raise CannotEnumerate if the real numbers are not those of the formula, or too coarse."""
-        expected, real = self.at(self.source.samples), to_float64(self.sample)
-        dtype = str(getattr(self.sample, "dtype", "float64")).removeprefix("torch.")
+    @cached_property
+    def values(self) -> Tensor:
+        return self.at(self.source.samples)  # these do not change while the source is active
+
+    def check(self, name: str, sample) -> None:
+        """Raise CannotEnumerate if these numbers are not those of the formula, or too coarse."""
+        expected, real = self.values, to_float64(sample)
+        dtype = str(getattr(sample, "dtype", "float64")).removeprefix("torch.")
         fine = real.shape == expected.shape and dtype in ("float32", "float64")
-        self.require(fine and torch.allclose(expected, real, CLOSE, CLOSE, equal_nan=True), name)
+        close = fine and (torch.equal(expected, real)  # usually, and much cheaper
+                          or torch.allclose(expected, real, CLOSE, CLOSE, equal_nan=True))
+        self.require(close, name)
 
     def require(self, supported: bool, name: str) -> None:
         if not supported:
@@ -124,16 +132,17 @@ class SymbolicUniform:
 
     # ---- views, copies and arithmetic ------------------------------------------------------------
 
-    def derive(self, scale, shift, g: str | None = None, index=None) -> "SymbolicUniform":
+    def derive(self, scale, shift, index=None, values=None, g="") -> "SymbolicUniform":
         index = self.index if index is None else index
-        return SymbolicUniform(self.source, self.sample, index, scale, shift, g or self.g)
+        return SymbolicUniform(self.source, self.sample, index, scale, shift, g or self.g, values)
 
     def apply_view(self, name: str, *args, **options):
         """Return a view of these numbers, or a tuple of them."""
-        parts = [getattr(x, name)(*args, **options) for x in (self.scale, self.shift, self.index)]
+        parts = self.scale, self.shift, self.index, self.values
+        parts = [getattr(x, name)(*args, **options) for x in parts]
         if isinstance(parts[0], tuple):
-            return tuple(self.derive(*x, index=index) for *x, index in zip(*parts))
-        return self.derive(*parts[:2], index=parts[2])
+            return tuple(self.derive(*x) for x in zip(*parts))
+        return self.derive(*parts)
 
     def on_clone(self, *_, **options) -> "SymbolicUniform":
         return self.derive(self.scale, self.shift)
@@ -151,14 +160,14 @@ class SymbolicUniform:
             rising = self.scale > 0
             difference = (self.scale.abs() - 1).abs() + (self.shift - 1 + rising.double()).abs()
             self.require(bool((difference < NEGLIGIBLE).all()), name)
-            return self.derive(1.0, 0.0, "log", torch.where(rising, self.index, ~self.index))
+            return self.derive(1.0, 0.0, torch.where(rising, self.index, ~self.index), g="log")
         waiting_times = (self.scale < 0) & (self.shift.abs() < NEGLIGIBLE)
         self.require(self.g == "log" and bool(waiting_times.all()), name)
-        return self.derive(-1.0, self.scale.neg().log(), "gumbel")
+        return self.derive(-1.0, self.scale.neg().log(), g="gumbel")
 
     def on_rdiv(self, x) -> "SymbolicUniform":
         log = self.on_log("div")
-        return log.derive(-log.scale, to_float64(x).log() - log.shift, "race")
+        return log.derive(-log.scale, to_float64(x).log() - log.shift, g="race")
 
     def on_clamp(self, min=-torch.inf, max=torch.inf) -> "SymbolicUniform":
         """Only bounds that are almost never exceeded are supported."""

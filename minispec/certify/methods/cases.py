@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,11 +44,8 @@ def bound(name: str, **options) -> Method:
 
 def fresh_options(options: dict) -> dict:
     """Copy the options and reset adaptive policies, so that no run depends on earlier ones."""
-    policies = AdaptiveK | AdaptiveNodes | AdaptiveTree
-    return {
-        name: copy.deepcopy(value) if isinstance(value, policies) else value
-        for name, value in options.items()
-    }
+    kinds = AdaptiveK | AdaptiveNodes | AdaptiveTree
+    return {k: copy.deepcopy(x) if isinstance(x, kinds) else x for k, x in options.items()}
 
 
 # Adaptive policies with made-up costs, chosen so that they adapt quickly: K starts at 2, falls to 1
@@ -121,9 +119,7 @@ def grow(
 
 
 def tree_method(draft, shape: str, kind: str) -> Method:
-    return lambda *arguments, **more: forest(
-        *arguments, **more, draft=draft, shape=TREE_SHAPES[shape], kind=kind
-    )
+    return partial(forest, draft=draft, shape=TREE_SHAPES[shape], kind=kind)
 
 
 # ---- options of the methods ----------------------------------------------------------------------
@@ -292,8 +288,7 @@ def greedy_cases(model: Transformer, seed: int) -> Iterator[tuple[str, Method]]:
     other = small_model(seed + 1000)
     yield "prompt-lookup", bound("prompt-lookup")
     yield "prompt-lookup, probing", bound("prompt-lookup", k=PROBING_K)
-    drafts = (("random", other), ("self", model), ("always wrong", negated(model)))
-    for name, draft in drafts:
+    for name, draft in ("random", other), ("self", model), ("always wrong", negated(model)):
         for k in (1, 4, ADAPTIVE_K) if seed else (1, 2, 3, 5, 8, ADAPTIVE_K, PROBING_K):
             label = {ADAPTIVE_K: "auto", PROBING_K: "auto, probing"}.get(k, k)
             yield f"speculative, {name} draft, k={label}", bound("speculative", draft=draft, k=k)

@@ -105,8 +105,7 @@ def check_cache(only: str = "") -> Iterator[Verdict]:
     for name, method in cases.greedy_cases(model, 0):
         if only in name:
             error = worst_cache_error(model, method)
-            detail = f"largest error of a row {error:.1e}"
-            yield Verdict("cache", name, error < 1e-9, detail)
+            yield Verdict("cache", name, error < 1e-9, f"largest error of a row {error:.1e}")
 
 
 def worst_cache_error(
@@ -145,10 +144,7 @@ def check_statistical(only: str = "") -> Iterator[Verdict]:
             continue
         arguments = case.model, case.prompt, sampling
         exact = exact_distribution(PLAIN, *arguments, JOINT_TOKENS)
-        runs = (
-            first_tokens(case.method, *arguments, Seeded(seed), JOINT_TOKENS)
-            for seed in range(RUNS)
-        )
+        runs = (first_tokens(case.method, *arguments, Seeded(i), JOINT_TOKENS) for i in range(RUNS))
         p = chi_square_p(Counter(runs), exact)
         detail = f"p = {p:.3f}, {RUNS} runs (below {FALSE_ALARM:.0e} fails)"
         yield Verdict("statistical", f"{case.name}, T=1 top-p 0.9", p > FALSE_ALARM, detail)
@@ -224,8 +220,7 @@ def ending_difference(
 ) -> str | None:
     """Describe how a run with this ending, or the turn after it, differs from plain decoding."""
     plain = decode(model, tokenizer, prompt, **ending)
-    cache = model.new_cache()
-    fresh = cases.fresh_options(options)
+    cache, fresh = model.new_cache(), cases.fresh_options(options)
     run = decode(model, tokenizer, prompt, method, cache=cache, **ending, **fresh)
     for field in ("tokens", "text", "finish_reason"):
         if getattr(run, field) != getattr(plain, field):

@@ -192,8 +192,7 @@ def drafting_since(before: tuple[int, int] | None, after: tuple[int, int] | None
 
 def seeds_work(ctx: ServerContext) -> Result:
     """Check that answers differ between seeds, and whether equal seeds give equal answers."""
-    ids = ctx.long_answer()[0]
-    seeds = 1, 1, *range(2, 8)
+    ids, seeds = ctx.long_answer()[0], (1, 1, *range(2, 8))
     samples = [tuple(ctx.tokens(ids, SAMPLE_TOKENS, HIGH_TEMPERATURE, seed)) for seed in seeds]
     if len(set(samples)) == 1:
         return False, "the same answer for every seed: nothing is sampled"

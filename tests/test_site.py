@@ -1,0 +1,242 @@
+"""The site that `make site` wrote to build/site: its links hold, and in a browser every page loads
+without errors or requests to elsewhere, fits a phone, and a lesson hides its outputs until the
+reader has predicted."""
+
+import json
+import subprocess
+import sys
+import threading
+from functools import partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from conftest import ROOT, browser, needs_browser
+
+sys.path.append(str(ROOT / "lessons"))
+from form import load_solutions, spaced  # noqa: E402
+
+pytestmark = pytest.mark.site
+SITE = ROOT / "build" / "site"
+LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("*.ipynb"))
+GALLERY = sorted(path.name for path in (ROOT / "lessons" / "gallery").glob("*.html"))
+
+
+@pytest.fixture(scope="module")
+def pages() -> list[Path]:
+    if not (SITE / "index.html").exists():
+        pytest.skip("the site is not built: make site")
+    return sorted(SITE.rglob("*.html"))
+
+
+class Page(HTMLParser):
+    """The anchors of a page, what its links lead to and what it loads."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.anchors, self.links, self.loaded = set(), [], []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        found = dict(attributes)
+        self.anchors.update(found[key] for key in ("id", "name") if found.get(key))
+        self.loaded += [found["src"]] if found.get("src") else []
+        if found.get("href"):
+            (self.links if tag == "a" else self.loaded).append(found["href"])
+
+
+def test_every_link_holds(pages):
+    parsed = {path: Page(path) for path in pages}
+    for path, page in parsed.items():
+        assert not any(urlsplit(url).scheme not in ("", "data") for url in page.loaded), path
+        for url in [*page.links, *page.loaded]:
+            parts = urlsplit(url)
+            if parts.scheme in ("https", "http", "data"):
+                continue
+            assert not parts.scheme and not parts.path.startswith("/"), (path, url)
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            assert target.is_file() and target.is_relative_to(SITE), (path, url)
+            if parts.fragment and target.suffix == ".html":
+                assert unquote(parts.fragment) in parsed[target].anchors, (path, url)
+
+
+def test_everything_is_there(pages):
+    names = {path.relative_to(SITE).as_posix() for path in pages}
+    assert names >= {f"lessons/{name}.html" for name in LESSONS}
+    assert names >= {f"lessons/gallery/{name}" for name in GALLERY}
+    for name, *texts in [
+        ("index.html", 'id="is-it-lossless"'),
+        ("lessons/06_fastmtp.html", "<mfrac"),
+        ("tests/engines/README.html", 'id="findings"', "OpenVINO GenAI"),
+        ("lessons/site/api.html", "Accept a path down the tree", "minispec/verify.py.html#L-"),
+    ]:
+        page = (SITE / name).read_text(encoding="utf-8")
+        assert all(text in page for text in texts), name
+
+
+# ---- in a browser --------------------------------------------------------------------------------
+
+HARNESS = """<!DOCTYPE html><meta charset="utf-8"><link rel="icon" href="data:,"><iframe></iframe>
+<script>
+const frame = document.querySelector("iframe");
+const seen = (nodes) => [...nodes].filter((node) => node.getClientRects().length).length;
+const loaded = (frame) => new Promise((done) => { frame.onload = done; });
+
+async function open(url) {
+  frame.style.cssText = "width: 1280px; height: 900px";
+  frame.src = url;
+  await loaded(frame);
+  return frame.contentDocument;
+}
+
+function layout(page) {
+  const widths = {};
+  for (const width of [1280, 375]) {
+    frame.style.width = `${width}px`;
+    widths[width] = page.documentElement.scrollWidth - page.documentElement.clientWidth;
+  }
+  return widths;
+}
+
+async function step(run) {  // forward, in a page of the gallery
+  run.loading = "eager";
+  if (run.contentDocument.readyState !== "complete" || !run.contentDocument.getElementById("next"))
+    await loaded(run);
+  const page = run.contentDocument, before = page.getElementById("where").textContent;
+  page.getElementById("next").click();
+  return [before, page.getElementById("where").textContent];
+}
+
+async function predict(page, url) {
+  const cells = page.querySelectorAll(".cell_output"), form = page.getElementById("prediction");
+  const press = (name) => form.querySelector(name).click();
+  const found = { cells: cells.length, before: seen(cells) };
+  const ranges = JSON.parse(page.getElementById("ranges").textContent);
+  const fields = form.querySelectorAll("input");
+  fields[0].value = "many";
+  fields[1].value = ranges[fields[1].name][1] + 1;
+  press(".reveal");
+  found.refused = seen(cells);
+  found.faults = [...form.querySelectorAll(".fault")].map((fault) => fault.textContent);
+  for (const field of fields) field.value = `${100 * ranges[field.name][0]}%`;
+  press(".reveal");
+  found.after = seen(cells);
+  found.names = [...fields].map((field) => field.name);
+  found.tables = [...page.querySelectorAll(".comparison")].map((table) =>
+    [...table.rows].slice(1).map((row) => [...row.cells].map((cell) => cell.textContent)));
+  page = await open(url);
+  found.kept = seen(page.querySelectorAll(".cell_output"));
+  found.wide = layout(page);
+  page.querySelector("#prediction .again").click();
+  found.again = seen(page.querySelectorAll(".cell_output"));
+  page.querySelector("#prediction .skip").click();
+  found.skipped = seen(page.querySelectorAll(".cell_output"));
+  const run = page.querySelector("iframe.run");
+  if (run) found.steps = await step(run);
+  return found;
+}
+
+async function visit(url) {
+  const page = await open(url);
+  const found = { title: page.title, wide: layout(page) };
+  found.loaded = frame.contentWindow.performance.getEntriesByType("resource").map((e) => e.name);
+  if (page.getElementById("next")) found.steps = await step(frame);
+  if (page.getElementById("prediction")) found.lesson = await predict(page, url);
+  return found;
+}
+
+(async () => {
+  const results = {};
+  for (const url of PAGES) {
+    results[url] = await visit(url).catch((error) => ({ error: error.stack }));
+  }
+  fetch("/results", { method: "POST", body: JSON.stringify(results) });
+})();
+</script>"""
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Serves the site and the harness, and takes the harness's results."""
+
+    def do_GET(self):
+        if self.path != "/harness":
+            return super().do_GET()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(self.server.harness.encode())
+
+    def do_POST(self):
+        self.server.results = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(204)
+        self.end_headers()
+        self.server.finished.set()
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(scope="module")
+def visited(pages, tmp_path_factory) -> dict[str, dict]:
+    """What the browser found on each page. No page may write to the console."""
+    folder = tmp_path_factory.mktemp("browser")
+    urls = [f"/{path.relative_to(SITE).as_posix()}" for path in pages]
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=SITE)) as server:
+        server.harness = HARNESS.replace("PAGES", json.dumps(urls))
+        server.results, server.finished = None, threading.Event()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = [*browser(folder / "profile"), "--window-size=1400,1000",
+                   f"http://127.0.0.1:{server.server_port}/harness"]  # fmt: skip
+        with open(folder / "log", "w") as log, subprocess.Popen(command, stderr=log) as process:
+            server.finished.wait(timeout=600)
+            process.terminate()
+        server.shutdown()
+    lines = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
+    assert not [line for line in lines if "CONSOLE" in line]
+    assert server.results and server.results.keys() == set(urls)
+    here = f"http://127.0.0.1:{server.server_port}/"
+    for result in server.results.values():
+        result["elsewhere"] = [u for u in result.get("loaded", ()) if not u.startswith(here)]
+    return server.results
+
+
+@needs_browser
+def test_every_page_loads_from_here_and_fits_both_widths(visited):
+    for url, found in visited.items():
+        assert "error" not in found, (url, found)
+        assert found["title"] and not found["elsewhere"], url
+        assert found["wide"] == {"1280": 0, "375": 0}, url
+
+
+@needs_browser
+def test_a_run_of_the_gallery_steps_forward(visited):
+    steps = {url: found["steps"] for url, found in visited.items() if "steps" in found}
+    assert steps.keys() == {f"/lessons/gallery/{name}" for name in GALLERY}
+    in_place = [found["lesson"]["steps"] for found in visited.values()
+                if "steps" in found.get("lesson", ())]  # fmt: skip
+    assert len(in_place) == len(GALLERY)  # each belongs to one lesson
+    for before, after in [*steps.values(), *in_place]:
+        assert before.startswith("pass 1 of ") and after.startswith("pass 2 of ")
+
+
+@needs_browser
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_prediction_shows_the_outputs_and_stands_next_to_what_was_measured(visited, name):
+    found, number = visited[f"/lessons/{name}.html"]["lesson"], name[:2]
+    assert found["before"] == found["refused"] == found["again"] == 1  # the drawn round
+    assert found["faults"][:2] == [
+        "write a number, as 0.5, 50%, 10 or 10x",
+        "not between {} and {}".format(*load_solutions(number).RANGES[found["names"][1]]),
+    ]
+    assert found["after"] == found["kept"] == found["skipped"] == found["cells"] > 5
+    assert found["wide"] == {"1280": 0, "375": 0}
+    *earlier, last = found["tables"]
+    assert [row[0] for row in last] == [spaced(name) for name in found["names"]]
+    for name, row in zip(found["names"], last):
+        _, said, measured, ratio = row
+        low, value = load_solutions(number).RANGES[name][0], float(measured)
+        assert float(said.removesuffix("%")) == pytest.approx(100 * low)
+        assert ratio == "–" if value == 0 else abs(float(ratio) - low / value) < 0.006
+        assert any(row in table for table in earlier), "not shown where it is measured"
