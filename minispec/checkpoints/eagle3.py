@@ -85,9 +85,8 @@ def head_config(keys: CheckedJson) -> Config:
 
 def read_layers(keys: CheckedJson, target: Config) -> tuple[int, ...]:
     """The layers whose inputs the head reads. Some files have them in an `eagle_config`."""
-    nested = CheckedJson(keys.path, keys.get("eagle_config", OBJECT, {}))
-    default = list(default_layers(target.layers))
-    layers = keys.get(LAYER_IDS, ASCENDING, nested.get(LAYER_IDS, ASCENDING, default))
+    keys = CheckedJson(keys.path, keys.get("eagle_config", OBJECT, {}) | keys.raw)
+    layers = keys.get(LAYER_IDS, ASCENDING, list(default_layers(target.layers)))
     if not 0 <= layers[0] <= layers[-1] < target.layers:
         raise UserError(f"{keys.path}: {LAYER_IDS} {layers} are not layers of the model, which has "
                         f"{target.layers}")  # fmt: skip

@@ -25,10 +25,8 @@ def run(args: argparse.Namespace) -> None:
     if args.init and args.vocabulary:
         raise UserError(f"--init: {OWN_VOCABULARY}")
     target, tokenizer = load_target(args)
-    if args.init:
-        head = load_eagle3(args.init, target, tokenizer).requires_grad_(True)
-    else:
-        head = new_head(args, target, tokenizer)
+    loaded = load_eagle3(args.init, target, tokenizer) if args.init else None
+    head = (loaded or new_head(args, target, tokenizer)).requires_grad_(True)
 
     def save() -> None:
         save_eagle3(head, args.out, without_folder(args.model), tokenizer, torch.float16)

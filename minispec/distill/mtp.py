@@ -157,13 +157,13 @@ def run(args: argparse.Namespace) -> None:
         head = MTPHead(target.config)
         initialise(head, args.seed)
         head.to(args.device)
-    weights = step_weights(args.k, args.beta)
+    vocabulary = load_subset(args.vocabulary, target, tokenizer)
 
     def save() -> None:
+        weights = step_weights(args.k, args.beta)
         save_mtp(head, args.out, without_folder(args.model), tokenizer, torch.float16, weights)
         store_vocabulary(args, target, tokenizer)
 
-    vocabulary = load_subset(args.vocabulary, target, tokenizer)
     train_head(args, target, tokenizer, head, vocabulary, save, "A FastMTP head")
 
 

@@ -104,14 +104,12 @@ def compiled_method(network: Transformer | RecurrentHead) -> tuple[Backbone | Re
     return (network, "layers") if isinstance(network, RecurrentHead) else (network.model, "forward")
 
 
-def compile_passes(
-    network: Transformer | RecurrentHead, feature_layers: tuple[int, ...] = ()
-) -> None:
-    """Let a CompiledPass run the network's passes with these `feature_layers` from now on."""
+def compile_passes(network: Transformer | RecurrentHead, layers: tuple[int, ...] = ()) -> None:
+    """Let a CompiledPass run the network's passes with these feature `layers` from now on."""
     module, name = compiled_method(network)
-    if is_compiled(network) and feature_layers in getattr(module, name).graphs:
+    if is_compiled(network) and layers in getattr(module, name).graphs:
         return
-    functional = FunctionalPass(module, feature_layers)
+    functional = FunctionalPass(module, layers)
     device = next(module.parameters()).device.type
     if device == "cuda":  # the kernels of a CUDA graph, compiled for each shape that has one
         check_compiler("cuda")
@@ -122,7 +120,7 @@ def compile_passes(
     else:
         raise UserError(f"--compile works on cpu and cuda, not on {device}")
     compiled = getattr(module, name) if is_compiled(network) else CompiledPass(module, name)
-    compiled.graphs[feature_layers] = graph
+    compiled.graphs[layers] = graph
 
 
 def check_compiler(device: str) -> None:

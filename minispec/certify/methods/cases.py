@@ -164,12 +164,13 @@ def mtp_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     yield "tree=auto, probing", {"head": head, "tree": PROBING_NODES}
 
 
-def eagle3_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
-    """Yield the same for an EAGLE-3 head, which has its own vocabulary."""
-    head = {"head": random_eagle3_head(model, seed)}
+def head_options(model: Transformer, seed: int) -> Iterator[tuple[str, str, dict]]:
+    """Yield (method, name, options) for both heads. EAGLE-3's has its own vocabulary."""
+    eagle3 = {"head": random_eagle3_head(model, seed)}
     for name, options in mtp_options(model, seed):
+        yield "fastmtp", name, options
         if "vocabulary" not in options:
-            yield name, options | head
+            yield "eagle3", name, options | eagle3
 
 
 def hybrid_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
@@ -242,10 +243,8 @@ def exact_cases() -> Iterator[ExactCase]:
             some = samplings if (w, n) == (3, 3) else samplings[:1]
             yield ExactCase(name, method, some, n=3 if n < 4 else 2, model=long_toy)
     model = small_model(4, vocab=3, layers=1)
-    for name, options in mtp_options(model, 4):
-        yield ExactCase(f"fastmtp, {name}", bound("fastmtp", **options), n=2, model=model)
-    for name, options in eagle3_options(model, 4):
-        yield ExactCase(f"eagle3, {name}", bound("eagle3", **options), n=2, model=model)
+    for method, name, options in head_options(model, 4):
+        yield ExactCase(f"{method}, {name}", bound(method, **options), n=2, model=model)
     for name, options in hybrid_options(model, 4):
         for text, prompt in ("repeated", (1, 0, 1, 2, 1, 0, 1)), ("new", (1, 0, 2, 1, 0)):
             method = bound("hybrid", **options)
@@ -300,10 +299,9 @@ def greedy_cases(model: Transformer, seed: int) -> Iterator[tuple[str, Method]]:
         method = bound("lookahead", window=w, ngram=n, guesses=g, pool_from_prompt=bool(seed % 2))
         if seed in (0, i % 3 + 1):
             yield f"lookahead, W={w} N={n} G={g}", method
-    for method, all_options in ("fastmtp", mtp_options), ("eagle3", eagle3_options):
-        for i, (name, options) in enumerate(all_options(model, seed)):
-            if seed in (0, i % 3 + 1):
-                yield f"{method}, {name}", bound(method, **options)
+    for i, (method, name, options) in enumerate(head_options(model, seed)):
+        if seed in (0, i % 3 + 1):
+            yield f"{method}, {name}", bound(method, **options)
     for name, options in hybrid_options(model, seed):
         yield f"hybrid, {name}", bound("hybrid", **options)
     heads = random_medusa_heads(model, seed)
