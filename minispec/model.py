@@ -170,15 +170,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the cache or, without one, over the rows of the pass."""
+    """Grouped-query attention over the cache or, without one, over the rows of the pass. Its input
+    has `width` columns (default: hidden_size)."""
 
-    def __init__(self, config: Config, layer: int):
+    def __init__(self, config: Config, layer: int, width: int | None = None):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        width = width or config.hidden_size
+        self.q_proj = nn.Linear(width, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(width, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
         norm = nn.RMSNorm if config.qk_norm else nn.Identity
         self.q_norm = norm(config.head_dim, config.norm_eps)
@@ -232,11 +234,17 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(
+        self, tokens: Tensor, ctx: ForwardContext, feature_layers: tuple[int, ...] = ()
+    ) -> Tensor:
         x = self.embed_tokens(tokens)  # (B, n, hidden_size)
-        for block in self.layers:
+        features = []
+        for i, block in enumerate(self.layers):
+            if i in feature_layers:
+                features.append(x)
             x = block(x, ctx)
-        return self.norm(x)
+        x = self.norm(x)
+        return torch.cat([x, *features], -1) if features else x
 
 
 class Transformer(nn.Module):
@@ -273,6 +281,7 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: list[int] | Tensor, cache: KVCache | None = None,
         depth: Tensor | None = None, mask: Tensor | None = None,
+        feature_layers: tuple[int, ...] = (),
     ) -> Tensor:  # fmt: skip
         """Tokens (n,) or (B, n) -> hidden states after the final norm, (B, n, hidden_size).
 
@@ -281,11 +290,14 @@ class Transformer(nn.Module):
         is true at [i, j] if row i attends to row j; every row attends to itself. (With more columns
         than rows, it begins with the last rows of the prefix.) By default the rows are a plain
         causal continuation. Without a cache there is no prefix.
+
+        The hidden states that enter `feature_layers`, which are counted from 0, follow those after
+        the norm in each row: (B, n, (1 + number of layers) * hidden_size).
         """
         tokens = torch.as_tensor(tokens, device=self.device)
         tokens = tokens[None] if tokens.dim() == 1 else tokens  # (B, n)
         ctx = make_context(self.rope, self.model.norm.weight, tokens.shape[1], cache, depth, mask)
-        return self.model(tokens, ctx)
+        return self.model(tokens, ctx, feature_layers=feature_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., hidden_size) -> (..., vocab_size)."""
@@ -300,16 +312,18 @@ class Transformer(nn.Module):
         return last
 
     def prefill_chunks(
-        self, tokens: list[int], cache: KVCache, chunk: int = CHUNK
+        self, tokens: list[int], cache: KVCache, chunk: int = CHUNK, **options
     ) -> Iterator[Tensor]:
-        """Feed and commit `tokens`. Yields the hidden states (1, n, hidden_size) of each chunk."""
+        """Feed and commit `tokens`. Yields the hidden states (1, n, hidden_size) of each chunk.
+        `options` are passed to `forward`."""
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
-            hidden = self(part, cache)
+            hidden = self(part, cache, **options)
             cache.commit(list(range(len(part))))
             yield hidden
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Number of parameters, including int8 weights. A tied weight counts once."""
-    return sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
+    """Number of parameters, with int8 weights but without token ids. A tied weight counts once."""
+    tensors = *module.parameters(), *module.buffers()
+    return sum(tensor.numel() for tensor in tensors if tensor.dtype != torch.int64)

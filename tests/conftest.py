@@ -14,7 +14,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from minispec import paths
-from minispec.certify.toys import random_medusa_heads, random_mtp_head, small_model
+from minispec.certify.toys import (
+    random_eagle3_head,
+    random_medusa_heads,
+    random_mtp_head,
+    small_model,
+)
 from minispec.checkpoints.load import save
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.fast import cost, products
@@ -68,6 +73,7 @@ def method_options(model: Transformer) -> dict[str, dict]:
         "medusa-typical": heads,
         "fastmtp": {"head": random_mtp_head(model, 2).to(model.device), "k": 3},
         "hybrid": {"head": random_mtp_head(model, 2).to(model.device), "k": 3},
+        "eagle3": {"head": random_eagle3_head(model, 2).to(model.device), "k": 3},
     }
 
 

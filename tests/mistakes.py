@@ -7,6 +7,7 @@ import torch
 
 from minispec.methods import medusa
 from minispec.methods.fastmtp import Drafter
+from minispec.model import Backbone
 
 propose_ranks = medusa.propose
 chain, extend, receive = Drafter.chain, Drafter.extend, Drafter.receive
@@ -70,3 +71,48 @@ def position_off_by_one(self, *arguments):
     drafts = chain(self, *arguments)
     self.offset -= 1
     return drafts
+
+
+# ---- EAGLE-3 -------------------------------------------------------------------------------------
+
+backbone = Backbone.forward
+
+
+def features_reversed(self, hidden):
+    """The features are in another order."""
+    features = hidden[..., self.target_size :].split(self.target_size, -1)
+    return self.fc(torch.cat(features[::-1], -1))
+
+
+def normed_layers(self, hidden, embedded, ctx):
+    """Later steps read the output after the norm, as those of FastMTP's head do."""
+    return self.norm(self.midlayer(hidden, embedded, ctx))
+
+
+def normed_logits(self, hidden):
+    return self.lm_head(hidden)
+
+
+def d2t_as_ids(where, tensors, count, vocab):
+    """d2t holds differences, not ids."""
+    tensors.pop("t2d")
+    return tensors.pop("d2t").tolist()
+
+
+def outputs_of_the_layers(self, tokens, ctx, feature_layers=()):
+    """The features leave the layers instead of entering them."""
+    return backbone(self, tokens, ctx, tuple(i + 1 for i in feature_layers))
+
+
+def embedding_second(self, hidden, embedded, ctx):
+    """The attention reads the hidden state first, as MiMo's layer does."""
+    pair = torch.cat([self.hidden_norm(hidden), self.input_layernorm(embedded)], -1)
+    x = hidden + self.self_attn(pair, ctx)
+    return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def residual_always_before_its_norm(self, hidden, embedded, ctx):
+    """`norm_before_residual` is ignored."""
+    pair = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
+    x = hidden + self.self_attn(pair, ctx)
+    return x + self.mlp(self.post_attention_layernorm(x))

@@ -28,7 +28,8 @@ from minispec.bench import measure, prompts, shapes, tables
 from minispec.bench.machine import read_cpu_seconds
 from minispec.bench.roofline import pass_work
 from minispec.certify import __main__ as certify
-from minispec.certify.toys import random_medusa_heads, random_mtp_head
+from minispec.certify.toys import random_eagle3_head, random_medusa_heads, random_mtp_head
+from minispec.checkpoints.eagle3 import save_eagle3
 from minispec.checkpoints.heads import save_medusa, save_mtp, save_vocabulary
 from minispec.checkpoints.load import save
 from minispec.fast import optimize
@@ -145,7 +146,7 @@ def test_a_repeat_is_a_whole_round_of_methods(weights, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """A model with a draft (itself), Medusa heads and a FastMTP head next to it."""
+    """A model with a draft (itself), Medusa heads, a FastMTP and an EAGLE-3 head next to it."""
     folder, model = tmp_path_factory.mktemp("weights"), byte_model()
     for name in "target", "draft":
         save(model, TOKENIZER, folder / name)
@@ -153,6 +154,7 @@ def weights(tmp_path_factory):
     heads.accuracy = torch.full((4, 10), 0.05)
     save_medusa(heads, folder / "medusa", "", TOKENIZER, model.dtype)
     save_mtp(random_mtp_head(model, 0), folder / "mtp", "", TOKENIZER, model.dtype, [1.0])
+    save_eagle3(random_eagle3_head(model, 0), folder / "eagle3", "", TOKENIZER, model.dtype)
     return folder
 
 
@@ -168,8 +170,9 @@ def test_every_method_has_a_row_and_the_output_of_plain_decoding(weights, capsys
     assert out["machine"]["curve"][1] == 1.0
     rows = {row["method"]: row for row in out["rows"] if not row["temperature"]}
     assert {row["method"] for row in out["rows"] if row["temperature"] == 0.7} == rows.keys()
-    auto = "speculative", "prompt-lookup", "fastmtp", "hybrid"
-    assert {"medusa", "medusa tree=auto", *(f"{name} k=auto" for name in auto)} < rows.keys()
+    auto = "speculative", "prompt-lookup", "fastmtp", "hybrid", "eagle3"
+    trees = {"medusa", "medusa tree=auto", "eagle3 tree=60"}
+    assert trees | {f"{name} k=auto" for name in auto} < rows.keys()
     assert all(row["differing"] == 0 for row in rows.values())
     assert rows["autoregressive"]["speedup"] == 1.0 and rows["autoregressive"]["acceptance"] is None
     assert rows["speculative k=2"]["acceptance"] == 1.0  # the draft is the target
@@ -182,7 +185,7 @@ def test_rows_can_be_selected_and_prompts_are_evenly_spaced(weights, monkeypatch
     file, held_out = tmp_path / "chat.jsonl", [[i] for i in range(1, 8)]
     rows = [{"prompt": prompt, "file": file} for prompt in held_out]
     monkeypatch.setattr(prompts, "read_split", lambda *_: ([], rows))
-    methods = "fastmtp k=2,hybrid tree=5,lookahead (5,4,5),medusa tree=32,hybrid k=auto"
+    methods = "fastmtp k=2,hybrid tree=5,lookahead (5,4,5),medusa tree=32,hybrid k=auto,eagle3 k=5"
     args = bench.parse(options_of(weights, "--generated", str(file), "--methods", methods))
     model, tokenizer = bench.load(args.model, "float32", "cpu")
     for args.prompts, indices in (1, [0]), (2, [0, 3]), (3, [0, 2, 4]), (9, range(7)):
@@ -190,7 +193,7 @@ def test_rows_can_be_selected_and_prompts_are_evenly_spaced(weights, monkeypatch
         assert chosen == [held_out[i] for i in indices]
     rows = bench.methods_of(args, model, tokenizer).keys()
     assert rows == {"autoregressive", "fastmtp k=2", "lookahead (5,4,5)", "medusa tree=32",
-                    "hybrid k=auto", "hybrid tree=5"}  # fmt: skip
+                    "hybrid k=auto", "hybrid tree=5", "eagle3 k=5"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -264,7 +267,7 @@ def test_prompts_are_built_in_or_held_out_or_questions(weights, tmp_path, capsys
         "--vocabulary-sizes 9 --methods fastmtp", "--repeats 0", "--json --markdown",
         "--markdown --temperature 0,0.7", "--draft x --methods medusa",
         "--heads x --methods hybrid", "--mtp x --methods speculative", "--k 3 --methods hybrid",
-        "--draft x --mtp x --methods hybrid",
+        "--draft x --mtp x --methods hybrid", "--eagle3 x --methods fastmtp",
     ],
 )  # fmt: skip
 def test_invalid_flags_are_reported_in_one_line(weights, wrong, capsys):

@@ -30,6 +30,8 @@ WAYS = [  # method, options
     ("hybrid", {"k": 3}),
     ("fastmtp", {"tree": 5}),
     ("hybrid", {"tree": 20}),
+    ("eagle3", {"k": 3}),
+    ("eagle3", {"tree": 5}),
 ]
 
 
@@ -107,6 +109,8 @@ ROUNDS = [  # method, options; launches and copies in a greedy round without new
     ("fastmtp", {"k": 3}, 12, 1),
     ("fastmtp", {"tree": 8}, 12, 2),
     ("hybrid", {"k": 3}, 12, 1),
+    ("eagle3", {"k": 3}, 12, 1),
+    ("eagle3", {"tree": 8}, 12, 2),
 ]
 
 

@@ -6,7 +6,12 @@ from conftest import method_options, random_model, random_tokens
 from simulated import DEVICE, Simulated, SimulatedDevice
 
 from minispec import Sampling, distill
-from minispec.certify.toys import random_medusa_heads, random_mtp_head, two_languages
+from minispec.certify.toys import (
+    random_eagle3_head,
+    random_medusa_heads,
+    random_mtp_head,
+    two_languages,
+)
 from minispec.distill.draft import SoftLabels
 from minispec.generate import METHODS, decode
 from minispec.methods.adaptive import AdaptiveK, AdaptiveTree
@@ -40,6 +45,8 @@ CASES = {
     "hybrid": ("hybrid", {}, 1, None),
     "fastmtp, a tree": ("fastmtp", {"tree": 5}, 2, 2),
     "hybrid, a tree": ("hybrid", {"tree": 5}, 2, 2),
+    "eagle3": ("eagle3", {}, 1, None),
+    "eagle3, a tree": ("eagle3", {"tree": 5}, 2, 2),
     "fastmtp, plain steps": ("fastmtp", {"k": lambda _: AdaptiveK(STEEP, 0.1)}, 1, 1),
 }  # fmt: skip
 
@@ -96,14 +103,16 @@ def test_generated_training_data_is_the_same_on_the_device_as_on_the_host(temper
     assert texts("cpu") == texts(DEVICE)
 
 
-@pytest.mark.parametrize("drafter", ["draft", "medusa", "mtp", "mtp, small vocabulary"])
+@pytest.mark.parametrize("drafter", ["draft", "medusa", "mtp", "mtp, small vocabulary", "eagle3"])
 def test_training_losses_are_the_same_on_the_device_as_on_the_host(drafter):
     def loss(device) -> float:
         model = random_model(5, torch.float32, layers=1).to(device)
         head, heads = random_mtp_head(model, 0).to(device), random_medusa_heads(model, 0).to(device)
         small = random_model(2, torch.float32).to(device)
         rows = [random_tokens(n, n) for n in (9, 6, 12)]
-        states = [model(row)[0].cpu() for row in rows]
+        eagle3 = random_eagle3_head(model, 0).to(device)
+        layers = eagle3.feature_layers if drafter == "eagle3" else ()
+        states = [model(row, feature_layers=layers)[0].cpu() for row in rows]
         documents = distill.Documents(rows, [3, 3, 3], states)
         subset = Subset(model.lm_head.weight, list(range(3, 32, 2)))
         losses = {
@@ -113,6 +122,7 @@ def test_training_losses_are_the_same_on_the_device_as_on_the_host(drafter):
             "mtp, small vocabulary": lambda: distill.MTPLoss(
                 head, model, documents, 3, 0.6, True, vocabulary=subset
             ),
+            "eagle3": lambda: distill.MTPLoss(eagle3, model, documents, 3, 0.8, True, soft=True),
         }
         return losses[drafter]()(torch.tensor([0, 2])).item()
 

@@ -27,6 +27,7 @@ from tokenizers import models, pre_tokenizers
 
 from minispec import Sampling, UserError, distill, load
 from minispec.certify.toys import random_mtp_head, randomise
+from minispec.checkpoints.eagle3 import load_eagle3
 from minispec.checkpoints.heads import (
     load_medusa,
     load_mtp,
@@ -48,7 +49,7 @@ from minispec.methods.medusa import RANKS, new_heads, with_prefixes
 from minispec.methods.vocabulary import Language, Subset
 from minispec.training.loop import CHECKPOINT, lock
 
-MODULES = "generate", "draft", "medusa", "mtp", "tree", "vocabulary", "export"
+MODULES = "generate", "draft", "medusa", "mtp", "eagle3", "tree", "vocabulary", "export"
 
 
 @pytest.fixture
@@ -583,6 +584,8 @@ TRAININGS = {  # flags, changed flags, the file written, the method and its flag
     "medusa --shared": (("--heads", 2), ("--heads", 3), "medusa_lm_head", "medusa", "--heads"),
     "mtp": ((), ("--beta", 0.5), "model", "fastmtp", "--heads"),
     "mtp --soft --k 1": ((), ("--mode", "parallel"), "model", "fastmtp", "--heads"),
+    "eagle3 --k 3": ((), ("--beta", 0.5), "model", "eagle3", "--heads"),
+    "eagle3 --soft --k 1": ((), ("--beta", 0.5), "model", "eagle3", "--heads"),
 }
 
 
@@ -602,17 +605,18 @@ def test_trained_weights_load_and_can_be_continued(target, data, tmp_path, capsy
     run(*options, 1, "--out", tmp_path / "next", "--init", trained, "--lr", 1e-9, "--seed", 1)
     tensors = [load_file(tmp_path / name / f"{file}.safetensors") for name in ("trained", "next")]
     for name, tensor in tensors[0].items():
-        assert torch.allclose(tensors[1][name], tensor, atol=1e-3), name
+        assert torch.allclose(tensors[1][name].float(), tensor.float(), atol=1e-3), name
     missing = rejected(capsys, *options, 1, "--out", tmp_path / "new", "--init", tmp_path / "no")
     assert "no such directory" in missing
     assert "(different options)" in rejected(capsys, *options, 9, "--out", trained, *other)
     generate.main(["ab", "--model", str(target), "--method", method, flag, str(trained), "--device",
                    "cpu", "--json", "--max-new-tokens", "9"])  # fmt: skip
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 9
-    if kind == "mtp":
+    if kind in ("mtp", "eagle3"):
         rates = json.loads((trained / "config.json").read_text())["mtp_acceptance"]
-        assert len(rates) == (1 if "--k" in flags else 3) and f"{rates[0]:.3f}" in card
-        head = load_mtp(tmp_path / "next", load(target, "float32", "cpu")[0])
+        assert len(rates) == (int(flags[-1]) if "--k" in flags else 3) and f"{rates[0]:.3f}" in card
+        read = load_mtp if kind == "mtp" else load_eagle3
+        head = read(tmp_path / "next", load(target, "float32", "cpu")[0])
         head.acceptance = None
         save_acceptance(head, tmp_path / "next")
         run("acceptance", "--model", target, "--heads", tmp_path / "next", "--generated", own,
@@ -650,9 +654,29 @@ def test_heads_draft_from_the_vocabulary_they_were_trained_on(
     assert not (trained / "vocabulary.json").exists()  # now trained on all tokens
 
 
+def test_an_eagle3_head_starts_from_the_target_s_lm_head_and_drafts_its_vocabulary(
+    target, data, tmp_path, capsys
+):
+    own, words, out = (tmp_path / name for name in ("own.jsonl", "words.json", "trained"))
+    generated(target, data, own, 20)
+    run("vocabulary", "--model", target, "--size", 12, "--text", f"own={own}", "--out", words)
+    run("eagle3", "--model", target, "--generated", own, "--device", "cpu", "--rows", 2,
+        "--context", 40, "--steps", 1, "--lr", 1e-9, "--vocabulary", words,
+        "--out", out)  # fmt: skip
+    model, tokenizer = load(target, "float32", "cpu")
+    head, ids = load_eagle3(out, model, tokenizer), load_vocabulary(words, model).select([]).ids
+    assert head.ids.tolist() == sorted(ids.tolist()) and not (out / "vocabulary.json").exists()
+    torch.testing.assert_close(head.lm_head.weight, model.lm_head.weight[head.ids].half().float())
+    assert not head.midlayer.norm_before_residual and head.config.model_type == "llama"
+    error = rejected(capsys, "eagle3", "--model", target, "--generated", own, "--init", out,
+                     "--vocabulary", words, "--out", tmp_path / "next")  # fmt: skip
+    assert "--init: an EAGLE-3 head has its own vocabulary; omit the other one" in error
+
+
 @pytest.mark.parametrize(
     "command",
-    ["draft", "medusa", "medusa --shared --vocabulary words.json", "mtp --vocabulary words.json"],
+    ["draft", "medusa", "medusa --shared --vocabulary words.json", "mtp --vocabulary words.json",
+     "eagle3 --vocabulary words.json"],
 )
 def test_documents_without_a_label_are_skipped_and_counted(target, tmp_path, capsys, command):
     """Prompts that fill the context, texts of two tokens, tokens outside the vocabulary."""

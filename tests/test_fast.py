@@ -14,7 +14,7 @@ from conftest import GOLDEN, method_options, random_model, random_tokens, random
 from torch import nn
 
 from minispec import UserError, load, paths
-from minispec.certify.toys import random_mtp_head
+from minispec.certify.toys import random_eagle3_head, random_mtp_head
 from minispec.checkpoints.load import save
 from minispec.fast import (
     Int8Linear,
@@ -349,7 +349,7 @@ def test_an_int8_model_cannot_be_saved(tmp_path):
 def test_the_inputs_of_a_graph_yield_the_plain_pass(seed):
     """Random trees, chains and commits, passed through the tensors that a graph takes."""
     rng, model, plain = random.Random(seed), random_model(seed), random_model(seed)
-    graphs.CompiledPass(model.model, "forward", graphs.FunctionalPass(plain.model))
+    graphs.CompiledPass(model.model, "forward").graphs[()] = graphs.FunctionalPass(plain.model)
     cache, plain_cache = model.new_cache(128), plain.new_cache(128)
     for _ in range(12):
         tree = random_tree(rng, rng.randint(1, 9))
@@ -371,7 +371,7 @@ def test_a_graph_of_int8_weights_contains_the_product_for_one_row(product):
         if isinstance(layer, Int8Linear):
             layer.products = [product] + ["dequantised"] * (len(TIMED_ROWS) - 1)
     with torch.no_grad():
-        graph = graphs.export(model, model.model).graph
+        graph = graphs.export(model, graphs.FunctionalPass(model.model)).graph
     operators = [str(node.target) for node in graph.nodes]
     linears = 7 * model.config.layers
     assert operators.count("aten._weight_int8pack_mm.default") == (
@@ -379,7 +379,7 @@ def test_a_graph_of_int8_weights_contains_the_product_for_one_row(product):
 
 
 def test_copies_and_pickles_of_a_compiled_module_are_not_compiled(monkeypatch):
-    monkeypatch.setattr(graphs, "cached_graph", lambda _, module: graphs.FunctionalPass(module))
+    monkeypatch.setattr(graphs, "cached_graph", lambda _, functional: functional)
     model, tokens = random_model(), random_tokens(9)
     head = random_mtp_head(model, 2)
     compile_passes(model)  # the linear layers stay, as on a GPU
@@ -399,12 +399,23 @@ def test_copies_and_pickles_of_a_compiled_module_are_not_compiled(monkeypatch):
                                   "minispec.fast.graphs"])  # fmt: skip
 def test_a_graph_is_compiled_again_after_a_change_of_the_code(name, tmp_path, monkeypatch):
     head = random_mtp_head(random_model(), 2)
-    key, spec = graphs.graph_key(head, head), sys.modules[name].__spec__
-    assert graphs.graph_key(head, head) == key
+    functional, spec = graphs.FunctionalPass(head), sys.modules[name].__spec__
+    key = graphs.graph_key(head, functional)
+    assert graphs.graph_key(head, functional) == key
     edited = tmp_path / "edited.py"
     edited.write_text(Path(spec.origin).read_text(encoding="utf-8") + "# edited", encoding="utf-8")
     monkeypatch.setattr(spec, "origin", str(edited))
-    assert graphs.graph_key(head, head) != key
+    assert graphs.graph_key(head, functional) != key
+
+
+def test_graphs_differ_in_their_feature_layers_and_in_the_form_of_a_head():
+    model, keys = random_model(), set()
+    for layers in (), (0,), (0, 1):
+        keys.add(graphs.graph_key(model, graphs.FunctionalPass(model.model, layers)))
+    head = random_eagle3_head(model, 2)
+    for head.midlayer.norm_before_residual in False, True:
+        keys.add(graphs.graph_key(head, graphs.FunctionalPass(head)))
+    assert len(keys) == 5
 
 
 @pytest.mark.slow
@@ -417,12 +428,16 @@ def test_compiled_passes_decode_like_plain_ones_and_are_built_once(tmp_path, mon
         optimize(model, compiled=True)
         options = method_options(model)
         optimize_drafter(options["fastmtp"], model)
+        optimize_drafter(options["eagle3"], model)  # a graph more, after the layers were replaced
         assert ("compiling Backbone" in capsys.readouterr().err) == (not cached)
         assert graphs.is_compiled(options["fastmtp"]["head"])
-        for method in "autoregressive", "prompt-lookup", "lookahead", "fastmtp":
+        layers = options["eagle3"]["head"].feature_layers
+        assert graphs.is_compiled(options["eagle3"]["head"])
+        assert model.model.forward.graphs.keys() == {(), layers}
+        for method in "autoregressive", "prompt-lookup", "lookahead", "fastmtp", "eagle3":
             run = decode(model, None, prompt, method, max_new_tokens=60, **options.get(method, {}))
             assert run.tokens == expected
-    assert len(list(tmp_path.glob("*.pt2"))) == 2
+    assert len(list(tmp_path.glob("*.pt2"))) == 4
 
 
 def test_a_full_disk_is_reported_with_the_folders_of_graphs(tmp_path, monkeypatch):
@@ -430,7 +445,7 @@ def test_a_full_disk_is_reported_with_the_folders_of_graphs(tmp_path, monkeypatc
     monkeypatch.setattr(torch.export, "export", full)
     model = random_model()
     with pytest.raises(UserError, match=f"No space left on device in {tmp_path} or "):
-        graphs.compile_graph(model, model.model, tmp_path / "graph.pt2")
+        graphs.compile_graph(model, graphs.FunctionalPass(model.model), tmp_path / "graph.pt2")
 
 
 def test_compiling_needs_a_folder_a_compiler_and_a_known_device(tmp_path, monkeypatch):

@@ -48,6 +48,7 @@ def parsers() -> dict[str, Parser]:
         ("medusa", "--heads nowhere", "no such directory: nowhere"),
         ("speculative", "--tree 3", "--tree is for --method medusa"),
         ("fastmtp", "--tree 4 --k 3", "--k drafts a chain and --tree a tree; choose one"),
+        ("eagle3", "--tree x", "--tree x: must be auto or a number of nodes from 1 to 999"),
         ("fastmtp", "--tree x", "--tree x: must be auto or a number of nodes from 1 to 999"),
         ("jacobi", "--tree 4", "--tree is for --method medusa, medusa-typical, fastmtp, hybrid"),
         ("fastmtp", "--heads nowhere", "no such directory: nowhere"),

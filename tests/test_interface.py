@@ -11,14 +11,20 @@ import torch
 from conftest import ROOT, TOKENIZER, byte_model, method_options, random_model
 
 from minispec import UserError, load
-from minispec.certify.toys import random_medusa_heads, random_mtp_head
+from minispec.certify.toys import (
+    random_eagle3_head,
+    random_medusa_heads,
+    random_mtp_head,
+    two_languages,
+)
 from minispec.checkpoints.heads import save_mtp
 from minispec.checkpoints.load import save
 from minispec.generate import METHODS, decode, stream
 from minispec.generate.run import LOSSY
 
 PROMPT = "Once upon a time"
-NEEDS = {"speculative": "draft", "medusa": "heads", "medusa-typical": "heads", "fastmtp": "head"}
+NEEDS = {"speculative": "draft", "medusa": "heads", "medusa-typical": "heads", "fastmtp": "head",
+         "eagle3": "head"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +37,7 @@ def shipped():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options"),
-    [(method, {}) for method in METHODS]
+    [(method, {}) for method in METHODS if method != "eagle3"]
     + [("speculative", {"k": "auto"}), ("fastmtp", {"k": "auto"}), ("medusa", {"tree": "auto"}),
        ("prompt-lookup", {"k": "auto"}), ("fastmtp", {"vocabulary": None}),
        ("hybrid", {"k": "auto"}), ("hybrid", {"k": 2, "lookup_k": "auto"})],
@@ -76,11 +82,11 @@ def test_a_stream_yields_the_text_as_it_is_generated(shipped):
 @pytest.mark.parametrize("method", NEEDS)
 @pytest.mark.parametrize("options", [{}, {"k": "auto"}, {"tree": "auto"}])
 def test_a_missing_draft_or_head_is_named(tmp_path, method, options):
-    with pytest.raises(UserError, match=rf"needs {NEEDS[method]}= .* --(draft|heads|mtp) DIR\)$"):
+    with pytest.raises(UserError, match=rf"needs {NEEDS[method]}= .* --[a-z3]+ DIR\)$"):
         decode(random_model(), None, [1, 2], method, **options)
     save(byte_model(), TOKENIZER, tmp_path / "target")
     model, tokenizer = load(tmp_path / "target", "float64", "cpu")
-    with pytest.raises(UserError, match=r"there is no folder (draft|medusa|mtp) next to .*target"):
+    with pytest.raises(UserError, match=r"no folder (draft|medusa|mtp|eagle3) next to .*target"):
         decode(model, tokenizer, "x", method, **options)
 
 
@@ -179,7 +185,11 @@ def test_without_tokenizer_json_the_error_says_how_to_make_one(name, tmp_path):
         ("medusa-typical", {"epsilon": 10**400}, "epsilon 1.*0: must be a number"),
         ("hybrid", {"lookup_k": 0}, "lookup_k 0: must be at least 1"),
         ("hybrid", {"lookup_k": "many"}, "lookup_k 'many': must be a whole number"),
+        ("fastmtp", {"head": random_model()}, "has the wrong type, Transformer"),
         ("fastmtp", {"vocabulary": "en.json"}, "vocabulary 'en.json': has the wrong type, str"),
+        ("hybrid", {"head": random_eagle3_head(random_model(), 0),
+                    "vocabulary": two_languages(random_model())},
+         "an EAGLE-3 head has its own vocabulary; omit the other one"),
     ],
 )
 def test_a_wrong_option_is_rejected_before_the_run_starts(method, options, message):
@@ -222,7 +232,7 @@ def test_a_surrounding_autocast_changes_nothing(method, dtype):
     with torch.autocast("cpu", dtype):
         run = decode(model, None, [1, 2], method, max_new_tokens=9, **options)
         assert run.tokens == plain.tokens
-        if method in ("speculative", "prompt-lookup", "fastmtp", "hybrid"):
+        if method in ("speculative", "prompt-lookup", "fastmtp", "hybrid", "eagle3"):
             decode(model, None, [1, 2], method, max_new_tokens=9, **options | {"k": "auto"})
         assert torch.is_autocast_enabled("cpu")
 
@@ -287,6 +297,7 @@ def test_drafters_can_be_passed_and_integers_can_be_numpy_s():
         ("medusa", {"heads": heads, "tree": ((0,), (0, 1))}),
         ("medusa", {"heads": heads, "tree": np.array([[0, 0], [1, 0]])}),
         ("fastmtp", {"head": head}),
+        ("eagle3", {"head": random_eagle3_head(model, 0)}),
         ("lookahead", {"window": three, "ngram": three, "guesses": three}),
     ):
         run = decode(model, None, [1, 2], method, max_new_tokens=np.int64(9), **options)

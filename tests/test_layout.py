@@ -26,10 +26,10 @@ FLOORS = [  # a module imports from its own floor and from those before it
     ["__main__"],
 ]
 LINES = {  # at most, of Python; a change that needs more raises its number and says why
-    "": 1660, "checkpoints": 1580, "generate": 1262, "remote": 572,
-    "methods": 1570,  # 1340 before a FastMTP head drafted trees
-    "fast": 1150,  # 655 before CUDA graphs were captured without a compiler; 10 for a tree's graph
-    "training": 800, "distill": 1525, "bench": 1235, "certify": 3795,
+    "": 1660, "checkpoints": 1686, "generate": 1262, "remote": 572,  # 106 for EAGLE-3's layouts
+    "methods": 1717,  # 1340 before a FastMTP head drafted trees, 1570 before EAGLE-3's head did
+    "fast": 1165,  # 655 before CUDA graphs were captured without a compiler; 10 for a tree's graph
+    "training": 800, "distill": 1565, "bench": 1235, "certify": 3816,  # 40 and 21 for EAGLE-3
 }  # fmt: skip
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
@@ -58,8 +58,8 @@ def test_no_module_imports_from_a_floor_above_it(path):
 
 
 def test_the_side_ways_that_are_closed():
-    """Methods know only each other's vocabulary, except for hybrid, which combines others; nothing
-    imports bench or certify."""
+    """Methods know only each other's vocabulary, except for hybrid, which combines others, and
+    eagle3, which shares fastmtp's loop; nothing imports bench or certify."""
     for path in MODULES:
         own, imported = path.relative_to(PACKAGE).parts[0], imports_of(path)
         for target in {"bench", "certify"} - {own.removesuffix(".py"), own}:
@@ -67,6 +67,8 @@ def test_the_side_ways_that_are_closed():
                 assert not any(name.startswith(f"minispec.{target}") for name in imported), path
         if own == "methods" and path.name != "hybrid.py":
             allowed = "minispec.methods.vocabulary"
+            if path.name == "eagle3.py":
+                allowed = allowed, "minispec.methods.fastmtp"
             others = {n for n in imported if n.startswith("minispec.methods.")}
             assert all(name.startswith(allowed) for name in others), (path, others)
         if own in ("training", "certify"):

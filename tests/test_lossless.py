@@ -19,6 +19,7 @@ from minispec import load
 from minispec.certify.common import GREEDY
 from minispec.certify.methods.cases import (
     ADAPTIVE_K,
+    ADAPTIVE_NODES,
     ADAPTIVE_TREE,
     PROBING_K,
     PROBING_TREE,
@@ -32,6 +33,7 @@ from minispec.certify.toys import (
     ToyHeads,
     exact_distribution,
     first_tokens,
+    random_eagle3_head,
     random_medusa_heads,
     random_mtp_head,
     small_model,
@@ -76,8 +78,13 @@ def method_cases(model: Toy | Transformer) -> dict[str, tuple[str, dict]]:
     cases["medusa, small vocabulary"] = "medusa", heads | small
     cases["fastmtp"] = "fastmtp", mtp
     cases["fastmtp, probing"] = "fastmtp", mtp | {"k": PROBING_K}
+    cases["fastmtp, tree auto"] = "fastmtp", mtp | {"tree": ADAPTIVE_NODES}
     cases["fastmtp, small vocabulary"] = "fastmtp", mtp | small
+    eagle3 = {"head": random_eagle3_head(model, 2)}
+    cases["eagle3"] = "eagle3", eagle3 | {"k": 2}
+    cases["eagle3, a tree"] = "eagle3", eagle3 | {"tree": 5}
     cases["hybrid"] = "hybrid", mtp
+    cases["hybrid, eagle3"] = "hybrid", eagle3 | {"k": 2}
     cases["hybrid, draft"] = "hybrid", {"draft": draft, "k": 2, "lookup_k": 3}
     cases["hybrid, probing"] = "hybrid", mtp | {"k": PROBING_K, "lookup_k": PROBING_K}
     return cases
@@ -141,7 +148,7 @@ def test_cache(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "vocabulary" not in name])
 def test_limits(name):
-    if name.startswith(("fastmtp", "hybrid")):
+    if name.startswith(("fastmtp", "eagle3", "hybrid")):
         method, options = method_cases(TRANSFORMER)[name]
 
         def target(eos):

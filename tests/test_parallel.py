@@ -28,7 +28,8 @@ from minispec import UserError, distributed, optimize
 from minispec.bench import __main__ as bench
 from minispec.bench import machine as bench_machine
 from minispec.bench import measure, shapes, tables
-from minispec.certify.toys import random_medusa_heads, random_mtp_head
+from minispec.certify.toys import random_eagle3_head, random_medusa_heads, random_mtp_head
+from minispec.checkpoints.eagle3 import load_eagle3, save_eagle3
 from minispec.checkpoints.heads import load_medusa, load_mtp, save_medusa, save_mtp
 from minispec.checkpoints.load import load, save
 from minispec.distributed import Group
@@ -64,6 +65,8 @@ def write_family(folder: Path, changes: dict) -> Path:
     save(random_model(4, **SHAPE | changes | {"layers": 1}), TOKENIZER, folder / "draft")
     head, heads = random_mtp_head(model, 2), random_medusa_heads(model, 1)
     save_mtp(head, folder / "mtp", "model", TOKENIZER, torch.float64, [1.0])
+    head = random_eagle3_head(model, 3)
+    save_eagle3(head, folder / "eagle3", "model", TOKENIZER, torch.float64)
     save_medusa(heads, folder / "medusa", "model", TOKENIZER, torch.float64)
     return folder / "model"
 
@@ -116,15 +119,17 @@ def test_every_method_generates_what_one_process_does(family, size, monkeypatch)
     prompt, whole = random_tokens(9, vocab=VOCAB), load(family, "float64")[0]
     parts = load_parts(family, size, monkeypatch)
     drafters = {"speculative": "draft", "fastmtp": "head", "hybrid": "head", "medusa": "heads",
-                "medusa-typical": "heads"}  # fmt: skip
+                "medusa-typical": "heads", "eagle3": "eagle3"}  # fmt: skip
     loaders = {"draft": lambda model: load(family.parent / "draft", "float64")[0],
                "head": lambda model: load_mtp(family.parent / "mtp", model),
+               "eagle3": lambda model: load_eagle3(family.parent / "eagle3", model),
                "heads": lambda model: load_medusa(family.parent / "medusa", model)}  # fmt: skip
     for method in METHODS:
         argument = drafters.get(method)
-        options = [{argument: as_rank(r, size, monkeypatch, loaders[argument], parts[r])}
+        name = "head" if argument == "eagle3" else argument
+        options = [{name: as_rank(r, size, monkeypatch, loaders[argument], parts[r])}
                    if argument else {} for r in range(size)]  # fmt: skip
-        alone = {argument: loaders[argument](whole)} if argument else {}
+        alone = {name: loaders[argument](whole)} if argument else {}
         for sampling in {}, {"temperature": 0.8, "seed": 5}:
             settings = sampling | {"max_new_tokens": 20}
             expected = decode(whole, None, prompt, method, **settings, **alone)
@@ -391,7 +396,7 @@ def in_one_process(capsys, *arguments: str) -> dict:
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_command_line_prints_what_one_process_prints(size, tmp_path, capsys):
     model = write_family(tmp_path, FAMILIES["qwen3"])
-    for method in "fastmtp", "speculative", "medusa":
+    for method in "fastmtp", "eagle3", "speculative", "medusa":
         flags = ["--model", model, "--method", method, "--json", "--dtype", "float64",
                  "--max-new-tokens", "30", "--temperature", "0.7", "--seed", "3"]  # fmt: skip
         flags += ["--quantize", "int8"] if method == "speculative" else []

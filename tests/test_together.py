@@ -22,7 +22,8 @@ import torch
 from conftest import ROOT, TOKENIZER, VOCAB, last_error_line, random_model, torchrun
 
 from minispec import Sampling, optimize
-from minispec.certify.toys import random_medusa_heads, random_mtp_head
+from minispec.certify.toys import random_eagle3_head, random_medusa_heads, random_mtp_head
+from minispec.checkpoints.eagle3 import save_eagle3
 from minispec.checkpoints.heads import (
     load_vocabulary,
     save_medusa,
@@ -60,11 +61,11 @@ REFUSED = [
     ("--chat", "--prompt-ids"), ("--chat", "--prompt-file"), ("--prompt-ids", "--prompt-file"),
     ("--prompt-ids", "prompt"), ("--prompt-file", "prompt"), ("--color", "--json"),
     ("--color=full", "--json"), ("--draft", "--heads"), ("--draft", "--vocabulary"),
-    ("--draft", "--tree"), ("--k", "--tree"),
+    ("--draft", "--tree"), ("--k", "--tree"), ("--draft-temperature", "--tree"),
 ]  # fmt: skip
 OF_METHODS = {generate.flag_name(name): row[0] for name, row in generate.METHOD_FLAGS.items()}
 GIVEN = object()  # see `given`
-NODES = "fastmtp", "hybrid"  # methods whose tree is a number of nodes
+NODES = "fastmtp", "hybrid", "eagle3"  # methods whose tree is a number of nodes
 NO_TREE = {"tree", "draft"}, {"tree", "draft_cache"}
 # for each argument of `stream` and of the methods, what to pass
 ARGUMENTS = {
@@ -142,6 +143,8 @@ def shelf(tmp_path_factory):
         save_medusa(heads, place / "medusa", "target", TOKENIZER, torch.float64)
         head = random_mtp_head(target, seed)
         save_mtp(head, place / "mtp", "target", TOKENIZER, torch.float64, [1.0])
+        head = random_eagle3_head(target, seed)
+        save_eagle3(head, place / "eagle3", "target", TOKENIZER, torch.float64, seed == 1)
     halves = {name: tuple(range(i, 260, 2)) for i, name in enumerate(("even", "odd"))}
     languages = {name: Language(ids, (1,) * len(ids)) for name, ids in halves.items()}
     save_vocabulary(languages, TOKENIZER, folder / "words.json")
@@ -153,7 +156,8 @@ def shelf(tmp_path_factory):
 
 def arguments_of(method: str, ways: tuple[str, ...]) -> list[str]:
     """The command line for a run."""
-    heads = "medusa" if method.startswith("medusa") else "mtp"
+    folders = {"medusa": "medusa", "medusa-typical": "medusa", "eagle3": "eagle3"}
+    heads = folders.get(method, "mtp")
     line = " ".join(ways).replace("HEADS", heads).replace("prompt Hi", "Hi").split()
     flags = set().union(*map(flags_in, ways))
     if not flags & {"prompt", "--prompt-ids", "--prompt-file"}:
@@ -205,7 +209,8 @@ def test_commands_in_two_processes(shelf):
     runs = [case.values for case in COMMANDS if SLOW not in case.values[1]]
     (shelf / "runs.json").write_text(json.dumps([arguments_of(*run) for run in runs]))
     (shelf / "ranks.py").write_text(
-        "import io, json, sys\n"
+        "import io, json, os, sys\n"
+        "sys.stdout = open(os.dup(1), 'w', encoding='utf-8')\n"  # --json redirects the original
         "from minispec.generate.__main__ import main\n"
         "for arguments in json.load(open('runs.json')):\n"
         f"    sys.stdin = io.StringIO({TURNS!r})\n"
@@ -251,15 +256,16 @@ def arguments_in_python(method: str) -> list[str]:
     return names + [name for name in shared if name not in skipped and name not in names]
 
 
-def given(shelf, name: str, model, tokenizer) -> object:
+def given(shelf, method: str, name: str, model, tokenizer) -> object:
     """What the argument is given: a cache, or what `load` does not find next to the target."""
     if name.endswith("cache"):
         return model.new_cache()
     if name == "vocabulary":
         return load_vocabulary(shelf / "words.json", model, tokenizer)
-    method, folder = {"draft": ("speculative", "draft"), "heads": ("medusa", "medusa"),
-                      "head": ("fastmtp", "mtp")}[name]  # fmt: skip
-    return load_drafter(method, model, tokenizer, str(shelf / "given" / folder))[name]
+    head = ("eagle3", "eagle3") if method == "eagle3" else ("fastmtp", "mtp")
+    drafter, folder = {"draft": ("speculative", "draft"), "heads": ("medusa", "medusa"),
+                       "head": head}[name]  # fmt: skip
+    return load_drafter(drafter, model, tokenizer, str(shelf / "given" / folder))[name]
 
 
 @pytest.mark.parametrize("int8", [None, False, True], ids=["plain", "optimised", "int8"])
@@ -272,9 +278,10 @@ def test_arguments(shelf, method, int8):
     arguments = ARGUMENTS | ({"tree": [np.int64(5), "auto"]} if method in NODES else {})
     ways = [(name, value) for name in arguments_in_python(method) for value in arguments[name]]
     for run in covering(ways, lambda a, b: a[0] != b[0] and {a[0], b[0]} not in NO_TREE):
-        options = {n: given(shelf, n, model, tokenizer) if v is GIVEN else v for n, v in run}
+        options = {n: given(shelf, method, n, model, tokenizer) if v is GIVEN else v
+                   for n, v in run}  # fmt: skip
         if "draft_cache" in options:
-            options.setdefault("draft", given(shelf, "draft", model, tokenizer))
+            options.setdefault("draft", given(shelf, method, "draft", model, tokenizer))
         shared = inspect.signature(stream).parameters.keys() - {"cache"}
         plain = {name: value for name, value in options.items() if name in shared}
         prompt = options.pop("prompt", plain.pop("prompt", PROMPT))

@@ -19,6 +19,7 @@ from minispec.certify.methods.checks import CHECKS
 from minispec.certify.toys import Toy
 from minispec.generate.run import Run, StopConditions
 from minispec.methods import fastmtp, hybrid, lookahead, medusa, prompt_lookup, speculative
+from minispec.methods.vocabulary import SubsetIds
 from minispec.model import Transformer
 from minispec.sampling import OneHot, Sampling, Seeded, draw, probs
 from minispec.tree import Tree
@@ -240,6 +241,12 @@ def probs_over_all(self, k, sampling, randomness, draft_head):
     return guess, [q if q is None else p for q, p in zip(drawn, full_probs)]
 
 
+def offsets_as_ids(self, probs: Tensor) -> Tensor:
+    """Scatter to d2t, which holds each token minus its own index, as if it held the tokens."""
+    offsets = self.host_ids - torch.arange(len(self.host_ids))
+    return probs.new_zeros(self.size).scatter_add(0, offsets, probs)
+
+
 draft = fastmtp.Drafter.draft
 
 
@@ -380,6 +387,8 @@ MUTANTS = [
            ((fastmtp.Drafter, "chain", probs_over_all),)),
     Mutant("head's argmax scored with its softmax", "exact", "fastmtp, k=2, argmax drafts",
            ((fastmtp, "draw", greedy_draft_with_softmax),)),
+    Mutant("d2t taken for token ids", "exact", "eagle3, k=2, sampled",
+           ((SubsetIds, "scatter", offsets_as_ids),)),
     Mutant("copied from the text after drawing other drafts", "exact", "hybrid, k=1",
            ((fastmtp.Drafter, "draft", text_preferred_after_drawing),)),
     Mutant("a plain step chosen after the drafts were drawn", "exact", "fastmtp, k=1, sampled",

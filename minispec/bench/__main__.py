@@ -54,7 +54,7 @@ from minispec.model import Transformer
 # flag -> the methods that it applies to
 METHODS_OF_FLAG = {
     "draft": ("speculative", "hybrid"), "heads": ("medusa",), "mtp": ("fastmtp", "hybrid"),
-    "k": ("speculative",), "vocabulary_sizes": ("fastmtp",),
+    "k": ("speculative",), "vocabulary_sizes": ("fastmtp",), "eagle3": ("eagle3",),
 }  # fmt: skip
 
 
@@ -66,9 +66,11 @@ def parser() -> Parser:
                    "model; with --shape, a shape)")  # fmt: skip
     p.add_argument("--heads", type=Source, help="Medusa heads (default: those next to the model)")
     p.add_argument("--mtp", type=Source, help="a FastMTP head (default: the one next to the model)")
+    p.add_argument("--eagle3", type=Source,
+                   help="an EAGLE-3 head (default: the one next to the model)")  # fmt: skip
     p.add_argument("--methods", type=comma_separated,
-                   help="run only these methods or table rows, comma-separated; fastmtp and hybrid "
-                   "with any number, as in 'fastmtp tree=16'")  # fmt: skip
+                   help="run only these methods or table rows, comma-separated; fastmtp, eagle3, "
+                   "hybrid with any number, as in 'fastmtp tree=16'")  # fmt: skip
     p.add_argument("--temperature", default=[0.0], help="one or several, comma-separated",
                    type=lambda text: [number(0, kind=float)(part)
                                       for part in comma_separated(text)])  # fmt: skip
@@ -114,7 +116,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         return ", ".join(map(flag_name, changed))
 
     unused = given("model", "methods", "data", "kind", "generated", "questions", "temperature",
-                   "k", "prompts", "vocabulary_sizes")  # fmt: skip
+                   "k", "prompts", "vocabulary_sizes", "eagle3")  # fmt: skip
     measuring = given("device", "compile", "busy", "repeats", "max_new_tokens", "markdown")
     planning, for_shape = given(*plan.FLAGS), given("acceptance", *plan.FLAGS)
     args.plan = bool(args.shape and (planning or given("draft", "heads", "mtp")))

@@ -8,7 +8,7 @@ from minispec.cli import UserError, suggestion
 from minispec.generate.drafters import drafter_of, find_drafter, load_drafter, read_tree_option
 from minispec.model import Transformer
 
-ANY_NUMBER = re.compile(r"(fastmtp|hybrid) (k|tree)=[1-9]\d{0,2}")
+ANY_NUMBER = re.compile(r"(fastmtp|eagle3|hybrid) (k|tree)=[1-9]\d{0,2}")
 Methods = dict[str, dict]  # table row, which starts with the method's name -> the method's options
 
 
@@ -24,6 +24,7 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
         "medusa": {}, "medusa tree=auto": {"tree": "auto"}, "medusa tree=32": {},
         "fastmtp k=2": {"k": 2}, "fastmtp k=3": {"k": 3}, "fastmtp k=auto": {"k": "auto"},
         "fastmtp tree=8": {"tree": 8}, "fastmtp tree=auto": {"tree": "auto"},
+        "eagle3 k=3": {"k": 3}, "eagle3 k=auto": {"k": "auto"}, "eagle3 tree=60": {"tree": 60},
         "hybrid k=3": {"k": 3}, "hybrid k=auto": {"k": "auto"},
         "hybrid tree=auto": {"tree": "auto"},
     }  # fmt: skip
@@ -59,7 +60,8 @@ def drafters_of(
 ) -> Methods:
     """Load what each of the methods drafts with, as its options. Methods with the same drafter
     share it. Without --methods, leave out those whose drafter is not found."""
-    sources = {"speculative": args.draft, "medusa": args.heads, "fastmtp": args.mtp}
+    sources = {"speculative": args.draft, "medusa": args.heads, "fastmtp": args.mtp,
+               "eagle3": args.eagle3}  # fmt: skip
     loaded: Methods = {}
     drafters: Methods = {}
     for method in sorted(methods):

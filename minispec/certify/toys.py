@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from minispec.cache import KVCache
 from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.methods.eagle3 import Eagle3Head, default_layers
 from minispec.methods.fastmtp import MTPHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import Compressed, count
@@ -144,6 +145,13 @@ def random_medusa_heads(
 def random_mtp_head(model: Transformer, seed: int) -> MTPHead:
     """A random FastMTP head for `model`."""
     return randomise(MTPHead(model.config).to(model.dtype), seed)
+
+
+def random_eagle3_head(model: Transformer, seed: int) -> Eagle3Head:
+    """A random EAGLE-3 head for `model`, which drafts two thirds of its tokens."""
+    ids = [token for token in range(model.config.vocab_size) if token % 3 != seed % 3]
+    head = Eagle3Head(model.config, model.config, ids, default_layers(model.config.layers))
+    return randomise(head.to(model.dtype), seed)
 
 
 def two_languages(model: Transformer) -> Compressed:

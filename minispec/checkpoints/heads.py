@@ -21,7 +21,7 @@ from minispec.checkpoints.weights import (
     write_tensors,
 )
 from minispec.cli import UserError, optional_json, read_json, user_error
-from minispec.methods.fastmtp import MTPHead
+from minispec.methods.fastmtp import MTPHead, RecurrentHead
 from minispec.methods.medusa import MedusaHeads, with_prefixes
 from minispec.methods.vocabulary import Compressed, Language, Subset
 from minispec.model import Config, Transformer
@@ -64,11 +64,16 @@ def read_heads(
         heads = heads or tensors
     if not heads:
         raise UserError(f"{source} has no heads: no tensors {prefix}* and no {MEDUSA_FILES[0]}")
+    check_tokenizer(str(source), folder, tokenizer)
+    return heads, folder
+
+
+def check_tokenizer(where: str, folder: Path, tokenizer: Tokenizer | None) -> None:
+    """Raise UserError if a tokenizer or a fingerprint next to heads differs from the model's."""
     fingerprint = optional_json(folder / "config.json").get("tokenizer_fingerprint")
     if own := Tokenizer.from_directory(folder):
         fingerprint = own.fingerprint
-    check_fingerprint(str(source), fingerprint, tokenizer)
-    return heads, folder
+    check_fingerprint(where, fingerprint, tokenizer)
 
 
 # ---- Medusa --------------------------------------------------------------------------------------
@@ -222,7 +227,7 @@ def save_mtp(
     save_acceptance(head, directory)
 
 
-def save_acceptance(head: MTPHead, directory: Path) -> None:
+def save_acceptance(head: RecurrentHead, directory: Path) -> None:
     """Update the acceptance by step in config.json, and nothing else."""
     config = optional_json(directory / "config.json")
     config["mtp_acceptance"] = head.acceptance and [round(rate, 3) for rate in head.acceptance]

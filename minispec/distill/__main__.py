@@ -8,10 +8,10 @@ from minispec import distill, distributed
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import resolve
 from minispec.cli import Parser, Source, check_outputs, command
-from minispec.distill import acceptance, draft, export, generate, medusa, mtp, tree, vocabulary
+from minispec.distill import acceptance, draft, eagle3, export, generate, medusa, mtp, vocabulary
 from minispec.training.loop import device_argument, training_setup
 
-TRAINING, MEASURING = (draft, medusa, mtp), (acceptance, tree)
+TRAINING, MEASURING = (draft, medusa, mtp, eagle3), (acceptance, distill.tree)
 
 
 @command
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
         if module in MEASURING:
             sub.add_argument("--heads", type=Source, help="directory of the heads, whose "
                              "config.json is updated (default: next to the model)")  # fmt: skip
-        if module in (medusa, mtp):
+        if module in (medusa, mtp, eagle3):
             sub.add_argument("--vocabulary", type=Source, help="a file from distill vocabulary: "
                              "train on its tokens only")  # fmt: skip
             sub.add_argument("--init", type=Source, help="start from these heads; their sizes "

@@ -1,6 +1,8 @@
-"""Measure how often each step of a FastMTP head is right. `--k auto` starts from these rates.
+"""Measure how often each step of a FastMTP or EAGLE-3 head is right. `--k auto` starts from these
+rates.
 
-`distill mtp` measures new heads itself; this is for heads from elsewhere, and for other text.
+`distill mtp` and `distill eagle3` measure new heads themselves; this is for heads from elsewhere,
+and for other text.
 """
 
 import argparse
@@ -14,7 +16,7 @@ from minispec.distill.mtp import MTPLoss, measure
 
 def run(args: argparse.Namespace) -> None:
     target, folder, drafter, rows = load_for_measuring(args, "fastmtp")
-    head, vocabulary = drafter["head"], drafter["vocabulary"]
+    head, vocabulary = drafter["head"], drafter.get("vocabulary")
     subset = vocabulary and vocabulary.select([])
     loss = partial(MTPLoss, head, target, steps=args.k, beta=1.0, aligned=True, vocabulary=subset)
     table = measure(head, loss, target, rows, target.config.context)

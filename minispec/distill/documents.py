@@ -69,17 +69,19 @@ def store_vocabulary(args: argparse.Namespace, target: Transformer, tokenizer: T
 
 @torch.no_grad()
 def hidden_states(
-    target: Transformer, rows: list[list[int]], dtype: torch.dtype, rows_per_pass: int | None = None
-) -> Iterator[Tensor]:
-    """Yield the target's hidden states (n, d), on the host, for each row of n tokens. By default, a
-    GPU computes ROWS_PER_PASS rows together, with padding, and a CPU one row at a time."""
+    target: Transformer, rows: list[list[int]], dtype: torch.dtype,
+    rows_per_pass: int | None = None, feature_layers: tuple[int, ...] = (),
+) -> Iterator[Tensor]:  # fmt: skip
+    """Yield the target's hidden states (n, d), on the host, for each row of n tokens, followed by
+    those that enter `feature_layers`. By default, a GPU computes ROWS_PER_PASS rows together, with
+    padding, and a CPU one row at a time."""
     if rows_per_pass is None:
         rows_per_pass = ROWS_PER_PASS if target.device.type == "cuda" else 1
     for start in range(0, len(rows), rows_per_pass):
         batch = rows[start : start + rows_per_pass]
         padded = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in batch], batch_first=True)
         with torch.autocast(target.device.type, dtype, enabled=dtype != torch.float32):
-            states = target(padded).to("cpu", dtype)
+            states = target(padded, feature_layers=feature_layers).to("cpu", dtype)
         for row, hidden in zip(batch, states):
             yield hidden[: len(row)]
 
@@ -100,11 +102,12 @@ class Documents:
 
     @classmethod
     def from_rows(
-        cls, generated: list[dict], target: Transformer, context: int, dtype: torch.dtype
-    ) -> "Documents":
+        cls, generated: list[dict], target: Transformer, context: int, dtype: torch.dtype,
+        feature_layers: tuple[int, ...] = (),
+    ) -> "Documents":  # fmt: skip
         """Build from documents of `read_split`, cut to `context` tokens."""
         prompts = [len(row["prompt"]) for row in generated]
-        compute = partial(hidden_states, target, dtype=dtype)
+        compute = partial(hidden_states, target, dtype=dtype, feature_layers=feature_layers)
         return cls(texts_of(generated, context), prompts, [None] * len(generated), compute)
 
     def labels(self, index: Tensor, k: int, n: int | None = None) -> Tensor:
@@ -117,14 +120,16 @@ class Documents:
 
     def states(self, index: Tensor, n: int) -> Tensor:
         """The first `n` hidden states of each document, (B, n, d), zero-padded past its end. A
-        document's are computed the first time, and kept in float16."""
+        document's are computed the first time, and kept in float16, or in bfloat16 if they are too
+        large, as those inside a model can be."""
         indices = index.tolist()
         if missing := [i for i in indices if self.hidden[i] is None]:
             for i, hidden in zip(missing, self.compute([self.rows[i] for i in missing])):
-                self.hidden[i] = hidden.half()
-        states = [self.hidden[i][:n] for i in indices]
+                too_large = hidden.abs().max() > torch.finfo(torch.float16).max
+                self.hidden[i] = hidden.bfloat16() if too_large else hidden.half()
+        states = [self.hidden[i][:n].float() for i in indices]
         padded = torch.stack([F.pad(hidden, (0, 0, 0, n - len(hidden))) for hidden in states])
-        return padded.to(torch.float32)
+        return padded
 
 
 def shuffled_batches(count: int, rows: int, seed: int) -> Batch:
@@ -188,7 +193,8 @@ def train_on_generated(
     text = digest([[row["prompt"], row["tokens"]] for row in training])
     labels = digest(vocabulary.host_ids.tolist()) if vocabulary else "all"
     identity = {"target": weights_digest(target), "text": text, "options": f"{options} {labels}"}
-    documents = Documents.from_rows(training, target, args.context, args.dtype)
+    layers = getattr(model, "feature_layers", ())
+    documents = Documents.from_rows(training, target, args.context, args.dtype, layers)
     batch = shuffled_batches(len(training), args.rows, args.seed)
     run = train(model, identity, loss(documents), batch, args, optimizers)
     model.half().float()

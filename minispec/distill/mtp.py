@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minispec import distributed
 from minispec.checkpoints.heads import load_mtp, load_subset, save_mtp
+from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import number
 from minispec.distill.documents import (
     Documents,
@@ -19,7 +20,8 @@ from minispec.distill.documents import (
     store_vocabulary,
     train_on_generated,
 )
-from minispec.methods.fastmtp import MTPHead
+from minispec.methods.eagle3 import Eagle3Head
+from minispec.methods.fastmtp import MTPHead, RecurrentHead
 from minispec.methods.vocabulary import FullVocabulary, Subset
 from minispec.model import ForwardContext, Transformer, count_parameters
 from minispec.training.loop import markdown_table, training_arguments, without_folder, write_card
@@ -46,14 +48,17 @@ class MTPLoss:
     rows up to i of its own step. In mode `aligned`, as in drafting with one cache, it has position
     i + k - 1 and attends to rows up to i of step 1 and to row i of steps 2 to k.
     With `soft`, CE_k compares with the target's distribution there instead of the label.
-    With a `vocabulary`, logits cover only its tokens, and labels outside it are ignored.
+    With a `vocabulary`, logits cover only its tokens, and labels outside it are ignored. An EAGLE-3
+    head has its own vocabulary and lm_head; the target's distribution is over the same tokens.
     """
 
-    def __init__(self, head: MTPHead, target: Transformer, documents: Documents, steps: int,
+    def __init__(self, head: RecurrentHead, target: Transformer, documents: Documents, steps: int,
                  beta: float, aligned: bool, soft: bool = False,
                  vocabulary: Subset | None = None):  # fmt: skip
         self.head, self.target, self.documents = head, target, documents
         self.aligned, self.soft = aligned, soft
+        if isinstance(head, Eagle3Head):
+            vocabulary = Subset(target.lm_head.weight, head.host_ids.tolist())
         self.draft_head = vocabulary or FullVocabulary(target)
         self.weights = step_weights(steps, beta)
 
@@ -65,7 +70,8 @@ class MTPLoss:
             real = label >= 0  # (B, n)
             p = None
             if self.soft:  # the target's distributions (N, V) at the labels
-                p = self.logits(states[:, k + 1 :][:, :n][real]).float().softmax(-1)
+                after = states[:, k + 1 :][:, :n][real][:, : self.target.config.hidden_size]
+                p = self.draft_head.logits(after).float().softmax(-1)
             total += self.weights[k] * cross_entropy(self.logits(x[real]), label[real], p)
         return total
 
@@ -78,15 +84,16 @@ class MTPLoss:
         return documents.states(index, labels[0].shape[1] + steps).to(device), tokens, labels
 
     def logits(self, x: Tensor) -> Tensor:
-        """(..., d) -> (..., V)."""
-        return self.draft_head.logits(x)
+        """The head's outputs (..., d) -> (..., V)."""
+        return getattr(self.head, "logits", self.draft_head.logits)(x)  # its own lm_head, if any
 
     def outputs(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
-        """The head's outputs (B, n, d) for every step, given hidden states (B, n, d) and at least
-        n + steps tokens per row."""
+        """The head's outputs (B, n, d) for every step, given the target's hidden states (B, n, d)
+        and at least n + steps tokens per row."""
         n, keys, outputs = hidden.shape[1], AllSteps(), []
+        hidden = self.head.read(hidden)
         for k in range(len(self.weights)):
-            embedded = self.target.model.embed_tokens(tokens[:, k + 1 : k + 1 + n])
+            embedded = self.head.embed(tokens[:, k + 1 : k + 1 + n], self.target)
             hidden = self.head.layers(hidden, embedded, self.plan(n, k, keys))
             outputs.append(hidden)
         return outputs
@@ -127,12 +134,13 @@ def step_accuracy(loss: MTPLoss, indices: list[int]) -> list[float]:
 
 
 def measure(
-    head: MTPHead, loss: Callable[[Documents], MTPLoss], target: Transformer, rows: list[dict],
-    context: int,
+    head: RecurrentHead, loss: Callable[[Documents], MTPLoss], target: Transformer,
+    rows: list[dict], context: int,
 ) -> str:  # fmt: skip
     """Set the head's acceptance to the mean of `step_accuracy` over the kinds of documents. Returns
     a Markdown table with a row per kind and a column per step."""
-    measured = loss(Documents.from_rows(rows, target, context, torch.float32))
+    layers = head.feature_layers
+    measured = loss(Documents.from_rows(rows, target, context, torch.float32, layers))
     kinds: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         kinds.setdefault(row["kind"], []).append(i)
@@ -150,6 +158,20 @@ def run(args: argparse.Namespace) -> None:
         initialise(head, args.seed)
         head.to(args.device)
     vocabulary = load_subset(args.vocabulary, target, tokenizer)
+
+    def save() -> None:
+        weights = step_weights(args.k, args.beta)
+        save_mtp(head, args.out, without_folder(args.model), tokenizer, torch.float16, weights)
+        store_vocabulary(args, target, tokenizer)
+
+    train_head(args, target, tokenizer, head, vocabulary, save, "A FastMTP head")
+
+
+def train_head(
+    args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer, head: RecurrentHead,
+    vocabulary: Subset | None, save: Callable[[], None], title: str,
+) -> None:  # fmt: skip
+    """Train a head as the flags say, measure it, `save` it and write its card."""
     loss = partial(
         MTPLoss, head, target, steps=args.k, beta=args.beta, aligned=args.mode == "aligned",
         soft=args.soft, vocabulary=vocabulary,
@@ -160,22 +182,24 @@ def run(args: argparse.Namespace) -> None:
     if distributed.world.rank:
         return
     table = measure(head, loss, target, held_out, args.context)
-    weights = step_weights(args.k, args.beta)
-    save_mtp(head, args.out, without_folder(args.model), tokenizer, torch.float16, weights)
-    store_vocabulary(args, target, tokenizer)
-    title = f"A FastMTP head of {count_parameters(head):,} parameters"
+    save()
     measured = ("How often each step's best token is right on held-out documents, given the true "
                 "tokens before it:")  # fmt: skip
-    write_card(args, run, title, measured, table)
+    write_card(args, run, f"{title} of {count_parameters(head):,} parameters", measured, table)
 
 
 def arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--k", type=number(1, 32), default=3,
-                   help="steps to train, one per drafted token (default: %(default)s)")  # fmt: skip
-    p.add_argument("--beta", type=number(0, 10, float), default=0.6,
-                   help="ratio of successive loss weights (default: %(default)s)")  # fmt: skip
     p.add_argument("--mode", choices=["aligned", "parallel"], default="aligned",
                    help="run steps as in drafting, or as in the published code")  # fmt: skip
+    head_arguments(p, k=3, beta=0.6)
+
+
+def head_arguments(p: argparse.ArgumentParser, k: int, beta: float) -> None:
+    """Add the flags of `train_head`, with these defaults."""
+    p.add_argument("--k", type=number(1, 32), default=k,
+                   help="steps to train, one per drafted token (default: %(default)s)")  # fmt: skip
+    p.add_argument("--beta", type=number(0, 10, float), default=beta,
+                   help="ratio of successive loss weights (default: %(default)s)")  # fmt: skip
     p.add_argument("--soft", action="store_true",
                    help="learn the target's distributions instead of its tokens")  # fmt: skip
     training_arguments(p, steps=1000, context=224, lr=4e-3)

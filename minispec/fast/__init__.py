@@ -22,7 +22,7 @@ from minispec.fast.products import (
     int8_dtype,
     key_of,
 )
-from minispec.methods.fastmtp import MTPHead
+from minispec.methods.fastmtp import RecurrentHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import Compressed
 from minispec.model import Transformer
@@ -59,9 +59,10 @@ def optimize_drafter(drafter: dict, model: Transformer) -> None:
     if type(model.lm_head) is nn.Linear and not compiled and not captured:  # not optimised
         return
     for value in drafter.values():
-        if isinstance(value, MTPHead) and compiled:
+        if isinstance(value, RecurrentHead) and compiled:
             compile_passes(value)
-        if isinstance(value, Transformer | MTPHead | MedusaHeads) and captured:
+            compile_passes(model, value.feature_layers)
+        if isinstance(value, Transformer | RecurrentHead | MedusaHeads) and captured:
             capture_passes(value)
         if isinstance(value, nn.Module):
             optimize_layers(value)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minispec.cache import KVCache, placement
 from minispec.cli import note
 from minispec.fast.graphs import MAX_ROWS, CacheView, Replaced
-from minispec.methods.fastmtp import Drafter, MTPHead
+from minispec.methods.fastmtp import Drafter, RecurrentHead
 from minispec.methods.medusa import MedusaHeads
 from minispec.methods.vocabulary import DraftHead
 from minispec.model import Transformer
@@ -161,7 +161,7 @@ class CachePool(Replaced):
     """`new_cache` of a model or head. A new cache gets the memory and the graphs of one that is no
     longer used, if it fits. Otherwise unused memory is freed first."""
 
-    def __init__(self, network: Transformer | MTPHead):
+    def __init__(self, network: Transformer | RecurrentHead):
         super().__init__(network, "new_cache")
         self.unused: list[KVCache] = []
 
@@ -222,32 +222,35 @@ class CapturedPass(Replaced):
     def __call__(
         self, tokens: list[int] | Tensor, cache: KVCache | None = None,
         depth: Tensor | None = None, mask: Tensor | None = None,
+        feature_layers: tuple[int, ...] = (),
     ) -> Tensor:  # fmt: skip
+        plain = partial(self.plain, feature_layers=feature_layers)
         feed = torch.as_tensor(tokens)
         n = feed.numel()
         count = 1 << max(n - 1, 0).bit_length()  # rows of the graph; the pass is padded
         span = span_of(cache, count) if 0 < n <= MAX_ROWS and feed.shape[-1] == n else None
         wide = mask is not None and mask.shape[-1] != n
         if span is None or n > cache.free_rows or wide:
-            return self.plain(tokens, cache, depth, mask)
+            return plain(tokens, cache, depth, mask)
         feed = F.pad(feed, (0, count - n)) if count > n else feed
         inputs = [feed.view(-1), layout(cache.length, count, depth, mask)]
-        make = partial(self.static_pass, cache, span, count)
-        key = count, span, *state_of(self.module)
+        make = partial(static_pass, plain, cache, span, count)
+        key = count, span, feature_layers, *state_of(self.module)
         hidden = cache.graphs.replay(key, make, inputs, cache.device)
-        return self.plain(tokens, cache, depth, mask) if hidden is None else hidden[:, :n].clone()
+        return plain(tokens, cache, depth, mask) if hidden is None else hidden[:, :n].clone()
 
-    def static_pass(
-        self, cache: KVCache, span: int, n: int
-    ) -> Callable[[Tensor, Tensor], Tensor]:
-        """The plain pass over `n` tokens as a function of tensors only."""
-        static = StaticCache(cache, span)
 
-        def run(tokens: Tensor, integers: Tensor) -> Tensor:
-            static.length, depth, mask = integers.split([1, n, n * n])
-            return self.plain(tokens, static, depth, mask.view(n, n) > 0)
+def static_pass(
+    forward: Callable[..., Tensor], cache: KVCache, span: int, n: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The plain pass over `n` tokens as a function of tensors only."""
+    static = StaticCache(cache, span)
 
-        return run
+    def run(tokens: Tensor, integers: Tensor) -> Tensor:
+        static.length, depth, mask = integers.split([1, n, n * n])
+        return forward(tokens, static, depth, mask.view(n, n) > 0)
+
+    return run
 
 
 def layout(length: int, n: int, depth: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -262,7 +265,7 @@ def layout(length: int, n: int, depth: Tensor | None, mask: Tensor | None) -> Te
     return torch.cat([torch.tensor([length]), depths, visible.flatten()])
 
 
-# ---- drafts of a FastMTP head --------------------------------------------------------------------
+# ---- drafts of a FastMTP or EAGLE-3 head ---------------------------------------------------------
 
 
 class CapturedDrafter(Drafter):
@@ -348,7 +351,7 @@ class CapturedDrafter(Drafter):
 class CapturedDrafters(Replaced):
     """`drafter` of a head."""
 
-    def __init__(self, head: MTPHead):
+    def __init__(self, head: RecurrentHead):
         super().__init__(head, "drafter")
 
     def __call__(self, model: Transformer, cache: KVCache, offset: int) -> CapturedDrafter:
@@ -379,7 +382,7 @@ class CapturedHeads(Replaced):
 CAPTURED = CachePool, CapturedPass, CapturedDrafters, CapturedHeads
 
 
-def capture_passes(network: Transformer | MTPHead | MedusaHeads) -> None:
+def capture_passes(network: Transformer | RecurrentHead | MedusaHeads) -> None:
     """From now on, decode with CUDA graphs."""
     if is_captured(network):
         return
@@ -387,7 +390,8 @@ def capture_passes(network: Transformer | MTPHead | MedusaHeads) -> None:
         CapturedHeads(network)
     else:
         CachePool(network)
-        CapturedDrafters(network) if isinstance(network, MTPHead) else CapturedPass(network)
+        is_head = isinstance(network, RecurrentHead)
+        CapturedDrafters(network) if is_head else CapturedPass(network)
 
 
 def is_captured(network: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from minispec import distributed
 from minispec.cache import KVCache
-from minispec.methods.fastmtp import MTPHead
+from minispec.methods.fastmtp import RecurrentHead
 from minispec.methods.medusa import RANKS, MedusaHeads, best_candidates
 from minispec.methods.vocabulary import FullVocabulary, Vocabulary
 from minispec.model import Transformer
@@ -124,16 +124,17 @@ def draft_cost(model: Transformer, draft: Transformer) -> float:
 
 
 def head_costs(
-    model: Transformer, head: MTPHead, vocabulary: Vocabulary | None = None,
+    model: Transformer, head: RecurrentHead, vocabulary: Vocabulary | None = None,
     widths: tuple[int, ...] = (1,),
 ) -> dict[int, float]:  # fmt: skip
-    """The cost of one step of a FastMTP head, by how many tokens it drafts from, in a round that
+    """The cost of one step of a head, by how many tokens it drafts from, in a round that
     takes in two hidden states and has three steps. `widths` are these numbers; the first is 1.
     Drafts are from all languages of `vocabulary` (None: full)."""
-    draft_head = (vocabulary or FullVocabulary(model)).select([])
+    draft_head = head.vocabulary(model, vocabulary).select([])
 
     def measure() -> dict[int, float]:
-        hidden = model.model.norm.weight.new_zeros(2, model.config.hidden_size)
+        size = model.config.hidden_size * (1 + len(head.feature_layers))
+        hidden = model.model.norm.weight.new_zeros(2, size)
         drafter = head.drafter(model, head.new_cache(capacity_for(model)), offset=0)
 
         def round_of_three(width: int) -> None:

@@ -17,19 +17,20 @@ from torch import Tensor, nn
 from minispec import paths
 from minispec.cache import KVCache
 from minispec.cli import UserError, check_package, check_writable, note
-from minispec.methods.fastmtp import MTPHead
+from minispec.methods.fastmtp import RecurrentHead
 from minispec.model import Backbone, ForwardContext, Transformer
 
 MAX_ROWS = 64  # of a pass that runs as a graph
 
 
 class FunctionalPass(nn.Module):
-    """The pass of a backbone or an MTP head as a function of nothing but tensors, so that torch can
-    compile it. It writes to `keys` and `values`, one (1, span, heads, head_dim) per layer."""
+    """The pass of a backbone or a head as a function of nothing but tensors, so that torch can
+    compile it. It writes to `keys` and `values`, one (1, span, heads, head_dim) per layer.
+    `feature_layers` are the backbone's, as in Transformer.forward."""
 
-    def __init__(self, module: Backbone | MTPHead):
+    def __init__(self, module: Backbone | RecurrentHead, feature_layers: tuple[int, ...] = ()):
         super().__init__()
-        self.module = module
+        self.module, self.feature_layers = module, feature_layers
 
     def forward(
         self, inputs: list[Tensor], cos: Tensor, sin: Tensor, attn_mask: Tensor, slots: Tensor,
@@ -37,8 +38,10 @@ class FunctionalPass(nn.Module):
     ) -> Tensor:  # fmt: skip
         ctx = ForwardContext(cos, sin, attn_mask, CacheView(keys, values), slots)
         if isinstance(self.module, Backbone):
-            return Backbone.forward(self.module, *inputs, ctx)  # of tokens (1, n)
-        return MTPHead.layers(self.module, *inputs, ctx)  # of hidden and embedded, (1, n, d) each
+            # of tokens (1, n)
+            return Backbone.forward(self.module, *inputs, ctx, self.feature_layers)
+        plain = type(self.module).layers  # of hidden and embedded, (1, n, d) each
+        return plain(self.module, *inputs, ctx)
 
 
 @dataclass
@@ -68,52 +71,56 @@ class Replaced:
 
 
 class CompiledPass(Replaced):
-    """Passes over 1 to MAX_ROWS rows of one sequence run as the compiled `graph`. On a GPU, these
-    are only those that a CUDA graph records."""
+    """Passes over 1 to MAX_ROWS rows of one sequence run as the compiled graph of their feature
+    layers, if there is one. On a GPU, these are only passes that a CUDA graph records."""
 
-    def __init__(self, module: Backbone | MTPHead, name: str, graph: Callable[..., Tensor]):
+    def __init__(self, module: Backbone | RecurrentHead, name: str):
         super().__init__(module, name)
-        self.graph, self.cache_type = graph, CacheView if is_on_gpu(module) else KVCache
+        self.cache_type = CacheView if is_on_gpu(module) else KVCache
+        self.graphs: dict[tuple[int, ...], Callable[..., Tensor]] = {}
 
-    def __call__(self, *inputs: Tensor | ForwardContext) -> Tensor:
+    def __call__(self, *inputs: Tensor | ForwardContext, **options) -> Tensor:
         *tensors, ctx = inputs
+        graph = self.graphs.get(options.get("feature_layers", ()))
         fits = isinstance(ctx.cache, self.cache_type) and len(ctx.slots) == 1
-        if not fits or ctx.slots.numel() > MAX_ROWS:
-            return self.plain(*inputs)
+        if graph is None or not fits or ctx.slots.numel() > MAX_ROWS:
+            return self.plain(*inputs, **options)
         span = ctx.attn_mask.shape[-1]
         keys, values = ([layer[:, :span] for layer in kv] for kv in (ctx.cache.k, ctx.cache.v))
-        return self.graph(tensors, ctx.cos, ctx.sin, ctx.attn_mask, ctx.slots, keys, values)
+        return graph(tensors, ctx.cos, ctx.sin, ctx.attn_mask, ctx.slots, keys, values)
 
 
 def is_on_gpu(module: nn.Module) -> bool:
     return next(module.parameters()).device.type == "cuda"
 
 
-def is_compiled(network: Transformer | MTPHead) -> bool:
+def is_compiled(network: Transformer | RecurrentHead) -> bool:
     """Whether `compile_passes` has compiled the network."""
     return isinstance(getattr(*compiled_method(network)), CompiledPass)
 
 
-def compiled_method(network: Transformer | MTPHead) -> tuple[Backbone | MTPHead, str]:
+def compiled_method(network: Transformer | RecurrentHead) -> tuple[Backbone | RecurrentHead, str]:
     """The module and the name of its method that a compiled pass replaces."""
-    return (network, "layers") if isinstance(network, MTPHead) else (network.model, "forward")
+    return (network, "layers") if isinstance(network, RecurrentHead) else (network.model, "forward")
 
 
-def compile_passes(network: Transformer | MTPHead) -> None:
-    """Let a CompiledPass run the network's passes from now on."""
-    if is_compiled(network):
-        return
+def compile_passes(network: Transformer | RecurrentHead, layers: tuple[int, ...] = ()) -> None:
+    """Let a CompiledPass run the network's passes with these feature `layers` from now on."""
     module, name = compiled_method(network)
+    if is_compiled(network) and layers in getattr(module, name).graphs:
+        return
+    functional = FunctionalPass(module, layers)
     device = next(module.parameters()).device.type
     if device == "cuda":  # the kernels of a CUDA graph, compiled for each shape that has one
         check_compiler("cuda")
         torch.compiler.config.recompile_limit = 64
-        graph = torch.compile(FunctionalPass(module), dynamic=False)
+        graph = torch.compile(functional, dynamic=False)
     elif device == "cpu":
-        graph = cached_graph(network, module)
+        graph = cached_graph(network, functional)
     else:
         raise UserError(f"--compile works on cpu and cuda, not on {device}")
-    CompiledPass(module, name, graph)
+    compiled = getattr(module, name) if is_compiled(network) else CompiledPass(module, name)
+    compiled.graphs[layers] = graph
 
 
 def check_compiler(device: str) -> None:
@@ -129,28 +136,30 @@ def check_compiler(device: str) -> None:
         )
 
 
-def cached_graph(network: Transformer | MTPHead, module: Backbone | MTPHead) -> Callable:
+def cached_graph(network: Transformer | RecurrentHead, functional: FunctionalPass) -> Callable:
     """The graph of a network's passes on this CPU, compiled once and kept in the cache folder."""
-    path = paths.CACHE / f"{graph_key(network, module)}.pt2"
+    path = paths.CACHE / f"{graph_key(network, functional)}.pt2"
     if not path.exists():
         check_writable(path, "--compile", paths.CACHE_ADVICE)
         check_compiler("cpu")
-        note(f"compiling {type(module).__name__}, only once; this takes a minute or more")
-        compile_graph(network, module, path)
+        name = type(functional.module).__name__
+        note(f"compiling {name}, only once; this takes a minute or more")
+        compile_graph(network, functional, path)
     try:
         return torch._inductor.aoti_load_package(str(path))
     except RuntimeError as error:
         raise UserError(f"{path} cannot be opened ({error}): delete it and try again") from None
 
 
-def graph_key(network: Transformer | MTPHead, module: Backbone | MTPHead) -> str:
+def graph_key(network: Transformer | RecurrentHead, functional: FunctionalPass) -> str:
     """A digest of what a graph is compiled from and for: weights, code, torch and the processor."""
     system = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    digest = blake2b(repr((*system, module, network.config)).encode(), digest_size=12)
-    for name, tensor in module.state_dict().items():  # includes buffers, such as int8 weights
+    kind = str(functional), functional.feature_layers, network.config
+    digest = blake2b(repr((*system, *kind)).encode(), digest_size=12)
+    for name, tensor in functional.state_dict().items():  # includes buffers, such as int8 weights
         digest.update(f"{name} {tensor.dtype}".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy())
-    for name in sorted({type(layer).__module__ for layer in FunctionalPass(module).modules()}):
+    for name in sorted({type(layer).__module__ for layer in functional.modules()}):
         if name.startswith("minispec."):
             spec = sys.modules[name].__spec__
             digest.update(spec.loader.get_data(spec.origin))  # source, or byte code without it
@@ -158,16 +167,17 @@ def graph_key(network: Transformer | MTPHead, module: Backbone | MTPHead) -> str
 
 
 def compile_graph(
-    network: Transformer | MTPHead, module: Backbone | MTPHead, path: Path
+    network: Transformer | RecurrentHead, functional: FunctionalPass, path: Path
 ) -> None:
-    """Compile the module's pass ahead of time (AOTInductor), with the weights in the layout that
-    suits the compiled code."""
+    """Compile the pass ahead of time (AOTInductor), with the weights in the layout that suits the
+    compiled code."""
     partial_file = path.with_suffix(f".{os.getpid()}.pt2")
     try:
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
             options = {"freezing": True, "max_autotune_gemm": True}
+            program = export(network, functional)
             torch._inductor.aoti_compile_and_package(
-                export(network, module), package_path=str(partial_file), inductor_configs=options
+                program, package_path=str(partial_file), inductor_configs=options
             )
         partial_file.replace(path)
     except Exception as error:  # a compiler can raise anything
@@ -180,15 +190,16 @@ def compile_graph(
 
 
 def export(
-    network: Transformer | MTPHead, module: Backbone | MTPHead
+    network: Transformer | RecurrentHead, functional: FunctionalPass
 ) -> torch.export.ExportedProgram:
-    """Export the module's pass for 1 to 64 rows and any number of cache rows."""
+    """Export the pass for 1 to 64 rows and any number of cache rows."""
     n, span = torch.export.Dim("n", min=1, max=MAX_ROWS), torch.export.Dim("span")
     cache, slots = network.new_cache(128), torch.arange(60, 65)[None]
     cos, sin = network.rope(slots, cache.k[0].dtype)
     hidden = cos.new_zeros(1, 5, network.config.hidden_size)
-    inputs = [torch.zeros_like(slots)] if module is not network else [hidden, hidden.clone()]
+    is_head = functional.module is network
+    inputs = [hidden, hidden.clone()] if is_head else [torch.zeros_like(slots)]
     layers = [{1: span}] * len(cache.k)
     shapes = [{1: n}] * len(inputs), {1: n}, {1: n}, {2: n, 3: span}, {1: n}, layers, layers
     arguments = inputs, cos, sin, cos.new_zeros(1, 1, 5, 128), slots, cache.k, cache.v
-    return torch.export.export(FunctionalPass(module), arguments, dynamic_shapes=shapes)
+    return torch.export.export(functional, arguments, dynamic_shapes=shapes)

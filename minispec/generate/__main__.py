@@ -63,21 +63,22 @@ def utf8(argument: str) -> str:
         return argument
 
 
-METHODS_WITH_HEADS = "medusa", "medusa-typical", "fastmtp", "hybrid"
+METHODS_WITH_LM_HEAD = "medusa", "medusa-typical", "fastmtp", "hybrid"  # of the target
+METHODS_WITH_HEADS = *METHODS_WITH_LM_HEAD, "eagle3"
 
 # method-specific flags: the methods they apply to, the type of the value, help
 METHOD_FLAGS = {
     "draft": (("speculative", "hybrid"), Source,
               "draft model (default: the one next to the model)"),
-    "draft_temperature": (("speculative", "fastmtp", "hybrid"), number(0, kind=float),
+    "draft_temperature": (("speculative", "fastmtp", "hybrid", "eagle3"), number(0, kind=float),
                           "temperature of the drafts"),
-    "k": (("speculative", "prompt-lookup", "fastmtp", "hybrid"), parse_k,
+    "k": (("speculative", "prompt-lookup", "fastmtp", "hybrid", "eagle3"), parse_k,
           "drafts per round, or auto"),
     "heads": (METHODS_WITH_HEADS, Source, "directory, file or hub id (default: next to the model)"),
     "tree": (METHODS_WITH_HEADS, Source, "node count or auto; for medusa, also a published name "
              "or JSON file"),
-    "vocabulary": (METHODS_WITH_HEADS, Source, "file of `distill vocabulary`, .pt file or none"),
-    "vocabulary_size": (METHODS_WITH_HEADS, number(1), "maximum number of tokens per language"),
+    "vocabulary": (METHODS_WITH_LM_HEAD, Source, "file of `distill vocabulary`, .pt file or none"),
+    "vocabulary_size": (METHODS_WITH_LM_HEAD, number(1), "maximum number of tokens per language"),
     "block": (("jacobi",), number(MIN_VALUES["block"]), "number of tokens guessed at once"),
     "window": (("lookahead",), number(MIN_VALUES["window"]), "W, number of columns of the window"),
     "ngram": (("lookahead", "prompt-lookup"), number(MIN_VALUES["ngram"]),
@@ -144,7 +145,7 @@ def check_flags(args: argparse.Namespace) -> None:
             )
     if args.k is not None and args.tree is not None:
         raise UserError("--k drafts a chain and --tree a tree; choose one")
-    if args.tree is not None and args.method in ("fastmtp", "hybrid"):
+    if args.tree is not None and args.method in ("fastmtp", "eagle3", "hybrid"):
         read_tree_option(args.tree, {}, max_nodes=0)
     if args.draft_temperature is not None and args.tree is not None:
         raise UserError("--draft-temperature is for chains: the nodes of a --tree are not sampled")

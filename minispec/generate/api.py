@@ -17,6 +17,7 @@ from minispec.cli import UserError, suggestion, to_number
 from minispec.generate.drafters import with_drafter, with_policies
 from minispec.generate.run import Run, StopConditions, without_autocast
 from minispec.methods.autoregressive import autoregressive
+from minispec.methods.eagle3 import eagle3
 from minispec.methods.fastmtp import fastmtp
 from minispec.methods.hybrid import hybrid
 from minispec.methods.lookahead import check_block, check_window, jacobi, lookahead
@@ -36,6 +37,7 @@ METHODS: dict[str, Callable[..., Iterator[Step]]] = {
     "jacobi": jacobi,
     "lookahead": lookahead,
     "fastmtp": fastmtp,
+    "eagle3": eagle3,
     "hybrid": hybrid,
 }
 
@@ -46,7 +48,7 @@ ADAPTIVE = "k", "lookup_k", "tree"  # numbers that may be "auto" or a policy
 # the smallest value of each numeric option
 MIN_VALUES = {"k": 1, "lookup_k": 1, "tree": 0, "block": 1, "window": 1, "ngram": 1, "guesses": 0}
 REQUIRED_ATTRIBUTES = {  # an object without this attribute is not a valid option
-    "draft": "new_cache", "heads": "__call__", "head": "new_cache", "vocabulary": "select",
+    "draft": "new_cache", "heads": "__call__", "head": "drafter", "vocabulary": "select",
     "draft_sampling": "top_p",
 }  # fmt: skip
 
@@ -216,6 +218,8 @@ def check_sizes(
             raise UserError(f"{method}: draft_cache is for a draft model; pass draft=, too")
         caches = sizes["draft_cache"], sizes["draft"]
         check_cache(*caches, prompt_length, cache.capacity, sys.maxsize)
+    if sizes.get("head") is not None:
+        sizes["head"].vocabulary(model, sizes.get("vocabulary"))
 
 
 def unlisted_eos_warning(model: Transformer, tokenizer: Tokenizer | None) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from minispec import paths
+from minispec.checkpoints.eagle3 import is_eagle3, load_eagle3
 from minispec.checkpoints.heads import PUBLISHED_TREES, load_medusa, load_mtp, load_vocabulary
 from minispec.checkpoints.load import load
 from minispec.checkpoints.tokenizer import Tokenizer
@@ -15,6 +16,7 @@ from minispec.cli import UserError, read_json
 from minispec.fast import optimize, optimize_drafter
 from minispec.fast.cost import cost_curve, draft_cost, head_costs, heads_cost
 from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes, AdaptiveTree, grow_tree
+from minispec.methods.eagle3 import OWN_VOCABULARY
 from minispec.methods.medusa import UNSHARED, MedusaHeads
 from minispec.methods.vocabulary import Vocabulary
 from minispec.model import Transformer
@@ -27,6 +29,7 @@ REQUIRED_DRAFTERS = {
     "medusa": ("heads", "medusa", "--heads DIR"),
     "medusa-typical": ("heads", "medusa", "--heads DIR"),
     "fastmtp": ("head", "mtp", "--heads DIR; for bench, --mtp DIR"),
+    "eagle3": ("head", "eagle3", "--heads DIR; for bench, --eagle3 DIR"),
 }
 
 
@@ -52,13 +55,18 @@ def load_drafter(
     """Load what the method needs, as its options, from `source` (default: from next to the model).
 
     Heads also get the `vocabulary` of a file, by default the vocabulary.json next to them, if any,
-    with at most `size` tokens per language. "none" is the full vocabulary.
+    with at most `size` tokens per language. "none" is the full vocabulary. An EAGLE-3 head has its
+    own; hybrid, which drafts with fastmtp's head, takes such a head as well.
     """
     source = find_drafter(method, model) if source is None else source
     if method == "speculative":
         draft, draft_tokenizer = load(source, model.dtype, str(model.device), draft=True)
         check_vocabularies(tokenizer, draft_tokenizer, model, draft)
         return {"draft": draft}
+    if method == "eagle3" or method == "fastmtp" and is_eagle3(source):
+        if (vocabulary, size) != (None, None):
+            raise UserError(OWN_VOCABULARY)
+        return {"head": load_eagle3(source, model, tokenizer)}
     folder = Path(source).parent if Path(source).is_file() else Path(source)
     if vocabulary is None and (folder / "vocabulary.json").exists():
         vocabulary = folder / "vocabulary.json"

@@ -23,31 +23,39 @@ CHILDREN = 8  # candidates below each expanded node of a tree
 # ---- the head ------------------------------------------------------------------------------------
 
 
-class MTPHead(Block):
-    """One block like the target's, fed with a hidden state and a token. Tensors have MiMo's names.
-
-    The embedding and the lm_head are the target's. `acceptance` is how often each step's token was
-    right, given the tokens before it (None: not measured).
+class RecurrentHead(nn.Module):
+    """A layer that drafts several tokens by running on its own output: FastMTP's head or EAGLE-3's
+    (see eagle3). `acceptance` is how often each step's token was right, given the tokens before it
+    (None: not measured). `feature_layers` are the layers of the target whose inputs it reads;
+    without any, it reads the target's output.
     """
 
-    def __init__(self, config: Config):
-        super().__init__(config, layer=0)
-        size, eps = config.hidden_size, config.norm_eps
-        self.config, self.rope = config, Rope(config)
-        self.token_layernorm = nn.RMSNorm(size, eps)
-        self.hidden_layernorm = nn.RMSNorm(size, eps)
-        self.input_proj = nn.Linear(2 * size, size, bias=False)
-        self.final_layernorm = nn.RMSNorm(size, eps)
-        self.acceptance: list[float] | None = None
+    config: Config
+    rope: Rope
+    feature_layers: tuple[int, ...] = ()
+    acceptance: list[float] | None = None
 
     def new_cache(self, capacity: int) -> KVCache:
         """Return a cache for the head, with one layer."""
-        c, weight = self.config, self.final_layernorm.weight
+        c, weight = self.config, next(self.parameters())
         return KVCache(1, c.kv_heads, c.head_dim, capacity, 1, weight.dtype, weight.device)
 
     def drafter(self, model: Transformer, cache: KVCache, offset: int) -> "Drafter":
         """What drafts with this head for its target."""
         return Drafter(self, model, cache, offset)
+
+    def vocabulary(self, model: Transformer, chosen: Vocabulary | None = None) -> Vocabulary:
+        """What the head drafts from: what was `chosen`, or all of the target's tokens."""
+        return chosen or FullVocabulary(model)
+
+    def embed(self, tokens: Tensor, model: Transformer) -> Tensor:
+        """Tokens (..., n) -> (..., n, d), by default with the target's embedding."""
+        return model.model.embed_tokens(tokens)
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """The target's hidden states -> what stands in for the head's output (..., n, d) in its
+        first step: by default, the hidden states themselves."""
+        return hidden
 
     def forward(
         self, hidden: Tensor, embedded: Tensor, cache: KVCache | None = None,
@@ -58,10 +66,25 @@ class MTPHead(Block):
         ctx = make_context(self.rope, hidden, hidden.shape[1], cache, depth, mask)
         return self.layers(hidden, embedded, ctx)
 
+
+class MTPHead(RecurrentHead, Block):
+    """One block like the target's, fed with a hidden state and a token. Tensors have MiMo's names.
+    The embedding and the lm_head are the target's.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__(config, layer=0)
+        size, eps = config.hidden_size, config.norm_eps
+        self.config, self.rope = config, Rope(config)
+        self.token_layernorm = nn.RMSNorm(size, eps)
+        self.hidden_layernorm = nn.RMSNorm(size, eps)
+        self.input_proj = nn.Linear(2 * size, size, bias=False)
+        self.final_layernorm = nn.RMSNorm(size, eps)
+
     def layers(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
         """`forward`, given the context of the pass."""
         pair = [self.hidden_layernorm(hidden), self.token_layernorm(embedded)]  # in this order
-        return self.final_layernorm(super().forward(self.input_proj(torch.cat(pair, -1)), ctx))
+        return self.final_layernorm(Block.forward(self, self.input_proj(torch.cat(pair, -1)), ctx))
 
 
 class Drafter:
@@ -72,8 +95,9 @@ class Drafter:
     hidden state waits for the next round that drafts, so that the head does not run in plain steps.
     """
 
-    def __init__(self, head: MTPHead, model: Transformer, cache: KVCache, offset: int):
+    def __init__(self, head: RecurrentHead, model: Transformer, cache: KVCache, offset: int):
         self.head, self.model, self.cache, self.offset = head, model, cache, offset
+        self.feature_layers = head.feature_layers
         self.last: Tensor | None = None  # (1, d): the head's output at the newest token
         self.pending: list[tuple[Tensor, list[int]]] = []
 
@@ -85,7 +109,7 @@ class Drafter:
         default each row follows the one before it."""
         tokens = torch.as_tensor(tokens, device=self.model.device)
         depth = torch.arange(len(tokens), device=tokens.device) if depth is None else depth
-        embedded = self.model.model.embed_tokens(tokens)
+        embedded = self.head.embed(tokens, self.model)
         # row r of the head's cache is at position r + offset
         return self.head(hidden[None], embedded[None], self.cache, depth + self.offset, mask)[0]
 
@@ -115,7 +139,7 @@ class Drafter:
     def extend(self, hidden: Tensor, tokens: list[int] | Tensor) -> None:
         """Commit a row for each hidden state (n, d) of the target and the token that follows."""
         if len(tokens):
-            self.last = self.run(hidden, tokens)[-1:]
+            self.last = self.run(self.head.read(hidden), tokens)[-1:]
             self.cache.commit(list(range(len(tokens))))
 
     def draft(
@@ -243,7 +267,7 @@ class Candidates:
 
 def fastmtp(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, head: MTPHead, k: int | Policy = 3,
+    cache: KVCache | None = None, head: RecurrentHead, k: int | Policy = 3,
     tree: int | NodePolicy = 0, vocabulary: Vocabulary | None = None,
     draft_sampling: Sampling | None = None,
 ) -> Iterator[Step]:  # fmt: skip
@@ -256,10 +280,10 @@ def fastmtp(
     """
     policy = k if hasattr(k, "choose") else FixedK(k)
     nodes = node_policy(tree)
-    vocabulary = vocabulary or FullVocabulary(model)
+    vocabulary = head.vocabulary(model, vocabulary)
     cache = cache or model.new_cache()
     drafter = head.drafter(model, head.new_cache(cache.capacity), offset=cache.length)
-    tokens = list(prompt)
+    tokens, layers = list(prompt), head.feature_layers
     read_prompt(model, cache, tokens, drafter)
     yield Step()  # the prefill, so that it can be timed separately
     while True:
@@ -270,10 +294,10 @@ def fastmtp(
             rows, draft_probs = drafter.draft(
                 tokens, n, draft_sampling or sampling, randomness, draft_head
             )
-            proposed, hidden, p = score_chain(model, cache, rows, draft_probs, sampling)
+            proposed, hidden, p = score_chain(model, cache, rows, draft_probs, sampling, layers)
         else:
             proposed = drafter.tree(tokens, nodes, free_rows, draft_head)
-            hidden, p = score_tree(model, cache, proposed, sampling)
+            hidden, p = score_tree(model, cache, proposed, sampling, layers)
         path, next_token = accept(p, proposed, randomness)
         cache.commit(path)
         new = proposed.tokens_at(path[1:]) + [next_token]
@@ -289,7 +313,8 @@ def read_prompt(
 ) -> None:
     """Feed all tokens but the newest, which is the root of the next tree, to the target and its
     hidden states to the drafter."""
-    for hidden in model.prefill_chunks(tokens[cache.length : -1], cache):  # (1, n, d)
+    unread, layers = tokens[cache.length : -1], drafter.feature_layers
+    for hidden in model.prefill_chunks(unread, cache, feature_layers=layers):  # (1, n, d)
         n = hidden.shape[1]
         drafter.receive(hidden[0], tokens[cache.length - n + 1 : cache.length + 1])  # h_j, t_{j+1}
         drafter.catch_up()
@@ -302,20 +327,23 @@ def accepted_rows(hidden: Tensor, path: list[int]) -> Tensor:
 
 def score_chain(
     model: Transformer, cache: KVCache, rows: Tensor, draft_probs: list[Tensor | None],
-    sampling: Sampling,
+    sampling: Sampling, feature_layers: tuple[int, ...] = (),
 ) -> tuple[Tree, Tensor, Tensor | OneHot]:  # fmt: skip
     """Score the newest token and its drafts, which may be on the device. Returns them as a tree,
-    the hidden states (n, d) and the target's distributions."""
+    the hidden states (n, d), followed in each row by those that enter `feature_layers`, and the
+    target's distributions."""
     host_rows = rows.to("cpu", non_blocking=True)
-    hidden = model(rows, cache)[0]
-    p = probs(model.logits(hidden), sampling)  # waits for the device
+    hidden = model(rows, cache, feature_layers=feature_layers)[0]
+    logits = model.logits(hidden[:, : model.config.hidden_size])
+    p = probs(logits, sampling)  # waits for the device
     root, *drafts = host_rows.tolist()
     return Tree.chain(root, drafts, draft_probs), hidden, p
 
 
 def score_tree(
-    model: Transformer, cache: KVCache, tree: Tree, sampling: Sampling
-) -> tuple[Tensor, Tensor | OneHot]:
-    """Score a tree. Returns the hidden states (n, d) and the target's distributions."""
-    hidden = model(tree.tokens, cache, tree.depth, tree.mask)[0]
-    return hidden, probs(model.logits(hidden), sampling)
+    model: Transformer, cache: KVCache, tree: Tree, sampling: Sampling,
+    feature_layers: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor | OneHot]:  # fmt: skip
+    """Score a tree. Returns the hidden states, as `score_chain`, and the target's distributions."""
+    hidden = model(tree.tokens, cache, tree.depth, tree.mask, feature_layers)[0]
+    return hidden, probs(model.logits(hidden[:, : model.config.hidden_size]), sampling)

@@ -14,7 +14,7 @@ from minispec.cache import KVCache
 from minispec.cli import UserError
 from minispec.methods.adaptive import UNTRIED_STEP, AdaptiveK
 from minispec.methods.fastmtp import (
-    MTPHead,
+    RecurrentHead,
     accepted_rows,
     read_prompt,
     score_chain,
@@ -37,7 +37,7 @@ class ModelDrafter:
     def __init__(
         self, draft: Transformer, model: Transformer, cache: KVCache, draft_cache: KVCache | None
     ):  # fmt: skip
-        self.model, self.vocab_size = draft, model.config.vocab_size
+        self.model, self.vocab_size, self.feature_layers = draft, model.config.vocab_size, ()
         self.cache, self.target_cache = draft_cache or draft.new_cache(cache.capacity), cache
 
     def receive(self, hidden: Tensor, tokens: list[int]) -> None:
@@ -61,10 +61,10 @@ class ModelDrafter:
 
 def hybrid(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
-    cache: KVCache | None = None, head: MTPHead | None = None, draft: Transformer | None = None,
-    k: int | Policy = 3, lookup_k: int | Policy = 6, tree: int | NodePolicy = 0,
-    vocabulary: Vocabulary | None = None, draft_sampling: Sampling | None = None,
-    draft_cache: KVCache | None = None,
+    cache: KVCache | None = None, head: RecurrentHead | None = None,
+    draft: Transformer | None = None, k: int | Policy = 3, lookup_k: int | Policy = 6,
+    tree: int | NodePolicy = 0, vocabulary: Vocabulary | None = None,
+    draft_sampling: Sampling | None = None, draft_cache: KVCache | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Copy up to `lookup_k` tokens if the latest 3 to 5 have occurred before. Otherwise draw `k`
     drafts from `head` or, if that is None, from `draft`. Both numbers may be policies, each of
@@ -83,8 +83,9 @@ def hybrid(
         ModelDrafter(draft, model, cache, draft_cache) if head is None
         else head.drafter(model, head.new_cache(cache.capacity), offset=cache.length)
     )  # fmt: skip
-    vocabulary = vocabulary or FullVocabulary(model)
+    vocabulary = FullVocabulary(model) if head is None else head.vocabulary(model, vocabulary)
     tokens, index = list(prompt), NgramIndex(LONGEST_MATCH, SHORTEST_MATCH)
+    layers = drafter.feature_layers
     read_prompt(model, cache, tokens, drafter)
     yield Step()  # the prefill, so that it can be timed separately
     rates = AdaptiveK([1.0], 0.0)  # of copied tokens in trees
@@ -97,14 +98,14 @@ def hybrid(
         if nodes is not None:
             chain, draft_head = list(zip(copied, rates.accept_probs())), vocabulary.select(tokens)
             proposed = drafter.tree(tokens, nodes, free_rows, draft_head, chain)
-            hidden, p = score_tree(model, cache, proposed, sampling)
+            hidden, p = score_tree(model, cache, proposed, sampling, layers)
         else:
             rows, draft_probs = torch.tensor([tokens[-1], *copied]), []  # copies are one-hot
             if not copied and (n := min(drafting.choose(), free_rows)) > 0:
                 rows, draft_probs = drafter.draft(
                     tokens, n, draft_sampling or sampling, randomness, vocabulary.select(tokens)
                 )
-            proposed, hidden, p = score_chain(model, cache, rows, draft_probs, sampling)
+            proposed, hidden, p = score_chain(model, cache, rows, draft_probs, sampling, layers)
         path, next_token = accept(p, proposed, randomness)
         cache.commit(path)
         new = proposed.tokens_at(path[1:]) + [next_token]

@@ -41,8 +41,35 @@ def count(texts: Iterable[list[int]], forced: list[int], size: int) -> Language:
 # ---- the lm_head of a draft ----------------------------------------------------------------------
 
 
-class Subset:
-    """The rows of lm_head for tokens `ids`, W[V_high]. As a Vocabulary, it selects itself."""
+class SubsetIds:
+    """Converts between the indices of a subset of the vocabulary and token ids. `ids` (|V_high|,)
+    are on the device, `host_ids` on the host; `size` is |V|. As a Vocabulary, it selects itself."""
+
+    ids: Tensor
+    host_ids: Tensor
+    size: int
+
+    def select(self, tokens: list[int]) -> "SubsetIds":
+        return self
+
+    def to_full_ids(self, token: Tensor) -> Tensor:
+        """Map indices into the subset to token ids, V_high[j], on the same device."""
+        return (self.host_ids if token.device.type == "cpu" else self.ids)[token]
+
+    def to_subset_ids(self, tokens: Tensor) -> Tensor:
+        """Map token ids to indices into the subset, all others to -100, an ignored label."""
+        index = torch.full((self.size,), -100, device=self.ids.device)
+        index[self.ids] = torch.arange(len(self.ids), device=index.device)
+        return index[tokens.clamp(min=0)].where(tokens >= 0, -100)
+
+    def scatter(self, probs: Tensor) -> Tensor:
+        """Expand a distribution over the subset (|V_high|,) to the full vocabulary (V,), both on
+        the host."""
+        return probs.new_zeros(self.size).scatter(0, self.host_ids, probs)
+
+
+class Subset(SubsetIds):
+    """The rows of lm_head for tokens `ids`, W[V_high]."""
 
     def __init__(
         self, weight: Tensor, ids: list[int],
@@ -58,27 +85,9 @@ class Subset:
         """|V_high|."""
         return len(self.ids)
 
-    def select(self, tokens: list[int]) -> "Subset":
-        return self
-
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., d) -> (..., |V_high|)."""
         return self.rows(hidden)
-
-    def to_full_ids(self, token: Tensor) -> Tensor:
-        """Map indices into the subset to token ids, V_high[j], on the same device."""
-        return (self.host_ids if token.device.type == "cpu" else self.ids)[token]
-
-    def to_subset_ids(self, tokens: Tensor) -> Tensor:
-        """Map token ids to indices into the subset, all others to -100, an ignored label."""
-        index = torch.full((self.size,), -100, device=self.ids.device)
-        index[self.ids] = torch.arange(len(self), device=index.device)
-        return index[tokens.clamp(min=0)].where(tokens >= 0, -100)
-
-    def scatter(self, probs: Tensor) -> Tensor:
-        """Expand a distribution over the subset (|V_high|,) to the full vocabulary (V,), both on
-        the host."""
-        return probs.new_zeros(self.size).scatter(0, self.host_ids, probs)
 
 
 class FullVocabulary:
@@ -100,7 +109,7 @@ class FullVocabulary:
         return probs
 
 
-DraftHead = Subset | FullVocabulary
+DraftHead = SubsetIds | FullVocabulary
 
 
 class Vocabulary(Protocol):

@@ -15,6 +15,7 @@ from minispec.certify.toys import (
     Toy,
     ToyHeads,
     negated,
+    random_eagle3_head,
     random_medusa_heads,
     random_mtp_head,
     small_model,
@@ -43,7 +44,8 @@ def bound(name: str, **options) -> Method:
 
 def fresh_options(options: dict) -> dict:
     """Copy the options and reset adaptive policies, so that no run depends on earlier ones."""
-    return {k: copy.deepcopy(x) if hasattr(x, "observe") else x for k, x in options.items()}
+    kinds = AdaptiveK | AdaptiveNodes | AdaptiveTree
+    return {k: copy.deepcopy(x) if isinstance(x, kinds) else x for k, x in options.items()}
 
 
 # Adaptive policies with made-up costs, chosen so that they adapt quickly: K starts at 2, falls to 1
@@ -162,6 +164,15 @@ def mtp_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     yield "tree=auto, probing", {"head": head, "tree": PROBING_NODES}
 
 
+def head_options(model: Transformer, seed: int) -> Iterator[tuple[str, str, dict]]:
+    """Yield (method, name, options) for both heads. EAGLE-3's has its own vocabulary."""
+    eagle3 = {"head": random_eagle3_head(model, seed)}
+    for name, options in mtp_options(model, seed):
+        yield "fastmtp", name, options
+        if "vocabulary" not in options:
+            yield "eagle3", name, options | eagle3
+
+
 def hybrid_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     """Yield (name, options) for both drafters that hybrid can have, and for its policies."""
     head = {"head": random_mtp_head(model, seed)}
@@ -174,6 +185,7 @@ def hybrid_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     yield "auto, probing", head | {"k": PROBING_K, "lookup_k": PROBING_K}
     yield "auto, draft model", draft | {"k": ADAPTIVE_K, "lookup_k": PROBING_K}
     yield "tree=6", head | {"tree": 6}
+    yield "k=2, EAGLE-3", {"head": random_eagle3_head(model, seed), "k": 2}
     yield "tree=auto", head | {"tree": ADAPTIVE_NODES, "lookup_k": ADAPTIVE_K}
 
 
@@ -231,8 +243,8 @@ def exact_cases() -> Iterator[ExactCase]:
             some = samplings if (w, n) == (3, 3) else samplings[:1]
             yield ExactCase(name, method, some, n=3 if n < 4 else 2, model=long_toy)
     model = small_model(4, vocab=3, layers=1)
-    for name, options in mtp_options(model, 4):
-        yield ExactCase(f"fastmtp, {name}", bound("fastmtp", **options), n=2, model=model)
+    for method, name, options in head_options(model, 4):
+        yield ExactCase(f"{method}, {name}", bound(method, **options), n=2, model=model)
     for name, options in hybrid_options(model, 4):
         for text, prompt in ("repeated", (1, 0, 1, 2, 1, 0, 1)), ("new", (1, 0, 2, 1, 0)):
             method = bound("hybrid", **options)
@@ -287,9 +299,9 @@ def greedy_cases(model: Transformer, seed: int) -> Iterator[tuple[str, Method]]:
         method = bound("lookahead", window=w, ngram=n, guesses=g, pool_from_prompt=bool(seed % 2))
         if seed in (0, i % 3 + 1):
             yield f"lookahead, W={w} N={n} G={g}", method
-    for i, (name, options) in enumerate(mtp_options(model, seed)):
+    for i, (method, name, options) in enumerate(head_options(model, seed)):
         if seed in (0, i % 3 + 1):
-            yield f"fastmtp, {name}", bound("fastmtp", **options)
+            yield f"{method}, {name}", bound(method, **options)
     for name, options in hybrid_options(model, seed):
         yield f"hybrid, {name}", bound("hybrid", **options)
     heads = random_medusa_heads(model, seed)

@@ -17,6 +17,7 @@ from minispec.certify.toys import (
     exact_distribution,
     first_tokens,
     letter_tokenizer,
+    random_eagle3_head,
     random_mtp_head,
     small_model,
     total_variation,
@@ -31,8 +32,8 @@ TV_TOLERANCE = 1e-12  # total variation due to rounding, in sums of float64 prod
 RUNS = 400  # seeded runs of one statistical check
 JOINT_TOKENS = 3  # tokens that it tests jointly
 SEEDED_CASES = (  # the names of its cases
-    "speculative k=2", "tree, deep, without replacement", "medusa, deep",
-    "fastmtp, k=2, compressed", "hybrid, k=2, compressed, new text", "lookahead W=3 N=3 G=3",
+    "speculative k=2", "tree, deep, without replacement", "medusa, deep", "lookahead W=3 N=3 G=3",
+    "fastmtp, k=2, compressed", "eagle3, k=2, sampled drafts", "hybrid, k=2, compressed, new text",
 )  # fmt: skip
 
 Check = Callable[..., Iterator[Verdict]]
@@ -187,12 +188,13 @@ def check_limits(only: str = "") -> Iterator[Verdict]:
         "medusa, probing": {"heads": ToyHeads(3), "tree": cases.PROBING_TREE},
         "fastmtp": {"head": head, "k": 4},
         "fastmtp, probing": {"head": head, "k": cases.PROBING_K},
+        "eagle3": {"head": random_eagle3_head(transformer(), 1), "k": 4},
         "hybrid": {"head": head, "k": 4},
         "hybrid, probing": {"head": head, "k": cases.PROBING_K, "lookup_k": cases.PROBING_K},
         "hybrid, draft model": {"draft": draft, "k": 2, "lookup_k": cases.ADAPTIVE_K},
     }.items():
         if only in name:
-            targets = [transformer] if name.startswith(("fastmtp", "hybrid")) else toys
+            targets = [transformer] if name.startswith(("fastmtp", "eagle3", "hybrid")) else toys
             yield check_endings(name, options, targets)
 
 
