@@ -56,7 +56,7 @@ def build(environment: str, folders: str) -> None:
     targets = [own.get(place, f"{place}/installed") for place in places]
     # .engines/eagle brings the versions of transformers that it needs
     targets = [target for target in targets if "transformers43" not in target]
-    subprocess.run(["make", *targets], cwd=ROOT, check=True)
+    subprocess.run(["make", "-s", *targets], cwd=ROOT, check=True)
 
 
 def certify(name: str, environment: str, folders: str, function: str) -> dict:
