@@ -227,7 +227,8 @@ def check(function: Callable, replace: bool = False) -> Callable:
             progress.shown.add(name)
             exactly = f", largest distance {largest:.1e}" if largest else ""
             number = task.solution.__module__[-2:]
-            saved = save(function, number, name, lambda f: find_fault(task, f)[0], replace)
+            with redirect_stdout(Printed()):  # it is judged again
+                saved = save(function, number, name, lambda f: find_fault(task, f)[0], replace)
             print(f"{name}: right ({task.judge.examined}{exactly}){saved}")
             return function
         print(f"{name}: {fault}\n{GOES_ON}; hint({name!r}) helps".replace("\n", "\n    "))

@@ -83,6 +83,13 @@ def test_a_right_answer_is_saved_once(run):
     assert line.endswith(", as in my_minispec.py") and text() == before
 
 
+def test_what_an_answer_prints_is_shown_once(run):
+    cell = RESIDUAL.replace("    rest =", "    print('called')\n    rest =", 1)
+    lines = run("03", cell + "check(residual)")
+    assert lines.count("residual prints: called") == form.MOST_LINES == len(lines) - 2
+    assert lines[-1].endswith("saved in my_minispec.py")
+
+
 def test_another_answer_replaces_it_only_if_asked(run):
     run("03", RESIDUAL + "check(residual)")
     before = text()
