@@ -31,6 +31,7 @@ LESSONS = ROOT / "lessons"
 sys.path.append(str(LESSONS))
 import badges  # noqa: E402
 import form  # noqa: E402
+import machines  # noqa: E402
 import own_engine  # noqa: E402
 
 NOTEBOOKS = sorted(LESSONS.glob("*.ipynb"))
@@ -371,6 +372,18 @@ def test_what_a_lesson_imports_exists(number):
     for line in lines:
         if line.startswith("from minispec") and not line.endswith("("):
             exec(line, {})
+
+
+def test_the_gpus_curve_is_the_one_that_was_measured():
+    file = ROOT / "tests" / "gpu" / "results" / "speed-2026-11-27-nvidia-h200.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))["steps"]["1B, graphs"]
+    seconds = {row["rows"]: row["seconds"] for row in rows if "rows" in row}
+    assert seconds.keys() == {1, 8, 64} and len(machines.H200) == 65
+    for n in seconds:
+        assert abs(machines.H200[n] - seconds[n] / seconds[1]) < 0.01
+    for number in "00", "04", "06", "10":
+        assert any("H200[" in source(c) or "*H200" in source(c)
+                   for c in cells_of(LESSON[number], "code")), number  # fmt: skip
 
 
 def test_letters_have_at_least_9_points():
