@@ -32,7 +32,8 @@ from minispec.generate.drafters import with_drafter
 from minispec.model import Transformer
 from minispec.sampling import Seeded
 
-FILE = Path(__file__).with_name("my_minispec.py")
+LESSONS = Path(__file__).resolve().parent
+FILE = LESSONS / "my_minispec.py"
 HEADER = '''"""My decoder. The lessons' `check` adds what I have written, once it is right."""
 '''
 PLACES = {  # the file's functions in the package's order: the module there, and the lesson
@@ -50,8 +51,6 @@ PLACES = {  # the file's functions in the package's order: the module there, and
     "next_script": ("certify", "09"), "exact_distribution": ("certify", "09"),
 }  # fmt: skip
 RENAMED = {("00", "accept"): "accept_greedy"}  # lesson 03 has an `accept` of its own
-
-
 LOADS = "LOAD_GLOBAL", "LOAD_NAME"  # the second in the body of a class
 
 
@@ -76,7 +75,7 @@ def save(
     if name not in PLACES:  # a rule that is wrong on purpose
         return ""
     try:
-        text = FILE.read_text(encoding="utf-8") if FILE.exists() else HEADER
+        text = read() if FILE.exists() else HEADER
         module, source, old = load(text), source_of(function, asked, name), source_in(text, name)
         if old == source:
             return f", as in {FILE.name}"
@@ -90,6 +89,15 @@ def save(
     except NotSaved as reason:
         return f"\n    not saved: {reason}"
     return f", saved in {FILE.name}" + (f" as {name}" if name != asked else "")
+
+
+def read() -> str:
+    """The file's text; raises NotSaved if there is none."""
+    try:
+        return FILE.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise NotSaved(f"{FILE.name} cannot be read ({reason})") from None
 
 
 def load(text: str) -> ModuleType:
@@ -208,9 +216,8 @@ def yours(name: str) -> Callable:
     """The reader's function of this name, or minispec's with the same arguments if there is none.
     Prints whose it is."""
     try:
-        found = getattr(load(FILE.read_text(encoding="utf-8")), name, None)
-        reason = f"{FILE.name} has none"
-    except (OSError, NotSaved) as error:
+        found, reason = getattr(load(read()), name, None), f"{FILE.name} has none"
+    except NotSaved as error:
         found, reason = None, f"there is no {FILE.name}" if not FILE.exists() else str(error)
     if getattr(found, "__module__", None) == FILE.stem:
         print(f"{name}: yours, from {FILE.name}")
@@ -222,19 +229,18 @@ def yours(name: str) -> Callable:
 
 def keep(rounds: Callable, replace: bool = False) -> Callable:
     """Save lesson 10's loop with the functions that it uses. Returns the file's `decode` (see
-    `decoder`); if the file cannot be imported, one that uses minispec's functions."""
+    `decoder`) or, if it has none, one that uses the notebook's functions."""
     print("rounds: kept" + save(rounds, "10", "rounds", lambda function: None, replace))
     try:
-        return load(FILE.read_text(encoding="utf-8")).decode
-    except (OSError, NotSaved):
+        return getattr(load(read()), "decode", None) or decoder(rounds)
+    except NotSaved:
         return decoder(rounds)
 
 
 def certify(*flags: str) -> None:
     """Examine the file's `decode` as the shell would, and print the table and the verdict."""
     command = "-m", "minispec", "certify", "--impl", f"{FILE.name}:decode", *flags
-    path = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
-    environment = os.environ | {"PYTHONPATH": path}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (LESSONS.parent, LESSONS)))}
     done = subprocess.run(
         [sys.executable, *command], cwd=FILE.parent, env=environment, text=True, capture_output=True
     )
@@ -285,8 +291,8 @@ def new_drafter(model: Transformer, tokenizer: Tokenizer, prompt: list[int]) -> 
 
 def prefill(model: Transformer, cache: KVCache, tokens: list[int]) -> Tensor:
     """Feed and commit the tokens. Returns their hidden states (n, d)."""
-    chunks = [chunk[0] for chunk in model.prefill_chunks(tokens, cache)]
-    return torch.cat([torch.empty(0, model.config.hidden_size), *chunks])
+    none = model.model.norm.weight.new_empty(0, model.config.hidden_size)  # for a prompt of one
+    return torch.cat([none, *(chunk[0] for chunk in model.prefill_chunks(tokens, cache))])
 
 
 def ngrams(tokens: list[int], new: int, key: int = 3, n: int = 3) -> Iterator[tuple]:

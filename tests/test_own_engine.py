@@ -188,6 +188,12 @@ def test_a_file_that_cannot_be_written_is_reported_in_one_line(run, monkeypatch,
     assert line == "    not saved: my_minispec.py cannot be written (No such file or directory)"
 
 
+def test_a_file_that_cannot_be_read_is_reported_in_one_line(run):
+    own_engine.FILE.write_bytes(b"# \xff")
+    _, line = run("03", RESIDUAL + "check(residual)")
+    assert line == "    not saved: my_minispec.py cannot be read (it is not UTF-8)"
+
+
 def test_what_the_reader_adds_to_the_file_stays(run):
     run("03", RESIDUAL + "check(residual)")
     mine = "import math  # mine\n\n\n# my helper\ndef helper():\n    return math.pi"
@@ -253,6 +259,17 @@ def test_lesson_10s_decoder_draws_what_minispec_draws(solved, sampling, run, dec
         assert tokens == decode(*pair, prompt, max_new_tokens=40).tokens
     else:
         assert len(tokens) <= 40 and tokens == mine(pair, prompt, **options)
+
+
+@pytest.mark.parametrize("broken", ["def ", "import nothing_of_this_name"])
+def test_with_a_broken_file_lesson_10_goes_on_with_minispecs(broken, run, decoder_of_lesson_10):
+    own_engine.FILE.write_text(broken)
+    (mine,), printed = decoder_of_lesson_10()
+    assert printed[-1].startswith("    not saved: my_minispec.py cannot be imported (")
+    pair = load(SHIPPED / "target")
+    options = vars(Sampling()) | {"max_new_tokens": 8, "seed": 0}
+    prompt = pair[1].encode("Once upon a time")
+    assert mine(pair, prompt, **options) == decode(*pair, prompt, max_new_tokens=8).tokens
 
 
 @pytest.mark.slow
