@@ -31,6 +31,8 @@ LESSONS = ROOT / "lessons"
 sys.path.append(str(LESSONS))
 import badges  # noqa: E402
 import form  # noqa: E402
+import machines  # noqa: E402
+import own_engine  # noqa: E402
 
 NOTEBOOKS = sorted(LESSONS.glob("*.ipynb"))
 LESSON = {path.name[:2]: path for path in NOTEBOOKS}
@@ -372,6 +374,18 @@ def test_what_a_lesson_imports_exists(number):
             exec(line, {})
 
 
+def test_the_gpus_curve_is_the_one_that_was_measured():
+    file = ROOT / "tests" / "gpu" / "results" / "speed-2026-11-27-nvidia-h200.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))["steps"]["1B, graphs"]
+    seconds = {row["rows"]: row["seconds"] for row in rows if "rows" in row}
+    assert seconds.keys() == {1, 8, 64} and len(machines.H200) == 65
+    for n in seconds:
+        assert abs(machines.H200[n] - seconds[n] / seconds[1]) < 0.01
+    for number in "00", "04", "06", "10":
+        assert any("H200[" in source(c) or "*H200" in source(c)
+                   for c in cells_of(LESSON[number], "code")), number  # fmt: skip
+
+
 def test_letters_have_at_least_9_points():
     code = "".join((LESSONS / name).read_text("utf-8") for name in ("drawing.py", "pictures.py"))
     sizes = re.findall(r"(?:fontsize|labelsize|\bsize)=([\d.]+)", code)
@@ -411,8 +425,10 @@ def test_colours_are_defined_in_one_place():
 
 
 @pytest.fixture
-def start(monkeypatch):
-    """Start a lesson, without the settings that lesson() makes for the whole process."""
+def start(monkeypatch, tmp_path):
+    """Start a lesson, without the settings that lesson() makes for the whole process, and with a
+    my_minispec.py that is nobody's."""
+    monkeypatch.setattr(own_engine, "FILE", tmp_path / "my_minispec.py")
 
     def start(number: str) -> None:
         tasks = {task.name: task for (lesson, _), task in TASKS.items() if lesson == number}
@@ -438,7 +454,9 @@ def test_the_solution_and_the_package_are_right(key, start, capsys):
     package = renamed(task.package, name)
     assert form.check(package) is package
     out = capsys.readouterr().out.splitlines()
-    assert len(out) == 2 and all(line.startswith(f"{name}: right (") for line in out)
+    right = [line for line in out if not line.startswith("    not saved: write it as `def ")]
+    assert len(right) == 2 and all(line.startswith(f"{name}: right (") for line in right)
+    assert (f"saved in {own_engine.FILE.name}" in right[0]) == (name != "tempting_accept")
 
 
 WRONG = [
@@ -1039,7 +1057,7 @@ def prints(guess, choices):
 def test_prints_of_an_answer_do_not_fill_the_screen(start, capsys):
     start("00")
     form.check(renamed(prints, "accept"))
-    *first, more, judged = capsys.readouterr().out.splitlines()
+    *first, more, judged, _ = capsys.readouterr().out.splitlines()  # a copy cannot be saved
     assert len(first) == form.MOST_LINES
     assert all(line.startswith("accept prints: guess [") for line in first)
     assert more == "accept prints 55 more lines, not shown here" and "right (60 " in judged
@@ -1167,14 +1185,14 @@ def test_each_prediction_has_a_range(number):
 # ---- executed ------------------------------------------------------------------------------------
 
 
-def client(path, extra: str | None = None):
-    """Make a client that runs the notebook in a fresh kernel, with `extra` code after its first
-    cell."""
+def client(path, engine, extra: str = ""):
+    """Make a client that runs the notebook in a fresh kernel, with the file `engine` as the
+    reader's my_minispec.py and with `extra` code after its first cell."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.read(path, as_version=4)
-    if extra:
-        setup = next(i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code")
-        notebook.cells.insert(setup + 1, nbformat.v4.new_code_cell(extra))
+    setup = next(i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code")
+    uses = f"import own_engine, pathlib\nown_engine.FILE = pathlib.Path({str(engine)!r})\n"
+    notebook.cells.insert(setup + 1, nbformat.v4.new_code_cell(uses + extra))
     resources = {"metadata": {"path": str(path.parent)}}
     return nbclient.NotebookClient(notebook, timeout=300, resources=resources)
 
@@ -1183,10 +1201,10 @@ def stream_text(cell) -> str:
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
-def run_changed(number: str, change, capsys) -> list[str]:
+def run_changed(number: str, change, engine, capsys) -> tuple[list[str], str]:
     """Execute a lesson after `change(cell)`, which returns the new source or None to drop the cell,
-    and print the seconds. Returns what its write cells print."""
-    runner = client(LESSON[number])
+    and print the seconds. Returns what its write cells print, and what all cells print."""
+    runner = client(LESSON[number], engine)
     for cell in list(runner.nb.cells):
         cell.source = change(cell)
         if cell.source is None:
@@ -1195,32 +1213,46 @@ def run_changed(number: str, change, capsys) -> list[str]:
     runner.execute()
     with capsys.disabled():
         print(f"\n{LESSON[number].stem}: {time.perf_counter() - start:.0f} s", end=" ")
-    return [
-        stream_text(cell) for cell in runner.nb.cells if "write" in cell.metadata.get("tags", [])
-    ]
+    code = [cell for cell in runner.nb.cells if cell.cell_type == "code"]
+    written = [stream_text(cell) for cell in code if "write" in cell.metadata.get("tags", [])]
+    return written, "".join(map(stream_text, code))
 
 
 @pytest.mark.lessons
 @each_lesson
-def test_with_the_solutions_every_check_is_right(number, capsys):
+def test_with_the_solutions_every_check_is_right_and_saved(number, capsys, monkeypatch, tmp_path):
+    """The other lessons' functions are in my_minispec.py already. Lesson 10 certifies it."""
+    engine = tmp_path / "my_minispec.py"
+    monkeypatch.setattr(own_engine, "FILE", engine)
+    for (lesson, name), task in TASKS.items():
+        if lesson != number:
+            own_engine.save(task.solution, lesson, name, lambda function: None)
+
     def solve(cell) -> str:
         if "write" not in cell.metadata.get("tags", []):
             return cell.source
         name = ast.parse(cell.source).body[0].name
         return f"{inspect.getsource(TASKS[number, name].solution)}\n\n{name} = check({name})"
 
-    printed = run_changed(number, solve, capsys)
-    assert printed and all(re.match(r"\w+: right \(", text) for text in printed)
+    written, printed = run_changed(number, solve, engine, capsys)
+    assert written and all(re.match(r"\w+: right \(", text) for text in written)
+    for text in written:
+        assert "saved in my_minispec.py" in text or text.startswith("tempting_accept")
+    own = set(own_engine.functions_in(engine.read_text("utf-8"))) | {"rounds"}
+    assert own == own_engine.PLACES.keys()
+    if number == "10":
+        assert printed.count("no loss found") == 2 and ": minispec's" not in printed
 
 
 @pytest.mark.lessons
 @each_lesson
-def test_untouched_and_without_measurements_nothing_is_written_yet(number, capsys):
+def test_untouched_and_without_measurements_nothing_is_written_yet(number, capsys, tmp_path):
     def drop(cell) -> str | None:
         return None if "measure" in cell.metadata.get("tags", []) else cell.source
 
-    printed = run_changed(number, drop, capsys)
-    assert printed and all("not written yet; the lesson goes on" in text for text in printed)
+    written, printed = run_changed(number, drop, tmp_path / "my_minispec.py", capsys)
+    assert written and all("not written yet; the lesson goes on" in text for text in written)
+    assert ": yours" not in printed and not any(tmp_path.iterdir())
 
 
 PLANTED_BUGS = {  # lesson -> lines that break the package; its own checks must notice each
@@ -1233,7 +1265,7 @@ PLANTED_BUGS = {  # lesson -> lines that break the package; its own checks must 
 
 @pytest.mark.lessons
 @pytest.mark.parametrize("name, bug", [(n, bug) for n in PLANTED_BUGS for bug in PLANTED_BUGS[n]])
-def test_it_stops_at_a_planted_bug(name, bug):
+def test_it_stops_at_a_planted_bug(name, bug, tmp_path):
     nbclient = pytest.importorskip("nbclient")
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="AssertionError"):
-        client(LESSONS / f"{name}.ipynb", bug).execute()
+        client(LESSONS / f"{name}.ipynb", tmp_path / "my_minispec.py", bug).execute()

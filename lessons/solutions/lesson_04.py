@@ -18,7 +18,6 @@ from minispec.distill.tree import accuracy_of, path_frequencies
 from minispec.methods import adaptive
 from minispec.methods.medusa import RANKS
 from minispec.tree import Tree
-from minispec.verify import residual
 from solutions.common import (
     CHANGED,
     NeverAccepts,
@@ -35,13 +34,14 @@ from solutions.common import (
     speed_distance,
     tensor,
 )
+from solutions.lesson_03 import package_residual as residual
 
 # ---- solutions -----------------------------------------------------------------------------------
 
 
 def accept_sibling(p, q, drafts, randomness):
     for i, x in enumerate(drafts):
-        rest = residual(p, q, x)
+        rest = residual(p, q)
         if randomness.bernoulli(min(1.0, float(p[x] / q[x]))) or rest is None:
             return i, x
         p, q = rest, q.clone()
@@ -270,7 +270,7 @@ def ratio(p, q, x):
     return min(1.0, float(p[x] / q[x])) if q[x] > 0 else 1.0
 
 
-def rule(next_q=without, probability=ratio, rest_of=residual, keep_p=False, fresh_from=None):
+def rule(next_q=without, probability=ratio, rest_of=verify.residual, keep_p=False, fresh_from=None):
     """The acceptance of siblings, with one of its steps replaced. `fresh_from` chooses from the
     caller's p and q."""
 
@@ -292,7 +292,7 @@ def always_from(first_p=False, first_q=False):
     def accept_sibling(p, q, drafts, randomness):
         given, now = (p, q), p
         for i, x in enumerate(drafts):
-            rest = residual(given[0] if first_p else now, given[1] if first_q else q, x)
+            rest = verify.residual(given[0] if first_p else now, given[1] if first_q else q, x)
             if randomness.bernoulli(ratio(now, q, x)) or rest is None:
                 return i, x
             now, q = rest, without(q, x)
@@ -308,7 +308,7 @@ def never_changes(next_q, asks_for_none=True):
         for i, x in enumerate(drafts):
             if randomness.bernoulli(ratio(p, q, x)):
                 return i, x
-            if asks_for_none and residual(p, q, x) is None:
+            if asks_for_none and verify.residual(p, q, x) is None:
                 return i, x
             q = next_q(q, x)
         return None, randomness.categorical(p)
@@ -321,7 +321,7 @@ def unbound(p, q, drafts, randomness):
     for i, x in enumerate(drafts):
         if randomness.bernoulli(ratio(p, q, x)):
             return i, x
-        rest = residual(p, q, x)
+        rest = verify.residual(p, q, x)
         if rest is None:
             return i, x
         q = without(q, x)
@@ -334,7 +334,7 @@ def coins_of_the_first(next_q):
     def accept_sibling(p, q, drafts, randomness):
         first = p, q
         for i, x in enumerate(drafts):
-            rest = residual(p, q, x)
+            rest = verify.residual(p, q, x)
             if randomness.bernoulli(ratio(*first, x)) or rest is None:
                 return i, x
             p, q = rest, next_q(q, x)
@@ -356,10 +356,10 @@ def coin_of_the_first(p, q, drafts, randomness):
 
 def q_first(p, q, drafts, randomness):
     for i, x in enumerate(drafts):
-        if randomness.bernoulli(ratio(p, q, x)) or residual(p, q, x) is None:
+        if randomness.bernoulli(ratio(p, q, x)) or verify.residual(p, q, x) is None:
             return i, x
         q = without(q, x)
-        rest = residual(p, q, x)
+        rest = verify.residual(p, q, x)
         p = p if rest is None else rest
     return None, randomness.categorical(p)
 
@@ -372,7 +372,7 @@ def q_first_and_none(next_q):
             if randomness.bernoulli(ratio(p, q, x)):
                 return i, x
             q = next_q(q, x)
-            rest = residual(p, q, x)
+            rest = verify.residual(p, q, x)
             if rest is None:
                 return i, x
             p = rest
@@ -390,7 +390,7 @@ def divided_by_nothing(q, x):
 def coins_by_p(p, q, drafts, randomness):
     left = p
     for i, x in enumerate(drafts):
-        rest = residual(left, q, x)
+        rest = verify.residual(left, q, x)
         if randomness.bernoulli(ratio(p, q, x)) or rest is None:
             return i, x
         left, q = rest, without(q, x)
@@ -413,7 +413,7 @@ def one_too_many(p, q, drafts, randomness):
 
 def in_place(p, q, drafts, randomness):
     for i, x in enumerate(drafts):
-        rest = residual(p, q, x)
+        rest = verify.residual(p, q, x)
         if randomness.bernoulli(ratio(p, q, x)) or rest is None:
             return i, x
         p = rest
@@ -427,7 +427,7 @@ def p_of_x(p, q, x):
 
 
 def without_x(p, q, x):
-    return residual(p, None, x)
+    return verify.residual(p, None, x)
 
 
 ACCEPT_MISTAKES = {
@@ -953,7 +953,7 @@ TASKS = [
         hints=(
             "One loop over the drafts. A draft either passes the coin, or both p and q change "
             "before the next draft is judged.",
-            "After a rejection: first p = residual(p, q, x). Then copy q, set q[x] to 0 and divide "
+            "After a rejection: first p = residual(p, q). Then copy q, set q[x] to 0 and divide "
             "by the sum. If the loop ends, draw from p.",
         ),
         mistakes=ACCEPT_MISTAKES,
