@@ -187,7 +187,8 @@ def quoted_commands(text: str) -> Iterator[tuple[str, list[str]]]:
     for _ in range(3):
         text = re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), text)
     for name, arguments in QUOTED.findall(text):
-        words = [word.partition("=")[0].strip('.,:")') for word in arguments.split()]
+        # a line of a notebook ends with an escaped newline
+        words = [re.split(r"=|\\n", word)[0].strip('.,:")') for word in arguments.split()]
         with_first = " ".join([name, *words[:1]])
         yield with_first if with_first in parsers() else name, words
 
