@@ -326,7 +326,7 @@ for (const [name, html] of Object.entries(pages)) for (const width of [390, 1280
 def pages(tmp_path_factory):
     """The page of every method on the shipped weights, and that of a large tree."""
     folder, made = tmp_path_factory.mktemp("pages"), {}
-    for method in METHODS:
+    for method in METHODS.keys() - {"eagle3"}:  # no such head is shipped
         file = folder / f"{method}.html"
         generate.main(["Once upon a time", "--max-new-tokens", "12", "--method", method,
                        "--html", str(file), "--device", "cpu"])  # fmt: skip
