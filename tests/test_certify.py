@@ -68,9 +68,12 @@ def test_the_adaptive_policies_of_the_cases_adapt_quickly():
 
 
 def test_the_documents_know_how_many_mutants_there_are():
-    count = len(MUTANTS)
-    assert f"plant {count} deliberate bugs" in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"plant [{count} bugs]" in (ROOT / "minispec/certify/README.md").read_text(encoding="utf-8")
+    readme, certify = (
+        (ROOT / path).read_text(encoding="utf-8")
+        for path in ("README.md", "minispec/certify/README.md")
+    )
+    assert f"plant {len(MUTANTS)} deliberate bugs" in readme
+    assert f"plant [{len(MUTANTS)} bugs]" in certify
 
 
 def test_every_run_of_a_case_starts_with_a_new_policy():
