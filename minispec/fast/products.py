@@ -121,8 +121,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])  # (n, in)
-        # a compiled pass takes any number of rows
-        product = self.products[0]
+        product = self.products[0]  # the only one of a compiled pass, whatever its row count
         if not torch.compiler.is_compiling():
             product = product_for(len(rows), self.products, "dequantised")
         y = INT8_PRODUCTS[product](rows, self.rounded, self.scale)  # (n, out)

@@ -131,7 +131,7 @@ class Gain:
         return self.mean >= 0 or self.probes.due
 
     def observe(self, tokens: int, cost: float) -> None:
-        """Record the tokens and the cost of a round that drafted if it was to."""
+        """Record a round's tokens and cost. It drafted if `drafting` said so."""
         drafted, gain = self.drafting, tokens - cost
         self.probes.observe(drafted, probing=self.mean < 0, paid=gain > 0)
         if drafted:
@@ -223,7 +223,7 @@ class AdaptiveNodes:
         if level == self.max_depth:
             return 0
         best = values.topk(min(len(values), max(self.level_costs))).values.tolist()
-        if level == 1:  # of the newest token
+        if level == 1:  # the head has read the newest token
             self.expansion_cost = self.level_costs[1]
         if self.best_value > 0 and best[0] >= 0:  # not NaN
             self.next_prob += TRIED_STEP * (best[0] / self.best_value - self.next_prob)

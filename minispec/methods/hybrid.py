@@ -115,7 +115,7 @@ def hybrid(
             nodes.observe(**outcome)
             kept, right = copies(copied, proposed, path)
             rates.observe(kept, right)
-            if copied and not kept:  # or copies that were once wrong would never be tried again
+            if copied and not kept:  # otherwise, copies that were once wrong would never return
                 rates.rate[0] += UNTRIED_STEP * (1 - rates.rate[0])
         else:
             used, unused = (copying, drafting) if copied else (drafting, copying)
