@@ -242,9 +242,10 @@ def probs_over_all(self, k, sampling, randomness, draft_head):
 
 
 def offsets_as_ids(self, probs: Tensor) -> Tensor:
-    """Scatter to d2t, which holds each token minus its own index, as if it held the tokens."""
+    """Scatter to d2t, which holds each token minus its own index, as if it held the tokens. Almost
+    zero instead of zero: p / q must not raise an exception, as it does not on a GPU."""
     offsets = self.host_ids - torch.arange(len(self.host_ids))
-    return probs.new_zeros(self.size).scatter_add(0, offsets, probs)
+    return probs.new_full((self.size,), 1e-30).scatter_add(0, offsets, probs)
 
 
 draft = fastmtp.Drafter.draft
