@@ -297,6 +297,7 @@ def test_badges_are_rewritten_for_a_new_address(tmp_path, monkeypatch):
     assert [file.read_bytes() for file in files] == before
 
 
+@pytest.mark.slow
 def test_the_first_cell_works_without_a_checkout(tmp_path):
     """As on Colab: in an empty folder, once more after a restart, and in the checkout it made."""
     git = shutil.which("git") or pytest.skip("no git on this machine")

@@ -242,6 +242,7 @@ def solve_all(run) -> None:
         solve(run, lesson, task)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solved", [True, False], ids=["solutions", "nothing written"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 40, 0.9)], ids=str)
 def test_lesson_10s_decoder_draws_what_minispec_draws(solved, sampling, run, decoder_of_lesson_10):

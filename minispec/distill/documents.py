@@ -76,8 +76,7 @@ def hidden_states(
     """Yield the target's hidden states (n, d), on the host, for each row of n tokens, followed by
     those that enter `feature_layers`. By default, a GPU computes ROWS_PER_PASS rows together, with
     padding, and a CPU one row at a time."""
-    if rows_per_pass is None:
-        rows_per_pass = ROWS_PER_PASS if target.device.type == "cuda" else 1
+    rows_per_pass = rows_per_pass or (ROWS_PER_PASS if target.device.type == "cuda" else 1)
     for start in range(0, len(rows), rows_per_pass):
         batch = rows[start : start + rows_per_pass]
         padded = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in batch], batch_first=True)
@@ -130,8 +129,7 @@ class Documents:
                 too_large = hidden.abs().max() > torch.finfo(torch.float16).max
                 self.hidden[i] = hidden.bfloat16() if too_large else hidden.half()
         states = [self.hidden[i][:n].float() for i in indices]
-        padded = torch.stack([F.pad(hidden, (0, 0, 0, n - len(hidden))) for hidden in states])
-        return padded
+        return torch.stack([F.pad(hidden, (0, 0, 0, n - len(hidden))) for hidden in states])
 
 
 def shuffled_batches(count: int, rows: int, seed: int) -> Batch:
