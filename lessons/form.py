@@ -1,7 +1,7 @@
-"""The form of a lesson: predict, write the central functions, check them, compare.
+"""The form of a lesson: predict, write the central functions, check them, answer a quiz, compare.
 
-A notebook starts with `lesson("03")`. Hints, solutions and known wrong answers come from
-solutions/lesson_03.py, so that the notebook shows none of them unless the reader asks.
+A notebook starts with `lesson("03")`. Hints, solutions, known wrong answers and the quiz come from
+solutions/lesson_03.py, so that the notebook shows no answers unless the reader asks.
 """
 
 import ctypes
@@ -11,7 +11,9 @@ import inspect
 import io
 import math
 import re
+import reprlib
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +28,8 @@ NUMBER_OF_HINTS = 2
 REPETITIONS = 10  # of a failed case; a coin of the answer's own may fall alike in a few of them
 PATIENCE = 20.0  # seconds that an answer may take for all cases
 MOST_LINES = 5  # of what an answer prints while it is checked
+WIDTH = 96  # of the lines of a quiz
+YES_NO = {"yes": True, "y": True, "true": True, "no": False, "n": False, "false": False}
 
 # ---- what a lesson consists of -------------------------------------------------------------------
 
@@ -74,11 +78,28 @@ class Task:
     shows: tuple[Callable, ...]  # the functions of the package that `source` prints
 
 
+@dataclass(frozen=True)
+class Question:
+    """A question of a lesson's quiz.
+
+    The answer is True or False for yes or no, the letter of one of the `options`, which are called
+    a, b, c, …, or else a number. `because` is a sentence that follows "right: " or "wrong: ".
+    """
+
+    text: str
+    answer: bool | str | float
+    because: str
+    options: tuple[str, ...] = ()
+    tolerance: float = 0.01  # of a number, as a share of it
+
+
 @dataclass
 class Progress:
     """What has happened in a lesson so far."""
 
     tasks: dict[str, Task] = field(default_factory=dict)
+    quiz: Sequence[Question] = ()
+    proofs: dict[str, str] = field(default_factory=dict)  # name -> proof, in Markdown
     predicted: dict[str, float | None] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
     hints: dict[str, int] = field(default_factory=dict)  # task -> number of hints given
@@ -101,12 +122,14 @@ def lesson(number: str) -> None:
     torch.set_grad_enabled(False)
     solutions = load_solutions(number)
     tasks = {task.name: task for task in solutions.TASKS}
-    progress = Progress(tasks, ranges=getattr(solutions, "RANGES", {}))
+    progress = Progress(
+        tasks, solutions.QUIZ, getattr(solutions, "PROOFS", {}), ranges=solutions.RANGES
+    )
 
 
 def load_solutions(number: str) -> ModuleType:
-    """Load solutions/lesson_<number>.py. It has TASKS, and may have RANGES: the lowest and highest
-    sensible predictions."""
+    """Load solutions/lesson_<number>.py. It has TASKS, RANGES (the lowest and highest sensible
+    predictions) and a QUIZ, and may have PROOFS."""
     return importlib.import_module(f"solutions.lesson_{number}")
 
 
@@ -192,6 +215,64 @@ def compare() -> None:
 
 def spaced(name: str) -> str:
     return name.replace("_", " ")
+
+
+# ---- the quiz ------------------------------------------------------------------------------------
+
+
+def quiz(*answers: object) -> None:
+    """Print the lesson's questions and judge the answers; `...` is an answer not given."""
+    questions = progress.quiz
+    if not questions:
+        print("run the first cell first")
+        return
+    if len(answers) != len(questions):
+        print(f"the quiz has {len(questions)} questions, not {len(answers)}; leave `...` where you "
+              "have no answer")  # fmt: skip
+    answers = (*answers, *[...] * len(questions))[: len(questions)]
+    for i, (question, given) in enumerate(zip(questions, answers), start=1):
+        print_wrapped(f"{i}. {question.text} {kind_of_answer(question)}".rstrip())
+        for letter, option in zip("abcdef", question.options):
+            print_wrapped(f"   {letter}) {option}", indent=6)
+        if given is not ...:
+            print_wrapped(f"   {judge(question, given)}")
+    missing = [str(i) for i, given in enumerate(answers, start=1) if given is ...]
+    if missing:
+        print(f"\nnot answered yet: {', '.join(missing)}")
+
+
+def print_wrapped(text: str, indent: int = 3) -> None:
+    print(textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False))
+
+
+def kind_of_answer(question: Question) -> str:
+    if question.options:
+        return ""
+    return "(yes or no)" if isinstance(question.answer, bool) else "(a number)"
+
+
+def judge(question: Question, given: object) -> str:
+    """Return "right: " or "wrong: " and the reason, or how the answer must be written."""
+    answer = read_answer(question, given)
+    if answer is None:
+        letters = ", ".join(f'"{letter}"' for letter, _ in zip("abcdef", question.options))
+        form = {"": letters, "(yes or no)": '"yes" or "no"', "(a number)": "a number, such as 0.5"}
+        shown = " ".join(reprlib.repr(given).split())
+        return f"{shown} is not an answer here; write {form[kind_of_answer(question)]}"
+    if isinstance(answer, float):
+        right = abs(answer - question.answer) <= question.tolerance * abs(question.answer)
+    else:
+        right = answer == question.answer
+    return f"{'right' if right else 'wrong'}: {question.because}"
+
+
+def read_answer(question: Question, given: object) -> bool | str | float | None:
+    """Return an answer as True or False, a letter or a number, whichever the question asks for,
+    else None."""
+    word = str(given).strip(" .()").lower()
+    if question.options:
+        return word if word in [*"abcdef"[: len(question.options)]] else None
+    return YES_NO.get(word) if isinstance(question.answer, bool) else as_number(given)
 
 
 # ---- checking ------------------------------------------------------------------------------------
@@ -403,8 +484,12 @@ def hint(name: str) -> None:
 
 
 def reveal(name: str) -> None:
-    """Print a solution of a task."""
-    if task := find_task(name):
+    """Print a solution of a task, or show a proof."""
+    if name in progress.proofs:
+        from IPython.display import Markdown, display
+
+        display(Markdown(progress.proofs[name]))
+    elif task := find_task(name):
         progress.shown.add(name)
         print(inspect.getsource(task.solution).rstrip())
 
