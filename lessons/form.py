@@ -29,6 +29,7 @@ REPETITIONS = 10  # of a failed case; a coin of the answer's own may fall alike 
 PATIENCE = 20.0  # seconds that an answer may take for all cases
 MOST_LINES = 5  # of what an answer prints while it is checked
 WIDTH = 96  # of the lines of a quiz
+ROUNDING = 0.0051  # of a number in a quiz: two decimals are enough
 YES_NO = {"yes": True, "y": True, "true": True, "no": False, "n": False, "false": False}
 
 # ---- what a lesson consists of -------------------------------------------------------------------
@@ -90,7 +91,6 @@ class Question:
     answer: bool | str | float
     because: str
     options: tuple[str, ...] = ()
-    tolerance: float = 0.01  # of a number, as a share of it
 
 
 @dataclass
@@ -231,7 +231,8 @@ def quiz(*answers: object) -> None:
               "have no answer")  # fmt: skip
     answers = (*answers, *[...] * len(questions))[: len(questions)]
     for i, (question, given) in enumerate(zip(questions, answers), start=1):
-        print_wrapped(f"{i}. {question.text} {kind_of_answer(question)}".rstrip())
+        kind = kind_of_answer(question).replace(" ", "\N{NO-BREAK SPACE}")
+        print_wrapped(f"{i}. {question.text} {kind}".rstrip())
         for letter, option in zip("abcdef", question.options):
             print_wrapped(f"   {letter}) {option}", indent=6)
         if given is not ...:
@@ -260,7 +261,7 @@ def judge(question: Question, given: object) -> str:
         shown = " ".join(reprlib.repr(given).split())
         return f"{shown} is not an answer here; write {form[kind_of_answer(question)]}"
     if isinstance(answer, float):
-        right = abs(answer - question.answer) <= question.tolerance * abs(question.answer)
+        right = abs(answer - question.answer) < ROUNDING
     else:
         right = answer == question.answer
     return f"{'right' if right else 'wrong'}: {question.because}"

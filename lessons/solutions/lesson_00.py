@@ -250,7 +250,7 @@ QUIZ = [
         "nothing else.",
     ),
     Question(
-        "How many new tokens does such a round yield, in which all seven guesses are wrong?",
+        "How many new tokens does each of these rounds yield?",
         1,
         "the model's choice in the place of the first guess is what plain decoding would have "
         "written, so no round is in vain.",

@@ -1068,8 +1068,8 @@ QUIZ = [
         "it is as if one token were drawn from p and looked for among them.",
     ),
     Question(
-        "A tree of 12 drafts is two deep. How many tokens does a round yield at most?",
-        3,
+        "A tree of 20 drafts is four deep. How many tokens does a round yield at most?",
+        5,
         "a path has at most one node per depth, and one more token follows it.",
     ),
     Question(

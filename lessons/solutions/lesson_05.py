@@ -635,7 +635,7 @@ QUIZ = [
         "solution.",
     ),
     Question(
-        "In a pass of lookahead decoding, what would change if the window saw the guesses?",
+        "What would change in lookahead decoding if the window could attend to the guesses?",
         "b",
         "guesses are judged by their own rows, which do not see the window, so only the n-grams of "
         "later passes would change.",

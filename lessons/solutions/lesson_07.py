@@ -316,7 +316,7 @@ QUIZ = [
         "the target draws from all tokens when it corrects a draft or adds a bonus token.",
     ),
     Question(
-        "In training, step 2 reads the output of step 1. Which token does it read next to it?",
+        "In training, step 2 reads the output of step 1 and a token. Which token?",
         "b",
         "draft 2 counts only if draft 1 was accepted, and then draft 1 is the text's own token.",
         (

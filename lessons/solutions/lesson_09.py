@@ -858,9 +858,9 @@ QUIZ = [
         "each token is one draw with three options, and 3 · 3 · 3 · 3 = 81.",
     ),
     Question(
-        "About 3,000 sampled texts reveal a distance of 0.04. How many does a distance of 0.004 "
-        "take?",
-        300_000,
+        "About 3 thousand sampled texts reveal a distance of 0.04. How many thousand does a "
+        "distance of 0.004 take?",
+        300,
         "the number grows with 1 / distance², so a tenth of the distance takes a hundred times as "
         "many.",
     ),

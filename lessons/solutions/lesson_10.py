@@ -467,7 +467,7 @@ TASKS = [
 QUIZ = [
     Question(
         "A yields 1.6 tokens per pass, and its rounds cost 2.0. B yields 1.3, and its rounds cost "
-        "1.1. Which is the fastest?",
+        "1.1. Which decodes fastest?",
         "b",
         "tokens per cost are 0.80 for A, 1.18 for B and 1 for plain decoding.",
         ("A", "B", "plain decoding"),
