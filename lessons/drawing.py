@@ -233,16 +233,15 @@ def draw_overlap(p: Sequence[float], q: Sequence[float]) -> None:
     draw_shares(left, p, q)
     missing = [max(0.0, a - b) for a, b in zip(p, q)]
     distance, x = sum(missing), range(len(p))
-    left.set(ylim=(0, 1.05))
-    left.set_title(f"Σ min(p, q) = {1 - distance:.2f} accepted, TV(p, q) = {distance:.2f}",
-                   fontsize=10)  # fmt: skip
-    if distance > 1e-9:
-        right.bar(x, [m / distance for m in missing], 0.6, color=FRESH)
+    right.bar(x, [m / max(distance, 1e-9) for m in missing], 0.6, color=FRESH)
     right.set_xticks(x, [f"token {i}" for i in x], fontsize=9)
-    right.set(ylim=(0, 1.05))
-    right.set_title(f"the residual, after {distance:.0%} of the drafts", fontsize=10)
     right.tick_params(axis="x", length=0)
     right.spines[["top", "right"]].set_visible(False)
+    titles = (f"Σ min(p, q) = {1 - distance:.2f} accepted, TV(p, q) = {distance:.2f}",
+              f"the residual, after {distance:.0%} of the drafts")  # fmt: skip
+    for ax, title in zip((left, right), titles):
+        ax.set(ylim=(0, 1.05))
+        ax.set_title(title, fontsize=10)
     plt.show()
 
 

@@ -28,7 +28,6 @@ NUMBER_OF_HINTS = 2
 REPETITIONS = 10  # of a failed case; a coin of the answer's own may fall alike in a few of them
 PATIENCE = 20.0  # seconds that an answer may take for all cases
 MOST_LINES = 5  # of what an answer prints while it is checked
-WIDTH = 96  # of the lines of a quiz
 ROUNDING = 0.0051  # of a number in a quiz: two decimals are enough
 YES_NO = {"yes": True, "y": True, "true": True, "no": False, "n": False, "false": False}
 
@@ -91,6 +90,12 @@ class Question:
     answer: bool | str | float
     because: str
     options: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The end of the printed question: what it asks for, if it has no options."""
+        kind = "(yes or no)" if isinstance(self.answer, bool) else "(a number)"
+        return "" if self.options else " " + kind.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 @dataclass
@@ -231,49 +236,32 @@ def quiz(*answers: object) -> None:
               "have no answer")  # fmt: skip
     answers = (*answers, *[...] * len(questions))[: len(questions)]
     for i, (question, given) in enumerate(zip(questions, answers), start=1):
-        kind = kind_of_answer(question).replace(" ", "\N{NO-BREAK SPACE}")
-        print_wrapped(f"{i}. {question.text} {kind}".rstrip())
-        for letter, option in zip("abcdef", question.options):
-            print_wrapped(f"   {letter}) {option}", indent=6)
-        if given is not ...:
-            print_wrapped(f"   {judge(question, given)}")
+        lines = [f"{i}. {question.text}{question.kind}"]
+        lines += [f"   {letter}) {option}" for letter, option in zip("abcdef", question.options)]
+        lines += [f"   {judge(question, given)}"] * (given is not ...)
+        for line in lines:
+            print(textwrap.fill(line, 96, subsequent_indent="   ", break_on_hyphens=False))
     missing = [str(i) for i, given in enumerate(answers, start=1) if given is ...]
     if missing:
         print(f"\nnot answered yet: {', '.join(missing)}")
 
 
-def print_wrapped(text: str, indent: int = 3) -> None:
-    print(textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False))
-
-
-def kind_of_answer(question: Question) -> str:
-    if question.options:
-        return ""
-    return "(yes or no)" if isinstance(question.answer, bool) else "(a number)"
-
-
 def judge(question: Question, given: object) -> str:
     """Return "right: " or "wrong: " and the reason, or how the answer must be written."""
-    answer = read_answer(question, given)
-    if answer is None:
-        letters = ", ".join(f'"{letter}"' for letter, _ in zip("abcdef", question.options))
-        form = {"": letters, "(yes or no)": '"yes" or "no"', "(a number)": "a number, such as 0.5"}
-        shown = " ".join(reprlib.repr(given).split())
-        return f"{shown} is not an answer here; write {form[kind_of_answer(question)]}"
-    if isinstance(answer, float):
-        right = abs(answer - question.answer) < ROUNDING
-    else:
-        right = answer == question.answer
-    return f"{'right' if right else 'wrong'}: {question.because}"
-
-
-def read_answer(question: Question, given: object) -> bool | str | float | None:
-    """Return an answer as True or False, a letter or a number, whichever the question asks for,
-    else None."""
-    word = str(given).strip(" .()").lower()
+    word, answer, right = str(given).strip(" .()").lower(), question.answer, None
     if question.options:
-        return word if word in [*"abcdef"[: len(question.options)]] else None
-    return YES_NO.get(word) if isinstance(question.answer, bool) else as_number(given)
+        letters, written = [*"abcdef"[: len(question.options)]], '"a", "b" or another letter'
+        right = word == answer if word in letters else None
+    elif isinstance(answer, bool):
+        written = '"yes" or "no"'
+        right = YES_NO[word] == answer if word in YES_NO else None
+    else:
+        number, written = as_number(given), "a number, such as 0.5"
+        right = abs(number - answer) < ROUNDING if number is not None else None
+    if right is None:
+        shown = " ".join(reprlib.repr(given).split())
+        return f"{shown} is not an answer here; write {written}"
+    return f"{'right' if right else 'wrong'}: {question.because}"
 
 
 # ---- checking ------------------------------------------------------------------------------------

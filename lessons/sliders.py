@@ -25,11 +25,8 @@ def drag_overlap(p: list[float], q: list[float]) -> None:
 
 def drag_formula(alpha: float, gamma: int, c: float) -> None:
     """Let the reader drag the acceptance rate, the number of drafts and the cost of a draft."""
-
-    def draw(α: float, γ: int, c: float) -> None:
-        draw_formula(α, γ, c)
-
-    drag(draw, [{"α": (0.0, alpha, 0.99), "γ": (0, gamma, 10), "c": (0.0, c, 1.0)}])
+    ranges = {"α": (0.0, alpha, 0.99), "γ": (0, gamma, 10), "c": (0.0, c, 1.0)}
+    drag(lambda **values: draw_formula(*values.values()), [ranges])
 
 
 def drag(draw: Callable, columns: list[dict[str, tuple]]) -> None:
@@ -44,8 +41,8 @@ def drag(draw: Callable, columns: list[dict[str, tuple]]) -> None:
         return kind(value=value, min=low, max=high, step=step, description=name)
 
     sliders = [{name: slider(name, *at) for name, at in column.items()} for column in columns]
-    boxes = [VBox([*column.values()]) for column in sliders]
     every = {name: each for column in sliders for name, each in column.items()}
+    boxes = [VBox([*column.values()]) for column in sliders]
     display(HBox(boxes), interactive_output(draw, every))
 
 

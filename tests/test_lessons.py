@@ -5,6 +5,7 @@ marker `lessons`, each runs twice in a fresh kernel: with the solutions in its s
 
 import ast
 import base64
+import importlib
 import inspect
 import json
 import math
@@ -1242,7 +1243,7 @@ def test_what_cannot_answer_a_question_is_one_clear_line(number):
         how = 'write "yes" or "no"' if isinstance(question.answer, bool) else how
         for given in NO_ANSWERS:
             line = form.judge(question, given)
-            assert f" is not an answer here; {how}" in line and len(line) < form.WIDTH, line
+            assert f" is not an answer here; {how}" in line and len(line) < 100, line
             assert "\n" not in line
 
 
@@ -1298,8 +1299,7 @@ def test_each_proof_is_asked_for_and_fits_a_screen(start, capsys):
         start(number)
         for name in starred:
             proof = PROOFS[number][name]
-            assert proof.count("\n") <= 40 and proof.count("$$") % 2 == 0
-            assert proof.replace("$$", "").count("$") == 0
+            assert proof.count("\n") <= 40 and not proof.count("$") % 4
             form.reveal(name)
             assert "Markdown" in capsys.readouterr().out  # what display() prints without a notebook
     assert sum(map(len, PROOFS.values())) <= 5
@@ -1308,9 +1308,7 @@ def test_each_proof_is_asked_for_and_fits_a_screen(start, capsys):
 @pytest.fixture
 def sliders():
     pytest.importorskip("matplotlib"), pytest.importorskip("IPython")
-    import sliders
-
-    return sliders
+    return importlib.import_module("sliders")
 
 
 def test_without_a_front_end_a_picture_is_drawn_once(sliders, monkeypatch):
@@ -1335,16 +1333,12 @@ def test_sliders_are_shown_to_somebody_who_can_drag_them(sliders, monkeypatch):
     assert drawn[-1] == (pytest.approx([0.5 / 0.51, 0.01 / 0.51]), [0.5, 0.5])
 
 
-def test_the_timeline_is_in_order_and_names_lessons():
+def test_the_timeline_is_in_order_and_links_what_it_names():
     text = (LESSONS / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| 20\d\d \|.*", text, re.MULTILINE)
-    years = [row[2:6] for row in rows]
-    links = re.findall(r"\[(\d{4}\.\d{5})\]\(https://arxiv\.org/abs/(\S+)\)", "\n".join(rows))
-    assert len(rows) > 15 and years == sorted(years)
-    assert all(number == linked for number, linked in links)
-    assert [number for number, _ in links] == sorted({number for number, _ in links})
-    for row in rows:
-        assert {*re.findall(r"\b\d\d\b", row.split("|")[4])} <= LESSON.keys()
+    rows = re.findall(r"^\| (20\d\d) \|.*?(?:\[(\d{4}\.\d{5})\]\((.*?)\))? \|", text, re.MULTILINE)
+    papers = [(number, link) for _, number, link in rows if number]
+    assert len(papers) > 15 and [year for year, *_ in rows] == sorted(year for year, *_ in rows)
+    assert papers == sorted({(number, f"https://arxiv.org/abs/{number}") for number, _ in papers})
 
 
 # ---- executed ------------------------------------------------------------------------------------
