@@ -240,7 +240,7 @@ def quiz(*answers: object) -> None:
         lines += [f"   {letter}) {option}" for letter, option in zip("abcdef", question.options)]
         lines += [f"   {judge(question, given)}"] * (given is not ...)
         for line in lines:
-            print(textwrap.fill(line, 96, subsequent_indent="   ", break_on_hyphens=False))
+            print(textwrap.fill(line, 84, subsequent_indent="   ", break_on_hyphens=False))
     missing = [str(i) for i, given in enumerate(answers, start=1) if given is ...]
     if missing:
         print(f"\nnot answered yet: {', '.join(missing)}")
