@@ -14,7 +14,7 @@ MEASURED = {1: 1.0, 2: 1.06, 4: 1.23, 8: 1.42, 16: 1.61, 32: 2.57, 64: 3.69}
 EPYC = np.interp(range(65), [0, *MEASURED], [0.0, *MEASURED.values()]).tolist()
 
 MACHINES = {  # name -> the cost of a pass over n rows. Each beyond 64 costs the CPU as much as the
-    # last of these, and the GPU its arithmetic: 2 operations at 989 TFLOP/s, for 2 bytes at 4.8 TB/s
+    # last of these, and the GPU its arithmetic: 2 operations at 989 TFLOP/s per 2 bytes at 4.8 TB/s
     "EPYC": lambda n: EPYC[min(n, 64)] + max(0, n - 64) * (EPYC[64] - EPYC[63]),
     "H200": lambda n: H200[min(n, 64)] + max(0, n - 64) * 4.8 / 989,
 }

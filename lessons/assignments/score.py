@@ -53,7 +53,7 @@ def texts(seed: int) -> list[str]:
 aten = torch.ops.aten
 LEFT = {  # operators that multiply matrices -> which argument is the left one
     aten.mm: 0, aten.bmm: 0, aten.mv: 0, aten._int_mm: 0, aten._weight_int8pack_mm: 0,
-    aten.addmm: 1, aten.baddbmm: 1, aten.addmv: 1,
+    aten.addmm: 1, aten.baddbmm: 1, aten.addmv: 1, aten.addmm_: 1, aten.baddbmm_: 1, aten.addmv_: 1,
 }  # fmt: skip
 
 
