@@ -135,6 +135,7 @@ def test_any_product_counts_whoever_multiplies():
 # ---- scores --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plain_and_speculative_decoding(tmp_path, capsys):
     """Plain decoding is a pass per token, the first of which reads the prompt."""
     code, plain, line = run(tmp_path, PLAIN, capsys)
@@ -147,6 +148,7 @@ def test_plain_and_speculative_decoding(tmp_path, capsys):
     assert code == 0 and faster["EPYC"] > plain["EPYC"] and faster["H200"] > plain["H200"]
 
 
+@pytest.mark.slow
 def test_auto_reads_no_clock(tmp_path, capsys):
     auto = SPECULATIVE.replace("k=3", 'k="auto"')
     results = [run(tmp_path, auto, capsys)[1] for _ in range(2)]
@@ -188,6 +190,7 @@ def test_who_gets_no_score_and_why(line, wrong, tmp_path, capsys, monkeypatch):
     assert printed == f"anna: no score; {result['reason']}"
 
 
+@pytest.mark.slow
 def test_work_while_importing_counts(tmp_path, capsys):
     before = run(tmp_path, PLAIN, capsys)[1]
     early = PLAIN + "\nwith torch.no_grad():\n    load(minispec.paths.TOY)[0]([1, 2, 3])\n"
@@ -195,6 +198,7 @@ def test_work_while_importing_counts(tmp_path, capsys):
     assert "3" in after["work"] and "3" not in before["work"] and after["score"] < before["score"]
 
 
+@pytest.mark.slow
 def test_who_is_not_certified_gets_no_score(tmp_path, capsys, monkeypatch):
     """Greedy tokens are right, but it does not sample."""
     monkeypatch.setattr(score, "certificate", certificate)
