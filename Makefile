@@ -13,7 +13,7 @@ GPU_RUN = PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON)
 quoted = '$(subst ','\'',$($1))'
 
 .PHONY: demo test test-all lessons lessons-refresh badges gallery site lint certify reference engine engines \
-	smollm2 speed gpu gpu-heads grade golden clean
+	smollm2 speed gpu gpu-heads grade score leaderboard golden clean
 
 # A real model answers a question by plain decoding, then by FastMTP; offline, the toy tells a story.
 demo: .venv/installed
@@ -118,6 +118,15 @@ grade: .venv/tested
 		$(notdir $(wildcard lessons/assignments/a?_*)); exit 2; }
 	$(BIN)/python -m pytest -q --tb=no --no-summary lessons/assignments/$(A) \
 		$(if $(IMPL),--impl=$(call quoted,IMPL)) $(if $(SEED),--seed=$(SEED))
+
+# score a decoder, tokens per unit of a fixed cost: make score IMPL=my_decoder.py JSON=scores/me.json;
+# SEED=1 chooses other texts. make leaderboard SCORES=scores writes build/leaderboard.html
+score: .venv/tested
+	$(BIN)/python -m lessons.assignments.score $(if $(IMPL),$(call quoted,IMPL)) \
+		$(if $(SEED),--seed=$(SEED)) $(if $(JSON),--json=$(call quoted,JSON))
+
+leaderboard: .venv/tested
+	$(BIN)/python -m lessons.assignments.leaderboard $(call quoted,SCORES) build/leaderboard.html
 
 # regenerate the committed golden values with transformers
 golden: .venv/referenced

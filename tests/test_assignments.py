@@ -375,7 +375,7 @@ def test_a_lossless_rule_that_accepts_too_little_is_told_its_share(tmp_path):
 
 REFUSED = ", which no solution needs"
 CHEATS = {  # an attempt -> the beginning of what every task of a2 says to it
-    "os._exit(0)": "the process ended with status 0 before the test did",
+    "os._exit(0)": "the process ended with status 0 before it was done",
     "time.sleep(60)": "it ran for more than 1 seconds and was stopped",
     "import pytest; pytest.exit('done', 0)": "",
     "raise SystemExit(0)": "SystemExit: 0",

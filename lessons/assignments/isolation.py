@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
@@ -31,13 +31,17 @@ PACKAGE = GRADER.parent.parent / "minispec"
 
 # ---- the grader's files --------------------------------------------------------------------------
 
-SHARED = "conftest.py", "grading.py", "isolation.py", "mutants.py", "pytest.ini"
+SHARED = (
+    "conftest.py", "grading.py", "isolation.py", "leaderboard.html", "leaderboard.py", "mutants.py",
+    "pytest.ini", "score.py", "texts.json",
+)  # fmt: skip
 ASSIGNMENTS = sorted(path.parent for path in GRADER.glob("a?_*/starter.py"))
 FILES = {
     *(GRADER / name for name in SHARED), GRADER / "a8_engine" / "proposers.py",
     *(folder / name for folder in ASSIGNMENTS for name in (
         "starter.py", "reference.py", "mistakes.py", f"test_{folder.name}.py")),
 }  # fmt: skip
+LIMITS = "seconds", "gigabytes"  # of a test, in pytest.ini
 IGNORED = {"README.md", "__pycache__", ".pytest_cache", ".DS_Store"}
 
 
@@ -64,7 +68,7 @@ TRUSTED = (  # where code that is not the submission's lies
 def called_by_submission(frame: FrameType | None) -> bool:
     """Whether code of the submission is among those that led to this frame, in a test's child."""
     while frame is not None:
-        if frame.f_code is send_reports.__code__:
+        if frame.f_code is send_result.__code__:
             return False
         if not frame.f_code.co_filename.startswith(TRUSTED):
             return True
@@ -72,29 +76,33 @@ def called_by_submission(frame: FrameType | None) -> bool:
     return False  # a thread, which only the package can have started
 
 
-# ---- one child process per test ------------------------------------------------------------------
+# ---- work in a child process ---------------------------------------------------------------------
 
 
-def run_in_child(item: pytest.Item, before: dict[Path, bytes]) -> list[pytest.TestReport]:
-    """Run a test in a fork of this process, and return its reports. If the child ends before it has
-    sent them, needs too long, does what is refused or leaves the grader's files other than
-    `before`, the test has failed."""
-    seconds = float(item.config.getini("seconds"))
+def run_apart(
+    work: Callable[[], object], before: dict[Path, bytes], seconds: float, gigabytes: float
+) -> tuple[object, str, bool]:
+    """Run `work` in a fork of this process. Returns its result and "", or raises its exception. If
+    the child ends before it has sent one of them, needs too long, does what is refused or leaves
+    the grader's files other than `before`: returns None, this problem, and whether it had to be
+    stopped."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=send_reports, args=(item, sender))
+    child = context.Process(target=send_result, args=(work, sender, gigabytes))
     with warnings.catch_warnings():
         # newer Pythons warn if there are other threads; here they only wait
         warnings.simplefilter("ignore", DeprecationWarning)
         child.start()
     sender.close()  # the child's end: now its death ends the pipe
-    reports, stopped = None, False
+    result, stopped = None, False
     try:
         if receiver.poll(seconds):
+            problem = None
             with contextlib.suppress(EOFError):
-                reports = receiver.recv()
+                result, problem = receiver.recv()
             child.join(1)
-            problem = f"the process ended with status {child.exitcode} before the test did"
+            if problem is None:
+                problem = f"the process ended with status {child.exitcode} before it was done"
         else:
             problem, stopped = f"it ran for more than {seconds:g} seconds and was stopped", True
     finally:  # also if grading is interrupted
@@ -102,14 +110,41 @@ def run_in_child(item: pytest.Item, before: dict[Path, bytes]) -> list[pytest.Te
             os.killpg(child.pid, signal.SIGKILL)  # what the submission has started ends with it
         child.kill()
         child.join()
-    if isinstance(reports, str):  # see `refuse_events`
-        reports, problem = None, reports
     after = contents()
     if changed := sorted(p for p in before.keys() | after.keys() if before.get(p) != after.get(p)):
-        reports, problem = None, f"it has written to {changed[0]}: put that back or remove it"
-    if reports is None:
+        problem = f"it has written to {changed[0]}: put that back or remove it"
+    if isinstance(result, Exception) and not problem:
+        raise result
+    return None if problem else result, problem, stopped
+
+
+def send_result(work: Callable[[], object], sender: Connection, gigabytes: float) -> None:
+    """Do the work in the child. Send the result, or the exception that was raised, and no problem.
+    """
+    os.setpgrp()
+    if resource is not None:
+        limit = int(gigabytes * 2**30)
+        with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    refuse_events(sender)
+    try:
+        result = work()
+    except Exception as error:
+        result = error
+    sender.send((result, ""))
+
+
+def run_in_child(item: pytest.Item, before: dict[Path, bytes]) -> list[pytest.TestReport]:
+    """Run a test in a child process (see `run_apart`), and return its reports. Later tests share
+    nothing with it: all fixtures are torn down."""
+    hook, limits = item.config.hook, [float(item.config.getini(x)) for x in LIMITS]
+    reports, problem, stopped = run_apart(
+        lambda: [hook.pytest_report_to_serializable(config=item.config, report=report)
+                 for report in runtestprotocol(item, log=False)], before, *limits
+    )  # fmt: skip
+    if problem:
         return [failed(item, problem, stopped)]
-    return [item.config.hook.pytest_report_from_serializable(config=item.config, data=report)
+    return [hook.pytest_report_from_serializable(config=item.config, data=report)
             for report in reports]  # fmt: skip
 
 
@@ -117,19 +152,6 @@ def failed(item: pytest.Item, problem: str, stopped: bool = False) -> pytest.Tes
     """The report of a test that has no result of its own."""
     return pytest.TestReport(item.nodeid, item.location, {}, "failed", problem, "call",
                              hint=problem, stopped=stopped)  # fmt: skip
-
-
-def send_reports(item: pytest.Item, sender: Connection) -> None:
-    """Run the test, in the child. Later tests share nothing with it: all fixtures are torn down."""
-    os.setpgrp()
-    if resource is not None:
-        limit = int(float(item.config.getini("gigabytes")) * 2**30)
-        with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    refuse_events(sender)
-    hook = item.config.hook
-    sender.send([hook.pytest_report_to_serializable(config=item.config, report=report)
-                 for report in runtestprotocol(item, log=False)])  # fmt: skip
 
 
 # ---- what no solution needs ----------------------------------------------------------------------
@@ -167,7 +189,7 @@ def refuse_events(sender: Connection) -> None:
             problem = REFUSED_IN_ITS_LINES[event]
         else:
             return
-        sender.send(f"it {problem}, which no solution needs")
+        sender.send((None, f"it {problem}, which no solution needs"))
         os._exit(1)
 
     start = threading.Thread.start
