@@ -16,13 +16,13 @@ from typing import TypeVar
 import httpx
 
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError, note
-from minispec.remote.transport import is_local, make_transport
+from minispec.cli import UserError, note, user_error
 from minispec.sampling import Sampling
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
 TIMEOUT_SECONDS = 120.0  # for one answer
 CONNECT_SECONDS = 30.0
+LOCAL_HOSTS = "localhost", "127.0.0.1", "::1", "0.0.0.0"  # the last is what many servers print
 # Fields that turn off further warpers, which would otherwise have the server's defaults, and fields
 # that request token ids, under the names used by several servers. A strict server may reject them.
 EXTRA_FIELDS = {
@@ -91,17 +91,18 @@ class Server:
             raise UserError(
                 f"{url}: not a valid address; use one like http://localhost:8000"
             ) from None
-        transport, self.proxy = make_transport(base, connections)
-        self.http = httpx.Client(
-            base_url=base, headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS)),
-            transport=transport,
-        )  # fmt: skip
+        remote, encrypted = base.host not in LOCAL_HOSTS, base.scheme == "https"
+        with user_error("a proxy or certificate variable of the environment is wrong"):
+            self.http = httpx.Client(
+                base_url=base, headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout=httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS)),
+                limits=httpx.Limits(max_connections=connections),
+                trust_env=remote,  # a server on this machine needs no proxy
+                verify=encrypted,  # otherwise no certificates are read
+            )  # fmt: skip
         self.url = str(base.copy_with(userinfo=b""))  # for messages
-        if key and base.scheme == "http" and not is_local(base.host):
+        if key and remote and not encrypted:
             note(f"the key is sent to {self.url} unencrypted and can be read in transit; use https")
-        if self.proxy:
-            self.url += f" (through {self.proxy})"
         self.accepts_ids = self.accepts_extra = self.returns_ids = True
         self.needs_logprobs = False  # to return token ids
         self.context = 2**31  # maximum number of tokens, if the server reports it
@@ -246,10 +247,8 @@ class Server:
         if response.next_request:
             target = self.redact(str(response.next_request.url).removesuffix(path))
             raise RequestError(f"redirects to {target}; use that address instead", "unavailable")
-        if status in (401, 403, 407):
+        if status in (401, 403):
             needs = "requires a valid key; name its environment variable with --key-env"
-            if self.proxy:  # it may be the one that refused
-                needs = f"refuses access: {failure}; check {self.proxy} and --key-env"
             raise RequestError(needs, "unavailable")
         if status in BUSY_STATUS:
             busy = f"is still loading or overloaded after {self.seconds:.0f} s: {failure}"
