@@ -22,7 +22,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -84,8 +83,6 @@ def join() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # A handler in Python would have to wait for the end of an exchange, which may never come.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        report_sigterm()
     connect()
     if torch.cuda.is_available():
         gpus, local_rank = torch.cuda.device_count(), dist.get_node_local_rank(0)
@@ -96,33 +93,6 @@ def join() -> None:
     if world.rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")
         sys.excepthook = lambda *error: traceback.print_exception(*error, file=sys.__stderr__)
-
-
-def report_sigterm() -> None:
-    """When SIGTERM ends this process, say so. torchrun sends it if another process has ended. A
-    handler in Python would wait for the end of an exchange; a thread that reads from the wake-up
-    descriptor does not."""
-    received, wakeup = socket.socketpair()
-    wakeup.setblocking(False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
-    exiting = threading.Event()
-
-    def report() -> None:
-        while received.recv(1)[0] != signal.SIGTERM:
-            pass
-        if not exiting.wait(1):  # in this time, the main thread may report why it ends
-            unmute()
-            note("ended by SIGTERM, which torchrun sends if another process has ended")
-        os._exit(128 + signal.SIGTERM)
-
-    threading.Thread(target=report, daemon=True).start()
-    atexit.register(exiting.set)
-
-
-def unmute() -> None:
-    """Let this rank print errors: rank 0 may have ended."""
-    sys.stderr = sys.__stderr__ or sys.stderr
 
 
 def connect() -> None:
@@ -250,7 +220,7 @@ def connected() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        unmute()
+        sys.stderr = sys.__stderr__ or sys.stderr  # rank 0, which reports errors, may have ended
         # without torch's source line and advice
         reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
         raise UserError(f"the exchange between the {world.size} processes failed; one of them "

@@ -491,21 +491,6 @@ def test_a_rank_that_dies_ends_the_others(rank, name, death, expected, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_torchrun_ends_says_so(rank, tmp_path):
-    """Rank 0 waits for the next turn of the chat, rank 1 for rank 0."""
-    save(random_model(3, **SHAPE), TOKENIZER, tmp_path)
-    flags = ["--model", tmp_path, "--chat", "--max-new-tokens", "4", "--ignore-eos"]
-    children = start_ranks([0, 1], "-m", "minispec.generate", "Once", *flags)
-    children[0].stdout.read(1)
-    children[rank].send_signal(signal.SIGTERM)
-    children[rank].wait(20)
-    children[1 - rank].kill()
-    *_, line = own_lines(children[rank].stderr.read())
-    assert line == "minispec: ended by SIGTERM, which torchrun sends if another process has ended"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["joining", "generating", "idle"])
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 def test_ctrl_c_ends_each_rank(moment, order, tmp_path):
