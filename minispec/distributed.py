@@ -23,7 +23,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -35,12 +34,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minispec.cli import UserError, note, out_of_memory
+from minispec.cli import UserError, out_of_memory
 from minispec.model import MLP, Attention, Config, Transformer, count_parameters
 
 T = TypeVar("T")
 JOIN_TIMEOUT = timedelta(minutes=5)
-SILENT_SECONDS = 10.0  # of waiting for other processes, before a note says so
 TIMEOUT = timedelta(days=7)  # a chat may be idle; a process that has ended is noticed at once
 NOT_COMPILED = "a model that several processes share cannot be compiled: omit --compile"
 # names of weights; those of Int8Linear are `rounded` and `scale`
@@ -98,19 +96,12 @@ def join() -> None:
 def connect() -> None:
     """Find the other processes. Raises UserError if they are not all there after JOIN_TIMEOUT, or
     if variables are not as torchrun sets them."""
-    names = "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-    size, address, port = (os.environ.get(name, "") for name in names)
-    where = f"all {size} processes at MASTER_ADDR={address}, MASTER_PORT={port}"
-    waiting = threading.Timer(SILENT_SECONDS, note, [f"waiting for {where}"])
-    waiting.start()
     try:
         store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
         dist.init_process_group(store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"the {size} processes did not find each other: {error} (start them with "
+        raise UserError(f"the processes did not find each other: {error} (start them with "
                         "torchrun --nproc-per-node N, or unset WORLD_SIZE)") from None  # fmt: skip
-    finally:
-        waiting.cancel()
     atexit.register(dist.destroy_process_group)
 
 

@@ -297,17 +297,14 @@ def test_variables_that_torchrun_does_not_set_are_refused(given, found, monkeypa
         distributed.connect()
 
 
-def test_a_process_says_what_it_waits_for(monkeypatch, capsys):
+def test_processes_that_do_not_come_are_not_waited_for_forever(monkeypatch):
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
     for name, value in (VARIABLES | {"MASTER_PORT": port}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(distributed, "SILENT_SECONDS", 0.01)
     monkeypatch.setattr(distributed, "JOIN_TIMEOUT", timedelta(seconds=0.5))
-    with pytest.raises(UserError, match="the 2 processes did not find each other: .*timed out"):
+    with pytest.raises(UserError, match="the processes did not find each other: .*timed out"):
         distributed.connect()
-    line = f"minispec: waiting for all 2 processes at MASTER_ADDR=localhost, MASTER_PORT={port}"
-    assert own_lines(capsys.readouterr().err) == [line]
 
 
 def test_one_process_under_torchrun_is_not_shared(monkeypatch):
