@@ -30,7 +30,7 @@ from minispec.bench.machine import check_others, others_share_now, watch
 from minispec.bench.measure import measure, measure_machine, table_of
 from minispec.bench.methods import Methods, methods_of
 from minispec.bench.prompts import Prompts, prompts_of
-from minispec.bench.shapes import MODEL_SHAPES, check_memory, oracle_methods, random_weights
+from minispec.bench.shapes import MODEL_SHAPES, oracle_methods, random_weights
 from minispec.bench.tables import markdown, plan_text, show, show_machine
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, require_tokenizer
@@ -193,7 +193,6 @@ def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Pr
         args.dtype = distributed.from_rank_0(lambda: quantized_dtype(args.dtype, args.device))
     with distributed.together():
         if args.shape:
-            check_memory(args.shape, args.dtype, args.device, args.quantize == "int8")
             model = random_weights(MODEL_SHAPES[args.shape], args.dtype, args.device)
             tokenizer, kinds, methods = None, {args.shape: [list(range(100, 116))]}, {}
         else:
