@@ -63,8 +63,8 @@ def parser() -> Parser:
     p.add_argument("--eagle3", type=Source,
                    help="an EAGLE-3 head (default: the one next to the model)")  # fmt: skip
     p.add_argument("--methods", type=comma_separated,
-                   help="run only these methods or table rows, comma-separated; fastmtp, eagle3, "
-                   "hybrid with any number, as in 'fastmtp tree=16'")  # fmt: skip
+                   help="run only these methods or table rows, comma-separated; medusa, fastmtp, "
+                   "eagle3, hybrid with any number, as in 'fastmtp tree=16'")  # fmt: skip
     p.add_argument("--temperature", default=[0.0], help="one or several, comma-separated",
                    type=lambda text: [number(0, kind=float)(part)
                                       for part in comma_separated(text)])  # fmt: skip
