@@ -22,11 +22,12 @@ from minispec.cli import (
     comma_separated,
     command,
     flag_name,
+    note,
     number,
     stdout_reserved,
 )
 from minispec.fast import optimize, optimize_drafter, quantized_dtype
-from minispec.generate.api import METHODS, MIN_VALUES, stream
+from minispec.generate.api import METHODS, MIN_VALUES, stream, unlisted_eos_warning
 from minispec.generate.drafters import (
     REQUIRED_DRAFTERS,
     drafter_of,
@@ -34,7 +35,7 @@ from minispec.generate.drafters import (
     read_tree_option,
 )
 from minispec.generate.run import StopConditions
-from minispec.generate.terminal import chat, show, warn_unlisted_eos
+from minispec.generate.terminal import chat, show
 from minispec.generate.view import write_page
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
@@ -196,7 +197,9 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
         if network is not None:
             optimize(network, int8=args.quantize == "int8", compiled=args.compile)
     optimize_drafter(options, model)
-    warn_unlisted_eos(model, tokenizer, args)
+    unlisted = unlisted_eos_warning(model, tokenizer, args.stop)
+    if unlisted and not args.ignore_eos:
+        note(f"{unlisted}, or its text to --stop")
     if args.chat:
         run = chat(model, tokenizer, args, options, out)
     else:

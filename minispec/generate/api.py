@@ -222,13 +222,15 @@ def check_sizes(
         sizes["head"].vocabulary(model, sizes.get("vocabulary"))
 
 
-def unlisted_eos_warning(model: Transformer, tokenizer: Tokenizer | None) -> str | None:
-    """A warning if the model's config does not list the tokenizer's end token, so that generation
-    would not stop there; otherwise None."""
+def unlisted_eos_warning(
+    model: Transformer, tokenizer: Tokenizer | None, stop: Iterable[str] = ()
+) -> str | None:
+    """A warning if generation would not stop at the tokenizer's end token, because neither the
+    model's config nor `stop` lists it; otherwise None."""
     end = tokenizer.id_of("eos_token") if tokenizer else None
-    if end is None or end in model.config.eos_ids:
+    name = tokenizer.special_tokens["eos_token"] if end is not None else None
+    if end is None or end in model.config.eos_ids or name in stop:
         return None
-    name = tokenizer.special_tokens["eos_token"]
     return (
         f"the model's config does not list {name}, the tokenizer's end token, so generation does "
         f"not stop there; add {end} to eos_token_id in generation_config.json"

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import shlex
 import sys
 from collections.abc import Iterator
 from typing import TextIO
@@ -11,7 +10,7 @@ from typing import TextIO
 from minispec import distributed
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, note
-from minispec.generate.api import common_prefix_length, stream, unlisted_eos_warning
+from minispec.generate.api import common_prefix_length, stream
 from minispec.generate.run import Run
 from minispec.generate.view import paint
 from minispec.model import Transformer
@@ -117,14 +116,3 @@ def read_line() -> str:
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline()
-
-
-def warn_unlisted_eos(
-    model: Transformer, tokenizer: Tokenizer | None, args: argparse.Namespace
-) -> None:
-    """Print `unlisted_eos_warning`, unless the flags already deal with the end token."""
-    warning = unlisted_eos_warning(model, tokenizer)
-    if warning and not args.ignore_eos:
-        end = tokenizer.special_tokens["eos_token"]
-        if end not in args.stop:
-            note(f"{warning}, or add --stop {shlex.quote(end)}")
