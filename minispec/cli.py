@@ -132,8 +132,7 @@ def command(main: Callable) -> Callable:
             if signal.getsignal(signal.SIGINT) is exit_on_sigint:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             main(argv)
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
         except KeyboardInterrupt:
             sys.exit(130)
         except BrokenPipeError:  # nobody reads our output any more, so there is nothing to report
@@ -180,8 +179,6 @@ def prepare_streams() -> None:
         with contextlib.suppress(ValueError):  # closed, or already read from
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(**encoding)
-    if sys.stderr is None:  # closed: `print` would write to standard output instead
-        sys.stderr = open(os.devnull, "w")
 
 
 @contextlib.contextmanager
@@ -202,8 +199,7 @@ def drop_unwritable_output() -> None:
     """If standard output cannot be written, discard it from now on. Otherwise Python would complain
     at exit about what is left in its buffer."""
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError:
         with contextlib.suppress(OSError):  # not a file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

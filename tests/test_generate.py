@@ -363,12 +363,10 @@ def test_an_unwritable_output_is_a_one_line_error(folder, tmp_path, capsys, monk
     assert (tmp_path / "raced").read_text() == "theirs"
 
 
-def test_a_shell_without_utf_8_and_standard_error(folder):
-    """Text is UTF-8 whatever the locale; statistics are dropped if standard error is closed."""
-    command = [sys.executable, "-m", "minispec.generate", "你好", "--model", folder, "--stats"]
-    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(["sh", "-c", 'exec "$0" "$@" --max-new-tokens 0 2>&-', *command],
-                          cwd=ROOT, env=env, stdout=subprocess.PIPE, timeout=100)  # fmt: skip
+def test_a_shell_without_utf_8(folder):
+    command = [sys.executable, "-m", "minispec.generate", "你好", "--model", folder]
+    done = subprocess.run([*command, "--max-new-tokens", "0"], cwd=ROOT, timeout=100,
+                          env=os.environ | {"LC_ALL": "C"}, stdout=subprocess.PIPE)  # fmt: skip
     assert (done.returncode, done.stdout.decode()) == (0, "你好\n")
 
 
@@ -504,9 +502,9 @@ def chat_folder(tmp_path_factory):
     return str(path)
 
 
-def chat_turns(capsys, monkeypatch, lines: str | None, *arguments: str) -> tuple[list[dict], str]:
+def chat_turns(capsys, monkeypatch, lines: str, *arguments: str) -> tuple[list[dict], str]:
     """The runs of a chat with these lines on standard input, and its standard error."""
-    monkeypatch.setattr(sys, "stdin", lines and io.StringIO(lines))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     call("--chat", "--json", "--dtype", "float64", *arguments)
     out, err = capsys.readouterr()
     return [json.loads(line) for line in out.splitlines()], err
@@ -550,11 +548,11 @@ def test_the_draft_of_a_chat_processes_only_new_tokens(folder, capsys, monkeypat
 
 def test_a_chat_begins_with_the_prompt_and_the_system_message(chat_folder, capsys, monkeypatch):
     options = ["--model", chat_folder, "--max-new-tokens", "2", "--system", "S"]
-    for lines, prompt in (("yo\n", []), ("yo\n", ["hi"]), (None, ["hi"])):
+    for lines, prompt in (("yo\n", []), ("yo\n", ["hi"]), ("", ["hi"])):
         runs = chat_turns(capsys, monkeypatch, lines, *options, *prompt)[0]
         prompts = [TOKENIZER.decode(run["prompt_ids"]) for run in runs]
         assert prompts[0].startswith("s:S\nu:" + ("hi" if prompt else "yo"))
-        assert len(runs) == bool(lines) + len(prompt) and (lines is None or "u:yo\n" in prompts[-1])
+        assert len(runs) == bool(lines) + len(prompt) and (not lines or "u:yo\n" in prompts[-1])
 
 
 def test_a_chat_longer_than_the_context_drops_its_oldest_turns(chat_folder, capsys, monkeypatch):

@@ -56,14 +56,6 @@ def parse_ids(text: str) -> list[int]:
         ) from None
 
 
-def utf8(argument: str) -> str:
-    """Decode a command-line argument as UTF-8, whatever the locale."""
-    try:
-        return os.fsencode(argument).decode("utf-8")
-    except UnicodeError:
-        return argument
-
-
 METHODS_WITH_LM_HEAD = "medusa", "medusa-typical", "fastmtp", "hybrid"  # of the target
 METHODS_WITH_HEADS = *METHODS_WITH_LM_HEAD, "eagle3"
 
@@ -95,7 +87,7 @@ PASSED_ON = "k", "block", "window", "ngram", "guesses", "pool_from_prompt"
 def parser() -> Parser:
     p = Parser(prog="python -m minispec.generate", description=__doc__)
     prompt = p.add_mutually_exclusive_group()
-    prompt.add_argument("prompt", nargs="?", type=utf8, help="text to continue (default: stdin)")
+    prompt.add_argument("prompt", nargs="?", help="text to continue (default: stdin)")
     prompt.add_argument("--prompt-ids", type=parse_ids, help="the prompt as token ids: 1,2,3")
     prompt.add_argument("--prompt-file", type=Source, help="a UTF-8 file containing the prompt")
     p.add_argument("--method", default="autoregressive", choices=METHODS, metavar="M",
@@ -108,7 +100,7 @@ def parser() -> Parser:
         specific.add_argument(flag_name(name), **settings, help=f"{', '.join(methods)}: {help}")
     p.add_argument("--chat", action="store_true",
                    help="hold a conversation: the prompt, if any, then one turn per line of stdin")
-    p.add_argument("--system", type=utf8, help="system message for --chat")
+    p.add_argument("--system", help="system message for --chat")
     p.add_argument("--max-new-tokens", type=number(0), default=200, help="default: 200")
     p.add_argument("--temperature", type=number(0, kind=float), default=0.0,
                    help="0 (default): greedy")
@@ -116,7 +108,7 @@ def parser() -> Parser:
     p.add_argument("--top-p", type=number(0, 1, float), default=1.0, help="1 (default): off")
     p.add_argument("--seed", type=number(-(2**63)), default=0, help="default: 0")
     p.add_argument("--ignore-eos", action="store_true", help="continue past the model's end tokens")
-    p.add_argument("--stop", type=utf8, action="append", default=[], metavar="S",
+    p.add_argument("--stop", action="append", default=[], metavar="S",
                    help="stop before this text (repeatable)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     p.add_argument("--dtype", default="auto",
@@ -221,7 +213,7 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
                 return file.read().removesuffix("\n")
         except OSError as error:
             raise UserError(f"--prompt-file {args.prompt_file} cannot be read: {error}") from None
-    if sys.stdin is None or sys.stdin.isatty():
+    if sys.stdin.isatty():
         raise UserError("no prompt: pass text, --prompt-ids or --prompt-file, or pipe text in")
     return sys.stdin.read().removesuffix("\n")
 

@@ -111,8 +111,6 @@ def user_turns(first: str | None) -> Iterator[str]:
 
 def read_line() -> str:
     """Read a line of standard input; "" at its end."""
-    if sys.stdin is None:
-        return ""
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline()
