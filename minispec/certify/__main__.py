@@ -44,7 +44,6 @@ from minispec.cli import (
 )
 from minispec.remote.client import Server, keys_in
 
-MODES = "impl", "server", "compare"
 FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
     **dict.fromkeys(("baseline", "only", "greedy_only"), ("impl", "server")),
     **dict.fromkeys(("thorough", "runs", "outcomes", "length", "save"), ("impl",)),
@@ -55,9 +54,13 @@ FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
 
 def parser() -> Parser:
     p = Parser(prog="python -m minispec.certify", description=certify.__doc__)
-    p.add_argument("--impl", type=Source, help="test a function: package.module:function or "
-                   "file.py:function")  # fmt: skip
-    p.add_argument("--server", metavar="URL", help="test a server of --model with /v1/completions")
+    mode = p.add_mutually_exclusive_group()
+    mode.add_argument("--impl", type=Source, help="test a function: package.module:function or "
+                      "file.py:function")  # fmt: skip
+    mode.add_argument("--server", metavar="URL", help="test a server of --model with "
+                      "/v1/completions")  # fmt: skip
+    mode.add_argument("--compare", nargs=2, type=Path, metavar="JSONL", help="explain the "
+                      "differences between two files of runs, lines of generate --json")  # fmt: skip
     p.add_argument("--baseline", type=Source, help="plain decoding by the same engine (a "
                    "function or a URL); --impl or --server must then equal it")  # fmt: skip
     p.add_argument("--thorough", action="store_true", default=None, help="test --impl for "
@@ -68,8 +71,6 @@ def parser() -> Parser:
                    f"(default: {Limits.outcomes}, thorough: {THOROUGH.outcomes})")  # fmt: skip
     p.add_argument("--length", type=number(2, 24), help="the most tokens that are enumerated "
                    f"(default: {Limits.length})")  # fmt: skip
-    p.add_argument("--compare", nargs=2, type=Path, metavar="JSONL", help="explain the differences "
-                   "between two files of runs, lines of generate --json")  # fmt: skip
     p.add_argument("--model", type=Source, help="the model of --server or --compare (default: as "
                    "in generate)")  # fmt: skip
     p.add_argument("--name", help="the model's name on the server (default: its only model)")
@@ -98,10 +99,8 @@ def parser() -> Parser:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the flags, rejecting any that would be ignored."""
     args = parser().parse_args(argv)
-    requested = [name for name in MODES if getattr(args, name) is not None]
-    if len(requested) > 1:
-        raise UserError(f"--{requested[0]} and --{requested[1]} are different tests; choose one")
-    mode = requested[0] if requested else ""
+    chosen = (x for x in ("impl", "server", "compare") if getattr(args, x) is not None)
+    mode = next(chosen, "")
     for flag, modes in FLAG_MODES.items():
         if getattr(args, flag) is not None and mode not in modes:
             allowed = " or ".join(f"--{name}" for name in modes if name)
