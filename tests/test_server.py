@@ -453,18 +453,6 @@ class Sleeps(CorrectServer):
         return super().answer(request)
 
 
-class SendsSlowly(CorrectServer):
-    """Send a byte now and then, so that no single read takes long."""
-
-    def answer(self, request):
-        def parts():
-            while True:
-                time.sleep(0.02)
-                yield b" "
-
-        return 200, parts()
-
-
 class IsLoading(CorrectServer):
     """Report that the model is loading, for some requests."""
 
@@ -560,7 +548,6 @@ class OtherPath(CorrectServer):
         (RequiresKeyForModels, {}, "requires a valid key; name"),
         (EchoesKey, {}, "HTTP 400: Incorrect key provided: …"),
         (Sleeps, {"seconds": 0.3}, "did not answer within 0 s"),
-        (SendsSlowly, {"seconds": 0.3}, "did not answer within 0 s"),
         (LoadsForever, {"seconds": 0.3}, "is still loading or overloaded after 0 s: HTTP 503: L"),
         (Moved, {}, "redirects to https://example.org:1/v2; use that address instead"),
         (MovedCompletions, {}, "redirects to http://example.org; use that address instead"),
