@@ -391,8 +391,8 @@ def lines(*runs: dict) -> str:
         (lines({"stats": {"temperature": 0.7}}), 2, "line 1: sampled at temperature 0.7"),
         (lines({"stats": {"temperature": 0.7, "top_k": 1}}), 0, "identical"),
         ('{"prompt_ids": [2], "tokens": []}\n', 2, "the prompts of"),  # without stats
-        (lines({"prompt_ids": []}), 2, "b.jsonl line 1 is not a run of generate --json: prompt_ids"),
-        (lines({"tokens": ["a"]}), 2, "b.jsonl line 1 is not a run of generate --json: prompt_ids"),
+        (lines({"prompt_ids": []}), 2, "b.jsonl line 1 is not a run of generate --json"),
+        (lines({"tokens": ["a"]}), 2, "b.jsonl line 1 is not a run of generate --json"),
         (lines({"prompt_ids": [2, 1]}), 2, "the prompts of"),
         (lines({}, {}), 2, "b.jsonl has 2"),
         ("{oops\n", 2, "b.jsonl line 1"),

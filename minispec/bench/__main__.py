@@ -24,7 +24,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from minispec import distributed
+from minispec import cli, distributed
 from minispec.bench import plan
 from minispec.bench.machine import check_others, others_share_now, watch
 from minispec.bench.measure import measure, measure_machine, table_of
@@ -35,17 +35,7 @@ from minispec.bench.tables import markdown, plan_text, show, show_machine
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import (
-    Parser,
-    Source,
-    UserError,
-    comma_separated,
-    command,
-    flag_name,
-    note,
-    number,
-    stdout_reserved,
-)
+from minispec.cli import Parser, Source, UserError, comma_separated, flag_name, number
 from minispec.fast import optimize, optimize_drafter, quantized_dtype
 from minispec.generate.api import unlisted_eos_warning
 from minispec.machine import command_line, describe_machine
@@ -130,7 +120,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-@command
+@cli.command
 def main(argv: list[str] | None = None) -> None:
     distributed.join()
     with distributed.together():
@@ -138,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     command = command_line("minispec.bench", argv, distributed.world.size)
     about = describe_machine() | {"command": command}
-    with stdout_reserved() if args.json else contextlib.nullcontext() as out:
+    with cli.stdout_reserved() if args.json else contextlib.nullcontext() as out:
         report = {"plan": plan.make_plan(args)} if args.plan else run(args, about)
         if args.json:
             print(json.dumps({"about": about} | report), file=out)
@@ -188,7 +178,7 @@ def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Pr
             kinds = prompts_of(args, model, tokenizer)
             methods = methods_of(args, model, tokenizer)
             if unlisted := unlisted_eos_warning(model, tokenizer):
-                note(unlisted)
+                cli.note(unlisted)
     # wrong input has been reported by now, and what follows measures products
     check_others(others_share_now(), "before the measurement", "nothing was measured", args.busy)
     drafts = (options.get("draft") for options in methods.values())

@@ -12,7 +12,7 @@ from typing import TextIO
 
 import torch
 
-from minispec import certify, distributed
+from minispec import certify, cli, distributed
 from minispec.certify import report
 from minispec.certify.common import Verdict
 from minispec.certify.compare import compare
@@ -28,20 +28,7 @@ from minispec.certify.servers.checks import REQUESTS, SERVER_CHECKS, check_serve
 from minispec.certify.servers.context import precision
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load
-from minispec.cli import (
-    OutputFile,
-    OutputFolder,
-    Parser,
-    Source,
-    UserError,
-    comma_separated,
-    command,
-    flag_name,
-    number,
-    stdout_reserved,
-    suggestion,
-    writing,
-)
+from minispec.cli import OutputFile, OutputFolder, Parser, Source, UserError, number
 from minispec.remote.client import Server, keys_in
 
 FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
@@ -60,7 +47,7 @@ def parser() -> Parser:
     mode.add_argument("--server", metavar="URL", help="test a server of --model with "
                       "/v1/completions")  # fmt: skip
     mode.add_argument("--compare", nargs=2, type=Path, metavar="JSONL", help="explain the "
-                      "differences between two files of runs, lines of generate --json")  # fmt: skip
+                      "differences between two files of generate --json lines")  # fmt: skip
     p.add_argument("--baseline", type=Source, help="plain decoding by the same engine (a "
                    "function or a URL); --impl or --server must then equal it")  # fmt: skip
     p.add_argument("--thorough", action="store_true", default=None, help="test --impl for "
@@ -81,7 +68,7 @@ def parser() -> Parser:
                    help=f"requests to --server (default: about {REQUESTS})")  # fmt: skip
     p.add_argument("--precision", type=precision, help="of --server: float32 (default), bfloat16, "
                    "float16, or the logit gap below which two tokens are tied")  # fmt: skip
-    p.add_argument("--checks", type=comma_separated,
+    p.add_argument("--checks", type=cli.comma_separated,
                    help=f"run only some checks, of {','.join(CHECKS)}; "
                    f"for --impl, of {','.join(FUNCTION_CHECKS)}; "
                    f"for --server, of {','.join(SERVER_CHECKS)}")  # fmt: skip
@@ -104,11 +91,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for flag, modes in FLAG_MODES.items():
         if getattr(args, flag) is not None and mode not in modes:
             allowed = " or ".join(f"--{name}" for name in modes if name)
-            raise UserError(f"{flag_name(flag)} only works with {allowed}")
+            raise UserError(f"{cli.flag_name(flag)} only works with {allowed}")
     available = {"impl": FUNCTION_CHECKS, "server": SERVER_CHECKS}.get(mode, tuple(CHECKS))
     args.checks = available if args.checks is None else tuple(args.checks)
     if unknown := [name for name in args.checks if name not in available]:
-        raise UserError(f"unknown check {unknown[0]!r}; {suggestion(unknown[0], available)}")
+        raise UserError(f"unknown check {unknown[0]!r}; {cli.suggestion(unknown[0], available)}")
     if args.greedy_only:
         args.checks = tuple(name for name in args.checks if name not in report.SAMPLED)
     return args
@@ -143,12 +130,12 @@ def make_verdicts(args: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
     return (verdict for name in args.checks for verdict in CHECKS[name]())
 
 
-@command
+@cli.command
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
     distributed.require_one_process("certify")
     args = parse(argv)
-    with stdout_reserved() as out, tempfile.TemporaryDirectory() as temporary:
+    with cli.stdout_reserved() as out, tempfile.TemporaryDirectory() as temporary:
         folder = args.save or Path(temporary)
         code = run_checks(args, sys.argv[1:] if argv is None else argv, folder, out)
     sys.exit(code)
@@ -167,7 +154,7 @@ def run_checks(args: argparse.Namespace, argv: list[str], folder: Path, out: Tex
     text = report.json_report(rows, seconds, argv, subject, folder) if args.json else ""
     print(text if args.json is True else report.summary(rows, seconds), file=out)
     if isinstance(args.json, Path):
-        with writing(args.json):
+        with cli.writing(args.json):
             args.json.write_text(text + "\n", encoding="utf-8")
     if args.junit:
         report.write_junit(rows, seconds, argv, args.junit)

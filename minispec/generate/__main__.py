@@ -9,23 +9,11 @@ import os
 import sys
 from typing import TextIO
 
-from minispec import distributed
+from minispec import cli, distributed
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import (
-    TEXT_ENCODING,
-    OutputFile,
-    Parser,
-    Source,
-    UserError,
-    comma_separated,
-    command,
-    flag_name,
-    note,
-    number,
-    stdout_reserved,
-)
+from minispec.cli import OutputFile, Parser, Source, UserError, comma_separated, flag_name, number
 from minispec.fast import optimize, optimize_drafter, quantized_dtype
 from minispec.generate.api import METHODS, MIN_VALUES, stream, unlisted_eos_warning
 from minispec.generate.drafters import (
@@ -160,13 +148,13 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UserError(message)
 
 
-@command
+@cli.command
 def main(argv: list[str] | None = None) -> None:
     distributed.join_tensor_parallel()
     with distributed.together():
         args = parser().parse_args(argv)
         check_flags(args)
-    with stdout_reserved() if args.json else contextlib.nullcontext(sys.stdout) as out:
+    with cli.stdout_reserved() if args.json else contextlib.nullcontext(sys.stdout) as out:
         generate(args, out)
 
 
@@ -191,7 +179,7 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
     optimize_drafter(options, model)
     unlisted = unlisted_eos_warning(model, tokenizer, args.stop)
     if unlisted and not args.ignore_eos:
-        note(f"{unlisted}, or its text to --stop")
+        cli.note(f"{unlisted}, or its text to --stop")
     if args.chat:
         run = chat(model, tokenizer, args, options, out)
     else:
@@ -209,7 +197,7 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
         return args.prompt_ids if args.prompt is None else args.prompt
     if args.prompt_file is not None:
         try:
-            with open(args.prompt_file, **TEXT_ENCODING) as file:
+            with open(args.prompt_file, **cli.TEXT_ENCODING) as file:
                 return file.read().removesuffix("\n")
         except OSError as error:
             raise UserError(f"--prompt-file {args.prompt_file} cannot be read: {error}") from None
