@@ -229,8 +229,7 @@ def check_package(name: str, flag: str) -> None:
 
 @contextlib.contextmanager
 def writing(file: str | Path) -> Iterator[None]:
-    """Add the file's name to the error of a failed write, such as on a full disk. Python only names
-    files that it cannot open."""
+    """Add the file's name to the error of a failed write, which lacks it if the disk is full."""
     try:
         yield
     except OSError as error:

@@ -94,8 +94,7 @@ def join() -> None:
 
 
 def connect() -> None:
-    """Find the other processes. Raises UserError if they are not all there after JOIN_TIMEOUT, or
-    if variables are not as torchrun sets them."""
+    """Find the other processes. Raises UserError if they are not all there after JOIN_TIMEOUT."""
     try:
         store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
         dist.init_process_group(store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
@@ -222,8 +221,7 @@ def connected() -> Iterator[None]:
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
-    """If processes share a model, call the function on rank 0 only, and return its result on all.
-    An error is raised on all, as by `together`."""
+    """Call the function on rank 0 only; return its result, or raise its error, on all ranks."""
     if tensor_parallel.size == 1:
         return function()
     with together():

@@ -43,7 +43,6 @@ from minispec.model import Transformer
 
 
 def parser() -> Parser:
-    """The flags of bench."""
     p = Parser(prog="python -m minispec.bench", description=__doc__)
     p.add_argument("--model", type=Source, help="directory, hub id or .gguf (default: the toy)")
     p.add_argument("--draft", type=Source, help="a draft model (default: the one next to the "

@@ -16,8 +16,7 @@ MAX_OTHERS_SHARE = 0.5  # of the cores, for other processes; above it, speeds ar
 
 
 def check_others(share: float | None, when: str, consequence: str, busy: bool) -> None:
-    """Raise UserError if other processes used more than MAX_OTHERS_SHARE of the cores. With --busy,
-    print a note instead."""
+    """Raise UserError, or with --busy note it, if other processes used too much of the cores."""
     if share is None or share <= MAX_OTHERS_SHARE:
         return
     fault = f"{when}, other processes used {share:.0%} of the cores"

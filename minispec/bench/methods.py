@@ -13,7 +13,6 @@ Methods = dict[str, dict]  # table row, which starts with the method's name -> t
 
 
 def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Methods:
-    """Build the table's rows."""
     methods: Methods = {
         "autoregressive": {}, "prompt-lookup": {}, "prompt-lookup k=auto": {"k": "auto"},
         "jacobi": {},

@@ -142,8 +142,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_checks(args: argparse.Namespace, argv: list[str], folder: Path, out: TextIO) -> int:
-    """Run and print the requested checks; return the exit code. What an implementation prints goes
-    to standard error."""
+    """Run and print the requested checks; return the exit code."""
     begin = time.perf_counter()
     rows = report.print_table(make_verdicts(args, folder), None if args.json is True else out)
     matched = [row for row in rows if row.check not in report.INFO_ROWS or row.passed is False]

@@ -88,7 +88,6 @@ class Examination:
         self.evidence.update({"checkpoint": self.name} | request.options() | more)
 
     def without_baseline(self) -> "Examination":
-        """Return the examination of the baseline itself."""
         return replace(self, decoder=self.baseline, baseline=None, conventions=Conventions())
 
 
@@ -195,7 +194,6 @@ def greedy_answers(
 
 
 def baseline_tokens(exam: Examination, prompt: list[int], n: int) -> list[int] | None:
-    """Return the baseline's greedy tokens, or None without a baseline."""
     return exam.baseline.batch([Request(prompt, n)])[0][:n] if exam.baseline else None
 
 

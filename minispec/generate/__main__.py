@@ -30,12 +30,10 @@ from minispec.sampling import Sampling, Seeded
 
 
 def parse_k(text: str) -> int | str:
-    """The value of --k."""
     return text if text == "auto" else number(MIN_VALUES["k"])(text)
 
 
 def parse_ids(text: str) -> list[int]:
-    """The value of --prompt-ids."""
     try:
         return list(map(int, comma_separated(text))) if text.strip() else []
     except ValueError:

@@ -151,8 +151,7 @@ def encode_prompt(
 def check_cache(
     cache: KVCache, model: Transformer, prompt_length: int, min_capacity: int, max_capacity: int
 ) -> None:
-    """Reject a cache that is not for one sequence of this model, already holds the whole prompt, or
-    has a capacity that is out of bounds."""
+    """Reject a cache of another model or capacity, or one that holds the whole prompt already."""
     if not isinstance(cache, KVCache):
         raise UserError(f"cache {cache!r}: must come from model.new_cache()")
     c, keys = model.config, cache.k[0]
@@ -225,8 +224,7 @@ def check_sizes(
 def unlisted_eos_warning(
     model: Transformer, tokenizer: Tokenizer | None, stop: Iterable[str] = ()
 ) -> str | None:
-    """A warning if generation would not stop at the tokenizer's end token, because neither the
-    model's config nor `stop` lists it; otherwise None."""
+    """A warning if neither the model's config nor `stop` lists the tokenizer's end token."""
     end = tokenizer.id_of("eos_token") if tokenizer else None
     name = tokenizer.special_tokens["eos_token"] if end is not None else None
     if end is None or end in model.config.eos_ids or name in stop:

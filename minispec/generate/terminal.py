@@ -41,7 +41,6 @@ def show(
 
 
 def describe(run: Run) -> str:
-    """The statistics as one line of text."""
     s = run.stats
     lossy = "" if s["lossless"] else " (lossy)"
     line = (

@@ -57,8 +57,7 @@ FATAL = "lost", "unavailable"  # another request would fail as well
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion. `tokens` excludes a final end token; `logprobs` has one value per token, if
-    they were requested and returned."""
+    """A completion. `tokens` excludes a final end token; `logprobs` are those of its tokens."""
 
     text: str
     tokens: list[int]
@@ -234,7 +233,6 @@ class Server:
         return text
 
     def check_status(self, response: httpx.Response, path: str, message: str) -> None:
-        """Raise RequestError unless the request succeeded."""
         status = response.status_code
         failure = f"HTTP {status}: {message}"
         if response.next_request:

@@ -268,8 +268,7 @@ def is_exact(exam: Examination, request: Request, limits: Limits) -> Result:
 
 
 def little_entropy(model: Transformer, warp: Warp, prompt: list[int] = BINARY_PROMPT) -> str:
-    """Return a reason if the distributions of the first tokens are so sharp that equal samples
-    would prove little, otherwise ""."""
+    """Return a reason if the first tokens are so predictable that equal samples prove little."""
     sequences = list(product(range(model.config.vocab_size), repeat=ENTROPY_TOKENS))
     exact = probabilities(model, prompt, warp, sequences).values()
     entropy = -sum(p * math.log2(p) for p in exact if p > 0) / ENTROPY_TOKENS
@@ -325,7 +324,6 @@ def excess(found: Distribution, exact: Distribution) -> float:
 def probabilities(
     model: Transformer, prompt: list[int], warp: Warp, sequences: list[Tokens]
 ) -> Distribution:
-    """Return the probability of each of these sequences."""
     intervals = Scores(model, prompt, warp).add(sequences).intervals
     return {sequence: math.prod(p for _, p in intervals[sequence]) for sequence in sequences}
 

@@ -65,8 +65,7 @@ class ServerDecoder:
             raise
 
     def with_end(self, prompt: list[int], n: int, answer: Answer) -> list[int]:
-        """Return the tokens of an answer of at most `n` tokens. If an end token ended it before,
-        append the most probable one."""
+        """Return an answer's tokens with an end token, the most probable one, if it ended early."""
         tokens = self.answer_tokens(prompt, n, answer)
         return identity.with_end(self.model, prompt, tokens, n, answer.ended)
 
