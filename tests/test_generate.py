@@ -535,8 +535,8 @@ def test_the_draft_of_a_chat_processes_only_new_tokens(folder, capsys, monkeypat
         draft.forward = lambda tokens, *more: fed.append(len(tokens)) or forward(tokens, *more)
         return {"draft": draft}
 
-    original_load_drafter = generate.load_drafter
-    monkeypatch.setattr(generate, "load_drafter", recording_load_drafter)
+    original_load_drafter = generate.drafters.load_drafter
+    monkeypatch.setattr(generate.drafters, "load_drafter", recording_load_drafter)
     lines = "tell me everything\nand now this\n"
     options, drafts = ["--model", folder, "--max-new-tokens", "6"], ["--draft", folder]
     runs, _ = chat_turns(capsys, monkeypatch, lines, *options, "--method", "speculative", *drafts)

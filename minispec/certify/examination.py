@@ -11,15 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple, Protocol
 
-from minispec.certify.common import (
-    GREEDY,
-    Failed,
-    NotSupported,
-    Result,
-    Verdict,
-    describe,
-    first_difference,
-)
+from minispec.certify import common
+from minispec.certify.common import GREEDY, Failed, NotSupported, Result, Verdict
 from minispec.certify.compare import TIE, Reference, divergence
 from minispec.certify.conventions import Conventions, warper
 from minispec.certify.scoring import Scores, Warp, normalise_end, smallest_p
@@ -189,7 +182,7 @@ def greedy_answers(
                     raise
                 continue
             problem, differing = difference(exam, prompt, tokens[:n], plain)
-            problem = problem and f"prompt of {len(prompt)}, {describe(sampling)}: {problem}"
+            problem = problem and f"prompt of {len(prompt)}, {common.describe(sampling)}: {problem}"
             yield tokens, problem, differing
 
 
@@ -210,7 +203,7 @@ def difference(
         n = min(len(plain), len(tokens))
         at, gap = divergence(Reference(exam.model), prompt, tokens[:n], plain[:n])
         differing = at is not None
-        where = f"{first_difference(tokens, plain)}, top-2 gap {gap:.3g}"
+        where = f"{common.first_difference(tokens, plain)}, top-2 gap {gap:.3g}"
     where = f"{where}: not a tie (tolerance {exam.tolerance:.2g})"
     return where if gap >= exam.tolerance else "", int(differing)
 

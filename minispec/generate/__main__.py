@@ -15,13 +15,8 @@ from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import OutputFile, Parser, Source, UserError, comma_separated, flag_name, number
 from minispec.fast import optimize, optimize_drafter, quantized_dtype
+from minispec.generate import drafters
 from minispec.generate.api import METHODS, MIN_VALUES, stream, unlisted_eos_warning
-from minispec.generate.drafters import (
-    REQUIRED_DRAFTERS,
-    drafter_of,
-    load_drafter,
-    read_tree_option,
-)
 from minispec.generate.run import StopConditions
 from minispec.generate.terminal import chat, show
 from minispec.generate.view import write_page
@@ -125,7 +120,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.k is not None and args.tree is not None:
         raise UserError("--k drafts a chain and --tree a tree; choose one")
     if args.tree is not None and args.method in ("fastmtp", "eagle3", "hybrid"):
-        read_tree_option(args.tree, {}, max_nodes=0)
+        drafters.read_tree_option(args.tree, {}, max_nodes=0)
     if args.draft_temperature is not None and args.tree is not None:
         raise UserError("--draft-temperature is for chains: the nodes of a --tree are not sampled")
     StopConditions(args.max_new_tokens, tuple(args.stop))
@@ -211,13 +206,13 @@ def method_options(
     options = {name: getattr(args, name) for name in PASSED_ON if getattr(args, name) is not None}
     if args.draft_temperature is not None:
         options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
-    method = drafter_of(args.method, model, args.heads, args.draft)
-    if method in REQUIRED_DRAFTERS:
+    method = drafters.drafter_of(args.method, model, args.heads, args.draft)
+    if method in drafters.REQUIRED_DRAFTERS:
         source = args.heads if args.draft is None else args.draft
         vocabulary = args.vocabulary, args.vocabulary_size
-        options |= load_drafter(method, model, tokenizer, source, *vocabulary)
+        options |= drafters.load_drafter(method, model, tokenizer, source, *vocabulary)
     if args.tree is not None:
-        options["tree"] = read_tree_option(args.tree, options, model.config.context)
+        options["tree"] = drafters.read_tree_option(args.tree, options, model.config.context)
     return options
 
 
