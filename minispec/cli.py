@@ -207,10 +207,8 @@ def drop_unwritable_output() -> None:
 
 def read_json(path: Path, kind: type = dict) -> dict | list:
     """Read a JSON object (or list, if that is the `kind`) from a file."""
-    try:
+    with user_error(f"{path} cannot be read as JSON"):
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, kind):
         raise UserError(f"{path} must hold a JSON {'object' if kind is dict else 'list'}")
     return value

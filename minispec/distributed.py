@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minispec.cli import UserError, out_of_memory
+from minispec.cli import UserError, out_of_memory, user_error
 from minispec.model import MLP, Attention, Config, Transformer, count_parameters
 
 T = TypeVar("T")
@@ -95,12 +95,10 @@ def join() -> None:
 
 def connect() -> None:
     """Find the other processes. Raises UserError if they are not all there after JOIN_TIMEOUT."""
-    try:
+    advice = "start them with torchrun --nproc-per-node N, or unset WORLD_SIZE"
+    with user_error(f"the processes did not find each other; {advice}"):
         store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
         dist.init_process_group(store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"the processes did not find each other: {error} (start them with "
-                        "torchrun --nproc-per-node N, or unset WORLD_SIZE)") from None  # fmt: skip
     atexit.register(dist.destroy_process_group)
 
 

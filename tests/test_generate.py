@@ -273,7 +273,7 @@ def test_every_source_gives_the_same_prompt(folder, capsys, tmp_path, monkeypatc
         (["x", "--top-p", "2"], "2 must be a number, from 0 to 1"),
         (["x", "--seed", "9" * 30], "must be a whole number, from -9223372036854775808"),
         (["x", "--prompt-ids", "1"], "--prompt-ids: not allowed with argument prompt"),
-        (["--prompt-ids", "1,b"], "1,b must be whole numbers separated by commas"),
+        (["--prompt-ids", "1,b"], "b must be a whole number, at least 0"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["--prompt-ids", "1,70000"], "70000 is out of range"),
         (["x" * 300], "the prompt has 300 tokens, but the context is only 256"),

@@ -29,12 +29,7 @@ def parse_k(text: str) -> int | str:
 
 
 def parse_ids(text: str) -> list[int]:
-    try:
-        return list(map(int, comma_separated(text))) if text.strip() else []
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text[:40]} must be whole numbers separated by commas, such as 1,2,3"
-        ) from None
+    return [number(0)(part) for part in comma_separated(text)] if text.strip() else []
 
 
 METHODS_WITH_LM_HEAD = "medusa", "medusa-typical", "fastmtp", "hybrid"  # of the target
@@ -189,11 +184,9 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
     if args.prompt is not None or args.prompt_ids is not None:
         return args.prompt_ids if args.prompt is None else args.prompt
     if args.prompt_file is not None:
-        try:
+        with cli.user_error(f"--prompt-file {args.prompt_file} cannot be read"):
             with open(args.prompt_file, **cli.TEXT_ENCODING) as file:
                 return file.read().removesuffix("\n")
-        except OSError as error:
-            raise UserError(f"--prompt-file {args.prompt_file} cannot be read: {error}") from None
     if sys.stdin.isatty():
         raise UserError("no prompt: pass text, --prompt-ids or --prompt-file, or pipe text in")
     return sys.stdin.read().removesuffix("\n")

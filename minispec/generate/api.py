@@ -13,7 +13,7 @@ from minispec import distributed
 from minispec.cache import KVCache
 from minispec.checkpoints.load import require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError, suggestion, to_number
+from minispec.cli import UserError, suggestion, to_number, user_error
 from minispec.generate.drafters import with_drafter, with_policies
 from minispec.generate.run import Run, StopConditions, without_autocast
 from minispec.methods.autoregressive import autoregressive
@@ -169,16 +169,12 @@ def validate_options(method: str, options: dict) -> dict:
     """The method's options, with numbers as Python's own. Raises UserError for unknown options,
     wrong types and numbers that are too small."""
     signature = inspect.signature(METHODS[method])
-    try:
+    with user_error(method):
         signature.bind(None, None, None, None, cache=None, **options)
-    except TypeError as error:
-        raise UserError(f"{method}: {error}") from None
     valid = {}
     for name, value in options.items():
-        try:
+        with user_error(f"{method}: {name} {brief(value)}"):
             valid[name] = validate_option(name, value, signature.parameters[name].default)
-        except UserError as error:
-            raise UserError(f"{method}: {name} {brief(value)}: {error}") from None
     return valid
 
 

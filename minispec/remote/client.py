@@ -80,14 +80,10 @@ class Server:
     ):  # fmt: skip
         self.tokenizer, self.name, self.eos_ids = tokenizer, name, eos_ids
         self.seconds, self.key = seconds, key
-        try:
+        with user_error(f"{url}: not a valid address; use one like http://localhost:8000"):
             base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
             if not base.host or base.scheme not in ("http", "https"):
-                raise ValueError
-        except (ValueError, httpx.InvalidURL):
-            raise UserError(
-                f"{url}: not a valid address; use one like http://localhost:8000"
-            ) from None
+                raise ValueError("no http address")
         remote, encrypted = base.host not in LOCAL_HOSTS, base.scheme == "https"
         with user_error("a proxy or certificate variable of the environment is wrong"):
             self.http = httpx.Client(
