@@ -84,8 +84,8 @@ class Cases:
     def exam(self, name: str, seed: int, vocab: int = 24, **options) -> Examination:
         """Write a checkpoint (see write_checkpoint) and return its examination."""
         folder, model = checkpoints.write_checkpoint(self.root / name, seed, vocab, **options)
-        baseline = self.baseline and self.baseline.at(folder)
-        decoder = self.decoder.at(folder)
+        baseline = self.baseline and replace(self.baseline, folder=folder)
+        decoder = replace(self.decoder, folder=folder)
         return Examination(decoder, model, baseline, conventions=self.conventions, name=name)
 
     def rows(self, only: str, checks: tuple[str, ...]) -> list[Row]:
@@ -121,7 +121,9 @@ class Cases:
             case = f"{count} end token{'s' * (count > 1)}, {where}"
             yield Row("limits", case, exam, ends_everywhere, (self, count, where), False)
         for seed in 0, 13:
-            loop = greedy_loop(self.exam(f"loops{seed}", seed, loops=True).model)
+            model = self.exam(f"loops{seed}", seed, loops=True).model
+            tokens = decode(model, None, [1], max_new_tokens=60).tokens[30:]
+            loop = tokens[: tokens.index(tokens[0], 1)]  # repeated forever
             eos = "config.json", loop[2]
             exam = self.exam(f"loops{seed}", seed, loops=True, eos=eos)
             prompts = [loop * 3 + loop[:i] for i in range(len(loop))]
@@ -154,12 +156,6 @@ class Cases:
         yield row("sharp", HOT, flatness=2 * checkpoints.FLATNESS)
         yield row("ending", UNWARPED, END_TOKEN, seed=57, eos=("config.json", VOCAB - 1))
         yield row("well-drafted", UNWARPED, GOOD_DRAFT, 6.0, n=24, noise=checkpoints.NEARLY_RIGHT)
-
-
-def greedy_loop(model: Transformer) -> list[int]:
-    """Return the tokens that greedy decoding repeats forever."""
-    tokens = decode(model, None, [1], max_new_tokens=60).tokens[30:]
-    return tokens[: tokens.index(tokens[0], 1)]
 
 
 # ---- greedy and limits ---------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import operator
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -14,8 +14,6 @@ from tqdm import tqdm
 from minispec.certify.common import Failed, NotSupported
 from minispec.certify.examination import Request
 from minispec.cli import UserError, user_error
-
-MANY = 50  # requests that take long enough for a progress bar
 
 
 class Implementation(Protocol):
@@ -68,9 +66,6 @@ class FunctionDecoder:
     # (drafted, accepted) of each call that returns them, of all checkpoints
     counts: list[tuple[int, int]] = field(default_factory=list)
 
-    def at(self, folder: str) -> "FunctionDecoder":
-        return replace(self, folder=folder)
-
     def batch(self, requests: list[Request]) -> list[list[int]]:
         """Return the tokens of several requests, in one call if the implementation can batch."""
         options, what = [request.options() for request in requests], ""
@@ -81,8 +76,8 @@ class FunctionDecoder:
                     counts = f"{len(results)} results for {len(options)} requests"
                     raise Failed(f"many returned {counts}")
                 return [self.token_ids(result) for result in results]
-            results, quiet = [], None if len(options) >= MANY else True
-            for request in tqdm(options, "runs", leave=False, disable=quiet):
+            results = []
+            for request in tqdm(options, "runs", leave=False, disable=None, delay=5):
                 what = ", ".join(f"{k} {v}" for k, v in request.items() if k != "prompt")
                 what = f" (prompt of {len(request['prompt'])} tokens, {what})"
                 results.append(self.token_ids(self.impl(self.folder, **request)))

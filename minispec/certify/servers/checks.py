@@ -60,8 +60,10 @@ def check_server(
                 return
     except RequestError:  # the server cannot be reached, as the last row says
         return
-    passed, detail = drafting_since(before, server.draft_counts())
-    yield Verdict("drafts", f"in {server.requests} requests", passed, detail)
+    result = None, "no draft statistics: only plain decoding may have been tested"
+    if after := server.draft_counts():
+        result = drafting_result(*(b - a for a, b in zip(before or (0, 0), after)))
+    yield Verdict("drafts", f"in {server.requests} requests", *result)
 
 
 def rows(ctx: ServerContext, samplings: tuple[Sampling, ...]) -> Iterator[Row]:
@@ -162,13 +164,6 @@ def handles_load(ctx: ServerContext) -> Result:
             return False, f"prompt of {len(request.prompt)} tokens: {problem}"
         ties += differing
     return True, f"{len(prompts)} greedy and {len(prompts)} sampled answers; {ties} ties"
-
-
-def drafting_since(before: tuple[int, int] | None, after: tuple[int, int] | None) -> Result:
-    """Check, by the server's counters, that drafts were both accepted and rejected."""
-    if after is None:
-        return None, "no draft statistics: only plain decoding may have been tested"
-    return drafting_result(*(b - a for a, b in zip(before or (0, 0), after)))
 
 
 # ---- samples -------------------------------------------------------------------------------------

@@ -39,10 +39,9 @@ class ServerDecoder:
     def batch(self, requests: list[Request]) -> list[list[int]]:
         """Return the tokens for several requests, which are sent concurrently."""
         answers = in_parallel(self.ask, requests, CONCURRENCY)
-        quiet = len(requests) == 1 or None  # None: unless this is a terminal
-        answers = list(tqdm(answers, "requests", len(requests), leave=False, disable=quiet))
+        bar = tqdm(answers, "requests", len(requests), leave=False, disable=None, delay=5)
         found = []
-        for i, answer in answers:
+        for i, answer in list(bar):
             prompt, n, sampling, _ = requests[i]
             found.append(self.with_end(prompt, n, answer))
             if (n, sampling) == (ANSWER_TOKENS, GREEDY):
