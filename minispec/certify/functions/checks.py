@@ -84,8 +84,8 @@ class Cases:
     def exam(self, name: str, seed: int, vocab: int = 24, **options) -> Examination:
         """Write a checkpoint (see write_checkpoint) and return its examination."""
         folder, model = checkpoints.write_checkpoint(self.root / name, seed, vocab, **options)
-        baseline = self.baseline and replace(self.baseline, folder=folder)
-        decoder = replace(self.decoder, folder=folder)
+        baseline = self.baseline and self.baseline.at(folder)
+        decoder = self.decoder.at(folder)
         return Examination(decoder, model, baseline, conventions=self.conventions, name=name)
 
     def rows(self, only: str, checks: tuple[str, ...]) -> list[Row]:

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import operator
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -65,6 +65,9 @@ class FunctionDecoder:
     folder: str = ""
     # (drafted, accepted) of each call that returns them, of all checkpoints
     counts: list[tuple[int, int]] = field(default_factory=list)
+
+    def at(self, folder: str) -> "FunctionDecoder":
+        return replace(self, folder=folder)
 
     def batch(self, requests: list[Request]) -> list[list[int]]:
         """Return the tokens of several requests, in one call if the implementation can batch."""
