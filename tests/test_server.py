@@ -276,7 +276,7 @@ def test_without_requests_or_time_a_row_is_skipped(monkeypatch):
         late = ServerDecoder(Server(url, None, "toy", ()), LETTERS, None, end=0.0)
         with pytest.raises(RequestError, match="30 minutes are over"):
             late.batch([Request([1], 2)] * 2)
-    monkeypatch.setattr(server, "TIME_LIMIT_MINUTES", 0)
+    monkeypatch.setattr(server.context, "TIME_LIMIT_MINUTES", 0)
     model, *rows, _ = examine(plain_server())
     assert model.passed and not any(row.passed for row in rows)
     assert all("minutes are over" in row.detail for row in rows if row.check != "distribution")
