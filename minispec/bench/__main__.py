@@ -55,8 +55,7 @@ def parser() -> Parser:
                    help="run only these methods or table rows, comma-separated; medusa, fastmtp, "
                    "eagle3, hybrid with any number, as in 'fastmtp tree=16'")  # fmt: skip
     p.add_argument("--temperature", default=[0.0], help="one or several, comma-separated",
-                   type=lambda text: [number(0, kind=float)(part)
-                                      for part in comma_separated(text)])  # fmt: skip
+                   type=lambda text: [*map(number(0, kind=float), comma_separated(text))])
     p.add_argument("--k", type=number(1), default=4, help="draft tokens per round, for speculative")
     p.add_argument("--vocabulary-sizes", default=[], metavar="N,N,…",
                    help="run fastmtp also with N tokens per language; none: with all tokens",
@@ -70,13 +69,6 @@ def parser() -> Parser:
     output = p.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object")
     output.add_argument("--markdown", action="store_true", help="print one table of all kinds")
-    add_text_flags(p)
-    plan.add_flags(p)
-    return p
-
-
-def add_text_flags(p: Parser) -> None:
-    """Add the flags that choose what is decoded, and how often."""
     text = p.add_mutually_exclusive_group()
     text.add_argument("--data", type=Path, help="a file or folder; its held-out text is used")
     text.add_argument("--generated", type=Path, nargs="+", help="files written by distill generate")
@@ -86,6 +78,8 @@ def add_text_flags(p: Parser) -> None:
     p.add_argument("--prompts", type=number(1), default=20, help="at most this many per kind")
     p.add_argument("--repeats", type=number(1), default=3, help="decode everything this many times")
     p.add_argument("--max-new-tokens", type=number(1), default=100)
+    plan.add_flags(p)
+    return p
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

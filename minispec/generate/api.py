@@ -117,9 +117,8 @@ def check_objects(
     if tokenizer is not None and not hasattr(tokenizer, "control_ids"):
         kind = type(tokenizer).__name__
         raise UserError(f"the tokenizer is a {kind}: pass the one that load returns, or None")
-    verbs = "bernoulli", "categorical"
-    if randomness is not None and not all(hasattr(randomness, verb) for verb in verbs):
-        raise UserError(f"randomness {randomness!r}: must have {' and '.join(verbs)}")
+    if randomness is not None and not hasattr(randomness, "bernoulli"):
+        raise UserError(f"randomness {randomness!r}: must have bernoulli and categorical")
 
 
 def encode_prompt(
