@@ -64,10 +64,6 @@ def chat(
     alone is skipped."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     cache = model.new_cache(min(model.config.context, MAX_CHAT_ROWS))
-    shortest = [*system, {"role": "user", "content": "?"}]
-    if system and len(tokenizer.chat(shortest)) >= cache.capacity:
-        raise UserError("--system leaves no space for a turn in the context of "
-                        f"{cache.capacity} tokens; shorten it")  # fmt: skip
     caches = [cache]
     if "draft" in options:
         options["draft_cache"] = options["draft"].new_cache(cache.capacity)
