@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
@@ -134,30 +133,21 @@ def make_verdicts(args: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
     distributed.require_one_process("certify")
-    args = parse(argv)
+    args, begin = parse(argv), time.perf_counter()
+    argv = sys.argv[1:] if argv is None else argv
     with cli.stdout_reserved() as out, tempfile.TemporaryDirectory() as temporary:
         folder = args.save or Path(temporary)
-        code = run_checks(args, sys.argv[1:] if argv is None else argv, folder, out)
-    sys.exit(code)
-
-
-def run_checks(args: argparse.Namespace, argv: list[str], folder: Path, out: TextIO) -> int:
-    """Run and print the requested checks; return the exit code."""
-    begin = time.perf_counter()
-    rows = report.print_table(make_verdicts(args, folder), None if args.json is True else out)
-    matched = [row for row in rows if row.check not in report.INFO_ROWS or row.passed is False]
-    if args.only is not None and not matched:
-        raise UserError(f"--only {args.only!r}: no row matches; see the table without --only")
-    seconds = time.perf_counter() - begin
-    subject = args.impl if args.impl is not None else args.server
-    text = report.json_report(rows, seconds, argv, subject, folder) if args.json else ""
-    print(text if args.json is True else report.summary(rows, seconds), file=out)
-    if isinstance(args.json, Path):
-        with cli.writing(args.json):
-            args.json.write_text(text + "\n", encoding="utf-8")
-    if args.junit:
-        report.write_junit(rows, seconds, argv, args.junit)
-    return report.conclude(rows)[0]
+        rows = report.print_table(make_verdicts(args, folder), None if args.json is True else out)
+        seconds = time.perf_counter() - begin
+        subject = args.impl if args.impl is not None else args.server
+        text = report.json_report(rows, seconds, argv, subject, folder) if args.json else ""
+        print(text if args.json is True else report.summary(rows, seconds), file=out)
+        if isinstance(args.json, Path):
+            with cli.writing(args.json):
+                args.json.write_text(text + "\n", encoding="utf-8")
+        if args.junit:
+            report.write_junit(rows, seconds, argv, args.junit)
+    sys.exit(report.conclude(rows)[0])
 
 
 if __name__ == "__main__":
