@@ -44,15 +44,15 @@ DRAFT_METRIC = re.compile(  # name{labels} value [timestamp]
 class RequestError(Exception):
     """A request failed. Its `kind` is "rejected" (4xx, or answered by something else), "failed"
     (5xx, or a broken connection), "incomplete" (the server broke off its answer), "lost" (the
-    server cannot be reached), "busy", or "unavailable" (access denied, or no answer in time)."""
+    server cannot be reached), or "unavailable" (busy, access denied, or no answer in time)."""
 
-    def __init__(self, message: str, kind: str):
+    def __init__(self, message: str, kind: str, busy: bool = False):
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.busy = kind, busy
 
 
 TRANSIENT = "failed", "incomplete", "lost"  # another request may succeed
-FATAL = "lost", "busy", "unavailable"  # another request would fail as well
+FATAL = "lost", "unavailable"  # another request would fail as well
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Server:
                 return parse(self.send(method, path, body))
             except RequestError as error:
                 waited = time.monotonic() - begin
-                if error.kind == "busy" and waited < self.seconds:
+                if error.busy and waited < self.seconds:
                     wait = min(waited + 0.1, 5.0)
                 elif error.kind not in self.retried or (wait := next(waits, None)) is None:
                     raise
@@ -239,7 +239,7 @@ class Server:
             raise RequestError(needs, "unavailable")
         if status in BUSY_STATUS:
             busy = f"is still loading or overloaded after {self.seconds:.0f} s: {failure}"
-            raise RequestError(busy, "busy")
+            raise RequestError(busy, "unavailable", busy=True)
         if not response.is_success:
             raise RequestError(failure, "failed" if status >= 500 else "rejected")
 
