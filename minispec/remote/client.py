@@ -4,11 +4,13 @@ import json
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing.pool import ThreadPool
-from threading import Lock
+from threading import Lock, Thread
 from typing import TypeVar
 
 import httpx
@@ -377,15 +379,30 @@ def in_parallel(
 ) -> Iterator[tuple[int, Result]]:
     """Yield (i, ask(items[i])) in order. If one of them raises, or Ctrl-C is pressed, yield the
     others that are finished and raise that. Nothing waits for the remaining threads."""
-    with ThreadPool(threads) as pool:
-        results = [pool.apply_async(ask, (item,)) for item in items]
-        i = 0
-        try:
-            for i, result in enumerate(results):
-                yield i, result.get()
-        except (Exception, KeyboardInterrupt):
-            pool.terminate()
-            for j, result in enumerate(results[i:], i):
-                if result.ready() and result.successful():
-                    yield j, result.get()
-            raise
+    waiting = deque(enumerate(items))
+    futures: list[Future] = [Future() for _ in items]
+    for _ in range(min(threads, len(items))):
+        Thread(target=work, args=(ask, waiting, futures), daemon=True).start()
+    i = 0
+    try:
+        for i, future in enumerate(futures):
+            yield i, future.result()
+    except (Exception, KeyboardInterrupt):
+        waiting.clear()
+        for j, future in enumerate(futures[i:], i):
+            if future.done() and not future.exception():
+                yield j, future.result()
+        raise
+    finally:
+        waiting.clear()
+
+
+def work(ask: Callable, waiting: deque, futures: list[Future]) -> None:
+    """Answer the items that are waiting, one after another, until there are none."""
+    with suppress(IndexError):  # another thread took the last one
+        while True:
+            i, item = waiting.popleft()
+            try:
+                futures[i].set_result(ask(item))
+            except BaseException as error:
+                futures[i].set_exception(error)
