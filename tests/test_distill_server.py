@@ -134,7 +134,7 @@ class Records(CorrectServer):
             self.requests.append(request)
             self.busy += 1
             self.most = max(self.most, self.busy)
-        time.sleep(0.2)
+        time.sleep(0.02)
         try:
             return super().answer(request)
         finally:
