@@ -49,8 +49,7 @@ def parser() -> Parser:
                    "model; with --shape, a shape)")  # fmt: skip
     p.add_argument("--heads", type=Source, help="Medusa heads (default: those next to the model)")
     p.add_argument("--mtp", type=Source, help="a FastMTP head (default: the one next to the model)")
-    p.add_argument("--eagle3", type=Source,
-                   help="an EAGLE-3 head (default: the one next to the model)")  # fmt: skip
+    p.add_argument("--eagle3", type=Source, help="an EAGLE-3 head (default: as for the others)")
     p.add_argument("--methods", type=comma_separated,
                    help="run only these methods or table rows, comma-separated; medusa, fastmtp, "
                    "eagle3, hybrid with any number, as in 'fastmtp tree=16'")  # fmt: skip

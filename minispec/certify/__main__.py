@@ -43,8 +43,7 @@ def parser() -> Parser:
     mode = p.add_mutually_exclusive_group()
     mode.add_argument("--impl", type=Source, help="test a function: package.module:function or "
                       "file.py:function")  # fmt: skip
-    mode.add_argument("--server", metavar="URL", help="test a server of --model with "
-                      "/v1/completions")  # fmt: skip
+    mode.add_argument("--server", metavar="URL", help="test a server with /v1/completions")
     mode.add_argument("--compare", nargs=2, type=Path, metavar="JSONL", help="explain the "
                       "differences between two files of generate --json lines")  # fmt: skip
     p.add_argument("--baseline", type=Source, help="plain decoding by the same engine (a "
@@ -63,8 +62,7 @@ def parser() -> Parser:
     p.add_argument("--key-env", nargs="+", metavar="NAME", help="the environment variable that "
                    "holds the API key of --server, and optionally a second one for --baseline. "
                    "Without it no key is sent")  # fmt: skip
-    p.add_argument("--requests", type=number(100),
-                   help=f"requests to --server (default: about {REQUESTS})")  # fmt: skip
+    p.add_argument("--requests", type=number(100), help=f"to --server (default: about {REQUESTS})")
     p.add_argument("--precision", type=precision, help="of --server: float32 (default), bfloat16, "
                    "float16, or the logit gap below which two tokens are tied")  # fmt: skip
     p.add_argument("--checks", type=cli.comma_separated,

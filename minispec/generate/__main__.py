@@ -90,8 +90,7 @@ def parser() -> Parser:
     p.add_argument("--dtype", default="auto",
                    help="auto (bfloat16 on a GPU, and with --quantize if that is faster, otherwise "
                    "float32), float64, float32 or bfloat16")
-    p.add_argument("--quantize", choices=["int8"],
-                   help="int8 weights for target and draft")
+    p.add_argument("--quantize", choices=["int8"], help="int8 weights for target and draft")
     p.add_argument("--compile", action="store_true", help="compile the passes and cache them")
     p.add_argument("--stats", action="store_true", help="print statistics to standard error")
     p.add_argument("--json", action="store_true", help="print a JSON object instead of text")
