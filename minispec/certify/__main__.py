@@ -50,14 +50,12 @@ def parser() -> Parser:
                    "function or a URL); --impl or --server must then equal it")  # fmt: skip
     p.add_argument("--thorough", action="store_true", default=None, help="test --impl for "
                    f"{THOROUGH.seconds / 60:.0f} instead of {Limits.seconds / 60:.0f} minutes")
-    p.add_argument("--runs", type=number(100), help="maximum runs per statistical row of "
-                   "--impl (default: as many as the time allows)")  # fmt: skip
+    p.add_argument("--runs", type=number(100), help="maximum per statistical row of --impl")
     p.add_argument("--outcomes", type=number(10), help="maximum outcomes per enumeration "
                    f"(default: {Limits.outcomes}, thorough: {THOROUGH.outcomes})")  # fmt: skip
-    p.add_argument("--length", type=number(2, 24), help="the most tokens that are enumerated "
-                   f"(default: {Limits.length})")  # fmt: skip
-    p.add_argument("--model", type=Source, help="the model of --server or --compare (default: as "
-                   "in generate)")  # fmt: skip
+    p.add_argument("--length", type=number(2, 24),
+                   help=f"the most tokens that are enumerated (default: {Limits.length})")
+    p.add_argument("--model", type=Source, help="of --server or --compare (default: generate's)")
     p.add_argument("--name", help="the model's name on the server (default: its only model)")
     p.add_argument("--key-env", nargs="+", metavar="NAME", help="the environment variable that "
                    "holds the API key of --server, and optionally a second one for --baseline. "

@@ -15,6 +15,8 @@ from minispec.certify.common import Failed, NotSupported
 from minispec.certify.examination import Request
 from minispec.cli import UserError, user_error
 
+MANY = 50  # requests that take long enough for a progress bar
+
 
 class Implementation(Protocol):
     """The signature of the function that --impl names."""
@@ -79,8 +81,8 @@ class FunctionDecoder:
                     counts = f"{len(results)} results for {len(options)} requests"
                     raise Failed(f"many returned {counts}")
                 return [self.token_ids(result) for result in results]
-            results = []
-            for request in tqdm(options, "runs", leave=False, disable=None, delay=5):
+            results, quiet = [], None if len(options) >= MANY else True
+            for request in tqdm(options, "runs", leave=False, disable=quiet):
                 what = ", ".join(f"{k} {v}" for k, v in request.items() if k != "prompt")
                 what = f" (prompt of {len(request['prompt'])} tokens, {what})"
                 results.append(self.token_ids(self.impl(self.folder, **request)))
