@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import tempfile
 import unicodedata
@@ -128,6 +129,8 @@ def command(main: Callable) -> Callable:
     def wrapped(argv: list[str] | None = None) -> None:
         prepare_streams()
         try:
+            if signal.getsignal(signal.SIGINT) is exit_on_sigint:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             main(argv)
             sys.stdout.flush()
         except KeyboardInterrupt:
@@ -163,6 +166,11 @@ def printable(text: str) -> str:
         c if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
         else c.encode("unicode_escape").decode() for c in text
     )  # fmt: skip
+
+
+def exit_on_sigint(*_) -> None:
+    """Handle Ctrl-C while a command's modules are being imported (see `minispec/__init__.py`)."""
+    os._exit(130)
 
 
 def prepare_streams() -> None:

@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from conftest import (
 from torch import Tensor
 
 import minispec.__main__
-from minispec import UserError
+from minispec import UserError, cli
 from minispec.cache import KVCache
 from minispec.certify import __main__ as certify
 from minispec.checkpoints.load import load, save
@@ -379,7 +380,7 @@ def test_pipes_are_utf_8_and_statistics_go_to_standard_error(folder, monkeypatch
 
 
 def test_user_errors_in_a_notebook_leave_its_output_usable(monkeypatch, capsys):
-    """Its stdin was already read and its output may not be a file."""
+    """Its stdin was already read and its output may not be a file. Its Ctrl-C handler is kept."""
 
     def fails(argv):
         raise FileNotFoundError(2, "gone")
@@ -392,6 +393,7 @@ def test_user_errors_in_a_notebook_leave_its_output_usable(monkeypatch, capsys):
     print("still here")
     out, err = capsys.readouterr()
     assert out == "still here\n" and err.count("gone\n") == 2
+    assert signal.getsignal(signal.SIGINT) is not cli.exit_on_sigint
 
 
 def test_running_out_of_memory_is_a_one_line_error(capsys):
@@ -456,19 +458,22 @@ def test_optimised_python_runs_and_rejects_the_same(folder):
 
 
 def test_ctrl_c_stops_cleanly_and_keeps_the_output(tmp_path):
+    """Both early (while torch is imported) and in the middle of a run."""
     save(byte_model(context=30_000), TOKENIZER, tmp_path)
     command = [sys.executable, "-m", "minispec.generate", "x", "--model", str(tmp_path),
                "--stats", "--ignore-eos", "--max-new-tokens", "29000"]  # fmt: skip
-    # a shell's background jobs ignore Ctrl-C, and their children inherit that
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE) as process:  # fmt: skip
-        signal.signal(signal.SIGINT, before)
-        process.stdout.read(20)
-        process.send_signal(signal.SIGINT)
-        message = process.communicate(timeout=60)[1].decode()
-    assert process.returncode == 0 and "Traceback" not in message
-    assert "tokens (interrupted) in" in message
+    early = 130, -signal.SIGINT  # the latter if Python itself had not started yet
+    for wait, codes in (lambda _: time.sleep(0.5), early), (lambda out: out.read(20), (0,)):
+        # a shell's background jobs ignore Ctrl-C, and their children inherit that
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE) as process:  # fmt: skip
+            signal.signal(signal.SIGINT, before)
+            wait(process.stdout)
+            process.send_signal(signal.SIGINT)
+            message = process.communicate(timeout=60)[1].decode()
+        assert process.returncode in codes and "Traceback" not in message
+        assert ("tokens (interrupted) in" in message) == (codes == (0,))
 
 
 def test_ctrl_c_shows_text_held_back_for_a_stop_string(monkeypatch, capsys):
