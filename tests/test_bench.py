@@ -263,9 +263,11 @@ def test_prompts_are_built_in_or_held_out_or_questions(weights, tmp_path, capsys
         "--questions nowhere", "--questions . --data .",
         "--shape smollm2-135m --acceptance 2",
         "--shape smollm2-135m --methods medusa", "--shape magic", "--shape smollm2-135m --k 3",
-        "--methods ,", "--vocabulary-sizes 9,x",
+        "--methods ,", "--vocabulary-sizes 9,x", "--vocabulary-sizes 9 --methods medusa",
         "--vocabulary-sizes 9 --methods fastmtp", "--repeats 0", "--json --markdown",
-        "--markdown --temperature 0,0.7",
+        "--markdown --temperature 0,0.7", "--draft x --methods medusa",
+        "--heads x --methods hybrid", "--mtp x --methods speculative", "--k 3 --methods hybrid",
+        "--draft x --mtp x --methods hybrid", "--eagle3 x --methods fastmtp",
     ],
 )  # fmt: skip
 def test_invalid_flags_are_reported_in_one_line(weights, wrong, capsys):

@@ -41,6 +41,12 @@ from minispec.generate.api import unlisted_eos_warning
 from minispec.machine import command_line, describe_machine
 from minispec.model import Transformer
 
+# flag -> the methods that it applies to
+METHODS_OF_FLAG = {
+    "draft": ("speculative", "hybrid"), "heads": ("medusa",), "mtp": ("fastmtp", "hybrid"),
+    "k": ("speculative",), "vocabulary_sizes": ("fastmtp",), "eagle3": ("eagle3",),
+}  # fmt: skip
+
 
 def parser() -> Parser:
     p = Parser(prog="python -m minispec.bench", description=__doc__)
@@ -109,6 +115,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     ):  # fmt: skip
         if wrong:
             raise UserError(message)
+    for name, methods in METHODS_OF_FLAG.items():
+        if name == "draft" and args.mtp is not None:  # then hybrid needs no draft
+            methods = ("speculative",)
+        used = not args.methods or any(row.startswith(methods) for row in args.methods)
+        if given(name) and not used:
+            raise UserError(f"{given(name)} applies to {' and '.join(methods)}; add it to "
+                            "--methods or omit the flag")  # fmt: skip
     return args
 
 
