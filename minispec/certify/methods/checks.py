@@ -161,7 +161,7 @@ def check_limits(only: str = "") -> Iterator[Verdict]:
     def transformer(eos: tuple[int, ...] = ()) -> Transformer:
         return small_model(1, vocab=3, layers=1, context=CONTEXT, eos_ids=eos)
 
-    toys = [lambda eos, seed=seed: Toy(seed, context=CONTEXT, eos=eos) for seed in (5, 6)]
+    tables = [lambda eos, seed=seed: Toy(seed, context=CONTEXT, eos=eos) for seed in (5, 6)]
     head = toys.random_mtp_head(transformer(), 1)
     draft = small_model(2, vocab=3, layers=1)
     for name, options in {
@@ -184,7 +184,7 @@ def check_limits(only: str = "") -> Iterator[Verdict]:
         "hybrid, draft model": {"draft": draft, "k": 2, "lookup_k": cases.ADAPTIVE_K},
     }.items():
         if only in name:
-            targets = [transformer] if name.startswith(("fastmtp", "eagle3", "hybrid")) else toys
+            targets = [transformer] if name.startswith(("fastmtp", "eagle3", "hybrid")) else tables
             yield check_endings(name, options, targets)
 
 
