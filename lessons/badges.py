@@ -17,7 +17,7 @@ if not any(map(os.path.exists, ["form.py", "lessons/form.py", "checkout/installe
     os.system("git clone -q --depth 1 {address} checkout")
     os.system(f"{{sys.executable}} -m pip install -q -e checkout && touch checkout/installed")
 sys.path.extend(["lessons", "checkout/lessons"])  # in case Jupyter was not started in lessons
-from form import check, compare, hint, lesson, measured, predict, reveal, smollm2, source
+from form import check, compare, hint, lesson, measured, predict, quiz, reveal, smollm2, source
 
 lesson("{number}")"""
 

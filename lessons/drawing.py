@@ -201,22 +201,47 @@ def draw_sampled_round(p: Tensor, q: Tensor) -> None:
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(10, 3.2), width_ratios=[3, 4], layout="constrained"
     )
-    shared = [min(a, b) for a, b in zip(p.tolist(), q.tolist())]
+    draw_shares(left, p.tolist(), q.tolist())
+    draw_one_rejection(right)
+    plt.show()
+
+
+def draw_shares(ax: Axes, p: Sequence[float], q: Sequence[float]) -> None:
+    """Draw p and q next to each other, split into what they share and what only one has."""
+    shared = [min(a, b) for a, b in zip(p, q)]
     x = range(len(p))
     for offset, probs, fill in ((-0.2, p, FRESH), (0.2, q, REJECTED)):
         at = [i + offset for i in x]
-        left.bar(at, shared, 0.38, color=ACCEPTED)
-        left.bar(at, [a - b for a, b in zip(probs.tolist(), shared)], 0.38, shared, color=fill)
-    left.set_xticks([i + o for i in x for o in (-0.2, 0.2)], ["p", "q"] * len(p), fontsize=9)
-    left.tick_params(axis="x", length=0)
+        ax.bar(at, shared, 0.38, color=ACCEPTED)
+        ax.bar(at, [a - b for a, b in zip(probs, shared)], 0.38, shared, color=fill)
+    ax.set_xticks([i + o for i in x for o in (-0.2, 0.2)], ["p", "q"] * len(p), fontsize=9)
+    ax.tick_params(axis="x", length=0)
     for i in x:
-        left.text(i, -0.09, f"token {i}", ha="center", va="top", fontsize=9,
-                  transform=left.get_xaxis_transform())  # fmt: skip
+        ax.text(i, -0.09, f"token {i}", ha="center", va="top", fontsize=9,
+                transform=ax.get_xaxis_transform())  # fmt: skip
     names = {ACCEPTED: "min(p, q)", FRESH: "p − min(p, q)", REJECTED: "q − min(p, q)"}
-    left.legend([Patch(color=c) for c in names], names.values(), frameon=False, fontsize=9)
-    draw_one_rejection(right)
-    left.set(ylabel="probability")
-    left.spines[["top", "right"]].set_visible(False)
+    ax.legend([Patch(color=c) for c in names], names.values(), frameon=False, fontsize=9)
+    ax.set(ylabel="probability")
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def draw_overlap(p: Sequence[float], q: Sequence[float]) -> None:
+    """Draw p and q with what they share, next to the residual."""
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(9, 3.2), width_ratios=[3, 2], layout="constrained"
+    )
+    draw_shares(left, p, q)
+    missing = [max(0.0, a - b) for a, b in zip(p, q)]
+    distance, x = sum(missing), range(len(p))
+    right.bar(x, [m / max(distance, 1e-9) for m in missing], 0.6, color=FRESH)
+    right.set_xticks(x, [f"token {i}" for i in x], fontsize=9)
+    right.tick_params(axis="x", length=0)
+    right.spines[["top", "right"]].set_visible(False)
+    titles = (f"Σ min(p, q) = {1 - distance:.2f} accepted, TV(p, q) = {distance:.2f}",
+              f"the residual, after {distance:.0%} of the drafts")  # fmt: skip
+    for ax, title in zip((left, right), titles):
+        ax.set(ylim=(0, 1.05))
+        ax.set_title(title, fontsize=10)
     plt.show()
 
 
@@ -764,6 +789,28 @@ def draw_reports(reports: dict[str, list[float]], truth: float) -> None:
     ax.set(xlabel="speedup reported", ylabel="benchmarks")
     ax.legend(frameon=False, fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
+def draw_formula(alpha: float, gamma: int, c: float) -> None:
+    """Draw the expected tokens per pass and the speed for any number of drafts, and mark `gamma`. A
+    pass costs 1, whatever its rows, and a draft costs `c`."""
+    counts = range(11)
+    tokens = [sum(alpha**i for i in range(n + 1)) for n in counts]
+    speed = [t / (1 + n * c) for n, t in zip(counts, tokens)]
+    best = max(counts, key=speed.__getitem__)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
+    titles = (f"γ = {gamma}: {tokens[gamma]:.2f} tokens per pass",
+              f"γ = {gamma}: speed {speed[gamma]:.2f}; best γ = {best}: {speed[best]:.2f}")
+    for ax, values, colour, title in zip(axes, (tokens, speed), (FRESH, ACCEPTED), titles):
+        ax.plot(counts, values, "o-", color=colour, ms=4)
+        ax.plot(gamma, values[gamma], "o", color="black", ms=9, mfc="none")
+        ax.axhline(1, color=CONTEXT, lw=1, ls=":")
+        ax.set(xlabel="drafts per round γ", xticks=counts, ylim=(0, max(4, 1.1 * tokens[-1])))
+        ax.set_title(title, fontsize=10)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[1].plot(best, speed[best], "*", color=REJECTED, ms=12)
+    axes[0].set(ylabel="plain decoding = 1")
     plt.show()
 
 

@@ -1,7 +1,7 @@
-"""The form of a lesson: predict, write the central functions, check them, compare.
+"""The form of a lesson: predict, write the central functions, check them, answer a quiz, compare.
 
-A notebook starts with `lesson("03")`. Hints, solutions and known wrong answers come from
-solutions/lesson_03.py, so that the notebook shows none of them unless the reader asks.
+A notebook starts with `lesson("03")`. Hints, solutions, known wrong answers and the quiz come from
+solutions/lesson_03.py, so that the notebook shows no answers unless the reader asks.
 """
 
 import ctypes
@@ -11,7 +11,9 @@ import inspect
 import io
 import math
 import re
+import reprlib
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +28,8 @@ NUMBER_OF_HINTS = 2
 REPETITIONS = 10  # of a failed case; a coin of the answer's own may fall alike in a few of them
 PATIENCE = 20.0  # seconds that an answer may take for all cases
 MOST_LINES = 5  # of what an answer prints while it is checked
+ROUNDING = 0.0051  # of a number in a quiz: two decimals are enough
+YES_NO = {"yes": True, "y": True, "true": True, "no": False, "n": False, "false": False}
 
 # ---- what a lesson consists of -------------------------------------------------------------------
 
@@ -74,11 +78,33 @@ class Task:
     shows: tuple[Callable, ...]  # the functions of the package that `source` prints
 
 
+@dataclass(frozen=True)
+class Question:
+    """A question of a lesson's quiz.
+
+    The answer is True or False for yes or no, the letter of one of the `options`, which are called
+    a, b, c, …, or else a number. `because` is a sentence that follows "right: " or "wrong: ".
+    """
+
+    text: str
+    answer: bool | str | float
+    because: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The end of the printed question: what it asks for, if it has no options."""
+        kind = "(yes or no)" if isinstance(self.answer, bool) else "(a number)"
+        return "" if self.options else " " + kind.replace(" ", "\N{NO-BREAK SPACE}")
+
+
 @dataclass
 class Progress:
     """What has happened in a lesson so far."""
 
     tasks: dict[str, Task] = field(default_factory=dict)
+    quiz: Sequence[Question] = ()
+    proofs: dict[str, str] = field(default_factory=dict)  # name -> proof, in Markdown
     predicted: dict[str, float | None] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
     hints: dict[str, int] = field(default_factory=dict)  # task -> number of hints given
@@ -101,12 +127,14 @@ def lesson(number: str) -> None:
     torch.set_grad_enabled(False)
     solutions = load_solutions(number)
     tasks = {task.name: task for task in solutions.TASKS}
-    progress = Progress(tasks, ranges=getattr(solutions, "RANGES", {}))
+    progress = Progress(
+        tasks, solutions.QUIZ, getattr(solutions, "PROOFS", {}), ranges=solutions.RANGES
+    )
 
 
 def load_solutions(number: str) -> ModuleType:
-    """Load solutions/lesson_<number>.py. It has TASKS, and may have RANGES: the lowest and highest
-    sensible predictions."""
+    """Load solutions/lesson_<number>.py. It has TASKS, RANGES (the lowest and highest sensible
+    predictions) and a QUIZ, and may have PROOFS."""
     return importlib.import_module(f"solutions.lesson_{number}")
 
 
@@ -192,6 +220,48 @@ def compare() -> None:
 
 def spaced(name: str) -> str:
     return name.replace("_", " ")
+
+
+# ---- the quiz ------------------------------------------------------------------------------------
+
+
+def quiz(*answers: object) -> None:
+    """Print the lesson's questions and judge the answers; `...` is an answer not given."""
+    questions = progress.quiz
+    if not questions:
+        print("run the first cell first")
+        return
+    if len(answers) != len(questions):
+        print(f"the quiz has {len(questions)} questions, not {len(answers)}; leave `...` where you "
+              "have no answer")  # fmt: skip
+    answers = (*answers, *[...] * len(questions))[: len(questions)]
+    for i, (question, given) in enumerate(zip(questions, answers), start=1):
+        lines = [f"{i}. {question.text}{question.kind}"]
+        lines += [f"   {letter}) {option}" for letter, option in zip("abcdef", question.options)]
+        lines += [f"   {judge(question, given)}"] * (given is not ...)
+        for line in lines:
+            print(textwrap.fill(line, 84, subsequent_indent="   ", break_on_hyphens=False))
+    missing = [str(i) for i, given in enumerate(answers, start=1) if given is ...]
+    if missing:
+        print(f"\nnot answered yet: {', '.join(missing)}")
+
+
+def judge(question: Question, given: object) -> str:
+    """Return "right: " or "wrong: " and the reason, or how the answer must be written."""
+    word, answer, right = str(given).strip(" .()").lower(), question.answer, None
+    if question.options:
+        letters, written = [*"abcdef"[: len(question.options)]], '"a", "b" or another letter'
+        right = word == answer if word in letters else None
+    elif isinstance(answer, bool):
+        written = '"yes" or "no"'
+        right = YES_NO[word] == answer if word in YES_NO else None
+    else:
+        number, written = as_number(given), "a number, such as 0.5"
+        right = abs(number - answer) < ROUNDING if number is not None else None
+    if right is None:
+        shown = " ".join(reprlib.repr(given).split())
+        return f"{shown} is not an answer here; write {written}"
+    return f"{'right' if right else 'wrong'}: {question.because}"
 
 
 # ---- checking ------------------------------------------------------------------------------------
@@ -403,8 +473,12 @@ def hint(name: str) -> None:
 
 
 def reveal(name: str) -> None:
-    """Print a solution of a task."""
-    if task := find_task(name):
+    """Print a solution of a task, or show a proof."""
+    if name in progress.proofs:
+        from IPython.display import Markdown, display
+
+        display(Markdown(progress.proofs[name]))
+    elif task := find_task(name):
         progress.shown.add(name)
         print(inspect.getsource(task.solution).rstrip())
 

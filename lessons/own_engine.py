@@ -21,6 +21,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -28,8 +29,12 @@ from torch import Tensor
 import minispec
 from minispec.cache import KVCache
 from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.generate import decode
 from minispec.generate.drafters import with_drafter
+from minispec.generate.view import write_page
+from minispec.methods import speculative
 from minispec.model import Transformer
+from minispec.paths import SHIPPED
 from minispec.sampling import Seeded
 
 LESSONS = Path(__file__).resolve().parent
@@ -246,6 +251,24 @@ def certify(*flags: str) -> None:
     )
     print("minispec", *command[2:])
     print(done.stdout.strip() or done.stderr.strip())
+
+
+def replay(prompt: str = "Once upon a time", tokens: int = 60) -> None:
+    """Let the toy tell a story at temperature 0.8, with every draft judged by the reader's `accept`
+    of lesson 03, and write the page that steps through the run."""
+    own, file = yours("accept"), FILE.with_name("my_run.html")
+
+    def accept(target, tree, randomness):
+        drafts, q = tree.tokens[1:], [tree.drawn_from(i) for i in range(1, len(tree))]
+        n, fresh = own([*target], q, drafts, randomness)
+        return [*range(n + 1)], fresh
+
+    model, tokenizer = load_once(SHIPPED / "target")
+    with patch.object(speculative, "accept", accept):
+        run = decode(model, tokenizer, prompt, "speculative", k=3, temperature=0.8, seed=1,
+                     max_new_tokens=tokens)  # fmt: skip
+    write_page(file, model, tokenizer, run, "the story model")
+    print(f"open {file.name}: {len(run.tokens)} tokens from {len(run.rounds)} passes")
 
 
 # ---- what surrounds the loop ---------------------------------------------------------------------

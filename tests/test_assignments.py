@@ -347,9 +347,8 @@ def black_box(checkpoint, prompt, *, max_new_tokens, temperature, top_k, top_p, 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "assignment", [pytest.param(a, marks=pytest.mark.slow if a[:2] == "a8" else []) for a in PLAIN]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("assignment", PLAIN)
 def test_plain_decoding_earns_at_most_a_third_of_any_task(assignment, tmp_path):
     file = tmp_path / "plain.py"
     file.write_text(PLAIN[assignment])
@@ -466,6 +465,7 @@ folder = Path(minispec.__file__).parent.parent / "lessons" / "assignments" / "a2
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_a_submission_leaves_with_the_grader_is_noticed_and_refused(tmp_path):
     """On a copy: other tests use the real folder."""
     folder = tmp_path / "lessons" / "assignments"

@@ -235,6 +235,7 @@ def test_each_order_keeps_other_tokens():
     assert not any(torch.equal(a, b) for a, b in combinations(kept, 2))
 
 
+@pytest.mark.slow
 def test_orders_that_contradict_each_other_are_a_loss():
     """Top-p comes before the temperature, but only if there is a top-k."""
 
@@ -266,6 +267,7 @@ def test_with_a_baseline_a_deviating_convention_passes():
     assert [v.passed for v in rows if v.check == "exact"] == [False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [lambda tokens: tokens[:-1], lambda tokens: [99, *tokens[1:]]])
 def test_missing_and_unknown_tokens_fail_the_rows_of_samples(wrong):
     def impl(checkpoint, prompt, **options):
@@ -383,6 +385,7 @@ def fitted(bias: float, runs: int, tmp_path):
     return samples_fit(exam, Request(REPETITIVE_PROMPT, 4, Sampling(1.0)), runs)
 
 
+@pytest.mark.slow
 def test_runs_are_doubled_until_a_small_bias_is_detected(tmp_path):
     passed, detail = fitted(0.06, 10**6, tmp_path)
     assert passed is False, detail

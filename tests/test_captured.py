@@ -136,6 +136,7 @@ def greedy_rounds(model: Transformer, method: str, options: dict) -> Iterator[St
         yield step
 
 
+@pytest.mark.slow
 def test_runs_that_take_turns_have_their_own_memory():
     model, plain = captured_model(), random_model(5, layers=1)
     prompts = [random_tokens(9), random_tokens(12, seed=2)]
@@ -222,6 +223,7 @@ def test_a_cache_that_another_model_uses():
     assert len(cache.graphs) == 3
 
 
+@pytest.mark.slow
 def test_a_head_that_two_models_use():
     first, second = captured_model(5), captured_model(6)
     head, expected = captured_options("fastmtp", first), []
@@ -266,6 +268,7 @@ def test_a_cache_has_the_interface_of_a_plain_one():
     assert all(map(torch.allclose, results[:2], results[2:]))
 
 
+@pytest.mark.slow
 def test_graphs_do_not_accumulate(monkeypatch):
     monkeypatch.setattr(captured, "MAX_GRAPHS", 9)
     model, options = captured_model(), method_options(random_model(5, layers=1))["fastmtp"]

@@ -222,6 +222,7 @@ def test_junit_shows_each_row(tmp_path, capsys):
     assert repeat[-2:] == ["--only", "greedy: prompts around block sizes"]
 
 
+@pytest.mark.slow
 def test_an_exact_failure_names_the_sequence_its_checkpoint_and_enough_digits(capsys):
     out = examine(TINY, "--only", "exact: vocab 2, T=1 top-k 0 top-p 1", "--json", code=1,
                   capsys=capsys)  # fmt: skip

@@ -444,7 +444,7 @@ def test_hidden_states_do_not_depend_on_batching():
     model = random_model(dtype=torch.float32)
     rows = [random_tokens(n, n) for n in (5, 9, 3, 30, 2, 7)]
     for rows_per_pass in 1, 2, 4, 99:
-        together = distill.hidden_states(model, rows, torch.float32, rows_per_pass)
+        together = distill.hidden_states(model, rows, rows_per_pass)
         for row, states in zip(rows, together, strict=True):
             torch.testing.assert_close(states, model(row)[0])
 

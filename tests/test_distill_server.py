@@ -322,8 +322,9 @@ class CutsJson(BreaksOff):
 
 @pytest.mark.parametrize(
     "server_class, reason",
-    [(CutsJson, None), (BreaksOff, "abort"), (BreaksOff, "error"), (BreaksOff, "content_filter"),
-     (BreaksOff, {"type": "abort", "message": "overloaded"})],
+    [(CutsJson, None), (BreaksOff, "abort"),
+     *(pytest.param(BreaksOff, reason, marks=pytest.mark.slow) for reason in
+       ("error", "content_filter", {"type": "abort", "message": "overloaded"}))],
 )  # fmt: skip
 def test_an_answer_that_is_broken_off_is_asked_for_again(
     target, data, tmp_path, monkeypatch, server_class, reason

@@ -448,6 +448,7 @@ def test_the_same_seed_in_every_call_is_reported(start, draw, name, checkpoint):
     assert verdict.passed is False and verdict.detail == "the same tokens for every seed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power, passed", [(1, True), (4, False)])
 def test_a_constant_seed_that_has_no_effect_does_not_excuse_a_bias(power, passed):
     def start(seed):

@@ -314,6 +314,7 @@ def test_an_honest_decoder_never_fails(kind, checkpoint):  # noqa: F811
 # ---- numbers kept between calls ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["NumPy", "torch", "Python", "tolist", "filled"])
 def test_a_decoder_that_keeps_random_numbers_gets_a_verdict_in_every_row(kind):
     """An earlier version ended with an uncaught CannotEnumerate and no report."""

@@ -68,6 +68,7 @@ def script(tmp_path):
     return file
 
 
+@pytest.mark.slow
 def test_failed_steps_do_not_affect_others_and_finished_steps_are_not_repeated(
     script, tmp_path, monkeypatch, capfd
 ):
@@ -128,6 +129,7 @@ def test_another_python_needs_no_virtual_environment():
     assert ".venv/bin/python tests/gpu/heads.py" in commands()
 
 
+@pytest.mark.slow
 def test_speed_compares_passes_and_methods_with_plain_decoding():
     args = argparse.Namespace(small=True)
     loader = partial(speed.random_shape, "llama-2-7b")

@@ -240,6 +240,7 @@ def test_shipped_heads_have_their_acceptance(name):
     assert all(0.3 < rate < 0.7 for rate in rates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "medusa, shared", "mtp", "mtp, qwen2"])
 def test_heads_exported_for_vllm_can_be_loaded(kind, tmp_path, capsys):
     """And predict the same. vLLM itself is tested by hand (tests/engines)."""

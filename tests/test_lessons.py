@@ -5,6 +5,7 @@ marker `lessons`, each runs twice in a fresh kernel: with the solutions in its s
 
 import ast
 import base64
+import importlib
 import inspect
 import json
 import math
@@ -39,6 +40,8 @@ LESSON = {path.name[:2]: path for path in NOTEBOOKS}
 TASKS = {
     (number, task.name): task for number in LESSON for task in form.load_solutions(number).TASKS
 }
+QUIZZES = {number: form.load_solutions(number).QUIZ for number in LESSON}
+PROOFS = {number: getattr(form.load_solutions(number), "PROOFS", {}) for number in LESSON}
 LOCAL_PATH = re.compile(
     r"/tmp/|/work/|/home/|/root/|/Users/|[A-Z]:\\\\|ipykernel_|" + re.escape(str(ROOT))
 )
@@ -78,6 +81,7 @@ def test_it_was_run_from_top_to_bottom_without_warnings(path):
     assert outputs
     for output in outputs:
         assert output["output_type"] != "error"
+        assert "application/vnd.jupyter.widget-view+json" not in output.get("data", {})
         assert output.get("name") != "stderr", "the output contains a warning or a progress bar"
         found = LOCAL_PATH.search(json.dumps(output))
         assert not found, f"the output contains a local path: {found}"
@@ -108,11 +112,12 @@ def test_it_begins_with_a_title(path):
 @each_lesson
 def test_it_keeps_the_limits(number):
     code = [source(cell) for cell in cells_of(LESSON[number], "code")]
-    assert len(code) <= 20
+    assert len(code) <= 22  # with the quiz
     for cell in code:
         assert len(cell.splitlines()) <= 20, cell
     text = "\n".join(source(cell) for cell in cells_of(LESSON[number], "markdown"))
-    assert len(badges.BADGE.sub("", text).split()) <= 1500
+    required = re.sub(r"^\*\*★.*", "", badges.BADGE.sub("", text), flags=re.MULTILINE)
+    assert len(required.split()) <= 1500
     assert re.search(r"\*\*\d\d minutes\.\*\*", text)
     assert not re.search(r"matplotlib|plt\.", "\n".join(code)), "plots belong in drawing.py"
 
@@ -227,7 +232,10 @@ def test_no_earlier_lesson_shows_the_answer_when_it_is_solved(key):
 def test_its_links_lead_somewhere(number):
     for cell in cells_of(LESSON[number], "markdown"):
         for target in re.findall(r"\]\(([^)\s]+)\)", badges.BADGE.sub("", source(cell))):
-            assert target.startswith("https://arxiv.org/abs/") or (LESSONS / target).exists()
+            file, _, section = target.partition("#")
+            assert file.startswith("https://arxiv.org/abs/") or (LESSONS / file).exists()
+            if section:
+                assert f"\n## {section.title()}\n" in (LESSONS / file).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("seconds, disturbed", [([3.0, 1.0], True), ([1.0, 1.0], False)])
@@ -297,6 +305,7 @@ def test_badges_are_rewritten_for_a_new_address(tmp_path, monkeypatch):
     assert [file.read_bytes() for file in files] == before
 
 
+@pytest.mark.slow
 def test_the_first_cell_works_without_a_checkout(tmp_path):
     """As on Colab: in an empty folder, once more after a restart, and in the checkout it made."""
     git = shutil.which("git") or pytest.skip("no git on this machine")
@@ -432,7 +441,8 @@ def start(monkeypatch, tmp_path):
 
     def start(number: str) -> None:
         tasks = {task.name: task for (lesson, _), task in TASKS.items() if lesson == number}
-        monkeypatch.setattr(form, "progress", form.Progress(tasks))
+        progress = form.Progress(tasks, QUIZZES[number], PROOFS[number])
+        monkeypatch.setattr(form, "progress", progress)
         monkeypatch.setattr(form, "PATIENCE", 300.0)  # on a busy machine, too
 
     return start
@@ -1082,7 +1092,8 @@ def test_before_the_first_cell_every_helper_asks_for_it(monkeypatch, capsys):
     form.check(3)
     form.hint("accept")
     form.reveal("accept")
-    assert capsys.readouterr().out.splitlines() == ["run the first cell first"] * 4
+    form.quiz("no", ..., ..., ..., ...)
+    assert capsys.readouterr().out.splitlines() == ["run the first cell first"] * 5
 
 
 def never_counts(guess, choices):
@@ -1180,6 +1191,155 @@ def test_each_prediction_has_a_range(number):
         {k.arg for k in node.keywords} for node in ast.walk(tree) if isinstance(node, ast.Call)
     ]
     assert form.load_solutions(number).RANGES.keys() == names
+
+
+# ---- quizzes, proofs, sliders and the timeline ---------------------------------------------------
+
+
+@each_lesson
+def test_a_quiz_has_five_questions_and_its_cell_shows_no_answer(number, start, capsys):
+    questions, (*_, cell, last) = QUIZZES[number], cells_of(LESSON[number], "code")
+    assert len(questions) == 5 and source(last) == "compare()"
+    assert source(cell).splitlines()[-1] == "quiz(..., ..., ..., ..., ...)"
+    for question in questions:
+        assert question.text.endswith("?")
+        assert re.fullmatch(r"[^.]*(\.\d+[^.]*)*\.", question.because), "not one sentence"
+        if question.options:
+            assert question.answer in [*"abcdef"[: len(question.options)]]
+    start(number)
+    form.quiz(..., ..., ..., ..., ...)
+    printed = capsys.readouterr().out
+    assert printed == "".join(cell["outputs"][0]["text"]), "run make lessons-refresh"
+    assert printed.endswith("\nnot answered yet: 1, 2, 3, 4, 5\n")
+    page = " ".join(pages()[LESSON[number].name])
+    assert not any(question.because in page for question in questions)
+
+
+@each_lesson
+def test_the_right_answers_are_right_and_no_others(number, start, capsys):
+    for question in QUIZZES[number]:
+        answer, letters = question.answer, "abcdef"[: len(question.options)]
+        if letters:
+            right, wrong = [answer, f" {answer.upper()})"], [x for x in letters if x != answer]
+        elif isinstance(answer, bool):
+            right, wrong = [answer, ["No", "yes "][answer]], [not answer, ["y", "n"][answer]]
+        else:
+            right, wrong = [answer, f"{100 * answer:g}%"], [answer + 0.05, -1, 10 * answer + 1]
+        assert {form.judge(question, given)[:5] for given in right} == {"right"}, question
+        assert {form.judge(question, given)[:5] for given in wrong} == {"wrong"}, question
+    start(number)
+    form.quiz(*(question.answer for question in QUIZZES[number]))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert all(f" right: {question.because}" in printed for question in QUIZZES[number])
+    assert " wrong: " not in printed and "not answered yet" not in printed
+
+
+NO_ANSWERS = None, "", "maybe", "ab", [], [0.5, 1], object(), math.nan, torch.ones(2, 3)
+
+
+@each_lesson
+def test_what_cannot_answer_a_question_is_one_clear_line(number):
+    for question in QUIZZES[number]:
+        how = 'write "a", "b"' if question.options else "write a number, such as 0.5"
+        how = 'write "yes" or "no"' if isinstance(question.answer, bool) else how
+        for given in NO_ANSWERS:
+            line = form.judge(question, given)
+            assert f" is not an answer here; {how}" in line and len(line) < 100, line
+            assert "\n" not in line
+
+
+def test_too_few_answers_are_judged_all_the_same(start, capsys):
+    start("03")
+    form.quiz("no", "2")
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert first == "the quiz has 5 questions, not 2; leave `...` where you have no answer"
+    assert [line[:10] for line in lines if line[:8] in ("   right", "   wrong")] == [
+        "   right: ", "   wrong: ",
+    ]  # fmt: skip
+    assert last == "not answered yet: 3, 4, 5"
+
+
+def answers_of_the_package() -> dict[tuple[str, int], float]:
+    """(lesson, question) -> the answer, computed by the package."""
+    from minispec.certify.toys import Toy, every_outcome, first_tokens
+    from minispec.distill import step_weights
+    from minispec.methods.autoregressive import autoregressive
+    from minispec.sampling import OneHot, Sampling, Seeded, probs
+    from minispec.tree import Tree
+    from minispec.verify import accept
+
+    path, _ = accept(OneHot([4, 8, 5, 3, 9], 10), Tree.chain(0, [4, 8, 7, 3]), Seeded())
+    logits, p = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log(), torch.tensor([0.4, 0.2, 0.1, 0.3])
+    siblings = Tree([9, 0, 1, 2], [-1, 0, 0, 0])
+    walks = every_outcome(lambda randomness: len(accept([p] * 4, siblings, randomness)[0]))
+    texts = every_outcome(
+        lambda r: first_tokens(autoregressive, Toy(0), [0], Sampling(1.0), r, 4))  # fmt: skip
+    a, b = torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])
+    return {
+        ("00", 3): len(path) - 1,
+        ("02", 2): int((probs(logits, Sampling(1.0, 0, 0.6)) > 0).sum()),
+        ("02", 3): int((probs(logits, Sampling(1.0, 2, 0.6)) > 0).sum()),
+        ("03", 3): float(torch.minimum(a, b).sum()),
+        ("04", 2): sum(weight for nodes, weight in walks if nodes == 2),
+        ("07", 4): step_weights(2, 0.6)[0],
+        ("09", 2): len(list(texts)),
+    }
+
+
+def test_the_quizzes_numbers_are_the_packages():
+    for (number, i), value in answers_of_the_package().items():
+        assert QUIZZES[number][i - 1].answer == pytest.approx(value), (number, i)
+
+
+def test_each_proof_is_asked_for_and_fits_a_screen(start, capsys):
+    pytest.importorskip("IPython")
+    for number in LESSON:
+        text = "\n".join(source(cell) for cell in cells_of(LESSON[number], "markdown"))
+        starred = re.findall(r'^\*\*★.*`reveal\("(\w+)"\)`', text, re.MULTILINE)
+        assert starred == [*PROOFS[number]]
+        start(number)
+        for name in starred:
+            proof = PROOFS[number][name]
+            assert proof.count("\n") <= 40 and not proof.count("$") % 4
+            form.reveal(name)
+            assert "Markdown" in capsys.readouterr().out  # what display() prints without a notebook
+    assert sum(map(len, PROOFS.values())) <= 5
+
+
+@pytest.fixture
+def sliders():
+    pytest.importorskip("matplotlib"), pytest.importorskip("IPython")
+    return importlib.import_module("sliders")
+
+
+def test_without_a_front_end_a_picture_is_drawn_once(sliders, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(sliders, "draw_overlap", lambda p, q: drawn.append((p, q)))
+    monkeypatch.setattr(sliders, "draw_formula", lambda *at: drawn.append(at))
+    sliders.drag_overlap(p=[1, 3], q=[2, 2])
+    sliders.drag_formula(alpha=0.8, gamma=4, c=0.1)
+    assert drawn == [([0.25, 0.75], [0.5, 0.5]), (0.8, 4, 0.1)]
+
+
+def test_sliders_are_shown_to_somebody_who_can_drag_them(sliders, monkeypatch):
+    widgets, shown, drawn = pytest.importorskip("ipywidgets"), [], []
+    kernel = type("Kernel", (), {"get_parent": lambda self: {"content": {"allow_stdin": True}}})()
+    monkeypatch.setattr(sliders, "get_ipython", lambda: type("Shell", (), {"kernel": kernel}))
+    monkeypatch.setattr(sliders, "display", lambda *boxes: shown.extend(boxes))
+    monkeypatch.setattr(sliders, "draw_overlap", lambda p, q: drawn.append((p, q)))
+    sliders.drag_overlap(p=[0.5, 0.5], q=[0.5, 0.5])
+    (p0, p1), _ = (column.children for column in shown[0].children)
+    assert isinstance(p0, widgets.FloatSlider) and p0.description == "p(0)"
+    p1.value = 0.0  # which is below the lowest, so that no sum is 0
+    assert drawn[-1] == (pytest.approx([0.5 / 0.51, 0.01 / 0.51]), [0.5, 0.5])
+
+
+def test_the_timeline_is_in_order_and_links_what_it_names():
+    text = (LESSONS / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (20\d\d) \|.*?(?:\[(\d{4}\.\d{5})\]\((.*?)\))? \|", text, re.MULTILINE)
+    papers = [(number, link) for _, number, link in rows if number]
+    assert len(papers) > 15 and [year for year, *_ in rows] == sorted(year for year, *_ in rows)
+    assert papers == sorted({(number, f"https://arxiv.org/abs/{number}") for number, _ in papers})
 
 
 # ---- executed ------------------------------------------------------------------------------------

@@ -146,7 +146,10 @@ def test_cache(name):
     assert worst_cache_error(model, bound(method, **options)) < 1e-9
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "vocabulary" not in name])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow if name.endswith(("auto", "probing")) else ())
+    for name in NAMES if "vocabulary" not in name
+])  # fmt: skip
 def test_limits(name):
     if name.startswith(("fastmtp", "eagle3", "hybrid")):
         method, options = method_cases(TRANSFORMER)[name]

@@ -242,6 +242,7 @@ def solve_all(run) -> None:
         solve(run, lesson, task)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solved", [True, False], ids=["solutions", "nothing written"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 40, 0.9)], ids=str)
 def test_lesson_10s_decoder_draws_what_minispec_draws(solved, sampling, run, decoder_of_lesson_10):
@@ -292,3 +293,22 @@ def test_the_certifier_judges_the_readers_functions(
     own_engine.FILE.write_text(text().replace(source, source.replace(right, wrong)))
     own_engine.certify(*command)
     assert "LOSS in" in capsys.readouterr().out
+
+
+def test_a_page_shows_what_the_readers_accept_decides(run, capsys):
+    """An `accept` that rejects everything still writes a story, one token per pass."""
+    own_engine.FILE.write_text("def accept(p, q, drafts, randomness):\n"
+                               "    return 0, randomness.categorical(p[0])\n")  # fmt: skip
+    own_engine.replay(tokens=5)
+    whose, where = capsys.readouterr().out.splitlines()
+    assert whose == "accept: yours, from my_minispec.py"
+    assert where == "open my_run.html: 5 tokens from 5 passes"
+    page = own_engine.FILE.with_name("my_run.html").read_text(encoding="utf-8")
+    data = page.split('<script id="trace" type="application/json">')[1].split("</script>")[0]
+    trees = [each["tree"] for each in json.loads(data)["passes"]]
+    assert [tree["path"] for tree in trees] == [[0]] * 5
+    assert {len(tree["tokens"]) for tree in trees} == {4}
+    own_engine.FILE.unlink()
+    own_engine.replay(tokens=20)
+    whose, where = capsys.readouterr().out.splitlines()
+    assert whose.startswith("accept: minispec's") and not where.endswith(" 20 passes")

@@ -44,6 +44,7 @@ def test_the_shipped_weights_load_in_transformers_with_the_same_logits(name):
     assert chat == tokenizer.chat(messages)
 
 
+@pytest.mark.slow
 def test_the_shipped_target_generates_greedily_as_in_transformers():
     model, tokenizer = load(TARGET, "float64", "cpu")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float64)

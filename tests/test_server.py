@@ -224,12 +224,13 @@ def examine_samples(backend, sampling: int, requests: int):
     return [v for v in verdicts if v.check == "distribution"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutant, requests",
     [
-        pytest.param("a rejection resamples from p", 450, marks=pytest.mark.slow),
+        ("a rejection resamples from p", 450),
         ("bonus token is the argmax", 250),
-        pytest.param("acceptance probability divided by 0.8", 2000, marks=pytest.mark.slow),
+        ("acceptance probability divided by 0.8", 2000),
     ],
 )
 def test_a_wrong_acceptance_is_caught_by_samples(mutant, requests):

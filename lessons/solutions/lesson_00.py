@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from functools import cache
 
-from form import Oracle, Task, Wrong
+from form import Oracle, Question, Task, Wrong
 
 from minispec import verify
 from minispec.certify.toys import Toy
@@ -238,3 +238,44 @@ TASKS = [
         shows=(package_accept,),
     )
 ]  # fmt: skip
+
+# ---- the quiz ------------------------------------------------------------------------------------
+
+QUIZ = [
+    Question(
+        "In every round a program guesses seven tokens, and all of them are wrong. Is the text "
+        "still that of plain decoding?",
+        True,
+        "only tokens that equal the model's own choices are accepted, so bad guesses cost time and "
+        "nothing else.",
+    ),
+    Question(
+        "How many new tokens does each of these rounds yield?",
+        1,
+        "the model's choice in the place of the first guess is what plain decoding would have "
+        "written, so no round is in vain.",
+    ),
+    Question(
+        "guess = [4, 8, 7, 3] and choices = [4, 8, 5, 3, 9]. How many of the guesses are accepted?",
+        2,
+        "the third guess is wrong, and the choice of 3 was made in a text that contains it, so "
+        "that they agree there means nothing.",
+    ),
+    Question(
+        "A pass over the last token and five guesses: how many new tokens does it yield at most?",
+        6,
+        "all five guesses can be accepted, and the row of the last one adds a token of the model.",
+    ),
+    Question(
+        "Every round is a pass over 8 tokens and yields 3 on average. When is this faster than "
+        "plain decoding, if guessing takes no time?",
+        "c",
+        "three tokens of plain decoding cost three passes over one token, and a round costs one "
+        "pass over eight.",
+        (
+            "always: three tokens per pass are more than one",
+            "if a pass over 8 tokens takes less than 8 times as long as a pass over one",
+            "if a pass over 8 tokens takes less than 3 times as long as a pass over one",
+        ),
+    ),
+]

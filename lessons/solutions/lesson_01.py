@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
-from form import Oracle, Task, Wrong
+from form import Oracle, Question, Task, Wrong
 from torch import Tensor
 
 from minispec import tree
@@ -577,3 +577,50 @@ TASKS = [
         shows=(KVCache.commit,),
     ),
 ]  # fmt: skip
+
+# ---- the quiz ------------------------------------------------------------------------------------
+
+QUIZ = [
+    Question(
+        "A text of 100 tokens is in the cache, and then token 40 is replaced. Is it enough to "
+        "compute row 40 of the cache again?",
+        False,
+        "in all layers but the first, the later rows have been computed from row 40, so they must "
+        "be computed again as well.",
+    ),
+    Question(
+        "Two drafts are siblings in a tree. What do they share in the pass?",
+        "a",
+        "both would be the next token of the same text, which gives them one position, but every "
+        "node writes a row of its own.",
+        (
+            "the position, but not the row of the cache",
+            "the row of the cache, but not the position",
+            "both",
+        ),
+    ),
+    Question(
+        "A chain of three drafts is scored, and the first two are accepted. How many rows of the "
+        "cache must `commit` move?",
+        0,
+        "the root and its accepted drafts already follow the committed rows in order, so only the "
+        "length changes.",
+    ),
+    Question(
+        "`commit` moves the row of an accepted draft. Must its key be rotated again, for the new "
+        "position?",
+        False,
+        "the key was rotated for position length + depth, which is the number of the row that it "
+        "moves to.",
+    ),
+    Question(
+        "With a cache, SmolLM2's next token took about as long after 512 tokens as after 16. Why?",
+        "b",
+        "each pass reads 538 MB of weights, and even 512 rows of the cache are only 24 MB.",
+        (
+            "the new row attends to the latest rows of the cache only",
+            "reading the weights takes most of a pass, and the text does not change that",
+            "a cached row has been through attention already, so it is not read again",
+        ),
+    ),
+]

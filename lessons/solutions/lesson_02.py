@@ -8,7 +8,7 @@ from itertools import combinations, product
 from types import SimpleNamespace
 
 import torch
-from form import Oracle, Task, Wrong
+from form import Oracle, Question, Task, Wrong
 from torch import Tensor
 
 from minispec import sampling
@@ -471,3 +471,43 @@ TASKS = [
         shows=(Run.end_after,),
     ),
 ]  # fmt: skip
+
+# ---- the quiz ------------------------------------------------------------------------------------
+
+QUIZ = [
+    Question(
+        "At temperature 0.8 two methods write different texts from the same seed. Can both be "
+        "lossless?",
+        True,
+        "they spend their random numbers on different decisions, and only the distributions of "
+        "their texts must be equal.",
+    ),
+    Question(
+        "Four tokens have the probabilities 0.5, 0.3, 0.15 and 0.05. How many of them does top-p "
+        "0.6 keep?",
+        2,
+        "0.5 falls short of 0.6, so the token that crosses it is kept as well.",
+    ),
+    Question(
+        "And how many of them does top-k 2, followed by top-p 0.6, keep?",
+        1,
+        "top-p sees what top-k has left, 0.625 and 0.375, and the first of them reaches 0.6.",
+    ),
+    Question(
+        "The temperature is raised from 1 to 2. How many tokens does top-p 0.9 keep then?",
+        "c",
+        "the temperature comes first and flattens the distribution, so it takes at least as many "
+        "tokens to reach 0.9.",
+        (
+            "as many as before, because top-p looks at the order of the tokens only",
+            "fewer, or as many as before",
+            "more, or as many as before",
+        ),
+    ),
+    Question(
+        'The stop string is "###", and nothing of "a#b##" has been shown yet. How many of these '
+        "five characters may be shown now?",
+        3,
+        'only the "##" at the end can still become the stop string.',
+    ),
+]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 import torch
-from form import Oracle, Task, Wrong
+from form import Oracle, Question, Task, Wrong
 from torch import Tensor
 
 from minispec import verify
@@ -660,3 +660,95 @@ TASKS = [
         shows=(package_greedy_acceptance,),
     ),
 ]  # fmt: skip
+
+# ---- proofs --------------------------------------------------------------------------------------
+
+PROOFS = {
+    "lossless_chain": """
+**A chain of drafts is lossless.** Let pᵢ be the target's distribution after t₁ … tᵢ₋₁, and qᵢ the
+draft's. Plain decoding writes t₁ … tₙ with probability p₁(t₁) · p₂(t₂) · … · pₙ(tₙ).
+
+*Claim.* After any text, a round with γ drafts does so as well, for n = γ + 1, if plain decoding
+continues it when it yields fewer than n tokens.
+
+*γ = 0.* There is no draft, and the bonus token is drawn from p₁.
+
+*From γ − 1 to γ.* Let m(t) = min(p₁(t), q₁(t)) and β = Σ m. There are two ways to begin with t₁:
+
+- x₁ = t₁ is drawn and accepted, with probability q₁(t₁) · min(1, p₁(t₁) / q₁(t₁)) = m(t₁). What
+  follows is a round with γ − 1 drafts after t₁. By the claim it writes the rest with probability
+  p₂(t₂) · … · pₙ(tₙ).
+- x₁ is rejected, with probability 1 − β, and t₁ is drawn from (p₁ − m) / (1 − β). Together this has
+  probability p₁(t₁) − m(t₁). The round ends, and plain decoding writes the rest, with the same
+  probability as above. (If β = 1, this never happens.)
+
+The sum is (m(t₁) + p₁(t₁) − m(t₁)) · p₂(t₂) · … · pₙ(tₙ) = p₁(t₁) · p₂(t₂) · … · pₙ(tₙ). ∎
+
+*Many rounds.* Follow r rounds by plain decoding. By the claim, the last of these rounds can be
+replaced by plain decoding, whatever was written before it, and the distribution stays the same. So
+can the one before, and so on: the text is distributed as the target's. As n rounds yield at least n
+tokens, this holds for the first n tokens of a decoder that never stops drafting.
+
+The draft model may use all that is known when it draws xᵢ: the text, earlier rounds, x₁ … xᵢ₋₁. The
+proof only needs that xᵢ is drawn from the qᵢ by which it is judged, and that the coin is fair.
+""",
+    "expected_tokens": """
+**Expected tokens per pass.** Let N be the number of accepted drafts, and aᵢ = P(N ≥ i) the
+probability that the first i are accepted. N counts the i from 1 to γ with N ≥ i, so
+
+$$E[N] = a_1 + a_2 + \\dots + a_γ.$$
+
+A correction or bonus token follows, so a pass yields one more on average. Nothing has been assumed
+so far. The aᵢ are the *unconditional* rates of lesson 06.
+
+Draft i, if it is reached, is accepted with probability βᵢ, the β of its place. So
+aᵢ = E[β₁ · β₂ · … · βᵢ], over the texts that accepted drafts form. *If* the βᵢ are independent,
+with the same mean α, then aᵢ = αⁱ. Let S = 1 + α + … + α^γ. Then S − αS = 1 − α^(γ+1), so
+
+$$S = \\frac{1 - α^{γ+1}}{1 - α} \\quad (α < 1).$$
+
+- As γ grows, S approaches 1 / (1 − α): with α = 0.8, no number of drafts yields more than 5 tokens.
+- Draft γ + 1 adds α^(γ+1), less than the draft before it.
+- With β₁ and β₂ of mean α, E[β₁β₂] = α² + Cov(β₁, β₂). If easy places come in runs, the covariance
+  is positive, and two drafts yield more than the formula says.
+""",
+}
+
+# ---- the quiz ------------------------------------------------------------------------------------
+
+QUIZ = [
+    Question(
+        "The draft model is replaced by a much worse one. Does the distribution of sampled text "
+        "change?",
+        False,
+        "acceptance and residual make up for any q, so a worse one only lowers α.",
+    ),
+    Question(
+        "With what probability is a draft x accepted, if p(x) = 0.6 and q(x) = 0.2?",
+        1,
+        "a token that the draft proposes too seldom is always accepted: min(1, 0.6 / 0.2) = 1.",
+    ),
+    Question(
+        "What share of the drafts is accepted, if p = (0.5, 0.5) and q = (0.9, 0.1)?",
+        0.6,
+        "it is Σ min(p, q) = 0.5 + 0.1.",
+    ),
+    Question(
+        "After a rejection, somebody draws the token from p instead of the residual. Which tokens "
+        "appear too often?",
+        "b",
+        "accepted drafts alone give such a token its full p(t), and the draws from p add to that.",
+        (
+            "none, because p is the right distribution",
+            "those with q(t) above p(t)",
+            "those with p(t) above q(t)",
+        ),
+    ),
+    Question(
+        "A head always proposes its most likely token x, to which its softmax gives 0.8. The draft "
+        "is accepted with probability min(1, p(x) / 0.8). Is this lossless?",
+        False,
+        "nothing was drawn from that softmax, so the q of this draft is one-hot and the right "
+        "probability is p(x).",
+    ),
+]

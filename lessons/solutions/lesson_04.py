@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from form import Oracle, Task, Wrong
+from form import Oracle, Question, Task, Wrong
 from torch import Tensor
 
 from minispec import verify
@@ -1013,3 +1013,78 @@ TASKS = [
         shows=(path_frequencies,),
     ),
 ]  # fmt: skip
+
+# ---- proofs --------------------------------------------------------------------------------------
+
+PROOFS = {
+    "lossless_siblings": """
+**Siblings, and trees of them, are lossless.**
+
+*Claim.* For any p, any q and any n, the token of a position with n siblings has the distribution p.
+
+*n = 0.* The token is drawn from p.
+
+*From n − 1 to n.* Let m(t) = min(p(t), q(t)) and β = Σ m. The first sibling is x ~ q.
+
+- It is accepted and is the token t with probability m(t).
+- It is x and rejected with probability q(x) − m(x). Then p becomes p′ = (p − m) / (1 − β), the
+  same for every x. The next sibling is drawn from a q′ that depends on x. But the claim holds for
+  any q, so the token now has the distribution p′, whatever x was.
+
+The sum is m(t) + Σₓ (q(x) − m(x)) · p′(t) = m(t) + (1 − β) · p′(t) = p(t). ∎
+
+What did we need? Each sibling must be judged by the distribution that it was drawn from, given the
+siblings before it. Without replacement that is q without them, and with replacement it is q. Both
+are lossless. To draw in one way and judge in the other is not. For a draft that nobody drew, q is
+one-hot at x: m is p(x) at x and 0 elsewhere, so p′ is p without x.
+
+*The tree.* Walk down from the root. At a node on the path, its children were drawn for the text up
+to this node, so the claim applies, with the target's distribution there as p. If a child is
+accepted, the same holds for its own children. If not, the round ends with a token of the right
+distribution. So the induction is that of lesson 03's chain: there a draft and its correction yield
+a token with distribution p₁, here the siblings do. Branches off the path are never looked at.
+""",
+}
+
+# ---- the quiz ------------------------------------------------------------------------------------
+
+QUIZ = [
+    Question(
+        "The first of two siblings, drawn without replacement, is rejected. By which target "
+        "distribution and which q is the second judged?",
+        "d",
+        "p has become the residual, and the second draft was drawn from q without the first.",
+        (
+            "p and q",
+            "the residual and q",
+            "p, and q without the first sibling",
+            "the residual, and q without the first sibling",
+        ),
+    ),
+    Question(
+        "Three siblings that nobody drew, a head's best three tokens, have p = 0.4, 0.2 and 0.1. "
+        "With what probability is one of them accepted?",
+        0.7,
+        "it is as if one token were drawn from p and looked for among them.",
+    ),
+    Question(
+        "A tree of 20 drafts is four deep. How many tokens does a round yield at most?",
+        5,
+        "a path has at most one node per depth, and one more token follows it.",
+    ),
+    Question(
+        "Head 0's candidates are right at 50 % and 15 % of the positions, and head 1's best at "
+        "40 %. Section 5's tree has the node (0,). Which node does it get next?",
+        "b",
+        "the gains are 0.15 for the sibling and 0.5 · 0.4 = 0.2 for the child.",
+        ("(1,), a second candidate for the first token", "(0, 0), a token after the first"),
+    ),
+    Question(
+        "Head 1 is right more often where head 0 is right. Compared with section 5's products, how "
+        "many tokens per pass does a chain yield?",
+        "a",
+        "a chain needs head 1 only where head 0 is right, and there head 1 is better than its "
+        "average.",
+        ("more", "fewer", "just as many, because the average rates are the same"),
+    ),
+]

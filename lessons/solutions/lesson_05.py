@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 
-from form import Oracle, Task, Wrong
+from form import Oracle, Question, Task, Wrong
 
 from minispec.methods import lookahead as methods
 from solutions.common import call, differ
@@ -480,7 +480,7 @@ ADD_MISTAKES = {
 
 
 @dataclass(frozen=True)
-class Question:
+class Lookup:
     """A pool, and the token that is looked up in it."""
 
     items: tuple[tuple[int, tuple], ...]
@@ -491,20 +491,20 @@ class Question:
         return {token: list(known) for token, known in self.items}
 
 
-def random_question(seed: int) -> Question:
+def random_lookup(seed: int) -> Lookup:
     rng = random.Random(seed)
     n, pool = rng.randint(1, 3), {}
     for token in rng.sample(range(6), rng.randint(0, 4)):
         tuples = {tuple(rng.choices(range(4), k=n)): None for _ in range(rng.randint(1, 4))}
         pool[token] = tuple(tuples)
-    return Question(tuple(pool.items()), rng.randrange(6))
+    return Lookup(tuple(pool.items()), rng.randrange(6))
 
 
-QUESTIONS = [Question(((7, ((4, 5), (4, 6), (2, 3))), (4, ((1, 1),))), 7),
-             *map(random_question, range(40))]  # fmt: skip
+LOOKUPS = [Lookup(((7, ((4, 5), (4, 6), (2, 3))), (4, ((1, 1),))), 7),
+           *map(random_lookup, range(40))]  # fmt: skip
 
 
-def run_lookup(function, case: Question) -> list[list[int]]:
+def run_lookup(function, case: Lookup) -> list[list[int]]:
     pool = case.pool
     guesses = function(pool, case.token)
     if not isinstance(guesses, list):
@@ -519,13 +519,13 @@ def run_lookup(function, case: Question) -> list[list[int]]:
     return answer
 
 
-def exact_guesses(case: Question) -> list[list[int]]:
+def exact_guesses(case: Lookup) -> list[list[int]]:
     """From the definition."""
     known = dict(case.items).get(case.token, ())
     return [[*known[len(known) - 1 - i]] for i in range(len(known))]
 
 
-def show_question(case: Question) -> str:
+def show_lookup(case: Lookup) -> str:
     return f"pool = {case.pool}, token = {case.token}"
 
 
@@ -603,11 +603,11 @@ TASKS = [
         package=package_lookup,
         solution=lookup,
         judge=Oracle(
-            QUESTIONS, run_lookup, exact_guesses, differ,
+            LOOKUPS, run_lookup, exact_guesses, differ,
             lambda case, got, expected: (
-                f"{show_question(case)}: it returns {got}; {expected} is right"
+                f"{show_lookup(case)}: it returns {got}; {expected} is right"
             ),
-            f"{len(QUESTIONS)} pools", arguments=show_question,
+            f"{len(LOOKUPS)} pools", arguments=show_lookup,
         ),
         hints=(
             "pool.get(token, []) is an empty list if the pool does not know the token.",
@@ -617,3 +617,44 @@ TASKS = [
         shows=(methods.Pool,),
     ),
 ]  # fmt: skip
+
+# ---- the quiz ------------------------------------------------------------------------------------
+
+QUIZ = [
+    Question(
+        "Twelve places are filled with arbitrary tokens. After how many passes of Jacobi decoding, "
+        "at most, are all of them those of greedy decoding?",
+        12,
+        "each pass settles at least one more place, since its choice depends on settled tokens "
+        "only.",
+    ),
+    Question(
+        "Does Jacobi decoding end with the same text, whatever the first guess is?",
+        True,
+        "a row that a pass leaves as it is solves all equations, and the greedy text is their only "
+        "solution.",
+    ),
+    Question(
+        "What would change in lookahead decoding if the window could attend to the guesses?",
+        "b",
+        "guesses are judged by their own rows, which do not see the window, so only the n-grams of "
+        "later passes would change.",
+        (
+            "the text that comes out",
+            "perhaps the speed, but not the text",
+            "nothing at all",
+        ),
+    ),
+    Question(
+        "A setting needs 50 rows per pass and yields 1.25 tokens per pass. With more than how many "
+        "free rows does it pay?",
+        40,
+        "with R / T = 50 / 1.25 free rows, a pass costs as many plain passes as it yields tokens.",
+    ),
+    Question(
+        "A machine has 300 free rows with a model of one billion weights. How many does it have "
+        "with one of eight billion, stored in the same type?",
+        300,
+        "the bytes to read and the operations per row both grow with the weights, which cancel.",
+    ),
+]

@@ -9,7 +9,7 @@ from math import prod
 from operator import mul
 
 import torch
-from form import Oracle, Task, Wrong
+from form import Oracle, Question, Task, Wrong
 from torch import Tensor
 
 from minispec.certify.toys import random_mtp_head, small_model
@@ -697,3 +697,46 @@ TASKS = [
         shows=(fastmtp.Candidates.best,),
     ),
 ]  # fmt: skip
+
+# ---- the quiz ------------------------------------------------------------------------------------
+
+QUIZ = [
+    Question(
+        "After the same text, the same head drafts 10 tokens greedily instead of 3. Can the round "
+        "yield fewer tokens?",
+        False,
+        "the first three drafts are the same and more can only follow them; what suffers is the "
+        "cost of the round.",
+    ),
+    Question(
+        "A bug gives the head each token with the hidden state of a wrong one. How does it show?",
+        "c",
+        "the target judges every draft by its own hidden states, so wrong pairs only make worse "
+        "drafts.",
+        ("the text becomes wrong", "the shapes do not match", "fewer drafts are accepted"),
+    ),
+    Question(
+        "Of all rounds, 60 % accept draft 1 and 30 % accept draft 2. What is the conditional rate "
+        "of draft 2?",
+        0.5,
+        "of the rounds that accepted draft 1, 0.3 / 0.6 accept draft 2 as well.",
+    ),
+    Question(
+        "A round with K drafts yields 2.4 tokens at a cost of 1.5. One more draft would be "
+        "accepted in 30 % of all rounds and add 0.2 to the cost. Is it worth it?",
+        False,
+        "(2.4 + 0.3) / (1.5 + 0.2) = 1.59 is less than 2.4 / 1.5 = 1.60.",
+    ),
+    Question(
+        "Two of three drafts are accepted. From whose hidden states are the rows made that the "
+        "head's cache keeps for them?",
+        "a",
+        "the target's pass has computed the true hidden states, and rows made from them replace "
+        "those of the drafting.",
+        (
+            "the target's",
+            "the head's own outputs, which were good enough to be accepted",
+            "the first is from the target, the second from the head",
+        ),
+    ),
+]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from form import Oracle, Task, Wrong
+from form import Oracle, Question, Task, Wrong
 from torch import Tensor
 
 from minispec.distill import Documents, MTPLoss
@@ -270,3 +270,70 @@ TASKS = [
         shows=(MTPLoss.__call__, cross_entropy),
     ),
 ]  # fmt: skip
+
+# ---- proofs --------------------------------------------------------------------------------------
+
+PROOFS = {
+    "lossless_subset": """
+**A draft that knows only some tokens is lossless.** Let S be the tokens of the list and q a
+distribution on S, so q(t) = 0 for any other token. Let m(t) = min(p(t), q(t)) and β = Σ m.
+
+*The distribution.* Lesson 03's proof never divides by q(t), except for a draft that q has proposed:
+
+- t in S is accepted with probability m(t); another t has m(t) = 0, and is never proposed.
+- A draft is rejected with probability 1 − β, and then t is drawn with (p(t) − m(t)) / (1 − β).
+
+So t has the probability m(t) + p(t) − m(t) = p(t), in S or not. Outside S, all of p(t) comes from
+rejections. This needs the *target's* p over the whole vocabulary. If p were cut to S as well, rare
+tokens would never appear, and the others too often.
+
+*The price.* β = Σ min(p, q) over S, and this is at most p(S), the target's probability of the whole
+list. The bound is reached by q(t) = p(t) / p(S), since then q ≥ p on S. So no draft from the list
+is accepted more often than with probability p(S), whoever drafts. Greedy decoding is the case in
+which p is one-hot: a draft is right only if the target's best token is in S.
+
+*The gain.* A draft reads |S| rows of `lm_head` instead of all. FR-Spec and FastMTP choose S as the
+most frequent tokens, for which p(S) stays near 1 although S is small.
+""",
+}
+
+# ---- the quiz ------------------------------------------------------------------------------------
+
+QUIZ = [
+    Question(
+        "On which answers should a draft head be trained?",
+        "c",
+        "a draft is accepted if the target would say it, and the target's own text shows that.",
+        (
+            "correct ones, written by people",
+            "those of a larger and better model",
+            "the target's own, with its mistakes",
+        ),
+    ),
+    Question(
+        "The head may draft only 1,024 of 49,152 tokens. Can the text contain the others?",
+        True,
+        "the target draws from all tokens when it corrects a draft or adds a bonus token.",
+    ),
+    Question(
+        "In training, step 2 reads the output of step 1 and a token. Which token?",
+        "b",
+        "draft 2 counts only if draft 1 was accepted, and then draft 1 is the text's own token.",
+        (
+            "the token that step 1 predicts",
+            "the true token, whatever step 1 predicts",
+            "either, by the flip of a coin",
+        ),
+    ),
+    Question(
+        "What is the weight of step 1 for K = 2 and β = 0.6?",
+        0.625,
+        "the weights are 1 and 0.6, divided by their sum of 1.6.",
+    ),
+    Question(
+        "88 % of a text's tokens are in a list. At what share of the text's positions can a draft "
+        "from the list be right, at most?",
+        0.88,
+        "where the text has another token, no draft from the list is right.",
+    ),
+]

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import pairwise, product
 
 import torch
-from form import Oracle, Task, Wrong
+from form import Oracle, Question, Task, Wrong
 from torch import Tensor
 
 from lessons.assignments import mutants
@@ -841,3 +841,45 @@ TASKS = [
         shows=(mutants.Lenient,),
     ),
 ]  # fmt: skip
+
+# ---- the quiz ------------------------------------------------------------------------------------
+
+QUIZ = [
+    Question(
+        "A rule accepts x with probability min(1, 1.25 · p(x) / q(x)). Is its greedy text right?",
+        True,
+        "if p is one-hot, the probability is 0 or 1 with and without the factor, so a greedy test "
+        "cannot see it.",
+    ),
+    Question(
+        "A decoder of a toy with three tokens writes texts of four tokens at temperature 1. How "
+        "many runs does the enumeration of plain decoding have?",
+        81,
+        "each token is one draw with three options, and 3 · 3 · 3 · 3 = 81.",
+    ),
+    Question(
+        "About 3 thousand sampled texts reveal a distance of 0.04. How many thousand does a "
+        "distance of 0.004 take?",
+        300,
+        "the number grows with 1 / distance², so a tenth of the distance takes a hundred times as "
+        "many.",
+    ),
+    Question(
+        "Two greedy runs in bfloat16 differ from token 13 on. The gap there is 0.1, and rounding "
+        "can reverse 0.6. What does this show?",
+        "c",
+        "rounding and a bug can both explain such a gap, so compare in float32 or float64.",
+        (
+            "a bug, because greedy decoding has one right text",
+            "that both decoders are lossless",
+            "neither a bug nor that there is none",
+        ),
+    ),
+    Question(
+        "Each draft is the head's most likely token and is accepted with p(x) / q(x), where q is "
+        "the head's softmax. Which tokens appear too often?",
+        "a",
+        "x is accepted more often than with p(x), since q(x) is below 1.",
+        ("the head's favourites", "those that the head thinks unlikely", "none"),
+    ),
+]

@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass
 from fractions import Fraction
 
-from form import Oracle, Task, Wrong
+from form import Oracle, Question, Task, Wrong
 
 from minispec.methods.adaptive import best_draft_size, curve_at
 from solutions.common import call, differ
@@ -461,3 +461,38 @@ TASKS = [
         shows=(best_draft_size,),
     ),
 ]  # fmt: skip
+
+# ---- the quiz ------------------------------------------------------------------------------------
+
+QUIZ = [
+    Question(
+        "A yields 1.6 tokens per pass, and its rounds cost 2.0. B yields 1.3, and its rounds cost "
+        "1.1. Which decodes fastest?",
+        "b",
+        "tokens per cost are 0.80 for A, 1.18 for B and 1 for plain decoding.",
+        ("A", "B", "plain decoding"),
+    ),
+    Question(
+        "Passes over 1, 4 and 7 rows cost 1, 1.1 and 2. Half of a method's passes have 1 row, the "
+        "others 7. What does a pass cost on average?",
+        1.5,
+        "the costs are averaged and not the rows, whose mean of 4 would cost 1.1.",
+    ),
+    Question(
+        "A server decodes 8 texts together, each with K = 3 drafts. How many rows has a pass?",
+        32,
+        "each text has three drafts and its newest token, which has not been read yet.",
+    ),
+    Question(
+        "A server decodes more and more texts together. How many drafts per text pay then?",
+        "b",
+        "the texts themselves use up the cheap rows, so the row of a draft costs more.",
+        ("more than before", "fewer than before", "as many as before"),
+    ),
+    Question(
+        'k="auto" chooses K before each round from earlier rounds and measured costs. Is sampling '
+        "still lossless?",
+        True,
+        "a round is lossless for every K, and K is chosen before anything of the round is drawn.",
+    ),
+]

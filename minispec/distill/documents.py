@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -69,19 +70,17 @@ def store_vocabulary(args: argparse.Namespace, target: Transformer, tokenizer: T
 
 @torch.no_grad()
 def hidden_states(
-    target: Transformer, rows: list[list[int]], dtype: torch.dtype,
-    rows_per_pass: int | None = None, feature_layers: tuple[int, ...] = (),
+    target: Transformer, rows: list[list[int]], rows_per_pass: int | None = None,
+    feature_layers: tuple[int, ...] = (),
 ) -> Iterator[Tensor]:  # fmt: skip
     """Yield the target's hidden states (n, d), on the host, for each row of n tokens, followed by
     those that enter `feature_layers`. By default, a GPU computes ROWS_PER_PASS rows together, with
     padding, and a CPU one row at a time."""
-    if rows_per_pass is None:
-        rows_per_pass = ROWS_PER_PASS if target.device.type == "cuda" else 1
+    rows_per_pass = rows_per_pass or (ROWS_PER_PASS if target.device.type == "cuda" else 1)
     for start in range(0, len(rows), rows_per_pass):
         batch = rows[start : start + rows_per_pass]
         padded = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in batch], batch_first=True)
-        with torch.autocast(target.device.type, dtype, enabled=dtype != torch.float32):
-            states = target(padded, feature_layers=feature_layers).to("cpu", dtype)
+        states = target(padded, feature_layers=feature_layers).cpu()
         for row, hidden in zip(batch, states):
             yield hidden[: len(row)]
 
@@ -105,9 +104,11 @@ class Documents:
         cls, generated: list[dict], target: Transformer, context: int, dtype: torch.dtype,
         feature_layers: tuple[int, ...] = (),
     ) -> "Documents":  # fmt: skip
-        """Build from documents of `read_split`, cut to `context` tokens."""
+        """Build from documents of `read_split`, cut to `context` tokens; the target computes in
+        `dtype`."""
         prompts = [len(row["prompt"]) for row in generated]
-        compute = partial(hidden_states, target, dtype=dtype, feature_layers=feature_layers)
+        target = target if target.dtype == dtype else deepcopy(target).to(dtype)
+        compute = partial(hidden_states, target, feature_layers=feature_layers)
         return cls(texts_of(generated, context), prompts, [None] * len(generated), compute)
 
     def labels(self, index: Tensor, k: int, n: int | None = None) -> Tensor:
@@ -128,8 +129,7 @@ class Documents:
                 too_large = hidden.abs().max() > torch.finfo(torch.float16).max
                 self.hidden[i] = hidden.bfloat16() if too_large else hidden.half()
         states = [self.hidden[i][:n].float() for i in indices]
-        padded = torch.stack([F.pad(hidden, (0, 0, 0, n - len(hidden))) for hidden in states])
-        return padded
+        return torch.stack([F.pad(hidden, (0, 0, 0, n - len(hidden))) for hidden in states])
 
 
 def shuffled_batches(count: int, rows: int, seed: int) -> Batch:

@@ -39,7 +39,7 @@ def ranks_of(
     of all documents, cut to `context`. RANKS stands for any worse rank and for a label that the
     draft head lacks, -1 for no label."""
     rows, ranks = texts_of(generated, context), []
-    for i, hidden in enumerate(hidden_states(target, rows, torch.float32)):
+    for i, hidden in enumerate(hidden_states(target, rows)):
         logits = heads(hidden.to(target.device, target.dtype), draft_head)  # (K, n, V)
         label = labels_of(rows[i], len(generated[i]["prompt"]), len(heads)).T  # (K, n)
         label = label.to(logits.device)
