@@ -132,8 +132,7 @@ def command(main: Callable) -> Callable:
             if signal.getsignal(signal.SIGINT) is exit_on_sigint:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             main(argv)
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
         except KeyboardInterrupt:
             sys.exit(130)
         except BrokenPipeError:  # nobody reads our output any more, so there is nothing to report
@@ -180,8 +179,6 @@ def prepare_streams() -> None:
         with contextlib.suppress(ValueError):  # closed, or already read from
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(**encoding)
-    if sys.stderr is None:  # closed: `print` would write to standard output instead
-        sys.stderr = open(os.devnull, "w")
 
 
 @contextlib.contextmanager
@@ -202,8 +199,7 @@ def drop_unwritable_output() -> None:
     """If standard output cannot be written, discard it from now on. Otherwise Python would complain
     at exit about what is left in its buffer."""
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError:
         with contextlib.suppress(OSError):  # not a file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -211,10 +207,8 @@ def drop_unwritable_output() -> None:
 
 def read_json(path: Path, kind: type = dict) -> dict | list:
     """Read a JSON object (or list, if that is the `kind`) from a file."""
-    try:
+    with user_error(f"{path} cannot be read as JSON"):
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, kind):
         raise UserError(f"{path} must hold a JSON {'object' if kind is dict else 'list'}")
     return value
@@ -233,8 +227,7 @@ def check_package(name: str, flag: str) -> None:
 
 @contextlib.contextmanager
 def writing(file: str | Path) -> Iterator[None]:
-    """Add the file's name to the error of a failed write, such as on a full disk. Python only names
-    files that it cannot open."""
+    """Add the file's name to the error of a failed write, which lacks it if the disk is full."""
     try:
         yield
     except OSError as error:

@@ -22,9 +22,7 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import sys
-import threading
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -36,12 +34,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minispec.cli import UserError, note, out_of_memory
+from minispec.cli import UserError, out_of_memory, user_error
 from minispec.model import MLP, Attention, Config, Transformer, count_parameters
 
 T = TypeVar("T")
 JOIN_TIMEOUT = timedelta(minutes=5)
-SILENT_SECONDS = 10.0  # of waiting for other processes, before a note says so
 TIMEOUT = timedelta(days=7)  # a chat may be idle; a process that has ended is noticed at once
 NOT_COMPILED = "a model that several processes share cannot be compiled: omit --compile"
 # names of weights; those of Int8Linear are `rounded` and `scale`
@@ -84,8 +81,6 @@ def join() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # A handler in Python would have to wait for the end of an exchange, which may never come.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        report_sigterm()
     connect()
     if torch.cuda.is_available():
         gpus, local_rank = torch.cuda.device_count(), dist.get_node_local_rank(0)
@@ -98,49 +93,12 @@ def join() -> None:
         sys.excepthook = lambda *error: traceback.print_exception(*error, file=sys.__stderr__)
 
 
-def report_sigterm() -> None:
-    """When SIGTERM ends this process, say so. torchrun sends it if another process has ended. A
-    handler in Python would wait for the end of an exchange; a thread that reads from the wake-up
-    descriptor does not."""
-    received, wakeup = socket.socketpair()
-    wakeup.setblocking(False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
-    exiting = threading.Event()
-
-    def report() -> None:
-        while received.recv(1)[0] != signal.SIGTERM:
-            pass
-        if not exiting.wait(1):  # in this time, the main thread may report why it ends
-            unmute()
-            note("ended by SIGTERM, which torchrun sends if another process has ended")
-        os._exit(128 + signal.SIGTERM)
-
-    threading.Thread(target=report, daemon=True).start()
-    atexit.register(exiting.set)
-
-
-def unmute() -> None:
-    """Let this rank print errors: rank 0 may have ended."""
-    sys.stderr = sys.__stderr__ or sys.stderr
-
-
 def connect() -> None:
-    """Find the other processes. Raises UserError if they are not all there after JOIN_TIMEOUT, or
-    if variables are not as torchrun sets them."""
-    names = "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-    size, address, port = (os.environ.get(name, "") for name in names)
-    where = f"all {size} processes at MASTER_ADDR={address}, MASTER_PORT={port}"
-    waiting = threading.Timer(SILENT_SECONDS, note, [f"waiting for {where}"])
-    waiting.start()
-    try:
+    """Find the other processes. Raises UserError if they are not all there after JOIN_TIMEOUT."""
+    advice = "start them with torchrun --nproc-per-node N, or unset WORLD_SIZE"
+    with user_error(f"the processes did not find each other; {advice}"):
         store, rank, processes = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
         dist.init_process_group(store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"the {size} processes did not find each other: {error} (start them with "
-                        "torchrun --nproc-per-node N, or unset WORLD_SIZE)") from None  # fmt: skip
-    finally:
-        waiting.cancel()
     atexit.register(dist.destroy_process_group)
 
 
@@ -250,7 +208,7 @@ def connected() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        unmute()
+        sys.stderr = sys.__stderr__ or sys.stderr  # rank 0, which reports errors, may have ended
         # without torch's source line and advice
         reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
         raise UserError(f"the exchange between the {world.size} processes failed; one of them "
@@ -261,8 +219,7 @@ def connected() -> Iterator[None]:
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
-    """If processes share a model, call the function on rank 0 only, and return its result on all.
-    An error is raised on all, as by `together`."""
+    """Call the function on rank 0 only; return its result, or raise its error, on all ranks."""
     if tensor_parallel.size == 1:
         return function()
     with together():

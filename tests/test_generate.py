@@ -273,7 +273,7 @@ def test_every_source_gives_the_same_prompt(folder, capsys, tmp_path, monkeypatc
         (["x", "--top-p", "2"], "2 must be a number, from 0 to 1"),
         (["x", "--seed", "9" * 30], "must be a whole number, from -9223372036854775808"),
         (["x", "--prompt-ids", "1"], "--prompt-ids: not allowed with argument prompt"),
-        (["--prompt-ids", "1,b"], "1,b must be whole numbers separated by commas"),
+        (["--prompt-ids", "1,b"], "b must be a whole number, at least 0"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["--prompt-ids", "1,70000"], "70000 is out of range"),
         (["x" * 300], "the prompt has 300 tokens, but the context is only 256"),
@@ -363,12 +363,10 @@ def test_an_unwritable_output_is_a_one_line_error(folder, tmp_path, capsys, monk
     assert (tmp_path / "raced").read_text() == "theirs"
 
 
-def test_a_shell_without_utf_8_and_standard_error(folder):
-    """Text is UTF-8 whatever the locale; statistics are dropped if standard error is closed."""
-    command = [sys.executable, "-m", "minispec.generate", "你好", "--model", folder, "--stats"]
-    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(["sh", "-c", 'exec "$0" "$@" --max-new-tokens 0 2>&-', *command],
-                          cwd=ROOT, env=env, stdout=subprocess.PIPE, timeout=100)  # fmt: skip
+def test_a_shell_without_utf_8(folder):
+    command = [sys.executable, "-m", "minispec.generate", "你好", "--model", folder]
+    done = subprocess.run([*command, "--max-new-tokens", "0"], cwd=ROOT, timeout=100,
+                          env=os.environ | {"LC_ALL": "C"}, stdout=subprocess.PIPE)  # fmt: skip
     assert (done.returncode, done.stdout.decode()) == (0, "你好\n")
 
 
@@ -504,9 +502,9 @@ def chat_folder(tmp_path_factory):
     return str(path)
 
 
-def chat_turns(capsys, monkeypatch, lines: str | None, *arguments: str) -> tuple[list[dict], str]:
+def chat_turns(capsys, monkeypatch, lines: str, *arguments: str) -> tuple[list[dict], str]:
     """The runs of a chat with these lines on standard input, and its standard error."""
-    monkeypatch.setattr(sys, "stdin", lines and io.StringIO(lines))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     call("--chat", "--json", "--dtype", "float64", *arguments)
     out, err = capsys.readouterr()
     return [json.loads(line) for line in out.splitlines()], err
@@ -537,8 +535,8 @@ def test_the_draft_of_a_chat_processes_only_new_tokens(folder, capsys, monkeypat
         draft.forward = lambda tokens, *more: fed.append(len(tokens)) or forward(tokens, *more)
         return {"draft": draft}
 
-    original_load_drafter = generate.load_drafter
-    monkeypatch.setattr(generate, "load_drafter", recording_load_drafter)
+    original_load_drafter = generate.drafters.load_drafter
+    monkeypatch.setattr(generate.drafters, "load_drafter", recording_load_drafter)
     lines = "tell me everything\nand now this\n"
     options, drafts = ["--model", folder, "--max-new-tokens", "6"], ["--draft", folder]
     runs, _ = chat_turns(capsys, monkeypatch, lines, *options, "--method", "speculative", *drafts)
@@ -550,11 +548,11 @@ def test_the_draft_of_a_chat_processes_only_new_tokens(folder, capsys, monkeypat
 
 def test_a_chat_begins_with_the_prompt_and_the_system_message(chat_folder, capsys, monkeypatch):
     options = ["--model", chat_folder, "--max-new-tokens", "2", "--system", "S"]
-    for lines, prompt in (("yo\n", []), ("yo\n", ["hi"]), (None, ["hi"])):
+    for lines, prompt in (("yo\n", []), ("yo\n", ["hi"]), ("", ["hi"])):
         runs = chat_turns(capsys, monkeypatch, lines, *options, *prompt)[0]
         prompts = [TOKENIZER.decode(run["prompt_ids"]) for run in runs]
         assert prompts[0].startswith("s:S\nu:" + ("hi" if prompt else "yo"))
-        assert len(runs) == bool(lines) + len(prompt) and (lines is None or "u:yo\n" in prompts[-1])
+        assert len(runs) == bool(lines) + len(prompt) and (not lines or "u:yo\n" in prompts[-1])
 
 
 def test_a_chat_longer_than_the_context_drops_its_oldest_turns(chat_folder, capsys, monkeypatch):
@@ -576,8 +574,7 @@ def test_a_chat_skips_a_turn_that_is_longer_than_the_context(chat_folder, capsys
     assert [run["prompt_ids"] for run in runs] == [run["prompt_ids"] for run in expected]
     for arguments, message in (
         (["x" * 99], too_long),
-        (["hi", "--system", "x" * 99], "--system leaves no space for a turn in the context of 64"),
-        (["hi", "--system", "x" * 60], "--system leaves no space for a turn in the context of 64"),
+        (["hi", "--system", "x" * 99], "with the system message, but the context is only 64"),
     ):
         arguments = ["--chat", "--model", chat_folder, *arguments]
         assert message in refused(capsys, generate.main, arguments)
@@ -594,8 +591,7 @@ def test_invalid_utf_8_ends_a_chat_after_the_earlier_turns(folder, capsys, monke
 def test_an_end_token_that_only_the_tokenizer_names_is_reported_once(tmp_path, capsys, monkeypatch):
     save(byte_model(eos=(258,)), TOKENIZER, tmp_path)
     message = (f"does not list {END}, the tokenizer's end token, so generation does not stop there;"
-               " add 256 to eos_token_id in generation_config.json, "
-               f"or add --stop '{END}'")  # fmt: skip
+               " add 256 to eos_token_id in generation_config.json, or its text to --stop")
     options = ["--model", str(tmp_path), "--max-new-tokens", "2"]
     assert chat_turns(capsys, monkeypatch, "hi\nho\n", *options)[1].count(message) == 1
     call(*options, "x")

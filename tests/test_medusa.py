@@ -90,6 +90,6 @@ def test_the_command_line_accepts_every_kind_of_tree(tmp_path, capsys):
         generate.main([*arguments, "--method", "medusa", *more])
         assert capsys.readouterr().out == plain
     for value, nodes in (("7", 7), ("100000000", 40)):  # no more than can fit
-        assert len(generate.read_tree_option(value, {"heads": heads}, 40)) == nodes
+        assert len(generate.drafters.read_tree_option(value, {"heads": heads}, 40)) == nodes
 
 

@@ -293,21 +293,18 @@ VARIABLES = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "
 def test_variables_that_torchrun_does_not_set_are_refused(given, found, monkeypatch):
     for name, value in (VARIABLES | given).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f".*{re.escape(found)}.*start them with torchrun"):
+    with pytest.raises(UserError, match=f"start them with torchrun.*{re.escape(found)}"):
         distributed.connect()
 
 
-def test_a_process_says_what_it_waits_for(monkeypatch, capsys):
+def test_processes_that_do_not_come_are_not_waited_for_forever(monkeypatch):
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
     for name, value in (VARIABLES | {"MASTER_PORT": port}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(distributed, "SILENT_SECONDS", 0.01)
     monkeypatch.setattr(distributed, "JOIN_TIMEOUT", timedelta(seconds=0.5))
-    with pytest.raises(UserError, match="the 2 processes did not find each other: .*timed out"):
+    with pytest.raises(UserError, match="the processes did not find each other; .*timed out"):
         distributed.connect()
-    line = f"minispec: waiting for all 2 processes at MASTER_ADDR=localhost, MASTER_PORT={port}"
-    assert own_lines(capsys.readouterr().err) == [line]
 
 
 def test_one_process_under_torchrun_is_not_shared(monkeypatch):
@@ -364,11 +361,6 @@ def test_bench_plans_for_the_processes_of_torchrun(monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["plan"] == expected and expected["shares"][1]["sent_bytes"] > 0
     assert found["about"]["command"].startswith("torchrun --nproc-per-node 2 -m minispec.bench ")
-    # enough for one model, not for two shards
-    monkeypatch.setattr(shapes, "free_memory", lambda device: 10**9)
-    monkeypatch.setattr(distributed, "tensor_parallel", Group(0, 2))
-    with pytest.raises(UserError, match="needs up to .* GB, but 1.00 GB are free"):
-        shapes.check_memory("qwen2.5-0.5b", "bfloat16", "cpu", int8=True)
 
 
 def test_the_time_of_all_ranks_is_that_of_the_benchmark(monkeypatch):
@@ -488,21 +480,6 @@ def test_a_rank_that_dies_ends_the_others(rank, name, death, expected, tmp_path)
     *_, line = own_lines(error)
     assert "Traceback" not in error
     assert re.search(expected, line), line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_torchrun_ends_says_so(rank, tmp_path):
-    """Rank 0 waits for the next turn of the chat, rank 1 for rank 0."""
-    save(random_model(3, **SHAPE), TOKENIZER, tmp_path)
-    flags = ["--model", tmp_path, "--chat", "--max-new-tokens", "4", "--ignore-eos"]
-    children = start_ranks([0, 1], "-m", "minispec.generate", "Once", *flags)
-    children[0].stdout.read(1)
-    children[rank].send_signal(signal.SIGTERM)
-    children[rank].wait(20)
-    children[1 - rank].kill()
-    *_, line = own_lines(children[rank].stderr.read())
-    assert line == "minispec: ended by SIGTERM, which torchrun sends if another process has ended"
 
 
 @pytest.mark.slow

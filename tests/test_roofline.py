@@ -6,14 +6,13 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from conftest import last_error_line
 
 from minispec import UserError
 from minispec.bench import __main__ as bench
-from minispec.bench import machine, measure, shapes
+from minispec.bench import measure, shapes
 from minispec.bench.plan import make_shape
 from minispec.bench.roofline import CARDS, Hardware, Work, pass_work, without_data
 from minispec.bench.shapes import MODEL_SHAPES
@@ -297,26 +296,15 @@ def test_json_says_what_command_made_it(capsys):
 # ---- memory --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("free, fits", [(5_000, False), (10**6, True), (None, True)])
-def test_a_model_that_does_not_fit_in_memory_is_refused(monkeypatch, free, fits):
-    """Random weights of ODD take 2 · 4 bytes for each of its parameters."""
-    monkeypatch.setattr(shapes, "free_memory", lambda device: free)
-    line = "qwen2.5-0.5b in float32 needs up to 450.67 kB, but 5.00 kB are free; --plan needs no"
+@pytest.mark.parametrize("ranks, free, fits", [(1, 300_000, True), (2, 300_000, False)])
+def test_a_model_that_does_not_fit_in_memory_is_refused(monkeypatch, ranks, free, fits):
+    """Enough for one model, not for two shards."""
+    memory = SimpleNamespace(available=free)
+    monkeypatch.setattr(shapes.psutil, "virtual_memory", lambda: memory)
+    config = replace(ODD, ranks=ranks)
+    line = "the weights need 450.67 kB, but 300.00 kB are free; --plan needs no memory"
     with contextlib.nullcontext() if fits else pytest.raises(UserError, match=line):
-        shapes.check_memory("qwen2.5-0.5b", "float32", "cpu", int8=False)
-
-
-def test_free_memory_is_limited_by_the_container(tmp_path, monkeypatch):
-    limits = [tmp_path / "v2", tmp_path / "v1"]
-    monkeypatch.setattr(machine, "MEMORY_LIMITS", limits)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5120))
-    cpu = torch.device("cpu")
-    assert machine.free_memory(cpu) == 5120
-    limits[0].write_text("max\n")
-    assert machine.free_memory(cpu) == 5120
-    limits[1].write_text("1000\n")
-    assert machine.free_memory(cpu) == 1000
-    assert machine.free_memory(torch.device("meta")) is None
+        shapes.check_memory(config, torch.float32)
 
 
 def test_no_data_is_allocated():

@@ -24,28 +24,18 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from minispec import distributed
+from minispec import cli, distributed
 from minispec.bench import plan
 from minispec.bench.machine import check_others, others_share_now, watch
 from minispec.bench.measure import measure, measure_machine, table_of
 from minispec.bench.methods import Methods, methods_of
 from minispec.bench.prompts import Prompts, prompts_of
-from minispec.bench.shapes import MODEL_SHAPES, check_memory, oracle_methods, random_weights
+from minispec.bench.shapes import MODEL_SHAPES, oracle_methods, random_weights
 from minispec.bench.tables import markdown, plan_text, show, show_machine
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import (
-    Parser,
-    Source,
-    UserError,
-    comma_separated,
-    command,
-    flag_name,
-    note,
-    number,
-    stdout_reserved,
-)
+from minispec.cli import Parser, Source, UserError, comma_separated, flag_name, number
 from minispec.fast import optimize, optimize_drafter, quantized_dtype
 from minispec.generate.api import unlisted_eos_warning
 from minispec.machine import command_line, describe_machine
@@ -59,21 +49,18 @@ METHODS_OF_FLAG = {
 
 
 def parser() -> Parser:
-    """The flags of bench."""
     p = Parser(prog="python -m minispec.bench", description=__doc__)
     p.add_argument("--model", type=Source, help="directory, hub id or .gguf (default: the toy)")
     p.add_argument("--draft", type=Source, help="a draft model (default: the one next to the "
                    "model; with --shape, a shape)")  # fmt: skip
     p.add_argument("--heads", type=Source, help="Medusa heads (default: those next to the model)")
     p.add_argument("--mtp", type=Source, help="a FastMTP head (default: the one next to the model)")
-    p.add_argument("--eagle3", type=Source,
-                   help="an EAGLE-3 head (default: the one next to the model)")  # fmt: skip
+    p.add_argument("--eagle3", type=Source, help="an EAGLE-3 head (default: as for the others)")
     p.add_argument("--methods", type=comma_separated,
-                   help="run only these methods or table rows, comma-separated; fastmtp, eagle3, "
-                   "hybrid with any number, as in 'fastmtp tree=16'")  # fmt: skip
+                   help="run only these methods or table rows, comma-separated; medusa, fastmtp, "
+                   "eagle3, hybrid with any number, as in 'fastmtp tree=16'")  # fmt: skip
     p.add_argument("--temperature", default=[0.0], help="one or several, comma-separated",
-                   type=lambda text: [number(0, kind=float)(part)
-                                      for part in comma_separated(text)])  # fmt: skip
+                   type=lambda text: [*map(number(0, kind=float), comma_separated(text))])
     p.add_argument("--k", type=number(1), default=4, help="draft tokens per round, for speculative")
     p.add_argument("--vocabulary-sizes", default=[], metavar="N,N,…",
                    help="run fastmtp also with N tokens per language; none: with all tokens",
@@ -87,13 +74,6 @@ def parser() -> Parser:
     output = p.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object")
     output.add_argument("--markdown", action="store_true", help="print one table of all kinds")
-    add_text_flags(p)
-    plan.add_flags(p)
-    return p
-
-
-def add_text_flags(p: Parser) -> None:
-    """Add the flags that choose what is decoded, and how often."""
     text = p.add_mutually_exclusive_group()
     text.add_argument("--data", type=Path, help="a file or folder; its held-out text is used")
     text.add_argument("--generated", type=Path, nargs="+", help="files written by distill generate")
@@ -103,6 +83,8 @@ def add_text_flags(p: Parser) -> None:
     p.add_argument("--prompts", type=number(1), default=20, help="at most this many per kind")
     p.add_argument("--repeats", type=number(1), default=3, help="decode everything this many times")
     p.add_argument("--max-new-tokens", type=number(1), default=100)
+    plan.add_flags(p)
+    return p
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -143,7 +125,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-@command
+@cli.command
 def main(argv: list[str] | None = None) -> None:
     distributed.join()
     with distributed.together():
@@ -151,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     command = command_line("minispec.bench", argv, distributed.world.size)
     about = describe_machine() | {"command": command}
-    with stdout_reserved() if args.json else contextlib.nullcontext() as out:
+    with cli.stdout_reserved() if args.json else contextlib.nullcontext() as out:
         report = {"plan": plan.make_plan(args)} if args.plan else run(args, about)
         if args.json:
             print(json.dumps({"about": about} | report), file=out)
@@ -193,7 +175,6 @@ def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Pr
         args.dtype = distributed.from_rank_0(lambda: quantized_dtype(args.dtype, args.device))
     with distributed.together():
         if args.shape:
-            check_memory(args.shape, args.dtype, args.device, args.quantize == "int8")
             model = random_weights(MODEL_SHAPES[args.shape], args.dtype, args.device)
             tokenizer, kinds, methods = None, {args.shape: [list(range(100, 116))]}, {}
         else:
@@ -202,7 +183,7 @@ def prepare(args: argparse.Namespace) -> tuple[Transformer, Tokenizer | None, Pr
             kinds = prompts_of(args, model, tokenizer)
             methods = methods_of(args, model, tokenizer)
             if unlisted := unlisted_eos_warning(model, tokenizer):
-                note(unlisted)
+                cli.note(unlisted)
     # wrong input has been reported by now, and what follows measures products
     check_others(others_share_now(), "before the measurement", "nothing was measured", args.busy)
     drafts = (options.get("draft") for options in methods.values())

@@ -1,42 +1,22 @@
-"""What a measurement depends on besides our own work: free memory and other processes."""
+"""What a measurement depends on besides our own work: other processes."""
 
 import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import psutil
-import torch
 
 from minispec import distributed
 from minispec.cli import UserError, note
 
 T = TypeVar("T")
 MAX_OTHERS_SHARE = 0.5  # of the cores, for other processes; above it, speeds are not reported
-MEMORY_LIMITS = [  # of a container: cgroup v2, cgroup v1
-    Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-]  # fmt: skip
-
-
-def free_memory(device: torch.device) -> int | None:
-    """The bytes that can be allocated on a device; None if this is unknown. On a CPU, this is what
-    the system estimates or, if that is less, the limit of this container."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type != "cpu":
-        return None
-    available = psutil.virtual_memory().available
-    for file in MEMORY_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # absent, or "max"
-            available = min(available, int(file.read_text()))
-    return available
 
 
 def check_others(share: float | None, when: str, consequence: str, busy: bool) -> None:
-    """Raise UserError if other processes used more than MAX_OTHERS_SHARE of the cores. With --busy,
-    print a note instead."""
+    """Raise UserError, or with --busy note it, if other processes used too much of the cores."""
     if share is None or share <= MAX_OTHERS_SHARE:
         return
     fault = f"{when}, other processes used {share:.0%} of the cores"

@@ -8,12 +8,11 @@ from minispec.cli import UserError, suggestion
 from minispec.generate.drafters import drafter_of, find_drafter, load_drafter, read_tree_option
 from minispec.model import Transformer
 
-ANY_NUMBER = re.compile(r"(fastmtp|eagle3|hybrid) (k|tree)=[1-9]\d{0,2}")
+ANY_NUMBER = re.compile(r"(medusa tree|(fastmtp|eagle3|hybrid) (k|tree))=[1-9]\d{0,2}")
 Methods = dict[str, dict]  # table row, which starts with the method's name -> the method's options
 
 
 def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Methods:
-    """Build the table's rows."""
     methods: Methods = {
         "autoregressive": {}, "prompt-lookup": {}, "prompt-lookup k=auto": {"k": "auto"},
         "jacobi": {},
@@ -21,7 +20,7 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
         "lookahead (10,5,10)": {"window": 10, "ngram": 5, "guesses": 10},
         "lookahead (15,5,15)": {"window": 15, "ngram": 5, "guesses": 15},
         f"speculative k={args.k}": {"k": args.k}, "speculative k=auto": {"k": "auto"},
-        "medusa": {}, "medusa tree=auto": {"tree": "auto"}, "medusa tree=32": {},
+        "medusa": {}, "medusa tree=auto": {"tree": "auto"},
         "fastmtp k=2": {"k": 2}, "fastmtp k=3": {"k": 3}, "fastmtp k=auto": {"k": "auto"},
         "fastmtp tree=8": {"tree": 8}, "fastmtp tree=auto": {"tree": "auto"},
         "eagle3 k=3": {"k": 3}, "eagle3 k=auto": {"k": "auto"}, "eagle3 tree=60": {"tree": 60},
@@ -40,13 +39,10 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
                             f"{suggestion(min(unknown), names)}")  # fmt: skip
         method_of = {row: method for row, method in method_of.items() if {row, method} & requested}
     drafters = drafters_of(args, model, tokenizer, set(method_of.values()))
-    if "medusa tree=32" in method_of and "medusa" in drafters:
-        heads = drafters["medusa"]["heads"]
-        if heads.accuracy is not None or "medusa tree=32" in (args.methods or []):
-            tree = read_tree_option("32", {"heads": heads}, model.config.context)
-            methods["medusa tree=32"] = {"tree": tree}
-        else:  # a tree cannot be grown without accuracies
-            del method_of["medusa tree=32"]
+    for row in method_of:
+        if re.fullmatch(r"medusa tree=\d+", row):  # of nodes, grown from the heads' accuracies
+            nodes, heads = row.partition("=")[2], drafters["medusa"]
+            methods[row] = {"tree": read_tree_option(nodes, heads, model.config.context)}
     for size in args.vocabulary_sizes:
         subset = {"vocabulary": "none"} if size is None else {"size": size}
         row = f"fastmtp k=3 of {size or 'all'}"

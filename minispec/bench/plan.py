@@ -23,7 +23,7 @@ from minispec.bench.shapes import DEFAULT_ACCEPTANCE, MODEL_SHAPES
 from minispec.checkpoints.config import CheckedJson, integer
 from minispec.checkpoints.heads import read_acceptance, read_tree
 from minispec.checkpoints.load import pick_dtype
-from minispec.cli import UserError, number, read_json
+from minispec.cli import UserError, number, read_json, user_error
 from minispec.fast import optimize
 from minispec.fast.cost import ROW_COUNTS
 from minispec.generate.drafters import check_vocabularies
@@ -105,10 +105,8 @@ def make_shape(
     args: argparse.Namespace, name: str, ranks: int, draft: bool = False
 ) -> Transformer:
     """A rank's part of the model of this shape, without data. A `draft` may be whole on each."""
-    try:
+    with user_error(name):
         config = distributed.shard_config(MODEL_SHAPES[name], ranks, draft)
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from None
     model = without_data(partial(Transformer, config), dtype_of(args))
     if args.quantize:
         optimize(model, int8=True)
@@ -140,7 +138,11 @@ def method_rows(
     """Yield the rows of the methods' table. Without --draft, the drafts are free, like those of
     OracleDraft and prompt lookup. FastMTP's head drafts from the full vocabulary."""
     work, lm_head = roofline.pass_work(model, cached), model.lm_head
-    cost = partial(relative_cost, hardware, work)
+
+    def cost(other: Work, rows: int = 1) -> float:
+        """The time of this work, in passes of the model over one token."""
+        return hardware.seconds(other, rows) / hardware.seconds(work)
+
     curve = [0.0] + [cost(work, n) for n in range(1, ROW_COUNTS[-1] + 1)]  # as in `cost_curve`
     yield expected_round("autoregressive", [], [1.0], [], "")
 
@@ -169,11 +171,6 @@ def method_rows(
     costs = [1.0, *policy.costs[1:]]  # a round without drafts does not run the heads
     gains = (gain for _, gain in best_first(heads.accuracy.tolist()))
     yield expected_round("medusa", gains, costs, heads.accuracy[:, 0].tolist(), source)
-
-
-def relative_cost(hardware: Hardware, plain: Work, work: Work, rows: int = 1) -> float:
-    """The time of `work` with this many rows, in `plain` passes over one token."""
-    return hardware.seconds(work, rows) / hardware.seconds(plain)
 
 
 def expected_round(

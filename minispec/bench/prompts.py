@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError, note
+from minispec.cli import UserError, note, user_error
 from minispec.distill.own_text import read_split
 from minispec.model import Transformer
 from minispec.training.text import Conversation, Skipped, encode, held_out_prompts, turn
@@ -56,16 +56,12 @@ def read_questions(path: Path, tokenizer: Tokenizer, skipped: Skipped) -> Prompt
     """Read the first turn of each Spec-Bench question, as a chat if there is a chat template. Group
     them as Spec-Bench does, in six groups: all of MT-Bench's categories form "multi-turn"."""
     chats: list[tuple[str, Conversation]] = []
-    try:
+    with user_error(f"--questions {path}: each line must be an object with category and turns"):
         for i, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
             if line.strip():
                 question = json.loads(line)
                 kind, content = str(question["category"]), str(question["turns"][0])
                 chats.append((kind, Conversation([turn("user", content)], f"{path} line {i}")))
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise UserError(
-            f"--questions {path}: each line must be an object with category and turns ({error})"
-        ) from None
     groups: Prompts = {}
     for kind, chat in chats:
         group = "multi-turn" if kind in MT_BENCH else kind

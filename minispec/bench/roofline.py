@@ -37,8 +37,7 @@ class Hardware:
     source: str = ""  # of these figures
 
     def seconds(self, work: Work, rows: int = 1) -> float:
-        """The least time of a pass over `rows` tokens. Messages add to it, because the next layer
-        has to wait for them."""
+        """The least time of a pass over `rows` tokens. The next layer has to wait for messages."""
         memory, compute = work.read_bytes / self.bandwidth, rows * work.row_flops / self.flops
         return max(memory, compute) + self.link_seconds(work, rows)
 

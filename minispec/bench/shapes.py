@@ -4,12 +4,12 @@ import argparse
 from dataclasses import replace
 from functools import partial
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minispec import distributed
-from minispec.bench.machine import free_memory
 from minispec.bench.methods import Methods
 from minispec.bench.roofline import stored_bytes, without_data
 from minispec.bench.tables import format_bytes
@@ -35,32 +35,27 @@ def random_weights(config: Config, dtype: str = "auto", device: str = "auto") ->
     """Make a model of this shape: its text is noise, but its passes cost what real ones do. Ranks
     that share it all have the same shard, so that their embeddings and lm_heads are equal."""
     torch_device, previous_dtype = pick_device(device), torch.get_default_dtype()
+    torch_dtype, config = pick_dtype(dtype, torch_device), distributed.shard_config(config)
+    if torch_device.type == "cpu":  # a GPU reports by itself that its memory is full
+        check_memory(config, torch_dtype)
     torch.manual_seed(0)
-    torch.set_default_dtype(pick_dtype(dtype, torch_device))
+    torch.set_default_dtype(torch_dtype)
     try:
         with torch_device:
-            model = Transformer(distributed.shard_config(config)).eval()
+            model = Transformer(config).eval()
     finally:
         torch.set_default_dtype(previous_dtype)
     distributed.all_reduce_outputs(model)
     return model
 
 
-def check_memory(shape: str, dtype: str, device: str, int8: bool) -> None:
-    """Raise UserError if the weights do not fit in memory. Does nothing if the free memory is
-    unknown."""
-    torch_device = pick_device(device)
-    torch_dtype = pick_dtype(dtype, torch_device)
-    config = distributed.shard_config(MODEL_SHAPES[shape])
-    needed = stored_bytes(without_data(partial(Transformer, config), torch_dtype))
-    if torch_device.type == "cpu":
-        needed *= config.ranks  # their shards are in the same memory
-        needed *= 1 if int8 else 2  # the fastest products may need a copy (see fast/products.py)
-    free = free_memory(torch_device)
-    if free is not None and needed > free:
-        name = str(torch_dtype).removeprefix("torch.")
-        raise UserError(f"{shape} in {name} needs up to {format_bytes(needed)}, but "
-                        f"{format_bytes(free)} are free; --plan needs no memory")  # fmt: skip
+def check_memory(config: Config, dtype: torch.dtype) -> None:
+    """Raise UserError if the weights of all ranks do not fit in this machine's memory."""
+    shard = stored_bytes(without_data(partial(Transformer, config), dtype))
+    needed, free = config.ranks * shard, psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(f"the weights need {format_bytes(needed)}, but {format_bytes(free)} are "
+                        "free; --plan needs no memory")  # fmt: skip
 
 
 class OracleDraft:

@@ -23,7 +23,6 @@ PLANNED_COLUMNS = {
 
 
 def method_table(columns: dict[str, str], rows: list[dict]) -> Table:
-    """A table with a line per method."""
     table = [list(columns)]
     for row in rows:
         texts = {key: format_value(value) for key, value in row.items()}
@@ -87,8 +86,7 @@ def show(rows: list[dict]) -> None:
 
 
 def reason(row: dict) -> str:
-    """Explain a speedup in one sentence: what a round yields, what it costs (in steps of plain
-    decoding) and, if the method is slower, the main reason."""
+    """Say what a round yields and costs and, if the method is slower, the main reason."""
     cost = row["tokens_per_pass"] / row["speedup"]
     overhead = cost - row["pass_cost"]  # everything but the target's pass
     why = f"; drafting and accepting account for {overhead:.2f} of them"
@@ -119,7 +117,6 @@ def markdown(tables: list[list[dict]], about: dict) -> str:
 def measured_facts(
     plain: tuple[dict, ...], methods: list[tuple[dict, ...]], about: dict
 ) -> Iterator[str]:
-    """Yield the sentences below a Markdown table."""
     rows, repeats, versions = sum(methods, plain), plain[0]["repeats"], about["versions"]
     rates = ", ".join(f"{row['tokens_per_second']:.1f} ({row['kind']})" for row in plain)
     yield f"Plain decoding generated {rates} tokens/s."
@@ -143,7 +140,6 @@ def measured_facts(
 
 
 def plan_text(plan: dict) -> str:
-    """The plan as sentences and tables."""
     planned = method_table(PLANNED_COLUMNS, plan["methods"])
     tables = size_table(plan["shares"]), pass_table(plan), planned
     return "\n\n".join(["\n".join(planned_facts(plan)), *map(aligned, tables)]) + "\n"
@@ -179,7 +175,6 @@ def pass_table(plan: dict) -> Table:
 
 
 def planned_facts(plan: dict) -> Iterator[str]:
-    """Yield sentences about where the figures come from."""
     dtype = f"{plan['quantize']} and {plan['dtype']}" if plan["quantize"] else plan["dtype"]
     yield f"{plan['shape']} in {dtype}, {plan['cached']:,} tokens in the cache, on {plan['card']}:"
     yield (f"{plan['bandwidth'] / 1e9:,.4g} GB/s of memory, {plan['flops'] / 1e12:,.4g} TFLOP/s, "

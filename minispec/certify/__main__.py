@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
-from minispec import certify, distributed
+from minispec import certify, cli, distributed
 from minispec.certify import report
 from minispec.certify.common import Verdict
 from minispec.certify.compare import compare
@@ -28,23 +27,9 @@ from minispec.certify.servers.checks import REQUESTS, SERVER_CHECKS, check_serve
 from minispec.certify.servers.context import precision
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load
-from minispec.cli import (
-    OutputFile,
-    OutputFolder,
-    Parser,
-    Source,
-    UserError,
-    comma_separated,
-    command,
-    flag_name,
-    number,
-    stdout_reserved,
-    suggestion,
-    writing,
-)
+from minispec.cli import OutputFile, OutputFolder, Parser, Source, UserError, number
 from minispec.remote.client import Server, keys_in
 
-MODES = "impl", "server", "compare"
 FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
     **dict.fromkeys(("baseline", "only", "greedy_only"), ("impl", "server")),
     **dict.fromkeys(("thorough", "runs", "outcomes", "length", "save"), ("impl",)),
@@ -55,32 +40,30 @@ FLAG_MODES = {  # the modes each flag belongs to; "" checks this package
 
 def parser() -> Parser:
     p = Parser(prog="python -m minispec.certify", description=certify.__doc__)
-    p.add_argument("--impl", type=Source, help="test a function: package.module:function or "
-                   "file.py:function")  # fmt: skip
-    p.add_argument("--server", metavar="URL", help="test a server of --model with /v1/completions")
+    mode = p.add_mutually_exclusive_group()
+    mode.add_argument("--impl", type=Source, help="test a function: package.module:function or "
+                      "file.py:function")  # fmt: skip
+    mode.add_argument("--server", metavar="URL", help="test a server with /v1/completions")
+    mode.add_argument("--compare", nargs=2, type=Path, metavar="JSONL", help="explain the "
+                      "differences between two files of generate --json lines")  # fmt: skip
     p.add_argument("--baseline", type=Source, help="plain decoding by the same engine (a "
                    "function or a URL); --impl or --server must then equal it")  # fmt: skip
     p.add_argument("--thorough", action="store_true", default=None, help="test --impl for "
                    f"{THOROUGH.seconds / 60:.0f} instead of {Limits.seconds / 60:.0f} minutes")
-    p.add_argument("--runs", type=number(100), help="maximum runs per statistical row of "
-                   "--impl (default: as many as the time allows)")  # fmt: skip
+    p.add_argument("--runs", type=number(100), help="maximum per statistical row of --impl")
     p.add_argument("--outcomes", type=number(10), help="maximum outcomes per enumeration "
                    f"(default: {Limits.outcomes}, thorough: {THOROUGH.outcomes})")  # fmt: skip
-    p.add_argument("--length", type=number(2, 24), help="the most tokens that are enumerated "
-                   f"(default: {Limits.length})")  # fmt: skip
-    p.add_argument("--compare", nargs=2, type=Path, metavar="JSONL", help="explain the differences "
-                   "between two files of runs, lines of generate --json")  # fmt: skip
-    p.add_argument("--model", type=Source, help="the model of --server or --compare (default: as "
-                   "in generate)")  # fmt: skip
+    p.add_argument("--length", type=number(2, 24),
+                   help=f"the most tokens that are enumerated (default: {Limits.length})")
+    p.add_argument("--model", type=Source, help="of --server or --compare (default: generate's)")
     p.add_argument("--name", help="the model's name on the server (default: its only model)")
     p.add_argument("--key-env", nargs="+", metavar="NAME", help="the environment variable that "
                    "holds the API key of --server, and optionally a second one for --baseline. "
                    "Without it no key is sent")  # fmt: skip
-    p.add_argument("--requests", type=number(100),
-                   help=f"requests to --server (default: about {REQUESTS})")  # fmt: skip
+    p.add_argument("--requests", type=number(100), help=f"to --server (default: about {REQUESTS})")
     p.add_argument("--precision", type=precision, help="of --server: float32 (default), bfloat16, "
                    "float16, or the logit gap below which two tokens are tied")  # fmt: skip
-    p.add_argument("--checks", type=comma_separated,
+    p.add_argument("--checks", type=cli.comma_separated,
                    help=f"run only some checks, of {','.join(CHECKS)}; "
                    f"for --impl, of {','.join(FUNCTION_CHECKS)}; "
                    f"for --server, of {','.join(SERVER_CHECKS)}")  # fmt: skip
@@ -98,18 +81,16 @@ def parser() -> Parser:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the flags, rejecting any that would be ignored."""
     args = parser().parse_args(argv)
-    requested = [name for name in MODES if getattr(args, name) is not None]
-    if len(requested) > 1:
-        raise UserError(f"--{requested[0]} and --{requested[1]} are different tests; choose one")
-    mode = requested[0] if requested else ""
+    chosen = (x for x in ("impl", "server", "compare") if getattr(args, x) is not None)
+    mode = next(chosen, "")
     for flag, modes in FLAG_MODES.items():
         if getattr(args, flag) is not None and mode not in modes:
             allowed = " or ".join(f"--{name}" for name in modes if name)
-            raise UserError(f"{flag_name(flag)} only works with {allowed}")
+            raise UserError(f"{cli.flag_name(flag)} only works with {allowed}")
     available = {"impl": FUNCTION_CHECKS, "server": SERVER_CHECKS}.get(mode, tuple(CHECKS))
     args.checks = available if args.checks is None else tuple(args.checks)
     if unknown := [name for name in args.checks if name not in available]:
-        raise UserError(f"unknown check {unknown[0]!r}; {suggestion(unknown[0], available)}")
+        raise UserError(f"unknown check {unknown[0]!r}; {cli.suggestion(unknown[0], available)}")
     if args.greedy_only:
         args.checks = tuple(name for name in args.checks if name not in report.SAMPLED)
     return args
@@ -144,35 +125,25 @@ def make_verdicts(args: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
     return (verdict for name in args.checks for verdict in CHECKS[name]())
 
 
-@command
+@cli.command
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
     distributed.require_one_process("certify")
-    args = parse(argv)
-    with stdout_reserved() as out, tempfile.TemporaryDirectory() as temporary:
+    args, begin = parse(argv), time.perf_counter()
+    argv = sys.argv[1:] if argv is None else argv
+    with cli.stdout_reserved() as out, tempfile.TemporaryDirectory() as temporary:
         folder = args.save or Path(temporary)
-        code = run_checks(args, sys.argv[1:] if argv is None else argv, folder, out)
-    sys.exit(code)
-
-
-def run_checks(args: argparse.Namespace, argv: list[str], folder: Path, out: TextIO) -> int:
-    """Run and print the requested checks; return the exit code. What an implementation prints goes
-    to standard error."""
-    begin = time.perf_counter()
-    rows = report.print_table(make_verdicts(args, folder), None if args.json is True else out)
-    matched = [row for row in rows if row.check not in report.INFO_ROWS or row.passed is False]
-    if args.only is not None and not matched:
-        raise UserError(f"--only {args.only!r}: no row matches; see the table without --only")
-    seconds = time.perf_counter() - begin
-    subject = args.impl if args.impl is not None else args.server
-    text = report.json_report(rows, seconds, argv, subject, folder) if args.json else ""
-    print(text if args.json is True else report.summary(rows, seconds), file=out)
-    if isinstance(args.json, Path):
-        with writing(args.json):
-            args.json.write_text(text + "\n", encoding="utf-8")
-    if args.junit:
-        report.write_junit(rows, seconds, argv, args.junit)
-    return report.conclude(rows)[0]
+        rows = report.print_table(make_verdicts(args, folder), None if args.json is True else out)
+        seconds = time.perf_counter() - begin
+        subject = args.impl if args.impl is not None else args.server
+        text = report.json_report(rows, seconds, argv, subject, folder) if args.json else ""
+        print(text if args.json is True else report.summary(rows, seconds), file=out)
+        if isinstance(args.json, Path):
+            with cli.writing(args.json):
+                args.json.write_text(text + "\n", encoding="utf-8")
+        if args.junit:
+            report.write_junit(rows, seconds, argv, args.junit)
+    sys.exit(report.conclude(rows)[0])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minispec.certify.common import Verdict, first_difference
-from minispec.cli import UserError
+from minispec.cli import UserError, user_error
 from minispec.generate.api import common_prefix_length
 from minispec.model import Transformer
 
@@ -105,22 +105,13 @@ def sampled_at(run: dict) -> float | None:
 
 def read_runs(path: Path) -> list[dict]:
     """Read a JSONL file in which every line has prompt_ids and tokens."""
-    try:
+    with user_error(f"{path} cannot be read"):
         lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
     runs = []
     for number, line in enumerate(lines, start=1):
-        try:
+        with user_error(f"{path} line {number} is not a run of generate --json"):
             run = json.loads(line)
-            ids = run["prompt_ids"], run["tokens"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            ids = (None,)
-        if not all(isinstance(x, list) and all(type(i) is int for i in x) for x in ids):
-            raise UserError(f"{path} line {number}: prompt_ids and tokens must be lists of ids")
-        if not run["prompt_ids"]:
-            raise UserError(f"{path} line {number}: prompt_ids must not be empty")
-        if not isinstance(run.get("stats"), dict):
-            run["stats"] = {}
-        runs.append(run)
+            if not run["prompt_ids"] or {*map(type, run["prompt_ids"] + run["tokens"])} != {int}:
+                raise ValueError("prompt_ids and tokens must be lists of ids")
+        runs.append({"stats": {}} | run)
     return runs

@@ -23,8 +23,7 @@ OTHER_ORDERS: dict[str, Order] = {
 
 @cache
 def warper(sampling: Sampling, order: Order | None = None) -> Warp:
-    """Return the function from logits (n, V) to distributions for these warpers in this order, by
-    default ours."""
+    """Return these warpers, by default in our order: logits (n, V) -> distributions (n, V)."""
 
     def warp(logits: Tensor) -> Tensor:
         for chosen in order(sampling) if order else [sampling]:

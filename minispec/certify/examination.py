@@ -11,15 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple, Protocol
 
-from minispec.certify.common import (
-    GREEDY,
-    Failed,
-    NotSupported,
-    Result,
-    Verdict,
-    describe,
-    first_difference,
-)
+from minispec.certify import common
+from minispec.certify.common import GREEDY, Failed, NotSupported, Result, Verdict
 from minispec.certify.compare import TIE, Reference, divergence
 from minispec.certify.conventions import Conventions, warper
 from minispec.certify.scoring import Scores, Warp, normalise_end, smallest_p
@@ -88,7 +81,6 @@ class Examination:
         self.evidence.update({"checkpoint": self.name} | request.options() | more)
 
     def without_baseline(self) -> "Examination":
-        """Return the examination of the baseline itself."""
         return replace(self, decoder=self.baseline, baseline=None, conventions=Conventions())
 
 
@@ -190,12 +182,11 @@ def greedy_answers(
                     raise
                 continue
             problem, differing = difference(exam, prompt, tokens[:n], plain)
-            problem = problem and f"prompt of {len(prompt)}, {describe(sampling)}: {problem}"
+            problem = problem and f"prompt of {len(prompt)}, {common.describe(sampling)}: {problem}"
             yield tokens, problem, differing
 
 
 def baseline_tokens(exam: Examination, prompt: list[int], n: int) -> list[int] | None:
-    """Return the baseline's greedy tokens, or None without a baseline."""
     return exam.baseline.batch([Request(prompt, n)])[0][:n] if exam.baseline else None
 
 
@@ -212,7 +203,7 @@ def difference(
         n = min(len(plain), len(tokens))
         at, gap = divergence(Reference(exam.model), prompt, tokens[:n], plain[:n])
         differing = at is not None
-        where = f"{first_difference(tokens, plain)}, top-2 gap {gap:.3g}"
+        where = f"{common.first_difference(tokens, plain)}, top-2 gap {gap:.3g}"
     where = f"{where}: not a tie (tolerance {exam.tolerance:.2g})"
     return where if gap >= exam.tolerance else "", int(differing)
 

@@ -27,11 +27,10 @@ for flag in "--json", "--junit", "--save", "--only":
 
 
 def print_table(verdicts: Iterable[Verdict], out: TextIO | None) -> list[Verdict]:
-    """Collect all verdicts, printing each as it comes if there is an `out`. Text from a server may
-    contain terminal control characters, so it is escaped."""
+    """Collect all verdicts, printing each as it comes if there is an `out`."""
     rows = []
     for v in verdicts:
-        v = replace(v, case=printable(v.case), detail=printable(v.detail))
+        v = replace(v, case=printable(v.case), detail=printable(v.detail))  # a server's text
         rows.append(v)
         if out:
             status = STATUS_LABELS[v.passed]

@@ -9,13 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from minispec.certify.statistics import (
-    FALSE_ALARM,
-    Distribution,
-    chi_square_p,
-    detectable_bias,
-    two_sample_p,
-)
+from minispec.certify import statistics
+from minispec.certify.statistics import Distribution
 from minispec.model import Transformer
 from minispec.tree import Tree
 
@@ -189,13 +184,13 @@ def smallest_p(
     if other is None:
         exact = {name: UNIFORM[len(next(iter(counts[name])))] for name in counts.keys() - {FIRST}}
         exact[FIRST] = cells
-        results = [(chi_square_p(counts[name], exact[name]), name) for name in counts]
+        results = [(statistics.chi_square_p(counts[name], exact[name]), name) for name in counts]
     else:
         others, n = count_bins(scores, cells, other), n * len(other) / (n + len(other))
         shared = (counts.keys() & others.keys()) - {EVERY, EVERY_PAIR}
-        results = [(two_sample_p(counts[name], others[name]), name) for name in shared]
+        results = [(statistics.two_sample_p(counts[name], others[name]), name) for name in shared]
     p, where = min(results)
-    bias = detectable_bias(PAIR_BINS**2 - 1, n, FALSE_ALARM / len(results))
+    bias = statistics.detectable_bias(PAIR_BINS**2 - 1, n, statistics.FALSE_ALARM / len(results))
     return min(1.0, len(results) * p), where, bias
 
 

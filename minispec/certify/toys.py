@@ -92,8 +92,7 @@ def negated(model: Transformer) -> Transformer:
 
 
 def small_model(seed: int, vocab: int = 24, context: int = 128, **changes) -> Transformer:
-    """A tiny random Transformer in float64 without any parameter that is exactly 0 or 1. `changes`
-    are fields of its Config."""
+    """A tiny random float64 Transformer, no parameter of which is 0 or 1; `changes` its Config."""
     settings = dict(hidden_size=16, intermediate_size=24, layers=2, heads=4, kv_heads=2, head_dim=4)
     model = Transformer(Config(**(settings | changes), vocab_size=vocab, context=context)).double()
     return randomise(model, seed)
@@ -135,15 +134,13 @@ class ToyHeads:
 def random_medusa_heads(
     model: Transformer, seed: int, heads: int = 4, shared: bool = False
 ) -> MedusaHeads:
-    """Random Medusa heads: one residual block each, then a projection or, if `shared`, the target's
-    lm_head."""
+    """Random Medusa heads of one residual block and a projection or, if `shared`, lm_head."""
     c = model.config
     module = MedusaHeads(heads, 1, c.hidden_size, None if shared else c.vocab_size)
     return randomise(module.to(model.dtype), seed)
 
 
 def random_mtp_head(model: Transformer, seed: int) -> MTPHead:
-    """A random FastMTP head for `model`."""
     return randomise(MTPHead(model.config).to(model.dtype), seed)
 
 
@@ -155,8 +152,7 @@ def random_eagle3_head(model: Transformer, seed: int) -> Eagle3Head:
 
 
 def two_languages(model: Transformer) -> Compressed:
-    """Two languages that share only a third of the vocabulary, so that a text often switches
-    between them."""
+    """Two languages that share a third of the vocabulary, so that a text often switches."""
     size = model.config.vocab_size
     third = max(size // 3, 1)
     low, high = [[*range(2 * third)] * 2], [[*range(third, size)]]

@@ -9,58 +9,27 @@ import os
 import sys
 from typing import TextIO
 
-from minispec import distributed
+from minispec import cli, distributed
 from minispec.checkpoints.fetch import default_model
 from minispec.checkpoints.load import load, require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import (
-    TEXT_ENCODING,
-    OutputFile,
-    Parser,
-    Source,
-    UserError,
-    comma_separated,
-    command,
-    flag_name,
-    number,
-    stdout_reserved,
-)
+from minispec.cli import OutputFile, Parser, Source, UserError, comma_separated, flag_name, number
 from minispec.fast import optimize, optimize_drafter, quantized_dtype
-from minispec.generate.api import METHODS, MIN_VALUES, stream
-from minispec.generate.drafters import (
-    REQUIRED_DRAFTERS,
-    drafter_of,
-    load_drafter,
-    read_tree_option,
-)
+from minispec.generate import drafters
+from minispec.generate.api import METHODS, MIN_VALUES, stream, unlisted_eos_warning
 from minispec.generate.run import StopConditions
-from minispec.generate.terminal import chat, show, warn_unlisted_eos
+from minispec.generate.terminal import chat, show
 from minispec.generate.view import write_page
 from minispec.model import Transformer
 from minispec.sampling import Sampling, Seeded
 
 
 def parse_k(text: str) -> int | str:
-    """The value of --k."""
     return text if text == "auto" else number(MIN_VALUES["k"])(text)
 
 
 def parse_ids(text: str) -> list[int]:
-    """The value of --prompt-ids."""
-    try:
-        return list(map(int, comma_separated(text))) if text.strip() else []
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text[:40]} must be whole numbers separated by commas, such as 1,2,3"
-        ) from None
-
-
-def utf8(argument: str) -> str:
-    """Decode a command-line argument as UTF-8, whatever the locale."""
-    try:
-        return os.fsencode(argument).decode("utf-8")
-    except UnicodeError:
-        return argument
+    return [number(0)(part) for part in comma_separated(text)] if text.strip() else []
 
 
 METHODS_WITH_LM_HEAD = "medusa", "medusa-typical", "fastmtp", "hybrid"  # of the target
@@ -94,7 +63,7 @@ PASSED_ON = "k", "block", "window", "ngram", "guesses", "pool_from_prompt"
 def parser() -> Parser:
     p = Parser(prog="python -m minispec.generate", description=__doc__)
     prompt = p.add_mutually_exclusive_group()
-    prompt.add_argument("prompt", nargs="?", type=utf8, help="text to continue (default: stdin)")
+    prompt.add_argument("prompt", nargs="?", help="text to continue (default: stdin)")
     prompt.add_argument("--prompt-ids", type=parse_ids, help="the prompt as token ids: 1,2,3")
     prompt.add_argument("--prompt-file", type=Source, help="a UTF-8 file containing the prompt")
     p.add_argument("--method", default="autoregressive", choices=METHODS, metavar="M",
@@ -107,7 +76,7 @@ def parser() -> Parser:
         specific.add_argument(flag_name(name), **settings, help=f"{', '.join(methods)}: {help}")
     p.add_argument("--chat", action="store_true",
                    help="hold a conversation: the prompt, if any, then one turn per line of stdin")
-    p.add_argument("--system", type=utf8, help="system message for --chat")
+    p.add_argument("--system", help="system message for --chat")
     p.add_argument("--max-new-tokens", type=number(0), default=200, help="default: 200")
     p.add_argument("--temperature", type=number(0, kind=float), default=0.0,
                    help="0 (default): greedy")
@@ -115,14 +84,13 @@ def parser() -> Parser:
     p.add_argument("--top-p", type=number(0, 1, float), default=1.0, help="1 (default): off")
     p.add_argument("--seed", type=number(-(2**63)), default=0, help="default: 0")
     p.add_argument("--ignore-eos", action="store_true", help="continue past the model's end tokens")
-    p.add_argument("--stop", type=utf8, action="append", default=[], metavar="S",
+    p.add_argument("--stop", action="append", default=[], metavar="S",
                    help="stop before this text (repeatable)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     p.add_argument("--dtype", default="auto",
                    help="auto (bfloat16 on a GPU, and with --quantize if that is faster, otherwise "
                    "float32), float64, float32 or bfloat16")
-    p.add_argument("--quantize", choices=["int8"],
-                   help="int8 weights for target and draft")
+    p.add_argument("--quantize", choices=["int8"], help="int8 weights for target and draft")
     p.add_argument("--compile", action="store_true", help="compile the passes and cache them")
     p.add_argument("--stats", action="store_true", help="print statistics to standard error")
     p.add_argument("--json", action="store_true", help="print a JSON object instead of text")
@@ -146,7 +114,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.k is not None and args.tree is not None:
         raise UserError("--k drafts a chain and --tree a tree; choose one")
     if args.tree is not None and args.method in ("fastmtp", "eagle3", "hybrid"):
-        read_tree_option(args.tree, {}, max_nodes=0)
+        drafters.read_tree_option(args.tree, {}, max_nodes=0)
     if args.draft_temperature is not None and args.tree is not None:
         raise UserError("--draft-temperature is for chains: the nodes of a --tree are not sampled")
     StopConditions(args.max_new_tokens, tuple(args.stop))
@@ -167,13 +135,13 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UserError(message)
 
 
-@command
+@cli.command
 def main(argv: list[str] | None = None) -> None:
     distributed.join_tensor_parallel()
     with distributed.together():
         args = parser().parse_args(argv)
         check_flags(args)
-    with stdout_reserved() if args.json else contextlib.nullcontext(sys.stdout) as out:
+    with cli.stdout_reserved() if args.json else contextlib.nullcontext(sys.stdout) as out:
         generate(args, out)
 
 
@@ -196,7 +164,9 @@ def generate(args: argparse.Namespace, out: TextIO) -> None:
         if network is not None:
             optimize(network, int8=args.quantize == "int8", compiled=args.compile)
     optimize_drafter(options, model)
-    warn_unlisted_eos(model, tokenizer, args)
+    unlisted = unlisted_eos_warning(model, tokenizer, args.stop)
+    if unlisted and not args.ignore_eos:
+        cli.note(f"{unlisted}, or its text to --stop")
     if args.chat:
         run = chat(model, tokenizer, args, options, out)
     else:
@@ -213,12 +183,10 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
     if args.prompt is not None or args.prompt_ids is not None:
         return args.prompt_ids if args.prompt is None else args.prompt
     if args.prompt_file is not None:
-        try:
-            with open(args.prompt_file, **TEXT_ENCODING) as file:
+        with cli.user_error(f"--prompt-file {args.prompt_file} cannot be read"):
+            with open(args.prompt_file, **cli.TEXT_ENCODING) as file:
                 return file.read().removesuffix("\n")
-        except OSError as error:
-            raise UserError(f"--prompt-file {args.prompt_file} cannot be read: {error}") from None
-    if sys.stdin is None or sys.stdin.isatty():
+    if sys.stdin.isatty():
         raise UserError("no prompt: pass text, --prompt-ids or --prompt-file, or pipe text in")
     return sys.stdin.read().removesuffix("\n")
 
@@ -230,13 +198,13 @@ def method_options(
     options = {name: getattr(args, name) for name in PASSED_ON if getattr(args, name) is not None}
     if args.draft_temperature is not None:
         options["draft_sampling"] = Sampling(args.draft_temperature, args.top_k, args.top_p)
-    method = drafter_of(args.method, model, args.heads, args.draft)
-    if method in REQUIRED_DRAFTERS:
+    method = drafters.drafter_of(args.method, model, args.heads, args.draft)
+    if method in drafters.REQUIRED_DRAFTERS:
         source = args.heads if args.draft is None else args.draft
         vocabulary = args.vocabulary, args.vocabulary_size
-        options |= load_drafter(method, model, tokenizer, source, *vocabulary)
+        options |= drafters.load_drafter(method, model, tokenizer, source, *vocabulary)
     if args.tree is not None:
-        options["tree"] = read_tree_option(args.tree, options, model.config.context)
+        options["tree"] = drafters.read_tree_option(args.tree, options, model.config.context)
     return options
 
 

@@ -13,7 +13,7 @@ from minispec import distributed
 from minispec.cache import KVCache
 from minispec.checkpoints.load import require_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError, suggestion, to_number
+from minispec.cli import UserError, suggestion, to_number, user_error
 from minispec.generate.drafters import with_drafter, with_policies
 from minispec.generate.run import Run, StopConditions, without_autocast
 from minispec.methods.autoregressive import autoregressive
@@ -117,9 +117,8 @@ def check_objects(
     if tokenizer is not None and not hasattr(tokenizer, "control_ids"):
         kind = type(tokenizer).__name__
         raise UserError(f"the tokenizer is a {kind}: pass the one that load returns, or None")
-    verbs = "bernoulli", "categorical"
-    if randomness is not None and not all(hasattr(randomness, verb) for verb in verbs):
-        raise UserError(f"randomness {randomness!r}: must have {' and '.join(verbs)}")
+    if randomness is not None and not hasattr(randomness, "bernoulli"):
+        raise UserError(f"randomness {randomness!r}: must have bernoulli and categorical")
 
 
 def encode_prompt(
@@ -151,8 +150,7 @@ def encode_prompt(
 def check_cache(
     cache: KVCache, model: Transformer, prompt_length: int, min_capacity: int, max_capacity: int
 ) -> None:
-    """Reject a cache that is not for one sequence of this model, already holds the whole prompt, or
-    has a capacity that is out of bounds."""
+    """Reject a cache of another model or capacity, or one that holds the whole prompt already."""
     if not isinstance(cache, KVCache):
         raise UserError(f"cache {cache!r}: must come from model.new_cache()")
     c, keys = model.config, cache.k[0]
@@ -170,16 +168,12 @@ def validate_options(method: str, options: dict) -> dict:
     """The method's options, with numbers as Python's own. Raises UserError for unknown options,
     wrong types and numbers that are too small."""
     signature = inspect.signature(METHODS[method])
-    try:
+    with user_error(method):
         signature.bind(None, None, None, None, cache=None, **options)
-    except TypeError as error:
-        raise UserError(f"{method}: {error}") from None
     valid = {}
     for name, value in options.items():
-        try:
+        with user_error(f"{method}: {name} {brief(value)}"):
             valid[name] = validate_option(name, value, signature.parameters[name].default)
-        except UserError as error:
-            raise UserError(f"{method}: {name} {brief(value)}: {error}") from None
     return valid
 
 
@@ -222,13 +216,14 @@ def check_sizes(
         sizes["head"].vocabulary(model, sizes.get("vocabulary"))
 
 
-def unlisted_eos_warning(model: Transformer, tokenizer: Tokenizer | None) -> str | None:
-    """A warning if the model's config does not list the tokenizer's end token, so that generation
-    would not stop there; otherwise None."""
+def unlisted_eos_warning(
+    model: Transformer, tokenizer: Tokenizer | None, stop: Iterable[str] = ()
+) -> str | None:
+    """A warning if neither the model's config nor `stop` lists the tokenizer's end token."""
     end = tokenizer.id_of("eos_token") if tokenizer else None
-    if end is None or end in model.config.eos_ids:
+    name = tokenizer.special_tokens["eos_token"] if end is not None else None
+    if end is None or end in model.config.eos_ids or name in stop:
         return None
-    name = tokenizer.special_tokens["eos_token"]
     return (
         f"the model's config does not list {name}, the tokenizer's end token, so generation does "
         f"not stop there; add {end} to eos_token_id in generation_config.json"

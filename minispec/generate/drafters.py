@@ -156,8 +156,7 @@ def with_policies(method: str, model: Transformer, options: dict) -> dict:
 
 
 def k_policy(model: Transformer, options: dict) -> AdaptiveK:
-    """The policy for K, by what the method's options say drafts from: a head, a draft model, or the
-    text, whose drafts are free."""
+    """The policy for K: what drafts is a head, a draft model, or the text, which costs nothing."""
     head, draft, curve = options.get("head"), options.get("draft"), cost_curve(model)
     if head is not None:
         cost = head_costs(model, head, options.get("vocabulary"))[1]

@@ -24,6 +24,5 @@ def css() -> str:
 
 
 def ansi(colour: str) -> str:
-    """The parameters of the escape sequence that selects a colour of the legend. Not all terminals
-    have 24-bit colours."""
+    """The parameters of the escape sequence that selects a colour of the legend."""
     return f"38;5;{TERMINAL[colour]}"

@@ -127,8 +127,7 @@ class Run:
         return Chunk(self.tokens[before:], self.texts[before:], step)
 
     def end_after(self, token: int) -> str | None:
-        """Add this token's text, as far as it cannot belong to a stop string. Return the reason to
-        stop after this token, if any."""
+        """Add this token's text unless it may start a stop string; return why the run ends here."""
         conditions = self.stop_conditions
         if token in conditions.eos_ids:
             return "eos"
@@ -198,8 +197,7 @@ class Run:
 
 
 def without_distributions(step: Step) -> Step:
-    """The step with only q(x) of each drafted token x, as {x: q(x)}. Whole distributions (V,) would
-    soon take gigabytes."""
+    """The step with q as {x: q(x)} for its tokens x; all of q, (V,), would soon take gigabytes."""
     tree, pairs = step.tree, zip(step.tree.tokens, step.tree.draft_probs)
     kept = [q if q is None else {x: float(q[x])} for x, q in pairs]
     return replace(step, tree=Tree(tree.tokens, tree.parents, kept))

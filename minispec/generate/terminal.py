@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import shlex
 import sys
 from collections.abc import Iterator
 from typing import TextIO
@@ -11,7 +10,7 @@ from typing import TextIO
 from minispec import distributed
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, note
-from minispec.generate.api import common_prefix_length, stream, unlisted_eos_warning
+from minispec.generate.api import common_prefix_length, stream
 from minispec.generate.run import Run
 from minispec.generate.view import paint
 from minispec.model import Transformer
@@ -42,7 +41,6 @@ def show(
 
 
 def describe(run: Run) -> str:
-    """The statistics as one line of text."""
     s = run.stats
     lossy = "" if s["lossless"] else " (lossy)"
     line = (
@@ -66,10 +64,6 @@ def chat(
     alone is skipped."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     cache = model.new_cache(min(model.config.context, MAX_CHAT_ROWS))
-    shortest = [*system, {"role": "user", "content": "?"}]
-    if system and len(tokenizer.chat(shortest)) >= cache.capacity:
-        raise UserError("--system leaves no space for a turn in the context of "
-                        f"{cache.capacity} tokens; shorten it")  # fmt: skip
     caches = [cache]
     if "draft" in options:
         options["draft_cache"] = options["draft"].new_cache(cache.capacity)
@@ -112,19 +106,6 @@ def user_turns(first: str | None) -> Iterator[str]:
 
 def read_line() -> str:
     """Read a line of standard input; "" at its end."""
-    if sys.stdin is None:
-        return ""
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline()
-
-
-def warn_unlisted_eos(
-    model: Transformer, tokenizer: Tokenizer | None, args: argparse.Namespace
-) -> None:
-    """Print `unlisted_eos_warning`, unless the flags already deal with the end token."""
-    warning = unlisted_eos_warning(model, tokenizer)
-    if warning and not args.ignore_eos:
-        end = tokenizer.special_tokens["eos_token"]
-        if end not in args.stop:
-            note(f"{warning}, or add --stop {shlex.quote(end)}")

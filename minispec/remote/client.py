@@ -16,13 +16,13 @@ from typing import TypeVar
 import httpx
 
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import UserError, note
-from minispec.remote.transport import is_local, make_transport
+from minispec.cli import UserError, note, user_error
 from minispec.sampling import Sampling
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
 TIMEOUT_SECONDS = 120.0  # for one answer
 CONNECT_SECONDS = 30.0
+LOCAL_HOSTS = "localhost", "127.0.0.1", "::1", "0.0.0.0"  # the last is what many servers print
 # Fields that turn off further warpers, which would otherwise have the server's defaults, and fields
 # that request token ids, under the names used by several servers. A strict server may reject them.
 EXTRA_FIELDS = {
@@ -59,8 +59,7 @@ FATAL = "lost", "unavailable"  # another request would fail as well
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion. `tokens` excludes a final end token; `logprobs` has one value per token, if
-    they were requested and returned."""
+    """A completion. `tokens` excludes a final end token; `logprobs` are those of its tokens."""
 
     text: str
     tokens: list[int]
@@ -83,25 +82,22 @@ class Server:
     ):  # fmt: skip
         self.tokenizer, self.name, self.eos_ids = tokenizer, name, eos_ids
         self.seconds, self.key = seconds, key
-        try:
+        with user_error(f"{url}: not a valid address; use one like http://localhost:8000"):
             base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
             if not base.host or base.scheme not in ("http", "https"):
-                raise ValueError
-        except (ValueError, httpx.InvalidURL):
-            raise UserError(
-                f"{url}: not a valid address; use one like http://localhost:8000"
-            ) from None
-        transport, self.proxy = make_transport(base, connections)
-        self.http = httpx.Client(
-            base_url=base, headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS)),
-            transport=transport,
-        )  # fmt: skip
+                raise ValueError("no http address")
+        remote, encrypted = base.host not in LOCAL_HOSTS, base.scheme == "https"
+        with user_error("a proxy or certificate variable of the environment is wrong"):
+            self.http = httpx.Client(
+                base_url=base, headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout=httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS)),
+                limits=httpx.Limits(max_connections=connections),
+                trust_env=remote,  # a server on this machine needs no proxy
+                verify=encrypted,  # otherwise no certificates are read
+            )  # fmt: skip
         self.url = str(base.copy_with(userinfo=b""))  # for messages
-        if key and base.scheme == "http" and not is_local(base.host):
+        if key and remote and not encrypted:
             note(f"the key is sent to {self.url} unencrypted and can be read in transit; use https")
-        if self.proxy:
-            self.url += f" (through {self.proxy})"
         self.accepts_ids = self.accepts_extra = self.returns_ids = True
         self.needs_logprobs = False  # to return token ids
         self.context = 2**31  # maximum number of tokens, if the server reports it
@@ -215,17 +211,12 @@ class Server:
             time.sleep(wait)
 
     def send(self, method: str, path: str, body: dict | None) -> str:
-        """Return the text of the response to one request. httpx limits the time per read; this
-        limits the total."""
-        begin, parts, what = time.monotonic(), [], ""
+        """Return the text of the response to one request."""
+        begin, what = time.monotonic(), ""
         if body:
             what = f" (max_tokens {body['max_tokens']}, prompt of {len(body['prompt'])})"
         try:
-            with self.http.stream(method, path, json=body) as response:
-                for part in response.iter_bytes():
-                    parts.append(part)
-                    if time.monotonic() - begin > self.seconds:
-                        raise httpx.ReadTimeout("the answer is still arriving")
+            response = self.http.request(method, path, json=body)
         except (httpx.ConnectError, httpx.ProxyError) as error:
             lost = f"cannot be reached ({error}); is it running?"
             raise RequestError(lost, "lost") from None
@@ -235,21 +226,18 @@ class Server:
         except httpx.HTTPError as error:
             broken = f"broke off its answer: {type(error).__name__}{what}"
             raise RequestError(broken, "failed") from None
-        text = b"".join(parts).decode("utf-8-sig", "replace")
+        text = response.content.decode("utf-8", "replace")
         self.check_status(response, path, f"{self.redact(error_message(text))[:200]}{what}")
         return text
 
     def check_status(self, response: httpx.Response, path: str, message: str) -> None:
-        """Raise RequestError unless the request succeeded."""
         status = response.status_code
         failure = f"HTTP {status}: {message}"
         if response.next_request:
             target = self.redact(str(response.next_request.url).removesuffix(path))
             raise RequestError(f"redirects to {target}; use that address instead", "unavailable")
-        if status in (401, 403, 407):
+        if status in (401, 403):
             needs = "requires a valid key; name its environment variable with --key-env"
-            if self.proxy:  # it may be the one that refused
-                needs = f"refuses access: {failure}; check {self.proxy} and --key-env"
             raise RequestError(needs, "unavailable")
         if status in BUSY_STATUS:
             busy = f"is still loading or overloaded after {self.seconds:.0f} s: {failure}"

@@ -15,7 +15,6 @@ def answer_logits(model: Transformer, prompt: list[int], tokens: list[int]) -> T
 
 
 def are_known(model: Transformer, tokens: list[int]) -> bool:
-    """Return whether the model's vocabulary has all these tokens."""
     return all(0 <= token < model.config.vocab_size for token in tokens)
 
 

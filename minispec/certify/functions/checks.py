@@ -10,30 +10,11 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from minispec.certify import examination
 from minispec.certify.common import GREEDY, Result, Verdict, describe, drafting_result
 from minispec.certify.conventions import Conventions, warper
-from minispec.certify.examination import (
-    MAX_RUNS,
-    MIN_ENTROPY,
-    Decoder,
-    Examination,
-    Request,
-    Row,
-    ends_correctly,
-    is_greedy,
-    judge,
-    keeps_lengths,
-    samples_fit,
-    select,
-    too_sharp,
-    wrong_end,
-)
-from minispec.certify.functions.checkpoints import (
-    FLATNESS,
-    GENERATION_CONFIG,
-    NEARLY_RIGHT,
-    write_checkpoint,
-)
+from minispec.certify.examination import Examination, Request, Row, is_greedy, keeps_lengths
+from minispec.certify.functions import checkpoints
 from minispec.certify.functions.decoder import FunctionDecoder, Implementation
 from minispec.certify.functions.enumeration import DrawsNothing, Enumeration
 from minispec.certify.functions.symbolic import CannotEnumerate
@@ -62,7 +43,7 @@ class Limits:
     """How much may be spent on one examination."""
 
     seconds: float = 180.0  # approximately
-    runs: int = MAX_RUNS  # of one statistical row
+    runs: int = examination.MAX_RUNS  # of one statistical row
     outcomes: int = 400  # of one enumeration
     length: int = 8  # tokens of the longest sequences that are enumerated
 
@@ -84,7 +65,7 @@ def check_implementation(
     plain = FunctionDecoder(baseline) if baseline else None
     with TemporaryDirectory() as temporary:
         cases = Cases(folder or Path(temporary), decoder, plain, limits)
-        yield from judge(cases.rows(only, checks), limits.seconds)
+        yield from examination.judge(cases.rows(only, checks), limits.seconds)
     if decoder.counts:
         drafted, accepted = map(sum, zip(*decoder.counts))
         yield Verdict("drafts", "accepted and rejected", *drafting_result(drafted, accepted))
@@ -102,7 +83,7 @@ class Cases:
 
     def exam(self, name: str, seed: int, vocab: int = 24, **options) -> Examination:
         """Write a checkpoint (see write_checkpoint) and return its examination."""
-        folder, model = write_checkpoint(self.root / name, seed, vocab, **options)
+        folder, model = checkpoints.write_checkpoint(self.root / name, seed, vocab, **options)
         baseline = self.baseline and self.baseline.at(folder)
         decoder = self.decoder.at(folder)
         return Examination(decoder, model, baseline, conventions=self.conventions, name=name)
@@ -113,7 +94,8 @@ class Cases:
                   "statistical": self.statistical_rows}  # fmt: skip
         check, colon, _ = only.partition(": ")
         chosen = [name for name in checks if not colon or name.endswith(check)]
-        return select((row for name in groups if name in chosen for row in groups[name]()), only)
+        rows = (row for name in groups if name in chosen for row in groups[name]())
+        return examination.select(rows, only)
 
     def greedy_rows(self) -> Iterator[Row]:
         exams = [self.exam(f"model{seed}", seed) for seed in range(2)]
@@ -134,16 +116,19 @@ class Cases:
         arguments = [1, 2, 3, 1, 2], [8, 3, 24, 1, 8]
         yield Row("limits", "the same prompt again", exam, keeps_lengths, arguments, False)
         yield Row("limits", "last rows of the context", exam, fills_context, (), False)
-        for count, where in (1, "config.json"), (2, GENERATION_CONFIG), (3, GENERATION_CONFIG):
+        generation_config = checkpoints.GENERATION_CONFIG
+        for count, where in (1, "config.json"), (2, generation_config), (3, generation_config):
             case = f"{count} end token{'s' * (count > 1)}, {where}"
             yield Row("limits", case, exam, ends_everywhere, (self, count, where), False)
         for seed in 0, 13:
-            loop = greedy_loop(self.exam(f"loops{seed}", seed, loops=True).model)
+            model = self.exam(f"loops{seed}", seed, loops=True).model
+            tokens = decode(model, None, [1], max_new_tokens=60).tokens[30:]
+            loop = tokens[: tokens.index(tokens[0], 1)]  # repeated forever
             eos = "config.json", loop[2]
             exam = self.exam(f"loops{seed}", seed, loops=True, eos=eos)
             prompts = [loop * 3 + loop[:i] for i in range(len(loop))]
             case = f"end token in a loop of {len(loop)}"
-            yield Row("limits", case, exam, ends_correctly, (prompts, 24), False)
+            yield Row("limits", case, exam, examination.ends_correctly, (prompts, 24), False)
 
     def exact_rows(self) -> Iterator[Row]:
         def row(vocab, seed, sampling, more="", weight=1.0, copies=1, **options) -> Row:
@@ -153,7 +138,7 @@ class Cases:
             return Row("exact", case, exam, is_exact, arguments, weight=weight)
 
         yield row(2, 23, UNWARPED)
-        yield row(2, 25, UNWARPED, GOOD_DRAFT, 4.0, noise=NEARLY_RIGHT)
+        yield row(2, 25, UNWARPED, GOOD_DRAFT, 4.0, noise=checkpoints.NEARLY_RIGHT)
         yield row(3, 31, UNWARPED, END_TOKEN, eos=("config.json", 2))
         yield row(3, 49, UNWARPED, LONG_PROMPT, copies=20)
         for sampling in Sampling(0.6), *FUNCTION_SAMPLINGS[1:5], Sampling(2.0, 3):
@@ -163,20 +148,14 @@ class Cases:
         def row(name, sampling, more="", weight=1.0, seed=22, copies=1, n=12, **options) -> Row:
             exam, case = self.exam(name, seed, VOCAB, **options), describe(sampling) + more
             arguments = Request(copies * REPETITIVE_PROMPT, n, sampling), self.limits.runs
-            return Row("statistical", case, exam, samples_fit, arguments, weight=weight)
+            return Row("statistical", case, exam, examination.samples_fit, arguments, weight=weight)
 
         yield row("sampled", UNWARPED, weight=6.0)
         yield from (row("sampled", sampling) for sampling in FUNCTION_SAMPLINGS[1:])
         yield row("long-prompt", UNWARPED, LONG_PROMPT, seed=33, copies=20)
-        yield row("sharp", HOT, flatness=2 * FLATNESS)
+        yield row("sharp", HOT, flatness=2 * checkpoints.FLATNESS)
         yield row("ending", UNWARPED, END_TOKEN, seed=57, eos=("config.json", VOCAB - 1))
-        yield row("well-drafted", UNWARPED, GOOD_DRAFT, 6.0, n=24, noise=NEARLY_RIGHT)
-
-
-def greedy_loop(model: Transformer) -> list[int]:
-    """Return the tokens that greedy decoding repeats forever."""
-    tokens = decode(model, None, [1], max_new_tokens=60).tokens[30:]
-    return tokens[: tokens.index(tokens[0], 1)]
+        yield row("well-drafted", UNWARPED, GOOD_DRAFT, 6.0, n=24, noise=checkpoints.NEARLY_RIGHT)
 
 
 # ---- greedy and limits ---------------------------------------------------------------------------
@@ -215,7 +194,7 @@ def ends_everywhere(exam: Examination, cases: Cases, count: int, where: str) -> 
     for end in ends:
         eos = where, [*others, end] if others else end
         one = replace(cases.exam(f"eos{count}-{end}", 2, eos=eos), evidence=exam.evidence)
-        passed, detail = ends_correctly(one, [prompt], 12)
+        passed, detail = examination.ends_correctly(one, [prompt], 12)
         if not passed:
             return False, f"end tokens {[*others, end]}: {detail}"
     return True, f"at {len(ends)} offsets, greedily and with top-k 1 if supported"
@@ -247,7 +226,7 @@ def is_exact(exam: Examination, request: Request, limits: Limits) -> Result:
         except CannotEnumerate as error:
             if n > 1 or not isinstance(error, DrawsNothing):
                 return None, f"cannot be enumerated: {error}"
-            passed, detail = samples_fit(exam, request._replace(n=1), runs=400)
+            passed, detail = examination.samples_fit(exam, request._replace(n=1), runs=400)
             if passed is False:
                 return False, f"max_new_tokens 1: {detail}"
             n = 2
@@ -268,12 +247,11 @@ def is_exact(exam: Examination, request: Request, limits: Limits) -> Result:
 
 
 def little_entropy(model: Transformer, warp: Warp, prompt: list[int] = BINARY_PROMPT) -> str:
-    """Return a reason if the distributions of the first tokens are so sharp that equal samples
-    would prove little, otherwise ""."""
+    """Return a reason if the first tokens are so predictable that equal samples prove little."""
     sequences = list(product(range(model.config.vocab_size), repeat=ENTROPY_TOKENS))
     exact = probabilities(model, prompt, warp, sequences).values()
     entropy = -sum(p * math.log2(p) for p in exact if p > 0) / ENTROPY_TOKENS
-    return "" if entropy > MIN_ENTROPY else too_sharp(entropy)
+    return "" if entropy > examination.MIN_ENTROPY else examination.too_sharp(entropy)
 
 
 class Enumerated(Enumeration):
@@ -295,7 +273,7 @@ class Enumerated(Enumeration):
             return self.plain.distribution
         (prompt, n, *_), config = self.request, self.exam.model.config
         known = [x for x in self.distribution if set(x) <= set(range(config.vocab_size))]
-        sequences = [x for x in known if not wrong_end([*x], n, config.eos_ids)]
+        sequences = [x for x in known if not examination.wrong_end([*x], n, config.eos_ids)]
         return Counter(probabilities(self.exam.model, prompt, warp, sequences))
 
     def test(self, warp: Warp) -> Result:
@@ -325,11 +303,10 @@ def excess(found: Distribution, exact: Distribution) -> float:
 def probabilities(
     model: Transformer, prompt: list[int], warp: Warp, sequences: list[Tokens]
 ) -> Distribution:
-    """Return the probability of each of these sequences."""
     intervals = Scores(model, prompt, warp).add(sequences).intervals
     return {sequence: math.prod(p for _, p in intervals[sequence]) for sequence in sequences}
 
 
-def sampler(decoder: Decoder, request: Request) -> Callable[[int], Tokens]:
+def sampler(decoder: examination.Decoder, request: Request) -> Callable[[int], Tokens]:
     """Return the decoder's tokens for this request, as a function of the seed."""
     return lambda seed: tuple(decoder.batch([request._replace(seed=seed)])[0][: request.n])

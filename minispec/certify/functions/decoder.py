@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from minispec.certify.common import Failed, NotSupported
 from minispec.certify.examination import Request
-from minispec.cli import UserError
+from minispec.cli import UserError, user_error
 
 MANY = 50  # requests that take long enough for a progress bar
 
@@ -44,7 +44,8 @@ def load_implementation(name: str, flag: str = "--impl") -> Implementation:
     if not colon:
         raise UserError(f"{flag} {name}: name the function, too, as in {name}:decode")
     sys.path.insert(0, "")
-    try:
+    advice = "use package.module:function or file.py:function"
+    with user_error(f"{flag} {name}: cannot be imported; {advice}"):
         if module_name.endswith(".py"):
             sys.path.insert(0, str(Path(module_name).parent))
             spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
@@ -53,9 +54,6 @@ def load_implementation(name: str, flag: str = "--impl") -> Implementation:
         else:
             module = importlib.import_module(module_name)
         found = getattr(module, function)
-    except (Exception, SystemExit) as error:  # importing a module may raise anything
-        hint = "use package.module:function or file.py:function"
-        raise UserError(f"{flag} {name}: cannot be imported ({error}); {hint}") from None
     if not callable(found):
         raise UserError(f"{flag} {name}: is not a function")
     return found

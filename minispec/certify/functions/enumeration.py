@@ -30,6 +30,7 @@ from tqdm import tqdm
 from minispec.certify.functions.generators import generators_replaced
 from minispec.certify.functions.interception import InterceptedRandomness
 from minispec.certify.functions.symbolic import CannotEnumerate
+from minispec.certify.scoring import Tokens
 from minispec.certify.statistics import Distribution, chi_square_p
 from minispec.certify.toys import ScriptedRandomness
 
@@ -43,7 +44,6 @@ FALSE_SKIP = 1e-4  # probability that they are misleading
 NEGLIGIBLE = 1e-12  # probability of a choice that only exists due to rounding
 ROUNDING = 1e-6  # of a total probability
 SEED_STEP = 1000  # between two calls, so that seeds which a decoder derives from them differ
-Tokens = tuple[int, ...]
 Drawn = dict[float, str]  # see InterceptedRandomness
 
 

@@ -150,8 +150,8 @@ def replacements() -> dict[int, tuple[object, object]]:
 
 @contextmanager
 def generators_replaced() -> Iterator[None]:
-    """Replace every module-level name of a random function, class or generator. Restore these and
-    the states of the global generators at the end."""
+    """Replace all module-level names of random functions, classes and generators, then restore them
+    and the states of the global generators."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     known, undo = replacements(), []
     for name, module in list(sys.modules.items()):

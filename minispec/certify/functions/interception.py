@@ -10,22 +10,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from minispec.certify.functions.symbolic import (
-    METADATA,
-    NEGLIGIBLE,
-    CannotEnumerate,
-    SymbolicUniform,
-    like,
-    map_nested,
-    ordinary,
-)
+from minispec.certify.functions import symbolic
+from minispec.certify.functions.symbolic import NEGLIGIBLE, CannotEnumerate, SymbolicUniform, like
 from minispec.sampling import Randomness
 
 MAX_CHOICES = 2000  # of one call
 DRAWS = ("(rand|normal_|geometric_|cauchy_|log_normal_|binomial)|"
          "(normal|poisson|uniform_|exponential_|bernoulli_?|multinomial)$")  # fmt: skip
 is_draw = cache(re.compile(DRAWS).match)  # of a function's name
-HARMLESS = METADATA | {"__hash__"}  # functions that reveal nothing about the numbers
+HARMLESS = symbolic.METADATA | {"__hash__"}  # functions that reveal nothing about the numbers
 REAL = np.random.default_rng(0)  # of the numbers that nobody chooses
 
 
@@ -93,7 +86,7 @@ class InterceptedRandomness(TorchFunctionMode):
         if not hasattr(self, f"on_{name}"):
             raise CannotEnumerate(f"it uses torch.{name}")
         kept = name.endswith(("_", "_like"))  # the values of its first argument are not used
-        args = *args[:kept], *map_nested(self.number_of, tuple(args[kept:]))
+        args = *args[:kept], *symbolic.map_nested(self.number_of, tuple(args[kept:]))
         options = {key: x if key == "out" else self.number_of(x) for key, x in options.items()}
         real = function(*args, **options)  # raises the errors of wrong arguments
         self.torch_states.add(torch_state())
@@ -115,8 +108,8 @@ class InterceptedRandomness(TorchFunctionMode):
             numbers.append((number, number.sample if x is number else x))
             return numbers[-1][1]
 
-        args, options = map_nested(real_of, (tuple(args), options))
-        if not numbers or name in METADATA:
+        args, options = symbolic.map_nested(real_of, (tuple(args), options))
+        if not numbers or name in symbolic.METADATA:
             return function(*args, **options)
         if len(numbers) > 1:
             raise CannotEnumerate(f"it calls {name.strip('_')} with several random numbers")
@@ -155,7 +148,7 @@ class InterceptedRandomness(TorchFunctionMode):
     def number_of(self, x):
         """Return the random numbers for which x stands."""
         if not self.memory or (storage := storage_of(x)) not in self.memory:
-            return ordinary(x)
+            return symbolic.ordinary(x)
         view = x.dtype, x.storage_offset(), x.shape, x.stride()
         if view not in self.memory[storage]:
             raise CannotEnumerate("it fills a tensor with random numbers and uses a view of it")

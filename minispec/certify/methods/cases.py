@@ -9,18 +9,9 @@ import torch
 from torch import Tensor
 
 from minispec.cache import KVCache
+from minispec.certify import toys
 from minispec.certify.common import GREEDY
-from minispec.certify.toys import (
-    Method,
-    Toy,
-    ToyHeads,
-    negated,
-    random_eagle3_head,
-    random_medusa_heads,
-    random_mtp_head,
-    small_model,
-    two_languages,
-)
+from minispec.certify.toys import Method, Toy, ToyHeads, small_model
 from minispec.checkpoints.heads import PUBLISHED_TREES
 from minispec.generate import METHODS
 from minispec.methods.adaptive import AdaptiveK, AdaptiveNodes, AdaptiveTree
@@ -147,14 +138,14 @@ def every_path(ranks: int, nodes: int) -> list[RankPath]:
 
 def mtp_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     """Yield (name, options) for every way to draft with a FastMTP head."""
-    head, vocabulary, hot = random_mtp_head(model, seed), two_languages(model), Sampling(2.0)
+    head, vocabulary = toys.random_mtp_head(model, seed), toys.two_languages(model)
     for k in (1, 2):
         yield f"k={k}, sampled drafts", {"head": head, "k": k}
     for k in range(1, 7):
         yield f"k={k}, argmax drafts", {"head": head, "k": k, "draft_sampling": GREEDY}
     compressed = {"head": head, "k": 2, "vocabulary": vocabulary}
     yield "k=2, compressed", compressed
-    yield "k=2, hot drafts, compressed", compressed | {"draft_sampling": hot}
+    yield "k=2, hot drafts, compressed", compressed | {"draft_sampling": Sampling(2.0)}
     yield "k=auto", {"head": head, "k": ADAPTIVE_K}
     yield "k=auto, probing", {"head": head, "k": PROBING_K}
     yield "tree=1", {"head": head, "tree": 1}
@@ -166,7 +157,7 @@ def mtp_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
 
 def head_options(model: Transformer, seed: int) -> Iterator[tuple[str, str, dict]]:
     """Yield (method, name, options) for both heads. EAGLE-3's has its own vocabulary."""
-    eagle3 = {"head": random_eagle3_head(model, seed)}
+    eagle3 = {"head": toys.random_eagle3_head(model, seed)}
     for name, options in mtp_options(model, seed):
         yield "fastmtp", name, options
         if "vocabulary" not in options:
@@ -175,24 +166,24 @@ def head_options(model: Transformer, seed: int) -> Iterator[tuple[str, str, dict
 
 def hybrid_options(model: Transformer, seed: int) -> Iterator[tuple[str, dict]]:
     """Yield (name, options) for both drafters that hybrid can have, and for its policies."""
-    head = {"head": random_mtp_head(model, seed)}
+    head = {"head": toys.random_mtp_head(model, seed)}
     draft = {"draft": small_model(seed + 1000, model.config.vocab_size, layers=1)}
     yield "k=1", head | {"k": 1, "lookup_k": 2}
-    yield "k=2, compressed", head | {"k": 2, "vocabulary": two_languages(model)}
+    yield "k=2, compressed", head | {"k": 2, "vocabulary": toys.two_languages(model)}
     yield "k=2, draft model", draft | {"k": 2}
     yield "argmax drafts", head | {"draft_sampling": GREEDY}
     yield "auto", head | {"k": ADAPTIVE_K, "lookup_k": ADAPTIVE_K}
     yield "auto, probing", head | {"k": PROBING_K, "lookup_k": PROBING_K}
     yield "auto, draft model", draft | {"k": ADAPTIVE_K, "lookup_k": PROBING_K}
     yield "tree=6", head | {"tree": 6}
-    yield "k=2, EAGLE-3", {"head": random_eagle3_head(model, seed), "k": 2}
+    yield "k=2, EAGLE-3", {"head": toys.random_eagle3_head(model, seed), "k": 2}
     yield "tree=auto", head | {"tree": ADAPTIVE_NODES, "lookup_k": ADAPTIVE_K}
 
 
 def medusa_compressed(model: Transformer, seed: int, tree: list[RankPath]) -> Method:
     """Medusa with a vocabulary that switches and may have fewer tokens than the tree has ranks."""
-    heads = random_medusa_heads(model, seed, shared=True)
-    return bound("medusa", heads=heads, tree=tree, vocabulary=two_languages(model))
+    heads = toys.random_medusa_heads(model, seed, shared=True)
+    return bound("medusa", heads=heads, tree=tree, vocabulary=toys.two_languages(model))
 
 
 # ---- cases for proofs by enumeration -------------------------------------------------------------
@@ -287,7 +278,7 @@ def greedy_cases(model: Transformer, seed: int) -> Iterator[tuple[str, Method]]:
     other = small_model(seed + 1000)
     yield "prompt-lookup", bound("prompt-lookup")
     yield "prompt-lookup, probing", bound("prompt-lookup", k=PROBING_K)
-    for name, draft in ("random", other), ("self", model), ("always wrong", negated(model)):
+    for name, draft in ("random", other), ("self", model), ("always wrong", toys.negated(model)):
         for k in (1, 4, ADAPTIVE_K) if seed else (1, 2, 3, 5, 8, ADAPTIVE_K, PROBING_K):
             label = {ADAPTIVE_K: "auto", PROBING_K: "auto, probing"}.get(k, k)
             yield f"speculative, {name} draft, k={label}", bound("speculative", draft=draft, k=k)
@@ -304,7 +295,7 @@ def greedy_cases(model: Transformer, seed: int) -> Iterator[tuple[str, Method]]:
             yield f"{method}, {name}", bound(method, **options)
     for name, options in hybrid_options(model, seed):
         yield f"hybrid, {name}", bound("hybrid", **options)
-    heads = random_medusa_heads(model, seed)
+    heads = toys.random_medusa_heads(model, seed)
     for name, paths in RANK_TREES.items():
         yield f"medusa, {name}", bound("medusa", heads=heads, tree=paths)
     for name, tree in ("auto", ADAPTIVE_TREE), ("auto, probing", PROBING_TREE):

@@ -7,21 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from minispec.certify import toys
 from minispec.certify.common import GREEDY, Verdict, first_difference
 from minispec.certify.methods import cases
 from minispec.certify.statistics import FALSE_ALARM, chi_square_p
-from minispec.certify.toys import (
-    Method,
-    Toy,
-    ToyHeads,
-    exact_distribution,
-    first_tokens,
-    letter_tokenizer,
-    random_eagle3_head,
-    random_mtp_head,
-    small_model,
-    total_variation,
-)
+from minispec.certify.toys import Method, Toy, ToyHeads, first_tokens, small_model
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.generate import METHODS, decode
 from minispec.model import Transformer
@@ -45,15 +35,15 @@ Check = Callable[..., Iterator[Verdict]]
 
 def check_exact(only: str = "") -> Iterator[Verdict]:
     """Check that the output distribution, summed over all random outcomes, is plain decoding's."""
-    plain = functools.cache(partial(exact_distribution, PLAIN))
+    plain = functools.cache(partial(toys.exact_distribution, PLAIN))
     for case in cases.exact_cases():
         for label in case.samplings:
             name, settings = f"{case.name}, {label}", (cases.SAMPLINGS[label], case.n)
             if only not in name:
                 continue
             arguments = case.model, case.prompt, *settings
-            ours, expected = exact_distribution(case.method, *arguments), plain(*arguments)
-            distance = max(total_variation(ours, expected), abs(sum(ours.values()) - 1))
+            ours, expected = toys.exact_distribution(case.method, *arguments), plain(*arguments)
+            distance = max(toys.total_variation(ours, expected), abs(sum(ours.values()) - 1))
             detail = f"TV {distance:.1e} over {len(ours)} sequences of {case.n} tokens"
             yield Verdict("exact", name, distance < TV_TOLERANCE, detail)
 
@@ -142,7 +132,7 @@ def check_statistical(only: str = "") -> Iterator[Verdict]:
         if case.name not in SEEDED_CASES or only not in case.name:
             continue
         arguments = case.model, case.prompt, sampling
-        exact = exact_distribution(PLAIN, *arguments, JOINT_TOKENS)
+        exact = toys.exact_distribution(PLAIN, *arguments, JOINT_TOKENS)
         runs = (first_tokens(case.method, *arguments, Seeded(i), JOINT_TOKENS) for i in range(RUNS))
         p = chi_square_p(Counter(runs), exact)
         detail = f"p = {p:.3f}, {RUNS} runs (below {FALSE_ALARM:.0e} fails)"
@@ -171,8 +161,8 @@ def check_limits(only: str = "") -> Iterator[Verdict]:
     def transformer(eos: tuple[int, ...] = ()) -> Transformer:
         return small_model(1, vocab=3, layers=1, context=CONTEXT, eos_ids=eos)
 
-    toys = [lambda eos, seed=seed: Toy(seed, context=CONTEXT, eos=eos) for seed in (5, 6)]
-    head = random_mtp_head(transformer(), 1)
+    tables = [lambda eos, seed=seed: Toy(seed, context=CONTEXT, eos=eos) for seed in (5, 6)]
+    head = toys.random_mtp_head(transformer(), 1)
     draft = small_model(2, vocab=3, layers=1)
     for name, options in {
         "speculative": {"draft": Toy(77), "k": 4},
@@ -188,19 +178,19 @@ def check_limits(only: str = "") -> Iterator[Verdict]:
         "medusa, probing": {"heads": ToyHeads(3), "tree": cases.PROBING_TREE},
         "fastmtp": {"head": head, "k": 4},
         "fastmtp, probing": {"head": head, "k": cases.PROBING_K},
-        "eagle3": {"head": random_eagle3_head(transformer(), 1), "k": 4},
+        "eagle3": {"head": toys.random_eagle3_head(transformer(), 1), "k": 4},
         "hybrid": {"head": head, "k": 4},
         "hybrid, probing": {"head": head, "k": cases.PROBING_K, "lookup_k": cases.PROBING_K},
         "hybrid, draft model": {"draft": draft, "k": 2, "lookup_k": cases.ADAPTIVE_K},
     }.items():
         if only in name:
-            targets = [transformer] if name.startswith(("fastmtp", "eagle3", "hybrid")) else toys
+            targets = [transformer] if name.startswith(("fastmtp", "eagle3", "hybrid")) else tables
             yield check_endings(name, options, targets)
 
 
 def check_endings(name: str, options: dict, targets: list[Callable]) -> Verdict:
     """Check every ending of one method on the `targets`, which are functions of the end tokens."""
-    failures, count, tokenizer, method = [], 0, letter_tokenizer(3), name.split(",")[0]
+    failures, count, tokenizer, method = [], 0, toys.letter_tokenizer(3), name.split(",")[0]
     for make in targets:
         for label, eos, ending in endings():
             model = make(eos)

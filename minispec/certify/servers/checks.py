@@ -5,29 +5,11 @@ from collections.abc import Iterator
 
 import torch
 
+from minispec.certify import examination
 from minispec.certify.common import GREEDY, NotSupported, Result, Verdict, describe, drafting_result
-from minispec.certify.examination import (
-    Request,
-    Row,
-    baseline_tokens,
-    difference,
-    ends_correctly,
-    is_greedy,
-    judge,
-    keeps_lengths,
-    samples_fit,
-    select,
-    wrong_end,
-)
-from minispec.certify.servers.context import (
-    ANSWER_TOKENS,
-    CONCURRENCY,
-    TIME_LIMIT_MINUTES,
-    ServerContext,
-    ServerDecoder,
-    make_prompts,
-    tolerance_of,
-)
+from minispec.certify.examination import Request, Row, is_greedy, keeps_lengths, samples_fit
+from minispec.certify.servers import context
+from minispec.certify.servers.context import ANSWER_TOKENS, ServerContext, ServerDecoder
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.model import Transformer
 from minispec.remote.client import RequestError, Server
@@ -57,34 +39,38 @@ def check_server(
     `only` selects rows by a part of "check: case". A baseline is a server of the same model that
     decodes plainly. The server must then equal the baseline instead of our model; a row reports
     where the baseline itself differs from ours."""
-    prompts = make_prompts(model, tokenizer)
+    prompts = context.make_prompts(model, tokenizer)
     for one in filter(None, (server, baseline)):
         one.probe(next(iter(prompts.values()))[0])
-    seconds = 60 * TIME_LIMIT_MINUTES
+    seconds = 60 * context.TIME_LIMIT_MINUTES
     end = time.monotonic() + seconds
     decoder = ServerDecoder(server, model, tokenizer, end)
     plain = ServerDecoder(baseline, model, tokenizer, end) if baseline else None
     ctx = ServerContext(decoder, model, plain, requests=requests)
     ctx.choose_prompts(prompts)
-    ctx.tolerance = tolerance_of(precision, model, ctx.prompts)
+    ctx.tolerance = context.tolerance_of(precision, model, ctx.prompts)
     is_model = Row("server", str(server.name), ctx, is_this_model, (), False)
-    selected = select((row for row in rows(ctx, samplings) if row.check in checks), only)
+    requested = (row for row in rows(ctx, samplings) if row.check in checks)
+    selected = examination.select(requested, only)
     before = server.draft_counts()
     try:
-        for verdict in judge([is_model, *selected], seconds):
+        for verdict in examination.judge([is_model, *selected], seconds):
             yield verdict
             if verdict.check == "server" and not verdict.passed:
                 return
     except RequestError:  # the server cannot be reached, as the last row says
         return
-    passed, detail = drafting_since(before, server.draft_counts())
-    yield Verdict("drafts", f"in {server.requests} requests", passed, detail)
+    result = None, "no draft statistics: only plain decoding may have been tested"
+    if after := server.draft_counts():
+        result = drafting_result(*(b - a for a, b in zip(before or (0, 0), after)))
+    yield Verdict("drafts", f"in {server.requests} requests", *result)
 
 
 def rows(ctx: ServerContext, samplings: tuple[Sampling, ...]) -> Iterator[Row]:
     for kind, prompts in ctx.prompts.items():
         yield Row("greedy", kind, ctx, is_greedy, (prompts, ANSWER_TOKENS))
-    yield Row("load", f"{CONCURRENCY} concurrent, mixed temperatures", ctx, handles_load, (), False)
+    mixed = f"{context.CONCURRENCY} concurrent, mixed temperatures"
+    yield Row("load", mixed, ctx, handles_load, (), False)
     if not ctx.has_ids:
         for check in "limits", "distribution":
             yield Row(check, "all", ctx, needs_ids, (), False)
@@ -133,7 +119,7 @@ def ends_are_right(ctx: ServerContext) -> Result:
     answers, eos_ids = ctx.greedy_answers(), ctx.model.config.eos_ids
     ending = [ids for ids, tokens in answers if not set(eos_ids).isdisjoint(tokens)]
     prompts = ending or [ids for ids, _ in answers]
-    return ends_correctly(ctx, prompts[:8], ANSWER_TOKENS)
+    return examination.ends_correctly(ctx, prompts[:8], ANSWER_TOKENS)
 
 
 def obeys_eos(ctx: ServerContext, end: int) -> Result:
@@ -169,22 +155,15 @@ def handles_load(ctx: ServerContext) -> Result:
     requests = [Request(ids, ANSWER_TOKENS, s) for ids in prompts for s in samplings]
     answers, ties = ctx.decoder.batch(requests), 0
     for request, tokens in list(zip(requests, answers))[::2]:  # the greedy ones
-        plain = baseline_tokens(ctx, request.prompt, request.n)
-        problem, differing = difference(ctx, request.prompt, tokens[: request.n], plain)
+        plain = examination.baseline_tokens(ctx, request.prompt, request.n)
+        problem, differing = examination.difference(ctx, request.prompt, tokens[: request.n], plain)
         if ctx.has_ids:
-            problem = wrong_end(tokens, request.n, ctx.model.config.eos_ids) or problem
+            problem = examination.wrong_end(tokens, request.n, ctx.model.config.eos_ids) or problem
         if problem:
             ctx.remember(request, tokens=tokens)
             return False, f"prompt of {len(request.prompt)} tokens: {problem}"
         ties += differing
     return True, f"{len(prompts)} greedy and {len(prompts)} sampled answers; {ties} ties"
-
-
-def drafting_since(before: tuple[int, int] | None, after: tuple[int, int] | None) -> Result:
-    """Check, by the server's counters, that drafts were both accepted and rejected."""
-    if after is None:
-        return None, "no draft statistics: only plain decoding may have been tested"
-    return drafting_result(*(b - a for a, b in zip(before or (0, 0), after)))
 
 
 # ---- samples -------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """A server as a decoder under examination, and the prompts and tolerance of its examination."""
 
-import argparse
 import copy
 import random
 import time
@@ -40,10 +39,9 @@ class ServerDecoder:
     def batch(self, requests: list[Request]) -> list[list[int]]:
         """Return the tokens for several requests, which are sent concurrently."""
         answers = in_parallel(self.ask, requests, CONCURRENCY)
-        quiet = len(requests) == 1 or None  # None: unless this is a terminal
-        answers = list(tqdm(answers, "requests", len(requests), leave=False, disable=quiet))
+        bar = tqdm(answers, "requests", len(requests), leave=False, disable=None, delay=5)
         found = []
-        for i, answer in answers:
+        for i, answer in list(bar):
             prompt, n, sampling, _ = requests[i]
             found.append(self.with_end(prompt, n, answer))
             if (n, sampling) == (ANSWER_TOKENS, GREEDY):
@@ -65,8 +63,7 @@ class ServerDecoder:
             raise
 
     def with_end(self, prompt: list[int], n: int, answer: Answer) -> list[int]:
-        """Return the tokens of an answer of at most `n` tokens. If an end token ended it before,
-        append the most probable one."""
+        """Return an answer's tokens with an end token, the most probable one, if it ended early."""
         tokens = self.answer_tokens(prompt, n, answer)
         return identity.with_end(self.model, prompt, tokens, n, answer.ended)
 
@@ -183,12 +180,7 @@ def precision(text: str) -> float | torch.dtype:
     """Parse --precision: the name of a dtype, or the logit gap below which tokens are tied."""
     if text in ("float64", "float32", "float16", "bfloat16"):
         return getattr(torch, text)
-    try:
-        return number(0, 100, float)(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(
-            f"{text}: use float32, float16, bfloat16, or a gap in logits"
-        ) from None
+    return number(0, 100, float)(text)
 
 
 def tolerance_of(precision: float | torch.dtype, model: Transformer, prompts: dict) -> float:
