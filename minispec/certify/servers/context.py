@@ -1,5 +1,6 @@
 """A server as a decoder under examination, and the prompts and tolerance of its examination."""
 
+import argparse
 import copy
 import random
 import time
@@ -180,7 +181,12 @@ def precision(text: str) -> float | torch.dtype:
     """Parse --precision: the name of a dtype, or the logit gap below which tokens are tied."""
     if text in ("float64", "float32", "float16", "bfloat16"):
         return getattr(torch, text)
-    return number(0, 100, float)(text)
+    try:
+        return number(0, 100, float)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text}: use float32, float16, bfloat16, or a gap in logits"
+        ) from None
 
 
 def tolerance_of(precision: float | torch.dtype, model: Transformer, prompts: dict) -> float:
