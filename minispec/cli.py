@@ -132,7 +132,8 @@ def command(main: Callable) -> Callable:
             if signal.getsignal(signal.SIGINT) is exit_on_sigint:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             main(argv)
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except KeyboardInterrupt:
             sys.exit(130)
         except BrokenPipeError:  # nobody reads our output any more, so there is nothing to report
@@ -199,7 +200,8 @@ def drop_unwritable_output() -> None:
     """If standard output cannot be written, discard it from now on. Otherwise Python would complain
     at exit about what is left in its buffer."""
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError:
         with contextlib.suppress(OSError):  # not a file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -92,7 +92,8 @@ def negated(model: Transformer) -> Transformer:
 
 
 def small_model(seed: int, vocab: int = 24, context: int = 128, **changes) -> Transformer:
-    """A tiny random float64 Transformer, no parameter of which is 0 or 1; `changes` its Config."""
+    """A tiny random Transformer in float64 without any parameter that is exactly 0 or 1. `changes`
+    are fields of its Config."""
     settings = dict(hidden_size=16, intermediate_size=24, layers=2, heads=4, kv_heads=2, head_dim=4)
     model = Transformer(Config(**(settings | changes), vocab_size=vocab, context=context)).double()
     return randomise(model, seed)
