@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -443,6 +444,12 @@ def test_what_a_submission_started_ends_with_the_test(tmp_path):
                 return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             time.sleep(0.1)
     raise AssertionError("the orphan is alive")
+
+
+def test_a_busy_machine_costs_no_points():
+    """Two seconds in which the child does not compute, with a limit of one."""
+    wait = partial(time.sleep, 2)
+    assert isolation.run_apart(wait, isolation.contents(), 1, 4) == (None, "", False)
 
 
 def test_an_endless_loop_is_waited_for_twice(tmp_path):

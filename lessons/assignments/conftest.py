@@ -56,7 +56,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="give points for the package's own functions as well",
     )
-    parser.addini("seconds", "how long a test may run")
+    parser.addini("seconds", "how much processor time a test may use")
     parser.addini("gigabytes", "how much memory a test may allocate")
 
 

@@ -5,6 +5,7 @@ sandbox: whoever wants to forge points can. README.md says how to grade in a con
 import contextlib
 import functools
 import inspect
+import math
 import multiprocessing
 import os
 import pkgutil
@@ -42,6 +43,7 @@ FILES = {
         "starter.py", "reference.py", "mistakes.py", f"test_{folder.name}.py")),
 }  # fmt: skip
 LIMITS = "seconds", "gigabytes"  # of a test, in pytest.ini
+PATIENCE = 5  # other programs may keep the processor busy for this many times a test's seconds
 IGNORED = {"README.md", "__pycache__", ".pytest_cache", ".DS_Store"}
 
 
@@ -83,28 +85,29 @@ def run_apart(
     work: Callable[[], object], before: dict[Path, bytes], seconds: float, gigabytes: float
 ) -> tuple[object, str, bool]:
     """Run `work` in a fork of this process. Returns its result and "", or raises its exception. If
-    the child ends before it has sent one of them, needs too long, does what is refused or leaves
-    the grader's files other than `before`: returns None, this problem, and whether it had to be
-    stopped."""
+    the child ends before it has sent one of them, needs more than `seconds` of processor time or
+    PATIENCE times as long, does what is refused or leaves the grader's files other than `before`:
+    returns None, this problem, and whether it had to be stopped."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=send_result, args=(work, sender, gigabytes))
+    child = context.Process(target=send_result, args=(work, sender, seconds, gigabytes))
     with warnings.catch_warnings():
         # newer Pythons warn if there are other threads; here they only wait
         warnings.simplefilter("ignore", DeprecationWarning)
         child.start()
     sender.close()  # the child's end: now its death ends the pipe
-    result, stopped = None, False
+    result, problem = None, None
     try:
-        if receiver.poll(seconds):
-            problem = None
+        in_time = receiver.poll(PATIENCE * seconds)
+        if in_time:
             with contextlib.suppress(EOFError):
                 result, problem = receiver.recv()
             child.join(1)
-            if problem is None:
-                problem = f"the process ended with status {child.exitcode} before it was done"
-        else:
-            problem, stopped = f"it ran for more than {seconds:g} seconds and was stopped", True
+        stopped = not in_time or -(child.exitcode or 0) == getattr(signal, "SIGXCPU", None)
+        if stopped:
+            problem = f"it ran for more than {seconds:g} seconds and was stopped"
+        elif problem is None:
+            problem = f"the process ended with status {child.exitcode} before it was done"
     finally:  # also if grading is interrupted
         with contextlib.suppress(OSError):
             os.killpg(child.pid, signal.SIGKILL)  # what the submission has started ends with it
@@ -118,14 +121,17 @@ def run_apart(
     return None if problem else result, problem, stopped
 
 
-def send_result(work: Callable[[], object], sender: Connection, gigabytes: float) -> None:
+def send_result(
+    work: Callable[[], object], sender: Connection, seconds: float, gigabytes: float
+) -> None:
     """Do the work in the child. Send the result, or the exception that was raised, and no problem.
     """
     os.setpgrp()
     if resource is not None:
-        limit = int(gigabytes * 2**30)
-        with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        limits = {resource.RLIMIT_DATA: gigabytes * 2**30, resource.RLIMIT_CPU: seconds}
+        for which, limit in limits.items():
+            with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
+                resource.setrlimit(which, (math.ceil(limit), math.ceil(limit) + 1))
     refuse_events(sender)
     try:
         result = work()
