@@ -151,12 +151,12 @@ def additive_mask(attn_mask: Tensor, like: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
     """Attention of q (B, n, heads, head_dim) over k and v (B, keys, kv_heads, head_dim), of q's
-    shape. On a GPU, all query heads that share a key head attend as rows of one head: grouped
-    queries and a mask together would keep SDPA from using a fused kernel there."""
+    shape. All query heads that share a key head attend as rows of one head: grouped queries and a
+    mask together would keep SDPA on a GPU from using a fused kernel."""
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if attn_mask is None or q.device.type == "cpu":
+    if attn_mask is None:
         y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, attn_mask, is_causal=attn_mask is None, enable_gqa=True
+            q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True
         )  # (B, heads, n, head_dim)
         return y.transpose(1, 2)
     n, group = q.shape[1], q.shape[2] // k.shape[1]
