@@ -279,12 +279,17 @@ def check(function: Callable, replace: bool = False) -> Callable:
     task = find_task(name)
     if task is None:
         return function
+    from own_engine import is_saved, save  # needs minispec, which lesson() makes importable
+
+    number = task.solution.__module__[-2:]
     if function is task.package:
         print(f"{name}: this is minispec's; run the cell that defines yours again")
     elif not isinstance(function, FunctionType):
         print(f"{name}: must be a function, not {type(function).__name__}; {GOES_ON}")
     elif is_empty(function):
-        print(f"{name}: not written yet; {GOES_ON}")
+        kept = is_saved(number, name)
+        state = "empty here, kept in my_minispec.py" if kept else "not written yet"
+        print(f"{name}: {state}; {GOES_ON}")
     elif returns_a_value(task.solution) and not returns_a_value(function):
         print(f"{name}: it always returns None; a `return` with a value is missing; {GOES_ON}")
     else:
@@ -292,11 +297,8 @@ def check(function: Callable, replace: bool = False) -> Callable:
             fault, largest = find_fault(task, function)
         printed.show(name)
         if fault is None:
-            from own_engine import save  # needs minispec, which lesson() makes importable
-
             progress.shown.add(name)
             exactly = f", largest distance {largest:.1e}" if largest else ""
-            number = task.solution.__module__[-2:]
             with redirect_stdout(Printed()):  # it is judged again
                 saved = save(function, number, name, lambda f: find_fault(task, f)[0], replace)
             print(f"{name}: right ({task.judge.examined}{exactly}){saved}")

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -118,6 +119,14 @@ def load(text: str) -> ModuleType:
             "move it away"
         ) from None
     return module
+
+
+def is_saved(lesson: str, name: str) -> bool:
+    """Whether the file has the reader's answer to a task."""
+    try:
+        return source_in(read(), RENAMED.get((lesson, name), name)) is not None
+    except (NotSaved, SyntaxError):
+        return False
 
 
 def write(text: str) -> None:
@@ -249,7 +258,7 @@ def certify(*flags: str) -> None:
     done = subprocess.run(
         [sys.executable, *command], cwd=FILE.parent, env=environment, text=True, capture_output=True
     )
-    print("minispec", *command[2:])
+    print(shlex.join(["minispec", *command[2:]]))
     print(done.stdout.strip() or done.stderr.strip())
 
 

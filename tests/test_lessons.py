@@ -921,6 +921,16 @@ def worst_siblings_first(accuracy, nodes):
     return sorted(paths, key=lambda path: (len(path), -paths.index(path)))[:nodes]
 
 
+def longer_path_first(accuracy, nodes):
+    """If a child gains as much as its parent, the child comes first."""
+    gains = [
+        (torch.tensor([accuracy[k][r] for k, r in enumerate(path)]).prod().item(), path)
+        for path in best_first(accuracy, 10**6)
+    ]
+    gains.sort(key=lambda gain_and_path: (gain_and_path[0], len(gain_and_path[1])), reverse=True)
+    return [path for _, path in gains][:nodes]
+
+
 @pytest.mark.parametrize(
     "number, name, function, message",
     [
@@ -934,6 +944,7 @@ def worst_siblings_first(accuracy, nodes):
         ("04", "accept_sibling", squares_the_rest, "the drafts are judged as they should be, but"),
         ("04", "accept_sibling", halves_later_coins, "the first draft is judged as it should be,"),
         ("04", "grow_tree", by_last_rank, "these are the right paths, but not best first"),
+        ("04", "grow_tree", longer_path_first, "a path comes before its parent, or without it"),
         ("04", "grow_tree", worst_siblings_first, "all siblings come before any child, even if a"),
         ("05", "jacobi", runs_a_pass_twice, "the rows are right, but it runs more passes than"),
         ("05", "add", files_under_a_tuple, "a key of the pool is not a token; it must be gram[0]"),

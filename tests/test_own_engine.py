@@ -83,6 +83,18 @@ def test_a_right_answer_is_saved_once(run):
     assert line.endswith(", as in my_minispec.py") and text() == before
 
 
+def test_an_empty_cell_says_where_the_answer_is(run):
+    empty, goes_on = (
+        'def {0}(p, q):\n    """?"""\n\n{0} = check({0})',
+        "the lesson goes on with minispec's",
+    )
+    assert run("03", empty.format("residual")) == [f"residual: not written yet; {goes_on}"]
+    run("03", RESIDUAL + "residual = check(residual)")
+    kept = "empty here, kept in my_minispec.py"
+    assert run("03", empty.format("residual")) == [f"residual: {kept}; {goes_on}"]
+    assert run("00", empty.format("accept")) == [f"accept: not written yet; {goes_on}"]
+
+
 def test_what_an_answer_prints_is_shown_once(run):
     cell = RESIDUAL.replace("    rest =", "    print('called')\n    rest =", 1)
     lines = run("03", cell + "check(residual)")

@@ -521,8 +521,10 @@ def random_heads(seed: int) -> Heads:
     return Heads(accuracy, (6, 3, 10, 1, 20, 4, 8)[seed % 7])
 
 
+CERTAIN = [[1.0, 0.5], [1.0, 0.3]]  # a child gains as much as its parent
 GROWN = [
     Heads([[0.5, 0.3], [0.5, 0.2]], 3), Heads([[0.4, 0.3, 0.2], [0.9, 0.05, 0.02]], 5),
+    Heads(CERTAIN, 1), Heads(CERTAIN, 2),
     *map(random_heads, range(24)),
 ]  # fmt: skip
 
@@ -552,7 +554,7 @@ def checked(tree: object, heads: int, ranks: int, given: str) -> list[Path]:
     if any(len(path) > heads for path in tree):
         raise Wrong("a path is longer than there are heads")
     if any(type(r) is not int or not 0 <= r < ranks for path in tree for r in path):
-        raise Wrong(f"a path has a rank that {given} does not have")
+        raise Wrong(f"a path has a rank that is not in {given}")
     if len(set(tree)) < len(tree):
         raise Wrong("a path occurs twice")
     if any(path[:-1] not in [(), *tree[:i]] for i, path in enumerate(tree)):
