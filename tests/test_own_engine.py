@@ -84,10 +84,8 @@ def test_a_right_answer_is_saved_once(run):
 
 
 def test_an_empty_cell_says_where_the_answer_is(run):
-    empty, goes_on = (
-        'def {0}(p, q):\n    """?"""\n\n{0} = check({0})',
-        "the lesson goes on with minispec's",
-    )
+    empty = 'def {0}(p, q):\n    """?"""\n\n{0} = check({0})'
+    goes_on = "the lesson goes on with minispec's"
     assert run("03", empty.format("residual")) == [f"residual: not written yet; {goes_on}"]
     run("03", RESIDUAL + "residual = check(residual)")
     kept = "empty here, kept in my_minispec.py"

@@ -130,6 +130,7 @@ def send_result(
     if resource is not None:
         limits = {resource.RLIMIT_DATA: gigabytes * 2**30, resource.RLIMIT_CPU: seconds}
         for which, limit in limits.items():
+            # hard ones are higher: at the soft one SIGXCPU ends a process, at the hard one SIGKILL
             with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
                 resource.setrlimit(which, (math.ceil(limit), math.ceil(limit) + 1))
     refuse_events(sender)
