@@ -204,7 +204,8 @@ def measured(**numbers: float) -> None:
 
 
 def compare() -> None:
-    """Print each prediction next to its measurement, and their ratio."""
+    """Print each prediction next to its measurement, and their ratio; for a choice, of a K
+    or a tree, a ratio says nothing."""
     names = [*dict.fromkeys([*progress.predicted, *progress.measured])]
     width = max(map(len, names), default=0)
     for name in names:
@@ -213,7 +214,8 @@ def compare() -> None:
         if guess is None:
             line = f"{found}; you made no prediction"
         else:
-            ratio = f", ratio {guess / value:.2f}" if value else ""
+            is_choice = name.startswith(("best_k", "best_tree"))
+            ratio = f", ratio {guess / value:.2f}" if value and not is_choice else ""
             line = f"you said {guess:.3g}, {found}{ratio}"
         print(f"{spaced(name):{width}}  {line}")
 

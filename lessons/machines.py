@@ -1,7 +1,12 @@
 """Cost curves of two machines: a GPU's, to hold against the reader's own, and a CPU's. Decoders are
-scored on both; see assignments/score.py."""
+scored on both; see assignments/score.py. `race` measures rounds on the reader's own machine."""
+
+import time
+from statistics import median
 
 import numpy as np
+
+from minispec.generate import stream
 
 # H200[n]: a pass of a 1.2B model over n rows, in bfloat16 with CUDA graphs, relative to one row. A
 # straight line through what was measured for 8 and 64 rows, 1.06 and 1.13 ("1B, graphs" in
@@ -18,3 +23,20 @@ MACHINES = {  # name -> the cost of a pass over n rows. Each beyond 64 costs the
     "EPYC": lambda n: EPYC[min(n, 64)] + max(0, n - 64) * (EPYC[64] - EPYC[63]),
     "H200": lambda n: H200[min(n, 64)] + max(0, n - 64) * 4.8 / 989,
 }
+
+
+def race(model, tokenizer, prompt, settings, max_new_tokens):
+    """Decode with each of the settings, options of `stream`; {} is plain decoding. All runs advance
+    in turn, a round each, so a disturbance hits all. Returns the runs and the seconds of their
+    median round."""
+    runs = {
+        name: stream(model, tokenizer, prompt, max_new_tokens=max_new_tokens, **options)
+        for name, options in settings.items()
+    }
+    seconds = {name: [] for name in runs}
+    while active := [name for name, run in runs.items() if run.finish_reason is None]:
+        for name in active:
+            start = time.perf_counter()
+            next(runs[name].chunks)
+            seconds[name].append(time.perf_counter() - start)
+    return runs, {name: median(of_run[1:]) for name, of_run in seconds.items()}

@@ -1150,16 +1150,17 @@ def test_two_hints_then_the_solution_then_the_source(start, capsys):
 
 def test_predictions_are_compared_with_measurements(start, capsys):
     start("00")
-    form.predict(cost_of_8=4, cost_of_64="many", my_tokens_accepted=2)
-    form.measured(cost_of_8=1.6, cost_of_64=5.4, passes=7)
+    form.predict(cost_of_8=4, cost_of_64="many", my_tokens_accepted=2, best_tree=8)
+    form.measured(cost_of_8=1.6, cost_of_64=5.4, best_tree=16, passes=7)
     form.compare()
     assert capsys.readouterr().out.splitlines() == [
         'cost of 64: \'many\' is not a number; write it as 0.5, "50%", 10 or "10x"',
-        "you predict: cost of 8 4, my tokens accepted 2",
+        "you predict: cost of 8 4, my tokens accepted 2, best tree 8",
         "no prediction yet: cost of 64",
         "cost of 8           you said 4, measured 1.6, ratio 2.50",
         "cost of 64          measured 5.4; you made no prediction",
         "my tokens accepted  you said 2, not measured here",
+        "best tree           you said 8, measured 16",
         "passes              measured 7; you made no prediction",
     ]
 

@@ -3,7 +3,8 @@
     python tests/engines/accepted.py mtp weights/smollm2/target weights/smollm2/mtp \\
         --generated chat.jsonl
 
-Both draft three tokens over the full vocabulary, as a chain even with Medusa heads.
+Both draft three tokens, as a chain even with Medusa heads, over the full vocabulary or an EAGLE-3
+head's own.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from minispec.generate.run import acceptance
 
 CHAIN_OF_3 = [(0,), (0, 0), (0, 0, 0)]
 p = argparse.ArgumentParser(description=__doc__)
-p.add_argument("type", choices=["mtp", "medusa"])
+p.add_argument("type", choices=["mtp", "medusa", "eagle3"])
 p.add_argument("model")
 p.add_argument("heads")
 p.add_argument("--generated", type=Path, nargs="+", required=True)
@@ -34,19 +35,23 @@ args = p.parse_args()
 args.questions = args.data = None
 model, tokenizer = load(args.model, "float32", "cpu")
 optimize(model)
-method = "fastmtp" if args.type == "mtp" else "medusa"
-options = load_drafter(method, model, tokenizer, args.heads, "none")
-options |= {"k": 3} if args.type == "mtp" else {"tree": CHAIN_OF_3}
+method = "fastmtp" if args.type == "mtp" else args.type
+vocabulary = None if args.type == "eagle3" else "none"
+options = load_drafter(method, model, tokenizer, args.heads, vocabulary)
+options |= {"tree": CHAIN_OF_3} if args.type == "medusa" else {"k": 3}
 prompts = sum(prompts_of(args, model, tokenizer).values(), [])
 runs = [
     decode(model, tokenizer, prompt, method, max_new_tokens=args.max_new_tokens, **options)
     for prompt in prompts
 ]
 with tempfile.TemporaryDirectory() as folder:
-    distill(["export", "--model", args.model, f"--{args.type}", args.heads, "--dtype", "float32",
-             "--out", folder])  # fmt: skip
+    as_it_is = args.type == "eagle3"  # vLLM reads such a head
+    if not as_it_is:
+        distill(["export", "--model", args.model, f"--{args.type}", args.heads, "--dtype",
+                 "float32", "--out", folder])  # fmt: skip
+    heads = args.heads if as_it_is else folder
     length = f"--max-model-len {min(1024, model.config.context)}"
-    with serving(f"vllm-{args.type}", args.model, folder, more=length) as address:
+    with serving(f"vllm-{args.type}", args.model, heads, more=length) as address:
         vllm_answers = [
             vllm_tokens(address, args.model, prompt, args.max_new_tokens) for prompt in prompts
         ]

@@ -25,6 +25,7 @@ VLLM_MODES = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, **K3},
     "draft": {**DRAFT_MODEL, "draft_sample_method": "probabilistic"}, "draft-greedy": DRAFT_MODEL,
     "medusa": {**DRAFT_MODEL, "method": "medusa"}, "mtp": {**DRAFT_MODEL, "method": "mtp"},
+    "eagle3": {**DRAFT_MODEL, "method": "eagle3"},
 }  # fmt: skip
 LLAMACPP_MODES = {
     "plain": "", "draft": "-md {draft} --spec-type draft-simple",
@@ -82,7 +83,7 @@ if __name__ == "__main__":
     servers = [f"vllm-{x}" for x in VLLM_MODES] + [f"llamacpp-{x}" for x in LLAMACPP_MODES]
     p.add_argument("server", choices=servers)
     p.add_argument("model")
-    p.add_argument("--draft", default="", help="a draft, Medusa heads or an MTP head")
+    p.add_argument("--draft", default="", help="a draft, or heads")
     args, flags = p.parse_known_args()
     if not args.draft and args.server.split("-", 1)[1] not in ("plain", "ngram"):
         p.error(f"{args.server} needs --draft")

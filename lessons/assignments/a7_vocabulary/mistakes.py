@@ -98,7 +98,11 @@ def membership(languages):
     for name, language in languages.items():
         for token in language.ids:
             holders.setdefault(token, []).append(name)
-    return {token: names[0] for token, names in holders.items() if len(names) == 1}
+    return {
+        token: names[0]
+        for token, names in holders.items()
+        if len(names) == 1 < len(languages)
+    }
 
 
 def alone_too(languages):
