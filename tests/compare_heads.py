@@ -41,8 +41,11 @@ def share_states() -> None:
     Documents.from_rows = shared
 
 
-if __name__ == "__main__":
-    out, *flags = sys.argv[1:]
+def train_all(out: str, flags: list[str]) -> None:
     share_states()
     for head, its_flags in FLAGS.items():
         main([head, *flags, *its_flags, "--out", f"{out}/{head}"])
+
+
+if __name__ == "__main__":
+    train_all(sys.argv[1], sys.argv[2:])

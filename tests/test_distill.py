@@ -9,6 +9,7 @@ import resource
 import shutil
 from pathlib import Path
 
+import compare_heads
 import pytest
 import torch
 from conftest import (
@@ -40,7 +41,7 @@ from minispec.checkpoints.load import save
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.distill import draft, tree
 from minispec.distill.__main__ import main as distill_main
-from minispec.distill.documents import shuffled_batches
+from minispec.distill.documents import Documents, shuffled_batches
 from minispec.distill.own_text import held_out_indices, prompt_digest, read_generated, read_split
 from minispec.generate import __main__ as generate
 from minispec.generate import decode
@@ -671,6 +672,23 @@ def test_an_eagle3_head_starts_from_the_target_s_lm_head_and_drafts_its_vocabula
     error = rejected(capsys, "eagle3", "--model", target, "--generated", own, "--init", out,
                      "--vocabulary", words, "--out", tmp_path / "next")  # fmt: skip
     assert "--init: an EAGLE-3 head has its own vocabulary; omit the other one" in error
+
+
+def test_heads_trained_on_shared_states_are_those_of_their_own_commands(
+    target, data, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Documents, "from_rows", Documents.from_rows)  # restored after the test
+    own = tmp_path / "own.jsonl"
+    generated(target, data, own, 20)
+    flags = ["--model", target, "--generated", own, "--device", "cpu", "--rows", 2, "--context", 40,
+             "--steps", 2]  # fmt: skip
+    for head, its_flags in compare_heads.FLAGS.items():
+        run(head, *flags, *its_flags, "--out", tmp_path / "alone" / head)
+    compare_heads.train_all(str(tmp_path / "together"), list(map(str, flags)))
+    for file in (tmp_path / "alone").glob("*/*.safetensors"):
+        together = load_file(tmp_path / "together" / file.relative_to(tmp_path / "alone"))
+        for name, tensor in load_file(file).items():
+            torch.testing.assert_close(tensor, together[name], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(
