@@ -58,6 +58,12 @@ def random_tokens(n: int, seed: int = 0, vocab: int = 32) -> list[int]:
     return torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def equal_up_to_rounding(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two outputs of one computation are equal. They need not have equal bits: a kernel may
+    sum in another order where weights lie at other addresses, as loaded ones do."""
+    return torch.allclose(a, b, rtol=0, atol=1000 * torch.finfo(b.dtype).eps * float(b.abs().max()))
+
+
 def random_tree(rng: random.Random, n: int, vocab: int = 32) -> Tree:
     parents = [-1] + [rng.randrange(i) for i in range(1, n)]
     return Tree([rng.randrange(vocab) for _ in range(n)], parents)
