@@ -180,6 +180,7 @@ def test_a_fault_fails_exactly_the_rows_that_cover_it(fault, right, wrong):
         assert all(v.evidence["tokens"] is not None for v in verdicts if not v.passed)
 
 
+@pytest.mark.slow
 def test_a_state_that_is_kept_between_calls_is_detected():
     wrong = [v for v in check(remembering(), "limits: ") if not v.passed]
     assert {v.case for v in wrong} == {"lengths", "the same prompt again"}
@@ -413,6 +414,7 @@ def raises_late(checkpoint, prompt, **options):
     raise ValueError("no such luck")
 
 
+@pytest.mark.slow
 def test_an_exception_fails_only_its_own_row():
     verdicts = check(when_sampled(raises_late))
     greedy_rows = {"two models in turn", "lengths", "the same prompt again",

@@ -85,7 +85,8 @@ def test_replays_equal_plain_passes(seed):
     assert {span for _, span, *_ in cache.graphs} >= {256, 512}
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("method, options", WAYS)
 def test_a_method_decodes_as_without_graphs_and_captures_them_once(method, options, temperature):
     options = options | {"temperature": temperature, "max_new_tokens": 8, "seed": 3}

@@ -147,7 +147,7 @@ def test_cache(name):
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow if name.endswith(("auto", "probing")) else ())
+    pytest.param(name, marks=pytest.mark.slow if "," in name or name.endswith("auto") else ())
     for name in NAMES if "vocabulary" not in name
 ])  # fmt: skip
 def test_limits(name):

@@ -113,6 +113,7 @@ def test_another_answer_replaces_it_only_if_asked(run):
     assert text() == before.replace("clamp", "clip")
 
 
+@pytest.mark.slow
 def test_all_answers_are_in_the_order_of_the_package_whatever_order_they_came_in(run):
     for lesson, task in random.Random(0).sample(TASKS, len(TASKS)):
         assert "saved" in solve(run, lesson, task)[0] or task.name == "tempting_accept"

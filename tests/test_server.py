@@ -78,6 +78,7 @@ def failures(verdicts) -> list[tuple[str, str]]:
     return [(v.check, v.case) for v in verdicts if v.passed is False]
 
 
+@pytest.mark.slow
 def test_a_correct_server_passes():
     verdicts = examine(byte_server(), requests=240, samplings=SERVER_SAMPLINGS[4:])
     assert not failures(verdicts), verdicts
@@ -742,6 +743,7 @@ def test_ids_of_any_size_give_verdicts():
     assert failures(examine(plain_server(HugeIds), checks=("limits",)))
 
 
+@pytest.mark.slow
 def test_odd_fields_in_the_middle_of_a_test_give_verdicts():
     verdicts = examine(plain_server(OddFields), checks=("greedy", "limits", "load"))
     assert verdicts[0].passed and {v.check for v in verdicts} >= {"limits", "load"}
