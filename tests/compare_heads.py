@@ -48,4 +48,6 @@ def train_all(out: str, flags: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     train_all(sys.argv[1], sys.argv[2:])
