@@ -204,8 +204,8 @@ def measured(**numbers: float) -> None:
 
 
 def compare() -> None:
-    """Print each prediction next to its measurement, and their ratio; for a choice, of a K
-    or a tree, a ratio says nothing."""
+    """Print each prediction next to its measurement, and their ratio unless it is a choice, of a K
+    or of a tree."""
     names = [*dict.fromkeys([*progress.predicted, *progress.measured])]
     width = max(map(len, names), default=0)
     for name in names:

@@ -59,7 +59,7 @@ def random_tokens(n: int, seed: int = 0, vocab: int = 32) -> list[int]:
 
 
 def equal_up_to_rounding(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two outputs of one computation are equal. They need not have equal bits: a kernel may
+    """Whether two models with equal weights have equal outputs. The bits may differ: a kernel may
     sum in another order where weights lie at other addresses, as loaded ones do."""
     return torch.allclose(a, b, rtol=0, atol=1000 * torch.finfo(b.dtype).eps * float(b.abs().max()))
 
