@@ -10,39 +10,29 @@ class KVCache:
     Rows [0, length) of a sequence are committed. A pass writes its rows after them as *scratch* and
     never changes the length; only `commit` and `truncate` do. These two verbs reuse a prefix,
     append a token, roll back a rejected draft and compact an accepted path.
-
-    A batch, used in data generation, has one length per sequence, and other verbs: `extend` commits
-    and `keep` drops whole sequences. Right padding is scratch that is never committed.
     """
 
     def __init__(
-        self, layers: int, heads: int, head_dim: int, capacity: int, batch: int = 1,
+        self, layers: int, heads: int, head_dim: int, capacity: int,
         dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
-        shape = (2, layers, batch, capacity, heads, head_dim)
-        self.set_storage(torch.zeros(shape, dtype=dtype, device=device), [0] * batch)
+        shape = (2, layers, 1, capacity, heads, head_dim)
+        self.set_storage(torch.zeros(shape, dtype=dtype, device=device), 0)
         self.capacity, self.device = capacity, self.kv.device
         self.row_ids = torch.arange(capacity, device=device)
         self.user: object = None  # the `user` of the run that decodes with it; no other run may
 
-    def set_storage(self, kv: Tensor, lengths: list[int]) -> None:
-        """Hold `kv`, rotated keys and values, with `lengths[b]` committed rows in sequence b."""
-        self.kv, self.lengths = kv, lengths
-        # views of the layers, (B, capacity, heads, head_dim). `.data` lets a pass with gradients
+    def set_storage(self, kv: Tensor, length: int) -> None:
+        """Hold `kv`, rotated keys and values, the first `length` rows of which are committed."""
+        self.kv, self.length = kv, length
+        # views of the layers, (1, capacity, heads, head_dim). `.data` lets a pass with gradients
         # write to one layer without invalidating what autograd saved for another
         self.k, self.v = ([layer.data for layer in keys_or_values] for keys_or_values in kv)
-        self.sequence_ids = torch.arange(len(lengths), device=kv.device)[:, None]  # (B, 1)
-
-    @property
-    def length(self) -> int:
-        """Number of committed rows, if there is only one sequence."""
-        assert len(self.lengths) == 1, "a batched cache has `lengths`"
-        return self.lengths[0]
 
     @property
     def free_rows(self) -> int:
         """Number of scratch rows that still fit."""
-        return self.capacity - max(self.lengths)
+        return self.capacity - self.length
 
     def place(self, n: int, depth: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute where the `n` rows of the next pass go and what they attend to (see `placement`).
@@ -50,19 +40,19 @@ class KVCache:
         if n > self.free_rows:
             raise ValueError(
                 f"{n} more tokens do not fit: the cache holds {self.capacity} and "
-                f"{max(self.lengths)} are committed"
+                f"{self.length} are committed"
             )
-        # slices of self.row_ids, not torch.tensor(lengths): a copy from the host would synchronise
-        starts = torch.stack([self.row_ids[length] for length in self.lengths])[:, None]  # (B, 1)
-        row_ids = self.row_ids[: max(self.lengths) + n]
-        return placement(starts, self.sequence_ids, row_ids, depth, mask)
+        # slices of self.row_ids, not torch.tensor(length): a copy from the host would synchronise
+        start = self.row_ids[self.length : self.length + 1, None]  # (1, 1)
+        row_ids = self.row_ids[: self.length + n]
+        return placement(start, row_ids[:1, None], row_ids, depth, mask)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k and v (B, n, heads, head_dim) to rows `slots` (B, n) of a layer. Returns the keys
-        and values that the pass may attend to, (B, span, heads, head_dim) each."""
-        keys, values, span = self.k[layer], self.v[layer], max(self.lengths) + k.shape[1]
-        keys[self.sequence_ids, slots] = k
-        values[self.sequence_ids, slots] = v
+        """Write k and v (1, n, heads, head_dim) to rows `slots` (1, n) of a layer. Returns the keys
+        and values that the pass may attend to, (1, span, heads, head_dim) each."""
+        keys, values, span = self.k[layer], self.v[layer], self.length + k.shape[1]
+        keys[:, slots[0]] = k
+        values[:, slots[0]] = v
         return keys[:, :span], values[:, :span]
 
     def commit(self, path: list[int]) -> None:
@@ -73,20 +63,12 @@ class KVCache:
             rows = torch.tensor(path, device=self.device) + start
             # node i of the path was rotated for position start + i, the row it moves to
             self.kv[:, :, :, start : start + len(path)] = self.kv[:, :, :, rows]
-        self.lengths = [start + len(path)]
-
-    def extend(self, counts: list[int]) -> None:
-        """Commit the first `counts[b]` scratch rows of each sequence b in a batch."""
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-
-    def keep(self, sequences: list[int]) -> None:
-        """Keep only these sequences of a batch."""
-        self.set_storage(self.kv[:, :, sequences], [self.lengths[i] for i in sequences])
+        self.length = start + len(path)
 
     def truncate(self, length: int) -> None:
         """Discard every row from `length` on."""
         assert 0 <= length <= self.length
-        self.lengths = [length]
+        self.length = length
 
 
 def placement(

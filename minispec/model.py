@@ -272,11 +272,11 @@ class Transformer(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.model.norm.weight.dtype
 
-    def new_cache(self, capacity: int | None = None, batch: int = 1) -> KVCache:
+    def new_cache(self, capacity: int | None = None) -> KVCache:
         """Return an empty cache. Its default capacity is the model's context length."""
         c = self.config
         rows = capacity or c.context
-        return KVCache(c.layers, c.kv_heads, c.head_dim, rows, batch, self.dtype, self.device)
+        return KVCache(c.layers, c.kv_heads, c.head_dim, rows, self.dtype, self.device)
 
     def forward(
         self, tokens: list[int] | Tensor, cache: KVCache | None = None,

@@ -510,7 +510,7 @@ class KVCache(cache.KVCache):
         return super().place(n, depth, mask)
 
     def truncate(self, length):
-        self.lengths = [length]
+        self.length = length
 """
 
 

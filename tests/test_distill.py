@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from minispec import Sampling, UserError, distill, load
+from minispec import UserError, distill, load
 from minispec.certify.toys import random_mtp_head, randomise
 from minispec.checkpoints.eagle3 import load_eagle3
 from minispec.checkpoints.heads import (
@@ -44,7 +44,6 @@ from minispec.distill.__main__ import main as distill_main
 from minispec.distill.documents import Documents, shuffled_batches
 from minispec.distill.own_text import held_out_indices, prompt_digest, read_generated, read_split
 from minispec.generate import __main__ as generate
-from minispec.generate import decode
 from minispec.generate.drafters import load_drafter
 from minispec.methods.medusa import RANKS, new_heads, with_prefixes
 from minispec.methods.vocabulary import Language, Subset
@@ -94,42 +93,6 @@ def generated(target, data, out, documents: int, *more) -> list[dict]:
 # ---- generated text ------------------------------------------------------------------------------
 
 
-def generators(seed: int, n: int) -> list[torch.Generator]:
-    """Generators with consecutive seeds, as `distill generate` makes them."""
-    return [torch.Generator().manual_seed(seed + i) for i in range(n)]
-
-
-def test_a_greedy_batch_equals_decoding_each_prompt_alone():
-    model = random_model(eos_ids=tuple(range(9)))
-    prompts = [[1], [2, 3, 4], [5, 6, 7, 8, 9, 10, 11], *([i] for i in range(12, 30))]
-    together = distill.sample_batch(model, prompts, 20, Sampling(), generators(0, len(prompts)))
-    for prompt, tokens in zip(prompts, together):
-        assert tokens == decode(model, None, prompt, max_new_tokens=20).tokens
-    lengths = sorted(map(len, together))
-    assert 2 * lengths[len(lengths) // 2] < lengths[-1]  # a few rows outlast the rest
-
-
-def test_sampled_batches_follow_the_distribution_and_their_seed():
-    model = random_model(vocab_size=4, dtype=torch.float32)
-    p = model.logits(model([1, 2]))[0, -1].softmax(-1)
-    prompts, draws = [[1, 2]] * 4000, []
-    for seed in (1, 1, 2):
-        own = generators(4000 * seed, 4000)
-        draws.append(distill.sample_batch(model, prompts, 1, Sampling(1.0), own))
-    assert draws[0] == draws[1] != draws[2]
-    counts = torch.bincount(torch.tensor(draws[0])[:, 0], minlength=4) / 4000
-    assert (counts - p).abs().max() < 4 * (0.25 / 4000) ** 0.5
-
-
-def test_a_sampled_row_does_not_depend_on_the_others():
-    model = random_model(eos_ids=(3, 4))
-    prompts = [random_tokens(1 + i % 4, i) for i in range(9)]
-    together = distill.sample_batch(model, prompts, 12, Sampling(0.9), generators(5, 9))
-    for i, prompt in enumerate(prompts):
-        alone = distill.sample_batch(model, [prompt], 12, Sampling(0.9), generators(5 + i, 1))
-        assert alone == [together[i]]
-
-
 def test_near_duplicates_are_found():
     duplicates, text = distill.Duplicates(), list(range(40))
     assert not duplicates.add(text)
@@ -139,13 +102,13 @@ def test_near_duplicates_are_found():
 
 
 def test_generation_resumes_exactly(target, data, tmp_path, capsys):
-    """After a whole batch, of 8 documents."""
+    """After a whole pool of prompts, of four batches of 8."""
     parts, single, all_kept = tmp_path / "parts.jsonl", tmp_path / "all.jsonl", "--keep-duplicates"
-    generated(target, data, single, 28, all_kept)
-    generated(target, data, parts, 16, all_kept)
+    generated(target, data, single, 60, all_kept)
+    generated(target, data, parts, 32, all_kept)
     with parts.open("a") as file:
         file.write('{"kind": "tales", "pro')  # killed while writing
-    generated(target, data, parts, 28, all_kept)
+    generated(target, data, parts, 60, all_kept)
     assert single.read_text() == parts.read_text()
 
 
@@ -282,12 +245,12 @@ def test_rejected_conversations_are_left_out_when_resumed_too(tmp_path, capsys):
     bad = [{"role": "assistant", "content": "c"}, *talk]
     write_rows(file, [{"messages": bad if i % 4 == 1 else talk} for i in range(8)])
     reason = "the model's chat template rejects this conversation: roles must alternate"
-    more = "--keep-duplicates", "--tokens", 4, "--batch", 4
-    generated(tmp_path / "strict", file, single, 12, *more)
+    more = "--keep-duplicates", "--tokens", 4, "--batch", 1
+    generated(tmp_path / "strict", file, single, 40, *more)
     error = capsys.readouterr().err.splitlines()[-1]
     first = f"minispec: documents skipped: 2; the first is {file} line [26]: "
     assert re.fullmatch(first + reason, error)
-    for n in 4, 12:
+    for n in 4, 40:
         rows = generated(tmp_path / "strict", file, parts, n, *more)
     assert single.read_text() == parts.read_text()
     assert {TOKENIZER.decode(row["prompt"]) for row in rows} == {"a"}

@@ -162,10 +162,10 @@ def test_interrupted_text_continues(target, data, tmp_path, capsys):
     single, parts = tmp_path / "single.jsonl", tmp_path / "parts.jsonl"
     more = "--keep-duplicates", "--data", data, "--server"
     with serving(backend(target)) as url:
-        generated(target, single, "--documents", 40, *more, url)
-        generated(target, parts, "--documents", 16, *more, url)
+        generated(target, single, "--documents", 60, *more, url)
+        generated(target, parts, "--documents", 32, *more, url)
     with serving(backend(target)) as url:
-        generated(target, parts, "--documents", 40, *more, f"{url}/v1")
+        generated(target, parts, "--documents", 60, *more, f"{url}/v1")
     assert single.read_text() == parts.read_text()
     error = rejected(capsys, target, parts, *more[:-1], "--documents", 50)
     assert "was started with another --server" in error
@@ -380,7 +380,7 @@ def test_rejected_prompts_are_left_out(target, data, tmp_path, capsys):
     more = "--data", data / "tales.txt", "--documents", 24
     with serving(backend(target, ShortContext)) as url:
         rows = generated(target, tmp_path / "a.jsonl", *more, "--server", url)
-    assert max(len(row["prompt"]) for row in rows) == 12
+    assert 10 < max(len(row["prompt"]) for row in rows) <= 12
     reason = "the server rejects it: HTTP 400: the prompt is too long"
     assert reason in capsys.readouterr().err.splitlines()[-1]
     with serving(backend(target, NoContext)) as url:

@@ -114,7 +114,7 @@ def test_a_cache_that_does_not_fit_model_and_prompt_is_rejected():
     model.prefill([1, 2, 3], full)
     changes = {"layers": 1}, {"layers": 3}, {"kv_heads": 4}, {"head_dim": 8}
     others = [byte_model().float(), *(random_model(**each) for each in changes)]
-    for cache in (full, model.new_cache(3), model.new_cache(41), model.new_cache(30, batch=2),
+    for cache in (full, model.new_cache(3), model.new_cache(41),
                   *(other.new_cache(30) for other in others)):  # fmt: skip
         with pytest.raises(UserError, match="the cache does not fit this model and a prompt"):
             decode(model, TOKENIZER, [1, 2, 3], cache=cache)
@@ -181,7 +181,7 @@ def test_only_one_run_at_a_time_may_use_a_cache(shared):
     first = stream(model, None, [1, 2, 3], "speculative", **options)
     next(iter(first))
     for copied in copy.deepcopy(options[shared]), pickle.loads(pickle.dumps(options[shared])):
-        assert copied.kv.equal(options[shared].kv) and copied.lengths == options[shared].lengths
+        assert copied.kv.equal(options[shared].kv) and copied.length == options[shared].length
     second = stream(model, None, [1, 2, 3, *first.tokens, 4], "speculative", **options)
     with pytest.raises(UserError, match="another run has begun to use this run's cache"):
         next(iter(first))

@@ -87,49 +87,6 @@ def test_each_row_of_a_tree_equals_the_chain_through_its_ancestors(seed, cached)
         torch.testing.assert_close(hidden[node], expected, rtol=0, atol=1e-10)
 
 
-def test_a_right_padded_batch_equals_its_sequences_one_by_one():
-    """Prompts of 1, 5 and 70 tokens are prefilled together, and then continued token by token."""
-    model = random_model()
-    prompts = [random_tokens(n, n) for n in (1, 5, 70)]
-    new_tokens = torch.tensor([random_tokens(3, 9 + n) for n in range(3)])
-    padded = torch.zeros(3, 70, dtype=torch.long)
-    for i, prompt in enumerate(prompts):
-        padded[i, : len(prompt)] = torch.tensor(prompt)
-    cache = model.new_cache(capacity=80, batch=3)
-    model(padded, cache)
-    cache.extend([len(prompt) for prompt in prompts])
-    for step in range(3):
-        hidden = model(new_tokens[:, step : step + 1], cache)
-        cache.extend([1, 1, 1])
-        for i, prompt in enumerate(prompts):
-            expected = model(prompt + new_tokens[i, : step + 1].tolist())[0, -1]
-            torch.testing.assert_close(hidden[i, 0], expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_batched_pass_over_several_rows_equals_one_pass_per_sequence(seed):
-    """For chains and trees of several rows, and sequences of different committed lengths."""
-    rng = random.Random(seed)
-    model, vocab = random_model(seed, tied=bool(seed % 2)), 32
-    batched = model.new_cache(capacity=90, batch=3)
-    caches = [model.new_cache(capacity=90) for _ in range(3)]
-    for _ in range(6):
-        tree = random_tree(rng, rng.randint(2, 12))
-        causal = rng.random() < 0.5
-        layout = (None, None) if causal else (tree.depth, tree.mask)
-        tokens = torch.tensor([[rng.randrange(vocab) for _ in tree.tokens] for _ in caches])
-        logits = model.logits(model(tokens, batched, *layout))  # (3, n, vocab)
-        for row, cache, actual in zip(tokens, caches, logits):
-            expected = model.logits(model(row, cache, *layout))[0]
-            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
-        # the first rows of a tree may be siblings; only a chain's rows may all be committed
-        counts = [rng.randint(0, len(tree)) if causal else rng.randint(0, 1) for _ in caches]
-        batched.extend(counts)
-        for cache, count in zip(caches, counts):
-            cache.commit(list(range(count)))
-    assert len(set(batched.lengths)) > 1
-
-
 def test_half_precision_does_not_change_the_rotary_frequencies():
     model = random_model(dtype=torch.float32)
     before = model.rope.frequencies.clone()

@@ -300,17 +300,17 @@ def pad_is_token_zero(self: Tree, path: list[int]) -> list[int]:
 
 def commit_in_place(self: KVCache, path: list[int]) -> None:
     """Count the accepted rows without moving them."""
-    self.lengths = [self.length + len(path)]
+    self.length = self.length + len(path)
 
 
 def commit_one_too_many(self: KVCache, path: list[int]) -> None:
     rows = list(range(max(path) + 1)) if path else []
-    self.lengths = [min(self.length + len(path) + (len(rows) > 1), self.capacity)]
+    self.length = min(self.length + len(path) + (len(rows) > 1), self.capacity)
 
 
 def truncate_one_short(self: KVCache, length: int) -> None:
     """Keep one stale row of a rejected draft."""
-    self.lengths = [min(self.length, length + 1)]
+    self.length = min(self.length, length + 1)
 
 
 shared_caches: dict = {}

@@ -43,13 +43,13 @@ def commit(kv, length, path):
 def package_mask(parents, length):
     drafts = Tree([0] * len(parents), list(parents))
     rows = KVCache(layers=1, heads=1, head_dim=1, capacity=length + len(drafts))
-    rows.lengths = [length]
+    rows.length = length
     return rows.place(len(drafts), drafts.depth, drafts.mask)[2][0, 0]
 
 
 def package_commit(kv, length, path):
     rows = KVCache(layers=1, heads=1, head_dim=1, capacity=0)
-    rows.set_storage(kv[:, :, None], [length])
+    rows.set_storage(kv[:, :, None], length)
     rows.commit(list(path))
     return rows.length
 

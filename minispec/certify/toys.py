@@ -55,8 +55,8 @@ class Toy:
         self.device, self.dtype = torch.device("cpu"), torch.float64
         self.seed, self.logits_after = seed, {}
 
-    def new_cache(self, capacity: int | None = None, batch: int = 1) -> KVCache:
-        return KVCache(1, 1, 2, capacity or self.config.context, batch, torch.float64)
+    def new_cache(self, capacity: int | None = None) -> KVCache:
+        return KVCache(1, 1, 2, capacity or self.config.context, torch.float64)
 
     def __call__(self, tokens, cache=None, depth=None, mask=None) -> Tensor:
         """Like Transformer.forward: returns (1, n, vocab) for n tokens."""

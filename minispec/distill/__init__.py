@@ -7,8 +7,8 @@ A draft should predict the target's tokens, so the target's own output is the be
 Generation and training resume where they stopped when restarted.
 """
 
+from minispec.distill.batch import sample_batch
 from minispec.distill.documents import Documents, hidden_states
-from minispec.distill.generate import sample_batch
 from minispec.distill.medusa import HeadsLoss
 from minispec.distill.mtp import AllSteps, MTPLoss, step_accuracy, step_weights
 from minispec.distill.own_text import Duplicates

@@ -22,18 +22,18 @@ from typing import TextIO
 
 import numpy as np
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from minispec import distributed
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import OutputFile, UserError, flag_name, note, writing
 from minispec.distill import server
+from minispec.distill.batch import sample_batch
 from minispec.distill.documents import load_target, weights_digest
 from minispec.distill.own_text import OPENERS, Duplicates, read_generated
 from minispec.generate.api import unlisted_eos_warning
 from minispec.model import Config, Transformer
-from minispec.sampling import Sampling, argmax, not_finite, probs, sample_inverse_cdf, warp
+from minispec.sampling import Sampling
 from minispec.training.loop import digest, integer_flags, lock
 from minispec.training.text import (
     Conversation,
@@ -47,7 +47,7 @@ from minispec.training.text import (
 )
 
 MAX_BEGINNING = 24  # a text's prompt is shorter than this, in tokens
-POOLED_BATCHES = 4  # batches of prompts that are drawn together and sorted by length
+POOLED_BATCHES = 4  # batches of prompts that are drawn together
 MAX_IDLE_PROMPTS = 64  # stop after this many prompts without a new document
 # (prompts, maximum tokens, sampling, seed) -> (index of a prompt, tokens that follow it), …
 Sample = Callable[[list[list[int]], int, Sampling, int], Iterator[tuple[int, list[int]]]]
@@ -57,53 +57,8 @@ RECORDED_FLAGS = (  # stored in the file's header
 )  # fmt: skip
 
 
-@torch.no_grad()
-def sample_batch(
-    model: Transformer, prompts: list[list[int]], n: int, sampling: Sampling,
-    generators: list[torch.Generator],
-) -> list[list[int]]:  # fmt: skip
-    """Sample up to `n` tokens after each prompt, in one batch. A row stops after an end token. Each
-    row has its own generator, so its tokens do not depend on the other rows.
-
-    Prompts are padded on the right; padding is never committed to the cache. Finished rows are
-    dropped from the batch once they exceed a third of it.
-    """
-    lengths = [len(prompt) for prompt in prompts]
-    padded = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
-    cache = model.new_cache(max(lengths) + n, batch=len(prompts))
-    hidden = model(padded, cache)
-    cache.extend(lengths)
-    last = torch.stack([row[length - 1] for row, length in zip(hidden, lengths)])  # (B, d)
-    output: list[list[int]] = [[] for _ in prompts]
-    rows = output  # the unfinished ones, in the cache's order; `generators` are theirs
-    while True:
-        logits = model.logits(last)  # (B, V)
-        if sampling.temperature == 0:
-            tokens = argmax(probs(logits, sampling))
-        else:
-            draws = [torch.rand((), dtype=torch.float64, generator=g) for g in generators]
-            p = warp(logits, sampling)
-            p = p.cpu() if p.device.type == "mps" else p  # MPS has no float64
-            drawn = sample_inverse_cdf(p, torch.stack(draws).to(p.device))
-            tokens = drawn.where(p[:, 0].isfinite(), -1).tolist()
-            if -1 in tokens:
-                raise not_finite(logits.dtype)
-        for row, token in zip(rows, tokens):
-            if not ended(row, n, model.config.eos_ids):
-                row.append(token)
-        alive = [i for i, row in enumerate(rows) if not ended(row, n, model.config.eos_ids)]
-        if not alive:
-            return output
-        if 3 * len(alive) < 2 * len(rows):
-            cache.keep(alive)
-            rows, tokens = [rows[i] for i in alive], [tokens[i] for i in alive]
-            generators = [generators[i] for i in alive]
-        last = model(torch.tensor(tokens)[:, None], cache)[:, 0]
-        cache.extend([1] * len(rows))
-
-
-def local_sampler(model: Transformer) -> Sample:
-    """Sample with the model itself, all prompts in one batch. If there are several processes, each
+def local_sampler(model: Transformer, rows: int) -> Sample:
+    """Sample with the model itself, `rows` prompts at once. If there are several processes, each
     samples its share of them, and the answers are the same."""
     rank, size = distributed.world.rank, distributed.world.size
 
@@ -113,15 +68,14 @@ def local_sampler(model: Transformer) -> Sample:
         own = range(len(prompts))[rank::size]
         generators = [torch.Generator().manual_seed(seed + i) for i in own]
         own_prompts = [prompts[i] for i in own]
-        answers = sample_batch(model, own_prompts, n, sampling, generators) if own else []
-        shares = distributed.all_gather(answers)
-        yield from ((i, shares[i % size][i // size]) for i in range(len(prompts)))
+        texts = sample_batch(model, own_prompts, n, sampling, generators, -(-rows // size))
+        if size == 1:
+            yield from enumerate(texts)
+        else:
+            shares = distributed.all_gather([*texts])
+            yield from ((i, shares[i % size][i // size]) for i in range(len(prompts)))
 
     return sample
-
-
-def ended(row: list[int], n: int, eos: tuple[int, ...]) -> bool:
-    return len(row) == n or (bool(row) and row[-1] in eos)
 
 
 def user_turns(
@@ -158,30 +112,27 @@ def sample_documents(
     sample: Sample, config: Config, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace,
     skipped: Skipped, seed: list[int], most: int,
 ) -> Iterator[dict]:  # fmt: skip
-    """Sample answers to --batch prompts, but no more than `most`, from random documents or
-    written by the target itself."""
+    """Sample answers to at most `most` prompts, which are from random documents or written by the
+    target itself."""
     rng, max_prompt = np.random.default_rng(seed), config.context - args.tokens
     documents = [(name, document) for name, texts in corpus.items() for document in texts]
     if args.chat is None:
-        drawn = (documents[i] for i in rng.integers(len(documents), size=100 * args.batch))
+        drawn = (documents[i] for i in rng.integers(len(documents), size=100 * most))
     else:
-        turns = user_turns(sample, config, tokenizer, args.chat, min(args.batch, most), rng)
+        turns = user_turns(sample, config, tokenizer, args.chat, most, rng)
         drawn = (("chat", document) for document in turns)
     how = prompt_of, tokenizer, rng, args.ask
     prompts = ((name, skipped.attempt(document, *how)) for name, document in drawn)
     fitting = (prompt for prompt in prompts if 0 < len(prompt[1]) <= max_prompt)
-    pool = list(islice(fitting, POOLED_BATCHES * args.batch))
-    if not pool and args.chat is None:  # with --chat, no user turn was finished
+    # prompts of similar lengths need little padding
+    chosen = sorted(islice(fitting, most), key=lambda prompt: len(prompt[1]))
+    if not chosen and args.chat is None:  # with --chat, no user turn was finished
         why = str(skipped) or "lower --tokens"
         raise UserError(f"no prompts of at most {max_prompt} tokens found: {why}")
-    if len(pool) > args.batch:  # prompts of similar lengths need little padding
-        pool.sort(key=lambda prompt: len(prompt[1]))
-        start = args.batch * rng.integers(len(pool) // args.batch)
-        pool = pool[start : start + args.batch]
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    prompts = [ids for _, ids in pool[:most]]
+    prompts = [ids for _, ids in chosen]
     for i, answer in sample(prompts, args.tokens, sampling, int(rng.integers(2**63))):
-        yield {"kind": pool[i][0], "prompt": prompts[i], "tokens": answer}
+        yield {"kind": chosen[i][0], "prompt": prompts[i], "tokens": answer}
 
 
 def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> list[dict]:
@@ -226,23 +177,22 @@ def append_documents(
     args: argparse.Namespace,
 ) -> int:  # fmt: skip
     """Append documents to a file that holds `rows` until there are --documents of them or none are
-    new; return their number. `new_documents` makes a batch of documents from a seed, but no more
-    than are missing. Each is written at once, so that what interrupts a server loses none that are
-    finished."""
+    new; return their number. `new_documents` makes documents from a seed, at most as many as
+    requested. Each is written at once, so that an interruption loses none that is finished."""
     duplicates, kept, idle = Duplicates(), len(rows), 0
     for row in rows:
         duplicates.add(row["tokens"])
     with tqdm(total=args.documents, initial=kept, unit="document") as bar:
         while kept < args.documents and idle < MAX_IDLE_PROMPTS:
             before = kept
-            missing = args.documents - kept
+            missing = min(args.documents - kept, POOLED_BATCHES * args.batch)
             for row in new_documents([args.seed, kept, idle], missing):
                 if args.keep_duplicates or not duplicates.add(row["tokens"]):
                     file.write(json.dumps(row) + "\n")
                     file.flush()
                     bar.update()
                     kept += 1
-            idle = 0 if kept > before else idle + min(args.batch, missing)
+            idle = 0 if kept > before else idle + missing
     return kept
 
 
@@ -257,7 +207,7 @@ def run(args: argparse.Namespace) -> None:
     options = {"server": args.server is not None}  # at any address
     options |= {name: getattr(args, name) for name in RECORDED_FLAGS}
     options |= {"dtype": str(model.dtype), "model": weights_digest(model), "data": digest(corpus)}
-    config, sample = model.config, local_sampler(model)
+    config, sample = model.config, local_sampler(model, args.batch)
     if args.server is not None:
         sample = server.ServerSampler(args, model, tokenizer, skipped)
         config = replace(config, context=min(config.context, sample.server.context))

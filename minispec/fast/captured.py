@@ -166,9 +166,7 @@ class CachePool(Replaced):
         self.unused: list[KVCache] = []
 
     @torch.inference_mode(False)  # the memory outlives a run
-    def __call__(self, capacity: int | None = None, batch: int = 1) -> KVCache:
-        if batch != 1:
-            return self.plain(capacity, batch)
+    def __call__(self, capacity: int | None = None) -> KVCache:
         capacity = capacity or self.module.config.context
         weight = next(self.module.parameters())  # the module may have been moved
         fitting = [
@@ -185,7 +183,7 @@ class CachePool(Replaced):
             memory.graphs = Graphs()
         cache = copy.copy(memory)
         cache.capacity = capacity
-        cache.set_storage(memory.kv[:, :, :, :capacity], [0])
+        cache.set_storage(memory.kv[:, :, :, :capacity], 0)
         cache.lease = Lease(memory, cache.kv)
         weakref.finalize(cache.lease, self.unused.append, memory).atexit = False
         return cache

@@ -154,8 +154,8 @@ def check_cache(
     if not isinstance(cache, KVCache):
         raise UserError(f"cache {cache!r}: must come from model.new_cache()")
     c, keys = model.config, cache.k[0]
-    layout = len(cache.lengths), len(cache.k), *keys.shape[2:], keys.dtype, keys.device.type
-    same = layout == (1, c.layers, c.kv_heads, c.head_dim, model.dtype, model.device.type)
+    layout = len(cache.k), *keys.shape[2:], keys.dtype, keys.device.type
+    same = layout == (c.layers, c.kv_heads, c.head_dim, model.dtype, model.device.type)
     fits = same and cache.length < prompt_length and min_capacity <= cache.capacity <= max_capacity
     if not fits:
         raise UserError(

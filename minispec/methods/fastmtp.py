@@ -38,7 +38,7 @@ class RecurrentHead(nn.Module):
     def new_cache(self, capacity: int) -> KVCache:
         """Return a cache for the head, with one layer."""
         c, weight = self.config, next(self.parameters())
-        return KVCache(1, c.kv_heads, c.head_dim, capacity, 1, weight.dtype, weight.device)
+        return KVCache(1, c.kv_heads, c.head_dim, capacity, weight.dtype, weight.device)
 
     def drafter(self, model: Transformer, cache: KVCache, offset: int) -> "Drafter":
         """What drafts with this head for its target."""

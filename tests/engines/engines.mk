@@ -39,8 +39,10 @@ NEW_VENV = $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install -q -c cons
 	$(NEW_VENV) onnxruntime-genai==0.18.0 onnx onnx-ir transformers
 	touch $@
 
+# without its declared dependencies: it requires an older tokenizers than minispec
 .engines/transformers444/installed:
-	$(NEW_VENV) transformers==4.44.2 "numpy<2"
+	$(NEW_VENV) "numpy<2" regex requests accelerate
+	$(@D)/bin/python -m pip install -q --no-deps transformers==4.44.2 tokenizers==0.19.1 "huggingface_hub<1"
 	touch $@
 
 # packages whose declared dependencies do not fit each other lie in folders of their own

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import torch
+from end_tokens import end_tokens
 from transformers import (
     AutoModelForCausalLM,
     Gemma4AssistantConfig,
@@ -70,6 +71,7 @@ def gemma4_models(checkpoint):
         vocab_size_per_layer_input=0, eos_token_id=None, bos_token_id=None,
         pad_token_id=0)  # fmt: skip
     target = Gemma4ForCausalLM(Gemma4TextConfig(**shape)).eval()
+    target.generation_config.eos_token_id = end_tokens(checkpoint) or None
     config = Gemma4AssistantConfig(
         text_config=Gemma4TextConfig(**shape), backbone_hidden_size=64)  # fmt: skip
     draft = Gemma4AssistantForCausalLM(config).eval()

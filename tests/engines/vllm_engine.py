@@ -21,6 +21,7 @@ def engine(**speculation):
             config = {name: str(value).format(folder) for name, value in speculation.items()}
             loaded[folder] = LLM(
                 folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
+                num_gpu_blocks_override=512,  # clearing all that it would take lasts a second
                 disable_log_stats=False, speculative_config=config or None)  # fmt: skip
             # in a second engine this would fail if numba is loaded, as it is by ngram
             current_platform.register_triton_kernel_overrides = lambda: None

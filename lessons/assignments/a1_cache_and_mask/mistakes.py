@@ -67,7 +67,7 @@ def without_the_prefix(self, n, depth, mask):
 
 def advancing(self, n, depth, mask):
     placed = place(self, n, depth, mask)
-    self.lengths = [self.length + n]
+    self.length = self.length + n
     return placed
 
 
@@ -87,7 +87,7 @@ def unchecked(self, n, depth, mask):
 def up_to_the_last_row(self, path):
     start = self.length
     commit(self, path)
-    self.lengths = [start + (path[-1] + 1 if path else 0)]
+    self.length = start + (path[-1] + 1 if path else 0)
 
 
 def from_the_cache_start(self, path):
@@ -96,7 +96,7 @@ def from_the_cache_start(self, path):
     for i, row in enumerate(path):
         for rows in (*self.k, *self.v):
             rows[:, start + i] = rows[:, row]
-    self.lengths = [start + len(path)]
+    self.length = start + len(path)
 
 
 def keys_only(self, path):
@@ -104,7 +104,7 @@ def keys_only(self, path):
     for i, row in enumerate(path):
         for rows in self.k:
             rows[:, start + i] = rows[:, start + row]
-    self.lengths = [start + len(path)]
+    self.length = start + len(path)
 
 
 def last_row_first(self, path):
@@ -113,17 +113,17 @@ def last_row_first(self, path):
     for i, row in reversed(list(enumerate(path))):
         for rows in (*self.k, *self.v):
             rows[:, start + i] = rows[:, start + row]
-    self.lengths = [start + len(path)]
+    self.length = start + len(path)
 
 
 def clears_rows(self, length):
     for rows in (*self.k, *self.v):
         rows[:, length:] = 0
-    self.lengths = [length]
+    self.length = length
 
 
 def drops_that_many(self, length):
-    self.lengths = [self.length - length]
+    self.length = self.length - length
 
 
 MISTAKES = [
@@ -148,7 +148,7 @@ MISTAKES = [
             {"KVCache.place": from_the_start}),
     Mistake("place, together", "the committed rows are invisible",
             {"KVCache.place": without_the_prefix}),
-    Mistake("place", "the pass itself advances `lengths`", {"KVCache.place": advancing}),
+    Mistake("place", "the pass itself advances `length`", {"KVCache.place": advancing}),
     Mistake("place, together", "all scratch rows see each other, whatever `mask` says",
             {"KVCache.place": all_scratch_rows}),
     Mistake("place", "a pass that does not fit raises no ValueError", {"KVCache.place": unchecked}),

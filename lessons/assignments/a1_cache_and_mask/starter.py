@@ -22,12 +22,11 @@ def layout(parents: tuple[int, ...]) -> tuple[list[int], Tensor, Tensor]:
 
 
 class KVCache(cache.KVCache):
-    """Keys and values: `self.k` and `self.v`, lists of (batch, capacity, heads, head_dim), one
-    for each layer.
+    """Keys and values: `self.k` and `self.v`, lists of (1, capacity, heads, head_dim), one for each
+    layer.
 
-    `self.lengths` holds one number per sequence (here there is one sequence, and `self.length` is
-    its number): rows [0, length) are committed, those behind them are scratch. Allocation and
-    writing are given; you decide where a pass goes, what it sees and what stays.
+    Rows [0, self.length) are committed, those behind them are scratch. Allocation and writing are
+    given; you decide where a pass goes, what it sees and what stays.
     """
 
     def place(self, n: int, depth: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,13 +48,13 @@ class KVCache(cache.KVCache):
         Scratch row 0 is cache row `length`. K was rotated already: rows are moved, not changed.
 
         Example: 3 rows are committed. commit([0, 2]) leaves cache row 3 where it is, copies row 5
-        to row 4, and sets `lengths` to [5].
+        to row 4, and sets `length` to 5.
         """
         raise NotImplementedError
 
     def truncate(self, length: int) -> None:
         """Forget every row from `length` on; nothing is moved.
 
-        Example: 5 rows are committed. truncate(3) sets `lengths` to [3].
+        Example: 5 rows are committed. truncate(3) sets `length` to 3.
         """
         raise NotImplementedError

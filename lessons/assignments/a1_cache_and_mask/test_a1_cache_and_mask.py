@@ -29,7 +29,7 @@ def filled(impl, length: int, seed: int = 0, capacity: int = 23):
     generator = torch.Generator().manual_seed(seed)
     for rows in (*cache.k, *cache.v):
         rows.copy_(torch.randn(rows.shape, generator=generator, dtype=torch.float64))
-    cache.lengths = [length]
+    cache.length = length
     return cache, torch.stack(cache.k), torch.stack(cache.v)
 
 
@@ -80,7 +80,7 @@ def test_rows_go_behind_the_committed_ones_and_stand_at_their_depth(impl, seeds)
         assert positions.tolist() == [[length + d for d in depth.tolist()]], (
             "a node's position is length + depth (siblings share it), not its slot"
         )
-        assert cache.lengths == [length], "a pass never advances: only commit does"
+        assert cache.length == length, "a pass never advances: only commit does"
 
 
 @pytest.mark.points(3, task="place")
@@ -120,8 +120,8 @@ def test_the_path_s_rows_follow_the_committed_ones(impl, seeds):
         cache, k, v = filled(impl, length, seed)
         cache.commit(list(path))
         kept = [*range(length), *(length + row for row in path)]
-        assert cache.lengths == [len(kept)], (
-            f"{length} rows and path {path} make {len(kept)}, not {cache.lengths[0]}: what counts "
+        assert cache.length == len(kept), (
+            f"{length} rows and path {path} make {len(kept)}, not {cache.length}: what counts "
             "is the path's length, not its last row"
         )
         for name, rows, before in (("k", torch.stack(cache.k), k), ("v", torch.stack(cache.v), v)):
@@ -137,7 +137,7 @@ def test_truncate_moves_the_boundary_and_nothing_else(impl):
     for length in range(9):
         cache, k, v = filled(impl, length=8)
         cache.truncate(length)
-        assert cache.lengths == [length], f"truncate({length}) leaves {length} committed rows"
+        assert cache.length == length, f"truncate({length}) leaves {length} committed rows"
         same = torch.equal(torch.stack(cache.k), k) and torch.equal(torch.stack(cache.v), v)
         assert same, "truncate moves the boundary and changes no row"
 

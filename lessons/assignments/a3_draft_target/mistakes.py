@@ -63,9 +63,9 @@ def feeds_the_last_draft(draft, cache, tokens, k, *arguments):
 
 def from_the_beginning(draft, cache, tokens, *arguments):
     """The whole text is fed again, behind what the cache holds."""
-    stale, cache.lengths = cache.length, [0]
+    stale, cache.length = cache.length, 0
     drafted = propose(draft, cache, tokens, *arguments)
-    cache.lengths = [cache.length + stale]
+    cache.length = cache.length + stale
     return drafted
 
 

@@ -107,7 +107,7 @@ def test_drafting_feeds_only_what_the_cache_lacks(impl, seeds):
         draft, tokens = small_model(seed), random.Random(seed).choices(range(24), k=8)
         cache = draft.new_cache()
         draft(tokens[: 3 + i], cache)
-        cache.lengths = [3 + i]
+        cache.length = 3 + i
         guess, _ = impl.propose(draft, cache, tokens, 3, GREEDY, Seeded(), 24)
         assert guess == greedy_after(draft, tokens, 3), "a cache that lags changes the drafts"
         assert cache.length == len(tokens) + 2, (

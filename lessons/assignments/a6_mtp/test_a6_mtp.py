@@ -38,7 +38,7 @@ def prepared(impl, model, head, tokens: list[int]):
     """A drafter that has taken in all but the newest of `tokens`, without its own `extend`."""
     drafter = impl.Drafter(head, model, head.new_cache(64), 0)
     drafter.last = drafter.run(model(tokens[:-1])[0], tokens[1:])[-1:]
-    drafter.cache.lengths = [len(tokens) - 1]
+    drafter.cache.length = len(tokens) - 1
     return drafter
 
 
@@ -293,7 +293,7 @@ def test_aligned_training_is_drafting(impl, seeds):
         for i in range(n):
             drafter = fastmtp.Drafter(head, model, head.new_cache(64), 0)
             out = drafter.run(hidden[0, : i + 1], text[1 : i + 2])[-1:]
-            drafter.cache.lengths = [i + 1]
+            drafter.cache.length = i + 1
             for k in range(4):
                 worst = (model.logits(out)[0] - logits[k][0, i]).abs().max()
                 assert worst < 1e-9, (
@@ -301,7 +301,7 @@ def test_aligned_training_is_drafting(impl, seeds):
                     "position i + k - 1 and sees step 1 up to row i, then row i of later steps"
                 )
                 out = drafter.run(out, [int(tokens[0, i + k + 2])])
-                drafter.cache.lengths = [i + k + 2]
+                drafter.cache.length = i + k + 2
 
 
 @pytest.mark.points(3, task="parallel")
