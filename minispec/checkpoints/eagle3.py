@@ -121,6 +121,7 @@ def save_eagle3(
         "target_hidden_size": head.target_size,
         RESIDUAL: head.midlayer.norm_before_residual,
         LAYER_IDS: list(head.feature_layers),
+        "num_aux_hidden_states": len(head.feature_layers),  # vLLM expects 3 otherwise
         "base_model_name_or_path": base,
         "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
     }

@@ -21,7 +21,7 @@ ENGINES = [  # the file, the environment, more folders of packages, functions
     ("transformers_kinds", OLD, "", "constant prompt_lookup_with_end"),
     ("transformers_heads", OURS, "", "dflash mtp gemma4"),
     ("vllm", ".engines/vllm", "", "plain ngram draft_greedy draft_probabilistic"),
-    ("vllm_heads", ".engines/vllm", ".engines/arctic", "medusa mtp suffix"),
+    ("vllm_heads", ".engines/vllm", ".engines/arctic", "medusa mtp eagle3 suffix"),
     ("openvino", ".engines/openvino", "", "plain draft_model prompt_lookup"),
     ("ortgenai", ".engines/ortgenai", "", "plain ngram draft_model"),
     ("ctranslate2", ".engines/ctranslate2", "", "plain"),

@@ -1,6 +1,5 @@
 """vLLM's methods in one process, as black boxes for the certifier (run by `make engines`)."""
 
-import gc
 import os
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -16,8 +15,9 @@ def engine(**speculation):
 
     def load(folder: str) -> LLM:
         if folder not in loaded:
-            loaded.clear()  # free it first: its teardown destroys state that a second LLM would use
-            gc.collect()
+            for old in loaded.values():  # later, it would destroy state that the new one uses
+                old.llm_engine.engine_core.shutdown()
+            loaded.clear()
             config = {name: str(value).format(folder) for name, value in speculation.items()}
             loaded[folder] = LLM(
                 folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
@@ -34,11 +34,16 @@ def engine(**speculation):
     def many(checkpoint: str, requests: list[dict]) -> list:
         llm = load(checkpoint)
         before, valid = counts(llm), [r for r in requests if r["max_new_tokens"]]  # it rejects 0
-        outputs = iter(llm.generate(
-            [{"prompt_token_ids": r["prompt"]} for r in valid],
-            [SamplingParams(max_tokens=r["max_new_tokens"], temperature=r["temperature"],
-                            top_k=r["top_k"] or -1, top_p=r["top_p"], seed=r["seed"],
-                            detokenize=False) for r in valid], use_tqdm=False))  # fmt: skip
+        try:
+            outputs = iter(llm.generate(
+                [{"prompt_token_ids": r["prompt"]} for r in valid],
+                [SamplingParams(max_tokens=r["max_new_tokens"], temperature=r["temperature"],
+                                top_k=r["top_k"] or -1, top_p=r["top_p"], seed=r["seed"],
+                                detokenize=False) for r in valid], use_tqdm=False))  # fmt: skip
+        except BaseException:  # it would step forever for the requests that are left
+            left = list(llm.llm_engine.output_processor.request_states)
+            llm.llm_engine.abort_request(left, internal=True)
+            raise
         tokens = [next(outputs).outputs[0].token_ids if r["max_new_tokens"] else []
                   for r in requests]  # fmt: skip
         drafted, accepted = (b - a for a, b in zip(before, counts(llm)))

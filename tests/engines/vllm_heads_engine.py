@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from vllm_engine import K, engine
 
+from minispec.certify.toys import random_eagle3_head
+from minispec.checkpoints.eagle3 import save_eagle3
 from minispec.checkpoints.load import load
 from minispec.distill.export import export_medusa, export_mtp
 from minispec.methods.fastmtp import MTPHead
@@ -51,6 +53,12 @@ def random_mtp(target, folder: Path) -> None:
     export_mtp(MTPHead(target.config), target, folder)
 
 
+def random_eagle3(target, folder: Path) -> None:
+    """A head that drafts two thirds of the tokens."""
+    save_eagle3(random_eagle3_head(target, 2), folder, "target", None, torch.float32)
+
+
 medusa = with_heads(random_medusa, method="medusa", model="{}/heads", **K)
 mtp = with_heads(random_mtp, method="mtp", model="{}/heads", **K)
+eagle3 = with_heads(random_eagle3, method="eagle3", model="{}/heads", **K)
 suffix = engine(method="suffix", **K)

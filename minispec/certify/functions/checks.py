@@ -195,8 +195,8 @@ def ends_everywhere(exam: Examination, cases: Cases, count: int, where: str) -> 
         eos = where, [*others, end] if others else end
         one = replace(cases.exam(f"eos{count}-{end}", 2, eos=eos), evidence=exam.evidence)
         passed, detail = examination.ends_correctly(one, [prompt], 12)
-        if not passed:
-            return False, f"end tokens {[*others, end]}: {detail}"
+        if not passed:  # None: the baseline has another model
+            return passed, f"end tokens {[*others, end]}: {detail}"
     return True, f"at {len(ends)} offsets, greedily and with top-k 1 if supported"
 
 
