@@ -140,7 +140,7 @@ class Batch:
         else:
             p = warp(logits, self.sampling).to(uniforms.device)  # (B, V)
             largest, drawn = p[:, 0], sample_inverse_cdf(p, uniforms)
-        return drawn.where(largest.isfinite(), -1).to(tokens.device)
+        return drawn.masked_fill(~largest.isfinite(), -1).to(tokens.device)
 
 
 @torch.no_grad()
