@@ -80,7 +80,7 @@ TARGET = $(PYTHON) -m pip install -q --no-deps --target
 .engines/openvino/installed:
 	$(PYTHON) -m venv .engines/openvino
 	.engines/openvino/bin/python -m pip install -q -c constraints.txt torch openvino-genai==2026.4.1 \
-		openvino-tokenizers==2026.4.1 optimum-intel nncf
+		openvino-tokenizers==2026.4.1 optimum-intel nncf gguf platformdirs
 	-.engines/openvino/bin/python -m pip uninstall -q -y torchvision
 	touch $@
 
