@@ -22,6 +22,8 @@ ENGINES = [  # the file, the environment, more folders of packages, functions
     ("transformers_heads", OURS, "", "dflash mtp gemma4"),
     ("vllm", ".engines/vllm", "", "plain ngram draft_greedy draft_probabilistic"),
     ("vllm_heads", ".engines/vllm", ".engines/arctic", "medusa mtp eagle3 suffix"),
+    ("vllm_fixed", ".engines/vllm", ".engines/arctic", "ngram draft_greedy draft_probabilistic "
+                                                       "medusa mtp eagle3 suffix"),  # fmt: skip
     ("openvino", ".engines/openvino", "", "plain draft_model prompt_lookup"),
     ("ortgenai", ".engines/ortgenai", "", "plain ngram draft_model"),
     ("ctranslate2", ".engines/ctranslate2", "", "plain"),
