@@ -344,6 +344,17 @@ def test_the_names_are_those_of_published_heads(tmp_path):
 
 
 @torch.no_grad()
+def test_a_head_that_drafts_all_tokens_is_written_without_a_map(tmp_path):
+    """vLLM stops at the tensor d2t of such a head."""
+    model = model_of(0)
+    head = randomise(Eagle3Head(model.config, model.config, [*range(6)], (2,)).double(), 0)
+    save_eagle3(head, tmp_path, "base", None, torch.float64)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "fc.weight" in tensors and not {"d2t", "t2d"} & set(tensors)
+    assert load_eagle3(tmp_path, model).host_ids.tolist() == [*range(6)]
+
+
+@torch.no_grad()
 def test_a_head_with_the_target_s_embedding_shares_it(tmp_path):
     model = model_of(0)
     head = randomise(Eagle3Head(model.config, model.config, [1, 2], (2,), embedding=True), 0)

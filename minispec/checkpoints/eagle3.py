@@ -141,7 +141,8 @@ def save_eagle3(
         config = layer | config | {"architectures": ["LlamaForCausalLMEagle3"]}
     prefix = "layers.0." if speculators else "midlayer."
     tensors = {n.replace("midlayer.", prefix): t.to(dtype) for n, t in head.state_dict().items()}
-    tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": t2d}
+    if not torch.equal(ids, torch.arange(head.size)):  # vLLM rejects d2t of a full vocabulary
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": t2d}
     write_tensors(directory / "model.safetensors", tensors)
     write_json(directory / "config.json", config)
     save_acceptance(head, directory)
