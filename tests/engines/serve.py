@@ -30,6 +30,11 @@ VLLM_MODES = {
 LLAMACPP_MODES = {
     "plain": "", "draft": "-md {draft} --spec-type draft-simple",
     "ngram": "--spec-type ngram-simple --spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 4",
+    "map": "--spec-type ngram-map-k --spec-ngram-map-k-size-n 2 --spec-ngram-map-k-size-m 4",
+    "map4v": "--spec-type ngram-map-k4v --spec-ngram-map-k4v-size-n 2 "
+             "--spec-ngram-map-k4v-size-m 4",
+    "mod": "--spec-type ngram-mod --spec-ngram-mod-n-match 2 --spec-ngram-mod-n-min 1",
+    "cache": "--spec-type ngram-cache",
 }
 CERTIFY_FLAGS = {"vllm": "--max-model-len 512", "llamacpp": "-np 8 -fa off -ctk f32 -ctv f32"}
 
@@ -85,9 +90,11 @@ if __name__ == "__main__":
     p.add_argument("model")
     p.add_argument("--draft", default="", help="a draft, or heads")
     args, flags = p.parse_known_args()
-    if not args.draft and args.server.split("-", 1)[1] not in ("plain", "ngram"):
+    engine, _, mode = args.server.partition("-")
+    modes = {"vllm": VLLM_MODES, "llamacpp": LLAMACPP_MODES}[engine]
+    if "{draft}" in str(modes[mode]) and not args.draft:
         p.error(f"{args.server} needs --draft")
-    more = CERTIFY_FLAGS[args.server.partition("-")[0]]
+    more = CERTIFY_FLAGS[engine]
     with serving(args.server, args.model, args.draft, more=more) as address:
         flags = ["--server", address, "--model", args.model, *flags]
         code = subprocess.run([sys.executable, "-m", "minispec.certify", *flags]).returncode
