@@ -7,9 +7,9 @@ from torch import Tensor
 class KVCache:
     """Keys and values of every layer, allocated once.
 
-    Rows [0, length) of a sequence are committed. A pass writes its rows after them as *scratch* and
-    never changes the length; only `commit` and `truncate` do. These two verbs reuse a prefix,
-    append a token, roll back a rejected draft and compact an accepted path.
+    Rows [0, length) are committed. A pass writes its rows after them as *scratch* and never changes
+    the length; only `commit` and `truncate` do. These two verbs reuse a prefix, append a token,
+    roll back a rejected draft and compact an accepted path.
     """
 
     def __init__(

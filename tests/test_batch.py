@@ -96,6 +96,26 @@ def test_a_sampled_row_does_not_depend_on_the_others():
         assert list(alone) == [together[i]]
 
 
+def test_texts_end_anywhere_in_a_burst_and_in_the_cache():
+    """Rows are written after their texts have ended, up to the end of the memory."""
+    model = random_model(2, eos_ids=(3, 4, 5))
+    prompts = [[1] * 30] * 6 + [[2]] * 14
+    together = list(sample_batch(model, prompts, 20, Sampling(1.0), generators(0, 20), 6))
+    for i, prompt in enumerate(prompts):
+        (alone,) = sample_batch(model, [prompt], 20, Sampling(1.0), generators(i, 1))
+        assert alone == together[i]
+
+
+def test_what_follows_an_end_token_does_not_harm_the_row_s_next_text():
+    """The model yields NaN after its end tokens."""
+    model = random_model(1, eos_ids=(3, 4), tied=False)
+    model.model.embed_tokens.weight.data[[3, 4]] = torch.nan
+    prompts = [[5 + i % 20, 9] for i in range(30)]
+    expected = [decode(model, None, prompt, max_new_tokens=20).tokens for prompt in prompts]
+    assert any(tokens[-1] in (3, 4) for tokens in expected)
+    assert [*sample_batch(model, prompts, 20, Sampling(), generators(0, 30), 4)] == expected
+
+
 def test_logits_with_nan_are_an_error():
     model = random_model()
     model.model.norm.weight.data[0] = torch.nan

@@ -1,5 +1,5 @@
 """The model agrees with transformers and with itself: with and without a cache, for chains and
-trees, for one sequence and a batch.
+trees.
 """
 
 import json

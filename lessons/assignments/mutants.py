@@ -316,11 +316,11 @@ def truncate_one_short(self: KVCache, length: int) -> None:
 shared_caches: dict = {}
 
 
-def one_cache_for_all_calls(self, capacity=None, batch=1):
+def one_cache_for_all_calls(self, capacity=None):
     """Keep state between calls."""
     key = (id(self), capacity)
     if key not in shared_caches:
-        shared_caches[key] = original_new_cache[type(self)](self, capacity, batch)
+        shared_caches[key] = original_new_cache[type(self)](self, capacity)
     return shared_caches[key]
 
 

@@ -1,8 +1,8 @@
 """Sample many texts at once.
 
-Each row of a batch decodes one prompt. When its text has ended, the row gets the next prompt, so
-the batch stays full. The host reads the tokens only once in a burst of steps; in between, tokens,
-lengths and randomness stay on the device, and a step on a GPU is one graph.
+Each row of a batch decodes one prompt. When a text ends, its row gets the next prompt, so the batch
+stays full. The host reads tokens once per burst of steps. During a burst, tokens, lengths and
+random numbers stay on the device; on a GPU, each step is one CUDA graph.
 """
 
 from collections import deque
@@ -19,12 +19,13 @@ from minispec.fast.graphs import is_on_gpu
 from minispec.model import Transformer
 from minispec.sampling import Sampling, not_finite, sample_inverse_cdf, warp
 
-BURST = 16  # steps, at most
+BURST = 16  # maximum steps between two reads by the host
 
 
 class BatchCache:
-    """A key-value cache of `rows` sequences. `lengths` (rows, 1), the numbers of committed cache
-    rows, is a tensor on the device. A pass reads the first `span` cache rows of each sequence."""
+    """A key-value cache of `rows` sequences. `lengths` (rows, 1) counts each sequence's committed
+    cache rows; it is a tensor on the device, so that a graph can read it. A pass reads the first
+    `span` cache rows of each sequence."""
 
     def __init__(self, model: Transformer, rows: int, capacity: int):
         c = model.config
@@ -52,7 +53,7 @@ class BatchCache:
 
 @dataclass
 class Text:
-    """A prompt and what has been drawn after it with the generator."""
+    """A prompt, the generator for its tokens, and the tokens drawn so far."""
 
     prompt: list[int]
     generator: torch.Generator
@@ -60,24 +61,27 @@ class Text:
 
 
 class Batch:
-    """Texts of up to `n` new tokens, one in each row. Those that have ended stay in their rows, and
-    are not changed, until they are replaced or dropped."""
+    """Texts of up to `n` new tokens, one in each row. A text that has ended stays in its row,
+    unchanged, until it is replaced or dropped."""
 
     def __init__(self, model: Transformer, n: int, sampling: Sampling, rows: int, capacity: int):
         self.model, self.n, self.sampling = model, n, sampling
+        # an ended text's row is written up to BURST - 1 rows further
         self.cache = BatchCache(model, rows, capacity + BURST)
         self.graphs = Graphs() if is_on_gpu(model) else None
         self.texts: list[Text | None] = [None] * rows
 
     def start(self, texts: dict[int, Text]) -> None:
-        """Put texts into the rows that are their keys, and run the model on their prompts, but for
-        the last tokens: the next step feeds those."""
+        """Put each text into the row that is its key, and feed its prompt except the last token,
+        which the next step feeds."""
+        # steps after an end token may have written NaN, which a mask does not hide
+        self.cache.kv[:, :, [row for row in texts if self.texts[row]]] = 0
         self.texts = [texts.get(row, text) for row, text in enumerate(self.texts)]
         fed = [torch.tensor(text.prompt[:-1], dtype=torch.int64) for text in texts.values()]
-        padded = nn.utils.rnn.pad_sequence(fed or [torch.empty(0)], batch_first=True)
-        if padded.numel():
+        if any(map(len, fed)):
+            padded = nn.utils.rnn.pad_sequence(fed, batch_first=True)
             new = BatchCache(self.model, *padded.shape)
-            self.model(padded, new)  # what it writes for the padding is never committed
+            self.model(padded, new)  # rows written for padding are never committed
             self.cache.kv[:, :, list(texts), : padded.shape[1]] = new.kv
 
     def drop(self, rows: list[int]) -> None:
@@ -89,28 +93,29 @@ class Batch:
             self.graphs.clear()
 
     def extend(self) -> list[int]:
-        """Extend each text by up to BURST tokens. Returns the rows of those that have ended now."""
-        growing = [text for text in self.texts if not self.ended(text)]
-        steps = min(BURST, self.n - min(len(text.answer) for text in growing))
+        """Extend each text by up to BURST tokens. Returns the rows whose texts have just ended."""
+        growing = [row for row, text in enumerate(self.texts) if not self.ended(text)]
+        steps = min(BURST, self.n - min(len(self.texts[row].answer) for row in growing))
         uniforms = [torch.rand(steps, dtype=torch.float64, generator=text.generator)
                     for text in self.texts]  # fmt: skip
-        ended = []
-        for row, tokens in enumerate(self.draw(torch.stack(uniforms))):
+        drawn = self.draw(torch.stack(uniforms))
+        for row in growing:
             text = self.texts[row]
-            while not self.ended(text) and tokens:
-                text.answer.append(tokens.pop(0))
-                if text.answer[-1] < 0:
+            for token in drawn[row]:
+                if token < 0:
                     raise not_finite(self.model.dtype)
+                text.answer.append(token)
                 if self.ended(text):
-                    ended.append(row)
-        return ended
+                    break
+        return [row for row in growing if self.ended(self.texts[row])]
 
     def ended(self, text: Text) -> bool:
         end = bool(text.answer) and text.answer[-1] in self.model.config.eos_ids
         return end or len(text.answer) == self.n
 
     def draw(self, uniforms: Tensor) -> list[list[int]]:
-        """Draw a token for each number of `uniforms` (rows, steps), which is on the host."""
+        """Draw tokens for each row, one for each number in `uniforms` (rows, steps), a tensor on
+        the host."""
         device, texts = self.model.device, [text.prompt + text.answer for text in self.texts]
         needed = max(map(len, texts)) + uniforms.shape[1]
         if self.graphs is not None:
@@ -120,21 +125,27 @@ class Batch:
         lengths = torch.tensor([[len(text) - 1] for text in texts], device=device)
         # MPS has no float64
         columns = uniforms.T.contiguous().to("cpu" if device.type == "mps" else device)
-        run, drawn = partial(self.step, span), []
+        drawn = []
         for column in columns:
-            inputs, found = [tokens, lengths, column], None
-            if self.graphs is not None and not Graphs.failed:
-                found = self.graphs.replay((span,), lambda: run, inputs, device)
-            tokens = run(*inputs) if found is None else found.clone()
+            tokens = self.next_tokens(span, [tokens, lengths, column])
             lengths = lengths + 1
             drawn.append(tokens)
         return torch.stack(drawn, dim=1).tolist()
 
+    def next_tokens(self, span: int, inputs: list[Tensor]) -> Tensor:
+        """Run `step`, on a GPU as a graph if possible."""
+        run, found = partial(self.step, span), None
+        if self.graphs is not None and not Graphs.failed:
+            found = self.graphs.replay((span,), lambda: run, inputs, self.model.device)
+        return run(*inputs) if found is None else found.clone()
+
     def step(self, span: int, tokens: Tensor, lengths: Tensor, uniforms: Tensor) -> Tensor:
-        """Feed the newest token of each row and draw the next one, (B,) each. -1 stands for logits
-        with NaN or infinity. What differs between two steps is in the tensors only."""
+        """Feed the newest token of each row and draw the next one, (B,) each. A token of -1 means
+        that the logits contained NaN or infinity. Everything that changes from step to step is in
+        the tensors, so one graph can replay it."""
         self.cache.span, self.cache.lengths = span, lengths
-        logits = self.model.logits(self.model(tokens.clamp(min=0)[:, None], self.cache)[:, 0])
+        fed = tokens.clamp(min=0)[:, None]  # the host raises after the burst
+        logits = self.model.logits(self.model(fed, self.cache)[:, 0])
         if self.sampling.temperature == 0:
             largest, drawn = logits.max(-1)
         else:
@@ -153,13 +164,13 @@ def sample_batch(
 
     Each prompt has its own generator, so its tokens do not depend on the others.
     """
-    texts = [Text(prompt, generator) for prompt, generator in zip(prompts, generators)]
+    texts = [Text(prompt, generator) for prompt, generator in zip(prompts, generators, strict=True)]
     waiting, idle = deque(texts), list(range(min(rows or len(texts), len(texts))))
     batch = Batch(model, n, sampling, len(idle), max(map(len, prompts), default=0) + n)
     for text in texts:
         while not batch.ended(text):
-            new = range(min(len(idle), len(waiting)))
-            batch.start({idle.pop(): waiting.popleft() for _ in new})
+            if new := range(min(len(idle), len(waiting))):
+                batch.start({idle.pop(): waiting.popleft() for _ in new})
             if 3 * len(idle) > len(batch.texts):
                 batch.drop(idle)
                 idle = []

@@ -47,7 +47,7 @@ from minispec.training.text import (
 )
 
 MAX_BEGINNING = 24  # a text's prompt is shorter than this, in tokens
-POOLED_BATCHES = 4  # batches of prompts that are drawn together
+POOLED_BATCHES = 4  # prompts are drawn in pools of this many batches
 MAX_IDLE_PROMPTS = 64  # stop after this many prompts without a new document
 # (prompts, maximum tokens, sampling, seed) -> (index of a prompt, tokens that follow it), …
 Sample = Callable[[list[list[int]], int, Sampling, int], Iterator[tuple[int, list[int]]]]
@@ -117,15 +117,18 @@ def sample_documents(
     rng, max_prompt = np.random.default_rng(seed), config.context - args.tokens
     documents = [(name, document) for name, texts in corpus.items() for document in texts]
     if args.chat is None:
-        drawn = (documents[i] for i in rng.integers(len(documents), size=100 * most))
+        tried = 100 * POOLED_BATCHES * args.batch
+        drawn = (documents[i] for i in rng.integers(len(documents), size=tried))
     else:
         turns = user_turns(sample, config, tokenizer, args.chat, most, rng)
         drawn = (("chat", document) for document in turns)
     how = prompt_of, tokenizer, rng, args.ask
     prompts = ((name, skipped.attempt(document, *how)) for name, document in drawn)
     fitting = (prompt for prompt in prompts if 0 < len(prompt[1]) <= max_prompt)
-    # prompts of similar lengths need little padding
+    # prompts that run together have similar lengths, but the shortest ones are not always first
     chosen = sorted(islice(fitting, most), key=lambda prompt: len(prompt[1]))
+    start = rng.integers(len(chosen) or 1)
+    chosen = chosen[start:] + chosen[:start]
     if not chosen and args.chat is None:  # with --chat, no user turn was finished
         why = str(skipped) or "lower --tokens"
         raise UserError(f"no prompts of at most {max_prompt} tokens found: {why}")
@@ -176,9 +179,9 @@ def append_documents(
     file: TextIO, rows: list[dict], new_documents: Callable[[list[int], int], Iterable[dict]],
     args: argparse.Namespace,
 ) -> int:  # fmt: skip
-    """Append documents to a file that holds `rows` until there are --documents of them or none are
-    new; return their number. `new_documents` makes documents from a seed, at most as many as
-    requested. Each is written at once, so that an interruption loses none that is finished."""
+    """Append documents to a file that holds `rows` until there are --documents of them or a pool
+    has nothing new; return their number. `new_documents` makes documents from a seed, at most as
+    many as requested. Each is written as soon as it arrives."""
     duplicates, kept, idle = Duplicates(), len(rows), 0
     for row in rows:
         duplicates.add(row["tokens"])

@@ -96,7 +96,7 @@ def text(args: argparse.Namespace) -> Iterator[dict]:
     for child in running:
         try:
             child.wait(max(0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:  # at most one batch is lost
+        except subprocess.TimeoutExpired:  # at most one pool of prompts is lost
             child.kill()
             child.wait()
     with ThreadPoolExecutor() as pool:
