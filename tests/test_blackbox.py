@@ -228,6 +228,19 @@ def test_another_order_of_warpers_is_named_as_a_convention(order):
     assert all("convention: " in v.detail and order in v.detail for v in verdicts)
 
 
+def test_a_token_that_another_order_leaves_no_choice_is_no_loss():
+    """Top-p before temperature leaves one token, which is the same for every seed, so a decoder
+    need not draw it."""
+
+    def impl(checkpoint, prompt, **options):
+        if options["max_new_tokens"] == 1:
+            return argmax_of_one(checkpoint, prompt, **options)
+        return ORDERS["top-p before temperature"](checkpoint, prompt, **options)
+
+    (verdict,) = check(impl, "exact: vocab 3, T=1.5 top-k 3", length=2)
+    assert verdict.passed is None, verdict
+
+
 def test_each_order_keeps_other_tokens():
     logits = torch.randn(200, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     both = Sampling(1.5, 3, 0.8)

@@ -41,13 +41,17 @@ class Conventions:
 
     def judge(self, sampling: Sampling, ours: Result, test: Callable[[Warp], Result]) -> Result:
         """Return `ours`, the result of the test with our order of warpers. If it failed, but
-        another order explains all rows so far, name it and neither pass nor fail."""
+        another order explains all rows so far, or may explain them, name it and neither pass nor
+        fail."""
         passed, detail = ours
         if passed is None or sampling.top_p == 1:  # the order does not matter
             return passed, detail
-        explained = {k: x for k, x in self.possible.items() if test(warper(sampling, x))[0]}
+        results = {name: test(warper(sampling, x))[0] for name, x in self.possible.items()}
+        explained = {name: x for name, x in self.possible.items() if results[name]}
         if passed or explained:
             self.possible = explained
-        if passed or not explained:
+        # an order may leave so few tokens that the test proves nothing
+        orders = explained or [name for name, result in results.items() if result is None]
+        if passed or not orders:
             return passed, detail
-        return None, f"convention: {' or '.join(explained)}; with ours, {detail}"
+        return None, f"convention: {' or '.join(orders)}; with ours, {detail}"

@@ -312,5 +312,5 @@ def samples_fit(exam: Examination, request: Request, runs: int) -> Result:
         count *= 2
     exam.remember(request, seeds=[0, min(count, runs) - 1], detectable_tv=samples.bias)
     if len(set(samples.samples[0])) == 1 and result[0] is False:
-        return False, "the same tokens for every seed"
+        result = False, "the same tokens for every seed"
     return exam.conventions.judge(request.sampling, result, lambda w: samples.test(w, alarm))
