@@ -71,7 +71,7 @@ class OracleDraft:
         self.predictions = (torch.tensor(tokens) + wrong) % model.config.vocab_size
 
     def new_cache(self, capacity: int) -> KVCache:
-        return KVCache(1, 1, 1, capacity, 1, torch.float32)
+        return KVCache(1, 1, 1, capacity, torch.float32)
 
     def __call__(self, tokens, cache: KVCache) -> Tensor:
         """Return the position after each token, (1, n, 1), in place of hidden states."""
