@@ -217,7 +217,7 @@ def test_a_server_that_dies_leaves_the_documents_so_far(target, data, tmp_path, 
 
 
 class Hangs(CorrectServer):
-    """Answer all but the 20th request, and set `hanging` once the others of its batch are done."""
+    """Answer all but the 20th request, and set `hanging` once the others of its pool are done."""
 
     answered = 0
 
@@ -234,7 +234,7 @@ class Hangs(CorrectServer):
 
 @pytest.mark.slow
 def test_ctrl_c_loses_no_finished_answer_and_waits_for_none(target, data, tmp_path):
-    """The command runs in a process of its own. Its second batch hangs."""
+    """The command runs in a process of its own. One of its 32 requests hangs."""
     hangs, out = backend(target, Hangs), tmp_path / "own.jsonl"
     hangs.hanging, hangs.released = threading.Event(), threading.Event()
     with serving(hangs) as url:
@@ -252,7 +252,7 @@ def test_ctrl_c_loses_no_finished_answer_and_waits_for_none(target, data, tmp_pa
         hangs.released.set()
     assert process.returncode == 130 and "Traceback" not in error
     assert time.monotonic() - begin < 10
-    assert len(read_generated(out)[1]) == 15
+    assert len(read_generated(out)[1]) == 31
 
 
 def test_finished_results_are_yielded_before_an_exception():
