@@ -4,6 +4,7 @@ import functools
 import math
 import random
 import sys
+import time
 from collections import Counter
 from functools import partial
 from itertools import combinations
@@ -38,7 +39,7 @@ from black_boxes import (
 )
 
 from minispec.certify.common import Failed, NotSupported, drafting_result
-from minispec.certify.conventions import OTHER_ORDERS, warper
+from minispec.certify.conventions import OTHER_ORDERS, Conventions, warper
 from minispec.certify.examination import Examination, Request, judge, samples_fit
 from minispec.certify.functions.checkpoints import write_checkpoint
 from minispec.certify.functions.checks import (
@@ -239,6 +240,17 @@ def test_a_token_that_another_order_leaves_no_choice_is_no_loss():
 
     (verdict,) = check(impl, "exact: vocab 3, T=1.5 top-k 3", length=2)
     assert verdict.passed is None, verdict
+
+
+@pytest.mark.parametrize("judged, passed", [(2, None), (3, True)])
+def test_an_exact_row_without_time_for_three_tokens_proves_nothing(monkeypatch, judged, passed):
+    """Some decoders draft nothing for the second token. Here the time is over once sequences of
+    `judged` tokens have been judged."""
+    now, calls, judge = time.monotonic, [], Conventions.judge
+    monkeypatch.setattr(Conventions, "judge", lambda *a: calls.append(1) or judge(*a))
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 1e12 * (len(calls) >= judged))
+    (verdict,) = check(lookup, "exact: vocab 3, T=2 top-k 3 top-p 1", length=4)
+    assert verdict.passed is passed and (passed or "time to enumerate three" in verdict.detail)
 
 
 def test_each_order_keeps_other_tokens():
