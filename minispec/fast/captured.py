@@ -26,7 +26,7 @@ from minispec.sampling import Randomness, Sampling
 from minispec.tree import FixedShape, NodePolicy
 
 CPU = torch.device("cpu")
-SPAN = 256  # cache rows that a graph reads: this many, or a larger power of two; see batch.py
+SPAN = 256  # cache rows that a graph reads: this many, or a larger power of two (batch: multiple)
 MAX_NEW_ROWS = 17  # of a head's pass that has a graph: what a round of 16 drafts can bring
 MAX_GRAPHS = 256  # of a cache; a caller may pass a new vocabulary each time
 
