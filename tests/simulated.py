@@ -141,6 +141,12 @@ def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[],
     return result, torch.no_grad()(torch.inference_mode(False)(replay))
 
 
+def addresses(module: torch.nn.Module) -> tuple[int, ...]:
+    """What `fast.captured.addresses` returns on a GPU."""
+    tensors = *module.parameters(), *module.buffers()
+    return tuple(getattr(x, "host", x).data_ptr() for x in tensors)
+
+
 def poison(tape: list) -> None:
     """Overwrite what the operators of a graph have allocated: a replay must compute it anew."""
     for function, args, _, result in tape:

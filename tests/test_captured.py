@@ -13,7 +13,7 @@ from simulated import DEVICE, Simulated, SimulatedDevice
 
 from minispec import Sampling
 from minispec.fast import Int8Linear, captured, optimize_drafter, swap
-from minispec.fast.captured import CachePool, Graphs, capture_passes
+from minispec.fast.captured import CachePool, capture_passes
 from minispec.generate import METHODS, decode, stream
 from minispec.methods.vocabulary import Subset
 from minispec.model import Transformer
@@ -39,6 +39,7 @@ WAYS = [  # method, options
 def simulated_graphs(monkeypatch):
     monkeypatch.setattr(captured, "capture", simulated.capture)
     monkeypatch.setattr(captured, "warm_up", lambda run: run())
+    monkeypatch.setattr(captured, "addresses", simulated.addresses)
     with SimulatedDevice():
         yield
 
@@ -183,14 +184,49 @@ def test_without_graphs_decoding_goes_on(monkeypatch, capsys):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(captured, "capture", fails)
-    monkeypatch.setattr(Graphs, "failed", False)
     model = captured_model()
     for method in "autoregressive", "fastmtp":
         run = decode(model, None, random_tokens(9), method, max_new_tokens=8,
                      **captured_options(method, model))  # fmt: skip
         expected = decode(random_model(5, layers=1), None, random_tokens(9), max_new_tokens=8)
         assert run.tokens == expected.tokens
-    assert capsys.readouterr().err.count("CUDA graphs do not work here") == 1
+    assert capsys.readouterr().err.count("CUDA graphs do not work here") == 2  # model, head
+
+
+def test_a_failed_capture_affects_no_other_model(monkeypatch):
+    first, second, works = captured_model(), captured_model(6), captured.capture
+
+    def fails(run):
+        raise RuntimeError("this model cannot be captured")
+
+    monkeypatch.setattr(captured, "capture", fails)
+    decode(first, None, random_tokens(9), max_new_tokens=4)
+    monkeypatch.setattr(captured, "capture", works)
+    decode(second, None, random_tokens(9), max_new_tokens=4)
+    assert not graphs_of(first) and graphs_of(second)
+
+
+@pytest.mark.parametrize("assign", ["a parameter", "load_state_dict"])
+@pytest.mark.parametrize("method", ["autoregressive", "medusa", "fastmtp"])
+def test_new_weights_get_new_graphs(method, assign):
+    """In the model or in its heads, and in a cache with graphs."""
+    model, other = captured_model(5), random_model(6, layers=1).to(DEVICE)
+    options, others = captured_options(method, model), method_options(other).get(method, {})
+    for _ in range(2):
+        decode(model, None, random_tokens(9), method, max_new_tokens=8, **options)
+    pairs = [(model, other), *((options[name], others[name]) for name in options)]
+    for network, source in pairs:
+        if not isinstance(network, torch.nn.Module):
+            continue
+        if assign == "load_state_dict":
+            network.load_state_dict(source.state_dict(), assign=True)
+            continue
+        for (name, old), new in zip(network.named_parameters(), source.parameters()):
+            module, _, last = name.rpartition(".")
+            setattr(network.get_submodule(module), last, torch.nn.Parameter(new.detach()))
+    run = decode(model, None, random_tokens(9), method, max_new_tokens=8, **options)
+    expected = decode(other, None, random_tokens(9), method, max_new_tokens=8, **others)
+    assert (run.tokens, run.stats["accepted"]) == (expected.tokens, expected.stats["accepted"])
 
 
 def test_copies_have_no_graphs():

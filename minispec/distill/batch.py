@@ -135,7 +135,7 @@ class Batch:
     def next_tokens(self, span: int, inputs: list[Tensor]) -> Tensor:
         """Run `step`, on a GPU as a graph if possible."""
         run, found = partial(self.step, span), None
-        if self.graphs is not None and not Graphs.failed:
+        if self.graphs is not None and not self.graphs.failed:
             found = self.graphs.replay((span,), lambda: run, inputs, self.model.device)
         return run(*inputs) if found is None else found.clone()
 

@@ -122,7 +122,7 @@ class StaticCache(CacheView):
 class Graphs(dict):
     """The graphs that use the memory of one cache. A copy of the cache has none."""
 
-    failed = False  # in this process: no more graphs are captured
+    failed = False  # if a capture has failed, these caches decode without graphs
 
     def __reduce__(self) -> tuple:
         return Graphs, ()
@@ -139,7 +139,7 @@ class Graphs(dict):
             try:
                 graph.capture()
             except RuntimeError as error:
-                Graphs.failed = True
+                self.failed = True
                 note(f"CUDA graphs do not work here, so passes run without them ({error})")
                 return None
             self[key] = graph
@@ -152,6 +152,14 @@ class Lease:
 
     def __init__(self, memory: KVCache, kv: Tensor):
         self.memory, self.kv = memory, kv
+        self.run: tuple = ()  # the cache's user and the model of the latest pass
+        self.state: tuple = ()  # of that model when the run began
+
+    def state_of(self, model: Transformer, user: object) -> tuple:
+        """`state_of` the model when the run of this `user` began; without a user, its state now."""
+        if user is None or self.run != (user, model):
+            self.run, self.state = (user, model), state_of(model)
+        return self.state
 
     def __reduce__(self) -> tuple:
         return type(None), ()
@@ -193,7 +201,9 @@ def span_of(cache: KVCache | None, n: int) -> int | None:
     """The rows that a graph of `n` more rows reads. None if there can be no graph: the cache does
     not use the memory of a CachePool, they do not fit it, or gradients are recorded."""
     lease = getattr(cache, "lease", None)
-    if lease is None or lease.kv is not cache.kv or Graphs.failed or torch.is_grad_enabled():
+    if lease is None or lease.kv is not cache.kv or torch.is_grad_enabled():
+        return None
+    if lease.memory.graphs.failed:
         return None
     rows, needed = lease.memory.capacity, cache.length + n
     if needed > rows:
@@ -201,11 +211,17 @@ def span_of(cache: KVCache | None, n: int) -> int | None:
     return min(rows, max(SPAN, 1 << (needed - 1).bit_length()))
 
 
+def addresses(module: nn.Module) -> tuple[int, ...]:
+    """Where a module's parameters and buffers are: a graph reads them there, even after the module
+    has been given others."""
+    return tuple(x.data_ptr() for x in (*module.parameters(), *module.buffers()))
+
+
 def state_of(model: Transformer) -> tuple:
     """What the graphs of a model hold on to: those of another model are wrong, and so are all of
-    them after it has been moved, quantised or compiled."""
-    weight = model.model.norm.weight
-    return model, weight.device, weight.data_ptr(), type(model.lm_head), model.model.forward
+    them after it has been moved, quantised, compiled or given other weights. Takes longer than a
+    launch, so it is computed once per run."""
+    return model, model.device, addresses(model), type(model.lm_head), model.model.forward
 
 
 # ---- passes of a model ---------------------------------------------------------------------------
@@ -233,7 +249,7 @@ class CapturedPass(Replaced):
         feed = F.pad(feed, (0, count - n)) if count > n else feed
         inputs = [feed.view(-1), layout(cache.length, count, depth, mask)]
         make = partial(static_pass, plain, cache, span, count)
-        key = count, span, feature_layers, *state_of(self.module)
+        key = count, span, feature_layers, *cache.lease.state_of(self.module, cache.user)
         hidden = cache.graphs.replay(key, make, inputs, cache.device)
         return plain(tokens, cache, depth, mask) if hidden is None else hidden[:, :n].clone()
 
@@ -270,6 +286,10 @@ class CapturedDrafter(Drafter):
     """Draws all greedy drafts of a round, or the candidates of its tree, in one graph. Otherwise,
     each pass of the head is one."""
 
+    def __init__(self, head: RecurrentHead, model: Transformer, cache: KVCache, offset: int):
+        super().__init__(head, model, cache, offset)
+        self.state = head.layers, addresses(head), *state_of(model)
+
     def run(
         self, hidden: Tensor, tokens: list[int] | Tensor, depth: Tensor | None = None,
         mask: Tensor | None = None,
@@ -281,7 +301,7 @@ class CapturedDrafter(Drafter):
             return super().run(hidden, tokens, depth, mask)
         inputs = [hidden, torch.tensor([self.cache.length, self.offset, *tokens])]
         make = partial(self.static, span, Drafter.run)
-        key = n, span, self.head.layers, *state_of(self.model)
+        key = n, span, *self.state
         outputs = self.cache.graphs.replay(key, make, inputs, self.cache.device)
         return super().run(hidden, tokens) if outputs is None else outputs.clone()
 
@@ -325,7 +345,7 @@ class CapturedDrafter(Drafter):
             return draft(drafter, tokens[-1:])
 
         make = partial(self.static, span, round_of)
-        key = n, span, *key, self.head.layers, *state_of(self.model)
+        key = n, span, *key, *self.state
         found = self.cache.graphs.replay(key, make, inputs, self.cache.device)
         if found is not None:
             self.pending.clear()  # `last` stays as it is: something is always pending next time
@@ -367,9 +387,12 @@ class CapturedHeads(Replaced):
         self.graphs = Graphs()
 
     def __call__(self, hidden: Tensor, draft_head: Transformer | DraftHead) -> Tensor:
-        key, run = (draft_head.logits,), partial(self.plain, draft_head=draft_head)
-        if hidden.dim() > 1 or Graphs.failed or torch.is_grad_enabled():
+        run, logits = partial(self.plain, draft_head=draft_head), draft_head.logits
+        if hidden.dim() > 1 or self.graphs.failed or torch.is_grad_enabled():
             return run(hidden)
+        owner = logits.__self__  # the model, whose lm_head may have been given other weights
+        shared = addresses(owner.lm_head) if isinstance(owner, Transformer) else ()
+        key = logits, addresses(self.module), shared
         logits = self.graphs.replay(key, lambda: run, [hidden], hidden.device)
         return run(hidden) if logits is None else logits
 
