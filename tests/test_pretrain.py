@@ -1,5 +1,6 @@
 """Training is reproducible, when resumed and in two processes, and writes a model that loads."""
 
+import argparse
 import os
 import resource
 import socket
@@ -9,15 +10,24 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, WORDS, last_error_line, random_documents
+from conftest import (
+    ROOT,
+    WORDS,
+    equal_up_to_rounding,
+    last_error_line,
+    random_documents,
+    random_model,
+    random_tokens,
+)
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from minispec import load
+from minispec.checkpoints.load import save
 from minispec.generate import decode
 from minispec.training import loop as training
 from minispec.training import pretrain
-from minispec.training.new_model import initialise
+from minispec.training.new_model import initialise, new_model
 
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--ffn", "24", "--vocab", "300",
          "--context", "32", "--rows", "4", "--device", "cpu", "--lr", "0.01"]  # fmt: skip
@@ -187,6 +197,27 @@ def test_init_continues_a_model_and_keeps_its_tokenizer(data, tmp_path, capsys):
     other = "--tokenizer", str(tmp_path / "other" / "tokenizer.json")
     error = rejected(capsys, data, tmp_path / "new", 1, *begun, *other)
     assert "made with another tokenizer" in error
+
+
+SCALED = {
+    "linear": {"factor": 2.0},
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0},  # its original length defaults to the context
+    "yarn with its original length": {"factor": 4.0, "original_max_position_embeddings": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALED)
+@torch.no_grad()
+def test_a_shorter_context_keeps_the_rotation_after_saving(tmp_path, kind):
+    scaling = {"rope_type": kind.split()[0]} | SCALED[kind]
+    save(random_model(3, rope_scaling=scaling), None, tmp_path / "old")
+    args = argparse.Namespace(init=tmp_path / "old", device="cpu", context=48)
+    model = new_model(args, None, vocab_size=32)
+    save(model, None, tmp_path / "new")
+    tokens = random_tokens(40)
+    assert equal_up_to_rounding(load(tmp_path / "new", device="cpu")[0](tokens), model(tokens))
 
 
 def test_any_tokenizer_can_be_used(data, tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from minispec.checkpoints.config import ORIGINAL
 from minispec.checkpoints.load import check_fingerprint, load
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import Source, UserError, number
@@ -33,7 +34,10 @@ def new_model(args: argparse.Namespace, tokenizer: Tokenizer, **config) -> Trans
         check_fingerprint(f"--init {args.init}", old.fingerprint if old else None, tokenizer)
         if model.config.vocab_size != config["vocab_size"]:
             raise UserError(f"--init {args.init}: its vocabulary size differs")
-        model.config = replace(model.config, context=args.context)
+        scaling = model.config.rope_scaling  # whose original length may default to the context
+        if scaling and not scaling.get(ORIGINAL):
+            scaling = scaling | {ORIGINAL: model.config.context}
+        model.config = replace(model.config, context=args.context, rope_scaling=scaling)
         return model.requires_grad_(True)
     if args.width % args.heads or args.heads % args.kv_heads or args.width // args.heads % 2:
         raise UserError(f"--width {args.width} must be an even multiple of --heads {args.heads}, "
