@@ -212,7 +212,7 @@ SCALED = {
 @torch.no_grad()
 def test_a_shorter_context_keeps_the_rotation_after_saving(tmp_path, kind):
     scaling = {"rope_type": kind.split()[0]} | SCALED[kind]
-    save(random_model(3, rope_scaling=scaling), None, tmp_path / "old")
+    save(random_model(3, rope_scaling=scaling, head_dim=32), None, tmp_path / "old")
     args = argparse.Namespace(init=tmp_path / "old", device="cpu", context=48)
     model = new_model(args, None, vocab_size=32)
     save(model, None, tmp_path / "new")
