@@ -15,16 +15,23 @@ from minispec.fast import captured
 from minispec.generate import decode
 
 
-def test_a_right_padded_batch_equals_its_sequences_one_by_one():
+@pytest.mark.parametrize("chunk", [512, 70, 9])
+def test_a_right_padded_batch_equals_its_sequences_one_by_one(chunk, monkeypatch):
     """Prompts of 1, 5 and 70 tokens are prefilled together, and then continued token by token."""
-    model = random_model()
+    monkeypatch.setattr(batch, "CHUNK", chunk)
+    model, masks = random_model(), []
     prompts = [random_tokens(n, n) for n in (1, 5, 70)]
     new_tokens = torch.tensor([random_tokens(3, 9 + n) for n in range(3)])
     padded = torch.zeros(3, 70, dtype=torch.long)
     for i, prompt in enumerate(prompts):
         padded[i, : len(prompt)] = torch.tensor(prompt)
     cache = BatchCache(model, 3, 80)
-    model(padded, cache)
+    place = cache.place
+    cache.place = lambda *args: masks.append(place(*args)[2]) or place(*args)
+    cache.prefill(model, padded)
+    assert max(mask.numel() for mask in masks) <= min(chunk, 70) * 70  # for all prompts together
+    del cache.place
+    cache.span = 80
     cache.lengths = torch.tensor([[len(prompt)] for prompt in prompts])
     for step in range(3):
         hidden = model(new_tokens[:, step : step + 1], cache)

@@ -404,6 +404,21 @@ def test_hidden_states_are_computed_once_when_needed():
     assert computed == [documents.rows[i] for i in (2, 0, 3)]
 
 
+def test_hidden_states_that_do_not_fit_in_memory_are_computed_again():
+    model, computed = byte_model().float(), []
+    generated = [{"prompt": [1], "tokens": random_tokens(n, n)} for n in (5, 9, 3)]
+    documents = distill.Documents.from_rows(generated, model, 12, torch.float32)
+    compute = documents.compute
+    documents.compute = lambda rows: computed.extend(rows) or compute(rows)
+    before = documents.states(torch.tensor([1]), 9)
+    documents.hidden = [None] * 3
+    documents.free_bytes = 2 * 10 * model.config.hidden_size  # for the second document
+    computed.clear()
+    for _ in range(2):
+        assert torch.equal(documents.states(torch.tensor([1, 0, 2]), 9)[:1], before)
+    assert computed == [documents.rows[i] for i in (1, 0, 2, 0, 2)]
+
+
 def test_hidden_states_do_not_depend_on_batching():
     model = random_model(dtype=torch.float32)
     rows = [random_tokens(n, n) for n in (5, 9, 3, 30, 2, 7)]

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from minispec.cache import placement
 from minispec.fast.captured import SPAN, Graphs
 from minispec.fast.graphs import is_on_gpu
-from minispec.model import Transformer
+from minispec.model import CHUNK, Transformer
 from minispec.sampling import Sampling, not_finite, sample_inverse_cdf, warp
 
 BURST = 16  # maximum steps between two reads by the host
 
 
 class BatchCache:
-    """A key-value cache of `rows` sequences. `lengths` (rows, 1) counts each sequence's committed
-    cache rows; it is a tensor on the device, so that a graph can read it. A pass reads the first
-    `span` cache rows of each sequence."""
+    """A key-value cache of `rows` sequences. `lengths` (rows, 1), or (1, 1) if all are equal, is
+    the number of each sequence's committed cache rows, a tensor on the device, so that a graph can
+    read it. A pass reads the first `span` cache rows of each sequence."""
 
     def __init__(self, model: Transformer, rows: int, capacity: int):
         c = model.config
@@ -35,20 +35,28 @@ class BatchCache:
         self.row_ids = torch.arange(max(rows, capacity), device=model.device)
         self.span = capacity
 
-    @property
-    def sequence_ids(self) -> Tensor:
-        return self.row_ids[: len(self.lengths), None]  # (rows, 1)
+    def sequence_ids(self, rows: int) -> Tensor:
+        return self.row_ids[:rows, None]  # (rows, 1)
 
     def place(self, n: int, depth: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See KVCache."""
-        return placement(self.lengths, self.sequence_ids, self.row_ids[: self.span], depth, mask)
+        """See KVCache. If all lengths are equal, the mask is (1, 1, n, span)."""
+        ids = self.sequence_ids(len(self.lengths))
+        return placement(self.lengths, ids, self.row_ids[: self.span], depth, mask)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See KVCache."""
-        keys, values = self.kv[:, layer]
-        keys[self.sequence_ids, slots] = k
-        values[self.sequence_ids, slots] = v
+        keys, values, ids = *self.kv[:, layer], self.sequence_ids(len(k))
+        keys[ids, slots] = k
+        values[ids, slots] = v
         return keys[:, : self.span], values[:, : self.span]
+
+    def prefill(self, model: Transformer, tokens: Tensor) -> None:
+        """Feed `tokens` (rows, n) to an empty cache in chunks, without a mask for each row."""
+        for start in range(0, tokens.shape[1], CHUNK):
+            chunk = tokens[:, start : start + CHUNK]
+            self.lengths = self.row_ids[start : start + 1, None]
+            self.span = start + chunk.shape[1]
+            model(chunk, self)
 
 
 @dataclass
@@ -81,7 +89,7 @@ class Batch:
         if any(map(len, fed)):
             padded = nn.utils.rnn.pad_sequence(fed, batch_first=True)
             new = BatchCache(self.model, *padded.shape)
-            self.model(padded, new)  # rows written for padding are never committed
+            new.prefill(self.model, padded)  # rows written for padding are never committed
             self.cache.kv[:, :, list(texts), : padded.shape[1]] = new.kv
 
     def drop(self, rows: list[int]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -88,13 +89,14 @@ def hidden_states(
 class Documents:
     """Complete documents. `tokens` (D, T) are padded on the right; `lengths` and `prompts` (D,) are
     the number of tokens in each document and in its prompt; `hidden` are the target's hidden states
-    (n, d) for each, or None where they have not been needed yet."""
+    (n, d) for each, or None if they have not been needed yet or did not fit in memory."""
 
     def __init__(
         self, rows: list[list[int]], prompts: list[int], states: Iterable[Tensor | None],
         compute: Callable[[list[list[int]]], Iterable[Tensor]] | None = None,
     ):  # fmt: skip
         self.rows, self.hidden, self.compute = rows, list(states), compute
+        self.free_bytes = psutil.virtual_memory().available // (2 * distributed.world.size)
         self.tokens = nn.utils.rnn.pad_sequence(list(map(torch.tensor, rows)), batch_first=True)
         self.prompts = torch.tensor(prompts)
         self.lengths = torch.tensor([len(row) for row in rows])
@@ -121,14 +123,18 @@ class Documents:
 
     def states(self, index: Tensor, n: int) -> Tensor:
         """The first `n` hidden states of each document, (B, n, d), zero-padded past its end. A
-        document's are computed the first time, and kept in float16, or in bfloat16 if they are too
-        large, as those inside a model can be."""
+        document's are computed in float16, or in bfloat16 if they are too large, as those inside a
+        model can be. They are kept if they fit in half of the memory that was free."""
         indices = index.tolist()
-        if missing := [i for i in indices if self.hidden[i] is None]:
+        found = {i: self.hidden[i] for i in indices}
+        if missing := [i for i, hidden in found.items() if hidden is None]:
             for i, hidden in zip(missing, self.compute([self.rows[i] for i in missing])):
                 too_large = hidden.abs().max() > torch.finfo(torch.float16).max
-                self.hidden[i] = hidden.bfloat16() if too_large else hidden.half()
-        states = [self.hidden[i][:n].float() for i in indices]
+                found[i] = hidden.bfloat16() if too_large else hidden.half()
+                self.free_bytes -= found[i].nbytes
+                if self.free_bytes >= 0:
+                    self.hidden[i] = found[i]
+        states = [found[i][:n].float() for i in indices]
         return torch.stack([F.pad(hidden, (0, 0, 0, n - len(hidden))) for hidden in states])
 
 

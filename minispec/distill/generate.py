@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from minispec import distributed
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import OutputFile, UserError, flag_name, note, writing
+from minispec.cli import OutputFile, UserError, flag_name, note, user_error
 from minispec.distill import server
 from minispec.distill.batch import sample_batch
 from minispec.distill.documents import load_target, weights_digest
@@ -221,7 +221,8 @@ def run(args: argparse.Namespace) -> None:
     new_documents = partial(sample_documents, sample, config, tokenizer, corpus, args, skipped)
     first = distributed.world.rank == 0
     out = args.out if first else Path(os.devnull)  # the other processes write nothing
-    with writing(out), out.open("a+", encoding="utf-8", newline="\n") as file:
+    writing = user_error(f"{out} cannot be written", OSError)
+    with writing, out.open("a+", encoding="utf-8", newline="\n") as file:
         with distributed.together():
             if first:
                 lock(file, f"--out {args.out}")
