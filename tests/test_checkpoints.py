@@ -191,16 +191,61 @@ def test_both_spellings_of_the_rope_keys(variant, tmp_path):
         assert equal_up_to_rounding(logits(copy), expected)
 
 
+@pytest.mark.parametrize("variant", ["llama-linear", "llama-llama3", "llama-yarn"])
+def test_rope_scaling_replaces_rope_parameters(variant, tmp_path):
+    """As in transformers 5, whatever rope_parameters says; only rope_theta must be the same."""
+    copy, expected = shutil.copytree(GOLDEN / variant, tmp_path / "new"), logits(GOLDEN / variant)
+    scaling = json.loads((copy / "config.json").read_text())["rope_parameters"]
+    default = {"rope_type": "default", "rope_theta": scaling["rope_theta"]}
+    for other in default, scaling | {"factor": 77.0}, {"rope_type": "yarn", "factor": 2.0}, {}:
+        edit(copy, rope_scaling=scaling, rope_parameters=other)
+        assert equal_up_to_rounding(logits(copy), expected)
+    edit(copy, rope_scaling={}, rope_parameters=scaling)
+    assert equal_up_to_rounding(logits(copy), expected)
+    edit(copy, rope_scaling=default, rope_parameters=scaling)
+    assert read_config(copy).rope_scaling is None
+
+
+@pytest.mark.parametrize("zero", ["mscale", "mscale_all_dim", "beta_fast", "beta_slow"])
+def test_a_zero_in_yarn_counts_as_absent(zero, tmp_path):
+    """As in transformers, for these keys; mscale and mscale_all_dim only count together."""
+    copy, expected = shutil.copytree(GOLDEN / "llama-yarn", tmp_path / "copy"), {}
+    rope = json.loads((copy / "config.json").read_text())["rope_parameters"]
+    for value in 0, None:
+        edit(copy, rope_parameters=rope | {"mscale": 0.5, "mscale_all_dim": 0.25} | {zero: value})
+        expected[value] = logits(copy)
+    assert equal_up_to_rounding(expected[0], expected[None])
+    assert zero not in read_config(copy).rope_scaling
+
+
+def test_the_original_length_is_max_position_embeddings_by_default(tmp_path):
+    """Even if a sliding window is shorter."""
+    expected, copy = logits(GOLDEN / "llama-yarn"), tmp_path / "copy"
+    shutil.copytree(GOLDEN / "llama-yarn", copy)
+    rope = {"rope_type": "yarn", "factor": 4.0}
+    edit(copy, rope_parameters=rope, max_position_embeddings=32)
+    assert equal_up_to_rounding(logits(copy), expected)
+    assert read_config(copy).context == 128
+    edit(copy, model_type="mistral", sliding_window=25)
+    assert equal_up_to_rounding(logits(copy), expected)
+
+
 def test_a_sliding_window_limits_the_context_and_yarn_extends_it(folder):
     """Attention is full up to the window's length. With yarn, max_position_embeddings may still be
     the original length."""
+    window = {"use_sliding_window": True, "sliding_window": 8}
     for changes, context in (
         ({"model_type": "mistral", "sliding_window": 8, "use_sliding_window": False}, 8),
         ({"model_type": "mistral", "sliding_window": 500}, 128),
         ({"model_type": "mistral", "sliding_window": None}, 128),
         ({"model_type": "mistral", "max_position_embeddings": 9000, "sliding_window": ...}, 4096),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, 8),
-        ({"use_sliding_window": False}, 128),
+        ({"model_type": "qwen2", "max_window_layers": 1} | window, 8),
+        ({"model_type": "qwen3", "max_window_layers": 2}, 128),  # QwQ, as no layer has the window
+        ({"max_window_layers": ...}, 128),  # the default is 28
+        ({"layer_types": ["full_attention", "sliding_attention"]}, 8),
+        ({"layer_types": ["full_attention"] * 2, "max_window_layers": 0}, 128),
+        ({"layer_types": ..., "use_sliding_window": False}, 128),
+        ({"model_type": "llama", "use_sliding_window": True}, 128),
     ):
         edit(folder, **{"max_position_embeddings": 128} | changes)
         assert read_config(folder).context == context, changes
@@ -415,9 +460,12 @@ DEEP = json.loads("[" * 500 + "]" * 500)
         ("rope_scaling", OLD | {"rope_scaling": "linear"}),
         ("rope_parameters", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}),
         ("rope_theta", OLD | {"rope_theta": "x"}),
+        ("rope_theta .*9 and 5.0", {"rope_parameters": {"rope_theta": 5}, "rope_theta": 9}),
+        ("rope_theta", {"rope_parameters": {"rope_theta": 5}, "rope_scaling": ROPE}),
         ("factor", {"rope_parameters": {"rope_type": "linear"}}),
         ("factor", {"rope_parameters": {"rope_type": "yarn", "factor": math.inf}}),
         ("beta_fast", {"rope_parameters": ROPE | {"rope_type": "yarn", "beta_fast": "x"}}),
+        ("attention_factor", {"rope_parameters": ROPE | {"attention_factor": 0}}),
     ],
 )
 def test_the_error_names_the_unsupported_key(folder, key, changes):

@@ -393,6 +393,16 @@ def test_a_head_of_another_family_is_loaded(changes, tmp_path):
         assert torch.equal(again.rope.frequencies, head.rope.frequencies)
 
 
+def test_rope_scaling_of_a_head_replaces_its_rope_parameters(tmp_path):
+    model = small_model(0, 6, layers=7, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    head = random_eagle3_head(model, 0)
+    save_eagle3(head, tmp_path, "base", None, torch.float64)
+    edited(tmp_path, {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
+    assert torch.equal(load_eagle3(tmp_path, model).rope.frequencies, head.rope.frequencies)
+    edited(tmp_path, {"rope_parameters": {"rope_theta": 7.0}})
+    rejects("rope_theta must be the same", load_eagle3, tmp_path, model)
+
+
 def test_layers_are_also_read_from_eagle_config(tmp_path):
     model, name = model_of(0), "eagle_aux_hidden_state_layer_ids"
     save_eagle3(random_head(model, 0), tmp_path, "base", None, torch.float64)

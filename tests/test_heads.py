@@ -227,6 +227,10 @@ def test_a_head_inside_its_model_or_in_a_file_of_its_own(tmp_path):
     ):
         other = Transformer(replace(model.config, **changes))
         rejects(match, load_mtp, tmp_path / "alone", other)
+    path = tmp_path / "alone" / "config.json"
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 2}, "rope_parameters": {"factor": 3}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | yarn))  # the former counts
+    rejects("rope_scaling is .*'factor': 2.*, the model's is None", load_mtp, path.parent, model)
 
 
 def test_a_head_remembers_its_acceptance_by_step(tmp_path):

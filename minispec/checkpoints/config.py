@@ -23,12 +23,13 @@ FAMILIES = {  # model_type -> class name in transformers
 }
 HF_TYPES = {"mimo": "qwen2"}  # transformers does not know mimo; its main model is a qwen2
 ORIGINAL = "original_max_position_embeddings"
-YARN_KEYS = ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
+ZERO_IS_ABSENT = "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
+YARN_KEYS = ORIGINAL, "attention_factor", *ZERO_IS_ABSENT
 ROPE_TYPES = {  # rope_type: the numbers it requires
     "default": (),
     "dynamic": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
 
@@ -132,39 +133,54 @@ def attention_sizes(keys: CheckedJson) -> tuple[int, int]:
 
 
 def read_context(keys: CheckedJson, context: int, scaling: dict | None) -> int:
-    """Return the longest context: max_position_embeddings, or more if RoPE is scaled and the config
-    gives the original length (yarn) or the longer one (linear). A sliding window limits it, as
-    attention is full only up to its length. Dynamic scaling would begin only beyond it."""
+    """Return the longest context: max_position_embeddings, or more if RoPE is scaled from a shorter
+    one (yarn) or the config gives the longer one (linear). A sliding window limits it, as attention
+    is full only up to its length. Dynamic scaling would begin only beyond it."""
     if scaling and scaling["rope_type"] == "yarn":
-        context = max(context, int(scaling.get(ORIGINAL, 0) * scaling["factor"]))
+        context = max(context, int(scaling[ORIGINAL] * scaling["factor"]))
     if scaling and scaling["rope_type"] == "linear":  # vicuna-16k
         longer = keys.get("max_sequence_length", SIZE, context)
         context = max(context, int(min(longer, context * scaling["factor"])))
-    # mistral has no flag to switch the window off
-    slides = keys.get("use_sliding_window", BOOLEAN, False) or keys.raw["model_type"] == "mistral"
-    if not slides or keys.raw.get("sliding_window", 4096) is None:
+    if not has_window(keys) or keys.raw.get("sliding_window", 4096) is None:
         return context
     return min(context, keys.get("sliding_window", SIZE, 4096))
 
 
+def has_window(keys: CheckedJson) -> bool:
+    """Whether any layer has a sliding window, by the rules and defaults of transformers."""
+    kind = keys.raw["model_type"]
+    if kind in ("llama", "mistral") or not keys.get("use_sliding_window", BOOLEAN, False):
+        return kind == "mistral"  # neither of the two reads use_sliding_window
+    full = keys.get("max_window_layers", integer(0, 2**24), 28)  # layers before the first window
+    default = "sliding_attention" if keys.raw["num_hidden_layers"] > full else "full_attention"
+    types = as_list(keys.raw.get("layer_types") or default)
+    return any(layer_type != "full_attention" for layer_type in types)
+
+
 def read_rope(keys: CheckedJson) -> tuple[float, dict | None]:
     """Return rope_theta and the scaling. Older files have rope_theta and rope_scaling, newer ones
-    have both in rope_parameters, and some have all three keys."""
-    found = {name: keys.raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    for name in "rope_scaling", "rope_parameters":
-        found |= keys.get(name, FLAT_OBJECT, {})
-    found[ORIGINAL] = keys.raw.get(ORIGINAL) or found.get(ORIGINAL)
-    found.setdefault("rope_type", found.pop("type", None))  # `type` is the older name
-    rope = CheckedJson(keys.path, {key: v for key, v in found.items() if v is not None})
-    theta = float(rope.get("rope_theta", POSITIVE, 10000.0))
-    rope.get("partial_rotary_factor", FULL_ROTATION, 1.0)
-    rope_type = rope.get("rope_type", one_of(*ROPE_TYPES), None if "factor" in found else "default")
+    have both in rope_parameters. If a file has all three, rope_scaling replaces rope_parameters, as
+    in transformers 5."""
+    names = "rope_scaling", "rope_parameters"
+    scaling, parameters = (CheckedJson(keys.path, keys.get(n, FLAT_OBJECT, {})) for n in names)
+    rope = scaling if scaling.raw else parameters
+    theta = float(rope.get("rope_theta", POSITIVE, keys.get("rope_theta", POSITIVE, 10000.0)))
+    for place in keys, scaling, parameters:
+        place.get("partial_rotary_factor", FULL_ROTATION, 1.0)
+        if (other := place.get("rope_theta", POSITIVE, theta)) != theta:
+            raise UserError(f"{keys.path}: rope_theta must be the same in rope_scaling, in "
+                            f"rope_parameters and next to them (it is {other} and {theta})")
+    default = rope.raw.get("type") or (None if "factor" in rope.raw else "default")
+    rope_type = rope.get("rope_type", one_of(*ROPE_TYPES), default)  # `type` is the older name
     if rope_type in ("default", "dynamic"):  # dynamic scaling starts beyond the context
         return theta, None
-    for key in (*ROPE_TYPES[rope_type], *(rope.raw.keys() & YARN_KEYS)):
-        rope.get(key, POSITIVE)
-    others = "rope_theta", "partial_rotary_factor"
-    return theta, {key: v for key, v in rope.raw.items() if key not in others}
+    found = {} if rope_type == "linear" else {ORIGINAL: keys.get(*FIELDS["context"])}
+    for raw in rope.raw, {ORIGINAL: keys.raw.get(ORIGINAL), "rope_type": rope_type}:
+        found |= {k: v for k, v in raw.items() if v is not None and (v or k not in ZERO_IS_ABSENT)}
+    for key in (*ROPE_TYPES[rope_type], *(found.keys() & YARN_KEYS)):
+        CheckedJson(keys.path, found).get(key, POSITIVE)
+    others = "rope_theta", "partial_rotary_factor", "type"
+    return theta, {key: v for key, v in found.items() if key not in others}
 
 
 def config_json(config: Config, dtype: torch.dtype) -> dict:
