@@ -89,7 +89,12 @@ def test_the_command_line_accepts_every_kind_of_tree(tmp_path, capsys):
         more = [] if tree is None else ["--tree", tree]
         generate.main([*arguments, "--method", "medusa", *more])
         assert capsys.readouterr().out == plain
-    for value, nodes in (("7", 7), ("100000000", 40)):  # no more than can fit
-        assert len(generate.drafters.read_tree_option(value, {"heads": heads}, 40)) == nodes
+    for value, nodes in ((7, 7), (100000000, 256)):  # no more than can fit
+        options = generate.drafters.with_policies("medusa", model, {"heads": heads, "tree": value})
+        assert len(options["tree"]) == nodes
+        decode(model, TOKENIZER, "ab", "medusa", heads=heads, tree=value, max_new_tokens=5)
+    heads.accuracy = None
+    with pytest.raises(UserError, match="no measured accuracies"):
+        decode(model, TOKENIZER, "ab", "medusa", heads=heads, tree=5)
 
 

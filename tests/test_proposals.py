@@ -132,6 +132,17 @@ def mtp_tree(seed: int) -> None:
         assert torch.allclose(drafter.cache.kv[..., :rows, :, :], fresh.cache.kv[..., :rows, :, :])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("nodes", [1, 4, 8, 33, 60])
+def test_a_fixed_tree_reads_as_many_rows_as_it_promises(nodes):
+    model, rows = random_model(), []
+    head, width, depth = random_mtp_head(model, 0), *FixedNodes(nodes).static_shape()
+    head.register_forward_hook(lambda head, inputs, output: rows.append(inputs[0].shape[1]))
+    rounds = bound("fastmtp", head=head, tree=nodes)(model, [2, 1], GREEDY, Seeded())
+    next(rounds), next(rounds)
+    assert rows == [1] + [width] * (depth - 1)  # the newest token, then the levels
+
+
 def paths_of(tree: Tree) -> list[tuple[int, ...]]:
     """The path of tokens to each node below the root, in the tree's order."""
     paths = [()]

@@ -5,7 +5,7 @@ import re
 
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, suggestion
-from minispec.generate.drafters import drafter_of, find_drafter, load_drafter, read_tree_option
+from minispec.generate.drafters import drafter_of, find_drafter, load_drafter
 from minispec.model import Transformer
 
 ANY_NUMBER = re.compile(r"(medusa tree|(fastmtp|eagle3|hybrid) (k|tree))=[1-9]\d{0,2}")
@@ -39,10 +39,6 @@ def methods_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
                             f"{suggestion(min(unknown), names)}")  # fmt: skip
         method_of = {row: method for row, method in method_of.items() if {row, method} & requested}
     drafters = drafters_of(args, model, tokenizer, set(method_of.values()))
-    for row in method_of:
-        if re.fullmatch(r"medusa tree=\d+", row):  # of nodes, grown from the heads' accuracies
-            nodes, heads = row.partition("=")[2], drafters["medusa"]
-            methods[row] = {"tree": read_tree_option(nodes, heads, model.config.context)}
     for size in args.vocabulary_sizes:
         subset = {"vocabulary": "none"} if size is None else {"size": size}
         row = f"fastmtp k=3 of {size or 'all'}"

@@ -114,7 +114,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.k is not None and args.tree is not None:
         raise UserError("--k drafts a chain and --tree a tree; choose one")
     if args.tree is not None and args.method in ("fastmtp", "eagle3", "hybrid"):
-        drafters.read_tree_option(args.tree, {}, max_nodes=0)
+        drafters.read_tree_option(args.tree, {})
     if args.draft_temperature is not None and args.tree is not None:
         raise UserError("--draft-temperature is for chains: the nodes of a --tree are not sampled")
     StopConditions(args.max_new_tokens, tuple(args.stop))
@@ -204,7 +204,7 @@ def method_options(
         vocabulary = args.vocabulary, args.vocabulary_size
         options |= drafters.load_drafter(method, model, tokenizer, source, *vocabulary)
     if args.tree is not None:
-        options["tree"] = drafters.read_tree_option(args.tree, options, model.config.context)
+        options["tree"] = drafters.read_tree_option(args.tree, options)
     return options
 
 

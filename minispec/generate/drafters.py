@@ -4,6 +4,7 @@ default they are loaded from next to the target.
 
 import contextlib
 import os
+from numbers import Integral
 from pathlib import Path
 from typing import Literal
 
@@ -135,7 +136,8 @@ def check_vocabularies(
 
 
 def with_policies(method: str, model: Transformer, options: dict) -> dict:
-    """The options, with each "auto" replaced by a policy for this machine."""
+    """The options, with each "auto" replaced by a policy for this machine, and a number of nodes
+    for Medusa heads by the tree that they grow."""
     if method == "hybrid" and options.get("k") == "auto":
         options = {"lookup_k": "auto"} | options
     policies, heads = {}, options.get("heads")
@@ -152,7 +154,21 @@ def with_policies(method: str, model: Transformer, options: dict) -> dict:
     elif options.get("tree") == "auto":
         cost = heads_cost(model, heads, options.get("vocabulary"))
         policies["tree"] = AdaptiveTree(cost_curve(model), cost, heads.accuracy)
+    elif heads is not None and isinstance(options.get("tree"), Integral):
+        policies["tree"] = tree_of(heads, int(options["tree"]), model.config.context)
     return options | policies
+
+
+def tree_of(heads: MedusaHeads, nodes: int, max_nodes: int) -> list[RankPath]:
+    """The best tree of that many nodes, at most `max_nodes`, since more would never fit."""
+    if nodes < 0:
+        raise UserError(f"tree {nodes}: must be at least 0 nodes")
+    if heads.accuracy is None:
+        raise UserError(
+            f"tree {nodes}: these heads have no measured accuracies to grow a tree from; measure "
+            "them with `minispec distill tree`, or use auto, which needs none"
+        )
+    return grow_tree(heads.accuracy, min(nodes, max_nodes))
 
 
 def k_policy(model: Transformer, options: dict) -> AdaptiveK:
@@ -175,26 +191,15 @@ def tree_costs(
     return [cost + drafting for cost in cost_curve(model)[1:]]
 
 
-def read_tree_option(
-    value: str, options: dict, max_nodes: int
-) -> list[RankPath] | int | Literal["auto"]:
-    """The value of --tree: a list of paths, "auto" or, for a FastMTP head, a number of nodes. With
-    Medusa heads, a number grows a tree of that many nodes, at most `max_nodes`, since more would
-    never fit."""
+def read_tree_option(value: str, options: dict) -> list[RankPath] | int | Literal["auto"]:
+    """The value of --tree: "auto", a number of nodes or, with Medusa heads, a list of paths."""
+    heads = options.get("heads")
     if value == "auto":
         return value
-    heads = options.get("heads")
+    if value.isdecimal() and len(value) < (4 if heads is None else 20) and (heads or int(value)):
+        return int(value)
     if heads is None:
-        if value.isdecimal() and len(value) < 4 and int(value):
-            return int(value)
         raise UserError(f"--tree {value}: must be auto or a number of nodes from 1 to 999")
-    if value.isdecimal() and len(value) < 20:
-        if heads.accuracy is None:
-            raise UserError(
-                f"--tree {value}: these heads have no measured accuracies to grow a tree from; "
-                "measure them with `minispec distill tree`, or use --tree auto, which needs none"
-            )
-        return grow_tree(heads.accuracy, min(int(value), max_nodes))
     if value not in PUBLISHED_TREES and not Path(value).exists():
         raise UserError(
             f"--tree {value}: must be auto, a number of nodes, one of "

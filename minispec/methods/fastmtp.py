@@ -18,7 +18,7 @@ from minispec.sampling import OneHot, Randomness, Sampling, draw, probs
 from minispec.tree import FixedK, NodePolicy, Policy, Step, Tree, node_policy
 from minispec.verify import accept
 
-CHILDREN = 8  # candidates below each expanded node of a tree
+CHILDREN = 10  # candidates below each expanded node of a tree, as in EAGLE-2's code
 
 # ---- the head ------------------------------------------------------------------------------------
 
