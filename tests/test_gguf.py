@@ -23,6 +23,7 @@ from minispec.checkpoints.gguf import PRE_ALIASES
 from minispec.checkpoints.load import read_tokenizer
 from minispec.generate import __main__ as generate
 from minispec.generate import decode
+from minispec.generate.drafters import check_vocabularies
 from minispec.model import rope_frequencies
 
 gguf = pytest.importorskip("gguf")
@@ -197,6 +198,22 @@ def test_a_word_used_as_padding_is_still_decoded(tmp_path):
     model = random_model(vocab_size=64, dtype=torch.float32)
     tokenizer = read_tokenizer(write(tmp_path / "p.gguf", model, "llama", **more))
     assert tokenizer.decode(tokenizer.encode("a cat")) == "a cat"
+
+
+@pytest.mark.parametrize("kind", [5, 4])  # unused; older converters wrote user-defined
+def test_rows_without_a_token_are_not_part_of_the_tokenizer(kind, tmp_path):
+    """The converter names them [PADn]. Models that differ in them still have one vocabulary."""
+    model, key = random_model(vocab_size=64, dtype=torch.float32), "tokenizer.ggml."
+    made, n = [], len(TOKENS)
+    for rows in 0, 3, 64 - n:
+        tokens = TOKENS + [f"[PAD{i}]" for i in range(n, n + rows)]
+        more = {"tokens": tokens, "token_type": [TYPES.get(i, 1) for i in range(n)] + [kind] * rows}
+        file = write(tmp_path / "p.gguf", model, "llama", **{key + k: v for k, v in more.items()})
+        made.append(load(file, "float32", "cpu"))
+    assert len({tokenizer.fingerprint for _, tokenizer in made}) == 1
+    for _, tokenizer in made:
+        assert tokenizer.size == n and tokenizer.decode([n, 0]) == "a"
+        check_vocabularies(made[0][1], tokenizer, model, model)
 
 
 def test_llama_3_scaling_is_stored_as_divisors(tmp_path):

@@ -31,7 +31,9 @@ from minispec.checkpoints.heads import (
     save_vocabulary,
 )
 from minispec.checkpoints.load import save
+from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.checkpoints.weights import write_tensors
+from minispec.cli import read_json
 from minispec.distill.__main__ import main as distill
 from minispec.generate import decode
 from minispec.methods.medusa import new_heads, with_prefixes
@@ -191,6 +193,38 @@ def test_a_config_that_does_not_fit_the_heads_is_rejected(tmp_path, config, matc
     for name, text in OTHER_TOKENIZER.files().items():
         (tmp_path / name).write_text(text)
     rejects("another tokenizer", load_medusa, tmp_path, model, TOKENIZER)
+
+
+def test_heads_of_a_tokenizer_with_other_added_tokens_are_accepted(tmp_path):
+    """By its tokenizer.json or its fingerprint; an old one is the hash of the whole vocabulary."""
+    model = random_model()
+    heads, words = random_medusa_heads(model, 0, 3), ["<a>", "<b>", "<c>"]
+    first, second = letter_tokenizer(30), letter_tokenizer(30)
+    first.backend.add_tokens(words[:1]), second.backend.add_tokens(words)
+    for ours, theirs in (first, second), (second, first), (first, letter_tokenizer(30)):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        save_medusa(heads, folder, "base", theirs, torch.float32)
+        load_medusa(folder, model, ours)
+        rejects("another tokenizer", load_medusa, folder, model, TOKENIZER)
+        (folder / "tokenizer.json").write_text(theirs.backend.to_str())
+        load_medusa(folder, model, ours)
+        rejects("another tokenizer", load_medusa, folder, model, TOKENIZER)
+    old = {"tokenizer_fingerprint": first.fingerprint[:16]}
+    (tmp_path / "0" / "config.json").write_text(json.dumps(old))
+    (tmp_path / "0" / "tokenizer.json").unlink()
+    for ours in first, second:
+        load_medusa(tmp_path / "0", model, ours)
+    for ours in TOKENIZER, OTHER_TOKENIZER:
+        rejects("another tokenizer", load_medusa, tmp_path / "0", model, ours)
+
+
+def test_shipped_heads_fit_their_tokenizer_with_a_token_more():
+    weights = ROOT / "weights"
+    tokenizer = Tokenizer.from_directory(weights / "target")
+    files = [weights / "medusa" / "config.json", *weights.glob("mtp*/*.json")]
+    for more in "", "<new>", "<newer>":
+        tokenizer.backend.add_tokens([more] if more else [])
+        assert all(tokenizer.matches(read_json(f)["tokenizer_fingerprint"]) for f in files)
 
 
 def mimo_tensors(head) -> dict[str, torch.Tensor]:

@@ -251,7 +251,7 @@ def build_tokenizer(keys: dict, path: Path) -> Tokenizer:
     tokens, pre = keys["tokens"], keys["pre"]
     with user_error(f"{path}: the tokenizer's tokens, token_type and merges do not fit"):
         types = dict(zip(tokens, keys["token_type"], strict=True))
-        ids = {token: i for i, token in enumerate(tokens)}
+        ids = {t: i for i, t in enumerate(tokens) if t != f"[PAD{i}]"}  # rows without a token
         pairs = [tuple(merge.split(" ")) for merge in keys["merges"]]
         backend = Backend(models.BPE(ids, pairs, ignore_merges=pre in IGNORE_MERGES))
     backend.pre_tokenizer, backend.decoder = PRE_TOKENIZERS[pre], decoders.ByteLevel()
@@ -259,14 +259,14 @@ def build_tokenizer(keys: dict, path: Path) -> Tokenizer:
         backend.normalizer = normalizers.NFC()
     special = keys["special"]
     controls = {special.get("bos"), *keys["ends"]}  # not padding, which may be a word
-    for token, kind in types.items():
-        control = kind == CONTROL or ids[token] in controls or token in CONTROL_TOKENS
-        if control or kind == USER_DEFINED:
+    for token, i in ids.items():
+        control = types[token] == CONTROL or i in controls or token in CONTROL_TOKENS
+        if control or types[token] == USER_DEFINED:
             backend.add_tokens([AddedToken(token, special=control, normalized=False)])
     if keys["add_bos_token"]:
         bos = tokens[special["bos"]]
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, ids[bos])]
+            single=f"{bos} $A", special_tokens=[(bos, special["bos"])]
         )
     named = {f"{name}_token": tokens[special[key]] for key, name in SPECIAL_KEYS.items()
              if key in special}  # fmt: skip

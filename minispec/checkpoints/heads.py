@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minispec import distributed
 from minispec.checkpoints.config import CheckedJson, attention_sizes, config_json, read_rope
-from minispec.checkpoints.load import check_fingerprint, resolve
+from minispec.checkpoints.load import check_matching, resolve
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.checkpoints.weights import (
     fill,
@@ -71,9 +71,7 @@ def read_heads(
 def check_tokenizer(where: str, folder: Path, tokenizer: Tokenizer | None) -> None:
     """Raise UserError if a tokenizer or a fingerprint next to heads differs from the model's."""
     fingerprint = optional_json(folder / "config.json").get("tokenizer_fingerprint")
-    if own := Tokenizer.from_directory(folder):
-        fingerprint = own.fingerprint
-    check_fingerprint(where, fingerprint, tokenizer)
+    check_matching(where, Tokenizer.from_directory(folder) or fingerprint, tokenizer)
 
 
 # ---- Medusa --------------------------------------------------------------------------------------
@@ -252,7 +250,7 @@ def load_vocabulary(
             stored = {"languages": {path.stem: {"ids": ids, "counts": [0] * len(ids)}}}
         languages = {name: Language(tuple(fields["ids"][:size]), tuple(fields["counts"][:size]))
                      for name, fields in stored["languages"].items()}  # fmt: skip
-    check_fingerprint(str(path), stored.get("tokenizer_fingerprint"), tokenizer)
+    check_matching(str(path), stored.get("tokenizer_fingerprint"), tokenizer)
     if not languages or not all(language.ids for language in languages.values()):
         raise UserError(f"{path} has no languages, or one without tokens")
     if not all(token in range(vocab) for lang in languages.values() for token in lang.ids):

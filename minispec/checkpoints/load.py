@@ -192,9 +192,10 @@ def require_tokenizer(
     raise UserError(f"{source or 'this model'} has no tokenizer.json; {advice}")
 
 
-def check_fingerprint(where: str, fingerprint: str | None, tokenizer: Tokenizer | None) -> None:
-    """Raise UserError if both tokenizers are known and differ."""
-    if tokenizer and fingerprint and fingerprint != tokenizer.fingerprint:
+def check_matching(where: str, other: Tokenizer | str | None, tokenizer: Tokenizer | None) -> None:
+    """Raise UserError if both tokenizers are known, the other one perhaps by its fingerprint, and
+    differ in more than added tokens."""
+    if tokenizer and other and not tokenizer.matches(other):
         advice = "use one made with the model's tokenizer"
         raise UserError(f"{where} was made with another tokenizer; {advice}")
 

@@ -19,6 +19,7 @@ SPECIAL_NAMES = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad",
 EXTRA_KEY, ADDITIONAL_KEY = "extra_special_tokens", "additional_special_tokens"
 
 PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters without a meaning
+LAST_ADDED = 16  # tokens that heads with an old fingerprint may lack
 PROMPT_TOKENS = 8  # that may end inside a character, or show that a word is not a text's first
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of vocabularies with byte fallback
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -83,17 +84,31 @@ class Tokenizer:
         tokens = self.backend.get_added_tokens_decoder().items()
         return {token.content: i for i, token in tokens if token.special}
 
-    def base_vocab(self, other: "Tokenizer") -> dict[str, int]:
-        """Return the vocabulary without the added tokens of either tokenizer."""
-        added = [t.get_added_tokens_decoder().values() for t in (self.backend, other.backend)]
-        names = {token.content for tokens in added for token in tokens}
-        return {w: i for w, i in self.backend.get_vocab().items() if w not in names}
-
     @property
     def fingerprint(self) -> str:
-        """A hash that is equal for tokenizers whose ids mean the same tokens."""
-        vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items())
-        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+        """Two hashes for `matches`, with and without the added tokens."""
+        return f"{self.hash_without(set())}-{self.hash_without(set(self.added_tokens))}"
+
+    @property
+    def added_tokens(self) -> list[str]:
+        """The added tokens, the last one first."""
+        added = self.backend.get_added_tokens_decoder()
+        return [added[i].content for i in sorted(added, reverse=True)]
+
+    def hash_without(self, tokens: set[str]) -> str:
+        """A hash of all other tokens and their ids."""
+        ids = sorted((w, i) for w, i in self.backend.get_vocab().items() if w not in tokens)
+        return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+
+    def matches(self, other: "Tokenizer | str") -> bool:
+        """Whether the tokenizers, of which the other may be a fingerprint, differ at most in added
+        tokens. An old fingerprint, a single hash, may only lack the last tokens of this one."""
+        added = self.added_tokens
+        if isinstance(other, Tokenizer):
+            tokens = {*added, *other.added_tokens}
+            return self.hash_without(tokens) == other.hash_without(tokens)
+        counts = 0, len(added), *range(1, LAST_ADDED + 1)
+        return any(self.hash_without(set(added[:n])) in str(other).split("-") for n in counts)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return token ids. `add_special_tokens` prepends those that texts begin with, if any."""

@@ -14,7 +14,7 @@ import lzma
 from hashlib import blake2b
 from pathlib import Path
 
-from minispec.checkpoints.load import check_fingerprint
+from minispec.checkpoints.load import check_matching
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import UserError, user_error
 from minispec.model import Transformer
@@ -36,7 +36,7 @@ def read_generated(path: Path, tokenizer: Tokenizer | None = None) -> tuple[dict
             header = rows.pop(0)
         if not (all(map(is_document, rows)) and isinstance(header.get("options", {}), dict)):
             raise ValueError('it needs lines of {"kind", "prompt", "tokens"}, a name and token ids')
-    check_fingerprint(str(path), header.get("tokenizer"), tokenizer)
+    check_matching(str(path), header.get("tokenizer"), tokenizer)
     return header, rows
 
 

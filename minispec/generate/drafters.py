@@ -128,7 +128,7 @@ def check_vocabularies(
     """Reject a draft with a different vocabulary. Padding rows and added tokens may differ: a token
     that only one of the models has costs speed, never correctness."""
     if tokenizer and other:
-        same = tokenizer.base_vocab(other) == other.base_vocab(tokenizer)
+        same = tokenizer.matches(other)
     else:  # without both tokenizers, padding cannot be recognised
         same = draft.config.vocab_size == model.config.vocab_size
     if not same:

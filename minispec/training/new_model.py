@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from minispec.checkpoints.config import ORIGINAL
-from minispec.checkpoints.load import check_fingerprint, load
+from minispec.checkpoints.load import check_matching, load
 from minispec.checkpoints.tokenizer import Tokenizer
 from minispec.cli import Source, UserError, number
 from minispec.model import Config, Transformer
@@ -31,7 +31,7 @@ def new_model(args: argparse.Namespace, tokenizer: Tokenizer, **config) -> Trans
     `config` holds the fields without a flag: vocab_size, bos_id and eos_ids."""
     if args.init:
         model, old = load(args.init, "float32", args.device)
-        check_fingerprint(f"--init {args.init}", old.fingerprint if old else None, tokenizer)
+        check_matching(f"--init {args.init}", old, tokenizer)
         if model.config.vocab_size != config["vocab_size"]:
             raise UserError(f"--init {args.init}: its vocabulary size differs")
         scaling = model.config.rope_scaling  # whose original length may default to the context

@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
         tokens = {name: tokenize(tokenizer, documents) for name, documents in corpus.items()}
         identity = {
             "data": digest(corpus),
-            "tokenizer": tokenizer.fingerprint,
+            "tokenizer": tokenizer.hash_without(set()),
             "model": str(model.config),
         }
         batch = packed_batches(sum(tokens.values(), []), args.rows, args.context, args.seed)
