@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TOKENIZER, byte_model, method_options, random_model
+from conftest import ROOT, TOKENIZER, byte_model, method_options, random_model, random_tokens
 
 from minispec import UserError, load
 from minispec.certify.toys import (
@@ -254,6 +254,28 @@ def test_a_draft_s_cache_can_be_kept_between_runs():
         with pytest.raises(UserError, match="cache"):
             stream(model, None, [1], "speculative", draft=draft, draft_cache=wrong,
                    cache=model.new_cache(64))  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"k": 3}, {"tree": 6}])
+@pytest.mark.parametrize("method", ["fastmtp", "eagle3", "hybrid"])
+def test_with_its_cache_a_head_drafts_in_the_next_turn_as_if_it_had_read_all_of_the_text(
+    method, options
+):
+    """Also if the next turn repeats only a part of the first one's text."""
+    model, head = random_model(), method_options(random_model())[method]["head"]
+    options = options | {"method": method, "head": head, "max_new_tokens": 12}
+    for kept in 15, 9, 3, 1:
+        caches = {"cache": model.new_cache(99), "head_cache": head.new_cache(99)}
+        first = decode(model, None, random_tokens(5), **options, **caches)
+        prompt = (first.prompt + first.tokens)[:kept] + random_tokens(7, 1)
+        for cache in caches.values():
+            cache.truncate(min(kept, cache.length))
+        second, fresh = (decode(model, None, prompt, **options, **c) for c in (caches, {}))
+        assert second.tokens == fresh.tokens and second.stats["cached_tokens"] == kept
+        assert [step.tree for step in second.rounds] == [step.tree for step in fresh.rounds]
+    for wrong in model.new_cache(99), head.new_cache(9), 5:
+        with pytest.raises(UserError, match="cache"):
+            stream(model, None, [1], **options, head_cache=wrong, cache=model.new_cache(64))
 
 
 class Choice:

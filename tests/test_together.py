@@ -73,9 +73,9 @@ ARGUMENTS = {
     "temperature": [np.float32(1e-9)], "top_p": [1e-9], "seed": [np.int64(3)],
     "randomness": [Seeded(2)], "stop": [("e", "a")], "ignore_eos": [True], "cache": [GIVEN],
     "draft_cache": [GIVEN], "draft": [GIVEN], "heads": [GIVEN], "head": [GIVEN],
-    "vocabulary": [GIVEN], "draft_sampling": [Sampling(0.7)], "k": [np.int64(2), "auto"],
-    "lookup_k": [3, "auto"], "tree": ["auto", np.array([[0, 1], [1, 0]])], "block": [4],
-    "window": [3], "ngram": [2], "guesses": [3], "pool_from_prompt": [True], "epsilon": [0.2],
+    "head_cache": [GIVEN], "vocabulary": [GIVEN], "draft_sampling": [Sampling(0.7)],
+    "k": [np.int64(2), "auto"], "lookup_k": [3, "auto"],
+    "tree": ["auto", np.array([[0, 1], [1, 0]])], "block": [4], "window": [3], "ngram": [2], "guesses": [3], "pool_from_prompt": [True], "epsilon": [0.2],
     "delta": [0.1],
 }  # fmt: skip
 
@@ -258,6 +258,8 @@ def arguments_in_python(method: str) -> list[str]:
 
 def given(shelf, method: str, name: str, model, tokenizer) -> object:
     """What the argument is given: a cache, or what `load` does not find next to the target."""
+    if name == "head_cache":
+        return given(shelf, method, "head", model, tokenizer).new_cache(model.config.context)
     if name.endswith("cache"):
         return model.new_cache()
     if name == "vocabulary":
@@ -280,8 +282,9 @@ def test_arguments(shelf, method, int8):
     for run in covering(ways, lambda a, b: a[0] != b[0] and {a[0], b[0]} not in NO_TREE):
         options = {n: given(shelf, method, n, model, tokenizer) if v is GIVEN else v
                    for n, v in run}  # fmt: skip
-        if "draft_cache" in options:
-            options.setdefault("draft", given(shelf, method, "draft", model, tokenizer))
+        for name in "draft", "head":
+            if f"{name}_cache" in options:
+                options.setdefault(name, given(shelf, method, name, model, tokenizer))
         shared = inspect.signature(stream).parameters.keys() - {"cache"}
         plain = {name: value for name, value in options.items() if name in shared}
         prompt = options.pop("prompt", plain.pop("prompt", PROMPT))

@@ -18,7 +18,7 @@ from minispec.generate.drafters import with_drafter, with_policies
 from minispec.generate.run import Run, StopConditions, without_autocast
 from minispec.methods.autoregressive import autoregressive
 from minispec.methods.eagle3 import eagle3
-from minispec.methods.fastmtp import fastmtp
+from minispec.methods.fastmtp import RecurrentHead, fastmtp
 from minispec.methods.hybrid import hybrid
 from minispec.methods.lookahead import check_block, check_window, jacobi, lookahead
 from minispec.methods.medusa import checked_tree, medusa, medusa_typical
@@ -66,9 +66,9 @@ def stream(
     and none are passed, they are loaded from next to the model; "auto" for k, lookup_k or tree
     becomes a policy for this machine. A `cache` must hold a proper prefix of the prompt. It ends up
     holding prompt and output except for the last token; the run ends when they fill its capacity
-    (at most the context). For the next turn of a conversation, pass the same cache again. A
-    surrounding autocast is ignored: the model's dtype is used. Raises UserError for invalid
-    arguments.
+    (at most the context). For the next turn of a conversation, pass the same cache again, and the
+    draft's or head's as draft_cache or head_cache. A surrounding autocast is ignored: the model's
+    dtype is used. Raises UserError for invalid arguments.
     """
     if not isinstance(method, str) or method not in METHODS:
         raise UserError(f"unknown method {method!r}; {suggestion(str(method), METHODS)}")
@@ -93,7 +93,8 @@ def stream(
     decoder = tokenizer.stream(ids) if tokenizer else None
     modules = (value for value in options.values() if isinstance(value, torch.nn.Module))
     extra = sum(map(distributed.count_whole, modules))
-    caches = [value for value in (cache, options.get("draft_cache")) if value is not None]
+    kept = cache, options.get("draft_cache"), options.get("head_cache")
+    caches = [value for value in kept if value is not None]
     return Run(method, ids, steps, caches, sampling, conditions, stop_ids, decoder, extra)
 
 
@@ -148,14 +149,17 @@ def encode_prompt(
 
 
 def check_cache(
-    cache: KVCache, model: Transformer, prompt_length: int, min_capacity: int, max_capacity: int
-) -> None:
-    """Reject a cache of another model or capacity, or one that holds the whole prompt already."""
+    cache: KVCache, network: Transformer | RecurrentHead, prompt_length: int, min_capacity: int,
+    max_capacity: int,
+) -> None:  # fmt: skip
+    """Reject a cache of another model or head, or of another capacity, and one that holds the whole
+    prompt already."""
     if not isinstance(cache, KVCache):
         raise UserError(f"cache {cache!r}: must come from model.new_cache()")
-    c, keys = model.config, cache.k[0]
+    c, keys, weight = network.config, cache.k[0], next(network.parameters())
+    layers = c.layers if isinstance(network, Transformer) else 1
     layout = len(cache.k), *keys.shape[2:], keys.dtype, keys.device.type
-    same = layout == (c.layers, c.kv_heads, c.head_dim, model.dtype, model.device.type)
+    same = layout == (layers, c.kv_heads, c.head_dim, weight.dtype, weight.device.type)
     fits = same and cache.length < prompt_length and min_capacity <= cache.capacity <= max_capacity
     if not fits:
         raise UserError(
@@ -207,11 +211,12 @@ def check_sizes(
         check_window(sizes["window"], sizes["ngram"], cache.capacity)
     elif method in ("medusa", "medusa-typical"):
         checked_tree(model, sizes["heads"], sizes["tree"], sizes["vocabulary"])
-    elif sizes.get("draft_cache") is not None:
-        if sizes["draft"] is None:
-            raise UserError(f"{method}: draft_cache is for a draft model; pass draft=, too")
-        caches = sizes["draft_cache"], sizes["draft"]
-        check_cache(*caches, prompt_length, cache.capacity, sys.maxsize)
+    for name in "draft", "head":
+        if sizes.get(f"{name}_cache") is not None:
+            if sizes[name] is None:
+                raise UserError(f"{method}: {name}_cache is for a {name}; pass {name}=, too")
+            caches = sizes[f"{name}_cache"], sizes[name]
+            check_cache(*caches, prompt_length, cache.capacity, sys.maxsize)
     if sizes.get("head") is not None:
         sizes["head"].vocabulary(model, sizes.get("vocabulary"))
 

@@ -59,15 +59,15 @@ def chat(
     model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace, options: dict, out: TextIO
 ) -> Run | None:
     """Answer the prompt, if any, then each turn on standard input; return the last answer's run.
-    The caches of the model and of a draft model are kept, so only new tokens are processed. If the
+    The caches of the model and of its drafter are kept, so only new tokens are processed. If the
     context has no space for an answer, the oldest turns are dropped. A line that does not fit even
     alone is skipped."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     cache = model.new_cache(min(model.config.context, MAX_CHAT_ROWS))
     caches = [cache]
-    if "draft" in options:
-        options["draft_cache"] = options["draft"].new_cache(cache.capacity)
-        caches.append(options["draft_cache"])
+    for name in {"draft", "head"} & options.keys():
+        options[f"{name}_cache"] = options[name].new_cache(cache.capacity)
+        caches.append(options[f"{name}_cache"])
     max_prompt = cache.capacity - max(1, min(args.max_new_tokens, cache.capacity // 2))
     run, messages, cached = None, [], []  # messages in the context; tokens in the cache
     for turn in user_turns(args.prompt):

@@ -100,11 +100,12 @@ def eagle3(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
     cache: KVCache | None = None, head: Eagle3Head, k: int | Policy = 3,
     tree: int | NodePolicy = 0, draft_sampling: Sampling | None = None,
+    head_cache: KVCache | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Draft with an EAGLE-3 head, in the loop of `fastmtp`: a chain of `k` tokens, or the paper's
     dynamic tree. The arguments are those of `fastmtp`, without a vocabulary, as the head has its
-    own. A kept cache holds no hidden states, so that the head never sees the text in it."""
+    own."""
     return fastmtp(
         model, prompt, sampling, randomness, cache=cache, head=head, k=k, tree=tree,
-        draft_sampling=draft_sampling,
+        draft_sampling=draft_sampling, head_cache=head_cache,
     )  # fmt: skip

@@ -41,8 +41,19 @@ class RecurrentHead(nn.Module):
         return KVCache(1, c.kv_heads, c.head_dim, capacity, weight.dtype, weight.device)
 
     def drafter(self, model: Transformer, cache: KVCache, offset: int) -> "Drafter":
-        """What drafts with this head for its target."""
+        """Return a Drafter that runs this head for `model`."""
         return Drafter(self, model, cache, offset)
+
+    def start(self, model: Transformer, cache: KVCache, head_cache: KVCache | None) -> "Drafter":
+        """Return a drafter for a run that continues `cache`. Without a `head_cache`, the head never
+        sees the text in it. With one, the target reads the text from its last row on again, as the
+        head needs the hidden states."""
+        if head_cache is None:
+            return self.drafter(model, self.new_cache(cache.capacity), offset=cache.length)
+        # row j of the head has read token j + 1, so the token after the kept ones may differ
+        head_cache.truncate(min(head_cache.length, max(cache.length - 1, 0)))
+        cache.truncate(head_cache.length)
+        return self.drafter(model, head_cache, offset=0)
 
     def vocabulary(self, model: Transformer, chosen: Vocabulary | None = None) -> Vocabulary:
         """What the head drafts from: what was `chosen`, or all of the target's tokens."""
@@ -269,20 +280,21 @@ def fastmtp(
     model: Transformer, prompt: list[int], sampling: Sampling, randomness: Randomness, *,
     cache: KVCache | None = None, head: RecurrentHead, k: int | Policy = 3,
     tree: int | NodePolicy = 0, vocabulary: Vocabulary | None = None,
-    draft_sampling: Sampling | None = None,
+    draft_sampling: Sampling | None = None, head_cache: KVCache | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Draft K = `k` tokens per round with one head (section 3 of the paper). `k` may be a policy
     that chooses K for each round (see adaptive). With a `tree`, draft a tree of that many nodes
     instead, or one that a policy chooses for each round.
 
     The head drafts over the `vocabulary` of the text's language (default: the full one). In a chain
-    it samples with `draft_sampling` (default: the target's). Any choice is lossless.
+    it samples with `draft_sampling` (default: the target's). Any choice is lossless. `head_cache`
+    may hold the head's rows for a prefix of the text in `cache`.
     """
     policy = k if hasattr(k, "choose") else FixedK(k)
     nodes = node_policy(tree)
     vocabulary = head.vocabulary(model, vocabulary)
     cache = cache or model.new_cache()
-    drafter = head.drafter(model, head.new_cache(cache.capacity), offset=cache.length)
+    drafter = head.start(model, cache, head_cache)
     tokens, layers = list(prompt), head.feature_layers
     read_prompt(model, cache, tokens, drafter)
     yield Step()  # the prefill, so that it can be timed separately

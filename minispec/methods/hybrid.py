@@ -65,6 +65,7 @@ def hybrid(
     draft: Transformer | None = None, k: int | Policy = 3, lookup_k: int | Policy = 6,
     tree: int | NodePolicy = 0, vocabulary: Vocabulary | None = None,
     draft_sampling: Sampling | None = None, draft_cache: KVCache | None = None,
+    head_cache: KVCache | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Copy up to `lookup_k` tokens if the latest 3 to 5 have occurred before. Otherwise draw `k`
     drafts from `head` or, if that is None, from `draft`. Both numbers may be policies, each of
@@ -72,7 +73,7 @@ def hybrid(
     used: the tokens to copy are candidates for the head's tree, valued by their running acceptance.
 
     `vocabulary` is the head's; the head or draft samples with `draft_sampling`, as in `fastmtp`.
-    `draft_cache` is the draft model's, as in `speculative`.
+    `draft_cache` is the draft model's, as in `speculative`, and `head_cache` the head's.
     """
     drafting, copying = (n if hasattr(n, "choose") else FixedK(n) for n in (k, lookup_k))
     nodes = node_policy(tree)
@@ -81,7 +82,7 @@ def hybrid(
     cache = cache or model.new_cache()
     drafter = (
         ModelDrafter(draft, model, cache, draft_cache) if head is None
-        else head.drafter(model, head.new_cache(cache.capacity), offset=cache.length)
+        else head.start(model, cache, head_cache)
     )  # fmt: skip
     vocabulary = FullVocabulary(model) if head is None else head.vocabulary(model, vocabulary)
     tokens, index = list(prompt), NgramIndex(LONGEST_MATCH, SHORTEST_MATCH)
