@@ -40,8 +40,8 @@ lessons-refresh: .venv/lessons
 	$(BIN)/jupyter nbconvert --coalesce-streams --inplace lessons/*.ipynb
 
 # rewrite the lessons' Colab badges and first cells from the address in pyproject.toml
-badges:
-	$(PYTHON) lessons/badges.py
+badges: .venv/installed
+	$(BIN)/python lessons/badges.py
 
 # write the runs that the lessons link to
 PAGE = $(BIN)/python -m minispec.generate --device cpu --max-new-tokens 80 --html lessons/gallery/

@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from minispec.checkpoints.weights import write_text
+
 LESSONS = Path(__file__).resolve().parent
 BADGE = re.compile(r"\[!\[Open in Colab\]\([^)]*\)\]\([^)]*\)")
 FIRST_CELL = """\
@@ -57,7 +59,7 @@ def write_notebook(path: Path) -> None:
     setup = next(cell for cell in notebook["cells"] if cell["cell_type"] == "code")
     setup["source"] = first_cell(path.name[:2]).splitlines(True)
     text = json.dumps(notebook, indent=1, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_text(path, text + "\n")
 
 
 def write_table(path: Path) -> None:
@@ -66,7 +68,7 @@ def write_table(path: Path) -> None:
     for i, line in enumerate(lines):
         if row := re.match(r"\| \[\d\d\]\((\w+\.ipynb)\)", line):
             lines[i] = "|".join([*line.split("|")[:6], f" {badge(row[1])} |"])
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(path, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

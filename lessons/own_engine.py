@@ -30,6 +30,8 @@ from torch import Tensor
 import minispec
 from minispec.cache import KVCache
 from minispec.checkpoints.tokenizer import Tokenizer
+from minispec.checkpoints.weights import write_text
+from minispec.cli import UserError
 from minispec.generate import decode
 from minispec.generate.drafters import with_drafter
 from minispec.generate.view import write_page
@@ -130,13 +132,11 @@ def is_saved(lesson: str, name: str) -> bool:
 
 
 def write(text: str) -> None:
-    """Replace the file at once, so that nobody reads half of it."""
-    new = FILE.with_suffix(".tmp")
+    """Replace the file, which stays as it was if this fails."""
     try:
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, FILE)
-    except OSError as error:
-        raise NotSaved(f"{FILE.name} cannot be written ({error.strerror})") from None
+        write_text(FILE, text)
+    except UserError as error:
+        raise NotSaved(str(error)) from None
 
 
 def source_of(function: Callable, name: str, new_name: str) -> str:

@@ -16,6 +16,7 @@ from drawing import CONTEXT, draw_rows, draw_states_legend, draw_walk, label  # 
 from matplotlib import pyplot as plt  # noqa: E402
 
 from minispec import load  # noqa: E402
+from minispec.checkpoints.weights import atomic_write  # noqa: E402
 from minispec.generate import decode  # noqa: E402
 from minispec.tree import Step  # noqa: E402
 
@@ -55,7 +56,8 @@ def draw(method: str, model, tokenizer, file: Path) -> None:
         texts = [[label(token, tokenizer) for token in row] for row in step.window]
         colours = [[CONTEXT] * len(row) for row in texts]
         draw_rows(axes[1, 0], texts, colours, [f"window, row {i + 1}" for i in range(rows)])
-    figure.savefig(file, dpi=100)
+    with atomic_write(file) as partial:
+        figure.savefig(partial, dpi=100, format="png")
     plt.close(figure)
 
 

@@ -35,14 +35,15 @@ class UserError(ValueError):
 
 
 @contextlib.contextmanager
-def user_error(problem: str) -> Iterator[None]:
-    """Raise UserError with this problem and the reason if the block fails, whatever it raises: the
-    tokenizers library has bare Exceptions and, if its Rust code panics, BaseExceptions."""
+def user_error(problem: str, kind: type = BaseException) -> Iterator[None]:
+    """Raise UserError with this problem and the reason if the block fails, by default whatever it
+    raises: the tokenizers library has bare Exceptions and, if its Rust code panics, BaseExceptions.
+    """
     try:
         yield
     except KeyboardInterrupt:
         raise
-    except BaseException as error:
+    except kind as error:
         raise UserError(f"{problem}: {shorten(str(error), 300)}") from None
 
 
@@ -141,8 +142,8 @@ def command(main: Callable) -> Callable:
         except (UserError, OSError, MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not out_of_memory(error):  # a bug in our code
                 raise
-            if getattr(error, "errno", None) == errno.ENOSPC:  # `writing` names every other file
-                error.filename = error.filename or "standard output"
+            if getattr(error, "errno", 0) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                error.filename = error.filename or "standard output"  # other files are named
             note(" ".join(str(error).split()) or "not enough memory")
             drop_unwritable_output()
             sys.exit(2)
@@ -227,16 +228,6 @@ def check_package(name: str, flag: str) -> None:
         raise UserError(f"{flag} needs {name}: pip install {name}")
 
 
-@contextlib.contextmanager
-def writing(file: str | Path) -> Iterator[None]:
-    """Add the file's name to the error of a failed write, which lacks it if the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(file)
-        raise
-
-
 def check_outputs(arguments: dict[str, object]) -> None:
     """Before any long work, raise UserError if one of the arguments is an output that cannot be
     written, or that would overwrite a source among the others (a Source or any other Path)."""
@@ -272,17 +263,17 @@ def overwrites(output: OutputFile, source: Source | Path) -> bool:
 
 def check_writable(file: str | Path, flag: str, advice: str = "") -> None:
     """Before any long work, create the folder of a flag's file and raise UserError, which ends with
-    `advice`, if the file cannot be written. A temporary file is used if it does not exist yet,
-    because another process may be creating it."""
+    `advice`, if neither the file nor a temporary one next to it, which will replace it, can be
+    written. A file that does not exist is not created: another process may be creating it."""
     file = Path(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         target = file.resolve()  # follows links, even to a file that does not exist
-        if not target.exists():
-            tempfile.TemporaryFile(dir=target.parent).close()
-        elif target.is_file() or target.is_char_device():
+        if target.exists():
+            if not (target.is_file() or target.is_char_device()):  # a folder, or a pipe: open waits
+                raise OSError(0, "not a file")
             target.open("a").close()
-        else:  # a folder, or a pipe, which would block until someone reads it
-            raise OSError(0, "not a file")
+        if not target.is_char_device():
+            tempfile.TemporaryFile(dir=target.parent).close()
     except OSError as error:
         raise UserError(f"{flag} {file}: cannot be written ({error.strerror}){advice}") from None

@@ -1,11 +1,14 @@
 """Shared by the tests: tiny random models, drafts and heads, a byte tokenizer, and the folders of
 real checkpoints."""
 
+import contextlib
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,17 @@ def equal_up_to_rounding(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two models with equal weights have equal outputs. The bits may differ: a kernel may
     sum in another order where weights lie at other addresses, as loaded ones do."""
     return torch.allclose(a, b, rtol=0, atol=1000 * torch.finfo(b.dtype).eps * float(b.abs().max()))
+
+
+@contextlib.contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    """No file can grow beyond `size` bytes, so writing fails as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def random_tree(rng: random.Random, n: int, vocab: int = 32) -> Tree:

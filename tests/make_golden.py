@@ -22,6 +22,8 @@ from tokenizers.processors import TemplateProcessing
 from torch.overrides import TorchFunctionMode
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from minispec.checkpoints.weights import write_json
+
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = dict(
     vocab_size=64,
@@ -141,7 +143,7 @@ def make_probs() -> None:
             warped = transformers.TopPLogitsWarper(sampling["top_p"])(None, warped)
         probs = warped.softmax(-1)[0].tolist()
         cases.append(dict(logits=logits[0].tolist(), sampling=sampling, probs=probs))
-    (GOLDEN.parent / "golden_probs.json").write_text(json.dumps(cases) + "\n")
+    write_json(GOLDEN.parent / "golden_probs.json", cases, indent=None)
 
 
 ADDED_TOKENS = {
@@ -291,8 +293,7 @@ def make_tokenizers() -> None:
             found["chat"] = rendered["input_ids"]
         cases[case] = dict(files=texts | {"tokenizer.json": name}, found=found)
     golden = dict(sentence=SENTENCE, tokenizers=files, cases=cases)
-    path = GOLDEN.parent / "golden_tokenizers.json"
-    path.write_text(json.dumps(golden, indent=1) + "\n")
+    write_json(GOLDEN.parent / "golden_tokenizers.json", golden, indent=1)
 
 
 def make_published() -> None:
@@ -316,8 +317,7 @@ def make_published() -> None:
             frequencies=rope.inv_freq.tolist()[::9],
             scale=rope.attention_scaling,
         )
-    path = GOLDEN.parent / "golden_published.json"
-    path.write_text(json.dumps(golden, indent=1) + "\n")
+    write_json(GOLDEN.parent / "golden_published.json", golden, indent=1)
 
 
 if __name__ == "__main__":

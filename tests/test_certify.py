@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, file_limit
 
 from lessons.assignments.mutants import MUTANTS
 from minispec.certify.__main__ import main
@@ -220,6 +220,19 @@ def test_junit_shows_each_row(tmp_path, capsys):
     assert "below the best" in failure.get("message")
     repeat = shlex.split(json.loads(failure.text)["repeat"])
     assert repeat[-2:] == ["--only", "greedy: prompts around block sizes"]
+
+
+@pytest.mark.parametrize("flag", ["--json", "--junit"])
+def test_on_a_full_disk_the_earlier_report_stays(flag, tmp_path, capsys):
+    save(MODEL, None, tmp_path / "model")
+    file, runs = tmp_path / "report", tmp_path / "runs.jsonl"
+    runs.write_text(lines({}))
+    file.write_text("earlier")
+    compared = "--compare", str(runs), str(runs), "--model", str(tmp_path / "model")
+    with file_limit(20):
+        out = run(*compared, flag, str(file), code=2, capsys=capsys)
+    assert f"{file} cannot be written: [Errno 27] File too large\n" in out
+    assert file.read_text() == "earlier"
 
 
 @pytest.mark.slow

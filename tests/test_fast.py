@@ -13,6 +13,7 @@ import torch
 from conftest import (
     GOLDEN,
     equal_up_to_rounding,
+    file_limit,
     method_options,
     random_model,
     random_tokens,
@@ -186,6 +187,10 @@ def test_a_damaged_file_of_choices_is_measured_again(text, tmp_path, monkeypatch
     (names,) = products.fastest_products([torch.zeros(3, 8)]).values()
     assert len(names) == len(TIMED_ROWS)
     assert products.read_choices(products.choices_file()) == {"3x8 torch.float32": names}
+    before = products.choices_file().read_bytes()
+    with file_limit(50):
+        products.write_choices(products.choices_file(), {"3x8 torch.float32": names * 9})
+    assert products.choices_file().read_bytes() == before and len(list(tmp_path.iterdir())) == 1
     monkeypatch.setattr(paths, "CACHE", products.choices_file())  # a folder that cannot be made
     assert products.fastest_products([torch.zeros(3, 8)])
 
@@ -451,8 +456,18 @@ def test_a_full_disk_is_reported_with_the_folders_of_graphs(tmp_path, monkeypatc
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(torch.export, "export", full)
     model = random_model()
+    compiled = model, graphs.FunctionalPass(model.model), tmp_path / "graph.pt2"
     with pytest.raises(UserError, match=f"No space left on device in {tmp_path} or "):
-        graphs.compile_graph(model, graphs.FunctionalPass(model.model), tmp_path / "graph.pt2")
+        graphs.compile_graph(*compiled)
+    monkeypatch.setattr(graphs, "export", lambda *_: None)
+    monkeypatch.setattr(
+        torch._inductor, "aoti_compile_and_package",
+        lambda _, package_path, **options: package_path.write(b"x" * 1000),
+    )  # fmt: skip
+    compiled[2].write_text("earlier")
+    with file_limit(500), pytest.raises(UserError, match=r"graph.pt2 cannot be written: .*large$"):
+        graphs.compile_graph(*compiled)
+    assert compiled[2].read_text() == "earlier" and list(tmp_path.iterdir()) == [compiled[2]]
 
 
 def test_compiling_needs_a_folder_a_compiler_and_a_known_device(tmp_path, monkeypatch):

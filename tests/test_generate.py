@@ -10,10 +10,12 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from conftest import (
@@ -23,6 +25,7 @@ from conftest import (
     TOKENIZER,
     byte_model,
     byte_tokenizer,
+    file_limit,
     method_options,
     random_model,
 )
@@ -337,7 +340,7 @@ def test_an_unwritable_output_is_a_one_line_error(folder, tmp_path, capsys, monk
         assert f"--html {page}: cannot be written (not a file)" in message
     with pytest.raises(SystemExit):
         generate.main([*run, "--html", "/dev/full"])
-    assert "No space left on device: '/dev/full'" in capsys.readouterr().err
+    assert "/dev/full cannot be written: [Errno 28] No space left" in capsys.readouterr().err
     for main, arguments in (generate.main, run), (minispec.__main__.main, []):
         with open("/dev/full", "w") as full, monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", full)
@@ -361,6 +364,31 @@ def test_an_unwritable_output_is_a_one_line_error(folder, tmp_path, capsys, monk
     monkeypatch.setattr(Path, "exists", created_meanwhile)
     check_writable(tmp_path / "raced", "--html")
     assert (tmp_path / "raced").read_text() == "theirs"
+
+
+def test_on_a_full_disk_the_earlier_page_stays(folder, tmp_path, capsys, monkeypatch):
+    page = tmp_path / "page.html"
+    page.write_text("earlier")
+    run = ["x", "--model", folder, "--max-new-tokens", "1", "--html", page]
+    with file_limit(8192), pytest.raises(SystemExit) as caught:
+        generate.main(list(map(str, run)))
+    err = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert err == f"minispec: {page} cannot be written: [Errno 27] File too large\n"
+    assert page.read_text() == "earlier" and list(tmp_path.iterdir()) == [page]
+    no_new_files = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr(tempfile, "TemporaryFile", no_new_files)  # before any long work
+    error = f"--html {page}: cannot be written (Permission denied)"
+    assert error in refused(capsys, generate.main, run)
+
+
+def test_a_full_standard_output_is_named(tmp_path):
+    program = "from minispec.cli import command\ncommand(lambda argv: print('x' * 2000))()"
+    with open(tmp_path / "out", "w") as out, file_limit(1000):
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=out,
+                              stderr=subprocess.PIPE, text=True)  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "minispec: [Errno 27] File too large: 'standard output'\n"
 
 
 def test_a_shell_without_utf_8(folder):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TOKENIZER, byte_model, last_error_line
+from conftest import ROOT, TOKENIZER, byte_model, file_limit, last_error_line
 
 from minispec import UserError, distributed
 from minispec.checkpoints.load import save
@@ -25,6 +25,7 @@ from minispec.training.loop import CHECKPOINT, check_processes
 sys.path.append(str(ROOT / "tests" / "gpu"))
 import heads
 import speed
+import steps
 
 STEPS = """
 import argparse, os, pathlib, signal, sys, time
@@ -159,6 +160,15 @@ def test_a_model_that_is_not_available_is_skipped(monkeypatch):
     assert rows == [{"skipped": "run `make smollm2`"}]
 
 
+def test_a_row_that_was_cut_off_costs_no_other_row(tmp_path):
+    file = tmp_path / "step.rows"
+    steps.append(file, {"number": 1})
+    with file_limit(file.stat().st_size + 5), pytest.raises(OSError, match="too large"):
+        steps.append(file, {"number": 2})
+    steps.append(file, {"number": 3})
+    assert [row["number"] for row in steps.rows_of(file)] == [1, 3]
+
+
 # ---- compressed text -----------------------------------------------------------------------------
 
 
@@ -177,6 +187,10 @@ def test_text_is_compressed_to_a_limited_number_of_bytes(tmp_path, monkeypatch):
     assert (header, rows) == read_generated(file)
     limit = packed.stat().st_size * 2 // 3
     monkeypatch.setattr(heads, "MAX_PACKED_BYTES", limit)
+    before = packed.read_bytes()
+    with file_limit(100), pytest.raises(UserError, match="xz cannot be written: .* too large"):
+        heads.pack(file)
+    assert packed.read_bytes() == before
     heads.pack(file)
     kept = read_generated(packed, TOKENIZER)
     assert packed.stat().st_size <= limit and 75 < len(kept[1]) < 300

@@ -102,6 +102,18 @@ def test_the_listing_shows_what_there_is():
         assert path.name in tree or path.name in ("__init__.py", "__main__.py"), path
 
 
+WRITER = r"""\.write_(text|bytes)\(|\.savefig\(|[( ]torch\.save\(|open\([^)]*"[wx]b?\""""
+
+
+def test_no_file_is_overwritten_in_place():
+    """A full disk would leave half of it: `atomic_write` writes another, `partial`, first."""
+    for folder in PACKAGE, ROOT / "lessons", ROOT / "tests" / "gpu":
+        for path in folder.rglob("*.py"):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                if re.search(WRITER, line):
+                    assert re.search(r"partial|devnull|, file\)", line), (path, line)
+
+
 def test_the_readme_shows_accept_as_it_is():
     """Its body, from `path = [0]` on."""
     source = inspect.getsource(accept)

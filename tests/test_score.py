@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, random_model
+from conftest import ROOT, file_limit, random_model
 
 from lessons import machines
 from lessons.assignments import leaderboard, score
@@ -283,6 +283,15 @@ def test_what_is_no_result_is_one_line(results, message, tmp_path, capsys):
     err = capsys.readouterr().err.strip()
     assert exit_.value.code == 2 and "\n" not in err and message in err
     assert not (tmp_path / "board.html").exists()
+
+
+def test_on_a_full_disk_the_earlier_board_stays(tmp_path, capsys):
+    write(tmp_path / "scores", result("Eve", 1.25))
+    (tmp_path / "board.html").write_text("earlier")
+    with file_limit(100), pytest.raises(SystemExit):
+        leaderboard.main([str(tmp_path / "scores"), str(tmp_path / "board.html")])
+    assert "board.html cannot be written: [Errno 27] File too large\n" in capsys.readouterr().err
+    assert (tmp_path / "board.html").read_text() == "earlier"
 
 
 def test_make_passes_names_on():

@@ -5,7 +5,8 @@ from pathlib import Path
 from string import Template
 
 from lessons.machines import MACHINES
-from minispec.cli import OutputFile, Parser, UserError, command, read_json, writing
+from minispec.checkpoints.weights import write_text
+from minispec.cli import OutputFile, Parser, UserError, command, read_json
 
 COLUMNS = "score", *MACHINES
 
@@ -47,9 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("folder", type=Path, help="with the .json files for one seed")
     p.add_argument("out", type=OutputFile, help="the .html file to write")
     args = p.parse_args(argv)
-    text = page(read_results(args.folder))
-    with writing(args.out):
-        args.out.write_text(text, encoding="utf-8")
+    write_text(args.out, page(read_results(args.folder)))
 
 
 if __name__ == "__main__":

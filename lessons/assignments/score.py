@@ -6,7 +6,6 @@ the toy under weights/, whose draft and heads lie in the checkpoint's folders `d
 `mtp`. It gets a score if its tokens are those of plain decoding, and the certifier finds no loss.
 """
 
-import json
 import math
 import os
 import random
@@ -31,7 +30,8 @@ from minispec.certify.functions.checks import Limits, check_implementation
 from minispec.certify.functions.decoder import FunctionDecoder, load_implementation
 from minispec.certify.report import PASSED, conclude, print_table
 from minispec.checkpoints.load import load
-from minispec.cli import OutputFile, Parser, Source, UserError, command, number, read_json, writing
+from minispec.checkpoints.weights import write_json
+from minispec.cli import OutputFile, Parser, Source, UserError, command, number, read_json
 from minispec.model import Transformer
 
 TEXTS = read_json(Path(__file__).with_name("texts.json"))
@@ -185,8 +185,7 @@ def main(argv: list[str] | None = None) -> None:
         result["reason"] = str(error)
         print(f"{result['name']}: no score; {error}")
     if args.json:
-        with writing(args.json):
-            args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, result, indent=1)
     sys.exit(1 if result["score"] is None else 0)
 
 

@@ -26,7 +26,7 @@ from minispec.certify.methods.checks import CHECKS
 from minispec.certify.servers.checks import REQUESTS, SERVER_CHECKS, check_server
 from minispec.certify.servers.context import precision
 from minispec.checkpoints.fetch import default_model
-from minispec.checkpoints.load import load
+from minispec.checkpoints.load import load, write_text
 from minispec.cli import OutputFile, OutputFolder, Parser, Source, UserError, number
 from minispec.remote.client import Server, keys_in
 
@@ -139,8 +139,7 @@ def main(argv: list[str] | None = None) -> None:
         text = report.json_report(rows, seconds, argv, subject, folder) if args.json else ""
         print(text if args.json is True else report.summary(rows, seconds), file=out)
         if isinstance(args.json, Path):
-            with cli.writing(args.json):
-                args.json.write_text(text + "\n", encoding="utf-8")
+            write_text(args.json, text + "\n")
         if args.junit:
             report.write_junit(rows, seconds, argv, args.junit)
     sys.exit(report.conclude(rows)[0])

@@ -14,7 +14,8 @@ from xml.etree import ElementTree
 
 from minispec.certify.common import Verdict
 from minispec.certify.functions.checkpoints import digest
-from minispec.cli import printable, writing
+from minispec.checkpoints.weights import write_bytes
+from minispec.cli import printable
 from minispec.machine import command_line, describe_machine, package_version
 
 INFO_ROWS = "server", "baseline", "drafts"  # rows about the test itself, which prove nothing
@@ -126,5 +127,4 @@ def write_junit(rows: list[Verdict], seconds: float, argv: list[str], file: Path
             failure.text = to_json(v.evidence | {"repeat": repeat(v, argv)})
         elif v.passed is None:
             ElementTree.SubElement(case, "skipped", message=v.detail)
-    with writing(file):
-        ElementTree.ElementTree(suite).write(file, encoding="utf-8", xml_declaration=True)
+    write_bytes(file, ElementTree.tostring(suite, "utf-8", xml_declaration=True))

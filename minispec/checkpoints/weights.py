@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minispec import distributed
 from minispec.checkpoints.config import FLAT_OBJECT, CheckedJson
-from minispec.cli import UserError
+from minispec.cli import UserError, user_error
 from minispec.model import Config
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -146,30 +146,36 @@ def strip_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`, which replaces `path` once it is written. If writing
-    fails, as on a full disk, the old file stays and no new one is left behind."""
+    fails, as on a full disk, the old file stays and no new one is left behind. Links are followed.
+    """
+    path = path.resolve()
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")  # others may be writing it too
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        partial.replace(path)
-    except (OSError, RuntimeError) as error:  # torch turns OSError into RuntimeError
-        raise UserError(f"{path} cannot be written: {shorten(str(error), 200)}") from None
+        with user_error(f"{path} cannot be written", OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield partial
+            partial.replace(path)
     finally:
         with contextlib.suppress(OSError):  # the folder does not exist
             partial.unlink(missing_ok=True)
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    device = user_error(f"{path} cannot be written", OSError)  # such as /dev/null: not replaced
+    with device if path.is_char_device() else atomic_write(path) as partial:
+        (partial or path).write_bytes(content)
+
+
 def write_text(path: Path, text: str) -> None:
-    with atomic_write(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+    write_bytes(path, text.encode())
 
 
-def write_json(path: Path, content: dict, indent: int | None = 2) -> None:
+def write_json(path: Path, content: dict | list, indent: int | None = 2) -> None:
     write_text(path, json.dumps(content, indent=indent) + "\n")
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
     """Write a .safetensors file, with its tensors converted to `dtype` if given."""
     stored = {name: t.detach().to("cpu", dtype).contiguous() for name, t in tensors.items()}
-    with atomic_write(path) as partial:  # safetensors' own save_file ignores the umask
-        partial.write_bytes(safetensors.torch.save(stored, {"format": "pt"}))
+    # safetensors' own save_file ignores the umask
+    write_bytes(path, safetensors.torch.save(stored, {"format": "pt"}))

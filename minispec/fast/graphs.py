@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from minispec import paths
 from minispec.cache import KVCache
+from minispec.checkpoints.weights import write_bytes
 from minispec.cli import UserError, check_package, check_writable, note
 from minispec.methods.fastmtp import RecurrentHead
 from minispec.model import Backbone, ForwardContext, Transformer
@@ -171,22 +173,21 @@ def compile_graph(
 ) -> None:
     """Compile the pass ahead of time (AOTInductor), with the weights in the layout that suits the
     compiled code."""
-    partial_file = path.with_suffix(f".{os.getpid()}.pt2")
+    package = io.BytesIO()  # if torch could not write its file, its C++ code would abort
     try:
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
             options = {"freezing": True, "max_autotune_gemm": True}
             program = export(network, functional)
             torch._inductor.aoti_compile_and_package(
-                program, package_path=str(partial_file), inductor_configs=options
+                program, package_path=package, inductor_configs=options
             )
-        partial_file.replace(path)
     except Exception as error:  # a compiler can raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        if "No space left" in reason:  # the error does not name the file
-            reason += f" in {path.parent} or {tempfile.gettempdir()}"
+        full = "No space left on device|File too large|File size limit exceeded"
+        if found := re.search(full, str(error)):  # the error may not name the file
+            reason = f"{found[0]} in {path.parent} or {tempfile.gettempdir()}"
         raise UserError(f"--compile failed ({reason}): run without --compile") from None
-    finally:
-        partial_file.unlink(missing_ok=True)
+    write_bytes(path, package.getbuffer())
 
 
 def export(

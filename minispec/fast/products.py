@@ -6,7 +6,6 @@ machine at hand, and the choice is kept in the cache folder.
 import contextlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from hashlib import blake2b
@@ -17,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec import distributed, paths
+from minispec.checkpoints.weights import write_json
+from minispec.cli import UserError
 from minispec.fast.cost import interleaved_min_times
 from minispec.machine import processor
 
@@ -272,9 +273,6 @@ def read_choices(path: Path) -> dict[str, list[str]]:
 
 
 def write_choices(path: Path, choices: dict[str, list[str]]) -> None:
-    """Write a file in one step; if that is impossible, the next process measures again."""
-    partial_file = path.with_suffix(f".{os.getpid()}.json")
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial_file.write_text(json.dumps(choices, indent=1), encoding="utf-8")
-        partial_file.replace(path)
+    """Write a file; if that is impossible, the next process measures again."""
+    with contextlib.suppress(UserError):
+        write_json(path, choices, indent=1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import writing
+from minispec.checkpoints.weights import write_text
 from minispec.generate.palette import ACCEPTED, FRESH, REJECTED, ansi, css
 from minispec.generate.run import Chunk, Run
 from minispec.model import Transformer
@@ -79,8 +79,7 @@ def write_page(
     data = json.dumps(trace(model, tokenizer, run, name), ensure_ascii=False)
     data = data.replace("<", r"\u003c")  # so that no text can close the script element
     page = TEMPLATE.read_text(encoding="utf-8").replace(COLOURS_PLACEHOLDER, css())
-    with writing(file):
-        Path(file).write_text(page.replace(PLACEHOLDER, data), encoding="utf-8")
+    write_text(Path(file), page.replace(PLACEHOLDER, data))
 
 
 @torch.no_grad()

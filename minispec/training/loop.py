@@ -102,8 +102,11 @@ class TrainingRun:
             "what": self.identity,
             "counts": [self.step, self.seconds],
         }
-        with atomic_write(path) as part:
-            torch.save(state, part)
+        with atomic_write(path) as partial, open(partial, "wb") as file:
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:  # its context is the file's OSError
+                raise error.__context__ or error
 
     def restore(self, path: Path) -> None:
         """Load a checkpoint. Nothing in it is unpickled as code."""

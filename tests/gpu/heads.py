@@ -13,7 +13,6 @@ phase stops at its time limit and keeps what it has done so far. The text, in fi
 import argparse
 import json
 import lzma
-import shutil
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from steps import TOTAL_MINUTES, Results, Step, main, table
 from minispec import load, paths
 from minispec.bench import __main__ as bench
 from minispec.bench.measure import per_pass
+from minispec.checkpoints.weights import atomic_write, write_bytes
 from minispec.distill.own_text import read_generated
 from minispec.generate import decode
 from minispec.training.loop import CHECKPOINT
@@ -113,7 +113,7 @@ def pack(file: Path) -> None:
     lines = file.read_bytes().splitlines(keepends=True)
     while len(packed := lzma.compress(b"".join(lines), preset=3)) > MAX_PACKED_BYTES:
         lines = lines[: int(0.99 * len(lines) * MAX_PACKED_BYTES / len(packed))]
-    file.with_name(f"{file.name}.xz").write_bytes(packed)
+    write_bytes(file.with_name(f"{file.name}.xz"), packed)
 
 
 def vocabulary(args: argparse.Namespace) -> Iterator[dict]:
@@ -183,8 +183,8 @@ def publish(args: argparse.Namespace, *files: Path) -> None:
     """Copy files, and all heads trained so far, next to the report."""
     args.out.mkdir(parents=True, exist_ok=True)
     for file in files:
-        shutil.copy(file, args.out)
-    with tarfile.open(args.out / "heads.tar", "w") as tar:
+        write_bytes(args.out / file.name, file.read_bytes())
+    with atomic_write(args.out / "heads.tar") as partial, tarfile.open(partial, "w") as tar:
         for head in HEAD_FLAGS:
             for file in sorted((args.work / head).glob("*")):
                 if file.name != CHECKPOINT:

@@ -121,13 +121,17 @@ def file_of(args: argparse.Namespace, step: str) -> Path:
 
 def append(file: Path, row: dict) -> None:
     with file.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(row) + "\n")
+        out.write(f"\n{json.dumps(row)}\n")  # on its own line, even if the last one was cut off
 
 
 def rows_of(file: Path) -> list[dict]:
-    """Read the rows of a file; ignore a last line that was cut off when the step was killed."""
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+    """Read the rows of a file; ignore a line that was cut off when the step was killed, or when the
+    disk was full."""
+    rows = []
+    for line in file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def last_of(file: Path) -> dict:
