@@ -393,6 +393,12 @@ def test_a_head_of_another_family_is_loaded(changes, tmp_path):
         assert torch.equal(again.rope.frequencies, head.rope.frequencies)
 
 
+@pytest.mark.parametrize("speculators", [False, True])
+def test_a_head_given_as_a_model_or_a_draft_is_named(speculators, tmp_path):
+    save_eagle3(random_head(model_of(0), 0), tmp_path, "base", None, torch.float32, speculators)
+    rejects("an EAGLE-3 head, not a model; use it with --heads and --method eagle3", load, tmp_path)
+
+
 def test_rope_scaling_of_a_head_replaces_its_rope_parameters(tmp_path):
     model = small_model(0, 6, layers=7, rope_scaling={"rope_type": "linear", "factor": 2.0})
     head = random_eagle3_head(model, 0)
@@ -426,6 +432,10 @@ def edited(folder, changes: dict) -> None:
     ({"num_hidden_layers": 2}, "num_hidden_layers must be 1 .it is 2"),
     ({"norm_output": True}, "norm_output must be false, as this norm is not supported"),
     ({"fc_norm": True}, "fc_norm must be false"),
+    ({"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}}, "norm_before_fc must be"),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state must be true, as"),
+    ({"use_aux_hidden_state": False}, "use_aux_hidden_state must be true, as"),
+    ({"eagle_config": {"norm_before_residual": 1}, "norm_before_residual": None}, "true or false"),
     ({"norm_before_residual": 1}, "norm_before_residual must be true or false"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}, r"\[2, 4, 8\] are not layers of the model"),
     ({"eagle_aux_hidden_state_layer_ids": [4, 2]}, "must be ascending layer numbers"),

@@ -227,6 +227,20 @@ def test_shipped_heads_fit_their_tokenizer_with_a_token_more():
         assert all(tokenizer.matches(read_json(f)["tokenizer_fingerprint"]) for f in files)
 
 
+@pytest.mark.parametrize("name, method, config", [
+    ("Medusa heads", "medusa", {"medusa_num_heads": 3, "model_type": None}),
+    ("Medusa heads", "medusa", {"num_heads": 3, "model_type": "medusa"}),  # vLLM's
+    ("an MTP head", "fastmtp", {"model_type": ...}),  # as in older files
+    ("an MTP head", "fastmtp", {}),
+])  # fmt: skip
+def test_heads_given_as_a_model_or_a_draft_are_named(name, method, config, tmp_path):
+    save_mtp(random_mtp_head(random_model(), 0), tmp_path, "base", None, torch.float32, [1.0])
+    config = json.loads((tmp_path / "config.json").read_text()) | config
+    config = {key: value for key, value in config.items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rejects(f"{name}.* with --heads and --method {method}$", load, tmp_path)
+
+
 def mimo_tensors(head) -> dict[str, torch.Tensor]:
     """The head's tensors under MiMo's names."""
     return {f"model.mtp_layers.0.{name}": t for name, t in head.state_dict().items()}

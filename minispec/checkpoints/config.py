@@ -69,6 +69,12 @@ FIELDS = {  # field of Config: (key in config.json, check, default)
     "tied": ("tie_word_embeddings", BOOLEAN, False),
     "mlp_bias": ("mlp_bias", BOOLEAN, False),
 }
+HEADS = {  # a key of a config.json that is not a model's: (what it describes, the method)
+    "draft_vocab_size": ("an EAGLE-3 head", "eagle3"),
+    "medusa_num_heads": ("Medusa heads", "medusa"),
+    "num_heads": ("Medusa heads", "medusa"),  # vLLM's layout
+    "num_nextn_predict_layers": ("an MTP head", "fastmtp"),
+}
 
 
 class CheckedJson:
@@ -93,7 +99,13 @@ def read_config(directory: Path) -> Config:
         raise UserError(f"{directory} has no config.json: it is not a Hugging Face checkpoint")
     if (directory / "adapter_config.json").exists():
         raise UserError(f"{directory} contains a PEFT adapter; merge it into its base model first")
-    return parse_config(CheckedJson(path), CheckedJson(generation))
+    keys = CheckedJson(path)
+    no_model = keys.raw.get("model_type") in (None, "medusa")
+    for key, (heads, method) in HEADS.items():
+        if key in keys.raw and (no_model or method == "eagle3"):
+            raise UserError(f"{directory} holds {heads}, not a model; use it with --heads and "
+                            f"--method {method}")  # fmt: skip
+    return parse_config(keys, CheckedJson(generation))
 
 
 def parse_config(keys: CheckedJson, generation: CheckedJson) -> Config:

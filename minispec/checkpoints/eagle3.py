@@ -27,6 +27,7 @@ ONE, OBJECT = ("1", lambda v: v == 1), ("a JSON object", lambda v: type(v) is di
 ASCENDING = "ascending layer numbers", lambda v: type(v) is list and all(
     type(i) is int for i in v) and v == sorted(set(v)) != []  # fmt: skip
 FALSE = "false, as this norm is not supported", lambda v: v is False
+TRUE = "true, as heads that read only the last layer are not supported", lambda v: v is True
 
 
 def is_eagle3(source: str | os.PathLike) -> bool:
@@ -35,9 +36,11 @@ def is_eagle3(source: str | os.PathLike) -> bool:
 
 
 def config_of(source: str | os.PathLike) -> CheckedJson:
-    """The config.json of heads."""
+    """The config.json of heads. Some files have a part of the keys in an `eagle_config`."""
     folder = Path(source).parent if Path(source).is_file() else resolve(source)
-    return CheckedJson(folder / "config.json")
+    keys = CheckedJson(folder / "config.json")
+    own = {key: value for key, value in keys.raw.items() if value is not None}
+    return CheckedJson(keys.path, keys.get("eagle_config", OBJECT, {}) | own)
 
 
 def load_eagle3(
@@ -76,16 +79,17 @@ def head_config(keys: CheckedJson) -> Config:
     if "draft_vocab_size" not in keys.raw or kind != "eagle3":
         raise UserError(f"{keys.path} is not that of an EAGLE-3 head: it needs draft_vocab_size"
                         " and, if any, speculators_model_type eagle3")  # fmt: skip
-    for name in UNSUPPORTED:
-        keys.get(name, FALSE, False)
+    for place in keys, CheckedJson(keys.path, keys.get("eagle_config", OBJECT, {})):
+        place.get("use_aux_hidden_state", TRUE, True)
+        for name in UNSUPPORTED:
+            place.get(name, FALSE, False)
     layer = CheckedJson(keys.path, keys.get("transformer_layer_config", OBJECT, keys.raw))
     layer.get("num_hidden_layers", ONE)
     return parse_config(layer, CheckedJson(keys.path, {}))
 
 
 def read_layers(keys: CheckedJson, target: Config) -> tuple[int, ...]:
-    """The layers whose inputs the head reads. Some files have them in an `eagle_config`."""
-    keys = CheckedJson(keys.path, keys.get("eagle_config", OBJECT, {}) | keys.raw)
+    """The layers whose inputs the head reads."""
     layers = keys.get(LAYER_IDS, ASCENDING, list(default_layers(target.layers)))
     if not 0 <= layers[0] <= layers[-1] < target.layers:
         raise UserError(f"{keys.path}: {LAYER_IDS} {layers} are not layers of the model, which has "

@@ -150,6 +150,9 @@ def load(
         tensors = {name: shard(name, tensor, config) for name, tensor in tensors.items()}
     else:
         tensors = read_weights(path, config)
+        if not tensors:
+            raise UserError(f"{path} holds no tensors of a model; use an MTP head with --heads and "
+                            "--method fastmtp")  # fmt: skip
     if tokenizer:
         # not counting added tokens: some files add a padding token that was never trained
         tokens = tokenizer.backend.get_vocab_size(with_added_tokens=False)
