@@ -197,6 +197,19 @@ def test_templates_get_what_transformers_provides():
     assert text == 'aTrue[1, {"<": "é"}]{\n "x": 1\n}Hi'
 
 
+@pytest.mark.parametrize("inside, after, expected", [
+    ("{% set x = x + 'b' %}{{ x }}", "{{ x }}", "aba"), ("{% set y = 'b' %}{{ y }}", "{{ y }}", "b"),
+    ("{% if true %}{% set x = 'b' %}{% endif %}{{ x }}", "{{ x }}", "ba"),
+    ("{% set ns.x = 'b' %}{{ ns.x }}", "{{ ns.x }}", "bb"),
+    ("{% generation %}{% set x = 'b' %}{% endgeneration %}{{ x }}", "{{ x }}", "aa"),
+])  # fmt: skip
+def test_what_a_generation_block_sets_stays_inside_it(inside, after, expected):
+    """As in transformers, with which these were compared."""
+    template = "{% set x = 'a' %}{% set ns = namespace(x='a') %}{% generation %}" + inside
+    tokenizer = byte_tokenizer(template + "{% endgeneration %}" + after)
+    assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "Hi"}])) == expected
+
+
 # ---- files ---------------------------------------------------------------------------------------
 
 

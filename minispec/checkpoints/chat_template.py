@@ -66,10 +66,12 @@ def tojson(value, ensure_ascii=False, indent=None, **more) -> str:
 
 
 class Generation(jinja2.ext.Extension):
-    """Parse {% generation %} … {% endgeneration %}, which mark the assistant's text in training."""
+    """Parse {% generation %} … {% endgeneration %}, which mark the assistant's text in training.
+    What is set between them is unknown after them."""
 
     tags = {"generation"}
 
     def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        tag = next(parser.stream)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=tag.lineno)
