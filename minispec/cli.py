@@ -211,7 +211,7 @@ def drop_unwritable_output() -> None:
 def read_json(path: Path, kind: type = dict) -> dict | list:
     """Read a JSON object (or list, if that is the `kind`) from a file."""
     with user_error(f"{path} cannot be read as JSON"):
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     if not isinstance(value, kind):
         raise UserError(f"{path} must hold a JSON {'object' if kind is dict else 'list'}")
     return value

@@ -404,6 +404,7 @@ def lines(*runs: dict) -> str:
         (lines({"tokens": TOKENS[:6], "finish_reason": "length"}), 0, "identical for 6 tokens, t"),
         (lines({"tokens": TOKENS[:6], "finish_reason": "eos"}), 1, "a bug"),
         (lines({"tokens": [], "finish_reason": "length"}), 0, "identical for 0 tokens, then one"),
+        ("\ufeff" + lines({}), 0, "identical"),
         (lines({"stats": {"temperature": 0.7}}), 2, "line 1: sampled at temperature 0.7"),
         (lines({"stats": {"temperature": 0.7, "top_k": 1}}), 0, "identical"),
         ('{"prompt_ids": [2], "tokens": []}\n', 2, "the prompts of"),  # without stats

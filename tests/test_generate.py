@@ -331,6 +331,12 @@ def test_an_invalid_tree_file_is_a_one_line_error(tmp_path, capsys):
         assert match in refused(capsys, generate.main, arguments)
 
 
+def test_a_tree_file_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "tree.json").write_text("\ufeff[[0], [0, 0], [1]]\r\n", encoding="utf-8")
+    tree = generate.drafters.read_tree_option(str(tmp_path / "tree.json"), {"heads": True})
+    assert tree == [[0], [0, 0], [1]]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_an_unwritable_output_is_a_one_line_error(folder, tmp_path, capsys, monkeypatch):
     os.mkfifo(tmp_path / "pipe")

@@ -15,14 +15,16 @@ from conftest import (
     ROOT,
     SHARED,
     USER,
+    byte_model,
     byte_tokenizer,
     needs_shared,
 )
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from minispec import UserError
+from minispec import UserError, load
 from minispec.certify.toys import letter_tokenizer
+from minispec.checkpoints.load import save
 from minispec.checkpoints.tokenizer import BYTE_LEVEL, Tokenizer
 
 TEXT = "Ünï 你好，世界 👩‍👩‍👧 𝔘 end � é"
@@ -198,7 +200,8 @@ def test_templates_get_what_transformers_provides():
 
 
 @pytest.mark.parametrize("inside, after, expected", [
-    ("{% set x = x + 'b' %}{{ x }}", "{{ x }}", "aba"), ("{% set y = 'b' %}{{ y }}", "{{ y }}", "b"),
+    ("{% set x = x + 'b' %}{{ x }}", "{{ x }}", "aba"),
+    ("{% set y = 'b' %}{{ y }}", "{{ y }}", "b"),
     ("{% if true %}{% set x = 'b' %}{% endif %}{{ x }}", "{{ x }}", "ba"),
     ("{% set ns.x = 'b' %}{{ ns.x }}", "{{ ns.x }}", "bb"),
     ("{% generation %}{% set x = 'b' %}{% endgeneration %}{{ x }}", "{{ x }}", "aa"),
@@ -222,6 +225,25 @@ def test_saved_files_are_read_back(tmp_path):
     assert again.fingerprint == byte_tokenizer().fingerprint
     (tmp_path / "chat_template.jinja").write_bytes(b"from the file \xff")
     assert Tokenizer.from_directory(tmp_path).chat_template == "from the file \ufffd"
+
+
+def test_byte_order_marks_of_a_checkpoint_s_files_are_ignored(tmp_path):
+    """An editor on Windows writes them."""
+    save(byte_model(), byte_tokenizer(), tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    model, tokenizer = load(tmp_path, "float64", "cpu")
+    (tmp_path / "model.safetensors").rename(tmp_path / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(model.state_dict(), "part.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    texts = [file for file in tmp_path.iterdir() if file.suffix != ".safetensors"]
+    for file in texts:
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    again, other = load(tmp_path, "float64", "cpu")
+    assert len(texts) == 6 and again.config == model.config
+    assert other.special_tokens == tokenizer.special_tokens
+    assert other.encode(TEXT) == tokenizer.encode(TEXT)
+    messages = [{"role": "user", "content": "hi"}]
+    assert other.chat(messages) == tokenizer.chat(messages) == tokenizer.encode("hi", False)
 
 
 GOLD = json.loads((GOLDEN.parent / "golden_tokenizers.json").read_text())

@@ -106,7 +106,7 @@ def sampled_at(run: dict) -> float | None:
 def read_runs(path: Path) -> list[dict]:
     """Read a JSONL file in which every line has prompt_ids and tokens."""
     with user_error(f"{path} cannot be read"):
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     runs = []
     for number, line in enumerate(lines, start=1):
         with user_error(f"{path} line {number} is not a run of generate --json"):

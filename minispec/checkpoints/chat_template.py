@@ -19,7 +19,7 @@ def read_template(directory: Path, settings: dict) -> str | None:
     If there are several, return the one named "default"."""
     for name in "additional_chat_templates/default.jinja", "chat_template.jinja":
         if (directory / name).exists():
-            return (directory / name).read_text(encoding="utf-8", errors="replace")
+            return (directory / name).read_text(encoding="utf-8-sig", errors="replace")
     template = settings.get("chat_template")
     if isinstance(template, list):
         template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}

@@ -219,7 +219,7 @@ class TextStream:
 def read_backend(path: Path) -> Backend:
     """Read a tokenizer.json."""
     with user_error(f"{path} is not a valid tokenizer"):
-        return Backend.from_file(str(path))
+        return Backend.from_str(path.read_text(encoding="utf-8-sig"))
 
 
 def replace_all(text: str, replacements: dict[str, str]) -> str:

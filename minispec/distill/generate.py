@@ -151,7 +151,7 @@ def resume(file: TextIO, path: Path, tokenizer: Tokenizer, options: dict) -> lis
         if rows and (before or None) != (value or None):  # older files lack flags that were off
             raise UserError(f"{path} was started with another {flag_name(name)}: use the same "
                             "one, or choose another --out")  # fmt: skip
-    file.truncate(text.rfind("\n") + 1 if rows else 0)
+    file.truncate(len(text[: text.rfind("\n") + 1].encode()) if rows else 0)
     if not rows:
         file.write(json.dumps({"tokenizer": tokenizer.fingerprint, "options": options}) + "\n")
     return rows

@@ -30,7 +30,7 @@ def read_generated(path: Path, tokenizer: Tokenizer | None = None) -> tuple[dict
     header: dict = {}
     opener = OPENERS.get(path.suffix, open)
     with user_error(f"{path} is not a file from minispec.distill generate"):
-        with opener(path, "rt", encoding="utf-8") as file:
+        with opener(path, "rt", encoding="utf-8-sig") as file:
             rows = [json.loads(line) for line in file.read().split("\n")[:-1]]
         if rows and "options" in rows[0]:
             header = rows.pop(0)

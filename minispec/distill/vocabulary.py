@@ -10,7 +10,7 @@ from tqdm import tqdm
 from minispec.checkpoints.heads import save_vocabulary
 from minispec.checkpoints.load import read_tokenizer
 from minispec.checkpoints.tokenizer import Tokenizer
-from minispec.cli import OutputFile, UserError, comma_separated, number
+from minispec.cli import TEXT_ENCODING, OutputFile, UserError, comma_separated, number
 from minispec.distill.own_text import OPENERS, read_generated
 from minispec.methods.vocabulary import count
 from minispec.training.text import plain_text, read_documents
@@ -36,9 +36,9 @@ def ids_of(path: Path, tokenizer: Tokenizer) -> Iterable[list[int]]:
     """The documents of a text file or folder, encoded one by one, or the generated tokens in a file
     from `generate`."""
     if path.is_file() and (path.suffix in OPENERS or path.suffix == ".jsonl"):
-        with path.open("rb") as file:
+        with path.open(**TEXT_ENCODING) as file:
             first_line = file.readline()
-        if path.suffix in OPENERS or first_line.startswith(b'{"tokenizer"'):
+        if path.suffix in OPENERS or first_line.startswith('{"tokenizer"'):
             return [row["tokens"] for row in read_generated(path, tokenizer)[1]]
     documents = chain.from_iterable(read_documents(path).values())
     return (tokenizer.encode(plain_text(document)) for document in documents)
