@@ -75,8 +75,8 @@ ARGUMENTS = {
     "draft_cache": [GIVEN], "draft": [GIVEN], "heads": [GIVEN], "head": [GIVEN],
     "head_cache": [GIVEN], "vocabulary": [GIVEN], "draft_sampling": [Sampling(0.7)],
     "k": [np.int64(2), "auto"], "lookup_k": [3, "auto"],
-    "tree": ["auto", np.array([[0, 1], [1, 0]])], "block": [4], "window": [3], "ngram": [2], "guesses": [3], "pool_from_prompt": [True], "epsilon": [0.2],
-    "delta": [0.1],
+    "tree": ["auto", np.array([[0, 1], [1, 0]])], "block": [4], "window": [3],
+    "ngram": [2], "guesses": [3], "pool_from_prompt": [True], "epsilon": [0.2], "delta": [0.1],
 }  # fmt: skip
 
 
