@@ -45,7 +45,8 @@ html_domain_indices = html_use_index = False
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_inherit_docstrings = False
 
-CONTENTS = """
+CONTENTS = {  # pages after which others are listed; every page must be listed once
+    "README": """
 
 ```{toctree}
 :hidden:
@@ -75,7 +76,16 @@ weights/smollm2/README
 weights/**/README
 tests/gpu/results/*
 ```
-"""
+""",
+    "tests/engines/README": """
+
+```{toctree}
+:hidden:
+:glob:
+reports/*
+```
+""",
+}
 COLAB = re.compile(r"\[!\[Open in Colab\]\([^)]*\)\]")  # its image is on another site
 RELATIVE_LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)\s#]+")
 shown = set()  # the files and folders that get a page because another page links to them
@@ -102,8 +112,7 @@ def read(app, name: str, text: list[str]) -> None:
         return f"site:{os.path.relpath(ROOT / page_of(path), folder)}.html"
 
     text[0] = RELATIVE_LINK.sub(on_site, COLAB.sub("[Open in Colab]", text[0]))
-    if name == root_doc:
-        text[0] += CONTENTS
+    text[0] += CONTENTS.get(name, "")
 
 
 def source_pages(app):
