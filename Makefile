@@ -63,7 +63,7 @@ gallery: .venv/installed $(REAL)
 site: .venv/site
 	rm -rf build/site
 	$(BIN)/python -m sphinx -q -W -E -d build/doctrees -c lessons/site . build/site
-	$(BIN)/python -m pytest -q -n 0 -m site tests/test_site.py
+	$(BIN)/python -m pytest -q -n 0 -rs -m site tests/test_site.py
 
 lint: .venv/tested
 	$(BIN)/ruff check .

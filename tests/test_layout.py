@@ -102,6 +102,15 @@ def test_the_listing_shows_what_there_is():
         assert path.name in tree or path.name in ("__init__.py", "__main__.py"), path
 
 
+def test_the_tools_are_pinned():
+    """Those of the tests, lessons and site; setuptools would also bind other packages' builds."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    needed = [name for extra in ("test", "lessons", "site") for name in extras[extra]]
+    pinned = re.findall(r"^([\w-]+)==[\d.]+$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert {re.split("[<>=]", name)[0] for name in needed} <= {"setuptools", *pinned}
+
+
 WRITER = r"""\.write_(text|bytes)\(|\.savefig\(|[( ]torch\.save\(|open\([^)]*"[wx]b?\""""
 
 
