@@ -254,21 +254,31 @@ def test_a_speedup_above_the_tokens_per_pass_is_called_disturbed(seconds, distur
 @each_lesson
 def test_its_badge_and_first_cell_are_those_of_the_address(number):
     path = LESSON[number]
-    lines = source(cells_of(path, "markdown")[0]).splitlines()
-    assert lines[1:4] == ["", badges.badge(path.name), ""]
+    first = source(cells_of(path, "markdown")[0]).split("\n\n")
+    assert first[0].startswith("# ") and first[1].startswith(badges.badge(path.name))
+    assert len(badges.BADGE.findall("".join(first))) == bool(badges.address())
     cell = source(cells_of(path, "code")[0])
     assert cell == badges.first_cell(number)
     assert len([line for line in cell.splitlines() if line]) <= 8
 
 
-def test_badges_lead_to_the_notebooks_of_one_address():
-    address = badges.address()
-    owner, name = address.removeprefix("https://github.com/").split("/")
+def test_the_table_has_the_badges_of_the_address():
     table = (LESSONS / "README.md").read_text(encoding="utf-8")
-    assert badges.BADGE.findall(table) == [badges.badge(path.name) for path in NOTEBOOKS]
-    for path in NOTEBOOKS:
-        colab = "https://colab.research.google.com/github"
-        assert f"({colab}/{owner}/{name}/blob/main/lessons/{path.name})" in table
+    wanted = [badges.badge(path.name) for path in NOTEBOOKS] if badges.address() else []
+    assert badges.BADGE.findall(table) == wanted
+
+
+def test_no_address_of_this_project_is_invented():
+    """Only the one in pyproject.toml may be written. No organisation has the project's name."""
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        pytest.skip("not a git checkout")
+    own = (badges.address() or "").removeprefix("https://")
+    assert not re.match(r"github\.com/minispec/", own)
+    wrong = r"(github(\.com)?|gitlab\.com|project)/([a-zA-Z0-9-]+/)?minispec"
+    command = ["git", "grep", "-IhE", wrong]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    colab = own.replace(".com", "")
+    assert [x for x in found.splitlines() if not (own and (own in x or colab in x))] == []
 
 
 def test_the_table_has_the_minutes_and_what_comes_before():
@@ -291,22 +301,26 @@ def test_readmes_pictures_have_alternative_texts():
 def test_badges_are_rewritten_for_a_new_address(tmp_path, monkeypatch):
     files = [tmp_path / LESSON["03"].name, tmp_path / "README.md"]
     before = [shutil.copy(LESSONS / file.name, file).read_bytes() for file in files]
-    old, new = badges.address(), "https://github.com/fork/of-it"
-    monkeypatch.setattr(badges, "address", lambda: new)
-    badges.write_notebook(files[0])
-    badges.write_table(files[1])
-    for file in files:
-        text = file.read_text(encoding="utf-8")
-        assert "/fork/of-it/blob/main/lessons/03_" in text
-        assert old.removeprefix("https://github.com") not in text
+
+    def texts(address: str | None) -> list[str]:
+        monkeypatch.setattr(badges, "address", lambda: address)
+        badges.write_notebook(files[0])
+        badges.write_table(files[1])
+        return [file.read_text(encoding="utf-8") for file in files]
+
+    for name in "fork/of-it", "another/fork":
+        for text in texts(f"https://github.com/{name}"):
+            assert f"/{name}/blob/main/lessons/03_" in text
+            assert name == "fork/of-it" or "fork/of-it" not in text
+    for text in texts(None):
+        assert "colab" not in text.lower() and "fork" not in text
     monkeypatch.undo()
-    badges.write_notebook(files[0])
-    badges.write_table(files[1])
+    texts(badges.address())
     assert [file.read_bytes() for file in files] == before
 
 
 @pytest.mark.slow
-def test_the_first_cell_works_without_a_checkout(tmp_path):
+def test_the_first_cell_works_without_a_checkout(tmp_path, monkeypatch):
     """As on Colab: in an empty folder, once more after a restart, and in the checkout it made."""
     git = shutil.which("git") or pytest.skip("no git on this machine")
     repository, bare, stubs = (tmp_path / name for name in ("repository", "bare", "stubs"))
@@ -324,7 +338,8 @@ def test_the_first_cell_works_without_a_checkout(tmp_path):
         f"import sys; print(*sys.argv[1:], file=open({str(installed)!r}, 'a'))"
     )
     environment = {**os.environ, "PYTHONPATH": str(stubs)}
-    cell = badges.first_cell("03").replace(badges.address(), repository.as_uri())
+    monkeypatch.setattr(badges, "address", repository.as_uri)
+    cell = badges.first_cell("03")
     starts = cell + "\nimport minispec\nprint(minispec.__path__[0])"
     imports = cell.replace('lesson("03")', "import form\nprint(form.LESSONS)")
     made = bare / "checkout"
@@ -340,6 +355,14 @@ def test_the_first_cell_works_without_a_checkout(tmp_path):
     assert installed.read_text() == "install -q -e checkout\n"
 
 
+@pytest.mark.parametrize("folder", [ROOT, LESSONS])
+def test_the_first_cell_works_in_a_checkout(folder, monkeypatch):
+    monkeypatch.setattr(badges, "address", lambda: None)
+    code = badges.first_cell("03").replace('lesson("03")', "import form\nprint(form.LESSONS)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{LESSONS}\n", "")
+
+
 @pytest.mark.parametrize("address", [
     "https://github.com/me/fork/", "https://github.com/me/fork.git", "git@github.com:me/fork.git",
     "https://gitlab.com/me/fork", "",
@@ -350,6 +373,8 @@ def test_an_address_that_badges_cannot_use_is_named(address, tmp_path, monkeypat
     with pytest.raises(SystemExit) as caught:
         badges.address()
     assert caught.value.code == 2 and repr(address) in capsys.readouterr().err
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    assert badges.address() is None and badges.badge("03.ipynb") == ""
 
 
 GALLERY = {"speculative": "03", "medusa": "04", "lookahead": "05", "fastmtp": "06", "hybrid": "10"}
