@@ -12,6 +12,7 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -377,6 +378,28 @@ def test_an_address_that_badges_cannot_use_is_named(address, tmp_path, monkeypat
     assert badges.address() is None and badges.badge("03.ipynb") == ""
 
 
+def trace_in(page: str) -> dict:
+    """The data of a page of the gallery."""
+    data = re.search(r'<script id="trace" type="application/json">(.*?)</script>', page, re.S)
+    return json.loads(data[1])
+
+
+def test_the_gallery_is_what_the_makefile_writes():
+    command = ["make", "--no-print-directory", "-n", "gallery"]
+    printed = subprocess.check_output(command, cwd=ROOT, text=True).split("minispec.generate ")[1:]
+    written = set()
+    for line in printed:
+        words = shlex.split(line.partition("<")[0])
+        flags, prompt = dict(zip(words, words[1:])), words[-1]
+        written.add(file := ROOT / flags["--html"])
+        run = trace_in(file.read_text(encoding="utf-8"))
+        asked = f"user\n{prompt}\nassistant\n" if "--chat" in words else prompt
+        assert run["prompt"].endswith(asked), f"{file.name} answers another prompt: make gallery"
+        assert [run["method"], run["model"]] == [flags["--method"], flags["--model"]]
+        assert run["sampling"]["temperature"] == float(flags.get("--temperature", 0))
+    assert written == {*(LESSONS / "gallery").glob("*.html")}
+
+
 GALLERY = {"speculative": "03", "medusa": "04", "lookahead": "05", "fastmtp": "06", "hybrid": "10"}
 
 
@@ -390,8 +413,7 @@ def test_a_page_of_the_gallery_is_small_and_linked(method, number):
     template = view.TEMPLATE.read_text("utf-8").replace(view.COLOURS_PLACEHOLDER, palette.css())
     before, after = template.split(view.PLACEHOLDER)
     assert page.startswith(before) and page.endswith(after), "run make gallery"
-    data = re.search(r'<script id="trace" type="application/json">(.*?)</script>', page, re.S)
-    run = json.loads(data[1])
+    run = trace_in(page)
     assert run["method"] == method and run["stats"]["lossless"] and len(run["passes"]) > 10
     assert distinct_4grams(run["tokens"]) > 0.8, "its text loops"
     link = f"(gallery/{method}.html)"
