@@ -1,7 +1,8 @@
 # make demo: build the environment and answer a question.  make test: build it and run the tests.
 PYTHON ?= python3
 BIN := .venv/bin
-QUESTION ?= Write a Python function that reverses a string.
+QUESTION ?= $(REVERSE)
+REVERSE := Write a Python function that reverses a string.
 REAL := weights/smollm2/target/config.json
 
 # make gpu GPU_PYTHON=python3 uses that Python and its torch instead of .venv
@@ -56,7 +57,7 @@ gallery: .venv/installed $(REAL)
 	$(PAGE)speculative.html --method speculative --model weights/target --temperature 0.8 --seed 1 "$(STORY)"
 	$(PAGE)medusa.html --method medusa --model smollm2 --chat "$(BICYCLE)" < /dev/null
 	$(PAGE)lookahead.html --method lookahead --model smollm2 --chat "$(MERGE)" < /dev/null
-	$(PAGE)fastmtp.html --method fastmtp --model smollm2 --chat "$(QUESTION)" < /dev/null
+	$(PAGE)fastmtp.html --method fastmtp --model smollm2 --chat "$(REVERSE)" < /dev/null
 	$(PAGE)hybrid.html --method hybrid --model smollm2 --chat "$(SPELLING)" < /dev/null
 
 # the README, lessons, gallery and API as a website in build/site, checked in a browser
